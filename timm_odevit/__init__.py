@@ -1,0 +1,14 @@
+"""ODE-ViT (arXiv 2511.16501) for timm: `import timm_odevit` registers the `odevit_*` models."""
+from . import odevit as _registers  # noqa: F401
+from ._version import __version__
+from .config import OdeConfig
+from .convert import Conversion, check_convertible, convert_, list_convertible
+from .distill import TrajectoryDistillationTask, fit
+from .evaluate import Evaluation, evaluate
+from .hub import save_pretrained
+from .solvers import integrate
+
+__all__ = [
+    'Conversion', 'Evaluation', 'OdeConfig', 'TrajectoryDistillationTask', '__version__', 'check_convertible',
+    'convert_', 'evaluate', 'fit', 'integrate', 'list_convertible', 'save_pretrained',
+]

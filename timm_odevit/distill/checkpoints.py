@@ -1,0 +1,92 @@
+"""Where on [0, T] the teacher's layers lie, and which of the student's steps answers for which layer."""
+from typing import Iterable, List, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ['distance_times', 'match', 'softmax_times', 'uniform_times']
+
+
+def uniform_times(layers: int) -> List[float]:
+    """Relative times 1/L, 2/L, ..., 1 of a teacher's L layers."""
+    return [(i + 1) / layers for i in range(layers)]
+
+
+def softmax_times(distances: Sequence[float], temperature: float = 1.) -> List[float]:
+    """Relative times that give a layer the more room, the further it moves the hidden state.
+
+    Args:
+        distances: Mean distance that each of the L layers moves the hidden state, in any unit.
+        temperature: Of the softmax over the distances, in units of their mean; large values tend to uniform times.
+
+    Returns:
+        L strictly increasing times in (0, 1], the last of them 1.
+
+    Source: ODE-ViT, arXiv 2511.16501, which gives the temperature in units of its distances.
+    """
+    if not temperature > 0:
+        raise ValueError(f'temperature must be above 0; got {temperature!r}.')
+    d = torch.tensor(distances, dtype=torch.float64)
+    w = (d / (d.mean().clamp_min(1e-12) * temperature)).softmax(0)
+    w = 0.999 * w + 0.001 / len(w)  # a low temperature underflows to 0, and times must still increase
+    times = w.cumsum(0)
+    return (times / times[-1]).tolist()
+
+
+@torch.no_grad()
+def distance_times(teacher: nn.Module, batches: Iterable[Tensor], temperature: float = 1.) -> List[float]:
+    """Relative times of a teacher's layers, by the distances between its consecutive hidden states.
+
+    Args:
+        teacher: timm model with `forward_intermediates`, in eval mode.
+        batches: Calibration images [B, C, H, W], on the device of the teacher.
+        temperature: See `softmax_times`.
+
+    Returns:
+        L strictly increasing times in (0, 1]. The state before the first layer is not among the intermediates, so the
+        first layer is given the mean of the other distances.
+
+    Raises:
+        ValueError: There are no batches.
+    """
+    total, images = None, 0
+    for batch in batches:
+        states = [hidden.flatten(1) for hidden in teacher.forward_intermediates(
+            batch, norm=False, output_fmt='NLC', intermediates_only=True)]
+        moved = torch.stack([(b - a).float().norm(dim=1).double().sum() for a, b in zip(states, states[1:])]).cpu()
+        total = moved if total is None else total + moved
+        images += len(batch)
+    if total is None:
+        raise ValueError("checkpoints='distance' needs calibration images; pass calibration=[images, ...].")
+    distances = (total / images).tolist()
+    first = sum(distances) / len(distances) if distances else 1.
+    return softmax_times([first, *distances], temperature)
+
+
+def match(times: Sequence[float], steps: int) -> List[Tuple[int, int]]:
+    """Pair the teacher's layers with the student's steps.
+
+    Args:
+        times: Relative times in (0, 1] of the teacher's L layers, strictly increasing.
+        steps: Number K of the student's steps, which end at 1/K, 2/K, ..., 1.
+
+    Returns:
+        min(L, K) pairs (layer, step), both counted from 0 and both strictly increasing, the last pair (L - 1, K - 1).
+        The side with fewer members is matched whole, each with a near member of the other side.
+    """
+    own = uniform_times(steps)
+    if len(times) <= steps:
+        return list(enumerate(_nearest(times, own)))
+    return [(layer, step) for step, layer in enumerate(_nearest(own, times))]
+
+
+def _nearest(few: Sequence[float], many: Sequence[float]) -> List[int]:
+    """Strictly increasing indices into `many`, near the values of `few`, that end at the last."""
+    n, m = len(few), len(many)
+    chosen: List[int] = []
+    for i, value in enumerate(few):
+        low = chosen[-1] + 1 if chosen else 0
+        high = m - n + i  # leaves room for the others
+        index = min(range(m), key=lambda j: abs(many[j] - value))
+        chosen.append(high if i == n - 1 else min(max(index, low), high))
+    return chosen

@@ -1,0 +1,230 @@
+"""TrajectoryDistillationTask: the student's states follow the teacher's hidden states."""
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+
+import torch
+from timm.models import group_parameters
+from timm.task import DistillationTeacher, TrainingTask
+from timm.utils import unwrap_model
+from torch import Tensor, nn
+
+from ..blocks import find_ode_blocks
+from .checkpoints import distance_times, match, uniform_times
+from .losses import jasmin_loss, logit_loss, trajectory_loss
+
+__all__ = ['TrajectoryDistillationTask']
+
+
+class TrajectoryDistillationTask(TrainingTask):
+    """Teach an ODE-ViT to follow the hidden states of a pretrained ViT; a `timm.task.TrainingTask`.
+
+    The teacher is frozen and stays in eval mode. Teacher layers are matched to solver steps at checkpoints in time.
+    loss = trajectory_weight * trajectory + jasmin_weight * JaSMin + kd_weight * KL + task_weight * cross-entropy.
+
+    Args:
+        student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
+        teacher: timm model of the same width and tokens, or the name of one.
+        checkpoints: Where the teacher's layers lie in time: 'uniform'; 'distance', measured on `calibration`; or
+            strictly increasing relative times in (0, 1], one per layer.
+        calibration: Batches of images [B, C, H, W], normalised for the teacher, for 'distance'.
+        checkpoint_temperature: Of the softmax over distances, in units of their mean.
+        trajectory_weight: Weight of the mean over checkpoints of the squared error relative to the teacher's variance.
+        cls_weight: Share of the class token in it.
+        register_weight: Share of the register tokens in it.
+        patch_weight: Share of the patch tokens in it.
+        jasmin_weight: Weight of the JaSMin loss of the shared block's attention.
+        jasmin_k: k of JaSMin, 0 or at least 2.
+        jasmin_evaluations: Number of states, evenly spread over the trajectory, at which attention is computed again.
+        kd_weight: Weight of the KL divergence between the logits.
+        kd_temperature: Temperature of both logits in it.
+        task_weight: Weight of the loss on the labels.
+        criterion: Loss on the labels, (logits, target) to a scalar; cross-entropy by default.
+        device: Device of the task, that of the student by default.
+        dtype: Dtype of the task's buffers.
+        verbose: Log what timm logs.
+
+    Raises:
+        TypeError: The student is not an ODE-ViT.
+        ValueError: Student and teacher do not fit, or share parameters.
+
+    Source: ODE-ViT, arXiv 2511.16501; token shares: Raptor, arXiv 2512.19941.
+    """
+
+    def __init__(
+            self,
+            student: nn.Module,
+            teacher: Union[str, nn.Module],
+            *,
+            checkpoints: Union[str, Sequence[float]] = 'uniform',
+            calibration: Optional[Iterable[Tensor]] = None,
+            checkpoint_temperature: float = 1.,
+            trajectory_weight: float = 1.,
+            cls_weight: float = 0.45,
+            register_weight: float = 0.10,
+            patch_weight: float = 0.45,
+            jasmin_weight: float = 0.,
+            jasmin_k: int = 0,
+            jasmin_evaluations: int = 2,
+            kd_weight: float = 1.,
+            kd_temperature: float = 1.,
+            task_weight: float = 0.,
+            criterion: Optional[nn.Module] = None,
+            device: Optional[torch.device] = None,
+            dtype: Optional[torch.dtype] = None,
+            verbose: bool = True,
+    ) -> None:
+        if not isinstance(student, nn.Module) or not find_ode_blocks(student):
+            raise TypeError(f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
+        device = device or next(student.parameters()).device
+        super().__init__(device=device, dtype=dtype, verbose=verbose)
+        for name, value in (
+                ('trajectory_weight', trajectory_weight), ('jasmin_weight', jasmin_weight), ('kd_weight', kd_weight),
+                ('task_weight', task_weight), ('cls_weight', cls_weight), ('register_weight', register_weight),
+                ('patch_weight', patch_weight)):
+            if not value >= 0:
+                raise ValueError(f'{name} must be at least 0; got {value!r}.')
+        if jasmin_k == 1 or jasmin_k < 0:
+            raise ValueError(f'jasmin_k must be 0, or at least 2 (k = 1 makes the loss 0 for any attention); got {jasmin_k!r}.')
+        if jasmin_evaluations < 1:
+            raise ValueError(f'jasmin_evaluations must be at least 1; got {jasmin_evaluations!r}.')
+
+        self.teacher = DistillationTeacher(
+            teacher, num_classes=student.num_classes, in_chans=student.in_chans, device=device, dtype=dtype)
+        self.teacher.requires_grad_(False).eval()
+        _check_pair(student, self.teacher.model)
+        self.times = self._times(checkpoints, calibration, checkpoint_temperature)
+        self.trainable_module = _Trainable(student, jasmin_k, jasmin_evaluations)
+        self.weights = dict(
+            trajectory=trajectory_weight, jasmin=jasmin_weight, kd=kd_weight, task=task_weight)
+        self.token_weights = (cls_weight, register_weight, patch_weight)
+        self.kd_temperature = kd_temperature
+        self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
+        for name in ('mean', 'std'):
+            value = torch.tensor(student.pretrained_cfg[name], device=self.device, dtype=self.dtype)
+            self.register_buffer(f'student_{name}', value.view(1, -1, 1, 1), persistent=False)
+
+    def forward(self, input: Tensor, target: Tensor) -> Dict[str, Tensor]:
+        """Compute the loss of one batch.
+
+        Args:
+            input: Images [B, C, H, W], normalised for the student.
+            target: Labels [B], or class probabilities [B, classes].
+
+        Returns:
+            'loss', 'output' (the student's logits [B, classes]), and the parts before weighting: 'trajectory_loss',
+            'jasmin_loss', 'kd_loss', 'task_loss'. Parts of weight 0 are there for the record, without a gradient.
+        """
+        student = unwrap_model(self.trainable_module).student
+        layers, steps = zip(*match(self.times, find_ode_blocks(student)[0].steps))
+        output, states, jasmin = self.trainable_module(input, steps, self.weights['jasmin'] > 0)
+        with torch.no_grad():
+            images = self.teacher.normalize_input(input, self.student_mean, self.student_std)
+            target_output, target_states = _states(self.teacher.model, images, layers)
+        prefix, has_cls = student.num_prefix_tokens, student.has_class_token
+        parts = {
+            'trajectory': lambda: torch.stack([
+                trajectory_loss(s, t, prefix, has_cls, self.token_weights)
+                for s, t in zip(states, target_states)]).mean(),
+            'kd': lambda: logit_loss(output, target_output, self.kd_temperature),
+            'task': lambda: self.criterion(output, target),
+        }
+        found = {'jasmin': jasmin}
+        for name, part in parts.items():
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.weights[name] > 0):
+                found[name] = part()
+        loss = sum((self.weights[name] * value for name, value in found.items() if self.weights[name] > 0),
+                   output.new_zeros(()))
+        return {'loss': loss, 'output': output, **{f'{name}_loss': found[name] for name in self.weights}}
+
+    def train(self, mode: bool = True) -> 'TrajectoryDistillationTask':
+        """Set the mode of the student; the teacher stays in eval mode."""
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def prepare_distributed(self, device_ids: Optional[list] = None, **ddp_kwargs: Any) -> 'TrajectoryDistillationTask':
+        """Wrap the student, and not the frozen teacher, in DistributedDataParallel."""
+        from torch.nn.parallel import DistributedDataParallel
+        self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
+        return self
+
+    def compile(self, backend: str = 'inductor', mode: Optional[str] = None, **compile_kwargs: Any) -> nn.Module:
+        """Compile the student's training pass and its evaluation, and the teacher; returns the eval model."""
+        options = dict(backend=backend, mode=mode, **compile_kwargs)
+        self.eval_model = torch.compile(unwrap_model(self.trainable_module).student, **options)
+        self.trainable_module = torch.compile(self.trainable_module, **options)
+        return self.eval_model
+
+    def get_eval_model(self, module: Optional[nn.Module] = None, ema: bool = False) -> Optional[nn.Module]:
+        """The student itself, without the wrapper of the training pass."""
+        found = super().get_eval_model(module=module, ema=ema)
+        inner = found
+        while inner is not None and not isinstance(inner, _Trainable):
+            inner = getattr(inner, 'module', None)
+        return inner.student if inner is not None else found
+
+    def _times(self, checkpoints, calibration, temperature) -> List[float]:
+        layers = len(self.teacher.model.blocks)
+        if isinstance(checkpoints, str):
+            if checkpoints == 'uniform':
+                return uniform_times(layers)
+            if checkpoints == 'distance':
+                images = (batch.to(self.device) for batch in calibration or ())
+                return distance_times(self.teacher.model, images, temperature)
+            raise ValueError(f"Unknown checkpoints '{checkpoints}'. Allowed: uniform, distance, or a list of relative times.")
+        times = [float(t) for t in checkpoints]
+        increasing = all(a < b for a, b in zip([0., *times], times))
+        if len(times) != layers or not increasing or times[-1] > 1.:
+            raise ValueError(
+                f'checkpoints must be {layers} strictly increasing times in (0, 1], one for each layer of the teacher; '
+                f'got {times}.')
+        return times
+
+
+class _Trainable(nn.Module):
+    """The student's training pass in one `forward`, so that DistributedDataParallel can wrap it."""
+
+    def __init__(self, student: nn.Module, jasmin_k: int, jasmin_evaluations: int) -> None:
+        super().__init__()
+        self.student = student
+        self.jasmin_k = jasmin_k
+        self.jasmin_evaluations = jasmin_evaluations
+
+    def forward(self, images: Tensor, steps: Sequence[int], train_jasmin: bool) -> Tuple[Tensor, List[Tensor], Tensor]:
+        blocks = find_ode_blocks(self.student)[0]
+        last = max(len(blocks) - 2, 0)  # the last state is nobody's input, unless it is the only one
+        spread = torch.linspace(0, last, min(self.jasmin_evaluations, last + 1)).round().int().tolist()
+        wanted = sorted({*steps, *spread})
+        output, states = _states(self.student, images, wanted)
+        by_step = dict(zip(wanted, states))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and train_jasmin):
+            maps = [blocks.shared.attention_map(blocks[i].t + blocks[i].h, by_step[i]) for i in spread]
+            jasmin = torch.stack([jasmin_loss(m, self.jasmin_k) for m in maps]).mean()
+        return output, [by_step[i] for i in steps], jasmin
+
+    def no_weight_decay(self) -> set:
+        return {f'student.{name}' for name in self.student.no_weight_decay()}
+
+    def group_matcher(self, coarse: bool = False):
+        groups = group_parameters(self.student, self.student.group_matcher(coarse=coarse), reverse=True)
+        return lambda name: groups[name[len('student.'):]]
+
+
+def _states(model: nn.Module, images: Tensor, indices: Sequence[int]) -> Tuple[Tensor, List[Tensor]]:
+    """Logits [B, C], and the hidden states [B, N, D] after the given blocks, before the final norm."""
+    final, states = model.forward_intermediates(
+        images, indices=list(indices), norm=False, output_fmt='NLC', return_prefix_tokens=True)
+    joined = [torch.cat([s[1], s[0]], dim=1) if isinstance(s, tuple) else s for s in states]
+    return model.forward_head(final), joined
+
+
+def _check_pair(student: nn.Module, teacher: nn.Module) -> None:
+    if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
+        raise ValueError('Student and teacher share parameters, so training would change the teacher. '
+                         'Make the teacher by copy.deepcopy(model) before convert_.')
+    for name in ('embed_dim', 'num_prefix_tokens', 'num_classes'):
+        ours, theirs = getattr(student, name, None), getattr(teacher, name, None)
+        if ours != theirs:
+            raise ValueError(f'Student and teacher differ in {name}: {ours} and {theirs}.')
+    sizes = [tuple(m.patch_embed.grid_size) for m in (student, teacher)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f'Student and teacher see other patches: {sizes[0]} and {sizes[1]}. Give both the same img_size.')

@@ -1,0 +1,4 @@
+"""What a conversion kept."""
+from .accuracy import Evaluation, Result, evaluate
+
+__all__ = ['Evaluation', 'Result', 'evaluate']

@@ -1,0 +1,193 @@
+"""Accuracy of a model, ODE-ViT or not, over several step counts."""
+import json
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ..blocks import find_ode_blocks
+from ..convert import count_parameters
+
+__all__ = ['Evaluation', 'Result', 'evaluate']
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one model gives at one step count.
+
+    Attributes:
+        model: 'teacher', 'student' or 'model'.
+        steps: Number of solver steps; None for a model that is not an ODE-ViT.
+        nfe: Field evaluations per image; None likewise.
+        parameters: Number of parameters.
+        images: Number of images.
+        top1: Top-1 accuracy in percent.
+        top5: Top-5 accuracy in percent (top-C with C < 5 classes).
+        loss: Mean cross-entropy in nats per image.
+        agreement: Images on which the top-1 class is the teacher's, in percent; None without a teacher.
+        kept: Share of the teacher's top-1 accuracy, in percent; None without a teacher.
+        images_per_second: Speed of the forward pass, data loading not counted.
+    """
+    model: str
+    steps: Optional[int]
+    nfe: Optional[int]
+    parameters: int
+    images: int
+    top1: float
+    top5: float
+    loss: float
+    agreement: Optional[float]
+    kept: Optional[float]
+    images_per_second: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results in the order in which they were measured: the teacher first, then one per step count."""
+    results: Tuple[Result, ...]
+
+    def table(self) -> str:
+        """The results as a Markdown table."""
+        header = ('model', 'steps', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'loss', 'agreement %', 'kept %', 'images/s')
+        rows = [header, tuple('---' for _ in header)]
+        for r in self.results:
+            rows.append((
+                r.model, _text(r.steps), _text(r.nfe), f'{r.parameters:,}', f'{r.top1:.2f}', f'{r.top5:.2f}',
+                f'{r.loss:.4f}', _text(r.agreement), _text(r.kept), f'{r.images_per_second:.0f}'))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        return '\n'.join(
+            '| ' + ' | '.join(cell.ljust(width) if row is not rows[1] else '-' * width
+                              for cell, width in zip(row, widths)) + ' |' for row in rows)
+
+    def to_json(self, path: Optional[Union[str, Path]] = None) -> str:
+        """The results as JSON; also written to `path` if given."""
+        text = json.dumps([asdict(r) for r in self.results], indent=2) + '\n'
+        if path is not None:
+            Path(path).write_text(text)
+        return text
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def evaluate(
+        model: nn.Module,
+        loader: Iterable[Any],
+        *,
+        steps: Optional[Union[int, Sequence[int]]] = None,
+        teacher: Optional[nn.Module] = None,
+        amp_dtype: Optional[torch.dtype] = None,
+        progress: bool = False,
+) -> Evaluation:
+    """Measure accuracy per image, over several step counts, on the device of the model.
+
+    The model's steps and both models' modes are put back afterwards, also when it is interrupted.
+
+    Args:
+        model: Model to measure, [B, C, H, W] to logits [B, classes].
+        loader: Batches (images [B, C, H, W], labels [B]), in the same order each time.
+        steps: Step counts to measure; None for the model as it is. Only for an ODE-ViT.
+        teacher: Model to compare with; measured first, on the same images.
+        amp_dtype: Run under autocast in this dtype, such as torch.bfloat16.
+        progress: Show a progress bar.
+
+    Returns:
+        One Result for the teacher, if any, and one for each step count.
+
+    Raises:
+        ValueError: The model has no steps to set, the loader is empty or shuffled, or labels do not fit the classes.
+    """
+    blocks = find_ode_blocks(model)
+    counts: List[Optional[int]]
+    if steps is None:
+        counts = [blocks[0].steps if blocks else None]
+    else:
+        counts = [steps] if isinstance(steps, int) else list(steps)
+        if not blocks:
+            raise ValueError(f'steps={counts} needs an ODE-ViT; this {type(model).__name__} is none. Call convert_ first.')
+    results: List[Result] = []
+    reference = None
+    if teacher is not None:
+        found, reference = _measure(teacher, loader, amp_dtype, progress, 'teacher')
+        results.append(Result(model='teacher', steps=None, nfe=None, agreement=None, kept=100., **found))
+    kept_config = blocks[0].config if blocks else None
+    try:
+        for count in counts:
+            if blocks and count is not None and count != blocks[0].steps:
+                blocks[0].steps = count
+            name = f'{count} steps' if blocks else 'model'
+            found, (labels, predicted) = _measure(model, loader, amp_dtype, progress, name)
+            agreement = kept = None
+            if reference is not None:
+                if not torch.equal(labels, reference[0]):
+                    raise ValueError('The loader gives images in another order each time. Make it with shuffle=False.')
+                agreement = 100 * (predicted == reference[1]).double().mean().item()
+                kept = 100 * found['top1'] / results[0].top1 if results[0].top1 else None
+            results.append(Result(
+                model='model' if teacher is None else 'student', steps=count, nfe=blocks[0].nfe if blocks else None,
+                agreement=agreement, kept=kept, **found))
+    finally:
+        if blocks and blocks[0].config != kept_config:
+            blocks[0].config = kept_config
+    return Evaluation(tuple(results))
+
+
+def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool, name: str):
+    parameter = next(model.parameters())
+    device = parameter.device
+    autocast = torch.autocast(device.type, amp_dtype) if amp_dtype is not None else nullcontext()
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    correct1 = correct5 = seconds = 0.
+    loss = torch.zeros((), dtype=torch.float64)
+    labels_seen: List[Tensor] = []
+    predicted: List[Tensor] = []
+    try:
+        with torch.inference_mode(), autocast:
+            for images, labels in tqdm(loader, desc=name, leave=False, disable=not progress):
+                dtype = parameter.dtype if amp_dtype is None else images.dtype
+                images, labels = images.to(device, dtype), labels.to(device)
+                _synchronize(device)
+                start = time.perf_counter()
+                logits = model(images)
+                _synchronize(device)
+                seconds += time.perf_counter() - start
+                if labels.numel() and int(labels.max()) >= logits.shape[1]:
+                    raise ValueError(
+                        f'The data has label {int(labels.max())}, but the model has {logits.shape[1]} classes. '
+                        'Create the model with the num_classes of the data.')
+                logits = logits.float()
+                top = logits.topk(min(5, logits.shape[1])).indices
+                hits = top.eq(labels[:, None])
+                correct1 += hits[:, 0].sum().item()
+                correct5 += hits.any(dim=1).sum().item()
+                loss += F.cross_entropy(logits, labels, reduction='sum').double().cpu()
+                labels_seen.append(labels.cpu())
+                predicted.append(top[:, 0].cpu())
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if not labels_seen:
+        raise ValueError('The loader gave no images.')
+    seen = torch.cat(labels_seen)
+    n = len(seen)
+    return dict(
+        parameters=count_parameters(model), images=n, top1=100 * correct1 / n, top5=100 * correct5 / n,
+        loss=loss.item() / n, images_per_second=n / seconds), (seen, torch.cat(predicted))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+
+
+def _text(value: Optional[float]) -> str:
+    if value is None:
+        return '-'
+    return str(value) if isinstance(value, int) else f'{value:.1f}'

@@ -1,0 +1,230 @@
+"""Vector fields: what the solver integrates. A field is the sum of an attention and an MLP sub-flow."""
+from typing import List, Optional
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
+from torch import Tensor, nn
+from torch.jit import Final
+
+__all__ = ['CenterNorm', 'Field', 'LipschitzField', 'NativeField']
+
+
+class Field(nn.Module):
+    """A vector field psi(t, x) = G(t, x) + F(t, x): G attention, which mixes tokens, F the MLP of each token.
+
+    Every field has
+    - `attention(t, x, attn_mask, is_causal, weights)` and `mlp(t, x, weights)`: G and F, [B, N, D] each;
+    - `__call__(t, x, attn_mask, is_causal, weights)`: their sum;
+    - `fold()`: what depends on the parameters alone and is worth computing once per forward pass instead of once
+      per evaluation, or None; handed back as `weights`;
+    - `attention_map(t, x)`: the probabilities [B, heads, N, N] in float32, before dropout.
+
+    t is a float, or a 0-dim tensor from an adaptive method.
+    """
+
+    def fold(self) -> Optional[List[Tensor]]:
+        return None
+
+
+class NativeField(Field):
+    """The base model's own sub-layers, with all that they have (LayerScale, qk-norm, biases, ...).
+
+    Args:
+        block: A pre-norm transformer block of timm (norm1, attn, ls1, norm2, mlp, ls2).
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def attention(
+            self,
+            t: float,
+            x: Tensor,
+            attn_mask: Optional[Tensor] = None,
+            is_causal: bool = False,
+            weights: Optional[List[Tensor]] = None,
+    ) -> Tensor:
+        y = self.block.attn(self.block.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
+        return self.block.drop_path1(self.block.ls1(y))
+
+    def mlp(self, t: float, x: Tensor, weights: Optional[List[Tensor]] = None) -> Tensor:
+        return self.block.drop_path2(self.block.ls2(self.block.mlp(self.block.norm2(x))))
+
+    def forward(
+            self,
+            t: float,
+            x: Tensor,
+            attn_mask: Optional[Tensor] = None,
+            is_causal: bool = False,
+            weights: Optional[List[Tensor]] = None,
+    ) -> Tensor:
+        return self.attention(t, x, attn_mask, is_causal) + self.mlp(t, x)
+
+    @torch.jit.ignore
+    def attention_map(self, t: float, x: Tensor) -> Tensor:
+        attn = self.block.attn
+        B, N, _ = x.shape
+        q, k, _ = attn.qkv(self.block.norm1(x)).reshape(B, N, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        return _probabilities(attn.q_norm(q), attn.k_norm(k), attn.scale)
+
+
+class CenterNorm(nn.Module):
+    """gamma * D / (D - 1) * (x - mean(x)) + beta: a LayerNorm without the division, so that it is Lipschitz.
+
+    Args:
+        dim: Number of channels D.
+
+    Shape: [..., D] to [..., D].
+
+    Source: LipsFormer, arXiv 2304.09856.
+    """
+
+    def __init__(self, dim: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.scale = dim / (dim - 1)
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (self.scale * (x - x.mean(dim=-1, keepdim=True))) + self.bias
+
+    def fold(self, projection: Tensor) -> List[Tensor]:
+        """Weight [M, D] and bias [M] of the one linear map that equals this norm followed by a projection [M, D]."""
+        w = projection * (self.weight * self.scale)
+        return [w - w.mean(dim=1, keepdim=True), F.linear(self.bias, projection)]
+
+
+class LipschitzField(Field):
+    """The paper's field: bias-free multi-head self-attention and a bias-free MLP, each behind a CenterNorm.
+
+    Both sub-flows read the same state, and a CenterNorm is linear, so both norms and both projections are one matrix
+    product, and so are both output projections.
+
+    Args:
+        dim: Number of channels D.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head.
+        hidden: Hidden channels M of the MLP.
+        act: Activation of the MLP.
+        attn_drop: Dropout rate of the attention probabilities.
+        proj_drop: Dropout rate after the activation and after the output projections.
+        drop_path: Stochastic-depth rate of each sub-flow.
+
+    Source: ODE-ViT, arXiv 2511.16501.
+    """
+    fused_attn: Final[bool]
+
+    def __init__(
+            self,
+            dim: int,
+            num_heads: int,
+            head_dim: int,
+            hidden: int,
+            act: nn.Module,
+            attn_drop: float = 0.,
+            proj_drop: float = 0.,
+            drop_path: float = 0.,
+            device=None,
+            dtype=None,
+    ) -> None:
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.attn_dim = num_heads * head_dim
+        self.hidden = hidden
+        self.scale = head_dim ** -0.5
+        self.fused_attn = use_fused_attn()
+
+        self.norm1 = CenterNorm(dim, **dd)
+        self.qkv = nn.Linear(dim, 3 * self.attn_dim, bias=False, **dd)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(self.attn_dim, dim, bias=False, **dd)
+        self.norm2 = CenterNorm(dim, **dd)
+        self.fc1 = nn.Linear(dim, hidden, bias=False, **dd)
+        self.act = act
+        self.fc2 = nn.Linear(hidden, dim, bias=False, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
+
+    def fold(self) -> Optional[List[Tensor]]:
+        """The products of norms and projections: w_in [3A + M, D], b_in [3A + M], w_out [D, A + M]; A = attn_dim."""
+        w_attn, b_attn = self.norm1.fold(self.qkv.weight)
+        w_mlp, b_mlp = self.norm2.fold(self.fc1.weight)
+        w_out = torch.cat([self.proj.weight, self.fc2.weight], dim=1)
+        return [torch.cat([w_attn, w_mlp]), torch.cat([b_attn, b_mlp]), w_out]
+
+    def attention(
+            self,
+            t: float,
+            x: Tensor,
+            attn_mask: Optional[Tensor] = None,
+            is_causal: bool = False,
+            weights: Optional[List[Tensor]] = None,
+    ) -> Tensor:
+        w_in, b_in, w_out = self._weights(weights)
+        A = self.attn_dim
+        y = self._attend(F.linear(x, w_in[:3 * A], b_in[:3 * A]), attn_mask, is_causal)
+        return self.proj_drop(F.linear(self.drop_path(y), w_out[:, :A]))
+
+    def mlp(self, t: float, x: Tensor, weights: Optional[List[Tensor]] = None) -> Tensor:
+        w_in, b_in, w_out = self._weights(weights)
+        A = self.attn_dim
+        y = self.proj_drop(self.act(F.linear(x, w_in[3 * A:], b_in[3 * A:])))
+        return self.proj_drop(F.linear(self.drop_path(y), w_out[:, A:]))
+
+    def forward(
+            self,
+            t: float,
+            x: Tensor,
+            attn_mask: Optional[Tensor] = None,
+            is_causal: bool = False,
+            weights: Optional[List[Tensor]] = None,
+    ) -> Tensor:
+        w_in, b_in, w_out = self._weights(weights)
+        qkv, y = F.linear(x, w_in, b_in).split([3 * self.attn_dim, self.hidden], dim=-1)
+        a = self.drop_path(self._attend(qkv, attn_mask, is_causal))
+        y = self.drop_path(self.proj_drop(self.act(y)))
+        return self.proj_drop(F.linear(torch.cat([a, y], dim=-1), w_out))
+
+    @torch.jit.ignore
+    def attention_map(self, t: float, x: Tensor) -> Tensor:
+        q, k, _ = self._heads(self.qkv(self.norm1(x)))
+        return _probabilities(q, k, self.scale)
+
+    def _weights(self, weights: Optional[List[Tensor]]) -> List[Tensor]:
+        if weights is None:
+            weights = self.fold()
+        assert weights is not None  # for TorchScript's type checker
+        return weights
+
+    def _heads(self, qkv: Tensor) -> List[Tensor]:
+        B, N, _ = qkv.shape
+        return qkv.reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def _attend(self, qkv: Tensor, attn_mask: Optional[Tensor], is_causal: bool) -> Tensor:
+        q, k, v = self._heads(qkv)
+        if self.fused_attn:
+            y = F.scaled_dot_product_attention(
+                q, k, v,
+                attn_mask=attn_mask,
+                dropout_p=self.attn_drop.p if self.training else 0.,
+                is_causal=is_causal,
+            )
+        else:
+            attn = (q * self.scale) @ k.transpose(-2, -1)
+            attn = maybe_add_mask(attn, resolve_self_attn_mask(attn.shape[-1], attn, attn_mask, is_causal))
+            y = self.attn_drop(attn.softmax(dim=-1)) @ v
+        return y.transpose(1, 2).flatten(2)
+
+
+def _probabilities(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    with torch.autocast(q.device.type, enabled=False):
+        return (q.float() * scale @ k.float().transpose(-2, -1)).softmax(dim=-1)

@@ -1,0 +1,264 @@
+"""Integration: one module a step, a plain loop over them, and torchdiffeq for the adaptive methods."""
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from .config import OdeConfig
+from .methods import METHODS
+
+__all__ = ['AdaptiveStep', 'LieTrotterStep', 'RungeKuttaStep', 'StrangStep', 'integrate', 'make_steps', 'solve_adaptive']
+
+
+class Step(nn.Module):
+    """One solver step: a module that takes the state at t [B, N, D] to the state at t + h.
+
+    A step is called as a transformer block is: `step(x, attn_mask, is_causal)`. It uses its field, but does not own
+    it: K steps share one field, which is registered once, in OdeBlocks.
+
+    Args:
+        field: Vector field with `attention(t, x, ...)`, `mlp(t, x, ...)` and `__call__`, their sum.
+        t: Time at which the step starts.
+        h: Length of the step, in the same unit.
+        own: Register the field as a sub-module of the step, as TorchScript needs.
+    """
+    t: float
+    h: float
+
+    def __init__(self, field: nn.Module, t: float, h: float, own: bool = False) -> None:
+        super().__init__()
+        self.t = t
+        self.h = h
+        if own:
+            self.field = field
+        else:
+            self.__dict__['field'] = field  # past nn.Module's registration
+
+    def extra_repr(self) -> str:
+        return f't={self.t:g}, h={self.h:g}'
+
+
+class RungeKuttaStep(Step):
+    """A step of an explicit Runge-Kutta method, given by its Butcher tableau."""
+    a: List[List[float]]
+    b: List[float]
+    c: List[float]
+
+    def __init__(self, field: nn.Module, method: str, t: float, h: float, own: bool = False) -> None:
+        super().__init__(field, t, h, own)
+        table = METHODS[method]
+        self.a = [list(row) for row in table.a]
+        self.b = list(table.b)
+        self.c = list(table.c)
+
+    def forward(
+            self,
+            x: Tensor,
+            attn_mask: Optional[Tensor] = None,
+            is_causal: bool = False,
+            weights: Optional[List[Tensor]] = None,
+    ) -> Tensor:
+        slopes: List[Tensor] = []
+        for i in range(len(self.c)):
+            y = x
+            for j in range(i):
+                if self.a[i][j] != 0.:
+                    y = torch.add(y, slopes[j], alpha=self.h * self.a[i][j])
+            slopes.append(self.field(self.t + self.c[i] * self.h, y, attn_mask, is_causal, weights))
+        for i in range(len(self.b)):
+            if self.b[i] != 0.:
+                x = torch.add(x, slopes[i], alpha=self.h * self.b[i])
+        return x
+
+
+class LieTrotterStep(Step):
+    """Attention for h, then the MLP for h, each by an Euler step: at h = 1, the pre-norm transformer block."""
+
+    def forward(
+            self,
+            x: Tensor,
+            attn_mask: Optional[Tensor] = None,
+            is_causal: bool = False,
+            weights: Optional[List[Tensor]] = None,
+    ) -> Tensor:
+        x = torch.add(x, self.field.attention(self.t, x, attn_mask, is_causal, weights), alpha=self.h)
+        return torch.add(x, self.field.mlp(self.t, x, weights), alpha=self.h)
+
+
+class StrangStep(Step):
+    """The MLP for h/2, attention for h, the MLP for h/2, each sub-flow by one midpoint step."""
+
+    def forward(
+            self,
+            x: Tensor,
+            attn_mask: Optional[Tensor] = None,
+            is_causal: bool = False,
+            weights: Optional[List[Tensor]] = None,
+    ) -> Tensor:
+        x = self._mlp(self.t, x, weights)
+        y = torch.add(x, self.field.attention(self.t, x, attn_mask, is_causal, weights), alpha=0.5 * self.h)
+        slope = self.field.attention(self.t + 0.5 * self.h, y, attn_mask, is_causal, weights)
+        x = torch.add(x, slope, alpha=self.h)
+        return self._mlp(self.t + 0.5 * self.h, x, weights)
+
+    def _mlp(self, t: float, x: Tensor, weights: Optional[List[Tensor]]) -> Tensor:
+        y = torch.add(x, self.field.mlp(t, x, weights), alpha=0.25 * self.h)
+        return torch.add(x, self.field.mlp(t + 0.25 * self.h, y, weights), alpha=0.5 * self.h)
+
+
+class AdaptiveStep(Step):
+    """An adaptive solution over [t, t + h]."""
+
+    def __init__(self, field: nn.Module, config: OdeConfig, t: float, h: float) -> None:
+        super().__init__(field, t, h)
+        self.config = config
+
+    def forward(self, x, attn_mask=None, is_causal=False, weights=None):
+        times = (self.t, self.t + self.h)
+        return solve_adaptive(self.field, x, times, self.config, (attn_mask, is_causal, weights))[0][-1]
+
+
+def make_steps(field: nn.Module, config: OdeConfig, t: float = 0., own: bool = False) -> List[Step]:
+    """The K steps of a resolved configuration on [t, t + T].
+
+    Args:
+        field: Vector field that the steps share.
+        config: Method, steps and T, resolved.
+        t: Time at which the first step starts.
+        own: Register the field in each step, for TorchScript; fixed-step methods only.
+
+    Returns:
+        K modules, each of which advances the state by T / K.
+    """
+    h = config.T / config.steps
+    starts = [t + i * h for i in range(config.steps)]
+    if config.adaptive:
+        return [AdaptiveStep(field, config, start, h) for start in starts]
+    if config.method == 'lie_trotter':
+        return [LieTrotterStep(field, start, h, own) for start in starts]
+    if config.method == 'strang':
+        return [StrangStep(field, start, h, own) for start in starts]
+    return [RungeKuttaStep(field, config.method, start, h, own) for start in starts]
+
+
+def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, keep: bool = False) -> Tensor:
+    """Solve dx/dt = field(t, x) from t = 0 to config.T.
+
+    Fixed-step methods run as a plain loop over Python floats, adaptive ones through torchdiffeq.
+    Time is dimensionless: one unit is one transformer block of the base model.
+
+    Args:
+        field: Vector field, called as field(t, x) with t a float (a 0-dim tensor from an adaptive method) and
+            x [B, N, D] (any shape will do); returns the slope in the shape of x. The splitting methods call its
+            `attention(t, x)` and `mlp(t, x)`.
+        x0: State at t = 0 [B, N, D]; integrated in its own dtype.
+        config: Method, number of steps and end time; steps and T must be set.
+        keep: Also keep the states in between.
+
+    Returns:
+        x(T) [B, N, D], or all states [K + 1, B, N, D] with keep.
+
+    Raises:
+        ValueError: steps or T is not set, or the field has no sub-flows to split.
+        FloatingPointError: The state stopped being finite; the message names the step and t.
+
+    Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.1; ODE-ViT, arXiv 2511.16501.
+    """
+    if config.steps is None or config.T is None:
+        raise ValueError('integrate() needs steps and T. Set both, such as OdeConfig(steps=12, T=12).')
+    if not config.adaptive and METHODS[config.method].splits and not hasattr(field, 'attention'):
+        raise ValueError(
+            f"'{config.method}' splits the field in attention(t, x) and mlp(t, x), which this one does not have. "
+            "Use an unsplit method, such as 'euler' or 'rk4'.")
+    module = _Callable(field)
+    if config.adaptive:
+        times = [i * config.T / config.steps for i in range(config.steps + 1)]
+        states = solve_adaptive(module, x0, times if keep else (times[0], times[-1]), config)[0]
+        _check_finite(states[-1], config.steps - 1, config)
+        return states if keep else states[-1]
+    x, states = x0, [x0]
+    for i, step in enumerate(make_steps(module, config)):
+        x = step(x)
+        _check_finite(x, i, config)
+        if keep:
+            states.append(x)
+    return torch.stack(states) if keep else x
+
+
+def solve_adaptive(
+        field: nn.Module,
+        x0: Tensor,
+        times: Sequence[float],
+        config: OdeConfig,
+        context: Tuple[Any, ...] = (),
+) -> Tuple[Tensor, int]:
+    """Solve with an adaptive method of torchdiffeq.
+
+    Args:
+        field: Vector field, called as field(t, x, *context) with t a 0-dim tensor.
+        x0: State at times[0] [B, N, D], float32 or float64.
+        times: Increasing times at which the state is wanted.
+        config: Method, tolerances, adjoint.
+        context: What else the field is called with.
+
+    Returns:
+        The states [len(times), B, N, D], and the number of field evaluations of the forward solution.
+
+    Raises:
+        ValueError: The state is in half precision, in which no step size can be controlled.
+        FloatingPointError: The solver could not meet the tolerance with any step size.
+    """
+    import torchdiffeq
+
+    if x0.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"'{config.method}' controls its error and needs float32 or float64; got {x0.dtype}. "
+            f"Use a fixed-step method ({', '.join(METHODS)}) or a float32 model.")
+    counted = _Counted(field, context)
+    grid = torch.tensor(times, dtype=x0.dtype, device=x0.device)
+    solve = torchdiffeq.odeint_adjoint if config.adjoint else torchdiffeq.odeint
+    try:
+        states = solve(counted, x0, grid, rtol=config.rtol, atol=config.atol, method=config.method)
+    except AssertionError as e:  # how torchdiffeq says that the step size underflowed or the state is not finite
+        raise FloatingPointError(
+            f"'{config.method}' failed between t = {times[0]:g} and {times[-1]:g} after {counted.evaluations} "
+            f'evaluations: {e}. Loosen rtol and atol, or check the field for divergence.') from e
+    return states, counted.evaluations
+
+
+class _Counted(nn.Module):
+    """field(t, x) for torchdiffeq, with its context bound and its evaluations counted."""
+
+    def __init__(self, field: nn.Module, context: Tuple[Any, ...]) -> None:
+        super().__init__()
+        self.field = field
+        self.context = context
+        self.evaluations = 0
+
+    def forward(self, t: Tensor, x: Tensor) -> Tensor:
+        self.evaluations += 1  # the adjoint's own evaluations come later, in the backward pass
+        return self.field(t, x, *self.context)
+
+
+class _Callable(nn.Module):
+    """Any callable field(t, x) in the interface of a field module."""
+
+    def __init__(self, field: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.field = field
+
+    def forward(self, t, x, attn_mask=None, is_causal=False, weights=None):
+        return self.field(t, x)
+
+    def attention(self, t, x, attn_mask=None, is_causal=False, weights=None):
+        return self.field.attention(t, x)
+
+    def mlp(self, t, x, weights=None):
+        return self.field.mlp(t, x)
+
+
+def _check_finite(x: Tensor, step: int, config: OdeConfig) -> None:
+    if not torch.isfinite(x).all():
+        raise FloatingPointError(
+            f'The state is not finite after step {step + 1} of {config.steps} '
+            f"(t = {(step + 1) * config.T / config.steps:g}, '{config.method}'). Use more steps or a smaller T.")
