@@ -12,6 +12,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 from .blocks import find_ode_blocks
+from .config import PREFIX
 
 __all__ = ['describe', 'save_pretrained']
 
@@ -82,13 +83,16 @@ def describe(
         raise ValueError(f'This {type(model).__name__} was not made by timm.create_model, so it has no name to reload it by. {hint}')
     # timm records what create_model was given; versions before 1.0.31 do not
     args = dict(getattr(model, '_model_args', {})) if base_args is None else dict(base_args)
-    args = {k: v for k, v in args.items() if not (k.endswith('drop_rate') or k in ('drop_path_rate', 'depth'))}
+    args = {k: v for k, v in args.items() if not (k.endswith('drop_rate') or k == 'drop_path_rate')}
     args.update({name: value for name, value in _current(model).items() if value is not None})
     blocks = find_ode_blocks(model)
     if blocks:
-        if not architecture.startswith('odevit_'):
-            own = {k: v for k, v in args.items() if k not in _TOP}
-            args = {'base': architecture, 'base_args': own, **{k: v for k, v in args.items() if k in _TOP}}
+        # steps and T say what depth said; the settings are those of this moment
+        args = {k: v for k, v in args.items() if not (k.startswith(PREFIX) or k == 'depth')}
+        if architecture == 'odevit_converted' or not architecture.startswith('odevit_'):
+            own = dict(args.pop('base_args', None) or {}, **{k: v for k, v in args.items() if k not in ('base', *_TOP)})
+            args = {'base': args.get('base', architecture), 'base_args': own,
+                    **{k: v for k, v in args.items() if k in _TOP}}
             architecture = 'odevit_converted'
         args.update(blocks[0].config.to_args())
     try:

@@ -1,4 +1,5 @@
 """The `odevit_*` models in timm's registry: data, and one way to build them all."""
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Dict, Optional
 
@@ -11,7 +12,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
 
 from .config import PREFIX, OdeConfig
-from .convert import convert_
+from .convert import check_convertible, convert_
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
 
@@ -103,25 +104,22 @@ def _build(
         drop_path_rate: float = 0.,
         **kwargs: Any,
 ) -> nn.Module:
-    if config.steps is None or config.T is None:
-        config = config.resolve(depth or _depth(base))
+    config = config.resolve(depth or _depth(base))
     model = timm.create_model(base, depth=1, **kwargs)  # one block is all that an ODE-ViT needs of its base
     if drop_path_rate > 0.:
         rate = drop_path_rate / 2  # the mean of timm's linear schedule over depth, as converting a full base gives
         model.blocks[0].drop_path1, model.blocks[0].drop_path2 = DropPath(rate), DropPath(rate)
-    convert_(model, _for_one_block(config), keep_original=False)
+    first = replace(config, init='mean') if config.init.startswith('block:') else config  # it is the only one
+    convert_(model, first, keep_original=False)
     model.blocks.config = config
     args = {k: v for k, v in kwargs.items() if k not in ('device', 'dtype')}
     model._model_args = {**({} if named else {'base': base}), **args, **config.to_args()}
     return model
 
 
-def _for_one_block(config: OdeConfig) -> OdeConfig:
-    from dataclasses import replace
-    return replace(config, init='mean') if config.init.startswith('block:') else config
-
-
 @cache
 def _depth(base: str) -> int:
     with torch.device('meta'):
-        return len(timm.create_model(base).blocks)
+        model = timm.create_model(base)
+    check_convertible(model)
+    return len(model.blocks)

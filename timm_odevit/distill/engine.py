@@ -70,7 +70,7 @@ def fit(
         ema_decay: Decay of a moving average of the weights, which is then what is validated and saved as best.
         amp: 'bfloat16', 'float16' or None.
         seed: Seed of the run.
-        progress: Show progress bars.
+        progress: Show a progress bar.
 
     Returns:
         The history: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss.
@@ -111,35 +111,35 @@ def fit(
             return history
     best = max((record.get('val_top1', -math.inf) for record in history), default=-math.inf)
 
-    for epoch in range(len(history), epochs):
-        torch.manual_seed(seed + epoch)  # an epoch depends on the seed and the weights, not on how it was reached
-        started = time.perf_counter()
-        record = {'epoch': epoch + 1.}
-        record.update(_train_epoch(
-            task, train_loader, optimizer, scheduler, scaler, dtype, epoch, updates, clip_grad, progress))
-        record['seconds'] = time.perf_counter() - started
-        model = task.get_eval_model(ema=task.has_ema())
-        if val_loader is not None:
-            result = evaluate(model, val_loader, amp_dtype=dtype, progress=progress).results[-1]
-            record.update(val_top1=result.top1, val_top5=result.top5, val_loss=result.loss)
-        history.append(record)
-        if folder is not None:
-            if record.get('val_top1', math.inf) > best:
-                save_pretrained(model, folder / BEST)
-            _save(folder / LAST, task, optimizer, scaler, history)
-            _write(folder / HISTORY, lambda path: path.write_text(json.dumps(history, indent=2) + '\n'))
-        best = max(best, record.get('val_top1', -math.inf))
-        if progress:
-            tqdm.write(', '.join(f'{key} {value:.4g}' for key, value in record.items()))
+    with tqdm(total=epochs * updates, initial=len(history) * updates, unit='batch', disable=not progress) as bar:
+        for epoch in range(len(history), epochs):
+            torch.manual_seed(seed + epoch)  # an epoch depends on the seed and the weights, not on how it was reached
+            started = time.perf_counter()
+            bar.set_description(f'epoch {epoch + 1} of {epochs}')
+            record = {'epoch': epoch + 1.}
+            record.update(_train_epoch(
+                task, train_loader, optimizer, scheduler, scaler, dtype, epoch, updates, clip_grad, bar))
+            record['seconds'] = time.perf_counter() - started
+            model = task.get_eval_model(ema=task.has_ema())
+            if val_loader is not None:
+                result = evaluate(model, val_loader, amp_dtype=dtype).results[-1]
+                record.update(val_top1=result.top1, val_top5=result.top5, val_loss=result.loss)
+            history.append(record)
+            if folder is not None:
+                if record.get('val_top1', math.inf) > best:
+                    save_pretrained(model, folder / BEST)
+                _save(folder / LAST, task, optimizer, scaler, history)
+                _write(folder / HISTORY, lambda path: path.write_text(json.dumps(history, indent=2) + '\n'))
+            best = max(best, record.get('val_top1', -math.inf))
+            bar.set_postfix({key: f'{record[key]:.4g}' for key in ('loss', 'val_top1') if key in record})
     return history
 
 
-def _train_epoch(task, loader, optimizer, scheduler, scaler, dtype, epoch, updates, clip_grad, progress):
+def _train_epoch(task, loader, optimizer, scheduler, scaler, dtype, epoch, updates, clip_grad, bar):
     task.train()
     device = task.device
     sums: Dict[str, float] = defaultdict(float)
-    bar = tqdm(loader, desc=f'epoch {epoch + 1}', total=updates, leave=False, disable=not progress)
-    for i, (images, labels) in enumerate(bar):
+    for i, (images, labels) in enumerate(loader):
         update = epoch * updates + i
         scheduler.step_update(update)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
@@ -162,7 +162,7 @@ def _train_epoch(task, loader, optimizer, scheduler, scaler, dtype, epoch, updat
         task.update_ema(step=update)
         for key, part in values.items():
             sums[key] += part.item()
-        bar.set_postfix(loss=f'{sums["loss"] / (i + 1):.4f}')
+        bar.update()
     return {'lr': optimizer.param_groups[0]['lr'], **{key: total / updates for key, total in sums.items()}}
 
 
@@ -183,7 +183,7 @@ def _load(path: Path, task: TrainingTask, optimizer, scaler) -> List[Dict[str, f
     try:
         state = torch.load(path, map_location=task.device, weights_only=True)
     except Exception as e:
-        raise ValueError(f"'{path}' cannot be read ({e}). Delete it to start anew.") from e
+        raise ValueError(f"'{path}' cannot be read ({str(e).splitlines()[0]}). Delete it to start anew.") from e
     for name, module in _modules(task).items():
         if name not in state:
             raise ValueError(f"'{path}' has no '{name}' weights. Resume with the settings of the first run.")

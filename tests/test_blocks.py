@@ -1,0 +1,286 @@
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+from timm.models import FeatureGraphNet, FeatureHookNet
+from timm.utils import ModelEmaV3
+from torch import nn
+
+from timm_odevit import OdeConfig, convert_
+from timm_odevit.benchmark import peak_memory
+from timm_odevit.methods import METHODS
+
+KINDS = [
+    OdeConfig(method='lie_trotter'),
+    OdeConfig(field='lipschitz', method='euler', init='spectral'),
+    OdeConfig(field='lipschitz', method='strang', steps=2),
+    OdeConfig(method='rk4', steps=4),
+]
+kinds = pytest.mark.parametrize('config', KINDS, ids=lambda c: f'{c.field}-{c.method}')
+
+
+def converted(vit, config=KINDS[0], **kwargs):
+    model = vit(**kwargs)
+    convert_(model, config)
+    return model
+
+
+@pytest.mark.parametrize('layer_scale', [None, 0.1])
+def test_lie_trotter_at_h_1_is_that_block_applied_L_times(vit, images, layer_scale):
+    model = vit(init_values=layer_scale)
+    repeated = copy.deepcopy(model)
+    repeated.blocks = nn.Sequential(*[model.blocks[1]] * 3)
+    convert_(model, OdeConfig(init='block:1'))
+    assert torch.equal(model(images), repeated(images))
+
+
+@kinds
+def test_is_the_sequence_of_its_steps(vit, images, config):
+    model = converted(vit, config)
+    blocks, K = model.blocks, len(model.blocks)
+    final, states = model.forward_intermediates(images, output_fmt='NLC', return_prefix_tokens=True)
+    assert len(states) == len(list(blocks)) == K == len(model.feature_info) == blocks.steps
+    torch.testing.assert_close(final, model.forward_features(images))
+    x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
+    path = blocks.trajectory(x)
+    assert path.shape == (K + 1, 2, 17, 32)
+    torch.testing.assert_close(path[-1], blocks(x))
+    for state, (patches, prefix) in zip(path[1:], states):
+        torch.testing.assert_close(state, torch.cat([prefix, patches], dim=1))
+    torch.testing.assert_close(blocks[:2](x), path[2])
+    torch.testing.assert_close(blocks[1:](path[1]), path[-1])
+    torch.testing.assert_close(blocks[-1](path[-2]), path[-1])
+    assert blocks[1:].t == pytest.approx(blocks[1].t)
+    assert [m['module'] for m in model.feature_info] == [f'blocks.{i}' for i in range(K)]
+    assert model.feature_info[0]['num_chs'] == 32 and model.feature_info[0]['reduction'] == 4
+
+
+def test_slices_and_indices_out_of_range(vit):
+    blocks = converted(vit).blocks
+    with pytest.raises(IndexError):
+        blocks[3]
+    for bad in (slice(None, None, 2), slice(2, 2)):
+        with pytest.raises(ValueError, match='must be consecutive and not empty'):
+            blocks[bad]
+
+
+def test_one_set_of_keys(vit):
+    model = converted(vit)
+    keys = [key for key in model.state_dict() if key.startswith('blocks.')]
+    assert keys and all(key.startswith('blocks.shared.block.') for key in keys)
+    assert len({t.data_ptr() for t in model.state_dict().values()}) == len(model.state_dict())
+
+
+def test_masks_reach_every_evaluation(vit, images):
+    for config in KINDS:
+        model = converted(vit, config)
+        mask = torch.zeros(2, 1, 17, 17)
+        mask[..., 9:] = float('-inf')
+        masked = model(images, attn_mask=mask)
+        assert not torch.allclose(masked, model(images))
+        x = model._pos_embed(model.patch_embed(images))
+        torch.testing.assert_close(model.blocks(x, attn_mask=mask), model.blocks.trajectory(x, attn_mask=mask)[-1])
+        assert not torch.allclose(model(images, is_causal=True), model(images))
+
+
+def test_the_dial(vit, images):
+    model = converted(vit)
+    for steps in (1, 5, 3):
+        model.blocks.steps = steps
+        assert len(model.blocks) == len(model.feature_info) == model.blocks.nfe == steps
+        assert model.blocks[0].h == pytest.approx(3 / steps)
+        model(images)
+    model.blocks.method = 'rk4'
+    assert model.blocks.nfe == 12
+    fine = model(images)
+    model.blocks.method, model.blocks.steps = 'strang', 64
+    torch.testing.assert_close(model(images), fine, rtol=1e-2, atol=1e-2)
+    for bad in (0, -1, 2.5, None, '3'):
+        with pytest.raises(ValueError, match='steps must be'):
+            model.blocks.steps = bad
+    with pytest.raises(ValueError, match="Unknown method 'rk5'"):
+        model.blocks.method = 'rk5'
+    assert model.blocks.steps == 64 and model.blocks.method == 'strang'
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_nfe_counts_the_calls(vit, images, method):
+    model = converted(vit, OdeConfig(method=method, steps=5))
+    calls = []
+    model.blocks.shared.block.attn.register_forward_hook(lambda *_: calls.append(0.5))
+    model.blocks.shared.block.mlp.register_forward_hook(lambda *_: calls.append(0.5))
+    model(images)
+    assert sum(calls) == model.blocks.nfe == 5 * METHODS[method].evaluations
+
+
+def test_adaptive_methods_measure_their_evaluations(vit, images):
+    model = converted(vit, OdeConfig(field='lipschitz', method='dopri5', init='spectral', rtol=1e-5, atol=1e-5))
+    assert model.blocks.nfe == 0
+    calls = []
+    model.blocks.shared.register_forward_hook(lambda *_: calls.append(1))
+    logits = model(images)
+    assert model.blocks.nfe == len(calls) > 6
+    final, states = model.forward_intermediates(images)
+    assert len(states) == 3
+    torch.testing.assert_close(model.forward_head(final), logits, rtol=1e-3, atol=1e-3)
+    x = model._pos_embed(model.patch_embed(images))
+    assert model.blocks.trajectory(x).shape == (4, 2, 17, 32)
+    model.blocks.method, model.blocks.steps = 'rk4', 12
+    torch.testing.assert_close(model(images), logits, rtol=1e-3, atol=1e-3)
+
+
+def test_adjoint_gives_the_gradients_of_back_propagation(vit, images):
+    grads = []
+    for adjoint in (False, True):
+        torch.manual_seed(1)
+        config = OdeConfig(field='lipschitz', method='dopri5', T=1., rtol=1e-6, atol=1e-6, adjoint=adjoint)
+        model = converted(vit, config)
+        model(images).square().sum().backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-2, atol=1e-3)
+
+
+@kinds
+def test_compile_fullgraph(vit, images, config):
+    model = converted(vit, config)
+    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+    torch.testing.assert_close(compiled(images), model(images))
+    model.train()
+    compiled(images).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    torch._dynamo.reset()
+
+
+@kinds
+def test_export(vit, images, config):
+    model = converted(vit, config)
+    exported = torch.export.export(model, (images,))
+    torch.testing.assert_close(exported.module()(images), model(images))
+    assert model.feature_info is model.blocks.feature_info
+
+
+@kinds
+def test_torchscript_and_the_model_stays_as_it_was(vit, images, config):
+    model = converted(vit, config)
+    before, keys = model(images), list(model.state_dict())
+    scripted = torch.jit.script(model)
+    torch.testing.assert_close(scripted(images), before)
+    mask = torch.zeros(2, 1, 17, 17)
+    mask[..., 9:] = -1e4
+    torch.testing.assert_close(scripted(images, attn_mask=mask), model(images, attn_mask=mask))
+    assert list(model.state_dict()) == keys and torch.equal(model(images), before)
+    model.blocks.steps = 2
+    model(images)
+
+
+def test_torchscript_refuses_adaptive_methods(vit):
+    with pytest.raises(ValueError, match='TorchScript cannot hold the adaptive method'):
+        torch.jit.script(converted(vit, OdeConfig(method='dopri5')))
+
+
+@kinds
+def test_copies_are_whole_and_apart(vit, images, config):
+    model = converted(vit, config)
+    expected = model(images)
+    ema = ModelEmaV3(model, decay=0.5)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), ema.module):
+        assert torch.equal(twin(images), expected)
+        twin.blocks.steps = 2
+        assert len(twin.feature_info) == 2 and twin.blocks[0].field is twin.blocks.shared
+        assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}
+    assert torch.equal(model(images), expected)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0)
+    ema.update(model)
+    assert not torch.equal(ema.module(images), expected)
+
+
+@kinds
+def test_half_precision_and_autocast(vit, images, config):
+    model = converted(vit, config)
+    expected = model(images)
+    with torch.autocast('cpu', torch.bfloat16):
+        assert (model(images).float() - expected).norm() < 0.1 * expected.norm()
+    half = model.bfloat16()(images.bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert (half.float() - expected).norm() < 0.1 * expected.norm()
+
+
+@kinds
+def test_gradient_checkpointing(vit, images, config):
+    grads = []
+    for checkpointing in (False, True):
+        torch.manual_seed(1)
+        model = converted(vit, config).train()
+        model.set_grad_checkpointing(checkpointing)
+        model(images).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b)
+
+
+def test_hooks_and_fx_find_the_layers(vit, images):
+    model = converted(vit)
+    expected = model.forward_intermediates(images, output_fmt='NLC', return_prefix_tokens=True, intermediates_only=True)
+    expected = [torch.cat([prefix, patches], dim=1) for patches, prefix in expected]
+    for kind in (FeatureGraphNet, FeatureHookNet):
+        found = kind(copy.deepcopy(model), out_indices=(0, 2))(images)
+        torch.testing.assert_close(found, [expected[0], expected[2]])
+
+
+def test_features_only_prunes_to_the_layers_asked_for(images):
+    model = timm.create_model(
+        'odevit_tiny', img_size=16, patch_size=4, embed_dim=32, num_heads=2, ode_steps=6, features_only=True,
+        out_indices=(1, 3))
+    assert [f.shape for f in model(images)] == [(2, 32, 4, 4)] * 2
+    assert len(model.model.blocks) == 4
+
+
+def test_prune_intermediate_layers(vit, images):
+    model = converted(vit, OdeConfig(steps=6))
+    expected = model.forward_intermediates(images, indices=[3], intermediates_only=True)
+    model.prune_intermediate_layers([3])
+    assert len(model.blocks) == 4 and model.blocks.config.T == pytest.approx(2)
+    torch.testing.assert_close(model.forward_intermediates(images, indices=[3], intermediates_only=True), expected)
+
+
+def test_a_wrapper_in_the_place_of_the_shared_block_is_used(vit, images):
+    model = converted(vit)
+
+    class Louder(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def fold(self):
+            return None
+
+        def attention(self, *args):
+            return 2 * self.inner.attention(*args)
+
+        def mlp(self, *args):
+            return self.inner.mlp(*args)
+
+    before = model(images)
+    model.blocks.shared = Louder(model.blocks.shared)
+    assert not torch.allclose(model(images), before)
+
+
+def test_no_state_is_left_on_the_modules(vit, images):
+    model = converted(vit, OdeConfig(field='lipschitz', method='dopri5'))
+    model.train()(images).sum().backward()
+    for module in model.modules():
+        assert not any(isinstance(value, torch.Tensor) for value in vars(module).values())
+
+
+def test_memory_of_inference_does_not_grow_with_steps(vit):
+    for config in KINDS:
+        model = converted(vit, config)
+        peaks = peak_memory(model, torch.randn(8, 3, 16, 16), (2, 4, 32))
+        assert peaks[2] > 0
+        assert peaks[32] <= 1.02 * peaks[4], (config, peaks)  # 2 %: the allocator rounds sizes up
+        assert model.blocks.config.steps == (config.steps or 3)

@@ -1,0 +1,50 @@
+import dataclasses
+
+import pytest
+
+from timm_odevit import OdeConfig
+from timm_odevit.methods import METHODS, adaptive_methods
+
+
+def test_is_frozen_and_round_trips_through_model_args():
+    config = OdeConfig(field='lipschitz', method='dopri5', steps=4, T=3, init='block:2', rtol=1e-2, adjoint=True)
+    assert OdeConfig.from_args(config.to_args(), 'odevit_small') == config
+    assert all(name.startswith('ode_') for name in config.to_args())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.steps = 3
+
+
+def test_resolve_takes_steps_and_T_from_the_depth():
+    assert (OdeConfig().resolve(7).steps, OdeConfig().resolve(7).T) == (7, 7.)
+    assert OdeConfig(steps=3, T=2.).resolve(7) == OdeConfig(steps=3, T=2.)
+
+
+@pytest.mark.parametrize('method', [*METHODS, *adaptive_methods()])
+def test_takes_every_method(method):
+    assert OdeConfig(method=method).adaptive == (method not in METHODS)
+
+
+@pytest.mark.parametrize('setting, message', [
+    (dict(method='heun'), "Unknown method 'heun'. Did you mean 'heun2'? Methods: euler, midpoint, heun2, rk4"),
+    (dict(field='lipshitz'), "Unknown field 'lipshitz'. Did you mean 'lipschitz'? Fields: lipschitz, native."),
+    (dict(init='median'), "Unknown init 'median'. Allowed: mean, spectral, block:<i>"),
+    (dict(steps=0), 'steps must be a whole number of at least 1'),
+    (dict(steps=2.5), 'got 2.5'),
+    (dict(steps=True), 'got True'),
+    (dict(T=0), 'T must be a finite number above 0; got 0'),
+    (dict(T=float('inf')), 'got inf'),
+    (dict(rtol=-1), 'rtol must be'),
+    (dict(atol='x'), "got 'x'"),
+    (dict(adjoint=1, method='dopri5'), 'adjoint must be True or False'),
+    (dict(adjoint=True), 'adjoint needs an adaptive method'),
+])
+def test_refuses(setting, message):
+    with pytest.raises(ValueError) as e:
+        OdeConfig(**setting)
+    assert message in str(e.value)
+
+
+def test_unknown_keyword_names_the_closest():
+    with pytest.raises(TypeError) as e:
+        OdeConfig.from_args({'ode_stepz': 3}, 'odevit_small')
+    assert "odevit_small got an unknown argument 'ode_stepz'. Did you mean 'ode_steps'?" in str(e.value)

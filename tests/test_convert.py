@@ -1,0 +1,182 @@
+import copy
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from timm_odevit import OdeConfig, check_convertible, convert_, list_convertible, save_pretrained
+from timm_odevit.convert import count_parameters
+
+# every kind of VisionTransformer with plain blocks, at a tiny size
+FAMILIES = [
+    'vit_tiny_patch16_224',
+    'deit_tiny_patch16_224',
+    'deit3_small_patch16_224',
+    'vit_small_patch16_224.dino',
+    'vit_small_patch14_dinov2',
+    'vit_small_patch14_reg4_dinov2',
+    'vit_base_patch16_224.mae',
+    'vit_base_patch16_clip_224',
+    'vit_base_patch32_clip_quickgelu_224',
+    'vit_base_patch16_siglip_224',
+    'flexivit_small',
+]
+families = pytest.mark.parametrize('name', FAMILIES)
+configs = pytest.mark.parametrize(
+    'config', [OdeConfig(), OdeConfig(field='lipschitz', method='euler', init='spectral', steps=2)], ids=lambda c: c.field)
+
+
+def snapshot(model):
+    return (
+        {k: v.clone() for k, v in model.state_dict().items()}, type(model), model.training, model.feature_info,
+        [(n, p.requires_grad) for n, p in model.named_parameters()], [n for n, _ in model.named_modules()],
+        sorted(vars(model)), {n: len(m._forward_hooks) for n, m in model.named_modules()})
+
+
+def assert_same(a, b):
+    assert a[1:] == b[1:]
+    assert a[0].keys() == b[0].keys()
+    assert all(torch.equal(a[0][k], b[0][k]) for k in a[0])
+
+
+@families
+@configs
+def test_every_family_converts_and_restores(vit, images, name, config):
+    model = vit(name)
+    before, logits = snapshot(model), model(images)
+    done = convert_(model, config)
+    assert type(model) is before[1]
+    assert model(images).shape == logits.shape
+    assert len(model.forward_intermediates(images)[1]) == (config.steps or 3)
+    assert done.parameters_after == count_parameters(model) < done.parameters_before
+    assert done.restore() is model
+    assert_same(snapshot(model), before)
+    assert torch.equal(model(images), logits)
+
+
+@families
+@configs
+def test_every_family_reloads_bit_for_bit(vit, images, tmp_path, name, config):
+    model = vit(name)
+    convert_(model, config)
+    save_pretrained(model, tmp_path / 'model')
+    again = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
+    assert torch.equal(again(images), model(images))
+    assert tuple(again.pretrained_cfg['mean']) == tuple(model.pretrained_cfg['mean'])
+
+
+@families
+@configs
+def test_every_family_compiles_exports_and_gives_features(vit, images, name, config):
+    model = vit(name)
+    convert_(model, config)
+    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+    torch.testing.assert_close(compiled(images), model(images))
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.export.export(model, (images,)).module()(images), model(images))
+
+
+def test_report(vit):
+    model = vit()
+    done = convert_(model)
+    text = str(done)
+    assert 'blocks 0-2 -> 1 shared block' in text and 'lie_trotter, 3 steps on [0, 3], 3 evaluations' in text
+    assert f'{done.parameters_before:,} -> {done.parameters_after:,}' in text
+
+
+def test_restore_follows_the_mode_of_the_model_and_works_once(vit):
+    model = vit()
+    done = convert_(model)
+    model.train()
+    done.restore()
+    assert all(module.training for module in model.modules())
+    with pytest.raises(ValueError, match='was restored or changed'):
+        done.restore()
+    assert not hasattr(model, '__prepare_scriptable__')
+    convert_(model).restore()
+
+
+def test_restore_needs_the_original(vit):
+    model = vit()
+    done = convert_(model, keep_original=False)
+    with pytest.raises(ValueError, match='keep_original=True'):
+        done.restore()
+
+
+def test_a_meta_model_converts():
+    model = timm.create_model('vit_large_patch16_224', device=torch.device('meta'))
+    for config in (OdeConfig(), OdeConfig(field='lipschitz', init='spectral')):
+        done = convert_(model, config)
+        assert all(p.is_meta for p in model.parameters())
+        done.restore()
+
+
+REFUSED = [
+    (lambda: timm.create_model('resnet10t'), {}, TypeError,
+     'Cannot convert ResNet: it has no sequence of transformer blocks. See timm_odevit.list_convertible().'),
+    (lambda: timm.create_model('eva02_tiny_patch14_224'), {}, TypeError, 'Cannot convert Eva: only VisionTransformer'),
+    (lambda: timm.create_model('swin_tiny_patch4_window7_224', device='meta'), {}, TypeError, 'Cannot convert SwinTransformer'),
+    (lambda: timm.create_model('vit_base_patch16_rpn_224', device='meta'), {}, TypeError, 'block 0 is a ResPostBlock'),
+    (lambda: timm.create_model('vit_tiny_patch16_224', attn_layer='diff'), {}, TypeError, 'block 0 is a DiffAttention'),
+    (lambda: nn.Linear(2, 2), {}, TypeError, 'Cannot convert Linear'),
+    (lambda: 'vit_tiny_patch16_224', {}, TypeError, 'Cannot convert str: expected a timm model'),
+    (lambda: nn.DataParallel(timm.create_model('vit_tiny_patch16_224')), {}, TypeError, 'before DataParallel'),
+    (lambda: torch.compile(timm.create_model('vit_tiny_patch16_224')), {}, TypeError, 'before torch.compile wraps it'),
+    (lambda: timm.create_model('vit_tiny_patch16_224'), dict(init='block:12'), ValueError,
+     "init 'block:12': this model has 12 blocks. Allowed: block:0 to block:11, mean, spectral."),
+    (lambda: timm.create_model('vit_tiny_patch16_224', norm_layer='rmsnorm'), dict(field='lipschitz'), ValueError,
+     "Use init='spectral' or field='native'"),
+]
+
+
+@pytest.mark.parametrize('build, settings, error, message', REFUSED, ids=[r[3][:40] for r in REFUSED])
+def test_refuses_before_any_change(build, settings, error, message):
+    model = build()
+    keys = list(model.state_dict()) if isinstance(model, nn.Module) else None
+    with pytest.raises(error) as e:
+        convert_(model, OdeConfig(**settings))
+    assert message in str(e.value)
+    if keys is not None:
+        assert list(model.state_dict()) == keys
+
+
+def test_refused_means_unchanged(vit):
+    model = vit()
+    model.blocks[2] = timm.create_model('vit_tiny_patch16_224', embed_dim=32, num_heads=2, depth=1, qkv_bias=False).blocks[0]
+    model.blocks[1].requires_grad_(False)
+    model.blocks[0].register_forward_hook(lambda *_: None)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match='block 2 has other parameters than block 0'):
+        convert_(model)
+    assert_same(snapshot(model), before)
+
+
+def test_converting_twice_is_an_error(vit, images):
+    model = vit()
+    convert_(model)
+    logits = model(images)
+    with pytest.raises(ValueError, match=r'already converted \(1 shared block, lie_trotter, 3 steps\)'):
+        convert_(model)
+    assert torch.equal(model(images), logits)
+    with pytest.raises(TypeError, match='config must be an OdeConfig'):
+        convert_(vit(), {'steps': 3})
+
+
+def test_list_convertible_is_what_converts():
+    names = list_convertible('*tiny_patch16_224*')
+    assert {'vit_tiny_patch16_224', 'deit_tiny_patch16_224'} <= set(names)
+    assert not any(name.startswith('odevit') for name in names)
+    refused = set(timm.list_models('*tiny_patch16_224*')) - set(names)
+    for name in names:
+        check_convertible(timm.create_model(name, device='meta'))
+    for name in refused:
+        with pytest.raises((TypeError, ValueError)):
+            check_convertible(timm.create_model(name, device='meta'))
+
+
+def test_conversion_allocates_one_block_beyond_the_base():
+    model = timm.create_model('vit_tiny_patch16_224')
+    block = count_parameters(model.blocks[0])
+    done = convert_(copy.deepcopy(model), keep_original=False)
+    assert done.parameters_after == count_parameters(model) - 11 * block

@@ -1,0 +1,95 @@
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from timm_odevit import OdeConfig, convert_, evaluate
+from timm_odevit.evaluate import plot_accuracy
+
+
+@pytest.fixture
+def data():
+    return torch.randn(23, 3, 16, 16), torch.randint(0, 5, (23,))
+
+
+def batches(data, size):
+    return list(zip(data[0].split(size), data[1].split(size)))
+
+
+@pytest.mark.parametrize('size', [23, 7, 1])
+def test_figures_are_per_image_whatever_the_batches(vit, data, size):
+    model, teacher = vit(), vit(depth=2)
+    convert_(model)
+    data = data[0], torch.cat([teacher(data[0]).argmax(1)[:9], data[1][9:]])  # so that it is right now and then
+    found = evaluate(model, batches(data, size), teacher=teacher)
+    logits, target = model(data[0]), teacher(data[0])
+    t, s = found.results
+    assert (t.model, s.model, s.images, s.steps, s.nfe) == ('teacher', 'student', 23, 3, 3)
+    right = (logits.argmax(1) == data[1]).double().mean().item()
+    assert s.top1 == pytest.approx(100 * right) and s.top5 == 100
+    assert s.loss == pytest.approx(F.cross_entropy(logits, data[1]).item(), rel=1e-5)
+    assert s.agreement == pytest.approx(100 * (logits.argmax(1) == target.argmax(1)).double().mean().item())
+    assert s.kept == pytest.approx(100 * s.top1 / t.top1) and s.images_per_second > 0
+    assert s.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_steps_are_measured_and_put_back(vit, data):
+    model = vit().train()
+    convert_(model, OdeConfig(field='lipschitz', method='rk4', init='spectral'))
+    model.blocks.eval()
+    found = evaluate(model, batches(data, 8), steps=(1, 2, 6))
+    assert [(r.steps, r.nfe) for r in found.results] == [(1, 4), (2, 8), (6, 24)]
+    assert model.blocks.steps == 3 and model.training and not model.blocks.training
+    model.blocks.steps = 6
+    assert evaluate(model, batches(data, 8)).results[0].loss == found.results[-1].loss
+
+    def stops():
+        yield batches(data, 8)[0]
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, stops(), steps=1)
+    assert model.blocks.steps == 6 and model.training
+
+
+def test_a_teacher_as_its_own_student_agrees_with_itself(vit, data):
+    model = vit()
+    result = evaluate(model, batches(data, 8), teacher=model).results[1]
+    assert result.agreement == 100 and result.kept == pytest.approx(100)
+
+
+def test_refuses(vit, data):
+    model = vit()
+    with pytest.raises(ValueError, match='needs an ODE-ViT'):
+        evaluate(model, batches(data, 8), steps=(1, 2))
+    with pytest.raises(ValueError, match='gave no images'):
+        evaluate(model, [])
+    with pytest.raises(ValueError, match='label 7, but the model has 5 classes'):
+        evaluate(model, [(data[0], torch.full((23,), 7))])
+
+    class Shuffled:
+        def __iter__(self):
+            order = torch.randperm(23)
+            yield data[0][order], data[1][order]
+    with pytest.raises(ValueError, match='shuffle=False'):
+        evaluate(model, Shuffled(), teacher=vit())
+
+
+def test_table_json_and_plot(vit, data, tmp_path):
+    model = vit()
+    convert_(model)
+    found = evaluate(model, batches(data, 8), steps=(1, 3), teacher=vit())
+    lines = found.table().splitlines()
+    assert len(lines) == 5 and len({len(line) for line in lines}) == 1 and 'images/s' in lines[0]
+    records = json.loads(found.to_json(tmp_path / 'r.json'))
+    assert records == json.loads((tmp_path / 'r.json').read_text())
+    assert [r['steps'] for r in records] == [None, 1, 3]
+    assert plot_accuracy(found, tmp_path / 'plot.png').stat().st_size > 1000
+    with pytest.raises(ValueError, match='no result of an ODE-ViT'):
+        plot_accuracy(evaluate(vit(), batches(data, 8)), tmp_path / 'other.png')
+
+
+def test_plots_say_what_to_install(vit, data, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__('sys').modules, 'matplotlib.figure', None)
+    with pytest.raises(ImportError, match=r"pip install 'timm-odevit\[examples\]'"):
+        plot_accuracy(evaluate(vit(), batches(data, 8)), tmp_path / 'plot.png')

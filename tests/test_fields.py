@@ -1,0 +1,83 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.layers import set_fused_attn
+from torch import nn
+
+from timm_odevit.fields import CenterNorm, LipschitzField, NativeField
+
+
+def lipschitz(**kwargs):
+    field = LipschitzField(dim=12, num_heads=3, head_dim=4, hidden=20, act=nn.GELU(), **kwargs).double()
+    for parameter in field.parameters():
+        nn.init.normal_(parameter)
+    return field
+
+
+def test_center_norm_is_its_formula():
+    norm, x = CenterNorm(6), torch.randn(2, 3, 6)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    expected = norm.weight * 6 / 5 * (x - x.mean(-1, keepdim=True)) + norm.bias
+    torch.testing.assert_close(norm(x), expected)
+
+
+def test_lipschitz_field_is_the_papers_block():
+    """MLP(CN2(x)) + MHSA(CN1(x)), written out."""
+    field, x = lipschitz(), torch.randn(2, 5, 12, dtype=torch.float64)
+    q, k, v = (part.view(2, 5, 3, 4).transpose(1, 2) for part in field.qkv(field.norm1(x)).chunk(3, dim=-1))
+    attention = (q @ k.transpose(-2, -1) / 2).softmax(-1)
+    mhsa = field.proj((attention @ v).transpose(1, 2).reshape(2, 5, 12))
+    mlp = field.fc2(F.gelu(field.fc1(field.norm2(x))))
+    torch.testing.assert_close(field.attention(0., x), mhsa)
+    torch.testing.assert_close(field.mlp(0., x), mlp)
+    torch.testing.assert_close(field(0., x), mhsa + mlp)
+    torch.testing.assert_close(field(0., x, weights=field.fold()), mhsa + mlp)
+    torch.testing.assert_close(field.attention_map(0., x), attention.float())
+    assert not any(isinstance(m, nn.Linear) and m.bias is not None for m in field.modules())
+
+
+def test_lipschitz_field_takes_masks_and_an_unfused_attention():
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    mask = torch.zeros(2, 1, 5, 5, dtype=torch.float64)
+    mask[..., 3:] = float('-inf')
+    fused = lipschitz()
+    set_fused_attn(False)
+    try:
+        plain = LipschitzField(dim=12, num_heads=3, head_dim=4, hidden=20, act=nn.GELU()).double()
+    finally:
+        set_fused_attn(True)
+    plain.load_state_dict(fused.state_dict())
+    for options in (dict(), dict(attn_mask=mask), dict(is_causal=True)):
+        torch.testing.assert_close(plain.attention(0., x, **options), fused.attention(0., x, **options))
+    assert not torch.allclose(fused.attention(0., x), fused.attention(0., x, mask))
+
+
+def test_gradients_flow_through_the_fold():
+    field, x = lipschitz(), torch.randn(1, 4, 12, dtype=torch.float64)
+    parameters = tuple(field.parameters())
+    assert torch.autograd.gradcheck(lambda *p: field(0., x, weights=field.fold()), parameters)
+
+
+@pytest.mark.parametrize('rates', [dict(attn_drop=0.5), dict(proj_drop=0.5), dict(drop_path=0.5)])
+def test_dropout_acts_in_training_only(rates):
+    field, x = lipschitz(**rates), torch.randn(8, 5, 12, dtype=torch.float64)
+    assert torch.equal(field.eval()(0., x), field(0., x))
+    assert not torch.equal(field.train()(0., x), field(0., x))
+
+
+def test_native_field_is_the_block_in_two_parts(vit):
+    block = vit(init_values=0.1, qk_norm=True).blocks[0]
+    field, x = NativeField(block), torch.randn(2, 17, 32)
+    y = x + field.attention(0., x)
+    assert torch.equal(y + field.mlp(0., y), block(x))
+    torch.testing.assert_close(field(0., x), field.attention(0., x) + field.mlp(0., x))
+
+
+def test_native_attention_map(vit):
+    block = vit(qk_norm=True).blocks[0]
+    x, attn = torch.randn(2, 17, 32), block.attn
+    q, k, v = attn.qkv(block.norm1(x)).view(2, 17, 3, 2, 16).permute(2, 0, 3, 1, 4)
+    y = NativeField(block).attention_map(0., x) @ v
+    torch.testing.assert_close(attn.proj(y.transpose(1, 2).reshape(2, 17, 32)), attn(block.norm1(x)), rtol=1e-4, atol=1e-5)
+    assert NativeField(block.bfloat16()).attention_map(0., x.bfloat16()).dtype == torch.float32

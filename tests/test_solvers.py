@@ -1,0 +1,152 @@
+import math
+
+import pytest
+import torch
+import torchdiffeq
+from torch import nn
+
+from timm_odevit import OdeConfig, integrate
+from timm_odevit.methods import METHODS, adaptive_methods
+
+FIXED = list(METHODS)
+
+
+class Linear:
+    """dx/dt = (G + F) x with matrices that do not commute."""
+    G = torch.tensor([[0., 1.], [-1., 0.]], dtype=torch.float64)
+    F = torch.tensor([[-0.5, 0.3], [0., 0.2]], dtype=torch.float64)
+
+    def __init__(self):
+        self.calls = 0.
+
+    def attention(self, t, x):
+        self.calls += 0.5
+        return x @ self.G.T
+
+    def mlp(self, t, x):
+        self.calls += 0.5
+        return x @ self.F.T
+
+    def __call__(self, t, x):
+        return self.attention(t, x) + self.mlp(t, x)
+
+    def exact(self, x, T):
+        return x @ torch.linalg.matrix_exp((self.G + self.F) * T).T
+
+
+class Periodic:
+    """dx/dt = cos(t) x - sin(2 t) x / 2, so x(t) = x(0) exp(sin t + (cos 2t - 1) / 4): depends on time."""
+
+    def attention(self, t, x):
+        return math.cos(t) * x
+
+    def mlp(self, t, x):
+        return -0.5 * math.sin(2 * t) * x
+
+    def __call__(self, t, x):
+        return self.attention(t, x) + self.mlp(t, x)
+
+    def exact(self, x, T):
+        return x * math.exp(math.sin(T) + (math.cos(2 * T) - 1) / 4)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+
+    def attention(self, t, x):
+        return torch.tanh(self.a(x)) * math.cos(float(t))
+
+    def mlp(self, t, x):
+        return torch.tanh(self.b(x)) * float(t)
+
+    def forward(self, t, x):
+        return self.attention(t, x) + self.mlp(t, x)
+
+
+X = torch.tensor([[1., 0.5], [-0.3, 2.]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize('problem', [Linear, Periodic])
+@pytest.mark.parametrize('method', FIXED)
+def test_order_of_convergence(method, problem):
+    field, T = problem(), 2.
+    if method in ('lie_trotter',) and problem is Periodic:
+        pytest.skip('the sub-flows commute, and the error is that of euler: covered by Linear')
+    steps = (32, 64, 128)
+    errors = [(integrate(field, X, OdeConfig(method=method, steps=k, T=T)) - field.exact(X, T)).norm() for k in steps]
+    slopes = [math.log2(a / b) for a, b in zip(errors, errors[1:])]
+    for slope in slopes:
+        assert abs(slope - METHODS[method].order) < 0.15, slopes
+
+
+@pytest.mark.parametrize('method', [m for m in FIXED if not METHODS[m].splits])
+def test_equals_torchdiffeq_on_the_same_grid(method):
+    field = Net()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    ours = integrate(field, x, OdeConfig(method=method, steps=9, T=2.5), keep=True)
+    theirs = torchdiffeq.odeint(field, x, torch.linspace(0, 2.5, 10, dtype=torch.float64), method=method)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize('method', FIXED)
+@pytest.mark.parametrize('steps', [1, 2, 7])
+def test_evaluations_are_exact(method, steps):
+    field = Linear()
+    states = integrate(field, X, OdeConfig(method=method, steps=steps, T=1.), keep=True)
+    assert field.calls == steps * METHODS[method].evaluations
+    assert len(states) == steps + 1
+    torch.testing.assert_close(states[0], X)
+
+
+@pytest.mark.parametrize('method', FIXED)
+def test_gradients(method):
+    field = Net()
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    config = OdeConfig(method=method, steps=3, T=1.5)
+    assert torch.autograd.gradcheck(lambda x, *p: integrate(field, x, config), (x, *field.parameters()))
+
+
+@pytest.mark.parametrize('method', adaptive_methods())
+@pytest.mark.parametrize('adjoint', [False, True])
+def test_adaptive_methods_reach_the_tolerance_and_their_gradients_agree(method, adjoint):
+    class Rotation(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(Linear.G + Linear.F)
+
+        def forward(self, t, x):
+            return x @ self.w.T
+
+    field, x = Rotation(), X.clone().requires_grad_()
+    tight = 1e-7 if method in ('fehlberg2', 'adaptive_heun') else 1e-9
+    found = integrate(field, x, OdeConfig(method=method, steps=1, T=1., rtol=tight, atol=tight, adjoint=adjoint))
+    torch.testing.assert_close(found, Linear().exact(x, 1.), rtol=1e-5, atol=1e-5)
+    found.square().sum().backward()
+    w, y = field.w.detach().clone().requires_grad_(), X.clone().requires_grad_()
+    (y @ torch.linalg.matrix_exp(w).T).square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(field.w.grad, w.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_adaptive_keeps_the_states_asked_for():
+    states = integrate(Linear(), X, OdeConfig(method='dopri5', steps=4, T=2., rtol=1e-8, atol=1e-8), keep=True)
+    for i, state in enumerate(states):
+        torch.testing.assert_close(state, Linear().exact(X, 0.5 * i), rtol=1e-6, atol=1e-6)
+
+
+def test_divergence_names_step_and_time():
+    with pytest.raises(FloatingPointError, match=r'after step \d+ of 20 \(t = [\d.]+'):
+        integrate(lambda t, x: 1e3 * x ** 3, X, OdeConfig(method='euler', steps=20, T=20.))
+    with pytest.raises(FloatingPointError, match="'dopri5' failed between t = 0 and 20"):
+        integrate(lambda t, x: 1e3 * x ** 3, X, OdeConfig(method='dopri5', steps=1, T=20.))
+
+
+def test_refuses_what_cannot_be_integrated():
+    with pytest.raises(ValueError, match='needs steps and T'):
+        integrate(Linear(), X, OdeConfig(method='euler'))
+    with pytest.raises(ValueError, match='splits the field'):
+        integrate(lambda t, x: x, X, OdeConfig(method='strang', steps=2, T=1.))
+    with pytest.raises(ValueError, match='needs float32 or float64; got torch.bfloat16'):
+        integrate(Linear(), X.bfloat16(), OdeConfig(method='dopri5', steps=1, T=1.))

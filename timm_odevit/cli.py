@@ -1,0 +1,268 @@
+"""odevit convert | distill | evaluate | benchmark."""
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, List, Optional
+
+import timm
+import torch
+from safetensors import SafetensorError
+from timm.models import parse_model_name
+from torch import nn
+
+from ._version import __version__
+from .benchmark import benchmark, peak_memory
+from .blocks import find_ode_blocks
+from .config import FIELDS, OdeConfig
+from .convert import convert_
+from .data import folder_loader, folder_loaders
+from .distill import TrajectoryDistillationTask, fit
+from .evaluate import evaluate
+from .hub import CONFIG, save_pretrained
+from .methods import METHODS, suggest
+
+__all__ = ['main']
+
+_MODEL = "timm name, such as deit_tiny_patch16_224, or 'local-dir:FOLDER' of a saved model"
+_DATA = 'folder with one sub-folder of images per class, or with train/ and val/ of that kind'
+_AMP = {'bfloat16': torch.bfloat16, 'float16': torch.float16, None: None}
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Run the command line; returns the exit code: 0, 2 for a mistake in the input, 130 when interrupted."""
+    args = _parser().parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    try:
+        args.run(args)
+    except (ValueError, TypeError, OSError, FloatingPointError) as e:
+        print(f'odevit: error: {_one_line(e)}', file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print('odevit: interrupted', file=sys.stderr)
+        return 130
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> None:
+    _refuse_existing(args.out, args.force)
+    options = {k: v for k, v in (('num_classes', args.num_classes), ('img_size', args.img_size)) if v is not None}
+    model = _load(args.model, args, checkpoint=args.checkpoint, pretrained=not args.random, **options)
+    config = OdeConfig(field=args.field, method=args.method, steps=args.steps, T=args.T, init=args.init)
+    print(convert_(model, config, keep_original=False))
+    print(f"saved       {save_pretrained(model, args.out)}  ->  timm.create_model('local-dir:{args.out}', pretrained=True)")
+
+
+def _distill(args: argparse.Namespace) -> None:
+    if not args.resume:
+        _refuse_existing(args.out, force=False)
+    student, teacher = _load(args.student, args), _load(args.teacher, args)
+    train, val = folder_loaders(
+        args.data, student, held_out=args.held_out, batch_size=args.batch_size, workers=args.workers, seed=args.seed)
+    calibration = None
+    if args.checkpoints == 'distance':
+        calibration = [images for images, _ in _first(val, args.calibration_batches)]
+    task = TrajectoryDistillationTask(
+        student, teacher, checkpoints=args.checkpoints, calibration=calibration,
+        trajectory_weight=args.trajectory_weight, kd_weight=args.kd_weight, task_weight=args.task_weight,
+        jasmin_weight=args.jasmin_weight, jasmin_k=args.jasmin_k)
+    fit(task, train, val, epochs=args.epochs, out=args.out, resume=args.resume, opt=args.opt, lr=args.lr,
+        weight_decay=args.weight_decay, warmup_epochs=args.warmup_epochs, clip_grad=args.clip_grad,
+        ema_decay=args.ema_decay, amp=args.amp, seed=args.seed, progress=not args.quiet)
+    best = Path(args.out) / 'best'
+    print(f"best model  {best}  ->  odevit evaluate local-dir:{best} DATA --teacher {args.teacher}")
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    if args.json and not Path(args.json).resolve().parent.is_dir():
+        raise ValueError(f"There is no folder '{Path(args.json).parent}' to write {Path(args.json).name} to.")
+    model = _load(args.model, args)
+    teacher = _load(args.teacher, args) if args.teacher else None
+    if teacher is not None and teacher.num_classes != model.num_classes:
+        raise ValueError(f'The teacher has {teacher.num_classes} classes, the model {model.num_classes}. Compare models of one kind.')
+    if args.steps and not find_ode_blocks(model):
+        raise ValueError(f"--steps needs an ODE-ViT; '{args.model}' is none. Run: odevit convert {args.model} OUT")
+    loader = folder_loader(args.data, model, batch_size=args.batch_size, workers=args.workers)
+    found = evaluate(
+        model, loader, steps=args.steps, teacher=teacher, amp_dtype=_AMP[args.amp], progress=not args.quiet)
+    print(found)
+    if args.json:
+        found.to_json(args.json)
+
+
+def _benchmark(args: argparse.Namespace) -> None:
+    _check_name(args.model)
+    rows = benchmark(args.model, img_size=args.img_size, batch_size=args.batch_size, steps=args.steps,
+                     rounds=args.rounds, device=args.device)
+    print(f'batch {args.batch_size}, {args.img_size} px, {args.device}, {torch.get_num_threads()} threads, '
+          f'torch {torch.__version__}, timm {timm.__version__}, median of {args.rounds} rounds')
+    print('| candidate | ms | ratio | parameters |\n| --- | --- | --- | --- |')
+    for row in rows:
+        print(f'| {row.name} | {1000 * row.seconds:.2f} | {row.ratio:.3f} | {row.parameters:,} |')
+    model = timm.create_model(args.model, img_size=args.img_size, device=torch.device(args.device)).eval()
+    convert_(model, keep_original=False)
+    images = torch.randn(args.batch_size, 3, args.img_size, args.img_size, device=args.device)
+    peaks = peak_memory(model, images, (1, 6, 12, 24))
+    print('peak memory of a forward pass, MB: ' + ', '.join(f'{k} steps {v / 1e6:.1f}' for k, v in peaks.items()))
+
+
+def _load(name: str, args: argparse.Namespace, checkpoint: Optional[str] = None, pretrained: bool = True, **kwargs: Any) -> nn.Module:
+    """Build a model by name, every failure as one line that says what to do."""
+    _check_name(name)
+    if checkpoint is not None:
+        if not Path(checkpoint).is_file():
+            raise ValueError(f"There is no checkpoint file '{checkpoint}'.")
+        kwargs['pretrained_cfg_overlay'] = {'file': checkpoint}
+    try:
+        return timm.create_model(name, pretrained=pretrained, **kwargs).to(args.device)
+    except (SafetensorError, RuntimeError, OSError, EOFError, KeyError, ValueError, TypeError) as e:
+        source = f"checkpoint '{checkpoint}'" if checkpoint else f"'{name}'"
+        if isinstance(e, SafetensorError) or 'PytorchStreamReader' in str(e) or isinstance(e, (EOFError, KeyError)):
+            raise ValueError(f'The weights of {source} cannot be read, the file may be cut off: {_one_line(e)}. Copy it again.') from e
+        if isinstance(e, OSError):
+            raise ValueError(
+                f'The weights of {source} could not be had: {_one_line(e)}. Without a network, give --checkpoint FILE '
+                'or local-dir:FOLDER.') from e
+        raise ValueError(f'Cannot build {source}: {_one_line(e)}') from e
+
+
+def _check_name(name: str) -> None:
+    if Path(name).is_dir() and not timm.is_model(name):
+        raise ValueError(f"'{name}' is a folder. For a saved model, type local-dir:{name}")
+    source, model = parse_model_name(name)
+    if source == 'local-dir':
+        if not Path(model, CONFIG).is_file():
+            raise ValueError(f"There is no saved model in '{model}': it has no {CONFIG}. Save one with: odevit convert MODEL {model}")
+    elif source is None and not timm.is_model(name.split('.')[0]):
+        raise ValueError(f"Unknown model '{name}'. {suggest(name, timm.list_models())}See timm.list_models().")
+
+
+def _refuse_existing(out: str, force: bool) -> None:
+    path = Path(out)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"'{out}' is a file. Give a folder to write to.")
+    if path.is_dir() and any(path.iterdir()) and not force:
+        raise ValueError(f"'{out}' is not empty. Give another folder, or --force (convert) or --resume (distill).")
+
+
+def _first(loader: Any, count: int) -> List[Any]:
+    found = []
+    for batch in loader:
+        found.append(batch)
+        if len(found) == count:
+            break
+    return found
+
+
+def _one_line(e: BaseException) -> str:
+    text = ' '.join(str(e).split()) or type(e).__name__
+    return text if len(text) <= 400 else text[:400] + ' ...'
+
+
+def _steps(text: str) -> List[int]:
+    try:
+        counts = [int(part) for part in text.split(',')]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no list of step counts, such as 1,2,4,12")
+    return counts
+
+
+def _at_least(least: int):
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"'{text}' is no whole number of at least {least}")
+        return value
+    return parse
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog='odevit',
+        description='Turn a pretrained vision transformer into one shared block that an ODE solver evaluates.',
+        epilog='A whole run:\n'
+               '  odevit convert deit_tiny_patch16_224 student\n'
+               '  odevit distill local-dir:student images run --teacher deit_tiny_patch16_224\n'
+               '  odevit evaluate local-dir:run/best images --teacher deit_tiny_patch16_224 --steps 1,2,4,8,12,24',
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--version', action='version', version=f'odevit {__version__}')
+    commands = parser.add_subparsers(title='commands', metavar='COMMAND', required=True)
+    show = argparse.ArgumentDefaultsHelpFormatter
+
+    def add(name: str, run, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, formatter_class=show)
+        command.set_defaults(run=run)
+        command.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='torch device')
+        command.add_argument('--threads', type=_at_least(1), help='CPU threads')
+        return command
+
+    command = add('convert', _convert, 'Convert a pretrained model and save it.')
+    command.add_argument('model', help=_MODEL)
+    command.add_argument('out', help='folder to save to')
+    command.add_argument('--checkpoint', help='file with the weights of the model, instead of a download')
+    command.add_argument('--random', action='store_true', help='do not load weights')
+    command.add_argument('--num-classes', type=_at_least(0), help='classes; a new head where they differ')
+    command.add_argument('--img-size', type=_at_least(1), help='image size in pixels')
+    defaults = OdeConfig()
+    command.add_argument('--field', default=defaults.field, choices=FIELDS, help="the base's own layers, or the paper's block")
+    command.add_argument('--method', default=defaults.method, help=f'{", ".join(METHODS)}, or an adaptive method')
+    command.add_argument('--steps', type=_at_least(1), help='solver steps (default: depth of the base)')
+    command.add_argument('--T', type=float, help='end time, in blocks of the base (default: its depth)')
+    command.add_argument('--init', default=defaults.init, help='mean, block:<i> or spectral')
+    command.add_argument('--force', action='store_true', help='write into a folder that is not empty')
+
+    command = add('distill', _distill, 'Teach a converted model to follow its teacher.')
+    command.add_argument('student', help="'local-dir:FOLDER' of a converted model")
+    command.add_argument('data', help=_DATA)
+    command.add_argument('out', help='folder for checkpoints: last.pt, best/, history.json')
+    command.add_argument('--teacher', required=True, help=_MODEL)
+    command.add_argument('--resume', action='store_true', help='go on with the run in the folder')
+    command.add_argument('--epochs', type=_at_least(1), default=10, help='epochs')
+    command.add_argument('--batch-size', type=_at_least(1), default=64, help='images per update')
+    command.add_argument('--opt', default='adamw', help='timm optimizer')
+    command.add_argument('--lr', type=float, default=1e-3, help='peak learning rate')
+    command.add_argument('--weight-decay', type=float, default=0.05, help='weight decay')
+    command.add_argument('--warmup-epochs', type=_at_least(0), default=0, help='epochs of linear warm-up')
+    command.add_argument('--clip-grad', type=float, default=1., help='largest norm of the gradient')
+    command.add_argument('--ema-decay', type=float, help='decay of a moving average of the weights')
+    command.add_argument('--amp', choices=('bfloat16', 'float16'), help='mixed precision')
+    command.add_argument('--held-out', type=float, default=0.1, help='share held out to choose the epoch, without a val/ folder')
+    command.add_argument('--checkpoints', default='uniform', choices=('uniform', 'distance'),
+                         help="where on [0, T] the teacher's layers lie")
+    command.add_argument('--calibration-batches', type=_at_least(1), default=4, help='batches that measure distances')
+    command.add_argument('--trajectory-weight', type=float, default=1., help='weight of the hidden states')
+    command.add_argument('--kd-weight', type=float, default=1., help="weight of the KL divergence to the teacher's logits")
+    command.add_argument('--task-weight', type=float, default=0., help='weight of the cross-entropy with the labels')
+    command.add_argument('--jasmin-weight', type=float, default=0., help='weight of the JaSMin loss')
+    command.add_argument('--jasmin-k', type=int, default=0, help='k of the JaSMin loss: 0, or at least 2')
+    command.add_argument('--seed', type=int, default=0, help='seed')
+    command.add_argument('--workers', type=_at_least(0), default=2, help='processes that load images')
+    command.add_argument('--quiet', action='store_true', help='no progress bars')
+
+    command = add('evaluate', _evaluate, 'Measure accuracy and speed over step counts.')
+    command.add_argument('model', help=_MODEL)
+    command.add_argument('data', help=_DATA)
+    command.add_argument('--steps', type=_steps, help='step counts, such as 1,2,4,12 (default: as saved)')
+    command.add_argument('--teacher', help='model to compare with: ' + _MODEL)
+    command.add_argument('--batch-size', type=_at_least(1), default=64, help='images per batch')
+    command.add_argument('--amp', choices=('bfloat16', 'float16'), help='mixed precision')
+    command.add_argument('--json', help='file to write the results to')
+    command.add_argument('--workers', type=_at_least(0), default=2, help='processes that load images')
+    command.add_argument('--quiet', action='store_true', help='no progress bars')
+
+    command = add('benchmark', _benchmark, "Time the solver's loop and ODE-ViTs beside their base, in one run.")
+    command.add_argument('model', nargs='?', default='vit_tiny_patch16_224', help='timm name of the base')
+    command.add_argument('--img-size', type=_at_least(1), default=224, help='image size in pixels')
+    command.add_argument('--batch-size', type=_at_least(1), default=8, help='images per call')
+    command.add_argument('--steps', type=_at_least(1), default=12, help='solver steps')
+    command.add_argument('--rounds', type=_at_least(1), default=20, help='rounds')
+    return parser
+
+
+if __name__ == '__main__':
+    sys.exit(main())
