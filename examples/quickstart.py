@@ -19,6 +19,7 @@ from timm_odevit import TrajectoryDistillationTask, convert_, evaluate, fit, sav
 from timm_odevit.evaluate import plot_accuracy
 
 STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+EPOCHS = (25, 40)  # of the ViT, of the distillation
 
 
 def loaders():
@@ -31,9 +32,9 @@ def loaders():
     return (DataLoader(parts[0], 64, shuffle=True, drop_last=True), DataLoader(parts[1], 200), DataLoader(parts[2], 200))
 
 
-def main():
+def main(folder):
     start = time.perf_counter()
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else 'quickstart')
+    folder = Path(folder)
     torch.set_num_threads(2)
     torch.manual_seed(0)
     train, val, test = loaders()
@@ -42,14 +43,14 @@ def main():
         'vit_tiny_patch16_224', img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, num_heads=4, depth=8,
         pretrained_cfg_overlay=dict(input_size=(1, 8, 8), mean=(0.5,), std=(0.5,)))
     print('1. train a ViT of 8 blocks')
-    fit(ClassificationTask(vit), train, val, epochs=25, lr=2e-3, warmup_epochs=2)
+    fit(ClassificationTask(vit), train, val, epochs=EPOCHS[0], lr=2e-3, warmup_epochs=2)
 
     print('2. convert a copy')
     student = copy.deepcopy(vit)
     print(convert_(student))
 
     print('3. distil: the shared block learns to follow the ViT')
-    fit(TrajectoryDistillationTask(student, vit), train, val, epochs=40, lr=2e-3, warmup_epochs=2)
+    fit(TrajectoryDistillationTask(student, vit), train, val, epochs=EPOCHS[1], lr=2e-3, warmup_epochs=2)
 
     print('4. evaluate on the test images')
     found = evaluate(student, test, steps=STEPS, teacher=vit)
@@ -65,4 +66,4 @@ def main():
 
 
 if __name__ == '__main__':
-    main()
+    main(sys.argv[1] if len(sys.argv) > 1 else 'quickstart')

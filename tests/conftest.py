@@ -1,5 +1,8 @@
 import ipaddress
+import os
 import socket
+
+os.environ['HF_HUB_OFFLINE'] = '1'  # before huggingface_hub reads it
 
 import pytest
 import timm

@@ -71,9 +71,7 @@ X = torch.tensor([[1., 0.5], [-0.3, 2.]], dtype=torch.float64)
 @pytest.mark.parametrize('problem', [Linear, Periodic])
 @pytest.mark.parametrize('method', FIXED)
 def test_order_of_convergence(method, problem):
-    field, T = problem(), 2.
-    if method in ('lie_trotter',) and problem is Periodic:
-        pytest.skip('the sub-flows commute, and the error is that of euler: covered by Linear')
+    field, T = problem(), 1.7
     steps = (32, 64, 128)
     errors = [(integrate(field, X, OdeConfig(method=method, steps=k, T=T)) - field.exact(X, T)).norm() for k in steps]
     slopes = [math.log2(a / b) for a, b in zip(errors, errors[1:])]
@@ -120,14 +118,15 @@ def test_adaptive_methods_reach_the_tolerance_and_their_gradients_agree(method, 
             return x @ self.w.T
 
     field, x = Rotation(), X.clone().requires_grad_()
-    tight = 1e-7 if method in ('fehlberg2', 'adaptive_heun') else 1e-9
+    # the tolerance holds per step; with an error estimate of order 1, steps are many and their errors add up
+    tight, error = (1e-7, 1e-4) if method in ('fehlberg2', 'adaptive_heun') else (1e-9, 1e-5)
     found = integrate(field, x, OdeConfig(method=method, steps=1, T=1., rtol=tight, atol=tight, adjoint=adjoint))
-    torch.testing.assert_close(found, Linear().exact(x, 1.), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, Linear().exact(x, 1.), rtol=error, atol=error)
     found.square().sum().backward()
     w, y = field.w.detach().clone().requires_grad_(), X.clone().requires_grad_()
     (y @ torch.linalg.matrix_exp(w).T).square().sum().backward()
-    torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(field.w.grad, w.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x.grad, y.grad, rtol=10 * error, atol=10 * error)
+    torch.testing.assert_close(field.w.grad, w.grad, rtol=10 * error, atol=10 * error)
 
 
 def test_adaptive_keeps_the_states_asked_for():
@@ -144,7 +143,7 @@ def test_divergence_names_step_and_time():
 
 
 def test_refuses_what_cannot_be_integrated():
-    with pytest.raises(ValueError, match='needs steps and T'):
+    with pytest.raises(ValueError, match='steps and T are needed here; got None and None'):
         integrate(Linear(), X, OdeConfig(method='euler'))
     with pytest.raises(ValueError, match='splits the field'):
         integrate(lambda t, x: x, X, OdeConfig(method='strang', steps=2, T=1.))

@@ -18,8 +18,8 @@ def main() -> int:
     source = Path(sys.argv[1]).read_text()
     for old, new in (
             ('\nimport timm\n', '\nimport timm\nimport timm_odevit\n'),
-            ("FEAT_INTER_FILTERS = [\n", "FEAT_INTER_FILTERS = [\n    'odevit',\n"),
-            ("NON_STD_FILTERS = [\n", "NON_STD_FILTERS = [\n    'odevit*',\n"),
+            ('FEAT_INTER_FILTERS = [\n', "FEAT_INTER_FILTERS = [\n    'odevit',\n"),
+            ('NON_STD_FILTERS = [\n', "NON_STD_FILTERS = [\n    'odevit*',\n"),
     ):
         if source.count(old) != 1:
             sys.exit(f'{sys.argv[1]} is not the file this was written for: {old!r} is not in it once.')

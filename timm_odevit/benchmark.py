@@ -3,7 +3,7 @@ import copy
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Sequence
 
 import timm
 import torch
@@ -58,12 +58,13 @@ def benchmark(
     Returns:
         One Timing per candidate.
     """
-    base = timm.create_model(model, img_size=img_size, device=torch.device(device)).eval()
+    base: Any = timm.create_model(model, img_size=img_size, device=torch.device(device)).eval()
     native, lipschitz = copy.deepcopy(base), copy.deepcopy(base)
     convert_(native, OdeConfig(steps=steps, T=steps), keep_original=False)
     convert_(lipschitz, OdeConfig(field='lipschitz', method='euler', steps=steps, T=steps), keep_original=False)
     images = torch.randn(batch_size, base.in_chans, img_size, img_size, device=device)
-    tokens = torch.randn(batch_size, base.patch_embed.num_patches + base.num_prefix_tokens, base.embed_dim, device=device)
+    count = base.patch_embed.num_patches + base.num_prefix_tokens
+    tokens = torch.randn(batch_size, count, base.embed_dim, device=device)
     block = native.blocks.shared.block
 
     def bare() -> Tensor:
@@ -105,7 +106,7 @@ def peak_memory(model: nn.Module, images: Tensor, steps: Sequence[int]) -> Dict[
     Returns:
         Bytes for each step count; the model's own step count is put back.
     """
-    blocks = model.blocks
+    blocks: Any = model.blocks
     config, peaks = blocks.config, {}
     try:
         for count in steps:

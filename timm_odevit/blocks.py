@@ -31,7 +31,13 @@ class OdeBlocks(nn.Module):
     Source: ODE-ViT, arXiv 2511.16501.
     """
 
-    def __init__(self, shared: Field, config: OdeConfig, feature: Optional[Dict[str, Any]] = None, t: float = 0.) -> None:
+    def __init__(
+            self,
+            shared: Field,
+            config: OdeConfig,
+            feature: Optional[Dict[str, Any]] = None,
+            t: float = 0.,
+    ) -> None:
         super().__init__()
         self.shared = shared
         self.t = t
@@ -64,7 +70,7 @@ class OdeBlocks(nn.Module):
     @property
     def steps(self) -> int:
         """Number K of steps on [0, T]: the compute dial."""
-        return self.config.steps
+        return self.config.grid[0]
 
     @steps.setter
     def steps(self, steps: int) -> None:
@@ -83,21 +89,26 @@ class OdeBlocks(nn.Module):
         self.config = replace(self.config, method=method, adjoint=self.config.adjoint and adaptive)
 
     @property
+    def end(self) -> float:
+        """Time at which the last step ends, in blocks of the base."""
+        return self.t + self.config.grid[1]
+
+    @property
     def nfe(self) -> int:
         """Field evaluations of a forward pass; for an adaptive method those of the last one, 0 before the first."""
         if self.config.adaptive:
             return self._evaluations
-        return self.config.steps * METHODS[self.config.method].evaluations
+        return self.steps * METHODS[self.config.method].evaluations
 
     def forward(self, x: Tensor, attn_mask: Optional[Tensor] = None, is_causal: bool = False) -> Tensor:
         """Take the state at t = 0 [B, N, D] to t = T [B, N, D]."""
         weights = self.shared.fold()
         if self.config.adaptive:
             states, self._evaluations = solve_adaptive(
-                self.shared, x, (self.t, self.t + self.config.T), self.config, (attn_mask, is_causal, weights))
+                self.shared, x, (self.t, self.end), self.config, (attn_mask, is_causal, weights))
             return states[-1]
-        for i in range(self.config.steps):
-            x = self._modules[str(i)](x, attn_mask, is_causal, weights)
+        for step in self._steps():
+            x = step(x, attn_mask, is_causal, weights)
         return x
 
     def trajectory(self, x: Tensor, attn_mask: Optional[Tensor] = None, is_causal: bool = False) -> Tensor:
@@ -113,33 +124,36 @@ class OdeBlocks(nn.Module):
         """
         weights = self.shared.fold()
         if self.config.adaptive:
-            times = [step.t for step in self] + [self.t + self.config.T]
+            times = [*(step.t for step in self), self.end]
             states, self._evaluations = solve_adaptive(
                 self.shared, x, times, self.config, (attn_mask, is_causal, weights))
             return states
-        states = [x]
+        path = [x]
         for step in self:
-            states.append(step(states[-1], attn_mask, is_causal, weights))
-        return torch.stack(states)
+            path.append(step(path[-1], attn_mask, is_causal, weights))
+        return torch.stack(path)
+
+    def _steps(self) -> List[Any]:
+        return [self._modules[str(i)] for i in range(len(self))]
 
     def __len__(self) -> int:
-        return self.config.steps
+        return self.steps
 
     def __iter__(self) -> Iterator[Step]:
-        return iter([self._modules[str(i)] for i in range(len(self))])
+        return iter(self._steps())
 
     def __getitem__(self, index: Union[int, slice]) -> Union[Step, 'OdeBlocks']:
         if not isinstance(index, slice):
-            return list(self)[index]
+            return self._steps()[index]
         start, stop, stride = index.indices(len(self))
         if stride != 1 or stop <= start:
             raise ValueError(f'A slice of {len(self)} ODE steps must be consecutive and not empty; got {index}.')
-        h = self.config.T / self.config.steps
-        config = replace(self.config, steps=stop - start, T=(stop - start) * h)
-        return OdeBlocks(self.shared, config, self._feature, self.t + start * h).train(self.training)
+        steps, T = self.config.grid
+        config = replace(self.config, steps=stop - start, T=(stop - start) * T / steps)
+        return OdeBlocks(self.shared, config, self._feature, self.t + start * T / steps).train(self.training)
 
     def extra_repr(self) -> str:
-        return f'{self.config.method}, {self.config.steps} steps on [{self.t:g}, {self.t + self.config.T:g}]'
+        return f'{self.method}, {self.steps} steps on [{self.t:g}, {self.end:g}]'
 
 
 class _FeatureInfo(list):
@@ -160,7 +174,7 @@ def scriptable_copy(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: The method is adaptive; torchdiffeq cannot be scripted.
     """
-    blocks = model.blocks
+    blocks: Any = model.blocks
     if blocks.config.adaptive:
         raise ValueError(
             f"TorchScript cannot hold the adaptive method '{blocks.method}'. Set a fixed-step method first, such as "

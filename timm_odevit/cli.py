@@ -70,7 +70,7 @@ def _distill(args: argparse.Namespace) -> None:
         weight_decay=args.weight_decay, warmup_epochs=args.warmup_epochs, clip_grad=args.clip_grad,
         ema_decay=args.ema_decay, amp=args.amp, seed=args.seed, progress=not args.quiet)
     best = Path(args.out) / 'best'
-    print(f"best model  {best}  ->  odevit evaluate local-dir:{best} DATA --teacher {args.teacher}")
+    print(f'best model  {best}  ->  odevit evaluate local-dir:{best} DATA --teacher {args.teacher}')
 
 
 def _evaluate(args: argparse.Namespace) -> None:

@@ -2,7 +2,7 @@
 import math
 import re
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Tuple
 
 from .methods import METHODS, adaptive_methods, is_adaptive, suggest
 
@@ -48,14 +48,17 @@ class OdeConfig:
 
     def __post_init__(self) -> None:
         if self.field not in FIELDS:
-            raise ValueError(f"Unknown field '{self.field}'. {suggest(str(self.field), FIELDS)}Fields: {', '.join(FIELDS)}.")
+            raise ValueError(
+                f"Unknown field '{self.field}'. {suggest(str(self.field), FIELDS)}Fields: {', '.join(FIELDS)}.")
         if self.method not in METHODS:
             allowed = [*METHODS, *adaptive_methods()]
             if self.method not in allowed:
-                raise ValueError(
-                    f"Unknown method '{self.method}'. {suggest(str(self.method), allowed)}Methods: {', '.join(allowed)}.")
-        if self.steps is not None and (isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1):
-            raise ValueError(f'steps must be a whole number of at least 1, or None for the depth of the base; got {self.steps!r}.')
+                hint = suggest(str(self.method), allowed)
+                raise ValueError(f"Unknown method '{self.method}'. {hint}Methods: {', '.join(allowed)}.")
+        steps = self.steps
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise ValueError(
+                f'steps must be a whole number of at least 1, or None for the depth of the base; got {steps!r}.')
         for name, optional in (('T', True), ('rtol', False), ('atol', False)):
             value = getattr(self, name)
             if value is None and optional:
@@ -76,6 +79,17 @@ class OdeConfig:
     def adaptive(self) -> bool:
         """Whether the method chooses its own steps."""
         return is_adaptive(self.method)
+
+    @property
+    def grid(self) -> Tuple[int, float]:
+        """Number K of steps and end time T.
+
+        Raises:
+            ValueError: One of them is still to be taken from the base model.
+        """
+        if self.steps is None or self.T is None:
+            raise ValueError(f'steps and T are needed here; got {self.steps} and {self.T}. Set both: OdeConfig(steps=12, T=12).')
+        return self.steps, self.T
 
     def resolve(self, depth: int) -> 'OdeConfig':
         """The configuration with steps and T filled in for a base of `depth` blocks."""

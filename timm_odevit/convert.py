@@ -17,7 +17,10 @@ from .init import build_field
 __all__ = ['Conversion', 'check_convertible', 'convert_', 'count_parameters', 'list_convertible']
 
 
-def convert_(model: nn.Module, config: OdeConfig = OdeConfig(), *, keep_original: bool = True) -> 'Conversion':
+_DEFAULT = OdeConfig()
+
+
+def convert_(model: nn.Module, config: OdeConfig = _DEFAULT, *, keep_original: bool = True) -> 'Conversion':
     """Replace the blocks of a ViT by one shared block that an ODE solver evaluates K times, in place.
 
     Everything is checked and built first, then assigned at once: a refused call leaves the model as it was. Device,
@@ -38,12 +41,13 @@ def convert_(model: nn.Module, config: OdeConfig = OdeConfig(), *, keep_original
     Source: ODE-ViT, arXiv 2511.16501.
     """
     check_convertible(model, config)
-    original = model.blocks
+    host: Any = model
+    original = host.blocks
     depth = len(original)
     config = config.resolve(depth)
     before = count_parameters(model)
     shared = build_field(config.field, config.init, list(original))
-    feature = {key: value for key, value in model.feature_info[0].items() if key != 'module'}
+    feature = {key: value for key, value in host.feature_info[0].items() if key != 'module'}
     blocks = OdeBlocks(shared, config, feature).train(model.training)
     done = Conversion(
         model=model,
@@ -53,16 +57,16 @@ def convert_(model: nn.Module, config: OdeConfig = OdeConfig(), *, keep_original
         parameters_before=before,
         parameters_after=before - count_parameters(original) + count_parameters(blocks),
         _original=original if keep_original else None,
-        _feature_info=model.feature_info,
+        _feature_info=host.feature_info,
     )
-    model.blocks = blocks
-    model.feature_info = blocks.feature_info
+    host.blocks = blocks
+    host.feature_info = blocks.feature_info
     # TorchScript looks for this attribute; nothing else reads it
-    model.__prepare_scriptable__ = partial(scriptable_copy, model)
+    host.__prepare_scriptable__ = partial(scriptable_copy, model)
     return done
 
 
-def check_convertible(model: nn.Module, config: OdeConfig = OdeConfig()) -> None:
+def check_convertible(model: nn.Module, config: OdeConfig = _DEFAULT) -> None:
     """Raise what `convert_(model, config)` would raise, and change nothing.
 
     Raises:
@@ -72,7 +76,8 @@ def check_convertible(model: nn.Module, config: OdeConfig = OdeConfig()) -> None
     name = type(model).__name__
     hint = 'See timm_odevit.list_convertible().'
     if not isinstance(model, nn.Module):
-        raise TypeError(f'Cannot convert {name}: expected a timm model, such as timm.create_model("vit_small_patch16_224").')
+        raise TypeError(
+            f'Cannot convert {name}: expected a timm model, such as timm.create_model("vit_small_patch16_224").')
     if not isinstance(config, OdeConfig):
         raise TypeError(f'config must be an OdeConfig, such as OdeConfig(steps=12); got {type(config).__name__}.')
     converted = find_ode_blocks(model)
@@ -104,7 +109,8 @@ def check_convertible(model: nn.Module, config: OdeConfig = OdeConfig()) -> None
             f"init '{config.init}': this model has {len(blocks)} blocks. "
             f'Allowed: block:0 to block:{len(blocks) - 1}, mean, spectral.')
     if config.field == 'lipschitz' and config.init != 'spectral':
-        mlp, norm = blocks[0].mlp, blocks[0].norm1
+        first: Any = blocks[0]
+        mlp, norm = first.mlp, first.norm1
         if not hasattr(mlp, 'fc1') or mlp.fc1.out_features != mlp.fc2.in_features:
             raise ValueError(
                 f"init '{config.init}' needs a base with a plain two-layer MLP for the lipschitz field; this one is a "
@@ -127,7 +133,7 @@ class Conversion:
         parameters_before: Parameters of the model before.
         parameters_after: Parameters of the model after.
     """
-    model: nn.Module
+    model: Any
     blocks: OdeBlocks
     depth: int
     config: OdeConfig
@@ -146,9 +152,11 @@ class Conversion:
             ValueError: The original blocks were not kept, or the model does not hold this conversion any more.
         """
         if self._original is None:
-            raise ValueError('The original blocks were not kept. Convert with keep_original=True to be able to restore.')
+            raise ValueError(
+                'The original blocks were not kept. Convert with keep_original=True to be able to restore.')
         if getattr(self.model, 'blocks', None) is not self.blocks:
-            raise ValueError('This model does not hold the blocks of this conversion: it was restored or changed since.')
+            raise ValueError(
+                'This model does not hold the blocks of this conversion: it was restored or changed since.')
         device = next(self.blocks.parameters()).device
         if device.type != 'meta':
             self._original.to(device)

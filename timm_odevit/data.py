@@ -55,7 +55,8 @@ def folder_loader(
             f'Give the folder that the model was made for, or create the model with num_classes={classes}.')
     if held_out is not None and not has_split:
         dataset.reader.samples = _part(dataset.reader.samples, train, held_out, seed)
-    cfg = resolve_data_config({}, model=model)
+    size = getattr(getattr(model, 'patch_embed', None), 'img_size', None)  # newer than pretrained_cfg, if it was set
+    cfg = resolve_data_config({'input_size': (model.in_chans, *size)} if size else {}, model=model)
     return create_loader(
         dataset,
         input_size=cfg['input_size'],

@@ -1,5 +1,5 @@
 """Vector fields: what the solver integrates. A field is the sum of an attention and an MLP sub-flow."""
-from typing import List, Optional
+from typing import TYPE_CHECKING, Any, List, Optional
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,8 @@ class NativeField(Field):
     Args:
         block: A pre-norm transformer block of timm (norm1, attn, ls1, norm2, mlp, ls2).
     """
+    if TYPE_CHECKING:  # TorchScript reads the annotations of a module
+        block: Any
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -207,7 +209,7 @@ class LipschitzField(Field):
 
     def _heads(self, qkv: Tensor) -> List[Tensor]:
         B, N, _ = qkv.shape
-        return qkv.reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        return list(qkv.reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0))
 
     def _attend(self, qkv: Tensor, attn_mask: Optional[Tensor], is_causal: bool) -> Tensor:
         q, k, v = self._heads(qkv)

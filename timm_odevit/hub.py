@@ -56,6 +56,8 @@ def save_pretrained(
         path = temporary / CONFIG
         config = json.loads(path.read_text())
         config.update(architecture=architecture, model_args=args)
+        if 'img_size' in args:  # timm before 1.0.31 writes the size of the pretrained model
+            config['pretrained_cfg']['input_size'] = [args['in_chans'], *args['img_size']]
         path.write_text(json.dumps(config, indent=2) + '\n')
         folder.mkdir(exist_ok=True)
         for name in (WEIGHTS, CONFIG):
@@ -80,7 +82,8 @@ def describe(
     architecture = base or cfg.get('architecture')
     hint = "Pass base='<timm name>' and base_args={...}, with which timm.create_model built it."
     if not architecture:
-        raise ValueError(f'This {type(model).__name__} was not made by timm.create_model, so it has no name to reload it by. {hint}')
+        raise ValueError(
+            f'This {type(model).__name__} was not made by timm.create_model, so it has no name to reload it by. {hint}')
     # timm records what create_model was given; versions before 1.0.31 do not
     args = dict(getattr(model, '_model_args', {})) if base_args is None else dict(base_args)
     args = {k: v for k, v in args.items() if not (k.endswith('drop_rate') or k == 'drop_path_rate')}
@@ -129,7 +132,7 @@ def _structure(model: nn.Module) -> List[str]:
 
 
 def _first_difference(ours: List[str], theirs: List[str]) -> str:
-    for a, b in zip(ours, theirs):
+    for a, b in zip(ours, theirs, strict=False):
         if a != b:
             return f'it has {a}, the rebuilt one {b}'
     if len(ours) != len(theirs):

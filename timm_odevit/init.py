@@ -1,6 +1,6 @@
 """The shared block's weights, from the base's blocks."""
 import copy
-from typing import Callable, List, Sequence
+from typing import Any, Callable, List, Sequence
 
 import torch
 from timm.layers import DropPath
@@ -66,7 +66,7 @@ def _native(chosen: Sequence[nn.Module], blocks: Sequence[nn.Module], spectral: 
     return NativeField(block)
 
 
-def _lipschitz(chosen: Sequence[nn.Module], blocks: Sequence[nn.Module], spectral: bool) -> LipschitzField:
+def _lipschitz(chosen: Sequence[Any], blocks: Sequence[Any], spectral: bool) -> LipschitzField:
     first = blocks[0]
     attn, mlp, weight = first.attn, first.mlp, first.attn.qkv.weight
     field = LipschitzField(
@@ -86,7 +86,7 @@ def _lipschitz(chosen: Sequence[nn.Module], blocks: Sequence[nn.Module], spectra
             spectral_(linear.weight, parts)
     else:
         # LayerScale multiplies the rows of the projection before it; a field without LayerScale takes it in there.
-        sources: List[tuple[Tensor, Callable[[nn.Module], Tensor]]] = [
+        sources: List[tuple[Tensor, Callable[[Any], Tensor]]] = [
             (field.norm1.weight, lambda b: b.norm1.weight), (field.norm1.bias, lambda b: b.norm1.bias),
             (field.qkv.weight, lambda b: b.attn.qkv.weight),
             (field.proj.weight, lambda b: _scaled(b.attn.proj.weight, b.ls1)),
@@ -114,7 +114,7 @@ def _scaled(weight: Tensor, layer_scale: nn.Module) -> Tensor:
     return weight if gamma is None else weight * gamma[:, None]
 
 
-def _drop_path_rate(blocks: Sequence[nn.Module]) -> float:
+def _drop_path_rate(blocks: Sequence[Any]) -> float:
     return sum(getattr(b.drop_path1, 'drop_prob', 0.) or 0. for b in blocks) / len(blocks)
 
 

@@ -50,7 +50,7 @@ def _entry(name: str, base: str, base_args: Dict[str, Any]):
         model_args = {**_PAPER, **base_args, **kwargs}
         return _create_odevit(name, base, pretrained, **model_args)
     create.__name__ = create.__qualname__ = name
-    create.__doc__ = f'ODE-ViT (arXiv 2511.16501) with the width, stem and head of {base}; takes its keywords and ode_*.'
+    create.__doc__ = f'ODE-ViT (arXiv 2511.16501) with width, stem and head of {base}; takes its keywords and ode_*.'
     return create
 
 
@@ -75,10 +75,12 @@ def odevit_converted(
     """
     source = timm.get_pretrained_cfg(base)
     if source is None or base.startswith('odevit_'):
-        raise ValueError(f"Unknown base '{base}'. Give the timm name of the model that was converted, see timm.list_models().")
+        raise ValueError(
+            f"Unknown base '{base}'. Give the timm name of the model that was converted, see timm.list_models().")
     if not kwargs.get('pretrained_cfg'):
         # preprocessing is the base's, unless the caller or a saved config says otherwise
-        keys = ('input_size', 'fixed_input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'first_conv', 'classifier')
+        keys = ('input_size', 'fixed_input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'first_conv',
+                'classifier')
         overlay = {key: getattr(source, key) for key in keys if getattr(source, key) is not None}
         kwargs['pretrained_cfg_overlay'] = {**overlay, **(kwargs.get('pretrained_cfg_overlay') or {})}
     return _create_odevit('odevit_converted', base, pretrained, named=False, **{**(base_args or {}), **kwargs})
@@ -105,7 +107,7 @@ def _build(
         **kwargs: Any,
 ) -> nn.Module:
     config = config.resolve(depth or _depth(base))
-    model = timm.create_model(base, depth=1, **kwargs)  # one block is all that an ODE-ViT needs of its base
+    model: Any = timm.create_model(base, depth=1, **kwargs)  # one block is all that an ODE-ViT needs of its base
     if drop_path_rate > 0.:
         rate = drop_path_rate / 2  # the mean of timm's linear schedule over depth, as converting a full base gives
         model.blocks[0].drop_path1, model.blocks[0].drop_path2 = DropPath(rate), DropPath(rate)
@@ -120,6 +122,6 @@ def _build(
 @cache
 def _depth(base: str) -> int:
     with torch.device('meta'):
-        model = timm.create_model(base)
+        model: Any = timm.create_model(base)
     check_convertible(model)
     return len(model.blocks)

@@ -1,5 +1,5 @@
 """Integration: one module a step, a plain loop over them, and torchdiffeq for the adaptive methods."""
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from .config import OdeConfig
 from .methods import METHODS
 
-__all__ = ['AdaptiveStep', 'LieTrotterStep', 'RungeKuttaStep', 'StrangStep', 'integrate', 'make_steps', 'solve_adaptive']
+__all__ = ['Step', 'integrate', 'make_steps', 'solve_adaptive']
 
 
 class Step(nn.Module):
@@ -24,6 +24,8 @@ class Step(nn.Module):
     """
     t: float
     h: float
+    if TYPE_CHECKING:  # TorchScript reads the annotations of a module
+        field: Any
 
     def __init__(self, field: nn.Module, t: float, h: float, own: bool = False) -> None:
         super().__init__()
@@ -130,8 +132,9 @@ def make_steps(field: nn.Module, config: OdeConfig, t: float = 0., own: bool = F
     Returns:
         K modules, each of which advances the state by T / K.
     """
-    h = config.T / config.steps
-    starts = [t + i * h for i in range(config.steps)]
+    steps, T = config.grid
+    h = T / steps
+    starts = [t + i * h for i in range(steps)]
     if config.adaptive:
         return [AdaptiveStep(field, config, start, h) for start in starts]
     if config.method == 'lie_trotter':
@@ -159,27 +162,26 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
         x(T) [B, N, D], or all states [K + 1, B, N, D] with keep.
 
     Raises:
-        ValueError: steps or T is not set, or the field has no sub-flows to split.
+        ValueError: steps or T is not set, the state is too coarse for an adaptive method, or the field has no sub-flows to split.
         FloatingPointError: The state stopped being finite; the message names the step and t.
 
     Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.1; ODE-ViT, arXiv 2511.16501.
     """
-    if config.steps is None or config.T is None:
-        raise ValueError('integrate() needs steps and T. Set both, such as OdeConfig(steps=12, T=12).')
+    steps, T = config.grid
     if not config.adaptive and METHODS[config.method].splits and not hasattr(field, 'attention'):
         raise ValueError(
             f"'{config.method}' splits the field in attention(t, x) and mlp(t, x), which this one does not have. "
             "Use an unsplit method, such as 'euler' or 'rk4'.")
     module = _Callable(field)
     if config.adaptive:
-        times = [i * config.T / config.steps for i in range(config.steps + 1)]
-        states = solve_adaptive(module, x0, times if keep else (times[0], times[-1]), config)[0]
-        _check_finite(states[-1], config.steps - 1, config)
-        return states if keep else states[-1]
+        times = [i * T / steps for i in range(steps + 1)]
+        found = solve_adaptive(module, x0, times if keep else (times[0], times[-1]), config)[0]
+        _check_finite(found[-1], steps, config)
+        return found if keep else found[-1]
     x, states = x0, [x0]
     for i, step in enumerate(make_steps(module, config)):
         x = step(x)
-        _check_finite(x, i, config)
+        _check_finite(x, i + 1, config)
         if keep:
             states.append(x)
     return torch.stack(states) if keep else x
@@ -258,7 +260,8 @@ class _Callable(nn.Module):
 
 
 def _check_finite(x: Tensor, step: int, config: OdeConfig) -> None:
+    steps, T = config.grid
     if not torch.isfinite(x).all():
         raise FloatingPointError(
-            f'The state is not finite after step {step + 1} of {config.steps} '
-            f"(t = {(step + 1) * config.T / config.steps:g}, '{config.method}'). Use more steps or a smaller T.")
+            f'The state is not finite after step {step} of {steps} '
+            f"(t = {step * T / steps:g}, '{config.method}'). Use more steps or a smaller T.")

@@ -1,8 +1,9 @@
 """Where on [0, T] the teacher's layers lie, and which of the student's steps answers for which layer."""
-from typing import Iterable, List, Sequence, Tuple
+from itertools import pairwise
+from typing import Any, Iterable, List, Sequence, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 __all__ = ['distance_times', 'match', 'softmax_times', 'uniform_times']
 
@@ -34,7 +35,7 @@ def softmax_times(distances: Sequence[float], temperature: float = 1.) -> List[f
 
 
 @torch.no_grad()
-def distance_times(teacher: nn.Module, batches: Iterable[Tensor], temperature: float = 1.) -> List[float]:
+def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float = 1.) -> List[float]:
     """Relative times of a teacher's layers, by the distances between its consecutive hidden states.
 
     Args:
@@ -53,7 +54,7 @@ def distance_times(teacher: nn.Module, batches: Iterable[Tensor], temperature: f
     for batch in batches:
         states = [hidden.flatten(1) for hidden in teacher.forward_intermediates(
             batch, norm=False, output_fmt='NLC', intermediates_only=True)]
-        moved = torch.stack([(b - a).float().norm(dim=1).double().sum() for a, b in zip(states, states[1:])]).cpu()
+        moved = torch.stack([(b - a).float().norm(dim=1).double().sum() for a, b in pairwise(states)]).cpu()
         total = moved if total is None else total + moved
         images += len(batch)
     if total is None:

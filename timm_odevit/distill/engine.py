@@ -29,7 +29,7 @@ _AMP = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 def fit(
         task: TrainingTask,
-        train_loader: Iterable[Any],
+        train_loader: Any,
         val_loader: Optional[Iterable[Any]] = None,
         *,
         epochs: int,
@@ -90,14 +90,13 @@ def fit(
     if updates < 1:
         raise ValueError('train_loader is empty. Give more images, or a smaller batch size.')
     folder = Path(out) if out is not None else None
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if (folder / LAST).exists() and not resume:
-            raise ValueError(f"'{folder}' holds a run already. Pass resume=True to go on with it, or another folder.")
+    if folder is not None and (folder / LAST).exists() and not resume:
+        raise ValueError(f"'{folder}' holds a run already. Pass resume=True to go on with it, or another folder.")
 
     dtype = _AMP[amp]
     device = task.device
-    optimizer = create_optimizer_v2(task.get_trainable_module(), opt=opt, lr=lr, weight_decay=weight_decay)
+    trainable: Any = task.get_trainable_module()
+    optimizer = create_optimizer_v2(trainable, opt=opt, lr=lr, weight_decay=weight_decay)
     scheduler, _ = create_scheduler_v2(
         optimizer, sched=sched, num_epochs=epochs, warmup_epochs=warmup_epochs, warmup_lr=min_lr, min_lr=min_lr,
         step_on_epochs=False, updates_per_epoch=updates)
@@ -109,6 +108,8 @@ def fit(
         history = _load(folder / LAST, task, optimizer, scaler)
         if len(history) >= epochs:
             return history
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     best = max((record.get('val_top1', -math.inf) for record in history), default=-math.inf)
 
     with tqdm(total=epochs * updates, initial=len(history) * updates, unit='batch', disable=not progress) as bar:
@@ -120,7 +121,7 @@ def fit(
             record.update(_train_epoch(
                 task, train_loader, optimizer, scheduler, scaler, dtype, epoch, updates, clip_grad, bar))
             record['seconds'] = time.perf_counter() - started
-            model = task.get_eval_model(ema=task.has_ema())
+            model: Any = task.get_eval_model(ema=task.has_ema())
             if val_loader is not None:
                 result = evaluate(model, val_loader, amp_dtype=dtype).results[-1]
                 record.update(val_top1=result.top1, val_top5=result.top5, val_loss=result.loss)
@@ -151,7 +152,8 @@ def _train_epoch(task, loader, optimizer, scheduler, scaler, dtype, epoch, updat
         if not math.isfinite(value):
             found = ', '.join(f'{key} {part.item():.4g}' for key, part in values.items())
             raise FloatingPointError(
-                f'The loss is not finite in epoch {epoch + 1}, batch {i + 1} ({found}). Lower lr, or use amp bfloat16 or None.')
+                f'The loss is not finite in epoch {epoch + 1}, batch {i + 1} ({found}). '
+                'Lower lr, or use amp bfloat16 or None.')
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         if clip_grad is not None:
@@ -167,14 +169,14 @@ def _train_epoch(task, loader, optimizer, scheduler, scaler, dtype, epoch, updat
 
 
 def _modules(task: TrainingTask) -> Dict[str, nn.Module]:
-    modules = {'model': task.get_eval_model()}
+    modules: Dict[str, Any] = {'model': task.get_eval_model()}
     if task.has_ema():
         modules['ema'] = task.get_eval_model(ema=True)
     return {name: getattr(module, '_orig_mod', module) for name, module in modules.items()}
 
 
 def _save(path: Path, task: TrainingTask, optimizer, scaler, history: List[Dict[str, float]]) -> None:
-    state = {name: module.state_dict() for name, module in _modules(task).items()}
+    state: Dict[str, Any] = {name: module.state_dict() for name, module in _modules(task).items()}
     state.update(optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), history=history)
     _write(path, lambda temporary: torch.save(state, temporary))
 

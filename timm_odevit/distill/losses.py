@@ -8,8 +8,13 @@ from torch import Tensor
 __all__ = ['jasmin_loss', 'logit_loss', 'trajectory_loss']
 
 
-def trajectory_loss(student: Tensor, teacher: Tensor, num_prefix_tokens: int, has_class_token: bool,
-                    weights: Sequence[float]) -> Tensor:
+def trajectory_loss(
+        student: Tensor,
+        teacher: Tensor,
+        num_prefix_tokens: int,
+        has_class_token: bool,
+        weights: Sequence[float],
+) -> Tensor:
     """Squared error between hidden states, relative to the variance of the teacher's.
 
     Args:
@@ -25,13 +30,14 @@ def trajectory_loss(student: Tensor, teacher: Tensor, num_prefix_tokens: int, ha
     cls = 1 if has_class_token else 0
     bounds = ((0, cls), (cls, num_prefix_tokens), (num_prefix_tokens, student.shape[1]))
     loss, total = student.new_zeros((), dtype=torch.float32), 0.
-    for (start, stop), weight in zip(bounds, weights):
+    for (start, stop), weight in zip(bounds, weights, strict=True):
         if stop > start and weight > 0:
             s, t = student[:, start:stop].float(), teacher[:, start:stop].float()
             loss = loss + weight * F.mse_loss(s, t) / t.var(correction=0).clamp_min(1e-12)
             total += weight
     if total == 0.:
-        raise ValueError('The token weights are 0 for every kind of token that the model has; set patch_weight above 0.')
+        raise ValueError(
+            'The token weights are 0 for every kind of token that the model has; set patch_weight above 0.')
     return loss / total
 
 
@@ -70,7 +76,8 @@ def jasmin_loss(attention: Tensor, k: int = 0) -> Tensor:
     """
     n = attention.shape[-1]
     if k == 1 or not 0 <= k <= n:
-        raise ValueError(f'k must be 0, or 2 to {n} with {n} tokens (k = 1 makes the loss 0 for any attention); got {k!r}.')
+        raise ValueError(
+            f'k must be 0, or 2 to {n} with {n} tokens (k = 1 makes the loss 0 for any attention); got {k!r}.')
     p = F.pad(attention, (0, 1)).topk(max(k, 1) + 1, dim=-1).values  # p_n+1 = 0
     g = (p[..., :-1] * (1 - p[..., :-1] + p[..., 1:])).clamp_min(torch.finfo(p.dtype).tiny).log()
     rows = g[..., 0] if k == 0 else g[..., 0] - g[..., k - 1]

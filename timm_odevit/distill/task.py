@@ -1,4 +1,5 @@
 """TrajectoryDistillationTask: the student's states follow the teacher's hidden states."""
+from itertools import pairwise
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -73,8 +74,10 @@ class TrajectoryDistillationTask(TrainingTask):
             verbose: bool = True,
     ) -> None:
         if not isinstance(student, nn.Module) or not find_ode_blocks(student):
-            raise TypeError(f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
+            raise TypeError(
+                f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
         device = device or next(student.parameters()).device
+        host: Any = student
         super().__init__(device=device, dtype=dtype, verbose=verbose)
         for name, value in (
                 ('trajectory_weight', trajectory_weight), ('jasmin_weight', jasmin_weight), ('kd_weight', kd_weight),
@@ -83,24 +86,25 @@ class TrajectoryDistillationTask(TrainingTask):
             if not value >= 0:
                 raise ValueError(f'{name} must be at least 0; got {value!r}.')
         if jasmin_k == 1 or jasmin_k < 0:
-            raise ValueError(f'jasmin_k must be 0, or at least 2 (k = 1 makes the loss 0 for any attention); got {jasmin_k!r}.')
+            raise ValueError(
+                f'jasmin_k must be 0, or at least 2 (k = 1 makes the loss 0 for any attention); got {jasmin_k!r}.')
         if jasmin_evaluations < 1:
             raise ValueError(f'jasmin_evaluations must be at least 1; got {jasmin_evaluations!r}.')
 
         self.teacher = DistillationTeacher(
-            teacher, num_classes=student.num_classes, in_chans=student.in_chans, device=device, dtype=dtype)
+            teacher, num_classes=host.num_classes, in_chans=host.in_chans, device=device, dtype=dtype)
         self.teacher.requires_grad_(False).eval()
         _check_pair(student, self.teacher.model)
         self.times = self._times(checkpoints, calibration, checkpoint_temperature)
-        self.trainable_module = _Trainable(student, jasmin_k, jasmin_evaluations)
+        self.trainable_module: Any = _Trainable(student, jasmin_k, jasmin_evaluations)
         self.weights = dict(
             trajectory=trajectory_weight, jasmin=jasmin_weight, kd=kd_weight, task=task_weight)
         self.token_weights = (cls_weight, register_weight, patch_weight)
         self.kd_temperature = kd_temperature
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
         for name in ('mean', 'std'):
-            value = torch.tensor(student.pretrained_cfg[name], device=self.device, dtype=self.dtype)
-            self.register_buffer(f'student_{name}', value.view(1, -1, 1, 1), persistent=False)
+            buffer = torch.tensor(host.pretrained_cfg[name], device=self.device, dtype=self.dtype)
+            self.register_buffer(f'student_{name}', buffer.view(1, -1, 1, 1), persistent=False)
 
     def forward(self, input: Tensor, target: Tensor) -> Dict[str, Tensor]:
         """Compute the loss of one batch.
@@ -114,16 +118,17 @@ class TrajectoryDistillationTask(TrainingTask):
             'jasmin_loss', 'kd_loss', 'task_loss'. Parts of weight 0 are there for the record, without a gradient.
         """
         student = unwrap_model(self.trainable_module).student
-        layers, steps = zip(*match(self.times, find_ode_blocks(student)[0].steps))
+        layers, steps = zip(*match(self.times, find_ode_blocks(student)[0].steps), strict=True)
         output, states, jasmin = self.trainable_module(input, steps, self.weights['jasmin'] > 0)
         with torch.no_grad():
-            images = self.teacher.normalize_input(input, self.student_mean, self.student_std)
+            mean, std = self.get_buffer('student_mean'), self.get_buffer('student_std')
+            images = self.teacher.normalize_input(input, mean, std)
             target_output, target_states = _states(self.teacher.model, images, layers)
         prefix, has_cls = student.num_prefix_tokens, student.has_class_token
         parts = {
             'trajectory': lambda: torch.stack([
                 trajectory_loss(s, t, prefix, has_cls, self.token_weights)
-                for s, t in zip(states, target_states)]).mean(),
+                for s, t in zip(states, target_states, strict=True)]).mean(),
             'kd': lambda: logit_loss(output, target_output, self.kd_temperature),
             'task': lambda: self.criterion(output, target),
         }
@@ -147,7 +152,7 @@ class TrajectoryDistillationTask(TrainingTask):
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
         return self
 
-    def compile(self, backend: str = 'inductor', mode: Optional[str] = None, **compile_kwargs: Any) -> nn.Module:
+    def compile(self, backend: str = 'inductor', mode: Optional[str] = None, **compile_kwargs: Any) -> Any:
         """Compile the student's training pass and its evaluation, and the teacher; returns the eval model."""
         options = dict(backend=backend, mode=mode, **compile_kwargs)
         self.eval_model = torch.compile(unwrap_model(self.trainable_module).student, **options)
@@ -163,16 +168,18 @@ class TrajectoryDistillationTask(TrainingTask):
         return inner.student if inner is not None else found
 
     def _times(self, checkpoints, calibration, temperature) -> List[float]:
-        layers = len(self.teacher.model.blocks)
+        model: Any = self.teacher.model
+        layers = len(model.blocks)
         if isinstance(checkpoints, str):
             if checkpoints == 'uniform':
                 return uniform_times(layers)
             if checkpoints == 'distance':
                 images = (batch.to(self.device) for batch in calibration or ())
-                return distance_times(self.teacher.model, images, temperature)
-            raise ValueError(f"Unknown checkpoints '{checkpoints}'. Allowed: uniform, distance, or a list of relative times.")
+                return distance_times(model, images, temperature)
+            raise ValueError(
+                f"Unknown checkpoints '{checkpoints}'. Allowed: uniform, distance, or a list of relative times.")
         times = [float(t) for t in checkpoints]
-        increasing = all(a < b for a, b in zip([0., *times], times))
+        increasing = all(a < b for a, b in pairwise([0., *times]))
         if len(times) != layers or not increasing or times[-1] > 1.:
             raise ValueError(
                 f'checkpoints must be {layers} strictly increasing times in (0, 1], one for each layer of the teacher; '
@@ -185,17 +192,17 @@ class _Trainable(nn.Module):
 
     def __init__(self, student: nn.Module, jasmin_k: int, jasmin_evaluations: int) -> None:
         super().__init__()
-        self.student = student
+        self.student: Any = student
         self.jasmin_k = jasmin_k
         self.jasmin_evaluations = jasmin_evaluations
 
     def forward(self, images: Tensor, steps: Sequence[int], train_jasmin: bool) -> Tuple[Tensor, List[Tensor], Tensor]:
-        blocks = find_ode_blocks(self.student)[0]
+        blocks: Any = find_ode_blocks(self.student)[0]
         last = max(len(blocks) - 2, 0)  # the last state is nobody's input, unless it is the only one
         spread = torch.linspace(0, last, min(self.jasmin_evaluations, last + 1)).round().int().tolist()
         wanted = sorted({*steps, *spread})
         output, states = _states(self.student, images, wanted)
-        by_step = dict(zip(wanted, states))
+        by_step = dict(zip(wanted, states, strict=True))
         with torch.set_grad_enabled(torch.is_grad_enabled() and train_jasmin):
             maps = [blocks.shared.attention_map(blocks[i].t + blocks[i].h, by_step[i]) for i in spread]
             jasmin = torch.stack([jasmin_loss(m, self.jasmin_k) for m in maps]).mean()
@@ -209,7 +216,7 @@ class _Trainable(nn.Module):
         return lambda name: groups[name[len('student.'):]]
 
 
-def _states(model: nn.Module, images: Tensor, indices: Sequence[int]) -> Tuple[Tensor, List[Tensor]]:
+def _states(model: Any, images: Tensor, indices: Sequence[int]) -> Tuple[Tensor, List[Tensor]]:
     """Logits [B, C], and the hidden states [B, N, D] after the given blocks, before the final norm."""
     final, states = model.forward_intermediates(
         images, indices=list(indices), norm=False, output_fmt='NLC', return_prefix_tokens=True)
@@ -217,7 +224,7 @@ def _states(model: nn.Module, images: Tensor, indices: Sequence[int]) -> Tuple[T
     return model.forward_head(final), joined
 
 
-def _check_pair(student: nn.Module, teacher: nn.Module) -> None:
+def _check_pair(student: Any, teacher: Any) -> None:
     if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
         raise ValueError('Student and teacher share parameters, so training would change the teacher. '
                          'Make the teacher by copy.deepcopy(model) before convert_.')
@@ -227,4 +234,5 @@ def _check_pair(student: nn.Module, teacher: nn.Module) -> None:
             raise ValueError(f'Student and teacher differ in {name}: {ours} and {theirs}.')
     sizes = [tuple(m.patch_embed.grid_size) for m in (student, teacher)]
     if sizes[0] != sizes[1]:
-        raise ValueError(f'Student and teacher see other patches: {sizes[0]} and {sizes[1]}. Give both the same img_size.')
+        raise ValueError(
+            f'Student and teacher see other patches: {sizes[0]} and {sizes[1]}. Give both the same img_size.')

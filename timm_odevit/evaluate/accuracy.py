@@ -54,16 +54,17 @@ class Evaluation:
 
     def table(self) -> str:
         """The results as a Markdown table."""
-        header = ('model', 'steps', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'loss', 'agreement %', 'kept %', 'images/s')
-        rows = [header, tuple('---' for _ in header)]
+        header = (
+            'model', 'steps', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'loss', 'agreement %', 'kept %', 'images/s')
+        rows: List[Tuple[str, ...]] = [header]
         for r in self.results:
             rows.append((
                 r.model, _text(r.steps), _text(r.nfe), f'{r.parameters:,}', f'{r.top1:.2f}', f'{r.top5:.2f}',
                 f'{r.loss:.4f}', _text(r.agreement), _text(r.kept), f'{r.images_per_second:.0f}'))
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        rows.insert(1, tuple('-' * width for width in widths))
         return '\n'.join(
-            '| ' + ' | '.join(cell.ljust(width) if row is not rows[1] else '-' * width
-                              for cell, width in zip(row, widths)) + ' |' for row in rows)
+            f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows)
 
     def to_json(self, path: Optional[Union[str, Path]] = None) -> str:
         """The results as JSON; also written to `path` if given."""
@@ -110,13 +111,14 @@ def evaluate(
     else:
         counts = [steps] if isinstance(steps, int) else list(steps)
         if not blocks:
-            raise ValueError(f'steps={counts} needs an ODE-ViT; this {type(model).__name__} is none. Call convert_ first.')
+            raise ValueError(
+                f'steps={counts} needs an ODE-ViT; this {type(model).__name__} is none. Call convert_ first.')
     results: List[Result] = []
     reference = None
     if teacher is not None:
         found, reference = _measure(teacher, loader, amp_dtype, progress, 'teacher')
         results.append(Result(model='teacher', steps=None, nfe=None, agreement=None, kept=100., **found))
-    kept_config = blocks[0].config if blocks else None
+    settings = blocks[0].config if blocks else None
     try:
         for count in counts:
             if blocks and count is not None and count != blocks[0].steps:
@@ -133,8 +135,8 @@ def evaluate(
                 model='model' if teacher is None else 'student', steps=count, nfe=blocks[0].nfe if blocks else None,
                 agreement=agreement, kept=kept, **found))
     finally:
-        if blocks and blocks[0].config != kept_config:
-            blocks[0].config = kept_config
+        if settings is not None and blocks[0].config != settings:
+            blocks[0].config = settings
     return Evaluation(tuple(results))
 
 

@@ -1,0 +1,156 @@
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from timm_odevit import convert_, save_pretrained
+from timm_odevit.cli import main
+
+TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=3)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with images/, teacher/ and student/, as the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for label, colour in enumerate([(255, 0, 0), (0, 255, 0), (0, 0, 255)]):
+        (tmp_path / 'images' / f'c{label}').mkdir(parents=True)
+        for i in range(10):
+            Image.new('RGB', (18, 18), tuple(max(0, c - i) for c in colour)).save(tmp_path / 'images' / f'c{label}' / f'{i}.png')
+    teacher = timm.create_model('vit_tiny_patch16_224', **TINY)
+    save_pretrained(teacher, tmp_path / 'teacher')
+    convert_(teacher)
+    save_pretrained(teacher, tmp_path / 'student')
+    return tmp_path
+
+
+def run(*args):
+    quick = ['--workers', '0', '--quiet'] if args[0] in ('distill', 'evaluate') else []
+    return main([*args, *quick, '--device', 'cpu'])
+
+
+def test_convert_distill_evaluate(folder, capsys):
+    assert run('convert', 'local-dir:teacher', 'new', '--steps', '6', '--init', 'block:1') == 0
+    assert '3 evaluations' not in capsys.readouterr().out
+    assert timm.create_model('local-dir:new').blocks.steps == 6
+    assert run('distill', 'local-dir:new', 'images', 'run', '--teacher', 'local-dir:teacher', '--epochs', '2',
+               '--batch-size', '8', '--checkpoints', 'distance', '--jasmin-weight', '0.1', '--ema-decay', '0.9') == 0
+    assert run('distill', 'local-dir:new', 'images', 'run', '--teacher', 'local-dir:teacher', '--epochs', '3',
+               '--batch-size', '8', '--ema-decay', '0.9', '--resume') == 0
+    assert len(json.loads((folder / 'run' / 'history.json').read_text())) == 3
+    capsys.readouterr()
+    assert run('evaluate', 'local-dir:run/best', 'images', '--teacher', 'local-dir:teacher', '--steps', '1,6',
+               '--json', 'found.json') == 0
+    out = capsys.readouterr().out
+    assert [r['steps'] for r in json.loads((folder / 'found.json').read_text())] == [None, 1, 6]
+    assert out.count('student') == 2
+
+
+def test_convert_other_settings(folder, capsys):
+    assert run('convert', 'vit_tiny_patch16_224', 'a', '--random', '--img-size', '32', '--num-classes', '4',
+               '--field', 'lipschitz', '--method', 'euler', '--init', 'spectral', '--T', '6') == 0
+    model = timm.create_model('local-dir:a', pretrained=True)
+    assert (model.num_classes, model.blocks.config.T, model.blocks.config.field) == (4, 6., 'lipschitz')
+    state = timm.create_model('vit_tiny_patch16_224', num_classes=1000).state_dict()
+    torch.save(state, 'weights.pth')
+    assert run('convert', 'vit_tiny_patch16_224', 'b', '--checkpoint', 'weights.pth', '--img-size', '32') == 0
+    model = timm.create_model('local-dir:b', pretrained=True)
+    assert torch.equal(model.head.weight, state['head.weight'])
+    capsys.readouterr()
+
+
+MISTAKES = [
+    (['convert', 'vit_tiny_patch16_22', 'new'], "Unknown model 'vit_tiny_patch16_22'. Did you mean 'vit_tiny_patch16_224'?"),
+    (['convert', 'teacher', 'new'], "'teacher' is a folder. For a saved model, type local-dir:teacher"),
+    (['convert', 'local-dir:nowhere', 'new'], "There is no saved model in 'nowhere'"),
+    (['convert', 'ftp:x', 'new'], "Unknown model source 'ftp'"),
+    (['convert', 'resnet10t', 'new', '--random'], 'Cannot convert ResNet'),
+    (['convert', 'local-dir:student', 'new'], 'already converted'),
+    (['convert', 'local-dir:teacher', 'new', '--method', 'heun'], "Did you mean 'heun2'?"),
+    (['convert', 'local-dir:teacher', 'new', '--init', 'block:3'], 'this model has 3 blocks'),
+    (['convert', 'local-dir:teacher', 'new', '--T', '-1'], 'T must be a finite number above 0'),
+    (['convert', 'local-dir:teacher', 'student'], "'student' is not empty"),
+    (['convert', 'local-dir:teacher', 'teacher/config.json'], 'is a file. Give a folder'),
+    (['convert', 'local-dir:cut', 'new'], "The weights of 'local-dir:cut' cannot be read, the file may be cut off"),
+    (['convert', 'vit_tiny_patch16_224', 'new', '--checkpoint', 'cut.pth'], "The weights of checkpoint 'cut.pth' cannot be read"),
+    (['convert', 'vit_tiny_patch16_224', 'new', '--checkpoint', 'no.pth'], "There is no checkpoint file 'no.pth'"),
+    (['convert', 'vit_tiny_patch16_224', 'new'], 'Without a network, give --checkpoint FILE or local-dir:FOLDER'),
+    (['distill', 'local-dir:teacher', 'images', 'new', '--teacher', 'local-dir:teacher'], 'The student must be an ODE-ViT'),
+    (['distill', 'local-dir:student', 'nowhere', 'new', '--teacher', 'local-dir:teacher'], "There is no folder 'nowhere'"),
+    (['distill', 'local-dir:student', 'empty', 'new', '--teacher', 'local-dir:teacher'], "There are no images in 'empty'"),
+    (['distill', 'local-dir:student', 'two', 'new', '--teacher', 'local-dir:teacher'], "'two' has 2 classes"),
+    (['distill', 'local-dir:student', 'images', 'new', '--teacher', 'local-dir:other'], 'differ in num_classes: 3 and 7'),
+    (['distill', 'local-dir:student', 'images', 'new', '--teacher', 'local-dir:teacher', '--batch-size', '64'], 'train_loader is empty'),
+    (['distill', 'local-dir:student', 'images', 'student', '--teacher', 'local-dir:teacher'], "'student' is not empty"),
+    (['distill', 'local-dir:student', 'images', 'new', '--teacher', 'local-dir:teacher', '--batch-size', '8', '--opt', 'adamv'], 'adamv'),
+    (['evaluate', 'local-dir:teacher', 'images', '--steps', '1,2'], '--steps needs an ODE-ViT'),
+    (['evaluate', 'local-dir:student', 'two'], "'two' has 2 classes"),
+    (['evaluate', 'local-dir:student', 'images', '--teacher', 'local-dir:other'], 'The teacher has 7 classes, the model 3'),
+    (['evaluate', 'local-dir:student', 'images', '--json', 'nowhere/a.json'], "There is no folder 'nowhere'"),
+    (['benchmark', 'vit_tinny'], "Unknown model 'vit_tinny'"),
+]
+
+
+@pytest.mark.parametrize('args, message', MISTAKES, ids=[' '.join(m[0])[:60] for m in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, capsys, args, message):
+    (folder / 'empty').mkdir()
+    for name in ('c0', 'c1'):
+        (folder / 'two' / name).mkdir(parents=True)
+        Image.new('RGB', (18, 18)).save(folder / 'two' / name / 'a.png')
+    (folder / 'cut').mkdir()
+    (folder / 'cut' / 'config.json').write_bytes((folder / 'teacher' / 'config.json').read_bytes())
+    (folder / 'cut' / 'model.safetensors').write_bytes((folder / 'teacher' / 'model.safetensors').read_bytes()[:1000])
+    torch.save(torch.zeros(1000), folder / 'cut.pth')
+    (folder / 'cut.pth').write_bytes((folder / 'cut.pth').read_bytes()[:1500])
+    save_pretrained(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 7}), folder / 'other')
+    before = sorted(folder.rglob('*'))
+    assert run(*args) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.startswith('odevit: error: ') and err.count('\n') == 1
+    assert sorted(folder.rglob('*')) == before
+
+
+@pytest.mark.parametrize('args, message', [
+    (['evaluate', 'a', 'b', '--steps', '1,x'], "'1,x' is no list of step counts"),
+    (['evaluate', 'a', 'b', '--steps', '0'], "'0' is no list of step counts"),
+    (['distill', 'a', 'b', 'c', '--teacher', 'd', '--epochs', '0'], 'no whole number of at least 1'),
+    (['convert', 'a', 'b', '--field', 'c'], 'invalid choice'),
+    ([], 'required'),
+])
+def test_arguments(capsys, args, message):
+    with pytest.raises(SystemExit) as e:
+        main(args)
+    assert e.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_help_names_every_option_with_a_word_on_it(capsys):
+    for command in ('convert', 'distill', 'evaluate', 'benchmark'):
+        with pytest.raises(SystemExit) as e:
+            main([command, '--help'])
+        assert e.value.code == 0
+        out = capsys.readouterr().out
+        assert not re.search(r'^  --\w[\w-]*( [A-Z_]+)?\n  -', out, re.M), f'{command} has an option without help'
+
+
+def test_interrupted(folder, capsys, monkeypatch):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+    monkeypatch.setattr('timm_odevit.cli.evaluate', stop)
+    assert run('evaluate', 'local-dir:student', 'images') == 130
+    assert 'interrupted' in capsys.readouterr().err
+
+
+def test_benchmark(capsys):
+    assert run('benchmark', '--img-size', '32', '--batch-size', '2', '--rounds', '2', '--steps', '3') == 0
+    out = capsys.readouterr().out
+    assert out.count('| 1.000 |') == 2 and 'peak memory' in out
+
+
+def test_runs_as_a_module():
+    done = subprocess.run([sys.executable, '-m', 'timm_odevit.cli', '--version'], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith('odevit ')
