@@ -25,11 +25,10 @@ EPOCHS = (25, 40)  # of the ViT, of the distillation
 def loaders():
     """Digits as 8 x 8 images in [-1, 1]: 1 197 to train, 200 to choose the epoch, 400 to test."""
     images, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    images = (torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1)[order]
-    labels = torch.tensor(labels)[order]
-    parts = [TensorDataset(x, y) for x, y in zip(images.split((1197, 200, 400)), labels.split((1197, 200, 400)))]
-    return (DataLoader(parts[0], 64, shuffle=True, drop_last=True), DataLoader(parts[1], 200), DataLoader(parts[2], 200))
+    images = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
+    labels, seed = torch.tensor(labels), torch.Generator().manual_seed(0)
+    train, val, test = torch.utils.data.random_split(TensorDataset(images, labels), (1197, 200, 400), seed)
+    return DataLoader(train, 64, shuffle=True, drop_last=True), DataLoader(val, 200), DataLoader(test, 200)
 
 
 def main(folder):
@@ -40,7 +39,8 @@ def main(folder):
     train, val, test = loaders()
 
     vit = timm.create_model(
-        'vit_tiny_patch16_224', img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, num_heads=4, depth=8,
+        'vit_tiny_patch16_224', img_size=8, patch_size=2, in_chans=1, num_classes=10,
+        embed_dim=64, num_heads=4, depth=8,
         pretrained_cfg_overlay=dict(input_size=(1, 8, 8), mean=(0.5,), std=(0.5,)))
     print('1. train a ViT of 8 blocks')
     fit(ClassificationTask(vit), train, val, epochs=EPOCHS[0], lr=2e-3, warmup_epochs=2)

@@ -9,6 +9,7 @@ out to choose the epoch; the test images are used once, at the end, for results.
 """
 import argparse
 import copy
+import itertools
 import json
 import math
 from pathlib import Path
@@ -58,7 +59,8 @@ def augment(images, padding=4):
     shift = torch.randint(0, 2 * padding + 1, (2, B, 1)).to(device)
     rows, cols = shift[0] + torch.arange(H, device=device), shift[1] + torch.arange(W, device=device)
     cols = torch.where((torch.rand(B, 1) < 0.5).to(device), cols.flip(1), cols)
-    return padded[torch.arange(B, device=device)[:, None, None], :, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)
+    each = torch.arange(B, device=device)
+    return padded[each[:, None, None], :, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)
 
 
 def loaders(args, cfg):
@@ -70,7 +72,8 @@ def loaders(args, cfg):
     def make(images, labels, train=False):
         return ArrayLoader(images, labels, cfg, args.img_size, args.batch_size, args.device, train)
     test = slice(0, args.limit or len(y_test))
-    return make(x[train], y[train], True), make(x[-held:], y[-held:]), make(x_test[test], y_test[test]), int(y.max()) + 1
+    val, classes = slice(-held, None), int(y.max()) + 1
+    return make(x[train], y[train], True), make(x[val], y[val]), make(x_test[test], y_test[test]), classes
 
 
 def options(args):
@@ -80,10 +83,14 @@ def options(args):
 
 
 def finish(args, evaluation):
-    record = {'arguments': {k: str(v) for k, v in vars(args).items() if k != 'run'},
-              'versions': {'timm_odevit': timm_odevit.__version__, 'torch': torch.__version__, 'timm': timm.__version__},
-              'device': torch.cuda.get_device_name() if args.device == 'cuda' else f'CPU, {torch.get_num_threads()} threads',
-              'test': json.loads(evaluation.to_json())}
+    names = ('data', 'out', 'teacher', 'checkpoint', 'run')  # where things lay says nothing about the result
+    threads = torch.get_num_threads()
+    record = {
+        'arguments': {k: v for k, v in vars(args).items() if k not in names},
+        'versions': {'timm_odevit': timm_odevit.__version__, 'torch': torch.__version__, 'timm': timm.__version__},
+        'device': torch.cuda.get_device_name() if args.device == 'cuda' else f'CPU, {threads} threads',
+        'test': json.loads(evaluation.to_json()),
+    }
     (Path(args.out) / 'results.json').write_text(json.dumps(record, indent=2) + '\n')
     print(evaluation)
 
@@ -92,7 +99,7 @@ def run_prepare(args):
     import torchvision
     sets = [getattr(torchvision.datasets, args.name)(args.root, train=train, download=True) for train in (True, False)]
     arrays = {}
-    for name, data in zip(('train', 'test'), sets):
+    for name, data in zip(('train', 'test'), sets, strict=True):
         arrays[f'x_{name}'], arrays[f'y_{name}'] = np.asarray(data.data), np.asarray(data.targets)
     np.savez(args.data, **arrays)
 
@@ -105,7 +112,8 @@ def run_teacher(args):
     model = timm.create_model(
         args.model, pretrained=not args.scratch, pretrained_cfg_overlay=overlay, num_classes=classes,
         img_size=args.img_size, drop_path_rate=args.drop_path).to(args.device)
-    task = ClassificationTask(model, torch.nn.CrossEntropyLoss(label_smoothing=args.smoothing), device=torch.device(args.device))
+    loss = torch.nn.CrossEntropyLoss(label_smoothing=args.smoothing)
+    task = ClassificationTask(model, loss, device=torch.device(args.device))
     fit(task, train, val, **options(args))
     finish(args, evaluate(load(Path(args.out) / 'best', args), test, amp_dtype=amp_dtype(args)))
 
@@ -117,7 +125,7 @@ def run_student(args):
     student = copy.deepcopy(teacher)
     print(convert_(student, OdeConfig(
         field=args.field, method=args.method, steps=args.steps, init=args.init), keep_original=False))
-    calibration = [images for _, (images, _) in zip(range(4), val)] if args.checkpoints == 'distance' else None
+    calibration = [images for images, _ in itertools.islice(val, 4)] if args.checkpoints == 'distance' else None
     task = TrajectoryDistillationTask(
         student, teacher, checkpoints=args.checkpoints, calibration=calibration,
         trajectory_weight=args.trajectory_weight, kd_weight=args.kd_weight, task_weight=args.task_weight,
@@ -146,7 +154,7 @@ def main():
     prepare.set_defaults(run=run_prepare)
     for name, function, lr in (('teacher', run_teacher, 5e-4), ('student', run_student, 1e-3)):
         command = commands.add_parser(name, help=function.__name__.replace('_', ' a '))
-        command.add_argument('data', help='.npz with x_train, y_train, x_test, y_test: uint8 [N, 32, 32, 3], labels [N]')
+        command.add_argument('data', help='.npz of prepare: x_train, y_train, x_test, y_test; [N, 32, 32, 3], [N]')
         command.add_argument('out')
         command.add_argument('--img-size', type=int, default=64)
         command.add_argument('--epochs', type=int, default=4)

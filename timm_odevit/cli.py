@@ -1,6 +1,7 @@
 """odevit convert | distill | evaluate | benchmark."""
 import argparse
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any, List, Optional
 
@@ -50,7 +51,8 @@ def _convert(args: argparse.Namespace) -> None:
     model = _load(args.model, args, checkpoint=args.checkpoint, pretrained=not args.random, **options)
     config = OdeConfig(field=args.field, method=args.method, steps=args.steps, T=args.T, init=args.init)
     print(convert_(model, config, keep_original=False))
-    print(f"saved       {save_pretrained(model, args.out)}  ->  timm.create_model('local-dir:{args.out}', pretrained=True)")
+    save_pretrained(model, args.out)
+    print(f"  saved       {args.out}: timm.create_model('local-dir:{args.out}', pretrained=True)")
 
 
 def _distill(args: argparse.Namespace) -> None:
@@ -61,7 +63,7 @@ def _distill(args: argparse.Namespace) -> None:
         args.data, student, held_out=args.held_out, batch_size=args.batch_size, workers=args.workers, seed=args.seed)
     calibration = None
     if args.checkpoints == 'distance':
-        calibration = [images for images, _ in _first(val, args.calibration_batches)]
+        calibration = [images for images, _ in islice(val, args.calibration_batches)]
     task = TrajectoryDistillationTask(
         student, teacher, checkpoints=args.checkpoints, calibration=calibration,
         trajectory_weight=args.trajectory_weight, kd_weight=args.kd_weight, task_weight=args.task_weight,
@@ -70,7 +72,7 @@ def _distill(args: argparse.Namespace) -> None:
         weight_decay=args.weight_decay, warmup_epochs=args.warmup_epochs, clip_grad=args.clip_grad,
         ema_decay=args.ema_decay, amp=args.amp, seed=args.seed, progress=not args.quiet)
     best = Path(args.out) / 'best'
-    print(f'best model  {best}  ->  odevit evaluate local-dir:{best} DATA --teacher {args.teacher}')
+    print(f'saved {best}: odevit evaluate local-dir:{best} {args.data} --teacher {args.teacher}')
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -79,7 +81,8 @@ def _evaluate(args: argparse.Namespace) -> None:
     model = _load(args.model, args)
     teacher = _load(args.teacher, args) if args.teacher else None
     if teacher is not None and teacher.num_classes != model.num_classes:
-        raise ValueError(f'The teacher has {teacher.num_classes} classes, the model {model.num_classes}. Compare models of one kind.')
+        raise ValueError(
+            f'The teacher has {teacher.num_classes} classes, the model {model.num_classes}. Compare like with like.')
     if args.steps and not find_ode_blocks(model):
         raise ValueError(f"--steps needs an ODE-ViT; '{args.model}' is none. Run: odevit convert {args.model} OUT")
     loader = folder_loader(args.data, model, batch_size=args.batch_size, workers=args.workers)
@@ -106,7 +109,13 @@ def _benchmark(args: argparse.Namespace) -> None:
     print('peak memory of a forward pass, MB: ' + ', '.join(f'{k} steps {v / 1e6:.1f}' for k, v in peaks.items()))
 
 
-def _load(name: str, args: argparse.Namespace, checkpoint: Optional[str] = None, pretrained: bool = True, **kwargs: Any) -> nn.Module:
+def _load(
+        name: str,
+        args: argparse.Namespace,
+        checkpoint: Optional[str] = None,
+        pretrained: bool = True,
+        **kwargs: Any,
+) -> nn.Module:
     """Build a model by name, every failure as one line that says what to do."""
     _check_name(name)
     if checkpoint is not None:
@@ -118,7 +127,8 @@ def _load(name: str, args: argparse.Namespace, checkpoint: Optional[str] = None,
     except (SafetensorError, RuntimeError, OSError, EOFError, KeyError, ValueError, TypeError) as e:
         source = f"checkpoint '{checkpoint}'" if checkpoint else f"'{name}'"
         if isinstance(e, SafetensorError) or 'PytorchStreamReader' in str(e) or isinstance(e, (EOFError, KeyError)):
-            raise ValueError(f'The weights of {source} cannot be read, the file may be cut off: {_one_line(e)}. Copy it again.') from e
+            raise ValueError(
+                f'The weights of {source} cannot be read, the file may be cut off: {_one_line(e)}') from e
         if isinstance(e, OSError):
             raise ValueError(
                 f'The weights of {source} could not be had: {_one_line(e)}. Without a network, give --checkpoint FILE '
@@ -132,7 +142,8 @@ def _check_name(name: str) -> None:
     source, model = parse_model_name(name)
     if source == 'local-dir':
         if not Path(model, CONFIG).is_file():
-            raise ValueError(f"There is no saved model in '{model}': it has no {CONFIG}. Save one with: odevit convert MODEL {model}")
+            raise ValueError(
+                f"There is no saved model in '{model}': it has no {CONFIG}. Make one: odevit convert MODEL {model}")
     elif source is None and not timm.is_model(name.split('.')[0]):
         raise ValueError(f"Unknown model '{name}'. {suggest(name, timm.list_models())}See timm.list_models().")
 
@@ -143,15 +154,6 @@ def _refuse_existing(out: str, force: bool) -> None:
         raise ValueError(f"'{out}' is a file. Give a folder to write to.")
     if path.is_dir() and any(path.iterdir()) and not force:
         raise ValueError(f"'{out}' is not empty. Give another folder, or --force (convert) or --resume (distill).")
-
-
-def _first(loader: Any, count: int) -> List[Any]:
-    found = []
-    for batch in loader:
-        found.append(batch)
-        if len(found) == count:
-            break
-    return found
 
 
 def _one_line(e: BaseException) -> str:
@@ -209,7 +211,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument('--num-classes', type=_at_least(0), help='classes; a new head where they differ')
     command.add_argument('--img-size', type=_at_least(1), help='image size in pixels')
     defaults = OdeConfig()
-    command.add_argument('--field', default=defaults.field, choices=FIELDS, help="the base's own layers, or the paper's block")
+    command.add_argument('--field', default=defaults.field, choices=FIELDS,
+                         help="the base's own layers, or the paper's block")
     command.add_argument('--method', default=defaults.method, help=f'{", ".join(METHODS)}, or an adaptive method')
     command.add_argument('--steps', type=_at_least(1), help='solver steps (default: depth of the base)')
     command.add_argument('--T', type=float, help='end time, in blocks of the base (default: its depth)')
@@ -231,12 +234,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument('--clip-grad', type=float, default=1., help='largest norm of the gradient')
     command.add_argument('--ema-decay', type=float, help='decay of a moving average of the weights')
     command.add_argument('--amp', choices=('bfloat16', 'float16'), help='mixed precision')
-    command.add_argument('--held-out', type=float, default=0.1, help='share held out to choose the epoch, without a val/ folder')
+    command.add_argument('--held-out', type=float, default=0.1,
+                         help='share held out to choose the epoch, without a val/ folder')
     command.add_argument('--checkpoints', default='uniform', choices=('uniform', 'distance'),
                          help="where on [0, T] the teacher's layers lie")
     command.add_argument('--calibration-batches', type=_at_least(1), default=4, help='batches that measure distances')
     command.add_argument('--trajectory-weight', type=float, default=1., help='weight of the hidden states')
-    command.add_argument('--kd-weight', type=float, default=1., help="weight of the KL divergence to the teacher's logits")
+    command.add_argument('--kd-weight', type=float, default=1.,
+                         help="weight of the KL divergence to the teacher's logits")
     command.add_argument('--task-weight', type=float, default=0., help='weight of the cross-entropy with the labels')
     command.add_argument('--jasmin-weight', type=float, default=0., help='weight of the JaSMin loss')
     command.add_argument('--jasmin-k', type=int, default=0, help='k of the JaSMin loss: 0, or at least 2')

@@ -88,7 +88,8 @@ class OdeConfig:
             ValueError: One of them is still to be taken from the base model.
         """
         if self.steps is None or self.T is None:
-            raise ValueError(f'steps and T are needed here; got {self.steps} and {self.T}. Set both: OdeConfig(steps=12, T=12).')
+            raise ValueError(
+                f'steps and T are needed here; got {self.steps} and {self.T}. Set both: OdeConfig(steps=12, T=12).')
         return self.steps, self.T
 
     def resolve(self, depth: int) -> 'OdeConfig':

@@ -4,7 +4,6 @@ from typing import Any, List, Optional, Tuple, Union
 
 import torch
 from timm.data import create_dataset, create_loader, resolve_data_config
-from torch import nn
 
 __all__ = ['folder_loader', 'folder_loaders']
 
@@ -14,7 +13,7 @@ _EVAL = ('val', 'validation', 'valid', 'test', 'eval')
 
 def folder_loader(
         root: Union[str, Path],
-        model: nn.Module,
+        model: Any,
         *,
         batch_size: int = 64,
         workers: int = 2,
@@ -47,7 +46,8 @@ def folder_loader(
     try:
         dataset = create_dataset('', str(root), split='train' if train else 'validation')
     except RuntimeError as e:
-        raise ValueError(f"There are no images in '{root}'. Give a folder with one sub-folder of images per class.") from e
+        raise ValueError(
+            f"There are no images in '{root}'. Give a folder with one sub-folder of images per class.") from e
     classes = len(dataset.reader.class_to_idx)
     if classes != model.num_classes:
         raise ValueError(
@@ -55,7 +55,7 @@ def folder_loader(
             f'Give the folder that the model was made for, or create the model with num_classes={classes}.')
     if held_out is not None and not has_split:
         dataset.reader.samples = _part(dataset.reader.samples, train, held_out, seed)
-    size = getattr(getattr(model, 'patch_embed', None), 'img_size', None)  # newer than pretrained_cfg, if it was set
+    size = getattr(getattr(model, 'patch_embed', None), 'img_size', None)  # pretrained_cfg may have an older one
     cfg = resolve_data_config({'input_size': (model.in_chans, *size)} if size else {}, model=model)
     return create_loader(
         dataset,
@@ -75,7 +75,13 @@ def folder_loader(
     )
 
 
-def folder_loaders(root: Union[str, Path], model: nn.Module, *, held_out: float = 0.1, **kwargs: Any) -> Tuple[Any, Any]:
+def folder_loaders(
+        root: Union[str, Path],
+        model: Any,
+        *,
+        held_out: float = 0.1,
+        **kwargs: Any,
+) -> Tuple[Any, Any]:
     """Training and validation batches of one folder: its train/ and val/, or a share of each class held out."""
     return (folder_loader(root, model, train=True, held_out=held_out, **kwargs),
             folder_loader(root, model, train=False, held_out=held_out, **kwargs))

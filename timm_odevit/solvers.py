@@ -162,7 +162,8 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
         x(T) [B, N, D], or all states [K + 1, B, N, D] with keep.
 
     Raises:
-        ValueError: steps or T is not set, the state is too coarse for an adaptive method, or the field has no sub-flows to split.
+        ValueError: steps or T is not set, the state is in half precision for an adaptive method, or the field has no
+            sub-flows to split.
         FloatingPointError: The state stopped being finite; the message names the step and t.
 
     Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.1; ODE-ViT, arXiv 2511.16501.
