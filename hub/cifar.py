@@ -67,12 +67,13 @@ def loaders(args, cfg):
     with np.load(args.data) as data:
         x, y, x_test, y_test = (data[key] for key in ('x_train', 'y_train', 'x_test', 'y_test'))
     held = min(HELD_OUT, len(y) // 10)
-    train = slice(0, min(len(y) - held, args.limit or len(y)))
+    split = len(y) - held
+    train, val = slice(0, min(split, args.limit or split)), slice(split, split + (args.limit or held))
 
     def make(images, labels, train=False):
         return ArrayLoader(images, labels, cfg, args.img_size, args.batch_size, args.device, train)
     test = slice(0, args.limit or len(y_test))
-    val, classes = slice(-held, None), int(y.max()) + 1
+    classes = int(y.max()) + 1
     return make(x[train], y[train], True), make(x[val], y[val]), make(x_test[test], y_test[test]), classes
 
 

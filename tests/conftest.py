@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 
-torch.set_num_threads(2)
+torch.set_num_threads(int(os.environ.get('OMP_NUM_THREADS', 2)))
 _connect = socket.socket.connect
 
 

@@ -66,9 +66,10 @@ def test_resume_gives_the_weights_of_an_undisturbed_run(vit, tmp_path, monkeypat
     assert strip == [{k: v for k, v in r.items() if k != 'seconds'} for r in expected]
 
 
-def test_trains_a_teacher_with_timms_own_task(vit, tmp_path):
+@pytest.mark.parametrize('ema_decay', [None, 0.5])
+def test_trains_a_teacher_with_timms_own_task(vit, tmp_path, ema_decay):
     model = vit()
-    history = run(ClassificationTask(model), tmp_path / 'run', epochs=8)
+    history = run(ClassificationTask(model), tmp_path / 'run', epochs=8, ema_decay=ema_decay)
     assert history[-1]['loss'] < history[0]['loss']
     again = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
     assert again.num_classes == 5

@@ -12,7 +12,7 @@ import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.task import TrainingTask
-from timm.utils import dispatch_clip_grad
+from timm.utils import dispatch_clip_grad, unwrap_model
 from torch import nn
 from tqdm import tqdm
 
@@ -102,6 +102,7 @@ def fit(
         step_on_epochs=False, updates_per_epoch=updates)
     if ema_decay is not None and not task.has_ema():
         task.setup_ema(decay=ema_decay, use_warmup=True)
+    models = _models(task)
     scaler = torch.amp.GradScaler(device.type, enabled=amp == 'float16')
     history: List[Dict[str, float]] = []
     if resume and folder is not None and (folder / LAST).exists():
@@ -121,7 +122,7 @@ def fit(
             record.update(_train_epoch(
                 task, train_loader, optimizer, scheduler, scaler, dtype, epoch, updates, clip_grad, bar))
             record['seconds'] = time.perf_counter() - started
-            model: Any = task.get_eval_model(ema=task.has_ema())
+            model = models['ema' if 'ema' in models else 'model']
             if val_loader is not None:
                 result = evaluate(model, val_loader, amp_dtype=dtype).results[-1]
                 record.update(val_top1=result.top1, val_top5=result.top5, val_loss=result.loss)
@@ -139,7 +140,7 @@ def fit(
 def _train_epoch(task, loader, optimizer, scheduler, scaler, dtype, epoch, updates, clip_grad, bar):
     task.train()
     device = task.device
-    sums: Dict[str, float] = defaultdict(float)
+    sums: Dict[str, Any] = defaultdict(float)
     for i, (images, labels) in enumerate(loader):
         update = epoch * updates + i
         scheduler.step_update(update)
@@ -163,20 +164,21 @@ def _train_epoch(task, loader, optimizer, scheduler, scaler, dtype, epoch, updat
         scaler.update()
         task.update_ema(step=update)
         for key, part in values.items():
-            sums[key] += part.item()
+            sums[key] = sums[key] + part  # stays on the device: one wait for it an update is enough
         bar.update()
-    return {'lr': optimizer.param_groups[0]['lr'], **{key: total / updates for key, total in sums.items()}}
+    return {'lr': optimizer.param_groups[0]['lr'], **{key: float(total) / updates for key, total in sums.items()}}
 
 
-def _modules(task: TrainingTask) -> Dict[str, nn.Module]:
-    modules: Dict[str, Any] = {'model': task.get_eval_model()}
+def _models(task: TrainingTask) -> Dict[str, nn.Module]:
+    """The model in training, and its moving average if there is one, without wrappers."""
+    models = {'model': task.get_eval_model()}
     if task.has_ema():
-        modules['ema'] = task.get_eval_model(ema=True)
-    return {name: getattr(module, '_orig_mod', module) for name, module in modules.items()}
+        models['ema'] = task.get_eval_model(ema=True)
+    return {name: unwrap_model(model) for name, model in models.items()}
 
 
 def _save(path: Path, task: TrainingTask, optimizer, scaler, history: List[Dict[str, float]]) -> None:
-    state: Dict[str, Any] = {name: module.state_dict() for name, module in _modules(task).items()}
+    state: Dict[str, Any] = {name: module.state_dict() for name, module in _models(task).items()}
     state.update(optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), history=history)
     _write(path, lambda temporary: torch.save(state, temporary))
 
@@ -186,7 +188,7 @@ def _load(path: Path, task: TrainingTask, optimizer, scaler) -> List[Dict[str, f
         state = torch.load(path, map_location=task.device, weights_only=True)
     except Exception as e:
         raise ValueError(f"'{path}' cannot be read ({str(e).splitlines()[0]}). Delete it to start anew.") from e
-    for name, module in _modules(task).items():
+    for name, module in _models(task).items():
         if name not in state:
             raise ValueError(f"'{path}' has no '{name}' weights. Resume with the settings of the first run.")
         module.load_state_dict(state[name])
