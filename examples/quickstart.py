@@ -43,7 +43,7 @@ def main(folder):
         embed_dim=64, num_heads=4, depth=8,
         pretrained_cfg_overlay=dict(input_size=(1, 8, 8), mean=(0.5,), std=(0.5,)))
     print('1. train a ViT of 8 blocks')
-    fit(ClassificationTask(vit), train, val, epochs=EPOCHS[0], lr=2e-3, warmup_epochs=2)
+    fit(ClassificationTask(vit, torch.nn.CrossEntropyLoss()), train, val, epochs=EPOCHS[0], lr=2e-3, warmup_epochs=2)
 
     print('2. convert a copy')
     student = copy.deepcopy(vit)

@@ -4,6 +4,7 @@ import json
 import pytest
 import timm
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from timm.task import ClassificationTask
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -69,7 +70,7 @@ def test_resume_gives_the_weights_of_an_undisturbed_run(vit, tmp_path, monkeypat
 @pytest.mark.parametrize('ema_decay', [None, 0.5])
 def test_trains_a_teacher_with_timms_own_task(vit, tmp_path, ema_decay):
     model = vit()
-    history = run(ClassificationTask(model), tmp_path / 'run', epochs=8, ema_decay=ema_decay)
+    history = run(ClassificationTask(model, torch.nn.CrossEntropyLoss()), tmp_path / 'run', epochs=8, ema_decay=ema_decay)
     assert history[-1]['loss'] < history[0]['loss']
     again = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
     assert again.num_classes == 5
@@ -103,6 +104,10 @@ def test_refuses(vit, tmp_path):
         fit(task, [], epochs=1)
     with pytest.raises(ValueError, match='needs a length'):
         fit(task, iter([]), epochs=1)
+    nameless = VisionTransformer(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=1, num_classes=5)
+    with pytest.raises(ValueError, match='was not made by timm.create_model'):
+        run(ClassificationTask(nameless, torch.nn.CrossEntropyLoss()), tmp_path / 'nameless')
+    assert not (tmp_path / 'nameless').exists()
     run(task, tmp_path / 'run', epochs=1)
     with pytest.raises(ValueError, match='holds a run already. Pass resume=True'):
         run(task, tmp_path / 'run', epochs=1)

@@ -17,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ..evaluate import evaluate
-from ..hub import save_pretrained
+from ..hub import describe, save_pretrained
 
 __all__ = ['fit']
 
@@ -77,7 +77,7 @@ def fit(
 
     Raises:
         FloatingPointError: The loss stopped being finite; the files of the epoch before remain.
-        ValueError: A setting or the folder does not fit.
+        ValueError: A setting or the folder does not fit, or the model has no description to save it by.
     """
     if epochs < 1:
         raise ValueError(f'epochs must be at least 1; got {epochs!r}.')
@@ -110,6 +110,7 @@ def fit(
         if len(history) >= epochs:
             return history
     if folder is not None:
+        describe(models['model'])  # better now than after the first epoch
         folder.mkdir(parents=True, exist_ok=True)
     best = max((record.get('val_top1', -math.inf) for record in history), default=-math.inf)
 
