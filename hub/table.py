@@ -14,12 +14,12 @@ MARKS = re.compile(r'(<!-- cifar: python hub/table.py -->\n).*?(<!-- end -->)', 
 NAMES = {
     'teacher': 'DeiT-tiny, 12 blocks (the teacher)',
     'native': 'ODE-ViT, `native`, `lie_trotter`, `mean`',
-    'lipschitz': 'ODE-ViT, `lipschitz`, `euler`, `spectral` (the paper\'s block)',
+    'lipschitz': "ODE-ViT, `lipschitz`, `euler`, `spectral` (the paper's block)",
 }
 
 
 def table():
-    rows = ['| model | parameters | K | top-1 % | top-5 % | kept % | agreement % |', '| --- | --- | --- | --- | --- | --- | --- |']
+    rows = ['| model | parameters | K | top-1 % | top-5 % | kept % | agreement % |', '|' + ' --- |' * 7]
     for name, title in NAMES.items():
         path = HUB / 'runs' / name / 'results.json'
         if not path.exists():

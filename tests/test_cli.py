@@ -36,7 +36,7 @@ def run(*args):
 
 def test_convert_distill_evaluate(folder, capsys):
     assert run('convert', 'local-dir:teacher', 'new', '--steps', '6', '--init', 'block:1') == 0
-    assert '3 evaluations' not in capsys.readouterr().out
+    assert '6 steps on [0, 3], 6 evaluations' in capsys.readouterr().out
     assert timm.create_model('local-dir:new').blocks.steps == 6
     assert run('distill', 'local-dir:new', 'images', 'run', '--teacher', 'local-dir:teacher', '--epochs', '2',
                '--batch-size', '8', '--checkpoints', 'distance', '--jasmin-weight', '0.1', '--ema-decay', '0.9') == 0
@@ -49,6 +49,15 @@ def test_convert_distill_evaluate(folder, capsys):
     out = capsys.readouterr().out
     assert [r['steps'] for r in json.loads((folder / 'found.json').read_text())] == [None, 1, 6]
     assert out.count('student') == 2
+
+
+def test_a_fine_tuned_head_is_kept(folder, capsys):
+    state = timm.create_model('vit_tiny_patch16_224', num_classes=10).state_dict()
+    torch.save({'state_dict': state}, 'weights.pth')
+    assert run('convert', 'vit_tiny_patch16_224', 'a', '--checkpoint', 'weights.pth', '--num-classes', '10') == 0
+    assert torch.equal(timm.create_model('local-dir:a', pretrained=True).head.weight, state['head.weight'])
+    assert run('convert', 'vit_tiny_patch16_224', 'b', '--checkpoint', 'weights.pth', '--num-classes', '7') == 0
+    assert timm.create_model('local-dir:b', pretrained=True).head.weight.shape == (7, 192)
 
 
 def test_convert_other_settings(folder, capsys):
@@ -70,7 +79,7 @@ MISTAKES = [
     (['convert', 'local-dir:nowhere', 'new'], "There is no saved model in 'nowhere'"),
     (['convert', 'ftp:x', 'new'], "Unknown model source 'ftp'"),
     (['convert', 'resnet10t', 'new', '--random'], 'Cannot convert ResNet'),
-    (['convert', 'local-dir:student', 'new'], 'already converted'),
+    (['convert', 'local-dir:student', 'new'], 'is a converted model already. Convert the model that it was made from'),
     (['convert', 'local-dir:teacher', 'new', '--method', 'heun'], "Did you mean 'heun2'?"),
     (['convert', 'local-dir:teacher', 'new', '--init', 'block:3'], 'this model has 3 blocks'),
     (['convert', 'local-dir:teacher', 'new', '--T', '-1'], 'T must be a finite number above 0'),
@@ -92,6 +101,14 @@ MISTAKES = [
     (['evaluate', 'local-dir:student', 'two'], "'two' has 2 classes"),
     (['evaluate', 'local-dir:student', 'images', '--teacher', 'local-dir:other'], 'The teacher has 7 classes, the model 3'),
     (['evaluate', 'local-dir:student', 'images', '--json', 'nowhere/a.json'], "There is no folder 'nowhere'"),
+    (['convert', 'vit_tiny_patch16_224', 'new', '--checkpoint', 'list.pth'], "Cannot build checkpoint 'list.pth'"),
+    (['convert', 'vit_tiny_patch16_224', 'new', '--random', '--img-size', '8'], 'less than one patch'),
+    (['distill', 'local-dir:student', 'images', 'new', '--teacher', 'local-dir:teacher', '--jasmin-k', '500'], 'at most the number of tokens, 17'),
+    (['distill', 'local-dir:student', 'images', 'new', '--teacher', 'local-dir:teacher', '--held-out', '0'], 'must lie between 0 and 1'),
+    (['distill', 'local-dir:student', 'images', 'new', '--teacher', 'local-dir:teacher', '--batch-size', '8', '--clip-grad', '-1'], 'clip_grad must be above 0'),
+    (['distill', 'local-dir:student', 'images', 'new', '--teacher', 'local-dir:teacher', '--batch-size', '8', '--ema-decay', '2'], 'ema_decay must be'),
+    (['evaluate', 'local-dir:student', 'images', '--teacher', 'local-dir:large'], 'The teacher takes images of 3 x 32 x 32, the model of 3 x 16 x 16'),
+    (['evaluate', 'local-dir:student', 'images', '--json', 'images'], "'images' is a folder"),
     (['benchmark', 'vit_tinny'], "Unknown model 'vit_tinny'"),
 ]
 
@@ -108,6 +125,8 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, ca
     torch.save(torch.zeros(1000), folder / 'cut.pth')
     (folder / 'cut.pth').write_bytes((folder / 'cut.pth').read_bytes()[:1500])
     save_pretrained(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 7}), folder / 'other')
+    save_pretrained(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'img_size': 32}), folder / 'large')
+    torch.save([1, 2], folder / 'list.pth')
     before = sorted(folder.rglob('*'))
     assert run(*args) == 2
     err = capsys.readouterr().err

@@ -83,6 +83,8 @@ def test_report(vit):
     text = str(done)
     assert 'blocks 0-2 -> 1 shared block' in text and 'lie_trotter, 3 steps on [0, 3], 3 evaluations' in text
     assert f'{done.parameters_before:,} -> {done.parameters_after:,}' in text
+    model.blocks.steps = 6
+    assert str(done) == text
 
 
 def test_restore_follows_the_mode_of_the_model_and_works_once(vit):
@@ -95,6 +97,19 @@ def test_restore_follows_the_mode_of_the_model_and_works_once(vit):
         done.restore()
     assert not hasattr(model, '__prepare_scriptable__')
     convert_(model).restore()
+
+
+def test_restore_refuses_another_dtype_and_keeps_the_mode_of_each_block(vit, images):
+    model = vit().train()
+    model.blocks[1].eval()
+    done = convert_(model)
+    model.bfloat16()
+    with pytest.raises(ValueError, match=r'torch.bfloat16 now, its original blocks torch.float32. Call model.to\(torch.float32'):
+        done.restore()
+    model.float()
+    done.restore()
+    assert model.blocks[0].training and not model.blocks[1].training
+    model(images)
 
 
 def test_restore_needs_the_original(vit):

@@ -53,6 +53,14 @@ def test_distance_times_follow_the_distances(vit, images):
         teacher.blocks[2].ls2.gamma.mul_(50)
     times = distance_times(teacher, [images, images])
     assert times[2] - times[1] > times[1] - times[0]
+    x = teacher._pos_embed(teacher.patch_embed(images))
+    moved = []
+    for block in teacher.blocks:
+        moved.append((block(x) - x).flatten(1).norm(dim=1).mean().item())
+        x = block(x)
+    assert times == pytest.approx(softmax_times(moved), rel=1e-4)
+    assert not teacher.blocks[0]._forward_pre_hooks
+    assert distance_times(vit(depth=1), [images]) == [1.]
     assert softmax_times([3., 3., 3.]) == pytest.approx(uniform_times(3))
     with pytest.raises(ValueError, match='temperature must be above 0'):
         softmax_times([1., 2.], 0)
@@ -234,12 +242,26 @@ def test_refuses_what_does_not_fit(vit, change, error, message):
     (dict(checkpoints='distance'), 'needs calibration images'),
     (dict(kd_weight=-1), 'kd_weight must be at least 0'),
     (dict(jasmin_k=1), 'jasmin_k must be 0, or at least 2'),
+    (dict(jasmin_k=18), 'jasmin_k must be at most the number of tokens, 17'),
     (dict(jasmin_evaluations=0), 'jasmin_evaluations must be at least 1'),
 ])
 def test_refuses_settings(vit, settings, message):
     with pytest.raises(ValueError) as e:
         TrajectoryDistillationTask(*pair(vit), **settings)
     assert message in str(e.value)
+
+
+def test_labels_may_be_missing_where_they_do_not_count(vit, batch):
+    parts = TrajectoryDistillationTask(*pair(vit))(batch[0], None)
+    assert torch.isfinite(parts['loss']) and parts['task_loss'].isnan()
+
+
+def test_refuses_dropped_patches_and_models_without_classes(vit):
+    with pytest.raises(ValueError, match='Create it with patch_drop_rate=0'):
+        TrajectoryDistillationTask(*pair(vit, patch_drop_rate=0.5))
+    with pytest.raises(ValueError, match='compare classes'):
+        TrajectoryDistillationTask(*pair(vit, num_classes=0))
+    TrajectoryDistillationTask(*pair(vit, num_classes=0), kd_weight=0.)
 
 
 def test_compiles(vit, batch):

@@ -108,7 +108,18 @@ def test_refuses(vit, tmp_path):
     with pytest.raises(ValueError, match='was not made by timm.create_model'):
         run(ClassificationTask(nameless, torch.nn.CrossEntropyLoss()), tmp_path / 'nameless')
     assert not (tmp_path / 'nameless').exists()
+    for name, bad in (('clip_grad', -1), ('clip_grad', 0), ('ema_decay', 2), ('ema_decay', -0.1)):
+        with pytest.raises(ValueError, match=f'{name} must be'):
+            run(task, **{name: bad})
+    frozen = build(vit)
+    frozen.get_eval_model().requires_grad_(False)
+    with pytest.raises(ValueError, match='Every parameter of the model is frozen'):
+        run(frozen)
     run(task, tmp_path / 'run', epochs=1)
+    with pytest.raises(ValueError, match="made with opt='adamw', this run has opt='sgd'"):
+        run(task, tmp_path / 'run', epochs=2, resume=True, opt='sgd')
+    with pytest.raises(ValueError, match='holds another model'):
+        run(ClassificationTask(vit(depth=4), torch.nn.CrossEntropyLoss()), tmp_path / 'run', epochs=2, resume=True)
     with pytest.raises(ValueError, match='holds a run already. Pass resume=True'):
         run(task, tmp_path / 'run', epochs=1)
     (tmp_path / 'run' / 'last.pt').write_bytes(b'cut off')

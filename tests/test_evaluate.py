@@ -52,6 +52,43 @@ def test_steps_are_measured_and_put_back(vit, data):
     assert model.blocks.steps == 6 and model.training
 
 
+def test_hooks_on_the_steps_survive(vit, data):
+    model = vit()
+    convert_(model)
+    calls, step = [], model.blocks[1]
+    step.register_forward_hook(lambda *_: calls.append(1))
+    evaluate(model, batches(data, 8), steps=(1, 3, 6))
+    assert model.blocks[1] is step and len(model.feature_info) == 3
+    calls.clear()
+    model(data[0])
+    assert len(calls) == 1
+
+
+def test_adaptive_evaluations_are_a_mean_over_images(vit, data):
+    model = vit()
+    convert_(model, OdeConfig(field='lipschitz', method='bosh3', init='spectral', steps=1))
+    parts = batches(data, 8)
+    each = []
+    with torch.no_grad():
+        for images, _ in parts:
+            model(images)
+            each.append(model.blocks.nfe)
+    expected = sum(n * len(images) for n, (images, _) in zip(each, parts)) / 23
+    assert evaluate(model, parts).results[0].nfe == pytest.approx(expected)
+
+
+def test_images_are_normalised_for_the_teacher(vit, data):
+    model, teacher = vit(), vit()
+    convert_(model)
+    expected = evaluate(model, batches(data, 8), teacher=teacher).results[0].loss
+    teacher.pretrained_cfg = {**teacher.pretrained_cfg, 'mean': (0.1, 0.2, 0.3), 'std': (0.3, 0.2, 0.1)}
+    mean, std, mean_t, std_t = (torch.tensor(cfg[key]).view(1, 3, 1, 1) for cfg in (
+        model.pretrained_cfg, teacher.pretrained_cfg) for key in ('mean', 'std'))
+    found = evaluate(model, batches(data, 8), teacher=teacher).results[0].loss
+    logits = teacher((data[0] * std + mean - mean_t) / std_t)
+    assert found == pytest.approx(F.cross_entropy(logits, data[1]).item(), rel=1e-5) != expected
+
+
 def test_a_teacher_as_its_own_student_agrees_with_itself(vit, data):
     model = vit()
     result = evaluate(model, batches(data, 8), teacher=model).results[1]
@@ -62,6 +99,9 @@ def test_refuses(vit, data):
     model = vit()
     with pytest.raises(ValueError, match='needs an ODE-ViT'):
         evaluate(model, batches(data, 8), steps=(1, 2))
+    convert_(converted := vit())
+    with pytest.raises(ValueError, match='steps is empty'):
+        evaluate(converted, batches(data, 8), steps=())
     with pytest.raises(ValueError, match='gave no images'):
         evaluate(model, [])
     with pytest.raises(ValueError, match='label 7, but the model has 5 classes'):

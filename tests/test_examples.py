@@ -27,6 +27,9 @@ def test_quickstart(tmp_path, capsys, monkeypatch):
 
 
 def test_readme_code_blocks_run(tmp_path, monkeypatch):
+    create = timm.create_model  # without a network, what would be downloaded starts at random
+    monkeypatch.setattr(timm, 'create_model', lambda name, pretrained=False, **kwargs: create(
+        name, pretrained=pretrained and name.startswith('local-dir:'), **kwargs))
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.S)
     assert blocks
@@ -58,6 +61,10 @@ def test_cifar_runs_at_a_tiny_size(cifar, monkeypatch, capsys):
     run('student', data, str(cifar / 'student'), '--teacher', str(cifar / 'teacher' / 'best'), '--checkpoints', 'distance')
     assert '| student | 24' in capsys.readouterr().out
     assert (cifar / 'student' / 'results.json').exists()
+
+
+def test_readme_has_the_table_of_the_results():
+    assert load(ROOT / 'hub' / 'table.py').table() in (ROOT / 'README.md').read_text()
 
 
 def test_cifar_augmentation_moves_and_mirrors_each_image_on_its_own():

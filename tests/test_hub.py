@@ -107,7 +107,7 @@ def test_what_cannot_be_described_is_refused_before_anything_is_written(tmp_path
     convert_(model)
     with pytest.raises(ValueError, match='was not made by timm.create_model'):
         save_pretrained(model, tmp_path / 'a')
-    with pytest.raises(ValueError, match='would not rebuild this model: it has patch_embed.proj'):
+    with pytest.raises(ValueError, match='would not rebuild this model: it has embed_dim = 32, the rebuilt one embed_dim = 192'):
         describe(model, base='vit_tiny_patch16_224', base_args={})
     model = timm.create_model('vit_tiny_patch16_224', **TINY, depth=3)
     model.blocks[0].mlp.act = torch.nn.ReLU()
@@ -119,10 +119,23 @@ def test_what_cannot_be_described_is_refused_before_anything_is_written(tmp_path
 
 def test_base_and_base_args_describe_a_model_from_elsewhere(images, tmp_path):
     model = VisionTransformer(**TINY, depth=3).eval()
-    model.pretrained_cfg = timm.get_pretrained_cfg('vit_tiny_patch16_224').to_dict()
     convert_(model)
     save_pretrained(model, tmp_path / 'a', base='vit_tiny_patch16_224', base_args=TINY)
     assert torch.equal(load(tmp_path / 'a')(images), model(images))
+
+
+def test_settings_that_no_shape_shows_are_compared_too(tmp_path):
+    model = VisionTransformer(**{**TINY, 'num_heads': 4}, depth=3)
+    convert_(model)
+    with pytest.raises(ValueError, match='head_dim = 8, the rebuilt one .*head_dim = 16'):
+        save_pretrained(model, tmp_path / 'a', base='vit_tiny_patch16_224', base_args=TINY)
+
+
+def test_channels_last(vit, images, tmp_path):
+    model = vit().to(memory_format=torch.channels_last)
+    convert_(model)
+    save_pretrained(model, tmp_path / 'a')
+    torch.testing.assert_close(load(tmp_path / 'a')(images), model(images))
 
 
 def test_weights_that_do_not_fit_are_refused(vit, tmp_path):

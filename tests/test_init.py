@@ -34,6 +34,13 @@ def test_mean_is_the_mean_of_each_parameter(vit):
         torch.testing.assert_close(parameter, expected)
 
 
+def test_mean_keeps_the_precision_of_float64(vit):
+    model = vit().double()
+    shared = build_field('native', 'mean', list(model.blocks))
+    expected = torch.stack([b.mlp.fc1.weight for b in model.blocks]).mean(0)
+    torch.testing.assert_close(shared.block.mlp.fc1.weight, expected, rtol=1e-14, atol=1e-15)
+
+
 def test_block_is_a_copy_of_that_block(vit):
     model = vit()
     shared = build_field('native', 'block:1', list(model.blocks))

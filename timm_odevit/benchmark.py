@@ -107,10 +107,9 @@ def peak_memory(model: nn.Module, images: Tensor, steps: Sequence[int]) -> Dict[
         Bytes for each step count; the model's own step count is put back.
     """
     blocks: Any = model.blocks
-    config, peaks = blocks.config, {}
-    try:
-        for count in steps:
-            blocks.steps = count
+    peaks: Dict[int, int] = {}
+    for count in steps:
+        with blocks.at(count):
             model(images)
             if images.is_cuda:
                 torch.cuda.reset_peak_memory_stats()
@@ -126,8 +125,6 @@ def peak_memory(model: nn.Module, images: Tensor, steps: Sequence[int]) -> Dict[
                         now += event.nbytes()
                         peak = max(peak, now)
                 peaks[count] = peak
-    finally:
-        blocks.config = config
     return peaks
 
 

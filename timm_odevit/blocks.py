@@ -1,5 +1,6 @@
 """OdeBlocks: the drop-in for `model.blocks`."""
 import copy
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Dict, Iterator, List, Optional, Union
 
@@ -18,7 +19,9 @@ class OdeBlocks(nn.Module):
     """One shared block that a solver evaluates: the sequence of its K steps, in place of L transformer blocks.
 
     The shared field is registered once, as `shared`; the steps are modules '0' to 'K-1' without parameters, so that
-    hooks, feature extraction and FX find K layers. `steps`, `method` and `config` may be set after training.
+    hooks, feature extraction and FX find K layers. `steps`, `method` and `config` may be set after training, which
+    lays new steps (hooks on the old ones are gone). An adaptive method solves [0, T] in one go, and calls the steps
+    only where the host asks for states in between.
 
     Args:
         shared: Vector field that all steps share.
@@ -58,6 +61,9 @@ class OdeBlocks(nn.Module):
 
     @config.setter
     def config(self, config: OdeConfig) -> None:
+        if '_config' in self.__dict__ and config.field != self.config.field:
+            raise ValueError(
+                f"The shared block is a '{self.config.field}' field and cannot become '{config.field}'. Convert anew.")
         steps = make_steps(self.shared, config, self.t)
         for name in [name for name in self._modules if name != 'shared']:
             del self._modules[name]
@@ -78,6 +84,20 @@ class OdeBlocks(nn.Module):
             raise ValueError('steps must be a whole number of at least 1; got None.')
         self.config = replace(self.config, steps=steps)
 
+    @contextmanager
+    def at(self, steps: int) -> Iterator[None]:
+        """Run with another number of steps for a while; the present steps, with their hooks, are put back after it."""
+        config, modules, features = self._config, dict(self._modules), list(self.feature_info)
+        try:
+            if steps != self.steps:
+                self.steps = steps
+            yield
+        finally:
+            self._modules.clear()
+            self._modules.update(modules)
+            self.feature_info[:] = features
+            self._config = config
+
     @property
     def method(self) -> str:
         """Integration method."""
@@ -95,7 +115,10 @@ class OdeBlocks(nn.Module):
 
     @property
     def nfe(self) -> int:
-        """Field evaluations of a forward pass; for an adaptive method those of the last one, 0 before the first."""
+        """Field evaluations of a forward pass; for an adaptive method those of the last one, 0 before the first.
+
+        Where a host calls adaptive steps one by one, each counts its own: `sum(s.evaluations for s in blocks)`.
+        """
         if self.config.adaptive:
             return self._evaluations
         return self.steps * METHODS[self.config.method].evaluations

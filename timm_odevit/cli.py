@@ -3,12 +3,14 @@ import argparse
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import Any, List, Optional
+from pickle import UnpicklingError
+from typing import Any, Dict, List, Optional
 
 import timm
 import torch
 from safetensors import SafetensorError
-from timm.models import parse_model_name
+from timm.data import resolve_data_config
+from timm.models import load_state_dict, parse_model_name
 from torch import nn
 
 from ._version import __version__
@@ -49,6 +51,10 @@ def _convert(args: argparse.Namespace) -> None:
     _refuse_existing(args.out, args.force)
     options = {k: v for k, v in (('num_classes', args.num_classes), ('img_size', args.img_size)) if v is not None}
     model = _load(args.model, args, checkpoint=args.checkpoint, pretrained=not args.random, **options)
+    if find_ode_blocks(model):
+        raise ValueError(f"'{args.model}' is a converted model already. Convert the model that it was made from.")
+    if min(getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (1,)) < 1:
+        raise ValueError(f'--img-size {args.img_size} is less than one patch of this model.')
     config = OdeConfig(field=args.field, method=args.method, steps=args.steps, T=args.T, init=args.init)
     print(convert_(model, config, keep_original=False))
     save_pretrained(model, args.out)
@@ -66,18 +72,23 @@ def _distill(args: argparse.Namespace) -> None:
         calibration = [images for images, _ in islice(val, args.calibration_batches)]
     task = TrajectoryDistillationTask(
         student, teacher, checkpoints=args.checkpoints, calibration=calibration,
+        checkpoint_temperature=args.checkpoint_temperature, cls_weight=args.cls_weight,
+        register_weight=args.register_weight, patch_weight=args.patch_weight, kd_temperature=args.kd_temperature,
         trajectory_weight=args.trajectory_weight, kd_weight=args.kd_weight, task_weight=args.task_weight,
         jasmin_weight=args.jasmin_weight, jasmin_k=args.jasmin_k)
     fit(task, train, val, epochs=args.epochs, out=args.out, resume=args.resume, opt=args.opt, lr=args.lr,
         weight_decay=args.weight_decay, warmup_epochs=args.warmup_epochs, clip_grad=args.clip_grad,
         ema_decay=args.ema_decay, amp=args.amp, seed=args.seed, progress=not args.quiet)
     best = Path(args.out) / 'best'
-    print(f'saved {best}: odevit evaluate local-dir:{best} {args.data} --teacher {args.teacher}')
+    print(f'saved {best}. On the images that were held out:\n  odevit evaluate local-dir:{best} {args.data} '
+          f'--teacher {args.teacher} --held-out {args.held_out} --seed {args.seed}')
 
 
 def _evaluate(args: argparse.Namespace) -> None:
     if args.json and not Path(args.json).resolve().parent.is_dir():
         raise ValueError(f"There is no folder '{Path(args.json).parent}' to write {Path(args.json).name} to.")
+    if args.json and Path(args.json).is_dir():
+        raise ValueError(f"'{args.json}' is a folder. Give a file to write to.")
     model = _load(args.model, args)
     teacher = _load(args.teacher, args) if args.teacher else None
     if teacher is not None and teacher.num_classes != model.num_classes:
@@ -85,7 +96,11 @@ def _evaluate(args: argparse.Namespace) -> None:
             f'The teacher has {teacher.num_classes} classes, the model {model.num_classes}. Compare like with like.')
     if args.steps and not find_ode_blocks(model):
         raise ValueError(f"--steps needs an ODE-ViT; '{args.model}' is none. Run: odevit convert {args.model} OUT")
-    loader = folder_loader(args.data, model, batch_size=args.batch_size, workers=args.workers)
+    if teacher is not None and _size(teacher) != _size(model):
+        raise ValueError(
+            f'The teacher takes images of {_size(teacher)}, the model of {_size(model)}. Compare like with like.')
+    loader = folder_loader(
+        args.data, model, batch_size=args.batch_size, workers=args.workers, held_out=args.held_out, seed=args.seed)
     found = evaluate(
         model, loader, steps=args.steps, teacher=teacher, amp_dtype=_AMP[args.amp], progress=not args.quiet)
     print(found)
@@ -121,12 +136,13 @@ def _load(
     if checkpoint is not None:
         if not Path(checkpoint).is_file():
             raise ValueError(f"There is no checkpoint file '{checkpoint}'.")
-        kwargs['pretrained_cfg_overlay'] = {'file': checkpoint}
     try:
+        if checkpoint is not None:
+            kwargs['pretrained_cfg_overlay'] = _overlay(name, checkpoint)
         return timm.create_model(name, pretrained=pretrained, **kwargs).to(args.device)
-    except (SafetensorError, RuntimeError, OSError, EOFError, KeyError, ValueError, TypeError) as e:
+    except Exception as e:  # whatever a foreign file can raise, and it is the caller's file
         source = f"checkpoint '{checkpoint}'" if checkpoint else f"'{name}'"
-        if isinstance(e, SafetensorError) or 'PytorchStreamReader' in str(e) or isinstance(e, (EOFError, KeyError)):
+        if isinstance(e, (SafetensorError, EOFError, UnpicklingError)) or 'PytorchStreamReader' in str(e):
             raise ValueError(
                 f'The weights of {source} cannot be read, the file may be cut off: {_one_line(e)}') from e
         if isinstance(e, OSError):
@@ -134,6 +150,22 @@ def _load(
                 f'The weights of {source} could not be had: {_one_line(e)}. Without a network, give --checkpoint FILE '
                 'or local-dir:FOLDER.') from e
         raise ValueError(f'Cannot build {source}: {_one_line(e)}') from e
+
+
+def _overlay(name: str, checkpoint: str) -> Dict[str, Any]:
+    """What tells timm to take the weights of a file, and its head where the classes are those asked for."""
+    overlay: Dict[str, Any] = {'state_dict': load_state_dict(checkpoint)}
+    cfg = timm.get_pretrained_cfg(name)
+    head = overlay['state_dict'].get(f'{cfg.classifier}.weight') if cfg is not None else None
+    if head is not None:
+        overlay['num_classes'] = len(head)
+    return overlay
+
+
+def _size(model: Any) -> str:
+    channels, height, width = resolve_data_config({}, model=model)['input_size']
+    height, width = getattr(getattr(model, 'patch_embed', None), 'img_size', None) or (height, width)
+    return f'{channels} x {height} x {width}'
 
 
 def _check_name(name: str) -> None:
@@ -238,10 +270,15 @@ def _parser() -> argparse.ArgumentParser:
                          help='share held out to choose the epoch, without a val/ folder')
     command.add_argument('--checkpoints', default='uniform', choices=('uniform', 'distance'),
                          help="where on [0, T] the teacher's layers lie")
+    command.add_argument('--checkpoint-temperature', type=float, default=1., help='of the softmax over distances')
     command.add_argument('--calibration-batches', type=_at_least(1), default=4, help='batches that measure distances')
     command.add_argument('--trajectory-weight', type=float, default=1., help='weight of the hidden states')
+    command.add_argument('--cls-weight', type=float, default=0.45, help='share of the class token in it')
+    command.add_argument('--register-weight', type=float, default=0.10, help='share of the registers in it')
+    command.add_argument('--patch-weight', type=float, default=0.45, help='share of the patches in it')
     command.add_argument('--kd-weight', type=float, default=1.,
                          help="weight of the KL divergence to the teacher's logits")
+    command.add_argument('--kd-temperature', type=float, default=1., help='temperature of the logits in it')
     command.add_argument('--task-weight', type=float, default=0., help='weight of the cross-entropy with the labels')
     command.add_argument('--jasmin-weight', type=float, default=0., help='weight of the JaSMin loss')
     command.add_argument('--jasmin-k', type=int, default=0, help='k of the JaSMin loss: 0, or at least 2')
@@ -256,6 +293,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument('--teacher', help='model to compare with: ' + _MODEL)
     command.add_argument('--batch-size', type=_at_least(1), default=64, help='images per batch')
     command.add_argument('--amp', choices=('bfloat16', 'float16'), help='mixed precision')
+    command.add_argument('--held-out', type=float,
+                         help='only the share that distill held out (default: val/ or test/, or the whole folder)')
+    command.add_argument('--seed', type=int, default=0, help='seed of distill, for --held-out')
     command.add_argument('--json', help='file to write the results to')
     command.add_argument('--workers', type=_at_least(0), default=2, help='processes that load images')
     command.add_argument('--quiet', action='store_true', help='no progress bars')

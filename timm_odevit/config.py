@@ -2,6 +2,7 @@
 import math
 import re
 from dataclasses import asdict, dataclass, fields, replace
+from numbers import Integral
 from typing import Any, Dict, Optional, Tuple
 
 from .methods import METHODS, adaptive_methods, is_adaptive, suggest
@@ -56,6 +57,9 @@ class OdeConfig:
                 hint = suggest(str(self.method), allowed)
                 raise ValueError(f"Unknown method '{self.method}'. {hint}Methods: {', '.join(allowed)}.")
         steps = self.steps
+        if isinstance(steps, Integral) and not isinstance(steps, bool):  # NumPy's integers too
+            steps = int(steps)
+            object.__setattr__(self, 'steps', steps)
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise ValueError(
                 f'steps must be a whole number of at least 1, or None for the depth of the base; got {steps!r}.')

@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Tuple
 
 import timm
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from .blocks import OdeBlocks, find_ode_blocks, scriptable_copy
 from .config import OdeConfig
 from .init import build_field
+from .methods import METHODS
 
 __all__ = ['Conversion', 'check_convertible', 'convert_', 'count_parameters', 'list_convertible']
 
@@ -58,6 +59,7 @@ def convert_(model: nn.Module, config: OdeConfig = _DEFAULT, *, keep_original: b
         parameters_after=before - count_parameters(original) + count_parameters(blocks),
         _original=original if keep_original else None,
         _feature_info=host.feature_info,
+        _training=model.training,
     )
     host.blocks = blocks
     host.feature_info = blocks.feature_info
@@ -141,6 +143,7 @@ class Conversion:
     parameters_after: int
     _original: Optional[nn.Module]
     _feature_info: List[Any]
+    _training: bool
 
     def restore(self) -> nn.Module:
         """Put the original blocks back, bit for bit, on the device and in the mode that the model has now.
@@ -149,7 +152,8 @@ class Conversion:
             The model.
 
         Raises:
-            ValueError: The original blocks were not kept, or the model does not hold this conversion any more.
+            ValueError: The original blocks were not kept, the model does not hold this conversion any more, or it has
+                another dtype now.
         """
         if self._original is None:
             raise ValueError(
@@ -157,22 +161,31 @@ class Conversion:
         if getattr(self.model, 'blocks', None) is not self.blocks:
             raise ValueError(
                 'This model does not hold the blocks of this conversion: it was restored or changed since.')
-        device = next(self.blocks.parameters()).device
-        if device.type != 'meta':
-            self._original.to(device)
-        self.model.blocks = self._original.train(self.model.training)
+        now, then = next(self.blocks.parameters()), next(self._original.parameters())
+        if now.dtype != then.dtype:
+            raise ValueError(
+                f'The model is {now.dtype} now, its original blocks {then.dtype}. Call model.to({then.dtype}) first.')
+        if not now.is_meta:
+            self._original.to(now.device)
+        if self.model.training != self._training:
+            self._original.train(self.model.training)
+        self.model.blocks = self._original
         self.model.feature_info = self._feature_info
         del self.model.__prepare_scriptable__
         return self.model
 
     def __str__(self) -> str:
         config = self.config
-        nfe = 'adaptive' if config.adaptive else f'{self.blocks.nfe} evaluations'
+        steps, T = config.grid
+        nfe = 'adaptive' if config.adaptive else f'{steps * METHODS[config.method].evaluations} evaluations'
+        native = config.field == 'native'
+        kept = "the base's own" if native else 'new: no biases, no qk-norm, CenterNorm for LayerNorm'
         share = 100 * self.parameters_after / self.parameters_before
         return (
             f'{type(self.model).__name__}: blocks 0-{self.depth - 1} -> 1 shared block\n'
             f'  field       {config.field}, init {config.init}\n'
-            f'  solver      {config.method}, {config.steps} steps on [0, {config.T:g}], {nfe}\n'
+            f'  sub-layers  {kept}\n'
+            f'  solver      {config.method}, {steps} steps on [0, {T:g}], {nfe}\n'
             f'  parameters  {self.parameters_before:,} -> {self.parameters_after:,} ({share:.1f} %)')
 
 
@@ -181,13 +194,17 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-@cache
 def list_convertible(filter: str = '') -> List[str]:
     """Names of the timm models that `convert_` takes, found by building each on the meta device.
 
     Args:
         filter: Wildcard for model names, such as 'vit_small*'; all by default, which takes about half a minute.
     """
+    return list(_convertible(filter))
+
+
+@cache
+def _convertible(filter: str) -> Tuple[str, ...]:
     names = []
     for name in timm.list_models(filter):
         module = import_module(timm.model_entrypoint(name).__module__)
@@ -200,7 +217,7 @@ def list_convertible(filter: str = '') -> List[str]:
         except (TypeError, ValueError):
             continue
         names.append(name)
-    return names
+    return tuple(names)
 
 
 def _shapes(block: nn.Module) -> List[tuple]:

@@ -107,7 +107,8 @@ class LipschitzField(Field):
     """The paper's field: bias-free multi-head self-attention and a bias-free MLP, each behind a CenterNorm.
 
     Both sub-flows read the same state, and a CenterNorm is linear, so both norms and both projections are one matrix
-    product, and so are both output projections.
+    product, and so are both output projections. Their weights are read, not called: a hook or a wrapper belongs on the
+    field or on a step, not on qkv, fc1, proj or fc2.
 
     Args:
         dim: Number of channels D.

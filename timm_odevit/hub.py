@@ -8,6 +8,7 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 
 import timm
 import torch
+from safetensors.torch import save_file
 from timm.models import save_for_hf
 from torch import nn
 
@@ -18,6 +19,8 @@ __all__ = ['describe', 'save_pretrained']
 
 WEIGHTS = 'model.safetensors'
 CONFIG = 'config.json'
+# attributes that do not change what an eval-mode model computes
+_RUNTIME = ('training', 'grad_checkpointing', 'fused_attn', 'distilled_training', 'evaluations')
 _TOP = ('img_size', 'num_classes', 'in_chans', 'global_pool')  # arguments that a caller may override on loading
 
 
@@ -45,14 +48,18 @@ def save_pretrained(
     Raises:
         ValueError: The description would rebuild another model; the message names the first difference.
     """
-    architecture, args = describe(model, base=base, base_args=base_args)
+    architecture, args, rebuilt = _describe(model, base, base_args)
+    rebuilt.pretrained_cfg = getattr(model, 'pretrained_cfg', None) or rebuilt.pretrained_cfg
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"Cannot save to '{folder}': a file of that name exists. Give a folder.")
     temporary = Path(tempfile.mkdtemp(prefix=f'.{folder.name}-', dir=folder.parent))
     try:
-        save_for_hf(model, str(temporary), safe_serialization=True)
+        only_config: Any = None  # neither True nor False: timm writes no weights
+        save_for_hf(rebuilt, str(temporary), safe_serialization=only_config)
+        save_file(weights, temporary / WEIGHTS, metadata={'format': 'pt'})
         path = temporary / CONFIG
         config = json.loads(path.read_text())
         config.update(architecture=architecture, model_args=args)
@@ -78,6 +85,14 @@ def describe(
     Raises:
         ValueError: No description that rebuilds the model was found; the message says what to pass.
     """
+    return _describe(model, base, base_args)[:2]
+
+
+def _describe(
+        model: nn.Module,
+        base: Optional[str],
+        base_args: Optional[Dict[str, Any]],
+) -> Tuple[str, Dict[str, Any], Any]:
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     architecture = base or cfg.get('architecture')
     hint = "Pass base='<timm name>' and base_args={...}, with which timm.create_model built it."
@@ -107,7 +122,7 @@ def describe(
     difference = _first_difference(_structure(model), _structure(rebuilt))
     if difference:
         raise ValueError(f'{architecture} with {args} would not rebuild this model: {difference}. {hint}')
-    return architecture, args
+    return architecture, args, rebuilt
 
 
 def _current(model: nn.Module) -> Dict[str, Any]:
@@ -127,6 +142,8 @@ def _structure(model: nn.Module) -> List[str]:
     for name, module in model.named_modules():
         if 'drop' not in name.rsplit('.', 1)[-1]:
             lines.append(f'{name}: {type(module).__name__}({module.extra_repr()})')
+            lines += [f'{name}.{k}'.strip('.') + f' = {v}' for k, v in sorted(vars(module).items())
+                      if type(v) in (bool, int, float, str) and not k.startswith('_') and k not in _RUNTIME]
     lines += [f'{name}: {list(tensor.shape)}' for name, tensor in model.state_dict().items()]
     return lines
 

@@ -43,7 +43,8 @@ def spectral_(weight: Tensor, parts: int = 1) -> Tensor:
         nn.init.normal_(weight)
         if not weight.is_meta:
             for part in weight.chunk(parts):
-                part.div_(torch.linalg.matrix_norm(part.float(), ord=2).to(part.dtype))
+                dtype = torch.promote_types(part.dtype, torch.float32)
+                part.div_(torch.linalg.matrix_norm(part.to(dtype), ord=2).to(part.dtype))
     return weight
 
 
@@ -103,9 +104,10 @@ def _lipschitz(chosen: Sequence[Any], blocks: Sequence[Any], spectral: bool) -> 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
     if len(tensors) == 1:
         return tensors[0]
-    total = tensors[0].float()
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    total = tensors[0].to(dtype)
     for tensor in tensors[1:]:
-        total = total + tensor.float()
+        total = total + tensor.to(dtype)
     return total / len(tensors)
 
 

@@ -93,7 +93,7 @@ def _create_odevit(variant: str, base: str, pretrained: bool, named: bool = True
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
+        feature_cfg=dict(out_indices=kwargs.pop('out_indices', min(3, config.steps or 3)), feature_cls='getter'),
         **kwargs,
     )
 
@@ -106,7 +106,7 @@ def _build(
         drop_path_rate: float = 0.,
         **kwargs: Any,
 ) -> nn.Module:
-    config = config.resolve(depth or _depth(base))
+    config = config.resolve(_depth(base) if depth is None else depth)
     model: Any = timm.create_model(base, depth=1, **kwargs)  # one block is all that an ODE-ViT needs of its base
     if drop_path_rate > 0.:
         rate = drop_path_rate / 2  # the mean of timm's linear schedule over depth, as converting a full base gives

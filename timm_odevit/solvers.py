@@ -114,10 +114,12 @@ class AdaptiveStep(Step):
     def __init__(self, field: nn.Module, config: OdeConfig, t: float, h: float) -> None:
         super().__init__(field, t, h)
         self.config = config
+        self.evaluations = 0
 
     def forward(self, x, attn_mask=None, is_causal=False, weights=None):
-        times = (self.t, self.t + self.h)
-        return solve_adaptive(self.field, x, times, self.config, (attn_mask, is_causal, weights))[0][-1]
+        times, context = (self.t, self.t + self.h), (attn_mask, is_causal, weights)
+        states, self.evaluations = solve_adaptive(self.field, x, times, self.config, context)
+        return states[-1]
 
 
 def make_steps(field: nn.Module, config: OdeConfig, t: float = 0., own: bool = False) -> List[Step]:

@@ -1,11 +1,11 @@
 """Where on [0, T] the teacher's layers lie, and which of the student's steps answers for which layer."""
 from itertools import pairwise
-from typing import Any, Iterable, List, Sequence, Tuple
+from typing import Any, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-__all__ = ['distance_times', 'match', 'softmax_times', 'uniform_times']
+__all__ = ['distance_times', 'hidden_states', 'match', 'softmax_times', 'uniform_times']
 
 
 def uniform_times(layers: int) -> List[float]:
@@ -44,24 +44,46 @@ def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float =
         temperature: See `softmax_times`.
 
     Returns:
-        L strictly increasing times in (0, 1]. The state before the first layer is not among the intermediates, so the
-        first layer is given the mean of the other distances.
+        L strictly increasing times in (0, 1].
 
     Raises:
         ValueError: There are no batches.
     """
-    total, images = None, 0
-    for batch in batches:
-        states = [hidden.flatten(1) for hidden in teacher.forward_intermediates(
-            batch, norm=False, output_fmt='NLC', intermediates_only=True)]
-        moved = torch.stack([(b - a).float().norm(dim=1).double().sum() for a, b in pairwise(states)]).cpu()
-        total = moved if total is None else total + moved
-        images += len(batch)
+    total, images, embedded = None, 0, []
+    handle = teacher.blocks[0].register_forward_pre_hook(lambda _, args: embedded.append(args[0]))
+    try:
+        for batch in batches:
+            states = hidden_states(teacher, batch)[1]
+            path = [state.flatten(1) for state in (embedded.pop(), *states)]
+            moved = torch.stack([(b - a).float().norm(dim=1).double().sum() for a, b in pairwise(path)]).cpu()
+            total = moved if total is None else total + moved
+            images += len(batch)
+    finally:
+        handle.remove()
     if total is None:
         raise ValueError("checkpoints='distance' needs calibration images; pass calibration=[images, ...].")
-    distances = (total / images).tolist()
-    first = sum(distances) / len(distances) if distances else 1.
-    return softmax_times([first, *distances], temperature)
+    return softmax_times((total / images).tolist(), temperature)
+
+
+def hidden_states(
+        model: Any,
+        images: Tensor,
+        indices: Optional[Sequence[int]] = None,
+) -> Tuple[Tensor, List[Tensor]]:
+    """Final features, and the hidden states of all tokens after the given blocks, before the final norm.
+
+    Args:
+        model: timm model with `forward_intermediates`.
+        images: Images [B, C, H, W].
+        indices: Blocks, counted from 0; all by default.
+
+    Returns:
+        The features for `forward_head` [B, N, D], and one state [B, N, D] a block.
+    """
+    features, states = model.forward_intermediates(
+        images, indices=None if indices is None else list(indices), norm=False, output_fmt='NLC',
+        return_prefix_tokens=True)
+    return features, [torch.cat([s[1], s[0]], dim=1) if isinstance(s, tuple) else s for s in states]
 
 
 def match(times: Sequence[float], steps: int) -> List[Tuple[int, int]]:

@@ -12,7 +12,7 @@ import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.task import TrainingTask
-from timm.utils import dispatch_clip_grad, unwrap_model
+from timm.utils import dispatch_clip_grad, random_seed, unwrap_model
 from torch import nn
 from tqdm import tqdm
 
@@ -55,11 +55,11 @@ def fit(
 
     Args:
         task: What to train, such as TrajectoryDistillationTask or timm's ClassificationTask; on its device.
-        train_loader: Batches (images [B, C, H, W], labels [B]); the torch seed is set before each epoch.
+        train_loader: Batches (images [B, C, H, W], labels [B]); all seeds are set before each epoch.
         val_loader: Batches held out from training, for choosing the best epoch.
         epochs: Number of epochs.
         out: Folder for the files; None keeps nothing.
-        resume: Go on from `out/last.pt`, if it is there.
+        resume: Go on from `out/last.pt`, if it is there, with the same settings; epochs may be more.
         opt: timm optimizer.
         lr: Peak learning rate.
         weight_decay: Weight decay; not on norms, biases and embeddings.
@@ -81,6 +81,10 @@ def fit(
     """
     if epochs < 1:
         raise ValueError(f'epochs must be at least 1; got {epochs!r}.')
+    if clip_grad is not None and not clip_grad > 0:
+        raise ValueError(f'clip_grad must be above 0, or None for no clipping; got {clip_grad!r}.')
+    if ema_decay is not None and not 0 <= ema_decay < 1:
+        raise ValueError(f'ema_decay must be at least 0 and below 1, or None; got {ema_decay!r}.')
     if amp not in _AMP:
         raise ValueError(f"Unknown amp '{amp}'. Allowed: bfloat16, float16, or None.")
     try:
@@ -96,6 +100,10 @@ def fit(
     dtype = _AMP[amp]
     device = task.device
     trainable: Any = task.get_trainable_module()
+    if not any(p.requires_grad for p in trainable.parameters()):
+        raise ValueError(
+            'Every parameter of the model is frozen, as in a copy of a teacher that a task has frozen. '
+            'Call model.requires_grad_(True) first.')
     optimizer = create_optimizer_v2(trainable, opt=opt, lr=lr, weight_decay=weight_decay)
     scheduler, _ = create_scheduler_v2(
         optimizer, sched=sched, num_epochs=epochs, warmup_epochs=warmup_epochs, warmup_lr=min_lr, min_lr=min_lr,
@@ -105,8 +113,11 @@ def fit(
     models = _models(task)
     scaler = torch.amp.GradScaler(device.type, enabled=amp == 'float16')
     history: List[Dict[str, float]] = []
+    settings = dict(
+        opt=opt, lr=lr, weight_decay=weight_decay, sched=sched, warmup_epochs=warmup_epochs, min_lr=min_lr,
+        clip_grad=clip_grad, ema_decay=ema_decay, amp=amp, seed=seed)
     if resume and folder is not None and (folder / LAST).exists():
-        history = _load(folder / LAST, task, optimizer, scaler)
+        history = _load(folder / LAST, task, optimizer, scaler, settings)
         if len(history) >= epochs:
             return history
     if folder is not None:
@@ -116,7 +127,7 @@ def fit(
 
     with tqdm(total=epochs * updates, initial=len(history) * updates, unit='batch', disable=not progress) as bar:
         for epoch in range(len(history), epochs):
-            torch.manual_seed(seed + epoch)  # an epoch depends on the seed and the weights, not on how it was reached
+            random_seed(seed + epoch)  # an epoch depends on the seed and the weights, not on how it was reached
             started = time.perf_counter()
             bar.set_description(f'epoch {epoch + 1} of {epochs}')
             record = {'epoch': epoch + 1.}
@@ -131,7 +142,7 @@ def fit(
             if folder is not None:
                 if record.get('val_top1', math.inf) > best:
                     save_pretrained(model, folder / BEST)
-                _save(folder / LAST, task, optimizer, scaler, history)
+                _save(folder / LAST, task, optimizer, scaler, history, settings)
                 _write(folder / HISTORY, lambda path: path.write_text(json.dumps(history, indent=2) + '\n'))
             best = max(best, record.get('val_top1', -math.inf))
             bar.set_postfix({key: f'{record[key]:.4g}' for key in ('loss', 'val_top1') if key in record})
@@ -178,21 +189,27 @@ def _models(task: TrainingTask) -> Dict[str, nn.Module]:
     return {name: unwrap_model(model) for name, model in models.items()}
 
 
-def _save(path: Path, task: TrainingTask, optimizer, scaler, history: List[Dict[str, float]]) -> None:
+def _save(path: Path, task: TrainingTask, optimizer, scaler, history, settings) -> None:
     state: Dict[str, Any] = {name: module.state_dict() for name, module in _models(task).items()}
-    state.update(optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), history=history)
+    state.update(optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), history=history, settings=settings)
     _write(path, lambda temporary: torch.save(state, temporary))
 
 
-def _load(path: Path, task: TrainingTask, optimizer, scaler) -> List[Dict[str, float]]:
+def _load(path: Path, task: TrainingTask, optimizer, scaler, settings) -> List[Dict[str, float]]:
     try:
         state = torch.load(path, map_location=task.device, weights_only=True)
     except Exception as e:
         raise ValueError(f"'{path}' cannot be read ({str(e).splitlines()[0]}). Delete it to start anew.") from e
+    for name, value in settings.items():
+        if state['settings'][name] != value:
+            raise ValueError(
+                f"'{path}' was made with {name}={state['settings'][name]!r}, this run has {name}={value!r}. "
+                'Resume with the settings of the first run, or start another folder.')
     for name, module in _models(task).items():
-        if name not in state:
-            raise ValueError(f"'{path}' has no '{name}' weights. Resume with the settings of the first run.")
-        module.load_state_dict(state[name])
+        try:
+            module.load_state_dict(state[name])
+        except RuntimeError as e:
+            raise ValueError(f"'{path}' holds another model ({str(e).splitlines()[1].strip()}).") from e
     optimizer.load_state_dict(state['optimizer'])
     scaler.load_state_dict(state['scaler'])
     return state['history']

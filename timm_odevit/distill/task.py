@@ -1,15 +1,17 @@
 """TrajectoryDistillationTask: the student's states follow the teacher's hidden states."""
+import math
 from itertools import pairwise
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import group_parameters
 from timm.task import DistillationTeacher, TrainingTask
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..blocks import find_ode_blocks
-from .checkpoints import distance_times, match, uniform_times
+from .checkpoints import distance_times, hidden_states, match, uniform_times
 from .losses import jasmin_loss, logit_loss, trajectory_loss
 
 __all__ = ['TrajectoryDistillationTask']
@@ -95,6 +97,12 @@ class TrajectoryDistillationTask(TrainingTask):
             teacher, num_classes=host.num_classes, in_chans=host.in_chans, device=device, dtype=dtype)
         self.teacher.requires_grad_(False).eval()
         _check_pair(student, self.teacher.model)
+        tokens = host.patch_embed.num_patches + host.num_prefix_tokens
+        if jasmin_k > tokens:
+            raise ValueError(f'jasmin_k must be at most the number of tokens, {tokens}; got {jasmin_k!r}.')
+        if host.num_classes == 0 and (kd_weight > 0 or task_weight > 0):
+            raise ValueError(
+                'kd_weight and task_weight compare classes, and these models have none (num_classes=0). Set both to 0.')
         self.times = self._times(checkpoints, calibration, checkpoint_temperature)
         self.trainable_module: Any = _Trainable(student, jasmin_k, jasmin_evaluations)
         self.weights = dict(
@@ -102,16 +110,17 @@ class TrajectoryDistillationTask(TrainingTask):
         self.token_weights = (cls_weight, register_weight, patch_weight)
         self.kd_temperature = kd_temperature
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
-        for name in ('mean', 'std'):
-            buffer = torch.tensor(host.pretrained_cfg[name], device=self.device, dtype=self.dtype)
+        cfg = getattr(student, 'pretrained_cfg', None) or {}
+        for name, default in (('mean', IMAGENET_DEFAULT_MEAN), ('std', IMAGENET_DEFAULT_STD)):  # timm's teacher's too
+            buffer = torch.tensor(cfg.get(name, default), device=self.device, dtype=self.dtype)
             self.register_buffer(f'student_{name}', buffer.view(1, -1, 1, 1), persistent=False)
 
-    def forward(self, input: Tensor, target: Tensor) -> Dict[str, Tensor]:
+    def forward(self, input: Tensor, target: Optional[Tensor]) -> Dict[str, Tensor]:
         """Compute the loss of one batch.
 
         Args:
             input: Images [B, C, H, W], normalised for the student.
-            target: Labels [B], or class probabilities [B, classes].
+            target: Labels [B], or class probabilities [B, classes]; may be None with task_weight 0.
 
         Returns:
             'loss', 'output' (the student's logits [B, classes]), and the parts before weighting: 'trajectory_loss',
@@ -123,14 +132,16 @@ class TrajectoryDistillationTask(TrainingTask):
         with torch.no_grad():
             mean, std = self.get_buffer('student_mean'), self.get_buffer('student_std')
             images = self.teacher.normalize_input(input, mean, std)
-            target_output, target_states = _states(self.teacher.model, images, layers)
+            teacher: Any = self.teacher.model
+            features, target_states = hidden_states(teacher, images, layers)
+            target_output = teacher.forward_head(features)
         prefix, has_cls = student.num_prefix_tokens, student.has_class_token
         parts = {
             'trajectory': lambda: torch.stack([
                 trajectory_loss(s, t, prefix, has_cls, self.token_weights)
                 for s, t in zip(states, target_states, strict=True)]).mean(),
             'kd': lambda: logit_loss(output, target_output, self.kd_temperature),
-            'task': lambda: self.criterion(output, target),
+            'task': lambda: self.criterion(output, target) if target is not None else output.new_tensor(math.nan),
         }
         found = {'jasmin': jasmin}
         for name, part in parts.items():
@@ -149,6 +160,8 @@ class TrajectoryDistillationTask(TrainingTask):
     def prepare_distributed(self, device_ids: Optional[list] = None, **ddp_kwargs: Any) -> 'TrajectoryDistillationTask':
         """Wrap the student, and not the frozen teacher, in DistributedDataParallel."""
         from torch.nn.parallel import DistributedDataParallel
+        if not (self.weights['kd'] or self.weights['task']):  # then the final norm and the head have no gradient
+            ddp_kwargs.setdefault('find_unused_parameters', True)
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
         return self
 
@@ -201,12 +214,12 @@ class _Trainable(nn.Module):
         last = max(len(blocks) - 2, 0)  # the last state is nobody's input, unless it is the only one
         spread = torch.linspace(0, last, min(self.jasmin_evaluations, last + 1)).round().int().tolist()
         wanted = sorted({*steps, *spread})
-        output, states = _states(self.student, images, wanted)
+        features, states = hidden_states(self.student, images, wanted)
         by_step = dict(zip(wanted, states, strict=True))
         with torch.set_grad_enabled(torch.is_grad_enabled() and train_jasmin):
             maps = [blocks.shared.attention_map(blocks[i].t + blocks[i].h, by_step[i]) for i in spread]
             jasmin = torch.stack([jasmin_loss(m, self.jasmin_k) for m in maps]).mean()
-        return output, [by_step[i] for i in steps], jasmin
+        return self.student.forward_head(features), [by_step[i] for i in steps], jasmin
 
     def no_weight_decay(self) -> set:
         return {f'student.{name}' for name in self.student.no_weight_decay()}
@@ -216,19 +229,14 @@ class _Trainable(nn.Module):
         return lambda name: groups[name[len('student.'):]]
 
 
-def _states(model: Any, images: Tensor, indices: Sequence[int]) -> Tuple[Tensor, List[Tensor]]:
-    """Logits [B, C], and the hidden states [B, N, D] after the given blocks, before the final norm."""
-    final, states = model.forward_intermediates(
-        images, indices=list(indices), norm=False, output_fmt='NLC', return_prefix_tokens=True)
-    joined = [torch.cat([s[1], s[0]], dim=1) if isinstance(s, tuple) else s for s in states]
-    return model.forward_head(final), joined
-
-
 def _check_pair(student: Any, teacher: Any) -> None:
     if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
         raise ValueError('Student and teacher share parameters, so training would change the teacher. '
                          'Make the teacher by copy.deepcopy(model) before convert_.')
-    for name in ('embed_dim', 'num_prefix_tokens', 'num_classes'):
+    if not isinstance(getattr(student, 'patch_drop', nn.Identity()), nn.Identity):
+        raise ValueError(
+            "The student drops patches, so its tokens are not the teacher's. Create it with patch_drop_rate=0.")
+    for name in ('embed_dim', 'in_chans', 'num_prefix_tokens', 'num_classes'):
         ours, theirs = getattr(student, name, None), getattr(teacher, name, None)
         if ours != theirs:
             raise ValueError(f'Student and teacher differ in {name}: {ours} and {theirs}.')

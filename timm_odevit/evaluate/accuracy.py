@@ -24,7 +24,7 @@ class Result:
     Attributes:
         model: 'teacher', 'student' or 'model'.
         steps: Number of solver steps; None for a model that is not an ODE-ViT.
-        nfe: Field evaluations per image; None likewise.
+        nfe: Field evaluations per image, for an adaptive method their mean; None likewise.
         parameters: Number of parameters.
         images: Number of images.
         top1: Top-1 accuracy in percent.
@@ -36,7 +36,7 @@ class Result:
     """
     model: str
     steps: Optional[int]
-    nfe: Optional[int]
+    nfe: Optional[float]
     parameters: int
     images: int
     top1: float
@@ -88,13 +88,13 @@ def evaluate(
 ) -> Evaluation:
     """Measure accuracy per image, over several step counts, on the device of the model.
 
-    The model's steps and both models' modes are put back afterwards, also when it is interrupted.
+    The model's steps, with their hooks, and both models' modes are put back afterwards, also when it is interrupted.
 
     Args:
         model: Model to measure, [B, C, H, W] to logits [B, classes].
         loader: Batches (images [B, C, H, W], labels [B]), in the same order each time.
         steps: Step counts to measure; None for the model as it is. Only for an ODE-ViT.
-        teacher: Model to compare with; measured first, on the same images.
+        teacher: Model to compare with; measured first, on the same images, normalised for it.
         amp_dtype: Run under autocast in this dtype, such as torch.bfloat16.
         progress: Show a progress bar.
 
@@ -110,43 +110,40 @@ def evaluate(
         counts = [blocks[0].steps if blocks else None]
     else:
         counts = [steps] if isinstance(steps, int) else list(steps)
+        if not counts:
+            raise ValueError('steps is empty. Give step counts, such as steps=(1, 6, 12), or None.')
         if not blocks:
             raise ValueError(
                 f'steps={counts} needs an ODE-ViT; this {type(model).__name__} is none. Call convert_ first.')
     results: List[Result] = []
     reference = None
     if teacher is not None:
-        found, reference = _measure(teacher, loader, amp_dtype, progress, 'teacher')
-        results.append(Result(model='teacher', steps=None, nfe=None, agreement=None, kept=100., **found))
-    settings = blocks[0].config if blocks else None
-    try:
-        for count in counts:
-            if blocks and count is not None and count != blocks[0].steps:
-                blocks[0].steps = count
+        scale, shift = _renormalisation(model, teacher)
+        found, reference = _measure(teacher, loader, amp_dtype, progress, 'teacher', scale, shift)
+        results.append(Result(model='teacher', agreement=None, kept=100., **found))
+    for count in counts:
+        with blocks[0].at(count) if count is not None else nullcontext():
             name = f'{count} steps' if blocks else 'model'
             found, (labels, predicted) = _measure(model, loader, amp_dtype, progress, name)
-            agreement = kept = None
-            if reference is not None:
-                if not torch.equal(labels, reference[0]):
-                    raise ValueError('The loader gives images in another order each time. Make it with shuffle=False.')
-                agreement = 100 * (predicted == reference[1]).double().mean().item()
-                kept = 100 * found['top1'] / results[0].top1 if results[0].top1 else None
-            results.append(Result(
-                model='model' if teacher is None else 'student', steps=count, nfe=blocks[0].nfe if blocks else None,
-                agreement=agreement, kept=kept, **found))
-    finally:
-        if settings is not None and blocks[0].config != settings:
-            blocks[0].config = settings
+        agreement = kept = None
+        if reference is not None:
+            if not torch.equal(labels, reference[0]):
+                raise ValueError('The loader gives images in another order each time. Make it with shuffle=False.')
+            agreement = 100 * (predicted == reference[1]).double().mean().item()
+            kept = 100 * found['top1'] / results[0].top1 if results[0].top1 else None
+        results.append(Result(
+            model='model' if teacher is None else 'student', agreement=agreement, kept=kept, **found))
     return Evaluation(tuple(results))
 
 
-def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool, name: str):
+def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool, name: str, scale=None, shift=None):
+    blocks = find_ode_blocks(model)
     parameter = next(model.parameters())
     device = parameter.device
     autocast = torch.autocast(device.type, amp_dtype) if amp_dtype is not None else nullcontext()
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    correct1 = correct5 = seconds = 0.
+    correct1 = correct5 = seconds = nfe = 0.
     loss = torch.zeros((), dtype=torch.float64)
     labels_seen: List[Tensor] = []
     predicted: List[Tensor] = []
@@ -155,6 +152,10 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
             for images, labels in tqdm(loader, desc=name, leave=False, disable=not progress):
                 dtype = parameter.dtype if amp_dtype is None else images.dtype
                 images, labels = images.to(device, dtype), labels.to(device)
+                if scale is not None:
+                    images = images * scale.to(images) + shift.to(images)
+                if not labels_seen:
+                    model(images)  # the first pass is slower than the others, and is not timed
                 _synchronize(device)
                 start = time.perf_counter()
                 logits = model(images)
@@ -170,6 +171,7 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
                 correct1 += hits[:, 0].sum().item()
                 correct5 += hits.any(dim=1).sum().item()
                 loss += F.cross_entropy(logits, labels, reduction='sum').double().cpu()
+                nfe += len(labels) * (blocks[0].nfe if blocks else 0)
                 labels_seen.append(labels.cpu())
                 predicted.append(top[:, 0].cpu())
     finally:
@@ -179,9 +181,25 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
         raise ValueError('The loader gave no images.')
     seen = torch.cat(labels_seen)
     n = len(seen)
-    return dict(
-        parameters=count_parameters(model), images=n, top1=100 * correct1 / n, top5=100 * correct5 / n,
-        loss=loss.item() / n, images_per_second=n / seconds), (seen, torch.cat(predicted))
+    evaluations = None
+    if blocks:
+        evaluations = nfe / n if blocks[0].config.adaptive else blocks[0].nfe
+    found = dict(
+        steps=blocks[0].steps if blocks else None, nfe=evaluations, parameters=count_parameters(model), images=n,
+        top1=100 * correct1 / n, top5=100 * correct5 / n, loss=loss.item() / n, images_per_second=n / seconds)
+    return found, (seen, torch.cat(predicted))
+
+
+def _renormalisation(model: Any, teacher: Any) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    """Scale and shift [1, C, 1, 1] from images normalised for the model to images normalised for the teacher."""
+    cfgs = [getattr(m, 'pretrained_cfg', None) or {} for m in (model, teacher)]
+    if any(key not in cfg for cfg in cfgs for key in ('mean', 'std')):
+        return None, None
+    mean, mean_t = (torch.tensor(cfg['mean']).view(1, -1, 1, 1) for cfg in cfgs)
+    std, std_t = (torch.tensor(cfg['std']).view(1, -1, 1, 1) for cfg in cfgs)
+    if torch.equal(mean, mean_t) and torch.equal(std, std_t):
+        return None, None
+    return std / std_t, (mean - mean_t) / std_t
 
 
 def _synchronize(device: torch.device) -> None:
