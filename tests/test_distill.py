@@ -236,6 +236,17 @@ def test_refuses_what_does_not_fit(vit, change, error, message):
     assert message in str(e.value)
 
 
+def test_a_refused_call_changes_nobody(vit):
+    student, teacher = pair(vit)
+    student.train(), teacher.train()
+    for models, settings in (((student, student), {}), ((student, teacher), dict(checkpoints='distance')),
+                             ((student, teacher), dict(jasmin_k=18))):
+        with pytest.raises(ValueError):
+            TrajectoryDistillationTask(*models, **settings)
+    for model in (student, teacher):
+        assert all(p.requires_grad for p in model.parameters()) and all(m.training for m in model.modules())
+
+
 @pytest.mark.parametrize('settings, message', [
     (dict(checkpoints='even'), "Unknown checkpoints 'even'. Allowed: uniform, distance"),
     (dict(checkpoints=(0.5, 0.5, 1.)), 'must be 3 strictly increasing times'),

@@ -39,7 +39,7 @@ def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float =
     """Relative times of a teacher's layers, by the distances between its consecutive hidden states.
 
     Args:
-        teacher: timm model with `forward_intermediates`, in eval mode.
+        teacher: timm model with `forward_intermediates`; measured in eval mode.
         batches: Calibration images [B, C, H, W], on the device of the teacher.
         temperature: See `softmax_times`.
 
@@ -50,6 +50,8 @@ def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float =
         ValueError: There are no batches.
     """
     total, images, embedded = None, 0, []
+    modes = {module: module.training for module in teacher.modules()}
+    teacher.eval()
     handle = teacher.blocks[0].register_forward_pre_hook(lambda _, args: embedded.append(args[0]))
     try:
         for batch in batches:
@@ -60,6 +62,8 @@ def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float =
             images += len(batch)
     finally:
         handle.remove()
+        for module, mode in modes.items():
+            module.training = mode
     if total is None:
         raise ValueError("checkpoints='distance' needs calibration images; pass calibration=[images, ...].")
     return softmax_times((total / images).tolist(), temperature)

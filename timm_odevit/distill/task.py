@@ -93,17 +93,20 @@ class TrajectoryDistillationTask(TrainingTask):
         if jasmin_evaluations < 1:
             raise ValueError(f'jasmin_evaluations must be at least 1; got {jasmin_evaluations!r}.')
 
-        self.teacher = DistillationTeacher(
-            teacher, num_classes=host.num_classes, in_chans=host.in_chans, device=device, dtype=dtype)
-        self.teacher.requires_grad_(False).eval()
-        _check_pair(student, self.teacher.model)
+        if isinstance(teacher, str):
+            teacher = DistillationTeacher(
+                teacher, num_classes=host.num_classes, in_chans=host.in_chans, device=device, dtype=dtype).model
+        _check_pair(student, teacher)
         tokens = host.patch_embed.num_patches + host.num_prefix_tokens
         if jasmin_k > tokens:
             raise ValueError(f'jasmin_k must be at most the number of tokens, {tokens}; got {jasmin_k!r}.')
         if host.num_classes == 0 and (kd_weight > 0 or task_weight > 0):
             raise ValueError(
                 'kd_weight and task_weight compare classes, and these models have none (num_classes=0). Set both to 0.')
-        self.times = self._times(checkpoints, calibration, checkpoint_temperature)
+        self.times = _times(teacher, checkpoints, calibration, checkpoint_temperature, device)
+        # everything fits: only now is the teacher touched
+        self.teacher = DistillationTeacher(teacher, device=device, dtype=dtype)
+        self.teacher.requires_grad_(False).eval()
         self.trainable_module: Any = _Trainable(student, jasmin_k, jasmin_evaluations)
         self.weights = dict(
             trajectory=trajectory_weight, jasmin=jasmin_weight, kd=kd_weight, task=task_weight)
@@ -180,25 +183,6 @@ class TrajectoryDistillationTask(TrainingTask):
             inner = getattr(inner, 'module', None)
         return inner.student if inner is not None else found
 
-    def _times(self, checkpoints, calibration, temperature) -> List[float]:
-        model: Any = self.teacher.model
-        layers = len(model.blocks)
-        if isinstance(checkpoints, str):
-            if checkpoints == 'uniform':
-                return uniform_times(layers)
-            if checkpoints == 'distance':
-                images = (batch.to(self.device) for batch in calibration or ())
-                return distance_times(model, images, temperature)
-            raise ValueError(
-                f"Unknown checkpoints '{checkpoints}'. Allowed: uniform, distance, or a list of relative times.")
-        times = [float(t) for t in checkpoints]
-        increasing = all(a < b for a, b in pairwise([0., *times]))
-        if len(times) != layers or not increasing or times[-1] > 1.:
-            raise ValueError(
-                f'checkpoints must be {layers} strictly increasing times in (0, 1], one for each layer of the teacher; '
-                f'got {times}.')
-        return times
-
 
 class _Trainable(nn.Module):
     """The student's training pass in one `forward`, so that DistributedDataParallel can wrap it."""
@@ -227,6 +211,24 @@ class _Trainable(nn.Module):
     def group_matcher(self, coarse: bool = False):
         groups = group_parameters(self.student, self.student.group_matcher(coarse=coarse), reverse=True)
         return lambda name: groups[name[len('student.'):]]
+
+
+def _times(teacher: Any, checkpoints, calibration, temperature: float, device: torch.device) -> List[float]:
+    layers = len(teacher.blocks)
+    if isinstance(checkpoints, str):
+        if checkpoints == 'uniform':
+            return uniform_times(layers)
+        if checkpoints == 'distance':
+            return distance_times(teacher, (images.to(device) for images in calibration or ()), temperature)
+        raise ValueError(
+            f"Unknown checkpoints '{checkpoints}'. Allowed: uniform, distance, or a list of relative times.")
+    times = [float(t) for t in checkpoints]
+    increasing = all(a < b for a, b in pairwise([0., *times]))
+    if len(times) != layers or not increasing or times[-1] > 1.:
+        raise ValueError(
+            f'checkpoints must be {layers} strictly increasing times in (0, 1], one for each layer of the teacher; '
+            f'got {times}.')
+    return times
 
 
 def _check_pair(student: Any, teacher: Any) -> None:
