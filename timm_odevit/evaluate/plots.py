@@ -25,7 +25,7 @@ def plot_accuracy(evaluation: Evaluation, path: Union[str, Path]) -> Path:
         from matplotlib.figure import Figure
     except ImportError as e:
         raise ImportError("Plots need matplotlib. Type: pip install 'timm-odevit[examples]'") from e
-    points = sorted((r.steps, r.top1) for r in evaluation.results if r.steps is not None)
+    points = sorted((r.steps, r.top1) for r in evaluation.results if r.steps is not None and r.model != 'teacher')
     if not points:
         raise ValueError('There is no result of an ODE-ViT to plot. Evaluate one with steps=(1, 2, 4, ...).')
     axes = (figure := Figure(figsize=(6, 4), layout='constrained')).subplots()
