@@ -131,6 +131,13 @@ def test_settings_that_no_shape_shows_are_compared_too(tmp_path):
         save_pretrained(model, tmp_path / 'a', base='vit_tiny_patch16_224', base_args=TINY)
 
 
+def test_a_compiled_model_is_saved_without_its_wrapper(vit, images, tmp_path):
+    model = vit()
+    convert_(model)
+    save_pretrained(torch.compile(model), tmp_path / 'a')
+    assert torch.equal(load(tmp_path / 'a')(images), model(images))
+
+
 def test_channels_last(vit, images, tmp_path):
     model = vit().to(memory_format=torch.channels_last)
     convert_(model)

@@ -10,6 +10,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.models import save_for_hf
+from timm.utils import unwrap_model
 from torch import nn
 
 from .blocks import find_ode_blocks
@@ -37,7 +38,7 @@ def save_pretrained(
     the folder describes it. Settings are those of this moment, such as `model.blocks.steps`.
 
     Args:
-        model: Model made by `timm.create_model`, converted or not.
+        model: Model made by `timm.create_model`, converted or not; may be wrapped for compilation or distribution.
         folder: Folder, made if need be; files of the same names are replaced.
         base: timm name of the base, for a converted model that was not made by `timm.create_model`.
         base_args: Keywords of the base, likewise.
@@ -48,6 +49,7 @@ def save_pretrained(
     Raises:
         ValueError: The description would rebuild another model; the message names the first difference.
     """
+    model = unwrap_model(model)
     architecture, args, rebuilt = _describe(model, base, base_args)
     rebuilt.pretrained_cfg = getattr(model, 'pretrained_cfg', None) or rebuilt.pretrained_cfg
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
