@@ -225,13 +225,15 @@ def test_gradient_checkpointing(vit, images, config):
         torch.testing.assert_close(a, b)
 
 
-def test_hooks_and_fx_find_the_layers(vit, images):
-    model = converted(vit)
+@kinds
+def test_hooks_and_fx_find_the_layers(vit, images, config):
+    model = converted(vit, config)
+    last = len(model.blocks) - 1
     expected = model.forward_intermediates(images, output_fmt='NLC', return_prefix_tokens=True, intermediates_only=True)
     expected = [torch.cat([prefix, patches], dim=1) for patches, prefix in expected]
     for kind in (FeatureGraphNet, FeatureHookNet):
-        found = kind(copy.deepcopy(model), out_indices=(0, 2))(images)
-        torch.testing.assert_close(found, [expected[0], expected[2]])
+        found = kind(copy.deepcopy(model), out_indices=(0, last))(images)
+        torch.testing.assert_close(found, [expected[0], expected[last]])
 
 
 def test_features_only_prunes_to_the_layers_asked_for(images):

@@ -199,7 +199,7 @@ class LipschitzField(Field):
 
     @torch.jit.ignore
     def attention_map(self, t: float, x: Tensor) -> Tensor:
-        q, k, _ = self._heads(self.qkv(self.norm1(x)))
+        q, k, _ = self._heads(self.qkv(self.norm1(x))).unbind(0)
         return _probabilities(q, k, self.scale)
 
     def _weights(self, weights: Optional[List[Tensor]]) -> List[Tensor]:
@@ -208,12 +208,12 @@ class LipschitzField(Field):
         assert weights is not None  # for TorchScript's type checker
         return weights
 
-    def _heads(self, qkv: Tensor) -> List[Tensor]:
+    def _heads(self, qkv: Tensor) -> Tensor:
         B, N, _ = qkv.shape
-        return list(qkv.reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0))
+        return qkv.reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
 
     def _attend(self, qkv: Tensor, attn_mask: Optional[Tensor], is_causal: bool) -> Tensor:
-        q, k, v = self._heads(qkv)
+        q, k, v = self._heads(qkv).unbind(0)
         if self.fused_attn:
             y = F.scaled_dot_product_attention(
                 q, k, v,
