@@ -56,7 +56,9 @@ def test_a_fine_tuned_head_is_kept(folder, capsys):
     torch.save({'state_dict': state}, 'weights.pth')
     assert run('convert', 'vit_tiny_patch16_224', 'a', '--checkpoint', 'weights.pth', '--num-classes', '10') == 0
     assert torch.equal(timm.create_model('local-dir:a', pretrained=True).head.weight, state['head.weight'])
+    assert 'head  ' not in capsys.readouterr().out
     assert run('convert', 'vit_tiny_patch16_224', 'b', '--checkpoint', 'weights.pth', '--num-classes', '7') == 0
+    assert 'new, with 7 classes at random: the weights have 10' in capsys.readouterr().out
     assert timm.create_model('local-dir:b', pretrained=True).head.weight.shape == (7, 192)
 
 

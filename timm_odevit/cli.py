@@ -50,13 +50,16 @@ def main(argv: Optional[List[str]] = None) -> int:
 def _convert(args: argparse.Namespace) -> None:
     _refuse_existing(args.out, args.force)
     options = {k: v for k, v in (('num_classes', args.num_classes), ('img_size', args.img_size)) if v is not None}
-    model = _load(args.model, args, checkpoint=args.checkpoint, pretrained=not args.random, **options)
+    model: Any = _load(args.model, args, checkpoint=args.checkpoint, pretrained=not args.random, **options)
     if find_ode_blocks(model):
         raise ValueError(f"'{args.model}' is a converted model already. Convert the model that it was made from.")
     if min(getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (1,)) < 1:
         raise ValueError(f'--img-size {args.img_size} is less than one patch of this model.')
     config = OdeConfig(field=args.field, method=args.method, steps=args.steps, T=args.T, init=args.init)
     print(convert_(model, config, keep_original=False))
+    classes = model.pretrained_cfg['num_classes']
+    if not args.random and classes != model.num_classes:
+        print(f'  head        new, with {model.num_classes} classes at random: the weights have {classes}')
     save_pretrained(model, args.out)
     print(f"  saved       {args.out}: timm.create_model('local-dir:{args.out}', pretrained=True)")
 
