@@ -22,6 +22,7 @@ from timm.task import ClassificationTask
 
 import timm_odevit
 from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_, evaluate, fit
+from timm_odevit.evaluate import AMP_DTYPES
 
 HELD_OUT = 5000
 
@@ -116,7 +117,7 @@ def run_teacher(args):
     loss = torch.nn.CrossEntropyLoss(label_smoothing=args.smoothing)
     task = ClassificationTask(model, loss, device=torch.device(args.device))
     fit(task, train, val, **options(args))
-    finish(args, evaluate(load(Path(args.out) / 'best', args), test, amp_dtype=amp_dtype(args)))
+    finish(args, evaluate(load(Path(args.out) / 'best', args), test, amp_dtype=AMP_DTYPES[args.amp]))
 
 
 def run_student(args):
@@ -131,18 +132,17 @@ def run_student(args):
         student, teacher, checkpoints=args.checkpoints, calibration=calibration,
         trajectory_weight=args.trajectory_weight, kd_weight=args.kd_weight, task_weight=args.task_weight,
         jasmin_weight=args.jasmin_weight, patch_weight=args.patch_weight)
-    fit(task, train, val, **options(args))
+    history = fit(task, train, val, **options(args))
+    if args.search:
+        print(f"best top-1 on the images held out: {max(r['val_top1'] for r in history):.2f} %")
+        return
     best = load(Path(args.out) / 'best', args)
     steps = sorted({1, 2, 4, 6, 8, 12, 16, 24, best.blocks.steps})
-    finish(args, evaluate(best, test, steps=steps, teacher=teacher, amp_dtype=amp_dtype(args)))
+    finish(args, evaluate(best, test, steps=steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp]))
 
 
 def load(folder, args):
     return timm.create_model(f'local-dir:{folder}', pretrained=True).to(args.device)
-
-
-def amp_dtype(args):
-    return {'bfloat16': torch.bfloat16, 'float16': torch.float16, None: None}[args.amp]
 
 
 def main():
@@ -184,6 +184,7 @@ def main():
             command.add_argument('--steps', type=int)
             command.add_argument('--init', default='mean')
             command.add_argument('--checkpoints', default='uniform', choices=('uniform', 'distance'))
+            command.add_argument('--search', action='store_true', help='stop before the test images are seen')
             command.add_argument('--trajectory-weight', type=float, default=1.)
             command.add_argument('--patch-weight', type=float, default=0.45)
             command.add_argument('--kd-weight', type=float, default=1.)

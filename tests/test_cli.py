@@ -149,6 +149,13 @@ def test_arguments(capsys, args, message):
     assert e.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('device', ['nowhere', 'cuda:99'])
+def test_a_device_that_is_not_there(capsys, device):
+    assert main(['benchmark', '--device', device]) == 2
+    err = capsys.readouterr().err
+    assert f"--device '{device}' cannot be used here" in err and err.count('\n') == 1
+
+
 def test_help_names_every_option_with_a_word_on_it(capsys):
     for command in ('convert', 'distill', 'evaluate', 'benchmark'):
         with pytest.raises(SystemExit) as e:

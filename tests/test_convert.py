@@ -190,7 +190,7 @@ def test_list_convertible_is_what_converts():
             check_convertible(timm.create_model(name, device='meta'))
 
 
-def test_conversion_allocates_one_block_beyond_the_base():
+def test_the_report_counts_the_parameters_that_are_left():
     model = timm.create_model('vit_tiny_patch16_224')
     block = count_parameters(model.blocks[0])
     done = convert_(copy.deepcopy(model), keep_original=False)

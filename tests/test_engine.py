@@ -122,6 +122,9 @@ def test_refuses(vit, tmp_path):
         run(ClassificationTask(vit(depth=4), torch.nn.CrossEntropyLoss()), tmp_path / 'run', epochs=2, resume=True)
     with pytest.raises(ValueError, match='holds a run already. Pass resume=True'):
         run(task, tmp_path / 'run', epochs=1)
+    torch.save({'model': {}}, tmp_path / 'run' / 'last.pt')
+    with pytest.raises(ValueError, match='is not the state of a run of fit'):
+        run(build(vit), tmp_path / 'run', epochs=2, resume=True)
     (tmp_path / 'run' / 'last.pt').write_bytes(b'cut off')
     with pytest.raises(ValueError, match='cannot be read .* Delete it to start anew'):
         run(build(vit), tmp_path / 'run', epochs=2, resume=True)

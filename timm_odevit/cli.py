@@ -20,7 +20,7 @@ from .config import FIELDS, OdeConfig
 from .convert import convert_
 from .data import folder_loader, folder_loaders
 from .distill import TrajectoryDistillationTask, fit
-from .evaluate import evaluate
+from .evaluate import AMP_DTYPES, evaluate
 from .hub import CONFIG, save_pretrained
 from .methods import METHODS, suggest
 
@@ -28,7 +28,6 @@ __all__ = ['main']
 
 _MODEL = "timm name, such as deit_tiny_patch16_224, or 'local-dir:FOLDER' of a saved model"
 _DATA = 'folder with one sub-folder of images per class, or with train/ and val/ of that kind'
-_AMP = {'bfloat16': torch.bfloat16, 'float16': torch.float16, None: None}
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -37,6 +36,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     try:
+        _check_device(args.device)
         args.run(args)
     except (ValueError, TypeError, OSError, FloatingPointError) as e:
         print(f'odevit: error: {_one_line(e)}', file=sys.stderr)
@@ -45,6 +45,13 @@ def main(argv: Optional[List[str]] = None) -> int:
         print('odevit: interrupted', file=sys.stderr)
         return 130
     return 0
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except Exception as e:  # RuntimeError, AssertionError, ... by backend
+        raise ValueError(f"--device '{device}' cannot be used here: {_one_line(e)} Give another, such as cpu.") from e
 
 
 def _convert(args: argparse.Namespace) -> None:
@@ -105,7 +112,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     loader = folder_loader(
         args.data, model, batch_size=args.batch_size, workers=args.workers, held_out=args.held_out, seed=args.seed)
     found = evaluate(
-        model, loader, steps=args.steps, teacher=teacher, amp_dtype=_AMP[args.amp], progress=not args.quiet)
+        model, loader, steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet)
     print(found)
     if args.json:
         found.to_json(args.json)
@@ -136,9 +143,8 @@ def _load(
 ) -> nn.Module:
     """Build a model by name, every failure as one line that says what to do."""
     _check_name(name)
-    if checkpoint is not None:
-        if not Path(checkpoint).is_file():
-            raise ValueError(f"There is no checkpoint file '{checkpoint}'.")
+    if checkpoint is not None and not Path(checkpoint).is_file():
+        raise ValueError(f"There is no checkpoint file '{checkpoint}'.")
     try:
         if checkpoint is not None:
             kwargs['pretrained_cfg_overlay'] = _overlay(name, checkpoint)

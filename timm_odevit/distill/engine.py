@@ -16,7 +16,7 @@ from timm.utils import dispatch_clip_grad, random_seed, unwrap_model
 from torch import nn
 from tqdm import tqdm
 
-from ..evaluate import evaluate
+from ..evaluate import AMP_DTYPES, evaluate
 from ..hub import describe, save_pretrained
 
 __all__ = ['fit']
@@ -24,7 +24,6 @@ __all__ = ['fit']
 LAST = 'last.pt'
 BEST = 'best'
 HISTORY = 'history.json'
-_AMP = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
 def fit(
@@ -85,7 +84,7 @@ def fit(
         raise ValueError(f'clip_grad must be above 0, or None for no clipping; got {clip_grad!r}.')
     if ema_decay is not None and not 0 <= ema_decay < 1:
         raise ValueError(f'ema_decay must be at least 0 and below 1, or None; got {ema_decay!r}.')
-    if amp not in _AMP:
+    if amp not in AMP_DTYPES:
         raise ValueError(f"Unknown amp '{amp}'. Allowed: bfloat16, float16, or None.")
     try:
         updates = len(train_loader)
@@ -97,7 +96,7 @@ def fit(
     if folder is not None and (folder / LAST).exists() and not resume:
         raise ValueError(f"'{folder}' holds a run already. Pass resume=True to go on with it, or another folder.")
 
-    dtype = _AMP[amp]
+    dtype = AMP_DTYPES[amp]
     device = task.device
     trainable: Any = task.get_trainable_module()
     if not any(p.requires_grad for p in trainable.parameters()):
@@ -200,6 +199,8 @@ def _load(path: Path, task: TrainingTask, optimizer, scaler, settings) -> List[D
         state = torch.load(path, map_location=task.device, weights_only=True)
     except Exception as e:
         raise ValueError(f"'{path}' cannot be read ({str(e).splitlines()[0]}). Delete it to start anew.") from e
+    if not isinstance(state, dict) or 'settings' not in state:
+        raise ValueError(f"'{path}' is not the state of a run of fit(). Give the folder of one, or another folder.")
     for name, value in settings.items():
         if state['settings'][name] != value:
             raise ValueError(

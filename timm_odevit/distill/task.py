@@ -169,7 +169,7 @@ class TrajectoryDistillationTask(TrainingTask):
         return self
 
     def compile(self, backend: str = 'inductor', mode: Optional[str] = None, **compile_kwargs: Any) -> Any:
-        """Compile the student's training pass and its evaluation, and the teacher; returns the eval model."""
+        """Compile the student's training pass and its evaluation; returns the eval model. The teacher runs as it is."""
         options = dict(backend=backend, mode=mode, **compile_kwargs)
         self.eval_model = torch.compile(unwrap_model(self.trainable_module).student, **options)
         self.trainable_module = torch.compile(self.trainable_module, **options)

@@ -14,7 +14,9 @@ from tqdm import tqdm
 from ..blocks import find_ode_blocks
 from ..convert import count_parameters
 
-__all__ = ['Evaluation', 'Result', 'evaluate']
+__all__ = ['AMP_DTYPES', 'Evaluation', 'Result', 'evaluate']
+
+AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
 
 
 @dataclass(frozen=True)
