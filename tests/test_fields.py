@@ -22,6 +22,10 @@ def test_center_norm_is_its_formula():
     torch.testing.assert_close(norm(x), expected)
 
 
+def context(field):
+    return field.context((), {})._replace(weights=field.fold())
+
+
 def test_lipschitz_field_is_the_papers_block():
     """MLP(CN2(x)) + MHSA(CN1(x)), written out."""
     field, x = lipschitz(), torch.randn(2, 5, 12, dtype=torch.float64)
@@ -29,10 +33,10 @@ def test_lipschitz_field_is_the_papers_block():
     attention = (q @ k.transpose(-2, -1) / 2).softmax(-1)
     mhsa = field.proj((attention @ v).transpose(1, 2).reshape(2, 5, 12))
     mlp = field.fc2(F.gelu(field.fc1(field.norm2(x))))
-    torch.testing.assert_close(field.attention(0., x), mhsa)
-    torch.testing.assert_close(field.mlp(0., x), mlp)
+    torch.testing.assert_close(field(0., x, None, 'attention'), mhsa)
+    torch.testing.assert_close(field(0., x, None, 'mlp'), mlp)
     torch.testing.assert_close(field(0., x), mhsa + mlp)
-    torch.testing.assert_close(field(0., x, weights=field.fold()), mhsa + mlp)
+    torch.testing.assert_close(field(0., x, context(field)), mhsa + mlp)
     torch.testing.assert_close(field.attention_map(0., x), attention.float())
     assert not any(isinstance(m, nn.Linear) and m.bias is not None for m in field.modules())
 
@@ -49,14 +53,14 @@ def test_lipschitz_field_takes_masks_and_an_unfused_attention():
         set_fused_attn(True)
     plain.load_state_dict(fused.state_dict())
     for options in (dict(), dict(attn_mask=mask), dict(is_causal=True)):
-        torch.testing.assert_close(plain.attention(0., x, **options), fused.attention(0., x, **options))
-    assert not torch.allclose(fused.attention(0., x), fused.attention(0., x, mask))
+        torch.testing.assert_close(plain(0., x, plain.context((), options), 'attention'), fused(0., x, fused.context((), options), 'attention'))
+    assert not torch.allclose(fused(0., x, None, 'attention'), fused(0., x, fused.context((mask,), {}), 'attention'))
 
 
 def test_gradients_flow_through_the_fold():
     field, x = lipschitz(), torch.randn(1, 4, 12, dtype=torch.float64)
     parameters = tuple(field.parameters())
-    assert torch.autograd.gradcheck(lambda *p: field(0., x, weights=field.fold()), parameters)
+    assert torch.autograd.gradcheck(lambda *p: field(0., x, context(field)), parameters)
 
 
 @pytest.mark.parametrize('rates', [dict(attn_drop=0.5), dict(proj_drop=0.5), dict(drop_path=0.5)])
@@ -69,9 +73,9 @@ def test_dropout_acts_in_training_only(rates):
 def test_native_field_is_the_block_in_two_parts(vit):
     block = vit(init_values=0.1, qk_norm=True).blocks[0]
     field, x = NativeField(block), torch.randn(2, 17, 32)
-    y = x + field.attention(0., x)
-    assert torch.equal(y + field.mlp(0., y), block(x))
-    torch.testing.assert_close(field(0., x), field.attention(0., x) + field.mlp(0., x))
+    y = x + field(0., x, None, 'attention')
+    assert torch.equal(y + field(0., y, None, 'mlp'), block(x))
+    torch.testing.assert_close(field(0., x), field(0., x, None, 'attention') + field(0., x, None, 'mlp'))
 
 
 def test_native_attention_map(vit):

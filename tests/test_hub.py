@@ -110,7 +110,8 @@ def test_what_cannot_be_described_is_refused_before_anything_is_written(tmp_path
     with pytest.raises(ValueError, match='would not rebuild this model: it has embed_dim = 32, the rebuilt one embed_dim = 192'):
         describe(model, base='vit_tiny_patch16_224', base_args={})
     model = timm.create_model('vit_tiny_patch16_224', **TINY, depth=3)
-    model.blocks[0].mlp.act = torch.nn.ReLU()
+    for block in model.blocks:
+        block.mlp.act = torch.nn.ReLU()
     convert_(model)
     with pytest.raises(ValueError, match=r'blocks.shared.block.mlp.act: ReLU\(\), the rebuilt one .*GELU'):
         save_pretrained(model, tmp_path / 'a')

@@ -3,12 +3,12 @@ from . import odevit as _registers  # noqa: F401
 from ._version import __version__
 from .config import OdeConfig
 from .convert import Conversion, check_convertible, convert_, list_convertible
-from .distill import TrajectoryDistillationTask, fit
+from .distill import StepwiseTask, TrajectoryDistillationTask, calibrate_, fit
 from .evaluate import Evaluation, evaluate
 from .hub import save_pretrained
 from .solvers import integrate
 
 __all__ = [
-    'Conversion', 'Evaluation', 'OdeConfig', 'TrajectoryDistillationTask', '__version__', 'check_convertible',
-    'convert_', 'evaluate', 'fit', 'integrate', 'list_convertible', 'save_pretrained',
+    'Conversion', 'Evaluation', 'OdeConfig', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'calibrate_',
+    'check_convertible', 'convert_', 'evaluate', 'fit', 'integrate', 'list_convertible', 'save_pretrained',
 ]

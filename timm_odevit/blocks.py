@@ -2,15 +2,16 @@
 import copy
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Dict, Iterator, List, Optional, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
 from .config import OdeConfig
-from .fields import Field
+from .fields import Context, Field, NativeField, PostNormField
 from .methods import METHODS
 from .solvers import Step, make_steps, solve_adaptive
+from .time_dependence import TimeField
 
 __all__ = ['OdeBlocks', 'find_ode_blocks', 'scriptable_copy']
 
@@ -28,6 +29,8 @@ class OdeBlocks(nn.Module):
         config: Settings, resolved (steps and T set).
         feature: `feature_info` entry of one block of the host: num_chs and reduction.
         t: Time at which the first step starts.
+        before: Blocks of the base that stay as they are, ahead of the ODE.
+        after: Blocks of the base that stay as they are, behind the ODE.
 
     Shape: [B, N, D] to [B, N, D].
 
@@ -40,10 +43,16 @@ class OdeBlocks(nn.Module):
             config: OdeConfig,
             feature: Optional[Dict[str, Any]] = None,
             t: float = 0.,
+            before: Sequence[nn.Module] = (),
+            after: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__()
         self.shared = shared
         self.t = t
+        if before:
+            self.before = nn.ModuleList(before)
+        if after:
+            self.after = nn.ModuleList(after)
         self.feature_info = _FeatureInfo()  # the host's list too, so that it stays true when the steps change
         self._feature = dict(feature or {})
         self._evaluations = 0  # of the last adaptive solution
@@ -65,17 +74,17 @@ class OdeBlocks(nn.Module):
             raise ValueError(
                 f"The shared block is a '{self.config.field}' field and cannot become '{config.field}'. Convert anew.")
         steps = make_steps(self.shared, config, self.t)
-        for name in [name for name in self._modules if name != 'shared']:
+        for name in [name for name in self._modules if name.isdigit()]:
             del self._modules[name]
         for i, step in enumerate(steps):
-            self.add_module(str(i), step.train(self.training))
-        self.feature_info[:] = [{**self._feature, 'module': f'blocks.{i}'} for i in range(len(steps))]
+            self.add_module(str(len(self._kept('before')) + i), step.train(self.training))
+        self.feature_info[:] = [{**self._feature, 'module': f'blocks.{name}'} for name, _ in self._sequence()]
         self._config = config
         self._evaluations = 0
 
     @property
     def steps(self) -> int:
-        """Number K of steps on [0, T]: the compute dial."""
+        """Number K of steps of the ODE: the compute dial."""
         return self.config.grid[0]
 
     @steps.setter
@@ -123,57 +132,93 @@ class OdeBlocks(nn.Module):
             return self._evaluations
         return self.steps * METHODS[self.config.method].evaluations
 
-    def forward(self, x: Tensor, attn_mask: Optional[Tensor] = None, is_causal: bool = False) -> Tensor:
-        """Take the state at t = 0 [B, N, D] to t = T [B, N, D]."""
-        weights = self.shared.fold()
-        if self.config.adaptive:
-            states, self._evaluations = solve_adaptive(
-                self.shared, x, (self.t, self.end), self.config, (attn_mask, is_causal, weights))
-            return states[-1]
-        for step in self._steps():
-            x = step(x, attn_mask, is_causal, weights)
-        return x
-
-    def trajectory(self, x: Tensor, attn_mask: Optional[Tensor] = None, is_causal: bool = False) -> Tensor:
-        """All states on the way.
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the state ahead of the first block [B, N, D] to the state behind the last one [B, N, D].
 
         Args:
-            x: State at t = 0, the embedded tokens [B, N, D].
-            attn_mask: Attention mask, as the host's blocks take it.
-            is_causal: Causal attention, as the host's blocks take it.
+            x: The embedded tokens.
+            *args: What the host hands to each of its blocks: masks, RoPE tables, ...
+            **kwargs: Likewise.
+        """
+        for block in self._kept('before'):
+            x = block(x, *args, **kwargs)
+        if self.config.adaptive:
+            x = self._solve(x, (self.t, self.end), args, kwargs)[-1]
+        else:
+            for step, context in self._in_context(args, kwargs):
+                x = step(x, context)
+        for block in self._kept('after'):
+            x = block(x, *args, **kwargs)
+        return x
+
+    def trajectory(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """All states of the ODE.
+
+        Args:
+            x: State at its start [B, N, D]: the embedded tokens, unless blocks ahead of it were kept.
+            *args: What the host hands to each of its blocks: masks, RoPE tables, ...
+            **kwargs: Likewise.
 
         Returns:
             The states at t = 0, T/K, ..., T [K + 1, B, N, D].
         """
-        weights = self.shared.fold()
         if self.config.adaptive:
-            times = [*(step.t for step in self), self.end]
-            states, self._evaluations = solve_adaptive(
-                self.shared, x, times, self.config, (attn_mask, is_causal, weights))
-            return states
+            return self._solve(x, [*(step.t for step in self._steps()), self.end], args, kwargs)
         path = [x]
-        for step in self:
-            path.append(step(path[-1], attn_mask, is_causal, weights))
+        for step, context in self._in_context(args, kwargs):
+            path.append(step(path[-1], context))
         return torch.stack(path)
 
+    def _in_context(self, args: Any, kwargs: Any) -> Iterator[Tuple[Any, Context]]:
+        """The steps with what each is called with; every field is folded once."""
+        contexts: Dict[int, Context] = {}
+        for step in self._steps():
+            if id(step.field) not in contexts:
+                context = step.field.context(args, kwargs)
+                contexts[id(step.field)] = context._replace(weights=step.field.fold())
+            yield step, contexts[id(step.field)]
+
+    def _solve(self, x: Tensor, times: Sequence[float], args: Any, kwargs: Any) -> Tensor:
+        context = self.shared.context(args, kwargs)._replace(weights=self.shared.fold())
+        states, self._evaluations = solve_adaptive(self.shared, x, times, self.config, context)
+        return states
+
+    def _kept(self, name: str) -> List[nn.Module]:
+        kept = self._modules.get(name)
+        return list(kept) if isinstance(kept, nn.ModuleList) else []
+
     def _steps(self) -> List[Any]:
-        return [self._modules[str(i)] for i in range(len(self))]
+        return [module for name, module in self._modules.items() if name.isdigit()]
+
+    def _sequence(self) -> List[Tuple[str, Any]]:
+        """Names and modules of all blocks, in order."""
+        steps = [(name, module) for name, module in self._modules.items() if name.isdigit()]
+        before, after = ([(f'{where}.{i}', module) for i, module in enumerate(self._kept(where))]
+                         for where in ('before', 'after'))
+        return [*before, *steps, *after]
 
     def __len__(self) -> int:
-        return self.steps
+        return len(self._sequence())
 
-    def __iter__(self) -> Iterator[Step]:
-        return iter(self._steps())
+    def __iter__(self) -> Iterator[Any]:
+        return iter([module for _, module in self._sequence()])
 
-    def __getitem__(self, index: Union[int, slice]) -> Union[Step, 'OdeBlocks']:
+    def __getitem__(self, index: Union[int, slice]) -> Any:
+        modules = list(self)
         if not isinstance(index, slice):
-            return self._steps()[index]
-        start, stop, stride = index.indices(len(self))
+            return modules[index]
+        start, stop, stride = index.indices(len(modules))
         if stride != 1 or stop <= start:
-            raise ValueError(f'A slice of {len(self)} ODE steps must be consecutive and not empty; got {index}.')
+            raise ValueError(f'A slice of {len(modules)} blocks must be consecutive and not empty; got {index}.')
         steps, T = self.config.grid
-        config = replace(self.config, steps=stop - start, T=(stop - start) * T / steps)
-        return OdeBlocks(self.shared, config, self._feature, self.t + start * T / steps).train(self.training)
+        ahead, chosen = len(self._kept('before')), modules[start:stop]
+        low, high = max(start - ahead, 0), min(stop - ahead, steps)
+        if high <= low:
+            return nn.Sequential(*chosen)
+        config = replace(self.config, steps=high - low, T=(high - low) * T / steps)
+        before, after = modules[start:ahead], modules[ahead + steps:stop]
+        return OdeBlocks(
+            self.shared, config, self._feature, self.t + low * T / steps, before, after).train(self.training)
 
     def extra_repr(self) -> str:
         return f'{self.method}, {self.steps} steps on [{self.t:g}, {self.end:g}]'
@@ -202,11 +247,32 @@ def scriptable_copy(model: nn.Module) -> nn.Module:
         raise ValueError(
             f"TorchScript cannot hold the adaptive method '{blocks.method}'. Set a fixed-step method first, such as "
             "model.blocks.method = 'rk4'.")
+    unscriptable = {type(f).__name__ for f in blocks.shared.modules() if isinstance(f, NativeField)
+                    and type(f) not in (NativeField, PostNormField)}
+    if unscriptable:
+        raise ValueError(f"TorchScript cannot hold a {' or '.join(sorted(unscriptable))}. Use torch.export instead.")
+    timed = any(isinstance(f, TimeField) for f in blocks.shared.modules())
+    if timed and blocks.method not in ('euler', 'lie_trotter'):
+        raise ValueError(
+            f"TorchScript holds one set of weights per step, and '{blocks.method}' needs several where the block depends "
+            "on time. Use euler, lie_trotter, or torch.export.")
     clone = copy.copy(model)
     clone.__dict__.pop('__prepare_scriptable__', None)
     clone._modules = dict(model._modules)
-    steps = nn.Sequential(*make_steps(blocks.shared, blocks.config, blocks.t, own=True))
-    for module in (steps, *steps):
+    steps = [_Scriptable(step) for step in make_steps(blocks.shared, blocks.config, blocks.t, own=True)]
+    sequence = nn.Sequential(*blocks._kept('before'), *steps, *blocks._kept('after'))
+    for module in (sequence, *steps, *(step.step for step in steps)):
         module.training = blocks.training
-    clone._modules['blocks'] = steps
+    clone._modules['blocks'] = sequence
     return clone
+
+
+class _Scriptable(nn.Module):
+    """A step in the signature of timm's ViT block, since TorchScript knows no *args."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, x: Tensor, attn_mask: Optional[Tensor] = None, is_causal: bool = False) -> Tensor:
+        return self.step.advance(x, Context(attn_mask, is_causal, None, {}))

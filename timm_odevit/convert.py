@@ -1,35 +1,46 @@
-"""convert_: a pretrained ViT becomes an ODE-ViT, in place, and back."""
-from dataclasses import dataclass
+"""convert_: a pretrained transformer becomes an ODE-ViT, in place, and back."""
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib import import_module
-from typing import Any, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import timm
 import torch
 from timm.layers import Attention
-from timm.models.vision_transformer import Block, VisionTransformer
-from torch import nn
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
 
 from .blocks import OdeBlocks, find_ode_blocks, scriptable_copy
 from .config import OdeConfig
-from .init import build_field
+from .families import Site, check_blocks, field_class, find_sites, kinds
+from .fields import WholeField
+from .init import build_field, owners
 from .methods import METHODS
+from .spans import input_moments, similarity_boundaries
 
 __all__ = ['Conversion', 'check_convertible', 'convert_', 'count_parameters', 'list_convertible']
 
 
 _DEFAULT = OdeConfig()
+_HINT = 'See timm_odevit.list_convertible().'
 
 
-def convert_(model: nn.Module, config: OdeConfig = _DEFAULT, *, keep_original: bool = True) -> 'Conversion':
-    """Replace the blocks of a ViT by one shared block that an ODE solver evaluates K times, in place.
+def convert_(
+        model: nn.Module,
+        config: OdeConfig = _DEFAULT,
+        *,
+        images: Optional[Tensor] = None,
+        keep_original: bool = True,
+) -> 'Conversion':
+    """Replace the blocks of a transformer by shared blocks that an ODE solver evaluates K times, in place.
 
     Everything is checked and built first, then assigned at once: a refused call leaves the model as it was. Device,
     dtype, mode and requires_grad carry over. Parameters are new: create the optimizer afterwards.
 
     Args:
-        model: A timm VisionTransformer of plain pre-norm blocks.
-        config: Settings; steps and T default to the depth of the model.
+        model: A timm model with a sequence of blocks of one width, or with stages (Swin); see `list_convertible()`.
+        config: Settings; steps and T default to the number of converted layers.
+        images: Calibration images [B, C, H, W], normalised for the model, for boundaries 'similarity' and init
+            'svd_data'; a few dozen will do.
         keep_original: Keep the original blocks, so that `restore()` can bring them back; False frees them.
 
     Returns:
@@ -41,42 +52,65 @@ def convert_(model: nn.Module, config: OdeConfig = _DEFAULT, *, keep_original: b
 
     Source: ODE-ViT, arXiv 2511.16501.
     """
-    check_convertible(model, config)
+    sites = _check(model, config, images)
     host: Any = model
-    original = host.blocks
-    depth = len(original)
-    config = config.resolve(depth)
     before = count_parameters(model)
-    shared = build_field(config.field, config.init, list(original))
-    feature = {key: value for key, value in host.feature_info[0].items() if key != 'module'}
-    blocks = OdeBlocks(shared, config, feature).train(model.training)
+    built, layers = [], 0
+    for stage, site in enumerate(sites):
+        blocks = site.blocks
+        first, last = config.blocks or (0, len(blocks) - 1)
+        chosen = blocks[first:last + 1]
+        settings = config.resolve(len(chosen), stage)
+        if settings.boundaries == 'similarity':
+            assert images is not None
+            cuts = similarity_boundaries(model, chosen, images, settings.phases)
+            settings = replace(settings, boundaries=tuple(first + cut for cut in cuts))
+        moments = None
+        if settings.init == 'svd_data':
+            assert images is not None
+            moments = input_moments(model, chosen, images, first)
+        shared = build_field(settings, chosen, first, moments)
+        info = getattr(host, 'feature_info', None)
+        listed = site.owner is model and isinstance(info, list) and len(info) == len(blocks)
+        feature = {k: v for k, v in info[first].items() if k != 'module'} if listed else None  # type: ignore[index]
+        ode = OdeBlocks(shared, settings, feature, float(first), blocks[:first], blocks[last + 1:])
+        built.append((site, ode.train(model.training), listed))
+        layers += len(chosen)
     done = Conversion(
         model=model,
-        blocks=blocks,
-        depth=depth,
-        config=config,
+        blocks=tuple(ode for _, ode, _ in built),
+        layers=layers,
+        config=built[0][1].config if len(built) == 1 else config,
         parameters_before=before,
-        parameters_after=before - count_parameters(original) + count_parameters(blocks),
-        _original=original if keep_original else None,
-        _feature_info=host.feature_info,
+        parameters_after=before - sum(count_parameters(site.owner.blocks) - count_parameters(ode) for site, ode, _ in built),
+        _originals=tuple((site, site.owner.blocks) for site in sites) if keep_original else None,
+        _feature_info=getattr(host, 'feature_info', None),
         _training=model.training,
     )
-    host.blocks = blocks
-    host.feature_info = blocks.feature_info
-    # TorchScript looks for this attribute; nothing else reads it
-    host.__prepare_scriptable__ = partial(scriptable_copy, model)
+    for site, ode, listed in built:
+        site.owner.blocks = ode
+        if listed:
+            host.feature_info = ode.feature_info
+    if sites[0].owner is model:
+        # TorchScript looks for this attribute; nothing else reads it
+        host.__prepare_scriptable__ = partial(scriptable_copy, model)
+        if getattr(host, 'rope_mixed', False):
+            host.rope.get_embed = partial(_rope_of_steps, model)
     return done
 
 
-def check_convertible(model: nn.Module, config: OdeConfig = _DEFAULT) -> None:
-    """Raise what `convert_(model, config)` would raise, and change nothing.
+def check_convertible(model: nn.Module, config: OdeConfig = _DEFAULT, *, images: Optional[Tensor] = None) -> None:
+    """Raise what `convert_(model, config, images=images)` would raise, and change nothing.
 
     Raises:
         TypeError: The model has no blocks that can be converted.
         ValueError: The model is converted already, or the settings do not fit it.
     """
+    _check(model, config, images)
+
+
+def _check(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> List[Site]:
     name = type(model).__name__
-    hint = 'See timm_odevit.list_convertible().'
     if not isinstance(model, nn.Module):
         raise TypeError(
             f'Cannot convert {name}: expected a timm model, such as timm.create_model("vit_small_patch16_224").')
@@ -86,41 +120,108 @@ def check_convertible(model: nn.Module, config: OdeConfig = _DEFAULT) -> None:
     if converted:
         now = converted[0].config
         raise ValueError(
-            f'This model is already converted (1 shared block, {now.method}, {now.steps} steps). '
+            f'This model is already converted ({_shared_blocks(converted)}, {now.method}, {now.steps} steps). '
             'Call restore() on its Conversion first.')
     for wrapper, inner in (('_orig_mod', 'torch.compile'), ('module', 'DataParallel or DistributedDataParallel')):
         if isinstance(getattr(model, wrapper, None), nn.Module):
             raise TypeError(f'Cannot convert {name}: convert the model before {inner} wraps it.')
-    if not isinstance(model, VisionTransformer):
-        if not isinstance(getattr(model, 'blocks', None), (nn.Sequential, nn.ModuleList)):
-            raise TypeError(f'Cannot convert {name}: it has no sequence of transformer blocks. {hint}')
-        raise TypeError(f'Cannot convert {name}: only VisionTransformer is supported. {hint}')
-    blocks = list(model.blocks)
-    for i, block in enumerate(blocks):
-        # by class object: several timm modules have a class called Block
+    sites = find_sites(model)
+    if getattr(model, 'rope_is_mixed', False):
+        raise TypeError(f'Cannot convert {name}: its RoPE tables are drawn one per block while it runs. {_HINT}')
+    for site in sites:
+        check_blocks(model, site.blocks)
+    _check_structure(name, sites, config)
+    if len(sites) > 1:
+        for setting, value in (('blocks', config.blocks is None), ('T', config.T is None),
+                               ('boundaries', config.boundaries == 'uniform'),
+                               ('init', not str(config.init).startswith('block:'))):
+            if not value:
+                raise ValueError(
+                    f'{setting}={getattr(config, setting)!r} speaks of one sequence of layers, and {name} has '
+                    f'{len(sites)} stages. Leave it out.')
+    if isinstance(config.steps, tuple) and len(config.steps) != len(sites):
+        raise ValueError(f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} numbers of steps.')
+    if len(sites) == 1:
+        _check_layers(name, sites[0].blocks, config)
+    if images is None and (config.boundaries == 'similarity' or config.init == 'svd_data'):
+        setting = 'boundaries' if config.boundaries == 'similarity' else 'init'
+        raise ValueError(
+            f"{setting}='{getattr(config, setting)}' is measured on images. Pass a batch of them, normalised for the "
+            'model: convert_(model, config, images=batch).')
+    return sites
+
+
+def _check_structure(name: str, sites: Sequence[Site], config: OdeConfig) -> None:
+    """The blocks can share weights, and suit the field and the method."""
+    count, fields = 0, 0
+    for site in sites:
+        first, last = config.blocks or (0, len(site.blocks) - 1)
+        chosen = site.blocks[first:last + 1]
+        count, fields = count + len(chosen), fields + len(set(kinds(chosen)))
+        whole = sorted({type(b).__name__ for b in chosen if field_class(b) is WholeField})
+        if config.field == 'lipschitz':
+            _check_lipschitz(name, chosen, config)
+        elif whole and config.method in METHODS and METHODS[config.method].splits:
+            unsplit = [m for m in METHODS if not METHODS[m].splits]
+            raise ValueError(
+                f"'{config.method}' splits a block in attention and MLP, and {name}'s {whole[0]} is used whole. "
+                f"Use an unsplit method ({', '.join(unsplit)}): OdeConfig(method='euler').")
+    if fields == count > 1:
+        shapes = {tuple((n, tuple(p.shape)) for n, p in b.named_parameters()) for s in sites for b in s.blocks}
+        why = 'other parameters' if len(shapes) > 1 else 'other settings'
+        raise TypeError(f'Cannot convert {name}: each of its {count} blocks has {why}, so none can share. {_HINT}')
+
+
+def _check_layers(name: str, blocks: Sequence[nn.Module], config: OdeConfig) -> None:
+    """The layers that the settings speak of exist."""
+    first, last = config.blocks or (0, len(blocks) - 1)
+    if last >= len(blocks):
+        raise ValueError(f'blocks={config.blocks}: {name} has blocks 0 to {len(blocks) - 1}.')
+    layers = last - first + 1
+    if config.phases > layers:
+        raise ValueError(f'phases={config.phases}: there are {layers} layers. Allowed: 1 to {layers}.')
+    if isinstance(config.boundaries, tuple) and not all(first < b <= last for b in config.boundaries):
+        raise ValueError(
+            f'boundaries={config.boundaries}: each must be a layer from {first + 1} to {last}, where a span can start.')
+    if str(config.init).startswith('block:'):
+        index = int(str(config.init)[6:])
+        if not first <= index <= last:
+            raise ValueError(
+                f"init '{config.init}': this model has {len(blocks)} blocks. "
+                f'Allowed: block:{first} to block:{last}, mean, spectral.')
+        if config.boundaries == 'similarity' or max(owners(config, blocks[first:last + 1], first)) > 0:
+            raise ValueError(f"init '{config.init}' fills one shared block, and there would be several. Use 'mean'.")
+
+
+def _check_lipschitz(name: str, blocks: Sequence[Any], config: OdeConfig) -> None:
+    for block in blocks:
         if type(block) is not Block or type(block.attn) is not Attention:
             kind = type(block).__name__ if type(block) is not Block else type(block.attn).__name__
-            raise TypeError(
-                f'Cannot convert {name}: block {i} is a {kind}; only plain pre-norm blocks with plain attention are '
-                f'supported. {hint}')
-        if _shapes(block) != _shapes(blocks[0]):
             raise ValueError(
-                f'Cannot convert {name}: block {i} has other parameters than block 0, so they cannot share weights.')
-    if config.init.startswith('block:') and int(config.init[6:]) >= len(blocks):
+                f"field='lipschitz' replaces plain pre-norm ViT blocks, and {name} has a {kind}. Use field='native'.")
+    if config.init == 'spectral':
+        return
+    mlp, norm = blocks[0].mlp, blocks[0].norm1
+    if not hasattr(mlp, 'fc1') or mlp.fc1.out_features != mlp.fc2.in_features:
         raise ValueError(
-            f"init '{config.init}': this model has {len(blocks)} blocks. "
-            f'Allowed: block:0 to block:{len(blocks) - 1}, mean, spectral.')
-    if config.field == 'lipschitz' and config.init != 'spectral':
-        first: Any = blocks[0]
-        mlp, norm = first.mlp, first.norm1
-        if not hasattr(mlp, 'fc1') or mlp.fc1.out_features != mlp.fc2.in_features:
-            raise ValueError(
-                f"init '{config.init}' needs a base with a plain two-layer MLP for the lipschitz field; this one is a "
-                f"{type(mlp).__name__}. Use init='spectral' or field='native'.")
-        if getattr(norm, 'weight', None) is None or getattr(norm, 'bias', None) is None:
-            raise ValueError(
-                f"init '{config.init}' needs a base whose norms have weight and bias for the lipschitz field; this one "
-                f"is a {type(norm).__name__}. Use init='spectral' or field='native'.")
+            f"init '{config.init}' needs a base with a plain two-layer MLP for the lipschitz field; this one is a "
+            f"{type(mlp).__name__}. Use init='spectral' or field='native'.")
+    if getattr(norm, 'weight', None) is None or getattr(norm, 'bias', None) is None:
+        raise ValueError(
+            f"init '{config.init}' needs a base whose norms have weight and bias for the lipschitz field; this one "
+            f"is a {type(norm).__name__}. Use init='spectral' or field='native'.")
+
+
+def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """RoPE tables of a base that has one per layer, here one per step: that of the layer in which the step starts."""
+    rope = model.rope
+    tables = type(rope).get_embed(rope, *args, **kwargs)
+    times = [step.t if hasattr(step, 't') else float(i) for i, step in enumerate(model.blocks)]
+    tail = len(model.blocks._kept('after'))
+    layers = [min(int(t + 1e-6), len(tables) - 1) for t in times]
+    if tail:
+        layers[-tail:] = range(len(tables) - tail, len(tables))
+    return tables[layers]
 
 
 @dataclass(eq=False)
@@ -129,20 +230,20 @@ class Conversion:
 
     Attributes:
         model: The converted model.
-        blocks: Its OdeBlocks.
-        depth: Number of original blocks.
-        config: Settings, with steps and T filled in.
+        blocks: Its OdeBlocks, one, or one a stage.
+        layers: Number of blocks that were converted.
+        config: Settings; for one sequence of blocks with steps, T and boundaries filled in.
         parameters_before: Parameters of the model before.
         parameters_after: Parameters of the model after.
     """
     model: Any
-    blocks: OdeBlocks
-    depth: int
+    blocks: Tuple[OdeBlocks, ...]
+    layers: int
     config: OdeConfig
     parameters_before: int
     parameters_after: int
-    _original: Optional[nn.Module]
-    _feature_info: List[Any]
+    _originals: Optional[Tuple[Tuple[Site, nn.Module], ...]]
+    _feature_info: Optional[List[Any]]
     _training: bool
 
     def restore(self) -> nn.Module:
@@ -155,38 +256,56 @@ class Conversion:
             ValueError: The original blocks were not kept, the model does not hold this conversion any more, or it has
                 another dtype now.
         """
-        if self._original is None:
+        if self._originals is None:
             raise ValueError(
                 'The original blocks were not kept. Convert with keep_original=True to be able to restore.')
-        if getattr(self.model, 'blocks', None) is not self.blocks:
+        if any(getattr(site.owner, 'blocks', None) is not ode
+               for (site, _), ode in zip(self._originals, self.blocks, strict=True)):
             raise ValueError(
                 'This model does not hold the blocks of this conversion: it was restored or changed since.')
-        now, then = next(self.blocks.parameters()), next(self._original.parameters())
+        now, then = next(self.blocks[0].parameters()), next(self._originals[0][1].parameters())
         if now.dtype != then.dtype:
             raise ValueError(
                 f'The model is {now.dtype} now, its original blocks {then.dtype}. Call model.to({then.dtype}) first.')
-        if not now.is_meta:
-            self._original.to(now.device)
-        if self.model.training != self._training:
-            self._original.train(self.model.training)
-        self.model.blocks = self._original
-        self.model.feature_info = self._feature_info
-        del self.model.__prepare_scriptable__
+        for site, original in self._originals:
+            if not now.is_meta:
+                original.to(now.device)
+            if self.model.training != self._training:
+                original.train(self.model.training)
+            site.owner.blocks = original
+        if self._feature_info is not None:
+            self.model.feature_info = self._feature_info
+        for owner, name in ((self.model, '__prepare_scriptable__'), (getattr(self.model, 'rope', None), 'get_embed')):
+            if name in getattr(owner, '__dict__', {}):
+                delattr(owner, name)
         return self.model
 
     def __str__(self) -> str:
-        config = self.config
-        steps, T = config.grid
-        nfe = 'adaptive' if config.adaptive else f'{steps * METHODS[config.method].evaluations} evaluations'
+        config, first = self.config, self.blocks[0]
+        where = f'blocks {int(first.t)}-{int(first.t) + self.layers - 1}' if len(self.blocks) == 1 else (
+            f'{self.layers} blocks in {len(self.blocks)} stages')
+        per_step = None if config.adaptive else METHODS[config.method].evaluations
+        solver = '; '.join(f'{b.steps} steps on [{b.t:g}, {b.end:g}]' for b in self.blocks)
+        nfe = 'adaptive' if per_step is None else f'{sum(b.steps for b in self.blocks) * per_step} evaluations'
         native = config.field == 'native'
         kept = "the base's own" if native else 'new: no biases, no qk-norm, CenterNorm for LayerNorm'
+        time = {'autonomous': 'autonomous', 'vectors': 'vectors of each layer',
+                'low_rank': f'vectors of each layer, residuals of rank {config.rank}'}[config.time]
+        if isinstance(config.boundaries, tuple):
+            time += f", phases from layers {', '.join(map(str, (int(first.t), *config.boundaries)))}"
         share = 100 * self.parameters_after / self.parameters_before
         return (
-            f'{type(self.model).__name__}: blocks 0-{self.depth - 1} -> 1 shared block\n'
+            f'{type(self.model).__name__}: {where} -> {_shared_blocks(self.blocks)}\n'
             f'  field       {config.field}, init {config.init}\n'
             f'  sub-layers  {kept}\n'
-            f'  solver      {config.method}, {steps} steps on [0, {T:g}], {nfe}\n'
+            f'  time        {time}\n'
+            f'  solver      {config.method}, {solver}, {nfe}\n'
             f'  parameters  {self.parameters_before:,} -> {self.parameters_after:,} ({share:.1f} %)')
+
+
+def _shared_blocks(blocks: Sequence[OdeBlocks]) -> str:
+    count = sum(len(getattr(b.shared, 'fields', (b.shared,))) for b in blocks)
+    return f"{count} shared block{'s' if count > 1 else ''}"
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -194,31 +313,46 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def list_convertible(filter: str = '') -> List[str]:
-    """Names of the timm models that `convert_` takes, found by building each on the meta device.
+def list_convertible(filter: str = '', *, refused: bool = False) -> Dict[str, str]:
+    """The timm models that `convert_` takes, found by building each on the meta device.
 
     Args:
-        filter: Wildcard for model names, such as 'vit_small*'; all by default, which takes about half a minute.
+        filter: Wildcard for model names, such as 'vit_small*'; all by default, which takes about two minutes.
+        refused: List the models that `convert_` does not take instead.
+
+    Returns:
+        Names, and for each the field and the methods that suit it, or why it is refused.
     """
-    return list(_convertible(filter))
+    return {name: text for name, (ok, text) in _convertible(filter).items() if ok is not refused}
 
 
 @cache
-def _convertible(filter: str) -> Tuple[str, ...]:
-    names = []
+def _convertible(filter: str) -> Dict[str, Tuple[bool, str]]:
+    found = {}
     for name in timm.list_models(filter):
-        module = import_module(timm.model_entrypoint(name).__module__)
-        if name.startswith('odevit') or not hasattr(module, 'VisionTransformer'):
+        if name.startswith('odevit'):
             continue
         with torch.device('meta'):
             model = timm.create_model(name)
+        found[name] = convertibility(model)
+    return found
+
+
+def convertibility(model: nn.Module) -> Tuple[bool, str]:
+    """Whether a model can be converted, and with which field and methods, or why not."""
+    try:
         try:
-            check_convertible(model)
-        except (TypeError, ValueError):
-            continue
-        names.append(name)
-    return tuple(names)
-
-
-def _shapes(block: nn.Module) -> List[tuple]:
-    return [(name, tuple(p.shape)) for name, p in block.named_parameters()]
+            sites = _check(model, _DEFAULT, None)
+            methods = 'all methods'
+        except ValueError:
+            sites = _check(model, OdeConfig(method='euler'), None)
+            methods = 'unsplit methods'
+    except (TypeError, ValueError) as e:
+        return False, str(e)
+    shared = sum(len(set(kinds(site.blocks))) for site in sites)
+    try:
+        _check(model, OdeConfig(field='lipschitz', method='euler', init='spectral'), None)
+        fields = 'native, lipschitz'
+    except ValueError:
+        fields = 'native'
+    return True, f"{fields}; {methods}; {shared} shared block{'s' if shared > 1 else ''} at least"

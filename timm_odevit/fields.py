@@ -1,75 +1,210 @@
 """Vector fields: what the solver integrates. A field is the sum of an attention and an MLP sub-flow."""
-from typing import TYPE_CHECKING, Any, List, Optional
+import inspect
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
+from timm.layers import Attention, DropPath, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
+from timm.models.vision_transformer_sam import window_partition, window_unpartition
 from torch import Tensor, nn
 from torch.jit import Final
 
-__all__ = ['CenterNorm', 'Field', 'LipschitzField', 'NativeField']
+__all__ = [
+    'CenterNorm', 'Context', 'Field', 'GammaField', 'LipschitzField', 'NativeField', 'ParallelField', 'PostNormField',
+    'SamField', 'ShiftedPostNormField', 'ShiftedWindowField', 'WholeField']
+
+
+class Context(NamedTuple):
+    """What a field is called with beside the time and the state.
+
+    Attributes:
+        attn_mask: Attention mask of the host.
+        is_causal: Causal attention.
+        weights: What `fold()` returned for this forward pass.
+        passed: All that the host hands to its blocks, by name: masks, RoPE tables, shared position bias, ...
+    """
+    attn_mask: Optional[Tensor]
+    is_causal: bool
+    weights: Optional[List[Tensor]]
+    passed: Dict[str, Tensor]
 
 
 class Field(nn.Module):
     """A vector field psi(t, x) = G(t, x) + F(t, x): G attention, which mixes tokens, F the MLP of each token.
 
     Every field has
-    - `attention(t, x, attn_mask, is_causal, weights)` and `mlp(t, x, weights)`: G and F, [B, N, D] each;
-    - `__call__(t, x, attn_mask, is_causal, weights)`: their sum;
+    - `__call__(t, x, context, part)`: G for part 'attention', F for part 'mlp', their sum for '' [B, N, D];
+    - `attention(t, x, context)` and `mlp(t, x, context)`: G and F on their own, where the field can be split;
     - `fold()`: what depends on the parameters alone and is worth computing once per forward pass instead of once
-      per evaluation, or None; handed back as `weights`;
+      per evaluation, or None; handed back as `context.weights`;
     - `attention_map(t, x)`: the probabilities [B, heads, N, N] in float32, before dropout.
 
     t is a float, or a 0-dim tensor from an adaptive method.
     """
+    if TYPE_CHECKING:  # TorchScript reads the annotations of a module
+        names: Tuple[str, ...]  # what a host's blocks take after the state, in order
+        attention_prefixes: Tuple[str, ...]  # names of the parameters of G start so; all others belong to F
+    names = ('attn_mask', 'is_causal')
+    attention_prefixes = ()
 
-    def fold(self) -> Optional[List[Tensor]]:
+    def forward(self, t: float, x: Tensor, context: Optional[Context] = None, part: str = '') -> Tensor:
+        if context is None:
+            context = Context(None, False, None, {})
+        if part == 'attention':
+            return self.attention(t, x, context)
+        if part == 'mlp':
+            return self.mlp(t, x, context)
+        return self.both(t, x, context)
+
+    def both(self, t: float, x: Tensor, context: Context) -> Tensor:
+        return self.attention(t, x, context) + self.mlp(t, x, context)
+
+    @property
+    @torch.jit.unused
+    def has_attention_maps(self):
+        """Whether `attention_map` works."""
+        return False
+
+    @torch.jit.unused
+    def context(self, args, kwargs):
+        """A Context of what a host hands to one of its blocks after the state."""
+        passed = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        return Context(passed.get('attn_mask'), passed.get('is_causal', False), None, passed)
+
+    @torch.jit.unused
+    def fold(self):
         return None
+
+    @torch.jit.unused
+    def attention_map(self, t, x):
+        raise ValueError(f'{type(self).__name__} has no attention maps. Set jasmin_weight to 0.')
 
 
 class NativeField(Field):
-    """The base model's own sub-layers, with all that they have (LayerScale, qk-norm, biases, ...).
+    """The base model's own sub-layers, with all that they have (LayerScale, qk-norm, biases, RoPE, ...).
 
     Args:
-        block: A pre-norm transformer block of timm (norm1, attn, ls1, norm2, mlp, ls2).
+        block: A transformer block of the base, here a pre-norm one (norm1, attn, ls1, norm2, mlp, ls2); the
+            subclasses take the other kinds.
     """
+    attention_prefixes = ('block.norm1', 'block.attn', 'block.ls1', 'block.gamma_1')
     if TYPE_CHECKING:  # TorchScript reads the annotations of a module
         block: Any
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
+        self.names = tuple(inspect.signature(type(block).forward).parameters)[2:]
 
-    def attention(
-            self,
-            t: float,
-            x: Tensor,
-            attn_mask: Optional[Tensor] = None,
-            is_causal: bool = False,
-            weights: Optional[List[Tensor]] = None,
-    ) -> Tensor:
-        y = self.block.attn(self.block.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
-        return self.block.drop_path1(self.block.ls1(y))
+    def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
+        return self.block.drop_path1(self.block.ls1(self._attend(self.block.norm1(x), context)))
 
-    def mlp(self, t: float, x: Tensor, weights: Optional[List[Tensor]] = None) -> Tensor:
+    def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
         return self.block.drop_path2(self.block.ls2(self.block.mlp(self.block.norm2(x))))
 
-    def forward(
-            self,
-            t: float,
-            x: Tensor,
-            attn_mask: Optional[Tensor] = None,
-            is_causal: bool = False,
-            weights: Optional[List[Tensor]] = None,
-    ) -> Tensor:
-        return self.attention(t, x, attn_mask, is_causal) + self.mlp(t, x)
+    def _attend(self, x: Tensor, context: Context) -> Tensor:
+        if torch.jit.is_scripting():
+            return self.block.attn(x, attn_mask=context.attn_mask, is_causal=context.is_causal)
+        else:
+            return self._attend_passing_all(x, context)
 
-    @torch.jit.ignore
-    def attention_map(self, t: float, x: Tensor) -> Tensor:
+    @torch.jit.unused
+    def _attend_passing_all(self, x, context):  # TorchScript does not even parse **
+        return self.block.attn(x, **context.passed)
+
+    @property
+    @torch.jit.unused
+    def has_attention_maps(self):
+        # elsewhere, RoPE, a position bias or windows are part of it
+        return type(self) is NativeField and type(self.block.attn) is Attention
+
+    @torch.jit.unused
+    def attention_map(self, t, x):
+        if not self.has_attention_maps:
+            return super().attention_map(t, x)
         attn = self.block.attn
         B, N, _ = x.shape
         q, k, _ = attn.qkv(self.block.norm1(x)).reshape(B, N, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         return _probabilities(attn.q_norm(q), attn.k_norm(k), attn.scale)
+
+
+class PostNormField(NativeField):
+    """A block whose norms follow its sub-layers: ResPostBlock, EvaBlockPostNorm, ResPostRelPosBlock."""
+
+    def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
+        return self.block.drop_path1(self.block.norm1(self._attend(x, context)))
+
+    def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
+        return self.block.drop_path2(self.block.norm2(self.block.mlp(x)))
+
+
+class GammaField(NativeField):
+    """A pre-norm block with LayerScale as plain parameters gamma_1 and gamma_2, or without: EVA, BEiT."""
+
+    def attention(self, t, x, context):
+        y = self._attend(self.block.norm1(x), context)
+        return self.block.drop_path1(y if self.block.gamma_1 is None else self.block.gamma_1 * y)
+
+    def mlp(self, t, x, context):
+        y = self.block.mlp(self.block.norm2(x))
+        return self.block.drop_path2(y if self.block.gamma_2 is None else self.block.gamma_2 * y)
+
+
+class ParallelField(NativeField):
+    """Several attentions side by side, then several MLPs side by side: ParallelThingsBlock."""
+    attention_prefixes = ('block.attns',)
+
+    def attention(self, t, x, context):
+        return torch.stack([
+            a.drop_path(a.ls(a.attn(a.norm(x), **context.passed))) for a in self.block.attns]).sum(dim=0)
+
+    def mlp(self, t, x, context):
+        return torch.stack([ffn(x) for ffn in self.block.ffns]).sum(dim=0)
+
+
+class SamField(NativeField):
+    """SAM's block on a map of tokens [B, H, W, D], within windows or global."""
+
+    def attention(self, t, x, context):
+        block, (H, W) = self.block, x.shape[1:3]
+        y = block.norm1(x)
+        pad_hw = (H, W)
+        if block.window_size > 0:
+            y, pad_hw = window_partition(y, block.window_size)
+        y = block.drop_path1(block.ls1(block.attn(y)))
+        return window_unpartition(y, block.window_size, (H, W), pad_hw) if block.window_size > 0 else y
+
+
+class ShiftedWindowField(NativeField):
+    """Swin's block on a map of tokens [B, H, W, D]."""
+
+    def attention(self, t, x, context):
+        return self.block.drop_path1(self.block._attn(self.block.norm1(x)))
+
+    def mlp(self, t, x, context):
+        return self.block.drop_path2(self.block.mlp(self.block.norm2(x)))
+
+
+class ShiftedPostNormField(ShiftedWindowField):
+    """SwinV2's block: norms after the sub-layers."""
+
+    def attention(self, t, x, context):
+        return self.block.drop_path1(self.block.norm1(self.block._attn(x)))
+
+    def mlp(self, t, x, context):
+        return self.block.drop_path2(self.block.norm2(self.block.mlp(x)))
+
+
+class WholeField(NativeField):
+    """psi(x) = block(x) - x: a block that is not split, for the unsplit methods only."""
+
+    def attention(self, t, x, context):
+        raise ValueError(f'A {type(self.block).__name__} cannot be split in attention and MLP. Use an unsplit method.')
+
+    mlp = attention
+
+    def both(self, t, x, context):
+        return self.block(x, **context.passed) - x
 
 
 class CenterNorm(nn.Module):
@@ -122,6 +257,7 @@ class LipschitzField(Field):
 
     Source: ODE-ViT, arXiv 2511.16501.
     """
+    attention_prefixes = ('norm1', 'qkv', 'proj')
     fused_attn: Final[bool]
 
     def __init__(
@@ -157,73 +293,62 @@ class LipschitzField(Field):
         self.proj_drop = nn.Dropout(proj_drop)
         self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
 
-    def fold(self) -> Optional[List[Tensor]]:
+    def fold(self) -> List[Tensor]:
         """The products of norms and projections: w_in [3A + M, D], b_in [3A + M], w_out [D, A + M]; A = attn_dim."""
         w_attn, b_attn = self.norm1.fold(self.qkv.weight)
         w_mlp, b_mlp = self.norm2.fold(self.fc1.weight)
         w_out = torch.cat([self.proj.weight, self.fc2.weight], dim=1)
         return [torch.cat([w_attn, w_mlp]), torch.cat([b_attn, b_mlp]), w_out]
 
-    def attention(
-            self,
-            t: float,
-            x: Tensor,
-            attn_mask: Optional[Tensor] = None,
-            is_causal: bool = False,
-            weights: Optional[List[Tensor]] = None,
-    ) -> Tensor:
-        w_in, b_in, w_out = self._weights(weights)
+    def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
+        w_in, b_in, w_out = self._weights(context)
         A = self.attn_dim
-        y = self._attend(F.linear(x, w_in[:3 * A], b_in[:3 * A]), attn_mask, is_causal)
+        y = self._attend(F.linear(x, w_in[:3 * A], b_in[:3 * A]), context)
         return self.proj_drop(F.linear(self.drop_path(y), w_out[:, :A]))
 
-    def mlp(self, t: float, x: Tensor, weights: Optional[List[Tensor]] = None) -> Tensor:
-        w_in, b_in, w_out = self._weights(weights)
+    def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
+        w_in, b_in, w_out = self._weights(context)
         A = self.attn_dim
         y = self.proj_drop(self.act(F.linear(x, w_in[3 * A:], b_in[3 * A:])))
         return self.proj_drop(F.linear(self.drop_path(y), w_out[:, A:]))
 
-    def forward(
-            self,
-            t: float,
-            x: Tensor,
-            attn_mask: Optional[Tensor] = None,
-            is_causal: bool = False,
-            weights: Optional[List[Tensor]] = None,
-    ) -> Tensor:
-        w_in, b_in, w_out = self._weights(weights)
+    def both(self, t: float, x: Tensor, context: Context) -> Tensor:
+        w_in, b_in, w_out = self._weights(context)
         qkv, y = F.linear(x, w_in, b_in).split([3 * self.attn_dim, self.hidden], dim=-1)
-        a = self.drop_path(self._attend(qkv, attn_mask, is_causal))
+        a = self.drop_path(self._attend(qkv, context))
         y = self.drop_path(self.proj_drop(self.act(y)))
         return self.proj_drop(F.linear(torch.cat([a, y], dim=-1), w_out))
 
-    @torch.jit.ignore
-    def attention_map(self, t: float, x: Tensor) -> Tensor:
+    @property
+    @torch.jit.unused
+    def has_attention_maps(self):
+        return True
+
+    @torch.jit.unused
+    def attention_map(self, t, x):
         q, k, _ = self._heads(self.qkv(self.norm1(x))).unbind(0)
         return _probabilities(q, k, self.scale)
 
-    def _weights(self, weights: Optional[List[Tensor]]) -> List[Tensor]:
-        if weights is None:
-            weights = self.fold()
-        assert weights is not None  # for TorchScript's type checker
-        return weights
+    def _weights(self, context: Context) -> List[Tensor]:
+        weights = context.weights
+        return self.fold() if weights is None else weights
 
     def _heads(self, qkv: Tensor) -> Tensor:
         B, N, _ = qkv.shape
         return qkv.reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
 
-    def _attend(self, qkv: Tensor, attn_mask: Optional[Tensor], is_causal: bool) -> Tensor:
+    def _attend(self, qkv: Tensor, context: Context) -> Tensor:
         q, k, v = self._heads(qkv).unbind(0)
         if self.fused_attn:
             y = F.scaled_dot_product_attention(
                 q, k, v,
-                attn_mask=attn_mask,
+                attn_mask=context.attn_mask,
                 dropout_p=self.attn_drop.p if self.training else 0.,
-                is_causal=is_causal,
+                is_causal=context.is_causal,
             )
         else:
             attn = (q * self.scale) @ k.transpose(-2, -1)
-            attn = maybe_add_mask(attn, resolve_self_attn_mask(attn.shape[-1], attn, attn_mask, is_causal))
+            attn = maybe_add_mask(attn, resolve_self_attn_mask(attn.shape[-1], attn, context.attn_mask, context.is_causal))
             y = self.attn_drop(attn.softmax(dim=-1)) @ v
         return y.transpose(1, 2).flatten(2)
 

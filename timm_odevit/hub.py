@@ -3,6 +3,7 @@ import json
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple, Union
 
@@ -13,8 +14,8 @@ from timm.models import save_for_hf
 from timm.utils import unwrap_model
 from torch import nn
 
-from .blocks import find_ode_blocks
-from .config import PREFIX
+from .blocks import OdeBlocks, find_ode_blocks
+from .config import PREFIX, OdeConfig
 
 __all__ = ['describe', 'save_pretrained']
 
@@ -114,7 +115,7 @@ def _describe(
             args = {'base': args.get('base', architecture), 'base_args': own,
                     **{k: v for k, v in args.items() if k in _TOP}}
             architecture = 'odevit_converted'
-        args.update(blocks[0].config.to_args())
+        args.update(_settings(blocks).to_args())
     try:
         args = json.loads(json.dumps(args))
     except TypeError as e:
@@ -125,6 +126,14 @@ def _describe(
     if difference:
         raise ValueError(f'{architecture} with {args} would not rebuild this model: {difference}. {hint}')
     return architecture, args, rebuilt
+
+
+def _settings(blocks: List[OdeBlocks]) -> OdeConfig:
+    """The settings from which all of a model's OdeBlocks follow."""
+    config = blocks[0].config
+    if len(blocks) > 1:  # stages: what each took from its own depth is left out
+        config = replace(config, steps=tuple(b.steps for b in blocks), T=None, boundaries='uniform')
+    return config
 
 
 def _current(model: nn.Module) -> Dict[str, Any]:

@@ -1,33 +1,54 @@
-"""The shared block's weights, from the base's blocks."""
+"""The shared blocks' weights, from the base's blocks."""
 import copy
-from typing import Any, Callable, List, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from .fields import Field, LipschitzField, NativeField
+from .config import OdeConfig
+from .families import field_class, kinds, per_layer
+from .fields import Field, LipschitzField
+from .time_dependence import PhasedField, TimeField, matrix_shape
 
-__all__ = ['build_field', 'spectral_']
+__all__ = ['Moments', 'build_field', 'owners', 'set_per_layer', 'spectral_']
+
+Moments = Dict[Tuple[int, str], Tensor]  # second moment of the inputs of a linear layer, by layer and parameter name
 
 
-def build_field(field: str, init: str, blocks: Sequence[nn.Module]) -> Field:
-    """Build the shared field of an ODE-ViT; the base's blocks are read, not changed.
+def owners(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -> List[int]:
+    """For each of the blocks, the number of the shared block that takes its place.
+
+    A shared block serves the blocks of one kind within one span; config.boundaries are layers or 'uniform'.
+    """
+    if isinstance(config.boundaries, tuple):
+        starts = [b - first for b in config.boundaries]
+    else:
+        count = min(config.phases, len(blocks))
+        starts = [round(i * len(blocks) / count) for i in range(1, count)]
+    groups = [(sum(i >= start for start in starts), kind) for i, kind in enumerate(kinds(blocks))]
+    order = sorted(set(groups), key=groups.index)
+    return [order.index(group) for group in groups]
+
+
+def build_field(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0, moments: Optional[Moments] = None) -> Field:
+    """Build the vector field of an ODE-ViT; the base's blocks are read, not changed.
 
     Args:
-        field: 'native' or 'lipschitz'.
-        init: 'mean', 'block:<i>' or 'spectral'.
-        blocks: Pre-norm transformer blocks of the base, all of one structure.
+        config: Field, time dependence, phases (boundaries given or uniform) and initialisation.
+        blocks: Consecutive transformer blocks of the base.
+        first: Layer of the first of them.
+        moments: For init 'svd_data', the second moment of the inputs of each linear layer.
 
     Returns:
-        A field with weights of its own, on the device, in the dtype and in the mode of the first block. A parameter
-        is trainable where it is in any of the blocks.
+        A field with weights of its own, on the device, in the dtype and in the mode of the blocks. A parameter is
+        trainable where it is in any of the blocks that it stands for.
     """
-    index = int(init.split(':')[1]) if init.startswith('block:') else None
-    chosen = blocks if index is None else [blocks[index]]
-    build = _native if field == 'native' else _lipschitz
-    with torch.no_grad():
-        return build(chosen, blocks, init == 'spectral')
+    owner = owners(config, blocks, first)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):  # conversion leaves the caller's random state alone
+        fields = [_build([i for i, o in enumerate(owner) if o == index], config, blocks, first, moments)
+                  for index in range(max(owner) + 1)]
+    return fields[0] if len(fields) == 1 else PhasedField(fields, owner, first).train(fields[0].training)
 
 
 def spectral_(weight: Tensor, parts: int = 1) -> Tensor:
@@ -48,57 +69,128 @@ def spectral_(weight: Tensor, parts: int = 1) -> Tensor:
     return weight
 
 
-def _native(chosen: Sequence[nn.Module], blocks: Sequence[nn.Module], spectral: bool) -> NativeField:
-    block = copy.deepcopy(chosen[0])
-    for name, parameter in block.named_parameters():
-        parameter.copy_(_mean([b.get_parameter(name) for b in chosen]))
-        parameter.requires_grad_(any(b.get_parameter(name).requires_grad for b in blocks))
-    rate = _drop_path_rate(blocks)
-    for name in ('drop_path1', 'drop_path2'):
-        setattr(block, name, _drop_path(rate, block.training))
-    if spectral:
-        for name, module in block.named_modules():
-            if isinstance(module, nn.Linear):
-                spectral_(module.weight, 3 if name.endswith('qkv') else 1)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif hasattr(module, 'reset_parameters'):
-                module.reset_parameters()
-    return NativeField(block)
+def set_per_layer(block: nn.Module, others: Sequence[nn.Module]) -> None:
+    """Give a block the mean over `others` of the constants that timm sets by depth, such as stochastic-depth rates."""
+    found = [per_layer(other) for other in others]
+    for name, key in {pair for constants in found for pair in constants}:
+        value = sum(constants.get((name, key), 0.) for constants in found) / len(found)
+        parent = block.get_submodule(name.rpartition('.')[0])
+        if key == 'drop_prob':
+            module = DropPath(value) if value > 0. else nn.Identity()
+            setattr(parent, name.rpartition('.')[2], module.train(block.training))
+        else:
+            setattr(block.get_submodule(name), key, value)
 
 
-def _lipschitz(chosen: Sequence[Any], blocks: Sequence[Any], spectral: bool) -> LipschitzField:
-    first = blocks[0]
-    attn, mlp, weight = first.attn, first.mlp, first.attn.qkv.weight
-    field = LipschitzField(
+def _build(
+        group: List[int],
+        config: OdeConfig,
+        blocks: Sequence[nn.Module],
+        first: int,
+        moments: Optional[Moments],
+) -> Field:
+    """The field of the blocks with the given numbers."""
+    init = str(config.init)
+    members = [blocks[i] for i in group]
+    chosen = [blocks[int(init[6:]) - first]] if init.startswith('block:') else members
+    base = _structure(config.field, members)
+    if init == 'spectral':
+        _spectral_init(base)
+    else:
+        layers = [_values(config.field, block) for block in chosen]
+        for name, parameter in base.named_parameters():
+            parameter.copy_(_mean([values[name] for values in layers]))
+    if config.time == 'autonomous':
+        return base
+    field = TimeField(base, [first + i for i in group], config.rank).train(base.training)
+    if init != 'spectral':
+        for row, index in enumerate(group):
+            values = _values(config.field, blocks[index])
+            for name, parameter in base.named_parameters():
+                key = name.replace('.', '-')
+                if key in field.vectors:
+                    field.vectors[key][row] = values[name] - parameter
+                elif key in field.up and init in ('svd', 'svd_data') and not parameter.is_meta:
+                    moment = (moments or {}).get((first + index, name))
+                    residual = (values[name] - parameter).reshape(matrix_shape(parameter))
+                    field.up[key][row], field.down[key][row] = _factors(residual, field.up[key].shape[-1], moment)
+    return field
+
+
+def _structure(kind: str, members: Sequence[Any]) -> Field:
+    """A field of the structure of some blocks, its weights still to be filled."""
+    first = members[0]
+    trainable = {name for block in members for name, p in block.named_parameters() if p.requires_grad}
+    if kind == 'native':
+        block = copy.deepcopy(first)
+        for name, parameter in block.named_parameters():
+            parameter.requires_grad_(name in trainable)
+        set_per_layer(block, members)
+        return field_class(block)(block).train(first.training)
+    attn, weight = first.attn, first.attn.qkv.weight
+    return LipschitzField(
         dim=weight.shape[1],
         num_heads=attn.num_heads,
         head_dim=weight.shape[0] // (3 * attn.num_heads),
-        hidden=mlp.fc2.in_features,
-        act=copy.deepcopy(mlp.act),
+        hidden=first.mlp.fc2.in_features,
+        act=copy.deepcopy(first.mlp.act),
         attn_drop=attn.attn_drop.p,
         proj_drop=attn.proj_drop.p,
-        drop_path=_drop_path_rate(blocks),
+        drop_path=sum(getattr(b.drop_path1, 'drop_prob', 0.) or 0. for b in members) / len(members),
         device=weight.device,
         dtype=weight.dtype,
-    ).train(first.training)
-    if spectral:
-        for linear, parts in ((field.qkv, 3), (field.proj, 1), (field.fc1, 1), (field.fc2, 1)):
-            spectral_(linear.weight, parts)
+    ).train(first.training).requires_grad_(bool(trainable))
+
+
+def _values(kind: str, block: Any) -> Dict[str, Tensor]:
+    """What one block of the base gives each parameter of the field."""
+    if kind == 'native':
+        return {f'block.{name}': p for name, p in block.named_parameters()}
+    # LayerScale multiplies the rows of the projection before it; a field without LayerScale takes it in there.
+    return {
+        'norm1.weight': block.norm1.weight, 'norm1.bias': block.norm1.bias, 'qkv.weight': block.attn.qkv.weight,
+        'proj.weight': _scaled(block.attn.proj.weight, block.ls1), 'norm2.weight': block.norm2.weight,
+        'norm2.bias': block.norm2.bias, 'fc1.weight': block.mlp.fc1.weight,
+        'fc2.weight': _scaled(block.mlp.fc2.weight, block.ls2),
+    }
+
+
+def _spectral_init(field: Field) -> None:
+    for name, module in field.named_modules():
+        if isinstance(module, nn.Linear):
+            spectral_(module.weight, 3 if name.endswith('qkv') else 1)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif hasattr(module, 'reset_parameters') and not list(module.children()):
+            module.reset_parameters()
+
+
+def _factors(residual: Tensor, rank: int, moment: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+    """Factors [M, r] and [r, N] of the best approximation of a residual [M, N] by a matrix of rank r.
+
+    Best in the Frobenius norm, or with the second moment of the inputs x [N, N], in the mean of |residual x|^2.
+    """
+    M, N = residual.shape
+    if rank == N:  # nothing to truncate
+        return residual, torch.eye(N, dtype=residual.dtype, device=residual.device)
+    if rank == M:
+        return torch.eye(M, dtype=residual.dtype, device=residual.device), residual
+    R = residual.to(torch.promote_types(residual.dtype, torch.float32))
+    if moment is not None:
+        values, vectors = torch.linalg.eigh(moment.to(R))
+        values = values.clamp_min(1e-6 * values.max()).sqrt()  # directions that never occur keep a little weight
+        R = R @ (vectors * values)
+    if 8 * rank < min(M, N):
+        torch.manual_seed(0)  # the sketch is random; a conversion is not
+        U, S, V = torch.svd_lowrank(R, q=min(2 * rank + 8, M, N), niter=4)
+        U, S, Vh = U[:, :rank], S[:rank], V[:, :rank].T
     else:
-        # LayerScale multiplies the rows of the projection before it; a field without LayerScale takes it in there.
-        sources: List[tuple[Tensor, Callable[[Any], Tensor]]] = [
-            (field.norm1.weight, lambda b: b.norm1.weight), (field.norm1.bias, lambda b: b.norm1.bias),
-            (field.qkv.weight, lambda b: b.attn.qkv.weight),
-            (field.proj.weight, lambda b: _scaled(b.attn.proj.weight, b.ls1)),
-            (field.norm2.weight, lambda b: b.norm2.weight), (field.norm2.bias, lambda b: b.norm2.bias),
-            (field.fc1.weight, lambda b: b.mlp.fc1.weight),
-            (field.fc2.weight, lambda b: _scaled(b.mlp.fc2.weight, b.ls2)),
-        ]
-        for target, source in sources:
-            target.copy_(_mean([source(b) for b in chosen]))
-    trainable = any(p.requires_grad for b in blocks for p in b.parameters())
-    return field.requires_grad_(trainable)
+        U, S, Vh = torch.linalg.svd(R, full_matrices=False)
+        U, S, Vh = U[:, :rank], S[:rank], Vh[:rank]
+    up, down = U * S.sqrt(), S.sqrt()[:, None] * Vh
+    if moment is not None:
+        down = down @ (vectors / values).T
+    return up.to(residual), down.to(residual)
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
@@ -114,11 +206,3 @@ def _mean(tensors: Sequence[Tensor]) -> Tensor:
 def _scaled(weight: Tensor, layer_scale: nn.Module) -> Tensor:
     gamma = getattr(layer_scale, 'gamma', None)
     return weight if gamma is None else weight * gamma[:, None]
-
-
-def _drop_path_rate(blocks: Sequence[Any]) -> float:
-    return sum(getattr(b.drop_path1, 'drop_prob', 0.) or 0. for b in blocks) / len(blocks)
-
-
-def _drop_path(rate: float, training: bool) -> nn.Module:
-    return (DropPath(rate) if rate > 0. else nn.Identity()).train(training)

@@ -1,18 +1,21 @@
 """The `odevit_*` models in timm's registry: data, and one way to build them all."""
+import inspect
 from dataclasses import replace
-from functools import cache, partial
-from typing import Any, Dict, Optional
+from functools import partial
+from importlib import import_module
+from typing import Any, Dict, List, Optional
 
 import timm
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-from timm.layers import DropPath
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.vision_transformer import checkpoint_filter_fn
+from timm.models.naflexvit import NaFlexVit
 from torch import nn
 
 from .config import PREFIX, OdeConfig
 from .convert import check_convertible, convert_
+from .families import find_sites, kinds
+from .init import set_per_layer
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
 
@@ -88,12 +91,13 @@ def odevit_converted(
 
 def _create_odevit(variant: str, base: str, pretrained: bool, named: bool = True, **kwargs: Any) -> nn.Module:
     config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
+    steps = config.steps if isinstance(config.steps, int) else 3
     return build_model_with_cfg(
         partial(_build, base, config, named),
         variant,
         pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=kwargs.pop('out_indices', min(3, config.steps or 3)), feature_cls='getter'),
+        pretrained_filter_fn=getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None),
+        feature_cfg=dict(out_indices=kwargs.pop('out_indices', min(3, steps)), feature_cls='getter'),
         **kwargs,
     )
 
@@ -102,26 +106,61 @@ def _build(
         base: str,
         config: OdeConfig,
         named: bool,
-        depth: Optional[int] = None,
         drop_path_rate: float = 0.,
         **kwargs: Any,
 ) -> nn.Module:
-    config = config.resolve(_depth(base) if depth is None else depth)
-    model: Any = timm.create_model(base, depth=1, **kwargs)  # one block is all that an ODE-ViT needs of its base
-    if drop_path_rate > 0.:
-        rate = drop_path_rate / 2  # the mean of timm's linear schedule over depth, as converting a full base gives
-        model.blocks[0].drop_path1, model.blocks[0].drop_path2 = DropPath(rate), DropPath(rate)
-    first = replace(config, init='mean') if config.init.startswith('block:') else config  # it is the only one
-    convert_(model, first, keep_original=False)
-    model.blocks.config = config
-    args = {k: v for k, v in kwargs.items() if k not in ('device', 'dtype')}
+    if drop_path_rate > 0.:  # not every base knows this keyword
+        kwargs['drop_path_rate'] = drop_path_rate
+    model = _shallow(base, kwargs)
+    # a fresh model has one block of each kind to take weights from, so there is nothing to choose or to factorise
+    fresh = config if config.init == 'spectral' else replace(config, init='mean')
+    done = convert_(model, fresh, keep_original=False)
+    for blocks in done.blocks:
+        blocks.config = replace(blocks.config, init=config.init)
+    args = {k: v for k, v in kwargs.items() if k not in ('device', 'dtype', 'depth', 'drop_path_rate')}
     model._model_args = {**({} if named else {'base': base}), **args, **config.to_args()}
     return model
 
 
-@cache
-def _depth(base: str) -> int:
+def _shallow(base: str, kwargs: Dict[str, Any]) -> Any:
+    """The base with no more blocks than it has kinds of them: block i of a kind is the same module as the first one.
+
+    The base is built on the meta device to see its blocks, and then with as few blocks as it lets itself be built with.
+    """
     with torch.device('meta'):
-        model: Any = timm.create_model(base)
-    check_convertible(model)
-    return len(model.blocks)
+        whole: Any = timm.create_model(base, **{**kwargs, 'device': None})
+    check_convertible(whole, OdeConfig(method='euler'))
+    sites = find_sites(whole)
+    key = next((k for k in ('depth', 'num_blocks', 'depths') if k in inspect.signature(type(whole).__init__).parameters), '')
+    if isinstance(whole, NaFlexVit):
+        key = 'depth'
+    # the first blocks, up to the one with which every kind has been seen
+    needed = [max(kinds(site.blocks).index(kind) for kind in set(kinds(site.blocks))) + 1 for site in sites]
+    model: Any = None
+    if key:
+        fewer = dict(kwargs, drop_path_rate=0.) if 'drop_path_rate' in kwargs else kwargs
+        try:
+            model = timm.create_model(base, **{**fewer, key: tuple(needed) if key == 'depths' else needed[0]})
+        except (AssertionError, TypeError, ValueError):
+            model = None  # a base with settings per block, which knows one depth only
+    if model is None or _outside(model) != _outside(whole):
+        model = timm.create_model(base, **kwargs)
+    for ours, theirs in zip(find_sites(model), sites, strict=True):
+        few, order = ours.blocks, kinds(theirs.blocks)
+        firsts = [few[order.index(kind)] for kind in range(max(order) + 1)]
+        for kind, block in enumerate(firsts):
+            set_per_layer(block, [b for b, k in zip(theirs.blocks, order, strict=True) if k == kind])
+        ours.owner.blocks = type(ours.owner.blocks)(*_as_args(ours.owner.blocks, [firsts[kind] for kind in order]))
+    if isinstance(getattr(whole, 'feature_info', None), list):
+        model.feature_info = whole.feature_info
+    return model
+
+
+def _as_args(container: nn.Module, blocks: List[nn.Module]) -> List[Any]:
+    return blocks if isinstance(container, nn.Sequential) else [blocks]
+
+
+def _outside(model: nn.Module) -> List[Any]:
+    """Names and shapes of all tensors outside the blocks."""
+    prefixes = tuple(f'{site.name}.blocks.'.lstrip('.') for site in find_sites(model))
+    return [(name, tuple(t.shape)) for name, t in model.state_dict().items() if not name.startswith(prefixes)]

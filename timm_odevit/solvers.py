@@ -5,7 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from .config import OdeConfig
+from .fields import Context, Field
 from .methods import METHODS
+from .time_dependence import PhasedField, TimeField
 
 __all__ = ['Step', 'integrate', 'make_steps', 'solve_adaptive']
 
@@ -13,11 +15,11 @@ __all__ = ['Step', 'integrate', 'make_steps', 'solve_adaptive']
 class Step(nn.Module):
     """One solver step: a module that takes the state at t [B, N, D] to the state at t + h.
 
-    A step is called as a transformer block is: `step(x, attn_mask, is_causal)`. It uses its field, but does not own
-    it: K steps share one field, which is registered once, in OdeBlocks.
+    A step is called as the host calls its transformer blocks, with whatever it passes beside the state. It uses its
+    field, but does not own it: K steps share one field, which is registered once, in OdeBlocks.
 
     Args:
-        field: Vector field with `attention(t, x, ...)`, `mlp(t, x, ...)` and `__call__`, their sum.
+        field: Vector field: field(t, x, context, part) with part 'attention', 'mlp' or '' for their sum.
         t: Time at which the step starts.
         h: Length of the step, in the same unit.
         own: Register the field as a sub-module of the step, as TorchScript needs.
@@ -36,6 +38,11 @@ class Step(nn.Module):
         else:
             self.__dict__['field'] = field  # past nn.Module's registration
 
+    @torch.jit.unused
+    def forward(self, x, *args, **kwargs):
+        ready = len(args) == 1 and isinstance(args[0], Context)  # from OdeBlocks, which folds once for all steps
+        return self.advance(x, args[0] if ready else self.field.context(args, kwargs))
+
     def extra_repr(self) -> str:
         return f't={self.t:g}, h={self.h:g}'
 
@@ -53,20 +60,14 @@ class RungeKuttaStep(Step):
         self.b = list(table.b)
         self.c = list(table.c)
 
-    def forward(
-            self,
-            x: Tensor,
-            attn_mask: Optional[Tensor] = None,
-            is_causal: bool = False,
-            weights: Optional[List[Tensor]] = None,
-    ) -> Tensor:
+    def advance(self, x: Tensor, context: Context) -> Tensor:
         slopes: List[Tensor] = []
         for i in range(len(self.c)):
             y = x
             for j in range(i):
                 if self.a[i][j] != 0.:
                     y = torch.add(y, slopes[j], alpha=self.h * self.a[i][j])
-            slopes.append(self.field(self.t + self.c[i] * self.h, y, attn_mask, is_causal, weights))
+            slopes.append(self.field(self.t + self.c[i] * self.h, y, context, ''))
         for i in range(len(self.b)):
             if self.b[i] != 0.:
                 x = torch.add(x, slopes[i], alpha=self.h * self.b[i])
@@ -76,36 +77,24 @@ class RungeKuttaStep(Step):
 class LieTrotterStep(Step):
     """Attention for h, then the MLP for h, each by an Euler step: at h = 1, the pre-norm transformer block."""
 
-    def forward(
-            self,
-            x: Tensor,
-            attn_mask: Optional[Tensor] = None,
-            is_causal: bool = False,
-            weights: Optional[List[Tensor]] = None,
-    ) -> Tensor:
-        x = torch.add(x, self.field.attention(self.t, x, attn_mask, is_causal, weights), alpha=self.h)
-        return torch.add(x, self.field.mlp(self.t, x, weights), alpha=self.h)
+    def advance(self, x: Tensor, context: Context) -> Tensor:
+        x = torch.add(x, self.field(self.t, x, context, 'attention'), alpha=self.h)
+        return torch.add(x, self.field(self.t, x, context, 'mlp'), alpha=self.h)
 
 
 class StrangStep(Step):
     """The MLP for h/2, attention for h, the MLP for h/2, each sub-flow by one midpoint step."""
 
-    def forward(
-            self,
-            x: Tensor,
-            attn_mask: Optional[Tensor] = None,
-            is_causal: bool = False,
-            weights: Optional[List[Tensor]] = None,
-    ) -> Tensor:
-        x = self._mlp(self.t, x, weights)
-        y = torch.add(x, self.field.attention(self.t, x, attn_mask, is_causal, weights), alpha=0.5 * self.h)
-        slope = self.field.attention(self.t + 0.5 * self.h, y, attn_mask, is_causal, weights)
+    def advance(self, x: Tensor, context: Context) -> Tensor:
+        x = self._mlp(self.t, x, context)
+        y = torch.add(x, self.field(self.t, x, context, 'attention'), alpha=0.5 * self.h)
+        slope = self.field(self.t + 0.5 * self.h, y, context, 'attention')
         x = torch.add(x, slope, alpha=self.h)
-        return self._mlp(self.t + 0.5 * self.h, x, weights)
+        return self._mlp(self.t + 0.5 * self.h, x, context)
 
-    def _mlp(self, t: float, x: Tensor, weights: Optional[List[Tensor]]) -> Tensor:
-        y = torch.add(x, self.field.mlp(t, x, weights), alpha=0.25 * self.h)
-        return torch.add(x, self.field.mlp(t + 0.25 * self.h, y, weights), alpha=0.5 * self.h)
+    def _mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
+        y = torch.add(x, self.field(t, x, context, 'mlp'), alpha=0.25 * self.h)
+        return torch.add(x, self.field(t + 0.25 * self.h, y, context, 'mlp'), alpha=0.5 * self.h)
 
 
 class AdaptiveStep(Step):
@@ -116,34 +105,42 @@ class AdaptiveStep(Step):
         self.config = config
         self.evaluations = 0
 
-    def forward(self, x, attn_mask=None, is_causal=False, weights=None):
-        times, context = (self.t, self.t + self.h), (attn_mask, is_causal, weights)
-        states, self.evaluations = solve_adaptive(self.field, x, times, self.config, context)
+    def advance(self, x, context):
+        states, self.evaluations = solve_adaptive(self.field, x, (self.t, self.t + self.h), self.config, context)
         return states[-1]
 
 
-def make_steps(field: nn.Module, config: OdeConfig, t: float = 0., own: bool = False) -> List[Step]:
+def make_steps(field: Field, config: OdeConfig, t: float = 0., own: bool = False) -> List[Step]:
     """The K steps of a resolved configuration on [t, t + T].
 
     Args:
-        field: Vector field that the steps share.
+        field: Vector field that the steps share; with phases, a step uses the phase in which it starts.
         config: Method, steps and T, resolved.
         t: Time at which the first step starts.
-        own: Register the field in each step, for TorchScript; fixed-step methods only.
+        own: Register the field in each step, for TorchScript; fixed-step methods only. A field that depends on time
+            is frozen at the start of the step.
 
     Returns:
         K modules, each of which advances the state by T / K.
     """
     steps, T = config.grid
     h = T / steps
-    starts = [t + i * h for i in range(steps)]
-    if config.adaptive:
-        return [AdaptiveStep(field, config, start, h) for start in starts]
-    if config.method == 'lie_trotter':
-        return [LieTrotterStep(field, start, h, own) for start in starts]
-    if config.method == 'strang':
-        return [StrangStep(field, start, h, own) for start in starts]
-    return [RungeKuttaStep(field, config.method, start, h, own) for start in starts]
+    made: List[Step] = []
+    for i in range(steps):
+        start = t + i * h
+        if config.adaptive:
+            made.append(AdaptiveStep(field, config, start, h))
+            continue
+        part = field.select(start) if isinstance(field, PhasedField) else field
+        if own and isinstance(part, TimeField):
+            part = part.frozen(start)
+        if config.method == 'lie_trotter':
+            made.append(LieTrotterStep(part, start, h, own))
+        elif config.method == 'strang':
+            made.append(StrangStep(part, start, h, own))
+        else:
+            made.append(RungeKuttaStep(part, config.method, start, h, own))
+    return made
 
 
 def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, keep: bool = False) -> Tensor:
@@ -175,10 +172,11 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
         raise ValueError(
             f"'{config.method}' splits the field in attention(t, x) and mlp(t, x), which this one does not have. "
             "Use an unsplit method, such as 'euler' or 'rk4'.")
-    module = _Callable(field)
+    module: Any = _Callable(field)
     if config.adaptive:
         times = [i * T / steps for i in range(steps + 1)]
-        found = solve_adaptive(module, x0, times if keep else (times[0], times[-1]), config)[0]
+        wanted = times if keep else (times[0], times[-1])
+        found = solve_adaptive(module, x0, wanted, config, module.context((), {}))[0]
         _check_finite(found[-1], steps, config)
         return found if keep else found[-1]
     x, states = x0, [x0]
@@ -195,16 +193,16 @@ def solve_adaptive(
         x0: Tensor,
         times: Sequence[float],
         config: OdeConfig,
-        context: Tuple[Any, ...] = (),
+        context: Context,
 ) -> Tuple[Tensor, int]:
     """Solve with an adaptive method of torchdiffeq.
 
     Args:
-        field: Vector field, called as field(t, x, *context) with t a 0-dim tensor.
+        field: Vector field, called as field(t, x, context, '') with t a 0-dim tensor.
         x0: State at times[0] [B, N, D], float32 or float64.
         times: Increasing times at which the state is wanted.
         config: Method, tolerances, adjoint.
-        context: What else the field is called with.
+        context: What the host hands to its blocks beside the state.
 
     Returns:
         The states [len(times), B, N, D], and the number of field evaluations of the forward solution.
@@ -234,7 +232,7 @@ def solve_adaptive(
 class _Counted(nn.Module):
     """field(t, x) for torchdiffeq, with its context bound and its evaluations counted."""
 
-    def __init__(self, field: nn.Module, context: Tuple[Any, ...]) -> None:
+    def __init__(self, field: nn.Module, context: Context) -> None:
         super().__init__()
         self.field = field
         self.context = context
@@ -242,24 +240,24 @@ class _Counted(nn.Module):
 
     def forward(self, t: Tensor, x: Tensor) -> Tensor:
         self.evaluations += 1  # the adjoint's own evaluations come later, in the backward pass
-        return self.field(t, x, *self.context)
+        return self.field(t, x, self.context, '')
 
 
-class _Callable(nn.Module):
-    """Any callable field(t, x) in the interface of a field module."""
+class _Callable(Field):
+    """Any callable field(t, x) as a Field."""
 
     def __init__(self, field: Callable[..., Tensor]) -> None:
         super().__init__()
         self.field = field
 
-    def forward(self, t, x, attn_mask=None, is_causal=False, weights=None):
-        return self.field(t, x)
-
-    def attention(self, t, x, attn_mask=None, is_causal=False, weights=None):
+    def attention(self, t, x, context):
         return self.field.attention(t, x)
 
-    def mlp(self, t, x, weights=None):
+    def mlp(self, t, x, context):
         return self.field.mlp(t, x)
+
+    def both(self, t, x, context):
+        return self.field(t, x)
 
 
 def _check_finite(x: Tensor, step: int, config: OdeConfig) -> None:

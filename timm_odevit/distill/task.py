@@ -10,7 +10,7 @@ from timm.task import DistillationTeacher, TrainingTask
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..blocks import find_ode_blocks
+from ..blocks import OdeBlocks, find_ode_blocks
 from .checkpoints import distance_times, hidden_states, match, uniform_times
 from .losses import jasmin_loss, logit_loss, trajectory_loss
 
@@ -80,6 +80,10 @@ class TrajectoryDistillationTask(TrainingTask):
                 f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
         device = device or next(student.parameters()).device
         host: Any = student
+        if not isinstance(getattr(host, 'blocks', None), OdeBlocks) or not hasattr(host, 'num_prefix_tokens'):
+            raise TypeError(
+                f'A {type(student).__name__} has no sequence of tokens whose states could be followed as a whole. '
+                'Calibrate it step by step: calibrate_(model, teacher, images, epochs=(8, 0)).')
         super().__init__(device=device, dtype=dtype, verbose=verbose)
         for name, value in (
                 ('trajectory_weight', trajectory_weight), ('jasmin_weight', jasmin_weight), ('kd_weight', kd_weight),
@@ -130,7 +134,7 @@ class TrajectoryDistillationTask(TrainingTask):
             'jasmin_loss', 'kd_loss', 'task_loss'. Parts of weight 0 are there for the record, without a gradient.
         """
         student = unwrap_model(self.trainable_module).student
-        layers, steps = zip(*match(self.times, find_ode_blocks(student)[0].steps), strict=True)
+        layers, steps = zip(*self._pairs(student), strict=True)
         output, states, jasmin = self.trainable_module(input, steps, self.weights['jasmin'] > 0)
         with torch.no_grad():
             mean, std = self.get_buffer('student_mean'), self.get_buffer('student_std')
@@ -153,6 +157,13 @@ class TrajectoryDistillationTask(TrainingTask):
         loss = sum((self.weights[name] * value for name, value in found.items() if self.weights[name] > 0),
                    output.new_zeros(()))
         return {'loss': loss, 'output': output, **{f'{name}_loss': found[name] for name in self.weights}}
+
+    def _pairs(self, student: Any) -> List[Tuple[int, int]]:
+        """The teacher's layers and the places in the student's blocks that answer for them."""
+        first, last = student.blocks.config.blocks or (0, len(self.times) - 1)
+        start = self.times[first - 1] if first else 0.
+        run = [(time - start) / (self.times[last] - start) for time in self.times[first:last + 1]]
+        return [(first + layer, first + step) for layer, step in match(run, student.blocks.steps)]
 
     def train(self, mode: bool = True) -> 'TrajectoryDistillationTask':
         """Set the mode of the student; the teacher stays in eval mode."""
@@ -194,12 +205,15 @@ class _Trainable(nn.Module):
         self.jasmin_evaluations = jasmin_evaluations
 
     def forward(self, images: Tensor, steps: Sequence[int], train_jasmin: bool) -> Tuple[Tensor, List[Tensor], Tensor]:
-        blocks: Any = find_ode_blocks(self.student)[0]
-        last = max(len(blocks) - 2, 0)  # the last state is nobody's input, unless it is the only one
-        spread = torch.linspace(0, last, min(self.jasmin_evaluations, last + 1)).round().int().tolist()
+        blocks: Any = self.student.blocks
+        first = blocks.config.blocks[0] if blocks.config.blocks else 0
+        last = max(blocks.steps - 2, 0)  # the last state is nobody's input, unless it is the only one
+        spread = torch.linspace(first, first + last, min(self.jasmin_evaluations, last + 1)).round().int().tolist()
         wanted = sorted({*steps, *spread})
         features, states = hidden_states(self.student, images, wanted)
         by_step = dict(zip(wanted, states, strict=True))
+        if not train_jasmin and not blocks.shared.has_attention_maps:
+            return self.student.forward_head(features), [by_step[i] for i in steps], features.new_tensor(math.nan)
         with torch.set_grad_enabled(torch.is_grad_enabled() and train_jasmin):
             maps = [blocks.shared.attention_map(blocks[i].t + blocks[i].h, by_step[i]) for i in spread]
             jasmin = torch.stack([jasmin_loss(m, self.jasmin_k) for m in maps]).mean()

@@ -1,0 +1,201 @@
+"""Calibration: fit the shared blocks to the teacher's own states, step by step, in minutes and without labels."""
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+
+import torch
+from timm.task import TrainingTask
+from torch import Tensor, nn
+
+from ..blocks import find_ode_blocks
+from ..families import find_sites
+from ..spans import watch_blocks
+from .engine import fit
+from .task import TrajectoryDistillationTask
+
+__all__ = ['StepwiseTask', 'calibrate_']
+
+
+class StepwiseTask(TrainingTask):
+    """Teach each solver step on its own: from the teacher's state at its start to the teacher's state at its end.
+
+    Nothing is unrolled, so errors of one step are not passed on to the next, and no gradient travels through more than
+    one step. Between two layers, the teacher's state is interpolated linearly in t. Works for every model that
+    `convert_` takes.
+
+    Args:
+        student: Converted model.
+        teacher: The model that it was converted from; frozen, in eval mode.
+        device: Device of the task, that of the student by default.
+        verbose: Log what timm logs.
+
+    Raises:
+        TypeError: The student is not an ODE-ViT.
+        ValueError: Student and teacher do not fit, or share parameters.
+    """
+
+    def __init__(
+            self,
+            student: nn.Module,
+            teacher: nn.Module,
+            *,
+            device: Optional[torch.device] = None,
+            verbose: bool = True,
+    ) -> None:
+        if not isinstance(student, nn.Module) or not find_ode_blocks(student):
+            raise TypeError(
+                f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
+        super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
+        if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
+            raise ValueError('Student and teacher share parameters, so training would change the teacher. '
+                             'Make the teacher by copy.deepcopy(model) before convert_.')
+        pairs = list(zip(find_ode_blocks(student), find_sites(teacher), strict=False))
+        self.runs: List[List[Any]] = [site.blocks for _, site in pairs]
+        for ode, site in pairs:
+            if int(ode.t + ode.config.grid[1]) > len(site.blocks):
+                raise ValueError(
+                    f'The student runs to t = {ode.end:g}, and the teacher has {len(site.blocks)} layers. Calibrate with '
+                    'the model that was converted.')
+        self.teacher = teacher.requires_grad_(False).eval()
+        self.trainable_module: Any = _Steps(student)
+
+    def forward(self, input: Tensor, target: Optional[Tensor] = None) -> Dict[str, Tensor]:
+        """Compute the loss of one batch.
+
+        Args:
+            input: Images [B, C, H, W].
+            target: Not used.
+
+        Returns:
+            'loss', the squared error of a step relative to the squared length of what the teacher does in that time,
+            averaged over the steps (dimensionless, 1 for a step that stands still), and 'output', the teacher's.
+        """
+        with torch.no_grad(), watch_blocks(self.runs) as seen:
+            output = self.teacher(input)
+        return {'loss': self.trainable_module(seen), 'output': output}
+
+    def train(self, mode: bool = True) -> 'StepwiseTask':
+        """Set the mode of the student; the teacher stays in eval mode."""
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def get_eval_model(self, module: Optional[nn.Module] = None, ema: bool = False) -> Optional[nn.Module]:
+        """The student itself, without the wrapper of the training pass."""
+        found: Any = super().get_eval_model(module=module, ema=ema)
+        return found.student if isinstance(found, _Steps) else found
+
+
+class _Steps(nn.Module):
+    """All steps of a student, each from a given state."""
+
+    def __init__(self, student: nn.Module) -> None:
+        super().__init__()
+        self.student = student
+
+    def forward(self, seen: Sequence[Tuple[List[Tensor], Tuple[Any, ...], Dict[str, Any]]]) -> Tensor:
+        losses = []
+        for ode, (states, args, kwargs) in zip(find_ode_blocks(self.student), seen, strict=True):
+            for step, context in ode._in_context(args, kwargs):
+                start, end = _at(states, step.t), _at(states, step.t + step.h)
+                error = (step(start, context) - end).float().square().mean()
+                losses.append(error / (end - start).float().square().mean().clamp_min(1e-12))
+        return torch.stack(losses).mean()
+
+
+def _at(states: Sequence[Tensor], t: float) -> Tensor:
+    low = min(int(t + 1e-6), len(states) - 1)
+    share = t - low
+    return states[low] if share < 1e-6 else torch.lerp(states[low], states[low + 1], share)
+
+
+def calibrate_(
+        model: nn.Module,
+        teacher: nn.Module,
+        images: Union[Tensor, Iterable[Any]],
+        *,
+        epochs: Tuple[int, int] = (8, 2),
+        batch_size: int = 16,
+        lr: float = 1e-3,
+        unrolled_lr: float = 3e-4,
+        out: Optional[Union[str, Path]] = None,
+        resume: bool = False,
+        amp: Optional[str] = None,
+        seed: int = 0,
+        progress: bool = True,
+) -> List[Dict[str, float]]:
+    """Fit a converted model to the model that it was converted from, on a few hundred images without labels, in place.
+
+    First every step on its own, from the teacher's state to the teacher's next state (StepwiseTask), then the whole
+    trajectory and the logits, unrolled (TrajectoryDistillationTask). Only the shared blocks learn; the modes and
+    requires_grad of the model are put back at the end, also when the call is interrupted, and what was learned stays.
+
+    Args:
+        model: Converted model.
+        teacher: The model that it was converted from, kept by `copy.deepcopy` before `convert_`.
+        images: Images [N, C, H, W], normalised for both models, or a loader with a length, of such batches or of
+            (images, labels), of which the labels are not used.
+        epochs: Epochs of the first and of the second part.
+        batch_size: Images per update, if `images` is a tensor.
+        lr: Peak learning rate of the first part, on a cosine schedule.
+        unrolled_lr: Peak learning rate of the second part.
+        out: Folder for checkpoints ('stepwise/' and 'unrolled/'), so that an interrupted call can go on.
+        resume: Go on from `out`.
+        amp: 'bfloat16', 'float16' or None.
+        seed: Seed of the order of the images.
+        progress: Show a progress bar.
+
+    Returns:
+        The records of all epochs, as `fit` gives them.
+
+    Raises:
+        TypeError: The model is not converted.
+        ValueError: Model and teacher do not fit, or there is nothing to do.
+        FloatingPointError: The loss stopped being finite.
+    """
+    if len(epochs) != 2 or min(epochs) < 0 or max(epochs) < 1:
+        raise ValueError(f'epochs must be two numbers, of which one may be 0, such as (8, 2); got {epochs!r}.')
+    stepwise = StepwiseTask(model, teacher, verbose=False)
+    unrolled = TrajectoryDistillationTask(model, teacher, verbose=False) if epochs[1] else None
+    loader = _Batches(images, batch_size)
+    own = {id(p) for ode in find_ode_blocks(model) for p in ode.shared.parameters()}
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    options: Dict[str, Any] = dict(amp=amp, resume=resume, seed=seed, progress=progress, weight_decay=0.)
+    history: List[Dict[str, float]] = []
+    try:
+        for p, flag in flags:
+            p.requires_grad_(flag and id(p) in own)
+        parts: List[Tuple[str, Optional[TrainingTask], int, float]] = [
+            ('stepwise', stepwise, epochs[0], lr), ('unrolled', unrolled, epochs[1], unrolled_lr)]
+        for name, task, count, peak in parts:
+            if task is not None and count:
+                folder = None if out is None else Path(out) / name
+                history += fit(task, loader, epochs=count, lr=peak, out=folder, **options)
+    finally:
+        for p, flag in flags:
+            p.requires_grad_(flag)
+        for module, mode in modes:
+            module.training = mode
+    return history
+
+
+class _Batches:
+    """Batches (images, labels that stand for nothing) of a tensor or of a loader."""
+
+    def __init__(self, images: Union[Tensor, Iterable[Any]], batch_size: int) -> None:
+        self.source: Any = images
+        self.batch_size = min(batch_size, len(images)) if isinstance(images, Tensor) else 0
+        if isinstance(images, Tensor) and images.ndim != 4:
+            raise ValueError(f'images must be [N, C, H, W]; got {list(images.shape)}.')
+
+    def __len__(self) -> int:
+        return len(self.source) // self.batch_size if isinstance(self.source, Tensor) else len(self.source)
+
+    def __iter__(self):
+        if isinstance(self.source, Tensor):
+            order = torch.randperm(len(self.source))
+            batches = (self.source[order[i * self.batch_size:(i + 1) * self.batch_size]] for i in range(len(self)))
+        else:
+            batches = (batch[0] if isinstance(batch, (list, tuple)) else batch for batch in self.source)
+        for batch in batches:
+            yield batch, torch.zeros(len(batch), dtype=torch.long)

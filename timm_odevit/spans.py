@@ -1,0 +1,132 @@
+"""What a model does on calibration images: spans of similar layers, and the inputs of its linear layers."""
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .init import Moments
+
+__all__ = ['input_moments', 'layer_distances', 'similarity_boundaries', 'split', 'watch_blocks']
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def watch_blocks(runs: Sequence[Sequence[nn.Module]]) -> Iterator[List[Tuple[List[Tensor], Tuple[Any, ...], Dict[str, Any]]]]:
+    """While a model runs, note what passes through its blocks.
+
+    Args:
+        runs: Sequences of consecutive blocks.
+
+    Returns:
+        A context manager; it gives a list that holds for each sequence, once the model has run: the states before its
+        first and after each of its blocks, and what the host handed to its first block, positional and by keyword.
+    """
+    seen: List[Any] = [([], (), {}) for _ in runs]
+    hooks = []
+
+    def before(i: int):
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            seen[i] = ([args[0]], args[1:], kwargs)
+        return hook
+
+    def after(i: int):
+        def hook(_: nn.Module, args: Any, out: Tensor) -> None:
+            seen[i][0].append(out)
+        return hook
+    for i, blocks in enumerate(runs):
+        hooks.append(blocks[0].register_forward_pre_hook(before(i), with_kwargs=True))
+        hooks += [block.register_forward_hook(after(i)) for block in blocks]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def layer_distances(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor) -> Tensor:
+    """1 - cosine between the hidden states after each two blocks, averaged over tokens and images [L, L].
+
+    Args:
+        model: Any timm model.
+        blocks: Its L blocks.
+        images: Calibration images [B, C, H, W].
+
+    Source: Raptor, arXiv 2512.19941.
+    """
+    with watch_blocks([blocks]) as seen, _evaluating(model):
+        model(images)
+    # [L, B N, D]
+    states = torch.stack([F.normalize(state.flatten(0, -2).float(), dim=-1) for state in seen[0][0][1:]])
+    return 1 - torch.einsum('itd,jtd->ij', states, states) / states.shape[1]
+
+
+def split(distances: Tensor, spans: int) -> List[int]:
+    """The best way to cut L layers in consecutive spans: least sum of the distances between layers of one span.
+
+    Exact, by dynamic programming over the last cut.
+
+    Args:
+        distances: Distance of each two layers, symmetric [L, L].
+        spans: Number of spans, at most L.
+
+    Returns:
+        The first layer of each span but the first.
+    """
+    L = len(distances)
+    d = distances.double().triu(1)
+    cost = [[float(d[a:b, a:b].sum()) for b in range(L + 1)] for a in range(L + 1)]  # of the span [a, b)
+    best = [cost[0][b] for b in range(L + 1)]
+    cuts: List[List[int]] = [[] for _ in range(L + 1)]
+    for count in range(2, spans + 1):
+        options = {b: min((best[a] + cost[a][b], a) for a in range(count - 1, b)) for b in range(count, L + 1)}
+        best = [options[b][0] if b in options else float('inf') for b in range(L + 1)]
+        cuts = [[*cuts[options[b][1]], options[b][1]] if b in options else [] for b in range(L + 1)]
+    return cuts[L]
+
+
+def similarity_boundaries(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor, spans: int) -> List[int]:
+    """First layer of each span but the first, such that the hidden states within a span are similar."""
+    return split(layer_distances(model, blocks, images), spans)
+
+
+def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor, first: int = 0) -> Moments:
+    """Second moment x^T x / n [N, N] of the inputs of every linear layer of the blocks.
+
+    Args:
+        model: Any timm model.
+        blocks: Consecutive blocks of it.
+        images: Calibration images [B, C, H, W].
+        first: Layer of the first block.
+
+    Returns:
+        The moments by layer and parameter name, such as (3, 'block.mlp.fc1.weight').
+    """
+    moments: Moments = {}
+
+    def watch(key: Tuple[int, str]):
+        def hook(_: nn.Module, args: Any) -> None:
+            x = args[0].flatten(0, -2).float()
+            moments[key] = moments.get(key, torch.zeros((), device=x.device)) + x.T @ x / len(x)
+        return hook
+    hooks = [module.register_forward_pre_hook(watch((first + i, f'block.{name}.weight')))
+             for i, block in enumerate(blocks) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+    try:
+        with _evaluating(model):
+            model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return moments

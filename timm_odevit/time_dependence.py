@@ -1,0 +1,156 @@
+"""Fields that depend on time: parameters with a value per layer, and phases with a block of their own."""
+import copy
+from bisect import bisect_right
+from typing import Dict, List, Sequence, Tuple
+
+import torch
+from timm.models import register_notrace_module
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .fields import Field
+
+__all__ = ['PhasedField', 'TimeField']
+
+
+@register_notrace_module  # FX would look up the parameters in the base field and miss the residuals
+class TimeField(Field):
+    """A field whose parameters are functions of t: those of a base field, and a residual for each layer.
+
+    A vector v becomes v + d(t), a matrix W becomes W + B(t) A(t), with A and B of rank r. The residual of layer l is
+    in force at t = l; between two layers, residuals are interpolated linearly in t, and beyond the first and the last
+    one they are constant. Weight decay therefore pulls each layer towards the shared block.
+
+    Matrices are merged before they are used, once per evaluation: r (M + N) multiplications per entry of a layer's
+    M x N matrix instead of two more products per token. Training keeps one merged block per evaluation for the
+    backward pass, as much as the base model's blocks; inference one at a time.
+
+    Args:
+        base: Field of which the parameters are shared.
+        layers: Layers of the base model that have a residual, increasing.
+        rank: Rank r of the residuals of matrices; 0 for vectors only.
+
+    Source: Relaxed Recursive Transformers, arXiv 2410.20672.
+    """
+
+    def __init__(self, base: Field, layers: Sequence[int], rank: int = 0) -> None:
+        super().__init__()
+        self.base = base
+        self.names = base.names
+        self.layers = tuple(layers)
+        self.rank = rank
+        self.vectors, self.up, self.down = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
+        L = len(self.layers)
+        for name, p in base.named_parameters():
+            key = name.replace('.', '-')
+            if p.ndim <= 1:
+                self.vectors[key] = nn.Parameter(p.new_zeros(L, *p.shape), p.requires_grad)
+            elif rank > 0:
+                M, N = matrix_shape(p)
+                r = min(rank, M, N)
+                self.up[key] = nn.Parameter(p.new_zeros(L, M, r), p.requires_grad)
+                down = torch.randn(L, r, N, device=p.device, dtype=p.dtype) / N ** 0.5
+                self.down[key] = nn.Parameter(down, p.requires_grad)  # not 0 as well: nothing would ever learn
+
+    def forward(self, t, x, context=None, part=''):
+        return functional_call(self.base, self.at(t, part), (t, x, context, part), tie_weights=False)
+
+    def attention(self, t, x, context):
+        return self(t, x, context, 'attention')
+
+    def mlp(self, t, x, context):
+        return self(t, x, context, 'mlp')
+
+    @property
+    def has_attention_maps(self):
+        return self.base.has_attention_maps
+
+    def attention_map(self, t, x):
+        # the map is the only thing that is wanted of the base, so its parameters are swapped by hand
+        return functional_call(_Map(self.base), {f'base.{k}': v for k, v in self.at(t, 'attention').items()}, (t, x))
+
+    def at(self, t: float, part: str = '') -> Dict[str, Tensor]:
+        """The parameters of the base at t, by name: those of its attention, of its MLP, or all."""
+        knots = self._knots(float(t))
+        merged = {}
+        for name, p in self.base.named_parameters():
+            if part and name.startswith(self.base.attention_prefixes) != (part == 'attention'):
+                continue
+            key = name.replace('.', '-')
+            if key in self.vectors:
+                merged[name] = p + sum(w * self.vectors[key][i] for i, w in knots)
+            elif key in self.up:
+                up = torch.cat([w * self.up[key][i] for i, w in knots], dim=1)
+                down = torch.cat([self.down[key][i] for i, _ in knots])
+                merged[name] = torch.addmm(p.flatten(1), up, down).view_as(p)
+        return merged
+
+    def _knots(self, t: float) -> List[Tuple[int, float]]:
+        """Indices and weights of the layers between which t lies."""
+        right = bisect_right(self.layers, t + 1e-6)
+        if right == 0 or right == len(self.layers):
+            return [(max(right - 1, 0), 1.)]
+        a, b = self.layers[right - 1], self.layers[right]
+        share = (t - a) / (b - a)
+        return [(right - 1, 1.)] if share < 1e-6 else [(right - 1, 1. - share), (right, share)]
+
+    def frozen(self, t):
+        """A copy of the base with the parameters of t."""
+        base = copy.deepcopy(self.base)
+        with torch.no_grad():
+            for name, value in self.at(t).items():
+                base.get_parameter(name).copy_(value)
+        return base
+
+    def extra_repr(self) -> str:
+        return f'layers={list(self.layers)}, rank={self.rank}'
+
+
+class PhasedField(Field):
+    """Several fields, each in charge of some layers: t lies in layer floor(t).
+
+    Args:
+        fields: The fields.
+        owner: For each layer of the span, the index of its field.
+        first: First layer of the span.
+
+    Source: Raptor, arXiv 2512.19941.
+    """
+
+    def __init__(self, fields: Sequence[Field], owner: Sequence[int], first: int = 0) -> None:
+        super().__init__()
+        self.fields = nn.ModuleList(fields)
+        self.owner = tuple(owner)
+        self.first = first
+        self.names = fields[0].names
+
+    def select(self, t):
+        layer = int(float(t) - self.first + 1e-6)
+        return self.fields[self.owner[min(max(layer, 0), len(self.owner) - 1)]]
+
+    def forward(self, t, x, context=None, part=''):
+        return self.select(t)(t, x, context, part)
+
+    @property
+    def has_attention_maps(self):
+        return all(field.has_attention_maps for field in self.fields)
+
+    def attention_map(self, t, x):
+        return self.select(t).attention_map(t, x)
+
+    def extra_repr(self) -> str:
+        return f'owner={list(self.owner)}, first={self.first}'
+
+
+class _Map(nn.Module):
+    def __init__(self, base: Field) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, t, x):
+        return self.base.attention_map(t, x)
+
+
+def matrix_shape(p: Tensor) -> Tuple[int, int]:
+    """Rows and columns of a parameter of two or more dimensions, seen as a matrix."""
+    return p.shape[0], p[0].numel()
