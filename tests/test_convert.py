@@ -127,19 +127,39 @@ def test_a_meta_model_converts():
         done.restore()
 
 
+def meta(name, **kwargs):
+    return lambda: timm.create_model(name, device='meta', **kwargs)
+
+
+def tiny():
+    return timm.create_model('vit_tiny_patch16_224')
+
+
 REFUSED = [
     (lambda: timm.create_model('resnet10t'), {}, TypeError,
      'Cannot convert ResNet: it has no sequence of transformer blocks. See timm_odevit.list_convertible().'),
-    (lambda: timm.create_model('eva02_tiny_patch14_224'), {}, TypeError, 'Cannot convert Eva: only VisionTransformer'),
-    (lambda: timm.create_model('swin_tiny_patch4_window7_224', device='meta'), {}, TypeError, 'Cannot convert SwinTransformer'),
-    (lambda: timm.create_model('vit_base_patch16_rpn_224', device='meta'), {}, TypeError, 'block 0 is a ResPostBlock'),
-    (lambda: timm.create_model('vit_tiny_patch16_224', attn_layer='diff'), {}, TypeError, 'block 0 is a DiffAttention'),
+    (meta('efficientnet_b0'), {}, TypeError, 'Cannot convert EfficientNet: its blocks are of 7 kinds'),
+    (lambda: timm.create_model('convit_tiny'), {}, TypeError, 'Cannot convert ConVit: its blocks are of 2 kinds'),
+    (meta('crossvit_9_240'), {}, TypeError, 'a MultiScaleBlock does not take one state tensor'),
+    (meta('tnt_s_patch16_224'), {}, TypeError, 'a Block takes two states (pixel_embed, patch_embed)'),
+    (meta('twins_svt_small'), {}, TypeError, 'a ModuleList does not take one state tensor'),
+    (meta('mixer_s32_224'), {}, ValueError, "MlpMixer's MixerBlock is used whole. Use an unsplit method (euler, "),
+    (meta('eva02_tiny_patch14_224'), dict(field='lipschitz', init='spectral'), ValueError,
+     "replaces plain pre-norm ViT blocks, and Eva has a EvaBlock. Use field='native'"),
+    (meta('swin_tiny_patch4_window7_224'), dict(T=3.), ValueError, 'T=3.0 speaks of one sequence of layers'),
+    (meta('swin_tiny_patch4_window7_224'), dict(steps=(2, 2)), ValueError, '4 sequences of blocks; got 2 numbers of steps'),
     (lambda: nn.Linear(2, 2), {}, TypeError, 'Cannot convert Linear'),
     (lambda: 'vit_tiny_patch16_224', {}, TypeError, 'Cannot convert str: expected a timm model'),
-    (lambda: nn.DataParallel(timm.create_model('vit_tiny_patch16_224')), {}, TypeError, 'before DataParallel'),
-    (lambda: torch.compile(timm.create_model('vit_tiny_patch16_224')), {}, TypeError, 'before torch.compile wraps it'),
-    (lambda: timm.create_model('vit_tiny_patch16_224'), dict(init='block:12'), ValueError,
+    (lambda: nn.DataParallel(tiny()), {}, TypeError, 'before DataParallel'),
+    (lambda: torch.compile(tiny()), {}, TypeError, 'before torch.compile wraps it'),
+    (tiny, dict(init='block:12'), ValueError,
      "init 'block:12': this model has 12 blocks. Allowed: block:0 to block:11, mean, spectral."),
+    (tiny, dict(init='block:1', phases=2), ValueError, "init 'block:1' fills one shared block, and there would be several"),
+    (tiny, dict(phases=13), ValueError, 'phases=13: there are 12 layers. Allowed: 1 to 12.'),
+    (tiny, dict(boundaries=(4, 12)), ValueError, 'boundaries=(4, 12): each must be a layer from 1 to 11'),
+    (tiny, dict(blocks=(3, 12)), ValueError, 'blocks=(3, 12): VisionTransformer has blocks 0 to 11'),
+    (tiny, dict(phases=2, boundaries='similarity'), ValueError, "boundaries='similarity' is measured on images. Pass"),
+    (tiny, dict(time='low_rank', rank=2, init='svd_data'), ValueError, "init='svd_data' is measured on images. Pass"),
     (lambda: timm.create_model('vit_tiny_patch16_224', norm_layer='rmsnorm'), dict(field='lipschitz'), ValueError,
      "Use init='spectral' or field='native'"),
 ]
@@ -158,13 +178,40 @@ def test_refuses_before_any_change(build, settings, error, message):
 
 def test_refused_means_unchanged(vit):
     model = vit()
-    model.blocks[2] = timm.create_model('vit_tiny_patch16_224', embed_dim=32, num_heads=2, depth=1, qkv_bias=False).blocks[0]
+    model.blocks[2] = nn.Identity()
     model.blocks[1].requires_grad_(False)
     model.blocks[0].register_forward_hook(lambda *_: None)
     before = snapshot(model)
-    with pytest.raises(ValueError, match='block 2 has other parameters than block 0'):
+    with pytest.raises(TypeError, match='block 2 is a Identity, block 0 a Block'):
         convert_(model)
+    with pytest.raises(TypeError, match='each of its 3 blocks has other parameters, so none can share'):
+        model.blocks[2] = timm.create_model('vit_tiny_patch16_224', embed_dim=32, num_heads=2, depth=1, qkv_bias=False).blocks[0]
+        model.blocks[1] = timm.create_model('vit_tiny_patch16_224', embed_dim=32, num_heads=2, depth=1, mlp_ratio=2).blocks[0]
+        convert_(model)
+    model = vit()
+    model.blocks[0].register_forward_hook(lambda *_: None)
+    before = snapshot(model)
+    for config in (OdeConfig(phases=9), OdeConfig(blocks=(1, 7)), OdeConfig(phases=2, boundaries='similarity')):
+        with pytest.raises(ValueError):
+            convert_(model, config)
+        assert_same(snapshot(model), before)
+
+
+def test_blocks_of_two_kinds_get_a_shared_block_each(vit, images):
+    model = vit()
+    model.blocks[2] = timm.create_model('vit_tiny_patch16_224', embed_dim=32, num_heads=2, depth=1, qkv_bias=False).blocks[0]
+    done = convert_(model)
+    assert 'blocks 0-2 -> 2 shared blocks' in str(done) and model.blocks.shared.owner == (0, 0, 1)
+    assert model(images).shape == (2, 5)
+
+
+def test_the_calibration_images_leave_no_trace(vit, images):
+    model = vit().train()
+    before, state = snapshot(model), torch.get_rng_state()
+    config = OdeConfig(time='low_rank', rank=2, init='svd_data', phases=2, boundaries='similarity')
+    convert_(model, config, images=images).restore()
     assert_same(snapshot(model), before)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_converting_twice_is_an_error(vit, images):
@@ -182,7 +229,9 @@ def test_list_convertible_is_what_converts():
     names = list_convertible('*tiny_patch16_224*')
     assert {'vit_tiny_patch16_224', 'deit_tiny_patch16_224'} <= set(names)
     assert not any(name.startswith('odevit') for name in names)
-    refused = set(timm.list_models('*tiny_patch16_224*')) - set(names)
+    assert names['vit_tiny_patch16_224'] == 'native, lipschitz; all methods; 1 shared block at least'
+    refused = list_convertible('*tiny_patch16_224*', refused=True)
+    assert set(names) | set(refused) == set(timm.list_models('*tiny_patch16_224*'))
     for name in names:
         check_convertible(timm.create_model(name, device='meta'))
     for name in refused:

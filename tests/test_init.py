@@ -17,7 +17,7 @@ def test_spectral_scales_every_part_on_its_own():
 
 @pytest.mark.parametrize('field', ['lipschitz', 'native'])
 def test_spectral_field(vit, field):
-    shared = build_field(field, 'spectral', list(vit().blocks))
+    shared = build_field(OdeConfig(field=field, init='spectral'), list(vit().blocks))
     linears = {name: m for name, m in shared.named_modules() if isinstance(m, torch.nn.Linear)}
     assert len(linears) == 4
     for name, linear in linears.items():
@@ -28,7 +28,7 @@ def test_spectral_field(vit, field):
 
 def test_mean_is_the_mean_of_each_parameter(vit):
     model = vit(init_values=0.1)
-    shared = build_field('native', 'mean', list(model.blocks))
+    shared = build_field(OdeConfig(field='native', init='mean'), list(model.blocks))
     for name, parameter in shared.block.named_parameters():
         expected = torch.stack([b.get_parameter(name) for b in model.blocks]).mean(0)
         torch.testing.assert_close(parameter, expected)
@@ -36,14 +36,14 @@ def test_mean_is_the_mean_of_each_parameter(vit):
 
 def test_mean_keeps_the_precision_of_float64(vit):
     model = vit().double()
-    shared = build_field('native', 'mean', list(model.blocks))
+    shared = build_field(OdeConfig(field='native', init='mean'), list(model.blocks))
     expected = torch.stack([b.mlp.fc1.weight for b in model.blocks]).mean(0)
     torch.testing.assert_close(shared.block.mlp.fc1.weight, expected, rtol=1e-14, atol=1e-15)
 
 
 def test_block_is_a_copy_of_that_block(vit):
     model = vit()
-    shared = build_field('native', 'block:1', list(model.blocks))
+    shared = build_field(OdeConfig(field='native', init='block:1'), list(model.blocks))
     for name, parameter in shared.block.named_parameters():
         assert torch.equal(parameter, model.blocks[1].get_parameter(name))
         assert parameter is not model.blocks[1].get_parameter(name)
@@ -51,7 +51,7 @@ def test_block_is_a_copy_of_that_block(vit):
 
 def test_lipschitz_takes_the_layer_scale_into_the_projections(vit):
     model = vit(init_values=0.1)
-    shared = build_field('lipschitz', 'block:2', list(model.blocks))
+    shared = build_field(OdeConfig(field='lipschitz', init='block:2'), list(model.blocks))
     block = model.blocks[2]
     assert torch.equal(shared.qkv.weight, block.attn.qkv.weight)
     assert torch.equal(shared.proj.weight, block.ls1.gamma[:, None] * block.attn.proj.weight)

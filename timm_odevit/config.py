@@ -13,7 +13,7 @@ __all__ = ['FIELDS', 'PREFIX', 'TIMES', 'OdeConfig']
 FIELDS = ('lipschitz', 'native')
 TIMES = ('autonomous', 'vectors', 'low_rank')
 PREFIX = 'ode_'
-_INITS = 'mean, block:<i> (such as block:5), svd, svd_data, spectral'
+_INITS = 'mean, spectral, block:<i> (such as block:5), svd, svd_data'
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,7 @@ def convert_(
         _originals=tuple((site, site.owner.blocks) for site in sites) if keep_original else None,
         _feature_info=getattr(host, 'feature_info', None),
         _training=model.training,
+        _grids=tuple((ode.steps, ode.t, ode.end) for _, ode, _ in built),
     )
     for site, ode, listed in built:
         site.owner.blocks = ode
@@ -245,6 +246,7 @@ class Conversion:
     _originals: Optional[Tuple[Tuple[Site, nn.Module], ...]]
     _feature_info: Optional[List[Any]]
     _training: bool
+    _grids: Tuple[Tuple[int, float, float], ...]
 
     def restore(self) -> nn.Module:
         """Put the original blocks back, bit for bit, on the device and in the mode that the model has now.
@@ -285,8 +287,8 @@ class Conversion:
         where = f'blocks {int(first.t)}-{int(first.t) + self.layers - 1}' if len(self.blocks) == 1 else (
             f'{self.layers} blocks in {len(self.blocks)} stages')
         per_step = None if config.adaptive else METHODS[config.method].evaluations
-        solver = '; '.join(f'{b.steps} steps on [{b.t:g}, {b.end:g}]' for b in self.blocks)
-        nfe = 'adaptive' if per_step is None else f'{sum(b.steps for b in self.blocks) * per_step} evaluations'
+        solver = '; '.join(f'{steps} steps on [{t:g}, {end:g}]' for steps, t, end in self._grids)
+        nfe = 'adaptive' if per_step is None else f'{sum(grid[0] for grid in self._grids) * per_step} evaluations'
         native = config.field == 'native'
         kept = "the base's own" if native else 'new: no biases, no qk-norm, CenterNorm for LayerNorm'
         time = {'autonomous': 'autonomous', 'vectors': 'vectors of each layer',

@@ -3,7 +3,7 @@ import inspect
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Type
 
 import torch
-from timm.models import beit, convit, eva, vision_transformer, vision_transformer_relpos, vision_transformer_sam
+from timm.models import beit, eva, vision_transformer, vision_transformer_relpos, vision_transformer_sam
 from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
 from timm.models.swin_transformer_v2 import SwinTransformerV2, SwinTransformerV2Block
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr, SwinTransformerV2CrBlock
@@ -35,7 +35,6 @@ FIELD_OF: Dict[Type[nn.Module], Type[NativeField]] = {
     beit.Block: GammaField,
     eva.EvaBlock: GammaField,
     eva.EvaBlockPostNorm: PostNormField,
-    convit.Block: WholeField,
     SwinTransformerBlock: ShiftedWindowField,
     SwinTransformerV2Block: ShiftedPostNormField,
     SwinTransformerV2CrBlock: WholeField,
@@ -43,6 +42,7 @@ FIELD_OF: Dict[Type[nn.Module], Type[NativeField]] = {
 STAGES: Dict[Type[nn.Module], str] = {SwinTransformer: 'layers', SwinTransformerV2: 'layers', SwinTransformerV2Cr: 'stages'}
 # constants that timm gives each layer by its depth; layers that share a block share their mean
 _PER_LAYER = ('drop_prob', 'lambda_init')
+_UNUSED = ('training', 'target_shift_size')  # settings that change nothing at this image size
 _HINT = 'See timm_odevit.list_convertible().'
 
 
@@ -126,7 +126,7 @@ def _signature(block: nn.Module) -> List[Any]:
     for name, module in block.named_modules():
         if 'drop' not in name.rsplit('.', 1)[-1]:
             settings = {k: v for k, v in vars(module).items() if type(v) in (bool, int, float, str, tuple, torch.Size)
-                        and not k.startswith('_') and k not in ('training', *_PER_LAYER)}
+                        and not k.startswith('_') and k not in (*_UNUSED, *_PER_LAYER)}
             lines.append((name, type(module), module.extra_repr(), sorted(settings.items())))
     lines += [(name, tuple(p.shape)) for name, p in (*block.named_parameters(), *block.named_buffers())]
     return lines

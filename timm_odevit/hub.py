@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 import timm
 import torch
 from safetensors.torch import save_file
+from timm.layers import to_2tuple
 from timm.models import save_for_hf
 from timm.utils import unwrap_model
 from torch import nn
@@ -67,7 +68,7 @@ def save_pretrained(
         config = json.loads(path.read_text())
         config.update(architecture=architecture, model_args=args)
         if 'img_size' in args:  # timm before 1.0.31 writes the size of the pretrained model
-            config['pretrained_cfg']['input_size'] = [args['in_chans'], *args['img_size']]
+            config['pretrained_cfg']['input_size'] = [args['in_chans'], *to_2tuple(args['img_size'])]
         path.write_text(json.dumps(config, indent=2) + '\n')
         folder.mkdir(exist_ok=True)
         for name in (WEIGHTS, CONFIG):
@@ -108,8 +109,8 @@ def _describe(
     args.update({name: value for name, value in _current(model).items() if value is not None})
     blocks = find_ode_blocks(model)
     if blocks:
-        # steps and T say what depth said; the settings are those of this moment
-        args = {k: v for k, v in args.items() if not (k.startswith(PREFIX) or k == 'depth')}
+        # the settings are those of this moment
+        args = {k: v for k, v in args.items() if not k.startswith(PREFIX)}
         if architecture == 'odevit_converted' or not architecture.startswith('odevit_'):
             own = dict(args.pop('base_args', None) or {}, **{k: v for k, v in args.items() if k not in ('base', *_TOP)})
             args = {'base': args.get('base', architecture), 'base_args': own,
@@ -152,7 +153,8 @@ def _structure(model: nn.Module) -> List[str]:
     lines = []
     for name, module in model.named_modules():
         if 'drop' not in name.rsplit('.', 1)[-1]:
-            lines.append(f'{name}: {type(module).__name__}({module.extra_repr()})')
+            about = '' if isinstance(module, nn.ParameterDict) else module.extra_repr()  # a device is no difference
+            lines.append(f'{name}: {type(module).__name__}({about})')
             lines += [f'{name}.{k}'.strip('.') + f' = {v}' for k, v in sorted(vars(module).items())
                       if type(v) in (bool, int, float, str) and not k.startswith('_') and k not in _RUNTIME]
     lines += [f'{name}: {list(tensor.shape)}' for name, tensor in model.state_dict().items()]

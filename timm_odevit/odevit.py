@@ -1,4 +1,5 @@
 """The `odevit_*` models in timm's registry: data, and one way to build them all."""
+import copy
 import inspect
 from dataclasses import replace
 from functools import partial
@@ -96,10 +97,18 @@ def _create_odevit(variant: str, base: str, pretrained: bool, named: bool = True
         partial(_build, base, config, named),
         variant,
         pretrained,
-        pretrained_filter_fn=getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None),
+        pretrained_filter_fn=partial(_filter, base),
         feature_cfg=dict(out_indices=kwargs.pop('out_indices', min(3, steps)), feature_cls='getter'),
         **kwargs,
     )
+
+
+def _filter(base: str, state: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:
+    """The base's own filter of checkpoints, which resizes position embeddings; residuals go past it."""
+    own = {k: v for k, v in state.items() if any(f'.{part}.' in k for part in ('vectors', 'up', 'down'))}
+    base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
+    rest = {k: v for k, v in state.items() if k not in own}
+    return {**(base_filter(rest, model) if base_filter else rest), **own}
 
 
 def _build(
@@ -117,13 +126,13 @@ def _build(
     done = convert_(model, fresh, keep_original=False)
     for blocks in done.blocks:
         blocks.config = replace(blocks.config, init=config.init)
-    args = {k: v for k, v in kwargs.items() if k not in ('device', 'dtype', 'depth', 'drop_path_rate')}
+    args = {k: v for k, v in kwargs.items() if k not in ('device', 'dtype', 'drop_path_rate')}
     model._model_args = {**({} if named else {'base': base}), **args, **config.to_args()}
     return model
 
 
 def _shallow(base: str, kwargs: Dict[str, Any]) -> Any:
-    """The base with no more blocks than it has kinds of them: block i of a kind is the same module as the first one.
+    """The base with no more blocks than it has kinds of them: all blocks of a kind share the tensors of the first one.
 
     The base is built on the meta device to see its blocks, and then with as few blocks as it lets itself be built with.
     """
@@ -147,17 +156,19 @@ def _shallow(base: str, kwargs: Dict[str, Any]) -> Any:
         model = timm.create_model(base, **kwargs)
     for ours, theirs in zip(find_sites(model), sites, strict=True):
         few, order = ours.blocks, kinds(theirs.blocks)
-        firsts = [few[order.index(kind)] for kind in range(max(order) + 1)]
-        for kind, block in enumerate(firsts):
-            set_per_layer(block, [b for b, k in zip(theirs.blocks, order, strict=True) if k == kind])
-        ours.owner.blocks = type(ours.owner.blocks)(*_as_args(ours.owner.blocks, [firsts[kind] for kind in order]))
+        layers = []
+        for kind, whole_block in zip(order, theirs.blocks, strict=True):
+            first = few[order.index(kind)]
+            tensors = {id(t): t for t in (*first.parameters(), *first.buffers())}
+            layers.append(copy.deepcopy(first, tensors))  # a module of its own, with the tensors of the first one
+            set_per_layer(layers[-1], [whole_block])
+        if isinstance(getattr(theirs.owner, 'depth', None), int):
+            ours.owner.depth = theirs.owner.depth
+        sequential = isinstance(ours.owner.blocks, nn.Sequential)
+        ours.owner.blocks = nn.Sequential(*layers) if sequential else nn.ModuleList(layers)
     if isinstance(getattr(whole, 'feature_info', None), list):
         model.feature_info = whole.feature_info
     return model
-
-
-def _as_args(container: nn.Module, blocks: List[nn.Module]) -> List[Any]:
-    return blocks if isinstance(container, nn.Sequential) else [blocks]
 
 
 def _outside(model: nn.Module) -> List[Any]:

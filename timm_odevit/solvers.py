@@ -1,4 +1,5 @@
 """Integration: one module a step, a plain loop over them, and torchdiffeq for the adaptive methods."""
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
@@ -172,7 +173,7 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
         raise ValueError(
             f"'{config.method}' splits the field in attention(t, x) and mlp(t, x), which this one does not have. "
             "Use an unsplit method, such as 'euler' or 'rk4'.")
-    module: Any = _Callable(field)
+    module: Any = field if isinstance(field, Field) else _Callable(field)
     if config.adaptive:
         times = [i * T / steps for i in range(steps + 1)]
         wanted = times if keep else (times[0], times[-1])
@@ -213,6 +214,8 @@ def solve_adaptive(
     """
     import torchdiffeq
 
+    if isinstance(field, PhasedField):
+        return _solve_phases(field, x0, times, config, context)
     if x0.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"'{config.method}' controls its error and needs float32 or float64; got {x0.dtype}. "
@@ -227,6 +230,27 @@ def solve_adaptive(
             f"'{config.method}' failed between t = {times[0]:g} and {times[-1]:g} after {counted.evaluations} "
             f'evaluations: {e}. Loosen rtol and atol, or check the field for divergence.') from e
     return states, counted.evaluations
+
+
+def _solve_phases(
+        field: PhasedField,
+        x0: Tensor,
+        times: Sequence[float],
+        config: OdeConfig,
+        context: Context,
+) -> Tuple[Tensor, int]:
+    """Solve phase by phase: across the jump between two phases, no error estimate holds."""
+    jumps = [field.first + i for i in range(1, len(field.owner)) if field.owner[i] != field.owner[i - 1]]
+    bounds = [times[0], *(t for t in jumps if times[0] < t < times[-1]), times[-1]]
+    x, states, evaluations = x0, [x0], 0
+    for start, end in pairwise(bounds):
+        part = field.select(start)
+        wanted = [t for t in times[1:] if start < t <= end]
+        inner = [start, *wanted, *([] if wanted and wanted[-1] == end else [end])]
+        found, count = solve_adaptive(part, x, inner, config, context._replace(weights=part.fold()))
+        states += list(found[1:len(wanted) + 1])
+        x, evaluations = found[-1], evaluations + count
+    return torch.stack(states), evaluations
 
 
 class _Counted(nn.Module):

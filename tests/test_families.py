@@ -1,0 +1,144 @@
+"""Every family of models that can be converted, at a tiny size."""
+import copy
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from timm_odevit import OdeConfig, convert_, save_pretrained
+
+VIT = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=4, num_classes=5)
+SWIN = dict(img_size=32, patch_size=2, embed_dim=8, depths=(2, 4), num_heads=(2, 4), window_size=4, num_classes=5)
+# name: keywords that make the model small, and what is special about it
+MODELS = {
+    'deit_tiny_distilled_patch16_224': VIT,  # two heads
+    'vit_base_patch16_rpn_224': VIT,  # ResPostBlock
+    'vit_base_patch16_18x2_224': VIT,  # ParallelThingsBlock
+    'vit_base_patch16_xp_224': VIT,  # ParallelScalingBlock
+    'vit_dpwee_patch16_reg1_gap_256': VIT,  # DiffParallelScalingBlock
+    'vit_dwee_patch16_reg1_gap_256': VIT,  # DiffAttention
+    'beit_base_patch16_224': VIT,  # a relative position bias per block
+    'beitv2_base_patch16_224': dict(VIT, use_rel_pos_bias=False, use_shared_rel_pos_bias=True),
+    'eva02_tiny_patch14_224': VIT,  # RoPE, SwiGLU
+    'eva02_enormous_patch14_clip_224': VIT,  # EvaBlockPostNorm
+    'vit_small_patch16_dinov3': VIT,
+    'vit_pe_core_tiny_patch16_384': VIT,
+    'vit_small_patch16_rope_mixed_224': VIT,  # RoPE per depth
+    'vit_giant_patch16_sapiens2': dict(VIT, num_heads=4, num_kv_heads=(4, 2, 2, 4)),  # grouped queries in the middle
+    'vit_relpos_small_patch16_224': VIT,
+    'vit_srelpos_small_patch16_224': VIT,  # one relative position MLP for all blocks
+    'vit_relpos_base_patch16_rpn_224': VIT,
+    'samvit_base_patch16': dict(VIT, window_size=2, global_attn_indexes=(1, 3), neck_chans=8),  # windows and global
+    'samvit_base_patch16_224': VIT,
+    'naflexvit_base_patch16_gap': {k: v for k, v in VIT.items() if k != 'img_size'},
+    'mixer_s32_224': dict(img_size=64),
+    'resmlp_12_224': dict(img_size=32),
+    'gmlp_ti16_224': dict(img_size=32),
+    'cait_xxs24_224': VIT,
+    'xcit_nano_12_p16_224': dict(img_size=32, patch_size=8, embed_dim=32, num_heads=2, depth=4, num_classes=5),
+    'swin_tiny_patch4_window7_224': SWIN,
+    'swinv2_tiny_window8_256': SWIN,
+    'swinv2_cr_tiny_224': SWIN,
+}
+WHOLE = ('xp_224', 'dpwee', 'mixer', 'resmlp', 'gmlp', 'cait', 'xcit', '_cr_')
+families = pytest.mark.parametrize('name', MODELS)
+
+
+def build(name, **kwargs):
+    model = timm.create_model(name, **{**MODELS[name], **kwargs}).eval()
+    with torch.no_grad():  # fresh norms, biases and LayerScales are all alike, and pretrained ones are not
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def images_for(name):
+    return torch.randn(2, 3, *[MODELS[name].get('img_size', 16)] * 2)
+
+
+def config_for(name, **kwargs):
+    return OdeConfig(method='euler' if any(part in name for part in WHOLE) else 'lie_trotter', **kwargs)
+
+
+def depth(model):
+    return len(model.blocks) if hasattr(model, 'blocks') else 4
+
+
+@families
+def test_a_phase_per_layer_is_the_model_itself(name):
+    model, x = build(name), images_for(name)
+    before, keys = model(x), list(model.state_dict())
+    done = convert_(model, config_for(name, phases=depth(model)))
+    if done.config.method == 'lie_trotter':
+        assert torch.equal(model(x), before)
+    else:
+        torch.testing.assert_close(model(x), before)  # x + (block(x) - x) rounds
+    done.restore()
+    assert list(model.state_dict()) == keys and torch.equal(model(x), before)
+
+
+@families
+def test_full_rank_is_the_model_itself(name):
+    model, x = build(name), images_for(name)
+    before = model(x)
+    convert_(model, config_for(name, time='low_rank', rank=1000))
+    if 'dwee' not in name and 'dpwee' not in name:  # the constant lambda_init of differential attention is averaged
+        torch.testing.assert_close(model(x), before, rtol=1e-3, atol=1e-4)
+
+
+@families
+def test_shares_blocks_and_every_number_of_steps_runs(name):
+    model, x = build(name), images_for(name)
+    done = convert_(model, config_for(name))
+    assert done.parameters_after < done.parameters_before and 'shared block' in str(done)
+    whole = model(x)
+    for steps in (2, 7):
+        for blocks in done.blocks:
+            blocks.steps = steps
+        assert model(x).shape == whole.shape and torch.isfinite(model(x)).all()
+
+
+@families
+def test_reloads_bit_for_bit(name, tmp_path):
+    model, x = build(name), images_for(name)
+    convert_(model, config_for(name, time='low_rank', rank=2, phases=2))
+    save_pretrained(model, tmp_path / 'model')
+    again = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
+    assert torch.equal(again(x), model(x))
+    assert [m.config for m in again.modules() if hasattr(m, 'trajectory')] == [
+        m.config for m in model.modules() if hasattr(m, 'trajectory')]
+
+
+@families
+def test_intermediates_and_features(name, tmp_path):
+    model, x = build(name), images_for(name)
+    expected = [tuple(f.shape) for f in model.forward_intermediates(x)[1]]
+    convert_(model, config_for(name))
+    features, states = model.forward_intermediates(x)
+    assert [tuple(state.shape) for state in states] == expected
+    torch.testing.assert_close(model.forward_head(features), model(x))
+    save_pretrained(model, tmp_path / 'model')
+    maps = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True, features_only=True, out_indices=[-1]).eval()(x)
+    assert maps[-1].shape[0] == 2
+
+
+@families
+@pytest.mark.parametrize('time', ['autonomous', 'low_rank'])
+def test_compiles_and_exports(name, time):
+    model, x = build(name), images_for(name)
+    convert_(model, config_for(name, time=time, rank=2 if time == 'low_rank' else 0))
+    expected = model(x)
+    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+    torch.testing.assert_close(compiled(x), expected)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
+
+
+@families
+def test_trains(name):
+    model, x = build(name), images_for(name)
+    convert_(model, config_for(name, time='low_rank', rank=2))
+    model.train()(x).square().sum().backward()
+    blocks = [p for n, p in model.named_parameters() if 'blocks.shared' in n]
+    assert blocks and all(p.grad is not None for p in blocks)

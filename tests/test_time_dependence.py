@@ -1,0 +1,282 @@
+import copy
+import itertools
+
+import pytest
+import torch
+
+from timm_odevit import OdeConfig, calibrate_, convert_, integrate
+from timm_odevit.fields import NativeField
+from timm_odevit.init import build_field
+from timm_odevit.methods import METHODS
+from timm_odevit.spans import input_moments, layer_distances, similarity_boundaries, split
+from timm_odevit.time_dependence import PhasedField, TimeField
+
+
+def timed(vit, rank=2, **kwargs):
+    model = vit(**kwargs)
+    return build_field(OdeConfig(time='low_rank', rank=rank), list(model.blocks)), model
+
+
+def test_at_a_layer_the_field_has_that_layers_vectors_and_the_best_residual(vit):
+    field, model = timed(vit, rank=2)
+    for layer, block in enumerate(model.blocks):
+        found = field.at(float(layer))
+        for name, p in block.named_parameters():
+            value = found[f'block.{name}']
+            if p.ndim == 1:
+                torch.testing.assert_close(value, p)
+            else:
+                mean = field.base.get_parameter(f'block.{name}')
+                residual = p - mean
+                s = torch.linalg.svdvals(residual)
+                torch.testing.assert_close((value - p).norm(), s[2:].norm(), rtol=1e-3, atol=1e-5)  # Eckart-Young
+
+
+def test_between_layers_everything_is_linear_in_t_and_constant_outside(vit):
+    field, _ = timed(vit)
+    a, b = field.at(1.), field.at(2.)
+    for share in (0.25, 0.5):
+        for name, value in field.at(1. + share).items():
+            torch.testing.assert_close(value, torch.lerp(a[name], b[name], share))
+    for t, layer in ((-1., 0.), (2.7, 2.), (9., 2.)):
+        assert all(torch.equal(v, field.at(layer)[k]) for k, v in field.at(t).items())
+
+
+@pytest.mark.parametrize('kind', ['native', 'lipschitz'])
+@pytest.mark.parametrize('time', ['vectors', 'low_rank'])
+@pytest.mark.parametrize('method', [*METHODS, 'dopri5'])
+def test_every_method_and_number_of_steps_runs_and_gets_gradients(vit, images, kind, time, method):
+    model = vit()
+    convert_(model, OdeConfig(field=kind, time=time, rank=2 if time == 'low_rank' else 0, method=method, phases=2))
+    for steps in (1, 3, 5):
+        model.blocks.steps = steps
+        model.zero_grad()
+        model(images).square().sum().backward()
+    grads = {n: p.grad for n, p in model.blocks.named_parameters()}
+    assert all(g is not None for g in grads.values())
+
+
+@pytest.mark.parametrize('kind', ['native', 'lipschitz'])
+def test_the_residual_of_each_layer_learns(vit, images, kind):
+    model = vit()
+    convert_(model, OdeConfig(field=kind, method='euler', time='low_rank', rank=2, init='mean'))
+    model(images).square().sum().backward()
+    field = model.blocks.shared
+    for key, up in field.up.items():
+        assert not up.any() and (up.grad.flatten(1).norm(dim=1) > 0).all(), key  # starts at 0 and can leave it
+    for key, vectors in field.vectors.items():
+        if 'qkv' not in key:  # the bias of the keys does nothing
+            assert (vectors.grad.flatten(1).norm(dim=1) > 0).all(), key
+
+
+def test_gradients_of_the_merged_weights(vit):
+    field, _ = timed(vit, embed_dim=8, num_heads=2, depth=2)
+    field.double()
+    x = torch.randn(1, 3, 8, dtype=torch.float64)
+    names = [n for n, p in field.named_parameters() if p.numel() < 200]
+    values = [dict(field.named_parameters())[n].detach().clone().requires_grad_() for n in names]
+
+    def run(*given):
+        return torch.func.functional_call(field, dict(zip(names, given, strict=True)), (0.3, x))
+    assert torch.autograd.gradcheck(run, values)
+
+
+def test_zero_residuals_are_the_autonomous_field(vit, images):
+    model, other = vit(), None
+    other = copy.deepcopy(model)
+    convert_(model, OdeConfig(init='mean'))
+    convert_(other, OdeConfig(time='low_rank', rank=2, init='mean'))
+    for vectors in other.blocks.shared.vectors.values():
+        torch.nn.init.zeros_(vectors)
+    torch.testing.assert_close(other(images), model(images))
+
+
+def test_spectral_has_no_residuals(vit):
+    model = vit()
+    convert_(model, OdeConfig(field='lipschitz', method='euler', init='spectral', time='low_rank', rank=2))
+    field = model.blocks.shared
+    assert not any(p.any() for p in (*field.vectors.values(), *field.up.values()))
+
+
+def test_full_rank_keeps_the_precision_of_the_weights(vit, images):
+    model = vit().double()
+    before = model(images.double())
+    convert_(model, OdeConfig(time='low_rank', rank=32))
+    torch.testing.assert_close(model(images.double()), before, rtol=1e-10, atol=1e-10)
+
+
+def test_data_weighted_residuals_serve_the_inputs_best(vit, images):
+    """Against every other residual of that rank, the outputs of each linear layer differ least on the data."""
+    model = vit()
+    moments = input_moments(model, list(model.blocks), images)
+    plain, weighted = (build_field(OdeConfig(time='low_rank', rank=3, init=init), list(model.blocks), 0, moments)
+                       for init in ('svd', 'svd_data'))
+    for layer, name in itertools.product(range(3), ('attn.qkv.weight', 'mlp.fc1.weight', 'mlp.fc2.weight')):
+        def error(field, layer=layer, name=name):
+            wrong = model.blocks[layer].get_parameter(name) - field.at(float(layer))[f'block.{name}']
+            return torch.einsum('ij,jk,ik->', wrong, moments[layer, f'block.{name}'], wrong).item()
+        assert error(weighted) <= error(plain) * 1.001
+
+
+def test_input_moments_are_what_the_layers_see(vit, images):
+    model, seen = vit(), []
+    model.blocks[1].mlp.fc1.register_forward_hook(lambda m, args, out: seen.append(args[0]))
+    found = input_moments(model, list(model.blocks), images)[1, 'block.mlp.fc1.weight']
+    x = seen[0].flatten(0, 1)
+    torch.testing.assert_close(found, x.T @ x / len(x))
+
+
+def test_phases_own_their_layers(vit, images):
+    model = vit(depth=6)
+    done = convert_(model, OdeConfig(boundaries=(2, 5), time='vectors'))
+    shared = model.blocks.shared
+    assert isinstance(shared, PhasedField) and shared.owner == (0, 0, 1, 1, 1, 2)
+    assert [field.layers for field in shared.fields] == [(0, 1), (2, 3, 4), (5,)]
+    assert [step.field is shared.fields[i] for step, i in zip(model.blocks, (0, 0, 1, 1, 1, 2), strict=True)] == [True] * 6
+    assert '3 shared blocks' in str(done) and 'phases from layers 0, 2, 5' in str(done)
+    model.blocks.steps = 12
+    assert [shared.fields.index(step.field) if hasattr(shared.fields, 'index') else list(shared.fields).index(step.field)
+            for step in model.blocks] == [0] * 4 + [1] * 6 + [2] * 2
+    assert model(images).shape == (2, 5)
+
+
+def test_adaptive_methods_agree_with_many_steps_across_phases(vit):
+    model = vit(depth=4).double()
+    x = torch.randn(2, 17, 32, dtype=torch.float64)
+    convert_(model, OdeConfig(phases=2, time='low_rank', rank=2, method='dopri5', rtol=1e-8, atol=1e-8))
+    adaptive = model.blocks(x)
+    model.blocks.method = 'rk4'
+    model.blocks.steps = 160
+    torch.testing.assert_close(model.blocks(x), adaptive, rtol=1e-4, atol=1e-4)
+
+
+def test_split_is_the_best_split():
+    torch.manual_seed(3)
+    d = torch.rand(8, 8)
+    d = d + d.T
+
+    def cost(cuts):
+        bounds = [0, *cuts, 8]
+        return sum(float(d[a:b, a:b].triu(1).sum()) for a, b in itertools.pairwise(bounds))
+    for spans in range(1, 9):
+        best = min(itertools.combinations(range(1, 8), spans - 1), key=cost)
+        assert cost(split(d, spans)) == pytest.approx(cost(best))
+
+
+def test_similarity_finds_the_span_of_equal_layers(vit, images):
+    model = vit(depth=6)
+    with torch.no_grad():
+        for block in model.blocks[:4]:  # hardly moves the state
+            for p in (block.attn.proj.weight, block.attn.proj.bias, block.mlp.fc2.weight, block.mlp.fc2.bias):
+                p.mul_(1e-3)
+        for block in model.blocks[4:]:
+            block.mlp.fc2.weight.mul_(20)
+    assert layer_distances(model, list(model.blocks), images)[0, 3] < 0.01
+    assert similarity_boundaries(model, list(model.blocks), images, 2) == [4]
+    done = convert_(model, OdeConfig(phases=2, boundaries='similarity'), images=images)
+    assert done.config.boundaries == (4,)
+
+
+def test_partial_conversion_keeps_the_other_blocks(vit, images, tmp_path):
+    model = vit(depth=6)
+    before, keys, blocks = model(images), list(model.state_dict()), list(model.blocks)
+    done = convert_(model, OdeConfig(blocks=(1, 3), phases=3))
+    assert torch.equal(model(images), before)
+    assert len(model.blocks) == 6 and model.blocks[0] is blocks[0] and model.blocks[5] is blocks[5]
+    assert len(model.forward_intermediates(images)[1]) == 6
+    done.restore()
+    assert list(model.state_dict()) == keys and torch.equal(model(images), before)
+    done = convert_(model, OdeConfig(blocks=(1, 3), time='low_rank', rank=2))
+    assert 'blocks 1-3 -> 1 shared block' in str(done)
+    model.blocks.steps = 5
+    assert len(model.blocks) == 8 and model.blocks[6] is blocks[4]
+    states = model.forward_intermediates(images)[1]
+    assert len(states) == 8
+    head = model.blocks[:4]
+    assert len(head) == 4 and head[0] is blocks[0]
+    assert len(model.blocks[6:]) == 2
+    torch.jit.script(model)
+
+
+def test_field_is_autonomous_in_integrate_too(vit):
+    """The field of a model can be integrated on its own, with any method."""
+    field, model = timed(vit)
+    x = torch.randn(1, 17, 32)
+    convert_(model, OdeConfig(time='low_rank', rank=2))
+    torch.testing.assert_close(integrate(field, x, OdeConfig(steps=3, T=3.)), model.blocks(x))
+    assert isinstance(field, TimeField) and isinstance(field.base, NativeField)
+
+
+def test_torchscript_holds_the_weights_of_each_step(vit, images, tmp_path):
+    model = vit()
+    convert_(model, OdeConfig(time='low_rank', rank=2, phases=2))
+    scripted = torch.jit.script(model)
+    scripted.save(str(tmp_path / 'model.pt'))
+    torch.testing.assert_close(torch.jit.load(str(tmp_path / 'model.pt'))(images), model(images))
+    model.blocks.method = 'rk4'
+    with pytest.raises(ValueError, match='one set of weights per step'):
+        torch.jit.script(model)
+
+
+def test_calibration_brings_the_student_to_the_teacher(vit, images):
+    teacher = vit(depth=4)
+    student = copy.deepcopy(teacher)
+    convert_(student, OdeConfig(time='low_rank', rank=4))
+    frozen = {n: p.clone() for n, p in student.named_parameters() if 'blocks' not in n}
+    data = torch.randn(32, 3, 16, 16)
+    student.train()
+    student.head.requires_grad_(False)
+
+    def error():
+        with torch.no_grad():
+            return (student(data) - teacher(data)).square().mean().item()
+    before = error()
+    history = calibrate_(student, teacher, data, epochs=(12, 6), batch_size=8, lr=1e-2, unrolled_lr=3e-3, progress=False)
+    assert len(history) == 18 and history[11]['loss'] < 0.8 * history[0]['loss']
+    assert error() < 0.5 * before
+    assert all(torch.equal(p, frozen[n]) for n, p in student.named_parameters() if n in frozen)
+    assert student.training and not student.head.weight.requires_grad and student.patch_embed.proj.weight.requires_grad
+
+
+def test_a_teacher_calibrates_itself_without_error(vit):
+    from timm_odevit import StepwiseTask
+    teacher = vit()
+    student = copy.deepcopy(teacher)
+    convert_(student, OdeConfig(phases=3))
+    task = StepwiseTask(student, teacher, verbose=False)
+    assert task(torch.randn(2, 3, 16, 16))['loss'].item() < 1e-9
+    student.blocks.steps = 6  # half a layer a step: the teacher's state in between is interpolated
+    assert 0 < task(torch.randn(2, 3, 16, 16))['loss'].item() < 1
+
+
+def test_calibration_can_be_interrupted_and_resumed(vit, tmp_path):
+    teacher = vit()
+    data = torch.randn(16, 3, 16, 16)
+
+    def start():
+        student = copy.deepcopy(teacher).requires_grad_(True)
+        convert_(student, OdeConfig(time='low_rank', rank=2))
+        return student
+    options = dict(batch_size=8, lr=1e-3, progress=False, resume=True)
+    whole = start()
+    calibrate_(whole, teacher, data, epochs=(2, 1), out=tmp_path / 'a', **options)
+    again = start()
+    calibrate_(again, teacher, data, epochs=(2, 0), out=tmp_path / 'b', **options)
+    again = start()  # as after a crash
+    calibrate_(again, teacher, data, epochs=(2, 1), out=tmp_path / 'b', **options)
+    for a, b in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize('images, epochs, message', [
+    (torch.randn(4, 3, 16, 16), (0, 0), 'epochs must be two numbers'),
+    (torch.randn(3, 16, 16), (1, 0), r'images must be \[N, C, H, W\]; got \[3, 16, 16\]'),
+])
+def test_calibration_refuses(vit, images, epochs, message):
+    teacher = vit()
+    student = copy.deepcopy(teacher)
+    convert_(student)
+    with pytest.raises(ValueError, match=message):
+        calibrate_(student, teacher, images, epochs=epochs)
+    with pytest.raises(TypeError, match='this VisionTransformer is none. Call convert_ first'):
+        calibrate_(teacher, teacher, torch.randn(4, 3, 16, 16))
