@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import timm_odevit
-from timm_odevit import OdeConfig, StepwiseTask, calibrate_, choose_size, convert_, evaluate
+from timm_odevit import StepwiseTask, calibrate_, choose_size, convert_, evaluate
 
 SHARES = (0.10, 0.15, 0.25, 0.40, 0.60, 1.00)
 MOMENT_IMAGES = 64  # for init svd_data
@@ -66,7 +66,7 @@ def settings(model, share):
     """The configuration whose shared blocks take a share of the parameters of the blocks."""
     total = sum(p.numel() for p in model.parameters())
     blocks = sum(p.numel() for p in model.blocks.parameters())
-    return choose_size(model, int(total - blocks + share * blocks), OdeConfig(init='svd_data'))
+    return choose_size(model, int(total - blocks + share * blocks), init='svd_data')
 
 
 def seconds_per_update(student, teacher, loader):
@@ -142,7 +142,7 @@ def main():
     parser.add_argument('--shares', type=float, nargs='+', default=SHARES)
     parser.add_argument('--batch-size', type=int, default=32)
     parser.add_argument('--lr', type=float, default=3e-3)
-    parser.add_argument('--unrolled-lr', type=float, default=1e-3)
+    parser.add_argument('--unrolled-lr', type=float, default=3e-4)
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--threads', type=int)
     parser.add_argument('--quiet', action='store_true')

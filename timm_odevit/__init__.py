@@ -6,9 +6,12 @@ from .convert import Conversion, check_convertible, convert_, list_convertible
 from .distill import StepwiseTask, TrajectoryDistillationTask, calibrate_, fit
 from .evaluate import Evaluation, evaluate
 from .hub import save_pretrained
+from .interop import from_torchvision
+from .sizing import choose_size
 from .solvers import integrate
 
 __all__ = [
     'Conversion', 'Evaluation', 'OdeConfig', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'calibrate_',
-    'check_convertible', 'convert_', 'evaluate', 'fit', 'integrate', 'list_convertible', 'save_pretrained',
+    'check_convertible', 'choose_size', 'convert_', 'evaluate', 'fit', 'from_torchvision', 'integrate', 'list_convertible',
+    'save_pretrained',
 ]

@@ -1,6 +1,6 @@
 """Which phases and rank fit into a number of parameters."""
 from dataclasses import replace
-from typing import Any, Optional, Sequence, Tuple, Union
+from typing import Union
 
 from torch import nn
 
@@ -11,6 +11,8 @@ from .init import owners
 from .time_dependence import matrix_shape
 
 __all__ = ['choose_size', 'predict_parameters']
+
+_DEFAULT = OdeConfig()
 
 
 def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
@@ -30,17 +32,25 @@ def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
     return total
 
 
-def choose_size(model: nn.Module, target: Union[int, float], config: OdeConfig = OdeConfig()) -> OdeConfig:
+def choose_size(
+        model: nn.Module,
+        target: Union[int, float],
+        config: OdeConfig = _DEFAULT,
+        *,
+        init: str = 'svd',
+) -> OdeConfig:
     """The phases and the rank that use a number of parameters best.
 
-    One shared block with residuals per layer of the largest rank that fits; where residuals would take more room than
-    blocks of their own, as many phases as fit. (See the README for what this keeps of a model, against phases alone.)
+    One shared block, with residuals per layer of the largest rank that fits: after the same calibration, this kept more
+    of DeiT-tiny on CIFAR-100 than two to four phases with residuals of less rank did. With all of the model's
+    parameters, a phase for each layer, which is the model itself.
 
     Args:
         model: Model that can be converted.
         target: Largest number of parameters of the converted model: a whole number, or a share of the model's, such
             as 0.25.
         config: All other settings; time, rank, phases and init are chosen.
+        init: How residuals are filled: 'svd', or 'svd_data', which keeps more and needs images to convert.
 
     Returns:
         Settings for `convert_`.
@@ -59,17 +69,23 @@ def choose_size(model: nn.Module, target: Union[int, float], config: OdeConfig =
         raise ValueError(
             f'{wanted:,} parameters are too few: one shared block and all that is not a block take {smallest:,} of '
             f'{total:,} ({100 * smallest / total:.1f} %).')
-    if wanted >= total:
-        return replace(plain, phases=max(len(site.blocks) for site in find_sites(model)))
-    best: Optional[Tuple[Any, OdeConfig]] = None
     layers = max(len(site.blocks) for site in find_sites(model))
-    for phases in range(1, layers + 1):
-        for candidate in _candidates(model, replace(plain, phases=phases), wanted):
-            score = _score(candidate, layers)
-            if best is None or score > best[0]:
-                best = (score, candidate)
-    assert best is not None  # the plain one fits
-    return best[1]
+    phased = [replace(plain, phases=phases) for phases in range(1, layers + 1)]
+    exact = phased[-1]
+    if predict_parameters(model, exact) <= wanted:
+        return exact
+    ranked = replace(plain, time='low_rank', rank=1, init=init)
+    if predict_parameters(model, ranked) <= wanted:
+        low, high = 1, 2
+        while predict_parameters(model, replace(ranked, rank=high)) <= wanted and high < 2 ** 20:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = predict_parameters(model, replace(ranked, rank=middle)) <= wanted
+            low, high = (middle, high) if fits else (low, middle)
+        return replace(ranked, rank=low)
+    vectors = replace(plain, time='vectors')
+    return vectors if predict_parameters(model, vectors) <= wanted else plain
 
 
 def _residual(block: nn.Module, rank: int) -> int:

@@ -1,0 +1,43 @@
+import pytest
+import timm
+
+from timm_odevit import OdeConfig, choose_size, convert_
+from timm_odevit.convert import count_parameters
+from timm_odevit.sizing import predict_parameters
+
+
+@pytest.mark.parametrize('name', ['deit_tiny_patch16_224', 'samvit_base_patch16', 'swin_tiny_patch4_window7_224'])
+@pytest.mark.parametrize('settings', [
+    dict(), dict(phases=3), dict(time='vectors'), dict(time='low_rank', rank=5), dict(time='low_rank', rank=5, phases=2),
+    dict(time='low_rank', rank=10 ** 4)], ids=str)
+def test_prediction_is_what_conversion_leaves(name, settings):
+    model = timm.create_model(name, device='meta')
+    predicted = predict_parameters(model, OdeConfig(**settings))
+    assert predicted == convert_(model, OdeConfig(**settings)).parameters_after == count_parameters(model)
+
+
+@pytest.mark.parametrize('target', [0.16, 0.25, 0.6, 900_000, 3_000_000])
+def test_the_largest_that_fits(target):
+    model = timm.create_model('deit_tiny_patch16_224', device='meta')
+    total = count_parameters(model)
+    limit = target * total if target < 1 else target
+    config = choose_size(model, target)
+    assert config.time == 'low_rank' and config.phases == 1
+    assert predict_parameters(model, config) <= limit
+    bigger = OdeConfig(time='low_rank', rank=config.rank + 1)
+    assert predict_parameters(model, bigger) > limit
+
+
+def test_ends_of_the_dial():
+    model = timm.create_model('deit_tiny_patch16_224', device='meta')
+    assert choose_size(model, 1.0).phases == 12
+    assert choose_size(model, 10 ** 9, OdeConfig(steps=7)).steps == 7
+    assert choose_size(model, 0.1450).time == 'autonomous' and choose_size(model, 0.1500).time == 'vectors'
+    assert choose_size(model, 0.3, init='svd_data').init == 'svd_data'
+    with pytest.raises(ValueError, match=r'570,000 parameters are too few: one shared block .* take 823,912 of 5,717,416 \(14.4 %\)'):
+        choose_size(model, 570_000)
+    for wrong in (0, -1, True, 'a', None):
+        with pytest.raises(ValueError, match='number of parameters, or a share'):
+            choose_size(model, wrong)
+    with pytest.raises(TypeError, match='Cannot convert ResNet'):
+        choose_size(timm.create_model('resnet18', device='meta'), 0.5)
