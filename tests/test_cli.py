@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(*args):
-    quick = ['--workers', '0', '--quiet'] if args[0] in ('distill', 'evaluate') else []
+    quick = ['--workers', '0', '--quiet'] if args[0] in ('calibrate', 'distill', 'evaluate') else []
     return main([*args, *quick, '--device', 'cpu'])
 
 
@@ -49,6 +49,52 @@ def test_convert_distill_evaluate(folder, capsys):
     out = capsys.readouterr().out
     assert [r['steps'] for r in json.loads((folder / 'found.json').read_text())] == [None, 1, 6]
     assert out.count('student') == 2
+
+
+def test_convert_to_a_size_and_calibrate(folder, capsys):
+    assert run('convert', 'local-dir:teacher', 'new', '--target-params', '60%', '--images', 'images') == 0
+    out = capsys.readouterr().out
+    assert 'init svd_data' in out and 'residuals of rank' in out
+    share = float(re.search(r'\(([0-9.]+) %\)', out)[1])
+    assert 55 < share <= 60
+    assert run('calibrate', 'local-dir:new', 'images', 'run', '--teacher', 'local-dir:teacher', '--epochs', '2,1',
+               '--batch-size', '8') == 0
+    assert 'saved run/best' in capsys.readouterr().out
+    again = timm.create_model('local-dir:run/best', pretrained=True)
+    assert again.blocks.config == timm.create_model('local-dir:new').blocks.config
+    assert not torch.equal(again.blocks.shared.up['block-attn-qkv-weight'],
+                           timm.create_model('local-dir:new', pretrained=True).blocks.shared.up['block-attn-qkv-weight'])
+
+
+def test_convert_in_phases_and_in_part(folder, capsys):
+    assert run('convert', 'local-dir:teacher', 'a', '--time', 'vectors', '--boundaries', '1', '--images', 'images') == 0
+    assert timm.create_model('local-dir:a').blocks.config.boundaries == (1,)
+    assert run('convert', 'local-dir:teacher', 'b', '--phases', '2', '--boundaries', 'similarity', '--images', 'images') == 0
+    assert len(timm.create_model('local-dir:b').blocks.config.boundaries) == 1
+    assert run('convert', 'local-dir:teacher', 'c', '--blocks', '1,2') == 0
+    assert 'blocks 1-2 -> 1 shared block' in capsys.readouterr().out
+    assert timm.create_model('local-dir:c', pretrained=True).blocks.config.blocks == (1, 2)
+
+
+@pytest.mark.parametrize('options, message', [
+    (['--target-params', '60%', '--rank', '3'], "--target-params chooses time, rank, phases, boundaries, init. Leave out --rank"),
+    (['--target-params', '100'], '100 parameters are too few'),
+    (['--rank', '3'], "rank is for time='low_rank'"),
+    (['--boundaries', 'similar'], "Unknown boundaries 'similar'. Allowed: uniform, similarity, or layers"),
+    (['--phases', '2', '--boundaries', 'similarity'], "is measured on images. Pass"),
+    (['--images', 'nowhere'], "There is no folder 'nowhere'"),
+    (['--blocks', '1,7'], 'VisionTransformer has blocks 0 to 2'),
+])
+def test_convert_refuses(folder, capsys, options, message):
+    assert run('convert', 'local-dir:teacher', 'new', *options) == 2
+    assert message in capsys.readouterr().err
+    assert not (folder / 'new').exists()
+
+
+@pytest.mark.parametrize('options', [['--target-params', 'many'], ['--target-params', '-3'], ['--blocks', '3']])
+def test_convert_refuses_what_is_no_number(folder, capsys, options):
+    with pytest.raises(SystemExit):
+        run('convert', 'local-dir:teacher', 'new', *options)
 
 
 def test_a_fine_tuned_head_is_kept(folder, capsys):

@@ -1,10 +1,11 @@
-"""odevit convert | distill | evaluate | benchmark."""
+"""odevit convert | calibrate | distill | evaluate | benchmark."""
 import argparse
+import math
 import sys
 from itertools import islice
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import timm
 import torch
@@ -16,13 +17,14 @@ from torch import nn
 from ._version import __version__
 from .benchmark import benchmark, peak_memory
 from .blocks import find_ode_blocks
-from .config import FIELDS, OdeConfig
+from .config import FIELDS, TIMES, OdeConfig
 from .convert import convert_
-from .data import folder_loader, folder_loaders
-from .distill import TrajectoryDistillationTask, fit
+from .data import folder_loader, folder_loaders, image_loader
+from .distill import TrajectoryDistillationTask, calibrate_, fit
 from .evaluate import AMP_DTYPES, evaluate
 from .hub import CONFIG, save_pretrained
 from .methods import METHODS, suggest
+from .sizing import choose_size
 
 __all__ = ['main']
 
@@ -62,13 +64,39 @@ def _convert(args: argparse.Namespace) -> None:
         raise ValueError(f"'{args.model}' is a converted model already. Convert the model that it was made from.")
     if min(getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (1,)) < 1:
         raise ValueError(f'--img-size {args.img_size} is less than one patch of this model.')
-    config = OdeConfig(field=args.field, method=args.method, steps=args.steps, T=args.T, init=args.init)
-    print(convert_(model, config, keep_original=False))
+    settings: Dict[str, Any] = dict(
+        field=args.field, method=args.method, steps=args.steps, T=args.T, blocks=args.blocks, init=args.init,
+        time=args.time, rank=args.rank, phases=args.phases, boundaries=args.boundaries)
+    if args.target_params is not None:
+        chosen = ('time', 'rank', 'phases', 'boundaries', 'init')
+        given = [name for name in chosen if settings[name] is not None]
+        if given:
+            raise ValueError(f"--target-params chooses {', '.join(chosen)}. Leave out --{given[0]}, or it.")
+        config = OdeConfig(**{k: v for k, v in settings.items() if v is not None})
+        config = choose_size(model, args.target_params, config, init='svd_data' if args.images else 'svd')
+    else:
+        config = OdeConfig(**{k: v for k, v in settings.items() if v is not None})
+    images = None
+    if args.images:
+        torch.manual_seed(args.seed)
+        images = next(iter(image_loader(args.images, model, workers=0)))[0].to(args.device)
+    print(convert_(model, config, images=images, keep_original=False))
     classes = model.pretrained_cfg['num_classes']
     if not args.random and classes != model.num_classes:
         print(f'  head        new, with {model.num_classes} classes at random: the weights have {classes}')
     save_pretrained(model, args.out)
     print(f"  saved       {args.out}: timm.create_model('local-dir:{args.out}', pretrained=True)")
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    if not args.resume:
+        _refuse_existing(args.out, force=False)
+    student, teacher = _load(args.student, args), _load(args.teacher, args)
+    loader = image_loader(args.images, student, batch_size=args.batch_size, workers=args.workers)
+    calibrate_(student, teacher, loader, epochs=args.epochs, lr=args.lr, unrolled_lr=args.unrolled_lr, out=args.out,
+               resume=args.resume, amp=args.amp, seed=args.seed, progress=not args.quiet)
+    best = save_pretrained(student, Path(args.out) / 'best')
+    print(f"saved {best}: timm.create_model('local-dir:{best}', pretrained=True)")
 
 
 def _distill(args: argparse.Namespace) -> None:
@@ -212,6 +240,42 @@ def _steps(text: str) -> List[int]:
     return counts
 
 
+def _whole_numbers(text: str) -> Optional[Tuple[int, ...]]:
+    try:
+        return tuple(int(part) for part in text.split(','))
+    except ValueError:
+        return None
+
+
+def _boundaries(text: str) -> Union[str, Tuple[int, ...]]:
+    return _whole_numbers(text) or text  # OdeConfig says what is allowed
+
+
+def _run(text: str) -> Tuple[int, ...]:
+    numbers = _whole_numbers(text)
+    if numbers is None or len(numbers) != 2:
+        raise argparse.ArgumentTypeError(f"'{text}' is no first and last layer, such as 3,9")
+    return numbers
+
+
+def _epochs(text: str) -> Tuple[int, ...]:
+    numbers = _whole_numbers(text)
+    if numbers is None or len(numbers) != 2:
+        raise argparse.ArgumentTypeError(f"'{text}' is no pair of numbers of epochs, such as 8,2")
+    return numbers
+
+
+def _amount(text: str) -> Union[int, float]:
+    units = {'k': 1e3, 'K': 1e3, 'M': 1e6, 'G': 1e9, 'B': 1e9, '%': 1e-2}
+    try:
+        value = float(text[:-1]) * units[text[-1]] if text[-1:] in units else float(text)
+    except ValueError:
+        value = 0.
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is no number of parameters, such as 3M, or share, such as 25%")
+    return value if value <= 1 else int(value)
+
+
 def _at_least(least: int):
     def parse(text: str) -> int:
         try:
@@ -257,8 +321,34 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument('--method', default=defaults.method, help=f'{", ".join(METHODS)}, or an adaptive method')
     command.add_argument('--steps', type=_at_least(1), help='solver steps (default: depth of the base)')
     command.add_argument('--T', type=float, help='end time, in blocks of the base (default: its depth)')
-    command.add_argument('--init', default=defaults.init, help='mean, block:<i> or spectral')
+    command.add_argument('--init', help='mean, block:<i>, spectral, svd or svd_data (default: svd with low_rank, else mean)')
+    command.add_argument('--time', choices=TIMES, help='how the shared block depends on t (default: autonomous)')
+    command.add_argument('--rank', type=_at_least(1), help='rank of the residuals of each layer, with --time low_rank')
+    command.add_argument('--phases', type=_at_least(1), help='shared blocks, on as many spans of layers (default: 1)')
+    command.add_argument('--boundaries', type=_boundaries,
+                         help='first layers of the spans but the first, such as 7,10; uniform; or similarity')
+    command.add_argument('--blocks', type=_run, help='first and last layer to convert, such as 3,9 (default: all)')
+    command.add_argument('--target-params', type=_amount,
+                         help='parameters of the result, such as 3M or 25%%: chooses time, rank and phases')
+    command.add_argument('--images', help='folder of images, for --boundaries similarity, --init svd_data, and a better '
+                                          '--target-params')
+    command.add_argument('--seed', type=int, default=0, help='of the choice of images')
     command.add_argument('--force', action='store_true', help='write into a folder that is not empty')
+
+    command = add('calibrate', _calibrate, 'Fit a converted model to its teacher step by step, on images without labels.')
+    command.add_argument('student', help="'local-dir:FOLDER' of a converted model")
+    command.add_argument('images', help='folder of images')
+    command.add_argument('out', help='folder for checkpoints and for the result, best/')
+    command.add_argument('--teacher', required=True, help=_MODEL)
+    command.add_argument('--resume', action='store_true', help='go on with the run in the folder')
+    command.add_argument('--epochs', type=_epochs, default=(8, 2), help='epochs step by step, and unrolled')
+    command.add_argument('--batch-size', type=_at_least(1), default=16, help='images per update')
+    command.add_argument('--lr', type=float, default=3e-3, help='peak learning rate step by step')
+    command.add_argument('--unrolled-lr', type=float, default=3e-4, help='peak learning rate unrolled')
+    command.add_argument('--amp', choices=('bfloat16', 'float16'), help='mixed precision')
+    command.add_argument('--seed', type=int, default=0, help='seed')
+    command.add_argument('--workers', type=_at_least(0), default=2, help='processes that load images')
+    command.add_argument('--quiet', action='store_true', help='no progress bars')
 
     command = add('distill', _distill, 'Teach a converted model to follow its teacher.')
     command.add_argument('student', help="'local-dir:FOLDER' of a converted model")

@@ -5,7 +5,7 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 import torch
 from timm.data import create_dataset, create_loader, resolve_data_config
 
-__all__ = ['folder_loader', 'folder_loaders']
+__all__ = ['folder_loader', 'folder_loaders', 'image_loader']
 
 _TRAIN = ('train', 'training')
 _EVAL = ('val', 'valid', 'validation', 'eval', 'evaluation', 'test')
@@ -92,6 +92,32 @@ def folder_loaders(
             _loader(datasets[1], model, batch_size, workers, train=False))
 
 
+def image_loader(
+        root: Union[str, Path],
+        model: Any,
+        *,
+        batch_size: int = 64,
+        workers: int = 2,
+) -> Any:
+    """Batches of images to calibrate on (shuffled, augmented), whatever folders they lie in: labels are not looked at.
+
+    Args:
+        root: A folder of images, or of folders of images; of one with a train/, only that.
+        model: timm model that will see the images.
+        batch_size: Images per batch; fewer where there are fewer.
+        workers: Worker processes.
+
+    Returns:
+        A DataLoader of (images [B, C, H, W], numbers that stand for nothing [B]).
+
+    Raises:
+        ValueError: There are no images.
+    """
+    root = _folder(root)
+    dataset = _dataset(_split(root, _TRAIN) or root, model, labelled=False)
+    return _loader(dataset, model, min(batch_size, len(dataset)), workers, train=True)
+
+
 def _folder(root: Union[str, Path]) -> Path:
     root = Path(root)
     if not root.is_dir():
@@ -103,7 +129,7 @@ def _split(root: Path, names: Tuple[str, ...]) -> Optional[Path]:
     return next((root / name for name in names if (root / name).is_dir()), None)
 
 
-def _dataset(folder: Path, model: Any) -> Any:
+def _dataset(folder: Path, model: Any, labelled: bool = True) -> Any:
     mode = 'L' if model.in_chans == 1 else 'RGB'
     try:
         dataset = create_dataset('', str(folder), search_split=False, input_img_mode=mode)
@@ -111,7 +137,7 @@ def _dataset(folder: Path, model: Any) -> Any:
         raise ValueError(
             f"There are no images in '{folder}'. Give a folder with one sub-folder of images per class.") from e
     classes = len(dataset.reader.class_to_idx)
-    if classes != model.num_classes:
+    if labelled and classes != model.num_classes:
         raise ValueError(
             f"'{folder}' has {classes} classes (sub-folders), the model has {model.num_classes}. "
             f'Give the folder that the model was made for, or create the model with num_classes={classes}.')

@@ -115,7 +115,7 @@ def calibrate_(
         *,
         epochs: Tuple[int, int] = (8, 2),
         batch_size: int = 16,
-        lr: float = 1e-3,
+        lr: float = 3e-3,
         unrolled_lr: float = 3e-4,
         out: Optional[Union[str, Path]] = None,
         resume: bool = False,
