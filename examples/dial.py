@@ -102,8 +102,8 @@ def measure(share, teacher, x, test, args):
 
 
 def table(record):
-    lines = ['| parameters of the blocks | of the model | phases | rank | kept by initialisation | kept after calibration |',
-             '| --- | --- | --- | --- | --- | --- |']
+    columns = ('parameters of the blocks', 'of the model', 'phases', 'rank', 'kept initialised', 'kept calibrated')
+    lines = [f"| {' | '.join(columns)} |", '| ' + ' | '.join('---' for _ in columns) + ' |']
     teacher = record['teacher']
     for row in record['rows']:
         kept = [100 * row[key] / teacher['top1'] for key in ('init_top1', 'top1')]

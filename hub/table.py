@@ -1,8 +1,9 @@
-"""Write the results table of README.md from hub/runs/*/results.json.
+"""Write the tables of README.md from hub/runs/*/results.json and hub/dial/*.json, and draw hub/dial/dial.png.
 
-    python hub/table.py            print it
-    python hub/table.py --write    put it into README.md, between its marks
+    python hub/table.py            print them
+    python hub/table.py --write    put them into README.md, between their marks, and draw
 """
+import importlib.util
 import json
 import re
 import sys
@@ -10,17 +11,17 @@ from pathlib import Path
 
 HUB = Path(__file__).parent
 README = HUB.parent / 'README.md'
-MARKS = re.compile(r'(<!-- cifar: python hub/table.py -->\n).*?(<!-- end -->)', re.S)
-NAMES = {
+RUNS = {
     'teacher': 'DeiT-tiny, 12 blocks (the teacher)',
     'native': 'ODE-ViT, `native`, `lie_trotter`, `mean`',
     'lipschitz': "ODE-ViT, `lipschitz`, `euler`, `spectral` (the paper's block)",
 }
+DIALS = {'imagenet_sample': '500 photos of ImageNet', 'cifar100': 'CIFAR-100'}
 
 
-def table():
+def runs():
     rows = ['| model | parameters | K | top-1 % | top-5 % | kept % | agreement % |', '|' + ' --- |' * 7]
-    for name, title in NAMES.items():
+    for name, title in RUNS.items():
         path = HUB / 'runs' / name / 'results.json'
         if not path.exists():
             continue
@@ -31,8 +32,49 @@ def table():
     return '\n'.join(rows) + '\n'
 
 
-if __name__ == '__main__':
+def dial():
+    records = _dials()
+    if not records:
+        return ''
+    text = ['### The size dial', '', '![Top-1 kept against parameters](hub/dial/dial.png)', '']
+    for title, record in records.items():
+        images, teacher = record['images'], record['teacher']
+        minutes = max(row['minutes'] for row in record['rows'])
+        text += [
+            f"{title}: DeiT-tiny at {images['size']} px, {teacher['top1']:.1f} % top-1 on {images['test']:,} test images; "
+            f"calibrated on {images['calibration']:,} images without labels, at most {minutes:.0f} minutes a point on one "
+            'CPU thread.', '', _example().table(record), '']
+    return '\n'.join(text)
+
+
+def _example():
+    path = HUB.parent / 'examples' / 'dial.py'
+    spec = importlib.util.spec_from_file_location('dial', path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _dials():
+    paths = {title: HUB / 'dial' / f'{name}.json' for name, title in DIALS.items()}
+    return {title: json.loads(path.read_text()) for title, path in paths.items() if path.exists()}
+
+
+TABLES = {'cifar': runs, 'dial': dial}
+
+
+def main():
+    text = README.read_text()
+    for name, table in TABLES.items():
+        marks = re.compile(rf'(<!-- {name}: python hub/table.py -->\n).*?(<!-- end -->)', re.S)
+        text = marks.sub(lambda found, table=table: found[1] + table() + found[2], text)
     if '--write' in sys.argv:
-        README.write_text(MARKS.sub(lambda marks: marks[1] + table() + marks[2], README.read_text()))
+        README.write_text(text)
+        if _dials():
+            _example().plot(_dials(), HUB / 'dial' / 'dial.png')
     else:
-        print(table(), end='')
+        print(*(table() for table in TABLES.values()), sep='\n')
+
+
+if __name__ == '__main__':
+    main()

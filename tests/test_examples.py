@@ -1,4 +1,5 @@
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -6,6 +7,8 @@ import numpy as np
 import pytest
 import timm
 import torch
+
+import timm_odevit
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,8 +66,31 @@ def test_cifar_runs_at_a_tiny_size(cifar, monkeypatch, capsys):
     assert (cifar / 'student' / 'results.json').exists()
 
 
-def test_readme_has_the_table_of_the_results():
-    assert load(ROOT / 'hub' / 'table.py').table() in (ROOT / 'README.md').read_text()
+def test_readme_has_the_tables_of_the_results():
+    readme = (ROOT / 'README.md').read_text()
+    for table in load(ROOT / 'hub' / 'table.py').TABLES.values():
+        assert table() in readme
+
+
+def test_dial(tmp_path, monkeypatch, capsys, vit):
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / 'data.npz', x_train=rng.integers(0, 256, (40, 20, 20, 3), dtype=np.uint8),
+             x_test=rng.integers(0, 256, (20, 20, 20, 3), dtype=np.uint8), y_test=np.arange(20) % 5)
+    timm_odevit.save_pretrained(vit(depth=6), tmp_path / 'teacher')
+    script = load(ROOT / 'examples' / 'dial.py')
+
+    def run(*shares):
+        monkeypatch.setattr('sys.argv', [
+            'dial.py', str(tmp_path / 'data.npz'), str(tmp_path / 'out'), '--teacher', f"local-dir:{tmp_path / 'teacher'}",
+            '--img-size', '16', '--minutes', '0.01', '--batch-size', '8', '--quiet', '--shares', *shares])
+        script.main()
+        return json.loads((tmp_path / 'out' / 'dial.json').read_text())['rows']
+    first = run('0.5')
+    rows = run('0.5', '1.0')
+    assert rows[0] == first[0] and [row['share'] for row in rows] == [0.5, 1.0]
+    assert rows[0]['rank'] > 0 and rows[0]['updates'] >= 2 and rows[1]['phases'] == 6
+    assert (tmp_path / 'out' / 'dial.png').exists()
+    assert '| 50 % |' in capsys.readouterr().out
 
 
 def test_cifar_augmentation_moves_and_mirrors_each_image_on_its_own():

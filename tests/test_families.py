@@ -1,10 +1,8 @@
 """Every family of models that can be converted, at a tiny size."""
-import copy
 
 import pytest
 import timm
 import torch
-from torch import nn
 
 from timm_odevit import OdeConfig, convert_, save_pretrained
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from timm_odevit import OdeConfig, convert_
+from timm_odevit.align import aligning_orders, permuted
 from timm_odevit.init import build_field, spectral_
 
 
@@ -77,3 +78,34 @@ def test_dtype_mode_and_requires_grad_carry_over(vit, field):
     model.blocks[1].requires_grad_(False)
     convert_(model, OdeConfig(field=field))
     assert all(p.requires_grad for p in model.parameters()) and all(m.training for m in model.modules())
+
+
+def test_alignment_undoes_a_permutation_and_leaves_the_function_alone(vit, images):
+    """Blocks that are one block in different orders of heads and neurons are brought into one order."""
+    model = vit(num_heads=4)
+    block = model.blocks[0]
+    for other in model.blocks[1:]:
+        other.load_state_dict(block.state_dict())
+        neurons, heads = torch.randperm(128), torch.randperm(4)
+        channels = torch.arange(32).view(4, 8)[heads].flatten()
+        rows = torch.cat([channels + 32 * i for i in range(3)])
+        with torch.no_grad():
+            for p, order in ((other.attn.qkv.weight, (rows, None)), (other.attn.qkv.bias, (rows, None)),
+                             (other.attn.proj.weight, (None, channels)), (other.mlp.fc1.weight, (neurons, None)),
+                             (other.mlp.fc1.bias, (neurons, None)), (other.mlp.fc2.weight, (None, neurons))):
+                p.copy_(permuted(p, order))
+    layers = [{f'block.{n}': p.detach() for n, p in b.named_parameters()} for b in model.blocks]
+    orders = aligning_orders(layers, block)
+    for name in layers[0]:
+        first, *others = (permuted(values[name], order.get(name)) for values, order in zip(layers, orders, strict=True))
+        assert all(torch.equal(first, other) for other in others), name
+    before = model(images)
+    convert_(model, OdeConfig(time='low_rank', rank=1, init='svd_data'), images=images)
+    torch.testing.assert_close(model(images), before, rtol=1e-4, atol=1e-5)  # nothing is left for the residuals to do
+
+
+def test_alignment_keeps_each_layer_what_it_computes(vit, images):
+    model = vit(init_values=0.1)
+    before = model(images)
+    convert_(model, OdeConfig(time='low_rank', rank=32, init='svd_data'), images=images)
+    torch.testing.assert_close(model(images), before, rtol=1e-3, atol=1e-4)

@@ -12,6 +12,6 @@ from .solvers import integrate
 
 __all__ = [
     'Conversion', 'Evaluation', 'OdeConfig', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'calibrate_',
-    'check_convertible', 'choose_size', 'convert_', 'evaluate', 'fit', 'from_torchvision', 'integrate', 'list_convertible',
-    'save_pretrained',
+    'check_convertible', 'choose_size', 'convert_', 'evaluate', 'fit', 'from_torchvision', 'integrate',
+    'list_convertible', 'save_pretrained',
 ]

@@ -59,8 +59,9 @@ def benchmark(
         One Timing per candidate.
     """
     base: Any = timm.create_model(model, img_size=img_size, device=torch.device(device)).eval()
-    native, lipschitz = copy.deepcopy(base), copy.deepcopy(base)
+    native, ranked, lipschitz = copy.deepcopy(base), copy.deepcopy(base), copy.deepcopy(base)
     convert_(native, OdeConfig(steps=steps, T=steps), keep_original=False)
+    convert_(ranked, OdeConfig(steps=steps, T=steps, time='low_rank', rank=8), keep_original=False)
     convert_(lipschitz, OdeConfig(field='lipschitz', method='euler', steps=steps, T=steps), keep_original=False)
     images = torch.randn(batch_size, base.in_chans, img_size, img_size, device=device)
     count = base.patch_embed.num_patches + base.num_prefix_tokens
@@ -79,6 +80,7 @@ def benchmark(
         f'OdeBlocks, native, lie_trotter, {steps} steps': (lambda: native.blocks(tokens), native.blocks, loop),
         forward: (lambda: base(images), base, forward),
         f'ODE-ViT, native, lie_trotter, {steps} steps': (lambda: native(images), native, forward),
+        f'ODE-ViT, native, lie_trotter, {steps} steps, rank 8': (lambda: ranked(images), ranked, forward),
         f'ODE-ViT, lipschitz, euler, {steps} steps': (lambda: lipschitz(images), lipschitz, forward),
     }
     times: Dict[str, List[float]] = {name: [] for name in candidates}

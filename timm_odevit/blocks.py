@@ -2,7 +2,7 @@
 import copy
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -254,8 +254,8 @@ def scriptable_copy(model: nn.Module) -> nn.Module:
     timed = any(isinstance(f, TimeField) for f in blocks.shared.modules())
     if timed and blocks.method not in ('euler', 'lie_trotter'):
         raise ValueError(
-            f"TorchScript holds one set of weights per step, and '{blocks.method}' needs several where the block depends "
-            "on time. Use euler, lie_trotter, or torch.export.")
+            f"TorchScript holds one set of weights per step, and '{blocks.method}' needs several where the block "
+            "depends on time. Use euler, lie_trotter, or torch.export.")
     clone = copy.copy(model)
     clone.__dict__.pop('__prepare_scriptable__', None)
     clone._modules = dict(model._modules)
@@ -269,6 +269,9 @@ def scriptable_copy(model: nn.Module) -> nn.Module:
 
 class _Scriptable(nn.Module):
     """A step in the signature of timm's ViT block, since TorchScript knows no *args."""
+
+    if TYPE_CHECKING:
+        step: Any
 
     def __init__(self, step: Step) -> None:
         super().__init__()

@@ -321,7 +321,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument('--method', default=defaults.method, help=f'{", ".join(METHODS)}, or an adaptive method')
     command.add_argument('--steps', type=_at_least(1), help='solver steps (default: depth of the base)')
     command.add_argument('--T', type=float, help='end time, in blocks of the base (default: its depth)')
-    command.add_argument('--init', help='mean, block:<i>, spectral, svd or svd_data (default: svd with low_rank, else mean)')
+    command.add_argument('--init', help='mean, block:<i>, spectral, svd, svd_data (default: svd with low_rank or mean)')
     command.add_argument('--time', choices=TIMES, help='how the shared block depends on t (default: autonomous)')
     command.add_argument('--rank', type=_at_least(1), help='rank of the residuals of each layer, with --time low_rank')
     command.add_argument('--phases', type=_at_least(1), help='shared blocks, on as many spans of layers (default: 1)')
@@ -330,12 +330,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument('--blocks', type=_run, help='first and last layer to convert, such as 3,9 (default: all)')
     command.add_argument('--target-params', type=_amount,
                          help='parameters of the result, such as 3M or 25%%: chooses time, rank and phases')
-    command.add_argument('--images', help='folder of images, for --boundaries similarity, --init svd_data, and a better '
-                                          '--target-params')
+    command.add_argument('--images', help='folder of images, for --boundaries similarity and --init svd_data; with '
+                                          '--target-params, it chooses svd_data')
     command.add_argument('--seed', type=int, default=0, help='of the choice of images')
     command.add_argument('--force', action='store_true', help='write into a folder that is not empty')
 
-    command = add('calibrate', _calibrate, 'Fit a converted model to its teacher step by step, on images without labels.')
+    command = add('calibrate', _calibrate, 'Fit a converted model to its teacher, on images without labels.')
     command.add_argument('student', help="'local-dir:FOLDER' of a converted model")
     command.add_argument('images', help='folder of images')
     command.add_argument('out', help='folder for checkpoints and for the result, best/')

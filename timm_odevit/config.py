@@ -2,8 +2,8 @@
 import math
 import re
 from dataclasses import asdict, dataclass, fields, replace
-from numbers import Integral
 from itertools import pairwise
+from numbers import Integral
 from typing import Any, Dict, Optional, Tuple, Union
 
 from .methods import METHODS, adaptive_methods, is_adaptive, suggest
@@ -119,13 +119,14 @@ class OdeConfig:
         given = self.boundaries
         if isinstance(given, tuple):
             if not all(_counts(v) for v in given) or not all(a < b for a, b in pairwise(given)):
-                raise ValueError(f'boundaries must be strictly increasing layers from 1 on, such as (7, 10); got {given!r}.')
+                raise ValueError(
+                    f'boundaries must be strictly increasing layers from 1 on, such as (7, 10); got {given!r}.')
             if self.phases not in (1, len(given) + 1):
                 raise ValueError(f'{len(given)} boundaries make {len(given) + 1} phases; got phases={self.phases}.')
             object.__setattr__(self, 'phases', len(given) + 1)
         elif given not in ('uniform', 'similarity'):
             raise ValueError(
-                f"Unknown boundaries {given!r}. Allowed: uniform, similarity, or layers such as (7, 10).")
+                f'Unknown boundaries {given!r}. Allowed: uniform, similarity, or layers such as (7, 10).')
         run = self.blocks
         if run is not None and (not isinstance(run, tuple) or len(run) != 2 or not all(
                 _counts(v + 1) if isinstance(v, int) else False for v in run) or run[0] > run[1]):

@@ -55,6 +55,7 @@ def convert_(
     sites = _check(model, config, images)
     host: Any = model
     before = count_parameters(model)
+    original = sum(count_parameters(site.owner.blocks) for site in sites)
     built, layers = [], 0
     for stage, site in enumerate(sites):
         blocks = site.blocks
@@ -82,7 +83,7 @@ def convert_(
         layers=layers,
         config=built[0][1].config if len(built) == 1 else config,
         parameters_before=before,
-        parameters_after=before - sum(count_parameters(site.owner.blocks) - count_parameters(ode) for site, ode, _ in built),
+        parameters_after=before - original + sum(count_parameters(ode) for _, ode, _ in built),
         _originals=tuple((site, site.owner.blocks) for site in sites) if keep_original else None,
         _feature_info=getattr(host, 'feature_info', None),
         _training=model.training,

@@ -39,7 +39,8 @@ FIELD_OF: Dict[Type[nn.Module], Type[NativeField]] = {
     SwinTransformerV2Block: ShiftedPostNormField,
     SwinTransformerV2CrBlock: WholeField,
 }
-STAGES: Dict[Type[nn.Module], str] = {SwinTransformer: 'layers', SwinTransformerV2: 'layers', SwinTransformerV2Cr: 'stages'}
+STAGES: Dict[Type[nn.Module], str] = {
+    SwinTransformer: 'layers', SwinTransformerV2: 'layers', SwinTransformerV2Cr: 'stages'}
 # constants that timm gives each layer by its depth; layers that share a block share their mean
 _PER_LAYER = ('drop_prob', 'lambda_init')
 _UNUSED = ('training', 'target_shift_size')  # settings that change nothing at this image size
@@ -107,7 +108,8 @@ def check_blocks(model: nn.Module, blocks: Sequence[Any]) -> None:
     for i, block in enumerate(blocks):
         if type(block) is not type(first):
             raise TypeError(
-                f'Cannot convert {name}: block {i} is a {type(block).__name__}, block 0 a {type(first).__name__}. {_HINT}')
+                f'Cannot convert {name}: block {i} is a {type(block).__name__}, block 0 a {type(first).__name__}. '
+                f'{_HINT}')
 
 
 def per_layer(block: nn.Module) -> Dict[Tuple[str, str], float]:

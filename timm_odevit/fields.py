@@ -44,6 +44,8 @@ class Field(nn.Module):
     if TYPE_CHECKING:  # TorchScript reads the annotations of a module
         names: Tuple[str, ...]  # what a host's blocks take after the state, in order
         attention_prefixes: Tuple[str, ...]  # names of the parameters of G start so; all others belong to F
+        attention: Any  # of a field that can be split
+        mlp: Any
     names = ('attn_mask', 'is_causal')
     attention_prefixes = ()
 
@@ -152,7 +154,7 @@ class GammaField(NativeField):
 
 class ParallelField(NativeField):
     """Several attentions side by side, then several MLPs side by side: ParallelThingsBlock."""
-    attention_prefixes = ('block.attns',)
+    attention_prefixes = ('block.attns',)  # type: ignore[assignment]
 
     def attention(self, t, x, context):
         return torch.stack([
@@ -348,7 +350,8 @@ class LipschitzField(Field):
             )
         else:
             attn = (q * self.scale) @ k.transpose(-2, -1)
-            attn = maybe_add_mask(attn, resolve_self_attn_mask(attn.shape[-1], attn, context.attn_mask, context.is_causal))
+            bias = resolve_self_attn_mask(attn.shape[-1], attn, context.attn_mask, context.is_causal)
+            attn = maybe_add_mask(attn, bias)
             y = self.attn_drop(attn.softmax(dim=-1)) @ v
         return y.transpose(1, 2).flatten(2)
 

@@ -6,6 +6,7 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
+from .align import Orders, aligning_orders, permuted
 from .config import OdeConfig
 from .families import field_class, kinds, per_layer
 from .fields import Field, LipschitzField
@@ -31,7 +32,12 @@ def owners(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -> Li
     return [order.index(group) for group in groups]
 
 
-def build_field(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0, moments: Optional[Moments] = None) -> Field:
+def build_field(
+        config: OdeConfig,
+        blocks: Sequence[nn.Module],
+        first: int = 0,
+        moments: Optional[Moments] = None,
+) -> Field:
     """Build the vector field of an ODE-ViT; the base's blocks are read, not changed.
 
     Args:
@@ -94,12 +100,18 @@ def _build(
     members = [blocks[i] for i in group]
     chosen = [blocks[int(init[6:]) - first]] if init.startswith('block:') else members
     base = _structure(config.field, members)
+    orders: List[Orders] = [{} for _ in members]
+    if init == 'svd_data' and not next(base.parameters()).is_meta:
+        orders = aligning_orders([_values(config.field, block) for block in members], members[0])
     if init == 'spectral':
         _spectral_init(base)
     else:
         layers = [_values(config.field, block) for block in chosen]
         for name, parameter in base.named_parameters():
-            parameter.copy_(_mean([values[name] for values in layers]))
+            if len(chosen) == len(members):
+                parameter.copy_(_mean([permuted(v[name], o.get(name)) for v, o in zip(layers, orders, strict=True)]))
+            else:
+                parameter.copy_(layers[0][name])
     if config.time == 'autonomous':
         return base
     field = TimeField(base, [first + i for i in group], config.rank).train(base.training)
@@ -107,12 +119,14 @@ def _build(
         for row, index in enumerate(group):
             values = _values(config.field, blocks[index])
             for name, parameter in base.named_parameters():
-                key = name.replace('.', '-')
+                key, order = name.replace('.', '-'), orders[row].get(name)
                 if key in field.vectors:
-                    field.vectors[key][row] = values[name] - parameter
+                    field.vectors[key][row] = permuted(values[name], order) - parameter
                 elif key in field.up and init in ('svd', 'svd_data') and not parameter.is_meta:
                     moment = (moments or {}).get((first + index, name))
-                    residual = (values[name] - parameter).reshape(matrix_shape(parameter))
+                    if moment is not None and order is not None and order[1] is not None:
+                        moment = permuted(moment, (order[1], order[1]))
+                    residual = (permuted(values[name], order) - parameter).reshape(matrix_shape(parameter))
                     field.up[key][row], field.down[key][row] = _factors(residual, field.up[key].shape[-1], moment)
     return field
 

@@ -140,7 +140,8 @@ def _shallow(base: str, kwargs: Dict[str, Any]) -> Any:
         whole: Any = timm.create_model(base, **{**kwargs, 'device': None})
     check_convertible(whole, OdeConfig(method='euler'))
     sites = find_sites(whole)
-    key = next((k for k in ('depth', 'num_blocks', 'depths') if k in inspect.signature(type(whole).__init__).parameters), '')
+    known = inspect.signature(type(whole).__init__).parameters
+    key = next((k for k in ('depth', 'num_blocks', 'depths') if k in known), '')
     if isinstance(whole, NaFlexVit):
         key = 'depth'
     # the first blocks, up to the one with which every kind has been seen

@@ -16,7 +16,7 @@ _DEFAULT = OdeConfig()
 
 
 def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
-    """Parameters that `convert_(model, config)` would leave, without converting; native fields, boundaries not measured."""
+    """Parameters that `convert_(model, config)` would leave, for native fields and boundaries that are not measured."""
     total = count_parameters(model)
     for stage, site in enumerate(find_sites(model)):
         blocks = site.blocks
@@ -101,5 +101,6 @@ def _residual(block: nn.Module, rank: int) -> int:
 
 def _target(target: Union[int, float], total: int) -> int:
     if isinstance(target, bool) or not isinstance(target, (int, float)) or not target > 0:
-        raise ValueError(f'target must be a number of parameters, or a share of the model such as 0.25; got {target!r}.')
+        raise ValueError(
+            f'target must be a number of parameters, or a share of the model such as 0.25; got {target!r}.')
     return int(target * total) if isinstance(target, float) and target <= 1 else int(target)

@@ -1,6 +1,6 @@
 """Integration: one module a step, a plain loop over them, and torchdiffeq for the adaptive methods."""
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, List, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn

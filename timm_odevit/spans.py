@@ -23,8 +23,11 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+Seen = Tuple[List[Tensor], Tuple[Any, ...], Dict[str, Any]]  # states, and what the host handed to the first block
+
+
 @contextmanager
-def watch_blocks(runs: Sequence[Sequence[nn.Module]]) -> Iterator[List[Tuple[List[Tensor], Tuple[Any, ...], Dict[str, Any]]]]:
+def watch_blocks(runs: Sequence[Sequence[nn.Module]]) -> Iterator[List[Seen]]:
     """While a model runs, note what passes through its blocks.
 
     Args:
@@ -121,8 +124,9 @@ def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor,
             x = args[0].flatten(0, -2).float()
             moments[key] = moments.get(key, torch.zeros((), device=x.device)) + x.T @ x / len(x)
         return hook
-    hooks = [module.register_forward_pre_hook(watch((first + i, f'block.{name}.weight')))
-             for i, block in enumerate(blocks) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+    linears = [((first + i, f'block.{name}.weight'), module) for i, block in enumerate(blocks)
+               for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+    hooks = [module.register_forward_pre_hook(watch(key)) for key, module in linears]
     try:
         with _evaluating(model):
             model(images)

@@ -53,8 +53,8 @@ class StepwiseTask(TrainingTask):
         for ode, site in pairs:
             if int(ode.t + ode.config.grid[1]) > len(site.blocks):
                 raise ValueError(
-                    f'The student runs to t = {ode.end:g}, and the teacher has {len(site.blocks)} layers. Calibrate with '
-                    'the model that was converted.')
+                    f'The student runs to t = {ode.end:g}, and the teacher has {len(site.blocks)} layers. Calibrate '
+                    'with the model that was converted.')
         self.teacher = teacher.requires_grad_(False).eval()
         self.trainable_module: Any = _Steps(student)
 
