@@ -41,9 +41,9 @@ def dial():
         images, teacher = record['images'], record['teacher']
         minutes = max(row['minutes'] for row in record['rows'])
         text += [
-            f"{title}: DeiT-tiny at {images['size']} px, {teacher['top1']:.1f} % top-1 on {images['test']:,} test images; "
-            f"calibrated on {images['calibration']:,} images without labels, at most {minutes:.0f} minutes a point on one "
-            'CPU thread.', '', _example().table(record), '']
+            f"{title}: DeiT-tiny at {images['size']} px, {teacher['top1']:.1f} % top-1 on {images['test']:,} test "
+            f"images; calibrated on {images['calibration']:,} images without labels, at most {minutes:.0f} minutes a point "
+            'on one CPU thread.', '', _example().table(record), '']
     return '\n'.join(text)
 
 
