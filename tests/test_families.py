@@ -1,5 +1,7 @@
 """Every family of models that can be converted, at a tiny size."""
 
+import copy
+
 import pytest
 import timm
 import torch
@@ -140,3 +142,52 @@ def test_trains(name):
     model.train()(x).square().sum().backward()
     blocks = [p for n, p in model.named_parameters() if 'blocks.shared' in n]
     assert blocks and all(p.grad is not None for p in blocks)
+
+
+@pytest.mark.parametrize('name', [
+    'beit_base_patch16_224', 'beitv2_base_patch16_224', 'eva02_tiny_patch14_224', 'vit_relpos_small_patch16_224',
+    'vit_srelpos_small_patch16_224', 'swin_tiny_patch4_window7_224', 'swinv2_tiny_window8_256'])
+def test_the_image_size_may_change_after_conversion(name):
+    size = 2 * MODELS[name]['img_size']
+    resized, converted = build(name), None
+    converted = copy.deepcopy(resized)
+    kwargs = {'window_size': 8} if 'swin' in name else {}
+    resized.set_input_size((size, size), **kwargs)
+    convert_(resized, config_for(name))
+    convert_(converted, config_for(name))
+    converted.set_input_size((size, size), **kwargs)
+    x = torch.randn(1, 3, size, size)
+    torch.testing.assert_close(converted(x), resized(x), rtol=1e-3, atol=1e-4)
+
+
+def test_a_position_bias_that_depends_on_time_keeps_its_size():
+    model = build('beit_base_patch16_224')
+    convert_(model, OdeConfig(time='low_rank', rank=2))
+    with pytest.raises(ValueError, match='Call set_input_size before convert_'):
+        model.set_input_size((32, 32))
+
+
+@families
+def test_moves_copies_and_restores(name):
+    """deepcopy, dtype and back, requires_grad of each part, and restore() on the way out."""
+    model, x = build(name), images_for(name)
+    expected = model(x)
+    for i, p in enumerate(model.parameters()):
+        p.requires_grad_(i % 2 == 0)
+    flags = [p.requires_grad for p in model.parameters()]
+    done = convert_(model, config_for(name, time='low_rank', rank=2))
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x), model(x))
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    assert not torch.equal(twin(x), model(x))
+    model.bfloat16()
+    assert model(x.bfloat16()).dtype == torch.bfloat16
+    model.float()
+    model.set_grad_checkpointing()
+    model.train()(x).sum().backward()
+    model.set_grad_checkpointing(False)
+    done.restore()
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert model.eval()(x).shape == expected.shape

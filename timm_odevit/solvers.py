@@ -25,6 +25,7 @@ class Step(nn.Module):
         h: Length of the step, in the same unit.
         own: Register the field as a sub-module of the step, as TorchScript needs.
     """
+    __jit_unused_properties__ = ['attn']
     t: float
     h: float
     if TYPE_CHECKING:  # TorchScript reads the annotations of a module
@@ -43,6 +44,25 @@ class Step(nn.Module):
     def forward(self, x, *args, **kwargs):
         ready = len(args) == 1 and isinstance(args[0], Context)  # from OdeBlocks, which folds once for all steps
         return self.advance(x, args[0] if ready else self.field.context(args, kwargs))
+
+    @property
+    def attn(self) -> Any:
+        """The attention of the block: where a host looks for what depends on the image size."""
+        return self._resizable().attn
+
+    def set_input_size(self, *args: Any, **kwargs: Any) -> None:
+        """What Swin calls on each block when the image size changes; the steps share one."""
+        self._resizable().set_input_size(*args, **kwargs)
+
+    def _resizable(self) -> Any:
+        field = self.field.select(self.t) if isinstance(self.field, PhasedField) else self.field
+        if isinstance(field, TimeField):
+            if any('position_bias_table' in name for name in field.up):
+                raise ValueError(
+                    'The residuals of the position bias have the size of the image that the model was converted for. '
+                    'Call set_input_size before convert_.')
+            field = field.base
+        return field.block
 
     def extra_repr(self) -> str:
         return f't={self.t:g}, h={self.h:g}'
