@@ -30,8 +30,10 @@ class Images:
 
     def __init__(self, images, labels, model, size, batch_size, updates=None):
         cfg = timm.data.resolve_data_config({}, model=model)
-        self.images, self.labels = torch.as_tensor(images).permute(0, 3, 1, 2), torch.as_tensor(labels).long()
-        self.mean, self.std = (torch.tensor(cfg[key]).view(1, 3, 1, 1) for key in ('mean', 'std'))
+        device = next(model.parameters()).device
+        self.images = torch.as_tensor(images).permute(0, 3, 1, 2).to(device)
+        self.labels = torch.as_tensor(labels).long().to(device)
+        self.mean, self.std = (torch.tensor(cfg[key], device=device).view(1, 3, 1, 1) for key in ('mean', 'std'))
         self.size, self.batch_size, self.updates = size, batch_size, updates
 
     def __len__(self):
@@ -43,7 +45,7 @@ class Images:
             rounds = math.ceil(self.updates * self.batch_size / len(order))
             order = torch.cat([torch.randperm(len(order)) for _ in range(rounds)])
         for i in range(len(self)):
-            index = order[i * self.batch_size:(i + 1) * self.batch_size]
+            index = order[i * self.batch_size:(i + 1) * self.batch_size].to(self.labels.device)
             yield self.prepare(self.images[index], self.updates is not None), self.labels[index]
 
     def prepare(self, images, augment):
@@ -77,6 +79,7 @@ def seconds_per_update(student, teacher, loader):
         if i == 1:
             started = time.perf_counter()
         task(images)['loss'].backward()
+        next(task.parameters()).sum().item()  # wait for a GPU
     return (time.perf_counter() - started) / 3
 
 
@@ -144,13 +147,14 @@ def main():
     parser.add_argument('--lr', type=float, default=3e-3)
     parser.add_argument('--unrolled-lr', type=float, default=3e-4)
     parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--device', default='cpu')
     parser.add_argument('--threads', type=int)
     parser.add_argument('--quiet', action='store_true')
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     overlay = {'file': args.checkpoint} if args.checkpoint else None
-    teacher = timm.create_model(args.teacher, pretrained=True, pretrained_cfg_overlay=overlay).eval()
+    teacher = timm.create_model(args.teacher, pretrained=True, pretrained_cfg_overlay=overlay).eval().to(args.device)
     with np.load(args.data) as data:
         x, x_test, y_test = (data[key] for key in ('x_train', 'x_test', 'y_test'))
     test = Images(x_test, y_test, teacher, args.img_size, 100)
@@ -164,9 +168,12 @@ def main():
             'teacher': {'name': args.teacher.split(':')[0], 'parameters': sum(p.numel() for p in teacher.parameters()),
                         'top1': evaluate(teacher, test).results[-1].top1},
             'images': {'calibration': len(x), 'test': len(x_test), 'size': args.img_size},
-            'threads': torch.get_num_threads(), 'rows': [],
+            'device': 'one CPU thread' if torch.get_num_threads() == 1 else f'{torch.get_num_threads()} CPU threads',
+            'rows': [],
             'versions': {'timm_odevit': timm_odevit.__version__, 'torch': torch.__version__, 'timm': timm.__version__},
         }
+        if args.device != 'cpu':
+            record['device'] = torch.cuda.get_device_name()
     for share in args.shares:
         if any(math.isclose(row['share'], share) for row in record['rows']):
             continue

@@ -43,7 +43,7 @@ def dial():
         text += [
             f"{title}: DeiT-tiny at {images['size']} px, {teacher['top1']:.1f} % top-1 on {images['test']:,} test "
             f"images; calibrated on {images['calibration']:,} images without labels, at most {minutes:.0f} minutes a "
-            'point on one CPU thread.', '', _example().table(record), '']
+            f"point ({record['device']}).", '', _example().table(record), '']
     return '\n'.join(text)
 
 

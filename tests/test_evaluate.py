@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 
@@ -133,3 +134,15 @@ def test_plots_say_what_to_install(vit, data, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__('sys').modules, 'matplotlib.figure', None)
     with pytest.raises(ImportError, match=r"pip install 'timm-odevit\[examples\]'"):
         plot_accuracy(evaluate(vit(), batches(data, 8)), tmp_path / 'plot.png')
+
+
+def test_a_model_with_stages_counts_all_of_them():
+    model = timm.create_model(
+        'swin_tiny_patch4_window7_224', img_size=32, patch_size=2, embed_dim=8, depths=(2, 4), num_heads=(2, 4),
+        window_size=4, num_classes=5)
+    convert_(model)
+    loader = [(torch.randn(4, 3, 32, 32), torch.arange(4))]
+    result = evaluate(model, loader).results[-1]
+    assert result.steps == result.nfe == 6
+    with pytest.raises(ValueError, match='this SwinTransformer has 2 stages. Set the steps of each stage'):
+        evaluate(model, loader, steps=3)

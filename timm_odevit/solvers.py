@@ -25,7 +25,7 @@ class Step(nn.Module):
         h: Length of the step, in the same unit.
         own: Register the field as a sub-module of the step, as TorchScript needs.
     """
-    __jit_unused_properties__ = ['attn']
+    __jit_unused_properties__ = ('attn',)
     t: float
     h: float
     if TYPE_CHECKING:  # TorchScript reads the annotations of a module

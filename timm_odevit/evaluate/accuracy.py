@@ -109,7 +109,7 @@ def evaluate(
     blocks = find_ode_blocks(model)
     counts: List[Optional[int]]
     if steps is None:
-        counts = [blocks[0].steps if blocks else None]
+        counts = [blocks[0].steps if len(blocks) == 1 else None]
     else:
         counts = [steps] if isinstance(steps, int) else list(steps)
         if not counts:
@@ -117,6 +117,10 @@ def evaluate(
         if not blocks:
             raise ValueError(
                 f'steps={counts} needs an ODE-ViT; this {type(model).__name__} is none. Call convert_ first.')
+        if len(blocks) > 1:
+            raise ValueError(
+                f'steps={counts} is one number per run, and this {type(model).__name__} has {len(blocks)} stages. Set '
+                'the steps of each stage on the model and leave steps out.')
     results: List[Result] = []
     reference = None
     if teacher is not None:
@@ -125,7 +129,7 @@ def evaluate(
         results.append(Result(model='teacher', agreement=None, kept=100., **found))
     for count in counts:
         with blocks[0].at(count) if count is not None else nullcontext():
-            name = f'{count} steps' if blocks else 'model'
+            name = 'model' if count is None else f'{count} steps'
             found, (labels, predicted) = _measure(model, loader, amp_dtype, progress, name)
         agreement = kept = None
         if reference is not None:
@@ -173,7 +177,7 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
                 correct1 += hits[:, 0].sum().item()
                 correct5 += hits.any(dim=1).sum().item()
                 loss += F.cross_entropy(logits, labels, reduction='sum').double().cpu()
-                nfe += len(labels) * (blocks[0].nfe if blocks else 0)
+                nfe += len(labels) * sum(b.nfe for b in blocks)
                 labels_seen.append(labels.cpu())
                 predicted.append(top[:, 0].cpu())
     finally:
@@ -185,9 +189,9 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
     n = len(seen)
     evaluations = None
     if blocks:
-        evaluations = nfe / n if blocks[0].config.adaptive else blocks[0].nfe
+        evaluations = nfe / n if blocks[0].config.adaptive else sum(b.nfe for b in blocks)
     found = dict(
-        steps=blocks[0].steps if blocks else None, nfe=evaluations, parameters=count_parameters(model), images=n,
+        steps=sum(b.steps for b in blocks) if blocks else None, nfe=evaluations, parameters=count_parameters(model), images=n,
         top1=100 * correct1 / n, top5=100 * correct5 / n, loss=loss.item() / n, images_per_second=n / seconds)
     return found, (seen, torch.cat(predicted))
 
