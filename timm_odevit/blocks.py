@@ -123,6 +123,29 @@ class OdeBlocks(nn.Module):
         return self.t + self.config.grid[1]
 
     @property
+    def cache_merged(self) -> bool:
+        """Keep the merged weights of a block that depends on time between forward passes without gradients.
+
+        Takes the memory of one block per step (lie_trotter and euler; one per evaluation for others), and saves the time
+        of merging, which counts with few tokens. Weights that change are merged anew. Off unless set.
+        """
+        return any(field.cache is not None for field in self.shared.modules() if isinstance(field, TimeField))
+
+    @cache_merged.setter
+    def cache_merged(self, value: bool) -> None:
+        for field in self.shared.modules():
+            if isinstance(field, TimeField):
+                field.cache = {} if value else None
+
+    @property
+    def layers(self) -> List[int]:
+        """For each block of the sequence, the layer of the base: the one in which a step starts, or its own."""
+        before, after = len(self._kept('before')), len(self._kept('after'))
+        last = self.config.blocks[1] if self.config.blocks else 0
+        steps = [int(step.t + 1e-6) for step in self._steps()]
+        return [*range(int(self.t) - before, int(self.t)), *steps, *range(last + 1, last + 1 + after)]
+
+    @property
     def nfe(self) -> int:
         """Field evaluations of a forward pass; for an adaptive method those of the last one, 0 before the first.
 

@@ -43,6 +43,11 @@ def main(argv: Optional[List[str]] = None) -> int:
     except (ValueError, TypeError, OSError, FloatingPointError) as e:
         print(f'odevit: error: {_one_line(e)}', file=sys.stderr)
         return 2
+    except RuntimeError as e:
+        if 'consecutive samples' not in str(e):  # how timm says that it cannot read images
+            raise
+        print(f'odevit: error: The images cannot be read: {_one_line(e)}', file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print('odevit: interrupted', file=sys.stderr)
         return 130
@@ -222,7 +227,8 @@ def _refuse_existing(out: str, force: bool) -> None:
     if path.exists() and not path.is_dir():
         raise ValueError(f"'{out}' is a file. Give a folder to write to.")
     if path.is_dir() and any(path.iterdir()) and not force:
-        raise ValueError(f"'{out}' is not empty. Give another folder, or --force (convert) or --resume (distill).")
+        raise ValueError(
+            f"'{out}' is not empty. Give another folder, or --force (convert) or --resume (calibrate, distill).")
 
 
 def _one_line(e: BaseException) -> str:
@@ -271,9 +277,10 @@ def _amount(text: str) -> Union[int, float]:
         value = float(text[:-1]) * units[text[-1]] if text[-1:] in units else float(text)
     except ValueError:
         value = 0.
-    if not 0 < value < math.inf:
+    share = '%' in text or ('.' in text and value <= 1)
+    if not 0 < value < math.inf or (share and value > 1):
         raise argparse.ArgumentTypeError(f"'{text}' is no number of parameters, such as 3M, or share, such as 25%")
-    return value if value <= 1 else int(value)
+    return value if share else int(value)
 
 
 def _at_least(least: int):

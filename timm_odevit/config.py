@@ -129,7 +129,7 @@ class OdeConfig:
                 f'Unknown boundaries {given!r}. Allowed: uniform, similarity, or layers such as (7, 10).')
         run = self.blocks
         if run is not None and (not isinstance(run, tuple) or len(run) != 2 or not all(
-                _counts(v + 1) if isinstance(v, int) else False for v in run) or run[0] > run[1]):
+                _counts(v + 1) if type(v) is int else False for v in run) or run[0] > run[1]):
             raise ValueError(f'blocks must be the first and the last layer to convert, such as (3, 9); got {run!r}.')
 
     @property

@@ -15,7 +15,7 @@ from .families import Site, check_blocks, field_class, find_sites, kinds
 from .fields import WholeField
 from .init import build_field, owners
 from .methods import METHODS
-from .spans import input_moments, similarity_boundaries
+from .spans import check_images, input_moments, similarity_boundaries
 
 __all__ = ['Conversion', 'check_convertible', 'convert_', 'count_parameters', 'list_convertible']
 
@@ -62,7 +62,9 @@ def convert_(
         first, last = config.blocks or (0, len(blocks) - 1)
         chosen = blocks[first:last + 1]
         settings = config.resolve(len(chosen), stage)
-        if settings.boundaries == 'similarity':
+        if settings.boundaries == 'similarity' and settings.phases == 1:
+            settings = replace(settings, boundaries='uniform')
+        elif settings.boundaries == 'similarity':
             assert images is not None
             cuts = similarity_boundaries(model, chosen, images, settings.phases)
             settings = replace(settings, boundaries=tuple(first + cut for cut in cuts))
@@ -145,7 +147,18 @@ def _check(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> Lis
         raise ValueError(f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} numbers of steps.')
     if len(sites) == 1:
         _check_layers(name, sites[0].blocks, config)
-    if images is None and (config.boundaries == 'similarity' or config.init == 'svd_data'):
+    measured = (config.boundaries == 'similarity' and config.phases > 1) or config.init == 'svd_data'
+    if images is not None and measured:
+        check_images(images)
+        parameter = next(model.parameters())
+        if images.device != parameter.device or images.dtype != parameter.dtype:
+            raise ValueError(
+                f'images are {images.dtype} on {images.device}, the model {parameter.dtype} on {parameter.device}. '
+                'Call images.to(...) first.')
+        if images.is_meta:
+            raise ValueError(
+                'Nothing can be measured on the meta device. Give boundaries as layers, and init svd.')
+    if images is None and measured:
         setting = 'boundaries' if config.boundaries == 'similarity' else 'init'
         raise ValueError(
             f"{setting}='{getattr(config, setting)}' is measured on images. Pass a batch of them, normalised for the "
@@ -218,12 +231,9 @@ def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
     """RoPE tables of a base that has one per layer, here one per step: that of the layer in which the step starts."""
     rope = model.rope
     tables = type(rope).get_embed(rope, *args, **kwargs)
-    times = [step.t if hasattr(step, 't') else float(i) for i, step in enumerate(model.blocks)]
-    tail = len(model.blocks._kept('after'))
-    layers = [min(int(t + 1e-6), len(tables) - 1) for t in times]
-    if tail:
-        layers[-tail:] = range(len(tables) - tail, len(tables))
-    return tables[layers]
+    blocks = model.blocks
+    layers = blocks.layers if isinstance(blocks, OdeBlocks) else range(len(blocks))  # pruned to blocks that were kept
+    return tables[[min(layer, len(tables) - 1) for layer in layers]]
 
 
 @dataclass(eq=False)
@@ -252,6 +262,8 @@ class Conversion:
     def restore(self) -> nn.Module:
         """Put the original blocks back, bit for bit, on the device and in the mode that the model has now.
 
+        Blocks that were not converted are those of now, with what they have learned since.
+
         Returns:
             The model.
 
@@ -266,7 +278,9 @@ class Conversion:
                for (site, _), ode in zip(self._originals, self.blocks, strict=True)):
             raise ValueError(
                 'This model does not hold the blocks of this conversion: it was restored or changed since.')
-        now, then = next(self.blocks[0].parameters()), next(self._originals[0][1].parameters())
+        converted: Any = self._originals[0][1]
+        now = next(self.blocks[0].shared.parameters())
+        then = next(converted[int(self.blocks[0].t)].parameters())
         if now.dtype != then.dtype:
             raise ValueError(
                 f'The model is {now.dtype} now, its original blocks {then.dtype}. Call model.to({then.dtype}) first.')
@@ -335,9 +349,15 @@ def _convertible(filter: str) -> Dict[str, Tuple[bool, str]]:
     for name in timm.list_models(filter):
         if name.startswith('odevit'):
             continue
-        with torch.device('meta'):
-            model = timm.create_model(name)
+        try:
+            with torch.device('meta'):
+                model = timm.create_model(name)
+        except Exception as e:  # a model of someone else's that cannot be built without its files, say
+            found[name] = (False, f'Cannot be built by its name alone: {e}')
+            continue
         found[name] = convertibility(model)
+    if not found:
+        raise ValueError(f"No model of timm matches '{filter}'. Give a wildcard without a tag, such as 'vit_small*'.")
     return found
 
 

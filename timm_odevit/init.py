@@ -51,7 +51,9 @@ def build_field(
         trainable where it is in any of the blocks that it stands for.
     """
     owner = owners(config, blocks, first)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):  # conversion leaves the caller's random state alone
+    device = next(blocks[0].parameters()).device
+    cuda = [device] if device.type == 'cuda' else []
+    with torch.no_grad(), torch.random.fork_rng(devices=cuda):  # conversion leaves the caller's random state alone
         fields = [_build([i for i, o in enumerate(owner) if o == index], config, blocks, first, moments)
                   for index in range(max(owner) + 1)]
     return fields[0] if len(fields) == 1 else PhasedField(fields, owner, first).train(fields[0].training)
@@ -112,9 +114,14 @@ def _build(
                 parameter.copy_(_mean([permuted(v[name], o.get(name)) for v, o in zip(layers, orders, strict=True)]))
             else:
                 parameter.copy_(layers[0][name])
+        for name, buffer in _statistics(base):
+            buffer.copy_(_mean([_buffer(config.field, block, name) for block in chosen]))
     if config.time == 'autonomous':
         return base
     field = TimeField(base, [first + i for i in group], config.rank).train(base.training)
+    if init != 'spectral':
+        for name, buffer in _statistics(base):
+            field.add_statistics(name, torch.stack([_buffer(config.field, b, name) - buffer for b in members]))
     if init != 'spectral':
         for row, index in enumerate(group):
             values = _values(config.field, blocks[index])
@@ -137,6 +144,10 @@ def _structure(kind: str, members: Sequence[Any]) -> Field:
     trainable = {name for block in members for name, p in block.named_parameters() if p.requires_grad}
     if kind == 'native':
         block = copy.deepcopy(first)
+        for module in block.modules():  # hooks belong to the layer that they were put on
+            module._forward_hooks.clear()
+            module._forward_pre_hooks.clear()
+            module._backward_hooks.clear()
         for name, parameter in block.named_parameters():
             parameter.requires_grad_(name in trainable)
         set_per_layer(block, members)
@@ -169,6 +180,17 @@ def _values(kind: str, block: Any) -> Dict[str, Tensor]:
     }
 
 
+def _statistics(field: Field) -> List[Tuple[str, Tensor]]:
+    """Buffers that are saved and not counts: running means and variances."""
+    saved = field.state_dict()
+    return [(name, b) for name, b in field.named_buffers() if name in saved and b.is_floating_point()]
+
+
+def _buffer(kind: str, block: nn.Module, name: str) -> Tensor:
+    assert kind == 'native'  # the lipschitz field has none
+    return block.get_buffer(name.removeprefix('block.'))
+
+
 def _spectral_init(field: Field) -> None:
     for name, module in field.named_modules():
         if isinstance(module, nn.Linear):
@@ -195,7 +217,7 @@ def _factors(residual: Tensor, rank: int, moment: Optional[Tensor]) -> Tuple[Ten
         values = values.clamp_min(1e-6 * values.max()).sqrt()  # directions that never occur keep a little weight
         R = R @ (vectors * values)
     if 8 * rank < min(M, N):
-        torch.manual_seed(0)  # the sketch is random; a conversion is not
+        torch.default_generator.manual_seed(0)  # the sketch is random; a conversion is not
         U, S, V = torch.svd_lowrank(R, q=min(2 * rank + 8, M, N), niter=4)
         U, S, Vh = U[:, :rank], S[:rank], V[:, :rank].T
     else:

@@ -92,7 +92,7 @@ def odevit_converted(
 
 def _create_odevit(variant: str, base: str, pretrained: bool, named: bool = True, **kwargs: Any) -> nn.Module:
     config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
-    steps = config.steps if isinstance(config.steps, int) else 3
+    steps = len(config.steps) if isinstance(config.steps, tuple) else config.steps or 3
     return build_model_with_cfg(
         partial(_build, base, config, named),
         variant,
@@ -120,7 +120,7 @@ def _build(
 ) -> nn.Module:
     if drop_path_rate > 0.:  # not every base knows this keyword
         kwargs['drop_path_rate'] = drop_path_rate
-    model = _shallow(base, kwargs)
+    model = _shallow(base, kwargs, config)
     # a fresh model has one block of each kind to take weights from, so there is nothing to choose or to factorise
     fresh = config if config.init == 'spectral' else replace(config, init='mean')
     done = convert_(model, fresh, keep_original=False)
@@ -131,10 +131,11 @@ def _build(
     return model
 
 
-def _shallow(base: str, kwargs: Dict[str, Any]) -> Any:
+def _shallow(base: str, kwargs: Dict[str, Any], config: OdeConfig) -> Any:
     """The base with no more blocks than it has kinds of them: all blocks of a kind share the tensors of the first one.
 
-    The base is built on the meta device to see its blocks, and then with as few blocks as it lets itself be built with.
+    Only blocks that will not be converted have tensors of their own. The base is built on the meta device to see its
+    blocks, and then with as few blocks as it lets itself be built with.
     """
     with torch.device('meta'):
         whole: Any = timm.create_model(base, **{**kwargs, 'device': None})
@@ -158,10 +159,11 @@ def _shallow(base: str, kwargs: Dict[str, Any]) -> Any:
     for ours, theirs in zip(find_sites(model), sites, strict=True):
         few, order = ours.blocks, kinds(theirs.blocks)
         layers = []
-        for kind, whole_block in zip(order, theirs.blocks, strict=True):
+        start, end = config.blocks or (0, len(order) - 1)
+        for i, (kind, whole_block) in enumerate(zip(order, theirs.blocks, strict=True)):
             first = few[order.index(kind)]
-            tensors = {id(t): t for t in (*first.parameters(), *first.buffers())}
-            layers.append(copy.deepcopy(first, tensors))  # a module of its own, with the tensors of the first one
+            shared = {id(t): t for t in (*first.parameters(), *first.buffers())} if start <= i <= end else {}
+            layers.append(copy.deepcopy(first, shared))  # a module of its own, with the tensors of the first one
             set_per_layer(layers[-1], [whole_block])
         if isinstance(getattr(theirs.owner, 'depth', None), int):
             ours.owner.depth = theirs.owner.depth

@@ -1,4 +1,5 @@
 """Which phases and rank fit into a number of parameters."""
+import math
 from dataclasses import replace
 from typing import Union
 
@@ -59,6 +60,8 @@ def choose_size(
         ValueError: The target is out of range; the message says what the smallest is.
     """
     check_convertible(model, replace(config, time='autonomous', rank=0, phases=1, boundaries='uniform', init='mean'))
+    if config.boundaries != 'uniform':
+        raise ValueError(f'A size is chosen without boundaries; got {config.boundaries!r}. Leave them out.')
     if config.field != 'native':
         raise ValueError("A size is chosen for field='native'. Give time, rank and phases for another field.")
     total = count_parameters(model)
@@ -69,7 +72,8 @@ def choose_size(
         raise ValueError(
             f'{wanted:,} parameters are too few: one shared block and all that is not a block take {smallest:,} of '
             f'{total:,} ({100 * smallest / total:.1f} %).')
-    layers = max(len(site.blocks) for site in find_sites(model))
+    first, last = config.blocks or (0, max(len(site.blocks) for site in find_sites(model)) - 1)
+    layers = last - first + 1
     phased = [replace(plain, phases=phases) for phases in range(1, layers + 1)]
     exact = phased[-1]
     if predict_parameters(model, exact) <= wanted:
@@ -100,7 +104,8 @@ def _residual(block: nn.Module, rank: int) -> int:
 
 
 def _target(target: Union[int, float], total: int) -> int:
-    if isinstance(target, bool) or not isinstance(target, (int, float)) or not target > 0:
+    whole = isinstance(target, int) or (isinstance(target, float) and (target <= 1 or target.is_integer()))
+    if isinstance(target, bool) or not whole or not 0 < target < math.inf:
         raise ValueError(
             f'target must be a number of parameters, or a share of the model such as 0.25; got {target!r}.')
     return int(target * total) if isinstance(target, float) and target <= 1 else int(target)

@@ -8,7 +8,16 @@ from torch import Tensor, nn
 
 from .init import Moments
 
-__all__ = ['input_moments', 'layer_distances', 'similarity_boundaries', 'split', 'watch_blocks']
+__all__ = ['Seen', 'check_images', 'input_moments', 'layer_distances', 'similarity_boundaries', 'split', 'watch_blocks']
+
+
+def check_images(images: Any) -> None:
+    """Raise ValueError for what is not a batch of images [B, C, H, W]."""
+    if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point() or not len(images):
+        found = f'{images.dtype} {list(images.shape)}' if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f'images must be a floating tensor [N, C, H, W], normalised for the model; got {found}.')
+    if not images.is_meta and not torch.isfinite(images).all():
+        raise ValueError('images must be finite; some values are not.')
 
 
 @contextmanager
@@ -23,7 +32,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-Seen = Tuple[List[Tensor], Tuple[Any, ...], Dict[str, Any]]  # states, and what the host handed to the first block
+# states before the first and after each block, and what the host handed to each, positional and by keyword
+Seen = Tuple[List[Tensor], List[Tuple[Tuple[Any, ...], Dict[str, Any]]]]
 
 
 @contextmanager
@@ -35,14 +45,16 @@ def watch_blocks(runs: Sequence[Sequence[nn.Module]]) -> Iterator[List[Seen]]:
 
     Returns:
         A context manager; it gives a list that holds for each sequence, once the model has run: the states before its
-        first and after each of its blocks, and what the host handed to its first block, positional and by keyword.
+        first and after each of its blocks, and what the host handed to each of them, positional and by keyword.
     """
-    seen: List[Any] = [([], (), {}) for _ in runs]
+    seen: List[Any] = [([], []) for _ in runs]
     hooks = []
 
     def before(i: int):
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            seen[i] = ([args[0]], args[1:], kwargs)
+            if not seen[i][0]:
+                seen[i][0].append(args[0])
+            seen[i][1].append((args[1:], kwargs))
         return hook
 
     def after(i: int):
@@ -50,7 +62,7 @@ def watch_blocks(runs: Sequence[Sequence[nn.Module]]) -> Iterator[List[Seen]]:
             seen[i][0].append(out)
         return hook
     for i, blocks in enumerate(runs):
-        hooks.append(blocks[0].register_forward_pre_hook(before(i), with_kwargs=True))
+        hooks += [block.register_forward_pre_hook(before(i), with_kwargs=True) for block in blocks]
         hooks += [block.register_forward_hook(after(i)) for block in blocks]
     try:
         yield seen

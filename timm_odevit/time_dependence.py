@@ -1,6 +1,6 @@
 """Fields that depend on time: parameters with a value per layer, and phases with a block of their own."""
 import copy
-from typing import Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from timm.models import register_notrace_module
@@ -22,7 +22,8 @@ class TimeField(Field):
 
     Matrices are merged before they are used, once per evaluation: r (M + N) multiplications per entry of a layer's
     M x N matrix instead of two more products per token. Training keeps one merged block per evaluation for the
-    backward pass, as much as the base model's blocks; inference one at a time.
+    backward pass, as much as the base model's blocks; inference one at a time, unless `OdeBlocks.cache_merged` is set.
+    Running statistics have residuals per layer too; in training mode they stay as they are.
 
     Args:
         base: Field of which the parameters are shared.
@@ -51,7 +52,16 @@ class TimeField(Field):
                 down = torch.randn(L, r, N, device=p.device, dtype=p.dtype) / N ** 0.5
                 self.down[key] = nn.Parameter(down, p.requires_grad)  # not 0 as well: nothing would ever learn
 
+        self.statistics = nn.Module()
+        self.cache: Optional[Dict[float, Tuple[Any, Field]]] = None
+
+    def add_statistics(self, name: str, residuals: Tensor) -> None:
+        """Residuals of a buffer of the base, such as a running mean, one a layer [L, ...]."""
+        self.statistics.register_buffer(name.replace('.', '-'), residuals)
+
     def forward(self, t, x, context=None, part=''):
+        if self.cache is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return self._cached(float(t))(t, x, context, part)
         return functional_call(self.base, self.at(t, part), (t, x, context, part), tie_weights=False)
 
     def attention(self, t, x, context):
@@ -82,7 +92,17 @@ class TimeField(Field):
                 up = torch.cat([w * self.up[key][i] for i, w in knots], dim=1)
                 down = torch.cat([self.down[key][i] for i, _ in knots])
                 merged[name] = torch.addmm(p.flatten(1), up, down).view_as(p)
+        for key, residuals in self.statistics.named_buffers():
+            name = key.replace('-', '.')
+            merged[name] = self.base.get_buffer(name) + sum(w * residuals[i] for i, w in knots)
         return merged
+
+    def _cached(self, t: float) -> Field:
+        assert self.cache is not None
+        state = [(v.data_ptr(), v._version) for v in (*self.parameters(), *self.buffers())]
+        if t not in self.cache or self.cache[t][0] != state:
+            self.cache[t] = state, self.frozen(t)
+        return self.cache[t][1]
 
     def _knots(self, t: float) -> List[Tuple[int, float]]:
         """Indices and weights of the layers between which t lies."""
@@ -96,9 +116,10 @@ class TimeField(Field):
     def frozen(self, t):
         """A copy of the base with the parameters of t."""
         base = copy.deepcopy(self.base)
+        tensors = {**dict(base.named_parameters()), **dict(base.named_buffers())}
         with torch.no_grad():
             for name, value in self.at(t).items():
-                base.get_parameter(name).copy_(value)
+                tensors[name].copy_(value)
         return base
 
     def extra_repr(self) -> str:

@@ -1,4 +1,5 @@
 """Calibration: fit the shared blocks to the teacher's own states, step by step, in minutes and without labels."""
+import json
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
@@ -8,8 +9,8 @@ from torch import Tensor, nn
 
 from ..blocks import find_ode_blocks
 from ..families import find_sites
-from ..spans import watch_blocks
-from .engine import fit
+from ..spans import Seen, check_images, watch_blocks
+from .engine import HISTORY, LAST, fit
 from .task import TrajectoryDistillationTask
 
 __all__ = ['StepwiseTask', 'calibrate_']
@@ -41,20 +42,15 @@ class StepwiseTask(TrainingTask):
             device: Optional[torch.device] = None,
             verbose: bool = True,
     ) -> None:
-        if not isinstance(student, nn.Module) or not find_ode_blocks(student):
-            raise TypeError(
-                f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
+        _check_pair(student, teacher)
         super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
-        if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
-            raise ValueError('Student and teacher share parameters, so training would change the teacher. '
-                             'Make the teacher by copy.deepcopy(model) before convert_.')
-        pairs = list(zip(find_ode_blocks(student), find_sites(teacher), strict=False))
-        self.runs: List[List[Any]] = [site.blocks for _, site in pairs]
-        for ode, site in pairs:
-            if int(ode.t + ode.config.grid[1]) > len(site.blocks):
+        self.runs: List[List[Any]] = [site.blocks for site in find_sites(teacher)]
+        for ode, blocks in zip(find_ode_blocks(student), self.runs, strict=True):
+            kept = sum(len(ode._kept(where)) for where in ('before', 'after'))
+            if kept + ode.config.grid[1] != len(blocks):
                 raise ValueError(
-                    f'The student runs to t = {ode.end:g}, and the teacher has {len(site.blocks)} layers. Calibrate '
-                    'with the model that was converted.')
+                    f'The student runs over {ode.config.grid[1]:g} units of time beside {kept} kept layers, and the '
+                    f'teacher has {len(blocks)} layers: no step has a state to end at. Convert with T=None.')
         self.teacher = teacher.requires_grad_(False).eval()
         self.trainable_module: Any = _Steps(student)
 
@@ -92,14 +88,35 @@ class _Steps(nn.Module):
         super().__init__()
         self.student = student
 
-    def forward(self, seen: Sequence[Tuple[List[Tensor], Tuple[Any, ...], Dict[str, Any]]]) -> Tensor:
+    def forward(self, seen: Sequence[Seen]) -> Tensor:
         losses = []
-        for ode, (states, args, kwargs) in zip(find_ode_blocks(self.student), seen, strict=True):
-            for step, context in ode._in_context(args, kwargs):
+        for ode, (states, handed) in zip(find_ode_blocks(self.student), seen, strict=True):
+            for step in ode._steps():
                 start, end = _at(states, step.t), _at(states, step.t + step.h)
-                error = (step(start, context) - end).float().square().mean()
+                args, kwargs = handed[int(step.t + 1e-6)]  # a base may hand something else to each layer
+                error = (step(start, *args, **kwargs) - end).float().square().mean()
                 losses.append(error / (end - start).float().square().mean().clamp_min(1e-12))
         return torch.stack(losses).mean()
+
+
+def _check_pair(student: Any, teacher: Any) -> None:
+    if not isinstance(student, nn.Module) or not find_ode_blocks(student):
+        raise TypeError(
+            f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
+    if not isinstance(teacher, nn.Module):
+        raise TypeError(f'The teacher must be a model; got {type(teacher).__name__}. Build it by timm.create_model.')
+    if find_ode_blocks(teacher):
+        raise TypeError('The teacher is converted itself. Give the model that the student was converted from.')
+    if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
+        raise ValueError('Student and teacher share parameters, so training would change the teacher. '
+                         'Make the teacher by copy.deepcopy(model) before convert_.')
+    outside = [{name: tuple(p.shape) for name, p in m.named_parameters() if '.blocks.' not in f'.{name}'}
+               for m in (student, teacher)]
+    if type(student) is not type(teacher) or outside[0] != outside[1]:
+        names = [name for name in {**outside[0], **outside[1]} if outside[0].get(name) != outside[1].get(name)]
+        found = f': {names[0]} is {outside[0].get(names[0])} and {outside[1].get(names[0])}' if names else (
+            f': a {type(student).__name__} and a {type(teacher).__name__}')
+        raise ValueError(f'The student was not converted from this teacher{found}. Give the model that it was.')
 
 
 def _at(states: Sequence[Tensor], t: float) -> Tensor:
@@ -127,14 +144,15 @@ def calibrate_(
 
     First every step on its own, from the teacher's state to the teacher's next state (StepwiseTask), then the whole
     trajectory and the logits, unrolled (TrajectoryDistillationTask). Only the shared blocks learn; the modes and
-    requires_grad of the model are put back at the end, also when the call is interrupted, and what was learned stays.
+    requires_grad of both models are put back at the end, also when the call is interrupted, and what was learned stays.
 
     Args:
         model: Converted model.
         teacher: The model that it was converted from, kept by `copy.deepcopy` before `convert_`.
         images: Images [N, C, H, W], normalised for both models, or a loader with a length, of such batches or of
             (images, labels), of which the labels are not used.
-        epochs: Epochs of the first and of the second part.
+        epochs: Epochs of the first and of the second part; the second must be 0 for a model without a sequence of
+            tokens of one width (Swin, MLP-Mixer).
         batch_size: Images per update, if `images` is a tensor.
         lr: Peak learning rate of the first part, on a cosine schedule.
         unrolled_lr: Peak learning rate of the second part.
@@ -152,24 +170,26 @@ def calibrate_(
         ValueError: Model and teacher do not fit, or there is nothing to do.
         FloatingPointError: The loss stopped being finite.
     """
-    if len(epochs) != 2 or min(epochs) < 0 or max(epochs) < 1:
-        raise ValueError(f'epochs must be two numbers, of which one may be 0, such as (8, 2); got {epochs!r}.')
-    stepwise = StepwiseTask(model, teacher, verbose=False)
-    unrolled = TrajectoryDistillationTask(model, teacher, verbose=False) if epochs[1] else None
+    if not isinstance(epochs, (tuple, list)) or len(epochs) != 2 or not all(
+            isinstance(n, int) and n >= 0 for n in epochs) or max(epochs) < 1:
+        raise ValueError(f'epochs must be two whole numbers, of which one may be 0, such as (8, 2); got {epochs!r}.')
+    _check_pair(model, teacher)
     loader = _Batches(images, batch_size)
+    folders = [None if out is None else Path(out) / name for name in ('stepwise', 'unrolled')]
+    _check_resume(folders, epochs, resume)
     own = {id(p) for ode in find_ode_blocks(model) for p in ode.shared.parameters()}
-    flags = [(p, p.requires_grad) for p in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
+    flags = [(p, p.requires_grad) for m in (model, teacher) for p in m.parameters()]
+    modes = [(module, module.training) for m in (model, teacher) for module in m.modules()]
     options: Dict[str, Any] = dict(amp=amp, resume=resume, seed=seed, progress=progress, weight_decay=0.)
     history: List[Dict[str, float]] = []
     try:
+        tasks: List[Optional[TrainingTask]] = [
+            StepwiseTask(model, teacher, verbose=False) if epochs[0] else None,
+            TrajectoryDistillationTask(model, teacher, verbose=False) if epochs[1] else None]
         for p, flag in flags:
             p.requires_grad_(flag and id(p) in own)
-        parts: List[Tuple[str, Optional[TrainingTask], int, float]] = [
-            ('stepwise', stepwise, epochs[0], lr), ('unrolled', unrolled, epochs[1], unrolled_lr)]
-        for name, task, count, peak in parts:
-            if task is not None and count:
-                folder = None if out is None else Path(out) / name
+        for task, folder, count, peak in zip(tasks, folders, epochs, (lr, unrolled_lr), strict=True):
+            if task is not None:
                 history += fit(task, loader, epochs=count, lr=peak, out=folder, **options)
     finally:
         for p, flag in flags:
@@ -179,14 +199,32 @@ def calibrate_(
     return history
 
 
+def _check_resume(folders: Sequence[Optional[Path]], epochs: Sequence[int], resume: bool) -> None:
+    first, second = folders
+    if first is None or second is None:
+        return
+    if not resume and any((folder / LAST).exists() for folder in (first, second)):
+        raise ValueError(f"'{first.parent}' holds a run already. Pass resume=True to go on with it, or another folder.")
+    if (second / LAST).exists() and (first / HISTORY).exists() and len(
+            json.loads((first / HISTORY).read_text())) < epochs[0]:
+        raise ValueError(
+            f"'{first.parent}' is in its second part already, and was told of fewer epochs for the first. Calibrate "
+            'into another folder.')
+
+
 class _Batches:
     """Batches (images, labels that stand for nothing) of a tensor or of a loader."""
 
     def __init__(self, images: Union[Tensor, Iterable[Any]], batch_size: int) -> None:
         self.source: Any = images
-        self.batch_size = min(batch_size, len(images)) if isinstance(images, Tensor) else 0
-        if isinstance(images, Tensor) and images.ndim != 4:
-            raise ValueError(f'images must be [N, C, H, W]; got {list(images.shape)}.')
+        if isinstance(images, Tensor):
+            check_images(images)
+            if not isinstance(batch_size, int) or batch_size < 1:
+                raise ValueError(f'batch_size must be a whole number of at least 1; got {batch_size!r}.')
+            self.batch_size = min(batch_size, len(images))
+        elif not hasattr(images, '__len__') or not hasattr(images, '__iter__') or hasattr(images, 'dtype'):
+            raise ValueError(
+                f'images must be a tensor [N, C, H, W], or a loader with a length; got {type(images).__name__}.')
 
     def __len__(self) -> int:
         return len(self.source) // self.batch_size if isinstance(self.source, Tensor) else len(self.source)
@@ -198,4 +236,5 @@ class _Batches:
         else:
             batches = (batch[0] if isinstance(batch, (list, tuple)) else batch for batch in self.source)
         for batch in batches:
+            check_images(batch)
             yield batch, torch.zeros(len(batch), dtype=torch.long)

@@ -83,7 +83,7 @@ class TrajectoryDistillationTask(TrainingTask):
         if not isinstance(getattr(host, 'blocks', None), OdeBlocks) or not hasattr(host, 'num_prefix_tokens'):
             raise TypeError(
                 f'A {type(student).__name__} has no sequence of tokens whose states could be followed as a whole. '
-                'Calibrate it step by step: calibrate_(model, teacher, images, epochs=(8, 0)).')
+                'Calibrate it step by step only: epochs=(8, 0), or odevit calibrate --epochs 8,0.')
         super().__init__(device=device, dtype=dtype, verbose=verbose)
         for name, value in (
                 ('trajectory_weight', trajectory_weight), ('jasmin_weight', jasmin_weight), ('kd_weight', kd_weight),

@@ -191,8 +191,9 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
     if blocks:
         evaluations = nfe / n if blocks[0].config.adaptive else sum(b.nfe for b in blocks)
     found = dict(
-        steps=sum(b.steps for b in blocks) if blocks else None, nfe=evaluations, parameters=count_parameters(model), images=n,
-        top1=100 * correct1 / n, top5=100 * correct5 / n, loss=loss.item() / n, images_per_second=n / seconds)
+        steps=sum(b.steps for b in blocks) if blocks else None, nfe=evaluations, parameters=count_parameters(model),
+        images=n, top1=100 * correct1 / n, top5=100 * correct5 / n, loss=loss.item() / n,
+        images_per_second=n / seconds)
     return found, (seen, torch.cat(predicted))
 
 
