@@ -244,3 +244,38 @@ def test_the_report_counts_the_parameters_that_are_left():
     block = count_parameters(model.blocks[0])
     done = convert_(copy.deepcopy(model), keep_original=False)
     assert done.parameters_after == count_parameters(model) - 11 * block
+
+
+def test_hooks_of_a_block_are_not_copied_into_the_shared_block(vit, images):
+    model, calls = vit(), []
+    model.blocks[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    done = convert_(model)
+    model(images)
+    assert not calls
+    done.restore()(images)
+    assert len(calls) == 1
+
+
+def test_list_convertible_refuses_a_wildcard_that_matches_nothing():
+    with pytest.raises(ValueError, match="No model of timm matches 'vit_tinny"):
+        list_convertible('vit_tinny*')
+
+
+def test_restore_of_a_part_refuses_another_dtype(vit):
+    model = vit()
+    done = convert_(model, OdeConfig(blocks=(1, 2)))
+    model.half()
+    with pytest.raises(ValueError, match='its original blocks torch.float32'):
+        done.restore()
+
+
+@pytest.mark.parametrize('images, message', [
+    (torch.randn(3, 16, 16), r'got torch.float32 \[3, 16, 16\]'), ([1], 'got list'),
+    (torch.randn(2, 3, 16, 16).double(), 'images are torch.float64 on cpu, the model torch.float32 on cpu'),
+    (torch.full((2, 3, 16, 16), float('inf')), 'images must be finite')])
+def test_refuses_images_that_are_none(vit, images, message):
+    model = vit()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        convert_(model, OdeConfig(phases=2, boundaries='similarity'), images=images)
+    assert_same(snapshot(model), before)

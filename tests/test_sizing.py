@@ -39,5 +39,12 @@ def test_ends_of_the_dial():
     for wrong in (0, -1, True, 'a', None):
         with pytest.raises(ValueError, match='number of parameters, or a share'):
             choose_size(model, wrong)
+    part = choose_size(model, 1.0, OdeConfig(blocks=(2, 4)))
+    assert part.phases == 3 and convert_(model, part).restore() is model
+    for wrong in (1.5, float('inf')):
+        with pytest.raises(ValueError, match='number of parameters, or a share'):
+            choose_size(model, wrong)
+    with pytest.raises(ValueError, match='A size is chosen without boundaries'):
+        choose_size(model, 0.5, OdeConfig(boundaries=(3,)))
     with pytest.raises(TypeError, match='Cannot convert ResNet'):
         choose_size(timm.create_model('resnet18', device='meta'), 0.5)

@@ -126,8 +126,8 @@ class OdeBlocks(nn.Module):
     def cache_merged(self) -> bool:
         """Keep the merged weights of a block that depends on time between forward passes without gradients.
 
-        Takes the memory of one block per step (lie_trotter and euler; one per evaluation for others), and saves the time
-        of merging, which counts with few tokens. Weights that change are merged anew. Off unless set.
+        Takes the memory of one block per step (lie_trotter, euler) or per evaluation (others), and saves the time of
+        merging, which counts with few tokens. Weights that change are merged anew. Off unless set.
         """
         return any(field.cache is not None for field in self.shared.modules() if isinstance(field, TimeField))
 
