@@ -1,4 +1,8 @@
 """Every model of the installed timm, on the meta device: it converts and runs, or it is refused before any change."""
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
 import timm
 import torch
@@ -7,30 +11,44 @@ from timm.data import resolve_data_config
 from timm_odevit import OdeConfig, convert_
 from timm_odevit.convert import convertibility
 
-PARTS = 16
+PARTS = 32
 NAMES = [name for name in timm.list_models() if not name.startswith('odevit')]
 
 
-@pytest.mark.parametrize('part', range(PARTS))
-def test_converts_and_runs_or_is_refused_before_any_change(part):
-    ran = set()
-    for name in NAMES[part::PARTS]:
-        with torch.device('meta'):
-            model = timm.create_model(name).eval()
-        modules = dict(model.named_modules())
-        ok, text = convertibility(model)
-        if not ok:
-            with pytest.raises((TypeError, ValueError)):
-                convert_(model, OdeConfig(method='euler'))
-            assert dict(model.named_modules()) == modules, name
-            continue
-        done = convert_(model, OdeConfig(method='lie_trotter' if 'all methods' in text else 'euler'))
-        assert done.parameters_after < done.parameters_before, name
-        kind = (type(model), done.blocks[0].shared.__class__, text)
-        size = resolve_data_config({}, model=model)['input_size']
-        if kind not in ran or size[-1] <= 224:  # the same code at a larger size tells nothing new
-            with torch.no_grad():
-                model(torch.empty(1, *size, device='meta'))
-            ran.add(kind)
-        done.restore()
-        assert dict(model.named_modules()) == modules, name
+def walk(part):
+    torch.set_num_threads(1)
+    return [f'{name}: {wrong}' for name in NAMES[part::PARTS] if (wrong := check(name))]
+
+
+def check(name):
+    """What is wrong with the conversion of a model, if anything is."""
+    with torch.device('meta'):
+        model = timm.create_model(name).eval()
+    modules = dict(model.named_modules())
+    ok, text = convertibility(model)
+    config = OdeConfig(method='lie_trotter' if 'all methods' in text else 'euler')
+    try:
+        done = convert_(model, config)
+    except (TypeError, ValueError) as e:
+        if ok:
+            return f'was to be converted, and is refused: {e}'
+        return '' if dict(model.named_modules()) == modules else 'is refused and changed'
+    if not ok:
+        return f'was to be refused ({text}), and is converted'
+    if done.parameters_after >= done.parameters_before:
+        return 'has as many parameters as before'
+    try:
+        with torch.no_grad():
+            model(torch.empty(1, *resolve_data_config({}, model=model)['input_size'], device='meta'))
+    except Exception as e:
+        return f'does not run: {e}'
+    done.restore()
+    return '' if dict(model.named_modules()) == modules else 'is not restored'
+
+
+@pytest.mark.timeout(900)
+def test_converts_and_runs_or_is_refused_before_any_change():
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context('spawn')) as pool:
+        wrong = [line for lines in pool.map(walk, range(PARTS)) for line in lines]
+    assert not wrong, '\n'.join(wrong)
+    assert len(NAMES) > 1000
