@@ -40,7 +40,8 @@ def convert_(
         model: A timm model with a sequence of blocks of one width, or with stages (Swin); see `list_convertible()`.
         config: Settings; steps and T default to the number of converted layers.
         images: Calibration images [B, C, H, W], normalised for the model, for boundaries 'similarity' and init
-            'svd_data'; a few dozen will do.
+            'svd_data'; a few dozen will do. 'svd_data' holds the second moments of the inputs of all linear layers of
+            a sequence meanwhile: 2 GB for a ViT-L, and takes minutes there.
         keep_original: Keep the original blocks, so that `restore()` can bring them back; False frees them.
 
     Returns:

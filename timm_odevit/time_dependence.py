@@ -1,6 +1,6 @@
 """Fields that depend on time: parameters with a value per layer, and phases with a block of their own."""
 import copy
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
 from timm.models import register_notrace_module
@@ -53,15 +53,19 @@ class TimeField(Field):
                 self.down[key] = nn.Parameter(down, p.requires_grad)  # not 0 as well: nothing would ever learn
 
         self.statistics = nn.Module()
-        self.cache: Optional[Dict[float, Tuple[Any, Field]]] = None
+        self.cache: Optional[Dict[float, Field]] = None  # frozen copies by time, if wanted
+        self._state: List[Tuple[int, int]] = []  # of the tensors that the copies were made of
 
     def add_statistics(self, name: str, residuals: Tensor) -> None:
         """Residuals of a buffer of the base, such as a running mean, one a layer [L, ...]."""
         self.statistics.register_buffer(name.replace('.', '-'), residuals)
 
     def forward(self, t, x, context=None, part=''):
-        if self.cache is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return self._cached(float(t))(t, x, context, part)
+        if self._caching():
+            if context is None or context.weights is None:  # not from OdeBlocks, which folds first
+                self.fold()
+            fresh = self.context((), {}) if context is None else context._replace(weights=None)
+            return self._cached(float(t))(t, x, fresh, part)
         return functional_call(self.base, self.at(t, part), (t, x, context, part), tie_weights=False)
 
     def attention(self, t, x, context):
@@ -97,12 +101,25 @@ class TimeField(Field):
             merged[name] = self.base.get_buffer(name) + sum(w * residuals[i] for i, w in knots)
         return merged
 
+    def fold(self):
+        """Forget what is cached of weights that have changed since."""
+        if not self._caching():
+            return None
+        state = [(v.data_ptr(), v._version) for v in (*self.parameters(), *self.buffers())]
+        state.append((int(self.training), 0))
+        if state != self._state:
+            self.cache.clear()
+            self._state = state
+        return []
+
+    def _caching(self) -> bool:
+        return self.cache is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
     def _cached(self, t: float) -> Field:
         assert self.cache is not None
-        state = [(v.data_ptr(), v._version) for v in (*self.parameters(), *self.buffers())]
-        if t not in self.cache or self.cache[t][0] != state:
-            self.cache[t] = state, self.frozen(t)
-        return self.cache[t][1]
+        if t not in self.cache:
+            self.cache[t] = self.frozen(t)
+        return self.cache[t]
 
     def _knots(self, t: float) -> List[Tuple[int, float]]:
         """Indices and weights of the layers between which t lies."""
