@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .blocks import OdeBlocks, find_ode_blocks, scriptable_copy
 from .config import OdeConfig
-from .families import Site, check_blocks, field_class, find_sites, kinds
+from .families import HINT, Site, check_blocks, field_class, find_sites, kinds
 from .fields import WholeField
 from .init import build_field, owners
 from .methods import METHODS
@@ -21,7 +21,6 @@ __all__ = ['Conversion', 'check_convertible', 'convert_', 'count_parameters', 'l
 
 
 _DEFAULT = OdeConfig()
-_HINT = 'See timm_odevit.list_convertible().'
 
 
 def convert_(
@@ -132,7 +131,7 @@ def _check(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> Lis
             raise TypeError(f'Cannot convert {name}: convert the model before {inner} wraps it.')
     sites = find_sites(model)
     if getattr(model, 'rope_is_mixed', False):
-        raise TypeError(f'Cannot convert {name}: its RoPE tables are drawn one per block while it runs. {_HINT}')
+        raise TypeError(f'Cannot convert {name}: its RoPE tables are drawn one per block while it runs. {HINT}')
     for site in sites:
         check_blocks(model, site.blocks)
     _check_structure(name, sites, config)
@@ -185,7 +184,7 @@ def _check_structure(name: str, sites: Sequence[Site], config: OdeConfig) -> Non
     if fields == count > 1:
         shapes = {tuple((n, tuple(p.shape)) for n, p in b.named_parameters()) for s in sites for b in s.blocks}
         why = 'other parameters' if len(shapes) > 1 else 'other settings'
-        raise TypeError(f'Cannot convert {name}: each of its {count} blocks has {why}, so none can share. {_HINT}')
+        raise TypeError(f'Cannot convert {name}: each of its {count} blocks has {why}, so none can share. {HINT}')
 
 
 def _check_layers(name: str, blocks: Sequence[nn.Module], config: OdeConfig) -> None:

@@ -20,7 +20,7 @@ from .fields import (
     WholeField,
 )
 
-__all__ = ['Site', 'field_class', 'find_sites', 'kinds', 'per_layer']
+__all__ = ['HINT', 'Site', 'check_blocks', 'field_class', 'find_sites', 'kinds', 'per_layer']
 
 # Blocks by class object: several timm modules have a class called Block. What is not here is used whole.
 FIELD_OF: Dict[Type[nn.Module], Type[NativeField]] = {
@@ -44,7 +44,7 @@ STAGES: Dict[Type[nn.Module], str] = {
 # constants that timm gives each layer by its depth; layers that share a block share their mean
 _PER_LAYER = ('drop_prob', 'lambda_init')
 _UNUSED = ('training', 'target_shift_size')  # settings that change nothing at this image size
-_HINT = 'See timm_odevit.list_convertible().'
+HINT = 'See timm_odevit.list_convertible().'
 
 
 class Site(NamedTuple):
@@ -68,7 +68,7 @@ def find_sites(model: nn.Module) -> List[Site]:
             return [Site(stage, f'{name}.{i}') for i, stage in enumerate(getattr(model, name))]
     if isinstance(getattr(model, 'blocks', None), (nn.Sequential, nn.ModuleList)) and len(model.blocks):  # type: ignore
         return [Site(model, '')]
-    raise TypeError(f'Cannot convert {type(model).__name__}: it has no sequence of transformer blocks. {_HINT}')
+    raise TypeError(f'Cannot convert {type(model).__name__}: it has no sequence of transformer blocks. {HINT}')
 
 
 def field_class(block: nn.Module) -> Type[NativeField]:
@@ -95,21 +95,21 @@ def check_blocks(model: nn.Module, blocks: Sequence[Any]) -> None:
         parameters = list(inspect.signature(type(first).forward).parameters.values())[1:]
         simple = parameters and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         if not simple or parameters[0].annotation not in (inspect.Parameter.empty, Tensor):
-            raise TypeError(f'Cannot convert {name}: a {type(first).__name__} does not take one state tensor. {_HINT}')
+            raise TypeError(f'Cannot convert {name}: a {type(first).__name__} does not take one state tensor. {HINT}')
         if parameters[1:] and parameters[1].default is inspect.Parameter.empty and parameters[1].annotation is (
                 inspect.Parameter.empty):
             raise TypeError(
                 f'Cannot convert {name}: a {type(first).__name__} takes two states ({parameters[0].name}, '
-                f'{parameters[1].name}). {_HINT}')
+                f'{parameters[1].name}). {HINT}')
         if len(set(kinds(blocks))) > 1:
             raise TypeError(
                 f'Cannot convert {name}: its blocks are of {len(set(kinds(blocks)))} kinds, which cannot share one '
-                f'block. {_HINT}')
+                f'block. {HINT}')
     for i, block in enumerate(blocks):
         if type(block) is not type(first):
             raise TypeError(
                 f'Cannot convert {name}: block {i} is a {type(block).__name__}, block 0 a {type(first).__name__}. '
-                f'{_HINT}')
+                f'{HINT}')
 
 
 def per_layer(block: nn.Module) -> Dict[Tuple[str, str], float]:

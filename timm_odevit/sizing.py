@@ -59,14 +59,14 @@ def choose_size(
     Raises:
         ValueError: The target is out of range; the message says what the smallest is.
     """
-    check_convertible(model, replace(config, time='autonomous', rank=0, phases=1, boundaries='uniform', init='mean'))
+    plain = replace(config, time='autonomous', rank=0, phases=1, init='mean')
+    check_convertible(model, replace(plain, boundaries='uniform'))
     if config.boundaries != 'uniform':
         raise ValueError(f'A size is chosen without boundaries; got {config.boundaries!r}. Leave them out.')
     if config.field != 'native':
         raise ValueError("A size is chosen for field='native'. Give time, rank and phases for another field.")
     total = count_parameters(model)
     wanted = _target(target, total)
-    plain = replace(config, time='autonomous', rank=0, phases=1, boundaries='uniform', init='mean')
     smallest = predict_parameters(model, plain)
     if wanted < smallest:
         raise ValueError(
