@@ -129,7 +129,7 @@ def plot(records, path):
         axes.plot(x, kept[1], 'o:', color=line.get_color(), label=f'{name}, initialised')
     axes.set(xlabel="parameters, % of the teacher's blocks", ylabel="top-1, % of the teacher's", ylim=(0, 104))
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    figure.legend(loc='outside lower center', ncols=2, frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

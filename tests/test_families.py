@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-from timm_odevit import OdeConfig, StepwiseTask, convert_, save_pretrained
+from timm_odevit import OdeConfig, StepwiseTask, calibrate_, convert_, save_pretrained
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=4, num_classes=5)
 SWIN = dict(img_size=32, patch_size=2, embed_dim=8, depths=(2, 4), num_heads=(2, 4), window_size=4, num_classes=5)
@@ -139,6 +139,21 @@ def test_each_step_of_the_model_itself_ends_where_the_teacher_does(name):
     student = copy.deepcopy(teacher)
     convert_(student, config_for(name, phases=depth(teacher)))
     assert StepwiseTask(student, teacher, verbose=False)(x)['loss'].item() < 1e-6
+
+
+@families
+def test_calibrates(name):
+    teacher, x = build(name), images_for(name).repeat(2, 1, 1, 1)
+    student = copy.deepcopy(teacher)
+    convert_(student, config_for(name))
+    options = dict(batch_size=2, progress=False)
+    if any(part in name for part in ('swin', 'sam', 'naflex', 'mixer', 'resmlp', 'gmlp')):
+        with pytest.raises(TypeError, match=r'Calibrate it step by step only: epochs=\(8, 0\)'):
+            calibrate_(student, teacher, x, **options)
+        history = calibrate_(student, teacher, x, epochs=(2, 0), **options)
+    else:
+        history = calibrate_(student, teacher, x, epochs=(1, 1), **options)
+    assert len(history) == 2 and all(0 < record['loss'] < 10 for record in history)
 
 
 @families

@@ -152,7 +152,7 @@ def calibrate_(
         images: Images [N, C, H, W], normalised for both models, or a loader with a length, of such batches or of
             (images, labels), of which the labels are not used.
         epochs: Epochs of the first and of the second part; the second must be 0 for a model without a sequence of
-            tokens of one width (Swin, MLP-Mixer).
+            tokens to follow as a whole (Swin, SAM, NaFlexViT, MLP-Mixer).
         batch_size: Images per update, if `images` is a tensor.
         lr: Peak learning rate of the first part, on a cosine schedule.
         unrolled_lr: Peak learning rate of the second part.

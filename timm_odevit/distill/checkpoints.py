@@ -3,7 +3,10 @@ from itertools import pairwise
 from typing import Any, Iterable, List, Optional, Sequence, Tuple
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
+
+from ..spans import watch_blocks
 
 __all__ = ['distance_times', 'hidden_states', 'match', 'softmax_times', 'uniform_times']
 
@@ -84,7 +87,13 @@ def hidden_states(
     Returns:
         The features for `forward_head` [B, N, D], and one state [B, N, D] a block.
     """
-    features, states = model.forward_intermediates(
+    host: Any = model
+    if not isinstance(model, VisionTransformer):  # elsewhere, timm does not always give the prefix tokens
+        with watch_blocks([list(model.blocks)]) as seen:
+            features = model.forward_features(images)
+        after = seen[0][0][1:]
+        return features, after if indices is None else [after[i] for i in indices]
+    features, states = host.forward_intermediates(
         images, indices=None if indices is None else list(indices), norm=False, output_fmt='NLC',
         return_prefix_tokens=True)
     return features, [torch.cat([s[1], s[0]], dim=1) if isinstance(s, tuple) else s for s in states]

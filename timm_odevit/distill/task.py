@@ -80,7 +80,8 @@ class TrajectoryDistillationTask(TrainingTask):
                 f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
         device = device or next(student.parameters()).device
         host: Any = student
-        if not isinstance(getattr(host, 'blocks', None), OdeBlocks) or not hasattr(host, 'num_prefix_tokens'):
+        tokens = all(hasattr(host, name) for name in ('patch_embed', 'num_prefix_tokens'))
+        if not isinstance(getattr(host, 'blocks', None), OdeBlocks) or not tokens:
             raise TypeError(
                 f'A {type(student).__name__} has no sequence of tokens whose states could be followed as a whole. '
                 'Calibrate it step by step only: epochs=(8, 0), or odevit calibrate --epochs 8,0.')
@@ -142,7 +143,9 @@ class TrajectoryDistillationTask(TrainingTask):
             teacher: Any = self.teacher.model
             features, target_states = hidden_states(teacher, images, layers)
             target_output = teacher.forward_head(features)
-        prefix, has_cls = student.num_prefix_tokens, student.has_class_token
+        bare = states[0].shape[1] == student.patch_embed.num_patches  # a class token that comes later, as in CaiT
+        prefix = 0 if bare else student.num_prefix_tokens
+        has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
         parts = {
             'trajectory': lambda: torch.stack([
                 trajectory_loss(s, t, prefix, has_cls, self.token_weights)
@@ -249,14 +252,15 @@ def _check_pair(student: Any, teacher: Any) -> None:
     if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
         raise ValueError('Student and teacher share parameters, so training would change the teacher. '
                          'Make the teacher by copy.deepcopy(model) before convert_.')
-    if not isinstance(getattr(student, 'patch_drop', nn.Identity()), nn.Identity):
+    if not isinstance(getattr(student, 'patch_drop', None) or nn.Identity(), nn.Identity):
         raise ValueError(
             "The student drops patches, so its tokens are not the teacher's. Create it with patch_drop_rate=0.")
     for name in ('embed_dim', 'in_chans', 'num_prefix_tokens', 'num_classes'):
         ours, theirs = getattr(student, name, None), getattr(teacher, name, None)
         if ours != theirs:
             raise ValueError(f'Student and teacher differ in {name}: {ours} and {theirs}.')
-    sizes = [tuple(m.patch_embed.grid_size) for m in (student, teacher)]
+    patches = [m.patch_embed for m in (student, teacher)]
+    sizes = [tuple(getattr(patch, 'grid_size', None) or (patch.num_patches,)) for patch in patches]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f'Student and teacher see other patches: {sizes[0]} and {sizes[1]}. Give both the same img_size.')
