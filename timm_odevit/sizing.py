@@ -42,9 +42,8 @@ def choose_size(
 ) -> OdeConfig:
     """The phases and the rank that use a number of parameters best.
 
-    One shared block, with residuals per layer of the largest rank that fits: after the same calibration, this kept more
-    of DeiT-tiny on CIFAR-100 than two to four phases with residuals of less rank did. With all of the model's
-    parameters, a phase for each layer, which is the model itself.
+    One shared block, with residuals per layer of the largest rank that fits; README's size dial shows what that keeps.
+    With all of the model's parameters, a phase for each layer, which is the model itself.
 
     Args:
         model: Model that can be converted.
