@@ -1,6 +1,6 @@
 """Fields that depend on time: parameters with a value per layer, and phases with a block of their own."""
 import copy
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.models import register_notrace_module
@@ -65,7 +65,7 @@ class TimeField(Field):
             if context is None or context.weights is None:  # not from OdeBlocks, which folds first
                 self.fold()
             fresh = self.context((), {}) if context is None else context._replace(weights=None)
-            return self._cached(float(t))(t, x, fresh, part)
+            return self._cached(_number(t))(t, x, fresh, part)
         return functional_call(self.base, self.at(t, part), (t, x, context, part), tie_weights=False)
 
     def attention(self, t, x, context):
@@ -84,7 +84,7 @@ class TimeField(Field):
 
     def at(self, t: float, part: str = '') -> Dict[str, Tensor]:
         """The parameters of the base at t, by name: those of its attention, of its MLP, or all."""
-        knots = self._knots(float(t))
+        knots = self._knots(_number(t))
         merged = {}
         for name, p in self.base.named_parameters():
             if part and name.startswith(self.base.attention_prefixes) != (part == 'attention'):
@@ -162,7 +162,7 @@ class PhasedField(Field):
         self.names = fields[0].names
 
     def select(self, t):
-        layer = int(float(t) - self.first + 1e-6)
+        layer = int(_number(t) - self.first + 1e-6)
         return self.fields[self.owner[min(max(layer, 0), len(self.owner) - 1)]]
 
     def forward(self, t, x, context=None, part=''):
@@ -186,6 +186,11 @@ class _Map(nn.Module):
 
     def forward(self, t, x):
         return self.base.attention_map(t, x)
+
+
+def _number(t: Union[float, Tensor]) -> float:
+    """t as a number: an adaptive method gives a tensor, which may require a gradient."""
+    return float(t.detach()) if isinstance(t, Tensor) else t
 
 
 def matrix_shape(p: Tensor) -> Tuple[int, int]:
