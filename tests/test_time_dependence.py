@@ -1,5 +1,6 @@
 import copy
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -337,3 +338,13 @@ def test_cached_weights_are_built_once(vit, images):
     assert sorted(kept) == [0., 1., 2.]
     assert all(model.blocks.shared.cache[t] is field for t, field in kept.items())
     assert 'cache' not in ''.join(model.state_dict())
+
+
+@pytest.mark.parametrize('change', [dict(phases=2), dict(time='vectors', rank=0, init='mean'), dict(rank=4)])
+def test_what_the_blocks_were_made_for_cannot_be_set(vit, images, change):
+    model = vit()
+    convert_(model, OdeConfig(time='low_rank', rank=2))
+    before, config = model(images), model.blocks.config
+    with pytest.raises(ValueError, match='is what the shared blocks were made for.*Convert anew'):
+        model.blocks.config = replace(config, **change)
+    assert model.blocks.config == config and torch.equal(model(images), before)

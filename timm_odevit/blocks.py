@@ -73,6 +73,11 @@ class OdeBlocks(nn.Module):
         if '_config' in self.__dict__ and config.field != self.config.field:
             raise ValueError(
                 f"The shared block is a '{self.config.field}' field and cannot become '{config.field}'. Convert anew.")
+        for name in ('time', 'rank', 'phases', 'boundaries', 'blocks') if '_config' in self.__dict__ else ():
+            now, wanted = getattr(self.config, name), getattr(config, name)
+            if now != wanted:
+                raise ValueError(
+                    f'{name} is what the shared blocks were made for: {now!r}, not {wanted!r}. Convert anew.')
         steps = make_steps(self.shared, config, self.t)
         for name in [name for name in self._modules if name.isdigit()]:
             del self._modules[name]
