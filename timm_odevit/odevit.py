@@ -105,7 +105,8 @@ def _create_odevit(variant: str, base: str, pretrained: bool, named: bool = True
 
 def _filter(base: str, state: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:
     """The base's own filter of checkpoints, which resizes position embeddings; residuals go past it."""
-    own = {k: v for k, v in state.items() if any(f'.{part}.' in k for part in ('vectors', 'up', 'down'))}
+    own = {k: v for k, v in state.items()
+           if '.shared.' in k and any(f'.{part}.' in k for part in ('vectors', 'up', 'down'))}
     base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
     rest = {k: v for k, v in state.items() if k not in own}
     return {**(base_filter(rest, model) if base_filter else rest), **own}
