@@ -11,7 +11,7 @@ from ..blocks import find_ode_blocks
 from ..families import find_sites
 from ..spans import Seen, check_images, watch_blocks
 from .engine import HISTORY, LAST, fit
-from .task import TrajectoryDistillationTask
+from .task import TrajectoryDistillationTask, check_apart, check_student
 
 __all__ = ['StepwiseTask', 'calibrate_']
 
@@ -100,16 +100,12 @@ class _Steps(nn.Module):
 
 
 def _check_pair(student: Any, teacher: Any) -> None:
-    if not isinstance(student, nn.Module) or not find_ode_blocks(student):
-        raise TypeError(
-            f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
+    check_student(student)
     if not isinstance(teacher, nn.Module):
         raise TypeError(f'The teacher must be a model; got {type(teacher).__name__}. Build it by timm.create_model.')
     if find_ode_blocks(teacher):
         raise TypeError('The teacher is converted itself. Give the model that the student was converted from.')
-    if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
-        raise ValueError('Student and teacher share parameters, so training would change the teacher. '
-                         'Make the teacher by copy.deepcopy(model) before convert_.')
+    check_apart(student, teacher)
     outside = [{name: tuple(p.shape) for name, p in m.named_parameters() if '.blocks.' not in f'.{name}'}
                for m in (student, teacher)]
     if type(student) is not type(teacher) or outside[0] != outside[1]:

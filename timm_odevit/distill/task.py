@@ -14,7 +14,7 @@ from ..blocks import OdeBlocks, find_ode_blocks
 from .checkpoints import distance_times, hidden_states, match, uniform_times
 from .losses import jasmin_loss, logit_loss, trajectory_loss
 
-__all__ = ['TrajectoryDistillationTask']
+__all__ = ['TrajectoryDistillationTask', 'check_apart', 'check_student']
 
 
 class TrajectoryDistillationTask(TrainingTask):
@@ -75,9 +75,7 @@ class TrajectoryDistillationTask(TrainingTask):
             dtype: Optional[torch.dtype] = None,
             verbose: bool = True,
     ) -> None:
-        if not isinstance(student, nn.Module) or not find_ode_blocks(student):
-            raise TypeError(
-                f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
+        check_student(student)
         device = device or next(student.parameters()).device
         host: Any = student
         tokens = all(hasattr(host, name) for name in ('patch_embed', 'num_prefix_tokens'))
@@ -248,10 +246,22 @@ def _times(teacher: Any, checkpoints, calibration, temperature: float, device: t
     return times
 
 
-def _check_pair(student: Any, teacher: Any) -> None:
+def check_student(student: Any) -> None:
+    """Raise TypeError for a student that is not an ODE-ViT."""
+    if not isinstance(student, nn.Module) or not find_ode_blocks(student):
+        raise TypeError(
+            f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
+
+
+def check_apart(student: nn.Module, teacher: nn.Module) -> None:
+    """Raise ValueError for a student and a teacher with parameters in common."""
     if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
         raise ValueError('Student and teacher share parameters, so training would change the teacher. '
                          'Make the teacher by copy.deepcopy(model) before convert_.')
+
+
+def _check_pair(student: Any, teacher: Any) -> None:
+    check_apart(student, teacher)
     if not isinstance(getattr(student, 'patch_drop', None) or nn.Identity(), nn.Identity):
         raise ValueError(
             "The student drops patches, so its tokens are not the teacher's. Create it with patch_drop_rate=0.")
