@@ -2,10 +2,12 @@
 from typing import Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from timm.utils import reduce_tensor
 from torch import Tensor
 
-__all__ = ['jasmin_loss', 'logit_loss', 'trajectory_loss']
+__all__ = ['attention_loss', 'jasmin_loss', 'logit_loss', 'trajectory_loss']
 
 
 def trajectory_loss(
@@ -15,7 +17,7 @@ def trajectory_loss(
         has_class_token: bool,
         weights: Sequence[float],
 ) -> Tensor:
-    """Squared error between hidden states, relative to the variance of the teacher's.
+    """Squared error between hidden states, relative to the variance of the teacher's over the batch of all processes.
 
     Args:
         student: Hidden state [B, N, D].
@@ -33,12 +35,34 @@ def trajectory_loss(
     for (start, stop), weight in zip(bounds, weights, strict=True):
         if stop > start and weight > 0:
             s, t = student[:, start:stop].float(), teacher[:, start:stop].float()
-            loss = loss + weight * F.mse_loss(s, t) / t.var(correction=0).clamp_min(1e-12)
+            loss = loss + weight * F.mse_loss(s, t) / _variance(t).clamp_min(1e-12)
             total += weight
     if total == 0.:
         raise ValueError(
             'The token weights are 0 for every kind of token that the model has; set patch_weight above 0.')
     return loss / total
+
+
+def _variance(x: Tensor) -> Tensor:
+    if not (dist.is_available() and dist.is_initialized()):
+        return x.var(correction=0)
+    moments = reduce_tensor(torch.stack([x.mean(), x.square().mean()]).double(), dist.get_world_size())
+    return (moments[1] - moments[0].square()).float()
+
+
+def attention_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """L1 distance between attention maps.
+
+    Args:
+        student: Probabilities [B, heads, N, N].
+        teacher: Probabilities [B, heads, N, N].
+
+    Returns:
+        Mean over the rows, dimensionless: 0 for equal maps, 2 for maps that have nothing in common.
+
+    Source: ODE-ViT, arXiv 2511.16501 (on the last attention).
+    """
+    return (student - teacher).abs().sum(dim=-1).mean()
 
 
 def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.) -> Tensor:

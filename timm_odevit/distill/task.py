@@ -1,7 +1,9 @@
 """TrajectoryDistillationTask: the student's states follow the teacher's hidden states."""
 import math
+import random
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -11,8 +13,10 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..blocks import OdeBlocks, find_ode_blocks
-from .checkpoints import distance_times, hidden_states, match, uniform_times
-from .losses import jasmin_loss, logit_loss, trajectory_loss
+from ..families import field_class
+from ..spans import watch_blocks
+from .checkpoints import distance_times, hidden_states, match, state_at, uniform_times
+from .losses import attention_loss, jasmin_loss, logit_loss, trajectory_loss
 
 __all__ = ['TrajectoryDistillationTask', 'check_apart', 'check_student']
 
@@ -20,12 +24,15 @@ __all__ = ['TrajectoryDistillationTask', 'check_apart', 'check_student']
 class TrajectoryDistillationTask(TrainingTask):
     """Teach an ODE-ViT to follow the hidden states of a pretrained ViT; a `timm.task.TrainingTask`.
 
-    The teacher is frozen and stays in eval mode. Teacher layers are matched to solver steps at checkpoints in time.
-    loss = trajectory_weight * trajectory + jasmin_weight * JaSMin + kd_weight * KL + task_weight * cross-entropy.
+    The teacher is frozen and stays in eval mode. Its layers lie at checkpoints in time; the student is compared with it
+    at the end of solver steps, as many as there are steps or layers, whichever are fewer, and between two layers the
+    teacher's state is interpolated linearly in t. The loss is the sum of the parts, each times its weight: trajectory,
+    JaSMin, KL divergence of the logits, cross-entropy, attention, and exits.
 
     Args:
         student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
-        teacher: timm model of the same width and tokens, or the name of one.
+        teacher: timm model of the same width and tokens, or the name of one; None to train without one, with
+            trajectory_weight, kd_weight and attention_weight 0.
         checkpoints: Where the teacher's layers lie in time: 'uniform'; 'distance', measured on `calibration`; or
             strictly increasing relative times in (0, 1], one per layer.
         calibration: Batches of images [B, C, H, W], normalised for the teacher, for 'distance'.
@@ -34,12 +41,21 @@ class TrajectoryDistillationTask(TrainingTask):
         cls_weight: Share of the class token in it.
         register_weight: Share of the register tokens in it.
         patch_weight: Share of the patch tokens in it.
+        steps: Numbers of steps, of which every update draws one, so that K may be chosen after training, such as
+            (6, 8, 12, 16, 24); None for the student's own.
+        segments: Numbers of segments of the trajectory, such as (12, 4, 2), one after the other over the first
+            `forced` of the updates. A segment starts from the teacher's state (teacher forcing); afterwards the student
+            starts from the tokens alone. Needs `begin_update`, which `fit` calls.
+        forced: Share of the updates in which segments are used.
         jasmin_weight: Weight of the JaSMin loss of the shared block's attention.
         jasmin_k: k of JaSMin, 0 or at least 2.
         jasmin_evaluations: Number of states, evenly spread over the trajectory, at which attention is computed again.
         kd_weight: Weight of the KL divergence between the logits.
         kd_temperature: Temperature of both logits in it.
         task_weight: Weight of the loss on the labels.
+        attention_weight: Weight of the L1 distance between the attention maps of the last step and the last layer.
+        exits: Relative times in (0, 1) at which the student's norm and head are applied too, so that it may stop there.
+        exit_weight: Weight of the mean over exits of kd_weight * KL + task_weight * cross-entropy.
         criterion: Loss on the labels, (logits, target) to a scalar; cross-entropy by default.
         device: Device of the task, that of the student by default.
         dtype: Dtype of the task's buffers.
@@ -47,15 +63,15 @@ class TrajectoryDistillationTask(TrainingTask):
 
     Raises:
         TypeError: The student is not an ODE-ViT.
-        ValueError: Student and teacher do not fit, or share parameters.
+        ValueError: Student and teacher do not fit, share parameters, or a setting is out of range.
 
-    Source: ODE-ViT, arXiv 2511.16501; token shares: Raptor, arXiv 2512.19941.
+    Source: ODE-ViT, arXiv 2511.16501; token shares and teacher forcing: Raptor, arXiv 2512.19941.
     """
 
     def __init__(
             self,
             student: nn.Module,
-            teacher: Union[str, nn.Module],
+            teacher: Union[str, nn.Module, None],
             *,
             checkpoints: Union[str, Sequence[float]] = 'uniform',
             calibration: Optional[Iterable[Tensor]] = None,
@@ -64,12 +80,18 @@ class TrajectoryDistillationTask(TrainingTask):
             cls_weight: float = 0.45,
             register_weight: float = 0.10,
             patch_weight: float = 0.45,
+            steps: Optional[Sequence[int]] = None,
+            segments: Sequence[int] = (),
+            forced: float = 0.25,
             jasmin_weight: float = 0.,
             jasmin_k: int = 0,
             jasmin_evaluations: int = 2,
             kd_weight: float = 1.,
             kd_temperature: float = 1.,
             task_weight: float = 0.,
+            attention_weight: float = 0.,
+            exits: Sequence[float] = (),
+            exit_weight: float = 0.,
             criterion: Optional[nn.Module] = None,
             device: Optional[torch.device] = None,
             dtype: Optional[torch.dtype] = None,
@@ -84,92 +106,195 @@ class TrajectoryDistillationTask(TrainingTask):
                 f'A {type(student).__name__} has no sequence of tokens whose states could be followed as a whole. '
                 'Calibrate it step by step only: epochs=(8, 0), or odevit calibrate --epochs 8,0.')
         super().__init__(device=device, dtype=dtype, verbose=verbose)
-        for name, value in (
-                ('trajectory_weight', trajectory_weight), ('jasmin_weight', jasmin_weight), ('kd_weight', kd_weight),
-                ('task_weight', task_weight), ('cls_weight', cls_weight), ('register_weight', register_weight),
-                ('patch_weight', patch_weight)):
-            if not value >= 0:
-                raise ValueError(f'{name} must be at least 0; got {value!r}.')
-        if jasmin_k == 1 or jasmin_k < 0:
-            raise ValueError(
-                f'jasmin_k must be 0, or at least 2 (k = 1 makes the loss 0 for any attention); got {jasmin_k!r}.')
-        if jasmin_evaluations < 1:
-            raise ValueError(f'jasmin_evaluations must be at least 1; got {jasmin_evaluations!r}.')
-
+        self.weights = dict(
+            trajectory=trajectory_weight, jasmin=jasmin_weight, kd=kd_weight, task=task_weight,
+            attention=attention_weight, exit=exit_weight)
+        self.token_weights = (cls_weight, register_weight, patch_weight)
+        self.kd_temperature = kd_temperature
+        self.steps, self.segments, self.forced, self.exits = steps, tuple(segments), forced, tuple(exits)
+        self._check(jasmin_k, jasmin_evaluations, host)
         if isinstance(teacher, str):
             teacher = DistillationTeacher(
                 teacher, num_classes=host.num_classes, in_chans=host.in_chans, device=device, dtype=dtype).model
-        _check_pair(student, teacher)
+        if teacher is None:
+            self._check_alone()
+        else:
+            _check_pair(student, teacher)
         tokens = host.patch_embed.num_patches + host.num_prefix_tokens
         if jasmin_k > tokens:
             raise ValueError(f'jasmin_k must be at most the number of tokens, {tokens}; got {jasmin_k!r}.')
         if host.num_classes == 0 and (kd_weight > 0 or task_weight > 0):
             raise ValueError(
                 'kd_weight and task_weight compare classes, and these models have none (num_classes=0). Set both to 0.')
-        self.times = _times(teacher, checkpoints, calibration, checkpoint_temperature, device)
-        # everything fits: only now is the teacher touched
-        self.teacher = DistillationTeacher(teacher, device=device, dtype=dtype)
-        self.teacher.requires_grad_(False).eval()
+        self.teacher: Any = None
+        if teacher is not None:
+            self.times = _times(teacher, checkpoints, calibration, checkpoint_temperature, device)
+            last = host.blocks.config.blocks[1] if host.blocks.config.blocks else len(self.times) - 1
+            block: Any = teacher.blocks[last]
+            self._last = (last, [field_class(block)(block)])  # in a list: the teacher's block is not a second module
+            if attention_weight > 0 and not (self._last[1][0].has_attention_maps and host.blocks.shared.has_attention_maps):
+                raise ValueError(
+                    f'attention_weight={attention_weight} compares attention maps, and a {type(block).__name__} does '
+                    'not give them. Set it to 0.')
+            # everything fits: only now is the teacher touched
+            self.teacher = DistillationTeacher(teacher, device=device, dtype=dtype)
+            self.teacher.requires_grad_(False).eval()
         self.trainable_module: Any = _Trainable(student, jasmin_k, jasmin_evaluations)
-        self.weights = dict(
-            trajectory=trajectory_weight, jasmin=jasmin_weight, kd=kd_weight, task=task_weight)
-        self.token_weights = (cls_weight, register_weight, patch_weight)
-        self.kd_temperature = kd_temperature
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
+        self.update, self.updates = 0, 0
         cfg = getattr(student, 'pretrained_cfg', None) or {}
         for name, default in (('mean', IMAGENET_DEFAULT_MEAN), ('std', IMAGENET_DEFAULT_STD)):  # timm's teacher's too
             buffer = torch.tensor(cfg.get(name, default), device=self.device, dtype=self.dtype)
             self.register_buffer(f'student_{name}', buffer.view(1, -1, 1, 1), persistent=False)
 
-    def forward(self, input: Tensor, target: Optional[Tensor]) -> Dict[str, Tensor]:
+    def _check(self, jasmin_k: int, jasmin_evaluations: int, host: Any) -> None:
+        names = ('cls', 'register', 'patch')
+        for name, value in (*self.weights.items(), *zip(names, self.token_weights, strict=True)):
+            if not value >= 0:
+                raise ValueError(f'{name}_weight must be at least 0; got {value!r}.')
+        if jasmin_k == 1 or jasmin_k < 0:
+            raise ValueError(
+                f'jasmin_k must be 0, or at least 2 (k = 1 makes the loss 0 for any attention); got {jasmin_k!r}.')
+        if jasmin_evaluations < 1:
+            raise ValueError(f'jasmin_evaluations must be at least 1; got {jasmin_evaluations!r}.')
+        for name, counts in (('steps', self.steps), ('segments', self.segments)):
+            whole = isinstance(counts, (tuple, list)) and all(isinstance(k, int) and k >= 1 for k in counts)
+            if counts is not None and (not whole or (name == 'steps' and not counts)):
+                raise ValueError(f'{name} must be a list of whole numbers of at least 1; got {counts!r}.')
+        if not 0 <= self.forced <= 1:
+            raise ValueError(f'forced is a share of the updates, from 0 to 1; got {self.forced!r}.')
+        if not all(0 < t < 1 for t in self.exits):
+            raise ValueError(f'exits must be relative times between 0 and 1, such as (0.5, 0.75); got {self.exits}.')
+        if (self.weights['exit'] > 0) != bool(self.exits):
+            raise ValueError('exits and exit_weight go together, such as exits=(0.5, 0.75), exit_weight=0.5.')
+        if self.exits and not isinstance(getattr(host, 'norm', None), nn.Module):
+            raise ValueError(f'exits need a final norm, and a {type(host).__name__} has none that is called norm.')
+        if self.weights['attention'] > 0 and min(self.steps or (host.blocks.steps,)) < 2:
+            raise ValueError('attention_weight looks at the state before the last step, so it needs at least 2 steps.')
+
+    def _check_alone(self) -> None:
+        for name in ('trajectory', 'kd', 'attention'):
+            if self.weights[name] > 0:
+                raise ValueError(f'{name}_weight needs a teacher. Give one, or set {name}_weight=0.')
+        if self.segments:
+            raise ValueError('segments start from the states of a teacher. Give one, or leave segments out.')
+
+    def begin_update(self, update: int, updates: int) -> None:
+        """Say which update comes next, counted from 0, and how many there will be: steps and segments follow from it.
+
+        Whoever never calls it draws `steps` anew in each forward pass of training, and uses no segments.
+        """
+        self.update, self.updates = update, updates
+
+    def forward(self, input: Tensor, target: Any) -> Dict[str, Tensor]:
         """Compute the loss of one batch.
 
         Args:
             input: Images [B, C, H, W], normalised for the student.
-            target: Labels [B], or class probabilities [B, classes]; may be None with task_weight 0.
+            target: Labels [B], or class probabilities [B, classes]; may be None with task_weight 0. Or a Recorded batch
+                with the states of the teacher, which is not run then.
 
         Returns:
             'loss', 'output' (the student's logits [B, classes]), and the parts before weighting: 'trajectory_loss',
-            'jasmin_loss', 'kd_loss', 'task_loss'. Parts of weight 0 are there for the record, without a gradient.
+            'jasmin_loss', 'kd_loss', 'task_loss', and if they have a weight 'attention_loss' and 'exit_loss'. Parts of
+            weight 0 are there for the record, without a gradient.
         """
         student = unwrap_model(self.trainable_module).student
-        layers, steps = zip(*self._pairs(student), strict=True)
-        output, states, jasmin = self.trainable_module(input, steps, self.weights['jasmin'] > 0)
-        with torch.no_grad():
-            mean, std = self.get_buffer('student_mean'), self.get_buffer('student_std')
-            images = self.teacher.normalize_input(input, mean, std)
-            teacher: Any = self.teacher.model
-            features, target_states = hidden_states(teacher, images, layers)
-            target_output = teacher.forward_head(features)
-        bare = states[0].shape[1] == student.patch_embed.num_patches  # a class token that comes later, as in CaiT
-        prefix = 0 if bare else student.num_prefix_tokens
+        count = student.blocks.steps
+        if self.training and self.steps is not None:  # by the update, so that all processes draw the same
+            count = random.Random(self.update).choice(self.steps)
+            self.update += 0 if self.updates else 1
+        output_t, states_t, last_map = self._teach(input, target)
+        labels = getattr(target, 'labels', target)
+        with student.blocks.at(count):
+            first = len(student.blocks._kept('before'))
+            pairs = self._pairs(student) if states_t is not None else []
+            forced = self._forced(student, states_t) if states_t is not None else {}
+            exits = [first + min(max(round(t * count), 1), count - 1) - 1 for t in self.exits] if count > 1 else []
+            with _starting_from(student, forced):
+                output, states, jasmin, attention, early = self.trainable_module(
+                    input, [step for _, step in pairs], self.weights['jasmin'] > 0, self.weights['attention'] > 0, exits)
+        prefix, targets = 0, []
+        if states:
+            start, run = self._run(student)
+            targets = [state_at(states_t[start:], run, t) for t, _ in pairs]
+            bare = states[0].shape[1] == student.patch_embed.num_patches  # a class token that comes later, as in CaiT
+            prefix = 0 if bare else student.num_prefix_tokens
         has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
+        nothing = output.new_tensor(math.nan)
+
+        def logits(of: Tensor) -> Dict[str, Any]:
+            return {
+                'kd': lambda: logit_loss(of, output_t, self.kd_temperature) if output_t is not None else nothing,
+                'task': lambda: self.criterion(of, labels) if labels is not None else nothing}
+
+        def exit_loss() -> Tensor:
+            parts = [self.weights[k] * part() for of in early for k, part in logits(of).items() if self.weights[k] > 0]
+            return sum(parts, output.new_zeros(())) / max(len(early), 1)
         parts = {
             'trajectory': lambda: torch.stack([
                 trajectory_loss(s, t, prefix, has_cls, self.token_weights)
-                for s, t in zip(states, target_states, strict=True)]).mean(),
-            'kd': lambda: logit_loss(output, target_output, self.kd_temperature),
-            'task': lambda: self.criterion(output, target) if target is not None else output.new_tensor(math.nan),
+                for s, t in zip(states, targets, strict=True)]).mean() if states else nothing,
+            **logits(output),
         }
+        if self.weights['attention'] > 0:
+            parts['attention'] = lambda: attention_loss(attention, last_map)
+        if self.exits:
+            parts['exit'] = exit_loss
         found = {'jasmin': jasmin}
         for name, part in parts.items():
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.weights[name] > 0):
                 found[name] = part()
         loss = sum((self.weights[name] * value for name, value in found.items() if self.weights[name] > 0),
                    output.new_zeros(()))
-        return {'loss': loss, 'output': output, **{f'{name}_loss': found[name] for name in self.weights}}
+        return {'loss': loss, 'output': output,
+                **{f'{name}_loss': found[name] for name in self.weights if name in found}}
 
-    def _pairs(self, student: Any) -> List[Tuple[int, int]]:
-        """The teacher's layers and the places in the student's blocks that answer for them."""
+    @torch.no_grad()
+    def _teach(self, input: Tensor, target: Any) -> Tuple[Optional[Tensor], Any, Optional[Tensor]]:
+        """The teacher's logits, its states from the embedded tokens to the last layer's, and its last attention map."""
+        if self.teacher is None:
+            return None, None, None
+        if hasattr(target, 'states'):
+            output, states = target.output, target.states
+        else:
+            mean, std = self.get_buffer('student_mean'), self.get_buffer('student_std')
+            teacher: Any = self.teacher.model
+            with watch_blocks([list(teacher.blocks)]) as seen:
+                output = teacher(self.teacher.normalize_input(input, mean, std))
+            states = seen[0][0]
+        last, fields = self._last
+        wanted = self.weights['attention'] > 0
+        return output, states, fields[0].attention_map(float(last), states[last]) if wanted else None
+
+    def _run(self, student: Any) -> Tuple[int, List[float]]:
+        """The first layer that was converted, and the times of those that were, relative to the run."""
         first, last = student.blocks.config.blocks or (0, len(self.times) - 1)
         start = self.times[first - 1] if first else 0.
-        run = [(time - start) / (self.times[last] - start) for time in self.times[first:last + 1]]
-        return [(first + layer, first + step) for layer, step in match(run, student.blocks.steps)]
+        return first, [(time - start) / (self.times[last] - start) for time in self.times[first:last + 1]]
+
+    def _pairs(self, student: Any) -> List[Tuple[float, int]]:
+        """Relative times at which the student is compared, and the places in its blocks of the steps that end there."""
+        first, run = self._run(student)
+        count = student.blocks.steps
+        return [((step + 1) / count, first + step) for _, step in match(run, count)]
+
+    def _forced(self, student: Any, states: Sequence[Tensor]) -> Dict[int, Tensor]:
+        """The teacher's states from which steps start, by the place of the step, in this update."""
+        share = self.update / self.updates if self.updates and self.training else 1.
+        if not self.segments or share >= self.forced:
+            return {}
+        count = student.blocks.steps
+        segments = min(self.segments[int(share / self.forced * len(self.segments))], count)
+        first, run = self._run(student)
+        places = [round(i * count / segments) for i in range(1, segments)]
+        return {first + place: state_at(states[first:], run, place / count) for place in places}
 
     def train(self, mode: bool = True) -> 'TrajectoryDistillationTask':
         """Set the mode of the student; the teacher stays in eval mode."""
         super().train(mode)
-        self.teacher.eval()
+        if self.teacher is not None:
+            self.teacher.eval()
         return self
 
     def prepare_distributed(self, device_ids: Optional[list] = None, **ddp_kwargs: Any) -> 'TrajectoryDistillationTask':
@@ -181,7 +306,13 @@ class TrajectoryDistillationTask(TrainingTask):
         return self
 
     def compile(self, backend: str = 'inductor', mode: Optional[str] = None, **compile_kwargs: Any) -> Any:
-        """Compile the student's training pass and its evaluation; returns the eval model. The teacher runs as it is."""
+        """Compile the student's training pass and its evaluation; returns the eval model. The teacher runs as it is.
+
+        Raises:
+            ValueError: The task has segments, whose hooks a compiled model would skip.
+        """
+        if self.segments:
+            raise ValueError('segments put the teacher\'s states in by hooks, which a compiled model skips. Use one of the two.')
         options = dict(backend=backend, mode=mode, **compile_kwargs)
         self.eval_model = torch.compile(unwrap_model(self.trainable_module).student, **options)
         self.trainable_module = torch.compile(self.trainable_module, **options)
@@ -205,20 +336,33 @@ class _Trainable(nn.Module):
         self.jasmin_k = jasmin_k
         self.jasmin_evaluations = jasmin_evaluations
 
-    def forward(self, images: Tensor, steps: Sequence[int], train_jasmin: bool) -> Tuple[Tensor, List[Tensor], Tensor]:
+    def forward(
+            self,
+            images: Tensor,
+            steps: Sequence[int],
+            train_jasmin: bool,
+            want_attention: bool,
+            exits: Sequence[int],
+    ) -> Tuple[Tensor, List[Tensor], Tensor, Optional[Tensor], List[Tensor]]:
+        """Logits, states after `steps`, JaSMin, the last step's attention map, and the logits after `exits`."""
         blocks: Any = self.student.blocks
         first = blocks.config.blocks[0] if blocks.config.blocks else 0
-        last = max(blocks.steps - 2, 0)  # the last state is nobody's input, unless it is the only one
-        spread = torch.linspace(first, first + last, min(self.jasmin_evaluations, last + 1)).round().int().tolist()
-        wanted = sorted({*steps, *spread})
+        before_last = first + max(blocks.steps - 2, 0)  # the last state is nobody's input, unless it is the only one
+        count = min(self.jasmin_evaluations, before_last - first + 1)
+        spread = torch.linspace(first, before_last, count).round().int().tolist()
+        wanted = sorted({*steps, *spread, *exits, *([before_last] if want_attention else [])})
         features, states = hidden_states(self.student, images, wanted)
         by_step = dict(zip(wanted, states, strict=True))
-        if not train_jasmin and not blocks.shared.has_attention_maps:
-            return self.student.forward_head(features), [by_step[i] for i in steps], features.new_tensor(math.nan)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and train_jasmin):
-            maps = [blocks.shared.attention_map(blocks[i].t + blocks[i].h, by_step[i]) for i in spread]
-            jasmin = torch.stack([jasmin_loss(m, self.jasmin_k) for m in maps]).mean()
-        return self.student.forward_head(features), [by_step[i] for i in steps], jasmin
+        jasmin, attention = features.new_tensor(math.nan), None
+        if train_jasmin or blocks.shared.has_attention_maps:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and train_jasmin):
+                maps = [blocks.shared.attention_map(blocks[i].t + blocks[i].h, by_step[i]) for i in spread]
+                jasmin = torch.stack([jasmin_loss(m, self.jasmin_k) for m in maps]).mean()
+        if want_attention:
+            last = blocks[before_last + 1]
+            attention = blocks.shared.attention_map(last.t, by_step[before_last])
+        early = [self.student.forward_head(self.student.norm(by_step[i])) for i in exits]
+        return self.student.forward_head(features), [by_step[i] for i in steps], jasmin, attention, early
 
     def no_weight_decay(self) -> set:
         return {f'student.{name}' for name in self.student.no_weight_decay()}
@@ -226,6 +370,19 @@ class _Trainable(nn.Module):
     def group_matcher(self, coarse: bool = False):
         groups = group_parameters(self.student, self.student.group_matcher(coarse=coarse), reverse=True)
         return lambda name: groups[name[len('student.'):]]
+
+
+@contextmanager
+def _starting_from(student: Any, forced: Dict[int, Tensor]) -> Iterator[None]:
+    """Let steps, by their place, start from given states."""
+    def start(state: Tensor):
+        return lambda _, args: (state.to(args[0].dtype), *args[1:])
+    hooks = [student.blocks[place].register_forward_pre_hook(start(state)) for place, state in forced.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _times(teacher: Any, checkpoints, calibration, temperature: float, device: torch.device) -> List[float]:
