@@ -101,10 +101,12 @@ class OdeBlocks(nn.Module):
     @contextmanager
     def at(self, steps: int) -> Iterator[None]:
         """Run with another number of steps for a while; the present steps, with their hooks, are put back after it."""
+        if steps == self.steps:
+            yield
+            return
         config, modules, features = self._config, dict(self._modules), list(self.feature_info)
         try:
-            if steps != self.steps:
-                self.steps = steps
+            self.steps = steps
             yield
         finally:
             self._modules.clear()

@@ -1,11 +1,13 @@
 """convert_: a pretrained transformer becomes an ODE-ViT, in place, and back."""
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from types import SimpleNamespace
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import timm
 import torch
 from timm.layers import Attention
+from timm.models import group_parameters
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
@@ -100,6 +102,8 @@ def convert_(
         host.__prepare_scriptable__ = partial(scriptable_copy, model)
         if getattr(host, 'rope_mixed', False):
             host.rope.get_embed = partial(_rope_of_steps, model)
+    if hasattr(host, 'group_matcher'):
+        host.group_matcher = partial(_group_matcher, model)
     return done
 
 
@@ -236,6 +240,21 @@ def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
     return tables[[min(layer, len(tables) - 1) for layer in layers]]
 
 
+def _group_matcher(model: Any, coarse: bool = False) -> Callable[[str], int]:
+    """The base's groups of parameters by depth, for layer decay: a shared block stands where its layers began."""
+    renamed = {name: name for name, _ in model.named_parameters()}
+    for prefix, ode in ((n, m) for n, m in model.named_modules() if isinstance(m, OdeBlocks)):
+        first = ode.layers[0]
+        places = {'shared': int(ode.t), **{f'before.{i}': first + i for i in range(len(ode._kept('before')))}}
+        places.update({f'after.{i}': layer for i, layer in enumerate(ode.layers[len(ode) - len(ode._kept('after')):])})
+        for part, layer in places.items():
+            start = f'{prefix}.{part}.'
+            renamed.update({n: f'{prefix}.{layer}.{n.removeprefix(start)}' for n in renamed if n.startswith(start)})
+    layers: Any = SimpleNamespace(named_parameters=lambda: [(n, None) for n in renamed.values()])
+    groups = group_parameters(layers, type(model).group_matcher(model, coarse=coarse), reverse=True)
+    return lambda name: groups[renamed[name]]
+
+
 @dataclass(eq=False)
 class Conversion:
     """What `convert_` did: a report to print, and the way back.
@@ -292,7 +311,8 @@ class Conversion:
             site.owner.blocks = original
         if self._feature_info is not None:
             self.model.feature_info = self._feature_info
-        for owner, name in ((self.model, '__prepare_scriptable__'), (getattr(self.model, 'rope', None), 'get_embed')):
+        for owner, name in ((self.model, '__prepare_scriptable__'), (self.model, 'group_matcher'),
+                            (getattr(self.model, 'rope', None), 'get_embed')):
             if name in getattr(owner, '__dict__', {}):
                 delattr(owner, name)
         return self.model

@@ -1,4 +1,5 @@
 """The training loop, made of timm's parts: it trains any `timm.task.TrainingTask`."""
+import inspect
 import json
 import math
 import os
@@ -9,17 +10,20 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, List, Optional, Union
 
 import torch
+import torch.distributed as dist
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.task import TrainingTask
-from timm.utils import dispatch_clip_grad, random_seed, unwrap_model
-from torch import nn
+from timm.utils import dispatch_clip_grad, random_seed, reduce_tensor, unwrap_model
+from safetensors import SafetensorError
+from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..blocks import find_ode_blocks
 from ..evaluate import AMP_DTYPES, evaluate
 from ..hub import describe, save_pretrained
 
-__all__ = ['fit']
+__all__ = ['check_fit', 'fit']
 
 LAST = 'last.pt'
 BEST = 'best'
@@ -41,8 +45,11 @@ def fit(
         warmup_epochs: int = 0,
         min_lr: float = 1e-6,
         clip_grad: Optional[float] = 1.,
+        layer_decay: Optional[float] = None,
+        accumulate: int = 1,
         ema_decay: Optional[float] = None,
         amp: Optional[str] = None,
+        compile: bool = False,
         seed: int = 0,
         progress: bool = True,
 ) -> List[Dict[str, float]]:
@@ -52,9 +59,13 @@ def fit(
     accuracy on `val_loader` (the last one without it) in timm's format, `out/history.json` one record an epoch. Each
     file is written aside and renamed, so it is whole or not there.
 
+    Where torch.distributed runs, the task is wrapped by its `prepare_distributed`, the first process validates and
+    writes, and all of them read `out/last.pt` to resume: they need one file system.
+
     Args:
         task: What to train, such as TrajectoryDistillationTask or timm's ClassificationTask; on its device.
-        train_loader: Batches (images [B, C, H, W], labels [B]); all seeds are set before each epoch.
+        train_loader: Batches (images [B, C, H, W], labels [B]); all seeds are set before each epoch, and its (or its
+            sampler's) `set_epoch` is called if it has one. Of several processes, each gets a part of its own.
         val_loader: Batches held out from training, for choosing the best epoch.
         epochs: Number of epochs.
         out: Folder for the files; None keeps nothing.
@@ -66,8 +77,11 @@ def fit(
         warmup_epochs: Epochs of linear warm-up.
         min_lr: Final learning rate.
         clip_grad: Largest norm of the gradient; None for no clipping.
+        layer_decay: Factor of the learning rate per layer away from the head: the shared blocks count as one layer.
+        accumulate: Batches per update, whose gradients are averaged; a last incomplete group is left out.
         ema_decay: Decay of a moving average of the weights, which is then what is validated and saved as best.
         amp: 'bfloat16', 'float16' or None.
+        compile: Run the task's `compile`, which is torch.compile, before the first update.
         seed: Seed of the run.
         progress: Show a progress bar.
 
@@ -75,23 +89,22 @@ def fit(
         The history: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss.
 
     Raises:
-        FloatingPointError: The loss stopped being finite; the files of the epoch before remain.
+        FloatingPointError: The loss stopped being finite; the message says which step of an ODE-ViT diverged, and the
+            files of the epoch before remain.
+        OSError: A file could not be written, as on a full disk; what was written before remains.
         ValueError: A setting or the folder does not fit, or the model has no description to save it by.
     """
-    if epochs < 1:
-        raise ValueError(f'epochs must be at least 1; got {epochs!r}.')
-    if clip_grad is not None and not clip_grad > 0:
-        raise ValueError(f'clip_grad must be above 0, or None for no clipping; got {clip_grad!r}.')
-    if ema_decay is not None and not 0 <= ema_decay < 1:
-        raise ValueError(f'ema_decay must be at least 0 and below 1, or None; got {ema_decay!r}.')
-    if amp not in AMP_DTYPES:
-        raise ValueError(f"Unknown amp '{amp}'. Allowed: bfloat16, float16, or None.")
+    settings = dict(
+        opt=opt, lr=lr, weight_decay=weight_decay, sched=sched, warmup_epochs=warmup_epochs, min_lr=min_lr,
+        clip_grad=clip_grad, layer_decay=layer_decay, accumulate=accumulate, ema_decay=ema_decay, amp=amp, seed=seed)
+    check_fit(epochs=epochs, **settings)
     try:
-        updates = len(train_loader)
+        updates = len(train_loader) // accumulate
     except TypeError:
         raise ValueError('train_loader needs a length, for the learning-rate schedule.') from None
     if updates < 1:
-        raise ValueError('train_loader is empty. Give more images, or a smaller batch size.')
+        raise ValueError(f'train_loader is empty, or has less than {accumulate} batches. Give more images, or a smaller '
+                         'batch size.')
     folder = Path(out) if out is not None else None
     if folder is not None and (folder / LAST).exists() and not resume:
         raise ValueError(f"'{folder}' holds a run already. Pass resume=True to go on with it, or another folder.")
@@ -103,18 +116,21 @@ def fit(
         raise ValueError(
             'Every parameter of the model is frozen, as in a copy of a teacher that a task has frozen. '
             'Call model.requires_grad_(True) first.')
-    optimizer = create_optimizer_v2(trainable, opt=opt, lr=lr, weight_decay=weight_decay)
+    if ema_decay is not None and not task.has_ema():
+        task.setup_ema(decay=ema_decay, use_warmup=True)
+    if compile:
+        task.compile()
+    world, rank = (dist.get_world_size(), dist.get_rank()) if _distributed() else (1, 0)
+    if world > 1:
+        task.prepare_distributed(device_ids=[device.index] if device.type == 'cuda' else None)
+    optimizer = create_optimizer_v2(
+        trainable, opt=opt, lr=lr, weight_decay=weight_decay, layer_decay=layer_decay)
     scheduler, _ = create_scheduler_v2(
         optimizer, sched=sched, num_epochs=epochs, warmup_epochs=warmup_epochs, warmup_lr=min_lr, min_lr=min_lr,
         step_on_epochs=False, updates_per_epoch=updates)
-    if ema_decay is not None and not task.has_ema():
-        task.setup_ema(decay=ema_decay, use_warmup=True)
     models = _models(task)
     scaler = torch.amp.GradScaler(device.type, enabled=amp == 'float16')
     history: List[Dict[str, float]] = []
-    settings = dict(
-        opt=opt, lr=lr, weight_decay=weight_decay, sched=sched, warmup_epochs=warmup_epochs, min_lr=min_lr,
-        clip_grad=clip_grad, ema_decay=ema_decay, amp=amp, seed=seed)
     if resume and folder is not None and (folder / LAST).exists():
         history = _load(folder / LAST, task, optimizer, scaler, settings)
         if len(history) >= epochs:
@@ -124,60 +140,139 @@ def fit(
         folder.mkdir(parents=True, exist_ok=True)
     best = max((record.get('val_top1', -math.inf) for record in history), default=-math.inf)
 
-    with tqdm(total=epochs * updates, initial=len(history) * updates, unit='batch', disable=not progress) as bar:
+    total = epochs * updates
+    with tqdm(total=total, initial=len(history) * updates, unit='update', disable=not progress or rank > 0) as bar:
         for epoch in range(len(history), epochs):
-            random_seed(seed + epoch)  # an epoch depends on the seed and the weights, not on how it was reached
+            # an epoch depends on the seed and the weights, not on how it was reached
+            random_seed(seed + epoch * world, rank)
+            for part in (train_loader, getattr(train_loader, 'sampler', None)):
+                if hasattr(part, 'set_epoch'):
+                    part.set_epoch(epoch)
             started = time.perf_counter()
             bar.set_description(f'epoch {epoch + 1} of {epochs}')
             record = {'epoch': epoch + 1.}
             record.update(_train_epoch(
-                task, train_loader, optimizer, scheduler, scaler, dtype, epoch, updates, clip_grad, bar))
+                task, train_loader, optimizer, scheduler, scaler, dtype, epoch, updates, total, clip_grad, accumulate,
+                bar))
             record['seconds'] = time.perf_counter() - started
             model = models['ema' if 'ema' in models else 'model']
-            if val_loader is not None:
+            if val_loader is not None and rank == 0:
                 result = evaluate(model, val_loader, amp_dtype=dtype).results[-1]
                 record.update(val_top1=result.top1, val_top5=result.top5, val_loss=result.loss)
+            if world > 1:
+                records = [record]
+                dist.broadcast_object_list(records)  # and nobody runs ahead while the first process validates
+                record = records[0]
             history.append(record)
-            if folder is not None:
-                if record.get('val_top1', math.inf) > best:
-                    save_pretrained(model, folder / BEST)
-                _save(folder / LAST, task, optimizer, scaler, history, settings)
-                _write(folder / HISTORY, lambda path: path.write_text(json.dumps(history, indent=2) + '\n'))
+            if folder is not None and rank == 0:
+                try:
+                    if record.get('val_top1', math.inf) > best:
+                        save_pretrained(model, folder / BEST)
+                    _save(folder / LAST, task, optimizer, scaler, history, settings)
+                    _write(folder / HISTORY, lambda path: path.write_text(json.dumps(history, indent=2) + '\n'))
+                except (OSError, RuntimeError, SafetensorError) as e:
+                    raise OSError(
+                        f"Epoch {epoch + 1} could not be written to '{folder}': {str(e).splitlines()[0]}. What was "
+                        'written before is whole; make room, and resume.') from e
             best = max(best, record.get('val_top1', -math.inf))
             bar.set_postfix({key: f'{record[key]:.4g}' for key in ('loss', 'val_top1') if key in record})
     return history
 
 
-def _train_epoch(task, loader, optimizer, scheduler, scaler, dtype, epoch, updates, clip_grad, bar):
+def check_fit(**settings: Any) -> None:
+    """Raise ValueError for settings that `fit` does not take, before anything is built."""
+    known = {name: p.default for name, p in inspect.signature(fit).parameters.items()}
+    given = {**known, **settings}
+    for name in ('epochs', 'accumulate'):
+        if name in settings and (not isinstance(given[name], int) or given[name] < 1):
+            raise ValueError(f'{name} must be at least 1; got {given[name]!r}.')
+    for name in ('lr', 'weight_decay', 'min_lr', 'warmup_epochs'):
+        if isinstance(given[name], bool) or not isinstance(given[name], (int, float)) or not 0 <= given[name] < math.inf:
+            raise ValueError(f'{name} must be a finite number of at least 0; got {given[name]!r}.')
+    if given['clip_grad'] is not None and not given['clip_grad'] > 0:
+        raise ValueError(f"clip_grad must be above 0, or None for no clipping; got {given['clip_grad']!r}.")
+    if given['ema_decay'] is not None and not 0 <= given['ema_decay'] < 1:
+        raise ValueError(f"ema_decay must be at least 0 and below 1, or None; got {given['ema_decay']!r}.")
+    if given['layer_decay'] is not None and not 0 < given['layer_decay'] <= 1:
+        raise ValueError(f"layer_decay must be above 0 and at most 1, or None; got {given['layer_decay']!r}.")
+    if given['amp'] not in AMP_DTYPES:
+        raise ValueError(f"Unknown amp '{given['amp']}'. Allowed: bfloat16, float16, or None.")
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _train_epoch(
+        task, loader, optimizer, scheduler, scaler, dtype, epoch, updates, total, clip_grad, accumulate, bar):
     task.train()
     device = task.device
     sums: Dict[str, Any] = defaultdict(float)
+    optimizer.zero_grad()
     for i, (images, labels) in enumerate(loader):
-        update = epoch * updates + i
-        scheduler.step_update(update)
+        if i == updates * accumulate:
+            break
+        update, last = epoch * updates + i // accumulate, (i + 1) % accumulate == 0
+        if i % accumulate == 0:
+            scheduler.step_update(update)
+        if hasattr(task, 'begin_update'):
+            task.begin_update(update, total)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
-            parts = task(images, labels)
-        loss = parts['loss']
-        values = {key: part.detach().float() for key, part in parts.items() if key != 'output'}
-        value = values['loss'].item()
-        if not math.isfinite(value):
-            found = ', '.join(f'{key} {part.item():.4g}' for key, part in values.items())
-            raise FloatingPointError(
-                f'The loss is not finite in epoch {epoch + 1}, batch {i + 1} ({found}). '
-                'Lower lr, or use amp bfloat16 or None.')
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
+        with nullcontext() if last else task.no_sync():
+            with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
+                parts = task(images, labels)
+            loss = parts['loss']
+            values = {key: part.detach().float() for key, part in parts.items() if key != 'output'}
+            value = values['loss'].item()
+            if not math.isfinite(value):
+                found = ', '.join(f'{key} {part.item():.4g}' for key, part in values.items())
+                raise FloatingPointError(
+                    f'The loss is not finite in epoch {epoch + 1}, batch {i + 1} ({found}). '
+                    f'{_diverging(task, images, dtype)}Lower lr, or use amp bfloat16 or None.')
+            scaler.scale(loss / accumulate).backward()
+        for key, part in values.items():
+            sums[key] = sums[key] + part  # stays on the device: one wait for it a batch is enough
+        if not last:
+            continue
         if clip_grad is not None:
             scaler.unscale_(optimizer)
             dispatch_clip_grad(task.get_clip_parameters(), clip_grad)
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
         task.update_ema(step=update)
-        for key, part in values.items():
-            sums[key] = sums[key] + part  # stays on the device: one wait for it an update is enough
         bar.update()
-    return {'lr': optimizer.param_groups[0]['lr'], **{key: float(total) / updates for key, total in sums.items()}}
+    means = {key: torch.as_tensor(value / (updates * accumulate)) for key, value in sums.items()}
+    if _distributed():
+        means = {key: reduce_tensor(value.to(device), dist.get_world_size()) for key, value in means.items()}
+    return {'lr': optimizer.param_groups[-1]['lr'], **{key: float(value) for key, value in means.items()}}
+
+
+@torch.no_grad()
+def _diverging(task: TrainingTask, images: Tensor, dtype: Optional[torch.dtype]) -> str:
+    """Where in an ODE-ViT the state stops being finite, in words; nothing for another model or another reason."""
+    model = _models(task)['model'].eval()
+    found: List[str] = []
+    hooks = []
+    for ode in find_ode_blocks(model):
+        for i, step in enumerate(ode._steps()):
+            def look(_, args, out, where=f'step {i + 1} of {ode.steps}, from t = {step.t:g} to {step.t + step.h:g}'):
+                if not found and not torch.isfinite(out).all():
+                    found.append(where)
+            hooks.append(step.register_forward_hook(look))
+    if not hooks:
+        return ''
+    try:
+        if not all(torch.isfinite(p).all() for p in model.parameters()):
+            return 'Weights of the model are not finite. '
+        with torch.autocast(images.device.type, dtype) if dtype is not None else nullcontext():
+            if find_ode_blocks(model)[0].config.adaptive:
+                return ''
+            model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return f'The field diverges: the state is not finite after {found[0]}. ' if found else ''
 
 
 def _models(task: TrainingTask) -> Dict[str, nn.Module]:
@@ -202,7 +297,7 @@ def _load(path: Path, task: TrainingTask, optimizer, scaler, settings) -> List[D
     if not isinstance(state, dict) or 'settings' not in state:
         raise ValueError(f"'{path}' is not the state of a run of fit(). Give the folder of one, or another folder.")
     for name, value in settings.items():
-        if state['settings'][name] != value:
+        if state['settings'].get(name, value) != value:  # a setting that is newer than the file was not in use
             raise ValueError(
                 f"'{path}' was made with {name}={state['settings'][name]!r}, this run has {name}={value!r}. "
                 'Resume with the settings of the first run, or start another folder.')
@@ -218,7 +313,10 @@ def _load(path: Path, task: TrainingTask, optimizer, scaler, settings) -> List[D
 
 def _write(path: Path, write) -> None:
     temporary = path.with_name(f'.{path.name}.tmp')
-    write(temporary)
-    with open(temporary, 'rb') as f:
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    try:
+        write(temporary)
+        with open(temporary, 'rb') as f:
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
