@@ -1,11 +1,17 @@
-"""Folders of images, through timm.data."""
+"""Folders of images through timm.data, and arrays of small images, which are augmented on the device."""
+import math
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
+import numpy as np
 import torch
-from timm.data import create_dataset, create_loader, resolve_data_config
+import torch.distributed as dist
+import torch.nn.functional as F
+from timm.data import Mixup, create_dataset, create_loader, resolve_data_config
+from torch import Tensor
+from torch.utils.data import Sampler
 
-__all__ = ['folder_loader', 'folder_loaders', 'image_loader']
+__all__ = ['ArrayLoader', 'MixupLoader', 'array_loaders', 'folder_loader', 'folder_loaders', 'image_loader']
 
 _TRAIN = ('train', 'training')
 _EVAL = ('val', 'valid', 'validation', 'eval', 'evaluation', 'test')
@@ -57,6 +63,8 @@ def folder_loaders(
         batch_size: int = 64,
         workers: int = 2,
         held_out: float = 0.1,
+        auto_augment: Optional[str] = None,
+        reprob: float = 0.,
         seed: int = 0,
 ) -> Tuple[Any, Any]:
     """Batches to train on (shuffled, augmented, the last incomplete one left out) and batches to validate on.
@@ -68,10 +76,12 @@ def folder_loaders(
         batch_size: Images per batch.
         workers: Worker processes.
         held_out: Share of each class held out, where there is no val/; at least one image of each class.
+        auto_augment: timm's policy of augmentation, such as 'rand-m9-mstd0.5-inc1' for RandAugment.
+        reprob: Probability of erasing a part of an image.
         seed: Of the choice of images held out.
 
     Returns:
-        Two DataLoaders of (images [B, C, H, W], labels [B]) that share no image.
+        Two DataLoaders (of several processes, each trains on a part of its own) of (images [B, C, H, W], labels [B]) that share no image.
 
     Raises:
         ValueError: There are no images, or their classes are not the model's; the message says what to do.
@@ -88,7 +98,7 @@ def folder_loaders(
     if evaluation is None:
         for dataset, training in zip(datasets, (True, False), strict=True):
             dataset.reader.samples = _part(dataset.reader.samples, training, held_out, seed)
-    return (_loader(datasets[0], model, batch_size, workers, train=True),
+    return (_loader(datasets[0], model, batch_size, workers, train=True, auto_augment=auto_augment, re_prob=reprob),
             _loader(datasets[1], model, batch_size, workers, train=False))
 
 
@@ -144,9 +154,19 @@ def _dataset(folder: Path, model: Any, labelled: bool = True) -> Any:
     return dataset
 
 
-def _loader(dataset: Any, model: Any, batch_size: int, workers: int, train: bool) -> Any:
+def _data_config(model: Any) -> Dict[str, Any]:
     size = getattr(getattr(model, 'patch_embed', None), 'img_size', None)  # pretrained_cfg may have an older one
-    cfg = resolve_data_config({'input_size': (model.in_chans, *size)} if size else {}, model=model)
+    return resolve_data_config({'input_size': (model.in_chans, *size)} if size else {}, model=model)
+
+
+def _world() -> Tuple[int, int]:
+    """This process's number, and the number of processes."""
+    running = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
+
+
+def _loader(dataset: Any, model: Any, batch_size: int, workers: int, train: bool, **augmentation: Any) -> Any:
+    cfg = _data_config(model)
     return create_loader(
         dataset,
         input_size=cfg['input_size'],
@@ -159,10 +179,197 @@ def _loader(dataset: Any, model: Any, batch_size: int, workers: int, train: bool
         crop_pct=cfg['crop_pct'],
         crop_mode=cfg['crop_mode'],
         num_workers=workers,
+        distributed=train and _world()[1] > 1,
         persistent_workers=False,  # each epoch seeds its workers anew, so that a resumed run sees the same images
         device=torch.device('cpu'),
         use_prefetcher=False,
+        **augmentation,
     )
+
+
+def array_loaders(
+        path: Union[str, Path],
+        model: Any,
+        *,
+        batch_size: int = 64,
+        held_out: float = 0.1,
+        padding: int = 4,
+        flip: float = 0.5,
+        reprob: float = 0.,
+        limit: Optional[int] = None,
+        seed: int = 0,
+) -> Tuple['ArrayLoader', 'ArrayLoader', 'ArrayLoader']:
+    """Batches to train, to validate and to test on, of images that stay in memory, on the device of the model.
+
+    Args:
+        path: .npz with uint8 images x_train and x_test [N, S, S, C] and labels y_train and y_test [N]; S may differ
+            from the size that the model takes.
+        model: timm model that will see the images.
+        batch_size: Images per batch.
+        held_out: Share of the training images held out, the last ones.
+        padding: Pixels of the original images by which a crop may move.
+        flip: Probability of a mirror image.
+        reprob: Probability of erasing a part of an image.
+        limit: Use that many images of each part only, to rehearse.
+        seed: Of the order of the images.
+
+    Returns:
+        Three loaders; the first one shuffles and augments, and of several processes each gets a part of its own.
+
+    Raises:
+        ValueError: The file does not fit the model; the message says what was found.
+    """
+    try:
+        with np.load(path) as data:
+            missing = [key for key in ('x_train', 'y_train', 'x_test', 'y_test') if key not in data]
+            if missing:
+                raise ValueError(f"'{path}' has no {missing[0]}; it must hold x_train, y_train, x_test and y_test.")
+            x, y, x_test, y_test = (data[key] for key in ('x_train', 'y_train', 'x_test', 'y_test'))
+    except OSError as e:
+        raise ValueError(f"'{path}' cannot be read as .npz: {e}") from e
+    for images, labels in ((x, y), (x_test, y_test)):
+        if images.ndim != 4 or images.dtype != np.uint8 or images.shape[3] != model.in_chans or len(images) != len(labels):
+            raise ValueError(f"'{path}' must hold uint8 images [N, S, S, {model.in_chans}] with a label each; got "
+                             f'{images.dtype} {list(images.shape)} and {len(labels)} labels.')
+        if int(labels.max()) >= model.num_classes:
+            raise ValueError(f"'{path}' has label {int(labels.max())}, the model has {model.num_classes} classes. Give the "
+                             'data that the model was made for, or create the model with its number of classes.')
+    if not 0 < held_out < 1:
+        raise ValueError(f'The share held out must lie between 0 and 1; got {held_out!r}.')
+    split = len(y) - max(1, round(held_out * len(y)))
+    parts = ((x[:split], y[:split]), (x[split:], y[split:]), (x_test, y_test))
+    train, val, test = (
+        ArrayLoader(images[:limit], labels[:limit], model, batch_size, seed=seed,
+                    **(dict(train=True, padding=padding, flip=flip, reprob=reprob) if i == 0 else {}))
+        for i, (images, labels) in enumerate(parts))
+    return train, val, test
+
+
+class ArrayLoader:
+    """Batches (images [B, C, H, W], normalised; labels [B]) of uint8 images in memory, augmented on the device.
+
+    The order of the images follows from `set_epoch` and the seed, what is done to them from torch's global generator.
+    In training, an incomplete last batch is left out.
+
+    Args:
+        images: Images [N, S, S, C], uint8.
+        labels: Labels [N].
+        model: timm model that will see the images; they lie on its device.
+        batch_size: Images per batch of this process.
+        train: Shuffle and augment.
+        padding: See `array_loaders`.
+        flip: See `array_loaders`.
+        reprob: See `array_loaders`.
+        seed: Of the order of the images.
+    """
+
+    def __init__(
+            self,
+            images: Any,
+            labels: Any,
+            model: Any,
+            batch_size: int,
+            *,
+            train: bool = False,
+            padding: int = 4,
+            flip: float = 0.5,
+            reprob: float = 0.,
+            seed: int = 0,
+    ) -> None:
+        cfg = _data_config(model)
+        device = next(model.parameters()).device
+        self.images = torch.as_tensor(np.ascontiguousarray(images)).permute(0, 3, 1, 2).contiguous().to(device)
+        self.labels = torch.as_tensor(labels).long().to(device)
+        self.mean, self.std = (torch.tensor(cfg[key], device=device).view(1, -1, 1, 1) for key in ('mean', 'std'))
+        self.size, self.interpolation = cfg['input_size'][1:], cfg['interpolation']
+        self.batch_size, self.train = batch_size, train
+        self.padding, self.flip, self.reprob = padding, flip, reprob
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the images: it depends on the seed and the epoch alone."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        if self.train:
+            return len(self.labels) // (self.batch_size * _world()[1])
+        return math.ceil(len(self.labels) / self.batch_size)
+
+    def __iter__(self) -> Iterator[Tuple[Tensor, Tensor]]:
+        for index in self.indices():
+            images = self.images[index]
+            yield self.prepare(self.augment(images) if self.train else images), self.labels[index]
+
+    def indices(self) -> Iterator[Tensor]:
+        """The numbers of the images of each batch."""
+        n, (rank, world) = len(self.labels), _world() if self.train else (0, 1)
+        order = torch.arange(n)
+        if self.train:  # the same for all processes
+            order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch))
+        for i in range(len(self)):
+            whole = order[i * self.batch_size * world:(i + 1) * self.batch_size * world]
+            yield whole[rank::world].to(self.labels.device)
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """Images as the model wants them, from uint8 images [B, C, S, S]."""
+        pixels = images.float() / 255
+        if pixels.shape[-2:] != tuple(self.size):
+            mode = self.interpolation if self.interpolation in ('bilinear', 'bicubic') else 'bicubic'
+            pixels = F.interpolate(pixels, size=tuple(self.size), mode=mode, antialias=True).clamp(0, 1)
+        return (pixels - self.mean) / self.std
+
+    def augment(self, images: Tensor) -> Tensor:
+        """A random crop after padding, a random horizontal flip, and erasing, of each image [B, C, S, S] on its own."""
+        B, _, H, W = images.shape
+        device, p = images.device, self.padding
+        shift = torch.randint(0, 2 * p + 1, (2, B, 1)).to(device)
+        rows, cols = shift[0] + torch.arange(H, device=device), shift[1] + torch.arange(W, device=device)
+        cols = torch.where((torch.rand(B, 1) < self.flip).to(device), cols.flip(1), cols)
+        each = torch.arange(B, device=device)
+        out = F.pad(images, (p,) * 4)[each[:, None, None], :, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)
+        if self.reprob > 0:
+            # a box of 2 to 33 % of the image, as timm's RandomErasing, black; its sides within 1 : 2
+            area, ratio = torch.empty(B).uniform_(0.02, 0.33), torch.empty(B).uniform_(-0.7, 0.7).exp()
+            size = torch.stack([(area * ratio).sqrt() * H, (area / ratio).sqrt() * W]).clamp(min=1.)
+            start = torch.rand(2, B) * (torch.tensor([[H], [W]]) - size).clamp_min(0.)
+            erased = (torch.rand(B) < self.reprob)[:, None]
+            inside = [((torch.arange(n) >= a[:, None]) & (torch.arange(n) < (a + s)[:, None]) & erased).to(device)
+                      for n, a, s in zip((H, W), start, size, strict=True)]
+            out = out.masked_fill((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0)
+        return out
+
+
+class MixupLoader:
+    """Batches of another loader, mixed by timm's Mixup: labels become class probabilities [B, classes].
+
+    Args:
+        loader: Batches of an even number of images.
+        classes: Number of classes.
+        mixup: alpha of mixup; 0 for none.
+        cutmix: alpha of CutMix; 0 for none.
+        smoothing: Label smoothing.
+        prob: Share of the batches that are mixed.
+    """
+
+    def __init__(self, loader: Any, classes: int, mixup: float, cutmix: float, smoothing: float, prob: float = 1.) -> None:
+        self.loader = loader
+        self.mix = Mixup(mixup_alpha=mixup, cutmix_alpha=cutmix, prob=prob, label_smoothing=smoothing, num_classes=classes)
+
+    @property
+    def sampler(self) -> Optional[Sampler]:
+        return getattr(self.loader, 'sampler', None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader."""
+        if hasattr(self.loader, 'set_epoch'):
+            self.loader.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Tuple[Tensor, Tensor]]:
+        for images, labels in self.loader:
+            yield self.mix(images.clone(), labels)
 
 
 def _part(samples: List[Tuple[str, int]], train: bool, share: float, seed: int) -> List[Tuple[str, int]]:

@@ -23,7 +23,7 @@ from ..blocks import find_ode_blocks
 from ..evaluate import AMP_DTYPES, evaluate
 from ..hub import describe, save_pretrained
 
-__all__ = ['check_fit', 'fit']
+__all__ = ['check_fit', 'fit', 'write_text']
 
 LAST = 'last.pt'
 BEST = 'best'
@@ -169,7 +169,7 @@ def fit(
                     if record.get('val_top1', math.inf) > best:
                         save_pretrained(model, folder / BEST)
                     _save(folder / LAST, task, optimizer, scaler, history, settings)
-                    _write(folder / HISTORY, lambda path: path.write_text(json.dumps(history, indent=2) + '\n'))
+                    write_text(folder / HISTORY, json.dumps(history, indent=2) + '\n')
                 except (OSError, RuntimeError, SafetensorError) as e:
                     raise OSError(
                         f"Epoch {epoch + 1} could not be written to '{folder}': {str(e).splitlines()[0]}. What was "
@@ -309,6 +309,11 @@ def _load(path: Path, task: TrainingTask, optimizer, scaler, settings) -> List[D
     optimizer.load_state_dict(state['optimizer'])
     scaler.load_state_dict(state['scaler'])
     return state['history']
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is whole or not there."""
+    _write(path, lambda temporary: temporary.write_text(text))
 
 
 def _write(path: Path, write) -> None:

@@ -1,0 +1,173 @@
+"""What a teacher says of fixed views of the training images, computed once and kept in a memory-mapped file."""
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterator, List, Tuple, Union
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ..data import ArrayLoader
+from ..spans import watch_blocks
+
+__all__ = ['CachedLoader', 'Recorded']
+
+STATES, LOGITS, ABOUT = 'states.npy', 'logits.npy', 'about.json'
+
+
+@dataclass
+class Recorded:
+    """Labels of a batch, and what the teacher says of it.
+
+    Attributes:
+        labels: Labels [B].
+        output: The teacher's logits [B, classes].
+        states: Its states, the embedded tokens and what each layer makes of them, [B, N, D] each.
+    """
+    labels: Tensor
+    output: Tensor
+    states: List[Tensor]
+
+    def to(self, device: Any, non_blocking: bool = False) -> 'Recorded':
+        """All of it on a device, in float32."""
+        def move(x: Tensor) -> Tensor:
+            x = x.to(device, non_blocking=non_blocking)
+            return x.float() if x.is_floating_point() else x
+        return Recorded(move(self.labels), move(self.output), [move(s) for s in self.states])
+
+
+class CachedLoader:
+    """Batches (images [B, C, H, W], Recorded) of fixed views of the images of an ArrayLoader.
+
+    A view is a crop, mirrored or not, that follows from the number of the image and of the view; epoch e shows view
+    e mod `views`. States are kept in half precision, (L + 1) * N * D * 2 bytes a view: the size is said, and the room on
+    the disk checked, before anything is computed. A file that is there is used again, if it is of the same teacher,
+    images and views.
+
+    Args:
+        loader: Loader of the training images.
+        teacher: The teacher.
+        folder: Folder for the files.
+        views: Views of each image.
+        progress: Say the size and show a progress bar.
+
+    Raises:
+        ValueError: The loader is not an ArrayLoader, or several processes would write the files.
+        OSError: There is no room for the files.
+    """
+
+    def __init__(
+            self,
+            loader: Any,
+            teacher: Any,
+            folder: Union[str, Path],
+            *,
+            views: int = 1,
+            progress: bool = True,
+    ) -> None:
+        if not isinstance(loader, ArrayLoader):
+            raise ValueError('cache keeps what a teacher says of images in memory: give an .npz, or set cache to 0.')
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError('cache is for one process. Leave torchrun out, or set cache to 0.')
+        self.loader, self.views = loader, views
+        self.folder = Path(folder)
+        self.epoch = 0
+        with _view(0, 0):
+            output, states = _ask(teacher, loader.prepare(loader.images[:1]))
+        n = len(loader.labels)
+        self.shape = (views, n, len(states), *states[0].shape[1:])
+        size = 2 * int(np.prod(self.shape)) + 4 * views * n * output.shape[1]
+        about = {'shape': list(self.shape), 'classes': output.shape[1], 'teacher': _fingerprint(teacher),
+                 'images': int(loader.images.long().sum()), 'seed': loader.seed,
+                 'augmentation': [loader.padding, loader.flip, loader.reprob], 'size': list(loader.size)}
+        if not self._there(about):
+            if progress:
+                print(f"cache: {size / 1e9:.2f} GB in '{folder}': {views} views of {n:,} images, {len(states)} states each")
+            free = shutil.disk_usage(next(p for p in self.folder.absolute().parents if p.exists())).free
+            if size > 0.95 * free:
+                raise OSError(f"The cache takes {size / 1e9:.2f} GB, and '{folder}' has room for {free / 1e9:.2f} GB. Use fewer "
+                              'views, or none.')
+            self._fill(teacher, output.shape[1], about, progress)
+        self.states = np.load(self.folder / STATES, mmap_mode='r')
+        self.logits = np.load(self.folder / LOGITS, mmap_mode='r')
+
+    def _there(self, about: Any) -> bool:
+        path = self.folder / ABOUT
+        return path.is_file() and json.loads(path.read_text()) == about
+
+    def _fill(self, teacher: nn.Module, classes: int, about: Any, progress: bool) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / ABOUT).unlink(missing_ok=True)  # written last: it says that the rest is whole
+        views, n = self.shape[:2]
+        states = np.lib.format.open_memmap(self.folder / STATES, 'w+', np.float16, self.shape)
+        logits = np.lib.format.open_memmap(self.folder / LOGITS, 'w+', np.float32, (views, n, classes))
+        batch = 256
+        with tqdm(total=views * n, unit='image', desc='cache', disable=not progress) as bar:
+            for view in range(views):
+                for start in range(0, n, batch):
+                    index = torch.arange(start, min(start + batch, n))
+                    output, found = _ask(teacher, self._images(index, view))
+                    states[view, start:start + len(index)] = torch.stack(found, 1).cpu().numpy().astype(np.float16)
+                    logits[view, start:start + len(index)] = output.float().cpu().numpy()
+                    bar.update(len(index))
+        states.flush()
+        logits.flush()
+        (self.folder / ABOUT).write_text(json.dumps(about))
+
+    def _images(self, index: Tensor, view: int) -> Tensor:
+        images = []
+        for i in index.tolist():
+            with _view(view, i):
+                images.append(self.loader.augment(self.loader.images[i:i + 1]))
+        return self.loader.prepare(torch.cat(images))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the view, and the order of the images."""
+        self.epoch = epoch
+        self.loader.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Tuple[Tensor, Recorded]]:
+        view = self.epoch % self.views
+        for index in self.loader.indices():
+            rows = index.cpu().numpy()
+            order = np.argsort(rows)  # a file is read forwards
+            states = torch.from_numpy(np.asarray(self.states[view, rows[order]]))[torch.from_numpy(np.argsort(order))]
+            logits = torch.from_numpy(np.asarray(self.logits[view, rows]))
+            yield self._images(index, view), Recorded(self.loader.labels[index], logits, list(states.unbind(1)))
+
+
+class _view:  # noqa: N801
+    """Draw what belongs to a view of an image, and leave the global generator as it was."""
+
+    def __init__(self, view: int, image: int) -> None:
+        self.seed = view * 10_000_019 + image
+
+    def __enter__(self) -> None:
+        self.state = torch.random.get_rng_state()
+        torch.default_generator.manual_seed(self.seed)
+
+    def __exit__(self, *_: Any) -> None:
+        torch.random.set_rng_state(self.state)
+
+
+@torch.no_grad()
+def _ask(teacher: Any, images: Tensor) -> Tuple[Tensor, List[Tensor]]:
+    mode = teacher.training
+    teacher.eval()
+    try:
+        with watch_blocks([list(teacher.blocks)]) as seen:
+            output = teacher(images)
+    finally:
+        teacher.train(mode)
+    return output, seen[0][0]
+
+
+def _fingerprint(teacher: nn.Module) -> float:
+    return float(sum(p.detach().double().abs().sum() for p in teacher.parameters()))

@@ -1,0 +1,258 @@
+"""Recipes: what is trained, on what and how, in one validated YAML file."""
+import inspect
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import yaml
+
+from .config import OdeConfig
+from .data import MixupLoader, array_loaders
+from .distill import TrajectoryDistillationTask, fit
+from .distill.engine import check_fit
+from .methods import suggest
+
+__all__ = ['PARTS', 'Recipe', 'Stage', 'builtin_recipes']
+
+FOLDER = Path(__file__).parent / 'recipes'
+TASKS = ('stepwise', 'trajectory', 'labels')
+# parts of a model that a stage may train, and what their parameters' names hold
+PARTS: Dict[str, Tuple[str, ...]] = {
+    'all': ('',),
+    'blocks': ('blocks.',),
+    'base': ('blocks.shared.base.', '.base.'),
+    'vectors': ('.vectors.',),
+    'low_rank': ('.up.', '.down.'),
+    'tokens': ('cls_token', 'reg_token'),
+    'pos_embed': ('pos_embed',),
+    'patch_embed': ('patch_embed.',),
+    'norm': ('norm.', 'fc_norm.'),
+    'head': ('head.',),
+}
+
+
+def _keywords(function: Callable[..., Any], *without: str) -> List[str]:
+    found = inspect.signature(function).parameters.values()
+    return [p.name for p in found if p.kind is p.KEYWORD_ONLY and p.name not in without]
+
+
+# the keys of a section are the keywords of what it is passed to
+LOSS = _keywords(TrajectoryDistillationTask.__init__, 'calibration', 'criterion', 'device', 'dtype', 'verbose')
+FIT = _keywords(fit, 'out', 'resume', 'seed', 'progress')
+DATA = [*_keywords(array_loaders, 'limit', 'seed'), 'auto_augment', 'workers',
+        *(name for name in inspect.signature(MixupLoader).parameters if name not in ('loader', 'classes'))]
+ODE = [f.name for f in fields(OdeConfig)]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of a training run.
+
+    Attributes:
+        task: 'stepwise', each solver step from the teacher's state (StepwiseTask); 'trajectory', the whole, unrolled
+            (TrajectoryDistillationTask); 'labels', cross-entropy alone, for any model (timm's ClassificationTask).
+        train: Parts of the model that learn, names of PARTS; the others are frozen.
+        loss: Keywords of TrajectoryDistillationTask, over those of the recipe.
+        fit: Keywords of `fit`, over those of the recipe.
+    """
+    task: str = 'trajectory'
+    train: Tuple[str, ...] = ('all',)
+    loss: Optional[Dict[str, Any]] = None
+    fit: Optional[Dict[str, Any]] = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training run. Every unknown key is an error.
+
+    Attributes:
+        ode: Settings of OdeConfig with which the student is made of the teacher (of `model`, where there is no
+            teacher); None to train the model as it is.
+        model: timm name of the model, where there is no teacher.
+        model_args: Keywords of timm.create_model for it.
+        data: batch_size, held_out, workers; padding, flip (arrays), reprob, auto_augment (folders); mixup, cutmix,
+            smoothing, prob.
+        loss: Keywords of TrajectoryDistillationTask for all stages.
+        fit: Keywords of `fit` for all stages.
+        stages: The stages, one after the other, each from the last weights of the one before.
+        grad_checkpointing: Recompute activations in the backward pass, step by step.
+        cache: Views of each image, of which the teacher's states are computed once and kept on disk; 0 for none.
+        seed: Seed of the run.
+
+    Raises:
+        ValueError: A key is unknown or a value is out of range; the message says what is allowed.
+    """
+    ode: Optional[Dict[str, Any]] = None
+    model: Optional[str] = None
+    model_args: Optional[Dict[str, Any]] = None
+    data: Optional[Dict[str, Any]] = None
+    loss: Optional[Dict[str, Any]] = None
+    fit: Optional[Dict[str, Any]] = None
+    stages: Tuple[Stage, ...] = ()
+    grad_checkpointing: bool = False
+    cache: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ('model_args', 'data', 'loss', 'fit'):
+            object.__setattr__(self, name, _section(name, getattr(self, name)))
+        _known('ode', _section('ode', self.ode), ODE)
+        _known('data', self.data, DATA)
+        _known('loss', self.loss, LOSS)
+        _known('fit', self.fit, FIT)
+        if self.ode is not None:
+            self.config  # noqa: B018 (raises what is wrong with it)
+        for name in ('cache', 'seed'):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+                raise ValueError(f'{name} must be a whole number of at least 0; got {getattr(self, name)!r}.')
+        if not isinstance(self.grad_checkpointing, bool):
+            raise ValueError(f'grad_checkpointing must be true or false; got {self.grad_checkpointing!r}.')
+        if not isinstance(self.stages, (list, tuple)) or not self.stages:
+            raise ValueError('stages must be a list of at least one stage, such as [{task: trajectory}].')
+        object.__setattr__(self, 'stages', tuple(self._stage(i, stage) for i, stage in enumerate(self.stages)))
+
+    def _stage(self, number: int, given: Any) -> Stage:
+        where = f'stages.{number}'
+        if not isinstance(given, Stage):
+            _known(where, _section(where, given), [f.name for f in fields(Stage)])
+            given = Stage(**(given or {}))
+        stage = replace(
+            given, train=(given.train,) if isinstance(given.train, str) else tuple(given.train),
+            loss=_section(f'{where}.loss', given.loss), fit=_section(f'{where}.fit', given.fit))
+        if stage.task not in TASKS:
+            raise ValueError(f"{where}.task: unknown task '{stage.task}'. {suggest(str(stage.task), TASKS)}"
+                             f"Allowed: {', '.join(TASKS)}.")
+        for part in stage.train:
+            if part not in PARTS:
+                raise ValueError(f"{where}.train: unknown part '{part}'. {suggest(str(part), PARTS)}Allowed: {', '.join(PARTS)}.")
+        _known(f'{where}.loss', stage.loss, LOSS)
+        _known(f'{where}.fit', stage.fit, FIT)
+        settings = {**(self.fit or {}), **(stage.fit or {})}
+        if 'epochs' not in settings:
+            raise ValueError(f'{where}.fit.epochs is missing. Give the number of epochs, here or for all stages in fit.')
+        try:
+            check_fit(**settings)
+        except (TypeError, ValueError) as e:
+            raise ValueError(f'{where}: {e}') from None
+        return stage
+
+    @property
+    def config(self) -> OdeConfig:
+        """The settings of the conversion."""
+        return OdeConfig(**(self.ode or {}))
+
+    def settings(self, stage: Stage) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+        """The keywords of the task and of `fit` for a stage."""
+        return {**(self.loss or {}), **(stage.loss or {})}, {**(self.fit or {}), **(stage.fit or {})}
+
+    @classmethod
+    def load(cls, name: Union[str, Path], changes: Sequence[str] = ()) -> 'Recipe':
+        """Read a recipe.
+
+        Args:
+            name: Path of a YAML file, or the name of one that comes with the package: see `builtin_recipes()`.
+            changes: Changes such as 'ode.field=lipschitz' or 'stages.0.fit.lr=1e-3', values in YAML; 'null' takes the
+                default.
+
+        Raises:
+            ValueError: There is no such recipe, it cannot be read, or something in it is unknown or out of range.
+        """
+        path = Path(name)
+        if path.suffix not in ('.yaml', '.yml') and not path.exists():
+            path = FOLDER / f'{name}.yaml'
+        if not path.is_file():
+            known = builtin_recipes()
+            raise ValueError(f"There is no recipe '{name}'. {suggest(str(name), known)}Give a .yaml file, or one of: "
+                             f"{', '.join(known)}.")
+        try:
+            tree = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as e:
+            raise ValueError(f"'{name}' is no YAML: {' '.join(str(e).split())}") from e
+        return cls.from_dict(tree, changes, str(name))
+
+    @classmethod
+    def from_dict(cls, tree: Any, changes: Sequence[str] = (), name: str = 'recipe') -> 'Recipe':
+        """A recipe from what a YAML file holds; see `load`."""
+        tree = _section(name, tree) or {}
+        for change in changes:
+            key, equals, text = change.partition('=')
+            if not equals:
+                raise ValueError(f"'{change}' is no change of a recipe, such as fit.lr=1e-3.")
+            _set(tree, key.strip().split('.'), _number(yaml.safe_load(text)), change)
+        _known(name, tree, [f.name for f in fields(cls)])
+        try:
+            return cls(**_numbers(tree))
+        except (TypeError, ValueError) as e:
+            raise ValueError(f'{name}: {e}') from None
+
+    def to_yaml(self) -> str:
+        """The recipe as YAML, with what is not the default."""
+        def tree(of: Any) -> Dict[str, Any]:
+            return {f.name: getattr(of, f.name) for f in fields(of)
+                    if getattr(of, f.name) not in (None, {}, f.default)}
+        whole = tree(self)
+        whole['stages'] = [tree(stage) for stage in self.stages]
+        return yaml.safe_dump(_plain(whole), sort_keys=False, default_flow_style=None, width=120)
+
+
+def builtin_recipes() -> List[str]:
+    """Names of the recipes that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob('*.yaml'))
+
+
+def _section(name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f'{name} must hold keys and values; got {value!r}.')
+    return None if value is None else dict(value)
+
+
+def _known(name: str, given: Any, known: Sequence[str]) -> None:
+    for key in given or {}:
+        if key not in known:
+            raise ValueError(f"{name} has an unknown key '{key}'. {suggest(str(key), known)}Keys: {', '.join(known)}.")
+
+
+def _set(tree: Any, path: List[str], value: Any, change: str) -> None:
+    *parents, last = path
+    for name in parents:
+        if isinstance(tree, list):
+            tree = _item(tree, name, change)
+        else:
+            if tree.get(name) is None:
+                tree[name] = {}
+            tree = tree[name]
+        if not isinstance(tree, (dict, list)):
+            raise ValueError(f"'{change}': there is nothing below '{name}'.")
+    if isinstance(tree, list):
+        _item(tree, last, change)
+        tree[int(last)] = value
+    elif value is None:
+        tree.pop(last, None)
+    else:
+        tree[last] = value
+
+
+def _item(items: List[Any], name: str, change: str) -> Any:
+    if not name.isdigit() or int(name) >= len(items):
+        raise ValueError(f"'{change}': '{name}' is no number of a stage; there are 0 to {len(items) - 1}.")
+    return items[int(name)]
+
+
+def _numbers(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {k: _numbers(v) for k, v in tree.items()}
+    return [_numbers(v) for v in tree] if isinstance(tree, list) else _number(tree)
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-3 as text."""
+    try:
+        return float(value) if isinstance(value, str) and value[:1] in '0123456789.-+' and 'e' in value.lower() else value
+    except ValueError:
+        return value
+
+
+def _plain(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {k: _plain(v) for k, v in tree.items()}
+    return [_plain(v) for v in tree] if isinstance(tree, (list, tuple)) else tree

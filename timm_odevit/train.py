@@ -1,0 +1,212 @@
+"""Run a recipe: build the student, train it stage by stage, keep what is needed to go on and to say how it was made."""
+import copy
+import json
+import shutil
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+
+import timm
+import torch
+import torch.distributed as dist
+from timm.loss import SoftTargetCrossEntropy
+from timm.task import ClassificationTask, TrainingTask
+from torch import nn
+
+from .blocks import find_ode_blocks
+from .convert import convert_
+from .data import MixupLoader, array_loaders, folder_loader, folder_loaders
+from .distill import StepwiseTask, TrajectoryDistillationTask, fit
+from .distill.cache import CachedLoader
+from .distill.engine import BEST, HISTORY, LAST, write_text
+from .hub import save_pretrained
+from .recipe import PARTS, Recipe
+
+__all__ = ['build_student', 'loaders', 'train']
+
+RECIPE = 'recipe.yaml'
+MOMENT_BATCHES = 4  # for what is measured on images: init svd_data, boundaries, checkpoints
+
+
+def train(
+        recipe: Recipe,
+        data: Union[str, Path],
+        out: Union[str, Path],
+        *,
+        teacher: Optional[nn.Module] = None,
+        student: Optional[nn.Module] = None,
+        resume: bool = False,
+        limit: Optional[int] = None,
+        device: Union[str, torch.device] = 'cpu',
+        progress: bool = True,
+) -> List[Dict[str, float]]:
+    """Run a recipe.
+
+    Writes to `out`: recipe.yaml; stage0/, stage1/, ... as `fit` does; and at the end best/, the best model of the last
+    stage, and history.json, the records of all stages.
+
+    Args:
+        recipe: What to do.
+        data: Folder of images, see `folder_loaders`, or .npz of small images, see `array_loaders`.
+        out: Folder for the results.
+        teacher: timm model; None to train without one.
+        student: Model to train, as it is; None to make it by `build_student`.
+        resume: Go on with the run in `out`.
+        limit: Use that many images of an .npz only, to rehearse.
+        device: Device of a student that is built here without a teacher.
+        progress: Show progress bars.
+
+    Returns:
+        The records of all epochs, as `fit` gives them, each with its stage.
+
+    Raises:
+        ValueError: Recipe, models, data and folder do not fit; nothing is trained then.
+        FloatingPointError: The loss stopped being finite; the files of the epoch before remain.
+        OSError: A file could not be written; what was written before remains.
+    """
+    folder = Path(out)
+    text = recipe.to_yaml()
+    if (folder / RECIPE).exists():
+        if not resume:
+            raise ValueError(f"'{out}' holds a run already. Pass resume=True to go on with it, or another folder.")
+        if (folder / RECIPE).read_text() != text:
+            raise ValueError(f"'{folder / RECIPE}' is another recipe. Resume with that one, or start another folder.")
+    for model in (teacher, student):
+        if model is not None:
+            device = next(model.parameters()).device
+    started = student is not None or teacher is not None
+    host: Any = student if student is not None else teacher
+    if not started:
+        host = _create(recipe, device)
+    train_loader, val_loader, _ = loaders(recipe, data, host, limit=limit)
+    calibration = [images.to(device) for images, _ in islice(val_loader, MOMENT_BATCHES)]
+    if student is None:
+        student = build_student(recipe, host, images=torch.cat(calibration))
+    if recipe.grad_checkpointing:
+        student.set_grad_checkpointing()  # type: ignore[operator]
+    tasks = [_task(recipe, i, student, teacher, calibration) for i in range(len(recipe.stages))]
+    if recipe.cache and teacher is not None:
+        train_loader = CachedLoader(train_loader, teacher, folder / 'cache', views=recipe.cache, progress=progress)
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / RECIPE, text)
+    history: List[Dict[str, float]] = []
+    trainable = {name for name, p in student.named_parameters() if p.requires_grad}
+    for i, (stage, task) in enumerate(zip(recipe.stages, tasks, strict=True)):
+        options = recipe.settings(stage)[1]
+        learning = _choose(student, stage.train, trainable)
+        if progress and rank == 0:
+            print(f'stage {i}: {stage.task}, {sum(p.numel() for p in learning):,} parameters learn')
+        # a stage draws other images than the one before
+        records = fit(task, train_loader, val_loader, out=folder / f'stage{i}', resume=resume, progress=progress,
+                      seed=recipe.seed + 1000 * i, **options)
+        history += [{'stage': float(i), **record} for record in records]
+    for name, p in student.named_parameters():
+        p.requires_grad_(name in trainable)
+    if rank == 0:
+        best = folder / f'stage{len(recipe.stages) - 1}' / BEST
+        shutil.copytree(best, folder / BEST, dirs_exist_ok=True)
+        write_text(folder / HISTORY, json.dumps(history, indent=2) + '\n')
+    return history
+
+
+def build_student(recipe: Recipe, teacher: nn.Module, images: Optional[torch.Tensor] = None) -> nn.Module:
+    """The student of a recipe: a converted copy of the teacher, or with `ode: null` the model as it is.
+
+    Args:
+        recipe: The recipe.
+        teacher: Model to convert; it is not changed.
+        images: Calibration images [B, C, H, W], for what the conversion measures.
+    """
+    if recipe.ode is None:
+        return teacher
+    student = copy.deepcopy(teacher).requires_grad_(True)
+    torch.manual_seed(recipe.seed)
+    convert_(student, recipe.config, images=images, keep_original=False)
+    return student
+
+
+def loaders(
+        recipe: Recipe,
+        data: Union[str, Path],
+        model: Any,
+        *,
+        limit: Optional[int] = None,
+) -> Tuple[Any, Any, Any]:
+    """Batches to train on, to validate on (held out of training), and to test on (None where a folder has no test/)."""
+    settings = dict(recipe.data or {})
+    mixing = {k: settings.pop(k, default) for k, default in (
+        ('mixup', 0.), ('cutmix', 0.), ('smoothing', 0.), ('prob', 1.))}
+    arrays = Path(data).is_file()
+    for name in ('auto_augment', 'workers') if arrays else ('padding', 'flip'):
+        if settings.get(name) is not None:
+            kind = 'an .npz, whose images are augmented on the device' if arrays else 'a folder of images'
+            raise ValueError(f"data.{name} is not for {kind}: '{data}'. Leave it out.")
+    if arrays:
+        train_loader, val_loader, test_loader = array_loaders(
+            data, model, limit=limit, seed=recipe.seed, **settings)
+    else:
+        if limit is not None:
+            raise ValueError(f"limit is for an .npz; '{data}' is a folder.")
+        train_loader, val_loader = folder_loaders(data, model, seed=recipe.seed, **settings)
+        test = Path(data) / 'test'
+        test_loader = folder_loader(test, model, **{k: settings[k] for k in ('batch_size', 'workers') if k in settings}) \
+            if test.is_dir() else None
+    if any(mixing[k] for k in ('mixup', 'cutmix', 'smoothing')):
+        if recipe.cache:
+            raise ValueError('cache keeps the states of whole images, and data.mixup mixes them. Use one of the two.')
+        train_loader = MixupLoader(train_loader, model.num_classes, **mixing)
+    return train_loader, val_loader, test_loader
+
+
+def _create(recipe: Recipe, device: Union[str, torch.device]) -> nn.Module:
+    if recipe.model is None:
+        raise ValueError('The recipe names no model, and there is no teacher. Give --teacher, or model in the recipe.')
+    torch.manual_seed(recipe.seed)
+    return timm.create_model(recipe.model, **(recipe.model_args or {})).to(device)
+
+
+def _task(
+        recipe: Recipe,
+        number: int,
+        student: nn.Module,
+        teacher: Optional[nn.Module],
+        calibration: Sequence[torch.Tensor],
+) -> TrainingTask:
+    stage = recipe.stages[number]
+    loss, options = recipe.settings(stage)
+    device = next(student.parameters()).device
+    mixed = any((recipe.data or {}).get(k) for k in ('mixup', 'cutmix', 'smoothing'))
+    criterion = SoftTargetCrossEntropy() if mixed else nn.CrossEntropyLoss()
+    try:
+        if stage.task == 'labels':
+            return ClassificationTask(student, criterion, device=device, verbose=False)
+        if stage.task == 'stepwise':
+            if teacher is None:
+                raise ValueError("task 'stepwise' follows a teacher. Give one.")
+            return StepwiseTask(student, teacher, device=device, verbose=False)
+        if options.get('compile') and loss.get('segments'):
+            raise ValueError('segments work by hooks, which a compiled model skips. Leave fit.compile or them out.')
+        for name in ('steps', 'segments', 'exits', 'checkpoints'):
+            if isinstance(loss.get(name), list):
+                loss[name] = tuple(loss[name])
+        return TrajectoryDistillationTask(
+            student, teacher, calibration=calibration, criterion=criterion, device=device, verbose=False, **loss)
+    except (TypeError, ValueError) as e:
+        raise ValueError(f'stages.{number}: {e}') from e
+
+
+def _choose(student: nn.Module, parts: Sequence[str], trainable: Any) -> List[nn.Parameter]:
+    """Let the parameters of some parts learn, and no others."""
+    chosen = []
+    for part in parts:
+        found = [name for name, _ in student.named_parameters()
+                 if any(piece in f'.{name}' if piece.startswith('.') else name.startswith(piece) for piece in PARTS[part])]
+        if not found:
+            raise ValueError(f"The model has no parameters of the part '{part}'. Leave it out of train.")
+        chosen += found
+    for name, p in student.named_parameters():
+        p.requires_grad_(name in chosen and name in trainable)
+    return [p for p in student.parameters() if p.requires_grad]
