@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -30,7 +31,10 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(*args):
-    quick = ['--workers', '0', '--quiet'] if args[0] in ('calibrate', 'distill', 'evaluate') else []
+    quick = {'calibrate': ['--workers', '0', '--quiet'], 'evaluate': ['--workers', '0', '--quiet'],
+             'distill': ['--quiet']}.get(args[0], [])
+    if args[0] == 'distill' and not any(a.endswith('.npz') or a.endswith('.pth') for a in args):
+        quick = ['--quiet', '--set', 'data.workers=0']
     return main([*args, *quick, '--device', 'cpu'])
 
 
@@ -38,10 +42,12 @@ def test_convert_distill_evaluate(folder, capsys):
     assert run('convert', 'local-dir:teacher', 'new', '--steps', '6', '--init', 'block:1') == 0
     assert '6 steps on [0, 3], 6 evaluations' in capsys.readouterr().out
     assert timm.create_model('local-dir:new').blocks.steps == 6
-    assert run('distill', 'local-dir:new', 'images', 'run', '--teacher', 'local-dir:teacher', '--epochs', '2',
-               '--batch-size', '8', '--checkpoints', 'distance', '--jasmin-weight', '0.1', '--ema-decay', '0.9') == 0
-    assert run('distill', 'local-dir:new', 'images', 'run', '--teacher', 'local-dir:teacher', '--epochs', '3',
-               '--batch-size', '8', '--ema-decay', '0.9', '--resume') == 0
+    distill = ['distill', 'autonomous', 'images', 'run', '--student', 'local-dir:new', '--teacher', 'local-dir:teacher',
+               '--set', 'data.batch_size=8', '--set', 'loss={checkpoints: distance, jasmin_weight: 0.1}', '--set', 'fit.ema_decay=0.9']
+    assert run(*distill, '--set', 'fit.epochs=2') == 0
+    assert run(*distill, '--set', 'fit.epochs=3', '--set', 'fit.lr=1e-4', '--resume') == 2
+    assert 'is another recipe. Resume with that one' in capsys.readouterr().err
+    assert run(*distill, '--set', 'fit.epochs=3', '--resume') == 0
     assert len(json.loads((folder / 'run' / 'history.json').read_text())) == 3
     capsys.readouterr()
     assert run('evaluate', 'local-dir:run/best', 'images', '--teacher', 'local-dir:teacher', '--steps', '1,6',
@@ -137,24 +143,44 @@ MISTAKES = [
     (['convert', 'vit_tiny_patch16_224', 'new', '--checkpoint', 'cut.pth'], "The weights of checkpoint 'cut.pth' cannot be read"),
     (['convert', 'vit_tiny_patch16_224', 'new', '--checkpoint', 'no.pth'], "There is no checkpoint file 'no.pth'"),
     (['convert', 'vit_tiny_patch16_224', 'new'], 'Without a network, give --checkpoint FILE or local-dir:FOLDER'),
-    (['distill', 'local-dir:teacher', 'images', 'new', '--teacher', 'local-dir:teacher'], 'The student must be an ODE-ViT'),
-    (['distill', 'local-dir:student', 'nowhere', 'new', '--teacher', 'local-dir:teacher'], "There is no folder 'nowhere'"),
-    (['distill', 'local-dir:student', 'empty', 'new', '--teacher', 'local-dir:teacher'], "There are no images in 'empty'"),
-    (['distill', 'local-dir:student', 'two', 'new', '--teacher', 'local-dir:teacher'], "'two' has 2 classes"),
-    (['distill', 'local-dir:student', 'images', 'new', '--teacher', 'local-dir:other'], 'differ in num_classes: 3 and 7'),
-    (['distill', 'local-dir:student', 'images', 'new', '--teacher', 'local-dir:teacher', '--batch-size', '64'], 'train_loader is empty'),
-    (['distill', 'local-dir:student', 'images', 'student', '--teacher', 'local-dir:teacher'], "'student' is not empty"),
-    (['distill', 'local-dir:student', 'images', 'new', '--teacher', 'local-dir:teacher', '--batch-size', '8', '--opt', 'adamv'], 'adamv'),
+    (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:teacher', '--teacher', 'local-dir:teacher'], 'The student must be an ODE-ViT'),
+    (['distill', 'autonomous', 'nowhere', 'new', '--teacher', 'local-dir:teacher'], "There is no 'nowhere'"),
+    (['distill', 'autonomous', 'empty', 'new', '--teacher', 'local-dir:teacher'], "There are no images in 'empty'"),
+    (['distill', 'autonomous', 'two', 'new', '--teacher', 'local-dir:teacher'], "'two' has 2 classes"),
+    (['distill', 'autonomous', 'two.npz', 'new', '--teacher', 'local-dir:teacher', '--set', 'data={}'], "'two.npz' has no x_train"),
+    (['distill', 'autonomous', 'cut.pth', 'new', '--teacher', 'local-dir:teacher', '--set', 'data={}'], "'cut.pth' cannot be read as .npz"),
+    (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:student', '--teacher', 'local-dir:other'], 'differ in num_classes: 3 and 7'),
+    (['distill', 'autonomous', 'images', 'new', '--teacher', 'local-dir:teacher'], 'train_loader is empty'),
+    (['distill', 'autonomous', 'images', 'new'], 'The recipe names no model, and there is no teacher. Give --teacher'),
+    (['distill', 'autonomous', 'images', 'student', '--teacher', 'local-dir:teacher'], "'student' is not empty"),
+    (['distill', 'autonomos', 'images', 'new', '--teacher', 'local-dir:teacher'], "There is no recipe 'autonomos'. Did you mean 'autonomous'?"),
+    (['distill', 'list.yaml', 'images', 'new', '--teacher', 'local-dir:teacher'], 'list.yaml must hold keys and values'),
+    (['distill', 'bad.yaml', 'images', 'new', '--teacher', 'local-dir:teacher'], "'bad.yaml' is no YAML"),
+    (['distill', 'scratch', 'images', 'new', '--set', 'model=vit_tinny'], "Unknown model 'vit_tinny'"),
+    *((['distill', 'autonomous', 'images', 'new', '--teacher', 'local-dir:teacher', '--set', change], message) for change, message in (
+        ('data.batch_size', "'data.batch_size' is no change of a recipe, such as fit.lr=1e-3"),
+        ('fit.lr=fast', "lr must be a finite number of at least 0; got 'fast'"),
+        ('fit.opt=adamv', "Unknown opt 'adamv'. Did you mean 'adam"),
+        ('fit.sched=plateau', "Unknown sched 'plateau'. Allowed: cosine"),
+        ('fit.optt=sgd', "fit has an unknown key 'optt'. Did you mean 'opt'?"),
+        ('data.padding=2', 'data.padding is not for a folder of images'),
+        ('stages.1.train=all', "'1' is no number of a stage; there are 0 to 0"),
+        ('stages.0.train=[heads]', "stages.0.train: unknown part 'heads'. Did you mean 'head'?"),
+        ('stages.0.task=step', "stages.0.task: unknown task 'step'"),
+        ('stages.0.fit.ema_decay=2', 'stages.0: ema_decay must be'),
+        ('fit.clip_grad=-1', 'clip_grad must be above 0'),
+        ('ode.field=natve', "Unknown field 'natve'. Did you mean 'native'?"),
+        ('ode.feld=native', "ode has an unknown key 'feld'. Did you mean 'field'?"),
+        ('loss.jasmin_k=500', 'at most the number of tokens, 17'),
+        ('loss.forced=2', 'forced is a share of the updates'),
+        ('data.held_out=0', 'must lie between 0 and 1'),
+        ('cache=-1', 'cache must be a whole number'))),
     (['evaluate', 'local-dir:teacher', 'images', '--steps', '1,2'], '--steps needs an ODE-ViT'),
     (['evaluate', 'local-dir:student', 'two'], "'two' has 2 classes"),
     (['evaluate', 'local-dir:student', 'images', '--teacher', 'local-dir:other'], 'The teacher has 7 classes, the model 3'),
     (['evaluate', 'local-dir:student', 'images', '--json', 'nowhere/a.json'], "There is no folder 'nowhere'"),
     (['convert', 'vit_tiny_patch16_224', 'new', '--checkpoint', 'list.pth'], "Cannot build checkpoint 'list.pth'"),
     (['convert', 'vit_tiny_patch16_224', 'new', '--random', '--img-size', '8'], 'less than one patch'),
-    (['distill', 'local-dir:student', 'images', 'new', '--teacher', 'local-dir:teacher', '--jasmin-k', '500'], 'at most the number of tokens, 17'),
-    (['distill', 'local-dir:student', 'images', 'new', '--teacher', 'local-dir:teacher', '--held-out', '0'], 'must lie between 0 and 1'),
-    (['distill', 'local-dir:student', 'images', 'new', '--teacher', 'local-dir:teacher', '--batch-size', '8', '--clip-grad', '-1'], 'clip_grad must be above 0'),
-    (['distill', 'local-dir:student', 'images', 'new', '--teacher', 'local-dir:teacher', '--batch-size', '8', '--ema-decay', '2'], 'ema_decay must be'),
     (['evaluate', 'local-dir:student', 'images', '--teacher', 'local-dir:large'], 'The teacher takes images of 3 x 32 x 32, the model of 3 x 16 x 16'),
     (['evaluate', 'local-dir:student', 'images', '--json', 'images'], "'images' is a folder"),
     (['benchmark', 'vit_tinny'], "Unknown model 'vit_tinny'"),
@@ -175,6 +201,9 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, ca
     save_pretrained(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 7}), folder / 'other')
     save_pretrained(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'img_size': 32}), folder / 'large')
     torch.save([1, 2], folder / 'list.pth')
+    np.savez(folder / 'two.npz', a=np.zeros(2))
+    (folder / 'list.yaml').write_text('[1, 2]')
+    (folder / 'bad.yaml').write_text('a: [')
     before = sorted(folder.rglob('*'))
     assert run(*args) == 2
     err = capsys.readouterr().err
@@ -185,7 +214,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, ca
 @pytest.mark.parametrize('args, message', [
     (['evaluate', 'a', 'b', '--steps', '1,x'], "'1,x' is no list of step counts"),
     (['evaluate', 'a', 'b', '--steps', '0'], "'0' is no list of step counts"),
-    (['distill', 'a', 'b', 'c', '--teacher', 'd', '--epochs', '0'], 'no whole number of at least 1'),
+    (['distill', 'a', 'b', 'c', '--limit', '0'], 'no whole number of at least 1'),
     (['convert', 'a', 'b', '--field', 'c'], 'invalid choice'),
     ([], 'required'),
 ])

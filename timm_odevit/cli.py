@@ -2,7 +2,6 @@
 import argparse
 import math
 import sys
-from itertools import islice
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Dict, List, Optional, Tuple, Union
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from timm.data import resolve_data_config
 from timm.models import load_state_dict, parse_model_name
+from timm.utils import init_distributed_device
 from torch import nn
 
 from ._version import __version__
@@ -19,12 +19,15 @@ from .benchmark import benchmark, peak_memory
 from .blocks import find_ode_blocks
 from .config import FIELDS, TIMES, OdeConfig
 from .convert import convert_
-from .data import folder_loader, folder_loaders, image_loader
-from .distill import TrajectoryDistillationTask, calibrate_, fit
+from .data import folder_loader, image_loader
+from .distill import calibrate_
+from .distill.engine import BEST
 from .evaluate import AMP_DTYPES, evaluate
 from .hub import CONFIG, save_pretrained
 from .methods import METHODS, suggest
+from .recipe import Recipe, builtin_recipes
 from .sizing import choose_size
+from .train import build_student, train
 
 __all__ = ['main']
 
@@ -105,26 +108,36 @@ def _calibrate(args: argparse.Namespace) -> None:
 
 
 def _distill(args: argparse.Namespace) -> None:
+    recipe = Recipe.load(args.recipe, args.set)
     if not args.resume:
         _refuse_existing(args.out, force=False)
-    student, teacher = _load(args.student, args), _load(args.teacher, args)
-    train, val = folder_loaders(
-        args.data, student, held_out=args.held_out, batch_size=args.batch_size, workers=args.workers, seed=args.seed)
-    calibration = None
-    if args.checkpoints == 'distance':
-        calibration = [images for images, _ in islice(val, args.calibration_batches)]
-    task = TrajectoryDistillationTask(
-        student, teacher, checkpoints=args.checkpoints, calibration=calibration,
-        checkpoint_temperature=args.checkpoint_temperature, cls_weight=args.cls_weight,
-        register_weight=args.register_weight, patch_weight=args.patch_weight, kd_temperature=args.kd_temperature,
-        trajectory_weight=args.trajectory_weight, kd_weight=args.kd_weight, task_weight=args.task_weight,
-        jasmin_weight=args.jasmin_weight, jasmin_k=args.jasmin_k)
-    fit(task, train, val, epochs=args.epochs, out=args.out, resume=args.resume, opt=args.opt, lr=args.lr,
-        weight_decay=args.weight_decay, warmup_epochs=args.warmup_epochs, clip_grad=args.clip_grad,
-        ema_decay=args.ema_decay, amp=args.amp, seed=args.seed, progress=not args.quiet)
-    best = Path(args.out) / 'best'
-    print(f'saved {best}. On the images that were held out:\n  odevit evaluate local-dir:{best} {args.data} '
-          f'--teacher {args.teacher} --held-out {args.held_out} --seed {args.seed}')
+    if not Path(args.data).exists():
+        raise ValueError(f"There is no '{args.data}'. Give a {_DATA}, or an .npz of small images.")
+    init_distributed_device(args)  # under torchrun; sets args.device, distributed and rank
+    student = _load(args.student, args) if args.student else None
+    teacher = _load(args.teacher, args) if args.teacher else None
+    if teacher is None and student is None and recipe.model:
+        _check_name(recipe.model)
+    if args.checkpoint is not None:
+        if recipe.model is None or args.student:
+            raise ValueError('--checkpoint holds weights of the model that the recipe names. Leave it out.')
+        student = build_student(recipe, _load(
+            recipe.model, args, checkpoint=args.checkpoint, **(recipe.model_args or {})))
+    try:
+        train(recipe, args.data, args.out, teacher=teacher, student=student, resume=args.resume, limit=args.limit,
+              device=args.device, progress=not args.quiet)
+    finally:
+        if args.distributed:
+            torch.distributed.destroy_process_group()
+    if args.rank > 0:
+        return
+    best = Path(args.out) / BEST
+    print(f"saved {best}: timm.create_model('local-dir:{best}', pretrained=True)")
+    if not Path(args.data).is_file():
+        data, with_teacher = recipe.data or {}, f' --teacher {args.teacher}' if args.teacher else ''
+        print('On the images that were held out:\n'
+              f'  odevit evaluate local-dir:{best} {args.data}{with_teacher} --held-out {data.get("held_out", 0.1)} '
+              f'--seed {recipe.seed}')
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -300,8 +313,7 @@ def _parser() -> argparse.ArgumentParser:
         prog='odevit',
         description='Turn a pretrained vision transformer into one shared block that an ODE solver evaluates.',
         epilog='A whole run:\n'
-               '  odevit convert deit_tiny_patch16_224 student\n'
-               '  odevit distill local-dir:student images run --teacher deit_tiny_patch16_224\n'
+               '  odevit distill autonomous images run --teacher deit_tiny_patch16_224\n'
                '  odevit evaluate local-dir:run/best images --teacher deit_tiny_patch16_224 --steps 1,2,4,8,12,24',
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--version', action='version', version=f'odevit {__version__}')
@@ -357,39 +369,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument('--workers', type=_at_least(0), default=2, help='processes that load images')
     command.add_argument('--quiet', action='store_true', help='no progress bars')
 
-    command = add('distill', _distill, 'Teach a converted model to follow its teacher.')
-    command.add_argument('student', help="'local-dir:FOLDER' of a converted model")
-    command.add_argument('data', help=_DATA)
-    command.add_argument('out', help='folder for checkpoints: last.pt, best/, history.json')
-    command.add_argument('--teacher', required=True, help=_MODEL)
+    command = add('distill', _distill, 'Train by a recipe: distil a teacher, or train from scratch or fine-tune '
+                                       'without one. Runs under torchrun too.')
+    command.add_argument('recipe', help=f"a .yaml file, or one of: {', '.join(builtin_recipes())}")
+    command.add_argument('data', help=_DATA + '; or an .npz of small images: x_train, y_train, x_test, y_test')
+    command.add_argument('out', help='folder for recipe.yaml, checkpoints, best/ and history.json')
+    command.add_argument('--teacher', help=_MODEL)
+    command.add_argument('--student', help="'local-dir:FOLDER' of a model to start from, instead of a new one")
+    command.add_argument('--checkpoint', help="weights of the recipe's model, to fine-tune it")
+    command.add_argument('--set', metavar='KEY=VALUE', action='append', default=[],
+                         help='change the recipe, such as --set fit.epochs=5 --set ode.rank=8')
     command.add_argument('--resume', action='store_true', help='go on with the run in the folder')
-    command.add_argument('--epochs', type=_at_least(1), default=10, help='epochs')
-    command.add_argument('--batch-size', type=_at_least(1), default=64, help='images per update')
-    command.add_argument('--opt', default='adamw', help='timm optimizer')
-    command.add_argument('--lr', type=float, default=1e-3, help='peak learning rate')
-    command.add_argument('--weight-decay', type=float, default=0.05, help='weight decay')
-    command.add_argument('--warmup-epochs', type=_at_least(0), default=0, help='epochs of linear warm-up')
-    command.add_argument('--clip-grad', type=float, default=1., help='largest norm of the gradient')
-    command.add_argument('--ema-decay', type=float, help='decay of a moving average of the weights')
-    command.add_argument('--amp', choices=('bfloat16', 'float16'), help='mixed precision')
-    command.add_argument('--held-out', type=float, default=0.1,
-                         help='share held out to choose the epoch, without a val/ folder')
-    command.add_argument('--checkpoints', default='uniform', choices=('uniform', 'distance'),
-                         help="where on [0, T] the teacher's layers lie")
-    command.add_argument('--checkpoint-temperature', type=float, default=1., help='of the softmax over distances')
-    command.add_argument('--calibration-batches', type=_at_least(1), default=4, help='batches that measure distances')
-    command.add_argument('--trajectory-weight', type=float, default=1., help='weight of the hidden states')
-    command.add_argument('--cls-weight', type=float, default=0.45, help='share of the class token in it')
-    command.add_argument('--register-weight', type=float, default=0.10, help='share of the registers in it')
-    command.add_argument('--patch-weight', type=float, default=0.45, help='share of the patches in it')
-    command.add_argument('--kd-weight', type=float, default=1.,
-                         help="weight of the KL divergence to the teacher's logits")
-    command.add_argument('--kd-temperature', type=float, default=1., help='temperature of the logits in it')
-    command.add_argument('--task-weight', type=float, default=0., help='weight of the cross-entropy with the labels')
-    command.add_argument('--jasmin-weight', type=float, default=0., help='weight of the JaSMin loss')
-    command.add_argument('--jasmin-k', type=int, default=0, help='k of the JaSMin loss: 0, or at least 2')
-    command.add_argument('--seed', type=int, default=0, help='seed')
-    command.add_argument('--workers', type=_at_least(0), default=2, help='processes that load images')
+    command.add_argument('--limit', type=_at_least(1), help='use that many images of an .npz only, to rehearse')
     command.add_argument('--quiet', action='store_true', help='no progress bars')
 
     command = add('evaluate', _evaluate, 'Measure accuracy and speed over step counts.')

@@ -2,6 +2,7 @@
 import math
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -81,7 +82,8 @@ def folder_loaders(
         seed: Of the choice of images held out.
 
     Returns:
-        Two DataLoaders (of several processes, each trains on a part of its own) of (images [B, C, H, W], labels [B]) that share no image.
+        Two DataLoaders of (images [B, C, H, W], labels [B]) that share no image; of several processes, each trains on a
+        part of its own.
 
     Raises:
         ValueError: There are no images, or their classes are not the model's; the message says what to do.
@@ -219,28 +221,31 @@ def array_loaders(
     Raises:
         ValueError: The file does not fit the model; the message says what was found.
     """
+    keys = ('x_train', 'y_train', 'x_test', 'y_test')
     try:
         with np.load(path) as data:
-            missing = [key for key in ('x_train', 'y_train', 'x_test', 'y_test') if key not in data]
-            if missing:
-                raise ValueError(f"'{path}' has no {missing[0]}; it must hold x_train, y_train, x_test and y_test.")
-            x, y, x_test, y_test = (data[key] for key in ('x_train', 'y_train', 'x_test', 'y_test'))
-    except OSError as e:
+            arrays = {key: data[key] for key in keys if key in data}
+    except (OSError, ValueError, BadZipFile) as e:
         raise ValueError(f"'{path}' cannot be read as .npz: {e}") from e
+    for key in keys:
+        if key not in arrays:
+            raise ValueError(f"'{path}' has no {key}; it must hold {', '.join(keys)}.")
+    x, y, x_test, y_test = (arrays[key] for key in keys)
     for images, labels in ((x, y), (x_test, y_test)):
-        if images.ndim != 4 or images.dtype != np.uint8 or images.shape[3] != model.in_chans or len(images) != len(labels):
+        fits = images.ndim == 4 and images.dtype == np.uint8 and images.shape[3] == model.in_chans
+        if not fits or len(images) != len(labels):
             raise ValueError(f"'{path}' must hold uint8 images [N, S, S, {model.in_chans}] with a label each; got "
                              f'{images.dtype} {list(images.shape)} and {len(labels)} labels.')
         if int(labels.max()) >= model.num_classes:
-            raise ValueError(f"'{path}' has label {int(labels.max())}, the model has {model.num_classes} classes. Give the "
-                             'data that the model was made for, or create the model with its number of classes.')
+            raise ValueError(f"'{path}' has label {int(labels.max())}, the model has {model.num_classes} classes. Give "
+                             'the data that the model was made for, or create the model with its number of classes.')
     if not 0 < held_out < 1:
         raise ValueError(f'The share held out must lie between 0 and 1; got {held_out!r}.')
     split = len(y) - max(1, round(held_out * len(y)))
     parts = ((x[:split], y[:split]), (x[split:], y[split:]), (x_test, y_test))
     train, val, test = (
-        ArrayLoader(images[:limit], labels[:limit], model, batch_size, seed=seed,
-                    **(dict(train=True, padding=padding, flip=flip, reprob=reprob) if i == 0 else {}))
+        ArrayLoader(images[:limit], labels[:limit], model, batch_size, train=i == 0, padding=padding, flip=flip,
+                    reprob=reprob, seed=seed)
         for i, (images, labels) in enumerate(parts))
     return train, val, test
 
@@ -351,9 +356,18 @@ class MixupLoader:
         prob: Share of the batches that are mixed.
     """
 
-    def __init__(self, loader: Any, classes: int, mixup: float, cutmix: float, smoothing: float, prob: float = 1.) -> None:
+    def __init__(
+            self,
+            loader: Any,
+            classes: int,
+            mixup: float = 0.,
+            cutmix: float = 0.,
+            smoothing: float = 0.,
+            prob: float = 1.,
+    ) -> None:
         self.loader = loader
-        self.mix = Mixup(mixup_alpha=mixup, cutmix_alpha=cutmix, prob=prob, label_smoothing=smoothing, num_classes=classes)
+        self.mix = Mixup(
+            mixup_alpha=mixup, cutmix_alpha=cutmix, prob=prob, label_smoothing=smoothing, num_classes=classes)
 
     @property
     def sampler(self) -> Optional[Sampler]:

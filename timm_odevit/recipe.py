@@ -103,8 +103,9 @@ class Recipe:
         if self.ode is not None:
             self.config  # noqa: B018 (raises what is wrong with it)
         for name in ('cache', 'seed'):
-            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
-                raise ValueError(f'{name} must be a whole number of at least 0; got {getattr(self, name)!r}.')
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f'{name} must be a whole number of at least 0; got {value!r}.')
         if not isinstance(self.grad_checkpointing, bool):
             raise ValueError(f'grad_checkpointing must be true or false; got {self.grad_checkpointing!r}.')
         if not isinstance(self.stages, (list, tuple)) or not self.stages:
@@ -124,12 +125,13 @@ class Recipe:
                              f"Allowed: {', '.join(TASKS)}.")
         for part in stage.train:
             if part not in PARTS:
-                raise ValueError(f"{where}.train: unknown part '{part}'. {suggest(str(part), PARTS)}Allowed: {', '.join(PARTS)}.")
+                raise ValueError(f"{where}.train: unknown part '{part}'. {suggest(str(part), PARTS)}"
+                                 f"Allowed: {', '.join(PARTS)}.")
         _known(f'{where}.loss', stage.loss, LOSS)
         _known(f'{where}.fit', stage.fit, FIT)
         settings = {**(self.fit or {}), **(stage.fit or {})}
         if 'epochs' not in settings:
-            raise ValueError(f'{where}.fit.epochs is missing. Give the number of epochs, here or for all stages in fit.')
+            raise ValueError(f'{where}.fit.epochs is missing. Give the number of epochs, here or in fit for all stages.')
         try:
             check_fit(**settings)
         except (TypeError, ValueError) as e:
@@ -247,7 +249,7 @@ def _numbers(tree: Any) -> Any:
 def _number(value: Any) -> Any:
     """YAML 1.1 reads 1e-3 as text."""
     try:
-        return float(value) if isinstance(value, str) and value[:1] in '0123456789.-+' and 'e' in value.lower() else value
+        return float(value) if isinstance(value, str) and 'e' in value and value[:1] in '0123456789.-+' else value
     except ValueError:
         return value
 

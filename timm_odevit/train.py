@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import timm
 import torch
@@ -14,13 +14,11 @@ from timm.loss import SoftTargetCrossEntropy
 from timm.task import ClassificationTask, TrainingTask
 from torch import nn
 
-from .blocks import find_ode_blocks
 from .convert import convert_
 from .data import MixupLoader, array_loaders, folder_loader, folder_loaders
 from .distill import StepwiseTask, TrajectoryDistillationTask, fit
 from .distill.cache import CachedLoader
-from .distill.engine import BEST, HISTORY, LAST, write_text
-from .hub import save_pretrained
+from .distill.engine import BEST, HISTORY, count_updates, write_text
 from .recipe import PARTS, Recipe
 
 __all__ = ['build_student', 'loaders', 'train']
@@ -70,7 +68,7 @@ def train(
     if (folder / RECIPE).exists():
         if not resume:
             raise ValueError(f"'{out}' holds a run already. Pass resume=True to go on with it, or another folder.")
-        if (folder / RECIPE).read_text() != text:
+        if _without_end(Recipe.load(folder / RECIPE)) != _without_end(recipe):
             raise ValueError(f"'{folder / RECIPE}' is another recipe. Resume with that one, or start another folder.")
     for model in (teacher, student):
         if model is not None:
@@ -86,6 +84,8 @@ def train(
     if recipe.grad_checkpointing:
         student.set_grad_checkpointing()  # type: ignore[operator]
     tasks = [_task(recipe, i, student, teacher, calibration) for i in range(len(recipe.stages))]
+    for stage in recipe.stages:
+        count_updates(train_loader, recipe.settings(stage)[1].get('accumulate', 1))
     if recipe.cache and teacher is not None:
         train_loader = CachedLoader(train_loader, teacher, folder / 'cache', views=recipe.cache, progress=progress)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -144,6 +144,7 @@ def loaders(
         if settings.get(name) is not None:
             kind = 'an .npz, whose images are augmented on the device' if arrays else 'a folder of images'
             raise ValueError(f"data.{name} is not for {kind}: '{data}'. Leave it out.")
+    train_loader: Any
     if arrays:
         train_loader, val_loader, test_loader = array_loaders(
             data, model, limit=limit, seed=recipe.seed, **settings)
@@ -151,14 +152,23 @@ def loaders(
         if limit is not None:
             raise ValueError(f"limit is for an .npz; '{data}' is a folder.")
         train_loader, val_loader = folder_loaders(data, model, seed=recipe.seed, **settings)
-        test = Path(data) / 'test'
-        test_loader = folder_loader(test, model, **{k: settings[k] for k in ('batch_size', 'workers') if k in settings}) \
-            if test.is_dir() else None
+        test, test_loader = Path(data) / 'test', None
+        if test.is_dir():
+            test_loader = folder_loader(
+                test, model, **{k: settings[k] for k in ('batch_size', 'workers') if k in settings})
     if any(mixing[k] for k in ('mixup', 'cutmix', 'smoothing')):
         if recipe.cache:
             raise ValueError('cache keeps the states of whole images, and data.mixup mixes them. Use one of the two.')
         train_loader = MixupLoader(train_loader, model.num_classes, **mixing)
     return train_loader, val_loader, test_loader
+
+
+def _without_end(recipe: Recipe) -> Any:
+    """A recipe but for the epochs of its last stage, which may become more."""
+    settings = [recipe.settings(stage) for stage in recipe.stages]
+    settings[-1][1].pop('epochs')
+    return replace(recipe, loss=None, fit={'epochs': 1}, stages=tuple(
+        replace(stage, loss=loss, fit=fit) for stage, (loss, fit) in zip(recipe.stages, settings, strict=True)))
 
 
 def _create(recipe: Recipe, device: Union[str, torch.device]) -> nn.Module:
@@ -202,8 +212,8 @@ def _choose(student: nn.Module, parts: Sequence[str], trainable: Any) -> List[nn
     """Let the parameters of some parts learn, and no others."""
     chosen = []
     for part in parts:
-        found = [name for name, _ in student.named_parameters()
-                 if any(piece in f'.{name}' if piece.startswith('.') else name.startswith(piece) for piece in PARTS[part])]
+        found = [name for name, _ in student.named_parameters() if any(
+            piece in f'.{name}' if piece.startswith('.') else name.startswith(piece) for piece in PARTS[part])]
         if not found:
             raise ValueError(f"The model has no parameters of the part '{part}'. Leave it out of train.")
         chosen += found

@@ -44,8 +44,8 @@ class CachedLoader:
     """Batches (images [B, C, H, W], Recorded) of fixed views of the images of an ArrayLoader.
 
     A view is a crop, mirrored or not, that follows from the number of the image and of the view; epoch e shows view
-    e mod `views`. States are kept in half precision, (L + 1) * N * D * 2 bytes a view: the size is said, and the room on
-    the disk checked, before anything is computed. A file that is there is used again, if it is of the same teacher,
+    e mod `views`. States are kept in half precision, (L + 1) * N * D * 2 bytes a view: the size is said, and the room
+    on the disk checked, before anything is computed. A file that is there is used again, if it is of the same teacher,
     images and views.
 
     Args:
@@ -86,11 +86,11 @@ class CachedLoader:
                  'augmentation': [loader.padding, loader.flip, loader.reprob], 'size': list(loader.size)}
         if not self._there(about):
             if progress:
-                print(f"cache: {size / 1e9:.2f} GB in '{folder}': {views} views of {n:,} images, {len(states)} states each")
+                print(f"cache: {size / 1e9:.2f} GB in '{folder}': {views} x {n:,} images, {len(states)} states each")
             free = shutil.disk_usage(next(p for p in self.folder.absolute().parents if p.exists())).free
             if size > 0.95 * free:
-                raise OSError(f"The cache takes {size / 1e9:.2f} GB, and '{folder}' has room for {free / 1e9:.2f} GB. Use fewer "
-                              'views, or none.')
+                raise OSError(f"The cache takes {size / 1e9:.2f} GB, and '{folder}' has room for {free / 1e9:.2f} GB. "
+                              'Use fewer views, or none.')
             self._fill(teacher, output.shape[1], about, progress)
         self.states = np.load(self.folder / STATES, mmap_mode='r')
         self.logits = np.load(self.folder / LOGITS, mmap_mode='r')

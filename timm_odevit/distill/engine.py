@@ -11,23 +11,25 @@ from typing import Any, Dict, Iterable, List, Optional, Union
 
 import torch
 import torch.distributed as dist
-from timm.optim import create_optimizer_v2
+from safetensors import SafetensorError
+from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler import create_scheduler_v2
 from timm.task import TrainingTask
 from timm.utils import dispatch_clip_grad, random_seed, reduce_tensor, unwrap_model
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..blocks import find_ode_blocks
 from ..evaluate import AMP_DTYPES, evaluate
 from ..hub import describe, save_pretrained
+from ..methods import suggest
 
-__all__ = ['check_fit', 'fit', 'write_text']
+__all__ = ['check_fit', 'count_updates', 'fit', 'write_text']
 
 LAST = 'last.pt'
 BEST = 'best'
 HISTORY = 'history.json'
+SCHEDS = ('cosine', 'tanh', 'step', 'poly')  # of timm's, those that follow the updates alone
 
 
 def fit(
@@ -98,13 +100,7 @@ def fit(
         opt=opt, lr=lr, weight_decay=weight_decay, sched=sched, warmup_epochs=warmup_epochs, min_lr=min_lr,
         clip_grad=clip_grad, layer_decay=layer_decay, accumulate=accumulate, ema_decay=ema_decay, amp=amp, seed=seed)
     check_fit(epochs=epochs, **settings)
-    try:
-        updates = len(train_loader) // accumulate
-    except TypeError:
-        raise ValueError('train_loader needs a length, for the learning-rate schedule.') from None
-    if updates < 1:
-        raise ValueError(f'train_loader is empty, or has less than {accumulate} batches. Give more images, or a smaller '
-                         'batch size.')
+    updates = count_updates(train_loader, accumulate)
     folder = Path(out) if out is not None else None
     if folder is not None and (folder / LAST).exists() and not resume:
         raise ValueError(f"'{folder}' holds a run already. Pass resume=True to go on with it, or another folder.")
@@ -145,7 +141,8 @@ def fit(
         for epoch in range(len(history), epochs):
             # an epoch depends on the seed and the weights, not on how it was reached
             random_seed(seed + epoch * world, rank)
-            for part in (train_loader, getattr(train_loader, 'sampler', None)):
+            parts: Any = (train_loader, getattr(train_loader, 'sampler', None))
+            for part in parts:
                 if hasattr(part, 'set_epoch'):
                     part.set_epoch(epoch)
             started = time.perf_counter()
@@ -179,6 +176,22 @@ def fit(
     return history
 
 
+def count_updates(train_loader: Any, accumulate: int = 1) -> int:
+    """Updates per epoch, at least 1.
+
+    Raises:
+        ValueError: The loader has no length, or too few batches.
+    """
+    try:
+        batches = len(train_loader)
+    except TypeError:
+        raise ValueError('train_loader needs a length, for the learning-rate schedule.') from None
+    if batches < accumulate or batches < 1:
+        few = f'has less than {accumulate} batches' if accumulate > 1 else 'is empty'
+        raise ValueError(f'train_loader {few}. Give more images, or a smaller batch size.')
+    return batches // accumulate
+
+
 def check_fit(**settings: Any) -> None:
     """Raise ValueError for settings that `fit` does not take, before anything is built."""
     known = {name: p.default for name, p in inspect.signature(fit).parameters.items()}
@@ -187,8 +200,15 @@ def check_fit(**settings: Any) -> None:
         if name in settings and (not isinstance(given[name], int) or given[name] < 1):
             raise ValueError(f'{name} must be at least 1; got {given[name]!r}.')
     for name in ('lr', 'weight_decay', 'min_lr', 'warmup_epochs'):
-        if isinstance(given[name], bool) or not isinstance(given[name], (int, float)) or not 0 <= given[name] < math.inf:
-            raise ValueError(f'{name} must be a finite number of at least 0; got {given[name]!r}.')
+        value = given[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ValueError(f'{name} must be a finite number of at least 0; got {value!r}.')
+    optimizers = [str(name) for name in list_optimizers()]
+    if given['opt'] not in optimizers:
+        raise ValueError(f"Unknown opt '{given['opt']}'. {suggest(str(given['opt']), optimizers)}"
+                         'See timm.optim.list_optimizers().')
+    if given['sched'] not in SCHEDS:
+        raise ValueError(f"Unknown sched '{given['sched']}'. Allowed: {', '.join(SCHEDS)}.")
     if given['clip_grad'] is not None and not given['clip_grad'] > 0:
         raise ValueError(f"clip_grad must be above 0, or None for no clipping; got {given['clip_grad']!r}.")
     if given['ema_decay'] is not None and not 0 <= given['ema_decay'] < 1:

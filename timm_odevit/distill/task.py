@@ -130,9 +130,10 @@ class TrajectoryDistillationTask(TrainingTask):
         if teacher is not None:
             self.times = _times(teacher, checkpoints, calibration, checkpoint_temperature, device)
             last = host.blocks.config.blocks[1] if host.blocks.config.blocks else len(self.times) - 1
-            block: Any = teacher.blocks[last]
-            self._last = (last, [field_class(block)(block)])  # in a list: the teacher's block is not a second module
-            if attention_weight > 0 and not (self._last[1][0].has_attention_maps and host.blocks.shared.has_attention_maps):
+            block: Any = teacher.get_submodule(f'blocks.{last}')
+            fields = [field_class(block)(block), host.blocks.shared]
+            self._last = (last, fields[:1])  # in a list: the teacher's block is not a second module
+            if attention_weight > 0 and not all(field.has_attention_maps for field in fields):
                 raise ValueError(
                     f'attention_weight={attention_weight} compares attention maps, and a {type(block).__name__} does '
                     'not give them. Set it to 0.')
@@ -213,7 +214,8 @@ class TrajectoryDistillationTask(TrainingTask):
             exits = [first + min(max(round(t * count), 1), count - 1) - 1 for t in self.exits] if count > 1 else []
             with _starting_from(student, forced):
                 output, states, jasmin, attention, early = self.trainable_module(
-                    input, [step for _, step in pairs], self.weights['jasmin'] > 0, self.weights['attention'] > 0, exits)
+                    input, [step for _, step in pairs], self.weights['jasmin'] > 0, self.weights['attention'] > 0,
+                    exits)
         prefix, targets = 0, []
         if states:
             start, run = self._run(student)
@@ -251,7 +253,7 @@ class TrajectoryDistillationTask(TrainingTask):
                 **{f'{name}_loss': found[name] for name in self.weights if name in found}}
 
     @torch.no_grad()
-    def _teach(self, input: Tensor, target: Any) -> Tuple[Optional[Tensor], Any, Optional[Tensor]]:
+    def _teach(self, input: Tensor, target: Any) -> Tuple[Optional[Tensor], Any, Any]:
         """The teacher's logits, its states from the embedded tokens to the last layer's, and its last attention map."""
         if self.teacher is None:
             return None, None, None
@@ -312,7 +314,8 @@ class TrajectoryDistillationTask(TrainingTask):
             ValueError: The task has segments, whose hooks a compiled model would skip.
         """
         if self.segments:
-            raise ValueError('segments put the teacher\'s states in by hooks, which a compiled model skips. Use one of the two.')
+            raise ValueError(
+                "segments put the teacher's states in by hooks, which a compiled model skips. Use one of the two.")
         options = dict(backend=backend, mode=mode, **compile_kwargs)
         self.eval_model = torch.compile(unwrap_model(self.trainable_module).student, **options)
         self.trainable_module = torch.compile(self.trainable_module, **options)
