@@ -7,11 +7,13 @@ from .distill import StepwiseTask, TrajectoryDistillationTask, calibrate_, fit
 from .evaluate import Evaluation, evaluate
 from .hub import save_pretrained
 from .interop import from_torchvision
+from .recipe import Recipe
 from .sizing import choose_size
 from .solvers import integrate
+from .train import train
 
 __all__ = [
-    'Conversion', 'Evaluation', 'OdeConfig', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'calibrate_',
-    'check_convertible', 'choose_size', 'convert_', 'evaluate', 'fit', 'from_torchvision', 'integrate',
-    'list_convertible', 'save_pretrained',
+    'Conversion', 'Evaluation', 'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__',
+    'calibrate_', 'check_convertible', 'choose_size', 'convert_', 'evaluate', 'fit', 'from_torchvision', 'integrate',
+    'list_convertible', 'save_pretrained', 'train',
 ]

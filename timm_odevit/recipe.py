@@ -131,7 +131,7 @@ class Recipe:
         _known(f'{where}.fit', stage.fit, FIT)
         settings = {**(self.fit or {}), **(stage.fit or {})}
         if 'epochs' not in settings:
-            raise ValueError(f'{where}.fit.epochs is missing. Give the number of epochs, here or in fit for all stages.')
+            raise ValueError(f'{where}.fit.epochs is missing. Give the number of epochs, here or in fit of the recipe.')
         try:
             check_fit(**settings)
         except (TypeError, ValueError) as e:
@@ -190,8 +190,7 @@ class Recipe:
     def to_yaml(self) -> str:
         """The recipe as YAML, with what is not the default."""
         def tree(of: Any) -> Dict[str, Any]:
-            return {f.name: getattr(of, f.name) for f in fields(of)
-                    if getattr(of, f.name) not in (None, {}, f.default)}
+            return {f.name: getattr(of, f.name) for f in fields(of) if getattr(of, f.name) not in (None, f.default)}
         whole = tree(self)
         whole['stages'] = [tree(stage) for stage in self.stages]
         return yaml.safe_dump(_plain(whole), sort_keys=False, default_flow_style=None, width=120)

@@ -1,0 +1,273 @@
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+
+from timm_odevit import Recipe, save_pretrained, train
+from timm_odevit.cli import main
+from timm_odevit.recipe import DATA, FIT, LOSS, PARTS, Stage, builtin_recipes
+
+TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=5)
+QUICK = {'ode': {}, 'data': {'batch_size': 8}, 'fit': {'epochs': 2, 'lr': 3e-3}}
+
+
+@pytest.fixture
+def data(tmp_path):
+    rng = np.random.default_rng(0)
+    y = np.arange(60) % 5
+    x = (40 * y[:, None, None, None] + rng.integers(0, 60, (60, 12, 12, 3))).astype(np.uint8)
+    np.savez(tmp_path / 'data.npz', x_train=x[:50], y_train=y[:50], x_test=x[50:], y_test=y[50:])
+    return tmp_path / 'data.npz'
+
+
+def recipe(*changes, **more):
+    return Recipe.from_dict({**json.loads(json.dumps(QUICK)), 'stages': [{}], **more}, changes)
+
+
+def run(made, data, out, teacher=None, **kwargs):
+    return train(made, data, out, teacher=teacher, progress=False, **kwargs)
+
+
+# --- recipes
+
+@pytest.mark.parametrize('name', builtin_recipes())
+def test_recipes_of_the_package_load_and_survive_yaml(name):
+    made = Recipe.load(name)
+    assert Recipe.from_dict(yaml.safe_load(made.to_yaml())) == made
+    changed = Recipe.load(name, ['fit.lr=1e-3', 'seed=3', 'stages.0.fit.epochs=1'])
+    assert changed.settings(changed.stages[0])[1] == {**made.settings(made.stages[0])[1], 'epochs': 1, **(
+        {} if 'lr' in (made.stages[0].fit or {}) else {'lr': 1e-3})} and changed.seed == 3
+
+
+@pytest.mark.parametrize('section, keys', [('loss', LOSS), ('fit', FIT), ('data', DATA)])
+def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
+    assert keys
+    for where in ({section: {'nothing': 1}}, {'stages': [{section: {'nothing': 1}}]}):
+        if section == 'data' and 'stages' in where:
+            continue
+        with pytest.raises(ValueError, match=f"unknown key 'nothing'.*{keys[0]}"):
+            recipe(**where)
+    for bad in ({'nothing': 1}, {'stages': [{'nothing': 1}]}, {'ode': {'nothing': 1}}):
+        with pytest.raises(ValueError, match="unknown key 'nothing'"):
+            recipe(**bad)
+
+
+@pytest.mark.parametrize('bad, message', [
+    (dict(stages=[]), 'stages must be a list of at least one stage'),
+    (dict(stages={'a': 1}), 'stages must be a list'),
+    (dict(stages=['a']), "stages.0 must hold keys and values; got 'a'"),
+    (dict(fit={}), 'stages.0.fit.epochs is missing'),
+    (dict(fit=3), 'fit must hold keys and values'),
+    (dict(grad_checkpointing=1), 'grad_checkpointing must be true or false'),
+    (dict(seed=1.5), 'seed must be a whole number'),
+])
+def test_refuses(bad, message):
+    with pytest.raises(ValueError) as e:
+        recipe(**bad)
+    assert message in str(e.value)
+
+
+def test_changes_reach_every_place():
+    made = recipe('stages.0.loss.kd_weight=0.5', 'ode.rank=4', 'ode.time=low_rank', 'fit.lr=1e-4', 'data.batch_size=null')
+    assert made.settings(made.stages[0])[0] == {'kd_weight': 0.5} and made.config.rank == 4
+    assert made.fit['lr'] == 1e-4 and 'batch_size' not in made.data
+
+
+# --- training
+
+def test_stages_train_the_parts_that_they_name(vit, data, tmp_path):
+    teacher = vit()
+    made = recipe(ode={'time': 'low_rank', 'rank': 2}, stages=[
+        {'task': 'stepwise', 'train': 'base'}, {'train': ['vectors', 'low_rank'], 'loss': {'segments': [3, 2]}},
+        {'train': ['norm', 'head'], 'loss': {'task_weight': 1.}, 'fit': {'epochs': 1}}])
+    history = run(made, data, tmp_path / 'run', teacher)
+    assert [r['stage'] for r in history] == [0, 0, 1, 1, 2]
+    states = [torch.load(tmp_path / 'run' / f'stage{i}' / 'last.pt', weights_only=True)['model'] for i in range(3)]
+    first, second = ({name for name in states[0] if not torch.equal(a[name], b[name])} for a, b in zip(states, states[1:]))
+    assert first and all('.vectors.' in n or '.up.' in n or '.down.' in n for n in first)
+    assert {n.split('.')[0] for n in second} == {'norm', 'head'}
+    best = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
+    assert best.blocks.config.rank == 2 and not any(p.grad is not None for p in teacher.parameters())
+    assert Recipe.load(tmp_path / 'run' / 'recipe.yaml') == made
+
+
+@pytest.mark.parametrize('part', PARTS)
+def test_every_part_is_somewhere(vit, data, tmp_path, part):
+    made = recipe('fit.epochs=1', ode={'time': 'low_rank', 'rank': 2}, stages=[{'train': [part]}])
+    run(made, data, tmp_path / 'run', vit(reg_tokens=1))
+    made = recipe('fit.epochs=1', stages=[{'train': [part]}])
+    if part in ('base', 'vectors', 'low_rank'):
+        with pytest.raises(ValueError, match=f"no parameters of the part '{part}'"):
+            run(made, data, tmp_path / 'other', vit())
+
+
+def test_from_scratch_without_a_teacher(data, tmp_path):
+    made = Recipe.load('scratch', ['fit.epochs=8', 'fit.warmup_epochs=1', 'data={batch_size: 8, mixup: 0.2, smoothing: 0.1}',
+                                   'fit.ema_decay=0.5', 'fit.lr=3e-3',
+                                   f'model_args={json.dumps({**TINY, "ode_steps": 3})}'])
+    history = run(made, data, tmp_path / 'run')
+    assert history[-1]['task_loss'] < history[0]['task_loss'] and math.isfinite(history[-1]['jasmin_loss'])
+    assert 'kd_loss' in history[0] and math.isnan(history[0]['kd_loss'])
+    with pytest.raises(ValueError, match='trajectory_weight needs a teacher'):
+        run(Recipe.load('scratch', ['loss.trajectory_weight=1', f'model_args={json.dumps(TINY)}']), data, tmp_path / 'new')
+    assert not (tmp_path / 'new').exists()
+
+
+def test_fine_tunes_a_plain_model(data, tmp_path):
+    made = Recipe.load('finetune', ['fit.epochs=4', 'fit.warmup_epochs=0', 'data.batch_size=8', 'model=vit_tiny_patch16_224',
+                                    f'model_args={json.dumps(TINY)}', 'fit.lr=3e-3', 'fit.layer_decay=0.7'])
+    history = run(made, data, tmp_path / 'run')
+    assert history[-1]['loss'] < history[0]['loss']
+
+
+def test_accumulation_is_a_larger_batch(vit, data, tmp_path):
+    teacher = vit()
+    plain = ['data.padding=0', 'data.flip=0', 'loss.trajectory_weight=0', 'fit.opt=sgd']
+    one = run(recipe(*plain, 'data.batch_size=8'), data, tmp_path / 'a', teacher)
+    two = run(recipe(*plain, 'data.batch_size=4', 'fit.accumulate=2'), data, tmp_path / 'b', teacher)
+    assert [r['loss'] for r in two] == pytest.approx([r['loss'] for r in one], rel=1e-4)
+
+
+def test_gradient_checkpointing_changes_nothing(vit, data, tmp_path):
+    teacher = vit()
+    one = run(recipe(), data, tmp_path / 'a', teacher)
+    two = run(recipe(grad_checkpointing=True), data, tmp_path / 'b', teacher)
+    assert [r['loss'] for r in two] == pytest.approx([r['loss'] for r in one], rel=1e-5)
+
+
+def test_compiles(vit, data, tmp_path, monkeypatch):
+    teacher = vit()
+    monkeypatch.setattr('timm_odevit.TrajectoryDistillationTask.compile.__defaults__', ('aot_eager', None))
+    one = run(recipe('loss.steps=[2, 3]'), data, tmp_path / 'a', teacher)
+    two = run(recipe('loss.steps=[2, 3]', 'fit.compile=true'), data, tmp_path / 'b', teacher)
+    assert [r['loss'] for r in two] == pytest.approx([r['loss'] for r in one], rel=1e-4)
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match='a compiled model skips'):
+        run(recipe('loss.segments=[2]', 'fit.compile=true'), data, tmp_path / 'c', teacher)
+
+
+def test_cached_states_are_the_teachers(vit, data, tmp_path, capsys):
+    teacher = vit()
+    plain = ['data.padding=0', 'data.flip=0']
+    one = run(recipe(*plain), data, tmp_path / 'a', teacher)
+    calls = []
+    teacher.register_forward_hook(lambda module, *_: calls.append(1) if module is teacher else None)
+    two = train(recipe(*plain, 'cache=2'), data, tmp_path / 'b', teacher=teacher)
+    assert [r['loss'] for r in two] == pytest.approx([r['loss'] for r in one], rel=2e-3)  # states in half precision
+    assert '2 x 45 images, 4 states each' in capsys.readouterr().out
+    states = np.load(tmp_path / 'b' / 'cache' / 'states.npy', mmap_mode='r')
+    assert states.shape == (2, 45, 4, 17, 32) and states.dtype == np.float16
+    before = len(calls)
+    run(recipe(*plain, 'cache=2', 'fit.epochs=3'), data, tmp_path / 'b', teacher, resume=True)
+    assert len(calls) == before + 1  # one image, to know the sizes
+    with pytest.raises(ValueError, match='cache keeps the states of whole images, and data.mixup mixes them'):
+        run(recipe('cache=1', 'data.mixup=0.5'), data, tmp_path / 'c', teacher)
+
+
+# --- faults
+
+def command(out, *changes):
+    return [sys.executable, '-m', 'timm_odevit.cli', 'distill', 'quick.yaml', 'data.npz', out, '--teacher', 'local-dir:teacher',
+            '--device', 'cpu', '--threads', '1', '--quiet', *(word for change in changes for word in ('--set', change))]
+
+
+@pytest.fixture
+def place(vit, data, tmp_path):
+    save_pretrained(vit(), tmp_path / 'teacher')
+    (tmp_path / 'quick.yaml').write_text(recipe(stages=[{'loss': {'steps': [2, 3]}}, {'loss': {'segments': [3, 2]}}]).to_yaml())
+    return tmp_path
+
+
+def weights(folder):
+    return torch.load(folder / 'stage1' / 'last.pt', weights_only=True)['model']
+
+
+def test_killed_at_any_moment_a_run_goes_on_to_the_same_weights(place):
+    changes = ['fit.epochs=6', 'fit.ema_decay=0.9']
+    subprocess.run(command('whole', *changes), cwd=place, check=True)
+    kills = 0
+    for wait in ('stage0/last.pt', 'stage0/history.json', 'stage1/last.pt', None):
+        process = subprocess.Popen([*command('killed', *changes), *(['--resume'] if kills else [])], cwd=place)
+        if wait is None:
+            assert process.wait() == 0
+            break
+        while not (place / 'killed' / wait).exists() and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(0.03 * kills)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+    ours, theirs = weights(place / 'killed'), weights(place / 'whole')
+    assert kills == 3 and all(torch.equal(ours[k], theirs[k]) for k in theirs)
+    strip = [[{k: v for k, v in r.items() if k != 'seconds'} for r in json.loads((place / name / 'history.json').read_text())]
+             for name in ('killed', 'whole')]
+    assert json.dumps(strip[0]) == json.dumps(strip[1])
+
+
+def test_a_disk_that_is_full_stops_with_a_message_and_keeps_the_last_state(place):
+    subprocess.run(command('run', 'fit.epochs=1'), cwd=place, check=True)
+    before = {p: p.read_bytes() for p in (place / 'run').rglob('*') if p.is_file()}
+    room = (place / 'run' / 'stage1' / 'last.pt').stat().st_size // 2
+
+    def small():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+    done = subprocess.run([*command('run', 'fit.epochs=1', 'stages.1.fit.epochs=2'), '--resume'], cwd=place, preexec_fn=small,
+                          capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "Epoch 2 could not be written to 'run/stage1'" in done.stderr and done.stderr.count('\n') == 1
+    after = {p: p.read_bytes() for p in (place / 'run').rglob('*') if p.is_file()}
+    changed = {str(p.relative_to(place)) for p in after if after[p] != before.get(p)}
+    assert changed <= {'run/recipe.yaml', *(f'run/stage1/best/{n}' for n in ('config.json', 'model.safetensors'))}
+
+
+def test_a_diverging_field_is_named_with_step_and_t(vit, data, tmp_path):
+    from timm_odevit import TrajectoryDistillationTask, convert_, fit
+    teacher, student = vit(), vit()
+    convert_(student)
+    with torch.no_grad():
+        student.blocks.shared.block.mlp.fc2.bias.fill_(2e38)  # finite after one step, not after two
+    task = TrajectoryDistillationTask(student, teacher, trajectory_weight=0.)
+    loader = [(torch.randn(4, 3, 16, 16), torch.arange(4))]
+    with pytest.raises(FloatingPointError, match=r'not finite after step 2 of 3, from t = 1 to 2'):
+        fit(task, loader, epochs=1, progress=False)
+
+
+# --- several processes
+
+def test_two_processes_give_the_losses_of_one_with_the_doubled_batch(place):
+    changes = ['data.padding=0', 'data.flip=0', 'loss.jasmin_weight=0.1', 'loss.task_weight=0.5']
+    subprocess.run(command('one', *changes, 'data.batch_size=8'), cwd=place, check=True)
+    two = command('two', *changes, 'data.batch_size=4')
+    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', *two[1:]]
+    done = subprocess.run(launch, cwd=place, capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count('saved two/best') == 1
+    histories = [json.loads((place / name / 'history.json').read_text()) for name in ('one', 'two')]
+    for ours, theirs in zip(*histories, strict=True):
+        for key in ours:
+            if key != 'seconds':
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-3), key
+    ours, theirs = weights(place / 'two'), weights(place / 'one')
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-2, atol=1e-3)
+
+
+def test_rehearsal_from_the_command_line(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    assert main(command('run', 'fit.epochs=1', 'data.batch_size=4')[3:] + ['--limit', '8']) == 0
+    assert 'saved run/best' in capsys.readouterr().out
+
+
+def test_stage_is_what_it_says():
+    assert recipe().stages == (Stage(loss=None, fit=None),)
