@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 import timm
 import torch
+from safetensors.torch import load_file
 
 import timm_odevit
 
@@ -41,34 +41,9 @@ def test_readme_code_blocks_run(tmp_path, monkeypatch):
         exec(compile(block, 'README.md', 'exec'), names)
 
 
-@pytest.fixture
-def cifar(tmp_path):
-    rng = np.random.default_rng(0)
-    data = {}
-    for name, n in (('train', 120), ('test', 30)):
-        data[f'x_{name}'] = rng.integers(0, 256, (n, 32, 32, 3), dtype=np.uint8)
-        data[f'y_{name}'] = np.arange(n) % 10
-    np.savez(tmp_path / 'data.npz', **data)
-    return tmp_path
-
-
-def test_cifar_runs_at_a_tiny_size(cifar, monkeypatch, capsys):
-    script = load(ROOT / 'hub' / 'cifar.py')
-
-    def run(*args):
-        monkeypatch.setattr('sys.argv', ['cifar.py', *args, '--device', 'cpu', '--quiet', '--batch-size', '20', '--img-size', '32',
-                                         '--epochs', '1'])
-        script.main()
-    data = str(cifar / 'data.npz')
-    run('teacher', data, str(cifar / 'teacher'), '--scratch', '--model', 'vit_tiny_patch16_224')
-    run('student', data, str(cifar / 'student'), '--teacher', str(cifar / 'teacher' / 'best'), '--checkpoints', 'distance')
-    assert '| student | 24' in capsys.readouterr().out
-    assert (cifar / 'student' / 'results.json').exists()
-
-
 def test_readme_has_the_tables_of_the_results():
     readme = (ROOT / 'README.md').read_text()
-    for table in load(ROOT / 'hub' / 'table.py').TABLES.values():
+    for table in load(ROOT / 'hub' / 'tools' / 'table.py').TABLES.values():
         assert table() in readme
 
 
@@ -93,11 +68,24 @@ def test_dial(tmp_path, monkeypatch, capsys, vit):
     assert '| 50 % |' in capsys.readouterr().out
 
 
-def test_cifar_augmentation_moves_and_mirrors_each_image_on_its_own():
-    augment = load(ROOT / 'hub' / 'cifar.py').augment
-    torch.manual_seed(0)
-    images = torch.arange(1, 26).view(1, 1, 5, 5).repeat(300, 1, 1, 1)
-    found = augment(images, padding=1)
-    assert found.shape == images.shape and found.dtype == images.dtype
-    variants = {tuple(image.flatten().tolist()) for image in found}
-    assert len(variants) == 18 and tuple(range(1, 26)) in variants  # 3 x 3 shifts, mirrored or not
+def test_release_makes_the_folder_of_a_published_model(tmp_path, vit, monkeypatch, capsys):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (60, 12, 12, 3), dtype=np.uint8)
+    np.savez(tmp_path / 'data.npz', x_train=x, y_train=np.arange(60) % 5, x_test=x[:20], y_test=np.arange(20) % 5)
+    teacher = vit()
+    timm_odevit.save_pretrained(teacher, tmp_path / 'teacher')
+    recipe = timm_odevit.Recipe.load('autonomous', ['fit.epochs=1', 'data.batch_size=16'])
+    timm_odevit.train(recipe, tmp_path / 'data.npz', tmp_path / 'run', teacher=teacher, progress=False)
+    release = load(ROOT / 'hub' / 'tools' / 'release.py')
+    monkeypatch.setattr(release, 'STEPS', (2, 3, 6))
+    monkeypatch.setattr('sys.argv', [
+        'release.py', str(tmp_path / 'run'), 'odevit_x.deit_tiny_cifar10', str(tmp_path / 'data.npz'), '--teacher',
+        str(tmp_path / 'teacher'), '--command', 'odevit distill', '--device-name', 'a core', '--hub', str(tmp_path / 'hub')])
+    release.main()
+    folder = tmp_path / 'hub' / 'odevit_x.deit_tiny_cifar10'
+    assert {p.name for p in folder.iterdir()} == {'README.md', 'config.json', 'model.safetensors', 'recipe.yaml', 'results.json', 'test'}
+    assert [r['steps'] for r in json.loads((folder / 'results.json').read_text())['test']] == [None, 2, 3, 6]
+    model = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
+    stored = load_file(folder / 'test' / 'tensors.safetensors')
+    torch.testing.assert_close(model(stored['input']), stored['output'])
+    assert '3 (as saved)' in (folder / 'README.md').read_text()

@@ -271,3 +271,28 @@ def test_rehearsal_from_the_command_line(place, monkeypatch, capsys):
 
 def test_stage_is_what_it_says():
     assert recipe().stages == (Stage(loss=None, fit=None),)
+
+
+# --- ablations
+
+def test_ablations_make_one_table_and_go_on(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    (place / 'list.yaml').write_text(yaml.safe_dump({
+        'base': 'quick.yaml', 'changes': ['fit.epochs=1', 'stages=[{}]'],
+        'variants': {'ours': [], 'one step': ['ode.steps=1', 'ode.T=1'], 'from block 0': ['ode.init=block:0', 'ode.steps=4']}}, sort_keys=False))
+    args = ['ablate', 'list.yaml', 'data.npz', 'out', '--teacher', 'local-dir:teacher', '--seeds', '2', '--device', 'cpu', '--quiet']
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    assert out.count('±') == 3 and '| one step |' in out
+    rows = json.loads((place / 'out' / 'ablation.json').read_text())
+    assert [len(r['top1']) for r in rows] == [2, 2, 2] and len(rows[2]['half']) == 2 and not rows[1]['half']
+    before = (place / 'out' / '00-0' / 'stage0' / 'last.pt').stat().st_mtime_ns
+    assert main(args) == 0 and (place / 'out' / '00-0' / 'stage0' / 'last.pt').stat().st_mtime_ns == before
+    (place / 'list.yaml').write_text('{variants: {a: []}, other: 1}')
+    assert main(args) == 2 and 'must hold base, variants' in capsys.readouterr().err
+
+
+def test_the_list_of_ablations_loads():
+    from timm_odevit.ablate import load_recipes
+    recipes = load_recipes([os.path.join(os.path.dirname(__file__), '..', 'hub', 'ablation.yaml')])
+    assert len(recipes) == len({r.to_yaml() for r in recipes.values()}) >= 15

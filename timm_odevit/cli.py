@@ -1,4 +1,4 @@
-"""odevit convert | calibrate | distill | evaluate | benchmark."""
+"""odevit convert | calibrate | distill | ablate | evaluate | benchmark."""
 import argparse
 import math
 import sys
@@ -15,6 +15,7 @@ from timm.utils import init_distributed_device
 from torch import nn
 
 from ._version import __version__
+from .ablate import TABLE, ablate, load_recipes
 from .benchmark import benchmark, peak_memory
 from .blocks import find_ode_blocks
 from .config import FIELDS, TIMES, OdeConfig
@@ -138,6 +139,13 @@ def _distill(args: argparse.Namespace) -> None:
         print('On the images that were held out:\n'
               f'  odevit evaluate local-dir:{best} {args.data}{with_teacher} --held-out {data.get("held_out", 0.1)} '
               f'--seed {recipe.seed}')
+
+
+def _ablate(args: argparse.Namespace) -> None:
+    recipes = load_recipes(args.recipes, args.set)
+    teacher = _load(args.teacher, args) if args.teacher else None
+    ablate(recipes, args.data, args.out, teacher=teacher, seeds=args.seeds, limit=args.limit, progress=not args.quiet)
+    print((Path(args.out) / TABLE).read_text())
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -381,6 +389,16 @@ def _parser() -> argparse.ArgumentParser:
                          help='change the recipe, such as --set fit.epochs=5 --set ode.rank=8')
     command.add_argument('--resume', action='store_true', help='go on with the run in the folder')
     command.add_argument('--limit', type=_at_least(1), help='use that many images of an .npz only, to rehearse')
+    command.add_argument('--quiet', action='store_true', help='no progress bars')
+
+    command = add('ablate', _ablate, 'Train several recipes with several seeds, and print one table.')
+    command.add_argument('recipes', nargs='+', help='recipes, or lists of variants of one (such as hub/ablation.yaml)')
+    command.add_argument('data', help='as of distill')
+    command.add_argument('out', help='folder for the runs and table.md; what is finished there is not run again')
+    command.add_argument('--teacher', help=_MODEL)
+    command.add_argument('--seeds', type=_at_least(1), default=3, help='number of seeds')
+    command.add_argument('--set', metavar='KEY=VALUE', action='append', default=[], help='change all recipes')
+    command.add_argument('--limit', type=_at_least(1), help='use that many images of an .npz only')
     command.add_argument('--quiet', action='store_true', help='no progress bars')
 
     command = add('evaluate', _evaluate, 'Measure accuracy and speed over step counts.')

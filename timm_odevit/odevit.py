@@ -1,13 +1,16 @@
 """The `odevit_*` models in timm's registry: data, and one way to build them all."""
 import copy
 import inspect
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import Any, Dict, List, Optional
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional
 
 import timm
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.naflexvit import NaFlexVit
@@ -41,18 +44,46 @@ _MODELS: Dict[str, Any] = {
     'odevit_large_patch14_reg4': ('vit_large_patch14_reg4_dinov2', dict(depth=24, img_size=224)),
 }
 _PAPER = {'ode_field': 'lipschitz', 'ode_method': 'euler', 'ode_init': 'spectral'}
+_NATIVE = {'ode_field': 'native', 'ode_method': 'lie_trotter', 'ode_init': 'mean'}
+
+# published models: the base and its arguments, as above, and the tags with their numbers of classes
+_DEIT_64: Any = ('deit_tiny_patch16_224', dict(depth=12, img_size=64))
+_TAGS = {'deit_tiny_cifar100': 100}
+_PUBLISHED: Dict[str, Any] = {
+    'odevit_tiny_native_patch16_64': (*_DEIT_64, _NATIVE, _TAGS),
+    'odevit_tiny_native_r23_patch16_64': (
+        *_DEIT_64, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 23, 'ode_init': 'svd'}, _TAGS),
+    'deit_tiny_patch16_64': (*_DEIT_64, None, {'cifar100': 100, 'cifar10': 10}),
+}
+_HUB = 'timm-odevit'
+
+
+def _published_cfg(name: str, classes: int) -> Dict[str, Any]:
+    """The configuration of a published model: its weights are a file of this package, or else on the Hub."""
+    cfg = {**_cfg(), 'input_size': (3, 64, 64), 'crop_pct': 1.0, 'num_classes': classes, 'hf_hub_id': f'{_HUB}/{name}',
+           'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD}
+    here = Path(__file__).parent
+    for folder in (here / 'published', here.parent / 'hub'):  # of an installed package, of a checkout
+        if (folder / name / 'model.safetensors').is_file():
+            cfg['file'] = str(folder / name / 'model.safetensors')
+            break
+    return cfg
+
 
 default_cfgs = generate_default_cfgs({
-    name: {**_cfg(), **({'input_size': (3, 32, 32), 'crop_pct': 1.0} if name.endswith('_32') else {}),
-           **({'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD} if name.endswith('_reg4') else {})}
-    for name in (*_MODELS, 'odevit_converted')
+    **{name: {**_cfg(), **({'input_size': (3, 32, 32), 'crop_pct': 1.0} if name.endswith('_32') else {}),
+              **({'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD} if name.endswith('_reg4') else {})}
+       for name in (*_MODELS, 'odevit_converted')},
+    **{f'{name}.{tag}': _published_cfg(f'{name}.{tag}', classes)
+       for name, (*_, tags) in _PUBLISHED.items() for tag, classes in tags.items()},
 })
 
 
-def _entry(name: str, base: str, base_args: Dict[str, Any]):
+def _entry(name: str, base: str, base_args: Dict[str, Any], ode: Optional[Dict[str, Any]] = _PAPER):
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        model_args = {**_PAPER, **base_args, **kwargs}
-        return _create_odevit(name, base, pretrained, **model_args)
+        if ode is None:
+            return _create_base(name, base, pretrained, **{**base_args, **kwargs})
+        return _create_odevit(name, base, pretrained, **{**ode, **base_args, **kwargs})
     create.__name__ = create.__qualname__ = name
     create.__doc__ = f'ODE-ViT (arXiv 2511.16501) with width, stem and head of {base}; takes its keywords and ode_*.'
     return create
@@ -60,6 +91,8 @@ def _entry(name: str, base: str, base_args: Dict[str, Any]):
 
 for _name, (_base, _base_args) in _MODELS.items():
     globals()[_name] = register_model(_entry(_name, _base, _base_args))
+for _name, (_base, _base_args, _ode, _) in _PUBLISHED.items():
+    globals()[_name] = register_model(_entry(_name, _base, _base_args, _ode))
 
 
 @register_model
@@ -93,14 +126,45 @@ def odevit_converted(
 def _create_odevit(variant: str, base: str, pretrained: bool, named: bool = True, **kwargs: Any) -> nn.Module:
     config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
     steps = len(config.steps) if isinstance(config.steps, tuple) else config.steps or 3
-    return build_model_with_cfg(
-        partial(_build, base, config, named),
-        variant,
-        pretrained,
-        pretrained_filter_fn=partial(_filter, base),
-        feature_cfg=dict(out_indices=kwargs.pop('out_indices', min(3, steps)), feature_cls='getter'),
-        **kwargs,
-    )
+    with _one_line(variant):
+        return build_model_with_cfg(
+            partial(_build, base, config, named),
+            variant,
+            pretrained,
+            pretrained_filter_fn=partial(_filter, base),
+            feature_cfg=dict(out_indices=kwargs.pop('out_indices', min(3, steps)), feature_cls='getter'),
+            **kwargs,
+        )
+
+
+def _create_base(variant: str, base: str, pretrained: bool, **kwargs: Any) -> nn.Module:
+    """A plain model of timm's, as a teacher is published."""
+    with _one_line(variant):
+        return build_model_with_cfg(
+            partial(_base_with_args, base),
+            variant,
+            pretrained,
+            pretrained_filter_fn=partial(_filter, base),
+            feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
+            **kwargs,
+        )
+
+
+def _base_with_args(base: str, **kwargs: Any) -> nn.Module:
+    model: Any = timm.create_model(base, **kwargs)
+    model._model_args = {k: v for k, v in kwargs.items() if k not in ('device', 'dtype')}
+    return model
+
+
+@contextmanager
+def _one_line(variant: str) -> Iterator[None]:
+    """Say in one line that weights are neither here nor to be had."""
+    try:
+        yield
+    except (OSError, HfHubHTTPError) as e:
+        why = next(iter(str(e).strip().splitlines()), type(e).__name__)
+        raise OSError(
+            f'The weights of {variant} are not in this installation, and could not be downloaded: {why}') from e
 
 
 def _filter(base: str, state: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:

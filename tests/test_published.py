@@ -1,0 +1,58 @@
+"""The weights in hub/: what is stored loads by name, without a network, and computes what was stored with it."""
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+
+import timm_odevit.odevit
+from timm_odevit import Recipe
+from timm_odevit.blocks import find_ode_blocks
+
+HUB = Path(__file__).parent.parent / 'hub'
+FOLDERS = sorted(path.parent for path in HUB.glob('*/model.safetensors'))
+NAMES = [f'{name}.{tag}' for name, cfgs in timm_odevit.odevit.default_cfgs.items() for tag in cfgs.tags if tag]
+
+
+def test_every_tag_has_its_folder_and_every_folder_its_tag():
+    assert FOLDERS and sorted(NAMES) == [folder.name for folder in FOLDERS]
+    assert set(NAMES) <= set(timm.list_models(pretrained=True))
+
+
+@pytest.mark.parametrize('folder', FOLDERS, ids=lambda f: f.name)
+def test_a_published_model_gives_what_was_stored_with_it(folder):
+    stored = load_file(folder / 'test' / 'tensors.safetensors')
+    by_name = timm.create_model(folder.name, pretrained=True).eval()
+    by_folder = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
+    with torch.no_grad():
+        for model in (by_name, by_folder):
+            torch.testing.assert_close(model(stored['input']), stored['output'], rtol=1e-3, atol=1e-3)  # other kernels
+        for ode in find_ode_blocks(by_name):
+            assert ode.config == by_folder.blocks.config or ode.config.init != by_folder.blocks.config.init
+    for key in ('mean', 'std', 'input_size', 'num_classes'):
+        ours, theirs = (json.dumps(model.pretrained_cfg[key]) for model in (by_name, by_folder))
+        assert ours == theirs
+
+
+@pytest.mark.parametrize('folder', FOLDERS, ids=lambda f: f.name)
+def test_a_published_folder_is_whole(folder):
+    assert (folder / 'model.safetensors').stat().st_size <= 16 * 2 ** 20
+    record = json.loads((folder / 'results.json').read_text())
+    rows = [r for r in record['test'] if r['model'] != 'teacher']
+    card = (folder / 'README.md').read_text()
+    assert all(f"{r['top1']:.2f}" in card for r in rows) and record['command'] in card
+    assert all(r['images'] == 10000 for r in rows)
+    Recipe.load(folder / 'recipe.yaml')
+
+
+def test_weights_that_are_not_here_are_looked_for_once_and_the_failure_is_one_line(monkeypatch):
+    name = NAMES[0]
+    architecture, _, tag = name.partition('.')
+    cfg = timm.get_pretrained_cfg(name)
+    monkeypatch.setattr(cfg, 'file', None)
+    with pytest.raises(OSError) as e:
+        timm.create_model(architecture, pretrained=True, pretrained_cfg=cfg)
+    assert str(e.value).startswith(f'The weights of {architecture} are not in this installation, and could not be downloaded: ')
+    assert '\n' not in str(e.value)

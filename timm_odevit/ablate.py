@@ -1,0 +1,127 @@
+"""Ablations: many recipes over the same data and seeds, and one table."""
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+
+import timm
+import yaml
+from torch import nn
+
+from .blocks import find_ode_blocks
+from .convert import count_parameters
+from .distill.engine import BEST, write_text
+from .evaluate import evaluate
+from .recipe import Recipe
+from .train import loaders, train
+
+__all__ = ['ablate', 'load_recipes']
+
+TABLE, RECORD = 'table.md', 'ablation.json'
+
+
+def load_recipes(paths: Sequence[Union[str, Path]], changes: Sequence[str] = ()) -> Dict[str, Recipe]:
+    """Recipes by name.
+
+    Args:
+        paths: Recipes, see `Recipe.load`; or lists of them, which are YAML files with `base` (a recipe), `variants`
+            (changes by name) and, for all of them, `changes`.
+        changes: Changes of all recipes.
+
+    Raises:
+        ValueError: A file or a name is wrong; the message says which.
+    """
+    found: Dict[str, Recipe] = {}
+    for path in paths:
+        tree = yaml.safe_load(Path(path).read_text()) if Path(path).is_file() else None
+        if not isinstance(tree, dict) or 'variants' not in tree:
+            named = {Path(path).stem: Recipe.load(path, changes)}
+        else:
+            unknown = sorted(set(tree) - {'base', 'variants', 'changes'})
+            if unknown or not isinstance(tree['variants'], dict) or 'base' not in tree:
+                raise ValueError(f"'{path}' must hold base, variants and, if need be, changes"
+                                 f"{f', not {unknown[0]}' if unknown else ''}.")
+            named = {name: Recipe.load(tree['base'], [*tree.get('changes', ()), *own, *changes])
+                     for name, own in tree['variants'].items()}
+        for name, recipe in named.items():
+            if name in found:
+                raise ValueError(f"Two recipes are called '{name}'. Give them other names.")
+            found[name] = recipe
+    return found
+
+
+def ablate(
+        recipes: Dict[str, Recipe],
+        data: Union[str, Path],
+        out: Union[str, Path],
+        *,
+        teacher: Optional[nn.Module] = None,
+        seeds: int = 3,
+        limit: Optional[int] = None,
+        progress: bool = True,
+) -> List[Dict[str, Any]]:
+    """Train each recipe with each seed, and write one table of accuracy on the images held out.
+
+    A run that is finished is not run again, and one that was interrupted goes on.
+
+    Args:
+        recipes: Recipes by name; the first one is what the others are compared with.
+        data: See `train`.
+        out: Folder: `table.md`, `ablation.json`, and one folder per recipe and seed.
+        teacher: See `train`.
+        seeds: Number of seeds, from 0.
+        limit: Use that many images of an .npz only.
+        progress: Show progress bars.
+
+    Returns:
+        For each recipe: name, parameters, seconds per epoch, and for each seed top-1 in percent at the recipe's number
+        of steps, at half and at twice that.
+    """
+    folder = Path(out)
+    rows: List[Dict[str, Any]] = []
+    for number, (name, recipe) in enumerate(recipes.items()):
+        row: Dict[str, Any] = {'name': name, 'parameters': 0, 'seconds': 0., 'top1': [], 'half': [], 'double': []}
+        for seed in range(seeds):
+            place = folder / f'{number:02d}-{seed}'
+            seeded = replace(recipe, seed=seed)
+            history = train(seeded, data, place, teacher=teacher, resume=(place / 'recipe.yaml').exists(), limit=limit,
+                            progress=progress)
+            found = _measure(place, seeded, data, limit)
+            row['parameters'] = found.pop('parameters')
+            row['seconds'] = statistics.mean(record['seconds'] for record in history)
+            for key, value in found.items():
+                row[key].append(value)
+        rows.append(row)
+        write_text(folder / RECORD, json.dumps(rows, indent=2) + '\n')
+        write_text(folder / TABLE, table(rows))
+    return rows
+
+
+def table(rows: Sequence[Dict[str, Any]]) -> str:
+    """The rows as Markdown: means over the seeds, and the standard deviation between them."""
+    lines = ['| recipe | parameters | top-1 % | difference | half K | double K | s per epoch |', '|' + ' --- |' * 7]
+    first = statistics.mean(rows[0]['top1'])
+    for row in rows:
+        top1 = statistics.mean(row['top1'])
+        spread = f" ± {statistics.stdev(row['top1']):.2f}" if len(row['top1']) > 1 else ''
+        others = [f'{statistics.mean(row[key]):.2f}' if row[key] else '-' for key in ('half', 'double')]
+        difference = '' if row is rows[0] else f'{top1 - first:+.2f}'
+        lines.append(f"| {row['name']} | {row['parameters']:,} | {top1:.2f}{spread} | {difference} | {others[0]} | "
+                     f"{others[1]} | {row['seconds']:.0f} |")
+    return '\n'.join(lines) + '\n'
+
+
+def _measure(place: Path, recipe: Recipe, data: Union[str, Path], limit: Optional[int]) -> Dict[str, Any]:
+    model: Any = timm.create_model(f'local-dir:{place / BEST}', pretrained=True)
+    val = loaders(recipe, data, model, limit=limit)[1]
+    found = {'parameters': count_parameters(model)}
+    blocks = find_ode_blocks(model)
+    if len(blocks) != 1:
+        return {**found, 'top1': evaluate(model, val).results[-1].top1}
+    steps = blocks[0].steps
+    counts: List[Tuple[str, int]] = [('top1', steps), ('double', 2 * steps)]
+    if steps % 2 == 0:
+        counts.append(('half', steps // 2))
+    results = evaluate(model, val, steps=[count for _, count in counts]).results
+    return {**found, **{key: r.top1 for (key, _), r in zip(counts, results, strict=True)}}
