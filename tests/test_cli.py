@@ -252,6 +252,9 @@ def test_benchmark(capsys):
     assert run('benchmark', '--img-size', '32', '--batch-size', '2', '--rounds', '2', '--steps', '3') == 0
     out = capsys.readouterr().out
     assert out.count('| 1.000 |') == 2 and 'peak memory' in out
+    assert run('benchmark', '--train', '--img-size', '32', '--batch-size', '2', '--rounds', '2') == 0
+    out = capsys.readouterr().out
+    assert out.count('| 1.000 |') == 1 and out.count('distillation') == 4
 
 
 def test_runs_as_a_module():

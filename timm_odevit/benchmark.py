@@ -3,16 +3,19 @@ import copy
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Sequence
+from functools import partial
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import timm
 import torch
+from timm.task import ClassificationTask
 from torch import Tensor, nn
 
 from .config import OdeConfig
 from .convert import convert_, count_parameters
+from .distill import TrajectoryDistillationTask
 
-__all__ = ['Timing', 'benchmark', 'peak_memory']
+__all__ = ['Timing', 'benchmark', 'benchmark_training', 'peak_memory']
 
 
 @dataclass(frozen=True)
@@ -113,21 +116,84 @@ def peak_memory(model: nn.Module, images: Tensor, steps: Sequence[int]) -> Dict[
     for count in steps:
         with blocks.at(count):
             model(images)
-            if images.is_cuda:
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                model(images)
-                peaks[count] = torch.cuda.max_memory_allocated() - before
-            else:
-                with torch.profiler.profile(profile_memory=True) as profile:
-                    model(images)
-                now = peak = 0
-                for event in profile.profiler.kineto_results.events():
-                    if event.name() == '[memory]':
-                        now += event.nbytes()
-                        peak = max(peak, now)
-                peaks[count] = peak
+            peaks[count] = _peak(partial(model, images), str(images.device))
     return peaks
+
+
+def benchmark_training(
+        model: str = 'vit_tiny_patch16_224',
+        *,
+        img_size: int = 224,
+        batch_size: int = 8,
+        rounds: int = 10,
+        device: str = 'cpu',
+) -> Tuple[List[Timing], Dict[str, int]]:
+    """Time a training step of the base, and steps of distillation into ODE-ViTs, the teacher's forward pass included.
+
+    Args:
+        model: timm name of the base.
+        img_size: Image size in pixels.
+        batch_size: Images per step.
+        rounds: Rounds in which the candidates take turns, after one to warm up.
+        device: Device.
+
+    Returns:
+        One Timing per candidate, against the base; and for each, the largest amount of memory in bytes that its forward
+        and backward pass has allocated at a time, beyond parameters and gradients.
+    """
+    base: Any = timm.create_model(model, img_size=img_size, device=torch.device(device))
+    images = torch.randn(batch_size, base.in_chans, img_size, img_size, device=device)
+    labels = torch.zeros(batch_size, dtype=torch.long, device=device)
+    against = f'{model}, cross-entropy'
+    configs = {'native': OdeConfig(), 'native, rank 8': OdeConfig(time='low_rank', rank=8),
+               'lipschitz': OdeConfig(field='lipschitz', method='euler')}
+    tasks: Dict[str, Any] = {against: ClassificationTask(
+        copy.deepcopy(base), nn.CrossEntropyLoss(), device=torch.device(device), verbose=False)}
+    for name, config in configs.items():
+        for checkpointed in (False, True) if name == 'native' else (False,):
+            student = copy.deepcopy(base)
+            convert_(student, config, keep_original=False)
+            student.set_grad_checkpointing(checkpointed)
+            title = f"ODE-ViT, {name}, distillation{', gradient checkpointing' if checkpointed else ''}"
+            tasks[title] = TrajectoryDistillationTask(student, copy.deepcopy(base), verbose=False)
+
+    def step(task: Any) -> Tensor:
+        for p in task.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
+        loss = task(images, labels)['loss']
+        loss.backward()
+        return loss
+    times: Dict[str, List[float]] = {name: [] for name in tasks}
+    for i in range(rounds + 1):
+        for name, task in tasks.items():
+            task.train()
+            seconds = _time(partial(step, task), device)
+            if i >= 1:
+                times[name].append(seconds)
+    timings = [
+        Timing(name, statistics.median(times[name]),
+               statistics.median(a / b for a, b in zip(times[name], times[against], strict=True)),
+               against, count_parameters(task.get_eval_model()))
+        for name, task in tasks.items()]
+    return timings, {name: _peak(partial(step, task), device) for name, task in tasks.items()}
+
+
+def _peak(call: Callable[[], Any], device: str) -> int:
+    """Bytes that a call, which ran before, has allocated at a time."""
+    if device.startswith('cuda'):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(profile_memory=True) as profile:
+        call()
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == '[memory]':
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
 
 
 def _time(call: Callable[[], Tensor], device: str) -> float:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ._version import __version__
 from .ablate import TABLE, ablate, load_recipes
-from .benchmark import benchmark, peak_memory
+from .benchmark import benchmark, benchmark_training, peak_memory
 from .blocks import find_ode_blocks
 from .config import FIELDS, TIMES, OdeConfig
 from .convert import convert_
@@ -174,18 +174,25 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 def _benchmark(args: argparse.Namespace) -> None:
     _check_name(args.model)
-    rows = benchmark(args.model, img_size=args.img_size, batch_size=args.batch_size, steps=args.steps,
-                     rounds=args.rounds, device=args.device)
+    options: Dict[str, Any] = dict(
+        img_size=args.img_size, batch_size=args.batch_size, rounds=args.rounds, device=args.device)
     print(f'batch {args.batch_size}, {args.img_size} px, {args.device}, {torch.get_num_threads()} threads, '
           f'torch {torch.__version__}, timm {timm.__version__}, median of {args.rounds} rounds')
+    if args.train:
+        rows, peaks = benchmark_training(args.model, **options)
+        print('| training step | ms | ratio | peak memory, MB | parameters |\n| --- | --- | --- | --- | --- |')
+        for row in rows:
+            print(f'| {row.name} | {1000 * row.seconds:.1f} | {row.ratio:.3f} | {peaks[row.name] / 1e6:.1f} | '
+                  f'{row.parameters:,} |')
+        return
     print('| candidate | ms | ratio | parameters |\n| --- | --- | --- | --- |')
-    for row in rows:
+    for row in benchmark(args.model, steps=args.steps, **options):
         print(f'| {row.name} | {1000 * row.seconds:.2f} | {row.ratio:.3f} | {row.parameters:,} |')
     model = timm.create_model(args.model, img_size=args.img_size, device=torch.device(args.device)).eval()
     convert_(model, keep_original=False)
     images = torch.randn(args.batch_size, 3, args.img_size, args.img_size, device=args.device)
-    peaks = peak_memory(model, images, (1, 6, 12, 24))
-    print('peak memory of a forward pass, MB: ' + ', '.join(f'{k} steps {v / 1e6:.1f}' for k, v in peaks.items()))
+    memory = peak_memory(model, images, (1, 6, 12, 24))
+    print('peak memory of a forward pass, MB: ' + ', '.join(f'{k} steps {v / 1e6:.1f}' for k, v in memory.items()))
 
 
 def _load(
@@ -421,6 +428,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument('--batch-size', type=_at_least(1), default=8, help='images per call')
     command.add_argument('--steps', type=_at_least(1), default=12, help='solver steps')
     command.add_argument('--rounds', type=_at_least(1), default=20, help='rounds')
+    command.add_argument('--train', action='store_true', help='time training steps instead, and their peak memory')
     return parser
 
 
