@@ -1,9 +1,10 @@
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from timm.utils import random_seed
 
-from timm_odevit.data import folder_loader, folder_loaders
+from timm_odevit.data import MixupLoader, array_loaders, folder_loader, folder_loaders
 
 
 @pytest.fixture
@@ -108,3 +109,67 @@ def test_refuses(vit, folder):
         folder_loader(path / 'empty', vit())
     with pytest.raises(ValueError, match=r'has 3 classes \(sub-folders\), the model has 5'):
         folder_loader(build(path / 'three', classes=3), vit())
+
+
+# --- arrays
+
+@pytest.fixture
+def arrays(tmp_path):
+    x = np.arange(1, 26, dtype=np.uint8).reshape(1, 5, 5, 1).repeat(100, 0).repeat(3, 3)
+    np.savez(tmp_path / 'data.npz', x_train=x, y_train=np.arange(100) % 5, x_test=x[:10], y_test=np.arange(10) % 5)
+    return tmp_path / 'data.npz'
+
+
+def test_arrays_are_split_shuffled_and_augmented(arrays, vit):
+    train, val, test = array_loaders(arrays, vit(), batch_size=8, padding=1)
+    assert (len(train), len(val), len(test)) == (11, 2, 2)
+    assert sum(len(y) for _, y in val) == 10 and sum(len(y) for _, y in test) == 10
+    train.set_epoch(0)
+    first = [i.tolist() for i in train.indices()]
+    assert first == [i.tolist() for i in train.indices()] and len({i for b in first for i in b}) == 88
+    train.set_epoch(1)
+    assert first != [i.tolist() for i in train.indices()]
+    images, labels = next(iter(train))
+    assert images.shape == (8, 3, 16, 16) and labels.dtype == torch.int64
+    plain = val.prepare(val.images)
+    assert torch.equal(torch.cat([x for x, _ in val]), plain)
+    raw = train.images[:1].repeat(300, 1, 1, 1)
+    found = train.augment(raw)
+    variants = {tuple(image[0].flatten().tolist()) for image in found}
+    assert found.dtype == torch.uint8 and len(variants) == 18 and tuple(range(1, 26)) in variants  # 3 x 3 shifts, mirrored or not
+    train.reprob = 1.
+    erased = train.augment(raw)
+    assert (erased[:, 0] == 0).sum() > (found[:, 0] == 0).sum() and (erased[:, 0] == erased[:, 2]).all()
+
+
+def test_processes_share_an_order_and_no_image(arrays, vit, monkeypatch):
+    train = array_loaders(arrays, vit(), batch_size=8)[0]
+    parts = []
+    for rank in (0, 1):
+        monkeypatch.setattr('timm_odevit.data._world', lambda rank=rank: (rank, 2))
+        parts.append([i.tolist() for i in train.indices()])
+    assert len(parts[0]) == len(train) == 5
+    monkeypatch.setattr('timm_odevit.data._world', lambda: (0, 1))
+    train.batch_size = 16
+    for one, a, b in zip(train.indices(), *parts):
+        assert sorted(one.tolist()) == sorted(a + b)
+
+
+@pytest.mark.parametrize('settings, total', [(dict(mixup=0.5), 1.), (dict(cutmix=1.), 1.), (dict(smoothing=0.1), 1.)])
+def test_mixed_labels_are_probabilities(arrays, vit, settings, total):
+    train = array_loaders(arrays, vit(), batch_size=8)[0]
+    mixed = MixupLoader(train, 5, **settings)
+    images, labels = next(iter(mixed))
+    assert images.shape == (8, 3, 16, 16) and len(mixed) == len(train)
+    torch.testing.assert_close(labels.sum(1), torch.full((8,), total))
+    if 'smoothing' in settings:
+        assert labels.max().item() == pytest.approx(0.92)
+    with pytest.raises(ValueError, match='batch_size must be even; got 7'):
+        MixupLoader(array_loaders(arrays, vit(), batch_size=7)[0], 5, mixup=1.)
+
+
+def test_arrays_that_do_not_fit(arrays, vit, tmp_path):
+    with pytest.raises(ValueError, match='has label 4, the model has 3 classes'):
+        array_loaders(arrays, vit(num_classes=3))
+    with pytest.raises(ValueError, match=r'must hold uint8 images \[N, S, S, 1\] with a label each; got uint8 \[100, 5, 5, 3\]'):
+        array_loaders(arrays, vit(in_chans=1))

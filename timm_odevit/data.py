@@ -365,9 +365,14 @@ class MixupLoader:
             smoothing: float = 0.,
             prob: float = 1.,
     ) -> None:
+        size = getattr(loader, 'batch_size', None)
+        if size is not None and size % 2:
+            raise ValueError(f'mixup takes pairs of images: batch_size must be even; got {size}.')
         self.loader = loader
+        mixes = mixup > 0 or cutmix > 0
         self.mix = Mixup(
-            mixup_alpha=mixup, cutmix_alpha=cutmix, prob=prob, label_smoothing=smoothing, num_classes=classes)
+            mixup_alpha=mixup if mixes else 1., cutmix_alpha=cutmix, prob=prob if mixes else 0.,  # smoothing alone
+            label_smoothing=smoothing, num_classes=classes)
 
     @property
     def sampler(self) -> Optional[Sampler]:

@@ -22,14 +22,13 @@ from timm_odevit.blocks import find_ode_blocks
 from timm_odevit.data import array_loaders
 
 HUB = Path(__file__).parent.parent
-STEPS = (3, 4, 6, 8, 10, 12, 16, 20, 24, 36)
+STEPS = (6, 8, 10, 12, 16, 24)
 DATASETS = {'cifar100': 'CIFAR-100', 'cifar10': 'CIFAR-10'}
 LIMIT = 16 * 2 ** 20
 
 
-def measure(model, data, teacher, batch_size):
+def measure(model, data, batch_size, teacher=None, steps=None):
     test = array_loaders(data, model, batch_size=batch_size)[2]
-    steps = STEPS if find_ode_blocks(model) else None
     return json.loads(evaluate(model, test, steps=steps, teacher=teacher).to_json())
 
 
@@ -133,13 +132,14 @@ def main():
     run, folder = Path(args.run), args.hub / args.name
     model = timm.create_model(f'local-dir:{run / "best"}', pretrained=True).eval()
     teacher = timm.create_model(f'local-dir:{args.teacher}', pretrained=True).eval() if args.teacher else None
-    full, half = measure(model, args.data, teacher, args.batch_size), None
+    steps = STEPS if find_ode_blocks(model) else None
     candidate = halved(model)
-    half = measure(candidate, args.data, teacher, args.batch_size)
-    if trained(half, model)['top1'] >= trained(full, model)['top1'] - 0.05:
-        model, rows, stored = candidate, half, candidate.half()
+    full, rows = measure(model, args.data, args.batch_size), measure(
+        candidate, args.data, args.batch_size, teacher, steps)
+    if trained(rows, model)['top1'] >= trained(full, model)['top1'] - 0.05:
+        stored = candidate.half()
     else:
-        rows, stored = full, model
+        stored, rows = model, measure(model, args.data, args.batch_size, teacher, steps)
     folder.mkdir(parents=True, exist_ok=True)
     save_pretrained(stored, folder)
     model = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
