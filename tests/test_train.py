@@ -245,8 +245,11 @@ def test_a_diverging_field_is_named_with_step_and_t(vit, data, tmp_path):
 
 # --- several processes
 
-def test_two_processes_give_the_losses_of_one_with_the_doubled_batch(place):
-    changes = ['data.padding=0', 'data.flip=0', 'loss.jasmin_weight=0.1', 'loss.task_weight=0.5']
+@pytest.mark.parametrize('more', [[], ['stages=[{task: trajectory, fit: {ema_decay: 0.9}}, {task: trajectory, loss: {steps: [2, 3]}}]',
+                                       'ode={time: low_rank, rank: 2}'], ['stages.0.task=stepwise', 'stages.0.loss=null']],
+                         ids=['autonomous', 'low rank', 'stepwise'])
+def test_two_processes_give_the_losses_of_one_with_the_doubled_batch(place, more):
+    changes = [*more, 'data.padding=0', 'data.flip=0', 'loss.jasmin_weight=0.1', 'loss.task_weight=0.5']
     subprocess.run(command('one', *changes, 'data.batch_size=8'), cwd=place, check=True)
     two = command('two', *changes, 'data.batch_size=4')
     launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', *two[1:]]

@@ -5,12 +5,14 @@ from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.task import TrainingTask
+from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..blocks import find_ode_blocks
 from ..families import find_sites
 from ..spans import Seen, check_images, watch_blocks
 from .engine import HISTORY, LAST, fit
+from .losses import over_processes
 from .task import TrajectoryDistillationTask, check_apart, check_student
 
 __all__ = ['StepwiseTask', 'calibrate_']
@@ -75,9 +77,16 @@ class StepwiseTask(TrainingTask):
         self.teacher.eval()
         return self
 
+    def prepare_distributed(self, device_ids: Optional[list] = None, **ddp_kwargs: Any) -> 'StepwiseTask':
+        """Wrap the student, and not the frozen teacher, in DistributedDataParallel."""
+        from torch.nn.parallel import DistributedDataParallel
+        ddp_kwargs.setdefault('find_unused_parameters', True)  # all that is not a block
+        self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
+        return self
+
     def get_eval_model(self, module: Optional[nn.Module] = None, ema: bool = False) -> Optional[nn.Module]:
         """The student itself, without the wrapper of the training pass."""
-        found: Any = super().get_eval_model(module=module, ema=ema)
+        found: Any = unwrap_model(super().get_eval_model(module=module, ema=ema))
         return found.student if isinstance(found, _Steps) else found
 
 
@@ -95,7 +104,8 @@ class _Steps(nn.Module):
                 start, end = _at(states, step.t), _at(states, step.t + step.h)
                 args, kwargs = handed[int(step.t + 1e-6)]  # a base may hand something else to each layer
                 error = (step(start, *args, **kwargs) - end).float().square().mean()
-                losses.append(error / (end - start).float().square().mean().clamp_min(1e-12))
+                moved = over_processes((end - start).float().square().mean())
+                losses.append(error / moved.clamp_min(1e-12))
         return torch.stack(losses).mean()
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.utils import reduce_tensor
 from torch import Tensor
 
-__all__ = ['attention_loss', 'jasmin_loss', 'logit_loss', 'trajectory_loss']
+__all__ = ['attention_loss', 'jasmin_loss', 'logit_loss', 'over_processes', 'trajectory_loss']
 
 
 def trajectory_loss(
@@ -44,10 +44,19 @@ def trajectory_loss(
 
 
 def _variance(x: Tensor) -> Tensor:
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _several():
         return x.var(correction=0)
-    moments = reduce_tensor(torch.stack([x.mean(), x.square().mean()]).double(), dist.get_world_size())
+    moments = over_processes(torch.stack([x.mean(), x.square().mean()]).double())
     return (moments[1] - moments[0].square()).float()
+
+
+def over_processes(x: Tensor) -> Tensor:
+    """The mean of a tensor without a gradient over all processes, of which each has as many images."""
+    return reduce_tensor(x, dist.get_world_size()) if _several() else x
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def attention_loss(student: Tensor, teacher: Tensor) -> Tensor:

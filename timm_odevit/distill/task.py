@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..blocks import OdeBlocks, find_ode_blocks
 from ..families import field_class
 from ..spans import watch_blocks
+from ..time_dependence import PhasedField, TimeField
 from .checkpoints import distance_times, hidden_states, match, state_at, uniform_times
 from .losses import attention_loss, jasmin_loss, logit_loss, trajectory_loss
 
@@ -302,7 +303,10 @@ class TrajectoryDistillationTask(TrainingTask):
     def prepare_distributed(self, device_ids: Optional[list] = None, **ddp_kwargs: Any) -> 'TrajectoryDistillationTask':
         """Wrap the student, and not the frozen teacher, in DistributedDataParallel."""
         from torch.nn.parallel import DistributedDataParallel
-        if not (self.weights['kd'] or self.weights['task']):  # then the final norm and the head have no gradient
+        student = unwrap_model(self.trainable_module).student
+        timed = any(isinstance(field, (TimeField, PhasedField)) for field in student.modules())
+        # with few steps, layers are left out; without a loss on the logits, the final norm and the head
+        if timed or not (self.weights['kd'] or self.weights['task']):
             ddp_kwargs.setdefault('find_unused_parameters', True)
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
         return self
