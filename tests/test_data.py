@@ -44,7 +44,7 @@ def test_uses_the_folders_own_split(vit, folder):
     assert (len(files(train)), len(files(val))) == (30, 10)
 
 
-@pytest.mark.parametrize('name', ['test', 'validation'])
+@pytest.mark.parametrize('name', ['valid', 'validation'])
 def test_evaluates_on_any_usual_name(vit, folder, name):
     build, path = folder
     build(path / 'images' / 'training')
@@ -52,6 +52,15 @@ def test_evaluates_on_any_usual_name(vit, folder, name):
     train, val = folder_loaders(path / 'images', vit(), batch_size=4, workers=0)
     assert (len(files(train)), len(files(val))) == (30, 10) and not files(train) & files(val)
     assert files(folder_loader(path / 'images', vit(), workers=0)) == files(val)
+
+
+def test_a_test_folder_is_for_the_final_number_only(vit, folder):
+    build, path = folder
+    build(path / 'images' / 'train')
+    build(path / 'images' / 'test', count=2)
+    train, val = folder_loaders(path / 'images', vit(), batch_size=4, workers=0)
+    assert len(files(val)) == 5 and not any('/test/' in str(f) for f in files(train) | files(val))
+    assert len(files(folder_loader(path / 'images', vit(), workers=0))) == 10
 
 
 def test_train_alone_is_split_and_not_evaluated_on_whole(vit, folder):

@@ -243,6 +243,52 @@ def test_a_diverging_field_is_named_with_step_and_t(vit, data, tmp_path):
         fit(task, loader, epochs=1, progress=False)
 
 
+def test_weights_that_are_not_finite_are_not_written(vit, data, tmp_path, monkeypatch):
+    teacher = vit()
+    run(recipe('fit.epochs=1'), data, tmp_path / 'run', teacher)
+    before = (tmp_path / 'run' / 'stage0' / 'last.pt').read_bytes()
+    step = torch.optim.AdamW.step
+    calls = []
+
+    def spoil(self, *args, **kwargs):
+        calls.append(step(self, *args, **kwargs))
+        if len(calls) == 5:  # the last update of the epoch
+            self.param_groups[0]['params'][0].data.fill_(math.nan)
+    monkeypatch.setattr(torch.optim.AdamW, 'step', spoil)
+    with pytest.raises(FloatingPointError, match='weights are not finite after epoch 2'):
+        run(recipe('fit.epochs=2'), data, tmp_path / 'run', teacher, resume=True)
+    assert (tmp_path / 'run' / 'stage0' / 'last.pt').read_bytes() == before
+
+
+@pytest.mark.parametrize('made, message', [
+    (lambda: recipe('grad_checkpointing=true', 'loss.segments=[3]'), 'gradient checkpointing skips'),
+    (lambda: recipe('model=vit_tiny_patch16_224'), 'The recipe names a model'),
+    (lambda: recipe('ode=null', 'stages.0.task=labels'), 'the teacher itself would be trained'),
+    (lambda: recipe('stages.0.train=[]'), 'stages.0.train is empty'),
+    (lambda: recipe('stages=[{}, {train: [low_rank]}]'), "stages.1.train: the model has no parameters of the part 'low_rank'"),
+    (lambda: recipe('stages.0.task=stepwise', 'stages.0.loss={kd_weight: 1}'), 'has no settings of the loss'),
+    (lambda: recipe('loss={exits: [0.5], exit_weight: 1, kd_weight: 0}'), 'exits are trained by kd_weight and task_weight'),
+    *((lambda change=change: recipe(change), message) for change, message in (
+        ('data.batch_size=0', 'data.batch_size must be a whole number of at least 1'),
+        ('data.padding=-1', 'data.padding must be'), ('data.flip=7', 'data.flip must be a number from 0 to 1'),
+        ('data.mixup=-1', 'data.mixup must be'), ('fit.compile=maybe', 'compile must be True or False'),
+        ('fit.epochs=true', 'epochs must be at least 1'))),
+])
+def test_refuses_before_anything_is_written(vit, data, tmp_path, made, message):
+    with pytest.raises(ValueError) as e:
+        run(made(), data, tmp_path / 'run', vit())
+    assert message in str(e.value) and not (tmp_path / 'run').exists()
+
+
+def test_tuples_are_lists_and_fewer_epochs_are_refused(vit, data, tmp_path):
+    made = Recipe(ode={}, data={'batch_size': 8}, loss={'steps': (2, 3)}, fit={'epochs': 2}, stages=(Stage(),))
+    teacher = vit()
+    run(made, data, tmp_path / 'run', teacher)
+    assert len(run(made, data, tmp_path / 'run', teacher, resume=True)) == 2
+    with pytest.raises(ValueError, match='has 2 epochs already, and epochs=1'):
+        run(Recipe.load(tmp_path / 'run' / 'recipe.yaml', ['fit.epochs=1']), data, tmp_path / 'run', teacher, resume=True)
+
+
 # --- several processes
 
 @pytest.mark.parametrize('more', [[], ['stages=[{task: trajectory, fit: {ema_decay: 0.9}}, {task: trajectory, loss: {steps: [2, 3]}}]',

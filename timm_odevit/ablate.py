@@ -59,6 +59,7 @@ def ablate(
         teacher: Optional[nn.Module] = None,
         seeds: int = 3,
         limit: Optional[int] = None,
+        device: str = 'cpu',
         progress: bool = True,
 ) -> List[Dict[str, Any]]:
     """Train each recipe with each seed, and write one table of accuracy on the images held out.
@@ -72,6 +73,7 @@ def ablate(
         teacher: See `train`.
         seeds: Number of seeds, from 0.
         limit: Use that many images of an .npz only.
+        device: Device.
         progress: Show progress bars.
 
     Returns:
@@ -86,8 +88,8 @@ def ablate(
             place = folder / f'{number:02d}-{seed}'
             seeded = replace(recipe, seed=seed)
             history = train(seeded, data, place, teacher=teacher, resume=(place / 'recipe.yaml').exists(), limit=limit,
-                            progress=progress)
-            found = _measure(place, seeded, data, limit)
+                            device=device, progress=progress)
+            found = _measure(place, seeded, data, limit, device)
             row['parameters'] = found.pop('parameters')
             row['seconds'] = statistics.mean(record['seconds'] for record in history)
             for key, value in found.items():
@@ -112,8 +114,14 @@ def table(rows: Sequence[Dict[str, Any]]) -> str:
     return '\n'.join(lines) + '\n'
 
 
-def _measure(place: Path, recipe: Recipe, data: Union[str, Path], limit: Optional[int]) -> Dict[str, Any]:
-    model: Any = timm.create_model(f'local-dir:{place / BEST}', pretrained=True)
+def _measure(
+        place: Path,
+        recipe: Recipe,
+        data: Union[str, Path],
+        limit: Optional[int],
+        device: str,
+) -> Dict[str, Any]:
+    model: Any = timm.create_model(f'local-dir:{place / BEST}', pretrained=True).to(device)
     val = loaders(recipe, data, model, limit=limit)[1]
     found = {'parameters': count_parameters(model)}
     blocks = find_ode_blocks(model)

@@ -28,7 +28,7 @@ from .hub import CONFIG, save_pretrained
 from .methods import METHODS, suggest
 from .recipe import Recipe, builtin_recipes
 from .sizing import choose_size
-from .train import build_student, train
+from .train import train
 
 __all__ = ['main']
 
@@ -122,8 +122,11 @@ def _distill(args: argparse.Namespace) -> None:
     if args.checkpoint is not None:
         if recipe.model is None or args.student:
             raise ValueError('--checkpoint holds weights of the model that the recipe names. Leave it out.')
-        student = build_student(recipe, _load(
-            recipe.model, args, checkpoint=args.checkpoint, **(recipe.model_args or {})))
+        if recipe.ode is not None:
+            raise ValueError('--checkpoint is for a model that is trained as it is. To convert one: odevit convert '
+                             f'MODEL OUT --checkpoint {args.checkpoint}, and then --student local-dir:OUT.')
+        torch.manual_seed(recipe.seed)  # a new head is the same each time
+        student = _load(recipe.model, args, checkpoint=args.checkpoint, **(recipe.model_args or {}))
     try:
         train(recipe, args.data, args.out, teacher=teacher, student=student, resume=args.resume, limit=args.limit,
               device=args.device, progress=not args.quiet)
@@ -144,7 +147,8 @@ def _distill(args: argparse.Namespace) -> None:
 def _ablate(args: argparse.Namespace) -> None:
     recipes = load_recipes(args.recipes, args.set)
     teacher = _load(args.teacher, args) if args.teacher else None
-    ablate(recipes, args.data, args.out, teacher=teacher, seeds=args.seeds, limit=args.limit, progress=not args.quiet)
+    ablate(recipes, args.data, args.out, teacher=teacher, seeds=args.seeds, limit=args.limit, device=args.device,
+           progress=not args.quiet)
     print((Path(args.out) / TABLE).read_text())
 
 

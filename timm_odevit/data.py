@@ -15,7 +15,8 @@ from torch.utils.data import Sampler
 __all__ = ['ArrayLoader', 'MixupLoader', 'array_loaders', 'folder_loader', 'folder_loaders', 'image_loader']
 
 _TRAIN = ('train', 'training')
-_EVAL = ('val', 'valid', 'validation', 'eval', 'evaluation', 'test')
+_VAL = ('val', 'valid', 'validation', 'eval', 'evaluation')
+_EVAL = (*_VAL, 'test')
 
 
 def folder_loader(
@@ -89,7 +90,9 @@ def folder_loaders(
         ValueError: There are no images, or their classes are not the model's; the message says what to do.
     """
     root = _folder(root)
-    train, evaluation = _split(root, _TRAIN), _split(root, _EVAL)
+    train, evaluation = _split(root, _TRAIN), _split(root, _VAL)
+    if train is None and _split(root, ('test',)):
+        evaluation = _split(root, ('test',))  # no folder of classes to train on
     if train is None and evaluation is not None:
         raise ValueError(f"'{root}' has {evaluation.name}/ and no train/ to train on. Give a folder with both.")
     datasets = [_dataset(train or root, model), _dataset(evaluation or train or root, model)]

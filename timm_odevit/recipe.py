@@ -100,6 +100,7 @@ class Recipe:
         _known('data', self.data, DATA)
         _known('loss', self.loss, LOSS)
         _known('fit', self.fit, FIT)
+        _check_data(self.data or {})
         if self.ode is not None:
             self.config  # noqa: B018 (raises what is wrong with it)
         for name in ('cache', 'seed'):
@@ -123,6 +124,10 @@ class Recipe:
         if stage.task not in TASKS:
             raise ValueError(f"{where}.task: unknown task '{stage.task}'. {suggest(str(stage.task), TASKS)}"
                              f"Allowed: {', '.join(TASKS)}.")
+        if not stage.train:
+            raise ValueError(f"{where}.train is empty. Allowed: {', '.join(PARTS)}.")
+        if stage.task != 'trajectory' and stage.loss:
+            raise ValueError(f"{where}.loss: task '{stage.task}' has no settings of the loss. Leave it out.")
         for part in stage.train:
             if part not in PARTS:
                 raise ValueError(f"{where}.train: unknown part '{part}'. {suggest(str(part), PARTS)}"
@@ -204,7 +209,19 @@ def builtin_recipes() -> List[str]:
 def _section(name: str, value: Any) -> Any:
     if value is not None and not isinstance(value, dict):
         raise ValueError(f'{name} must hold keys and values; got {value!r}.')
-    return None if value is None else dict(value)
+    return _plain(value)  # a copy, in which tuples are lists as in YAML
+
+
+def _check_data(data: Dict[str, Any]) -> None:
+    for name, least in (('batch_size', 1), ('padding', 0), ('workers', 0)):
+        value = data.get(name, least)
+        if type(value) is not int or value < least:
+            raise ValueError(f'data.{name} must be a whole number of at least {least}; got {value!r}.')
+    for name in ('flip', 'reprob', 'smoothing', 'prob', 'mixup', 'cutmix', 'held_out'):
+        value = data.get(name, 0.)
+        most = 1. if name not in ('mixup', 'cutmix') else float('inf')
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+            raise ValueError(f'data.{name} must be a number from 0 to {most:g}; got {value!r}.')
 
 
 def _known(name: str, given: Any, known: Sequence[str]) -> None:

@@ -73,10 +73,18 @@ def train(
     for model in (teacher, student):
         if model is not None:
             device = next(model.parameters()).device
-    started = student is not None or teacher is not None
+    if teacher is not None and recipe.model is not None:
+        raise ValueError(
+            f"The recipe names a model, '{recipe.model}', to train without a teacher. Leave one of them out.")
+    if teacher is not None and student is None and recipe.ode is None:
+        raise ValueError('ode is null, so the teacher itself would be trained. Give ode, or a student.')
     host: Any = student if student is not None else teacher
-    if not started:
+    if host is None:
         host = _create(recipe, device)
+    if student is not None and teacher is not None and _normalisation(student) != _normalisation(teacher):
+        if recipe.cache or (recipe.loss or {}).get('checkpoints') == 'distance':
+            raise ValueError('Student and teacher want images normalised otherwise, so neither cache nor checkpoints '
+                             'by distance can be used.')
     train_loader, val_loader, _ = loaders(recipe, data, host, limit=limit)
     calibration = [images.to(device) for images, _ in islice(val_loader, MOMENT_BATCHES)]
     if student is None:
@@ -88,10 +96,15 @@ def train(
         count_updates(train_loader, recipe.settings(stage)[1].get('accumulate', 1))
     if recipe.cache and teacher is not None:
         train_loader = CachedLoader(train_loader, teacher, folder / 'cache', views=recipe.cache, progress=progress)
+    for i, stage in enumerate(recipe.stages):
+        _named(student, stage.train, f'stages.{i}.train')
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()  # all have looked at the folder before the first writes to it
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / RECIPE, text)
+        if not (folder / RECIPE).exists():
+            write_text(folder / RECIPE, text)
     history: List[Dict[str, float]] = []
     trainable = {name for name, p in student.named_parameters() if p.requires_grad}
     for i, (stage, task) in enumerate(zip(recipe.stages, tasks, strict=True)):
@@ -108,6 +121,7 @@ def train(
     if rank == 0:
         best = folder / f'stage{len(recipe.stages) - 1}' / BEST
         shutil.copytree(best, folder / BEST, dirs_exist_ok=True)
+        write_text(folder / RECIPE, text)  # with more epochs, if it was resumed for more
         write_text(folder / HISTORY, json.dumps(history, indent=2) + '\n')
     return history
 
@@ -171,6 +185,11 @@ def _without_end(recipe: Recipe) -> Any:
         replace(stage, loss=loss, fit=fit) for stage, (loss, fit) in zip(recipe.stages, settings, strict=True)))
 
 
+def _normalisation(model: Any) -> Any:
+    cfg = getattr(model, 'pretrained_cfg', None) or {}
+    return [list(cfg.get(key) or ()) for key in ('mean', 'std')]
+
+
 def _create(recipe: Recipe, device: Union[str, torch.device]) -> nn.Module:
     if recipe.model is None:
         raise ValueError('The recipe names no model, and there is no teacher. Give --teacher, or model in the recipe.')
@@ -197,6 +216,9 @@ def _task(
             if teacher is None:
                 raise ValueError("task 'stepwise' follows a teacher. Give one.")
             return StepwiseTask(student, teacher, device=device, verbose=False)
+        if recipe.grad_checkpointing and loss.get('segments'):
+            raise ValueError('segments work by hooks, which gradient checkpointing skips when it runs the steps again. '
+                             'Leave grad_checkpointing or them out.')
         if options.get('compile') and loss.get('segments'):
             raise ValueError('segments work by hooks, which a compiled model skips. Leave fit.compile or them out.')
         for name in ('steps', 'segments', 'exits', 'checkpoints'):
@@ -210,13 +232,19 @@ def _task(
 
 def _choose(student: nn.Module, parts: Sequence[str], trainable: Any) -> List[nn.Parameter]:
     """Let the parameters of some parts learn, and no others."""
+    chosen = _named(student, parts, 'train')
+    for name, p in student.named_parameters():
+        p.requires_grad_(name in chosen and name in trainable)
+    return [p for p in student.parameters() if p.requires_grad]
+
+
+def _named(student: nn.Module, parts: Sequence[str], where: str) -> List[str]:
+    """Names of the parameters of some parts, all of which must be there."""
     chosen = []
     for part in parts:
         found = [name for name, _ in student.named_parameters() if any(
             piece in f'.{name}' if piece.startswith('.') else name.startswith(piece) for piece in PARTS[part])]
         if not found:
-            raise ValueError(f"The model has no parameters of the part '{part}'. Leave it out of train.")
+            raise ValueError(f"{where}: the model has no parameters of the part '{part}'. Leave it out.")
         chosen += found
-    for name, p in student.named_parameters():
-        p.requires_grad_(name in chosen and name in trainable)
-    return [p for p in student.parameters() if p.requires_grad]
+    return chosen

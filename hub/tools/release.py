@@ -3,7 +3,7 @@
     python hub/tools/release.py out/run odevit_tiny_native_patch16_64.deit_tiny_cifar100 cifar100.npz \
         --teacher hub/deit_tiny_patch16_64.cifar100 --command "odevit distill autonomous cifar100.npz out/run ..."
 
-The test images are used here, once. Weights are stored in half precision, unless that costs 0.05 points of top-1.
+The test images are used here only. Weights are stored in half precision, unless that costs 0.05 points of top-1.
 """
 import argparse
 import copy
@@ -71,7 +71,7 @@ model = timm.create_model('{name}', pretrained=True).eval()
 
 ## Results
 
-{images:,} test images of {dataset} at 64 pixels, used once; the epoch was chosen on training images held out.
+{images:,} test images of {dataset} at 64 pixels; the epoch was chosen on training images held out.
 
 {table}
 

@@ -1,9 +1,10 @@
 """What a teacher says of fixed views of the training images, computed once and kept in a memory-mapped file."""
+import hashlib
 import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, List, Tuple, Union
+from typing import Any, Iterable, Iterator, List, Tuple, Union
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from ..data import ArrayLoader
 from ..spans import watch_blocks
+from .engine import write_text
 
 __all__ = ['CachedLoader', 'Recorded']
 
@@ -81,8 +83,8 @@ class CachedLoader:
         n = len(loader.labels)
         self.shape = (views, n, len(states), *states[0].shape[1:])
         size = 2 * int(np.prod(self.shape)) + 4 * views * n * output.shape[1]
-        about = {'shape': list(self.shape), 'classes': output.shape[1], 'teacher': _fingerprint(teacher),
-                 'images': int(loader.images.long().sum()), 'seed': loader.seed,
+        about = {'shape': list(self.shape), 'classes': output.shape[1], 'teacher': _hash(teacher.state_dict().values()),
+                 'images': _hash([loader.images]),
                  'augmentation': [loader.padding, loader.flip, loader.reprob], 'size': list(loader.size)}
         if not self._there(about):
             if progress:
@@ -97,7 +99,10 @@ class CachedLoader:
 
     def _there(self, about: Any) -> bool:
         path = self.folder / ABOUT
-        return path.is_file() and json.loads(path.read_text()) == about
+        try:
+            return path.is_file() and json.loads(path.read_text()) == about
+        except ValueError:  # cut off
+            return False
 
     def _fill(self, teacher: nn.Module, classes: int, about: Any, progress: bool) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +121,7 @@ class CachedLoader:
                     bar.update(len(index))
         states.flush()
         logits.flush()
-        (self.folder / ABOUT).write_text(json.dumps(about))
+        write_text(self.folder / ABOUT, json.dumps(about))
 
     def _images(self, index: Tensor, view: int) -> Tensor:
         images = []
@@ -169,5 +174,8 @@ def _ask(teacher: Any, images: Tensor) -> Tuple[Tensor, List[Tensor]]:
     return output, seen[0][0]
 
 
-def _fingerprint(teacher: nn.Module) -> float:
-    return float(sum(p.detach().double().abs().sum() for p in teacher.parameters()))
+def _hash(tensors: Iterable[Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -129,7 +129,10 @@ def fit(
     history: List[Dict[str, float]] = []
     if resume and folder is not None and (folder / LAST).exists():
         history = _load(folder / LAST, task, optimizer, scaler, settings)
-        if len(history) >= epochs:
+        if len(history) > epochs:
+            raise ValueError(f"'{folder}' has {len(history)} epochs already, and epochs={epochs}. Give more, or "
+                             'another folder.')
+        if len(history) == epochs:
             return history
     if folder is not None:
         describe(models['model'])  # better now than after the first epoch
@@ -152,6 +155,10 @@ def fit(
                 task, train_loader, optimizer, scheduler, scaler, dtype, epoch, updates, total, clip_grad, accumulate,
                 bar))
             record['seconds'] = time.perf_counter() - started
+            if not all(torch.isfinite(p).all() for module in models.values() for p in module.parameters()):
+                raise FloatingPointError(
+                    f'The weights are not finite after epoch {epoch + 1}; what was written before it remains. Start '
+                    'another folder with a lower lr, or with amp bfloat16 or None.')
             model = models['ema' if 'ema' in models else 'model']
             if val_loader is not None and rank == 0:
                 result = evaluate(model, val_loader, amp_dtype=dtype).results[-1]
@@ -197,7 +204,7 @@ def check_fit(**settings: Any) -> None:
     known = {name: p.default for name, p in inspect.signature(fit).parameters.items()}
     given = {**known, **settings}
     for name in ('epochs', 'accumulate'):
-        if name in settings and (not isinstance(given[name], int) or given[name] < 1):
+        if name in settings and (type(given[name]) is not int or given[name] < 1):
             raise ValueError(f'{name} must be at least 1; got {given[name]!r}.')
     for name in ('lr', 'weight_decay', 'min_lr', 'warmup_epochs'):
         value = given[name]
@@ -209,6 +216,8 @@ def check_fit(**settings: Any) -> None:
                          'See timm.optim.list_optimizers().')
     if given['sched'] not in SCHEDS:
         raise ValueError(f"Unknown sched '{given['sched']}'. Allowed: {', '.join(SCHEDS)}.")
+    if not isinstance(given['compile'], bool):
+        raise ValueError(f"compile must be True or False; got {given['compile']!r}.")
     if given['clip_grad'] is not None and not given['clip_grad'] > 0:
         raise ValueError(f"clip_grad must be above 0, or None for no clipping; got {given['clip_grad']!r}.")
     if given['ema_decay'] is not None and not 0 <= given['ema_decay'] < 1:

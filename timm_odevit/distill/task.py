@@ -167,6 +167,8 @@ class TrajectoryDistillationTask(TrainingTask):
             raise ValueError(f'forced is a share of the updates, from 0 to 1; got {self.forced!r}.')
         if not all(0 < t < 1 for t in self.exits):
             raise ValueError(f'exits must be relative times between 0 and 1, such as (0.5, 0.75); got {self.exits}.')
+        if self.exits and not (self.weights['kd'] > 0 or self.weights['task'] > 0):
+            raise ValueError('exits are trained by kd_weight and task_weight, and both are 0. Set one of them.')
         if (self.weights['exit'] > 0) != bool(self.exits):
             raise ValueError('exits and exit_weight go together, such as exits=(0.5, 0.75), exit_weight=0.5.')
         if self.exits and not isinstance(getattr(host, 'norm', None), nn.Module):
@@ -212,6 +214,9 @@ class TrajectoryDistillationTask(TrainingTask):
             first = len(student.blocks._kept('before'))
             pairs = self._pairs(student) if states_t is not None else []
             forced = self._forced(student, states_t) if states_t is not None else {}
+            if forced and getattr(student, 'grad_checkpointing', False):
+                raise ValueError("segments put the teacher's states in by hooks, and gradient checkpointing runs the "
+                                 'steps again without them. Use one of the two.')
             exits = [first + min(max(round(t * count), 1), count - 1) - 1 for t in self.exits] if count > 1 else []
             with _starting_from(student, forced):
                 output, states, jasmin, attention, early = self.trainable_module(
