@@ -328,13 +328,13 @@ def test_ablations_make_one_table_and_go_on(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     (place / 'list.yaml').write_text(yaml.safe_dump({
         'base': 'quick.yaml', 'changes': ['fit.epochs=1', 'stages=[{}]'],
-        'variants': {'ours': [], 'one step': ['ode.steps=1', 'ode.T=1'], 'from block 0': ['ode.init=block:0', 'ode.steps=4']}}, sort_keys=False))
+        'variants': {'ours': [], 'too fast': ['fit.lr=1e30', 'fit.clip_grad=null'], 'one step': ['ode.steps=1', 'ode.T=1'], 'from block 0': ['ode.init=block:0', 'ode.steps=4']}}, sort_keys=False))
     args = ['ablate', 'list.yaml', 'data.npz', 'out', '--teacher', 'local-dir:teacher', '--seeds', '2', '--device', 'cpu', '--quiet']
     assert main(args) == 0
     out = capsys.readouterr().out
-    assert out.count('±') == 3 and '| one step |' in out
+    assert out.count('±') == 3 and '| one step |' in out and '| too fast | - | diverged |' in out
     rows = json.loads((place / 'out' / 'ablation.json').read_text())
-    assert [len(r['top1']) for r in rows] == [2, 2, 2] and len(rows[2]['half']) == 2 and not rows[1]['half']
+    assert [len(r['top1']) for r in rows] == [2, 0, 2, 2] and len(rows[3]['half']) == 2 and not rows[2]['half']
     before = (place / 'out' / '00-0' / 'stage0' / 'last.pt').stat().st_mtime_ns
     assert main(args) == 0 and (place / 'out' / '00-0' / 'stage0' / 'last.pt').stat().st_mtime_ns == before
     (place / 'list.yaml').write_text('{variants: {a: []}, other: 1}')

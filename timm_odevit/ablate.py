@@ -34,7 +34,10 @@ def load_recipes(paths: Sequence[Union[str, Path]], changes: Sequence[str] = ())
     """
     found: Dict[str, Recipe] = {}
     for path in paths:
-        tree = yaml.safe_load(Path(path).read_text()) if Path(path).is_file() else None
+        try:
+            tree = yaml.safe_load(Path(path).read_text()) if Path(path).is_file() else None
+        except yaml.YAMLError as e:
+            raise ValueError(f"'{path}' is no YAML: {' '.join(str(e).split())}") from e
         if not isinstance(tree, dict) or 'variants' not in tree:
             named = {Path(path).stem: Recipe.load(path, changes)}
         else:
@@ -83,12 +86,19 @@ def ablate(
     folder = Path(out)
     rows: List[Dict[str, Any]] = []
     for number, (name, recipe) in enumerate(recipes.items()):
-        row: Dict[str, Any] = {'name': name, 'parameters': 0, 'seconds': 0., 'top1': [], 'half': [], 'double': []}
+        row: Dict[str, Any] = {
+            'name': name, 'parameters': 0, 'seconds': 0., 'diverged': 0, 'top1': [], 'half': [], 'double': []}
         for seed in range(seeds):
             place = folder / f'{number:02d}-{seed}'
             seeded = replace(recipe, seed=seed)
-            history = train(seeded, data, place, teacher=teacher, resume=(place / 'recipe.yaml').exists(), limit=limit,
-                            device=device, progress=progress)
+            try:
+                history = train(
+                    seeded, data, place, teacher=teacher, resume=(place / 'recipe.yaml').exists(), limit=limit,
+                    device=device, progress=progress)
+            except FloatingPointError as e:  # one that diverges is a result
+                print(f'{name}, seed {seed}: {e}')
+                row['diverged'] += 1
+                continue
             found = _measure(place, seeded, data, limit, device)
             row['parameters'] = found.pop('parameters')
             row['seconds'] = statistics.mean(record['seconds'] for record in history)
@@ -103,8 +113,11 @@ def ablate(
 def table(rows: Sequence[Dict[str, Any]]) -> str:
     """The rows as Markdown: means over the seeds, and the standard deviation between them."""
     lines = ['| recipe | parameters | top-1 % | difference | half K | double K | s per epoch |', '|' + ' --- |' * 7]
-    first = statistics.mean(rows[0]['top1'])
+    first = statistics.mean(rows[0]['top1']) if rows[0]['top1'] else float('nan')
     for row in rows:
+        if not row['top1']:
+            lines.append(f"| {row['name']} | - | diverged | | | | |")
+            continue
         top1 = statistics.mean(row['top1'])
         spread = f" ± {statistics.stdev(row['top1']):.2f}" if len(row['top1']) > 1 else ''
         others = [f'{statistics.mean(row[key]):.2f}' if row[key] else '-' for key in ('half', 'double')]
