@@ -280,6 +280,15 @@ def test_refuses_before_anything_is_written(vit, data, tmp_path, made, message):
     assert message in str(e.value) and not (tmp_path / 'run').exists()
 
 
+def test_a_rehearsal_is_not_resumed_as_the_run(vit, data, tmp_path):
+    teacher = vit()
+    run(recipe(), data, tmp_path / 'run', teacher, limit=16)
+    with pytest.raises(ValueError, match='was made with limit 16, this run has None'):
+        run(recipe(), data, tmp_path / 'run', teacher, resume=True)
+    with pytest.raises(ValueError, match='was made with teacher sha256'):
+        run(recipe(), data, tmp_path / 'run', vit(), resume=True, limit=16)
+
+
 def test_tuples_are_lists_and_fewer_epochs_are_refused(vit, data, tmp_path):
     made = Recipe(ode={}, data={'batch_size': 8}, loss={'steps': (2, 3)}, fit={'epochs': 2}, stages=(Stage(),))
     teacher = vit()

@@ -183,6 +183,8 @@ def _benchmark(args: argparse.Namespace) -> None:
     print(f'batch {args.batch_size}, {args.img_size} px, {args.device}, {torch.get_num_threads()} threads, '
           f'torch {torch.__version__}, timm {timm.__version__}, median of {args.rounds} rounds')
     if args.train:
+        if args.steps != 12:
+            raise ValueError('--steps is for the benchmark of inference. Leave it out with --train.')
         rows, peaks = benchmark_training(args.model, **options)
         print('| training step | ms | ratio | peak memory, MB | parameters |\n| --- | --- | --- | --- | --- |')
         for row in rows:

@@ -17,13 +17,14 @@ from torch import nn
 from .convert import convert_
 from .data import MixupLoader, array_loaders, folder_loader, folder_loaders
 from .distill import StepwiseTask, TrajectoryDistillationTask, fit
-from .distill.cache import CachedLoader
+from .distill.cache import CachedLoader, hash_of
 from .distill.engine import BEST, HISTORY, count_updates, write_text
 from .recipe import PARTS, Recipe
 
 __all__ = ['build_student', 'loaders', 'train']
 
 RECIPE = 'recipe.yaml'
+RUN = 'run.json'
 MOMENT_BATCHES = 4  # for what is measured on images: init svd_data, boundaries, checkpoints
 
 
@@ -41,8 +42,8 @@ def train(
 ) -> List[Dict[str, float]]:
     """Run a recipe.
 
-    Writes to `out`: recipe.yaml; stage0/, stage1/, ... as `fit` does; and at the end best/, the best model of the last
-    stage, and history.json, the records of all stages.
+    Writes to `out`: recipe.yaml, and run.json with what else must be the same to resume; stage0/, stage1/, ... as `fit`
+    does; and at the end best/, the best model of the last stage, and history.json, the records of all stages.
 
     Args:
         recipe: What to do.
@@ -86,6 +87,15 @@ def train(
             raise ValueError('Student and teacher want images normalised otherwise, so neither cache nor checkpoints '
                              'by distance can be used.')
     train_loader, val_loader, _ = loaders(recipe, data, host, limit=limit)
+    about = {'limit': limit, 'batches': len(train_loader), **{
+        f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
+        for name, model in (('teacher', teacher), ('student', student))}}
+    if (folder / RUN).exists():
+        before = json.loads((folder / RUN).read_text())
+        for name, value in about.items():
+            if before.get(name) != value:
+                raise ValueError(f"'{out}' was made with {name} {before.get(name)}, this run has {value}. Resume with "
+                                 'what the first run had, or start another folder.')
     calibration = [images.to(device) for images, _ in islice(val_loader, MOMENT_BATCHES)]
     if student is None:
         student = build_student(recipe, host, images=torch.cat(calibration))
@@ -104,6 +114,7 @@ def train(
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / RECIPE).exists():
+            write_text(folder / RUN, json.dumps(about, indent=2) + '\n')
             write_text(folder / RECIPE, text)
     history: List[Dict[str, float]] = []
     trainable = {name for name, p in student.named_parameters() if p.requires_grad}

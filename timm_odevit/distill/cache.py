@@ -16,7 +16,7 @@ from ..data import ArrayLoader
 from ..spans import watch_blocks
 from .engine import write_text
 
-__all__ = ['CachedLoader', 'Recorded']
+__all__ = ['CachedLoader', 'Recorded', 'hash_of']
 
 STATES, LOGITS, ABOUT = 'states.npy', 'logits.npy', 'about.json'
 
@@ -83,8 +83,8 @@ class CachedLoader:
         n = len(loader.labels)
         self.shape = (views, n, len(states), *states[0].shape[1:])
         size = 2 * int(np.prod(self.shape)) + 4 * views * n * output.shape[1]
-        about = {'shape': list(self.shape), 'classes': output.shape[1], 'teacher': _hash(teacher.state_dict().values()),
-                 'images': _hash([loader.images]),
+        about = {'shape': list(self.shape), 'classes': output.shape[1], 'images': hash_of([loader.images]),
+                 'teacher': hash_of(teacher.state_dict().values()),
                  'augmentation': [loader.padding, loader.flip, loader.reprob], 'size': list(loader.size)}
         if not self._there(about):
             if progress:
@@ -174,7 +174,8 @@ def _ask(teacher: Any, images: Tensor) -> Tuple[Tensor, List[Tensor]]:
     return output, seen[0][0]
 
 
-def _hash(tensors: Iterable[Tensor]) -> str:
+def hash_of(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 of the bytes of some tensors."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

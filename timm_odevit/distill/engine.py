@@ -281,6 +281,14 @@ def _train_epoch(
 def _diverging(task: TrainingTask, images: Tensor, dtype: Optional[torch.dtype]) -> str:
     """Where in an ODE-ViT the state stops being finite, in words; nothing for another model or another reason."""
     model = _models(task)['model'].eval()
+    odes = find_ode_blocks(model)
+    if not odes or odes[0].config.adaptive:
+        return ''
+    with odes[0].at(getattr(task, 'drawn', odes[0].steps)):  # as many steps as there were
+        return _watch(model, images, dtype)
+
+
+def _watch(model: nn.Module, images: Tensor, dtype: Optional[torch.dtype]) -> str:
     found: List[str] = []
     hooks = []
     for ode in find_ode_blocks(model):
@@ -289,14 +297,10 @@ def _diverging(task: TrainingTask, images: Tensor, dtype: Optional[torch.dtype])
                 if not found and not torch.isfinite(out).all():
                     found.append(where)
             hooks.append(step.register_forward_hook(look))
-    if not hooks:
-        return ''
     try:
         if not all(torch.isfinite(p).all() for p in model.parameters()):
             return 'Weights of the model are not finite. '
         with torch.autocast(images.device.type, dtype) if dtype is not None else nullcontext():
-            if find_ode_blocks(model)[0].config.adaptive:
-                return ''
             model(images)
     finally:
         for hook in hooks:

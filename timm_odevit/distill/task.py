@@ -143,7 +143,7 @@ class TrajectoryDistillationTask(TrainingTask):
             self.teacher.requires_grad_(False).eval()
         self.trainable_module: Any = _Trainable(student, jasmin_k, jasmin_evaluations)
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
-        self.update, self.updates = 0, 0
+        self.update, self.updates, self.drawn = 0, 0, host.blocks.steps
         cfg = getattr(student, 'pretrained_cfg', None) or {}
         for name, default in (('mean', IMAGENET_DEFAULT_MEAN), ('std', IMAGENET_DEFAULT_STD)):  # timm's teacher's too
             buffer = torch.tensor(cfg.get(name, default), device=self.device, dtype=self.dtype)
@@ -208,6 +208,7 @@ class TrajectoryDistillationTask(TrainingTask):
         if self.training and self.steps is not None:  # by the update, so that all processes draw the same
             count = random.Random(self.update).choice(self.steps)
             self.update += 0 if self.updates else 1
+        self.drawn = count
         output_t, states_t, last_map = self._teach(input, target)
         labels = getattr(target, 'labels', target)
         with student.blocks.at(count):
