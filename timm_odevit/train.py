@@ -123,7 +123,7 @@ def train(
         learning = _choose(student, stage.train, trainable)
         if progress and rank == 0:
             print(f'stage {i}: {stage.task}, {sum(p.numel() for p in learning):,} parameters learn')
-        # a stage draws other images than the one before
+        # another seed a stage: the augmentation is drawn anew, the order of an ArrayLoader follows from the recipe's
         records = fit(task, train_loader, val_loader, out=folder / f'stage{i}', resume=resume, progress=progress,
                       seed=recipe.seed + 1000 * i, **options)
         history += [{'stage': float(i), **record} for record in records]
@@ -227,14 +227,8 @@ def _task(
             if teacher is None:
                 raise ValueError("task 'stepwise' follows a teacher. Give one.")
             return StepwiseTask(student, teacher, device=device, verbose=False)
-        if recipe.grad_checkpointing and loss.get('segments'):
-            raise ValueError('segments work by hooks, which gradient checkpointing skips when it runs the steps again. '
-                             'Leave grad_checkpointing or them out.')
         if options.get('compile') and loss.get('segments'):
             raise ValueError('segments work by hooks, which a compiled model skips. Leave fit.compile or them out.')
-        for name in ('steps', 'segments', 'exits', 'checkpoints'):
-            if isinstance(loss.get(name), list):
-                loss[name] = tuple(loss[name])
         return TrajectoryDistillationTask(
             student, teacher, calibration=calibration, criterion=criterion, device=device, verbose=False, **loss)
     except (TypeError, ValueError) as e:

@@ -114,6 +114,7 @@ class TrajectoryDistillationTask(TrainingTask):
         self.kd_temperature = kd_temperature
         self.steps, self.segments, self.forced, self.exits = steps, tuple(segments), forced, tuple(exits)
         self._check(jasmin_k, jasmin_evaluations, host)
+        self._check_hooks(host)
         if isinstance(teacher, str):
             teacher = DistillationTeacher(
                 teacher, num_classes=host.num_classes, in_chans=host.in_chans, device=device, dtype=dtype).model
@@ -176,6 +177,11 @@ class TrajectoryDistillationTask(TrainingTask):
         if self.weights['attention'] > 0 and min(self.steps or (host.blocks.steps,)) < 2:
             raise ValueError('attention_weight looks at the state before the last step, so it needs at least 2 steps.')
 
+    def _check_hooks(self, student: Any) -> None:
+        if self.segments and getattr(student, 'grad_checkpointing', False):
+            raise ValueError('segments work by hooks, which gradient checkpointing skips when it runs the steps again. '
+                             'Leave one of the two out.')
+
     def _check_alone(self) -> None:
         for name in ('trajectory', 'kd', 'attention'):
             if self.weights[name] > 0:
@@ -215,9 +221,7 @@ class TrajectoryDistillationTask(TrainingTask):
             first = len(student.blocks._kept('before'))
             pairs = self._pairs(student) if states_t is not None else []
             forced = self._forced(student, states_t) if states_t is not None else {}
-            if forced and getattr(student, 'grad_checkpointing', False):
-                raise ValueError("segments put the teacher's states in by hooks, and gradient checkpointing runs the "
-                                 'steps again without them. Use one of the two.')
+            self._check_hooks(student)
             exits = [first + min(max(round(t * count), 1), count - 1) - 1 for t in self.exits] if count > 1 else []
             with _starting_from(student, forced):
                 output, states, jasmin, attention, early = self.trainable_module(
