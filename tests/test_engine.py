@@ -5,6 +5,7 @@ import pytest
 import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
+from timm.optim import muon
 from timm.task import ClassificationTask
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,7 +43,7 @@ def test_trains_and_keeps_last_best_and_history(vit, tmp_path):
     assert top1 == pytest.approx(max(r['val_top1'] for r in history))
 
 
-@pytest.mark.parametrize('settings', [dict(), dict(ema_decay=0.9), dict(amp='bfloat16', opt='sgd')])
+@pytest.mark.parametrize('settings', [dict(), dict(ema_decay=0.9, opt='muon'), dict(amp='bfloat16', opt='sgd')])
 def test_resume_gives_the_weights_of_an_undisturbed_run(vit, tmp_path, monkeypatch, settings):
     whole = build(vit)
     expected = run(whole, **settings)
@@ -65,6 +66,18 @@ def test_resume_gives_the_weights_of_an_undisturbed_run(vit, tmp_path, monkeypat
             assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
     strip = [{k: v for k, v in r.items() if k != 'seconds'} for r in history]
     assert strip == [{k: v for k, v in r.items() if k != 'seconds'} for r in expected]
+
+
+def test_muon_multiplies_in_float32_on_a_cpu(vit, monkeypatch):
+    seen, original = [], muon.zeropower_via_newtonschulz
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs.get('dtype'))
+        return original(*args, **kwargs)
+    monkeypatch.setattr(muon, 'zeropower_via_newtonschulz', spy)
+    history = run(build(vit), opt='muon')
+    assert set(seen) == {torch.float32} and history[-1]['loss'] < history[0]['loss']
+    assert muon.zeropower_via_newtonschulz is spy  # as it was
 
 
 @pytest.mark.parametrize('ema_decay', [None, 0.5])

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 import yaml
 
 from timm_odevit import Recipe, save_pretrained, train
+from timm_odevit.ablate import load_recipes
 from timm_odevit.cli import main
 from timm_odevit.recipe import DATA, FIT, LOSS, PARTS, Stage, builtin_recipes
 
@@ -69,6 +71,7 @@ def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
     (dict(fit={}), 'stages.0.fit.epochs is missing'),
     (dict(fit=3), 'fit must hold keys and values'),
     (dict(grad_checkpointing=1), 'grad_checkpointing must be true or false'),
+    (dict(data={'prob': 0.5}), 'data.prob is the share of the batches that are mixed'),
     (dict(seed=1.5), 'seed must be a whole number'),
 ])
 def test_refuses(bad, message):
@@ -165,13 +168,19 @@ def test_cached_states_are_the_teachers(vit, data, tmp_path, capsys):
     two = train(recipe(*plain, 'cache=2'), data, tmp_path / 'b', teacher=teacher)
     assert [r['loss'] for r in two] == pytest.approx([r['loss'] for r in one], rel=2e-3)  # states in half precision
     assert '2 x 45 images, 4 states each' in capsys.readouterr().out
-    states = np.load(tmp_path / 'b' / 'cache' / 'states.npy', mmap_mode='r')
+    cache, = (tmp_path / 'b' / 'cache').iterdir()
+    states = np.load(cache / 'states.npy', mmap_mode='r')
     assert states.shape == (2, 45, 4, 17, 32) and states.dtype == np.float16
     before = len(calls)
     run(recipe(*plain, 'cache=2', 'fit.epochs=3'), data, tmp_path / 'b', teacher, resume=True)
     assert len(calls) == before + 1  # one image, to know the sizes
+    stepwise = recipe(*plain, stages=[{'task': 'stepwise'}])
+    one = run(stepwise, data, tmp_path / 'c', teacher)
+    two = run(replace(stepwise, cache=2), data, tmp_path / 'd', teacher, cache=tmp_path / 'b' / 'cache')
+    assert [r['loss'] for r in two] == pytest.approx([r['loss'] for r in one], rel=2e-3)
+    assert not (tmp_path / 'd' / 'cache').exists()
     with pytest.raises(ValueError, match='cache keeps the states of whole images, and data.mixup mixes them'):
-        run(recipe('cache=1', 'data.mixup=0.5'), data, tmp_path / 'c', teacher)
+        run(recipe('cache=1', 'data.mixup=0.5'), data, tmp_path / 'e', teacher)
 
 
 # --- faults
@@ -344,13 +353,17 @@ def test_ablations_make_one_table_and_go_on(place, monkeypatch, capsys):
     assert out.count('±') == 3 and '| one step |' in out and '| too fast | - | diverged |' in out
     rows = json.loads((place / 'out' / 'ablation.json').read_text())
     assert [len(r['top1']) for r in rows] == [2, 0, 2, 2] and len(rows[3]['half']) == 2 and not rows[2]['half']
-    before = (place / 'out' / '00-0' / 'stage0' / 'last.pt').stat().st_mtime_ns
-    assert main(args) == 0 and (place / 'out' / '00-0' / 'stage0' / 'last.pt').stat().st_mtime_ns == before
+    before = (place / 'out' / 'ours-0' / 'stage0' / 'last.pt').stat().st_mtime_ns
+    assert main(args) == 0 and (place / 'out' / 'ours-0' / 'stage0' / 'last.pt').stat().st_mtime_ns == before
+    (place / 'list.yaml').write_text('{base: quick.yaml, variants: {a b: [], A-b: []}}')
+    assert main(args) == 2 and "'a b' and 'A-b' would share a folder" in capsys.readouterr().err
+    monkeypatch.chdir(place / 'out')  # base is looked for beside the list
+    assert list(load_recipes([place / 'list.yaml'])) == ['a b', 'A-b']
+    monkeypatch.chdir(place)
     (place / 'list.yaml').write_text('{variants: {a: []}, other: 1}')
     assert main(args) == 2 and 'must hold base, variants' in capsys.readouterr().err
 
 
 def test_the_list_of_ablations_loads():
-    from timm_odevit.ablate import load_recipes
     recipes = load_recipes([os.path.join(os.path.dirname(__file__), '..', 'hub', 'ablation.yaml')])
     assert len(recipes) == len({r.to_yaml() for r in recipes.values()}) >= 15

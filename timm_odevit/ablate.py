@@ -1,5 +1,6 @@
 """Ablations: many recipes over the same data and seeds, and one table."""
 import json
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +19,15 @@ from .train import loaders, train
 
 __all__ = ['ablate', 'load_recipes']
 
-TABLE, RECORD = 'table.md', 'ablation.json'
+TABLE, RECORD, MEASURED = 'table.md', 'ablation.json', 'measured.json'
 
 
 def load_recipes(paths: Sequence[Union[str, Path]], changes: Sequence[str] = ()) -> Dict[str, Recipe]:
     """Recipes by name.
 
     Args:
-        paths: Recipes, see `Recipe.load`; or lists of them, which are YAML files with `base` (a recipe), `variants`
-            (changes by name) and, for all of them, `changes`.
+        paths: Recipes, see `Recipe.load`; or lists of them, which are YAML files with `base` (a recipe, or a file
+            beside the list), `variants` (changes by name) and, for all of them, `changes`.
         changes: Changes of all recipes.
 
     Raises:
@@ -45,7 +46,9 @@ def load_recipes(paths: Sequence[Union[str, Path]], changes: Sequence[str] = ())
             if unknown or not isinstance(tree['variants'], dict) or 'base' not in tree:
                 raise ValueError(f"'{path}' must hold base, variants and, if need be, changes"
                                  f"{f', not {unknown[0]}' if unknown else ''}.")
-            named = {name: Recipe.load(tree['base'], [*tree.get('changes', ()), *own, *changes])
+            beside = Path(path).parent / str(tree['base'])
+            base = beside if beside.is_file() else tree['base']
+            named = {name: Recipe.load(base, [*tree.get('changes', ()), *own, *changes])
                      for name, own in tree['variants'].items()}
         for name, recipe in named.items():
             if name in found:
@@ -67,12 +70,12 @@ def ablate(
 ) -> List[Dict[str, Any]]:
     """Train each recipe with each seed, and write one table of accuracy on the images held out.
 
-    A run that is finished is not run again, and one that was interrupted goes on.
+    A run that is finished is not run again, and one that was interrupted goes on. Recipes with `cache` share it.
 
     Args:
         recipes: Recipes by name; the first one is what the others are compared with.
         data: See `train`.
-        out: Folder: `table.md`, `ablation.json`, and one folder per recipe and seed.
+        out: Folder: `table.md`, `ablation.json`, one folder per recipe and seed, and the cache.
         teacher: See `train`.
         seeds: Number of seeds, from 0.
         limit: Use that many images of an .npz only.
@@ -84,17 +87,21 @@ def ablate(
         of steps, at half and at twice that.
     """
     folder = Path(out)
+    by_slug = {_slug(name): name for name in recipes}
+    for name in recipes:
+        if by_slug[_slug(name)] != name:
+            raise ValueError(f"'{name}' and '{by_slug[_slug(name)]}' would share a folder. Give them other names.")
     rows: List[Dict[str, Any]] = []
-    for number, (name, recipe) in enumerate(recipes.items()):
+    for name, recipe in recipes.items():
         row: Dict[str, Any] = {
             'name': name, 'parameters': 0, 'seconds': 0., 'diverged': 0, 'top1': [], 'half': [], 'double': []}
         for seed in range(seeds):
-            place = folder / f'{number:02d}-{seed}'
+            place = folder / f'{_slug(name)}-{seed}'
             seeded = replace(recipe, seed=seed)
             try:
                 history = train(
                     seeded, data, place, teacher=teacher, resume=(place / 'recipe.yaml').exists(), limit=limit,
-                    device=device, progress=progress)
+                    cache=folder / 'cache', device=device, progress=progress)
             except FloatingPointError as e:  # one that diverges is a result
                 print(f'{name}, seed {seed}: {e}')
                 row['diverged'] += 1
@@ -108,6 +115,10 @@ def ablate(
         write_text(folder / RECORD, json.dumps(rows, indent=2) + '\n')
         write_text(folder / TABLE, table(rows))
     return rows
+
+
+def _slug(name: str) -> str:
+    return re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-.') or 'recipe'
 
 
 def table(rows: Sequence[Dict[str, Any]]) -> str:
@@ -134,15 +145,20 @@ def _measure(
         limit: Optional[int],
         device: str,
 ) -> Dict[str, Any]:
+    if (place / MEASURED).exists():
+        return json.loads((place / MEASURED).read_text())
     model: Any = timm.create_model(f'local-dir:{place / BEST}', pretrained=True).to(device)
     val = loaders(recipe, data, model, limit=limit)[1]
-    found = {'parameters': count_parameters(model)}
+    found: Dict[str, Any] = {'parameters': count_parameters(model)}
     blocks = find_ode_blocks(model)
     if len(blocks) != 1:
-        return {**found, 'top1': evaluate(model, val).results[-1].top1}
-    steps = blocks[0].steps
-    counts: List[Tuple[str, int]] = [('top1', steps), ('double', 2 * steps)]
-    if steps % 2 == 0:
-        counts.append(('half', steps // 2))
-    results = evaluate(model, val, steps=[count for _, count in counts]).results
-    return {**found, **{key: r.top1 for (key, _), r in zip(counts, results, strict=True)}}
+        found['top1'] = evaluate(model, val).results[-1].top1
+    else:
+        steps = blocks[0].steps
+        counts: List[Tuple[str, int]] = [('top1', steps), ('double', 2 * steps)]
+        if steps % 2 == 0:
+            counts.append(('half', steps // 2))
+        results = evaluate(model, val, steps=[count for _, count in counts]).results
+        found.update({key: r.top1 for (key, _), r in zip(counts, results, strict=True)})
+    write_text(place / MEASURED, json.dumps(found))
+    return found

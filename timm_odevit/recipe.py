@@ -222,6 +222,8 @@ def _check_data(data: Dict[str, Any]) -> None:
         most = 1. if name not in ('mixup', 'cutmix') else float('inf')
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
             raise ValueError(f'data.{name} must be a number from 0 to {most:g}; got {value!r}.')
+    if 'prob' in data and not (data.get('mixup') or data.get('cutmix')):
+        raise ValueError('data.prob is the share of the batches that are mixed. Give mixup or cutmix, or leave it out.')
 
 
 def _known(name: str, given: Any, known: Sequence[str]) -> None:

@@ -3,7 +3,6 @@ import copy
 import json
 import shutil
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -15,7 +14,7 @@ from timm.task import ClassificationTask, TrainingTask
 from torch import nn
 
 from .convert import convert_
-from .data import MixupLoader, array_loaders, folder_loader, folder_loaders
+from .data import ArrayLoader, MixupLoader, array_loaders, folder_loader, folder_loaders
 from .distill import StepwiseTask, TrajectoryDistillationTask, fit
 from .distill.cache import CachedLoader, hash_of
 from .distill.engine import BEST, HISTORY, count_updates, write_text
@@ -25,7 +24,7 @@ __all__ = ['build_student', 'loaders', 'train']
 
 RECIPE = 'recipe.yaml'
 RUN = 'run.json'
-MOMENT_BATCHES = 4  # for what is measured on images: init svd_data, boundaries, checkpoints
+SAMPLE = 256  # images for what is measured: init svd_data, boundaries, checkpoints
 
 
 def train(
@@ -37,6 +36,7 @@ def train(
         student: Optional[nn.Module] = None,
         resume: bool = False,
         limit: Optional[int] = None,
+        cache: Optional[Union[str, Path]] = None,
         device: Union[str, torch.device] = 'cpu',
         progress: bool = True,
 ) -> List[Dict[str, float]]:
@@ -50,9 +50,11 @@ def train(
         data: Folder of images, see `folder_loaders`, or .npz of small images, see `array_loaders`.
         out: Folder for the results.
         teacher: timm model; None to train without one.
-        student: Model to train, as it is; None to make it by `build_student`.
+        student: Model to train, as it is, whatever `ode` of the recipe says; None to make it by `build_student`.
         resume: Go on with the run in `out`.
         limit: Use that many images of an .npz only, to rehearse.
+        cache: Folder for the cached states of the teacher, if the recipe wants them; several runs may share it. By
+            default `out`/cache.
         device: Device of a student that is built here without a teacher.
         progress: Show progress bars.
 
@@ -65,6 +67,8 @@ def train(
         OSError: A file could not be written; what was written before remains.
     """
     folder = Path(out)
+    if student is not None:
+        recipe = replace(recipe, ode=None)
     text = recipe.to_yaml()
     if (folder / RECIPE).exists():
         if not resume:
@@ -96,16 +100,17 @@ def train(
             if before.get(name) != value:
                 raise ValueError(f"'{out}' was made with {name} {before.get(name)}, this run has {value}. Resume with "
                                  'what the first run had, or start another folder.')
-    calibration = [images.to(device) for images, _ in islice(val_loader, MOMENT_BATCHES)]
+    calibration = _sample(val_loader, SAMPLE, recipe.seed).to(device)
     if student is None:
-        student = build_student(recipe, host, images=torch.cat(calibration))
+        student = build_student(recipe, host, images=calibration)
     if recipe.grad_checkpointing:
         student.set_grad_checkpointing()  # type: ignore[operator]
     tasks = [_task(recipe, i, student, teacher, calibration) for i in range(len(recipe.stages))]
     for stage in recipe.stages:
         count_updates(train_loader, recipe.settings(stage)[1].get('accumulate', 1))
     if recipe.cache and teacher is not None:
-        train_loader = CachedLoader(train_loader, teacher, folder / 'cache', views=recipe.cache, progress=progress)
+        train_loader = CachedLoader(
+            train_loader, teacher, cache or folder / 'cache', views=recipe.cache, progress=progress)
     for i, stage in enumerate(recipe.stages):
         _named(student, stage.train, f'stages.{i}.train')
     if dist.is_available() and dist.is_initialized():
@@ -123,9 +128,12 @@ def train(
         learning = _choose(student, stage.train, trainable)
         if progress and rank == 0:
             print(f'stage {i}: {stage.task}, {sum(p.numel() for p in learning):,} parameters learn')
-        # another seed a stage: the augmentation is drawn anew, the order of an ArrayLoader follows from the recipe's
+        seed = recipe.seed + 1000 * i  # of the order of the images and of their augmentation
+        arrays = getattr(train_loader, 'loader', train_loader)
+        if isinstance(arrays, ArrayLoader):
+            arrays.seed = seed
         records = fit(task, train_loader, val_loader, out=folder / f'stage{i}', resume=resume, progress=progress,
-                      seed=recipe.seed + 1000 * i, **options)
+                      seed=seed, **options)
         history += [{'stage': float(i), **record} for record in records]
     for name, p in student.named_parameters():
         p.requires_grad_(name in trainable)
@@ -188,6 +196,16 @@ def loaders(
     return train_loader, val_loader, test_loader
 
 
+def _sample(loader: Any, count: int, seed: int) -> torch.Tensor:
+    """Images [B, C, H, W] of a loader that does not augment, drawn at random, the same in all processes."""
+    arrays = isinstance(loader, ArrayLoader)
+    total = len(loader.labels if arrays else loader.dataset)
+    index = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]
+    if arrays:
+        return loader.prepare(loader.images[index.to(loader.images.device)])
+    return torch.stack([loader.dataset[i][0] for i in index.tolist()])
+
+
 def _without_end(recipe: Recipe) -> Any:
     """A recipe but for the epochs of its last stage, which may become more."""
     settings = [recipe.settings(stage) for stage in recipe.stages]
@@ -213,7 +231,7 @@ def _task(
         number: int,
         student: nn.Module,
         teacher: Optional[nn.Module],
-        calibration: Sequence[torch.Tensor],
+        calibration: torch.Tensor,
 ) -> TrainingTask:
     stage = recipe.stages[number]
     loss, options = recipe.settings(stage)
@@ -230,7 +248,8 @@ def _task(
         if options.get('compile') and loss.get('segments'):
             raise ValueError('segments work by hooks, which a compiled model skips. Leave fit.compile or them out.')
         return TrajectoryDistillationTask(
-            student, teacher, calibration=calibration, criterion=criterion, device=device, verbose=False, **loss)
+            student, teacher, calibration=calibration.split(64), criterion=criterion, device=device, verbose=False,
+            **loss)
     except (TypeError, ValueError) as e:
         raise ValueError(f'stages.{number}: {e}') from e
 

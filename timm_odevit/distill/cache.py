@@ -1,6 +1,7 @@
 """What a teacher says of fixed views of the training images, computed once and kept in a memory-mapped file."""
 import hashlib
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class CachedLoader:
     Args:
         loader: Loader of the training images.
         teacher: The teacher.
-        folder: Folder for the files.
+        folder: Folder for the files; each kind of images, teacher and views has a folder of its own in it.
         views: Views of each image.
         progress: Say the size and show a progress bar.
 
@@ -76,7 +77,6 @@ class CachedLoader:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError('cache is for one process. Leave torchrun out, or set cache to 0.')
         self.loader, self.views = loader, views
-        self.folder = Path(folder)
         self.epoch = 0
         with _view(0, 0):
             output, states = _ask(teacher, loader.prepare(loader.images[:1]))
@@ -86,9 +86,11 @@ class CachedLoader:
         about = {'shape': list(self.shape), 'classes': output.shape[1], 'images': hash_of([loader.images]),
                  'teacher': hash_of(teacher.state_dict().values()),
                  'augmentation': [loader.padding, loader.flip, loader.reprob], 'size': list(loader.size)}
+        self.folder = Path(folder) / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
         if not self._there(about):
             if progress:
-                print(f"cache: {size / 1e9:.2f} GB in '{folder}': {views} x {n:,} images, {len(states)} states each")
+                print(f"cache: {size / 1e9:.2f} GB in '{self.folder}': {views} x {n:,} images, "
+                      f'{len(states)} states each')
             free = shutil.disk_usage(next(p for p in self.folder.absolute().parents if p.exists())).free
             if size > 0.95 * free:
                 raise OSError(f"The cache takes {size / 1e9:.2f} GB, and '{folder}' has room for {free / 1e9:.2f} GB. "
@@ -110,6 +112,8 @@ class CachedLoader:
         views, n = self.shape[:2]
         states = np.lib.format.open_memmap(self.folder / STATES, 'w+', np.float16, self.shape)
         logits = np.lib.format.open_memmap(self.folder / LOGITS, 'w+', np.float32, (views, n, classes))
+        for name in (STATES, LOGITS):
+            _allocate(self.folder / name)
         batch = 256
         with tqdm(total=views * n, unit='image', desc='cache', disable=not progress) as bar:
             for view in range(views):
@@ -172,6 +176,13 @@ def _ask(teacher: Any, images: Tensor) -> Tuple[Tensor, List[Tensor]]:
     finally:
         teacher.train(mode)
     return output, seen[0][0]
+
+
+def _allocate(path: Path) -> None:
+    """Take the room on the disk: a memory map on a disk that fills up later kills the process."""
+    if hasattr(os, 'posix_fallocate'):
+        with open(path, 'r+b') as f:
+            os.posix_fallocate(f.fileno(), 0, path.stat().st_size)
 
 
 def hash_of(tensors: Iterable[Tensor]) -> str:

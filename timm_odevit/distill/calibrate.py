@@ -56,19 +56,22 @@ class StepwiseTask(TrainingTask):
         self.teacher = teacher.requires_grad_(False).eval()
         self.trainable_module: Any = _Steps(student)
 
-    def forward(self, input: Tensor, target: Optional[Tensor] = None) -> Dict[str, Tensor]:
+    def forward(self, input: Tensor, target: Any = None) -> Dict[str, Tensor]:
         """Compute the loss of one batch.
 
         Args:
             input: Images [B, C, H, W].
-            target: Not used.
+            target: A Recorded batch with the states of the teacher, or anything else, which is not used.
 
         Returns:
             'loss', the squared error of a step relative to the squared length of what the teacher does in that time,
             averaged over the steps (dimensionless, 1 for a step that stands still), and 'output', the teacher's.
         """
+        recorded = hasattr(target, 'states')
         with torch.no_grad(), watch_blocks(self.runs) as seen:
-            output = self.teacher(input)
+            output = self.teacher(input[:1] if recorded else input)  # one image shows what is handed to the blocks
+        if recorded:
+            output, seen = target.output, [(target.states, seen[0][1])]
         return {'loss': self.trainable_module(seen), 'output': output}
 
     def train(self, mode: bool = True) -> 'StepwiseTask':
