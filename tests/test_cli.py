@@ -43,12 +43,13 @@ def test_convert_distill_evaluate(folder, capsys):
     assert '6 steps on [0, 3], 6 evaluations' in capsys.readouterr().out
     assert timm.create_model('local-dir:new').blocks.steps == 6
     distill = ['distill', 'autonomous', 'images', 'run', '--student', 'local-dir:new', '--teacher', 'local-dir:teacher',
-               '--set', 'data.batch_size=8', '--set', 'loss={checkpoints: distance, jasmin_weight: 0.1}', '--set', 'fit.ema_decay=0.9']
-    assert run(*distill, '--set', 'fit.epochs=2') == 0
-    assert run(*distill, '--set', 'fit.epochs=3', '--set', 'fit.lr=1e-4', '--resume') == 2
+               '--set', 'data.batch_size=8', '--set', 'loss={checkpoints: distance, jasmin_weight: 0.1}', '--set', 'fit.ema_decay=0.9',
+               '--set', 'stages.0.fit.epochs=1']
+    assert run(*distill, '--set', 'stages.1.fit.epochs=2') == 0
+    assert run(*distill, '--set', 'stages.1.fit.epochs=3', '--set', 'fit.opt=adamw', '--resume') == 2
     assert 'is another recipe. Resume with that one' in capsys.readouterr().err
-    assert run(*distill, '--set', 'fit.epochs=3', '--resume') == 0
-    assert len(json.loads((folder / 'run' / 'history.json').read_text())) == 3
+    assert run(*distill, '--set', 'stages.1.fit.epochs=3', '--resume') == 0
+    assert len(json.loads((folder / 'run' / 'history.json').read_text())) == 4
     capsys.readouterr()
     assert run('evaluate', 'local-dir:run/best', 'images', '--teacher', 'local-dir:teacher', '--steps', '1,6',
                '--json', 'found.json') == 0
@@ -164,7 +165,8 @@ MISTAKES = [
         ('fit.sched=plateau', "Unknown sched 'plateau'. Allowed: cosine"),
         ('fit.optt=sgd', "fit has an unknown key 'optt'. Did you mean 'opt'?"),
         ('data.padding=2', 'data.padding is not for a folder of images'),
-        ('stages.1.train=all', "'1' is no number of a stage; there are 0 to 0"),
+        ('stages.2.train=all', "'2' is no number of a stage; there are 0 to 1"),
+        ('fit.epochs=5', "'fit.epochs=5' has no effect, for each stage sets its own epochs. Change stages.0.fit.epochs, "),
         ('stages.0.train=[heads]', "stages.0.train: unknown part 'heads'. Did you mean 'head'?"),
         ('stages.0.task=step', "stages.0.task: unknown task 'step'"),
         ('stages.0.fit.ema_decay=2', 'stages.0: ema_decay must be'),

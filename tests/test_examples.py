@@ -74,7 +74,7 @@ def test_release_makes_the_folder_of_a_published_model(tmp_path, vit, monkeypatc
     np.savez(tmp_path / 'data.npz', x_train=x, y_train=np.arange(60) % 5, x_test=x[:20], y_test=np.arange(20) % 5)
     teacher = vit()
     timm_odevit.save_pretrained(teacher, tmp_path / 'teacher')
-    recipe = timm_odevit.Recipe.load('autonomous', ['fit.epochs=1', 'data.batch_size=16'])
+    recipe = timm_odevit.Recipe.load('autonomous', ['stages.0.fit.epochs=1', 'stages.1.fit.epochs=1', 'data.batch_size=16'])
     timm_odevit.train(recipe, tmp_path / 'data.npz', tmp_path / 'run', teacher=teacher, progress=False)
     release = load(ROOT / 'hub' / 'tools' / 'release.py')
     monkeypatch.setattr(release, 'STEPS', (2, 3, 6))

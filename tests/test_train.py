@@ -46,9 +46,19 @@ def run(made, data, out, teacher=None, **kwargs):
 def test_recipes_of_the_package_load_and_survive_yaml(name):
     made = Recipe.load(name)
     assert Recipe.from_dict(yaml.safe_load(made.to_yaml())) == made
-    changed = Recipe.load(name, ['fit.lr=1e-3', 'seed=3', 'stages.0.fit.epochs=1'])
-    assert changed.settings(changed.stages[0])[1] == {**made.settings(made.stages[0])[1], 'epochs': 1, **(
-        {} if 'lr' in (made.stages[0].fit or {}) else {'lr': 1e-3})} and changed.seed == 3
+    changed = Recipe.load(name, ['stages.0.fit.lr=1e-3', 'seed=3', 'fit.opt=lamb', 'stages.0.fit.epochs=1'])
+    assert changed.settings(changed.stages[0])[1] == {
+        **made.settings(made.stages[0])[1], 'epochs': 1, 'lr': 1e-3, 'opt': 'lamb'} and changed.seed == 3
+
+
+def test_a_change_that_no_stage_would_use_is_an_error():
+    stages = [{'fit': {'epochs': 1}}, {'task': 'stepwise', 'fit': {'epochs': 1}}]
+    with pytest.raises(ValueError, match="'fit.epochs=3' has no effect.*Change stages.0.fit.epochs, stages.1.fit.epochs"):
+        recipe('fit.epochs=3', stages=stages)
+    stages[0]['loss'] = {'steps': [2]}
+    with pytest.raises(ValueError, match=r'Change stages.0.loss.steps\.'):
+        recipe('loss.steps=[3]', stages=stages)
+    assert recipe('fit.lr=1e-4', 'fit.epochs=null', stages=stages).fit == {'lr': 1e-4}
 
 
 @pytest.mark.parametrize('section, keys', [('loss', LOSS), ('fit', FIT), ('data', DATA)])

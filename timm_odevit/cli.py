@@ -399,7 +399,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument('--student', help="'local-dir:FOLDER' of a model to start from, instead of a new one")
     command.add_argument('--checkpoint', help="weights of the recipe's model, to fine-tune it")
     command.add_argument('--set', metavar='KEY=VALUE', action='append', default=[],
-                         help='change the recipe, such as --set fit.epochs=5 --set ode.rank=8')
+                         help='change the recipe, such as --set ode.rank=8 --set stages.0.fit.epochs=5')
     command.add_argument('--resume', action='store_true', help='go on with the run in the folder')
     command.add_argument('--limit', type=_at_least(1), help='use that many images of an .npz only, to rehearse')
     command.add_argument('--quiet', action='store_true', help='no progress bars')

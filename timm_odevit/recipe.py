@@ -188,9 +188,17 @@ class Recipe:
             _set(tree, key.strip().split('.'), _number(yaml.safe_load(text)), change)
         _known(name, tree, [f.name for f in fields(cls)])
         try:
-            return cls(**_numbers(tree))
+            recipe = cls(**_numbers(tree))
         except (TypeError, ValueError) as e:
             raise ValueError(f'{name}: {e}') from None
+        for change in changes:
+            section, _, key = change.partition('=')[0].strip().partition('.')
+            if section in ('fit', 'loss') and key in (getattr(recipe, section) or {}):
+                users = [stage for stage in recipe.stages if section == 'fit' or stage.task == 'trajectory']
+                if all(key in (getattr(stage, section) or {}) for stage in users):
+                    own = ', '.join(f'stages.{i}.{section}.{key}' for i, s in enumerate(recipe.stages) if s in users)
+                    raise ValueError(f"'{change}' has no effect, for each stage sets its own {key}. Change {own}.")
+        return recipe
 
     def to_yaml(self) -> str:
         """The recipe as YAML, with what is not the default."""

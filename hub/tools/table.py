@@ -1,4 +1,4 @@
-"""Write the tables of README.md from hub/*/results.json and hub/dial/*.json, and draw hub/dial/dial.png.
+"""Write the tables of README.md from hub/*/results.json, hub/ablation.json and hub/dial/*.json; draw hub/dial/dial.png.
 
     python hub/tools/table.py            print them
     python hub/tools/table.py --write    put them into README.md, between their marks, and draw
@@ -9,32 +9,46 @@ import re
 import sys
 from pathlib import Path
 
+from timm_odevit import Recipe
+from timm_odevit.ablate import table
+
 HUB = Path(__file__).parent.parent
 README = HUB.parent / 'README.md'
 DIALS = {'imagenet_sample': '500 photos of ImageNet', 'cifar100': 'CIFAR-100'}
 DATASETS = {'cifar100': 'CIFAR-100', 'cifar10': 'CIFAR-10'}
+STEPS = (6, 8, 12, 16, 24)
 # what others kept of their teachers, from their papers
 OTHERS = [
-    ('ODE-ViT Base, arXiv 2511.16501: ViT-B, 7 M', 'CIFAR-100', '7 M', '-', '72.1', '81.8'),
-    ('ODE-ViT Base, arXiv 2511.16501: ViT-B, 7 M', 'CIFAR-10', '7 M', '-', '88.5', '95.9'),
-    ('Raptor, arXiv 2512.19941: DINOv2-B, 2 blocks', 'ImageNet-1k probe', '-', '-', '-', '96'),
-    ('Raptor, arXiv 2512.19941: DINOv2-B, 3 blocks', 'ImageNet-1k probe', '-', '-', '-', '98'),
+    ('ODE-ViT Base, arXiv 2511.16501: of a ViT-B', 'CIFAR-100', '7 M', '72.1', '81.8'),
+    ('ODE-ViT Base, arXiv 2511.16501: of a ViT-B', 'CIFAR-10', '7 M', '88.5', '95.9'),
+    ('Raptor, arXiv 2512.19941: of a DINOv2-B, 2 blocks', 'ImageNet-1k probe', '-', '-', '96'),
+    ('Raptor, arXiv 2512.19941: of a DINOv2-B, 3 blocks', 'ImageNet-1k probe', '-', '-', '98'),
 ]
 
 
 def models():
-    rows = ['| model | data | parameters | K | top-1 % | kept % |', '|' + ' --- |' * 6]
+    heads = ['model', 'data', 'parameters', *(f'K = {steps}' for steps in STEPS), 'kept %']
+    rows = [f"| {' | '.join(heads)} |", '|' + ' --- |' * len(heads)]
     paths = sorted(HUB.glob('*/results.json'), key=lambda path: (path.parent.name.split('_')[-1], path.parent.name))
     for path in paths:
-        record, name = json.loads(path.read_text()), path.parent.name
+        name, test = path.parent.name, json.loads(path.read_text())['test']
         dataset = DATASETS[name.replace('.', '_').rsplit('_', 1)[-1]]
-        for r in record['test']:
-            if r['model'] == 'teacher' or r['steps'] not in (None, 6, 8, 12, 16, 24):
-                continue
-            kept = '-' if r['kept'] is None else f"{r['kept']:.1f}"
-            steps = r['steps'] or '-'
-            rows.append(f"| `{name}` | {dataset} | {r['parameters']:,} | {steps} | {r['top1']:.2f} | {kept} |")
-    return '\n'.join([*rows, *(f"| {' | '.join(row)} |" for row in OTHERS)]) + '\n'
+        recipe = Recipe.load(path.parent / 'recipe.yaml')
+        found = {r['steps']: r for r in test if r['model'] != 'teacher'}
+        trained = set(recipe.settings(recipe.stages[-1])[0].get('steps') or [12])
+        cells = [f"**{found[k]['top1']:.2f}**" if k in trained else f"{found[k]['top1']:.2f}" if k in found else '-'
+                 for k in STEPS] if None not in found else ['', '', f"{found[None]['top1']:.2f}", '', '']
+        row = found.get(12) or found[None]
+        kept = '' if row['kept'] is None else f"{row['kept']:.1f}"
+        rows.append(f"| `{name}` | {dataset} | {row['parameters']:,} | {' | '.join(cells)} | {kept} |")
+    for name, dataset, parameters, top1, kept in OTHERS:
+        rows.append(f'| {name} | {dataset} | {parameters} | | | {top1} | | | {kept} |')
+    return '\n'.join(rows) + '\n'
+
+
+def ablation():
+    path = HUB / 'ablation.json'
+    return table(json.loads(path.read_text())) if path.exists() else ''
 
 
 def dial():
@@ -65,20 +79,20 @@ def _dials():
     return {title: json.loads(path.read_text()) for title, path in paths.items() if path.exists()}
 
 
-TABLES = {'models': models, 'dial': dial}
+TABLES = {'models': models, 'ablation': ablation, 'dial': dial}
 
 
 def main():
     text = README.read_text()
-    for name, table in TABLES.items():
+    for name, make in TABLES.items():
         marks = re.compile(rf'(<!-- {name}: python hub/tools/table.py -->\n).*?(<!-- end -->)', re.S)
-        text = marks.sub(lambda found, table=table: found[1] + table() + found[2], text)
+        text = marks.sub(lambda found, make=make: found[1] + make() + found[2], text)
     if '--write' in sys.argv:
         README.write_text(text)
         if _dials():
             _example().plot(_dials(), HUB / 'dial' / 'dial.png')
     else:
-        print(*(table() for table in TABLES.values()), sep='\n')
+        print(*(make() for make in TABLES.values()), sep='\n')
 
 
 if __name__ == '__main__':
