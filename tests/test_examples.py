@@ -78,14 +78,20 @@ def test_release_makes_the_folder_of_a_published_model(tmp_path, vit, monkeypatc
     timm_odevit.train(recipe, tmp_path / 'data.npz', tmp_path / 'run', teacher=teacher, progress=False)
     release = load(ROOT / 'hub' / 'tools' / 'release.py')
     monkeypatch.setattr(release, 'STEPS', (2, 3, 6))
-    monkeypatch.setattr('sys.argv', [
-        'release.py', str(tmp_path / 'run'), 'odevit_x.deit_tiny_cifar10', str(tmp_path / 'data.npz'), '--teacher',
-        str(tmp_path / 'teacher'), '--command', 'odevit distill', '--device-name', 'a core', '--hub', str(tmp_path / 'hub')])
+    args = ['release.py', str(tmp_path / 'run'), 'odevit_x.deit_tiny_cifar10', str(tmp_path / 'data.npz'), '--teacher',
+            str(tmp_path / 'teacher'), '--command', 'odevit distill', '--device-name', 'a core', '--hub', str(tmp_path / 'hub')]
+    monkeypatch.setattr('sys.argv', args)
     release.main()
     folder = tmp_path / 'hub' / 'odevit_x.deit_tiny_cifar10'
     assert {p.name for p in folder.iterdir()} == {'README.md', 'config.json', 'model.safetensors', 'recipe.yaml', 'results.json', 'test'}
     assert [r['steps'] for r in json.loads((folder / 'results.json').read_text())['test']] == [None, 2, 3, 6]
     model = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
+    assert '| **6** |' in (folder / 'README.md').read_text() and '| 2 |' in (folder / 'README.md').read_text()
     stored = load_file(folder / 'test' / 'tensors.safetensors')
     torch.testing.assert_close(model(stored['input']), stored['output'])
     assert '3 (as saved)' in (folder / 'README.md').read_text()
+    monkeypatch.setattr('sys.argv', [*args, '--earlier', str(folder / 'results.json')])
+    before = json.loads((folder / 'results.json').read_text())
+    release.main()
+    after = json.loads((folder / 'results.json').read_text())
+    assert after['command'] == 'odevit distill\nodevit distill' and after['minutes'] == 2 * before['minutes']

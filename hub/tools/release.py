@@ -71,7 +71,7 @@ model = timm.create_model('{name}', pretrained=True).eval()
 
 ## Results
 
-{images:,} test images of {dataset} at 64 pixels; the epoch was chosen on training images held out.
+{images:,} test images of {dataset} at 64 pixels; the epoch was chosen on training images held out.{bold}
 
 {table}
 
@@ -96,7 +96,7 @@ Apache-2.0. Made from `deit_tiny_patch16_224` (Facebook Research, Apache-2.0; La
 COMPUTE = ' It has fewer parameters than its teacher, not less compute: K evaluations\ncost what K blocks cost.'
 
 
-def card(name, record, model):
+def card(name, record, model, trained_at):
     dataset = DATASETS[name.rsplit('_', 1)[-1].split('.')[-1]]
     row, ode = trained(record['test'], model), bool(find_ode_blocks(model))
     what = f'DeiT-tiny, fine-tuned on {dataset} at 64 pixels: the teacher of the `odevit_*` models of this dataset.'
@@ -106,11 +106,13 @@ def card(name, record, model):
     lines = ['| model | K | NFE | parameters | top-1 % | top-5 % | kept % | agreement % |', '|' + ' --- |' * 8]
     for r in record['test']:
         shown = [f'{r[key]:.2f}' if r[key] is not None else '-' for key in ('top1', 'top5', 'kept', 'agreement')]
+        steps = f"**{r['steps']}**" if r['steps'] in trained_at else r['steps'] or '-'
         mark = ' (as saved)' if ode and r is row else ''
-        lines.append(f"| {r['model']} | {r['steps'] or '-'}{mark} | {r['nfe'] or '-'} | {r['parameters']:,} | "
+        lines.append(f"| {r['model']} | {steps}{mark} | {r['nfe'] or '-'} | {r['parameters']:,} | "
                      f"{' | '.join(shown)} |")
     return CARD.format(
         name=name, what=what, dataset=dataset, dataset_id=dataset.lower().replace('-', ''), images=row['images'],
+        bold=' It was\ntrained with the K in bold.' if trained_at else '',
         table='\n'.join(lines), compute=COMPUTE if ode else '',
         dial='model.blocks.steps = 8    # the compute dial\n' if ode else '',
         **{key: record[key] for key in ('device', 'minutes', 'versions', 'command')})
@@ -123,6 +125,7 @@ def main():
     parser.add_argument('data')
     parser.add_argument('--teacher', help='folder of the teacher')
     parser.add_argument('--command', required=True, help='the command that trained it, for the card')
+    parser.add_argument('--earlier', type=Path, help='results.json of the student that the run went on from')
     parser.add_argument('--device-name', required=True, help='hardware, for the card')
     parser.add_argument('--batch-size', type=int, default=128)
     parser.add_argument('--threads', type=int, default=1)
@@ -148,15 +151,21 @@ def main():
         raise SystemExit(f'{size / 2 ** 20:.1f} MiB are too many; at most 16 MiB.')
     (folder / 'recipe.yaml').write_text(recipe.to_yaml())
     history = json.loads((run / 'history.json').read_text())
+    command, minutes = args.command, sum(r['seconds'] for r in history) / 60
+    if args.earlier:
+        before = json.loads(args.earlier.read_text())
+        command, minutes = f"{before['command']}\n{command}", before['minutes'] + minutes
+    loss = recipe.settings(recipe.stages[-1])[0]
+    trained_at = (loss.get('steps') or [find_ode_blocks(model)[0].steps]) if steps else []
     for r in rows:
         del r['images_per_second']  # the machine was not idle
     record = {
-        'command': args.command, 'device': args.device_name, 'minutes': sum(r['seconds'] for r in history) / 60,
+        'command': command, 'device': args.device_name, 'minutes': minutes,
         'versions': f'timm_odevit {timm_odevit.__version__}, torch {torch.__version__}, timm {timm.__version__}',
         'held_out_top1': max(r['val_top1'] for r in history), 'test': rows,
     }
     (folder / 'results.json').write_text(json.dumps(record, indent=2) + '\n')
-    (folder / 'README.md').write_text(card(args.name, record, model))
+    (folder / 'README.md').write_text(card(args.name, record, model, trained_at))
     generator = np.random.default_rng(0)
     images = torch.from_numpy(generator.standard_normal((2, 3, *model.patch_embed.img_size)).astype(np.float32))
     (folder / 'test').mkdir(exist_ok=True)
