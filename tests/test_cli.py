@@ -155,6 +155,9 @@ MISTAKES = [
     (['distill', 'autonomous', 'images', 'new'], 'The recipe names no model, and there is no teacher. Give --teacher'),
     (['distill', 'autonomous', 'images', 'student', '--teacher', 'local-dir:teacher'], "'student' is not empty"),
     (['distill', 'autonomos', 'images', 'new', '--teacher', 'local-dir:teacher'], "There is no recipe 'autonomos'. Did you mean 'autonomous'?"),
+    (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:student', '--teacher', 'local-dir:teacher', '--set', 'ode.rank=4'],
+     "'ode.rank=4' says how a student is made, and --student gives one"),
+    (['ablate', 'autonomous', 'nowhere', 'new', '--teacher', 'local-dir:teacher'], "There is no 'nowhere'"),
     (['distill', 'list.yaml', 'images', 'new', '--teacher', 'local-dir:teacher'], 'list.yaml must hold keys and values'),
     (['distill', 'bad.yaml', 'images', 'new', '--teacher', 'local-dir:teacher'], "'bad.yaml' is no YAML"),
     (['distill', 'scratch', 'images', 'new', '--set', 'model=vit_tinny'], "Unknown model 'vit_tinny'"),
@@ -165,12 +168,13 @@ MISTAKES = [
         ('fit.sched=plateau', "Unknown sched 'plateau'. Allowed: cosine"),
         ('fit.optt=sgd', "fit has an unknown key 'optt'. Did you mean 'opt'?"),
         ('data.padding=2', 'data.padding is not for a folder of images'),
+        ('data.auto_augment=rnd-m9', "auto_augment 'rnd-m9' is no policy of timm's"),
         ('stages.2.train=all', "'2' is no number of a stage; there are 0 to 1"),
         ('fit.epochs=5', "'fit.epochs=5' has no effect, for each stage sets its own epochs. Change stages.0.fit.epochs, "),
         ('stages.0.train=[heads]', "stages.0.train: unknown part 'heads'. Did you mean 'head'?"),
         ('stages.0.task=step', "stages.0.task: unknown task 'step'"),
         ('stages.0.fit.ema_decay=2', 'stages.0: ema_decay must be'),
-        ('fit.clip_grad=-1', 'clip_grad must be above 0'),
+        ('fit.clip_grad=0', 'clip_grad must be above 0'), ('fit.clip_grad=-1', 'clip_grad must be a finite number of at least 0, or None'),
         ('ode.field=natve', "Unknown field 'natve'. Did you mean 'native'?"),
         ('ode.feld=native', "ode has an unknown key 'feld'. Did you mean 'field'?"),
         ('loss.jasmin_k=500', 'at most the number of tokens, 17'),
@@ -262,3 +266,12 @@ def test_benchmark(capsys):
 def test_runs_as_a_module():
     done = subprocess.run([sys.executable, '-m', 'timm_odevit.cli', '--version'], capture_output=True, text=True, check=True)
     assert done.stdout.startswith('odevit ')
+
+
+def test_a_test_folder_without_labels_is_no_hindrance(folder):
+    (folder / 'all').mkdir()
+    (folder / 'images').rename(folder / 'all' / 'train')
+    (folder / 'all' / 'test').mkdir()
+    Image.new('RGB', (18, 18)).save(folder / 'all' / 'test' / 'a.png')
+    assert run('distill', 'low_rank', 'all', 'new', '--teacher', 'local-dir:teacher', '--set', 'ode.rank=2', '--set', 'data.batch_size=8',
+               '--set', 'stages.0.fit.epochs=1', '--set', 'stages.1.fit.epochs=1') == 0

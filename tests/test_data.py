@@ -61,6 +61,7 @@ def test_a_test_folder_is_for_the_final_number_only(vit, folder):
     train, val = folder_loaders(path / 'images', vit(), batch_size=4, workers=0)
     assert len(files(val)) == 5 and not any('/test/' in str(f) for f in files(train) | files(val))
     assert len(files(folder_loader(path / 'images', vit(), workers=0))) == 10
+    assert files(folder_loader(path / 'images', vit(), workers=0, held_out=0.1)) == files(val)
 
 
 def test_train_alone_is_split_and_not_evaluated_on_whole(vit, folder):
@@ -182,3 +183,8 @@ def test_arrays_that_do_not_fit(arrays, vit, tmp_path):
         array_loaders(arrays, vit(num_classes=3))
     with pytest.raises(ValueError, match=r'must hold uint8 images \[N, S, S, 1\] with a label each; got uint8 \[100, 5, 5, 3\]'):
         array_loaders(arrays, vit(in_chans=1))
+    x, y = np.zeros((4, 5, 5, 3), np.uint8), np.arange(4)
+    for labels, found in ((y[:, None], r'int64 \[4, 1\]'), (y - 1, r'int64 \[4\]'), (y / 2, r'float64 \[4\]')):
+        np.savez(tmp_path / 'bad.npz', x_train=x, y_train=labels, x_test=x, y_test=y)
+        with pytest.raises(ValueError, match=f'must hold labels .*got {found}'):
+            array_loaders(tmp_path / 'bad.npz', vit())

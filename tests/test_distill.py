@@ -4,11 +4,13 @@ import math
 import pytest
 import timm
 import torch
+from timm.optim import create_optimizer_v2
 from timm.task import TrainingTask
 
-from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_
+from timm_odevit import OdeConfig, StepwiseTask, TrajectoryDistillationTask, convert_
 from timm_odevit.distill.checkpoints import distance_times, match, softmax_times, uniform_times
 from timm_odevit.distill.losses import jasmin_loss, logit_loss, trajectory_loss
+from timm_odevit.distill.task import step_counts
 
 PARTS = ('trajectory', 'jasmin', 'kd', 'task')
 
@@ -254,7 +256,7 @@ def test_a_refused_call_changes_nobody(vit):
     (dict(kd_weight=-1), 'kd_weight must be at least 0'),
     (dict(jasmin_k=1), 'jasmin_k must be 0, or at least 2'),
     (dict(jasmin_k=18), 'jasmin_k must be at most the number of tokens, 17'),
-    (dict(jasmin_evaluations=0), 'jasmin_evaluations must be at least 1'),
+    (dict(jasmin_evaluations=0), 'jasmin_evaluations must be a whole number of at least 1'),
 ])
 def test_refuses_settings(vit, settings, message):
     with pytest.raises(ValueError) as e:
@@ -282,3 +284,25 @@ def test_compiles(vit, batch):
     torch.testing.assert_close(task(*batch)['loss'], expected)
     assert task.get_eval_model()(batch[0]).shape == (4, 5)
     torch._dynamo.reset()
+
+
+def test_steps_may_be_shares_and_are_drawn_by_the_seed(vit, images):
+    student, teacher = pair(vit)
+    assert step_counts([0.5, 0.67, 1.0, 1.33, 2.0, 5], 12) == [6, 8, 12, 16, 24, 5] and step_counts([0.1], 3) == [1]
+    task = TrajectoryDistillationTask(student, teacher, steps=(1 / 3, 1.0, 2.0)).train()
+
+    def drawn(seed):
+        found = []
+        for update in range(12):
+            task.begin_update(update, 12, seed)
+            task(images, None)
+            found.append(task.drawn)
+        return found
+    first = drawn(0)
+    assert set(first) == {1, 3, 6} and first == drawn(0) != drawn(1)
+
+
+def test_layer_decay_reaches_the_stepwise_task(vit):
+    student, teacher = pair(vit)
+    optimizer = create_optimizer_v2(StepwiseTask(student, teacher).get_trainable_module(), opt='adamw', lr=1., layer_decay=0.5)
+    assert len({group['lr_scale'] for group in optimizer.param_groups}) == 3  # the stem, the shared block, the head

@@ -89,9 +89,10 @@ def test_release_makes_the_folder_of_a_published_model(tmp_path, vit, monkeypatc
     assert '| **6** |' in (folder / 'README.md').read_text() and '| 2 |' in (folder / 'README.md').read_text()
     stored = load_file(folder / 'test' / 'tensors.safetensors')
     torch.testing.assert_close(model(stored['input']), stored['output'])
-    assert '3 (as saved)' in (folder / 'README.md').read_text()
-    monkeypatch.setattr('sys.argv', [*args, '--earlier', str(folder / 'results.json')])
+    assert '**3** (as saved)' in (folder / 'README.md').read_text()
+    monkeypatch.setattr('sys.argv', [*args, '--earlier', str(folder)])
     before = json.loads((folder / 'results.json').read_text())
     release.main()
     after = json.loads((folder / 'results.json').read_text())
     assert after['command'] == 'odevit distill\nodevit distill' and after['minutes'] == 2 * before['minutes']
+    assert after['epochs'] == 4 and (folder / 'earlier.yaml').read_text() == (folder / 'recipe.yaml').read_text()

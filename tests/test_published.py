@@ -1,5 +1,6 @@
 """The weights in hub/: what is stored loads by name, without a network, and computes what was stored with it."""
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import timm_odevit.odevit
-from timm_odevit import Recipe
+from timm_odevit import Recipe, cli
 from timm_odevit.blocks import find_ode_blocks
 
 HUB = Path(__file__).parent.parent / 'hub'
@@ -44,6 +45,9 @@ def test_a_published_folder_is_whole(folder):
     card = (folder / 'README.md').read_text()
     assert all(f"{r['top1']:.2f}" in card for r in rows) and record['command'] in card
     assert all(r['images'] == 10000 for r in rows)
+    for line in record['command'].splitlines():
+        args = cli._parser().parse_args(shlex.split(line.split('now: ')[-1])[1:])
+        assert Recipe.load(HUB.parent / args.recipe if 'hub/' in args.recipe else args.recipe, args.set).stages
     Recipe.load(folder / 'recipe.yaml')
 
 

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import math
 import os
@@ -6,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +17,11 @@ import torch
 import yaml
 
 from timm_odevit import Recipe, save_pretrained, train
-from timm_odevit.ablate import load_recipes
+from timm_odevit.ablate import load_recipes, table
 from timm_odevit.cli import main
+from timm_odevit.data import array_loaders
+from timm_odevit.distill.cache import CachedLoader
+from timm_odevit.fields import NativeField
 from timm_odevit.recipe import DATA, FIT, LOSS, PARTS, Stage, builtin_recipes
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=5)
@@ -83,6 +88,11 @@ def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
     (dict(grad_checkpointing=1), 'grad_checkpointing must be true or false'),
     (dict(data={'prob': 0.5}), 'data.prob is the share of the batches that are mixed'),
     (dict(seed=1.5), 'seed must be a whole number'),
+    (dict(stages=[{'train': 3}]), 'stages.0.train must be a list of parts; got 3'),
+    (dict(loss={'kd_weight': 1}, stages=[{'task': 'labels'}]), 'loss is for stages of the task trajectory'),
+    (dict(fit={'epochs': 1, 'clip_grad': 'abc'}), "clip_grad must be a finite number of at least 0, or None; got 'abc'"),
+    (dict(fit={'epochs': 1, 'amp': ['a']}), "Unknown amp '['a']'"),
+    (dict(fit={'epochs': 1, 'opt': 'adahessian'}), 'needs second derivatives'),
 ])
 def test_refuses(bad, message):
     with pytest.raises(ValueError) as e:
@@ -130,7 +140,9 @@ def test_from_scratch_without_a_teacher(data, tmp_path):
                                    f'model_args={json.dumps({**TINY, "ode_steps": 3})}'])
     history = run(made, data, tmp_path / 'run')
     assert history[-1]['task_loss'] < history[0]['task_loss'] and math.isfinite(history[-1]['jasmin_loss'])
-    assert 'kd_loss' in history[0] and math.isnan(history[0]['kd_loss'])
+    assert 'kd_loss' not in history[0] and 'NaN' not in (tmp_path / 'run' / 'history.json').read_text()
+    with pytest.raises(ValueError, match='cache keeps what a teacher says, and there is none'):
+        run(replace(made, cache=1), data, tmp_path / 'new')
     with pytest.raises(ValueError, match='trajectory_weight needs a teacher'):
         run(Recipe.load('scratch', ['loss.trajectory_weight=1', f'model_args={json.dumps(TINY)}']), data, tmp_path / 'new')
     assert not (tmp_path / 'new').exists()
@@ -151,11 +163,17 @@ def test_accumulation_is_a_larger_batch(vit, data, tmp_path):
     assert [r['loss'] for r in two] == pytest.approx([r['loss'] for r in one], rel=1e-4)
 
 
-def test_gradient_checkpointing_changes_nothing(vit, data, tmp_path):
-    teacher = vit()
-    one = run(recipe(), data, tmp_path / 'a', teacher)
-    two = run(recipe(grad_checkpointing=True), data, tmp_path / 'b', teacher)
+@pytest.mark.parametrize('task', ['trajectory', 'stepwise'])
+def test_gradient_checkpointing_changes_no_loss_and_runs_the_steps_again(vit, data, tmp_path, monkeypatch, task):
+    teacher, calls = vit(), []
+    forward = NativeField.forward
+    monkeypatch.setattr(NativeField, 'forward', lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
+    made = recipe(ode={'method': 'euler'}, stages=[{'task': task}])
+    one = run(made, data, tmp_path / 'a', teacher)
+    plain = len(calls)
+    two = run(replace(made, grad_checkpointing=True), data, tmp_path / 'b', teacher)
     assert [r['loss'] for r in two] == pytest.approx([r['loss'] for r in one], rel=1e-5)
+    assert len(calls) - plain > 1.5 * plain
 
 
 def test_compiles(vit, data, tmp_path, monkeypatch):
@@ -178,8 +196,7 @@ def test_cached_states_are_the_teachers(vit, data, tmp_path, capsys):
     two = train(recipe(*plain, 'cache=2'), data, tmp_path / 'b', teacher=teacher)
     assert [r['loss'] for r in two] == pytest.approx([r['loss'] for r in one], rel=2e-3)  # states in half precision
     assert '2 x 45 images, 4 states each' in capsys.readouterr().out
-    cache, = (tmp_path / 'b' / 'cache').iterdir()
-    states = np.load(cache / 'states.npy', mmap_mode='r')
+    states = np.load(next((tmp_path / 'b' / 'cache').glob('*/states.npy')), mmap_mode='r')
     assert states.shape == (2, 45, 4, 17, 32) and states.dtype == np.float16
     before = len(calls)
     run(recipe(*plain, 'cache=2', 'fit.epochs=3'), data, tmp_path / 'b', teacher, resume=True)
@@ -189,8 +206,31 @@ def test_cached_states_are_the_teachers(vit, data, tmp_path, capsys):
     two = run(replace(stepwise, cache=2), data, tmp_path / 'd', teacher, cache=tmp_path / 'b' / 'cache')
     assert [r['loss'] for r in two] == pytest.approx([r['loss'] for r in one], rel=2e-3)
     assert not (tmp_path / 'd' / 'cache').exists()
-    with pytest.raises(ValueError, match='cache keeps the states of whole images, and data.mixup mixes them'):
+    with pytest.raises(ValueError, match='data.mixup, data.cutmix and data.smoothing change them'):
         run(recipe('cache=1', 'data.mixup=0.5'), data, tmp_path / 'e', teacher)
+    run(recipe('cache=1', stages=[{}, {'task': 'labels'}]), data, tmp_path / 'e', teacher)
+
+
+def test_a_cache_is_for_one_preprocessing_and_filled_by_one_run(vit, data, tmp_path, monkeypatch):
+    teacher, calls = vit(), []
+    fill = CachedLoader._fill
+    monkeypatch.setattr(CachedLoader, '_fill', lambda *args: (calls.append(1), time.sleep(0.2), fill(*args)))
+
+    def build(_=None):
+        loader = array_loaders(data, teacher, batch_size=8)[0]
+        return CachedLoader(loader, teacher, tmp_path / 'cache', progress=False)
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(build, range(2))
+    assert len(calls) == 1 and one.folder == two.folder and np.array_equal(one.states, two.states) and one.states.any()
+    teacher.pretrained_cfg['mean'] = (0., 0., 0.)
+    assert build().folder != one.folder
+    with pytest.raises(ValueError, match='a ResNet has none'):
+        CachedLoader(one.loader, timm.create_model('resnet10t', num_classes=5), tmp_path / 'cache')
+
+
+def test_a_model_with_batch_norm_is_trained_too(data, tmp_path):
+    model = timm.create_model('xcit_nano_12_p16_224', img_size=16, patch_size=8, embed_dim=32, num_heads=2, depth=2, num_classes=5)
+    run(recipe(ode=None, stages=[{'task': 'labels'}]), data, tmp_path / 'run', student=model)
 
 
 # --- faults
@@ -284,10 +324,14 @@ def test_weights_that_are_not_finite_are_not_written(vit, data, tmp_path, monkey
     (lambda: recipe('model=vit_tiny_patch16_224'), 'The recipe names a model'),
     (lambda: recipe('ode=null', 'stages.0.task=labels'), 'the teacher itself would be trained'),
     (lambda: recipe('stages.0.train=[]'), 'stages.0.train is empty'),
-    (lambda: recipe('stages=[{}, {train: [low_rank]}]'), "stages.1.train: the model has no parameters of the part 'low_rank'"),
+    (lambda: recipe('cache=1', 'stages=[{}, {train: [low_rank]}]'), "stages.1.train: the model has no parameters of the part 'low_rank'"),
     (lambda: recipe('stages.0.task=stepwise', 'stages.0.loss={kd_weight: 1}'), 'has no settings of the loss'),
     (lambda: recipe('loss={exits: [0.5], exit_weight: 1, kd_weight: 0}'), 'exits are trained by kd_weight and task_weight'),
     *((lambda change=change: recipe(change), message) for change, message in (
+        ('loss={kd_weight: 0, trajectory_weight: 0}', 'All weights of the loss are 0'),
+        ('loss.kd_temperature=-1', 'kd_temperature must be above 0'), ('loss.steps=[true]', 'steps must be a list of whole numbers'),
+        ('loss.segments=3', 'segments must be a list'), ('loss.jasmin_evaluations=1.5', 'must be a whole number of at least 1'),
+        ('loss.steps=[2, 3', "'loss.steps=[2, 3' holds no YAML"),
         ('data.batch_size=0', 'data.batch_size must be a whole number of at least 1'),
         ('data.padding=-1', 'data.padding must be'), ('data.flip=7', 'data.flip must be a number from 0 to 1'),
         ('data.mixup=-1', 'data.mixup must be'), ('fit.compile=maybe', 'compile must be True or False'),
@@ -306,10 +350,14 @@ def test_a_rehearsal_is_not_resumed_as_the_run(vit, data, tmp_path):
         run(recipe(), data, tmp_path / 'run', teacher, resume=True)
     with pytest.raises(ValueError, match='was made with teacher sha256'):
         run(recipe(), data, tmp_path / 'run', vit(), resume=True, limit=16)
+    arrays = dict(np.load(data))
+    np.savez(tmp_path / 'other.npz', **{**arrays, 'x_train': arrays['x_train'][::-1]})
+    with pytest.raises(ValueError, match='was made with data sha256'):
+        run(recipe(), tmp_path / 'other.npz', tmp_path / 'run', teacher, resume=True, limit=16)
 
 
 def test_tuples_are_lists_and_fewer_epochs_are_refused(vit, data, tmp_path):
-    made = Recipe(ode={}, data={'batch_size': 8}, loss={'steps': (2, 3)}, fit={'epochs': 2}, stages=(Stage(),))
+    made = Recipe(ode={'blocks': (0, 2)}, data={'batch_size': 8}, loss={'steps': (2, 3)}, fit={'epochs': 2}, stages=(Stage(),))
     teacher = vit()
     run(made, data, tmp_path / 'run', teacher)
     assert len(run(made, data, tmp_path / 'run', teacher, resume=True)) == 2
@@ -365,6 +413,10 @@ def test_ablations_make_one_table_and_go_on(place, monkeypatch, capsys):
     assert [len(r['top1']) for r in rows] == [2, 0, 2, 2] and len(rows[3]['half']) == 2 and not rows[2]['half']
     before = (place / 'out' / 'ours-0' / 'stage0' / 'last.pt').stat().st_mtime_ns
     assert main(args) == 0 and (place / 'out' / 'ours-0' / 'stage0' / 'last.pt').stat().st_mtime_ns == before
+    assert main([*args, '--set', 'fit.epochs=2']) == 0  # what went on is measured again
+    weights = (place / 'out' / 'ours-0' / 'best' / 'model.safetensors').read_bytes()
+    measured = json.loads((place / 'out' / 'ours-0' / 'measured.json').read_text())
+    assert measured['weights sha256'] == hashlib.sha256(weights).hexdigest()
     (place / 'list.yaml').write_text('{base: quick.yaml, variants: {a b: [], A-b: []}}')
     assert main(args) == 2 and "'a b' and 'A-b' would share a folder" in capsys.readouterr().err
     monkeypatch.chdir(place / 'out')  # base is looked for beside the list
@@ -372,6 +424,17 @@ def test_ablations_make_one_table_and_go_on(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     (place / 'list.yaml').write_text('{variants: {a: []}, other: 1}')
     assert main(args) == 2 and 'must hold base, variants' in capsys.readouterr().err
+    for text, message in (('variants: {}', 'must hold base, variants'), ('variants: {a: fit.lr=1}', "variant 'a' must be a list of changes"),
+                          ('variants: {a: [{fit.lr: 1}]}', "variant 'a' must be a list"), ('changes: 3, variants: {a: }', 'changes must be'),
+                          ('variants: {a: [ode.rnk=3]}', "variant 'a': quick.yaml: ode has an unknown key"),
+                          ('variants: {a: [seed=3]}', "'a' has seed 3, and ablations draw their own")):
+        (place / 'list.yaml').write_text(f'{{base: quick.yaml, {text}}}')
+        assert main(args) == 2 and message in capsys.readouterr().err
+
+
+def test_the_table_says_which_seeds_diverged():
+    row = {'name': 'a', 'parameters': 1, 'seconds': 1., 'diverged': 1, 'top1': [50., 60.], 'half': [], 'double': []}
+    assert '| 55.00 ± 7.07 (1 of 3 diverged) |' in table([row])
 
 
 def test_the_list_of_ablations_loads():

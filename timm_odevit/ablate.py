@@ -1,4 +1,5 @@
 """Ablations: many recipes over the same data and seeds, and one table."""
+import hashlib
 import json
 import re
 import statistics
@@ -14,6 +15,7 @@ from .blocks import find_ode_blocks
 from .convert import count_parameters
 from .distill.engine import BEST, write_text
 from .evaluate import evaluate
+from .hub import WEIGHTS
 from .recipe import Recipe
 from .train import loaders, train
 
@@ -42,14 +44,20 @@ def load_recipes(paths: Sequence[Union[str, Path]], changes: Sequence[str] = ())
         if not isinstance(tree, dict) or 'variants' not in tree:
             named = {Path(path).stem: Recipe.load(path, changes)}
         else:
-            unknown = sorted(set(tree) - {'base', 'variants', 'changes'})
-            if unknown or not isinstance(tree['variants'], dict) or 'base' not in tree:
+            unknown = sorted(map(str, set(tree) - {'base', 'variants', 'changes'}))
+            if unknown or not isinstance(tree['variants'], dict) or not tree['variants'] or 'base' not in tree:
                 raise ValueError(f"'{path}' must hold base, variants and, if need be, changes"
                                  f"{f', not {unknown[0]}' if unknown else ''}.")
+            common = _changes(f"'{path}', changes", tree.get('changes'))
             beside = Path(path).parent / str(tree['base'])
             base = beside if beside.is_file() else tree['base']
-            named = {name: Recipe.load(base, [*tree.get('changes', ()), *own, *changes])
-                     for name, own in tree['variants'].items()}
+            named = {}
+            for name, own in tree['variants'].items():
+                where = f"'{path}', variant '{name}'"
+                try:
+                    named[str(name)] = Recipe.load(base, [*common, *_changes(where, own), *changes])
+                except ValueError as e:
+                    raise ValueError(f'{where}: {e}') from None
         for name, recipe in named.items():
             if name in found:
                 raise ValueError(f"Two recipes are called '{name}'. Give them other names.")
@@ -88,7 +96,9 @@ def ablate(
     """
     folder = Path(out)
     by_slug = {_slug(name): name for name in recipes}
-    for name in recipes:
+    for name, recipe in recipes.items():
+        if recipe.seed:
+            raise ValueError(f"'{name}' has seed {recipe.seed}, and ablations draw their own, from 0. Leave it out.")
         if by_slug[_slug(name)] != name:
             raise ValueError(f"'{name}' and '{by_slug[_slug(name)]}' would share a folder. Give them other names.")
     rows: List[Dict[str, Any]] = []
@@ -117,6 +127,12 @@ def ablate(
     return rows
 
 
+def _changes(where: str, given: Any) -> List[str]:
+    if not isinstance(given or [], list) or not all(isinstance(change, str) for change in given or []):
+        raise ValueError(f'{where} must be a list of changes, such as [fit.lr=1e-3, ode.rank=8]; got {given!r}.')
+    return given or []
+
+
 def _slug(name: str) -> str:
     return re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-.') or 'recipe'
 
@@ -131,6 +147,8 @@ def table(rows: Sequence[Dict[str, Any]]) -> str:
             continue
         top1 = statistics.mean(row['top1'])
         spread = f" ± {statistics.stdev(row['top1']):.2f}" if len(row['top1']) > 1 else ''
+        if row['diverged']:
+            spread += f" ({row['diverged']} of {row['diverged'] + len(row['top1'])} diverged)"
         others = [f'{statistics.mean(row[key]):.2f}' if row[key] else '-' for key in ('half', 'double')]
         difference = '' if row is rows[0] else f'{top1 - first:+.2f}'
         lines.append(f"| {row['name']} | {row['parameters']:,} | {top1:.2f}{spread} | {difference} | {others[0]} | "
@@ -145,11 +163,15 @@ def _measure(
         limit: Optional[int],
         device: str,
 ) -> Dict[str, Any]:
+    found: Dict[str, Any]
+    weights = hashlib.sha256((place / BEST / WEIGHTS).read_bytes()).hexdigest()
     if (place / MEASURED).exists():
-        return json.loads((place / MEASURED).read_text())
+        found = json.loads((place / MEASURED).read_text())
+        if found.pop('weights sha256', None) == weights:
+            return found
     model: Any = timm.create_model(f'local-dir:{place / BEST}', pretrained=True).to(device)
-    val = loaders(recipe, data, model, limit=limit)[1]
-    found: Dict[str, Any] = {'parameters': count_parameters(model)}
+    _, val = loaders(recipe, data, model, limit=limit)
+    found = {'parameters': count_parameters(model)}
     blocks = find_ode_blocks(model)
     if len(blocks) != 1:
         found['top1'] = evaluate(model, val).results[-1].top1
@@ -160,5 +182,5 @@ def _measure(
             counts.append(('half', steps // 2))
         results = evaluate(model, val, steps=[count for _, count in counts]).results
         found.update({key: r.top1 for (key, _), r in zip(counts, results, strict=True)})
-    write_text(place / MEASURED, json.dumps(found))
+    write_text(place / MEASURED, json.dumps({**found, 'weights sha256': weights}))
     return found

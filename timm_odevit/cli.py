@@ -2,6 +2,7 @@
 import argparse
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Dict, List, Optional, Tuple, Union
@@ -109,18 +110,21 @@ def _calibrate(args: argparse.Namespace) -> None:
 
 
 def _distill(args: argparse.Namespace) -> None:
+    for change in args.set if args.student else []:
+        if change.partition('=')[0].split('.')[0].strip() in ('ode', 'model', 'model_args'):
+            raise ValueError(f"'{change}' says how a student is made, and --student gives one. Leave one out.")
     recipe = Recipe.load(args.recipe, args.set)
+    if args.student:
+        recipe = replace(recipe, ode=None, model=None, model_args=None)
     if not args.resume:
         _refuse_existing(args.out, force=False)
-    if not Path(args.data).exists():
-        raise ValueError(f"There is no '{args.data}'. Give a {_DATA}, or an .npz of small images.")
     init_distributed_device(args)  # under torchrun; sets args.device, distributed and rank
     student = _load(args.student, args) if args.student else None
     teacher = _load(args.teacher, args) if args.teacher else None
     if teacher is None and student is None and recipe.model:
         _check_name(recipe.model)
     if args.checkpoint is not None:
-        if recipe.model is None or args.student:
+        if recipe.model is None:
             raise ValueError('--checkpoint holds weights of the model that the recipe names. Leave it out.')
         if recipe.ode is not None:
             raise ValueError('--checkpoint is for a model that is trained as it is. To convert one: odevit convert '

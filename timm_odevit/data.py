@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from timm.data import Mixup, create_dataset, create_loader, resolve_data_config
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, Sampler
 
 __all__ = ['ArrayLoader', 'MixupLoader', 'array_loaders', 'folder_loader', 'folder_loaders', 'image_loader']
 
@@ -35,7 +35,8 @@ def folder_loader(
         model: timm model that will see the images.
         batch_size: Images per batch.
         workers: Worker processes.
-        held_out: Only the share of each class that `folder_loaders` holds out of training with this share and seed.
+        held_out: Only the share of each class that `folder_loaders` holds out of training with this share and seed,
+            or val/ where there is one.
         seed: Of that choice.
 
     Returns:
@@ -45,7 +46,7 @@ def folder_loader(
         ValueError: There are no images, or their classes are not the model's; the message says what to do.
     """
     root = _folder(root)
-    train, evaluation = _split(root, _TRAIN), _split(root, _EVAL)
+    train, evaluation = _split(root, _TRAIN), _split(root, _EVAL if held_out is None else _VAL)
     if evaluation is None and train is not None and held_out is None:
         raise ValueError(
             f"'{root}' has {train.name}/ and no val/ or test/ to evaluate on. Give the folder of classes itself, or "
@@ -80,7 +81,7 @@ def folder_loaders(
         held_out: Share of each class held out, where there is no val/; at least one image of each class.
         auto_augment: timm's policy of augmentation, such as 'rand-m9-mstd0.5-inc1' for RandAugment.
         reprob: Probability of erasing a part of an image.
-        seed: Of the choice of images held out.
+        seed: Of the choice of images held out, and with several processes of their order.
 
     Returns:
         Two DataLoaders of (images [B, C, H, W], labels [B]) that share no image; of several processes, each trains on a
@@ -103,8 +104,15 @@ def folder_loaders(
     if evaluation is None:
         for dataset, training in zip(datasets, (True, False), strict=True):
             dataset.reader.samples = _part(dataset.reader.samples, training, held_out, seed)
-    return (_loader(datasets[0], model, batch_size, workers, train=True, auto_augment=auto_augment, re_prob=reprob),
-            _loader(datasets[1], model, batch_size, workers, train=False))
+    try:
+        train_loader = _loader(
+            datasets[0], model, batch_size, workers, train=True, auto_augment=auto_augment, re_prob=reprob)
+    except (AssertionError, AttributeError, TypeError, ValueError) as e:  # how timm says that it knows no such policy
+        raise ValueError(f"auto_augment '{auto_augment}' is no policy of timm's, such as 'rand-m9-mstd0.5-inc1' or "
+                         "'original'.") from e
+    if isinstance(train_loader.sampler, DistributedSampler):
+        train_loader.sampler.seed = seed
+    return train_loader, _loader(datasets[1], model, batch_size, workers, train=False)
 
 
 def image_loader(
@@ -239,6 +247,9 @@ def array_loaders(
         if not fits or len(images) != len(labels):
             raise ValueError(f"'{path}' must hold uint8 images [N, S, S, {model.in_chans}] with a label each; got "
                              f'{images.dtype} {list(images.shape)} and {len(labels)} labels.')
+        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or not len(labels) or labels.min() < 0:
+            raise ValueError(f"'{path}' must hold labels [N], whole numbers from 0; got {labels.dtype} "
+                             f'{list(labels.shape)}. Where they are [N, 1]: labels.reshape(-1).')
         if int(labels.max()) >= model.num_classes:
             raise ValueError(f"'{path}' has label {int(labels.max())}, the model has {model.num_classes} classes. Give "
                              'the data that the model was made for, or create the model with its number of classes.')

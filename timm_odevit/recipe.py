@@ -23,11 +23,11 @@ PARTS: Dict[str, Tuple[str, ...]] = {
     'base': ('blocks.shared.base.', '.base.'),
     'vectors': ('.vectors.',),
     'low_rank': ('.up.', '.down.'),
-    'tokens': ('cls_token', 'reg_token'),
+    'tokens': ('cls_token', 'dist_token', 'reg_token'),
     'pos_embed': ('pos_embed',),
-    'patch_embed': ('patch_embed.',),
-    'norm': ('norm.', 'fc_norm.'),
-    'head': ('head.',),
+    'patch_embed': ('patch_embed.', 'stem.'),
+    'norm': ('norm.', 'norm_pre.', 'fc_norm.'),
+    'head': ('head.', 'head_dist.', 'attn_pool.'),
 }
 
 
@@ -94,9 +94,9 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ('model_args', 'data', 'loss', 'fit'):
+        for name in ('ode', 'model_args', 'data', 'loss', 'fit'):
             object.__setattr__(self, name, _section(name, getattr(self, name)))
-        _known('ode', _section('ode', self.ode), ODE)
+        _known('ode', self.ode, ODE)
         _known('data', self.data, DATA)
         _known('loss', self.loss, LOSS)
         _known('fit', self.fit, FIT)
@@ -112,14 +112,19 @@ class Recipe:
         if not isinstance(self.stages, (list, tuple)) or not self.stages:
             raise ValueError('stages must be a list of at least one stage, such as [{task: trajectory}].')
         object.__setattr__(self, 'stages', tuple(self._stage(i, stage) for i, stage in enumerate(self.stages)))
+        if self.loss and all(stage.task != 'trajectory' for stage in self.stages):
+            raise ValueError('loss is for stages of the task trajectory, and there is none. Leave it out.')
 
     def _stage(self, number: int, given: Any) -> Stage:
         where = f'stages.{number}'
         if not isinstance(given, Stage):
             _known(where, _section(where, given), [f.name for f in fields(Stage)])
             given = Stage(**(given or {}))
+        parts = [given.train] if isinstance(given.train, str) else given.train
+        if not isinstance(parts, (list, tuple)):
+            raise ValueError(f'{where}.train must be a list of parts; got {parts!r}. Allowed: {", ".join(PARTS)}.')
         stage = replace(
-            given, train=(given.train,) if isinstance(given.train, str) else tuple(given.train),
+            given, train=tuple(parts),
             loss=_section(f'{where}.loss', given.loss), fit=_section(f'{where}.fit', given.fit))
         if stage.task not in TASKS:
             raise ValueError(f"{where}.task: unknown task '{stage.task}'. {suggest(str(stage.task), TASKS)}"
@@ -165,7 +170,7 @@ class Recipe:
             ValueError: There is no such recipe, it cannot be read, or something in it is unknown or out of range.
         """
         path = Path(name)
-        if path.suffix not in ('.yaml', '.yml') and not path.exists():
+        if path.suffix not in ('.yaml', '.yml') and not path.is_file():
             path = FOLDER / f'{name}.yaml'
         if not path.is_file():
             known = builtin_recipes()
@@ -185,7 +190,11 @@ class Recipe:
             key, equals, text = change.partition('=')
             if not equals:
                 raise ValueError(f"'{change}' is no change of a recipe, such as fit.lr=1e-3.")
-            _set(tree, key.strip().split('.'), _number(yaml.safe_load(text)), change)
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError as e:
+                raise ValueError(f"'{change}' holds no YAML: {' '.join(str(e).split())}") from e
+            _set(tree, key.strip().split('.'), _number(value), change)
         _known(name, tree, [f.name for f in fields(cls)])
         try:
             recipe = cls(**_numbers(tree))
@@ -274,8 +283,10 @@ def _numbers(tree: Any) -> Any:
 
 def _number(value: Any) -> Any:
     """YAML 1.1 reads 1e-3 as text."""
+    if not isinstance(value, str) or 'e' not in value.lower() or value[:1] not in '0123456789.-+':
+        return value
     try:
-        return float(value) if isinstance(value, str) and 'e' in value and value[:1] in '0123456789.-+' else value
+        return float(value)
     except ValueError:
         return value
 

@@ -1,5 +1,6 @@
 """Run a recipe: build the student, train it stage by stage, keep what is needed to go on and to say how it was made."""
 import copy
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -14,10 +15,11 @@ from timm.task import ClassificationTask, TrainingTask
 from torch import nn
 
 from .convert import convert_
-from .data import ArrayLoader, MixupLoader, array_loaders, folder_loader, folder_loaders
+from .data import ArrayLoader, MixupLoader, array_loaders, folder_loaders
 from .distill import StepwiseTask, TrajectoryDistillationTask, fit
 from .distill.cache import CachedLoader, hash_of
 from .distill.engine import BEST, HISTORY, count_updates, write_text
+from .hub import describe
 from .recipe import PARTS, Recipe
 
 __all__ = ['build_student', 'loaders', 'train']
@@ -90,8 +92,10 @@ def train(
         if recipe.cache or (recipe.loss or {}).get('checkpoints') == 'distance':
             raise ValueError('Student and teacher want images normalised otherwise, so neither cache nor checkpoints '
                              'by distance can be used.')
-    train_loader, val_loader, _ = loaders(recipe, data, host, limit=limit)
-    about = {'limit': limit, 'batches': len(train_loader), **{
+    if recipe.cache and teacher is None:
+        raise ValueError('cache keeps what a teacher says, and there is none. Give one, or set cache to 0.')
+    train_loader, val_loader = loaders(recipe, data, host, limit=limit)
+    about = {'limit': limit, 'batches': len(train_loader), 'data sha256': _hash_of_data(train_loader, val_loader), **{
         f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
         for name, model in (('teacher', teacher), ('student', student))}}
     if (folder / RUN).exists():
@@ -105,14 +109,15 @@ def train(
         student = build_student(recipe, host, images=calibration)
     if recipe.grad_checkpointing:
         student.set_grad_checkpointing()  # type: ignore[operator]
+    describe(student)  # better now than after the first epoch
+    for i, stage in enumerate(recipe.stages):
+        _named(student, stage.train, f'stages.{i}.train')
     tasks = [_task(recipe, i, student, teacher, calibration) for i in range(len(recipe.stages))]
     for stage in recipe.stages:
         count_updates(train_loader, recipe.settings(stage)[1].get('accumulate', 1))
-    if recipe.cache and teacher is not None:
-        train_loader = CachedLoader(
-            train_loader, teacher, cache or folder / 'cache', views=recipe.cache, progress=progress)
-    for i, stage in enumerate(recipe.stages):
-        _named(student, stage.train, f'stages.{i}.train')
+    cached: Any = train_loader
+    if recipe.cache:
+        cached = CachedLoader(train_loader, teacher, cache or folder / 'cache', views=recipe.cache, progress=progress)
     if dist.is_available() and dist.is_initialized():
         dist.barrier()  # all have looked at the folder before the first writes to it
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -129,10 +134,11 @@ def train(
         if progress and rank == 0:
             print(f'stage {i}: {stage.task}, {sum(p.numel() for p in learning):,} parameters learn')
         seed = recipe.seed + 1000 * i  # of the order of the images and of their augmentation
-        arrays = getattr(train_loader, 'loader', train_loader)
+        arrays = train_loader.loader if isinstance(train_loader, MixupLoader) else train_loader
         if isinstance(arrays, ArrayLoader):
             arrays.seed = seed
-        records = fit(task, train_loader, val_loader, out=folder / f'stage{i}', resume=resume, progress=progress,
+        loader = train_loader if stage.task == 'labels' else cached
+        records = fit(task, loader, val_loader, out=folder / f'stage{i}', resume=resume, progress=progress,
                       seed=seed, **options)
         history += [{'stage': float(i), **record} for record in records]
     for name, p in student.named_parameters():
@@ -167,11 +173,14 @@ def loaders(
         model: Any,
         *,
         limit: Optional[int] = None,
-) -> Tuple[Any, Any, Any]:
-    """Batches to train on, to validate on (held out of training), and to test on (None where a folder has no test/)."""
+) -> Tuple[Any, Any]:
+    """Batches to train on, and to validate on: images held out of training."""
     settings = dict(recipe.data or {})
     mixing = {k: settings.pop(k, default) for k, default in (
         ('mixup', 0.), ('cutmix', 0.), ('smoothing', 0.), ('prob', 1.))}
+    if not Path(data).exists():
+        raise ValueError(f"There is no '{data}'. Give a folder with one sub-folder of images per class, or with train/ "
+                         'and val/ of that kind, or an .npz of small images.')
     arrays = Path(data).is_file()
     for name in ('auto_augment', 'workers') if arrays else ('padding', 'flip'):
         if settings.get(name) is not None:
@@ -179,21 +188,30 @@ def loaders(
             raise ValueError(f"data.{name} is not for {kind}: '{data}'. Leave it out.")
     train_loader: Any
     if arrays:
-        train_loader, val_loader, test_loader = array_loaders(
-            data, model, limit=limit, seed=recipe.seed, **settings)
+        train_loader, val_loader, _ = array_loaders(data, model, limit=limit, seed=recipe.seed, **settings)
     else:
         if limit is not None:
             raise ValueError(f"limit is for an .npz; '{data}' is a folder.")
         train_loader, val_loader = folder_loaders(data, model, seed=recipe.seed, **settings)
-        test, test_loader = Path(data) / 'test', None
-        if test.is_dir():
-            test_loader = folder_loader(
-                test, model, **{k: settings[k] for k in ('batch_size', 'workers') if k in settings})
     if any(mixing[k] for k in ('mixup', 'cutmix', 'smoothing')):
         if recipe.cache:
-            raise ValueError('cache keeps the states of whole images, and data.mixup mixes them. Use one of the two.')
+            raise ValueError('cache keeps what a teacher says of images as they are, and data.mixup, data.cutmix and '
+                             'data.smoothing change them or their labels. Set cache to 0, or leave those out.')
         train_loader = MixupLoader(train_loader, model.num_classes, **mixing)
-    return train_loader, val_loader, test_loader
+    return train_loader, val_loader
+
+
+def _hash_of_data(*loaders: Any) -> str:
+    """SHA-256 of the images and labels in memory, or of the names and labels of the files."""
+    found = hashlib.sha256()
+    for loader in loaders:
+        plain = loader.loader if isinstance(loader, MixupLoader) else loader
+        if isinstance(plain, ArrayLoader):
+            found.update(hash_of([plain.images, plain.labels]).encode())
+        else:
+            files = [[*Path(path).parts[-2:], label] for path, label in plain.dataset.reader.samples]
+            found.update(json.dumps(files).encode())
+    return found.hexdigest()
 
 
 def _sample(loader: Any, count: int, seed: int) -> torch.Tensor:
@@ -222,8 +240,13 @@ def _normalisation(model: Any) -> Any:
 def _create(recipe: Recipe, device: Union[str, torch.device]) -> nn.Module:
     if recipe.model is None:
         raise ValueError('The recipe names no model, and there is no teacher. Give --teacher, or model in the recipe.')
-    torch.manual_seed(recipe.seed)
-    return timm.create_model(recipe.model, **(recipe.model_args or {})).to(device)
+    torch.manual_seed(recipe.seed)  # a new head is the same each time
+    try:
+        return timm.create_model(recipe.model, **(recipe.model_args or {})).to(device)
+    except OSError as e:
+        raise OSError(f"The weights of '{recipe.model}' could not be had: {' '.join(str(e).split())[:200]} Without a "
+                      'network, give --checkpoint FILE; or train from random weights by model_args.pretrained=false.'
+                      ) from e
 
 
 def _task(

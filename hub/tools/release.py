@@ -21,6 +21,7 @@ import timm_odevit
 from timm_odevit import Recipe, evaluate, save_pretrained
 from timm_odevit.blocks import find_ode_blocks
 from timm_odevit.data import array_loaders
+from timm_odevit.distill.task import step_counts
 
 HUB = Path(__file__).parent.parent
 STEPS = (6, 8, 10, 12, 16, 24)
@@ -71,13 +72,13 @@ model = timm.create_model('{name}', pretrained=True).eval()
 
 ## Results
 
-{images:,} test images of {dataset} at 64 pixels; the epoch was chosen on training images held out.{bold}
+{images:,} test images of {dataset} at {pixels} pixels; the epoch was chosen on training images held out.{bold}
 
 {table}
 
 ## How it was trained
 
-On {device}, {minutes:.0f} minutes, {versions}, by the `recipe.yaml` beside this file:
+On {device}, {minutes:.0f} minutes, {versions}; the recipes lie beside this file:
 
 ```bash
 {command}
@@ -85,8 +86,7 @@ On {device}, {minutes:.0f} minutes, {versions}, by the `recipe.yaml` beside this
 
 ## Limits
 
-Trained on {dataset} only, 32-pixel photos of its classes enlarged to 64; it knows nothing else. It was trained for a
-short time on a CPU: longer training gives more.{compute}
+Trained on {dataset} only, 32-pixel photos of its classes enlarged to {pixels}; it knows nothing else.{short}{compute}
 
 ## Licence and provenance
 
@@ -98,8 +98,10 @@ COMPUTE = ' It has fewer parameters than its teacher, not less compute: K evalua
 
 def card(name, record, model, trained_at):
     dataset = DATASETS[name.rsplit('_', 1)[-1].split('.')[-1]]
+    pixels, epochs = model.patch_embed.img_size[0], record['epochs']
+    short = f'\n{epochs} epochs are few: longer training gives more.' if epochs < 20 else ''
     row, ode = trained(record['test'], model), bool(find_ode_blocks(model))
-    what = f'DeiT-tiny, fine-tuned on {dataset} at 64 pixels: the teacher of the `odevit_*` models of this dataset.'
+    what = f'DeiT-tiny, fine-tuned on {dataset} at {pixels} pixels: the teacher of the `odevit_*` models of it.'
     if ode:
         what = ('One shared transformer block that an ODE solver evaluates K times (ODE-ViT, arXiv 2511.16501),\n'
                 f'distilled from a DeiT-tiny that was fine-tuned on {dataset}.')
@@ -111,7 +113,8 @@ def card(name, record, model, trained_at):
         lines.append(f"| {r['model']} | {steps}{mark} | {r['nfe'] or '-'} | {r['parameters']:,} | "
                      f"{' | '.join(shown)} |")
     return CARD.format(
-        name=name, what=what, dataset=dataset, dataset_id=dataset.lower().replace('-', ''), images=row['images'],
+        name=name, what=what, pixels=pixels, short=short, dataset=dataset,
+        dataset_id=dataset.lower().replace('-', ''), images=row['images'],
         bold=' It was\ntrained with the K in bold.' if trained_at else '',
         table='\n'.join(lines), compute=COMPUTE if ode else '',
         dial='model.blocks.steps = 8    # the compute dial\n' if ode else '',
@@ -125,7 +128,7 @@ def main():
     parser.add_argument('data')
     parser.add_argument('--teacher', help='folder of the teacher')
     parser.add_argument('--command', required=True, help='the command that trained it, for the card')
-    parser.add_argument('--earlier', type=Path, help='results.json of the student that the run went on from')
+    parser.add_argument('--earlier', type=Path, help='folder of the published student that the run went on from')
     parser.add_argument('--device-name', required=True, help='hardware, for the card')
     parser.add_argument('--batch-size', type=int, default=128)
     parser.add_argument('--threads', type=int, default=1)
@@ -133,6 +136,9 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     run, folder = Path(args.run), args.hub / args.name
+    if json.loads((run / 'run.json').read_text())['limit'] is not None:
+        raise SystemExit(f"'{run}' is a rehearsal on a part of the images.")
+    history = json.loads((run / 'history.json').read_text())
     model = timm.create_model(f'local-dir:{run / "best"}', pretrained=True).eval()
     teacher = timm.create_model(f'local-dir:{args.teacher}', pretrained=True).eval() if args.teacher else None
     steps = STEPS if find_ode_blocks(model) else None
@@ -149,20 +155,21 @@ def main():
     size = (folder / 'model.safetensors').stat().st_size
     if size > LIMIT:
         raise SystemExit(f'{size / 2 ** 20:.1f} MiB are too many; at most 16 MiB.')
-    (folder / 'recipe.yaml').write_text(recipe.to_yaml())
-    history = json.loads((run / 'history.json').read_text())
-    command, minutes = args.command, sum(r['seconds'] for r in history) / 60
+    command, epochs, minutes = args.command, len(history), sum(r['seconds'] for r in history) / 60
     if args.earlier:
-        before = json.loads(args.earlier.read_text())
+        before = json.loads((args.earlier / 'results.json').read_text())
         command, minutes = f"{before['command']}\n{command}", before['minutes'] + minutes
-    loss = recipe.settings(recipe.stages[-1])[0]
-    trained_at = (loss.get('steps') or [find_ode_blocks(model)[0].steps]) if steps else []
+        epochs += before['epochs']
+        (folder / 'earlier.yaml').write_text((args.earlier / 'recipe.yaml').read_text())
+    (folder / 'recipe.yaml').write_text(recipe.to_yaml())
+    own = find_ode_blocks(model)[0].steps if steps else 0
+    trained_at = step_counts(recipe.settings(recipe.stages[-1])[0].get('steps') or [own], own) if steps else []
     for r in rows:
         del r['images_per_second']  # the machine was not idle
     record = {
-        'command': command, 'device': args.device_name, 'minutes': minutes,
+        'command': command, 'epochs': epochs, 'device': args.device_name, 'minutes': minutes,
         'versions': f'timm_odevit {timm_odevit.__version__}, torch {torch.__version__}, timm {timm.__version__}',
-        'held_out_top1': max(r['val_top1'] for r in history), 'test': rows,
+        'held_out_top1': max(r['val_top1'] for r in history if r['stage'] == history[-1]['stage']), 'test': rows,
     }
     (folder / 'results.json').write_text(json.dumps(record, indent=2) + '\n')
     (folder / 'README.md').write_text(card(args.name, record, model, trained_at))

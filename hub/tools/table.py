@@ -11,6 +11,7 @@ from pathlib import Path
 
 from timm_odevit import Recipe
 from timm_odevit.ablate import table
+from timm_odevit.distill.task import step_counts
 
 HUB = Path(__file__).parent.parent
 README = HUB.parent / 'README.md'
@@ -35,7 +36,7 @@ def models():
         dataset = DATASETS[name.replace('.', '_').rsplit('_', 1)[-1]]
         recipe = Recipe.load(path.parent / 'recipe.yaml')
         found = {r['steps']: r for r in test if r['model'] != 'teacher'}
-        trained = set(recipe.settings(recipe.stages[-1])[0].get('steps') or [12])
+        trained = step_counts(recipe.settings(recipe.stages[-1])[0].get('steps') or [12], 12)
         cells = [f"**{found[k]['top1']:.2f}**" if k in trained else f"{found[k]['top1']:.2f}" if k in found else '-'
                  for k in STEPS] if None not in found else ['', '', f"{found[None]['top1']:.2f}", '', '']
         row = found.get(12) or found[None]
@@ -86,6 +87,8 @@ def main():
     text = README.read_text()
     for name, make in TABLES.items():
         marks = re.compile(rf'(<!-- {name}: python hub/tools/table.py -->\n).*?(<!-- end -->)', re.S)
+        if '--write' in sys.argv and not marks.search(text):
+            raise SystemExit(f'{README.name} has no place for the table {name}: {marks.pattern}')
         text = marks.sub(lambda found, make=make: found[1] + make() + found[2], text)
     if '--write' in sys.argv:
         README.write_text(text)

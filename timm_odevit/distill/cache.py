@@ -10,6 +10,7 @@ from typing import Any, Iterable, Iterator, List, Tuple, Union
 import numpy as np
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -59,7 +60,8 @@ class CachedLoader:
         progress: Say the size and show a progress bar.
 
     Raises:
-        ValueError: The loader is not an ArrayLoader, or several processes would write the files.
+        ValueError: The loader is not an ArrayLoader, the teacher has no sequence of blocks, or several processes of one
+            run would write the files.
         OSError: There is no room for the files.
     """
 
@@ -74,6 +76,9 @@ class CachedLoader:
     ) -> None:
         if not isinstance(loader, ArrayLoader):
             raise ValueError('cache keeps what a teacher says of images in memory: give an .npz, or set cache to 0.')
+        if not hasattr(teacher, 'blocks'):
+            raise ValueError(f'cache keeps the states after each of teacher.blocks, and a {type(teacher).__name__} has '
+                             'none. Set cache to 0.')
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError('cache is for one process. Leave torchrun out, or set cache to 0.')
         self.loader, self.views = loader, views
@@ -85,7 +90,8 @@ class CachedLoader:
         size = 2 * int(np.prod(self.shape)) + 4 * views * n * output.shape[1]
         about = {'shape': list(self.shape), 'classes': output.shape[1], 'images': hash_of([loader.images]),
                  'teacher': hash_of(teacher.state_dict().values()),
-                 'augmentation': [loader.padding, loader.flip, loader.reprob], 'size': list(loader.size)}
+                 'augmentation': [loader.padding, loader.flip, loader.reprob], 'size': list(loader.size),
+                 'preprocessing': [loader.mean.flatten().tolist(), loader.std.flatten().tolist(), loader.interpolation]}
         self.folder = Path(folder) / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
         if not self._there(about):
             if progress:
@@ -95,7 +101,10 @@ class CachedLoader:
             if size > 0.95 * free:
                 raise OSError(f"The cache takes {size / 1e9:.2f} GB, and '{folder}' has room for {free / 1e9:.2f} GB. "
                               'Use fewer views, or none.')
-            self._fill(teacher, output.shape[1], about, progress)
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f'{self.folder}.lock'):  # of several runs, one fills it, and the others wait
+                if not self._there(about):
+                    self._fill(teacher, output.shape[1], about, progress)
         self.states = np.load(self.folder / STATES, mmap_mode='r')
         self.logits = np.load(self.folder / LOGITS, mmap_mode='r')
 
@@ -189,5 +198,5 @@ def hash_of(tensors: Iterable[Tensor]) -> str:
     """SHA-256 of the bytes of some tensors."""
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

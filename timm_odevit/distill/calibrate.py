@@ -1,5 +1,6 @@
 """Calibration: fit the shared blocks to the teacher's own states, step by step, in minutes and without labels."""
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
@@ -7,13 +8,14 @@ import torch
 from timm.task import TrainingTask
 from timm.utils import unwrap_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..blocks import find_ode_blocks
 from ..families import find_sites
 from ..spans import Seen, check_images, watch_blocks
 from .engine import HISTORY, LAST, fit
 from .losses import over_processes
-from .task import TrajectoryDistillationTask, check_apart, check_student
+from .task import TrainingPass, TrajectoryDistillationTask, check_apart, check_student
 
 __all__ = ['StepwiseTask', 'calibrate_']
 
@@ -90,23 +92,21 @@ class StepwiseTask(TrainingTask):
     def get_eval_model(self, module: Optional[nn.Module] = None, ema: bool = False) -> Optional[nn.Module]:
         """The student itself, without the wrapper of the training pass."""
         found: Any = unwrap_model(super().get_eval_model(module=module, ema=ema))
-        return found.student if isinstance(found, _Steps) else found
+        return found.student if isinstance(found, TrainingPass) else found
 
 
-class _Steps(nn.Module):
+class _Steps(TrainingPass):
     """All steps of a student, each from a given state."""
-
-    def __init__(self, student: nn.Module) -> None:
-        super().__init__()
-        self.student = student
 
     def forward(self, seen: Sequence[Seen]) -> Tensor:
         losses = []
+        again = torch.is_grad_enabled() and any(getattr(m, 'grad_checkpointing', False) for m in self.student.modules())
         for ode, (states, handed) in zip(find_ode_blocks(self.student), seen, strict=True):
             for step in ode._steps():
                 start, end = _at(states, step.t), _at(states, step.t + step.h)
                 args, kwargs = handed[int(step.t + 1e-6)]  # a base may hand something else to each layer
-                error = (step(start, *args, **kwargs) - end).float().square().mean()
+                run = partial(checkpoint, step, use_reentrant=False) if again else step
+                error = (run(start, *args, **kwargs) - end).float().square().mean()
                 moved = over_processes((end - start).float().square().mean())
                 losses.append(error / moved.clamp_min(1e-12))
         return torch.stack(losses).mean()

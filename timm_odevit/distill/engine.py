@@ -145,7 +145,7 @@ def fit(
     with bar, _muon_for(device):
         for epoch in range(len(history), epochs):
             # an epoch depends on the seed and the weights, not on how it was reached
-            random_seed(seed + epoch * world, rank)
+            random_seed((seed * 10_007 + epoch) * world % 2 ** 31, rank)
             parts: Any = (train_loader, getattr(train_loader, 'sampler', None))
             for part in parts:
                 if hasattr(part, 'set_epoch'):
@@ -155,7 +155,7 @@ def fit(
             record = {'epoch': epoch + 1.}
             record.update(_train_epoch(
                 task, train_loader, optimizer, scheduler, scaler, dtype, epoch, updates, total, clip_grad, accumulate,
-                bar))
+                seed, bar))
             record['seconds'] = time.perf_counter() - started
             if not all(torch.isfinite(p).all() for module in models.values() for p in module.parameters()):
                 raise FloatingPointError(
@@ -208,14 +208,22 @@ def check_fit(**settings: Any) -> None:
     for name in ('epochs', 'accumulate'):
         if name in settings and (type(given[name]) is not int or given[name] < 1):
             raise ValueError(f'{name} must be at least 1; got {given[name]!r}.')
-    for name in ('lr', 'weight_decay', 'min_lr', 'warmup_epochs'):
-        value = given[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise ValueError(f'{name} must be a finite number of at least 0; got {value!r}.')
+    for name in ('lr', 'weight_decay', 'min_lr', 'warmup_epochs', 'clip_grad', 'ema_decay', 'layer_decay'):
+        value, optional = given[name], known[name] is None or name == 'clip_grad'
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (optional and value is None) and not (number and 0 <= value < math.inf):
+            raise ValueError(f"{name} must be a finite number of at least 0{', or None' if optional else ''}; got "
+                             f'{value!r}.')
     optimizers = [str(name) for name in list_optimizers()]
     if given['opt'] not in optimizers:
         raise ValueError(f"Unknown opt '{given['opt']}'. {suggest(str(given['opt']), optimizers)}"
                          'See timm.optim.list_optimizers().')
+    try:
+        made = create_optimizer_v2(nn.Linear(2, 2), opt=given['opt'], lr=given['lr'], weight_decay=0.)
+    except Exception as e:  # each asks for something else: a package, a GPU, an argument
+        raise ValueError(f"opt '{given['opt']}' cannot be used here: {type(e).__name__} {e}".strip()) from e
+    if getattr(made, 'is_second_order', False):
+        raise ValueError(f"opt '{given['opt']}' needs second derivatives, which are not computed. Use another.")
     if given['sched'] not in SCHEDS:
         raise ValueError(f"Unknown sched '{given['sched']}'. Allowed: {', '.join(SCHEDS)}.")
     if not isinstance(given['compile'], bool):
@@ -226,7 +234,7 @@ def check_fit(**settings: Any) -> None:
         raise ValueError(f"ema_decay must be at least 0 and below 1, or None; got {given['ema_decay']!r}.")
     if given['layer_decay'] is not None and not 0 < given['layer_decay'] <= 1:
         raise ValueError(f"layer_decay must be above 0 and at most 1, or None; got {given['layer_decay']!r}.")
-    if given['amp'] not in AMP_DTYPES:
+    if given['amp'] not in list(AMP_DTYPES):  # what is given may not be hashable
         raise ValueError(f"Unknown amp '{given['amp']}'. Allowed: bfloat16, float16, or None.")
 
 
@@ -235,7 +243,7 @@ def _distributed() -> bool:
 
 
 def _train_epoch(
-        task, loader, optimizer, scheduler, scaler, dtype, epoch, updates, total, clip_grad, accumulate, bar):
+        task, loader, optimizer, scheduler, scaler, dtype, epoch, updates, total, clip_grad, accumulate, seed, bar):
     task.train()
     device = task.device
     sums: Dict[str, Any] = defaultdict(float)
@@ -247,7 +255,7 @@ def _train_epoch(
         if i % accumulate == 0:
             scheduler.step_update(update)
         if hasattr(task, 'begin_update'):
-            task.begin_update(update, total)
+            task.begin_update(update, total, seed)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         with nullcontext() if last else task.no_sync():
             with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
@@ -276,7 +284,8 @@ def _train_epoch(
     means = {key: torch.as_tensor(value / (updates * accumulate)) for key, value in sums.items()}
     if _distributed():
         means = {key: reduce_tensor(value.to(device), dist.get_world_size()) for key, value in means.items()}
-    return {'lr': optimizer.param_groups[-1]['lr'], **{key: float(value) for key, value in means.items()}}
+    return {'lr': optimizer.param_groups[-1]['lr'],  # without the parts that were not computed
+            **{key: float(value) for key, value in means.items() if not value.isnan()}}
 
 
 @contextmanager

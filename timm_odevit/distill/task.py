@@ -3,7 +3,7 @@ import math
 import random
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -19,7 +19,7 @@ from ..time_dependence import PhasedField, TimeField
 from .checkpoints import distance_times, hidden_states, match, state_at, uniform_times
 from .losses import attention_loss, jasmin_loss, logit_loss, trajectory_loss
 
-__all__ = ['TrajectoryDistillationTask', 'check_apart', 'check_student']
+__all__ = ['TrainingPass', 'TrajectoryDistillationTask', 'check_apart', 'check_student', 'step_counts']
 
 
 class TrajectoryDistillationTask(TrainingTask):
@@ -43,7 +43,8 @@ class TrajectoryDistillationTask(TrainingTask):
         register_weight: Share of the register tokens in it.
         patch_weight: Share of the patch tokens in it.
         steps: Numbers of steps, of which every update draws one, so that K may be chosen after training, such as
-            (6, 8, 12, 16, 24); None for the student's own.
+            (6, 8, 12, 16, 24), or shares of the student's own number, such as (0.5, 0.67, 1.0, 1.33, 2.0), rounded;
+            None for the student's own.
         segments: Numbers of segments of the trajectory, such as (12, 4, 2), one after the other over the first
             `forced` of the updates. A segment starts from the teacher's state (teacher forcing); afterwards the student
             starts from the tokens alone. Needs `begin_update`, which `fit` calls.
@@ -81,7 +82,7 @@ class TrajectoryDistillationTask(TrainingTask):
             cls_weight: float = 0.45,
             register_weight: float = 0.10,
             patch_weight: float = 0.45,
-            steps: Optional[Sequence[int]] = None,
+            steps: Optional[Sequence[float]] = None,
             segments: Sequence[int] = (),
             forced: float = 0.25,
             jasmin_weight: float = 0.,
@@ -105,14 +106,16 @@ class TrajectoryDistillationTask(TrainingTask):
         if not isinstance(getattr(host, 'blocks', None), OdeBlocks) or not tokens:
             raise TypeError(
                 f'A {type(student).__name__} has no sequence of tokens whose states could be followed as a whole. '
-                'Calibrate it step by step only: epochs=(8, 0), or odevit calibrate --epochs 8,0.')
+                'Train it step by step only: task: stepwise in a recipe, epochs=(8, 0) in calibrate_, or odevit '
+                'calibrate --epochs 8,0.')
         super().__init__(device=device, dtype=dtype, verbose=verbose)
         self.weights = dict(
             trajectory=trajectory_weight, jasmin=jasmin_weight, kd=kd_weight, task=task_weight,
             attention=attention_weight, exit=exit_weight)
         self.token_weights = (cls_weight, register_weight, patch_weight)
         self.kd_temperature = kd_temperature
-        self.steps, self.segments, self.forced, self.exits = steps, tuple(segments), forced, tuple(exits)
+        self.steps: Optional[List[int]] = step_counts(steps, host.blocks.steps) if steps is not None else None
+        self.segments, self.forced, self.exits = segments, forced, exits
         self._check(jasmin_k, jasmin_evaluations, host)
         self._check_hooks(host)
         if isinstance(teacher, str):
@@ -142,9 +145,9 @@ class TrajectoryDistillationTask(TrainingTask):
             # everything fits: only now is the teacher touched
             self.teacher = DistillationTeacher(teacher, device=device, dtype=dtype)
             self.teacher.requires_grad_(False).eval()
-        self.trainable_module: Any = _Trainable(student, jasmin_k, jasmin_evaluations)
+        self.trainable_module: Any = _Unrolled(student, jasmin_k, jasmin_evaluations)
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
-        self.update, self.updates, self.drawn = 0, 0, host.blocks.steps
+        self.update, self.updates, self.seed, self.drawn = 0, 0, 0, host.blocks.steps
         cfg = getattr(student, 'pretrained_cfg', None) or {}
         for name, default in (('mean', IMAGENET_DEFAULT_MEAN), ('std', IMAGENET_DEFAULT_STD)):  # timm's teacher's too
             buffer = torch.tensor(cfg.get(name, default), device=self.device, dtype=self.dtype)
@@ -155,18 +158,20 @@ class TrajectoryDistillationTask(TrainingTask):
         for name, value in (*self.weights.items(), *zip(names, self.token_weights, strict=True)):
             if not value >= 0:
                 raise ValueError(f'{name}_weight must be at least 0; got {value!r}.')
+        if not any(value > 0 for value in self.weights.values()):
+            raise ValueError('All weights of the loss are 0, so there is nothing to learn. Set one of them.')
+        if not self.kd_temperature > 0:
+            raise ValueError(f'kd_temperature must be above 0; got {self.kd_temperature!r}.')
         if jasmin_k == 1 or jasmin_k < 0:
             raise ValueError(
                 f'jasmin_k must be 0, or at least 2 (k = 1 makes the loss 0 for any attention); got {jasmin_k!r}.')
-        if jasmin_evaluations < 1:
-            raise ValueError(f'jasmin_evaluations must be at least 1; got {jasmin_evaluations!r}.')
-        for name, counts in (('steps', self.steps), ('segments', self.segments)):
-            whole = isinstance(counts, (tuple, list)) and all(isinstance(k, int) and k >= 1 for k in counts)
-            if counts is not None and (not whole or (name == 'steps' and not counts)):
-                raise ValueError(f'{name} must be a list of whole numbers of at least 1; got {counts!r}.')
+        if type(jasmin_evaluations) is not int or jasmin_evaluations < 1:
+            raise ValueError(f'jasmin_evaluations must be a whole number of at least 1; got {jasmin_evaluations!r}.')
+        if not isinstance(self.segments, (tuple, list)) or not all(type(k) is int and k >= 1 for k in self.segments):
+            raise ValueError(f'segments must be a list of whole numbers of at least 1; got {self.segments!r}.')
         if not 0 <= self.forced <= 1:
             raise ValueError(f'forced is a share of the updates, from 0 to 1; got {self.forced!r}.')
-        if not all(0 < t < 1 for t in self.exits):
+        if not isinstance(self.exits, (tuple, list)) or not all(0 < t < 1 for t in self.exits):
             raise ValueError(f'exits must be relative times between 0 and 1, such as (0.5, 0.75); got {self.exits}.')
         if self.exits and not (self.weights['kd'] > 0 or self.weights['task'] > 0):
             raise ValueError('exits are trained by kd_weight and task_weight, and both are 0. Set one of them.')
@@ -189,12 +194,13 @@ class TrajectoryDistillationTask(TrainingTask):
         if self.segments:
             raise ValueError('segments start from the states of a teacher. Give one, or leave segments out.')
 
-    def begin_update(self, update: int, updates: int) -> None:
+    def begin_update(self, update: int, updates: int, seed: int = 0) -> None:
         """Say which update comes next, counted from 0, and how many there will be: steps and segments follow from it.
 
-        Whoever never calls it draws `steps` anew in each forward pass of training, and uses no segments.
+        Whoever never calls it draws `steps` anew in each forward pass of training, and uses no segments. The seed, of
+        which numbers of steps are drawn, must be the same in all processes.
         """
-        self.update, self.updates = update, updates
+        self.update, self.updates, self.seed = update, updates, seed
 
     def forward(self, input: Tensor, target: Any) -> Dict[str, Tensor]:
         """Compute the loss of one batch.
@@ -212,7 +218,7 @@ class TrajectoryDistillationTask(TrainingTask):
         student = unwrap_model(self.trainable_module).student
         count = student.blocks.steps
         if self.training and self.steps is not None:  # by the update, so that all processes draw the same
-            count = random.Random(self.update).choice(self.steps)
+            count = random.Random(f'{self.seed} {self.update}').choice(self.steps)
             self.update += 0 if self.updates else 1
         self.drawn = count
         output_t, states_t, last_map = self._teach(input, target)
@@ -339,17 +345,31 @@ class TrajectoryDistillationTask(TrainingTask):
         """The student itself, without the wrapper of the training pass."""
         found = super().get_eval_model(module=module, ema=ema)
         inner = found
-        while inner is not None and not isinstance(inner, _Trainable):
+        while inner is not None and not isinstance(inner, TrainingPass):
             inner = getattr(inner, 'module', None)
         return inner.student if inner is not None else found
 
 
-class _Trainable(nn.Module):
-    """The student's training pass in one `forward`, so that DistributedDataParallel can wrap it."""
+class TrainingPass(nn.Module):
+    """A student's training pass in one `forward`, so that DistributedDataParallel can wrap it."""
 
-    def __init__(self, student: nn.Module, jasmin_k: int, jasmin_evaluations: int) -> None:
+    def __init__(self, student: nn.Module) -> None:
         super().__init__()
         self.student: Any = student
+
+    def no_weight_decay(self) -> set:
+        """As of the student."""
+        return {f'student.{name}' for name in getattr(self.student, 'no_weight_decay', set)()}
+
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
+        """As of the student."""
+        groups = group_parameters(self.student, self.student.group_matcher(coarse=coarse), reverse=True)
+        return lambda name: groups[name[len('student.'):]]
+
+
+class _Unrolled(TrainingPass):
+    def __init__(self, student: nn.Module, jasmin_k: int, jasmin_evaluations: int) -> None:
+        super().__init__(student)
         self.jasmin_k = jasmin_k
         self.jasmin_evaluations = jasmin_evaluations
 
@@ -381,14 +401,6 @@ class _Trainable(nn.Module):
         early = [self.student.forward_head(self.student.norm(by_step[i])) for i in exits]
         return self.student.forward_head(features), [by_step[i] for i in steps], jasmin, attention, early
 
-    def no_weight_decay(self) -> set:
-        return {f'student.{name}' for name in self.student.no_weight_decay()}
-
-    def group_matcher(self, coarse: bool = False):
-        groups = group_parameters(self.student, self.student.group_matcher(coarse=coarse), reverse=True)
-        return lambda name: groups[name[len('student.'):]]
-
-
 @contextmanager
 def _starting_from(student: Any, forced: Dict[int, Tensor]) -> Iterator[None]:
     """Let steps, by their place, start from given states."""
@@ -418,6 +430,20 @@ def _times(teacher: Any, checkpoints, calibration, temperature: float, device: t
             f'checkpoints must be {layers} strictly increasing times in (0, 1], one for each layer of the teacher; '
             f'got {times}.')
     return times
+
+
+def step_counts(steps: Sequence[float], own: int) -> List[int]:
+    """Numbers of steps, of which the fractions given are shares of a model's own number.
+
+    Raises:
+        ValueError: They are not a list of whole numbers of at least 1, or of shares above 0.
+    """
+    good = isinstance(steps, (tuple, list)) and steps and all(
+        (type(k) is int and k >= 1) or (type(k) is float and 0 < k < math.inf) for k in steps)
+    if not good:
+        raise ValueError("steps must be a list of whole numbers of at least 1, or of shares of the student's own "
+                         f'number of steps, such as [0.5, 1.0, 2.0]; got {steps!r}.')
+    return [k if isinstance(k, int) else max(1, round(k * own)) for k in steps]
 
 
 def check_student(student: Any) -> None:
