@@ -124,6 +124,13 @@ def test_stages_train_the_parts_that_they_name(vit, data, tmp_path):
     assert Recipe.load(tmp_path / 'run' / 'recipe.yaml') == made
 
 
+def test_a_stage_is_validated_and_saved_with_steps_it_was_trained_with(vit, data, tmp_path):
+    made = recipe(ode={'steps': 4}, stages=[{'loss': {'steps': [2, 5.0]}}, {'loss': {'steps': [0.5, 1.0]}}, {'task': 'labels'}])
+    run(made, data, tmp_path / 'run', vit())
+    config = [json.loads((tmp_path / 'run' / f'stage{i}' / 'best' / 'config.json').read_text()) for i in range(3)]
+    assert [c['model_args']['ode_steps'] for c in config] == [2, 4, 4]
+
+
 @pytest.mark.parametrize('part', PARTS)
 def test_every_part_is_somewhere(vit, data, tmp_path, part):
     made = recipe('fit.epochs=1', ode={'time': 'low_rank', 'rank': 2}, stages=[{'train': [part]}])

@@ -14,6 +14,7 @@ from timm.loss import SoftTargetCrossEntropy
 from timm.task import ClassificationTask, TrainingTask
 from torch import nn
 
+from .blocks import find_ode_blocks
 from .convert import convert_
 from .data import ArrayLoader, MixupLoader, array_loaders, folder_loaders
 from .distill import StepwiseTask, TrajectoryDistillationTask, fit
@@ -45,7 +46,8 @@ def train(
     """Run a recipe.
 
     Writes to `out`: recipe.yaml, and run.json with what else must be the same to resume; stage0/, stage1/, ... as `fit`
-    does; and at the end best/, the best model of the last stage, and history.json, the records of all stages.
+    does; and at the end best/, the best model of the last stage, and history.json, the records of all stages. A stage
+    that is not trained with the student's own number of steps is validated and saved with the nearest one that it is.
 
     Args:
         recipe: What to do.
@@ -128,8 +130,12 @@ def train(
             write_text(folder / RECIPE, text)
     history: List[Dict[str, float]] = []
     trainable = {name for name, p in student.named_parameters() if p.requires_grad}
+    own = [ode.steps for ode in find_ode_blocks(student)]
     for i, (stage, task) in enumerate(zip(recipe.stages, tasks, strict=True)):
         options = recipe.settings(stage)[1]
+        for ode, steps in zip(find_ode_blocks(student), own, strict=True):
+            counts = getattr(task, 'steps', None) or [steps]
+            ode.steps = min(counts, key=lambda count: abs(count - steps))  # validated and saved as it was trained
         learning = _choose(student, stage.train, trainable)
         if progress and rank == 0:
             print(f'stage {i}: {stage.task}, {sum(p.numel() for p in learning):,} parameters learn')
