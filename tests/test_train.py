@@ -1,3 +1,4 @@
+import copy
 import hashlib
 import json
 import math
@@ -223,14 +224,14 @@ def test_a_cache_is_for_one_preprocessing_and_filled_by_one_run(vit, data, tmp_p
     fill = CachedLoader._fill
     monkeypatch.setattr(CachedLoader, '_fill', lambda *args: (calls.append(1), time.sleep(0.2), fill(*args)))
 
-    def build(_=None):
+    def build(teacher):
         loader = array_loaders(data, teacher, batch_size=8)[0]
         return CachedLoader(loader, teacher, tmp_path / 'cache', progress=False)
     with ThreadPoolExecutor(2) as pool:
-        one, two = pool.map(build, range(2))
+        one, two = pool.map(build, (teacher, copy.deepcopy(teacher)))
     assert len(calls) == 1 and one.folder == two.folder and np.array_equal(one.states, two.states) and one.states.any()
     teacher.pretrained_cfg['mean'] = (0., 0., 0.)
-    assert build().folder != one.folder
+    assert build(teacher).folder != one.folder
     with pytest.raises(ValueError, match='a ResNet has none'):
         CachedLoader(one.loader, timm.create_model('resnet10t', num_classes=5), tmp_path / 'cache')
 
