@@ -24,7 +24,7 @@ from timm_odevit.data import array_loaders
 from timm_odevit.distill.task import step_counts
 
 HUB = Path(__file__).parent.parent
-STEPS = (6, 8, 10, 12, 16, 24)
+STEPS = (6, 8, 12, 16, 24)
 DATASETS = {'cifar100': 'CIFAR-100', 'cifar10': 'CIFAR-10'}
 LIMIT = 16 * 2 ** 20
 
