@@ -48,9 +48,9 @@ _NATIVE = {'ode_field': 'native', 'ode_method': 'lie_trotter', 'ode_init': 'mean
 
 # published models: the base and its arguments, as above, and the tags with their numbers of classes
 _DEIT_64: Any = ('deit_tiny_patch16_224', dict(depth=12, img_size=64))
-_TAGS = {'deit_tiny_cifar100': 100}
+_TAGS = {'deit_tiny_cifar100': 100, 'deit_tiny_cifar10': 10}
 _PUBLISHED: Dict[str, Any] = {
-    'odevit_tiny_native_patch16_64': (*_DEIT_64, _NATIVE, _TAGS),
+    'odevit_tiny_native_patch16_64': (*_DEIT_64, _NATIVE, {'deit_tiny_cifar100': 100}),
     'odevit_tiny_native_r23_patch16_64': (
         *_DEIT_64, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 23, 'ode_init': 'svd'}, _TAGS),
     'deit_tiny_patch16_64': (*_DEIT_64, None, {'cifar100': 100, 'cifar10': 10}),
