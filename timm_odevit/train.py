@@ -140,7 +140,7 @@ def train(
         if progress and rank == 0:
             print(f'stage {i}: {stage.task}, {sum(p.numel() for p in learning):,} parameters learn')
         seed = recipe.seed + 1000 * i  # of the order of the images and of their augmentation
-        arrays = train_loader.loader if isinstance(train_loader, MixupLoader) else train_loader
+        arrays = _unmixed(train_loader)
         if isinstance(arrays, ArrayLoader):
             arrays.seed = seed
         loader = train_loader if stage.task == 'labels' else cached
@@ -207,11 +207,15 @@ def loaders(
     return train_loader, val_loader
 
 
+def _unmixed(loader: Any) -> Any:
+    return loader.loader if isinstance(loader, MixupLoader) else loader
+
+
 def _hash_of_data(*loaders: Any) -> str:
     """SHA-256 of the images and labels in memory, or of the names and labels of the files."""
     found = hashlib.sha256()
     for loader in loaders:
-        plain = loader.loader if isinstance(loader, MixupLoader) else loader
+        plain = _unmixed(loader)
         if isinstance(plain, ArrayLoader):
             found.update(hash_of([plain.images, plain.labels]).encode())
         else:
