@@ -3,12 +3,12 @@ import os
 import socket
 
 os.environ['HF_HUB_OFFLINE'] = '1'  # before huggingface_hub reads it
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch reads it: two workers on two cores, and their children
 
 import pytest
 import timm
 import torch
 
-torch.set_num_threads(int(os.environ.get('OMP_NUM_THREADS', 2)))
 _connect = socket.socket.connect
 
 
