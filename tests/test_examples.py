@@ -69,6 +69,7 @@ def test_dial(tmp_path, monkeypatch, capsys, vit):
 
 
 def test_release_makes_the_folder_of_a_published_model(tmp_path, vit, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / 'hub' / 'tools')
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (60, 12, 12, 3), dtype=np.uint8)
     np.savez(tmp_path / 'data.npz', x_train=x, y_train=np.arange(60) % 5, x_test=x[:20], y_test=np.arange(20) % 5)

@@ -32,7 +32,7 @@ def test_a_published_model_gives_what_was_stored_with_it(folder):
             torch.testing.assert_close(model(stored['input']), stored['output'], rtol=1e-3, atol=1e-3)  # other kernels
         for ode in find_ode_blocks(by_name):
             assert ode.config == by_folder.blocks.config or ode.config.init != by_folder.blocks.config.init
-    for key in ('mean', 'std', 'input_size', 'num_classes'):
+    for key in ('mean', 'std', 'input_size', 'num_classes', 'crop_pct'):
         ours, theirs = (json.dumps(model.pretrained_cfg[key]) for model in (by_name, by_folder))
         assert ours == theirs
 
@@ -58,5 +58,5 @@ def test_weights_that_are_not_here_are_looked_for_once_and_the_failure_is_one_li
     monkeypatch.setattr(cfg, 'file', None)
     with pytest.raises(OSError) as e:
         timm.create_model(architecture, pretrained=True, pretrained_cfg=cfg)
-    assert str(e.value).startswith(f'The weights of {architecture} are not in this installation, and could not be downloaded: ')
+    assert str(e.value).startswith(f'model.safetensors of timm-odevit/{name} is not on this machine, and cannot be downloaded: ')
     assert '\n' not in str(e.value)

@@ -5,7 +5,7 @@ from .config import OdeConfig
 from .convert import Conversion, check_convertible, convert_, list_convertible
 from .distill import StepwiseTask, TrajectoryDistillationTask, calibrate_, fit
 from .evaluate import Evaluation, evaluate
-from .hub import save_pretrained
+from .hub import push_to_hub, save_pretrained
 from .interop import from_torchvision
 from .recipe import Recipe
 from .sizing import choose_size
@@ -15,5 +15,5 @@ from .train import train
 __all__ = [
     'Conversion', 'Evaluation', 'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__',
     'calibrate_', 'check_convertible', 'choose_size', 'convert_', 'evaluate', 'fit', 'from_torchvision', 'integrate',
-    'list_convertible', 'save_pretrained', 'train',
+    'list_convertible', 'push_to_hub', 'save_pretrained', 'train',
 ]

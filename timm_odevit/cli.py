@@ -1,5 +1,6 @@
-"""odevit convert | calibrate | distill | ablate | evaluate | benchmark."""
+"""odevit convert | calibrate | distill | ablate | evaluate | push | benchmark."""
 import argparse
+import json
 import math
 import sys
 from dataclasses import replace
@@ -25,7 +26,7 @@ from .data import folder_loader, image_loader
 from .distill import calibrate_
 from .distill.engine import BEST
 from .evaluate import AMP_DTYPES, evaluate
-from .hub import CONFIG, save_pretrained
+from .hub import CONFIG, push_to_hub, save_pretrained
 from .methods import METHODS, suggest
 from .recipe import Recipe, builtin_recipes
 from .sizing import choose_size
@@ -178,6 +179,18 @@ def _evaluate(args: argparse.Namespace) -> None:
     print(found)
     if args.json:
         found.to_json(args.json)
+
+
+def _push(args: argparse.Namespace) -> None:
+    rows = []
+    if args.results:
+        try:
+            rows = json.loads(Path(args.results).read_text())
+        except ValueError as e:
+            raise ValueError(f"'{args.results}' is not what odevit evaluate --json writes: {e}") from None
+    print(push_to_hub(
+        _load(args.model, args), args.repo, results=rows, dataset=args.dataset, license=args.license,
+        private=args.private or None, revision=args.revision, create_pr=args.create_pr, dry_run=args.dry_run))
 
 
 def _benchmark(args: argparse.Namespace) -> None:
@@ -431,6 +444,19 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument('--json', help='file to write the results to')
     command.add_argument('--workers', type=_at_least(0), default=2, help='processes that load images')
     command.add_argument('--quiet', action='store_true', help='no progress bars')
+
+    command = add('push', _push, 'Send a saved model to the Hugging Face Hub, with a card.')
+    command.add_argument('model', help="'local-dir:FOLDER' of a saved model")
+    command.add_argument('repo', help="repository, 'org/name', made if need be")
+    command.add_argument('--results', help='file that odevit evaluate --json wrote, for the card')
+    command.add_argument('--dataset', default='', metavar='NAME',
+                         help='name of the data of the results, such as CIFAR-100')
+    command.add_argument('--license', metavar='ID',
+                         help="the Hub's identifier of a licence, for the card (default: apache-2.0)")
+    command.add_argument('--private', action='store_true', help='make the repository private')
+    command.add_argument('--revision', default='main', help='branch')
+    command.add_argument('--create-pr', action='store_true', help='open a pull request')
+    command.add_argument('--dry-run', action='store_true', help='send nothing, say what would be sent')
 
     command = add('benchmark', _benchmark, "Time the solver's loop and ODE-ViTs beside their base, in one run.")
     command.add_argument('model', nargs='?', default='vit_tiny_patch16_224', help='timm name of the base')

@@ -1,27 +1,35 @@
-"""Save a model as a folder that `timm.create_model('local-dir:...')` rebuilds exactly."""
+"""Save a model as a folder that `timm.create_model('local-dir:...')` rebuilds exactly, and send folders to the Hub."""
+import hashlib
 import json
 import os
 import shutil
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import timm
 import torch
+from huggingface_hub import CommitOperationAdd, HfApi, RepoFile
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import save_file
+from timm.data import resolve_model_data_config
 from timm.layers import to_2tuple
 from timm.models import save_for_hf
 from timm.utils import unwrap_model
 from torch import nn
 
 from .blocks import OdeBlocks, find_ode_blocks
+from .cards import model_card
 from .config import PREFIX, OdeConfig
+from .sources import WEIGHTS, one_line
 
-__all__ = ['describe', 'save_pretrained']
+__all__ = ['Pushed', 'describe', 'push_to_hub', 'save_pretrained', 'save_reference']
 
-WEIGHTS = 'model.safetensors'
-CONFIG = 'config.json'
+CONFIG, CARD, REFERENCE = 'config.json', 'README.md', 'test/tensors.safetensors'
+# what a model's folder may hold to be sent; never a pickle
+_SENT = (WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', 'earlier.yaml', 'results.json')
 # attributes that do not change what an eval-mode model computes
 _RUNTIME = ('training', 'grad_checkpointing', 'fused_attn', 'distilled_training', 'evaluations')
 _TOP = ('img_size', 'num_classes', 'in_chans', 'global_pool')  # arguments that a caller may override on loading
@@ -67,6 +75,8 @@ def save_pretrained(
         path = temporary / CONFIG
         config = json.loads(path.read_text())
         config.update(architecture=architecture, model_args=args)
+        if 'label_names' in config['pretrained_cfg']:  # where others look for them
+            config['label_names'] = config['pretrained_cfg'].pop('label_names')
         if 'img_size' in args:  # timm before 1.0.31 writes the size of the pretrained model
             config['pretrained_cfg']['input_size'] = [args['in_chans'], *to_2tuple(args['img_size'])]
         path.write_text(json.dumps(config, indent=2) + '\n')
@@ -76,6 +86,160 @@ def save_pretrained(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What was sent to the Hub, or would be.
+
+    Attributes:
+        repo_id: The repository, 'org/name'.
+        revision: The branch.
+        files: 'new', 'changed' or 'same' for each file.
+        url: Page of the commit, or of the pull request; None where nothing was sent.
+    """
+    repo_id: str
+    revision: str
+    files: Dict[str, str]
+    url: Optional[str] = None
+
+    def __str__(self) -> str:
+        done = f'sent: {self.url}' if self.url else 'nothing was sent'
+        return '\n'.join([f'{self.repo_id} ({self.revision}), {done}',
+                          *(f'  {state:8}{name}' for name, state in self.files.items())])
+
+
+def push_to_hub(
+        model: Union[nn.Module, str, Path],
+        repo_id: str,
+        *,
+        results: Sequence[Mapping[str, Any]] = (),
+        dataset: str = '',
+        card: Optional[str] = None,
+        license: Optional[str] = None,
+        private: Optional[bool] = None,
+        revision: str = 'main',
+        create_pr: bool = False,
+        message: str = 'Model by timm-odevit',
+        token: Union[str, bool, None] = None,
+        dry_run: bool = False,
+        base: Optional[str] = None,
+        base_args: Optional[Dict[str, Any]] = None,
+) -> Pushed:
+    """Send a model to the Hugging Face Hub, from where `timm.create_model('hf-hub:org/name', pretrained=True)` has it.
+
+    Sent are model.safetensors, config.json, README.md (the card) and test/tensors.safetensors, an input and the model's
+    output for it, in one commit; of a folder also recipe.yaml and results.json. Files that the Hub has already are not
+    sent again, and a card that is there is kept unless another one, or results or a licence for it, are given.
+
+    Args:
+        model: Model to send, or the folder of a saved one, which is sent as it is.
+        repo_id: 'org/name'; made if need be.
+        results: Rows for the card, as `json.loads(evaluate(...).to_json())` gives.
+        dataset: Name of the data of the results, such as 'CIFAR-100'.
+        card: Text of the card instead of a generated one.
+        license: The Hub's identifier of the licence, for the generated card; None for 'apache-2.0'.
+        private: Whether a repository that is made is private; None for the Hub's default.
+        revision: Branch to send to; made from main if need be.
+        create_pr: Open a pull request instead of sending to the branch.
+        message: Message of the commit.
+        token: Access token; None for the one that `hf auth login` keeps.
+        dry_run: Send nothing, say what would be sent.
+        base: timm name of the base, as in `save_pretrained`.
+        base_args: Keywords of the base, likewise.
+
+    Returns:
+        The files, with what became of each.
+
+    Raises:
+        ValueError: The model cannot be described, or the folder is not one of a saved model.
+        OSError: The Hub refused; the message is one line.
+    """
+    send = partial(_send, repo_id=repo_id, private=private, revision=revision, create_pr=create_pr, message=message,
+                   token=token, dry_run=dry_run)
+    if isinstance(model, nn.Module):
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = save_pretrained(model, Path(temporary) / 'model', base=base, base_args=base_args)
+            saved: Any = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
+            save_reference(saved, folder)
+            text = card or model_card(
+                f'hf-hub:{repo_id}', saved, results=results, dataset=dataset, license=license or 'apache-2.0')
+            (folder / CARD).write_text(text, encoding='utf-8')
+            return send(folder, new_card=bool(card or results or license))
+    folder = Path(model)
+    given = dict(results=results, dataset=dataset, card=card, license=license, base=base, base_args=base_args)
+    for name, value in given.items():
+        if value:
+            raise ValueError(
+                f"A folder is sent as it is, so {name} has no effect. Change '{folder / CARD}', or give a model.")
+    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+        raise ValueError(f"'{folder}' has no {CONFIG} and {WEIGHTS}. Make it with save_pretrained(model, folder).")
+    return send(folder, new_card=True)
+
+
+def save_reference(model: nn.Module, folder: Path) -> None:
+    """Store an input [2, C, H, W] and the model's output for it, so that others can check theirs."""
+    size = resolve_model_data_config(model)['input_size']
+    images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
+    path = folder / REFERENCE
+    path.parent.mkdir(exist_ok=True)
+    with torch.no_grad():
+        save_file({'input': images, 'output': model.cpu().float()(images).contiguous()}, path)
+
+
+def _send(
+        folder: Path,
+        *,
+        new_card: bool,
+        repo_id: str,
+        private: Optional[bool],
+        revision: str,
+        create_pr: bool,
+        message: str,
+        token: Union[str, bool, None],
+        dry_run: bool,
+) -> Pushed:
+    names = sorted(str(path.relative_to(folder).as_posix()) for path in folder.rglob('*') if path.is_file())
+    unknown = [name for name in names if name not in _SENT]
+    if unknown:
+        raise ValueError(f"'{folder}' holds {', '.join(unknown)}; only {', '.join(_SENT)} are sent. Move it elsewhere.")
+    api = HfApi(token=token, library_name='timm_odevit')
+    try:
+        there = _there(api, repo_id, names, revision)
+        files = {name: 'new' if there is None or name not in there else
+                 'same' if _is_same(folder / name, there[name]) else 'changed' for name in names}
+        if not new_card and files.get(CARD) == 'changed':
+            files[CARD] = 'same'
+        send = [name for name, state in files.items() if state != 'same']
+        if dry_run or not send:
+            return Pushed(repo_id, revision, files)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if there is None and revision != 'main':
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        done = api.create_commit(
+            repo_id, [CommitOperationAdd(name, folder / name) for name in send], commit_message=message,
+            revision=revision, create_pr=create_pr)
+    except ValueError:  # what the client says of names and cards
+        raise
+    except Exception as e:  # which errors of the network there are depends on the client's version
+        raise OSError(f'{repo_id} on the Hub: {one_line(e)}') from e
+    return Pushed(repo_id, revision, files, done.pr_url or done.commit_url)
+
+
+def _there(api: HfApi, repo_id: str, names: List[str], revision: str) -> Optional[Dict[str, RepoFile]]:
+    """The files that a branch has already; None if there is no such branch or repository."""
+    try:
+        found = api.get_paths_info(repo_id, names, revision=revision)
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        return None
+    return {file.path: file for file in found if isinstance(file, RepoFile)}
+
+
+def _is_same(path: Path, there: RepoFile) -> bool:
+    content = path.read_bytes()
+    if there.lfs is not None:
+        return hashlib.sha256(content).hexdigest() == there.lfs.sha256
+    return hashlib.sha1(b'blob %d\0' % len(content) + content).hexdigest() == there.blob_id  # as git names a file
 
 
 def describe(

@@ -1,18 +1,16 @@
 """The `odevit_*` models in timm's registry: data, and one way to build them all."""
 import copy
 import inspect
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Union
 
 import timm
 import torch
-from huggingface_hub.errors import HfHubHTTPError
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
 from timm.models.naflexvit import NaFlexVit
 from torch import nn
 
@@ -20,6 +18,7 @@ from .config import PREFIX, OdeConfig
 from .convert import check_convertible, convert_
 from .families import find_sites, kinds
 from .init import set_per_layer
+from .sources import check_args, check_size, saved_in, weights_file
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
 
@@ -50,12 +49,14 @@ _NATIVE = {'ode_field': 'native', 'ode_method': 'lie_trotter', 'ode_init': 'mean
 _DEIT_64: Any = ('deit_tiny_patch16_224', dict(depth=12, img_size=64))
 _TAGS = {'deit_tiny_cifar100': 100, 'deit_tiny_cifar10': 10}
 _PUBLISHED: Dict[str, Any] = {
-    'odevit_tiny_native_patch16_64': (*_DEIT_64, _NATIVE, {'deit_tiny_cifar100': 100}),
+    'odevit_tiny_native_patch16_64': (*_DEIT_64, _NATIVE, _TAGS),
     'odevit_tiny_native_r23_patch16_64': (
         *_DEIT_64, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 23, 'ode_init': 'svd'}, _TAGS),
     'deit_tiny_patch16_64': (*_DEIT_64, None, {'cifar100': 100, 'cifar10': 10}),
 }
 _HUB = 'timm-odevit'
+# what create_model passes on beside a model's own keywords
+_OF_THE_FACTORY = ('cache_dir', 'pretrained_cfg', 'pretrained_cfg_overlay', 'pretrained_model_args')
 
 
 def _published_cfg(name: str, classes: int) -> Dict[str, Any]:
@@ -110,7 +111,10 @@ def odevit_converted(
         base_args: Keywords of the base model.
         **kwargs: More keywords of the base model, and the `ode_*` keywords of OdeConfig.
     """
-    source = timm.get_pretrained_cfg(base)
+    where = saved_in(kwargs.get('pretrained_cfg'))
+    if where:  # before the two sets of keywords become one
+        check_args(where, {}, {'base_args': base_args or {}})
+    source = timm.get_pretrained_cfg(base) if isinstance(base, str) and timm.is_model(base) else None
     if source is None or base.startswith('odevit_'):
         raise ValueError(
             f"Unknown base '{base}'. Give the timm name of the model that was converted, see timm.list_models().")
@@ -124,47 +128,69 @@ def odevit_converted(
 
 
 def _create_odevit(variant: str, base: str, pretrained: bool, named: bool = True, **kwargs: Any) -> nn.Module:
-    config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
-    steps = len(config.steps) if isinstance(config.steps, tuple) else config.steps or 3
-    with _one_line(variant):
-        return build_model_with_cfg(
-            partial(_build, base, config, named),
-            variant,
-            pretrained,
-            pretrained_filter_fn=partial(_filter, base),
-            feature_cfg=dict(out_indices=kwargs.pop('out_indices', min(3, steps)), feature_cls='getter'),
-            **kwargs,
-        )
+    def create(pretrained: bool, **kwargs: Any) -> nn.Module:
+        config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
+        steps = len(config.steps) if isinstance(config.steps, tuple) else config.steps or 3
+        out_indices = kwargs.pop('out_indices', min(3, steps))
+        return _with_weights(partial(_build, base, config, named), variant, base, pretrained, out_indices, **kwargs)
+    return _checked(create, variant, pretrained, kwargs)
 
 
 def _create_base(variant: str, base: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     """A plain model of timm's, as a teacher is published."""
-    with _one_line(variant):
-        return build_model_with_cfg(
-            partial(_base_with_args, base),
-            variant,
-            pretrained,
-            pretrained_filter_fn=partial(_filter, base),
-            feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
-            **kwargs,
-        )
+    def create(pretrained: bool, **kwargs: Any) -> nn.Module:
+        out_indices = kwargs.pop('out_indices', 3)
+        return _with_weights(partial(_base_with_args, base), variant, base, pretrained, out_indices, **kwargs)
+    return _checked(create, variant, pretrained, kwargs)
+
+
+def _checked(create: Callable[..., nn.Module], variant: str, pretrained: bool, kwargs: Dict[str, Any]) -> nn.Module:
+    """Build a model; one that a config.json describes is checked and built without memory first."""
+    cfg: Any = kwargs.get('pretrained_cfg')
+    where = saved_in(cfg)
+    if where:
+        check_args(where, cfg, {k: v for k, v in kwargs.items() if k not in _OF_THE_FACTORY})
+        try:
+            with torch.device('meta'):
+                check_size(create(False, **{k: v for k, v in kwargs.items() if k != 'device'}))
+        except Exception as e:  # timm's models say what they cannot be in every way
+            why = f'{type(e).__name__}: {e}'
+            raise ValueError(f"No {variant} can be built from the config.json of '{where}': {why}") from e
+    return create(pretrained, **kwargs)
+
+
+def _with_weights(
+        build: Callable[..., nn.Module],
+        variant: str,
+        base: str,
+        pretrained: bool,
+        out_indices: Any,
+        pretrained_cfg: Any = None,
+        pretrained_cfg_overlay: Optional[Dict[str, Any]] = None,
+        cache_dir: Union[str, Path, None] = None,
+        **kwargs: Any,
+) -> nn.Module:
+    overlay = dict(pretrained_cfg_overlay or {})
+    if pretrained:
+        file = weights_file(resolve_pretrained_cfg(variant, pretrained_cfg, overlay).to_dict(), cache_dir)
+        overlay.update({'file': file, 'source': ''} if file else {})
+    return build_model_with_cfg(
+        build,
+        variant,
+        pretrained,
+        pretrained_cfg=pretrained_cfg,
+        pretrained_cfg_overlay=overlay,
+        pretrained_filter_fn=partial(_filter, base),
+        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
+        cache_dir=cache_dir,
+        **kwargs,
+    )
 
 
 def _base_with_args(base: str, **kwargs: Any) -> nn.Module:
     model: Any = timm.create_model(base, **kwargs)
     model._model_args = {k: v for k, v in kwargs.items() if k not in ('device', 'dtype')}
     return model
-
-
-@contextmanager
-def _one_line(variant: str) -> Iterator[None]:
-    """Say in one line that weights are neither here nor to be had."""
-    try:
-        yield
-    except (OSError, HfHubHTTPError) as e:
-        why = next(iter(str(e).strip().splitlines()), type(e).__name__)
-        raise OSError(
-            f'The weights of {variant} are not in this installation, and could not be downloaded: {why}') from e
 
 
 def _filter(base: str, state: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:

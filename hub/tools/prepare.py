@@ -18,7 +18,7 @@ def main():
     for name, train in (('train', True), ('test', False)):
         data = getattr(torchvision.datasets, args.name)(args.root, train=train, download=True)
         arrays[f'x_{name}'], arrays[f'y_{name}'] = np.asarray(data.data), np.asarray(data.targets)
-    np.savez(args.data, **arrays)
+    np.savez(args.data, classes=np.asarray(data.classes), **arrays)
 
 
 if __name__ == '__main__':

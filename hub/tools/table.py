@@ -9,9 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from timm_odevit import Recipe
 from timm_odevit.ablate import table
-from timm_odevit.distill.task import step_counts
 
 HUB = Path(__file__).parent.parent
 README = HUB.parent / 'README.md'
@@ -32,11 +30,9 @@ def models():
     rows = [f"| {' | '.join(heads)} |", '|' + ' --- |' * len(heads)]
     paths = sorted(HUB.glob('*/results.json'), key=lambda path: (path.parent.name.split('_')[-1], path.parent.name))
     for path in paths:
-        name, test = path.parent.name, json.loads(path.read_text())['test']
+        name, record = path.parent.name, json.loads(path.read_text())
         dataset = DATASETS[name.replace('.', '_').rsplit('_', 1)[-1]]
-        recipe = Recipe.load(path.parent / 'recipe.yaml')
-        found = {r['steps']: r for r in test if r['model'] != 'teacher'}
-        trained = step_counts(recipe.settings(recipe.stages[-1])[0].get('steps') or [12], 12)
+        trained, found = record['trained_at'], {r['steps']: r for r in record['test'] if r['model'] != 'teacher'}
         cells = [f"**{found[k]['top1']:.2f}**" if k in trained else f"{found[k]['top1']:.2f}" if k in found else '-'
                  for k in STEPS] if None not in found else ['', '', f"{found[None]['top1']:.2f}", '', '']
         row = found.get(12) or found[None]

@@ -1,0 +1,33 @@
+"""Send the published models, hub/*, to the Hugging Face Hub: one repository each.
+
+    python hub/publish.py                   say what would be sent: new, changed or the same for each file
+    python hub/publish.py --send            send it, after `hf auth login`
+
+What is there already is not sent again, so an interrupted run is started anew.
+"""
+import argparse
+from pathlib import Path
+
+from timm_odevit import push_to_hub
+
+HUB = Path(__file__).parent
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('names', nargs='*', help='folders of hub/ to send (default: all)')
+    parser.add_argument('--org', default='timm-odevit', help='organisation or user on the Hub')
+    parser.add_argument('--send', action='store_true', help='send; without it, nothing is')
+    parser.add_argument('--create-pr', action='store_true', help='open pull requests')
+    args = parser.parse_args()
+    folders = sorted(path.parent for path in HUB.glob('*/model.safetensors'))
+    unknown = set(args.names) - {folder.name for folder in folders}
+    if unknown:
+        raise SystemExit(f"Not in hub/: {', '.join(sorted(unknown))}. There are {', '.join(f.name for f in folders)}.")
+    for folder in folders:
+        if not args.names or folder.name in args.names:
+            print(push_to_hub(folder, f'{args.org}/{folder.name}', create_pr=args.create_pr, dry_run=not args.send))
+
+
+if __name__ == '__main__':
+    main()

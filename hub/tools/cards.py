@@ -1,0 +1,53 @@
+"""Write the card of each published model, hub/*/README.md, from its results.json.
+
+    python hub/tools/cards.py
+"""
+import json
+from pathlib import Path
+
+import timm
+
+from timm_odevit.blocks import find_ode_blocks
+from timm_odevit.cards import model_card
+
+HUB = Path(__file__).parent.parent
+DATASETS = {'cifar100': 'CIFAR-100', 'cifar10': 'CIFAR-10'}
+
+
+def card(folder):
+    record = json.loads((folder / 'results.json').read_text())
+    model = timm.create_model(f'local-dir:{folder}')
+    dataset = DATASETS[folder.name.rsplit('_', 1)[-1].split('.')[-1]]
+    pixels, images, epochs = model.patch_embed.img_size[0], record['test'][0]['images'], record.get('epochs')
+    if find_ode_blocks(model):
+        summary = ('One shared transformer block that an ODE solver evaluates K times (ODE-ViT, arXiv 2511.16501), '
+                   f'distilled from a DeiT-tiny that was fine-tuned on {dataset}.')
+    else:
+        summary = f'DeiT-tiny, fine-tuned on {dataset} at {pixels} pixels: the teacher of the `odevit_*` models of it.'
+    few = f' {epochs} epochs are few: longer training gives more.' if epochs and epochs < 20 else ''
+    training = (f"On {record['device']}, {record['minutes']:.0f} minutes, {record['versions']}; recipes named here lie "
+                f"beside this file:\n\n```bash\n{record['command']}\n```")
+    return model_card(
+        folder.name,
+        model,
+        summary=summary,
+        results=record['test'],
+        dataset=dataset,
+        protocol=f'{images:,} test images of {dataset} at {pixels} pixels; the epoch was chosen on training images '
+                 'held out.',
+        trained_at=record['trained_at'],
+        training=training,
+        limits=f'Trained on {dataset} only, 32-pixel photos of its classes enlarged to {pixels}; it knows nothing '
+               f'else.{few}',
+        provenance='Made from `deit_tiny_patch16_224` (Facebook Research, Apache-2.0; LayerNorm parameters rounded to '
+                   f'steps of 1/32 or 1/64) and {dataset} (Krizhevsky 2009).',
+    )
+
+
+def main():
+    for path in sorted(HUB.glob('*/results.json')):
+        (path.parent / 'README.md').write_text(card(path.parent))
+
+
+if __name__ == '__main__':
+    main()

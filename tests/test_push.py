@@ -1,0 +1,273 @@
+"""Round trips through the Hub: the real client, a server on the loopback."""
+import json
+import runpy
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import timm
+import torch
+from hub_server import TOKEN, HubServer
+from huggingface_hub import ModelCard
+from safetensors.torch import load as read
+from safetensors.torch import load_file
+
+from timm_odevit import OdeConfig, cli, convert_, evaluate, push_to_hub, save_pretrained
+from timm_odevit.cards import model_card
+
+HUB = Path(__file__).parent.parent / 'hub'
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with HubServer() as server:
+        constants = huggingface_hub.constants
+        monkeypatch.setattr(constants, 'ENDPOINT', server.url)
+        monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', server.url + '/{repo_id}/resolve/{revision}/{filename}')
+        monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
+        monkeypatch.setattr(constants, 'HF_HUB_DISABLE_XET', True)  # Xet speaks to servers of its own
+        monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'cache'))
+        monkeypatch.setenv('HF_TOKEN', TOKEN)
+        yield server
+
+
+@pytest.fixture
+def student(vit):
+    model = vit()
+    convert_(model, OdeConfig(time='low_rank', rank=2, steps=6))
+    return model
+
+
+def load(name, **kwargs):
+    return timm.create_model(f'hf-hub:{name}', pretrained=True, **kwargs).eval()
+
+
+def cached(tmp_path):
+    """Every file of the cache that is no lock and no reference: complete blobs only are allowed."""
+    return sorted(p.name for p in (tmp_path / 'cache').rglob('*') if p.is_file() and 'blobs' in p.parts)
+
+
+def test_there_and_back_gives_the_same_logits(hub, student, images):
+    done = push_to_hub(student, 'org/student')
+    assert set(done.files) == {'README.md', 'config.json', 'model.safetensors', 'test/tensors.safetensors'}
+    assert set(done.files.values()) == {'new'} and done.url.startswith(f'{hub.url}/org/student/commit/')
+    again = load('org/student')
+    assert torch.equal(again(images), student(images)) and again.blocks.config == student.blocks.config
+    stored = read(hub.repos['org/student'].at('main')[1]['test/tensors.safetensors'])
+    assert torch.equal(again(stored['input']), stored['output'])
+    assert load('org/student', num_classes=3)(images).shape == (2, 3)
+    assert load('org/student', features_only=True)(images)
+
+
+def test_a_plain_model_goes_too(hub, vit, images):
+    model = vit()
+    push_to_hub(model, 'org/teacher')
+    assert torch.equal(load('org/teacher')(images), model(images))
+
+
+def test_what_is_there_is_not_sent_again(hub, student, vit):
+    push_to_hub(student, 'org/student')
+    commits = len(hub.sent('POST', '/commit/'))
+    again = push_to_hub(student, 'org/student')
+    assert again.url is None and set(again.files.values()) == {'same'} and len(hub.sent('POST', '/commit/')) == commits
+    uploads = len(hub.sent('PUT', '/lfs/'))
+    student.blocks.steps = 3
+    third = push_to_hub(student, 'org/student')
+    assert third.files['config.json'] == 'changed' and third.files['model.safetensors'] == 'same'
+    assert len(hub.sent('PUT', '/lfs/')) == uploads + 1  # the stored output
+
+
+def test_a_dry_run_sends_nothing(hub, student):
+    done = push_to_hub(student, 'org/student', dry_run=True)
+    assert done.url is None and set(done.files.values()) == {'new'} and 'nothing was sent' in str(done) and not hub.repos
+    assert not hub.sent('POST', 'create')
+
+
+def test_private_and_another_branch_and_a_pull_request(hub, student, tmp_path, monkeypatch):
+    push_to_hub(student, 'org/student', private=True)
+    assert hub.repos['org/student'].private
+    student.blocks.steps = 3
+    push_to_hub(student, 'org/student', revision='fast')
+    assert load('org/student').blocks.steps == 6 and load('org/student@fast').blocks.steps == 3
+    student.blocks.steps = 2
+    done = push_to_hub(student, 'org/student', create_pr=True)
+    assert done.url == f'{hub.url}/org/student/discussions/1'
+    assert load('org/student').blocks.steps == 6 and load('org/student@refs/pr/1').blocks.steps == 2
+    monkeypatch.setenv('HF_TOKEN', 'hf_other')
+    with pytest.raises(huggingface_hub.errors.RepositoryNotFoundError):
+        load('org/student', cache_dir=tmp_path / 'another')  # what one has, one keeps
+    with pytest.raises(OSError, match='org/student on the Hub: .*401') as e:
+        push_to_hub(student, 'org/student')
+    assert '\n' not in str(e.value)
+
+
+def test_a_card_that_is_there_is_kept(hub, student, images):
+    push_to_hub(student, 'org/student')
+    repo = hub.repos['org/student']
+    repo.commit('main', {**repo.at('main')[1], 'README.md': b'---\nlicense: mit\n---\nmine\n'})
+    student.blocks.steps = 3
+    assert push_to_hub(student, 'org/student').files['README.md'] == 'same'
+    assert repo.at('main')[1]['README.md'].endswith(b'mine\n')
+    rows = json.loads(evaluate(student, [(images, torch.tensor([0, 1]))], steps=(3, 6)).to_json())
+    assert push_to_hub(student, 'org/student', results=rows, dataset='CIFAR-10').files['README.md'] == 'changed'
+    assert b'of CIFAR-10' in repo.at('main')[1]['README.md']
+
+
+def test_a_folder_is_sent_as_it_is(hub, student, images, tmp_path):
+    folder = save_pretrained(student, tmp_path / 'student')
+    push_to_hub(folder, 'org/student')
+    assert hub.repos['org/student'].at('main')[1]['config.json'] == (folder / 'config.json').read_bytes()
+    assert torch.equal(load('org/student')(images), student(images))
+    with pytest.raises(ValueError, match='A folder is sent as it is, so card has no effect'):
+        push_to_hub(folder, 'org/student', card='mine')
+    (folder / 'pytorch_model.bin').touch()
+    with pytest.raises(ValueError, match=r'holds pytorch_model.bin; only model.safetensors, .* are sent'):
+        push_to_hub(folder, 'org/student')
+    with pytest.raises(ValueError, match='has no config.json and model.safetensors'):
+        push_to_hub(tmp_path / 'empty', 'org/student')
+
+
+def test_a_card_that_the_hub_would_refuse_stops_before_anything_is_sent(hub, student):
+    with pytest.raises((OSError, ValueError), match='license'):
+        push_to_hub(student, 'org/student', license='no-such-licence')
+    assert not hub.sent('PUT', '/lfs/') and not hub.sent('POST', '/commit/')
+
+
+def test_cards_have_metadata_that_the_hub_understands_and_code_that_runs(hub, student, images, monkeypatch):
+    rows = json.loads(evaluate(student, [(images, torch.tensor([0, 1]))], steps=(3, 6), teacher=student).to_json())
+    push_to_hub(student, 'org/student', results=rows, dataset='CIFAR-10', license='mit')
+    card = ModelCard(hub.repos['org/student'].at('main')[1]['README.md'].decode())
+    card.validate()
+    assert card.data.license == 'mit' and card.data.datasets == ['cifar10'] and card.data.library_name == 'timm'
+    assert [r.metric_name for r in card.data.eval_results] == ['top-1 with K = 3', 'top-1 with K = 6']
+    assert card.data.eval_results[0].metric_value == pytest.approx(rows[1]['top1'] / 100)
+    code = card.text.split('```python\n')[1].split('```')[0]
+    names = {}
+    exec(code, names)
+    assert names['logits'].shape == (1, 5) and names['model'].blocks.steps == 3
+    assert '- Base: `vit_tiny_patch16_224`' in card.text and '@article' in card.text
+
+
+def test_results_need_a_dataset(student):
+    with pytest.raises(ValueError, match='Results need the name of their data'):
+        model_card('x', student, results=[{'model': 'model'}])
+
+
+def test_a_gated_a_missing_and_an_empty_repository(hub, student, monkeypatch):
+    push_to_hub(student, 'org/student')
+    hub.repos['org/student'].gated = True
+    monkeypatch.setenv('HF_TOKEN', 'hf_other')
+    with pytest.raises(huggingface_hub.errors.GatedRepoError):
+        load('org/student')
+    with pytest.raises(huggingface_hub.errors.RepositoryNotFoundError):
+        load('org/missing')
+    monkeypatch.setenv('HF_TOKEN', TOKEN)
+    with pytest.raises(huggingface_hub.errors.RevisionNotFoundError):
+        load('org/student@v9')
+    repo = hub.repos['org/student']
+    repo.commit('main', {k: v for k, v in repo.at('main')[1].items() if k == 'config.json'} | {'pytorch_model.bin': b'\x80'})
+    with pytest.raises(ValueError, match='org/student on the Hub holds no model.safetensors'):
+        load('org/student')
+    assert not hub.sent('GET', 'pytorch_model.bin')
+
+
+def test_a_cut_connection_is_resumed(hub, student, images, tmp_path, monkeypatch):
+    push_to_hub(student, 'org/student')
+    hub.cut['model.safetensors'] = [1000, 2000]
+    assert torch.equal(load('org/student')(images), student(images))
+    assert not hub.cut['model.safetensors'] and len(cached(tmp_path)) == 2
+
+
+def test_a_connection_that_is_cut_again_and_again_leaves_no_half_file(hub, student, images, tmp_path, monkeypatch):
+    push_to_hub(student, 'org/student')
+    monkeypatch.setattr('time.sleep', lambda seconds: None)
+    hub.cut['model.safetensors'] = [100, *[0] * 100]
+    with pytest.raises(OSError, match='model.safetensors of org/student could not be downloaded: ') as e:
+        load('org/student')
+    assert '\n' not in str(e.value)
+    names = {p.name for p in (tmp_path / 'cache').rglob('*') if p.is_file()}
+    assert 'config.json' in names and 'model.safetensors' not in names
+    hub.cut.clear()
+    assert torch.equal(load('org/student')(images), student(images))
+
+
+def test_a_changed_byte_is_seen_and_downloaded_again_or_refused(hub, student, images, tmp_path):
+    push_to_hub(student, 'org/student')
+    hub.flip['model.safetensors'] = 1
+    assert torch.equal(load('org/student')(images), student(images))
+    for path in (tmp_path / 'cache').rglob('model.safetensors'):
+        path.resolve().unlink()
+        path.unlink()
+    hub.flip['model.safetensors'] = 2
+    with pytest.raises(ValueError, match=r'is damaged: its SHA-256 is .* It came twice so from org/student'):
+        load('org/student')
+    assert not list((tmp_path / 'cache').rglob('model.safetensors')) and len(cached(tmp_path)) == 1
+    assert torch.equal(load('org/student')(images), student(images))
+
+
+def test_a_file_that_rotted_in_the_cache_is_downloaded_again(hub, student, images, tmp_path):
+    push_to_hub(student, 'org/student')
+    load('org/student')
+    blob = next((tmp_path / 'cache').rglob('model.safetensors')).resolve()
+    content = bytearray(blob.read_bytes())
+    content[-1] ^= 1
+    blob.write_bytes(content)
+    assert torch.equal(load('org/student')(images), student(images))
+
+
+def test_offline_from_the_cache(hub, student, images, monkeypatch):
+    push_to_hub(student, 'org/student')
+    expected = load('org/student')(images)
+    requests = len(hub.log)
+    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
+    assert torch.equal(load('org/student')(images), expected) and len(hub.log) == requests
+    with pytest.raises(OSError):
+        load('org/other')
+
+
+def test_cache_dir(hub, student, images, tmp_path):
+    push_to_hub(student, 'org/student')
+    assert torch.equal(load('org/student', cache_dir=tmp_path / 'mine')(images), student(images))
+    assert list((tmp_path / 'mine').rglob('model.safetensors')) and not (tmp_path / 'cache').exists()
+
+
+def test_a_published_model_is_downloaded_where_its_file_is_absent(hub, student, images, monkeypatch):
+    folder = HUB / 'odevit_tiny_native_patch16_64.deit_tiny_cifar100'
+    push_to_hub(folder, f'timm-odevit/{folder.name}')
+    cfg = timm.get_pretrained_cfg(folder.name)
+    cfg.file = None
+    stored = load_file(folder / 'test' / 'tensors.safetensors')
+    model = timm.create_model(folder.name.split('.')[0], pretrained=True, pretrained_cfg=cfg).eval()
+    torch.testing.assert_close(model(stored['input']), stored['output'], rtol=1e-3, atol=1e-3)
+    assert hub.sent('GET', 'model.safetensors')
+
+
+def test_the_command_line(hub, student, images, tmp_path, capsys):
+    save_pretrained(student, tmp_path / 'student')
+    push = ['push', f"local-dir:{tmp_path / 'student'}", 'org/student']
+    assert cli.main([*push, '--dry-run']) == 0 and 'nothing was sent' in capsys.readouterr().out and not hub.repos
+    evaluate(student, [(images, torch.tensor([0, 1]))]).to_json(tmp_path / 'results.json')
+    assert cli.main([*push, '--results', str(tmp_path / 'results.json'), '--dataset', 'CIFAR-10', '--private']) == 0
+    assert 'org/student (main), sent: http' in capsys.readouterr().out and hub.repos['org/student'].private
+    assert torch.equal(load('org/student')(images), student(images))
+    for args, message in ((['--results', str(tmp_path / 'results.json')], 'Results need the name of their data'),
+                          (['--results', str(tmp_path / 'none.json')], 'none.json'),
+                          (['--license', 'no-such-licence'], 'license')):
+        assert cli.main([*push, *args]) == 2 and message in capsys.readouterr().err
+    assert cli.main([*push[:2], 'a/b/c']) == 2 and 'a/b/c' in capsys.readouterr().err
+
+
+def test_publish_says_first_and_sends_what_is_new(hub, tmp_path, capsys, monkeypatch):
+    publish = runpy.run_path(str(HUB / 'publish.py'))
+    names = sorted(path.parent.name for path in HUB.glob('*/model.safetensors'))
+    monkeypatch.setattr('sys.argv', ['publish.py'])
+    publish['main']()
+    assert not hub.repos and capsys.readouterr().out.count('nothing was sent') == len(names)
+    monkeypatch.setattr('sys.argv', ['publish.py', names[0], '--send'])
+    publish['main']()
+    assert list(hub.repos) == [f'timm-odevit/{names[0]}'] and 'sent: ' in capsys.readouterr().out
+    publish['main']()
+    assert 'nothing was sent' in capsys.readouterr().out
+    monkeypatch.setattr('sys.argv', ['publish.py', 'odevit_x', '--send'])
+    with pytest.raises(SystemExit, match='Not in hub/: odevit_x'):
+        publish['main']()

@@ -1,0 +1,136 @@
+"""A config.json from a stranger: refused with a message, whatever it says, and nothing is built, read or run."""
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from timm_odevit import convert_, save_pretrained
+
+
+@pytest.fixture
+def saved(vit, tmp_path):
+    model = vit()
+    convert_(model)
+    return save_pretrained(model, tmp_path / 'model')
+
+
+def change(folder, part, entries):
+    path = folder / 'config.json'
+    config = json.loads(path.read_text())
+    (config if part is None else config[part]).update(entries)
+    path.write_text(json.dumps(config))
+
+
+def deep(levels):
+    value = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+BASE_ARGS = dict(patch_size=4, embed_dim=32, num_heads=2, depth=3)
+CASES = {
+    'an unknown keyword': ('model_args', {'code': 'import os'}, 'unexpected keyword argument'),
+    'an unknown ode keyword': ('model_args', {'ode_code': 'import os'}, "unknown argument 'ode_code'"),
+    'an unknown keyword of the base': ('model_args', {'base_args': {**BASE_ARGS, 'hook': 'os.system'}}, 'unexpected keyword'),
+    'an unknown entry of the cfg': ('pretrained_cfg', {'code': 'import os'}, "unknown entry 'code'"),
+    'a file elsewhere': ('pretrained_cfg', {'url': 'file:///etc/passwd'}, r"where weights lie .*\('url'\)"),
+    'another file of a repository': ('pretrained_cfg', {'hf_hub_filename': '../x.bin'}, r"\('hf_hub_filename'\)"),
+    'custom loading': ('pretrained_cfg', {'custom_load': 'hf'}, r"\('custom_load'\)"),
+    'a state dict': ('pretrained_cfg', {'state_dict': {'a': 1}}, r"\('state_dict'\)"),
+    'a checkpoint': ('model_args', {'checkpoint_path': '/etc/passwd'}, "gives 'checkpoint_path'"),
+    'a checkpoint of the base': ('model_args', {'base_args': {**BASE_ARGS, 'checkpoint_path': '../x.pth'}}, "'checkpoint_path'"),
+    'a pretrained base': ('model_args', {'base_args': {**BASE_ARGS, 'pretrained': True}}, "gives 'pretrained'"),
+    'a cache': ('model_args', {'base_args': {**BASE_ARGS, 'cache_dir': '/tmp'}}, "gives 'cache_dir'"),
+    'an overlay': ('model_args', {'base_args': {**BASE_ARGS, 'pretrained_cfg_overlay': {'file': 'x'}}}, "'pretrained_cfg_overlay'"),
+    'a base on the Hub': ('model_args', {'base': 'hf-hub:evil/model'}, "Unknown base 'hf-hub:evil/model'"),
+    'a base in a folder': ('model_args', {'base': 'local-dir:/tmp'}, "Unknown base 'local-dir:/tmp'"),
+    'a path for a base': ('model_args', {'base': '../../vit_tiny_patch16_224'}, 'Unknown base'),
+    'a number for a base': ('model_args', {'base': 7}, "Unknown base '7'"),
+    'a base that is no transformer': ('model_args', {'base': 'resnet18', 'base_args': {}}, 'can be built from'),
+    'itself as a base': ('model_args', {'base': 'odevit_converted'}, "Unknown base 'odevit_converted'"),
+    'a list for the arguments of the base': ('model_args', {'base_args': [1, 2]}, 'has base_args'),
+    'width 10 ** 12': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': 10 ** 12}}, r'embed_dim 1000000000000; whole numbers'),
+    'width 98,304': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': 98304}}, 'numbers in its tensors'),
+    'an image of 10 ** 9': ('model_args', {'img_size': [10 ** 9, 10 ** 9]}, 'input_size 1000000000'),
+    'an image of 99,968': ('model_args', {'img_size': [99968, 99968]}, 'numbers in its tensors'),
+    'a negative width': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': -32}}, 'embed_dim -32'),
+    'no heads': ('model_args', {'base_args': {**BASE_ARGS, 'num_heads': 0}}, 'ZeroDivisionError|can be built'),
+    'depth 10 ** 6': ('model_args', {'base_args': {**BASE_ARGS, 'depth': 10 ** 6}}, 'depth 1000000; whole numbers from 0 to 1,024'),
+    'negative depth': ('model_args', {'base_args': {**BASE_ARGS, 'depth': -1}}, 'depth -1'),
+    'depth 0': ('model_args', {'base_args': {**BASE_ARGS, 'depth': 0}}, 'can be built from'),
+    'a million steps': ('model_args', {'ode_steps': 10 ** 6}, 'ode_steps 1000000'),
+    'no steps': ('model_args', {'ode_steps': 0}, 'steps must be a whole number of at least 1'),
+    'negative steps': ('model_args', {'ode_steps': -3}, 'ode_steps -3'),
+    'endless time': ('model_args', {'ode_T': float('inf')}, 'ode_T inf'),
+    'no time': ('model_args', {'ode_T': float('nan')}, 'ode_T nan'),
+    'rank 10 ** 9': ('model_args', {'ode_time': 'low_rank', 'ode_rank': 10 ** 9}, 'ode_rank'),
+    'phases': ('model_args', {'ode_phases': 1000}, 'phases'),
+    'a method': ('model_args', {'ode_method': '__import__("os")'}, 'Unknown method'),
+    'an init': ('model_args', {'ode_init': 'os.system'}, "Unknown init 'os.system'"),
+    'a field': ('model_args', {'ode_field': ['native']}, 'Unknown field'),
+    'classes': ('model_args', {'num_classes': 10 ** 10}, 'num_classes'),
+    'negative classes': ('model_args', {'num_classes': -5}, 'num_classes -5'),
+    'channels': ('model_args', {'in_chans': 'three'}, 'three sizes are needed'),
+    'a layer by name': ('model_args', {'base_args': {**BASE_ARGS, 'act_layer': 'os.system'}}, 'can be built from'),
+    'a norm by name': ('model_args', {'base_args': {**BASE_ARGS, 'norm_layer': '__main__.Evil'}}, 'can be built from'),
+    'a long string': ('model_args', {'global_pool': 'a' * 10 ** 6}, 'global_pool'),
+    'a zero byte': ('model_args', {'global_pool': 'avg\0'}, 'global_pool'),
+    'a deep list': ('model_args', {'ode_boundaries': deep(50)}, 'ode_boundaries'),
+    'a long list': ('model_args', {'ode_boundaries': list(range(10 ** 5))}, 'ode_boundaries'),
+    'a negative input': ('pretrained_cfg', {'input_size': [3, -1, 16], 'fixed_input_size': False}, 'input_size'),
+    'a huge input': ('pretrained_cfg', {'input_size': [3, 10 ** 9, 16], 'fixed_input_size': False}, 'input_size'),
+    'an input of words': ('pretrained_cfg', {'input_size': 'big', 'fixed_input_size': False}, 'input_size'),
+    'a mean of nothing': ('pretrained_cfg', {'mean': [float('nan')] * 3}, 'mean'),
+    'a deviation of zero': ('pretrained_cfg', {'std': [0, 0, 0]}, 'std'),
+}
+
+
+@pytest.mark.parametrize('case', CASES, ids=str)
+@pytest.mark.parametrize('pretrained', [True, False])
+def test_refused(saved, tmp_path, case, pretrained):
+    part, entries, message = CASES[case]
+    change(saved, part, entries)
+    before = {p: p.read_bytes() for p in tmp_path.rglob('*') if p.is_file()}
+    with pytest.raises((ValueError, TypeError), match=message) as e:
+        timm.create_model(f'local-dir:{saved}', pretrained=pretrained)
+    assert len(str(e.value)) < 1000
+    assert {p: p.read_bytes() for p in tmp_path.rglob('*') if p.is_file()} == before
+
+
+def test_what_was_saved_is_taken(saved):
+    assert timm.create_model(f'local-dir:{saved}', pretrained=True, num_classes=7, img_size=32).num_classes == 7
+    assert timm.create_model(f'local-dir:{saved}', pretrained=True, features_only=True, out_indices=(0, 1))
+    assert timm.create_model(f'local-dir:{saved}', pretrained=True, drop_path_rate=0.1, device='cpu')
+
+
+class Evil:
+    def __reduce__(self):
+        return open, ('/tmp/odevit-evil', 'w')
+
+
+@pytest.mark.parametrize('name', ['pytorch_model.bin', 'model.pth', 'model.safetensors'])
+def test_a_pickle_is_not_read(saved, name, tmp_path):
+    (saved / 'model.safetensors').unlink()
+    torch.save({'a': Evil()}, saved / name)
+    message = 'is not a whole safetensors file' if name == 'model.safetensors' else f'holds no model.safetensors. {name} is not read'
+    with pytest.raises(ValueError, match=message):
+        timm.create_model(f'local-dir:{saved}', pretrained=True)
+    with (saved / name).open('wb') as f:
+        pickle.dump(Evil(), f)
+    with pytest.raises(ValueError, match=message):
+        timm.create_model(f'local-dir:{saved}', pretrained=True)
+    assert not Path('/tmp/odevit-evil').exists()
+
+
+@pytest.mark.parametrize('damage', ['cut', 'empty', 'a header of 2 ** 60 bytes', 'words'])
+def test_weights_that_are_not_whole(saved, damage):
+    path = saved / 'model.safetensors'
+    content = path.read_bytes()
+    path.write_bytes({'cut': content[:len(content) // 2], 'empty': b'', 'words': b'<html>not found</html>',
+                      'a header of 2 ** 60 bytes': (2 ** 60).to_bytes(8, 'little') + content[8:]}[damage])
+    with pytest.raises(ValueError, match=r'is not a whole safetensors file \(.*\)\.$'):
+        timm.create_model(f'local-dir:{saved}', pretrained=True)
