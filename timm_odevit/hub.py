@@ -74,7 +74,8 @@ def save_pretrained(
         save_file(weights, temporary / WEIGHTS, metadata={'format': 'pt'})
         path = temporary / CONFIG
         config = json.loads(path.read_text())
-        config.update(architecture=architecture, model_args=args)
+        # timm takes the number of classes from the top, and transformers takes it from there only
+        config.update(architecture=architecture, model_args={k: v for k, v in args.items() if k != 'num_classes'})
         if 'label_names' in config['pretrained_cfg']:  # where others look for them
             config['label_names'] = config['pretrained_cfg'].pop('label_names')
         if 'img_size' in args:  # timm before 1.0.31 writes the size of the pretrained model
