@@ -348,3 +348,25 @@ def test_what_the_blocks_were_made_for_cannot_be_set(vit, images, change):
     with pytest.raises(ValueError, match='is what the shared blocks were made for.*Convert anew'):
         model.blocks.config = replace(config, **change)
     assert model.blocks.config == config and torch.equal(model(images), before)
+
+
+class Wrapped(torch.nn.Module):
+    """As peft wraps a layer."""
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x):
+        return self.base_layer(x)
+
+
+def test_a_layer_may_be_wrapped_and_may_not_be_replaced(vit, images):
+    model = vit()
+    convert_(model, OdeConfig(time='low_rank', rank=4))
+    before = model(images)
+    attn = model.blocks.shared.base.block.attn
+    attn.qkv = Wrapped(attn.qkv)
+    torch.testing.assert_close(model(images), before)
+    attn.qkv = torch.nn.Sequential(attn.qkv.base_layer)
+    with pytest.raises(RuntimeError, match=r'block.attn.qkv.bias, block.attn.qkv.weight: residuals of parameters that are not'):
+        model(images)

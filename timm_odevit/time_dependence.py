@@ -86,16 +86,22 @@ class TimeField(Field):
         """The parameters of the base at t, by name: those of its attention, of its MLP, or all."""
         knots = self._knots(_number(t))
         merged = {}
+        lost = {*self.vectors, *self.up}
         for name, p in self.base.named_parameters():
+            key = _key(name)
+            lost.discard(key)
             if part and name.startswith(self.base.attention_prefixes) != (part == 'attention'):
                 continue
-            key = name.replace('.', '-')
             if key in self.vectors:
                 merged[name] = p + sum(w * self.vectors[key][i] for i, w in knots)
             elif key in self.up:
                 up = torch.cat([w * self.up[key][i] for i, w in knots], dim=1)
                 down = torch.cat([self.down[key][i] for i, _ in knots])
                 merged[name] = torch.addmm(p.flatten(1), up, down).view_as(p)
+        if lost:
+            names = ', '.join(sorted(lost)).replace('-', '.')
+            raise RuntimeError(f'{names}: residuals of parameters that are not there '
+                               'any more. A part of the shared block was replaced; put it back, or convert again.')
         for key, residuals in self.statistics.named_buffers():
             name = key.replace('-', '.')
             merged[name] = self.base.get_buffer(name) + sum(w * residuals[i] for i, w in knots)
@@ -186,6 +192,11 @@ class _Map(nn.Module):
 
     def forward(self, t, x):
         return self.base.attention_map(t, x)
+
+
+def _key(name: str) -> str:
+    """The key of a parameter's residual; peft's layers keep the one that they wrap as `base_layer`."""
+    return name.replace('.base_layer.', '.').replace('.', '-')
 
 
 def _number(t: Union[float, Tensor]) -> float:

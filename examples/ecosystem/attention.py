@@ -1,0 +1,34 @@
+"""timm: attention over t, by timm.utils.AttentionExtract: the map of each evaluation is a node of its own.
+
+A block that depends on time is a leaf of the graph; its maps come from the trajectory, as at the end.
+"""
+import timm
+import torch
+from timm.layers import set_fused_attn
+from timm.utils import AttentionExtract
+
+from timm_odevit.spans import watch_blocks
+
+
+def main():
+    images = torch.randn(1, 3, 64, 64)    # yours, normalised for the model
+    set_fused_attn(False)    # a fused kernel keeps no map
+    try:
+        model = timm.create_model('odevit_tiny_native_patch16_64.deit_tiny_cifar10', pretrained=True)
+        maps = AttentionExtract(model, names=['*attn.softmax*'])(images)    # * at the end: softmax_1, softmax_2, ...
+    finally:
+        set_fused_attn(True)
+    print(len(maps), 'maps of', list(next(iter(maps.values())).shape))
+
+    model = timm.create_model('odevit_tiny_native_r23_patch16_64.deit_tiny_cifar10', pretrained=True).eval()
+    steps = list(model.blocks)
+    with torch.no_grad(), watch_blocks([steps]) as seen:
+        model(images)
+        states = seen[0][0]    # before the first step and after each
+        over_time = [model.blocks.shared.attention_map(step.t, x) for step, x in zip(steps, states, strict=False)]
+    print(len(over_time), 'maps of', list(over_time[0].shape))
+    return maps, over_time
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,20 @@
+"""captum: integrated gradients through the solver. Tried with 0.9.0."""
+import timm
+import torch
+from captum.attr import IntegratedGradients
+
+import timm_odevit  # noqa: F401  registers the models
+
+
+def main(name='odevit_tiny_native_patch16_64.deit_tiny_cifar10'):
+    model = timm.create_model(name, pretrained=True).eval()
+    image = torch.randn(1, 3, 64, 64)    # yours, normalised for the model
+    target = model(image).argmax(1)
+    attributions, error = IntegratedGradients(model).attribute(
+        image, target=target, n_steps=50, return_convergence_delta=True)
+    print(list(attributions.shape), 'what the sum misses of the logit:', error.item())
+    return attributions, error.item()
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,38 @@
+"""Lightning: the distillation task as a LightningModule. Tried with 2.6.6."""
+import copy
+
+import lightning
+import timm
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_
+
+
+class Distillation(lightning.LightningModule):
+    def __init__(self, task, lr=1e-3):
+        super().__init__()
+        self.task, self.lr = task, lr
+
+    def training_step(self, batch, index):
+        parts = self.task(*batch)
+        self.log_dict({name: value.detach() for name, value in parts.items() if name.endswith('loss')}, prog_bar=True)
+        return parts['loss']
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW((p for p in self.task.parameters() if p.requires_grad), lr=self.lr)
+
+
+def main(epochs=1, images=16):
+    teacher = timm.create_model('deit_tiny_patch16_64.cifar10', pretrained=True)
+    student = copy.deepcopy(teacher)
+    convert_(student, OdeConfig(time='low_rank', rank=8))
+    data = TensorDataset(torch.randn(images, 3, 64, 64), torch.arange(images) % 10)    # yours
+    trainer = lightning.Trainer(max_epochs=epochs, accelerator='cpu', logger=False, enable_checkpointing=False)
+    trainer.fit(Distillation(TrajectoryDistillationTask(student, teacher)), DataLoader(data, batch_size=8))
+    print(trainer.callback_metrics)
+    return trainer
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,22 @@
+"""torchvision: features by the names of graph nodes. Of torchvision itself, a dependency.
+
+A block that depends on time is a leaf of the graph: its parameters are functions of t.
+"""
+import timm
+import torch
+from torchvision.models.feature_extraction import create_feature_extractor
+
+from timm_odevit.time_dependence import TimeField
+
+
+def main(name='odevit_tiny_native_r23_patch16_64.deit_tiny_cifar10'):
+    model = timm.create_model(name, pretrained=True).eval()
+    extract = create_feature_extractor(
+        model, {'blocks.5': 'half', 'norm': 'end'}, tracer_kwargs={'leaf_modules': [TimeField]})
+    features = extract(torch.randn(1, 3, 64, 64))
+    print({name: list(value.shape) for name, value in features.items()})
+    return features
+
+
+if __name__ == '__main__':
+    main()

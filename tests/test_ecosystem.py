@@ -1,0 +1,178 @@
+"""Other people's programs with our models: timm's own tools, and each example of examples/ecosystem.
+
+An example of a library that is not installed is skipped: pip install -e '.[ecosystem]' for all.
+"""
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.layers import set_fused_attn
+from timm.models._features import FeatureGetterNet
+from timm.optim import create_optimizer_v2
+from timm.task import FeatureDistillationTask, LogitDistillationTask
+from timm.utils import AttentionExtract, ModelEmaV3
+
+from timm_odevit import run
+from timm_odevit.spans import watch_blocks
+
+EXAMPLES = Path(__file__).parent.parent / 'examples' / 'ecosystem'
+AUTONOMOUS = 'odevit_tiny_native_patch16_64.deit_tiny_cifar10'
+RANK_23 = 'odevit_tiny_native_r23_patch16_64.deit_tiny_cifar10'
+TEACHER = 'deit_tiny_patch16_64.cifar10'
+both = pytest.mark.parametrize('name', [AUTONOMOUS, RANK_23])
+
+
+def build(name, **kwargs):
+    return timm.create_model(name, pretrained=True, **kwargs).eval()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(4, 3, 64, 64)
+
+
+def example(name):
+    return runpy.run_path(str(EXAMPLES / f'{name}.py'))['main']
+
+
+@both
+@pytest.mark.parametrize('task', [LogitDistillationTask, FeatureDistillationTask])
+def test_timms_distillation_takes_them_as_students_and_as_teachers(name, task, x):
+    for student, teacher in ((name, TEACHER), (TEACHER, name)):
+        made = task(student_model=build(student), teacher_model=build(teacher), criterion=torch.nn.CrossEntropyLoss(),
+                    verbose=False)
+        parts = made(x, torch.arange(4))
+        parts['loss'].backward()
+        learnt = [p for p in made.get_trainable_module().parameters() if p.grad is not None and p.grad.any()]
+        assert torch.isfinite(parts['loss']) and len(learnt) > 10
+
+
+@both
+def test_layer_decay_gives_the_shared_block_one_rate(name):
+    model = build(name)
+    optimizer = create_optimizer_v2(model, opt='adamw', lr=1., layer_decay=0.5)
+    scales = {id(p): group['lr_scale'] for group in optimizer.param_groups for p in group['params']}
+    found = {part: {scales[id(p)] for n, p in model.named_parameters() if n.startswith(part)} for part in ('patch_embed', 'blocks', 'head')}
+    assert len(found['blocks']) == 1 and max(found['patch_embed']) < max(found['blocks']) < max(found['head']) == 1
+
+
+@both
+def test_feature_getter_net(name, x):
+    assert [tuple(f.shape) for f in FeatureGetterNet(build(name), out_indices=(1, 5, 11))(x)] == [(4, 192, 4, 4)] * 3
+
+
+@both
+def test_moving_average(name, x):
+    model = build(name)
+    ema = ModelEmaV3(model, decay=0.5)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)
+    ema.update(model)
+    assert not torch.equal(ema.module(x), model(x)) and ema.module.blocks.steps == 12
+
+
+@both
+def test_another_input_size(name):
+    model = build(name)
+    model.set_input_size((96, 96))
+    assert model(torch.randn(1, 3, 96, 96)).shape == (1, 10)
+
+
+def test_attention_extract_by_hooks_sees_the_last_evaluation(x):
+    set_fused_attn(False)
+    try:
+        model = build(RANK_23)
+        maps = AttentionExtract(model, method='hook')(x)
+    finally:
+        set_fused_attn(True)
+    assert [tuple(m.shape) for m in maps.values()] == [(4, 3, 17, 17)]
+    with torch.no_grad(), watch_blocks([list(model.blocks)]) as seen:
+        model(x)
+        expected = model.blocks.shared.attention_map(11., seen[0][0][11])
+    torch.testing.assert_close(next(iter(maps.values())), expected)
+
+
+def test_attention():
+    maps, over_time = example('attention')()
+    assert len(maps) == len(over_time) == 12
+    for found in (*maps.values(), *over_time):
+        torch.testing.assert_close(found.sum(-1), torch.ones(1, 3, 17))
+
+
+def test_torchvision_features(x):
+    assert {name: tuple(f.shape) for name, f in example('torchvision_features')().items()} == {
+        'half': (1, 17, 192), 'end': (1, 17, 192)}
+    assert set(example('torchvision_features')(AUTONOMOUS)) == {'half', 'end'}
+
+
+def test_fully_sharded_and_distributed_training_are_what_one_process_does():
+    done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2',
+                           str(EXAMPLES / 'shard.py')], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count('FSDP2') == 3 and 'parameters in this process' in done.stdout
+
+
+def test_probe():
+    assert min(example('probe')(images=300).values()) > 0.6
+
+
+def test_transformers():
+    pytest.importorskip('transformers')
+    answers, same = example('transformers_pipeline')()
+    assert same and len(answers) == 3 and {a['label'] for a in answers} < {
+        'airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'horse', 'ship', 'truck'}
+
+
+@both
+def test_peft(name, tmp_path):
+    pytest.importorskip('peft')
+    losses, difference = example('lora')(name, tmp_path / 'merged')
+    assert losses[-1] < losses[0] and difference < 1e-4
+    assert timm.create_model(f"local-dir:{tmp_path / 'merged'}", pretrained=True).num_classes == 10
+
+
+def test_torchao():
+    pytest.importorskip('torchao')
+    before, after, agreement = example('quantise')()
+    assert after < 0.6 * before and agreement > 0.9
+
+
+def test_lightning():
+    pytest.importorskip('lightning')
+    metrics = example('lightning_loop')().callback_metrics
+    assert {'loss', 'trajectory_loss', 'kd_loss'} <= set(metrics) and torch.isfinite(metrics['loss'])
+
+
+def test_accelerate():
+    pytest.importorskip('accelerate')
+    losses = example('accelerate_loop')()
+    assert losses[-1] < losses[0]
+
+
+def test_captum():
+    pytest.importorskip('captum')
+    attributions, error = example('attributions')()
+    assert attributions.shape == (1, 3, 64, 64) and abs(error) < 0.5
+
+
+def test_run_registers_the_models_first(tmp_path, capsys, monkeypatch):
+    (tmp_path / 'helper.py').write_text('NAME = "odevit_tiny"\n')
+    script = tmp_path / 'script.py'
+    script.write_text('import sys, timm\nfrom helper import NAME\nif __name__ == "__main__":\n'
+                      '    print(timm.is_model(NAME), sys.argv[1:])\n    sys.exit(3)\n')
+    command = [sys.executable, '-m', 'timm_odevit.run', str(script), '--model', 'x']
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 3 and done.stdout == "True ['--model', 'x']\n", done.stderr
+    assert run.main([str(tmp_path / 'none.py')]) == 2 and "There is no script '" in capsys.readouterr().err
+    assert run.main(['--help']) == 0 and 'validate.py' in capsys.readouterr().out
+    assert run.main([]) == 2
+
+
+def test_every_example_has_a_test():
+    text = Path(__file__).read_text()
+    assert all(f"'{path.stem}" in text for path in EXAMPLES.glob('*.py'))
