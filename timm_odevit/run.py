@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import List, Optional
 
-from . import __version__
+from ._version import __version__
 
 __all__ = ['main']
 
