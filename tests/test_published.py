@@ -32,7 +32,7 @@ def test_a_published_model_gives_what_was_stored_with_it(folder):
             torch.testing.assert_close(model(stored['input']), stored['output'], rtol=1e-3, atol=1e-3)  # other kernels
         for ode in find_ode_blocks(by_name):
             assert ode.config == by_folder.blocks.config or ode.config.init != by_folder.blocks.config.init
-    for key in ('mean', 'std', 'input_size', 'num_classes', 'crop_pct'):
+    for key in ('mean', 'std', 'input_size', 'num_classes', 'crop_pct', 'label_names'):
         ours, theirs = (json.dumps(model.pretrained_cfg[key]) for model in (by_name, by_folder))
         assert ours == theirs
 

@@ -1,6 +1,7 @@
 """The `odevit_*` models in timm's registry: data, and one way to build them all."""
 import copy
 import inspect
+import json
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -18,7 +19,7 @@ from .config import PREFIX, OdeConfig
 from .convert import check_convertible, convert_
 from .families import find_sites, kinds
 from .init import set_per_layer
-from .sources import check_args, check_size, saved_in, weights_file
+from .sources import WEIGHTS, check_args, check_size, saved_in, weights_file
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
 
@@ -65,8 +66,9 @@ def _published_cfg(name: str, classes: int) -> Dict[str, Any]:
            'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD}
     here = Path(__file__).parent
     for folder in (here / 'published', here.parent / 'hub'):  # of an installed package, of a checkout
-        if (folder / name / 'model.safetensors').is_file():
-            cfg['file'] = str(folder / name / 'model.safetensors')
+        if (folder / name / WEIGHTS).is_file():
+            cfg['file'] = str(folder / name / WEIGHTS)
+            cfg['label_names'] = json.loads((folder / name / 'config.json').read_text()).get('label_names')
             break
     return cfg
 
