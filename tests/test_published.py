@@ -1,11 +1,14 @@
 """The weights in hub/: what is stored loads by name, without a network, and computes what was stored with it."""
 import json
+import runpy
 import shlex
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from hub_server import errors_in_card
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 import timm_odevit.odevit
@@ -49,6 +52,20 @@ def test_a_published_folder_is_whole(folder):
         args = cli._parser().parse_args(shlex.split(line.split('now: ')[-1])[1:])
         assert Recipe.load(HUB.parent / args.recipe if 'hub/' in args.recipe else args.recipe, args.set).stages
     Recipe.load(folder / 'recipe.yaml')
+
+
+@pytest.mark.parametrize('folder', FOLDERS, ids=lambda f: f.name)
+def test_a_published_card_is_generated_its_code_runs_and_its_metadata_are_valid(folder):
+    cards = runpy.run_path(str(HUB / 'tools' / 'cards.py'))
+    text = (folder / 'README.md').read_text()
+    assert text == cards['card'](folder), 'run python hub/tools/cards.py'
+    card = ModelCard(text)
+    assert not errors_in_card(text) and card.data.license == 'apache-2.0' and card.data.model_name == folder.name
+    rows = [r for r in json.loads((folder / 'results.json').read_text())['test'] if r['model'] != 'teacher']
+    assert [round(100 * r.metric_value, 2) for r in card.data.eval_results] == [round(r['top1'], 2) for r in rows]
+    names = {}
+    exec(card.text.split('```python\n')[1].split('```')[0], names)
+    assert names['logits'].shape == (1, names['model'].num_classes)
 
 
 def test_weights_that_are_not_here_are_looked_for_once_and_the_failure_is_one_line(monkeypatch):

@@ -13,6 +13,7 @@ import matplotlib
 import timm
 import torch
 from matplotlib.figure import Figure
+from PIL import ImageOps
 
 import timm_odevit  # noqa: F401  registers the models
 from timm_odevit.spans import watch_blocks
@@ -81,7 +82,7 @@ def attended(image, attention, times):
     figure.suptitle('Attention of the class token')
     chosen = torch.linspace(0, len(attention) - 1, SHOWN).round().int().tolist()
     for axes, i in zip(figure.subplots(1, SHOWN), chosen, strict=True):
-        axes.imshow(image.resize((128, 128)), extent=(0, 1, 0, 1))
+        axes.imshow(ImageOps.fit(image, (128, 128)), extent=(0, 1, 0, 1))  # the model sees the middle
         axes.imshow(attention[i], extent=(0, 1, 0, 1), alpha=0.6, cmap='magma', interpolation='bilinear')
         axes.set_title(f't = {times[i]:.3g}', fontsize=9)
         axes.axis('off')
