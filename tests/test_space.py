@@ -1,6 +1,7 @@
 """The demo, as a visitor uses it: in headless Chromium, without a network."""
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +24,6 @@ def page(tmp_path):
     sync_playwright = pytest.importorskip('playwright.sync_api').sync_playwright
     if CHROMIUM is None:
         pytest.skip('needs a Chromium on the PATH')
-    import socket
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
