@@ -126,6 +126,7 @@ class Handler(BaseHTTPRequestHandler):
             found = re.fullmatch(pattern, path)
             if found and method == self.command.replace('HEAD', 'GET'):
                 return getattr(self, name)(*found.groups(), query=query)
+        self.body()
         self.fail(404, 'NotFound', f'no route for {self.command} {self.path}')
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_any  # noqa: N815

@@ -274,4 +274,4 @@ def test_a_test_folder_without_labels_is_no_hindrance(folder):
     (folder / 'all' / 'test').mkdir()
     Image.new('RGB', (18, 18)).save(folder / 'all' / 'test' / 'a.png')
     assert run('distill', 'low_rank', 'all', 'new', '--teacher', 'local-dir:teacher', '--set', 'ode.rank=2', '--set', 'data.batch_size=8',
-               '--set', 'stages.0.fit.epochs=1', '--set', 'stages.1.fit.epochs=1') == 0
+               '--set', 'stages.0.fit.epochs=1', '--set', 'stages.1.fit.epochs=1', '--set', 'stages.2.fit.epochs=1') == 0

@@ -7,10 +7,10 @@ import huggingface_hub
 import pytest
 import timm
 import torch
-from hub_server import TOKEN, HubServer
+from hub_server import TOKEN, Handler, HubServer
 from huggingface_hub import ModelCard
 from safetensors.torch import load as read
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from timm_odevit import OdeConfig, cli, convert_, evaluate, push_to_hub, save_pretrained
 from timm_odevit.cards import model_card
@@ -240,6 +240,73 @@ def test_a_published_model_is_downloaded_where_its_file_is_absent(hub, student, 
     model = timm.create_model(folder.name.split('.')[0], pretrained=True, pretrained_cfg=cfg).eval()
     torch.testing.assert_close(model(stored['input']), stored['output'], rtol=1e-3, atol=1e-3)
     assert hub.sent('GET', 'model.safetensors')
+
+
+def test_a_new_branch_keeps_the_card_of_main(hub, student):
+    push_to_hub(student, 'org/student')
+    repo = hub.repos['org/student']
+    repo.commit('main', {**repo.at('main')[1], 'README.md': b'---\nlicense: mit\n---\nmine\n'})
+    student.blocks.steps = 3
+    done = push_to_hub(student, 'org/student', revision='fast')
+    assert done.files['README.md'] == done.files['model.safetensors'] == 'same' and done.files['config.json'] == 'changed'
+    assert repo.at('fast')[1]['README.md'].endswith(b'mine\n')
+    assert push_to_hub(student, 'org/student', revision='copy').url and repo.at('copy')[1]
+    with pytest.raises(ValueError, match="There is no branch 'new' of org/student"):
+        push_to_hub(student, 'org/student', revision='new', create_pr=True)
+    assert 'new' not in repo.refs
+
+
+def test_another_file_of_a_repository(hub, student, vit, images):
+    push_to_hub(student, 'org/student')
+    repo, other = hub.repos['org/student'], vit()
+    convert_(other, student.blocks.config)
+    state = {k: v * 2 for k, v in student.state_dict().items()}
+    repo.commit('main', {**repo.at('main')[1], 'other.safetensors': save(state)})
+    found = load('org/student', pretrained_cfg_overlay={'hf_hub_filename': 'other.safetensors'})
+    assert torch.equal(found.head.weight, 2 * student.head.weight)
+    with pytest.raises(ValueError, match="'other.bin' of org/student is not read"):
+        load('org/student', pretrained_cfg_overlay={'hf_hub_filename': 'other.bin'})
+
+
+def test_damage_is_said_offline_too(hub, student, tmp_path, monkeypatch):
+    push_to_hub(student, 'org/student')
+    load('org/student')
+    blob = next((tmp_path / 'cache').rglob('model.safetensors')).resolve()
+    blob.write_bytes(blob.read_bytes()[:-1] + b'x')
+    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
+    with pytest.raises(OSError, match=r'is damaged: .* could not be downloaded again'):
+        load('org/student')
+
+
+def test_a_page_in_the_place_of_an_answer(hub, student, monkeypatch):
+    monkeypatch.setattr(Handler, 'paths', lambda self, *args, **kwargs: (self.body(), self.reply(body=b'<html>log in</html>')))
+    with pytest.raises(OSError, match='org/student on the Hub: '):
+        push_to_hub(student, 'org/student')
+
+
+def test_what_cannot_be_sent(hub, student, vit, tmp_path):
+    folder = save_pretrained(student, tmp_path / 'student')
+    (folder / '.cache').mkdir()
+    (folder / '.cache' / 'note').touch()
+    (folder / '.gitattributes').touch()
+    assert set(push_to_hub(folder, 'org/a', dry_run=True).files) == {'config.json', 'model.safetensors'}
+    for i in range(100):
+        (folder / f'{i}.txt').touch()
+    with pytest.raises(ValueError, match=r'and 95 more; only'):
+        push_to_hub(folder, 'org/a')
+    for name, content, message in (('model.safetensors', b'junk', 'not a whole'), ('config.json', b'{', 'Expecting')):
+        folder = save_pretrained(student, tmp_path / name)
+        (folder / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            push_to_hub(folder, 'org/a')
+    with torch.device('meta'):
+        meta = timm.create_model('odevit_tiny')
+    with pytest.raises(ValueError, match='meta device'):
+        push_to_hub(meta, 'org/a')
+    for rows in ([{'top1': 1}], {'top1': 1}):
+        with pytest.raises(ValueError, match='results must be rows'):
+            push_to_hub(student, 'org/a', results=rows, dataset='x')
+    assert not hub.repos
 
 
 def test_the_command_line(hub, student, images, tmp_path, capsys):

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file, save_file
+from timm.models import build_model_with_cfg
 
 from timm_odevit import convert_, save_pretrained
 
@@ -52,14 +54,14 @@ CASES = {
     'a number for a base': ('model_args', {'base': 7}, "Unknown base '7'"),
     'a base that is no transformer': ('model_args', {'base': 'resnet18', 'base_args': {}}, 'can be built from'),
     'itself as a base': ('model_args', {'base': 'odevit_converted'}, "Unknown base 'odevit_converted'"),
-    'a list for the arguments of the base': ('model_args', {'base_args': [1, 2]}, 'has base_args'),
+    'a list for the arguments of the base': ('model_args', {'base_args': [1, 2]}, 'in the place of keywords'),
     'width 10 ** 12': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': 10 ** 12}}, r'embed_dim 1000000000000; whole numbers'),
     'width 98,304': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': 98304}}, 'numbers in its tensors'),
-    'an image of 10 ** 9': ('model_args', {'img_size': [10 ** 9, 10 ** 9]}, 'input_size 1000000000'),
+    'an image of 10 ** 9': ('model_args', {'img_size': [10 ** 9, 10 ** 9]}, r'input_size \(3, 1000000000, 1000000000\)'),
     'an image of 99,968': ('model_args', {'img_size': [99968, 99968]}, 'numbers in its tensors'),
     'a negative width': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': -32}}, 'embed_dim -32'),
     'no heads': ('model_args', {'base_args': {**BASE_ARGS, 'num_heads': 0}}, 'ZeroDivisionError|can be built'),
-    'depth 10 ** 6': ('model_args', {'base_args': {**BASE_ARGS, 'depth': 10 ** 6}}, 'depth 1000000; whole numbers from 0 to 1,024'),
+    'depth 10 ** 6': ('model_args', {'base_args': {**BASE_ARGS, 'depth': 10 ** 6}}, 'depth 1000000; whole numbers from 0 to 256'),
     'negative depth': ('model_args', {'base_args': {**BASE_ARGS, 'depth': -1}}, 'depth -1'),
     'depth 0': ('model_args', {'base_args': {**BASE_ARGS, 'depth': 0}}, 'can be built from'),
     'a million steps': ('model_args', {'ode_steps': 10 ** 6}, 'ode_steps 1000000'),
@@ -74,7 +76,7 @@ CASES = {
     'a field': ('model_args', {'ode_field': ['native']}, 'Unknown field'),
     'classes': ('model_args', {'num_classes': 10 ** 10}, 'num_classes'),
     'negative classes': ('model_args', {'num_classes': -5}, 'num_classes -5'),
-    'channels': ('model_args', {'in_chans': 'three'}, 'three sizes are needed'),
+    'channels': ('model_args', {'in_chans': 'three'}, 'takes three sizes'),
     'a layer by name': ('model_args', {'base_args': {**BASE_ARGS, 'act_layer': 'os.system'}}, 'can be built from'),
     'a norm by name': ('model_args', {'base_args': {**BASE_ARGS, 'norm_layer': '__main__.Evil'}}, 'can be built from'),
     'a long string': ('model_args', {'global_pool': 'a' * 10 ** 6}, 'global_pool'),
@@ -85,6 +87,24 @@ CASES = {
     'a huge input': ('pretrained_cfg', {'input_size': [3, 10 ** 9, 16], 'fixed_input_size': False}, 'input_size'),
     'an input of words': ('pretrained_cfg', {'input_size': 'big', 'fixed_input_size': False}, 'input_size'),
     'a mean of nothing': ('pretrained_cfg', {'mean': [float('nan')] * 3}, 'mean'),
+    'no mean': ('pretrained_cfg', {'mean': []}, 'a number for each channel'),
+    'a crop of nothing': ('pretrained_cfg', {'crop_pct': 1e-12}, 'a share from 0.1 to 2'),
+    'an interpolation': ('pretrained_cfg', {'interpolation': 'evil'}, 'bicubic, bilinear'),
+    'a label offset of words': ('pretrained_cfg', {'label_offset': 'x'}, 'label_offset'),
+    'a classifier of numbers': ('pretrained_cfg', {'classifier': [5]}, 'names of modules'),
+    'labels of a number': ('pretrained_cfg', {'label_names': 5}, 'a name for each class'),
+    'no number of classes': (None, {'num_classes': 'ten'}, 'num_classes'),
+    'a base with a tag that is none': ('model_args', {'base': 'vit_tiny_patch16_224.xx'}, 'Unknown base'),
+    'a long base': ('model_args', {'base': 'x' * 10 ** 6}, 'Unknown base'),
+    'a long keyword': ('model_args', {'x' * 10 ** 6: 1}, 'unknown keyword'),
+    'a keyword that clears the screen': ('model_args', {'\x1b[2J': 1}, 'unknown keyword'),
+    'a device': ('model_args', {'device': 'meta'}, "gives 'device'"),
+    'a feature extractor': ('model_args', {'features_only': True}, "gives 'features_only'"),
+    'an internal keyword': ('model_args', {'named': True}, "gives 'named'"),
+    'a thousand layers': ('model_args', {'base_args': {**BASE_ARGS, 'depth': 1024}}, 'depth 1024'),
+    'thousands of layers in stages': (
+        'model_args', {'base': 'swin_tiny_patch4_window7_224', 'base_args': {'depths': [1024] * 4}}, 'depths 1024'),
+    'a ratio': ('model_args', {'base_args': {**BASE_ARGS, 'mlp_ratio': 1e300}}, 'mlp_ratio'),
     'a deviation of zero': ('pretrained_cfg', {'std': [0, 0, 0]}, 'std'),
 }
 
@@ -99,6 +119,57 @@ def test_refused(saved, tmp_path, case, pretrained):
         timm.create_model(f'local-dir:{saved}', pretrained=pretrained)
     assert len(str(e.value)) < 1000
     assert {p: p.read_bytes() for p in tmp_path.rglob('*') if p.is_file()} == before
+
+
+# sizes that are no larger than those of models that exist, and none of these weights
+LARGER = {
+    'width 8,192': {'base_args': {**BASE_ARGS, 'embed_dim': 8192, 'num_heads': 8}},
+    'classes': {'num_classes': 5_000_000},
+    'registers': {'base_args': {**BASE_ARGS, 'reg_tokens': 100_000}},
+}
+
+
+@pytest.mark.parametrize('case', LARGER)
+def test_a_model_larger_than_its_weights_is_not_built(saved, case, monkeypatch):
+    change(saved, 'model_args', LARGER[case])
+    made = []
+    monkeypatch.setattr('timm_odevit.odevit.build_model_with_cfg', lambda *args, build=build_model_with_cfg, **kwargs: (
+        made.append(torch.empty(0).device.type), build(*args, **kwargs))[1])
+    with pytest.raises(ValueError, match='numbers in its tensors; at most'):
+        timm.create_model(f'local-dir:{saved}', pretrained=True)
+    assert set(made) == {'meta'}
+
+
+OTHER = {
+    'another shape': ('norm.weight', lambda v: {'norm.weight': v[:3].clone()}),
+    'another name': ('norm.weight', lambda v: {'norms.weight': v}),
+    'an empty table': ('pos_embed', lambda v: {'pos_embed': v[:, :0].clone()}),
+    'a name that others use': ('norm.weight', lambda v: {'norm.weight': v, 'model': v.clone()}),
+}
+
+
+@pytest.mark.parametrize('case', OTHER)
+def test_weights_of_another_model(saved, case):
+    state = load_file(saved / 'model.safetensors')
+    name, made = OTHER[case]
+    state.update(made(state.pop(name)))
+    save_file(state, saved / 'model.safetensors')
+    with pytest.raises((ValueError, RuntimeError), match='weights') as e:
+        timm.create_model(f'local-dir:{saved}', pretrained=True)
+    assert len(str(e.value)) < 600 and '\n' not in str(e.value)
+
+
+def test_what_the_caller_says_is_not_the_files(saved):
+    for options in (dict(features_only=True, out_indices=[-2, -1]), dict(pretrained_strict=False), dict(device='meta')):
+        assert timm.create_model(f'local-dir:{saved}', pretrained='device' not in options, **options)
+    with pytest.raises(TypeError) as e:
+        timm.create_model(f'local-dir:{saved}', junk=1)
+    assert 'config.json' not in str(e.value)
+
+
+def test_a_folder_of_an_earlier_version_has_its_classes_among_the_keywords(saved):
+    change(saved, 'model_args', {'num_classes': 5})
+    assert timm.create_model(f'local-dir:{saved}', pretrained=True).num_classes == 5
 
 
 def test_what_was_saved_is_taken(saved):

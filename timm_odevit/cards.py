@@ -22,6 +22,7 @@ _CITATION = """```bibtex
 }
 ```"""
 _SETTINGS = ('field', 'method', 'steps', 'T', 'time', 'rank', 'phases', 'blocks', 'init')
+_KEYS = {'agreement', 'images', 'kept', 'model', 'nfe', 'parameters', 'steps', 'top1', 'top5'}
 _COLUMNS = ('model', 'K', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'kept %', 'agreement %')
 
 
@@ -62,6 +63,9 @@ def model_card(
     """
     if results and not dataset:
         raise ValueError("Results need the name of their data, such as dataset='CIFAR-100'.")
+    if not all(isinstance(row, Mapping) and _KEYS <= set(row) for row in results):
+        raise ValueError('results must be rows as json.loads(evaluate(...).to_json()) gives them, with '
+                         f"{', '.join(sorted(_KEYS))}.")
     blocks = find_ode_blocks(model)
     own = blocks[0].steps if len(blocks) == 1 else None
     rows = [r for r in results if r['model'] != 'teacher']

@@ -23,7 +23,7 @@ from torch import nn
 from .blocks import OdeBlocks, find_ode_blocks
 from .cards import model_card
 from .config import PREFIX, OdeConfig
-from .sources import WEIGHTS, one_line
+from .sources import WEIGHTS, check_whole, one_line
 
 __all__ = ['Pushed', 'describe', 'push_to_hub', 'save_pretrained', 'save_reference']
 
@@ -60,6 +60,8 @@ def save_pretrained(
         ValueError: The description would rebuild another model; the message names the first difference.
     """
     model = unwrap_model(model)
+    if any(tensor.is_meta for tensor in model.state_dict().values()):
+        raise ValueError('The model is on the meta device, so it has no weights to save. Build it on another device.')
     architecture, args, rebuilt = _describe(model, base, base_args)
     rebuilt.pretrained_cfg = getattr(model, 'pretrained_cfg', None) or rebuilt.pretrained_cfg
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -82,6 +84,7 @@ def save_pretrained(
             config['pretrained_cfg']['input_size'] = [args['in_chans'], *to_2tuple(args['img_size'])]
         path.write_text(json.dumps(config, indent=2) + '\n')
         folder.mkdir(exist_ok=True)
+        (temporary / WEIGHTS).chmod(path.stat().st_mode)  # safetensors lets nobody else read it
         for name in (WEIGHTS, CONFIG):
             os.replace(temporary / name, folder / name)
     finally:
@@ -166,7 +169,7 @@ def push_to_hub(
             text = card or model_card(
                 f'hf-hub:{repo_id}', saved, results=results, dataset=dataset, license=license or 'apache-2.0')
             (folder / CARD).write_text(text, encoding='utf-8')
-            return send(folder, new_card=bool(card or results or license))
+            return send(folder, replace_card=bool(card or results or license))
     folder = Path(model)
     given = dict(results=results, dataset=dataset, card=card, license=license, base=base, base_args=base_args)
     for name, value in given.items():
@@ -175,7 +178,10 @@ def push_to_hub(
                 f"A folder is sent as it is, so {name} has no effect. Change '{folder / CARD}', or give a model.")
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise ValueError(f"'{folder}' has no {CONFIG} and {WEIGHTS}. Make it with save_pretrained(model, folder).")
-    return send(folder, new_card=True)
+    check_whole(folder / WEIGHTS)
+    with torch.device('meta'):
+        timm.create_model(f'local-dir:{folder}')  # it describes a model
+    return send(folder, replace_card=True)
 
 
 def save_reference(model: nn.Module, folder: Path) -> None:
@@ -191,7 +197,7 @@ def save_reference(model: nn.Module, folder: Path) -> None:
 def _send(
         folder: Path,
         *,
-        new_card: bool,
+        replace_card: bool,
         repo_id: str,
         private: Optional[bool],
         revision: str,
@@ -200,40 +206,55 @@ def _send(
         token: Union[str, bool, None],
         dry_run: bool,
 ) -> Pushed:
-    names = sorted(str(path.relative_to(folder).as_posix()) for path in folder.rglob('*') if path.is_file())
+    paths = [path.relative_to(folder) for path in folder.rglob('*') if path.is_file()]
+    names = sorted(path.as_posix() for path in paths if not any(part.startswith('.') for part in path.parts))
     unknown = [name for name in names if name not in _SENT]
     if unknown:
-        raise ValueError(f"'{folder}' holds {', '.join(unknown)}; only {', '.join(_SENT)} are sent. Move it elsewhere.")
+        more = f' and {len(unknown) - 5} more' if len(unknown) > 5 else ''
+        raise ValueError(f"'{folder}' holds {', '.join(unknown[:5])}{more}; only {', '.join(_SENT)} are sent. Move the "
+                         'rest elsewhere.')
     api = HfApi(token=token, library_name='timm_odevit')
     try:
-        there = _there(api, repo_id, names, revision)
+        there, branch = _on_the_hub(api, repo_id, names, revision)
+        if create_pr and not branch and there is not None:
+            raise ValueError(f"There is no branch '{revision}' of {repo_id} to open a pull request for. Leave revision "
+                             'out, or make the branch first.')
         files = {name: 'new' if there is None or name not in there else
                  'same' if _is_same(folder / name, there[name]) else 'changed' for name in names}
-        if not new_card and files.get(CARD) == 'changed':
+        if not replace_card and files.get(CARD) == 'changed':
             files[CARD] = 'same'
         send = [name for name, state in files.items() if state != 'same']
-        if dry_run or not send:
+        if dry_run or (branch and not send):
             return Pushed(repo_id, revision, files)
         api.create_repo(repo_id, private=private, exist_ok=True)
-        if there is None and revision != 'main':
+        if not branch:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
+        if not send:
+            return Pushed(repo_id, revision, files, f'{api.endpoint}/{repo_id}/tree/{revision}')
         done = api.create_commit(
             repo_id, [CommitOperationAdd(name, folder / name) for name in send], commit_message=message,
             revision=revision, create_pr=create_pr)
-    except ValueError:  # what the client says of names and cards
-        raise
     except Exception as e:  # which errors of the network there are depends on the client's version
+        if isinstance(e, ValueError) and not isinstance(e, json.JSONDecodeError):
+            raise  # what is said of names and cards
         raise OSError(f'{repo_id} on the Hub: {one_line(e)}') from e
     return Pushed(repo_id, revision, files, done.pr_url or done.commit_url)
 
 
-def _there(api: HfApi, repo_id: str, names: List[str], revision: str) -> Optional[Dict[str, RepoFile]]:
-    """The files that a branch has already; None if there is no such branch or repository."""
+def _on_the_hub(
+        api: HfApi,
+        repo_id: str,
+        names: List[str],
+        revision: str,
+) -> Tuple[Optional[Dict[str, RepoFile]], bool]:
+    """The files that are there, None without a repository; whether the branch is there. A new one starts as main."""
     try:
         found = api.get_paths_info(repo_id, names, revision=revision)
-    except (RepositoryNotFoundError, RevisionNotFoundError):
-        return None
-    return {file.path: file for file in found if isinstance(file, RepoFile)}
+    except RevisionNotFoundError:
+        return _on_the_hub(api, repo_id, names, 'main')[0], False
+    except RepositoryNotFoundError:
+        return None, revision == 'main'
+    return {file.path: file for file in found if isinstance(file, RepoFile)}, True
 
 
 def _is_same(path: Path, there: RepoFile) -> bool:

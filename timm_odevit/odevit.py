@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Union
+from typing import Any, Callable, Dict, List, Optional
 
 import timm
 import torch
@@ -19,7 +19,7 @@ from .config import PREFIX, OdeConfig
 from .convert import check_convertible, convert_
 from .families import find_sites, kinds
 from .init import set_per_layer
-from .sources import WEIGHTS, check_args, check_size, saved_in, weights_file
+from .sources import WEIGHTS, check_args, check_size, one_line, saved_in, weights_file
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
 
@@ -86,7 +86,7 @@ def _entry(name: str, base: str, base_args: Dict[str, Any], ode: Optional[Dict[s
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         if ode is None:
             return _create_base(name, base, pretrained, **{**base_args, **kwargs})
-        return _create_odevit(name, base, pretrained, **{**ode, **base_args, **kwargs})
+        return _create_odevit(name, base, pretrained, True, **{**ode, **base_args, **kwargs})
     create.__name__ = create.__qualname__ = name
     create.__doc__ = f'ODE-ViT (arXiv 2511.16501) with width, stem and head of {base}; takes its keywords and ode_*.'
     return create
@@ -113,24 +113,27 @@ def odevit_converted(
         base_args: Keywords of the base model.
         **kwargs: More keywords of the base model, and the `ode_*` keywords of OdeConfig.
     """
-    where = saved_in(kwargs.get('pretrained_cfg'))
-    if where:  # before the two sets of keywords become one
-        check_args(where, {}, {'base_args': base_args or {}})
-    source = timm.get_pretrained_cfg(base) if isinstance(base, str) and timm.is_model(base) else None
+    cfg: Any = kwargs.get('pretrained_cfg')
+    if saved_in(cfg):  # before the two sets of keywords become one
+        check_args(saved_in(cfg), cfg, {'base_args': base_args})
+    try:
+        source = timm.get_pretrained_cfg(base) if isinstance(base, str) and timm.is_model(base) else None
+    except RuntimeError:  # an unknown tag
+        source = None
     if source is None or base.startswith('odevit_'):
         raise ValueError(
-            f"Unknown base '{base}'. Give the timm name of the model that was converted, see timm.list_models().")
+            f"Unknown base '{str(base)[:100]}'. Give the timm name of the converted model, see timm.list_models().")
     if not kwargs.get('pretrained_cfg'):
         # preprocessing is the base's, unless the caller or a saved config says otherwise
         keys = ('input_size', 'fixed_input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'first_conv',
                 'classifier')
         overlay = {key: getattr(source, key) for key in keys if getattr(source, key) is not None}
         kwargs['pretrained_cfg_overlay'] = {**overlay, **(kwargs.get('pretrained_cfg_overlay') or {})}
-    return _create_odevit('odevit_converted', base, pretrained, named=False, **{**(base_args or {}), **kwargs})
+    return _create_odevit('odevit_converted', base, pretrained, False, **{**(base_args or {}), **kwargs})
 
 
-def _create_odevit(variant: str, base: str, pretrained: bool, named: bool = True, **kwargs: Any) -> nn.Module:
-    def create(pretrained: bool, **kwargs: Any) -> nn.Module:
+def _create_odevit(variant: str, base: str, pretrained: bool, named: bool, /, **kwargs: Any) -> nn.Module:
+    def create(pretrained: bool, /, **kwargs: Any) -> nn.Module:
         config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
         steps = len(config.steps) if isinstance(config.steps, tuple) else config.steps or 3
         out_indices = kwargs.pop('out_indices', min(3, steps))
@@ -138,27 +141,38 @@ def _create_odevit(variant: str, base: str, pretrained: bool, named: bool = True
     return _checked(create, variant, pretrained, kwargs)
 
 
-def _create_base(variant: str, base: str, pretrained: bool, **kwargs: Any) -> nn.Module:
+def _create_base(variant: str, base: str, pretrained: bool, /, **kwargs: Any) -> nn.Module:
     """A plain model of timm's, as a teacher is published."""
-    def create(pretrained: bool, **kwargs: Any) -> nn.Module:
+    def create(pretrained: bool, /, **kwargs: Any) -> nn.Module:
         out_indices = kwargs.pop('out_indices', 3)
         return _with_weights(partial(_base_with_args, base), variant, base, pretrained, out_indices, **kwargs)
     return _checked(create, variant, pretrained, kwargs)
 
 
 def _checked(create: Callable[..., nn.Module], variant: str, pretrained: bool, kwargs: Dict[str, Any]) -> nn.Module:
-    """Build a model; one that a config.json describes is checked and built without memory first."""
+    """Build a model. One that a config.json describes is first built as that says, without memory."""
     cfg: Any = kwargs.get('pretrained_cfg')
     where = saved_in(cfg)
     if where:
-        check_args(where, cfg, {k: v for k, v in kwargs.items() if k not in _OF_THE_FACTORY})
+        # timm before 1.0.31 does not say which keywords are the file's and which the caller's
+        saved = kwargs.get('pretrained_model_args', {k: v for k, v in kwargs.items() if k not in _OF_THE_FACTORY})
+        check_args(where, cfg, saved)
+        plain = {k: v for k, v in cfg.items() if k not in ('source', 'file', 'hf_hub_id')}
+        file = weights_file(_resolved(variant, kwargs), kwargs.get('cache_dir')) if pretrained else None
         try:
             with torch.device('meta'):
-                check_size(create(False, **{k: v for k, v in kwargs.items() if k != 'device'}))
+                described = timm.create_model(variant, pretrained_cfg=plain, **saved)
+            check_size(described, file)
         except Exception as e:  # timm's models say what they cannot be in every way
-            why = f'{type(e).__name__}: {e}'
+            why = f'{type(e).__name__}: {one_line(e)}'
             raise ValueError(f"No {variant} can be built from the config.json of '{where}': {why}") from e
     return create(pretrained, **kwargs)
+
+
+def _resolved(variant: str, kwargs: Dict[str, Any]) -> Dict[str, Any]:
+    """The pretrained_cfg that timm will use."""
+    cfg, overlay = kwargs.get('pretrained_cfg'), kwargs.get('pretrained_cfg_overlay')
+    return resolve_pretrained_cfg(variant, cfg, overlay).to_dict()
 
 
 def _with_weights(
@@ -167,26 +181,26 @@ def _with_weights(
         base: str,
         pretrained: bool,
         out_indices: Any,
-        pretrained_cfg: Any = None,
-        pretrained_cfg_overlay: Optional[Dict[str, Any]] = None,
-        cache_dir: Union[str, Path, None] = None,
         **kwargs: Any,
 ) -> nn.Module:
-    overlay = dict(pretrained_cfg_overlay or {})
     if pretrained:
-        file = weights_file(resolve_pretrained_cfg(variant, pretrained_cfg, overlay).to_dict(), cache_dir)
-        overlay.update({'file': file, 'source': ''} if file else {})
-    return build_model_with_cfg(
-        build,
-        variant,
-        pretrained,
-        pretrained_cfg=pretrained_cfg,
-        pretrained_cfg_overlay=overlay,
-        pretrained_filter_fn=partial(_filter, base),
-        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
-        cache_dir=cache_dir,
-        **kwargs,
-    )
+        file = weights_file(_resolved(variant, kwargs), kwargs.get('cache_dir'))
+        if file:
+            overlay = kwargs.get('pretrained_cfg_overlay') or {}
+            kwargs['pretrained_cfg_overlay'] = {**overlay, 'file': file, 'source': ''}
+    try:
+        return build_model_with_cfg(
+            build,
+            variant,
+            pretrained,
+            pretrained_filter_fn=partial(_filter, base),
+            feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
+            **kwargs,
+        )
+    except RuntimeError as e:
+        if not str(e).startswith('Error(s) in loading'):  # a page of names and shapes
+            raise
+        raise RuntimeError(f'The weights do not fit {variant}: {one_line(e)}') from e
 
 
 def _base_with_args(base: str, **kwargs: Any) -> nn.Module:
@@ -201,7 +215,11 @@ def _filter(base: str, state: Dict[str, Any], model: nn.Module) -> Dict[str, Any
            if '.shared.' in k and any(f'.{part}.' in k for part in ('vectors', 'up', 'down'))}
     base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
     rest = {k: v for k, v in state.items() if k not in own}
-    return {**(base_filter(rest, model) if base_filter else rest), **own}
+    try:
+        return {**(base_filter(rest, model) if base_filter else rest), **own}
+    except Exception as e:  # it looks into tensors before it compares their shapes
+        why = f'{type(e).__name__}: {one_line(e)}'
+        raise ValueError(f'The weights are none of a converted {base}: {why}') from e
 
 
 def _build(
