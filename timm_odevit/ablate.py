@@ -15,8 +15,8 @@ from .blocks import find_ode_blocks
 from .convert import count_parameters
 from .distill.engine import BEST, write_text
 from .evaluate import evaluate
-from .hub import WEIGHTS
 from .recipe import Recipe
+from .sources import WEIGHTS
 from .train import loaders, train
 
 __all__ = ['ablate', 'load_recipes']

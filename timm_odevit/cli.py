@@ -26,10 +26,11 @@ from .data import folder_loader, image_loader
 from .distill import calibrate_
 from .distill.engine import BEST
 from .evaluate import AMP_DTYPES, evaluate
-from .hub import CONFIG, push_to_hub, save_pretrained
+from .hub import push_to_hub, save_pretrained
 from .methods import METHODS, suggest
 from .recipe import Recipe, builtin_recipes
 from .sizing import choose_size
+from .sources import CONFIG
 from .train import train
 
 __all__ = ['main']

@@ -23,11 +23,11 @@ from torch import nn
 from .blocks import OdeBlocks, find_ode_blocks
 from .cards import model_card
 from .config import PREFIX, OdeConfig
-from .sources import WEIGHTS, check_whole, one_line
+from .sources import CONFIG, WEIGHTS, check_whole, one_line
 
 __all__ = ['Pushed', 'describe', 'push_to_hub', 'save_pretrained', 'save_reference']
 
-CONFIG, CARD, REFERENCE = 'config.json', 'README.md', 'test/tensors.safetensors'
+CARD, REFERENCE = 'README.md', 'test/tensors.safetensors'
 # what a model's folder may hold to be sent; never a pickle
 _SENT = (WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', 'earlier.yaml', 'results.json')
 # attributes that do not change what an eval-mode model computes

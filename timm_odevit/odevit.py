@@ -19,7 +19,7 @@ from .config import PREFIX, OdeConfig
 from .convert import check_convertible, convert_
 from .families import find_sites, kinds
 from .init import set_per_layer
-from .sources import WEIGHTS, check_args, check_size, one_line, saved_in, weights_file
+from .sources import CONFIG, WEIGHTS, check_args, check_size, one_line, saved_args, saved_in, weights_file
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
 
@@ -56,8 +56,6 @@ _PUBLISHED: Dict[str, Any] = {
     'deit_tiny_patch16_64': (*_DEIT_64, None, {'cifar100': 100, 'cifar10': 10}),
 }
 _HUB = 'timm-odevit'
-# what create_model passes on beside a model's own keywords
-_OF_THE_FACTORY = ('cache_dir', 'pretrained_cfg', 'pretrained_cfg_overlay', 'pretrained_model_args')
 
 
 def _published_cfg(name: str, classes: int) -> Dict[str, Any]:
@@ -68,7 +66,7 @@ def _published_cfg(name: str, classes: int) -> Dict[str, Any]:
     for folder in (here / 'published', here.parent / 'hub'):  # of an installed package, of a checkout
         if (folder / name / WEIGHTS).is_file():
             cfg['file'] = str(folder / name / WEIGHTS)
-            cfg['label_names'] = json.loads((folder / name / 'config.json').read_text()).get('label_names')
+            cfg['label_names'] = json.loads((folder / name / CONFIG).read_text()).get('label_names')
             break
     return cfg
 
@@ -152,13 +150,16 @@ def _create_base(variant: str, base: str, pretrained: bool, /, **kwargs: Any) ->
 def _checked(create: Callable[..., nn.Module], variant: str, pretrained: bool, kwargs: Dict[str, Any]) -> nn.Module:
     """Build a model. One that a config.json describes is first built as that says, without memory."""
     cfg: Any = kwargs.get('pretrained_cfg')
+    overlay, cache_dir = kwargs.get('pretrained_cfg_overlay'), kwargs.get('cache_dir')
     where = saved_in(cfg)
     if where:
-        # timm before 1.0.31 does not say which keywords are the file's and which the caller's
-        saved = kwargs.get('pretrained_model_args', {k: v for k, v in kwargs.items() if k not in _OF_THE_FACTORY})
+        saved: Any = kwargs.get('pretrained_model_args')
+        if saved is None:  # timm before 1.0.31 does not say which keywords are the file's
+            saved = saved_args(cfg, cache_dir)
         check_args(where, cfg, saved)
+    file = weights_file(resolve_pretrained_cfg(variant, cfg, overlay).to_dict(), cache_dir) if pretrained else None
+    if where:
         plain = {k: v for k, v in cfg.items() if k not in ('source', 'file', 'hf_hub_id')}
-        file = weights_file(_resolved(variant, kwargs), kwargs.get('cache_dir')) if pretrained else None
         try:
             with torch.device('meta'):
                 described = timm.create_model(variant, pretrained_cfg=plain, **saved)
@@ -166,13 +167,9 @@ def _checked(create: Callable[..., nn.Module], variant: str, pretrained: bool, k
         except Exception as e:  # timm's models say what they cannot be in every way
             why = f'{type(e).__name__}: {one_line(e)}'
             raise ValueError(f"No {variant} can be built from the config.json of '{where}': {why}") from e
+    if file:
+        kwargs['pretrained_cfg_overlay'] = {**(overlay or {}), 'file': file, 'source': ''}
     return create(pretrained, **kwargs)
-
-
-def _resolved(variant: str, kwargs: Dict[str, Any]) -> Dict[str, Any]:
-    """The pretrained_cfg that timm will use."""
-    cfg, overlay = kwargs.get('pretrained_cfg'), kwargs.get('pretrained_cfg_overlay')
-    return resolve_pretrained_cfg(variant, cfg, overlay).to_dict()
 
 
 def _with_weights(
@@ -183,11 +180,6 @@ def _with_weights(
         out_indices: Any,
         **kwargs: Any,
 ) -> nn.Module:
-    if pretrained:
-        file = weights_file(_resolved(variant, kwargs), kwargs.get('cache_dir'))
-        if file:
-            overlay = kwargs.get('pretrained_cfg_overlay') or {}
-            kwargs['pretrained_cfg_overlay'] = {**overlay, 'file': file, 'source': ''}
     try:
         return build_model_with_cfg(
             build,
