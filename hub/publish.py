@@ -26,7 +26,10 @@ def main():
         raise SystemExit(f"Not in hub/: {', '.join(sorted(unknown))}. There are {', '.join(f.name for f in folders)}.")
     for folder in folders:
         if not args.names or folder.name in args.names:
-            print(push_to_hub(folder, f'{args.org}/{folder.name}', create_pr=args.create_pr, dry_run=not args.send))
+            try:
+                print(push_to_hub(folder, f'{args.org}/{folder.name}', create_pr=args.create_pr, dry_run=not args.send))
+            except (OSError, ValueError) as e:
+                raise SystemExit(f'{e}') from None
 
 
 if __name__ == '__main__':

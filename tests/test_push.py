@@ -338,3 +338,7 @@ def test_publish_says_first_and_sends_what_is_new(hub, tmp_path, capsys, monkeyp
     monkeypatch.setattr('sys.argv', ['publish.py', 'odevit_x', '--send'])
     with pytest.raises(SystemExit, match='Not in hub/: odevit_x'):
         publish['main']()
+    monkeypatch.setattr('sys.argv', ['publish.py'])
+    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
+    with pytest.raises(SystemExit, match=f'timm-odevit/{names[0]} on the Hub: Cannot reach'):
+        publish['main']()
