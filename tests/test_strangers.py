@@ -167,16 +167,6 @@ def test_what_the_caller_says_is_not_the_files(saved):
     assert 'config.json' not in str(e.value)
 
 
-def test_a_timm_that_does_not_say_which_keywords_are_the_files(saved, monkeypatch):
-    real = timm.models._registry._model_entrypoints['odevit_converted']
-    monkeypatch.setitem(timm.models._registry._model_entrypoints, 'odevit_converted', lambda *args, pretrained_model_args=None, **kwargs: real(
-        *args, **kwargs))
-    assert timm.create_model(f'local-dir:{saved}', pretrained=True, features_only=True, out_indices=[-2, -1])
-    change(saved, 'model_args', {'checkpoint_path': '/etc/passwd'})
-    with pytest.raises(ValueError, match="gives 'checkpoint_path'"):
-        timm.create_model(f'local-dir:{saved}', pretrained=True)
-
-
 def test_a_folder_of_an_earlier_version_has_its_classes_among_the_keywords(saved):
     change(saved, 'model_args', {'num_classes': 5})
     assert timm.create_model(f'local-dir:{saved}', pretrained=True).num_classes == 5

@@ -70,7 +70,7 @@ class Field(nn.Module):
     @torch.jit.unused
     def context(self, args, kwargs):
         """A Context of what a host hands to one of its blocks after the state."""
-        passed = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        passed = {**dict(zip(self.names[:len(args)], args, strict=False)), **kwargs}
         return Context(passed.get('attn_mask'), passed.get('is_causal', False), None, passed)
 
     @torch.jit.unused

@@ -11,11 +11,11 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import timm
 import torch
-from huggingface_hub import CommitOperationAdd, HfApi, RepoFile
+from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.hf_api import RepoFile
 from safetensors.torch import save_file
 from timm.data import resolve_model_data_config
-from timm.layers import to_2tuple
 from timm.models import save_for_hf
 from timm.utils import unwrap_model
 from torch import nn
@@ -80,8 +80,6 @@ def save_pretrained(
         config.update(architecture=architecture, model_args={k: v for k, v in args.items() if k != 'num_classes'})
         if 'label_names' in config['pretrained_cfg']:  # where others look for them
             config['label_names'] = config['pretrained_cfg'].pop('label_names')
-        if 'img_size' in args:  # timm before 1.0.31 writes the size of the pretrained model
-            config['pretrained_cfg']['input_size'] = [args['in_chans'], *to_2tuple(args['img_size'])]
         path.write_text(json.dumps(config, indent=2) + '\n')
         folder.mkdir(exist_ok=True)
         (temporary / WEIGHTS).chmod(path.stat().st_mode)  # safetensors lets nobody else read it
@@ -289,7 +287,7 @@ def _describe(
     if not architecture:
         raise ValueError(
             f'This {type(model).__name__} was not made by timm.create_model, so it has no name to reload it by. {hint}')
-    # timm records what create_model was given; versions before 1.0.31 do not
+    # timm records what create_model was given
     args = dict(getattr(model, '_model_args', {})) if base_args is None else dict(base_args)
     args = {k: v for k, v in args.items() if not (k.endswith('drop_rate') or k == 'drop_path_rate')}
     args.update({name: value for name, value in _current(model).items() if value is not None})

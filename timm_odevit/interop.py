@@ -86,8 +86,6 @@ def from_torchvision(vit: nn.Module, *, weights: Optional[tv.WeightsEnum] = None
     # on the meta device timm's random initialisation takes no time and draws no random numbers
     with torch.device('meta'):
         model: Any = timm.create_model(name, pretrained_cfg_overlay=overlay, **args)
-    if not hasattr(model, '_model_args'):  # timm before 1.0.31
-        model._model_args = args
 
     modules = _pair(host)
     modules.update({key: m for key, m in (('head_drop', head_drop), ('head', head)) if m is not None})

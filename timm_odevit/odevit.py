@@ -19,7 +19,7 @@ from .config import PREFIX, OdeConfig
 from .convert import check_convertible, convert_
 from .families import find_sites, kinds
 from .init import set_per_layer
-from .sources import CONFIG, WEIGHTS, check_args, check_size, one_line, saved_args, saved_in, weights_file
+from .sources import CONFIG, WEIGHTS, check_args, check_size, one_line, saved_in, weights_file
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
 
@@ -143,7 +143,7 @@ def _create_base(variant: str, base: str, pretrained: bool, /, **kwargs: Any) ->
     """A plain model of timm's, as a teacher is published."""
     def create(pretrained: bool, /, **kwargs: Any) -> nn.Module:
         out_indices = kwargs.pop('out_indices', 3)
-        return _with_weights(partial(_base_with_args, base), variant, base, pretrained, out_indices, **kwargs)
+        return _with_weights(partial(timm.create_model, base), variant, base, pretrained, out_indices, **kwargs)
     return _checked(create, variant, pretrained, kwargs)
 
 
@@ -153,9 +153,7 @@ def _checked(create: Callable[..., nn.Module], variant: str, pretrained: bool, k
     overlay, cache_dir = kwargs.get('pretrained_cfg_overlay'), kwargs.get('cache_dir')
     where = saved_in(cfg)
     if where:
-        saved: Any = kwargs.get('pretrained_model_args')
-        if saved is None:  # timm before 1.0.31 does not say which keywords are the file's
-            saved = saved_args(cfg, cache_dir)
+        saved: Any = kwargs.get('pretrained_model_args', {})
         check_args(where, cfg, saved)
     file = weights_file(resolve_pretrained_cfg(variant, cfg, overlay).to_dict(), cache_dir) if pretrained else None
     if where:
@@ -193,12 +191,6 @@ def _with_weights(
         if not str(e).startswith('Error(s) in loading'):  # a page of names and shapes
             raise
         raise RuntimeError(f'The weights do not fit {variant}: {one_line(e)}') from e
-
-
-def _base_with_args(base: str, **kwargs: Any) -> nn.Module:
-    model: Any = timm.create_model(base, **kwargs)
-    model._model_args = {k: v for k, v in kwargs.items() if k not in ('device', 'dtype')}
-    return model
 
 
 def _filter(base: str, state: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:

@@ -1,6 +1,5 @@
 """Where a saved model comes from, a folder or the Hub: its config.json may be a stranger's, its weights broken."""
 import hashlib
-import json
 import math
 import re
 from dataclasses import fields
@@ -15,8 +14,7 @@ from timm.models import PretrainedCfg
 
 from .config import PREFIX
 
-__all__ = ['CONFIG', 'WEIGHTS', 'check_args', 'check_size', 'check_whole', 'one_line', 'saved_args', 'saved_in',
-           'weights_file']
+__all__ = ['CONFIG', 'WEIGHTS', 'check_args', 'check_size', 'check_whole', 'one_line', 'saved_in', 'weights_file']
 
 CONFIG, WEIGHTS = 'config.json', 'model.safetensors'
 # no model of timm's comes near these
@@ -41,15 +39,6 @@ def saved_in(cfg: Union[str, Dict[str, Any], PretrainedCfg, None]) -> str:
     if not isinstance(cfg, dict):
         return ''
     return str(cfg.get({'hf-hub': 'hf_hub_id', 'local-dir': 'file'}.get(cfg.get('source') or '', ''), ''))
-
-
-def saved_args(cfg: Dict[str, Any], cache_dir: Union[str, Path, None] = None) -> Any:
-    """The `model_args` of the config.json that a model's pretrained_cfg is from."""
-    if cfg['source'] == 'local-dir':
-        path = Path(cfg['file']) / CONFIG
-    else:
-        path = _download(cfg['hf_hub_id'], CONFIG, cache_dir)
-    return json.loads(path.read_text()).get('model_args', {})
 
 
 def check_args(where: str, cfg: Dict[str, Any], args: Any) -> None:

@@ -1,6 +1,6 @@
-"""Accelerate: a loop of one's own, over any number of devices. Tried with 1.15.0.
+"""Accelerate: a loop of one's own, in one process or several. Tried with 1.15.0.
 
-    accelerate launch --cpu --num_processes 2 accelerate_loop.py
+    torchrun --nproc-per-node 2 accelerate_loop.py
 """
 import copy
 
@@ -28,7 +28,7 @@ def main(images=16):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    accelerator.print('loss:', losses)
+    accelerator.print(f'{accelerator.num_processes} processes, loss:', losses)
     return losses
 
 

@@ -1,5 +1,9 @@
-"""Lightning: the distillation task as a LightningModule. Tried with 2.6.6."""
+"""Lightning: the distillation task as a LightningModule, in one process or several. Tried with 2.6.6.
+
+    torchrun --nproc-per-node 2 lightning_loop.py
+"""
 import copy
+import os
 
 import lightning
 import timm
@@ -28,9 +32,12 @@ def main(epochs=1, images=16):
     student = copy.deepcopy(teacher)
     convert_(student, OdeConfig(time='low_rank', rank=8))
     data = TensorDataset(torch.randn(images, 3, 64, 64), torch.arange(images) % 10)    # yours
-    trainer = lightning.Trainer(max_epochs=epochs, accelerator='cpu', logger=False, enable_checkpointing=False)
+    processes = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+    trainer = lightning.Trainer(max_epochs=epochs, accelerator='cpu', devices=processes, logger=False,
+                                enable_checkpointing=False)
     trainer.fit(Distillation(TrajectoryDistillationTask(student, teacher)), DataLoader(data, batch_size=8))
-    print(trainer.callback_metrics)
+    if trainer.is_global_zero:
+        print(f'{trainer.world_size} processes, {trainer.global_step} updates:', trainer.callback_metrics)
     return trainer
 
 
