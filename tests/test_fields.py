@@ -23,7 +23,7 @@ def test_center_norm_is_its_formula():
 
 
 def context(field):
-    return field.context((), {})._replace(weights=field.fold())
+    return field.context((), {}, field.fold())
 
 
 def test_lipschitz_field_is_the_papers_block():

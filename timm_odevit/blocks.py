@@ -204,12 +204,11 @@ class OdeBlocks(nn.Module):
         contexts: Dict[int, Context] = {}
         for step in self._steps():
             if id(step.field) not in contexts:
-                context = step.field.context(args, kwargs)
-                contexts[id(step.field)] = context._replace(weights=step.field.fold())
+                contexts[id(step.field)] = step.field.context(args, kwargs, step.field.fold())
             yield step, contexts[id(step.field)]
 
     def _solve(self, x: Tensor, times: Sequence[float], args: Any, kwargs: Any) -> Tensor:
-        context = self.shared.context(args, kwargs)._replace(weights=self.shared.fold())
+        context = self.shared.context(args, kwargs, self.shared.fold())
         states, self._evaluations = solve_adaptive(self.shared, x, times, self.config, context)
         return states
 

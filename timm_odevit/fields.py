@@ -68,10 +68,10 @@ class Field(nn.Module):
         return False
 
     @torch.jit.unused
-    def context(self, args, kwargs):
-        """A Context of what a host hands to one of its blocks after the state."""
+    def context(self, args, kwargs, weights=None):
+        """A Context of what a host hands to one of its blocks after the state, and of what `fold()` returned."""
         passed = {**dict(zip(self.names[:len(args)], args, strict=False)), **kwargs}
-        return Context(passed.get('attn_mask'), passed.get('is_causal', False), None, passed)
+        return Context(passed.get('attn_mask'), passed.get('is_causal', False), weights, passed)
 
     @torch.jit.unused
     def fold(self):
