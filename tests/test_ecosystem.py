@@ -112,11 +112,16 @@ def test_torchvision_features(x):
     assert set(example('torchvision_features')(AUTONOMOUS)) == {'half', 'end'}
 
 
-def test_fully_sharded_and_distributed_training_are_what_one_process_does():
+def in_two_processes(name):
     done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2',
-                           str(EXAMPLES / 'shard.py')], capture_output=True, text=True, timeout=250)
+                           str(EXAMPLES / f'{name}.py')], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count('FSDP2') == 3 and 'parameters in this process' in done.stdout
+    return done.stdout
+
+
+def test_fully_sharded_and_distributed_training_are_what_one_process_does():
+    out = in_two_processes('shard')
+    assert out.count('FSDP2') == 3 and 'parameters in this process' in out
 
 
 def test_probe():
@@ -148,12 +153,13 @@ def test_lightning():
     pytest.importorskip('lightning')
     metrics = example('lightning_loop')().callback_metrics
     assert {'loss', 'trajectory_loss', 'kd_loss'} <= set(metrics) and torch.isfinite(metrics['loss'])
+    assert '2 processes, 1 updates' in in_two_processes('lightning_loop')
 
 
 def test_accelerate():
     pytest.importorskip('accelerate')
     losses = example('accelerate_loop')()
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0] and '2 processes' in in_two_processes('accelerate_loop')
 
 
 def test_captum():

@@ -1,14 +1,17 @@
 import importlib.util
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
+import pytest
 import timm
 import torch
 from safetensors.torch import load_file
 
 import timm_odevit
+from timm_odevit import cli
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,22 +32,43 @@ def test_quickstart(tmp_path, capsys, monkeypatch):
     assert timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).blocks.steps == 8
 
 
-def test_readme_code_blocks_run(tmp_path, monkeypatch):
-    create = timm.create_model  # without a network, what would be downloaded starts at random
+@pytest.mark.parametrize('page', ['README.md', 'examples/README.md'])
+def test_code_blocks_run(page, tmp_path, monkeypatch):
+    create, ours = timm.create_model, timm.list_models('odevit*', pretrained=True)  # what would be downloaded starts at random
     monkeypatch.setattr(timm, 'create_model', lambda name, pretrained=False, **kwargs: create(
-        name, pretrained=pretrained and name.startswith('local-dir:'), **kwargs))
+        name, pretrained=pretrained and (name.startswith('local-dir:') or name in ours), **kwargs))
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.S)
+    blocks = re.findall(r'```python\n(.*?)```', (ROOT / page).read_text(), re.S)
     assert blocks
     names = {}
     for block in blocks:
-        exec(compile(block, 'README.md', 'exec'), names)
+        exec(compile(block, page, 'exec'), names)
 
 
-def test_readme_has_the_tables_of_the_results():
-    readme = (ROOT / 'README.md').read_text()
-    for table in load(ROOT / 'hub' / 'tools' / 'table.py').TABLES.values():
-        assert table() in readme
+@pytest.mark.parametrize('page', ['README.md', 'examples/README.md', 'hub/RESULTS.md', 'hub/TRAINING.md'])
+def test_links_lead_somewhere(page):
+    path = ROOT / page
+    for target in re.findall(r'\]\((?!http)(.*?)\)', path.read_text()):
+        file, _, heading = target.partition('#')
+        other = (path.parent / file).resolve()
+        assert other.exists(), target
+        assert not heading or f"\n## {heading.replace('-', ' ')}\n" in other.read_text().lower(), target
+
+
+def test_commands_are_commands():
+    pages = ''.join((ROOT / page).read_text() for page in ('README.md', 'examples/README.md'))
+    lines = [line for block in re.findall(r'```bash\n(.*?)```', pages, re.S) for line in block.splitlines() if 'odevit' in line]
+    found = [shlex.split(line, comments=True) for line in lines]
+    for command in found:
+        command = command[command.index('timm_odevit.cli'):] if 'timm_odevit.cli' in command else command
+        if command[0] in ('odevit', 'timm_odevit.cli'):
+            cli._parser().parse_args(command[1:])
+    assert len(found) > 8
+
+
+def test_pages_have_the_tables_of_the_results():
+    for page, table in load(ROOT / 'hub' / 'tools' / 'table.py').TABLES.values():
+        assert table() in page.read_text()
 
 
 def test_dial(tmp_path, monkeypatch, capsys, vit):

@@ -1,7 +1,7 @@
-"""Write the tables of README.md from hub/*/results.json, hub/ablation.json and hub/dial/*.json; draw hub/dial/dial.png.
+"""Write the tables of README.md (models) and hub/RESULTS.md (ablations, dial) from the records in hub/.
 
     python hub/tools/table.py            print them
-    python hub/tools/table.py --write    put them into README.md, between their marks, and draw
+    python hub/tools/table.py --write    put them between their marks, and draw hub/dial/dial.png
 """
 import importlib.util
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from timm_odevit.ablate import table
 
 HUB = Path(__file__).parent.parent
-README = HUB.parent / 'README.md'
+README, RESULTS = HUB.parent / 'README.md', HUB / 'RESULTS.md'
 DIALS = {'imagenet_sample': '500 photos of ImageNet', 'cifar100': 'CIFAR-100'}
 DATASETS = {'cifar100': 'CIFAR-100', 'cifar10': 'CIFAR-10'}
 STEPS = (6, 8, 12, 16, 24)
@@ -52,7 +52,7 @@ def dial():
     records = _dials()
     if not records:
         return ''
-    text = ['### The size dial', '', '![Top-1 kept against parameters](hub/dial/dial.png)', '']
+    text = ['## The size dial', '', '![Top-1 kept against parameters](dial/dial.png)', '']
     for title, record in records.items():
         images, teacher = record['images'], record['teacher']
         minutes = max(row['minutes'] for row in record['rows'])
@@ -76,22 +76,21 @@ def _dials():
     return {title: json.loads(path.read_text()) for title, path in paths.items() if path.exists()}
 
 
-TABLES = {'models': models, 'ablation': ablation, 'dial': dial}
+TABLES = {'models': (README, models), 'ablation': (RESULTS, ablation), 'dial': (RESULTS, dial)}
 
 
 def main():
-    text = README.read_text()
-    for name, make in TABLES.items():
+    if '--write' not in sys.argv:
+        print(*(make() for _, make in TABLES.values()), sep='\n')
+        return
+    for name, (path, make) in TABLES.items():
         marks = re.compile(rf'(<!-- {name}: python hub/tools/table.py -->\n).*?(<!-- end -->)', re.S)
-        if '--write' in sys.argv and not marks.search(text):
-            raise SystemExit(f'{README.name} has no place for the table {name}: {marks.pattern}')
-        text = marks.sub(lambda found, make=make: found[1] + make() + found[2], text)
-    if '--write' in sys.argv:
-        README.write_text(text)
-        if _dials():
-            _example().plot(_dials(), HUB / 'dial' / 'dial.png')
-    else:
-        print(*(make() for make in TABLES.values()), sep='\n')
+        text, count = marks.subn(lambda found, make=make: found[1] + make() + found[2], path.read_text())
+        if not count:
+            raise SystemExit(f'{path.name} has no place for the table {name}: {marks.pattern}')
+        path.write_text(text)
+    if _dials():
+        _example().plot(_dials(), HUB / 'dial' / 'dial.png')
 
 
 if __name__ == '__main__':
