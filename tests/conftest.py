@@ -22,9 +22,6 @@ def _loopback_only(self, address):
 
 socket.socket.connect = _loopback_only
 
-# before that, FX cannot trace timm's own ViT either: attention takes no traced is_causal
-needs_fx = pytest.mark.skipif(torch.__version__ < '2.9', reason='torch 2.9 or newer traces a ViT of timm')
-
 TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=5)
 
 

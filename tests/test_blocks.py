@@ -4,7 +4,6 @@ import pickle
 import pytest
 import timm
 import torch
-from conftest import needs_fx
 from timm.models import FeatureGraphNet, FeatureHookNet
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -228,7 +227,7 @@ def test_gradient_checkpointing(vit, images, config):
 
 
 @kinds
-@pytest.mark.parametrize('kind', [FeatureHookNet, pytest.param(FeatureGraphNet, marks=needs_fx)])
+@pytest.mark.parametrize('kind', [FeatureHookNet, FeatureGraphNet])
 def test_hooks_and_fx_find_the_layers(vit, images, config, kind):
     model = converted(vit, config)
     last = len(model.blocks) - 1

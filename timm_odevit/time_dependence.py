@@ -86,10 +86,10 @@ class TimeField(Field):
         """The parameters of the base at t, by name: those of its attention, of its MLP, or all."""
         knots = self._knots(_number(t))
         merged = {}
-        lost = {*self.vectors, *self.up}
+        found = 0
         for name, p in self.base.named_parameters():
             key = _key(name)
-            lost.discard(key)
+            found += key in self.vectors or key in self.up
             if part and name.startswith(self.base.attention_prefixes) != (part == 'attention'):
                 continue
             if key in self.vectors:
@@ -98,8 +98,9 @@ class TimeField(Field):
                 up = torch.cat([w * self.up[key][i] for i, w in knots], dim=1)
                 down = torch.cat([self.down[key][i] for i, _ in knots])
                 merged[name] = torch.addmm(p.flatten(1), up, down).view_as(p)
-        if lost:
-            names = ', '.join(sorted(lost)).replace('-', '.')
+        if found < len(self.vectors) + len(self.up):
+            there = {_key(name) for name, _ in self.base.named_parameters()}
+            names = ', '.join(k for k in (*self.vectors, *self.up) if k not in there).replace('-', '.')
             raise RuntimeError(f'{names}: residuals of parameters that are not there '
                                'any more. A part of the shared block was replaced; put it back, or convert again.')
         for key, residuals in self.statistics.named_buffers():
