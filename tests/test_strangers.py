@@ -88,6 +88,7 @@ CASES = {
     'an input of words': ('pretrained_cfg', {'input_size': 'big', 'fixed_input_size': False}, 'input_size'),
     'a mean of nothing': ('pretrained_cfg', {'mean': [float('nan')] * 3}, 'mean'),
     'no mean': ('pretrained_cfg', {'mean': []}, 'a number for each channel'),
+    'a licence that is no name': ('pretrained_cfg', {'license': {'a': 1}}, 'the name of a licence'),
     'a crop of nothing': ('pretrained_cfg', {'crop_pct': 1e-12}, 'a share from 0.1 to 2'),
     'an interpolation': ('pretrained_cfg', {'interpolation': 'evil'}, 'bicubic, bilinear'),
     'a label offset of words': ('pretrained_cfg', {'label_offset': 'x'}, 'label_offset'),

@@ -10,6 +10,7 @@ shared with uv's cache where the disk allows links). The oldest of a library is 
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,10 @@ def main():
     if '--' in ours:
         ours, options = ours[:ours.index('--')], ours[ours.index('--') + 1:]
     args = parser.parse_args(ours)
+    if options and args.write:
+        parser.error('the table is of all tests: leave --write out, or the options of pytest')
+    if shutil.which('uv') is None:
+        parser.error('there is no uv: pip install uv')
     rows, fine = [f"| libraries | Python | {' | '.join(SHOWN)} | tests |", '|' + ' --- |' * (len(SHOWN) + 3)], True
     with tempfile.TemporaryDirectory() as folder:
         for name, resolution in (('oldest', 'lowest-direct'), ('newest', 'highest')):

@@ -30,7 +30,7 @@ from .hub import push_to_hub, save_pretrained
 from .methods import METHODS, suggest
 from .recipe import Recipe, builtin_recipes
 from .sizing import choose_size
-from .sources import CONFIG
+from .sources import CONFIG, one_line
 from .train import train
 
 __all__ = ['main']
@@ -48,12 +48,12 @@ def main(argv: Optional[List[str]] = None) -> int:
         _check_device(args.device)
         args.run(args)
     except (ValueError, TypeError, OSError, FloatingPointError) as e:
-        print(f'odevit: error: {_one_line(e)}', file=sys.stderr)
+        print(f'odevit: error: {one_line(e)}', file=sys.stderr)
         return 2
     except RuntimeError as e:
         if 'consecutive samples' not in str(e):  # how timm says that it cannot read images
             raise
-        print(f'odevit: error: The images cannot be read: {_one_line(e)}', file=sys.stderr)
+        print(f'odevit: error: The images cannot be read: {one_line(e)}', file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print('odevit: interrupted', file=sys.stderr)
@@ -65,7 +65,7 @@ def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except Exception as e:  # RuntimeError, AssertionError, ... by backend
-        raise ValueError(f"--device '{device}' cannot be used here: {_one_line(e)} Give another, such as cpu.") from e
+        raise ValueError(f"--device '{device}' cannot be used here: {one_line(e)} Give another, such as cpu.") from e
 
 
 def _convert(args: argparse.Namespace) -> None:
@@ -240,12 +240,12 @@ def _load(
         source = f"checkpoint '{checkpoint}'" if checkpoint else f"'{name}'"
         if isinstance(e, (SafetensorError, EOFError, UnpicklingError)) or 'PytorchStreamReader' in str(e):
             raise ValueError(
-                f'The weights of {source} cannot be read, the file may be cut off: {_one_line(e)}') from e
+                f'The weights of {source} cannot be read, the file may be cut off: {one_line(e)}') from e
         if isinstance(e, OSError):
-            raise ValueError(
-                f'The weights of {source} could not be had: {_one_line(e)}. Without a network, give --checkpoint FILE '
-                'or local-dir:FOLDER.') from e
-        raise ValueError(f'Cannot build {source}: {_one_line(e)}') from e
+            file = '--checkpoint FILE or ' if 'checkpoint' in args else ''
+            raise ValueError(f'The weights of {source} could not be had ({one_line(e)}). Without a network, give '
+                             f'{file}local-dir:FOLDER.') from e
+        raise ValueError(f'Cannot build {source}: {one_line(e)}') from e
 
 
 def _overlay(name: str, checkpoint: str) -> Dict[str, Any]:
@@ -272,6 +272,12 @@ def _check_name(name: str) -> None:
         if not Path(model, CONFIG).is_file():
             raise ValueError(
                 f"There is no saved model in '{model}': it has no {CONFIG}. Make one: odevit convert MODEL {model}")
+        try:
+            config = json.loads(Path(model, CONFIG).read_text())
+        except ValueError as e:
+            raise ValueError(f"'{Path(model, CONFIG)}' is no JSON: {one_line(e)}") from None
+        if not isinstance(config, dict) or not isinstance(config.get('architecture'), str):
+            raise ValueError(f"'{Path(model, CONFIG)}' names no architecture. Write it with save_pretrained.")
     elif source is None and not timm.is_model(name.split('.')[0]):
         raise ValueError(f"Unknown model '{name}'. {suggest(name, timm.list_models())}See timm.list_models().")
 
@@ -283,11 +289,6 @@ def _refuse_existing(out: str, force: bool) -> None:
     if path.is_dir() and any(path.iterdir()) and not force:
         raise ValueError(
             f"'{out}' is not empty. Give another folder, or --force (convert) or --resume (calibrate, distill).")
-
-
-def _one_line(e: BaseException) -> str:
-    text = ' '.join(str(e).split()) or type(e).__name__
-    return text if len(text) <= 400 else text[:400] + ' ...'
 
 
 def _steps(text: str) -> List[int]:
@@ -455,7 +456,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument('--dataset', default='', metavar='NAME',
                          help='name of the data of the results, such as CIFAR-100')
     command.add_argument('--license', metavar='ID',
-                         help="the Hub's identifier of a licence, for the card (default: apache-2.0)")
+                         help="the Hub's identifier of a licence, for the card (default: that of the base's weights)")
     command.add_argument('--private', action='store_true', help='make the repository private')
     command.add_argument('--revision', default='main', help='branch')
     command.add_argument('--create-pr', action='store_true', help='open a pull request')

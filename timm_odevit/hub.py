@@ -16,7 +16,7 @@ from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundErro
 from huggingface_hub.hf_api import RepoFile
 from safetensors.torch import save_file
 from timm.data import resolve_model_data_config
-from timm.models import save_for_hf
+from timm.models import get_model_args, save_for_hf
 from timm.utils import unwrap_model
 from torch import nn
 
@@ -140,7 +140,8 @@ def push_to_hub(
         results: Rows for the card, as `json.loads(evaluate(...).to_json())` gives.
         dataset: Name of the data of the results, such as 'CIFAR-100'.
         card: Text of the card instead of a generated one.
-        license: The Hub's identifier of the licence, for the generated card; None for 'apache-2.0'.
+        license: The Hub's identifier of the licence, for the generated card; None for that of the model's pretrained
+            weights, as timm knows it.
         private: Whether a repository that is made is private; None for the Hub's default.
         revision: Branch to send to; made from main if need be.
         create_pr: Open a pull request instead of sending to the branch.
@@ -154,7 +155,7 @@ def push_to_hub(
         The files, with what became of each.
 
     Raises:
-        ValueError: The model cannot be described, or the folder is not one of a saved model.
+        ValueError: The model cannot be described, its licence is not known, or the folder is not one of a saved model.
         OSError: The Hub refused; the message is one line.
     """
     send = partial(_send, repo_id=repo_id, private=private, revision=revision, create_pr=create_pr, message=message,
@@ -164,8 +165,10 @@ def push_to_hub(
             folder = save_pretrained(model, Path(temporary) / 'model', base=base, base_args=base_args)
             saved: Any = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
             save_reference(saved, folder)
-            text = card or model_card(
-                f'hf-hub:{repo_id}', saved, results=results, dataset=dataset, license=license or 'apache-2.0')
+            known = license or saved.pretrained_cfg.get('license')
+            if not card and not known:
+                raise ValueError("The licence of these weights is not known. Give license=, such as 'apache-2.0'.")
+            text = card or model_card(f'hf-hub:{repo_id}', saved, results=results, dataset=dataset, license=known)
             (folder / CARD).write_text(text, encoding='utf-8')
             return send(folder, replace_card=bool(card or results or license))
     folder = Path(model)
@@ -233,7 +236,7 @@ def _send(
             repo_id, [CommitOperationAdd(name, folder / name) for name in send], commit_message=message,
             revision=revision, create_pr=create_pr)
     except Exception as e:  # which errors of the network there are depends on the client's version
-        if isinstance(e, ValueError) and not isinstance(e, json.JSONDecodeError):
+        if isinstance(e, ValueError) and not isinstance(e, (json.JSONDecodeError, OSError)):
             raise  # what is said of names and cards
         raise OSError(f'{repo_id} on the Hub: {one_line(e)}') from e
     return Pushed(repo_id, revision, files, done.pr_url or done.commit_url)
@@ -249,6 +252,8 @@ def _on_the_hub(
     try:
         found = api.get_paths_info(repo_id, names, revision=revision)
     except RevisionNotFoundError:
+        if revision == 'main':  # an empty repository
+            return {}, False
         return _on_the_hub(api, repo_id, names, 'main')[0], False
     except RepositoryNotFoundError:
         return None, revision == 'main'
@@ -287,10 +292,7 @@ def _describe(
     if not architecture:
         raise ValueError(
             f'This {type(model).__name__} was not made by timm.create_model, so it has no name to reload it by. {hint}')
-    # timm records what create_model was given
-    args = dict(getattr(model, '_model_args', {})) if base_args is None else dict(base_args)
-    args = {k: v for k, v in args.items() if not (k.endswith('drop_rate') or k == 'drop_path_rate')}
-    args.update({name: value for name, value in _current(model).items() if value is not None})
+    args = get_model_args(model, base_args)
     blocks = find_ode_blocks(model)
     if blocks:
         # the settings are those of this moment
@@ -319,17 +321,6 @@ def _settings(blocks: List[OdeBlocks]) -> OdeConfig:
     if len(blocks) > 1:  # stages: what each took from its own depth is left out
         config = replace(config, steps=tuple(b.steps for b in blocks), T=None, boundaries='uniform')
     return config
-
-
-def _current(model: nn.Module) -> Dict[str, Any]:
-    size = getattr(getattr(model, 'patch_embed', None), 'img_size', None)
-    pool = getattr(model, 'global_pool', None)
-    return {
-        'img_size': list(size) if size is not None else None,
-        'num_classes': getattr(model, 'num_classes', None),
-        'in_chans': getattr(model, 'in_chans', None),
-        'global_pool': pool if isinstance(pool, str) else None,
-    }
 
 
 def _structure(model: nn.Module) -> List[str]:

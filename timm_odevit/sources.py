@@ -95,6 +95,8 @@ def _allowed(name: str, value: Any) -> str:
         return '' if value in _MODES[name] else ', '.join(_MODES[name])
     if name in ('num_classes', 'label_offset'):
         return '' if type(value) is int and -1 <= value <= _LARGEST['num_classes'] else 'a number of classes'
+    if name == 'license':
+        return '' if isinstance(value, str) else 'the name of a licence'
     if name in ('classifier', 'first_conv'):
         return '' if all(isinstance(v, str) for v in values) else 'names of modules'
     if name.startswith('label_'):

@@ -14,10 +14,15 @@ HUB = Path(__file__).parent.parent
 DATASETS = {'cifar100': 'CIFAR-100', 'cifar10': 'CIFAR-10'}
 
 
+def dataset_of(name):
+    """'CIFAR-10' of 'deit_tiny_patch16_64.cifar10' and of 'odevit_tiny_native_patch16_64.deit_tiny_cifar10'."""
+    return DATASETS[name.replace('.', '_').rsplit('_', 1)[-1]]
+
+
 def card(folder):
     record = json.loads((folder / 'results.json').read_text())
     model = timm.create_model(f'local-dir:{folder}')
-    dataset = DATASETS[folder.name.rsplit('_', 1)[-1].split('.')[-1]]
+    dataset = dataset_of(folder.name)
     pixels, images, epochs = model.patch_embed.img_size[0], record['test'][0]['images'], record.get('epochs')
     if find_ode_blocks(model):
         summary = ('One shared transformer block that an ODE solver evaluates K times (ODE-ViT, arXiv 2511.16501), '

@@ -1,7 +1,8 @@
-"""Make the folder of a published model out of a finished run: weights, config, recipe, results, card, stored tensors.
+r"""Make the folder of a published model out of a finished run: weights, config, recipe, results, card, stored tensors.
 
     python hub/tools/release.py out/run odevit_tiny_native_patch16_64.deit_tiny_cifar100 cifar100.npz \
-        --teacher hub/deit_tiny_patch16_64.cifar100 --command "odevit distill autonomous cifar100.npz out/run ..."
+        --teacher hub/deit_tiny_patch16_64.cifar100 --device-name "one core" \
+        --command "odevit distill autonomous cifar100.npz out/run ..."
 
 The test images are used here only. Weights are stored in half precision, unless that costs 0.05 points of top-1 on the
 images held out of training.

@@ -9,12 +9,13 @@ import re
 import sys
 from pathlib import Path
 
+from cards import dataset_of
+
 from timm_odevit.ablate import table
 
 HUB = Path(__file__).parent.parent
 README, RESULTS = HUB.parent / 'README.md', HUB / 'RESULTS.md'
 DIALS = {'imagenet_sample': '500 photos of ImageNet', 'cifar100': 'CIFAR-100'}
-DATASETS = {'cifar100': 'CIFAR-100', 'cifar10': 'CIFAR-10'}
 STEPS = (6, 8, 12, 16, 24)
 # what others kept of their teachers, from their papers
 OTHERS = [
@@ -31,7 +32,7 @@ def models():
     paths = sorted(HUB.glob('*/results.json'), key=lambda path: (path.parent.name.split('_')[-1], path.parent.name))
     for path in paths:
         name, record = path.parent.name, json.loads(path.read_text())
-        dataset = DATASETS[name.replace('.', '_').rsplit('_', 1)[-1]]
+        dataset = dataset_of(name)
         trained, found = record['trained_at'], {r['steps']: r for r in record['test'] if r['model'] != 'teacher'}
         cells = [f"**{found[k]['top1']:.2f}**" if k in trained else f"{found[k]['top1']:.2f}" if k in found else '-'
                  for k in STEPS] if None not in found else ['', '', f"{found[None]['top1']:.2f}", '', '']
