@@ -223,7 +223,7 @@ def _check(where: str, name: str, value: Any, nested: int = 0) -> None:
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         largest = _LARGEST.get(name, _LARGEST_NUMBER)
         if not _is_number(value) or abs(value) > largest or (isinstance(value, int) and value < 0):
-            raise _refused(where, f'has {name} {_shown(value)}; whole numbers from 0 to {largest:,} are taken')
+            raise _refused(where, f'has {name} {_shown(value)}; numbers from 0 to {largest:,} are taken')
 
 
 def _is_number(value: Any) -> bool:
