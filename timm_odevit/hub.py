@@ -253,7 +253,7 @@ def _on_the_hub(
         found = api.get_paths_info(repo_id, names, revision=revision)
     except RevisionNotFoundError:
         if revision == 'main':  # an empty repository
-            return {}, False
+            return {}, True
         return _on_the_hub(api, repo_id, names, 'main')[0], False
     except RepositoryNotFoundError:
         return None, revision == 'main'
