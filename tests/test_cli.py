@@ -128,6 +128,16 @@ def test_convert_other_settings(folder, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.parametrize('content, message', [
+    ('{', "config.json' is no JSON"), ('[1]', "config.json' names no architecture. Write it with save_pretrained."),
+    ('{}', "config.json' names no architecture"), ('{"architecture": 1}', "config.json' names no architecture")])
+def test_a_config_that_describes_no_model(tmp_path, capsys, content, message):
+    (tmp_path / 'config.json').write_text(content)
+    assert main(['convert', f'local-dir:{tmp_path}', str(tmp_path / 'new')]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count('\n') == 1
+
+
 MISTAKES = [
     (['convert', 'vit_tiny_patch16_22', 'new'], "Unknown model 'vit_tiny_patch16_22'. Did you mean 'vit_tiny_patch16_224'?"),
     (['convert', 'teacher', 'new'], "'teacher' is a folder. For a saved model, type local-dir:teacher"),
