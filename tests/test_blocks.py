@@ -54,7 +54,7 @@ def test_is_the_sequence_of_its_steps(vit, images, config):
     torch.testing.assert_close(blocks[1:](path[1]), path[-1])
     torch.testing.assert_close(blocks[-1](path[-2]), path[-1])
     assert blocks[1:].t == pytest.approx(blocks[1].t)
-    assert [m['module'] for m in model.feature_info] == [f'blocks.{i}' for i in range(K)]
+    assert [m['module'] for m in model.feature_info] == [f'blocks.solver.{i}' for i in range(K)]
     assert model.feature_info[0]['num_chs'] == 32 and model.feature_info[0]['reduction'] == 4
 
 
@@ -192,7 +192,7 @@ def test_copies_are_whole_and_apart(vit, images, config):
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), ema.module):
         assert torch.equal(twin(images), expected)
         twin.blocks.steps = 2
-        assert len(twin.feature_info) == 2 and twin.blocks[0].field is twin.blocks.shared
+        assert len(twin.feature_info) == 2 and twin.blocks[0].field is twin.blocks.shared and not twin.blocks.solver[0]._modules
         assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}
     assert torch.equal(model(images), expected)
     with torch.no_grad():

@@ -146,7 +146,7 @@ REFUSED = [
     (meta('mixer_s32_224'), {}, ValueError, "MlpMixer's MixerBlock is used whole. Use an unsplit method (euler, "),
     (meta('eva02_tiny_patch14_224'), dict(field='lipschitz', init='spectral'), ValueError,
      "replaces plain pre-norm ViT blocks, and Eva has a EvaBlock. Use field='native'"),
-    (meta('swin_tiny_patch4_window7_224'), dict(T=3.), ValueError, 'T=3.0 speaks of one sequence of layers'),
+    (meta('swin_tiny_patch4_window7_224'), dict(T=3.), ValueError, 'T=3.0 applies only to models with one sequence of blocks'),
     (meta('swin_tiny_patch4_window7_224'), dict(steps=(2, 2)), ValueError, '4 sequences of blocks; got 2 numbers of steps'),
     (lambda: nn.Linear(2, 2), {}, TypeError, 'Cannot convert Linear'),
     (lambda: 'vit_tiny_patch16_224', {}, TypeError, 'Cannot convert str: expected a timm model'),

@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-from timm_odevit import OdeConfig, StepwiseTask, calibrate_, convert_, save_pretrained
+from timm_odevit import merge_, merged_bytes, OdeConfig, StepwiseTask, calibrate_, convert_, save_pretrained
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=4, num_classes=5)
 SWIN = dict(img_size=32, patch_size=2, embed_dim=8, depths=(2, 4), num_heads=(2, 4), window_size=4, num_classes=5)
@@ -157,21 +157,21 @@ def test_calibrates(name):
 
 
 @families
-def test_cached_merging_is_the_same(name):
+def test_merging_changes_nothing_and_is_undone(name):
     model, x = build(name), images_for(name)
-    done = convert_(model, config_for(name, time='low_rank', rank=2))
+    convert_(model, config_for(name, time='low_rank', rank=2))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
     with torch.no_grad():
         expected = model(x)
-        for blocks in done.blocks:
-            blocks.cache_merged = True
+        predicted = merged_bytes(model)
+        done = merge_(model)
         torch.testing.assert_close(model(x), expected)
-        assert torch.equal(model(x), model(x))
-        for p in model.parameters():
-            p.mul_(1.5)
-        changed = model(x)
-        for blocks in done.blocks:
-            blocks.cache_merged = False
-        torch.testing.assert_close(changed, model(x))
+        assert done.bytes_after == predicted == sum(t.numel() * t.element_size() for t in model.state_dict().values()) \
+            + sum(b.numel() * b.element_size() for n, b in model.named_buffers() if n not in model.state_dict())
+        assert done.restore() is model
+        assert torch.equal(model(x), expected)
+    after = model.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[key], value) for key, value in before.items())
 
 
 @families

@@ -149,6 +149,10 @@ class OdeConfig:
                 f'steps and T are needed here; got {self.steps} and {self.T}. Set both: OdeConfig(steps=12, T=12).')
         return self.steps, self.T
 
+    def span(self, depth: int) -> Tuple[int, int]:
+        """The first and the last layer that are converted, of a sequence of `depth` layers."""
+        return self.blocks or (0, depth - 1)
+
     def resolve(self, depth: int, stage: int = 0) -> 'OdeConfig':
         """The configuration of one stage, with steps and T filled in for `depth` converted layers."""
         steps = self.steps[stage] if isinstance(self.steps, tuple) else self.steps

@@ -11,13 +11,16 @@ from timm.models import group_parameters
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from .blocks import OdeBlocks, find_ode_blocks, scriptable_copy
+from .blocks import OdeBlocks, find_ode_blocks
 from .config import OdeConfig
 from .families import HINT, Site, check_blocks, field_class, find_sites, kinds
 from .fields import WholeField
 from .init import build_field, owners
+from .merge import check_not_merged
 from .methods import METHODS
+from .patches import Patches
 from .spans import check_images, input_moments, similarity_boundaries
+from .torchscript import scriptable_copy
 
 __all__ = ['Conversion', 'check_convertible', 'convert_', 'count_parameters', 'list_convertible']
 
@@ -61,7 +64,7 @@ def convert_(
     built, layers = [], 0
     for stage, site in enumerate(sites):
         blocks = site.blocks
-        first, last = config.blocks or (0, len(blocks) - 1)
+        first, last = config.span(len(blocks))
         chosen = blocks[first:last + 1]
         settings = config.resolve(len(chosen), stage)
         if settings.boundaries == 'similarity' and settings.phases == 1:
@@ -81,6 +84,16 @@ def convert_(
         ode = OdeBlocks(shared, settings, feature, float(first), blocks[:first], blocks[last + 1:])
         built.append((site, ode.train(model.training), listed))
         layers += len(chosen)
+    wanted: List[Any] = [(site.owner, 'blocks', ode) for site, ode, _ in built]
+    wanted += [(host, 'feature_info', ode.feature_info) for _, ode, listed in built if listed]
+    if sites[0].owner is model:
+        # TorchScript looks for this attribute; nothing else reads it
+        wanted.append((host, '__prepare_scriptable__', partial(scriptable_copy, model)))
+        if getattr(host, 'rope_mixed', False):
+            wanted.append((host.rope, 'get_embed', partial(_rope_of_steps, model)))
+    if hasattr(host, 'group_matcher'):
+        wanted.append((host, 'group_matcher', partial(_group_matcher, model)))
+    patches = Patches(wanted)
     done = Conversion(
         model=model,
         blocks=tuple(ode for _, ode, _ in built),
@@ -88,22 +101,12 @@ def convert_(
         config=built[0][1].config if len(built) == 1 else config,
         parameters_before=before,
         parameters_after=before - original + sum(count_parameters(ode) for _, ode, _ in built),
-        _originals=tuple((site, site.owner.blocks) for site in sites) if keep_original else None,
-        _feature_info=getattr(host, 'feature_info', None),
+        _owners=tuple(site.owner for site in sites),
+        _patches=patches if keep_original else None,
         _training=model.training,
         _grids=tuple((ode.steps, ode.t, ode.end) for _, ode, _ in built),
     )
-    for site, ode, listed in built:
-        site.owner.blocks = ode
-        if listed:
-            host.feature_info = ode.feature_info
-    if sites[0].owner is model:
-        # TorchScript looks for this attribute; nothing else reads it
-        host.__prepare_scriptable__ = partial(scriptable_copy, model)
-        if getattr(host, 'rope_mixed', False):
-            host.rope.get_embed = partial(_rope_of_steps, model)
-    if hasattr(host, 'group_matcher'):
-        host.group_matcher = partial(_group_matcher, model)
+    patches.put()
     return done
 
 
@@ -124,6 +127,7 @@ def _check(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> Lis
             f'Cannot convert {name}: expected a timm model, such as timm.create_model("vit_small_patch16_224").')
     if not isinstance(config, OdeConfig):
         raise TypeError(f'config must be an OdeConfig, such as OdeConfig(steps=12); got {type(config).__name__}.')
+    check_not_merged(model)
     converted = find_ode_blocks(model)
     if converted:
         now = converted[0].config
@@ -145,8 +149,8 @@ def _check(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> Lis
                                ('init', not str(config.init).startswith('block:'))):
             if not value:
                 raise ValueError(
-                    f'{setting}={getattr(config, setting)!r} speaks of one sequence of layers, and {name} has '
-                    f'{len(sites)} stages. Leave it out.')
+                    f'{setting}={getattr(config, setting)!r} applies only to models with one sequence of blocks, and {name} '
+                    f'has {len(sites)} stages. Leave it out.')
     if isinstance(config.steps, tuple) and len(config.steps) != len(sites):
         raise ValueError(f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} numbers of steps.')
     if len(sites) == 1:
@@ -174,7 +178,7 @@ def _check_structure(name: str, sites: Sequence[Site], config: OdeConfig) -> Non
     """The blocks can share weights, and suit the field and the method."""
     count, fields = 0, 0
     for site in sites:
-        first, last = config.blocks or (0, len(site.blocks) - 1)
+        first, last = config.span(len(site.blocks))
         chosen = site.blocks[first:last + 1]
         count, fields = count + len(chosen), fields + len(set(kinds(chosen)))
         whole = sorted({type(b).__name__ for b in chosen if field_class(b) is WholeField})
@@ -193,7 +197,7 @@ def _check_structure(name: str, sites: Sequence[Site], config: OdeConfig) -> Non
 
 def _check_layers(name: str, blocks: Sequence[nn.Module], config: OdeConfig) -> None:
     """The layers that the settings speak of exist."""
-    first, last = config.blocks or (0, len(blocks) - 1)
+    first, last = config.span(len(blocks))
     if last >= len(blocks):
         raise ValueError(f'blocks={config.blocks}: {name} has blocks 0 to {len(blocks) - 1}.')
     layers = last - first + 1
@@ -236,7 +240,7 @@ def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
     rope = model.rope
     tables = type(rope).get_embed(rope, *args, **kwargs)
     blocks = model.blocks
-    layers = blocks.layers if isinstance(blocks, OdeBlocks) else range(len(blocks))  # pruned to blocks that were kept
+    layers = getattr(blocks, 'layers', range(len(blocks)))  # none where it was pruned to blocks that were kept
     return tables[[min(layer, len(tables) - 1) for layer in layers]]
 
 
@@ -245,8 +249,8 @@ def _group_matcher(model: Any, coarse: bool = False) -> Callable[[str], int]:
     renamed = {name: name for name, _ in model.named_parameters()}
     for prefix, ode in ((n, m) for n, m in model.named_modules() if isinstance(m, OdeBlocks)):
         first = ode.layers[0]
-        places = {'shared': int(ode.t), **{f'before.{i}': first + i for i in range(len(ode._kept('before')))}}
-        places.update({f'after.{i}': layer for i, layer in enumerate(ode.layers[len(ode) - len(ode._kept('after')):])})
+        places = {'shared': int(ode.t), **{f'before.{i}': first + i for i in range(len(ode.before))}}
+        places.update({f'after.{i}': layer for i, layer in enumerate(ode.layers[len(ode) - len(ode.after):])})
         for part, layer in places.items():
             start = f'{prefix}.{part}.'
             renamed.update({n: f'{prefix}.{layer}.{n.removeprefix(start)}' for n in renamed if n.startswith(start)})
@@ -273,8 +277,8 @@ class Conversion:
     config: OdeConfig
     parameters_before: int
     parameters_after: int
-    _originals: Optional[Tuple[Tuple[Site, nn.Module], ...]]
-    _feature_info: Optional[List[Any]]
+    _owners: Tuple[nn.Module, ...]
+    _patches: Optional[Patches]
     _training: bool
     _grids: Tuple[Tuple[int, float, float], ...]
 
@@ -290,31 +294,26 @@ class Conversion:
             ValueError: The original blocks were not kept, the model does not hold this conversion any more, or it has
                 another dtype now.
         """
-        if self._originals is None:
+        if self._patches is None:
             raise ValueError(
                 'The original blocks were not kept. Convert with keep_original=True to be able to restore.')
-        if any(getattr(site.owner, 'blocks', None) is not ode
-               for (site, _), ode in zip(self._originals, self.blocks, strict=True)):
+        check_not_merged(self.model)
+        if any(getattr(owner, 'blocks', None) is not ode
+               for owner, ode in zip(self._owners, self.blocks, strict=True)):
             raise ValueError(
                 'This model does not hold the blocks of this conversion: it was restored or changed since.')
-        converted: Any = self._originals[0][1]
+        originals = self._patches.before[:len(self._owners)]
         now = next(self.blocks[0].shared.parameters())
-        then = next(converted[int(self.blocks[0].t)].parameters())
+        then = next(originals[0][int(self.blocks[0].t)].parameters())
         if now.dtype != then.dtype:
             raise ValueError(
                 f'The model is {now.dtype} now, its original blocks {then.dtype}. Call model.to({then.dtype}) first.')
-        for site, original in self._originals:
+        for original in originals:
             if not now.is_meta:
                 original.to(now.device)
             if self.model.training != self._training:
                 original.train(self.model.training)
-            site.owner.blocks = original
-        if self._feature_info is not None:
-            self.model.feature_info = self._feature_info
-        for owner, name in ((self.model, '__prepare_scriptable__'), (self.model, 'group_matcher'),
-                            (getattr(self.model, 'rope', None), 'get_embed')):
-            if name in getattr(owner, '__dict__', {}):
-                delattr(owner, name)
+        self._patches.take_off()
         return self.model
 
     def __str__(self) -> str:
@@ -341,7 +340,7 @@ class Conversion:
 
 
 def _shared_blocks(blocks: Sequence[OdeBlocks]) -> str:
-    count = sum(len(getattr(b.shared, 'fields', (b.shared,))) for b in blocks)
+    count = sum(len(b.shared.parts) for b in blocks)
     return f"{count} shared block{'s' if count > 1 else ''}"
 
 

@@ -1,6 +1,6 @@
 """Vector fields: what the solver integrates. A field is the sum of an attention and an MLP sub-flow."""
 import inspect
-from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +8,8 @@ from timm.layers import Attention, DropPath, maybe_add_mask, resolve_self_attn_m
 from timm.models.vision_transformer_sam import window_partition, window_unpartition
 from torch import Tensor, nn
 from torch.jit import Final
+
+from .skeleton import copy_without_hooks
 
 __all__ = [
     'CenterNorm', 'Context', 'Field', 'GammaField', 'LipschitzField', 'NativeField', 'ParallelField', 'PostNormField',
@@ -37,17 +39,26 @@ class Field(nn.Module):
     - `attention(t, x, context)` and `mlp(t, x, context)`: G and F on their own, where the field can be split;
     - `fold()`: what depends on the parameters alone and is worth computing once per forward pass instead of once
       per evaluation, or None; handed back as `context.weights`;
-    - `attention_map(t, x)`: the probabilities [B, heads, N, N] in float32, before dropout.
+    - `attention_map(t, x)`: the probabilities [B, heads, N, N] in float32, before dropout;
+    - `select(t)`, `jumps`, `depends_on_time`, `snapshot(t)`: how it depends on time;
+    - `parts`: the fields that it is made of, one for each phase;
+    - `resizable()`: the block of the base, for a host that changes its image size.
 
     t is a float, or a 0-dim tensor from an adaptive method.
     """
     if TYPE_CHECKING:  # TorchScript reads the annotations of a module
         names: Tuple[str, ...]  # what a host's blocks take after the state, in order
         attention_prefixes: Tuple[str, ...]  # names of the parameters of G start so; all others belong to F
+        depends_on_time: bool  # within a phase
+        jumps: Sequence[float]  # times at which it is not continuous, increasing
+        scriptable: bool  # TorchScript can hold it
         attention: Any  # of a field that can be split
         mlp: Any
     names = ('attn_mask', 'is_causal')
     attention_prefixes = ()
+    depends_on_time = False
+    jumps = ()
+    scriptable = True
 
     def forward(self, t: float, x: Tensor, context: Optional[Context] = None, part: str = '') -> Tensor:
         if context is None:
@@ -76,6 +87,25 @@ class Field(nn.Module):
     @torch.jit.unused
     def fold(self):
         return None
+
+    @torch.jit.unused
+    def select(self, t):
+        """The field that is in charge at t."""
+        return self
+
+    @property
+    @torch.jit.unused
+    def parts(self):
+        return [self]
+
+    @torch.jit.unused
+    def snapshot(self, t):
+        """The field as it is at t, with weights of its own: a field that does not depend on time."""
+        return copy_without_hooks(self)
+
+    @torch.jit.unused
+    def resizable(self):
+        return self.block
 
     @torch.jit.unused
     def attention_map(self, t, x):
@@ -142,6 +172,7 @@ class PostNormField(NativeField):
 
 class GammaField(NativeField):
     """A pre-norm block with LayerScale as plain parameters gamma_1 and gamma_2, or without: EVA, BEiT."""
+    scriptable = False
 
     def attention(self, t, x, context):
         y = self._attend(self.block.norm1(x), context)
@@ -154,6 +185,7 @@ class GammaField(NativeField):
 
 class ParallelField(NativeField):
     """Several attentions side by side, then several MLPs side by side: ParallelThingsBlock."""
+    scriptable = False
     attention_prefixes = ('block.attns',)  # type: ignore[assignment]
 
     def attention(self, t, x, context):
@@ -166,6 +198,7 @@ class ParallelField(NativeField):
 
 class SamField(NativeField):
     """SAM's block on a map of tokens [B, H, W, D], within windows or global."""
+    scriptable = False
 
     def attention(self, t, x, context):
         block, (H, W) = self.block, x.shape[1:3]
@@ -179,6 +212,7 @@ class SamField(NativeField):
 
 class ShiftedWindowField(NativeField):
     """Swin's block on a map of tokens [B, H, W, D]."""
+    scriptable = False
 
     def attention(self, t, x, context):
         return self.block.drop_path1(self.block._attn(self.block.norm1(x)))
@@ -199,6 +233,7 @@ class ShiftedPostNormField(ShiftedWindowField):
 
 class WholeField(NativeField):
     """psi(x) = block(x) - x: a block that is not split, for the unsplit methods only."""
+    scriptable = False
 
     def attention(self, t, x, context):
         raise ValueError(f'A {type(self.block).__name__} cannot be split in attention and MLP. Use an unsplit method.')

@@ -23,6 +23,7 @@ from torch import nn
 from .blocks import OdeBlocks, find_ode_blocks
 from .cards import model_card
 from .config import PREFIX, OdeConfig
+from .merge import check_not_merged
 from .sources import CONFIG, WEIGHTS, check_whole, one_line
 
 __all__ = ['Pushed', 'describe', 'push_to_hub', 'save_pretrained', 'save_reference']
@@ -286,6 +287,7 @@ def _describe(
         base: Optional[str],
         base_args: Optional[Dict[str, Any]],
 ) -> Tuple[str, Dict[str, Any], Any]:
+    check_not_merged(model)
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     architecture = base or cfg.get('architecture')
     hint = "Pass base='<timm name>' and base_args={...}, with which timm.create_model built it."

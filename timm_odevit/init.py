@@ -1,5 +1,5 @@
 """The shared blocks' weights, from the base's blocks."""
-import copy
+from contextlib import nullcontext
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -10,6 +10,7 @@ from .align import Orders, aligning_orders, permuted
 from .config import OdeConfig
 from .families import field_class, kinds, per_layer
 from .fields import Field, LipschitzField
+from .skeleton import copy_without_hooks
 from .time_dependence import PhasedField, TimeField, matrix_shape
 
 __all__ = ['Moments', 'build_field', 'owners', 'set_per_layer', 'spectral_']
@@ -52,8 +53,8 @@ def build_field(
     """
     owner = owners(config, blocks, first)
     device = next(blocks[0].parameters()).device
-    cuda = [device] if device.type == 'cuda' else []
-    with torch.no_grad(), torch.random.fork_rng(devices=cuda):  # conversion leaves the caller's random state alone
+    others = {} if device.type in ('cpu', 'meta') else {'device_type': device.type}
+    with torch.no_grad(), torch.random.fork_rng([device] if others else [], **others):  # the caller's random state
         fields = [_build([i for i, o in enumerate(owner) if o == index], config, blocks, first, moments)
                   for index in range(max(owner) + 1)]
     return fields[0] if len(fields) == 1 else PhasedField(fields, owner, first).train(fields[0].training)
@@ -143,11 +144,7 @@ def _structure(kind: str, members: Sequence[Any]) -> Field:
     first = members[0]
     trainable = {name for block in members for name, p in block.named_parameters() if p.requires_grad}
     if kind == 'native':
-        block = copy.deepcopy(first)
-        for module in block.modules():  # hooks belong to the layer that they were put on
-            module._forward_hooks.clear()
-            module._forward_pre_hooks.clear()
-            module._backward_hooks.clear()
+        block = copy_without_hooks(first)  # they belong to the layer that they were put on
         for name, parameter in block.named_parameters():
             parameter.requires_grad_(name in trainable)
         set_per_layer(block, members)
@@ -158,7 +155,7 @@ def _structure(kind: str, members: Sequence[Any]) -> Field:
         num_heads=attn.num_heads,
         head_dim=weight.shape[0] // (3 * attn.num_heads),
         hidden=first.mlp.fc2.in_features,
-        act=copy.deepcopy(first.mlp.act),
+        act=copy_without_hooks(first.mlp.act),
         attn_drop=attn.attn_drop.p,
         proj_drop=attn.proj_drop.p,
         drop_path=sum(getattr(b.drop_path1, 'drop_prob', 0.) or 0. for b in members) / len(members),
@@ -217,7 +214,7 @@ def _factors(residual: Tensor, rank: int, moment: Optional[Tensor]) -> Tuple[Ten
         values = values.clamp_min(1e-6 * values.max()).sqrt()  # directions that never occur keep a little weight
         R = R @ (vectors * values)
     if 8 * rank < min(M, N):
-        torch.default_generator.manual_seed(0)  # the sketch is random; a conversion is not
+        _seed(R.device)  # the sketch is random; a conversion is not
         U, S, V = torch.svd_lowrank(R, q=min(2 * rank + 8, M, N), niter=4)
         U, S, Vh = U[:, :rank], S[:rank], V[:, :rank].T
     else:
@@ -227,6 +224,16 @@ def _factors(residual: Tensor, rank: int, moment: Optional[Tensor]) -> Tuple[Ten
     if moment is not None:
         down = down @ (vectors / values).T
     return up.to(residual), down.to(residual)
+
+
+def _seed(device: torch.device) -> None:
+    """Seed the generator that random tensors on a device come from, and no other."""
+    if device.type in ('cpu', 'meta'):
+        torch.default_generator.manual_seed(0)
+        return
+    backend = torch.get_device_module(device)
+    with backend.device(device) if hasattr(backend, 'device') else nullcontext():
+        backend.manual_seed(0)
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ from .convert import check_convertible, convert_
 from .families import find_sites, kinds
 from .init import set_per_layer
 from .sources import CONFIG, WEIGHTS, check_args, check_size, one_line, saved_in, weights_file
+from .time_dependence import MATRICES, VECTORS
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
 
@@ -196,8 +197,7 @@ def _with_weights(
 
 def _filter(base: str, state: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:
     """The base's own filter of checkpoints, which resizes position embeddings; residuals go past it."""
-    own = {k: v for k, v in state.items()
-           if '.shared.' in k and any(f'.{part}.' in k for part in ('vectors', 'up', 'down'))}
+    own = {k: v for k, v in state.items() if '.shared.' in k and any(f'.{part}.' in k for part in VECTORS + MATRICES)}
     base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
     rest = {k: v for k, v in state.items() if k not in own}
     try:
@@ -255,7 +255,7 @@ def _shallow(base: str, kwargs: Dict[str, Any], config: OdeConfig) -> Any:
     for ours, theirs in zip(find_sites(model), sites, strict=True):
         few, order = ours.blocks, kinds(theirs.blocks)
         layers = []
-        start, end = config.blocks or (0, len(order) - 1)
+        start, end = config.span(len(order))
         for i, (kind, whole_block) in enumerate(zip(order, theirs.blocks, strict=True)):
             first = few[order.index(kind)]
             shared = {id(t): t for t in (*first.parameters(), *first.buffers())} if start <= i <= end else {}

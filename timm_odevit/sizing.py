@@ -21,7 +21,7 @@ def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
     total = count_parameters(model)
     for stage, site in enumerate(find_sites(model)):
         blocks = site.blocks
-        first, last = config.blocks or (0, len(blocks) - 1)
+        first, last = config.span(len(blocks))
         chosen = blocks[first:last + 1]
         owner = owners(config.resolve(len(chosen), stage), chosen, first)
         total -= sum(count_parameters(block) for block in chosen)
@@ -71,7 +71,7 @@ def choose_size(
         raise ValueError(
             f'{wanted:,} parameters are too few: one shared block and all that is not a block take {smallest:,} of '
             f'{total:,} ({100 * smallest / total:.1f} %).')
-    first, last = config.blocks or (0, max(len(site.blocks) for site in find_sites(model)) - 1)
+    first, last = config.span(max(len(site.blocks) for site in find_sites(model)))
     layers = last - first + 1
     phased = [replace(plain, phases=phases) for phases in range(1, layers + 1)]
     exact = phased[-1]

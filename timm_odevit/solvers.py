@@ -1,6 +1,7 @@
 """Integration: one module a step, a plain loop over them, and torchdiffeq for the adaptive methods."""
+import threading
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Callable, List, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -8,61 +9,63 @@ from torch import Tensor, nn
 from .config import OdeConfig
 from .fields import Context, Field
 from .methods import METHODS
-from .time_dependence import PhasedField, TimeField
+from .skeleton import skeleton
 
-__all__ = ['Step', 'integrate', 'make_steps', 'solve_adaptive']
+__all__ = ['Measured', 'Solver', 'Step', 'integrate', 'solve_adaptive']
 
 
 class Step(nn.Module):
     """One solver step: a module that takes the state at t [B, N, D] to the state at t + h.
 
-    A step is called as the host calls its transformer blocks, with whatever it passes beside the state. It uses its
-    field, but does not own it: K steps share one field, which is registered once, in OdeBlocks.
+    A step says when and how a field is evaluated; it holds none. Who runs it gives it one by `bound`, for that call.
+    A bound step is called as the host calls its transformer blocks, with whatever it passes beside the state.
 
     Args:
-        field: Vector field: field(t, x, context, part) with part 'attention', 'mlp' or '' for their sum.
         t: Time at which the step starts.
         h: Length of the step, in the same unit.
-        own: Register the field as a sub-module of the step, as TorchScript needs.
     """
     __jit_unused_properties__ = ('attn',)
     t: float
     h: float
+    nodes: Tuple[float, ...] = (0.,)
     if TYPE_CHECKING:  # TorchScript reads the annotations of a module
         field: Any
 
-    def __init__(self, field: nn.Module, t: float, h: float, own: bool = False) -> None:
+    def __init__(self, t: float, h: float) -> None:
         super().__init__()
         self.t = t
         self.h = h
-        if own:
-            self.field = field
-        else:
-            self.__dict__['field'] = field  # past nn.Module's registration
+
+    def bound(self, field: nn.Module) -> 'Step':
+        """This step with a field: the same settings and hooks, in a module that is made anew for each use.
+
+        Args:
+            field: Vector field: field(t, x, context, part) with part 'attention', 'mlp' or '' for their sum.
+        """
+        return skeleton(self, {}, {'field': field})
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Step) and self._forward_hooks is other._forward_hooks  # bound or not
+
+    def __hash__(self) -> int:  # with it, FX finds the name of a bound step
+        return id(self._forward_hooks)
 
     @torch.jit.unused
     def forward(self, x, *args, **kwargs):
+        if 'field' not in self._modules:
+            raise RuntimeError('A step of `blocks.solver` has no field. Call those that `blocks` itself gives, such as '
+                               'model.blocks[0] or `for step in model.blocks`.')
         ready = len(args) == 1 and isinstance(args[0], Context)  # from OdeBlocks, which folds once for all steps
         return self.advance(x, args[0] if ready else self.field.context(args, kwargs))
 
     @property
     def attn(self) -> Any:
         """The attention of the block: where a host looks for what depends on the image size."""
-        return self._resizable().attn
+        return self.field.select(self.t).resizable().attn
 
     def set_input_size(self, *args: Any, **kwargs: Any) -> None:
         """What Swin calls on each block when the image size changes; the steps share one."""
-        self._resizable().set_input_size(*args, **kwargs)
-
-    def _resizable(self) -> Any:
-        field = self.field.select(self.t) if isinstance(self.field, PhasedField) else self.field
-        if isinstance(field, TimeField):
-            if any('position_bias_table' in name for name in field.up):
-                raise ValueError(
-                    'The residuals of the position bias have the size of the image that the model was converted for. '
-                    'Call set_input_size before convert_.')
-            field = field.base
-        return field.block
+        self.field.select(self.t).resizable().set_input_size(*args, **kwargs)
 
     def extra_repr(self) -> str:
         return f't={self.t:g}, h={self.h:g}'
@@ -74,9 +77,10 @@ class RungeKuttaStep(Step):
     b: List[float]
     c: List[float]
 
-    def __init__(self, field: nn.Module, method: str, t: float, h: float, own: bool = False) -> None:
-        super().__init__(field, t, h, own)
+    def __init__(self, method: str, t: float, h: float) -> None:
+        super().__init__(t, h)
         table = METHODS[method]
+        self.nodes = table.c
         self.a = [list(row) for row in table.a]
         self.b = list(table.b)
         self.c = list(table.c)
@@ -105,6 +109,7 @@ class LieTrotterStep(Step):
 
 class StrangStep(Step):
     """The MLP for h/2, attention for h, the MLP for h/2, each sub-flow by one midpoint step."""
+    nodes = (0., 0.25, 0.5, 0.75)
 
     def advance(self, x: Tensor, context: Context) -> Tensor:
         x = self._mlp(self.t, x, context)
@@ -121,47 +126,56 @@ class StrangStep(Step):
 class AdaptiveStep(Step):
     """An adaptive solution over [t, t + h]."""
 
-    def __init__(self, field: nn.Module, config: OdeConfig, t: float, h: float) -> None:
-        super().__init__(field, t, h)
+    def __init__(self, config: OdeConfig, t: float, h: float) -> None:
+        super().__init__(t, h)
         self.config = config
-        self.evaluations = 0
+        self.measured = Measured()
+
+    @property
+    def evaluations(self) -> int:
+        """Field evaluations of the last call in this thread."""
+        return self.measured.evaluations
 
     def advance(self, x, context):
-        states, self.evaluations = solve_adaptive(self.field, x, (self.t, self.t + self.h), self.config, context)
+        states, self.measured.evaluations = solve_adaptive(
+            self.field, x, (self.t, self.t + self.h), self.config, context)
         return states[-1]
 
 
-def make_steps(field: Field, config: OdeConfig, t: float = 0., own: bool = False) -> List[Step]:
-    """The K steps of a resolved configuration on [t, t + T].
+class Measured(threading.local):
+    """Field evaluations of an adaptive solution, counted for each thread; a copy starts at 0."""
+    evaluations = 0
+
+    def __reduce__(self) -> Any:
+        return Measured, ()
+
+
+class Solver(nn.ModuleList):
+    """The K steps of a resolved configuration on [t, t + T]: modules without parameters and without a field.
 
     Args:
-        field: Vector field that the steps share; with phases, a step uses the phase in which it starts.
         config: Method, steps and T, resolved.
         t: Time at which the first step starts.
-        own: Register the field in each step, for TorchScript; fixed-step methods only. A field that depends on time
-            is frozen at the start of the step.
-
-    Returns:
-        K modules, each of which advances the state by T / K.
     """
-    steps, T = config.grid
-    h = T / steps
-    made: List[Step] = []
-    for i in range(steps):
-        start = t + i * h
-        if config.adaptive:
-            made.append(AdaptiveStep(field, config, start, h))
-            continue
-        part = field.select(start) if isinstance(field, PhasedField) else field
-        if own and isinstance(part, TimeField):
-            part = part.frozen(start)
-        if config.method == 'lie_trotter':
-            made.append(LieTrotterStep(part, start, h, own))
-        elif config.method == 'strang':
-            made.append(StrangStep(part, start, h, own))
-        else:
-            made.append(RungeKuttaStep(part, config.method, start, h, own))
-    return made
+
+    def __init__(self, config: OdeConfig, t: float = 0.) -> None:
+        steps, T = config.grid
+        super().__init__(_step(config, t + i * (T / steps), T / steps) for i in range(steps))
+        self.config = config
+        self.t = t
+
+    def bound(self, field: Field) -> Iterator[Step]:
+        """The steps, each with the field that is in charge where it starts; an adaptive one with the whole."""
+        for step in self:
+            yield step.bound(field if self.config.adaptive else field.select(step.t))
+
+
+def _step(config: OdeConfig, t: float, h: float) -> Step:
+    if config.adaptive:
+        return AdaptiveStep(config, t, h)
+    if config.method == 'lie_trotter':
+        return LieTrotterStep(t, h)
+    return StrangStep(t, h) if config.method == 'strang' else RungeKuttaStep(config.method, t, h)
 
 
 def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, keep: bool = False) -> Tensor:
@@ -201,7 +215,7 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
         _check_finite(found[-1], steps, config)
         return found if keep else found[-1]
     x, states = x0, [x0]
-    for i, step in enumerate(make_steps(module, config)):
+    for i, step in enumerate(Solver(config).bound(module)):
         x = step(x)
         _check_finite(x, i + 1, config)
         if keep:
@@ -210,7 +224,7 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
 
 
 def solve_adaptive(
-        field: nn.Module,
+        field: Field,
         x0: Tensor,
         times: Sequence[float],
         config: OdeConfig,
@@ -232,45 +246,49 @@ def solve_adaptive(
         ValueError: The state is in half precision, in which no step size can be controlled.
         FloatingPointError: The solver could not meet the tolerance with any step size.
     """
-    import torchdiffeq
-
-    if isinstance(field, PhasedField):
-        return _solve_phases(field, x0, times, config, context)
     if x0.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"'{config.method}' controls its error and needs float32 or float64; got {x0.dtype}. "
             f"Use a fixed-step method ({', '.join(METHODS)}) or a float32 model.")
-    counted = _Counted(field, context)
-    grid = torch.tensor(times, dtype=x0.dtype, device=x0.device)
-    solve = torchdiffeq.odeint_adjoint if config.adjoint else torchdiffeq.odeint
-    try:
-        states = solve(counted, x0, grid, rtol=config.rtol, atol=config.atol, method=config.method)
-    except AssertionError as e:  # how torchdiffeq says that the step size underflowed or the state is not finite
-        raise FloatingPointError(
-            f"'{config.method}' failed between t = {times[0]:g} and {times[-1]:g} after {counted.evaluations} "
-            f'evaluations: {e}. Loosen rtol and atol, or check the field for divergence.') from e
-    return states, counted.evaluations
+    if not x0.numel():  # no error could be measured
+        return x0.expand(len(times), *x0.shape), 0
+    # across a jump of the field no error estimate holds, so each piece between two jumps is solved on its own
+    bounds = [times[0], *(t for t in field.jumps if times[0] < t < times[-1]), times[-1]]
+    x, states, evaluations = x0, [x0], 0
+    for start, end in pairwise(bounds):
+        wanted = [t for t in times[1:] if start < t <= end]
+        inner = [start, *wanted, *([] if wanted and wanted[-1] == end else [end])]
+        found, count = _solve_smooth(field.select(start), x, inner, config, context)
+        states += list(found[1:len(wanted) + 1])
+        x, evaluations = found[-1], evaluations + count
+    return torch.stack(states), evaluations
 
 
-def _solve_phases(
-        field: PhasedField,
+def _solve_smooth(
+        field: Field,
         x0: Tensor,
         times: Sequence[float],
         config: OdeConfig,
         context: Context,
 ) -> Tuple[Tensor, int]:
-    """Solve phase by phase: across the jump between two phases, no error estimate holds."""
-    jumps = [field.first + i for i in range(1, len(field.owner)) if field.owner[i] != field.owner[i - 1]]
-    bounds = [times[0], *(t for t in jumps if times[0] < t < times[-1]), times[-1]]
-    x, states, evaluations = x0, [x0], 0
-    for start, end in pairwise(bounds):
-        part = field.select(start)
-        wanted = [t for t in times[1:] if start < t <= end]
-        inner = [start, *wanted, *([] if wanted and wanted[-1] == end else [end])]
-        found, count = solve_adaptive(part, x, inner, config, context._replace(weights=part.fold()))
-        states += list(found[1:len(wanted) + 1])
-        x, evaluations = found[-1], evaluations + count
-    return torch.stack(states), evaluations
+    import torchdiffeq
+
+    # the adjoint evaluates the field again, in a backward pass outside of autocast: there it folds its own weights
+    counted = _Counted(field, context._replace(weights=None if config.adjoint else field.fold()))
+    grid = torch.tensor(times, dtype=x0.dtype, device=x0.device)
+    options: Dict[str, Any] = dict(rtol=config.rtol, atol=config.atol, method=config.method)
+    try:
+        if config.adjoint:
+            handed = [v for v in context.passed.values() if isinstance(v, Tensor) and v.requires_grad]
+            states = torchdiffeq.odeint_adjoint(
+                counted, x0, grid, adjoint_params=(*counted.parameters(), *handed), **options)
+        else:
+            states = torchdiffeq.odeint(counted, x0, grid, **options)
+    except AssertionError as e:  # how torchdiffeq says that the step size underflowed or the state is not finite
+        raise FloatingPointError(
+            f"'{config.method}' failed between t = {times[0]:g} and {times[-1]:g} after {counted.evaluations} "
+            f'evaluations: {e}. Loosen rtol and atol, or check the field for divergence.') from e
+    return states, counted.evaluations
 
 
 class _Counted(nn.Module):

@@ -1,5 +1,6 @@
 """What a model does on calibration images: spans of similar layers, and the inputs of its linear layers."""
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .init import Moments
+from .patches import evaluating
 
 __all__ = ['Seen', 'check_images', 'input_moments', 'layer_distances', 'similarity_boundaries', 'split', 'watch_blocks']
 
@@ -20,25 +22,13 @@ def check_images(images: Any) -> None:
         raise ValueError('images must be finite; some values are not.')
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 # states before the first and after each block, and what the host handed to each, positional and by keyword
 Seen = Tuple[List[Tensor], List[Tuple[Tuple[Any, ...], Dict[str, Any]]]]
 
 
 @contextmanager
 def watch_blocks(runs: Sequence[Sequence[nn.Module]]) -> Iterator[List[Seen]]:
-    """While a model runs, note what passes through its blocks.
+    """While a model runs in this thread, note what passes through its blocks.
 
     Args:
         runs: Sequences of consecutive blocks.
@@ -48,27 +38,31 @@ def watch_blocks(runs: Sequence[Sequence[nn.Module]]) -> Iterator[List[Seen]]:
         first and after each of its blocks, and what the host handed to each of them, positional and by keyword.
     """
     seen: List[Any] = [([], []) for _ in runs]
-    hooks = []
+    hooks: List[Any] = []
+    thread = get_ident()  # hooks see what other threads do with the model, too
 
     def before(i: int):
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if not seen[i][0]:
-                seen[i][0].append(args[0])
-            seen[i][1].append((args[1:], kwargs))
+            if get_ident() == thread:
+                if not seen[i][0]:
+                    seen[i][0].append(args[0])
+                seen[i][1].append((args[1:], kwargs))
         return hook
 
     def after(i: int):
         def hook(_: nn.Module, args: Any, out: Tensor) -> None:
-            seen[i][0].append(out)
+            if get_ident() == thread:
+                seen[i][0].append(out)
         return hook
-    for i, blocks in enumerate(runs):
-        hooks += [block.register_forward_pre_hook(before(i), with_kwargs=True) for block in blocks]
-        hooks += [block.register_forward_hook(after(i)) for block in blocks]
     try:
+        for i, blocks in enumerate(runs):
+            for block in blocks:
+                hooks.append(block.register_forward_pre_hook(before(i), with_kwargs=True))
+                hooks.append(block.register_forward_hook(after(i)))
         yield seen
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in hooks:
+            handle.remove()
 
 
 def layer_distances(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor) -> Tensor:
@@ -81,7 +75,7 @@ def layer_distances(model: nn.Module, blocks: Sequence[nn.Module], images: Tenso
 
     Source: Raptor, arXiv 2512.19941.
     """
-    with watch_blocks([blocks]) as seen, _evaluating(model):
+    with watch_blocks([blocks]) as seen, evaluating(model), torch.no_grad():
         model(images)
     # [L, B N, D]
     states = torch.stack([F.normalize(state.flatten(0, -2).float(), dim=-1) for state in seen[0][0][1:]])
@@ -138,11 +132,13 @@ def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor,
         return hook
     linears = [((first + i, f'block.{name}.weight'), module) for i, block in enumerate(blocks)
                for name, module in block.named_modules() if isinstance(module, nn.Linear)]
-    hooks = [module.register_forward_pre_hook(watch(key)) for key, module in linears]
+    hooks: List[Any] = []
     try:
-        with _evaluating(model):
+        for key, module in linears:
+            hooks.append(module.register_forward_pre_hook(watch(key)))
+        with evaluating(model), torch.no_grad():
             model(images)
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in hooks:
+            handle.remove()
     return moments

@@ -1,15 +1,17 @@
 """Fields that depend on time: parameters with a value per layer, and phases with a block of their own."""
-import copy
-from typing import Dict, List, Optional, Sequence, Tuple, Union
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.models import register_notrace_module
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from .fields import Field
+from .fields import Context, Field
+from .skeleton import copy_without_hooks, skeleton
 
-__all__ = ['PhasedField', 'TimeField']
+__all__ = ['MATRICES', 'VECTORS', 'PhasedField', 'TabulatedField', 'TimeField']
+
+# where a TimeField keeps the residuals of vectors, and the factors of those of matrices
+VECTORS, MATRICES = ('vectors',), ('up', 'down')
 
 
 @register_notrace_module  # FX would look up the parameters in the base field and miss the residuals
@@ -22,7 +24,7 @@ class TimeField(Field):
 
     Matrices are merged before they are used, once per evaluation: r (M + N) multiplications per entry of a layer's
     M x N matrix instead of two more products per token. Training keeps one merged block per evaluation for the
-    backward pass, as much as the base model's blocks; inference one at a time, unless `OdeBlocks.cache_merged` is set.
+    backward pass, as much as the base model's blocks; inference one at a time, or by `merge_` all, merged once.
     Running statistics have residuals per layer too; in training mode they stay as they are.
 
     Args:
@@ -32,6 +34,7 @@ class TimeField(Field):
 
     Source: Relaxed Recursive Transformers, arXiv 2410.20672.
     """
+    depends_on_time = True
 
     def __init__(self, base: Field, layers: Sequence[int], rank: int = 0) -> None:
         super().__init__()
@@ -53,20 +56,13 @@ class TimeField(Field):
                 self.down[key] = nn.Parameter(down, p.requires_grad)  # not 0 as well: nothing would ever learn
 
         self.statistics = nn.Module()
-        self.cache: Optional[Dict[float, Field]] = None  # frozen copies by time, if wanted
-        self._state: List[Tuple[int, int]] = []  # of the tensors that the copies were made of
 
     def add_statistics(self, name: str, residuals: Tensor) -> None:
         """Residuals of a buffer of the base, such as a running mean, one a layer [L, ...]."""
         self.statistics.register_buffer(name.replace('.', '-'), residuals)
 
     def forward(self, t, x, context=None, part=''):
-        if self._caching():
-            if context is None or context.weights is None:  # not from OdeBlocks, which folds first
-                self.fold()
-            fresh = self.context((), {}) if context is None else context._replace(weights=None)
-            return self._cached(_number(t))(t, x, fresh, part)
-        return functional_call(self.base, self.at(t, part), (t, x, context, part), tie_weights=False)
+        return skeleton(self.base, self.at(t, part))(t, x, context, part)
 
     def attention(self, t, x, context):
         return self(t, x, context, 'attention')
@@ -79,15 +75,14 @@ class TimeField(Field):
         return self.base.has_attention_maps
 
     def attention_map(self, t, x):
-        # the map is the only thing that is wanted of the base, so its parameters are swapped by hand
-        return functional_call(_Map(self.base), {f'base.{k}': v for k, v in self.at(t, 'attention').items()}, (t, x))
+        return skeleton(self.base, self.at(t, 'attention')).attention_map(t, x)
 
     def at(self, t: float, part: str = '') -> Dict[str, Tensor]:
         """The parameters of the base at t, by name: those of its attention, of its MLP, or all."""
         knots = self._knots(_number(t))
         merged = {}
         found = 0
-        for name, p in self.base.named_parameters():
+        for name, p in _named_parameters(self.base):
             key = _key(name)
             found += key in self.vectors or key in self.up
             if part and name.startswith(self.base.attention_prefixes) != (part == 'attention'):
@@ -99,7 +94,7 @@ class TimeField(Field):
                 down = torch.cat([self.down[key][i] for i, _ in knots])
                 merged[name] = torch.addmm(p.flatten(1), up, down).view_as(p)
         if found < len(self.vectors) + len(self.up):
-            there = {_key(name) for name, _ in self.base.named_parameters()}
+            there = {_key(name) for name, _ in _named_parameters(self.base)}
             names = ', '.join(k for k in (*self.vectors, *self.up) if k not in there).replace('-', '.')
             raise RuntimeError(f'{names}: residuals of parameters that are not there '
                                'any more. A part of the shared block was replaced; put it back, or convert again.')
@@ -107,26 +102,6 @@ class TimeField(Field):
             name = key.replace('-', '.')
             merged[name] = self.base.get_buffer(name) + sum(w * residuals[i] for i, w in knots)
         return merged
-
-    def fold(self):
-        """Forget what is cached of weights that have changed since."""
-        if not self._caching():
-            return None
-        state = [(v.data_ptr(), v._version) for v in (*self.parameters(), *self.buffers())]
-        state.append((int(self.training), 0))
-        if state != self._state:
-            self.cache.clear()
-            self._state = state
-        return []
-
-    def _caching(self) -> bool:
-        return self.cache is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-    def _cached(self, t: float) -> Field:
-        assert self.cache is not None
-        if t not in self.cache:
-            self.cache[t] = self.frozen(t)
-        return self.cache[t]
 
     def _knots(self, t: float) -> List[Tuple[int, float]]:
         """Indices and weights of the layers between which t lies."""
@@ -137,14 +112,20 @@ class TimeField(Field):
         share = (t - a) / (b - a)
         return [(right - 1, 1.)] if share < 1e-6 else [(right - 1, 1. - share), (right, share)]
 
-    def frozen(self, t):
-        """A copy of the base with the parameters of t."""
-        base = copy.deepcopy(self.base)
+    def snapshot(self, t):
+        base = copy_without_hooks(self.base)
         tensors = {**dict(base.named_parameters()), **dict(base.named_buffers())}
         with torch.no_grad():
             for name, value in self.at(t).items():
                 tensors[name].copy_(value)
         return base
+
+    def resizable(self):
+        if any('position_bias_table' in name for name in self.up):
+            raise ValueError(
+                'The residuals of the position bias have the size of the image that the model was converted for. '
+                'Call set_input_size before convert_.')
+        return self.base.resizable()
 
     def extra_repr(self) -> str:
         return f'layers={list(self.layers)}, rank={self.rank}'
@@ -168,9 +149,24 @@ class PhasedField(Field):
         self.first = first
         self.names = fields[0].names
 
+    @property
+    def depends_on_time(self):
+        return any(field.depends_on_time for field in self.fields)
+
+    @property
+    def jumps(self):
+        return [float(self.first + i) for i in range(1, len(self.owner)) if self.owner[i] != self.owner[i - 1]]
+
+    @property
+    def parts(self):
+        return list(self.fields)
+
     def select(self, t):
         layer = int(_number(t) - self.first + 1e-6)
         return self.fields[self.owner[min(max(layer, 0), len(self.owner) - 1)]]
+
+    def snapshot(self, t):
+        return self.select(t).snapshot(t)
 
     def forward(self, t, x, context=None, part=''):
         return self.select(t)(t, x, context, part)
@@ -186,13 +182,41 @@ class PhasedField(Field):
         return f'owner={list(self.owner)}, first={self.first}'
 
 
-class _Map(nn.Module):
-    def __init__(self, base: Field) -> None:
-        super().__init__()
-        self.base = base
+class TabulatedField(Field):
+    """A field that depends on time, at the few times at which a step evaluates it: the nearest one is used.
 
-    def forward(self, t, x):
-        return self.base.attention_map(t, x)
+    Args:
+        fields: The field at these times.
+        times: The times.
+    """
+
+    def __init__(self, fields: Sequence[Field], times: Sequence[float]) -> None:
+        super().__init__()
+        self.fields = nn.ModuleList(fields)
+        self.times = list(times)
+        self.names = fields[0].names
+
+    def forward(self, t: float, x: Tensor, context: Optional[Context] = None, part: str = '') -> Tensor:
+        nearest = 0
+        for i in range(len(self.times)):
+            if abs(self.times[i] - t) < abs(self.times[nearest] - t):
+                nearest = i
+        found = x
+        for i, field in enumerate(self.fields):  # TorchScript takes no other index of modules
+            if i == nearest:
+                found = field(t, x, context, part)
+        return found
+
+    def extra_repr(self) -> str:
+        return f'times={self.times}'
+
+
+def _named_parameters(module: nn.Module) -> Iterator[Tuple[str, Tensor]]:
+    if not getattr(module, '_is_replica', False):
+        return module.named_parameters()
+    # DataParallel gives its replicas tensors, which are not parameters, and notes them here
+    return ((f'{name}.{key}', p) for name, inner in module.named_modules()
+            for key, p in inner._former_parameters.items())  # type: ignore[operator, union-attr]
 
 
 def _key(name: str) -> str:

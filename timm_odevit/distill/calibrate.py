@@ -50,7 +50,7 @@ class StepwiseTask(TrainingTask):
         super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
         self.runs: List[List[Any]] = [site.blocks for site in find_sites(teacher)]
         for ode, blocks in zip(find_ode_blocks(student), self.runs, strict=True):
-            kept = sum(len(ode._kept(where)) for where in ('before', 'after'))
+            kept = len(ode.before) + len(ode.after)
             if kept + ode.config.grid[1] != len(blocks):
                 raise ValueError(
                     f'The student runs over {ode.config.grid[1]:g} units of time beside {kept} kept layers, and the '
@@ -102,7 +102,7 @@ class _Steps(TrainingPass):
         losses = []
         again = torch.is_grad_enabled() and any(getattr(m, 'grad_checkpointing', False) for m in self.student.modules())
         for ode, (states, handed) in zip(find_ode_blocks(self.student), seen, strict=True):
-            for step in ode._steps():
+            for step in ode.bound_steps:
                 start, end = _at(states, step.t), _at(states, step.t + step.h)
                 args, kwargs = handed[int(step.t + 1e-6)]  # a base may hand something else to each layer
                 run = partial(checkpoint, step, use_reentrant=False) if again else step

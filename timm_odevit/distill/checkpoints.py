@@ -7,6 +7,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+from ..patches import evaluating
 from ..spans import watch_blocks
 
 __all__ = ['distance_times', 'hidden_states', 'match', 'softmax_times', 'state_at', 'uniform_times']
@@ -43,7 +44,7 @@ def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float =
     """Relative times of a teacher's layers, by the distances between its consecutive hidden states.
 
     Args:
-        teacher: timm model with `forward_intermediates`; measured in eval mode.
+        teacher: timm model with a sequence of blocks; measured in eval mode.
         batches: Calibration images [B, C, H, W], on the device of the teacher.
         temperature: See `softmax_times`.
 
@@ -53,21 +54,14 @@ def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float =
     Raises:
         ValueError: There are no batches.
     """
-    total, images, embedded = None, 0, []
-    modes = {module: module.training for module in teacher.modules()}
-    teacher.eval()
-    handle = teacher.blocks[0].register_forward_pre_hook(lambda _, args: embedded.append(args[0]))
-    try:
-        for batch in batches:
-            states = hidden_states(teacher, batch)[1]
-            path = [state.flatten(1) for state in (embedded.pop(), *states)]
-            moved = torch.stack([(b - a).float().norm(dim=1).double().sum() for a, b in pairwise(path)]).cpu()
-            total = moved if total is None else total + moved
-            images += len(batch)
-    finally:
-        handle.remove()
-        for module, mode in modes.items():
-            module.training = mode
+    total, images = None, 0
+    for batch in batches:
+        with evaluating(teacher), watch_blocks([list(teacher.blocks)]) as seen:
+            teacher(batch)
+        path = [state.flatten(1) for state in seen[0][0]]
+        moved = torch.stack([(b - a).float().norm(dim=1).double().sum() for a, b in pairwise(path)]).cpu()
+        total = moved if total is None else total + moved
+        images += len(batch)
     if total is None:
         raise ValueError("checkpoints='distance' needs calibration images; pass calibration=[images, ...].")
     return softmax_times((total / images).tolist(), temperature)

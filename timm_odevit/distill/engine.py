@@ -315,7 +315,7 @@ def _watch(model: nn.Module, images: Tensor, dtype: Optional[torch.dtype]) -> st
     found: List[str] = []
     hooks = []
     for ode in find_ode_blocks(model):
-        for i, step in enumerate(ode._steps()):
+        for i, step in enumerate(ode.bound_steps):
             def look(_, args, out, where=f'step {i + 1} of {ode.steps}, from t = {step.t:g} to {step.t + step.h:g}'):
                 if not found and not torch.isfinite(out).all():
                     found.append(where)

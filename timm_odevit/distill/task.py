@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..blocks import OdeBlocks, find_ode_blocks
 from ..families import field_class
 from ..spans import watch_blocks
-from ..time_dependence import PhasedField, TimeField
 from .checkpoints import distance_times, hidden_states, match, state_at, uniform_times
 from .losses import attention_loss, jasmin_loss, logit_loss, trajectory_loss
 
@@ -134,7 +133,7 @@ class TrajectoryDistillationTask(TrainingTask):
         self.teacher: Any = None
         if teacher is not None:
             self.times = _times(teacher, checkpoints, calibration, checkpoint_temperature, device)
-            last = host.blocks.config.blocks[1] if host.blocks.config.blocks else len(self.times) - 1
+            last = host.blocks.config.span(len(self.times))[1]
             block: Any = teacher.get_submodule(f'blocks.{last}')
             fields = [field_class(block)(block), host.blocks.shared]
             self._last = (last, fields[:1])  # in a list: the teacher's block is not a second module
@@ -224,7 +223,7 @@ class TrajectoryDistillationTask(TrainingTask):
         output_t, states_t, last_map = self._teach(input, target)
         labels = getattr(target, 'labels', target)
         with student.blocks.at(count):
-            first = len(student.blocks._kept('before'))
+            first = len(student.blocks.before)
             pairs = self._pairs(student) if states_t is not None else []
             forced = self._forced(student, states_t) if states_t is not None else {}
             self._check_hooks(student)
@@ -288,7 +287,7 @@ class TrajectoryDistillationTask(TrainingTask):
 
     def _run(self, student: Any) -> Tuple[int, List[float]]:
         """The first layer that was converted, and the times of those that were, relative to the run."""
-        first, last = student.blocks.config.blocks or (0, len(self.times) - 1)
+        first, last = student.blocks.config.span(len(self.times))
         start = self.times[first - 1] if first else 0.
         return first, [(time - start) / (self.times[last] - start) for time in self.times[first:last + 1]]
 
@@ -320,9 +319,8 @@ class TrajectoryDistillationTask(TrainingTask):
         """Wrap the student, and not the frozen teacher, in DistributedDataParallel."""
         from torch.nn.parallel import DistributedDataParallel
         student = unwrap_model(self.trainable_module).student
-        timed = any(isinstance(field, (TimeField, PhasedField)) for field in student.modules())
         # with few steps, layers are left out; without a loss on the logits, the final norm and the head
-        if timed or not (self.weights['kd'] or self.weights['task']):
+        if student.blocks.shared.depends_on_time or student.blocks.shared.jumps or not (self.weights['kd'] or self.weights['task']):
             ddp_kwargs.setdefault('find_unused_parameters', True)
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
         return self
@@ -383,7 +381,7 @@ class _Unrolled(TrainingPass):
     ) -> Tuple[Tensor, List[Tensor], Tensor, Optional[Tensor], List[Tensor]]:
         """Logits, states after `steps`, JaSMin, the last step's attention map, and the logits after `exits`."""
         blocks: Any = self.student.blocks
-        first = blocks.config.blocks[0] if blocks.config.blocks else 0
+        first = len(blocks.before)
         before_last = first + max(blocks.steps - 2, 0)  # the last state is nobody's input, unless it is the only one
         count = min(self.jasmin_evaluations, before_last - first + 1)
         spread = torch.linspace(first, before_last, count).round().int().tolist()
@@ -406,12 +404,14 @@ def _starting_from(student: Any, forced: Dict[int, Tensor]) -> Iterator[None]:
     """Let steps, by their place, start from given states."""
     def start(state: Tensor):
         return lambda _, args: (state.to(args[0].dtype), *args[1:])
-    hooks = [student.blocks[place].register_forward_pre_hook(start(state)) for place, state in forced.items()]
+    hooks: List[Any] = []
     try:
+        for place, state in forced.items():
+            hooks.append(student.blocks[place].register_forward_pre_hook(start(state)))
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in hooks:
+            handle.remove()
 
 
 def _times(teacher: Any, checkpoints, calibration, temperature: float, device: torch.device) -> List[float]:

@@ -1,0 +1,302 @@
+"""A model may run in several threads at a time, and be interrupted at any moment: nothing in it changes."""
+import copy
+import importlib
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from timm_odevit import OdeConfig, convert_, merge_, merged_bytes, save_pretrained
+from timm_odevit.distill.cache import hash_of
+from timm_odevit.methods import METHODS
+from timm_odevit.skeleton import copy_without_hooks, skeleton
+from timm_odevit.spans import watch_blocks
+
+KINDS = [
+    OdeConfig(),
+    OdeConfig(time='low_rank', rank=2),
+    OdeConfig(time='low_rank', rank=2, phases=2, method='rk4', steps=2),
+    OdeConfig(field='lipschitz', method='euler', time='vectors'),
+    OdeConfig(time='vectors', method='dopri5'),
+]
+kinds = pytest.mark.parametrize('config', KINDS, ids=lambda c: f'{c.field}-{c.time}-{c.method}')
+
+
+def converted(vit, config, **kwargs):
+    model = vit(**kwargs)
+    convert_(model, config)
+    return model
+
+
+def state_of(model):
+    """What must be the same after a run: tensors, their identity, hooks, modes, settings."""
+    modules = dict(model.named_modules())
+    return (hash_of(model.state_dict().values()), {n: id(p) for n, p in model.named_parameters()},
+            {n: (m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in modules.items()},
+            [blocks.config for blocks in modules.values() if hasattr(blocks, 'bound_steps')])
+
+
+def in_threads(work, count=8):
+    ready = threading.Barrier(count)
+
+    def run(i):
+        ready.wait()
+        with torch.inference_mode():
+            return work(i)
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
+
+
+@kinds
+def test_threads_get_the_answers_of_one(vit, config):
+    model = converted(vit, config)
+    images = torch.randn(64, 3, 16, 16)
+    counts = [2, 3, 5]
+    expected = {}
+    with torch.inference_mode():
+        for count in counts:
+            with model.blocks.at(count):
+                expected[count] = [model(batch) for batch in images.split(8)]
+    before = state_of(model)
+
+    def work(i):
+        count = counts[i % len(counts)]
+        with model.blocks.at(count):
+            assert model.blocks.steps == count and len(model.blocks) == count
+            return count, [model(batch) for batch in images.split(8)]
+    for count, answers in in_threads(work):
+        assert all(torch.equal(a, b) for a, b in zip(answers, expected[count], strict=True))
+    assert state_of(model) == before
+
+
+def test_training_beside_inference_gives_the_gradients_of_one_thread(vit, images):
+    model = converted(vit, OdeConfig(time='low_rank', rank=2))
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(images).square().sum(), parameters)
+
+    def work(i):
+        if i % 2:
+            return [model(images) for _ in range(10)][-1]
+        with torch.inference_mode(False), torch.enable_grad():
+            return torch.autograd.grad(model(images.clone()).square().sum(), parameters)
+    for i, found in enumerate(in_threads(work, 4)):
+        if i % 2 == 0:
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_at_is_of_one_thread_and_cannot_be_mixed_with_the_dial(vit, images):
+    model = converted(vit, OdeConfig())
+    seen = []
+    with model.blocks.at(6):
+        thread = threading.Thread(target=lambda: seen.append((model.blocks.steps, len(list(model.blocks)))))
+        thread.start()
+        thread.join()
+        assert (model.blocks.steps, len(model.blocks)) == (6, 6) and seen == [(3, 3)]
+        with pytest.raises(ValueError, match='inside of `with blocks.at'):
+            model.blocks.steps = 2
+        with model.blocks.at(1):
+            assert model.blocks.steps == 1
+        assert model.blocks.steps == 6 and copy.deepcopy(model).blocks.steps == 3
+    assert model.blocks.steps == 3
+    for bad in (0, None, 2.5):
+        with pytest.raises(ValueError, match='steps must be'), model.blocks.at(bad):
+            pass
+
+
+def test_a_compiled_model_follows_at(vit, images):
+    model = converted(vit, OdeConfig(time='low_rank', rank=2))
+    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+    for count in (3, 2, 3):
+        with model.blocks.at(count):
+            torch.testing.assert_close(compiled(images), model(images))
+    torch._dynamo.reset()
+
+
+def test_hooks_of_one_thread_do_not_record_another(vit, images):
+    model = converted(vit, OdeConfig())
+    with watch_blocks([list(model.blocks)]) as seen:
+        thread = threading.Thread(target=lambda: model(images))
+        thread.start()
+        thread.join()
+        assert not seen[0][0]
+        model(images)
+    assert len(seen[0][0]) == 4
+
+
+def test_a_hook_on_a_step_is_called_wherever_the_step_is_used(vit, images):
+    model, calls = converted(vit, OdeConfig(time='low_rank', rank=2)), []
+    handle = model.blocks[1].register_forward_hook(lambda module, args, out: calls.append(module))
+    model(images)
+    model.forward_intermediates(images)
+    assert len(calls) == 2 and all(step == model.blocks[1] == model.blocks.solver[1] for step in calls)
+    assert model.blocks[1] != model.blocks[2]
+    handle.remove()
+    model(images)
+    assert len(calls) == 2
+    inner = model.blocks.shared.base.block.attn.register_forward_hook(lambda *_: calls.append('attn'))
+    model(images)
+    assert calls[2:] == ['attn'] * 3
+    inner.remove()
+
+
+def test_a_step_without_a_field_says_where_to_get_one(vit):
+    model = converted(vit, OdeConfig())
+    with pytest.raises(RuntimeError, match=r'model.blocks\[0\]'):
+        model.blocks.solver[0](torch.randn(1, 17, 32))
+
+
+class Stop(BaseException):
+    pass
+
+
+@kinds
+def test_an_exception_anywhere_in_the_block_leaves_no_trace(vit, images, config):
+    """The block is stopped at each of its calls of a function, one after the other, until it runs through."""
+    model = converted(vit, config)
+    with torch.no_grad():
+        expected = model(images)
+    before = state_of(model)
+    for after in range(0, 3000, 31):
+        count = 0
+
+        def trace(frame, event, arg):
+            nonlocal count
+            count += event == 'call'
+            if count > after:
+                raise Stop
+        try:
+            sys.setprofile(trace)
+            with torch.no_grad():
+                model(images)
+            sys.setprofile(None)
+            break
+        except Stop:
+            sys.setprofile(None)
+        assert state_of(model) == before
+    with torch.no_grad():
+        assert torch.equal(model(images), expected)
+
+
+def test_data_parallel_replicas_use_their_own_field(vit, images, monkeypatch):
+    replicate = importlib.import_module('torch.nn.parallel.replicate')  # torch.nn.parallel has a function of that name
+    monkeypatch.setattr(replicate, '_broadcast_coalesced_reshape', lambda tensors, devices, detach=False: [
+        [2 * t for t in tensors] for _ in devices])
+    monkeypatch.setattr(replicate, '_get_device_index', lambda *_: 0)
+    model = converted(vit, OdeConfig(time='low_rank', rank=2))
+    with torch.no_grad():
+        twice = copy.deepcopy(model)
+        for p in twice.parameters():
+            p.mul_(2)
+        replicas = replicate.replicate(model, [0, 1], detach=True)
+        for replica in replicas:
+            assert replica.blocks[0].field is replica.blocks.shared is not model.blocks.shared
+            torch.testing.assert_close(replica(images), twice(images))
+
+
+def test_another_shared_block_is_used_at_once(vit, images):
+    model, other = converted(vit, OdeConfig()), converted(vit, OdeConfig())
+    expected = other.blocks(torch.ones(1, 17, 32))
+    model.blocks.shared = other.blocks.shared
+    assert torch.equal(model.blocks(torch.ones(1, 17, 32)), expected)
+
+
+def test_a_skeleton_shares_what_is_not_replaced_and_owns_nothing():
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2)))
+    weight, mean = torch.ones(2, 2, requires_grad=True), torch.full((2,), 3.)
+    twin = skeleton(module, {'0.weight': weight, '1.running_mean': mean})
+    assert twin[0].weight is weight and twin[0].bias is module[0].bias and twin[2] is module[2]
+    assert twin[1].running_mean is mean and module[1].running_mean is not mean and module[0].weight is not weight
+    twin(torch.randn(4, 2)).sum().backward()
+    assert weight.grad is not None and module[0].weight.grad is None
+    module[0].forward = lambda x: x
+    with pytest.raises(RuntimeError, match='Linear has had its forward replaced'):
+        skeleton(module, {'0.weight': weight})
+
+
+def test_hooks_that_cannot_be_copied_stay_behind(vit, images):
+    model = vit()
+    lock = threading.Lock()
+
+    class Locked:
+        def __init__(self):
+            self.lock = lock
+
+        def __call__(self, *_):
+            pass
+    for module in (model.blocks[0], model.blocks[0].mlp.act):
+        module.register_forward_hook(Locked())
+        module.register_full_backward_hook(Locked())
+    with pytest.raises(TypeError, match='cannot pickle'):
+        copy.deepcopy(model.blocks[0])
+    assert not copy_without_hooks(model.blocks[0])._forward_hooks and model.blocks[0]._forward_hooks
+    for config in (OdeConfig(), OdeConfig(time='low_rank', rank=2), OdeConfig(field='lipschitz', method='euler')):
+        done = convert_(model, config)
+        model(images)
+        done.restore()
+    assert len(model.blocks[0]._forward_hooks) == 1
+
+
+@pytest.mark.parametrize('method', METHODS)
+@pytest.mark.parametrize('config', [dict(time='low_rank', rank=2), dict(time='vectors', phases=2),
+                                    dict(time='low_rank', rank=2, field='lipschitz')], ids=str)
+def test_merged_is_the_same_and_ordinary(vit, images, method, config):
+    model = converted(vit, OdeConfig(method=method, steps=4, **config))
+    with torch.no_grad():
+        expected, keys = model(images), list(model.state_dict())
+        predicted = merged_bytes(model)
+        done = merge_(model)
+        torch.testing.assert_close(model(images), expected)
+        assert done.bytes_after == predicted > done.bytes_before and f'{predicted / 1e6:.1f} MB' in str(done)
+        assert len(model.blocks) == 4 and not any(p.requires_grad for p in model.blocks.parameters())
+        if method in ('lie_trotter', 'rk4'):
+            torch.testing.assert_close(torch.jit.script(model)(images), expected)
+            torch.testing.assert_close(torch.export.export(model, (images,)).module()(images), expected)
+        torch.testing.assert_close(model.forward_head(model.forward_intermediates(images)[0]), expected)
+        done.restore()
+        assert list(model.state_dict()) == keys and torch.equal(model(images), expected)
+    with pytest.raises(ValueError, match='does not hold the merged blocks'):
+        done.restore()
+
+
+def test_merging_refuses_and_is_refused(vit, images, tmp_path):
+    with pytest.raises(TypeError, match='Cannot merge VisionTransformer: it is not an ODE-ViT'):
+        merge_(vit())
+    with pytest.raises(ValueError, match='There is nothing to merge: the shared block does not depend on time'):
+        merge_(converted(vit, OdeConfig()))
+    with pytest.raises(ValueError, match="'dopri5' chooses its own times"):
+        merge_(converted(vit, OdeConfig(time='vectors', method='dopri5')))
+    model = vit()
+    conversion = convert_(model, OdeConfig(time='vectors', blocks=(1, 1)))
+    kept, expected = model.blocks[0], model(images)
+    done = merge_(model)
+    assert model.blocks[0] is kept and torch.equal(model(images), expected) and kept.mlp.fc1.weight.requires_grad
+    for call in (lambda: merge_(model), lambda: convert_(model), lambda: save_pretrained(model, tmp_path / 'x'),
+                 conversion.restore):
+        with pytest.raises(ValueError, match='This model is merged. Call restore'):
+            call()
+    assert not list(tmp_path.iterdir())
+    done.restore()
+    conversion.restore()
+
+
+def test_an_interrupted_replacement_is_taken_back(monkeypatch):
+    model = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, embed_dim=8, depths=(2, 2), num_heads=(1, 1),
+                              window_size=4)
+    before, keys = [stage.blocks for stage in model.layers], list(model.state_dict())
+    original, calls = type(model.layers[1]).__setattr__, []
+
+    def stop(self, name, value):
+        if name == 'blocks':
+            calls.append(self)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+        original(self, name, value)
+    monkeypatch.setattr(type(model.layers[1]), '__setattr__', stop, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        convert_(model)
+    assert [stage.blocks for stage in model.layers] == before and list(model.state_dict()) == keys
+    assert 'group_matcher' not in vars(model)

@@ -1,0 +1,155 @@
+"""merge_: for deployment, the weights of every step merged into ordinary blocks, in place, and back."""
+from dataclasses import dataclass
+from typing import Any, List, Tuple
+
+from torch import nn
+
+from .blocks import OdeBlocks
+from .patches import Patches
+from .solvers import Solver, Step
+from .time_dependence import TabulatedField
+
+__all__ = ['Merged', 'MergedBlocks', 'check_not_merged', 'merge_', 'merged_bytes', 'merged_steps']
+
+
+class MergedBlocks(nn.Sequential):
+    """The steps of a solver, each with frozen weights of its own: ordinary modules, called one after the other.
+
+    Attributes:
+        layers: For each block, the layer of the base, as in OdeBlocks.
+    """
+    layers: List[int]
+
+
+def merge_(model: nn.Module) -> 'Merged':
+    """Give each step of an ODE-ViT whose block depends on time merged weights of its own, in place, for deployment.
+
+    A block that depends on time is merged with the residuals of a layer before every evaluation. That keeps one block in
+    memory, and takes time, which counts with few tokens. Merged once and for all, the model is as fast as its base, and
+    takes as much memory: one block a step, or one for each time at which a step evaluates its field;
+    `merged_bytes(model)` says how much beforehand. The blocks are ordinary frozen modules, which hooks, TorchScript,
+    ONNX and quantisation take as any others. The number of steps is fixed meanwhile, and the model is neither saved nor
+    trained: call `restore()` first.
+
+    Args:
+        model: ODE-ViT with time 'vectors' or 'low_rank' and a fixed-step method.
+
+    Returns:
+        A Merged: print it for the memory, call its `restore()` to undo.
+
+    Raises:
+        TypeError: The model is not an ODE-ViT.
+        ValueError: It is merged already, its block does not depend on time, or the method is adaptive.
+    """
+    owners = _owners(model)
+    before, patches = _bytes(model), []
+    for owner, name in owners:
+        ode: OdeBlocks = getattr(owner, name)
+        steps = merged_steps(ode)
+        for step in steps:
+            step.requires_grad_(False)
+        blocks = MergedBlocks(*ode.before, *steps, *ode.after)
+        blocks.training, blocks.layers = ode.training, ode.layers
+        patches.append((owner, name, blocks))
+    done = Merged(model, tuple(blocks for *_, blocks in patches), before, 0, Patches(patches))
+    done._patches.put()
+    done.bytes_after = _bytes(model)
+    return done
+
+
+@dataclass(eq=False)
+class Merged:
+    """What `merge_` did: a report to print, and the way back.
+
+    Attributes:
+        model: The merged model.
+        blocks: Its MergedBlocks, one, or one a stage.
+        bytes_before: Memory of the model's weights before.
+        bytes_after: Memory of the model's weights after.
+    """
+    model: nn.Module
+    blocks: Tuple[MergedBlocks, ...]
+    bytes_before: int
+    bytes_after: int
+    _patches: Patches
+
+    def restore(self) -> nn.Module:
+        """Put the OdeBlocks back, with the parameters that they had, on the device of the model.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: The model does not hold these merged blocks any more.
+        """
+        modules = set(self.model.modules())
+        if not modules.issuperset(self.blocks):
+            raise ValueError('This model does not hold the merged blocks: it was restored or changed since.')
+        now = next(self.blocks[0].parameters())
+        for ode in self._patches.before:
+            ode.to(now.device).train(self.blocks[0].training)
+        self._patches.take_off()
+        return self.model
+
+    def __str__(self) -> str:
+        count = sum(len(blocks) for blocks in self.blocks)
+        return (f'{type(self.model).__name__}: merged for {count} blocks\n'
+                f'  memory      {self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB')
+
+
+def merged_bytes(model: nn.Module) -> int:
+    """Memory in bytes that the weights of a model will take after `merge_(model)`, which this does not do.
+
+    Raises:
+        TypeError: The model is not an ODE-ViT.
+        ValueError: It cannot be merged, see `merge_`.
+    """
+    total = _bytes(model)
+    for owner, name in _owners(model):
+        ode = getattr(owner, name)
+        total -= _bytes(ode.shared)
+        total += sum(len(step.nodes) * _bytes(ode.shared.select(step.t).base) for step in ode.solver)
+    return total
+
+
+def merged_steps(blocks: OdeBlocks) -> List[Step]:
+    """The steps of a fixed-step method as modules that own their field: merged, or where it does not depend on time, its own.
+    """
+    made: List[Any] = list(Solver(blocks.config, blocks.t))
+    for step in made:
+        field: Any = blocks.shared.select(step.t)
+        if field.depends_on_time:
+            times = [step.t + node * step.h for node in step.nodes]
+            fields = [field.snapshot(t) for t in times]
+            field = fields[0] if len(fields) == 1 else TabulatedField(fields, times).train(field.training)
+        step.field = field
+        step.training = blocks.training
+    return made
+
+
+def check_not_merged(model: nn.Module) -> None:
+    """Raise ValueError for a model that `merge_` has merged."""
+    if any(isinstance(module, MergedBlocks) for module in model.modules()):
+        raise ValueError('This model is merged. Call restore() on what merge_ returned first.')
+
+
+def _owners(model: nn.Module) -> List[Tuple[nn.Module, str]]:
+    """The modules that hold OdeBlocks that can be merged, and by which name."""
+    check_not_merged(model)
+    found: List[Tuple[nn.Module, str]] = [(owner, name) for owner in model.modules()
+                                          for name, child in owner.named_children() if isinstance(child, OdeBlocks)]
+    if not found:
+        raise TypeError(f'Cannot merge {type(model).__name__}: it is not an ODE-ViT. Give a converted model.')
+    for owner, name in found:
+        ode: Any = getattr(owner, name)
+        if ode.config.adaptive:
+            raise ValueError(f"'{ode.method}' chooses its own times, so its blocks cannot be merged for them. Set a "
+                             "fixed-step method first, such as model.blocks.method = 'rk4'.")
+        if not ode.shared.depends_on_time:
+            raise ValueError('There is nothing to merge: the shared block does not depend on time, and runs as it is.')
+    return found
+
+
+def _bytes(model: nn.Module) -> int:
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -1,0 +1,60 @@
+"""Attributes of a model that are replaced together, and put back together."""
+from contextlib import contextmanager
+from typing import Any, Iterator, List, Sequence, Tuple
+
+from torch import nn
+
+__all__ = ['Patches', 'evaluating']
+
+_ABSENT: Any = object()
+
+
+class Patches:
+    """Replacements of attributes: all of them are made, or none.
+
+    Args:
+        wanted: Owner, name of the attribute, and its new value, for each.
+
+    Attributes:
+        before: What was there, in the same order.
+    """
+
+    def __init__(self, wanted: Sequence[Tuple[Any, str, Any]]) -> None:
+        self._wanted = list(wanted)
+        self.before: List[Any] = [_own(owner, name) for owner, name, _ in self._wanted]
+
+    def put(self) -> None:
+        """Make the replacements; an interrupt in between takes those that were made off again."""
+        try:
+            for owner, name, value in self._wanted:
+                setattr(owner, name, value)
+        except BaseException:
+            self.take_off()
+            raise
+
+    def take_off(self) -> None:
+        """Put the attributes back as they were when this was made."""
+        for (owner, name, _), before in zip(self._wanted, self.before, strict=True):
+            if before is not _ABSENT:
+                setattr(owner, name, before)
+            elif _own(owner, name) is not _ABSENT:
+                delattr(owner, name)
+
+
+def _own(owner: Any, name: str) -> Any:
+    """An attribute of the object itself, not of its class."""
+    children = owner._modules if isinstance(owner, nn.Module) else {}
+    return children.get(name, owner.__dict__.get(name, _ABSENT))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode meanwhile, and every module's own mode after it. What is in eval mode already is not touched."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        if training:
+            model.eval()
+        yield
+    finally:
+        for module in training:
+            module.training = True
