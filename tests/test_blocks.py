@@ -146,6 +146,53 @@ def test_adjoint_gives_the_gradients_of_back_propagation(vit, images):
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-2, atol=1e-3)
 
 
+def shared_position_bias():
+    return timm.create_model(
+        'beit_base_patch16_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=2, num_classes=5,
+        use_abs_pos_emb=False, use_rel_pos_bias=False, use_shared_rel_pos_bias=True)
+
+
+def learned_rope():
+    return timm.create_model(
+        'vit_small_patch16_rope_mixed_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=1, num_classes=5)
+
+
+@pytest.mark.parametrize('build', [shared_position_bias, learned_rope])
+def test_adjoint_gives_gradients_to_what_the_host_hands_to_the_blocks(build, images):
+    """Found were: none at all for the table of the position bias, and for the frequencies of RoPE."""
+    base, grads = build().eval(), []
+    with torch.no_grad():
+        for p in base.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    for adjoint in (False, True):
+        model = copy.deepcopy(base)
+        convert_(model, OdeConfig(method='dopri5', steps=1, T=0.5, rtol=1e-6, atol=1e-6, adjoint=adjoint))
+        model(images).square().sum().backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    outside = [name for name in grads[0] if 'rel_pos_bias' in name or 'freqs' in name]
+    assert outside and all(grads[0][name].any() for name in outside)
+    assert set(grads[0]) == set(grads[1])
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize('kind', ['native', 'lipschitz'])
+@pytest.mark.parametrize('time', ['autonomous', 'vectors'])
+def test_adjoint_under_autocast(vit, images, kind, time):
+    model = converted(vit, OdeConfig(field=kind, time=time, method='dopri5', T=1., rtol=1e-2, atol=1e-2, adjoint=True))
+    with torch.autocast('cpu', torch.bfloat16):
+        loss = model(images).float().square().sum()
+    loss.backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.blocks.parameters())
+
+
+@pytest.mark.parametrize('adjoint', [False, True])
+def test_an_adaptive_method_takes_an_empty_batch(vit, adjoint):
+    model = converted(vit, OdeConfig(method='dopri5', adjoint=adjoint, phases=3))
+    assert model(torch.empty(0, 3, 16, 16)).shape == (0, 5) and model.blocks.nfe == 0
+    assert model.blocks.trajectory(torch.empty(0, 17, 32)).shape == (4, 0, 17, 32)
+
+
 @kinds
 def test_compile_fullgraph(vit, images, config):
     model = converted(vit, config)

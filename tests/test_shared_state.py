@@ -300,3 +300,18 @@ def test_an_interrupted_replacement_is_taken_back(monkeypatch):
         convert_(model)
     assert [stage.blocks for stage in model.layers] == before and list(model.state_dict()) == keys
     assert 'group_matcher' not in vars(model)
+
+
+def test_every_kind_of_hook_on_a_step_is_called(vit, images):
+    model, calls = converted(vit, OdeConfig(time='low_rank', rank=2)), []
+    step = model.blocks[1]
+    handles = [step.register_forward_pre_hook(lambda *_: calls.append('before')),
+               step.register_forward_hook(lambda *_, **__: calls.append('after'), with_kwargs=True),
+               step.register_full_backward_pre_hook(lambda *_: calls.append('backward before')),
+               step.register_full_backward_hook(lambda *_: calls.append('backward after'))]
+    model(images).sum().backward()
+    assert calls == ['before', 'after', 'backward before', 'backward after']
+    for handle in handles:
+        handle.remove()
+    model(images).sum().backward()
+    assert len(calls) == 4

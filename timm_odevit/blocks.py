@@ -72,7 +72,9 @@ class OdeBlocks(nn.Module):
     @property
     def _running(self) -> Solver:
         """The solver of this thread: its own inside of `at`."""
-        return _AT.get().get(self, self.solver)  # type: ignore[return-value]
+        if torch.compiler.is_dynamo_compiling() and not _DYNAMO_READS_CONTEXT:
+            return self.__dict__.get('_traced') or self.solver
+        return _AT.get().get(self, self.solver)
 
     @property
     def config(self) -> OdeConfig:
@@ -110,13 +112,16 @@ class OdeBlocks(nn.Module):
         """Temporarily use another number of steps, in this thread only; hooks on the own steps do not see that."""
         if steps is None:
             raise ValueError('steps must be a whole number of at least 1; got None.')
-        before = _AT.get()
+        before, traced = _AT.get(), self.__dict__.get('_traced')
         try:
             if steps != self.steps:
-                _AT.set({**before, self: Solver(replace(self.config, steps=steps), self.t).train(self.training)})
+                solver = Solver(replace(self.config, steps=steps), self.t).train(self.training)
+                _AT.set({**before, self: solver})
+                self.__dict__['_traced'] = None if _DYNAMO_READS_CONTEXT else solver
             yield
         finally:
             _AT.set(before)
+            self.__dict__['_traced'] = traced
 
     @property
     def method(self) -> str:
@@ -235,6 +240,8 @@ class OdeBlocks(nn.Module):
 
 # The solvers that `at` has put in the place of a module's own: by thread, and by task of asyncio
 _AT: ContextVar[Mapping[OdeBlocks, Solver]] = ContextVar('at', default={})  # noqa: B039 (never changed in place)
+# Before 2.15, torch.compile cannot read it: compiled models then follow the `at` that was entered last, of any thread
+_DYNAMO_READS_CONTEXT = tuple(int(part) for part in torch.__version__.split('.')[:2]) >= (2, 15)
 
 
 class _FeatureInfo(list):

@@ -1,4 +1,4 @@
-"""Modules that own nothing: a module's structure, settings and hooks, with other tensors or modules in it.
+"""Modules that own nothing: a module's structure, settings and hooks, with other tensors in it.
 
 A model that runs must not be changed, for another thread may run it too. Where a module has to run with other weights, a
 skeleton is made for that call, filled, used and dropped.
@@ -7,14 +7,23 @@ import copy
 from collections import OrderedDict
 from typing import Any, Dict, Mapping, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
-__all__ = ['copy_without_hooks', 'skeleton']
+__all__ = ['copy_without_hooks', 'run_with', 'skeleton']
 
 Module = TypeVar('Module', bound=nn.Module)
 
 
-def skeleton(module: Module, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module] = {}) -> Module:  # noqa: B006
+def run_with(module: nn.Module, tensors: Mapping[str, Tensor], *args: Any) -> Any:
+    """Call a module with other tensors in it; see `skeleton`."""
+    if torch.compiler.is_dynamo_compiling():  # which simulates the exchange of tensors, and makes no modules before 2.13
+        return functional_call(module, dict(tensors), args, tie_weights=False)
+    return skeleton(module, tensors)(*args)
+
+
+def skeleton(module: Module, tensors: Mapping[str, Tensor]) -> Module:
     """A module of the same structure that runs with other tensors; takes microseconds, copies nothing.
 
     Settings, hooks and all that is not replaced are shared with the module, which stays as it is.
@@ -22,7 +31,6 @@ def skeleton(module: Module, tensors: Mapping[str, Tensor], modules: Mapping[str
     Args:
         module: Any module.
         tensors: Tensors for its parameters and buffers, by their name in the module ('attn.qkv.weight').
-        modules: Children to put in.
 
     Returns:
         A module of the same class. What is replaced in it is an attribute, not a parameter: gradients flow through it.
@@ -39,7 +47,6 @@ def skeleton(module: Module, tensors: Mapping[str, Tensor], modules: Mapping[str
     twin.__dict__['_compiled_call_impl'] = None  # module.compile() ties it to the module
     for kind in ('_parameters', '_buffers', '_modules'):
         twin.__dict__[kind] = module.__dict__[kind].copy()
-    twin._modules.update(modules)
     below: Dict[str, Dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         first, dot, rest = name.partition('.')

@@ -9,9 +9,12 @@ from torch import Tensor, nn
 from .config import OdeConfig
 from .fields import Context, Field
 from .methods import METHODS
-from .skeleton import skeleton
 
 __all__ = ['Measured', 'Solver', 'Step', 'integrate', 'solve_adaptive']
+
+
+_HOOKS = ('_forward_hooks', '_forward_hooks_with_kwargs', '_forward_hooks_always_called', '_forward_pre_hooks',
+          '_forward_pre_hooks_with_kwargs', '_backward_hooks', '_backward_pre_hooks', '_is_full_backward_hook')
 
 
 class Step(nn.Module):
@@ -36,13 +39,28 @@ class Step(nn.Module):
         self.t = t
         self.h = h
 
+    def again(self) -> 'Step':
+        """A step with the same settings."""
+        return type(self)(self.t, self.h)
+
     def bound(self, field: nn.Module) -> 'Step':
         """This step with a field: the same settings and hooks, in a module that is made anew for each use.
 
         Args:
             field: Vector field: field(t, x, context, part) with part 'attention', 'mlp' or '' for their sum.
         """
-        return skeleton(self, {}, {'field': field})
+        twin: Any = self.again()
+        for name in _HOOKS:
+            setattr(twin, name, getattr(self, name))
+        twin.training = self.training
+        twin.field = field
+        twin.__dict__['_step'] = self
+        return twin
+
+    @torch.jit.unused
+    def register_full_backward_hook(self, hook, prepend=False):
+        """Register a hook for the step, bound or not: torch notes its kind in the module that it is registered on."""
+        return super(Step, self.__dict__.get('_step', self)).register_full_backward_hook(hook, prepend)
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Step) and self._forward_hooks is other._forward_hooks  # bound or not
@@ -79,11 +97,15 @@ class RungeKuttaStep(Step):
 
     def __init__(self, method: str, t: float, h: float) -> None:
         super().__init__(t, h)
+        self.method = method
         table = METHODS[method]
         self.nodes = table.c
         self.a = [list(row) for row in table.a]
         self.b = list(table.b)
         self.c = list(table.c)
+
+    def again(self) -> 'Step':
+        return RungeKuttaStep(self.method, self.t, self.h)
 
     def advance(self, x: Tensor, context: Context) -> Tensor:
         slopes: List[Tensor] = []
@@ -130,6 +152,11 @@ class AdaptiveStep(Step):
         super().__init__(t, h)
         self.config = config
         self.measured = Measured()
+
+    def again(self) -> 'Step':
+        twin = AdaptiveStep(self.config, self.t, self.h)
+        twin.measured = self.measured
+        return twin
 
     @property
     def evaluations(self) -> int:

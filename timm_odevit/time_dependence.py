@@ -6,7 +6,7 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from .fields import Context, Field
-from .skeleton import copy_without_hooks, skeleton
+from .skeleton import copy_without_hooks, run_with, skeleton
 
 __all__ = ['MATRICES', 'VECTORS', 'PhasedField', 'TabulatedField', 'TimeField']
 
@@ -62,7 +62,7 @@ class TimeField(Field):
         self.statistics.register_buffer(name.replace('.', '-'), residuals)
 
     def forward(self, t, x, context=None, part=''):
-        return skeleton(self.base, self.at(t, part))(t, x, context, part)
+        return run_with(self.base, self.at(t, part), t, x, context, part)
 
     def attention(self, t, x, context):
         return self(t, x, context, 'attention')
