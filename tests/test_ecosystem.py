@@ -141,9 +141,10 @@ def test_peft(name, tmp_path):
     assert timm.create_model(f"local-dir:{tmp_path / 'merged'}", pretrained=True).num_classes == 10
 
 
-def test_torchao():
+@both
+def test_torchao(name):
     pytest.importorskip('torchao')
-    before, after, agreement = example('quantise')()
+    before, after, agreement = example('quantise')(name)
     assert after < 0.6 * before and agreement > 0.9
 
 

@@ -62,6 +62,7 @@ class OdeBlocks(nn.Module):
         self.feature_info = _FeatureInfo()  # the host's list too, so that it stays true when the steps change
         self._feature = dict(feature or {})
         self._measured = Measured()
+        self._traced: Tuple[Solver, ...] = ()
         self._lay(config)
 
     def _lay(self, config: OdeConfig) -> None:
@@ -73,7 +74,7 @@ class OdeBlocks(nn.Module):
     def _running(self) -> Solver:
         """The solver of this thread: its own inside of `at`."""
         if torch.compiler.is_dynamo_compiling() and not _DYNAMO_READS_CONTEXT:
-            return self.__dict__.get('_traced') or self.solver
+            return self._traced[0] if self._traced else self.solver
         return _AT.get().get(self, self.solver)
 
     @property
@@ -112,16 +113,16 @@ class OdeBlocks(nn.Module):
         """Temporarily use another number of steps, in this thread only; hooks on the own steps do not see that."""
         if steps is None:
             raise ValueError('steps must be a whole number of at least 1; got None.')
-        before, traced = _AT.get(), self.__dict__.get('_traced')
+        before, traced = _AT.get(), self._traced
         try:
             if steps != self.steps:
                 solver = Solver(replace(self.config, steps=steps), self.t).train(self.training)
                 _AT.set({**before, self: solver})
-                self.__dict__['_traced'] = None if _DYNAMO_READS_CONTEXT else solver
+                self._traced = () if _DYNAMO_READS_CONTEXT else (solver,)
             yield
         finally:
             _AT.set(before)
-            self.__dict__['_traced'] = traced
+            self._traced = traced
 
     @property
     def method(self) -> str:

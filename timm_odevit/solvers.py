@@ -39,22 +39,27 @@ class Step(nn.Module):
         self.t = t
         self.h = h
 
-    def again(self) -> 'Step':
+    @torch.jit.unused
+    def again(self):
         """A step with the same settings."""
         return type(self)(self.t, self.h)
 
-    def bound(self, field: nn.Module) -> 'Step':
+    @torch.jit.unused
+    def bound(self, field):
         """This step with a field: the same settings and hooks, in a module that is made anew for each use.
 
         Args:
             field: Vector field: field(t, x, context, part) with part 'attention', 'mlp' or '' for their sum.
         """
-        twin: Any = self.again()
-        for name in _HOOKS:
-            setattr(twin, name, getattr(self, name))
-        twin.training = self.training
-        twin.field = field
-        twin.__dict__['_step'] = self
+        twin: Any
+        if torch.compiler.is_dynamo_compiling():  # before torch 2.13, it follows no other way to make a module
+            twin = self.again()
+            for name in _HOOKS:
+                setattr(twin, name, getattr(self, name))
+            twin.field = field
+        else:
+            twin = object.__new__(type(self))
+            twin.__dict__.update(self.__dict__, _modules={'field': field}, _step=self)
         return twin
 
     @torch.jit.unused
@@ -104,7 +109,8 @@ class RungeKuttaStep(Step):
         self.b = list(table.b)
         self.c = list(table.c)
 
-    def again(self) -> 'Step':
+    @torch.jit.unused
+    def again(self):
         return RungeKuttaStep(self.method, self.t, self.h)
 
     def advance(self, x: Tensor, context: Context) -> Tensor:
@@ -153,7 +159,7 @@ class AdaptiveStep(Step):
         self.config = config
         self.measured = Measured()
 
-    def again(self) -> 'Step':
+    def again(self):
         twin = AdaptiveStep(self.config, self.t, self.h)
         twin.measured = self.measured
         return twin

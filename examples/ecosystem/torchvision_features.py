@@ -12,7 +12,7 @@ from timm_odevit.time_dependence import TimeField
 def main(name='odevit_tiny_native_r23_patch16_64.deit_tiny_cifar10'):
     model = timm.create_model(name, pretrained=True).eval()
     extract = create_feature_extractor(
-        model, {'blocks.5': 'half', 'norm': 'end'}, tracer_kwargs={'leaf_modules': [TimeField]})
+        model, {'blocks.solver.5': 'half', 'norm': 'end'}, tracer_kwargs={'leaf_modules': [TimeField]})
     features = extract(torch.randn(1, 3, 64, 64))
     print({name: list(value.shape) for name, value in features.items()})
     return features
