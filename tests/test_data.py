@@ -4,7 +4,7 @@ import torch
 from PIL import Image
 from timm.utils import random_seed
 
-from timm_odevit.data import MixupLoader, array_loaders, folder_loader, folder_loaders
+from timm_odevit.data import MixupLoader, array_loaders, folder_loader, folder_loaders, image_loader
 
 
 @pytest.fixture
@@ -82,11 +82,107 @@ def test_halves_that_do_not_fit(vit, folder):
         folder_loaders(path / 'a', vit())
     build(path / 'a' / 'train')
     (path / 'a' / 'val' / 'class4').rename(path / 'a' / 'val' / 'class9')
-    with pytest.raises(ValueError, match='have other classes: class4, class9 is in one only'):
+    with pytest.raises(ValueError, match='have different classes: class4, class9 appear in only one'):
         folder_loaders(path / 'a', vit())
     for share in (0, 1, -1, 1.5):
         with pytest.raises(ValueError, match='share held out must lie between 0 and 1'):
             folder_loaders(build(path / f'b{share}'), vit(), held_out=share)
+
+
+def picture(path, size=20):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new('RGB', (size, size), (0, 9 * (len(list(path.parent.iterdir())) % 20), 90)).save(path)
+
+
+CLASSES = ['a', 'b', 'c', 'd']
+
+
+@pytest.mark.parametrize('name', ['train', 'training', 'test', 'val', 'valid', 'Eval'])
+def test_a_class_may_be_called_as_a_part_is(vit, tmp_path, name):
+    for label in (*CLASSES, name):
+        for i in range(4):
+            picture(tmp_path / label / f'{i}.png')
+    train, val = folder_loaders(tmp_path, vit(), workers=0, held_out=0.25)
+    assert (len(files(train)), len(files(val))) == (15, 5) and any(f'/{name}/' in str(f) for f in files(val))
+    assert files(folder_loader(tmp_path, vit(), workers=0, held_out=0.25)) == files(val)
+    assert files(image_loader(tmp_path, vit(), workers=0)) == files(train) | files(val)
+    assert files(folder_loader(tmp_path, vit(), workers=0)) == files(train) | files(val)
+
+
+def test_a_part_may_have_a_class_called_as_a_part_is(vit, tmp_path):
+    for part in ('train', 'val'):
+        for label in (*CLASSES, 'train'):
+            picture(tmp_path / part / label / '0.png')
+    train, val = folder_loaders(tmp_path, vit(), workers=0)
+    assert len(files(train)) == len(files(val)) == 5 and not files(train) & files(val)
+    assert files(image_loader(tmp_path, vit(), workers=0)) == files(train)
+    assert files(folder_loader(tmp_path / 'train', vit(), workers=0)) == files(train)
+
+
+LAYOUTS = {  # images, and what is trained on and evaluated on: a part, or what the message holds
+    'train and test': (['train/C/0', 'train/C/1', 'test/C/0'], 'train', 'test'),
+    'any case, and others': (['Train/C/0', 'VAL/C/0', 'devkit/0'], 'Train', 'VAL'),
+    'train alone': (['train/C/0', 'train/C/1'], 'train', 'has train/ and no val/ or test/'),
+    'val alone': (['val/C/0'], 'has val/ and no train/', 'val'),
+    'test alone': (['test/C/0'], 'has test/ and no train/', 'test'),
+    'test without classes': (['train/C/0', 'train/C/1', 'test/0'], 'train', 'images that are in no class'),
+    'val without classes': (['train/C/0', 'val/0'], 'images that are in no class', 'images that are in no class'),
+    'val with an image too many': (['train/C/0', 'val/C/0', 'val/0'], 'such as 0.png', 'such as 0.png'),
+    'train of folders beside a class': (['apple/0', 'train/C/0'], 'has train/, which holds folders, beside apple/',
+                                        "give '{root}/train'; if it is a class"),
+    'val of folders beside classes': (['train/0', 'apple/0', 'val/C/0'], 'has val/, which holds folders', "give '{root}/val'"),
+    'parts or classes': (['train/0', 'val/0'], 'has train/ and val/, which hold images', "such as '{root}/train'; if they are classes"),
+    'two names of one part': (['train/C/0', 'training/C/0'], 'has train/ and training/, two names of one part', 'two names'),
+    'an image beside the classes': (['C/0', '0'], 'images that are in no class', 'such as 0.png'),
+    'no class': (['0', '1'], 'images that are in no class', 'images that are in no class'),
+}
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize('stray', [False, True])
+def test_layouts_of_folders(vit, tmp_path, layout, stray):
+    images, *expected = LAYOUTS[layout]
+    for path in images:
+        for label in (*CLASSES, 'e') if 'C' in path else ['']:
+            picture(tmp_path / f"{path.replace('C', label)}.png")
+    if stray:  # none of this is of any account
+        for place in [p for p in tmp_path.rglob('*') if p.is_dir()] + [tmp_path]:
+            (place / 'README.txt').write_text('stray')
+            (place / '.hidden.png').write_text('stray')
+            (place / '.cache').mkdir()
+            picture(place / '.cache' / 'f' / '0.png')
+        (tmp_path / 'empty').mkdir()
+    makes = (lambda: folder_loaders(tmp_path, vit(), workers=0, held_out=0.5)[0], lambda: folder_loader(tmp_path, vit(), workers=0))
+    for make, found in zip(makes, expected):
+        if (tmp_path / found).is_dir():
+            loader = make()
+            assert {str(f.relative_to(tmp_path)).split('/')[0] for f in map(type(tmp_path), files(loader))} == {found}
+            assert loader.dataset.reader.class_to_idx == {label: i for i, label in enumerate((*CLASSES, 'e'))}
+        else:
+            with pytest.raises(ValueError) as e:
+                make()
+            assert found.format(root=tmp_path) in str(e.value) and '\n' not in str(e.value)
+    ambiguous = 'parts or classes' in layout or 'beside a class' in layout or 'beside classes' in layout or 'two names' in layout
+    if ambiguous:
+        with pytest.raises(ValueError, match='holds? (images and no )?folders|two names'):
+            image_loader(tmp_path, vit())
+    else:
+        found = {str(f)[len(str(tmp_path)) + 1:].split('/')[0].lower() for f in files(image_loader(tmp_path, vit(), workers=0))}
+        assert (found == {'train'}) is any(path.lower().startswith('train') for path in images)
+
+
+def test_classes_of_one_image_stay_in_training(vit, folder):
+    build, path = folder
+    root = build(path / 'images', count=1)
+    for make in (folder_loaders, folder_loader):
+        with pytest.raises(ValueError, match="Each class of '.*images' has one image, so none can be held out. Give more"):
+            make(root, vit(), held_out=0.1, workers=0)
+    picture(root / 'class2' / '1.png')
+    train, val = folder_loaders(root, vit(), held_out=0.9, workers=0)
+    assert (len(files(train)), len(files(val))) == (5, 1) and 'class2' in files(val).pop()
+    assert {label for _, label in train.dataset.reader.samples} == set(range(5))
+    assert files(folder_loader(root, vit(), held_out=0.9, workers=0)) == files(val)
+    assert val.dataset.reader.class_to_idx == train.dataset.reader.class_to_idx
 
 
 def test_one_channel(vit, folder):
