@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data import resolve_input_data_config
 from timm.utils import random_seed
 
 from timm_odevit.data import MixupLoader, array_loaders, folder_loader, folder_loaders, image_loader
@@ -89,9 +90,9 @@ def test_halves_that_do_not_fit(vit, folder):
             folder_loaders(build(path / f'b{share}'), vit(), held_out=share)
 
 
-def picture(path, size=20):
+def picture(path):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new('RGB', (size, size), (0, 9 * (len(list(path.parent.iterdir())) % 20), 90)).save(path)
+    Image.new('RGB', (20, 20)).save(path)
 
 
 CLASSES = ['a', 'b', 'c', 'd']
@@ -185,11 +186,53 @@ def test_classes_of_one_image_stay_in_training(vit, folder):
     assert val.dataset.reader.class_to_idx == train.dataset.reader.class_to_idx
 
 
-def test_one_channel(vit, folder):
+@pytest.mark.parametrize('channels', [1, 3, 4])
+@pytest.mark.parametrize('overlay', [{}, dict(mean=(0.1, 0.2, 0.6), std=(0.3, 0.2, 0.1)), dict(mean=(0.4,), std=(0.3,))],
+                         ids=['as timm makes it', 'three values', 'one value'])
+def test_channels(vit, folder, tmp_path, channels, overlay):
     build, path = folder
-    model = vit(in_chans=1, pretrained_cfg_overlay=dict(mean=(0.5,), std=(0.5,), input_size=(1, 16, 16)))
-    images, _ = next(iter(folder_loader(build(path / 'images'), model, batch_size=4, workers=0)))
-    assert images.shape == (4, 1, 16, 16)
+    model = vit(in_chans=channels, pretrained_cfg_overlay=overlay)
+    root = build(path / 'images')
+    Image.new('RGB', (16, 16), (0, 45, 90)).save(root / 'class0' / '0.png')
+    images, _ = next(iter(folder_loader(root, model, batch_size=4, workers=0)))
+    mean, std = (resolve_input_data_config(model)[key] for key in ('mean', 'std'))
+    assert images.shape == (4, channels, 16, 16) and model(images).shape == (4, 5) and len(mean) == len(std) == channels
+    if overlay:
+        own = len(overlay['mean']) == channels
+        assert mean == pytest.approx(overlay['mean'] if own else [sum(overlay['mean']) / len(overlay['mean'])] * channels)
+        assert std == pytest.approx(overlay['std'] if own else [sum(overlay['std']) / len(overlay['std'])] * channels)
+    pixels = {1: [37], 3: [0, 45, 90], 4: [0, 45, 90, 255]}[channels]  # grey by Pillow's weights; opaque
+    expected = (torch.tensor(pixels) / 255 - torch.tensor(mean)) / torch.tensor(std)
+    torch.testing.assert_close(images[0, :, 8, 8], expected, atol=0.02, rtol=0)
+    train, _ = folder_loaders(root, model, batch_size=4, workers=0)
+    assert next(iter(train))[0].shape == (4, channels, 16, 16)
+    x = np.array(pixels, np.uint8) * np.ones((10, 16, 16, 1), np.uint8)
+    np.savez(tmp_path / 'a.npz', x_train=x, y_train=np.arange(10) % 5, x_test=x, y_test=np.arange(10) % 5)
+    images, _ = next(iter(array_loaders(tmp_path / 'a.npz', model)[2]))
+    torch.testing.assert_close(images, expected.view(1, -1, 1, 1).expand(10, channels, 16, 16))
+
+
+def test_channels_that_files_of_images_cannot_have(vit, folder):
+    build, path = folder
+    root = build(path / 'images')
+    with pytest.raises(ValueError, match='1, 3 or 4 channels.*the model takes 2. Train it on an .npz'):
+        folder_loader(root, vit(in_chans=2))
+    with pytest.raises(ValueError, match='auto_augment is not for images with an alpha channel'):
+        folder_loaders(root, vit(in_chans=4), auto_augment='rand-m9-mstd0.5-inc1', workers=0)
+
+
+def test_grey_arrays_need_no_axis_of_channels(arrays, vit, tmp_path):
+    data = dict(np.load(arrays))
+    flat = {key: data[key][..., 0] for key in ('x_train', 'x_test')}
+    np.savez(tmp_path / 'flat.npz', **{**data, **flat})
+    np.savez(tmp_path / 'one.npz', **{**data, **{key: x[..., None] for key, x in flat.items()}})
+    model = vit(in_chans=1)
+    for a, b in zip(array_loaders(tmp_path / 'flat.npz', model), array_loaders(tmp_path / 'one.npz', model)):
+        assert a.images.shape[1:] == (1, 5, 5) and torch.equal(a.images, b.images)
+    images, _ = next(iter(array_loaders(tmp_path / 'flat.npz', model, batch_size=8, reprob=1.)[0]))
+    assert images.shape == (8, 1, 16, 16)
+    with pytest.raises(ValueError, match=r'got uint8 \[100, 5, 5, 1\] and 100 labels. Or create the model with in_chans=1'):
+        array_loaders(tmp_path / 'flat.npz', vit())
 
 
 @pytest.mark.parametrize('workers', [0, 1])

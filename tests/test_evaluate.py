@@ -90,6 +90,18 @@ def test_images_are_normalised_for_the_teacher(vit, data):
     assert found == pytest.approx(F.cross_entropy(logits, data[1]).item(), rel=1e-5) != expected
 
 
+@pytest.mark.parametrize('channels', [1, 4])
+def test_images_of_other_channels_are_normalised_for_the_teacher(vit, channels):
+    data = torch.randn(23, channels, 16, 16), torch.randint(0, 5, (23,))
+    model, teacher = vit(in_chans=channels), vit(in_chans=channels)
+    teacher.pretrained_cfg = {**teacher.pretrained_cfg, 'mean': (0.1, 0.2, 0.3), 'std': (0.3, 0.2, 0.1)}
+    found = evaluate(model, batches(data, 8), teacher=teacher).results[0].loss  # the model's: 0.5, 0.5
+    expected = F.cross_entropy(teacher((data[0] * 0.5 + 0.5 - 0.2) / 0.2), data[1]).item()
+    assert found == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match=f'The teacher takes images of 3 channels, the model of {channels}'):
+        evaluate(model, batches(data, 8), teacher=vit())
+
+
 def test_a_teacher_as_its_own_student_agrees_with_itself(vit, data):
     model = vit()
     result = evaluate(model, batches(data, 8), teacher=model).results[1]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from timm.data import Mixup, create_dataset, create_loader, is_img_extension, resolve_data_config
+from timm.data import Mixup, create_dataset, create_loader, is_img_extension, resolve_input_data_config
 from torch import Tensor
 from torch.utils.data import DistributedSampler, Sampler
 
@@ -18,6 +18,7 @@ __all__ = ['ArrayLoader', 'MixupLoader', 'array_loaders', 'folder_loader', 'fold
 # the parts of a data set, by the names of their folders
 _PARTS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'eval': 'val',
           'evaluation': 'val', 'test': 'test'}
+_MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's, by the channels of a model
 
 
 def folder_loader(
@@ -102,6 +103,9 @@ def folder_loaders(
                          f"{', '.join(only[:5])} appear in only one.")
     if 'val' not in parts:
         _keep_share(datasets[0], True, held_out, seed)
+    if auto_augment is not None and model.in_chans == 4:
+        raise ValueError("timm's auto_augment is not for images with an alpha channel, and the model takes 4 channels. "
+                         'Leave it out.')
     try:
         train_loader = _loader(
             datasets[0], model, batch_size, workers, train=True, auto_augment=auto_augment, re_prob=reprob)
@@ -197,7 +201,10 @@ def _validation(root: Path, parts: Dict[str, Path], model: Any, share: float, se
 
 
 def _dataset(folder: Path, model: Any, labelled: bool = True) -> Any:
-    mode = 'L' if model.in_chans == 1 else 'RGB'
+    mode = _MODES.get(model.in_chans)
+    if mode is None:
+        raise ValueError(f'Images in files are read with 1, 3 or 4 channels (grey, RGB, RGBA); the model takes '
+                         f'{model.in_chans}. Train it on an .npz.')
     nothing = f"There are no images in '{folder}'. Give a folder with one sub-folder of images per class."
     try:
         dataset = create_dataset('', str(folder), search_split=False, input_img_mode=mode)
@@ -226,8 +233,9 @@ def _dataset(folder: Path, model: Any, labelled: bool = True) -> Any:
 
 
 def _data_config(model: Any) -> Dict[str, Any]:
+    cfg = resolve_input_data_config(model)  # mean and std have as many values as the model has channels
     size = getattr(getattr(model, 'patch_embed', None), 'img_size', None)  # pretrained_cfg may have an older one
-    return resolve_data_config({'input_size': (model.in_chans, *size)} if size else {}, model=model)
+    return {**cfg, 'input_size': (model.in_chans, *(size or cfg['input_size'][1:]))}
 
 
 def _world() -> Tuple[int, int]:
@@ -274,7 +282,7 @@ def array_loaders(
 
     Args:
         path: .npz with uint8 images x_train and x_test [N, S, S, C] and labels y_train and y_test [N]; S may differ
-            from the size that the model takes.
+            from the size that the model takes, and grey images may be [N, S, S].
         model: timm model that will see the images.
         batch_size: Images per batch.
         held_out: Share of the training images held out, the last ones.
@@ -299,15 +307,19 @@ def array_loaders(
     for key in keys:
         if key not in arrays:
             raise ValueError(f"'{path}' has no {key}; it must hold {', '.join(keys)}.")
+    for key in ('x_train', 'x_test'):
+        if arrays[key].ndim == 3:
+            arrays[key] = arrays[key][..., None]
     x, y, x_test, y_test = (arrays[key] for key in keys)
     for images, labels in ((x, y), (x_test, y_test)):
-        fits = images.ndim == 4 and images.dtype == np.uint8 and images.shape[3] == model.in_chans
-        if not fits or len(images) != len(labels):
-            raise ValueError(f"'{path}' must hold uint8 images [N, S, S, {model.in_chans}] with a label each; got "
-                             f'{images.dtype} {list(images.shape)} and {len(labels)} labels.')
         if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or not len(labels) or labels.min() < 0:
             raise ValueError(f"'{path}' must hold labels [N], whole numbers from 0; got {labels.dtype} "
                              f'{list(labels.shape)}. Where they are [N, 1]: labels.reshape(-1).')
+        good = images.ndim == 4 and images.dtype == np.uint8 and 0 not in images.shape and len(images) == len(labels)
+        if not good or images.shape[3] != model.in_chans:
+            other = f' Or create the model with in_chans={images.shape[3]}.' if good else ''
+            raise ValueError(f"'{path}' must hold uint8 images [N, S, S, {model.in_chans}] with a label each; got "
+                             f'{images.dtype} {list(images.shape)} and {len(labels)} labels.{other}')
         if int(labels.max()) >= model.num_classes:
             raise ValueError(f"'{path}' has label {int(labels.max())}, the model has {model.num_classes} classes. Give "
                              'the data that the model was made for, or create the model with its number of classes.')

@@ -8,6 +8,7 @@ from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
+from timm.data import resolve_input_data_config
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -199,11 +200,14 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
 
 def _renormalisation(model: Any, teacher: Any) -> Tuple[Optional[Tensor], Optional[Tensor]]:
     """Scale and shift [1, C, 1, 1] from images normalised for the model to images normalised for the teacher."""
-    cfgs = [getattr(m, 'pretrained_cfg', None) or {} for m in (model, teacher)]
-    if any(key not in cfg for cfg in cfgs for key in ('mean', 'std')):
+    if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in (model, teacher) for key in ('mean', 'std')):
         return None, None
+    cfgs = [resolve_input_data_config(m) for m in (model, teacher)]
     mean, mean_t = (torch.tensor(cfg['mean']).view(1, -1, 1, 1) for cfg in cfgs)
     std, std_t = (torch.tensor(cfg['std']).view(1, -1, 1, 1) for cfg in cfgs)
+    if mean.shape != mean_t.shape:
+        raise ValueError(f'The teacher takes images of {mean_t.shape[1]} channels, the model of {mean.shape[1]}. '
+                         'Compare like with like.')
     if torch.equal(mean, mean_t) and torch.equal(std, std_t):
         return None, None
     return std / std_t, (mean - mean_t) / std_t
