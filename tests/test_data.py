@@ -1,3 +1,7 @@
+import io
+import tracemalloc
+from zipfile import ZIP_DEFLATED, ZipFile
+
 import numpy as np
 import pytest
 import torch
@@ -327,3 +331,105 @@ def test_arrays_that_do_not_fit(arrays, vit, tmp_path):
         np.savez(tmp_path / 'bad.npz', x_train=x, y_train=labels, x_test=x, y_test=y)
         with pytest.raises(ValueError, match=f'must hold labels .*got {found}'):
             array_loaders(tmp_path / 'bad.npz', vit())
+    np.savez(tmp_path / 'bad.npz', x_train=x, y_train=y[0], x_test=x, y_test=y)
+    with pytest.raises(ValueError, match=r'must hold labels .*got int64 \[\]'):
+        array_loaders(tmp_path / 'bad.npz', vit())
+    np.savez(tmp_path / 'bad.npz', x_train=x[:1], y_train=y[:1], x_test=x, y_test=y)
+    with pytest.raises(ValueError, match='has one image to train on, so none can be held out'):
+        array_loaders(tmp_path / 'bad.npz', vit())
+
+
+class Pickled:
+    def __reduce__(self):
+        return open, ('ran', 'w')
+
+
+def npy(header, data=b''):
+    """A file of one array, whatever its header says."""
+    text = header.encode('latin1') + b'\n'
+    return b'\x93NUMPY\x01\x00' + len(text).to_bytes(2, 'little') + text + data
+
+
+def saved(array, **kwargs):
+    file = io.BytesIO()
+    np.save(file, array, **kwargs)
+    return file.getvalue()
+
+
+def header(shape, descr="'|u1'"):
+    return f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}"
+
+
+IMAGES = saved(np.zeros((4, 5, 5, 3), np.uint8))
+STRANGE = {
+    '10 ** 15 images': (npy(header((10 ** 15, 5, 5, 3)), bytes(300)), r'x_train.npy says .* uint8 \[1000000000000000, 5, 5, 3\], and it has 300'),
+    'a product beyond 64 bits': (npy(header((2 ** 40, 2 ** 40, 5, 3))), 'x_train.npy says that it holds'),
+    'a product of 0 modulo 2 ** 64': (npy(header((2 ** 32, 2 ** 32, 1, 1))), 'x_train.npy says that it holds'),
+    'a wide type': (npy(header((4,), "'|V2000000000'"), bytes(9)), 'x_train.npy says that it holds'),
+    'a negative shape': (npy(header((-4, -5, 5, 3)), bytes(300)), r'says that it holds uint8 \[-4, -5, 5, 3\]'),
+    'too little data': (IMAGES[:-1], 'it has 299 bytes'),
+    'too much data': (IMAGES + b'0', 'it has 301 bytes'),
+    'no images': (saved(np.zeros((4, 0, 5, 3), np.uint8)), r'must hold uint8 images .* \[4, 0, 5, 3\]'),
+    'a shape that is no tuple': (npy(header('4')), 'cannot be read as .npz'),
+    'a shape of text': (npy(header("('4',)")), 'cannot be read as .npz'),
+    'a shape that is computed': (npy(header("(open('ran', 'w'),)")), 'cannot be read as .npz'),
+    'a deep header': (npy('-' * 9000 + '1'), 'cannot be read as .npz'),
+    'a header of brackets': (npy('(' * 9000), 'cannot be read as .npz'),
+    'a long header': (npy(header((4,)) + ' ' * 20000), 'cannot be read as .npz: Header info length'),
+    'a header cut off': (IMAGES[:40], 'cannot be read as .npz'),
+    'other magic': (b'NUMPY' + IMAGES[5:], 'cannot be read as .npz: the magic string is not correct'),
+    'another version': (IMAGES[:6] + b'\x09' + IMAGES[7:], 'cannot be read as .npz'),
+    'no data': (b'', 'cannot be read as .npz: EOF'),
+    'objects': (saved(np.array([Pickled()] * 4, dtype=object), allow_pickle=True), 'x_train.npy holds Python objects, which are not read'),
+    'objects in a record': (saved(np.array([(1, Pickled())] * 4, dtype='i4,O'), allow_pickle=True), 'x_train.npy holds Python objects'),
+}
+
+
+@pytest.mark.parametrize('name', STRANGE)
+def test_arrays_of_strangers_are_refused_before_they_get_memory(vit, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    content, message = STRANGE[name]
+    labels = saved(np.arange(4))
+    with ZipFile('a.npz', 'w') as archive:
+        for key, data in dict(x_train=content, y_train=labels, x_test=IMAGES, y_test=labels).items():
+            archive.writestr(f'{key}.npy', data)
+    model = vit()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=message) as e:
+            array_loaders('a.npz', model)
+        assert tracemalloc.get_traced_memory()[1] < 2 ** 24
+    finally:
+        tracemalloc.stop()
+    assert '\n' not in str(e.value) and not (tmp_path / 'ran').exists()
+
+
+def test_a_file_that_is_small_and_unpacks_to_much(vit, tmp_path):
+    labels = saved(np.zeros(9, np.uint8))
+    for count, message in ((6 * 10 ** 5, 'cannot be read as .npz: its [0-9,]+ bytes unpack to 18[0-9,]+, as no images do'),
+                           (10 ** 4, 'must hold uint8')):
+        with ZipFile(tmp_path / 'a.npz', 'w', ZIP_DEFLATED) as archive:
+            with archive.open('x_train.npy', 'w') as f:
+                f.write(npy(header((count, 10, 10, 3))))
+                for _ in range(count // 10 ** 4):
+                    f.write(bytes(3 * 10 ** 6))
+            for key, data in dict(y_train=labels, x_test=IMAGES, y_test=labels).items():
+                archive.writestr(f'{key}.npy', data)
+        with pytest.raises(ValueError, match=message):
+            array_loaders(tmp_path / 'a.npz', vit())
+
+
+def test_a_file_of_arrays_that_is_damaged(arrays, vit, tmp_path):
+    whole = arrays.read_bytes()
+    for cut in (whole[:-1], whole[:1000], b'', whole[1000:]):
+        (tmp_path / 'cut.npz').write_bytes(cut)
+        with pytest.raises(ValueError, match="cut.npz' cannot be read as .npz: "):
+            array_loaders(tmp_path / 'cut.npz', vit())
+    spoiled = bytearray(whole)
+    spoiled[whole.index(b'x_train.npy') + 3000] ^= 1
+    (tmp_path / 'cut.npz').write_bytes(spoiled)
+    with pytest.raises(ValueError, match='Bad CRC-32'):
+        array_loaders(tmp_path / 'cut.npz', vit())
+    np.save(tmp_path / 'one.npy', np.zeros(3))
+    with pytest.raises(ValueError, match='cannot be read as .npz: File is not a zip file'):
+        array_loaders(tmp_path / 'one.npy', vit())
