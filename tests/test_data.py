@@ -1,10 +1,15 @@
+import io
+import tracemalloc
+from zipfile import ZIP_DEFLATED, ZipFile
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data import resolve_input_data_config
 from timm.utils import random_seed
 
-from timm_odevit.data import MixupLoader, array_loaders, folder_loader, folder_loaders
+from timm_odevit.data import MixupLoader, array_loaders, folder_loader, folder_loaders, image_loader
 
 
 @pytest.fixture
@@ -82,18 +87,156 @@ def test_halves_that_do_not_fit(vit, folder):
         folder_loaders(path / 'a', vit())
     build(path / 'a' / 'train')
     (path / 'a' / 'val' / 'class4').rename(path / 'a' / 'val' / 'class9')
-    with pytest.raises(ValueError, match='have other classes: class4, class9 is in one only'):
+    with pytest.raises(ValueError, match='have different classes: class4, class9 appear in only one'):
         folder_loaders(path / 'a', vit())
     for share in (0, 1, -1, 1.5):
         with pytest.raises(ValueError, match='share held out must lie between 0 and 1'):
             folder_loaders(build(path / f'b{share}'), vit(), held_out=share)
 
 
-def test_one_channel(vit, folder):
+def picture(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new('RGB', (20, 20)).save(path)
+
+
+CLASSES = ['a', 'b', 'c', 'd']
+
+
+@pytest.mark.parametrize('name', ['train', 'training', 'test', 'val', 'valid', 'Eval'])
+def test_a_class_may_be_called_as_a_part_is(vit, tmp_path, name):
+    for label in (*CLASSES, name):
+        for i in range(4):
+            picture(tmp_path / label / f'{i}.png')
+    train, val = folder_loaders(tmp_path, vit(), workers=0, held_out=0.25)
+    assert (len(files(train)), len(files(val))) == (15, 5) and any(f'/{name}/' in str(f) for f in files(val))
+    assert files(folder_loader(tmp_path, vit(), workers=0, held_out=0.25)) == files(val)
+    assert files(image_loader(tmp_path, vit(), workers=0)) == files(train) | files(val)
+    assert files(folder_loader(tmp_path, vit(), workers=0)) == files(train) | files(val)
+
+
+def test_a_part_may_have_a_class_called_as_a_part_is(vit, tmp_path):
+    for part in ('train', 'val'):
+        for label in (*CLASSES, 'train'):
+            picture(tmp_path / part / label / '0.png')
+    train, val = folder_loaders(tmp_path, vit(), workers=0)
+    assert len(files(train)) == len(files(val)) == 5 and not files(train) & files(val)
+    assert files(image_loader(tmp_path, vit(), workers=0)) == files(train)
+    assert files(folder_loader(tmp_path / 'train', vit(), workers=0)) == files(train)
+
+
+LAYOUTS = {  # images, and what is trained on and evaluated on: a part, or what the message holds
+    'train and test': (['train/C/0', 'train/C/1', 'test/C/0'], 'train', 'test'),
+    'any case, and others': (['Train/C/0', 'VAL/C/0', 'devkit/0'], 'Train', 'VAL'),
+    'train alone': (['train/C/0', 'train/C/1'], 'train', 'has train/ and no val/ or test/'),
+    'val alone': (['val/C/0'], 'has val/ and no train/', 'val'),
+    'test alone': (['test/C/0'], 'has test/ and no train/', 'test'),
+    'test without classes': (['train/C/0', 'train/C/1', 'test/0'], 'train', 'images that are in no class'),
+    'val without classes': (['train/C/0', 'val/0'], 'images that are in no class', 'images that are in no class'),
+    'val with an image too many': (['train/C/0', 'val/C/0', 'val/0'], 'such as 0.png', 'such as 0.png'),
+    'train of folders beside a class': (['apple/0', 'train/C/0'], 'has train/, which holds folders, beside apple/',
+                                        "give '{root}/train'; if it is a class"),
+    'val of folders beside classes': (['train/0', 'apple/0', 'val/C/0'], 'has val/, which holds folders', "give '{root}/val'"),
+    'parts or classes': (['train/0', 'val/0'], 'has train/ and val/, which hold images', "such as '{root}/train'; if they are classes"),
+    'two names of one part': (['train/C/0', 'training/C/0'], 'has train/ and training/, two names of one part', 'two names'),
+    'an image beside the classes': (['C/0', '0'], 'images that are in no class', 'such as 0.png'),
+    'no class': (['0', '1'], 'images that are in no class', 'images that are in no class'),
+}
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize('stray', [False, True])
+def test_layouts_of_folders(vit, tmp_path, layout, stray):
+    images, *expected = LAYOUTS[layout]
+    for path in images:
+        for label in (*CLASSES, 'e') if 'C' in path else ['']:
+            picture(tmp_path / f"{path.replace('C', label)}.png")
+    if stray:  # none of this is of any account
+        for place in [p for p in tmp_path.rglob('*') if p.is_dir()] + [tmp_path]:
+            (place / 'README.txt').write_text('stray')
+            (place / '.hidden.png').write_text('stray')
+            (place / '.cache').mkdir()
+            picture(place / '.cache' / 'f' / '0.png')
+        (tmp_path / 'empty').mkdir()
+    makes = (lambda: folder_loaders(tmp_path, vit(), workers=0, held_out=0.5)[0], lambda: folder_loader(tmp_path, vit(), workers=0))
+    for make, found in zip(makes, expected):
+        if (tmp_path / found).is_dir():
+            loader = make()
+            assert {str(f.relative_to(tmp_path)).split('/')[0] for f in map(type(tmp_path), files(loader))} == {found}
+            assert loader.dataset.reader.class_to_idx == {label: i for i, label in enumerate((*CLASSES, 'e'))}
+        else:
+            with pytest.raises(ValueError) as e:
+                make()
+            assert found.format(root=tmp_path) in str(e.value) and '\n' not in str(e.value)
+    ambiguous = 'parts or classes' in layout or 'beside a class' in layout or 'beside classes' in layout or 'two names' in layout
+    if ambiguous:
+        with pytest.raises(ValueError, match='holds? (images and no )?folders|two names'):
+            image_loader(tmp_path, vit())
+    else:
+        found = {str(f)[len(str(tmp_path)) + 1:].split('/')[0].lower() for f in files(image_loader(tmp_path, vit(), workers=0))}
+        assert (found == {'train'}) is any(path.lower().startswith('train') for path in images)
+
+
+def test_classes_of_one_image_stay_in_training(vit, folder):
     build, path = folder
-    model = vit(in_chans=1, pretrained_cfg_overlay=dict(mean=(0.5,), std=(0.5,), input_size=(1, 16, 16)))
-    images, _ = next(iter(folder_loader(build(path / 'images'), model, batch_size=4, workers=0)))
-    assert images.shape == (4, 1, 16, 16)
+    root = build(path / 'images', count=1)
+    for make in (folder_loaders, folder_loader):
+        with pytest.raises(ValueError, match="Each class of '.*images' has one image, so none can be held out. Give more"):
+            make(root, vit(), held_out=0.1, workers=0)
+    picture(root / 'class2' / '1.png')
+    train, val = folder_loaders(root, vit(), held_out=0.9, workers=0)
+    assert (len(files(train)), len(files(val))) == (5, 1) and 'class2' in files(val).pop()
+    assert {label for _, label in train.dataset.reader.samples} == set(range(5))
+    assert files(folder_loader(root, vit(), held_out=0.9, workers=0)) == files(val)
+    assert val.dataset.reader.class_to_idx == train.dataset.reader.class_to_idx
+
+
+@pytest.mark.parametrize('channels', [1, 3, 4])
+@pytest.mark.parametrize('overlay', [{}, dict(mean=(0.1, 0.2, 0.6), std=(0.3, 0.2, 0.1)), dict(mean=(0.4,), std=(0.3,))],
+                         ids=['as timm makes it', 'three values', 'one value'])
+def test_channels(vit, folder, tmp_path, channels, overlay):
+    build, path = folder
+    model = vit(in_chans=channels, pretrained_cfg_overlay=overlay)
+    root = build(path / 'images')
+    Image.new('RGB', (16, 16), (0, 45, 90)).save(root / 'class0' / '0.png')
+    images, _ = next(iter(folder_loader(root, model, batch_size=4, workers=0)))
+    mean, std = (resolve_input_data_config(model)[key] for key in ('mean', 'std'))
+    assert images.shape == (4, channels, 16, 16) and model(images).shape == (4, 5) and len(mean) == len(std) == channels
+    if overlay:
+        own = len(overlay['mean']) == channels
+        assert mean == pytest.approx(overlay['mean'] if own else [sum(overlay['mean']) / len(overlay['mean'])] * channels)
+        assert std == pytest.approx(overlay['std'] if own else [sum(overlay['std']) / len(overlay['std'])] * channels)
+    pixels = {1: [37], 3: [0, 45, 90], 4: [0, 45, 90, 255]}[channels]  # grey by Pillow's weights; opaque
+    expected = (torch.tensor(pixels) / 255 - torch.tensor(mean)) / torch.tensor(std)
+    torch.testing.assert_close(images[0, :, 8, 8], expected, atol=0.02, rtol=0)
+    train, _ = folder_loaders(root, model, batch_size=4, workers=0)
+    assert next(iter(train))[0].shape == (4, channels, 16, 16)
+    x = np.array(pixels, np.uint8) * np.ones((10, 16, 16, 1), np.uint8)
+    np.savez(tmp_path / 'a.npz', x_train=x, y_train=np.arange(10) % 5, x_test=x, y_test=np.arange(10) % 5)
+    images, _ = next(iter(array_loaders(tmp_path / 'a.npz', model)[2]))
+    torch.testing.assert_close(images, expected.view(1, -1, 1, 1).expand(10, channels, 16, 16))
+
+
+def test_channels_that_files_of_images_cannot_have(vit, folder):
+    build, path = folder
+    root = build(path / 'images')
+    with pytest.raises(ValueError, match='1, 3 or 4 channels.*the model takes 2. Train it on an .npz'):
+        folder_loader(root, vit(in_chans=2))
+    with pytest.raises(ValueError, match='auto_augment is not for images with an alpha channel'):
+        folder_loaders(root, vit(in_chans=4), auto_augment='rand-m9-mstd0.5-inc1', workers=0)
+
+
+def test_grey_arrays_need_no_axis_of_channels(arrays, vit, tmp_path):
+    data = dict(np.load(arrays))
+    flat = {key: data[key][..., 0] for key in ('x_train', 'x_test')}
+    np.savez(tmp_path / 'flat.npz', **{**data, **flat})
+    np.savez(tmp_path / 'one.npz', **{**data, **{key: x[..., None] for key, x in flat.items()}})
+    model = vit(in_chans=1)
+    for a, b in zip(array_loaders(tmp_path / 'flat.npz', model), array_loaders(tmp_path / 'one.npz', model)):
+        assert a.images.shape[1:] == (1, 5, 5) and torch.equal(a.images, b.images)
+    images, _ = next(iter(array_loaders(tmp_path / 'flat.npz', model, batch_size=8, reprob=1.)[0]))
+    assert images.shape == (8, 1, 16, 16)
+    with pytest.raises(ValueError, match=r'got uint8 \[100, 5, 5, 1\] and 100 labels. Or create the model with in_chans=1'):
+        array_loaders(tmp_path / 'flat.npz', vit())
 
 
 @pytest.mark.parametrize('workers', [0, 1])
@@ -188,3 +331,105 @@ def test_arrays_that_do_not_fit(arrays, vit, tmp_path):
         np.savez(tmp_path / 'bad.npz', x_train=x, y_train=labels, x_test=x, y_test=y)
         with pytest.raises(ValueError, match=f'must hold labels .*got {found}'):
             array_loaders(tmp_path / 'bad.npz', vit())
+    np.savez(tmp_path / 'bad.npz', x_train=x, y_train=y[0], x_test=x, y_test=y)
+    with pytest.raises(ValueError, match=r'must hold labels .*got int64 \[\]'):
+        array_loaders(tmp_path / 'bad.npz', vit())
+    np.savez(tmp_path / 'bad.npz', x_train=x[:1], y_train=y[:1], x_test=x, y_test=y)
+    with pytest.raises(ValueError, match='has one image to train on, so none can be held out'):
+        array_loaders(tmp_path / 'bad.npz', vit())
+
+
+class Pickled:
+    def __reduce__(self):
+        return open, ('ran', 'w')
+
+
+def npy(header, data=b''):
+    """A file of one array, whatever its header says."""
+    text = header.encode('latin1') + b'\n'
+    return b'\x93NUMPY\x01\x00' + len(text).to_bytes(2, 'little') + text + data
+
+
+def saved(array, **kwargs):
+    file = io.BytesIO()
+    np.save(file, array, **kwargs)
+    return file.getvalue()
+
+
+def header(shape, descr="'|u1'"):
+    return f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}"
+
+
+IMAGES = saved(np.zeros((4, 5, 5, 3), np.uint8))
+STRANGE = {
+    '10 ** 15 images': (npy(header((10 ** 15, 5, 5, 3)), bytes(300)), r'x_train.npy says .* uint8 \[1000000000000000, 5, 5, 3\], and it has 300'),
+    'a product beyond 64 bits': (npy(header((2 ** 40, 2 ** 40, 5, 3))), 'x_train.npy says that it holds'),
+    'a product of 0 modulo 2 ** 64': (npy(header((2 ** 32, 2 ** 32, 1, 1))), 'x_train.npy says that it holds'),
+    'a wide type': (npy(header((4,), "'|V2000000000'"), bytes(9)), 'x_train.npy says that it holds'),
+    'a negative shape': (npy(header((-4, -5, 5, 3)), bytes(300)), r'says that it holds uint8 \[-4, -5, 5, 3\]'),
+    'too little data': (IMAGES[:-1], 'it has 299 bytes'),
+    'too much data': (IMAGES + b'0', 'it has 301 bytes'),
+    'no images': (saved(np.zeros((4, 0, 5, 3), np.uint8)), r'must hold uint8 images .* \[4, 0, 5, 3\]'),
+    'a shape that is no tuple': (npy(header('4')), 'cannot be read as .npz'),
+    'a shape of text': (npy(header("('4',)")), 'cannot be read as .npz'),
+    'a shape that is computed': (npy(header("(open('ran', 'w'),)")), 'cannot be read as .npz'),
+    'a deep header': (npy('-' * 9000 + '1'), 'cannot be read as .npz'),
+    'a header of brackets': (npy('(' * 9000), 'cannot be read as .npz'),
+    'a long header': (npy(header((4,)) + ' ' * 20000), 'cannot be read as .npz: Header info length'),
+    'a header cut off': (IMAGES[:40], 'cannot be read as .npz'),
+    'other magic': (b'NUMPY' + IMAGES[5:], 'cannot be read as .npz: the magic string is not correct'),
+    'another version': (IMAGES[:6] + b'\x09' + IMAGES[7:], 'cannot be read as .npz'),
+    'no data': (b'', 'cannot be read as .npz: EOF'),
+    'objects': (saved(np.array([Pickled()] * 4, dtype=object), allow_pickle=True), 'x_train.npy holds Python objects, which are not read'),
+    'objects in a record': (saved(np.array([(1, Pickled())] * 4, dtype='i4,O'), allow_pickle=True), 'x_train.npy holds Python objects'),
+}
+
+
+@pytest.mark.parametrize('name', STRANGE)
+def test_arrays_of_strangers_are_refused_before_they_get_memory(vit, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    content, message = STRANGE[name]
+    labels = saved(np.arange(4))
+    with ZipFile('a.npz', 'w') as archive:
+        for key, data in dict(x_train=content, y_train=labels, x_test=IMAGES, y_test=labels).items():
+            archive.writestr(f'{key}.npy', data)
+    model = vit()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=message) as e:
+            array_loaders('a.npz', model)
+        assert tracemalloc.get_traced_memory()[1] < 2 ** 24
+    finally:
+        tracemalloc.stop()
+    assert '\n' not in str(e.value) and not (tmp_path / 'ran').exists()
+
+
+def test_a_file_that_is_small_and_unpacks_to_much(vit, tmp_path):
+    labels = saved(np.zeros(9, np.uint8))
+    for count, message in ((6 * 10 ** 5, 'cannot be read as .npz: its [0-9,]+ bytes unpack to 18[0-9,]+, as no images do'),
+                           (10 ** 4, 'must hold uint8')):
+        with ZipFile(tmp_path / 'a.npz', 'w', ZIP_DEFLATED) as archive:
+            with archive.open('x_train.npy', 'w') as f:
+                f.write(npy(header((count, 10, 10, 3))))
+                for _ in range(count // 10 ** 4):
+                    f.write(bytes(3 * 10 ** 6))
+            for key, data in dict(y_train=labels, x_test=IMAGES, y_test=labels).items():
+                archive.writestr(f'{key}.npy', data)
+        with pytest.raises(ValueError, match=message):
+            array_loaders(tmp_path / 'a.npz', vit())
+
+
+def test_a_file_of_arrays_that_is_damaged(arrays, vit, tmp_path):
+    whole = arrays.read_bytes()
+    for cut in (whole[:-1], whole[:1000], b'', whole[1000:]):
+        (tmp_path / 'cut.npz').write_bytes(cut)
+        with pytest.raises(ValueError, match="cut.npz' cannot be read as .npz: "):
+            array_loaders(tmp_path / 'cut.npz', vit())
+    spoiled = bytearray(whole)
+    spoiled[whole.index(b'x_train.npy') + 3000] ^= 1
+    (tmp_path / 'cut.npz').write_bytes(spoiled)
+    with pytest.raises(ValueError, match='Bad CRC-32'):
+        array_loaders(tmp_path / 'cut.npz', vit())
+    np.save(tmp_path / 'one.npy', np.zeros(3))
+    with pytest.raises(ValueError, match='cannot be read as .npz: File is not a zip file'):
+        array_loaders(tmp_path / 'one.npy', vit())

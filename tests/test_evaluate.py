@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 import timm
@@ -88,6 +89,76 @@ def test_images_are_normalised_for_the_teacher(vit, data):
     found = evaluate(model, batches(data, 8), teacher=teacher).results[0].loss
     logits = teacher((data[0] * std + mean - mean_t) / std_t)
     assert found == pytest.approx(F.cross_entropy(logits, data[1]).item(), rel=1e-5) != expected
+
+
+@pytest.mark.parametrize('channels', [1, 4])
+def test_images_of_other_channels_are_normalised_for_the_teacher(vit, channels):
+    data = torch.randn(23, channels, 16, 16), torch.randint(0, 5, (23,))
+    model, teacher = vit(in_chans=channels), vit(in_chans=channels)
+    teacher.pretrained_cfg = {**teacher.pretrained_cfg, 'mean': (0.1, 0.2, 0.3), 'std': (0.3, 0.2, 0.1)}
+    found = evaluate(model, batches(data, 8), teacher=teacher).results[0].loss  # the model's: 0.5, 0.5
+    expected = F.cross_entropy(teacher((data[0] * 0.5 + 0.5 - 0.2) / 0.2), data[1]).item()
+    assert found == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match=f'The teacher takes images of 3 channels, the model of {channels}'):
+        evaluate(model, batches(data, 8), teacher=vit())
+
+
+class Spoiled(torch.nn.Module):
+    """A model whose logit of one class is NaN for some images."""
+
+    def __init__(self, model, images, label=0):
+        super().__init__()
+        self.model, self.images, self.label = model, images, label
+
+    def forward(self, x):
+        logits = self.model(x).clone()
+        spoiled = [any(torch.equal(a, b) for b in self.images) for a in x]
+        logits[torch.tensor(spoiled), self.label] = float('nan')
+        return logits
+
+
+def test_logits_that_are_nan_are_named_and_never_right(vit, data, tmp_path):
+    model = vit()
+    images, labels = data[0], model(data[0]).argmax(1)
+    labels[:9] = 2
+    clean = evaluate(model, [(images[9:], labels[9:])]).results[0]
+    assert clean.top1 == 100
+    spoiled = Spoiled(model, images[:9], label=2)
+    with pytest.warns(RuntimeWarning, match='model: the logits of 9 of 23 images are NaN. They count as wrong'):
+        found = evaluate(spoiled, batches((images, labels), 8))
+    result = found.results[0]
+    assert result.top1 == result.top5 == pytest.approx(100 * 14 / 23) and result.images == 23 and math.isnan(result.loss)
+
+    def refuse(name):
+        raise AssertionError(f'{name} is no JSON')
+    rows = json.loads(found.to_json(tmp_path / 'r.json'), parse_constant=refuse)
+    assert rows == json.loads((tmp_path / 'r.json').read_text(), parse_constant=refuse)
+    assert rows[0]['loss'] is None and rows[0]['top1'] == result.top1 and 'nan' in found.table()
+    with pytest.warns(RuntimeWarning, match='(teacher|model): the logits of 9 of 23') as warned:
+        same = evaluate(spoiled, batches((images, labels), 8), teacher=spoiled).results[1]
+    assert same.agreement == pytest.approx(100 * 14 / 23)
+    assert [str(w.message).split(':')[0] for w in warned] == ['teacher', 'model']
+
+
+def test_a_loss_that_is_infinite_is_null_in_json(vit, data):
+    model = vit()
+    with torch.no_grad():
+        model.head.bias[1] = -math.inf
+    found = evaluate(model, [(data[0], torch.ones(23, dtype=torch.long))])
+    assert found.results[0].loss == math.inf and json.loads(found.to_json())[0]['loss'] is None
+
+
+@pytest.mark.parametrize('made', [dict(), dict(field='lipschitz', method='bosh3', init='spectral', steps=1)], ids=['fixed', 'adaptive'])
+@pytest.mark.parametrize('place', [0, 1, 3])
+def test_batches_of_no_images_are_left_out(vit, data, made, place):
+    model = vit()
+    convert_(model, OdeConfig(**made))
+    plain = batches(data, 8)
+    empty = [*plain[:place], (data[0][:0], data[1][:0]), *plain[place:]]
+    a, b = (evaluate(model, loader, teacher=vit()).results[1] for loader in (plain, empty))
+    assert (a.nfe, a.images, a.top1, a.loss) == (b.nfe, b.images, b.top1, b.loss) and b.nfe > 0
+    with pytest.raises(ValueError, match='gave no images'):
+        evaluate(model, [(data[0][:0], data[1][:0])])
 
 
 def test_a_teacher_as_its_own_student_agrees_with_itself(vit, data):

@@ -101,6 +101,52 @@ def test_refuses(bad, message):
     assert message in str(e.value)
 
 
+BOMB = 'a: &a [1, 1]\n' + '\n'.join(f'b{i}: &b{i} [{", ".join(9 * [f"*b{i - 1}" if i else "*a"])}]' for i in range(30))
+YAML = {  # what no recipe needs, and what the message holds after the name
+    'a billion laughs': (BOMB, ' has the alias *a (line 2). Write out what it stands for.'),
+    'a list in itself': ('&a [*a]', ' has the alias *a (line 1)'),
+    'keys in themselves': ('&a {fit: *a}', ' has the alias *a (line 1)'),
+    'deep lists': ('[' * 40000, ' has more than 50 levels (line 1).'),
+    'deep keys': ('{a: ' * 10000, ' has more than 50 levels (line 1).'),
+    'deep blocks': ('- ' * 20000, ' has more than 50 levels (line 1).'),
+    'a key twice': ('fit: {lr: 1, epochs: 2, lr: 3}', " has the key 'lr' twice (line 1). Leave one out."),
+    'much text': ('#' * 50001, ' has more than 50,000 characters, which is no recipe.'),
+    'a long number': ('seed: ' + '9' * 40000, ' no YAML: '),
+    'a date that is none': ('seed: 2001-13-32', ' no YAML: month must be in 1..12'),
+    'a tag': ('!!python/object/apply:os.system [ls]', ' no YAML: could not determine a constructor for the tag'),
+    'an empty number': ('!!int ""', ' no YAML: '),
+    'a truth that is none': ('!!bool x', ' no YAML: '),
+    'a time that is none': ('!!timestamp x', ' no YAML: '),
+    'a character that is none': ('a\0b', ' no YAML: unacceptable character'),
+}
+
+
+@pytest.mark.parametrize('name', YAML)
+def test_yaml_of_strangers_is_refused_at_once(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text, message = YAML[name]
+    (tmp_path / 'a.yaml').write_text(text)
+    start = time.process_time()
+    for read, shown in ((lambda: Recipe.load('a.yaml'), "'a.yaml'"), (lambda: load_recipes(['a.yaml']), "'a.yaml'"),
+                        (lambda: recipe(f'model_args={text}'), f"'model_args={text[:20]}")):
+        with pytest.raises(ValueError) as e:
+            read()
+        found = str(e.value)
+        assert found.startswith(shown) and message in found and len(found) < 500
+    assert time.process_time() - start < 10
+    assert main(['distill', 'a.yaml', 'nowhere', 'out']) == 2 and capsys.readouterr().err.count('\n') == 1
+
+
+def test_changes_that_are_deep_and_files_that_are_no_text(tmp_path):
+    with pytest.raises(ValueError, match=r"'ode\.a\.a\..* has 5001 levels, and a recipe has at most 50") as e:
+        recipe(f"ode{'.a' * 5000}=1")
+    assert len(str(e.value)) < 200
+    (tmp_path / 'a.yaml').write_bytes(b'a: \xff')
+    for read in (Recipe.load, lambda path: load_recipes([path])):
+        with pytest.raises(ValueError, match="a.yaml' is no YAML: 'utf-8' codec"):
+            read(tmp_path / 'a.yaml')
+
+
 def test_changes_reach_every_place():
     made = recipe('stages.0.loss.kd_weight=0.5', 'ode.rank=4', 'ode.time=low_rank', 'fit.lr=1e-4', 'data.batch_size=null')
     assert made.settings(made.stages[0])[0] == {'kd_weight': 0.5} and made.config.rank == 4
@@ -154,6 +200,21 @@ def test_from_scratch_without_a_teacher(data, tmp_path):
     with pytest.raises(ValueError, match='trajectory_weight needs a teacher'):
         run(Recipe.load('scratch', ['loss.trajectory_weight=1', f'model_args={json.dumps(TINY)}']), data, tmp_path / 'new')
     assert not (tmp_path / 'new').exists()
+
+
+@pytest.mark.parametrize('channels', [1, 4])
+def test_from_scratch_on_other_channels(tmp_path, monkeypatch, channels):
+    monkeypatch.chdir(tmp_path)
+    y = np.arange(60) % 5
+    x = (40 * y[:, None, None, None] + np.random.default_rng(0).integers(0, 60, (60, 12, 12, channels))).astype(np.uint8)
+    np.savez('data.npz', x_train=x.squeeze(), y_train=y, x_test=x.squeeze(), y_test=y)  # grey: [N, S, S]
+    changes = [f'model_args={json.dumps(TINY)}', f'model_args.in_chans={channels}', 'data.batch_size=8', 'fit.epochs=8',
+               'fit.warmup_epochs=0', 'fit.lr=3e-3', 'fit.ema_decay=0.5']
+    assert main(['distill', 'scratch', 'data.npz', 'run', '--limit', '40', '--device', 'cpu', '--quiet',
+                 *(word for change in changes for word in ('--set', change))]) == 0
+    history = json.loads((tmp_path / 'run' / 'history.json').read_text())
+    assert history[-1]['task_loss'] < history[0]['task_loss']
+    assert timm.create_model('local-dir:run/best', pretrained=True).patch_embed.proj.weight.shape[1] == channels
 
 
 def test_fine_tunes_a_plain_model(data, tmp_path):

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import timm
-import yaml
 from torch import nn
 
 from .blocks import find_ode_blocks
 from .convert import count_parameters
 from .distill.engine import BEST, write_text
 from .evaluate import evaluate
-from .recipe import Recipe
+from .recipe import Recipe, read_yaml
 from .sources import WEIGHTS
 from .train import loaders, train
 
@@ -37,10 +36,7 @@ def load_recipes(paths: Sequence[Union[str, Path]], changes: Sequence[str] = ())
     """
     found: Dict[str, Recipe] = {}
     for path in paths:
-        try:
-            tree = yaml.safe_load(Path(path).read_text()) if Path(path).is_file() else None
-        except yaml.YAMLError as e:
-            raise ValueError(f"'{path}' is no YAML: {' '.join(str(e).split())}") from e
+        tree = read_yaml(path) if Path(path).is_file() else None
         if not isinstance(tree, dict) or 'variants' not in tree:
             named = {Path(path).stem: Recipe.load(path, changes)}
         else:

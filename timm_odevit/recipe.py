@@ -11,10 +11,12 @@ from .data import MixupLoader, array_loaders
 from .distill import TrajectoryDistillationTask, fit
 from .distill.engine import check_fit
 from .methods import suggest
+from .sources import one_line
 
-__all__ = ['PARTS', 'Recipe', 'Stage', 'builtin_recipes']
+__all__ = ['PARTS', 'Recipe', 'Stage', 'builtin_recipes', 'read_yaml']
 
 FOLDER = Path(__file__).parent / 'recipes'
+LONGEST, DEEPEST = 50_000, 50  # characters and levels of YAML that are read; ours have 2,200 and 4
 TASKS = ('stepwise', 'trajectory', 'labels')
 # parts of a model that a stage may train, and what their parameters' names hold
 PARTS: Dict[str, Tuple[str, ...]] = {
@@ -176,11 +178,7 @@ class Recipe:
             known = builtin_recipes()
             raise ValueError(f"There is no recipe '{name}'. {suggest(str(name), known)}Give a .yaml file, or one of: "
                              f"{', '.join(known)}.")
-        try:
-            tree = yaml.safe_load(path.read_text())
-        except yaml.YAMLError as e:
-            raise ValueError(f"'{name}' is no YAML: {' '.join(str(e).split())}") from e
-        return cls.from_dict(tree, changes, str(name))
+        return cls.from_dict(read_yaml(path, str(name)), changes, str(name))
 
     @classmethod
     def from_dict(cls, tree: Any, changes: Sequence[str] = (), name: str = 'recipe') -> 'Recipe':
@@ -188,13 +186,13 @@ class Recipe:
         tree = _section(name, tree) or {}
         for change in changes:
             key, equals, text = change.partition('=')
+            shown = change if len(change) <= 100 else f'{change[:100]} ...'
+            path = key.strip().split('.')
             if not equals:
-                raise ValueError(f"'{change}' is no change of a recipe, such as fit.lr=1e-3.")
-            try:
-                value = yaml.safe_load(text)
-            except yaml.YAMLError as e:
-                raise ValueError(f"'{change}' holds no YAML: {' '.join(str(e).split())}") from e
-            _set(tree, key.strip().split('.'), _number(value), change)
+                raise ValueError(f"'{shown}' is no change of a recipe, such as fit.lr=1e-3.")
+            if len(path) > DEEPEST:
+                raise ValueError(f"'{shown}' has {len(path)} levels, and a recipe has at most {DEEPEST}.")
+            _set(tree, path, _number(_parse(text, shown, 'holds no YAML')), shown)
         _known(name, tree, [f.name for f in fields(cls)])
         try:
             recipe = cls(**_numbers(tree))
@@ -221,6 +219,71 @@ class Recipe:
 def builtin_recipes() -> List[str]:
     """Names of the recipes that come with the package."""
     return sorted(path.stem for path in FOLDER.glob('*.yaml'))
+
+
+def read_yaml(path: Union[str, Path], name: Optional[str] = None) -> Any:
+    """What a YAML file holds, read within seconds and a few times its size in memory, whatever it is.
+
+    Args:
+        path: The file.
+        name: Its name in messages; by default its path.
+
+    Raises:
+        ValueError: It is no YAML, or has what recipes do not need: aliases, a key twice, many levels, much text.
+    """
+    name = name or str(path)
+    try:
+        with open(path, encoding='utf-8') as f:
+            text = f.read(LONGEST + 1)
+    except UnicodeDecodeError as e:
+        raise ValueError(f"'{name}' is no YAML: {e}") from None
+    return _parse(text, name, 'is no YAML')
+
+
+class _UnwantedError(Exception):
+    """What recipes do not need, and what makes small files large or endless."""
+
+    def __init__(self, what: str, mark: Any, advice: str = '') -> None:
+        super().__init__(f'{what} (line {mark.line + 1}).{advice}')
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without aliases, keys that come twice and more than `DEEPEST` levels."""
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            raise _UnwantedError(f'has the alias *{event.anchor}', event.start_mark, ' Write out what it stands for.')
+        if self.depth == DEEPEST:
+            raise _UnwantedError(f'has more than {DEEPEST} levels', event.start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise _UnwantedError(f"has the key '{key.value}' twice", key.start_mark, ' Leave one out.')
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _parse(text: str, name: str, wrong: str) -> Any:
+    if len(text) > LONGEST:
+        raise ValueError(f"'{name}' has more than {LONGEST:,} characters, which is no recipe.")
+    try:
+        return yaml.load(text, _Loader)
+    except _UnwantedError as e:
+        raise ValueError(f"'{name}' {e}") from None
+    except yaml.MarkedYAMLError as e:
+        line = f' (line {e.problem_mark.line + 1})' if e.problem_mark else ''
+        raise ValueError(f"'{name}' {wrong}: {', '.join(filter(None, (e.context, e.problem)))}{line}.") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as e:  # PyYAML's, of values such as 2001-13-32
+        raise ValueError(f"'{name}' {wrong}: {one_line(e)}") from None
 
 
 def _section(name: str, value: Any) -> Any:

@@ -1,6 +1,8 @@
 """Accuracy of a model, ODE-ViT or not, over several step counts."""
 import json
+import math
 import time
+import warnings
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
+from timm.data import resolve_input_data_config
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -17,6 +20,7 @@ from ..convert import count_parameters
 __all__ = ['AMP_DTYPES', 'Evaluation', 'Result', 'evaluate']
 
 AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
+NOTHING = -1  # the prediction for an image whose logits are NaN
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Result:
         images: Number of images.
         top1: Top-1 accuracy in percent.
         top5: Top-5 accuracy in percent (top-C with C < 5 classes).
-        loss: Mean cross-entropy in nats per image.
+        loss: Mean cross-entropy in nats per image; NaN if logits are, whose images count as wrong.
         agreement: Images on which the top-1 class is the teacher's, in percent; None without a teacher.
         kept: Share of the teacher's top-1 accuracy, in percent; None without a teacher.
         images_per_second: Speed of the forward pass, data loading not counted.
@@ -69,8 +73,10 @@ class Evaluation:
             f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows)
 
     def to_json(self, path: Optional[Union[str, Path]] = None) -> str:
-        """The results as JSON; also written to `path` if given."""
-        text = json.dumps([asdict(r) for r in self.results], indent=2) + '\n'
+        """The results as JSON, what is not finite as null; also written to `path` if given."""
+        rows = [{key: None if isinstance(value, float) and not math.isfinite(value) else value
+                 for key, value in asdict(r).items()} for r in self.results]
+        text = json.dumps(rows, indent=2, allow_nan=False) + '\n'
         if path is not None:
             Path(path).write_text(text)
         return text
@@ -94,14 +100,15 @@ def evaluate(
 
     Args:
         model: Model to measure, [B, C, H, W] to logits [B, classes].
-        loader: Batches (images [B, C, H, W], labels [B]), in the same order each time.
+        loader: Batches (images [B, C, H, W], labels [B]), in the same order each time; empty ones are left out.
         steps: Step counts to measure; None for the model as it is. Only for an ODE-ViT.
         teacher: Model to compare with; measured first, on the same images, normalised for it.
         amp_dtype: Run under autocast in this dtype, such as torch.bfloat16.
         progress: Show a progress bar.
 
     Returns:
-        One Result for the teacher, if any, and one for each step count.
+        One Result for the teacher, if any, and one for each step count. A warning says for how many images the logits
+        were NaN: they count as wrong.
 
     Raises:
         ValueError: The model has no steps to set, the loader is empty or shuffled, or labels do not fit the classes.
@@ -135,7 +142,7 @@ def evaluate(
         if reference is not None:
             if not torch.equal(labels, reference[0]):
                 raise ValueError('The loader gives images in another order each time. Make it with shuffle=False.')
-            agreement = 100 * (predicted == reference[1]).double().mean().item()
+            agreement = 100 * ((predicted == reference[1]) & (predicted != NOTHING)).double().mean().item()
             kept = 100 * found['top1'] / results[0].top1 if results[0].top1 else None
         results.append(Result(
             model='model' if teacher is None else 'student', agreement=agreement, kept=kept, **found))
@@ -156,6 +163,8 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
     try:
         with torch.inference_mode(), autocast:
             for images, labels in tqdm(loader, desc=name, leave=False, disable=not progress):
+                if not len(labels):
+                    continue
                 dtype = parameter.dtype if amp_dtype is None else images.dtype
                 images, labels = images.to(device, dtype), labels.to(device)
                 if scale is not None:
@@ -167,12 +176,13 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
                 logits = model(images)
                 _synchronize(device)
                 seconds += time.perf_counter() - start
-                if labels.numel() and int(labels.max()) >= logits.shape[1]:
+                if int(labels.max()) >= logits.shape[1]:
                     raise ValueError(
                         f'The data has label {int(labels.max())}, but the model has {logits.shape[1]} classes. '
                         'Create the model with the num_classes of the data.')
                 logits = logits.float()
-                top = logits.topk(min(5, logits.shape[1])).indices
+                nan = logits.isnan().any(dim=1, keepdim=True)  # topk takes NaN for the largest
+                top = logits.topk(min(5, logits.shape[1])).indices.masked_fill(nan, NOTHING)
                 hits = top.eq(labels[:, None])
                 correct1 += hits[:, 0].sum().item()
                 correct5 += hits.any(dim=1).sum().item()
@@ -185,8 +195,11 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
             module.training = mode
     if not labels_seen:
         raise ValueError('The loader gave no images.')
-    seen = torch.cat(labels_seen)
-    n = len(seen)
+    seen, first = torch.cat(labels_seen), torch.cat(predicted)
+    n, without = len(seen), int((first == NOTHING).sum())
+    if without:
+        warnings.warn(f'{name}: the logits of {without} of {n} images are NaN. They count as wrong.', RuntimeWarning,
+                      stacklevel=3)
     evaluations = None
     if blocks:
         evaluations = nfe / n if blocks[0].config.adaptive else sum(b.nfe for b in blocks)
@@ -194,16 +207,19 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
         steps=sum(b.steps for b in blocks) if blocks else None, nfe=evaluations, parameters=count_parameters(model),
         images=n, top1=100 * correct1 / n, top5=100 * correct5 / n, loss=loss.item() / n,
         images_per_second=n / seconds)
-    return found, (seen, torch.cat(predicted))
+    return found, (seen, first)
 
 
 def _renormalisation(model: Any, teacher: Any) -> Tuple[Optional[Tensor], Optional[Tensor]]:
     """Scale and shift [1, C, 1, 1] from images normalised for the model to images normalised for the teacher."""
-    cfgs = [getattr(m, 'pretrained_cfg', None) or {} for m in (model, teacher)]
-    if any(key not in cfg for cfg in cfgs for key in ('mean', 'std')):
+    if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in (model, teacher) for key in ('mean', 'std')):
         return None, None
+    cfgs = [resolve_input_data_config(m) for m in (model, teacher)]
     mean, mean_t = (torch.tensor(cfg['mean']).view(1, -1, 1, 1) for cfg in cfgs)
     std, std_t = (torch.tensor(cfg['std']).view(1, -1, 1, 1) for cfg in cfgs)
+    if mean.shape != mean_t.shape:
+        raise ValueError(f'The teacher takes images of {mean_t.shape[1]} channels, the model of {mean.shape[1]}. '
+                         'Compare like with like.')
     if torch.equal(mean, mean_t) and torch.equal(std, std_t):
         return None, None
     return std / std_t, (mean - mean_t) / std_t
