@@ -15,7 +15,7 @@ from ..families import find_sites
 from ..spans import Seen, check_images, watch_blocks
 from .engine import HISTORY, LAST, fit
 from .losses import over_processes
-from .task import TrainingPass, TrajectoryDistillationTask, check_apart, check_student
+from .task import Renormalised, TrainingPass, TrajectoryDistillationTask, check_apart, check_student
 
 __all__ = ['StepwiseTask', 'calibrate_']
 
@@ -55,6 +55,7 @@ class StepwiseTask(TrainingTask):
                 raise ValueError(
                     f'The student runs over {ode.config.grid[1]:g} units of time beside {kept} kept layers, and the '
                     f'teacher has {len(blocks)} layers: no step has a state to end at. Convert with T=None.')
+        self.for_teacher = Renormalised(student, teacher, self.device)
         self.teacher = teacher.requires_grad_(False).eval()
         self.trainable_module: Any = _Steps(student)
 
@@ -62,7 +63,7 @@ class StepwiseTask(TrainingTask):
         """Compute the loss of one batch.
 
         Args:
-            input: Images [B, C, H, W].
+            input: Images [B, C, H, W], normalised for the student.
             target: A Recorded batch with the states of the teacher, or anything else, which is not used.
 
         Returns:
@@ -71,7 +72,7 @@ class StepwiseTask(TrainingTask):
         """
         recorded = hasattr(target, 'states')
         with torch.no_grad(), watch_blocks(self.runs) as seen:
-            output = self.teacher(input[:1] if recorded else input)  # one image shows what is handed to the blocks
+            output = self.teacher(self.for_teacher(input[:1] if recorded else input))  # one image shows what is handed to the blocks
         if recorded:
             output, seen = target.output, [(target.states, seen[0][1])]
         return {'loss': self.trainable_module(seen), 'output': output}
@@ -158,7 +159,7 @@ def calibrate_(
     Args:
         model: Converted model.
         teacher: The model that it was converted from, kept by `copy.deepcopy` before `convert_`.
-        images: Images [N, C, H, W], normalised for both models, or a loader with a length, of such batches or of
+        images: Images [N, C, H, W], normalised for the model, or a loader with a length, of such batches or of
             (images, labels), of which the labels are not used.
         epochs: Epochs of the first and of the second part; the second must be 0 for a model without a sequence of
             tokens to follow as a whole (Swin, SAM, NaFlexViT, MLP-Mixer).
@@ -217,8 +218,8 @@ def _check_resume(folders: Sequence[Optional[Path]], epochs: Sequence[int], resu
     if (second / LAST).exists() and (first / HISTORY).exists() and len(
             json.loads((first / HISTORY).read_text())) < epochs[0]:
         raise ValueError(
-            f"'{first.parent}' is in its second part already, and was told of fewer epochs for the first. Calibrate "
-            'into another folder.')
+            f"'{first.parent}' has already started unrolled training after fewer stepwise epochs. Calibrate into another "
+            'folder.')
 
 
 class _Batches:

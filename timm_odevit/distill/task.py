@@ -6,19 +6,20 @@ from itertools import pairwise
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import group_parameters
 from timm.task import DistillationTeacher, TrainingTask
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..blocks import OdeBlocks, find_ode_blocks
+from ..evaluate import renormalisation
 from ..families import field_class
+from ..merge import check_not_merged
 from ..spans import watch_blocks
 from .checkpoints import distance_times, hidden_states, match, state_at, uniform_times
 from .losses import attention_loss, jasmin_loss, logit_loss, trajectory_loss
 
-__all__ = ['TrainingPass', 'TrajectoryDistillationTask', 'check_apart', 'check_student', 'step_counts']
+__all__ = ['Renormalised', 'TrainingPass', 'TrajectoryDistillationTask', 'check_apart', 'check_student', 'step_counts']
 
 
 class TrajectoryDistillationTask(TrainingTask):
@@ -147,10 +148,7 @@ class TrajectoryDistillationTask(TrainingTask):
         self.trainable_module: Any = _Unrolled(student, jasmin_k, jasmin_evaluations)
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
         self.update, self.updates, self.seed, self.drawn = 0, 0, 0, host.blocks.steps
-        cfg = getattr(student, 'pretrained_cfg', None) or {}
-        for name, default in (('mean', IMAGENET_DEFAULT_MEAN), ('std', IMAGENET_DEFAULT_STD)):  # timm's teacher's too
-            buffer = torch.tensor(cfg.get(name, default), device=self.device, dtype=self.dtype)
-            self.register_buffer(f'student_{name}', buffer.view(1, -1, 1, 1), persistent=False)
+        self.for_teacher = Renormalised(student, teacher, device, dtype) if teacher is not None else None
 
     def _check(self, jasmin_k: int, jasmin_evaluations: int, host: Any) -> None:
         names = ('cls', 'register', 'patch')
@@ -276,10 +274,9 @@ class TrajectoryDistillationTask(TrainingTask):
         if hasattr(target, 'states'):
             output, states = target.output, target.states
         else:
-            mean, std = self.get_buffer('student_mean'), self.get_buffer('student_std')
             teacher: Any = self.teacher.model
             with watch_blocks([list(teacher.blocks)]) as seen:
-                output = teacher(self.teacher.normalize_input(input, mean, std))
+                output = teacher(self.for_teacher(input))
             states = seen[0][0]
         last, fields = self._last
         wanted = self.weights['attention'] > 0
@@ -346,6 +343,18 @@ class TrajectoryDistillationTask(TrainingTask):
         while inner is not None and not isinstance(inner, TrainingPass):
             inner = getattr(inner, 'module', None)
         return inner.student if inner is not None else found
+
+
+class Renormalised(nn.Module):
+    """Images [B, C, H, W] that are normalised for a student, as its teacher wants them."""
+
+    def __init__(self, student: nn.Module, teacher: nn.Module, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        for name, tensor in zip(('scale', 'shift'), renormalisation(student, teacher), strict=True):
+            self.register_buffer(name, None if tensor is None else tensor.to(device, dtype), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images if self.scale is None else images * self.scale + self.shift  # type: ignore[operator]
 
 
 class TrainingPass(nn.Module):
@@ -447,7 +456,9 @@ def step_counts(steps: Sequence[float], own: int) -> List[int]:
 
 
 def check_student(student: Any) -> None:
-    """Raise TypeError for a student that is not an ODE-ViT."""
+    """Raise TypeError for a student that is not an ODE-ViT, ValueError for one that is merged."""
+    if isinstance(student, nn.Module):
+        check_not_merged(student)
     if not isinstance(student, nn.Module) or not find_ode_blocks(student):
         raise TypeError(
             f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')

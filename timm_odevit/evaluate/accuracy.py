@@ -16,8 +16,9 @@ from tqdm import tqdm
 
 from ..blocks import find_ode_blocks
 from ..convert import count_parameters
+from ..patches import evaluating
 
-__all__ = ['AMP_DTYPES', 'Evaluation', 'Result', 'evaluate']
+__all__ = ['AMP_DTYPES', 'Evaluation', 'Result', 'evaluate', 'renormalisation']
 
 AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
 NOTHING = -1  # the prediction for an image whose logits are NaN
@@ -131,7 +132,7 @@ def evaluate(
     results: List[Result] = []
     reference = None
     if teacher is not None:
-        scale, shift = _renormalisation(model, teacher)
+        scale, shift = renormalisation(model, teacher)
         found, reference = _measure(teacher, loader, amp_dtype, progress, 'teacher', scale, shift)
         results.append(Result(model='teacher', agreement=None, kept=100., **found))
     for count in counts:
@@ -154,45 +155,39 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
     parameter = next(model.parameters())
     device = parameter.device
     autocast = torch.autocast(device.type, amp_dtype) if amp_dtype is not None else nullcontext()
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
     correct1 = correct5 = seconds = nfe = 0.
     loss = torch.zeros((), dtype=torch.float64)
     labels_seen: List[Tensor] = []
     predicted: List[Tensor] = []
-    try:
-        with torch.inference_mode(), autocast:
-            for images, labels in tqdm(loader, desc=name, leave=False, disable=not progress):
-                if not len(labels):
-                    continue
-                dtype = parameter.dtype if amp_dtype is None else images.dtype
-                images, labels = images.to(device, dtype), labels.to(device)
-                if scale is not None:
-                    images = images * scale.to(images) + shift.to(images)
-                if not labels_seen:
-                    model(images)  # the first pass is slower than the others, and is not timed
-                _synchronize(device)
-                start = time.perf_counter()
-                logits = model(images)
-                _synchronize(device)
-                seconds += time.perf_counter() - start
-                if int(labels.max()) >= logits.shape[1]:
-                    raise ValueError(
-                        f'The data has label {int(labels.max())}, but the model has {logits.shape[1]} classes. '
-                        'Create the model with the num_classes of the data.')
-                logits = logits.float()
-                nan = logits.isnan().any(dim=1, keepdim=True)  # topk takes NaN for the largest
-                top = logits.topk(min(5, logits.shape[1])).indices.masked_fill(nan, NOTHING)
-                hits = top.eq(labels[:, None])
-                correct1 += hits[:, 0].sum().item()
-                correct5 += hits.any(dim=1).sum().item()
-                loss += F.cross_entropy(logits, labels, reduction='sum').double().cpu()
-                nfe += len(labels) * sum(b.nfe for b in blocks)
-                labels_seen.append(labels.cpu())
-                predicted.append(top[:, 0].cpu())
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with evaluating(model), torch.inference_mode(), autocast:
+        for images, labels in tqdm(loader, desc=name, leave=False, disable=not progress):
+            if not len(labels):
+                continue
+            dtype = parameter.dtype if amp_dtype is None else images.dtype
+            images, labels = images.to(device, dtype), labels.to(device)
+            if scale is not None:
+                images = images * scale.to(images) + shift.to(images)
+            if not labels_seen:
+                model(images)  # the first pass is slower than the others, and is not timed
+            _synchronize(device)
+            start = time.perf_counter()
+            logits = model(images)
+            _synchronize(device)
+            seconds += time.perf_counter() - start
+            if int(labels.max()) >= logits.shape[1]:
+                raise ValueError(
+                    f'The data has label {int(labels.max())}, but the model has {logits.shape[1]} classes. '
+                    'Create the model with the num_classes of the data.')
+            logits = logits.float()
+            nan = logits.isnan().any(dim=1, keepdim=True)  # topk takes NaN for the largest
+            top = logits.topk(min(5, logits.shape[1])).indices.masked_fill(nan, NOTHING)
+            hits = top.eq(labels[:, None])
+            correct1 += hits[:, 0].sum().item()
+            correct5 += hits.any(dim=1).sum().item()
+            loss += F.cross_entropy(logits, labels, reduction='sum').double().cpu()
+            nfe += len(labels) * sum(b.nfe for b in blocks)
+            labels_seen.append(labels.cpu())
+            predicted.append(top[:, 0].cpu())
     if not labels_seen:
         raise ValueError('The loader gave no images.')
     seen, first = torch.cat(labels_seen), torch.cat(predicted)
@@ -210,8 +205,15 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
     return found, (seen, first)
 
 
-def _renormalisation(model: Any, teacher: Any) -> Tuple[Optional[Tensor], Optional[Tensor]]:
-    """Scale and shift [1, C, 1, 1] from images normalised for the model to images normalised for the teacher."""
+def renormalisation(model: Any, teacher: Any) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    """Scale and shift [1, C, 1, 1] from images normalised for a model to images normalised for its teacher.
+
+    Returns:
+        Two tensors; None twice where both want the same, or one does not say what it wants.
+
+    Raises:
+        ValueError: They take images of other numbers of channels.
+    """
     if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in (model, teacher) for key in ('mean', 'std')):
         return None, None
     cfgs = [resolve_input_data_config(m) for m in (model, teacher)]
