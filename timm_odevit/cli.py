@@ -26,6 +26,7 @@ from .data import folder_loader, image_loader
 from .distill import calibrate_
 from .distill.engine import BEST
 from .evaluate import AMP_DTYPES, evaluate
+from .files import OWN, locked, repair
 from .hub import push_to_hub, save_pretrained
 from .methods import METHODS, suggest
 from .recipe import Recipe, builtin_recipes
@@ -105,9 +106,10 @@ def _calibrate(args: argparse.Namespace) -> None:
         _refuse_existing(args.out, force=False)
     student, teacher = _load(args.student, args), _load(args.teacher, args)
     loader = image_loader(args.images, student, batch_size=args.batch_size, workers=args.workers)
-    calibrate_(student, teacher, loader, epochs=args.epochs, lr=args.lr, unrolled_lr=args.unrolled_lr, out=args.out,
-               resume=args.resume, amp=args.amp, seed=args.seed, progress=not args.quiet)
-    best = save_pretrained(student, Path(args.out) / 'best')
+    with locked(args.out):
+        calibrate_(student, teacher, loader, epochs=args.epochs, lr=args.lr, unrolled_lr=args.unrolled_lr, out=args.out,
+                   resume=args.resume, amp=args.amp, seed=args.seed, progress=not args.quiet)
+        best = save_pretrained(student, Path(args.out) / BEST)
     print(f"saved {best}: timm.create_model('local-dir:{best}', pretrained=True)")
 
 
@@ -155,8 +157,9 @@ def _distill(args: argparse.Namespace) -> None:
 def _ablate(args: argparse.Namespace) -> None:
     recipes = load_recipes(args.recipes, args.set)
     teacher = _load(args.teacher, args) if args.teacher else None
-    ablate(recipes, args.data, args.out, teacher=teacher, seeds=args.seeds, limit=args.limit, device=args.device,
-           progress=not args.quiet)
+    with locked(args.out):
+        ablate(recipes, args.data, args.out, teacher=teacher, seeds=args.seeds, limit=args.limit, device=args.device,
+               progress=not args.quiet)
     print((Path(args.out) / TABLE).read_text())
 
 
@@ -269,6 +272,7 @@ def _check_name(name: str) -> None:
         raise ValueError(f"'{name}' is a folder. For a saved model, type local-dir:{name}")
     source, model = parse_model_name(name)
     if source == 'local-dir':
+        repair(model)
         if not Path(model, CONFIG).is_file():
             raise ValueError(
                 f"There is no saved model in '{model}': it has no {CONFIG}. Make one: odevit convert MODEL {model}")
@@ -286,7 +290,7 @@ def _refuse_existing(out: str, force: bool) -> None:
     path = Path(out)
     if path.exists() and not path.is_dir():
         raise ValueError(f"'{out}' is a file. Give a folder to write to.")
-    if path.is_dir() and any(path.iterdir()) and not force:
+    if path.is_dir() and any(not p.name.startswith(OWN) for p in path.iterdir()) and not force:
         raise ValueError(
             f"'{out}' is not empty. Give another folder, or --force (convert) or --resume (calibrate, distill).")
 
