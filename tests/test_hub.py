@@ -369,6 +369,26 @@ def test_the_command_line_repairs_what_a_killed_save_left(vit, tmp_path):
     assert sorted(os.listdir(folder)) == PAIR
 
 
+def test_what_is_interrupted_twice_does_not_become_a_model(tmp_path):
+    for n in range(1, 100):
+        folder = tmp_path / str(n)
+        (folder / '.odevit-save-x' / 'before').mkdir(parents=True)
+        for name in PAIR:  # of which none was in place, nor anything before
+            (folder / '.odevit-save-x' / name).write_text('new')
+        (folder / 'model.safetensors').write_text("somebody else's")
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(patch, n, 'from')
+            try:
+                files.repair(folder)
+                break
+            except KeyboardInterrupt:
+                pass
+        files.repair(folder)
+        assert (folder / 'model.safetensors').read_text() == "somebody else's"
+        assert set(os.listdir(folder)) <= {'model.safetensors', '.odevit-save.lock'}
+    assert n > 5 and os.listdir(folder) == ['model.safetensors']
+
+
 @pytest.mark.parametrize('error', [NotImplementedError('no flock'), OSError(errno.ENOLCK, 'No locks available')],
                          ids=lambda e: type(e).__name__)
 def test_without_locks_there_is_a_warning_and_nothing_of_others_is_removed(vit, tmp_path, monkeypatch, error):
