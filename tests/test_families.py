@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-from timm_odevit import merge_, merged_bytes, OdeConfig, StepwiseTask, calibrate_, convert_, save_pretrained
+from timm_odevit import OdeConfig, StepwiseTask, calibrate_, convert_, merge_, merged_bytes, save_pretrained
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=4, num_classes=5)
 SWIN = dict(img_size=32, patch_size=2, embed_dim=8, depths=(2, 4), num_heads=(2, 4), window_size=4, num_classes=5)

@@ -1,12 +1,23 @@
+import builtins
+import errno
+import io
 import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
 
 import pytest
 import timm
 import torch
+from filelock import FileLock
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
 
-from timm_odevit import OdeConfig, convert_, save_pretrained
+from timm_odevit import OdeConfig, cli, convert_, files, hub, save_pretrained
 from timm_odevit.hub import describe
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, num_classes=5)
@@ -156,3 +167,244 @@ def test_weights_that_do_not_fit_are_refused(vit, tmp_path):
     save_file(state, path)
     with pytest.raises(RuntimeError, match='Missing key'):
         load(tmp_path / 'a')
+
+
+# --- interruptions
+
+OPERATIONS = [(os, name) for name in ('open', 'replace', 'rename', 'mkdir', 'unlink', 'rmdir', 'fsync')] + [
+    (builtins, 'open'), (io, 'open'), (hub, 'save_file'), (hub, 'save_for_hf')]
+PAIR = ['config.json', 'model.safetensors']
+
+
+def stop_at(monkeypatch, n, how):
+    """Raise KeyboardInterrupt at the n-th operation on files: 'before' or 'after' it, or at all 'from' it on, as if killed."""
+    calls = []
+
+    def wrap(original):
+        def operation(*args, **kwargs):
+            calls.append(1)
+            mine = len(calls)
+            if (how == 'before' and mine == n) or (how == 'from' and mine >= n):
+                raise KeyboardInterrupt
+            try:
+                found = original(*args, **kwargs)
+            except OSError:  # a folder that is there already
+                if how == 'after' and mine == n:
+                    raise KeyboardInterrupt from None
+                raise
+            if how == 'after' and mine == n:
+                if original is os_open:
+                    os.close(found)
+                raise KeyboardInterrupt
+            return found
+        return operation
+    os_open = os.open
+    for module, name in OPERATIONS:
+        monkeypatch.setattr(module, name, wrap(getattr(module, name)))
+
+
+def pair(folder):
+    """Steps that config.json says, and a number out of the weights; None without a config.json."""
+    if not (folder / 'config.json').is_file():
+        return None
+    steps = json.loads((folder / 'config.json').read_text())['model_args']['ode_steps']
+    return steps, load_file(folder / 'model.safetensors')['head.bias'][0].item()
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """Two models, (3, 3.) and (steps, 5.) by `pair`; described once, so that hundreds of saves take seconds."""
+    def build(steps):
+        models = [timm.create_model('odevit_tiny', **TINY, ode_steps=k).eval() for k in (3, steps)]
+        for model, value in zip(models, (3., 5.)):
+            torch.nn.init.constant_(model.head.bias, value)
+        known = {id(model): hub._describe(model, None, None) for model in models}
+        monkeypatch.setattr(hub, '_describe', lambda model, *args: known[id(model)])
+        return models
+    return build
+
+
+@pytest.mark.parametrize('how', ['before', 'after', 'from'])
+@pytest.mark.parametrize('case', ['new folder', 'other settings', 'same settings'])
+def test_an_interrupt_at_any_operation_leaves_the_old_or_the_new_model(two, tmp_path, case, how):
+    steps = 3 if case == 'same settings' else 5
+    old, new = two(steps)
+    save_pretrained(old, tmp_path / 'old')
+    allowed = {'new folder': {None, (5, 5.)}}.get(case, {(3, 3.), (steps, 5.)})
+    seen = set()
+    for n in range(1, 1000):
+        folder = tmp_path / str(n)
+        if case != 'new folder':
+            shutil.copytree(tmp_path / 'old', folder)
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(patch, n, how)
+            try:
+                save_pretrained(new, folder)
+                break
+            except KeyboardInterrupt:
+                pass
+        seen.add(pair(folder))
+        if how == 'from':
+            assert seen <= {*allowed, None}, n
+            if folder.exists():
+                files.repair(folder)
+            if n % 2:  # and the other half by the next save alone
+                assert pair(folder) in allowed and (not folder.exists() or set(os.listdir(folder)) <= {*PAIR, '.odevit-save.lock'})
+        else:
+            assert seen <= allowed, n
+        save_pretrained(new, folder)
+        assert pair(folder) == (steps, 5.) and sorted(os.listdir(folder)) == PAIR
+    assert n > 20 and allowed <= seen | {pair(folder)}
+    assert (None in seen) == (case == 'new folder' or (how, case) == ('from', 'other settings'))
+
+
+def test_killed_at_any_moment_the_folder_holds_a_model_that_belongs_together(tmp_path):
+    code = """
+        import itertools, json, os, signal, sys, time
+        import timm, torch
+        from safetensors.torch import load_file
+        from timm_odevit import files, hub
+
+        models = []
+        for steps in (3, 5):
+            model = timm.create_model('odevit_tiny', img_size=16, patch_size=4, embed_dim=32, num_heads=2, ode_steps=steps)
+            torch.nn.init.constant_(model.head.bias, float(steps))
+            models.append(model)
+        known = {id(model): hub._describe(model, None, None) for model in models}
+        hub._describe = lambda model, *args: known[id(model)]  # so that most of the time is spent on files
+        hub.save_pretrained(models[0], 'model')
+        left = 0
+        for i in range(25):
+            child = os.fork()
+            if not child:
+                for model in itertools.cycle(models):
+                    hub.save_pretrained(model, 'model')
+            time.sleep(0.05 + 0.0113 * i)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            names = [name for name in os.listdir('model') if name.startswith('.odevit-save-')]
+            left += len(names)
+            assert len(names) <= 1, names
+            if os.path.exists('model/config.json'):
+                steps = json.load(open('model/config.json'))['model_args']['ode_steps']
+                assert load_file('model/model.safetensors')['head.bias'][0] == steps
+            files.repair('model')
+            steps = json.load(open('model/config.json'))['model_args']['ode_steps']
+            assert load_file('model/model.safetensors')['head.bias'][0] == steps
+        hub.save_pretrained(models[1], 'model')
+        print(left, sorted(os.listdir('model')))
+        """
+    done = subprocess.run([sys.executable, '-c', textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    left, names = done.stdout.split(maxsplit=1)
+    assert int(left) > 3 and names.strip() == str(PAIR)
+    assert load(tmp_path / 'model').blocks.steps == 5
+
+
+def test_a_save_writes_inside_of_the_folder_only(vit, tmp_path, monkeypatch):
+    (tmp_path / 'real').mkdir()
+    (tmp_path / 'link').symlink_to('real')
+    seen = []
+
+    def look(*args, **kwargs):
+        seen.append(sorted(os.listdir(tmp_path)))
+        save_file(*args, **kwargs)
+    monkeypatch.setattr(hub, 'save_file', look)
+    save_pretrained(vit(), tmp_path / 'link')
+    assert seen == [['link', 'real']] and (tmp_path / 'link').is_symlink() and sorted(os.listdir(tmp_path / 'real')) == PAIR
+
+
+def test_a_save_neither_disturbs_nor_joins_another_one(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, '_WAIT', 0.1)
+    old, new = two(5)
+    with files.staged(tmp_path / 'a', 'note') as aside:
+        (aside / 'note').write_text('mine')
+        refusals = []
+
+        def other():
+            try:
+                save_pretrained(new, tmp_path / 'a')
+            except OSError as e:
+                refusals.append(str(e))
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert len(refusals) == 1 and 'is in use by another process. Wait until it is done' in refusals[0]
+    assert os.listdir(tmp_path / 'a') == ['note'] and (tmp_path / 'a' / 'note').read_text() == 'mine'
+    save_pretrained(new, tmp_path / 'a')
+    assert sorted(os.listdir(tmp_path / 'a')) == [*PAIR, 'note']
+
+
+def test_a_disk_that_is_full_is_one_line(vit, tmp_path, monkeypatch, capsys):
+    save_pretrained(vit(), tmp_path / 'a')
+    before = {path.name: path.read_bytes() for path in (tmp_path / 'a').iterdir()}
+
+    def full(*args, **kwargs):
+        raise SafetensorError('Error while serializing: I/O error:\nNo space left on device (os error 28)')
+    monkeypatch.setattr(hub, 'save_file', full)
+    with pytest.raises(OSError, match="a/model.safetensors' could not be written: .* No space left on device"):
+        save_pretrained(vit(), tmp_path / 'a')
+    assert {path.name: path.read_bytes() for path in (tmp_path / 'a').iterdir()} == before
+    assert cli.main(['convert', f"local-dir:{tmp_path / 'a'}", str(tmp_path / 'b'), '--device', 'cpu']) == 2
+    error = capsys.readouterr().err
+    assert error.startswith('odevit: error: ') and error.count('\n') == 1 and 'No space left' in error
+    assert not (tmp_path / 'b').exists()
+
+
+def test_what_a_killed_convert_left_is_no_hindrance(vit, tmp_path):
+    save_pretrained(vit(), tmp_path / 'a')
+    (tmp_path / 'b' / '.odevit-save-x').mkdir(parents=True)
+    (tmp_path / 'b' / '.odevit-save-x' / 'config.json').write_text('{')
+    assert cli.main(['convert', f"local-dir:{tmp_path / 'a'}", str(tmp_path / 'b'), '--device', 'cpu']) == 0
+    assert sorted(os.listdir(tmp_path / 'b')) == PAIR
+
+
+def test_the_command_line_repairs_what_a_killed_save_left(vit, tmp_path):
+    folder = save_pretrained(vit(), tmp_path / 'a')
+    (folder / '.odevit-save-x' / 'before').mkdir(parents=True)
+    for name in PAIR:  # new ones, of which none is in place yet
+        (folder / '.odevit-save-x' / name).write_text('')
+    os.replace(folder / 'config.json', folder / '.odevit-save-x' / 'before' / 'config.json')
+    assert cli.main(['convert', f'local-dir:{folder}', str(tmp_path / 'b'), '--device', 'cpu']) == 0
+    assert sorted(os.listdir(folder)) == PAIR
+
+
+def test_what_is_interrupted_twice_does_not_become_a_model(tmp_path):
+    for n in range(1, 100):
+        folder = tmp_path / str(n)
+        (folder / '.odevit-save-x' / 'before').mkdir(parents=True)
+        for name in PAIR:  # of which none was in place, nor anything before
+            (folder / '.odevit-save-x' / name).write_text('new')
+        (folder / 'model.safetensors').write_text("somebody else's")
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(patch, n, 'from')
+            try:
+                files.repair(folder)
+                break
+            except KeyboardInterrupt:
+                pass
+        files.repair(folder)
+        assert (folder / 'model.safetensors').read_text() == "somebody else's"
+        assert set(os.listdir(folder)) <= {'model.safetensors', '.odevit-save.lock'}
+    assert n > 5 and os.listdir(folder) == ['model.safetensors']
+
+
+@pytest.mark.parametrize('error', [NotImplementedError('no flock'), OSError(errno.ENOLCK, 'No locks available')],
+                         ids=lambda e: type(e).__name__)
+def test_without_locks_there_is_a_warning_and_nothing_of_others_is_removed(vit, tmp_path, monkeypatch, error):
+    def acquire(self, **kwargs):
+        raise error
+    monkeypatch.setattr(FileLock, 'acquire', acquire)
+    (tmp_path / 'a' / '.odevit-save-x').mkdir(parents=True)
+    with pytest.warns(UserWarning, match=r"The file system of '.*a' has no locks"):
+        save_pretrained(vit(), tmp_path / 'a')
+    assert sorted(os.listdir(tmp_path / 'a')) == ['.odevit-save-x', *PAIR]
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_line(vit, tmp_path, monkeypatch):
+    def acquire(self, **kwargs):
+        raise OSError(errno.EROFS, 'Read-only file system', 'somewhere')
+    monkeypatch.setattr(FileLock, 'acquire', acquire)
+    with pytest.raises(OSError, match=r"^Cannot write to '.*a': Read-only file system\.$"):
+        save_pretrained(vit(), tmp_path / 'a')
+    assert not (tmp_path / 'a').exists()

@@ -341,6 +341,24 @@ def test_what_cannot_be_sent(hub, student, vit, tmp_path):
     assert not hub.repos
 
 
+def test_a_link_out_of_the_folder_is_not_followed(hub, student, tmp_path):
+    folder = save_pretrained(student, tmp_path / 'student')
+    (tmp_path / 'link').symlink_to('student')
+    assert push_to_hub(tmp_path / 'link', 'org/a', dry_run=True).files.keys() == {'config.json', 'model.safetensors'}
+    (tmp_path / 'secret').write_text('mine')
+    (tmp_path / 'secrets').mkdir()
+    for name, target in (('README.md', 'secret'), ('test', 'secrets'), ('results.json', 'nowhere'), ('earlier.yaml', 'earlier.yaml')):
+        (folder / name).symlink_to(tmp_path / target if target != name else name)
+        with pytest.raises(ValueError, match=f"'{folder / name}' is a link to '.*', which is not in the folder. Put a copy in its place"):
+            push_to_hub(folder, 'org/a')
+        (folder / name).unlink()
+    weights = (folder / 'model.safetensors').rename(tmp_path / 'weights')
+    (folder / 'model.safetensors').symlink_to(weights)
+    with pytest.raises(ValueError, match="model.safetensors' is a link to '.*weights', which is not in the folder"):
+        push_to_hub(folder, 'org/a')
+    assert not hub.repos
+
+
 def test_the_command_line(hub, student, images, tmp_path, capsys):
     save_pretrained(student, tmp_path / 'student')
     push = ['push', f"local-dir:{tmp_path / 'student'}", 'org/student']

@@ -163,7 +163,7 @@ def test_an_exception_anywhere_in_the_block_leaves_no_trace(vit, images, config)
     for after in range(0, 3000, 31):
         count = 0
 
-        def trace(frame, event, arg):
+        def trace(frame, event, arg, after=after):
             nonlocal count
             count += event == 'call'
             if count > after:

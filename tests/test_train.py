@@ -16,13 +16,16 @@ import pytest
 import timm
 import torch
 import yaml
+from PIL import Image
 
 from timm_odevit import Recipe, save_pretrained, train
 from timm_odevit.ablate import load_recipes, table
 from timm_odevit.cli import main
 from timm_odevit.data import array_loaders
-from timm_odevit.distill.cache import CachedLoader
+from timm_odevit.distill import cache
+from timm_odevit.distill.cache import CachedLoader, fingerprint
 from timm_odevit.fields import NativeField
+from timm_odevit.files import locked
 from timm_odevit.recipe import DATA, FIT, LOSS, PARTS, Stage, builtin_recipes
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=5)
@@ -297,6 +300,55 @@ def test_a_cache_is_for_one_preprocessing_and_filled_by_one_run(vit, data, tmp_p
         CachedLoader(one.loader, timm.create_model('resnet10t', num_classes=5), tmp_path / 'cache')
 
 
+def caching(data, tmp_path, teacher, **kwargs):
+    return CachedLoader(array_loaders(data, teacher, batch_size=8)[0], teacher, tmp_path / 'cache', progress=False, **kwargs)
+
+
+@pytest.mark.parametrize('other', [dict(num_heads=4), dict(no_embed_class=True), dict(act_layer='relu')], ids=lambda d: next(iter(d)))
+def test_teachers_of_the_same_weights_and_another_architecture_share_no_cache(vit, data, tmp_path, other):
+    kept = dict(reg_tokens=0, class_token=False, global_pool='avg') if 'no_embed_class' in other else {}
+    one, two = vit(**kept), vit(**kept, **other)
+    two.load_state_dict(one.state_dict())
+    first = caching(data, tmp_path, one)
+    assert caching(data, tmp_path, two).folder != first.folder
+    assert caching(data, tmp_path, copy.deepcopy(one).train()).folder == first.folder
+
+
+def test_a_fingerprint_has_names_shapes_and_dtypes():
+    def of(**tensors):
+        model = torch.nn.Module()
+        for name, tensor in tensors.items():
+            model.register_buffer(name, tensor)
+        return fingerprint(model)
+    zeros = torch.zeros(4)
+    different = [of(a=zeros), of(b=zeros), of(a=zeros.view(2, 2)), of(a=zeros.int()), of(a=zeros[:2], b=zeros[2:]), of(a=zeros + 1)]
+    assert len(set(different)) == len(different) and of(a=zeros.clone()) == different[0]
+
+
+def test_states_beyond_half_precision_are_refused_and_leave_no_file(vit, data, tmp_path):
+    teacher = vit()
+    with torch.no_grad():
+        teacher.blocks[1].mlp.fc2.bias[3] = 60000.
+    assert np.isfinite(caching(data, tmp_path, teacher).states).all()
+    with torch.no_grad():
+        teacher.blocks[1].mlp.fc2.bias[3] = 1e5
+    with pytest.raises(ValueError, match=r'The states of the teacher reach 1e\+05, and cache keeps them in half precision, which ends at 65504'):
+        caching(data, tmp_path, teacher)
+    before = set((tmp_path / 'cache').rglob('*'))
+    ask, calls = cache._ask, []
+
+    def late(*args):
+        output, states = ask(*args)
+        calls.append(1)
+        return output, [1e5 + state if len(calls) == 2 else state for state in states]
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        teacher.blocks[1].mlp.fc2.bias[3] = 1.
+        patch.setattr(cache, '_ask', late)  # an image that the first look does not see
+        with pytest.raises(ValueError, match='The states of the teacher reach 1e'):
+            caching(data, tmp_path, teacher)
+    assert len(calls) == 2 and not [p for p in set((tmp_path / 'cache').rglob('*')) - before if p.suffix != '.lock']
+
+
 def test_a_model_with_batch_norm_is_trained_too(data, tmp_path):
     model = timm.create_model('xcit_nano_12_p16_224', img_size=16, patch_size=8, embed_dim=32, num_heads=2, depth=2, num_classes=5)
     run(recipe(ode=None, stages=[{'task': 'labels'}]), data, tmp_path / 'run', student=model)
@@ -357,6 +409,45 @@ def test_a_disk_that_is_full_stops_with_a_message_and_keeps_the_last_state(place
     after = {p: p.read_bytes() for p in (place / 'run').rglob('*') if p.is_file()}
     changed = {str(p.relative_to(place)) for p in after if after[p] != before.get(p)}
     assert changed <= {'run/recipe.yaml', *(f'run/stage1/best/{n}' for n in ('config.json', 'model.safetensors'))}
+
+
+def test_a_run_in_use_is_refused_by_every_command(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    images = np.random.default_rng(0).integers(0, 256, (18, 18, 3), dtype=np.uint8)
+    (place / 'images' / 'a').mkdir(parents=True)
+    Image.fromarray(images).save(place / 'images' / 'a' / 'a.png')
+    assert main(['convert', 'local-dir:teacher', 'student', '--device', 'cpu']) == 0
+    commands = [command('run')[3:], [*command('run')[3:], '--resume'],
+                ['ablate', 'quick.yaml', 'data.npz', 'run', '--teacher', 'local-dir:teacher', '--device', 'cpu', '--quiet'],
+                ['calibrate', 'local-dir:student', 'images', 'run', '--teacher', 'local-dir:teacher', '--device', 'cpu', '--quiet']]
+    with locked(place / 'run'):
+        before = os.listdir(place / 'run')
+        for args in commands:
+            capsys.readouterr()
+            assert main(args) == 2
+            assert capsys.readouterr().err == (
+                "odevit: error: 'run' is in use by another process. Wait until it is done, or give another folder.\n"), args
+            assert os.listdir(place / 'run') == before
+    assert not (place / 'run').exists()
+
+
+def test_the_best_model_of_a_run_is_put_in_place_as_one(vit, data, tmp_path, monkeypatch):
+    made, teacher = recipe(), vit()
+    run(made, data, tmp_path / 'run', teacher)
+    (tmp_path / 'run' / 'best' / 'config.json').write_text('{}')  # of another model
+    replace_file, steps = os.replace, []
+
+    def stop(source, target):
+        if os.path.dirname(target) == str(tmp_path / 'run' / 'best') and os.path.basename(target) == 'model.safetensors':
+            steps.append((tmp_path / 'run' / 'best' / 'config.json').exists())
+            raise KeyboardInterrupt
+        replace_file(source, target)
+    monkeypatch.setattr(os, 'replace', stop)
+    before = (tmp_path / 'run' / 'best' / 'model.safetensors').read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        run(made, data, tmp_path / 'run', teacher, resume=True)
+    assert steps == [False] and (tmp_path / 'run' / 'best' / 'config.json').read_text() == '{}'
+    assert (tmp_path / 'run' / 'best' / 'model.safetensors').read_bytes() == before
 
 
 def test_a_diverging_field_is_named_with_step_and_t(vit, data, tmp_path):

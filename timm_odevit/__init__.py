@@ -14,7 +14,7 @@ from .solvers import integrate
 from .train import train
 
 __all__ = [
-    'Conversion', 'Evaluation', 'Merged', 'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__',
-    'calibrate_', 'check_convertible', 'choose_size', 'convert_', 'evaluate', 'fit', 'from_torchvision', 'integrate',
-    'list_convertible', 'merge_', 'merged_bytes', 'push_to_hub', 'save_pretrained', 'train',
+    'Conversion', 'Evaluation', 'Merged', 'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask',
+    '__version__', 'calibrate_', 'check_convertible', 'choose_size', 'convert_', 'evaluate', 'fit', 'from_torchvision',
+    'integrate', 'list_convertible', 'merge_', 'merged_bytes', 'push_to_hub', 'save_pretrained', 'train',
 ]

@@ -12,8 +12,9 @@ from torch import nn
 
 from .blocks import find_ode_blocks
 from .convert import count_parameters
-from .distill.engine import BEST, write_text
+from .distill.engine import BEST, alone_in
 from .evaluate import evaluate
+from .files import to_json, write_text
 from .recipe import Recipe, read_yaml
 from .sources import WEIGHTS
 from .train import loaders, train
@@ -89,6 +90,9 @@ def ablate(
     Returns:
         For each recipe: name, parameters, seconds per epoch, and for each seed top-1 in percent at the recipe's number
         of steps, at half and at twice that.
+
+    Raises:
+        OSError: Another process uses the folder.
     """
     folder = Path(out)
     by_slug = {_slug(name): name for name in recipes}
@@ -98,28 +102,29 @@ def ablate(
         if by_slug[_slug(name)] != name:
             raise ValueError(f"'{name}' and '{by_slug[_slug(name)]}' would share a folder. Give them other names.")
     rows: List[Dict[str, Any]] = []
-    for name, recipe in recipes.items():
-        row: Dict[str, Any] = {
-            'name': name, 'parameters': 0, 'seconds': 0., 'diverged': 0, 'top1': [], 'half': [], 'double': []}
-        for seed in range(seeds):
-            place = folder / f'{_slug(name)}-{seed}'
-            seeded = replace(recipe, seed=seed)
-            try:
-                history = train(
-                    seeded, data, place, teacher=teacher, resume=(place / 'recipe.yaml').exists(), limit=limit,
-                    cache=folder / 'cache', device=device, progress=progress)
-            except FloatingPointError as e:  # one that diverges is a result
-                print(f'{name}, seed {seed}: {e}')
-                row['diverged'] += 1
-                continue
-            found = _measure(place, seeded, data, limit, device)
-            row['parameters'] = found.pop('parameters')
-            row['seconds'] = statistics.mean(record['seconds'] for record in history)
-            for key, value in found.items():
-                row[key].append(value)
-        rows.append(row)
-        write_text(folder / RECORD, json.dumps(rows, indent=2) + '\n')
-        write_text(folder / TABLE, table(rows))
+    with alone_in(folder):
+        for name, recipe in recipes.items():
+            row: Dict[str, Any] = {
+                'name': name, 'parameters': 0, 'seconds': 0., 'diverged': 0, 'top1': [], 'half': [], 'double': []}
+            for seed in range(seeds):
+                place = folder / f'{_slug(name)}-{seed}'
+                seeded = replace(recipe, seed=seed)
+                try:
+                    history = train(
+                        seeded, data, place, teacher=teacher, resume=(place / 'recipe.yaml').exists(), limit=limit,
+                        cache=folder / 'cache', device=device, progress=progress)
+                except FloatingPointError as e:  # one that diverges is a result
+                    print(f'{name}, seed {seed}: {e}')
+                    row['diverged'] += 1
+                    continue
+                found = _measure(place, seeded, data, limit, device)
+                row['parameters'] = found.pop('parameters')
+                row['seconds'] = statistics.mean(record['seconds'] for record in history)
+                for key, value in found.items():
+                    row[key].append(value)
+            rows.append(row)
+            write_text(folder / RECORD, to_json(rows))
+            write_text(folder / TABLE, table(rows))
     return rows
 
 

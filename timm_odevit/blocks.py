@@ -67,7 +67,8 @@ class OdeBlocks(nn.Module):
 
     def _lay(self, config: OdeConfig) -> None:
         self.solver = Solver(config, self.t).train(self.training)
-        names = [f'{kind}.{i}' for kind in ('before', 'solver', 'after') for i in range(len(self.get_submodule(kind)))]
+        kinds = (('before', self.before), ('solver', self.solver), ('after', self.after))
+        names = [f'{kind}.{i}' for kind, modules in kinds for i in range(len(modules))]
         self.feature_info[:] = [{**self._feature, 'module': f'blocks.{name}'} for name in names]
 
     @property
@@ -143,7 +144,7 @@ class OdeBlocks(nn.Module):
     def layers(self) -> List[int]:
         """For each block of the sequence, the layer of the base: the one in which a step starts, or its own."""
         last = self.config.blocks[1] if self.config.blocks else 0
-        steps = [int(step.t + 1e-6) for step in self._running]
+        steps = [int(step.t + 1e-6) for step in self.bound_steps]
         return [*range(int(self.t) - len(self.before), int(self.t)), *steps,
                 *range(last + 1, last + 1 + len(self.after))]
 
@@ -193,7 +194,7 @@ class OdeBlocks(nn.Module):
             The states at t = 0, T/K, ..., T [K + 1, B, N, D].
         """
         if self.config.adaptive:
-            return self._solve(x, [*(step.t for step in self._running), self.end], args, kwargs)
+            return self._solve(x, [*(step.t for step in self.bound_steps), self.end], args, kwargs)
         path = [x]
         for step, context in self._in_context(args, kwargs):
             path.append(step(path[-1], context))

@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 import timm
 import torch
 from safetensors import SafetensorError
-from timm.data import resolve_data_config
+from timm.data import resolve_input_data_config
 from timm.models import load_state_dict, parse_model_name
 from timm.utils import init_distributed_device
 from torch import nn
@@ -26,6 +26,7 @@ from .data import folder_loader, image_loader
 from .distill import calibrate_
 from .distill.engine import BEST
 from .evaluate import AMP_DTYPES, evaluate
+from .files import OWN, repair
 from .hub import push_to_hub, save_pretrained
 from .methods import METHODS, suggest
 from .recipe import Recipe, builtin_recipes
@@ -107,7 +108,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     loader = image_loader(args.images, student, batch_size=args.batch_size, workers=args.workers)
     calibrate_(student, teacher, loader, epochs=args.epochs, lr=args.lr, unrolled_lr=args.unrolled_lr, out=args.out,
                resume=args.resume, amp=args.amp, seed=args.seed, progress=not args.quiet)
-    best = save_pretrained(student, Path(args.out) / 'best')
+    best = save_pretrained(student, Path(args.out) / BEST)
     print(f"saved {best}: timm.create_model('local-dir:{best}', pretrained=True)")
 
 
@@ -259,7 +260,7 @@ def _overlay(name: str, checkpoint: str) -> Dict[str, Any]:
 
 
 def _size(model: Any) -> str:
-    channels, height, width = resolve_data_config({}, model=model)['input_size']
+    channels, height, width = resolve_input_data_config(model)['input_size']
     height, width = getattr(getattr(model, 'patch_embed', None), 'img_size', None) or (height, width)
     return f'{channels} x {height} x {width}'
 
@@ -269,6 +270,7 @@ def _check_name(name: str) -> None:
         raise ValueError(f"'{name}' is a folder. For a saved model, type local-dir:{name}")
     source, model = parse_model_name(name)
     if source == 'local-dir':
+        repair(model)
         if not Path(model, CONFIG).is_file():
             raise ValueError(
                 f"There is no saved model in '{model}': it has no {CONFIG}. Make one: odevit convert MODEL {model}")
@@ -286,7 +288,7 @@ def _refuse_existing(out: str, force: bool) -> None:
     path = Path(out)
     if path.exists() and not path.is_dir():
         raise ValueError(f"'{out}' is a file. Give a folder to write to.")
-    if path.is_dir() and any(path.iterdir()) and not force:
+    if path.is_dir() and any(not p.name.startswith(OWN) for p in path.iterdir()) and not force:
         raise ValueError(
             f"'{out}' is not empty. Give another folder, or --force (convert) or --resume (calibrate, distill).")
 

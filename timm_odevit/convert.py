@@ -149,8 +149,8 @@ def _check(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> Lis
                                ('init', not str(config.init).startswith('block:'))):
             if not value:
                 raise ValueError(
-                    f'{setting}={getattr(config, setting)!r} applies only to models with one sequence of blocks, and {name} '
-                    f'has {len(sites)} stages. Leave it out.')
+                    f'{setting}={getattr(config, setting)!r} applies only to models with one sequence of blocks, and '
+                    f'{name} has {len(sites)} stages. Leave it out.')
     if isinstance(config.steps, tuple) and len(config.steps) != len(sites):
         raise ValueError(f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} numbers of steps.')
     if len(sites) == 1:

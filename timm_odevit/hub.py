@@ -2,7 +2,6 @@
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,10 +22,11 @@ from torch import nn
 from .blocks import OdeBlocks, find_ode_blocks
 from .cards import model_card
 from .config import PREFIX, OdeConfig
+from .files import staged
 from .merge import check_not_merged
 from .sources import CONFIG, WEIGHTS, check_whole, one_line
 
-__all__ = ['Pushed', 'describe', 'push_to_hub', 'save_pretrained', 'save_reference']
+__all__ = ['Pushed', 'describe', 'push_to_hub', 'save_pretrained', 'save_reference', 'structure']
 
 CARD, REFERENCE = 'README.md', 'test/tensors.safetensors'
 # what a model's folder may hold to be sent; never a pickle
@@ -45,8 +45,10 @@ def save_pretrained(
 ) -> Path:
     """Save an ODE-ViT, or any timm model, in timm's own format: config.json and model.safetensors.
 
-    Both files are complete or not there at all, and a saved model is rebuilt once, without weights, to make sure that
-    the folder describes it. Settings are those of this moment, such as `model.blocks.steps`.
+    The folder holds the old model or the new one, also after an exception; a process that is killed in the very moment
+    in which one takes the other's place may leave no config.json, and then the next save puts that right. A model is
+    rebuilt once, without weights, to make sure that the folder describes it. Settings are those of this moment, such as
+    `model.blocks.steps`.
 
     Args:
         model: Model made by `timm.create_model`, converted or not; may be wrapped for compilation or distribution.
@@ -59,6 +61,7 @@ def save_pretrained(
 
     Raises:
         ValueError: The description would rebuild another model; the message names the first difference.
+        OSError: The files could not be written; what was there remains.
     """
     model = unwrap_model(model)
     if any(tensor.is_meta for tensor in model.state_dict().values()):
@@ -67,27 +70,18 @@ def save_pretrained(
     rebuilt.pretrained_cfg = getattr(model, 'pretrained_cfg', None) or rebuilt.pretrained_cfg
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"Cannot save to '{folder}': a file of that name exists. Give a folder.")
-    temporary = Path(tempfile.mkdtemp(prefix=f'.{folder.name}-', dir=folder.parent))
-    try:
+    with staged(folder, WEIGHTS, CONFIG) as aside:
         only_config: Any = None  # neither True nor False: timm writes no weights
-        save_for_hf(rebuilt, str(temporary), safe_serialization=only_config)
-        save_file(weights, temporary / WEIGHTS, metadata={'format': 'pt'})
-        path = temporary / CONFIG
+        save_for_hf(rebuilt, str(aside), safe_serialization=only_config)
+        save_file(weights, aside / WEIGHTS, metadata={'format': 'pt'})
+        path = aside / CONFIG
         config = json.loads(path.read_text())
         # timm takes the number of classes from the top, and transformers takes it from there only
         config.update(architecture=architecture, model_args={k: v for k, v in args.items() if k != 'num_classes'})
         if 'label_names' in config['pretrained_cfg']:  # where others look for them
             config['label_names'] = config['pretrained_cfg'].pop('label_names')
         path.write_text(json.dumps(config, indent=2) + '\n')
-        folder.mkdir(exist_ok=True)
-        (temporary / WEIGHTS).chmod(path.stat().st_mode)  # safetensors lets nobody else read it
-        for name in (WEIGHTS, CONFIG):
-            os.replace(temporary / name, folder / name)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        (aside / WEIGHTS).chmod(path.stat().st_mode)  # safetensors lets nobody else read it
     return folder
 
 
@@ -156,7 +150,8 @@ def push_to_hub(
         The files, with what became of each.
 
     Raises:
-        ValueError: The model cannot be described, its licence is not known, or the folder is not one of a saved model.
+        ValueError: The model cannot be described, its licence is not known, or the folder is not one of a saved model,
+            or has links out of it.
         OSError: The Hub refused; the message is one line.
     """
     send = partial(_send, repo_id=repo_id, private=private, revision=revision, create_pr=create_pr, message=message,
@@ -178,6 +173,7 @@ def push_to_hub(
         if value:
             raise ValueError(
                 f"A folder is sent as it is, so {name} has no effect. Change '{folder / CARD}', or give a model.")
+    _check_links(folder)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise ValueError(f"'{folder}' has no {CONFIG} and {WEIGHTS}. Make it with save_pretrained(model, folder).")
     check_whole(folder / WEIGHTS)
@@ -186,14 +182,24 @@ def push_to_hub(
     return send(folder, replace_card=True)
 
 
+def _check_links(folder: Path) -> None:
+    """Refuse a folder with links out of it: what they lead to may be somebody's secret."""
+    inside = os.path.realpath(folder)
+    for path in sorted(folder.rglob('*')):
+        if path.is_symlink() and not any(part.startswith('.') for part in path.relative_to(folder).parts):
+            target = os.path.realpath(path)
+            if not os.path.exists(target) or os.path.commonpath([inside, target]) != inside:
+                raise ValueError(f"'{path}' is a link to '{target}', which is not in the folder. Put a copy in its "
+                                 'place, or remove it.')
+
+
 def save_reference(model: nn.Module, folder: Path) -> None:
     """Store an input [2, C, H, W] and the model's output for it, so that others can check theirs."""
     size = resolve_model_data_config(model)['input_size']
     images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
     path = folder / REFERENCE
-    path.parent.mkdir(exist_ok=True)
-    with torch.no_grad():
-        save_file({'input': images, 'output': model.cpu().float()(images).contiguous()}, path)
+    with torch.no_grad(), staged(path.parent, path.name) as aside:
+        save_file({'input': images, 'output': model.cpu().float()(images).contiguous()}, aside / path.name)
 
 
 def _send(
@@ -311,7 +317,7 @@ def _describe(
         raise ValueError(f'A keyword of this model cannot be written as JSON ({e}). {hint}') from None
     with torch.device('meta'):
         rebuilt = timm.create_model(architecture, **args)
-    difference = _first_difference(_structure(model), _structure(rebuilt))
+    difference = _first_difference(structure(model), structure(rebuilt))
     if difference:
         raise ValueError(f'{architecture} with {args} would not rebuild this model: {difference}. {hint}')
     return architecture, args, rebuilt
@@ -325,7 +331,7 @@ def _settings(blocks: List[OdeBlocks]) -> OdeConfig:
     return config
 
 
-def _structure(model: nn.Module) -> List[str]:
+def structure(model: nn.Module) -> List[str]:
     """Kind and settings of every module but dropout, and the shape of every tensor, in order."""
     lines = []
     for name, module in model.named_modules():

@@ -24,12 +24,12 @@ class MergedBlocks(nn.Sequential):
 def merge_(model: nn.Module) -> 'Merged':
     """Give each step of an ODE-ViT whose block depends on time merged weights of its own, in place, for deployment.
 
-    A block that depends on time is merged with the residuals of a layer before every evaluation. That keeps one block in
-    memory, and takes time, which counts with few tokens. Merged once and for all, the model is as fast as its base, and
-    takes as much memory: one block a step, or one for each time at which a step evaluates its field;
+    A block that depends on time is merged with the residuals of a layer before every evaluation. That keeps one block
+    in memory, and takes time, which counts with few tokens. Merged once and for all, the model is as fast as its base,
+    and takes as much memory: one block a step, or one for each time at which a step evaluates its field;
     `merged_bytes(model)` says how much beforehand. The blocks are ordinary frozen modules, which hooks, TorchScript,
-    ONNX and quantisation take as any others. The number of steps is fixed meanwhile, and the model is neither saved nor
-    trained: call `restore()` first.
+    ONNX and quantisation take as any others. The number of steps is fixed meanwhile, and the model is neither saved
+    nor trained: call `restore()` first.
 
     Args:
         model: ODE-ViT with time 'vectors' or 'low_rank' and a fixed-step method.
@@ -113,8 +113,7 @@ def merged_bytes(model: nn.Module) -> int:
 
 
 def merged_steps(blocks: OdeBlocks) -> List[Step]:
-    """The steps of a fixed-step method as modules that own their field: merged, or where it does not depend on time, its own.
-    """
+    """The steps of a fixed-step method as modules that own their field: merged, if the field depends on time."""
     made: List[Any] = list(Solver(blocks.config, blocks.t))
     for step in made:
         field: Any = blocks.shared.select(step.t)

@@ -1,7 +1,7 @@
 """Modules that own nothing: a module's structure, settings and hooks, with other tensors in it.
 
-A model that runs must not be changed, for another thread may run it too. Where a module has to run with other weights, a
-skeleton is made for that call, filled, used and dropped.
+A model that runs must not be changed, for another thread may run it too. Where a module has to run with other weights,
+a skeleton is made for that call, filled, used and dropped.
 """
 import copy
 from collections import OrderedDict
@@ -18,7 +18,7 @@ Module = TypeVar('Module', bound=nn.Module)
 
 def run_with(module: nn.Module, tensors: Mapping[str, Tensor], *args: Any) -> Any:
     """Call a module with other tensors in it; see `skeleton`."""
-    if torch.compiler.is_dynamo_compiling():  # which simulates the exchange of tensors, and makes no modules before 2.13
+    if torch.compiler.is_dynamo_compiling():  # simulates the exchange of tensors; before 2.13, it makes no modules
         return functional_call(module, dict(tensors), args, tie_weights=False)
     return skeleton(module, tensors)(*args)
 

@@ -199,7 +199,8 @@ class Solver(nn.ModuleList):
 
     def bound(self, field: Field) -> Iterator[Step]:
         """The steps, each with the field that is in charge where it starts; an adaptive one with the whole."""
-        for step in self:
+        steps: Any = self
+        for step in steps:
             yield step.bound(field if self.config.adaptive else field.select(step.t))
 
 

@@ -2,7 +2,6 @@
 import copy
 from typing import TYPE_CHECKING, Any, List, Optional, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from .blocks import OdeBlocks
@@ -40,8 +39,9 @@ def scriptable_copy(model: nn.Module) -> nn.Module:
     clone.__dict__.pop('__prepare_scriptable__', None)
     clone._modules = dict(model._modules)
     steps: List[nn.Module] = [_Scriptable(step) if hasattr(step, 'advance') else step for step in chosen]
-    clone._modules['blocks'] = nn.Sequential(*steps)
-    clone._modules['blocks'].training = blocks.training
+    sequence = nn.Sequential(*steps)
+    sequence.training = blocks.training
+    clone._modules['blocks'] = sequence
     return clone
 
 

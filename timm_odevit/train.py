@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 import timm
 import torch
 import torch.distributed as dist
+from timm.data import resolve_input_data_config
 from timm.loss import SoftTargetCrossEntropy
 from timm.task import ClassificationTask, TrainingTask
 from torch import nn
@@ -19,9 +20,11 @@ from .convert import convert_
 from .data import ArrayLoader, MixupLoader, array_loaders, folder_loaders
 from .distill import StepwiseTask, TrajectoryDistillationTask, fit
 from .distill.cache import CachedLoader, hash_of
-from .distill.engine import BEST, HISTORY, count_updates, write_text
+from .distill.engine import BEST, HISTORY, alone_in, count_updates
+from .files import staged, to_json, write_text
 from .hub import describe
 from .recipe import PARTS, Recipe
+from .sources import CONFIG, WEIGHTS
 
 __all__ = ['build_student', 'loaders', 'train']
 
@@ -68,93 +71,98 @@ def train(
     Raises:
         ValueError: Recipe, models, data and folder do not fit; nothing is trained then.
         FloatingPointError: The loss stopped being finite; the files of the epoch before remain.
-        OSError: A file could not be written; what was written before remains.
+        OSError: A file could not be written, and what was written before remains; or another run uses the folder.
     """
     folder = Path(out)
     if student is not None:
         recipe = replace(recipe, ode=None)
     text = recipe.to_yaml()
-    if (folder / RECIPE).exists():
-        if not resume:
-            raise ValueError(f"'{out}' holds a run already. Pass resume=True to go on with it, or another folder.")
-        if _without_end(Recipe.load(folder / RECIPE)) != _without_end(recipe):
-            raise ValueError(f"'{folder / RECIPE}' is another recipe. Resume with that one, or start another folder.")
-    for model in (teacher, student):
-        if model is not None:
-            device = next(model.parameters()).device
-    if teacher is not None and recipe.model is not None:
-        raise ValueError(
-            f"The recipe names a model, '{recipe.model}', to train without a teacher. Leave one of them out.")
-    if teacher is not None and student is None and recipe.ode is None:
-        raise ValueError('ode is null, so the teacher itself would be trained. Give ode, or a student.')
-    host: Any = student if student is not None else teacher
-    if host is None:
-        host = _create(recipe, device)
-    if student is not None and teacher is not None and _normalisation(student) != _normalisation(teacher):
-        if recipe.cache or (recipe.loss or {}).get('checkpoints') == 'distance':
-            raise ValueError('Student and teacher want images normalised otherwise, so neither cache nor checkpoints '
-                             'by distance can be used.')
-    if recipe.cache and teacher is None:
-        raise ValueError('cache keeps what a teacher says, and there is none. Give one, or set cache to 0.')
-    train_loader, val_loader = loaders(recipe, data, host, limit=limit)
-    about = {'limit': limit, 'batches': len(train_loader), 'data sha256': _hash_of_data(train_loader, val_loader), **{
-        f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
-        for name, model in (('teacher', teacher), ('student', student))}}
-    if (folder / RUN).exists():
-        before = json.loads((folder / RUN).read_text())
-        for name, value in about.items():
-            if before.get(name) != value:
-                raise ValueError(f"'{out}' was made with {name} {before.get(name)}, this run has {value}. Resume with "
-                                 'what the first run had, or start another folder.')
-    calibration = _sample(val_loader, SAMPLE, recipe.seed).to(device)
-    if student is None:
-        student = build_student(recipe, host, images=calibration)
-    if recipe.grad_checkpointing:
-        student.set_grad_checkpointing()  # type: ignore[operator]
-    describe(student)  # better now than after the first epoch
-    for i, stage in enumerate(recipe.stages):
-        _named(student, stage.train, f'stages.{i}.train')
-    tasks = [_task(recipe, i, student, teacher, calibration) for i in range(len(recipe.stages))]
-    for stage in recipe.stages:
-        count_updates(train_loader, recipe.settings(stage)[1].get('accumulate', 1))
-    cached: Any = train_loader
-    if recipe.cache:
-        cached = CachedLoader(train_loader, teacher, cache or folder / 'cache', views=recipe.cache, progress=progress)
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()  # all have looked at the folder before the first writes to it
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / RECIPE).exists():
-            write_text(folder / RUN, json.dumps(about, indent=2) + '\n')
-            write_text(folder / RECIPE, text)
-    history: List[Dict[str, float]] = []
-    trainable = {name for name, p in student.named_parameters() if p.requires_grad}
-    own = [ode.steps for ode in find_ode_blocks(student)]
-    for i, (stage, task) in enumerate(zip(recipe.stages, tasks, strict=True)):
-        options = recipe.settings(stage)[1]
-        for ode, steps in zip(find_ode_blocks(student), own, strict=True):
-            counts = getattr(task, 'steps', None) or [steps]
-            ode.steps = min(counts, key=lambda count: abs(count - steps))  # validated and saved as it was trained
-        learning = _choose(student, stage.train, trainable)
-        if progress and rank == 0:
-            print(f'stage {i}: {stage.task}, {sum(p.numel() for p in learning):,} parameters learn')
-        seed = recipe.seed + 1000 * i  # of the order of the images and of their augmentation
-        arrays = _unmixed(train_loader)
-        if isinstance(arrays, ArrayLoader):
-            arrays.seed = seed
-        loader = train_loader if stage.task == 'labels' else cached
-        records = fit(task, loader, val_loader, out=folder / f'stage{i}', resume=resume, progress=progress,
-                      seed=seed, **options)
-        history += [{'stage': float(i), **record} for record in records]
-    for name, p in student.named_parameters():
-        p.requires_grad_(name in trainable)
-    if rank == 0:
-        best = folder / f'stage{len(recipe.stages) - 1}' / BEST
-        shutil.copytree(best, folder / BEST, dirs_exist_ok=True)
-        write_text(folder / RECIPE, text)  # with more epochs, if it was resumed for more
-        write_text(folder / HISTORY, json.dumps(history, indent=2) + '\n')
-    return history
+    with alone_in(folder):
+        if (folder / RECIPE).exists():
+            if not resume:
+                raise ValueError(f"'{out}' holds a run already. Pass resume=True to go on with it, or another folder.")
+            if _without_end(Recipe.load(folder / RECIPE)) != _without_end(recipe):
+                raise ValueError(
+                    f"'{folder / RECIPE}' is another recipe. Resume with that one, or start another folder.")
+        for model in (teacher, student):
+            if model is not None:
+                device = next(model.parameters()).device
+        if teacher is not None and recipe.model is not None:
+            raise ValueError(
+                f"The recipe names a model, '{recipe.model}', to train without a teacher. Leave one of them out.")
+        if teacher is not None and student is None and recipe.ode is None:
+            raise ValueError('ode is null, so the teacher itself would be trained. Give ode, or a student.')
+        host: Any = student if student is not None else teacher
+        if host is None:
+            host = _create(recipe, device)
+        if student is not None and teacher is not None and _normalisation(student) != _normalisation(teacher):
+            if recipe.cache or (recipe.loss or {}).get('checkpoints') == 'distance':
+                raise ValueError('Student and teacher want images normalised otherwise, so neither cache nor '
+                                 'checkpoints by distance can be used.')
+        if recipe.cache and teacher is None:
+            raise ValueError('cache keeps what a teacher says, and there is none. Give one, or set cache to 0.')
+        train_loader, val_loader = loaders(recipe, data, host, limit=limit)
+        about = {
+            'limit': limit, 'batches': len(train_loader), 'data sha256': _hash_of_data(train_loader, val_loader), **{
+                f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
+                for name, model in (('teacher', teacher), ('student', student))}}
+        if (folder / RUN).exists():
+            before = json.loads((folder / RUN).read_text())
+            for name, value in about.items():
+                if before.get(name) != value:
+                    raise ValueError(f"'{out}' was made with {name} {before.get(name)}, this run has {value}. Resume "
+                                     'with what the first run had, or start another folder.')
+        calibration = _sample(val_loader, SAMPLE, recipe.seed).to(device)
+        if student is None:
+            student = build_student(recipe, host, images=calibration)
+        if recipe.grad_checkpointing:
+            student.set_grad_checkpointing()  # type: ignore[operator]
+        describe(student)  # better now than after the first epoch
+        for i, stage in enumerate(recipe.stages):
+            _named(student, stage.train, f'stages.{i}.train')
+        tasks = [_task(recipe, i, student, teacher, calibration) for i in range(len(recipe.stages))]
+        for stage in recipe.stages:
+            count_updates(train_loader, recipe.settings(stage)[1].get('accumulate', 1))
+        cached: Any = train_loader
+        if recipe.cache:
+            cached = CachedLoader(
+                train_loader, teacher, cache or folder / 'cache', views=recipe.cache, progress=progress)
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier()  # all have looked at the folder before the first writes to it
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        if rank == 0:
+            if not (folder / RECIPE).exists():
+                write_text(folder / RUN, to_json(about))
+                write_text(folder / RECIPE, text)
+        history: List[Dict[str, float]] = []
+        trainable = {name for name, p in student.named_parameters() if p.requires_grad}
+        own = [ode.steps for ode in find_ode_blocks(student)]
+        for i, (stage, task) in enumerate(zip(recipe.stages, tasks, strict=True)):
+            options = recipe.settings(stage)[1]
+            for ode, steps in zip(find_ode_blocks(student), own, strict=True):
+                counts = getattr(task, 'steps', None) or [steps]
+                ode.steps = min(counts, key=lambda count: abs(count - steps))  # validated and saved as it was trained
+            learning = _choose(student, stage.train, trainable)
+            if progress and rank == 0:
+                print(f'stage {i}: {stage.task}, {sum(p.numel() for p in learning):,} parameters learn')
+            seed = recipe.seed + 1000 * i  # of the order of the images and of their augmentation
+            arrays = _unmixed(train_loader)
+            if isinstance(arrays, ArrayLoader):
+                arrays.seed = seed
+            loader = train_loader if stage.task == 'labels' else cached
+            records = fit(task, loader, val_loader, out=folder / f'stage{i}', resume=resume, progress=progress,
+                          seed=seed, **options)
+            history += [{'stage': float(i), **record} for record in records]
+        for name, p in student.named_parameters():
+            p.requires_grad_(name in trainable)
+        if rank == 0:
+            best = folder / f'stage{len(recipe.stages) - 1}' / BEST
+            with staged(folder / BEST, WEIGHTS, CONFIG) as aside:
+                for name in (WEIGHTS, CONFIG):
+                    shutil.copyfile(best / name, aside / name)
+            write_text(folder / RECIPE, text)  # with more epochs, if it was resumed for more
+            write_text(folder / HISTORY, to_json(history))
+        return history
 
 
 def build_student(recipe: Recipe, teacher: nn.Module, images: Optional[torch.Tensor] = None) -> nn.Module:
@@ -243,8 +251,8 @@ def _without_end(recipe: Recipe) -> Any:
 
 
 def _normalisation(model: Any) -> Any:
-    cfg = getattr(model, 'pretrained_cfg', None) or {}
-    return [list(cfg.get(key) or ()) for key in ('mean', 'std')]
+    cfg = resolve_input_data_config(model)
+    return [list(cfg[key]) for key in ('mean', 'std')]
 
 
 def _create(recipe: Recipe, device: Union[str, torch.device]) -> nn.Module:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..data import ArrayLoader
+from ..files import write_text
+from ..hub import structure
 from ..spans import watch_blocks
-from .engine import write_text
 
-__all__ = ['CachedLoader', 'Recorded', 'hash_of']
+__all__ = ['CachedLoader', 'Recorded', 'fingerprint', 'hash_of']
 
 STATES, LOGITS, ABOUT = 'states.npy', 'logits.npy', 'about.json'
 
@@ -49,8 +50,8 @@ class CachedLoader:
 
     A view is a crop, mirrored or not, that follows from the number of the image and of the view; epoch e shows view
     e mod `views`. States are kept in half precision, (L + 1) * N * D * 2 bytes a view: the size is said, and the room
-    on the disk checked, before anything is computed. A file that is there is used again, if it is of the same teacher,
-    images and views.
+    on the disk checked, before anything is computed. A file that is there is used again, if it is of the same teacher
+    (its architecture and its weights), images and views.
 
     Args:
         loader: Loader of the training images.
@@ -60,8 +61,8 @@ class CachedLoader:
         progress: Say the size and show a progress bar.
 
     Raises:
-        ValueError: The loader is not an ArrayLoader, the teacher has no sequence of blocks, or several processes of one
-            run would write the files.
+        ValueError: The loader is not an ArrayLoader, the teacher has no sequence of blocks, a state is beyond the range
+            of half precision, or several processes of one run would write the files.
         OSError: There is no room for the files.
     """
 
@@ -85,11 +86,12 @@ class CachedLoader:
         self.epoch = 0
         with _view(0, 0):
             output, states = _ask(teacher, loader.prepare(loader.images[:1]))
+        _half(states)  # better now than after an hour
         n = len(loader.labels)
         self.shape = (views, n, len(states), *states[0].shape[1:])
         size = 2 * int(np.prod(self.shape)) + 4 * views * n * output.shape[1]
         about = {'shape': list(self.shape), 'classes': output.shape[1], 'images': hash_of([loader.images]),
-                 'teacher': hash_of(teacher.state_dict().values()),
+                 'teacher': fingerprint(teacher),
                  'augmentation': [loader.padding, loader.flip, loader.reprob], 'size': list(loader.size),
                  'preprocessing': [loader.mean.flatten().tolist(), loader.std.flatten().tolist(), loader.interpolation]}
         self.folder = Path(folder) / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
@@ -104,7 +106,11 @@ class CachedLoader:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f'{self.folder}.lock'):  # of several runs, one fills it, and the others wait
                 if not self._there(about):
-                    self._fill(teacher, output.shape[1], about, progress)
+                    try:
+                        self._fill(teacher, output.shape[1], about, progress)
+                    except BaseException:  # it may be large, and nobody would use it
+                        shutil.rmtree(self.folder, ignore_errors=True)
+                        raise
         self.states = np.load(self.folder / STATES, mmap_mode='r')
         self.logits = np.load(self.folder / LOGITS, mmap_mode='r')
 
@@ -129,7 +135,7 @@ class CachedLoader:
                 for start in range(0, n, batch):
                     index = torch.arange(start, min(start + batch, n))
                     output, found = _ask(teacher, self._images(index, view))
-                    states[view, start:start + len(index)] = torch.stack(found, 1).cpu().numpy().astype(np.float16)
+                    states[view, start:start + len(index)] = _half(found).cpu().numpy()
                     logits[view, start:start + len(index)] = output.float().cpu().numpy()
                     bar.update(len(index))
         states.flush()
@@ -187,6 +193,16 @@ def _ask(teacher: Any, images: Tensor) -> Tuple[Tensor, List[Tensor]]:
     return output, seen[0][0]
 
 
+def _half(states: List[Tensor]) -> Tensor:
+    """States in half precision [B, L + 1, N, D]; what it cannot hold is refused."""
+    kept = torch.stack(states, 1).half()
+    if not torch.isfinite(kept).all():
+        largest = max(float(state.abs().max()) for state in states)
+        raise ValueError(f'The states of the teacher reach {largest:.4g}, and cache keeps them in half precision, '
+                         f'which ends at {torch.finfo(torch.half).max:.0f}. Set cache to 0.')
+    return kept
+
+
 def _allocate(path: Path) -> None:
     """Take the room on the disk: a memory map on a disk that fills up later kills the process."""
     if hasattr(os, 'posix_fallocate'):
@@ -194,8 +210,16 @@ def _allocate(path: Path) -> None:
             os.posix_fallocate(f.fileno(), 0, path.stat().st_size)
 
 
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 of a model: kinds and settings of its modules, and name, shape, dtype and bytes of its tensors."""
+    found = hashlib.sha256('\n'.join(structure(model)).encode())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found.update(f'{name} {list(tensor.shape)} {tensor.dtype} {hash_of([tensor])}'.encode())
+    return found.hexdigest()
+
+
 def hash_of(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 of the bytes of some tensors."""
+    """SHA-256 of the bytes of some tensors, one after the other."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ..blocks import find_ode_blocks
 from ..families import find_sites
 from ..spans import Seen, check_images, watch_blocks
-from .engine import HISTORY, LAST, fit
+from .engine import HISTORY, LAST, alone_in, fit
 from .losses import over_processes
 from .task import Renormalised, TrainingPass, TrajectoryDistillationTask, check_apart, check_student
 
@@ -72,7 +72,8 @@ class StepwiseTask(TrainingTask):
         """
         recorded = hasattr(target, 'states')
         with torch.no_grad(), watch_blocks(self.runs) as seen:
-            output = self.teacher(self.for_teacher(input[:1] if recorded else input))  # one image shows what is handed to the blocks
+            images = self.for_teacher(input[:1] if recorded else input)  # one shows what is handed to the blocks
+            output = self.teacher(images)
         if recorded:
             output, seen = target.output, [(target.states, seen[0][1])]
         return {'loss': self.trainable_module(seen), 'output': output}
@@ -179,6 +180,7 @@ def calibrate_(
         TypeError: The model is not converted.
         ValueError: Model and teacher do not fit, or there is nothing to do.
         FloatingPointError: The loss stopped being finite.
+        OSError: Another process uses the folder.
     """
     if not isinstance(epochs, (tuple, list)) or len(epochs) != 2 or not all(
             isinstance(n, int) and n >= 0 for n in epochs) or max(epochs) < 1:
@@ -192,20 +194,21 @@ def calibrate_(
     modes = [(module, module.training) for m in (model, teacher) for module in m.modules()]
     options: Dict[str, Any] = dict(amp=amp, resume=resume, seed=seed, progress=progress, weight_decay=0.)
     history: List[Dict[str, float]] = []
-    try:
-        tasks: List[Optional[TrainingTask]] = [
-            StepwiseTask(model, teacher, verbose=False) if epochs[0] else None,
-            TrajectoryDistillationTask(model, teacher, verbose=False) if epochs[1] else None]
-        for p, flag in flags:
-            p.requires_grad_(flag and id(p) in own)
-        for task, folder, count, peak in zip(tasks, folders, epochs, (lr, unrolled_lr), strict=True):
-            if task is not None:
-                history += fit(task, loader, epochs=count, lr=peak, out=folder, **options)
-    finally:
-        for p, flag in flags:
-            p.requires_grad_(flag)
-        for module, mode in modes:
-            module.training = mode
+    with alone_in(None if out is None else Path(out)):
+        try:
+            tasks: List[Optional[TrainingTask]] = [
+                StepwiseTask(model, teacher, verbose=False) if epochs[0] else None,
+                TrajectoryDistillationTask(model, teacher, verbose=False) if epochs[1] else None]
+            for p, flag in flags:
+                p.requires_grad_(flag and id(p) in own)
+            for task, folder, count, peak in zip(tasks, folders, epochs, (lr, unrolled_lr), strict=True):
+                if task is not None:
+                    history += fit(task, loader, epochs=count, lr=peak, out=folder, **options)
+        finally:
+            for p, flag in flags:
+                p.requires_grad_(flag)
+            for module, mode in modes:
+                module.training = mode
     return history
 
 
@@ -218,8 +221,8 @@ def _check_resume(folders: Sequence[Optional[Path]], epochs: Sequence[int], resu
     if (second / LAST).exists() and (first / HISTORY).exists() and len(
             json.loads((first / HISTORY).read_text())) < epochs[0]:
         raise ValueError(
-            f"'{first.parent}' has already started unrolled training after fewer stepwise epochs. Calibrate into another "
-            'folder.')
+            f"'{first.parent}' has already started unrolled training after fewer stepwise epochs. Calibrate into "
+            'another folder.')
 
 
 class _Batches:

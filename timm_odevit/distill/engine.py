@@ -1,31 +1,33 @@
 """The training loop, made of timm's parts: it trains any `timm.task.TrainingTask`."""
 import inspect
-import json
 import math
-import os
+import random
 import time
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Union
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from timm.optim import create_optimizer_v2, list_optimizers, muon
 from timm.scheduler import create_scheduler_v2
 from timm.task import TrainingTask
 from timm.utils import dispatch_clip_grad, random_seed, reduce_tensor, unwrap_model
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ..blocks import find_ode_blocks
 from ..evaluate import AMP_DTYPES, evaluate
+from ..files import locked, staged, to_json, write_text
 from ..hub import describe, save_pretrained
 from ..methods import suggest
+from ..spans import check_images
 
-__all__ = ['check_fit', 'count_updates', 'fit', 'write_text']
+__all__ = ['alone_in', 'check_fit', 'count_updates', 'fit']
 
 LAST = 'last.pt'
 BEST = 'best'
@@ -60,7 +62,12 @@ def fit(
 
     `out/last.pt` is the whole training state after the last full epoch, `out/best` the model with the best top-1
     accuracy on `val_loader` (the last one without it) in timm's format, `out/history.json` one record an epoch. Each
-    file is written aside and renamed, so it is whole or not there.
+    file is written aside and renamed, so it is whole or not there, and no other process can use the folder meanwhile.
+
+    What does not fit is refused in the first seconds: one batch of `val_loader` goes through the model before anything
+    else, by an iteration of its own, with its workers if it has any; the first training batch is looked at when it
+    comes, so that the training data is read as often as without. A refusal leaves weights, buffers and modes as they
+    were, and neither look changes a result.
 
     Where torch.distributed runs, the task is wrapped by its `prepare_distributed`, the first process validates and
     writes, and all of them read `out/last.pt` to resume: they need one file system.
@@ -69,10 +76,12 @@ def fit(
         task: What to train, such as TrajectoryDistillationTask or timm's ClassificationTask; on its device.
         train_loader: Batches (images [B, C, H, W], labels [B]); all seeds are set before each epoch, and its (or its
             sampler's) `set_epoch` is called if it has one. Of several processes, each gets a part of its own.
-        val_loader: Batches held out from training, for choosing the best epoch.
+        val_loader: Batches held out from training, for choosing the best epoch; it is read after every epoch, so an
+            iterator, such as a generator, is refused.
         epochs: Number of epochs.
         out: Folder for the files; None keeps nothing.
-        resume: Go on from `out/last.pt`, if it is there, with the same settings; epochs may be more.
+        resume: Go on from `out/last.pt`, if it is there, with the same settings, the same size of batches and as many
+            updates an epoch; epochs may be more.
         opt: timm optimizer.
         lr: Peak learning rate.
         weight_decay: Weight decay; not on norms, biases and embeddings.
@@ -82,7 +91,8 @@ def fit(
         clip_grad: Largest norm of the gradient; None for no clipping.
         layer_decay: Factor of the learning rate per layer away from the head: the shared blocks count as one layer.
         accumulate: Batches per update, whose gradients are averaged; a last incomplete group is left out.
-        ema_decay: Decay of a moving average of the weights, which is then what is validated and saved as best.
+        ema_decay: Decay of a moving average of the weights, which is then what is validated and saved as best; None for
+            none. One that the task has already, as of another `fit`, is dropped.
         amp: 'bfloat16', 'float16' or None.
         compile: Run the task's `compile`, which is torch.compile, before the first update.
         seed: Seed of the run.
@@ -94,18 +104,22 @@ def fit(
     Raises:
         FloatingPointError: The loss stopped being finite; the message says which step of an ODE-ViT diverged, and the
             files of the epoch before remain.
-        OSError: A file could not be written, as on a full disk; what was written before remains.
-        ValueError: A setting or the folder does not fit, or the model has no description to save it by.
+        OSError: A file could not be written, as on a full disk; what was written before remains. Or another process
+            uses the folder.
+        ValueError: A setting, a loader or the folder does not fit, or the model has no description to save it by.
     """
     settings = dict(
         opt=opt, lr=lr, weight_decay=weight_decay, sched=sched, warmup_epochs=warmup_epochs, min_lr=min_lr,
         clip_grad=clip_grad, layer_decay=layer_decay, accumulate=accumulate, ema_decay=ema_decay, amp=amp, seed=seed)
     check_fit(epochs=epochs, **settings)
     updates = count_updates(train_loader, accumulate)
+    for name, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
+        if isinstance(loader, Iterator):
+            raise ValueError(f'{name} is a {type(loader).__name__}, which gives its batches once, and it is read in '
+                             'every epoch. Give a list of batches, or a DataLoader.')
+    sizes = [part.batch_size for part in _chain(train_loader) if type(getattr(part, 'batch_size', None)) is int]
+    settings.update(batch_size=sizes[0] if sizes else None, updates_per_epoch=updates)
     folder = Path(out) if out is not None else None
-    if folder is not None and (folder / LAST).exists() and not resume:
-        raise ValueError(f"'{folder}' holds a run already. Pass resume=True to go on with it, or another folder.")
-
     dtype = AMP_DTYPES[amp]
     device = task.device
     trainable: Any = task.get_trainable_module()
@@ -113,76 +127,86 @@ def fit(
         raise ValueError(
             'Every parameter of the model is frozen, as in a copy of a teacher that a task has frozen. '
             'Call model.requires_grad_(True) first.')
-    if ema_decay is not None and not task.has_ema():
-        task.setup_ema(decay=ema_decay, use_warmup=True)
-    if compile:
-        task.compile()
     world, rank = (dist.get_world_size(), dist.get_rank()) if _distributed() else (1, 0)
-    if world > 1:
-        task.prepare_distributed(device_ids=[device.index] if device.type == 'cuda' else None)
-    optimizer = create_optimizer_v2(
-        trainable, opt=opt, lr=lr, weight_decay=weight_decay, layer_decay=layer_decay)
-    scheduler, _ = create_scheduler_v2(
-        optimizer, sched=sched, num_epochs=epochs, warmup_epochs=warmup_epochs, warmup_lr=min_lr, min_lr=min_lr,
-        step_on_epochs=False, updates_per_epoch=updates)
-    models = _models(task)
-    scaler = torch.amp.GradScaler(device.type, enabled=amp == 'float16')
-    history: List[Dict[str, float]] = []
-    if resume and folder is not None and (folder / LAST).exists():
-        history = _load(folder / LAST, task, optimizer, scaler, settings)
-        if len(history) > epochs:
-            raise ValueError(f"'{folder}' has {len(history)} epochs already, and epochs={epochs}. Give more, or "
-                             'another folder.')
+    with alone_in(folder):
+        state: Dict[str, Any] = {'history': []}
+        if folder is not None:
+            describe(_models(task)['model'])  # better now than after the first epoch
+            if (folder / LAST).exists():
+                if not resume:
+                    raise ValueError(
+                        f"'{folder}' holds a run already. Pass resume=True to go on with it, or another folder.")
+                state = _read(folder / LAST, device, settings, epochs)
+        history: List[Dict[str, float]] = state['history']
+        if val_loader is not None and len(history) < epochs:
+            _in_first_process(lambda: _look_at(val_loader, task, dtype))
+
+        for name in ('trainable_module_ema', 'eval_model_ema'):  # of a fit before
+            if hasattr(task, name):
+                delattr(task, name)
+        if ema_decay is not None:
+            task.setup_ema(decay=ema_decay, use_warmup=True)
+        if compile:
+            task.compile()
+        if world > 1:
+            task.prepare_distributed(device_ids=[device.index] if device.type == 'cuda' else None)
+        optimizer = create_optimizer_v2(
+            trainable, opt=opt, lr=lr, weight_decay=weight_decay, layer_decay=layer_decay)
+        scheduler, _ = create_scheduler_v2(
+            optimizer, sched=sched, num_epochs=epochs, warmup_epochs=warmup_epochs, warmup_lr=min_lr, min_lr=min_lr,
+            step_on_epochs=False, updates_per_epoch=updates)
+        models = _models(task)
+        scaler = torch.amp.GradScaler(device.type, enabled=amp == 'float16')
+        if history:
+            _load(state, f"'{folder}'", models, optimizer, scaler)
+        del state
         if len(history) == epochs:
             return history
-    if folder is not None:
-        describe(models['model'])  # better now than after the first epoch
-        folder.mkdir(parents=True, exist_ok=True)
-    best = max((record.get('val_top1', -math.inf) for record in history), default=-math.inf)
+        best = max((record.get('val_top1', -math.inf) for record in history), default=-math.inf)
 
-    total = epochs * updates
-    bar = tqdm(total=total, initial=len(history) * updates, unit='update', disable=not progress or rank > 0)
-    with bar, _muon_for(device):
-        for epoch in range(len(history), epochs):
-            # an epoch depends on the seed and the weights, not on how it was reached
-            random_seed((seed * 10_007 + epoch) * world % 2 ** 31, rank)
-            parts: Any = (train_loader, getattr(train_loader, 'sampler', None))
-            for part in parts:
-                if hasattr(part, 'set_epoch'):
-                    part.set_epoch(epoch)
-            started = time.perf_counter()
-            bar.set_description(f'epoch {epoch + 1} of {epochs}')
-            record = {'epoch': epoch + 1.}
-            record.update(_train_epoch(
-                task, train_loader, optimizer, scheduler, scaler, dtype, epoch, updates, total, clip_grad, accumulate,
-                seed, bar))
-            record['seconds'] = time.perf_counter() - started
-            if not all(torch.isfinite(p).all() for module in models.values() for p in module.parameters()):
-                raise FloatingPointError(
-                    f'The weights are not finite after epoch {epoch + 1}; what was written before it remains. Start '
-                    'another folder with a lower lr, or with amp bfloat16 or None.')
-            model = models['ema' if 'ema' in models else 'model']
-            if val_loader is not None and rank == 0:
-                result = evaluate(model, val_loader, amp_dtype=dtype).results[-1]
-                record.update(val_top1=result.top1, val_top5=result.top5, val_loss=result.loss)
-            if world > 1:
-                records = [record]
-                dist.broadcast_object_list(records)  # and nobody runs ahead while the first process validates
-                record = records[0]
-            history.append(record)
-            if folder is not None and rank == 0:
-                try:
-                    if record.get('val_top1', math.inf) > best:
-                        save_pretrained(model, folder / BEST)
-                    _save(folder / LAST, task, optimizer, scaler, history, settings)
-                    write_text(folder / HISTORY, json.dumps(history, indent=2) + '\n')
-                except (OSError, RuntimeError, SafetensorError) as e:
-                    raise OSError(
-                        f"Epoch {epoch + 1} could not be written to '{folder}': {str(e).splitlines()[0]}. What was "
-                        'written before is whole; make room, and resume.') from e
-            best = max(best, record.get('val_top1', -math.inf))
-            bar.set_postfix({key: f'{record[key]:.4g}' for key in ('loss', 'val_top1') if key in record})
-    return history
+        total = epochs * updates
+        bar = tqdm(total=total, initial=len(history) * updates, unit='update', disable=not progress or rank > 0)
+        with bar, _muon_for(device):
+            for epoch in range(len(history), epochs):
+                # an epoch depends on the seed and the weights, not on how it was reached
+                random_seed((seed * 10_007 + epoch) * world % 2 ** 31, rank)
+                parts: Any = (train_loader, getattr(train_loader, 'sampler', None))
+                for part in parts:
+                    if hasattr(part, 'set_epoch'):
+                        part.set_epoch(epoch)
+                started = time.perf_counter()
+                bar.set_description(f'epoch {epoch + 1} of {epochs}')
+                record = {'epoch': epoch + 1.}
+                record.update(_train_epoch(
+                    task, train_loader, optimizer, scheduler, scaler, dtype, epoch, updates, total, clip_grad,
+                    accumulate, seed, bar))
+                record['seconds'] = time.perf_counter() - started
+                if not all(torch.isfinite(p).all() for module in models.values() for p in module.parameters()):
+                    raise FloatingPointError(
+                        f'The weights are not finite after epoch {epoch + 1}; what was written before it remains. '
+                        'Start another folder with a lower lr, or with amp bfloat16 or None.')
+                model = models['ema' if 'ema' in models else 'model']
+                if val_loader is not None and rank == 0:
+                    result = evaluate(model, val_loader, amp_dtype=dtype).results[-1]
+                    record.update(val_top1=result.top1, val_top5=result.top5, val_loss=result.loss)
+                if world > 1:
+                    records = [record]
+                    dist.broadcast_object_list(records)  # and nobody runs ahead while the first process validates
+                    record = records[0]
+                history.append(record)
+                if folder is not None and rank == 0:
+                    try:
+                        if record.get('val_top1', math.inf) > best:
+                            save_pretrained(model, folder / BEST)
+                        _save(folder / LAST, task, optimizer, scaler, history, settings)
+                        write_text(folder / HISTORY, to_json(history))
+                    except OSError as e:
+                        raise OSError(
+                            f"Epoch {epoch + 1} could not be written to '{folder}': {str(e).splitlines()[0]}. What was "
+                            'written before is whole; make room, and resume.') from e
+                best = max(best, record.get('val_top1', -math.inf))
+                bar.set_postfix({key: f'{record[key]:.4g}' for key in ('loss', 'val_top1') if key in record})
+        return history
 
 
 def count_updates(train_loader: Any, accumulate: int = 1) -> int:
@@ -242,15 +266,134 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def _in_first_process(do: Callable[[], Any]) -> None:
+    """Of several processes, only the first does it; what it refuses, all refuse."""
+    refused: List[Any] = [None]
+    if not _distributed() or dist.get_rank() == 0:
+        try:
+            do()
+        except (OSError, ValueError) as e:
+            refused = [e]
+    if _distributed():
+        dist.broadcast_object_list(refused)
+    if refused[0] is not None:
+        raise refused[0]
+
+
+@contextmanager
+def alone_in(folder: Optional[Path]) -> Iterator[None]:
+    """Let no other run use a folder; of several processes of one run, the first has the lock. None is no folder.
+
+    Raises:
+        OSError: Another run uses it, or it cannot be written to.
+    """
+    with ExitStack() as stack:
+        if folder is not None:
+            _in_first_process(lambda: stack.enter_context(locked(folder)))
+        yield
+
+
+def _chain(loader: Any) -> List[Any]:
+    """A loader, and those that it takes its batches from."""
+    parts: List[Any] = []
+    while loader is not None:
+        parts.append(loader)
+        loader = getattr(loader, 'loader', getattr(loader, 'source', None))
+    return parts
+
+
+@contextmanager
+def _undisturbed(loader: Any, device: torch.device) -> Iterator[None]:
+    """Put back what one more iteration changes: random states, and the workers that a DataLoader keeps."""
+    parts = _chain(loader)
+    owners = [owner for part in parts for owner in (
+        part, getattr(part, 'sampler', None), getattr(part, 'batch_sampler', None),
+        getattr(getattr(part, 'batch_sampler', None), 'sampler', None))]
+    found = [getattr(owner, 'generator', None) for owner in owners]
+    states = [(generator, generator.get_state()) for generator in found if isinstance(generator, torch.Generator)]
+    workers = [(part, part._iterator) for part in parts if isinstance(part, DataLoader)]
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == 'cuda' else []):
+        try:
+            for part, _ in workers:
+                part._iterator = None
+            yield
+        finally:
+            for part, kept in workers:
+                part._iterator = kept
+            for generator, state in states:
+                generator.set_state(state)
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _look_at(val_loader: Any, task: TrainingTask, dtype: Optional[torch.dtype]) -> None:
+    """Validate one batch, and leave everything as it was."""
+    with _undisturbed(val_loader, task.device):
+        for batch in val_loader:
+            images, labels = _checked('val_loader', batch, task)
+            with _fitting('val_loader', images, labels, task):
+                evaluate(_models(task)['model'], [(images, labels)], amp_dtype=dtype)
+            return
+    raise ValueError('val_loader is empty. Give at least one batch, or None.')
+
+
+def _checked(name: str, batch: Any, task: TrainingTask) -> Any:
+    """The images and labels of a first batch.
+
+    Raises:
+        ValueError: It is no batch, or a label is none of the model's.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        found = f'{len(batch)} things' if isinstance(batch, (tuple, list)) else f'a {type(batch).__name__}'
+        raise ValueError(f'{name} must give batches (images, labels); got {found}.')
+    images, labels = batch
+    try:
+        check_images(images)
+    except ValueError as e:
+        raise ValueError(f'{name}: {e}') from None
+    given, criterion = getattr(labels, 'labels', labels), getattr(task, 'criterion', None)
+    classes = getattr(_models(task)['model'], 'num_classes', 0)
+    used = classes and (criterion is not None or name == 'val_loader')  # some tasks do not look at labels
+    if used and isinstance(given, Tensor) and given.ndim == 1 and not given.is_floating_point():
+        wrong = given[((given < 0) | (given >= classes)) & (given != getattr(criterion, 'ignore_index', -100))]
+        if len(wrong):
+            raise ValueError(f'{name} has label {int(wrong[0])}, and the {classes} classes of the model have 0 to '
+                             f'{classes - 1}. Create the model with the num_classes of the data.')
+    return images, labels
+
+
+@contextmanager
+def _fitting(name: str, images: Tensor, labels: Any, task: TrainingTask) -> Iterator[None]:
+    """Say what a batch does not fit, and leave the task's buffers and modes as they were before it."""
+    buffers = [(buffer, buffer.clone()) for buffer in task.buffers()]
+    modes = [(module, module.training) for module in task.modules()]
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as e:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for module, mode in modes:
+            module.training = mode
+        labels = getattr(labels, 'labels', labels)
+        found = [f'{x.dtype} {list(x.shape)}' if isinstance(x, Tensor) else type(x).__name__ for x in (images, labels)]
+        raise ValueError(f'The first batch of {name} (images {found[0]}, labels {found[1]}) does not fit the model: '
+                         f'{type(e).__name__}: {" ".join(str(e).split())}') from e
+
+
 def _train_epoch(
         task, loader, optimizer, scheduler, scaler, dtype, epoch, updates, total, clip_grad, accumulate, seed, bar):
-    task.train()
     device = task.device
     sums: Dict[str, Any] = defaultdict(float)
     optimizer.zero_grad()
-    for i, (images, labels) in enumerate(loader):
+    i = -1
+    for i, batch in enumerate(loader):
         if i == updates * accumulate:
             break
+        images, labels = _checked('train_loader', batch, task) if i == 0 else batch
         update, last = epoch * updates + i // accumulate, (i + 1) % accumulate == 0
         if i % accumulate == 0:
             scheduler.step_update(update)
@@ -258,8 +401,11 @@ def _train_epoch(
             task.begin_update(update, total, seed)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         with nullcontext() if last else task.no_sync():
-            with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
-                parts = task(images, labels)
+            with _fitting('train_loader', images, labels, task) if i == 0 else nullcontext():
+                if i == 0:
+                    task.train()
+                with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
+                    parts = task(images, labels)
             loss = parts['loss']
             values = {key: part.detach().float() for key, part in parts.items() if key != 'output'}
             value = values['loss'].item()
@@ -281,6 +427,9 @@ def _train_epoch(
         optimizer.zero_grad()
         task.update_ema(step=update)
         bar.update()
+    if i < updates * accumulate - 1:
+        raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, and its length is {len(loader)}. '
+                         'Give one that gives as many in every epoch.')
     means = {key: torch.as_tensor(value / (updates * accumulate)) for key, value in sums.items()}
     if _distributed():
         means = {key: reduce_tensor(value.to(device), dist.get_world_size()) for key, value in means.items()}
@@ -342,42 +491,35 @@ def _models(task: TrainingTask) -> Dict[str, nn.Module]:
 def _save(path: Path, task: TrainingTask, optimizer, scaler, history, settings) -> None:
     state: Dict[str, Any] = {name: module.state_dict() for name, module in _models(task).items()}
     state.update(optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), history=history, settings=settings)
-    _write(path, lambda temporary: torch.save(state, temporary))
+    with staged(path.parent, path.name) as aside:
+        torch.save(state, aside / path.name)
 
 
-def _load(path: Path, task: TrainingTask, optimizer, scaler, settings) -> List[Dict[str, float]]:
+def _read(path: Path, device: torch.device, settings: Dict[str, Any], epochs: int) -> Dict[str, Any]:
     try:
-        state = torch.load(path, map_location=task.device, weights_only=True)
+        state = torch.load(path, map_location=device, weights_only=True)
     except Exception as e:
         raise ValueError(f"'{path}' cannot be read ({str(e).splitlines()[0]}). Delete it to start anew.") from e
     if not isinstance(state, dict) or 'settings' not in state:
         raise ValueError(f"'{path}' is not the state of a run of fit(). Give the folder of one, or another folder.")
-    for name, value in settings.items():
-        if state['settings'].get(name, value) != value:  # a setting that is newer than the file was not in use
-            raise ValueError(
-                f"'{path}' was made with {name}={state['settings'][name]!r}, this run has {name}={value!r}. "
-                'Resume with the settings of the first run, or start another folder.')
-    for name, module in _models(task).items():
+    # a setting that is newer than the file was not in use
+    before = {name: state['settings'].get(name, value) for name, value in settings.items()}
+    other = [name for name, value in settings.items() if before[name] != value]
+    if other:
+        theirs, ours = (', '.join(f'{name}={of[name]!r}' for name in other) for of in (before, settings))
+        raise ValueError(f"'{path}' was made with {theirs}, this run has {ours}. Resume with the settings of the first "
+                         'run, or start another folder.')
+    if len(state['history']) > epochs:
+        raise ValueError(f"'{path.parent}' has {len(state['history'])} epochs already, and epochs={epochs}. Give more, "
+                         'or another folder.')
+    return state
+
+
+def _load(state: Dict[str, Any], path: str, models: Dict[str, nn.Module], optimizer, scaler) -> None:
+    for name, module in models.items():
         try:
             module.load_state_dict(state[name])
         except RuntimeError as e:
-            raise ValueError(f"'{path}' holds another model ({str(e).splitlines()[1].strip()}).") from e
+            raise ValueError(f'{path} holds another model ({str(e).splitlines()[1].strip()}).') from e
     optimizer.load_state_dict(state['optimizer'])
     scaler.load_state_dict(state['scaler'])
-    return state['history']
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file that is whole or not there."""
-    _write(path, lambda temporary: temporary.write_text(text))
-
-
-def _write(path: Path, write) -> None:
-    temporary = path.with_name(f'.{path.name}.tmp')
-    try:
-        write(temporary)
-        with open(temporary, 'rb') as f:
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

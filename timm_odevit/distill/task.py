@@ -148,7 +148,7 @@ class TrajectoryDistillationTask(TrainingTask):
         self.trainable_module: Any = _Unrolled(student, jasmin_k, jasmin_evaluations)
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
         self.update, self.updates, self.seed, self.drawn = 0, 0, 0, host.blocks.steps
-        self.for_teacher = Renormalised(student, teacher, device, dtype) if teacher is not None else None
+        self.for_teacher: Any = None if teacher is None else Renormalised(student, teacher, device, dtype)
 
     def _check(self, jasmin_k: int, jasmin_evaluations: int, host: Any) -> None:
         names = ('cls', 'register', 'patch')
@@ -316,8 +316,9 @@ class TrajectoryDistillationTask(TrainingTask):
         """Wrap the student, and not the frozen teacher, in DistributedDataParallel."""
         from torch.nn.parallel import DistributedDataParallel
         student = unwrap_model(self.trainable_module).student
+        shared = student.blocks.shared
         # with few steps, layers are left out; without a loss on the logits, the final norm and the head
-        if student.blocks.shared.depends_on_time or student.blocks.shared.jumps or not (self.weights['kd'] or self.weights['task']):
+        if shared.depends_on_time or shared.jumps or not (self.weights['kd'] or self.weights['task']):
             ddp_kwargs.setdefault('find_unused_parameters', True)
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
         return self

@@ -1,6 +1,4 @@
 """Accuracy of a model, ODE-ViT or not, over several step counts."""
-import json
-import math
 import time
 import warnings
 from contextlib import nullcontext
@@ -16,6 +14,7 @@ from tqdm import tqdm
 
 from ..blocks import find_ode_blocks
 from ..convert import count_parameters
+from ..files import to_json, write_text
 from ..patches import evaluating
 
 __all__ = ['AMP_DTYPES', 'Evaluation', 'Result', 'evaluate', 'renormalisation']
@@ -75,11 +74,9 @@ class Evaluation:
 
     def to_json(self, path: Optional[Union[str, Path]] = None) -> str:
         """The results as JSON, what is not finite as null; also written to `path` if given."""
-        rows = [{key: None if isinstance(value, float) and not math.isfinite(value) else value
-                 for key, value in asdict(r).items()} for r in self.results]
-        text = json.dumps(rows, indent=2, allow_nan=False) + '\n'
+        text = to_json([asdict(r) for r in self.results])
         if path is not None:
-            Path(path).write_text(text)
+            write_text(Path(path), text)
         return text
 
     def __str__(self) -> str:
