@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .config import OdeConfig
 from .convert import convert_, count_parameters
 from .distill import TrajectoryDistillationTask
+from .merge import merge_
 
 __all__ = ['Timing', 'benchmark', 'benchmark_training', 'peak_memory']
 
@@ -66,6 +67,8 @@ def benchmark(
     convert_(native, OdeConfig(steps=steps, T=steps), keep_original=False)
     convert_(ranked, OdeConfig(steps=steps, T=steps, time='low_rank', rank=8), keep_original=False)
     convert_(lipschitz, OdeConfig(field='lipschitz', method='euler', steps=steps, T=steps), keep_original=False)
+    merged = copy.deepcopy(ranked)
+    merge_(merged)
     images = torch.randn(batch_size, base.in_chans, img_size, img_size, device=device)
     count = base.patch_embed.num_patches + base.num_prefix_tokens
     tokens = torch.randn(batch_size, count, base.embed_dim, device=device)
@@ -84,6 +87,7 @@ def benchmark(
         forward: (lambda: base(images), base, forward),
         f'ODE-ViT, native, lie_trotter, {steps} steps': (lambda: native(images), native, forward),
         f'ODE-ViT, native, lie_trotter, {steps} steps, rank 8': (lambda: ranked(images), ranked, forward),
+        f'ODE-ViT, native, lie_trotter, {steps} steps, rank 8, merged': (lambda: merged(images), merged, forward),
         f'ODE-ViT, lipschitz, euler, {steps} steps': (lambda: lipschitz(images), lipschitz, forward),
     }
     times: Dict[str, List[float]] = {name: [] for name in candidates}
