@@ -9,8 +9,8 @@ from timm.task import TrainingTask
 
 from timm_odevit import OdeConfig, StepwiseTask, TrajectoryDistillationTask, convert_
 from timm_odevit.distill.checkpoints import distance_times, match, softmax_times, uniform_times
+from timm_odevit.distill.config import LossConfig
 from timm_odevit.distill.losses import jasmin_loss, logit_loss, trajectory_loss
-from timm_odevit.distill.task import step_counts
 
 PARTS = ('trajectory', 'jasmin', 'kd', 'task')
 
@@ -278,7 +278,7 @@ def test_a_refused_call_changes_nobody(vit):
     (dict(checkpoints='even'), "Unknown checkpoints 'even'. Allowed: uniform, distance"),
     (dict(checkpoints=(0.5, 0.5, 1.)), 'must be 3 strictly increasing times'),
     (dict(checkpoints='distance'), 'needs calibration images'),
-    (dict(kd_weight=-1), 'kd_weight must be at least 0'),
+    (dict(kd_weight=-1), 'kd_weight must be a number of at least 0'),
     (dict(jasmin_k=1), 'jasmin_k must be 0, or at least 2'),
     (dict(jasmin_k=18), 'jasmin_k must be at most the number of tokens, 17'),
     (dict(jasmin_evaluations=0), 'jasmin_evaluations must be a whole number of at least 1'),
@@ -313,7 +313,8 @@ def test_compiles(vit, batch):
 
 def test_steps_may_be_shares_and_are_drawn_by_the_seed(vit, images):
     student, teacher = pair(vit)
-    assert step_counts([0.5, 0.67, 1.0, 1.33, 2.0, 5], 12) == [6, 8, 12, 16, 24, 5] and step_counts([0.1], 3) == [1]
+    assert LossConfig(steps=[0.5, 0.67, 1.0, 1.33, 2.0, 5]).counts(12) == (6, 8, 12, 16, 24, 5)
+    assert LossConfig(steps=[0.1]).counts(3) == (1,) and LossConfig().counts(3) is None
     task = TrajectoryDistillationTask(student, teacher, steps=(1 / 3, 1.0, 2.0)).train()
 
     def drawn(seed):

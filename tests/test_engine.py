@@ -116,7 +116,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(v
 
 def test_refuses(vit, tmp_path):
     task = build(vit)
-    with pytest.raises(ValueError, match='epochs must be at least 1'):
+    with pytest.raises(ValueError, match='epochs must be a whole number of at least 1'):
         run(task, epochs=0)
     with pytest.raises(ValueError, match="Unknown amp 'fp16'"):
         run(task, amp='fp16')

@@ -10,7 +10,7 @@ import timm_odevit
 
 PACKAGE = Path(timm_odevit.__file__).parent
 # lowest first; a module imports only from the lines above its own (evaluate and distill are rooms of their own)
-LAYERS = ['_version', 'files', 'methods', 'config', 'skeleton', 'patches', 'fields', 'time_dependence', 'solvers', 'blocks',
+LAYERS = ['_version', 'files', 'settings', 'methods', 'config', 'skeleton', 'patches', 'fields', 'time_dependence', 'solvers', 'blocks',
           'merge', 'torchscript', 'families', 'align', 'init', 'spans',
           'convert', 'sizing', 'sources', 'odevit', 'cards', 'hub', 'interop', 'data',
           'evaluate', 'distill', 'benchmark', 'recipe', 'train', 'ablate', 'cli', '__init__', 'run']

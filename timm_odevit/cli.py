@@ -28,8 +28,9 @@ from .distill.engine import BEST
 from .evaluate import AMP_DTYPES, evaluate
 from .files import OWN, repair
 from .hub import push_to_hub, save_pretrained
-from .methods import METHODS, suggest
+from .methods import METHODS
 from .recipe import Recipe, builtin_recipes
+from .settings import suggest
 from .sizing import choose_size
 from .sources import CONFIG, one_line
 from .train import train

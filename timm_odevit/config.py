@@ -6,7 +6,8 @@ from itertools import pairwise
 from numbers import Integral
 from typing import Any, Dict, Optional, Tuple, Union
 
-from .methods import METHODS, adaptive_methods, is_adaptive, suggest
+from .methods import METHODS, adaptive_methods, is_adaptive
+from .settings import suggest
 
 __all__ = ['FIELDS', 'PREFIX', 'TIMES', 'OdeConfig']
 

@@ -1,9 +1,8 @@
 """The integration methods: a table of fixed-step methods, and the adaptive ones of the installed torchdiffeq."""
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Iterable, List, Tuple
+from typing import List, Tuple
 
-__all__ = ['METHODS', 'Method', 'adaptive_methods', 'is_adaptive', 'suggest']
+__all__ = ['METHODS', 'Method', 'adaptive_methods', 'is_adaptive']
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,3 @@ def adaptive_methods() -> List[str]:
 def is_adaptive(method: str) -> bool:
     """Whether a method of a validated configuration is adaptive."""
     return method not in METHODS
-
-
-def suggest(word: str, allowed: Iterable[str]) -> str:
-    """A sentence naming the closest allowed word, with a trailing space, or nothing."""
-    close = get_close_matches(word, list(allowed), n=1, cutoff=0.5)
-    return f"Did you mean '{close[0]}'? " if close else ''

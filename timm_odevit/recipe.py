@@ -1,16 +1,13 @@
 """Recipes: what is trained, on what and how, in one validated YAML file."""
-import inspect
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import yaml
 
 from .config import OdeConfig
-from .data import MixupLoader, array_loaders
-from .distill import TrajectoryDistillationTask, fit
-from .distill.engine import check_fit
-from .methods import suggest
+from .distill.config import DataConfig, FitConfig, LossConfig
+from .settings import suggest
 from .sources import one_line
 
 __all__ = ['PARTS', 'Recipe', 'Stage', 'builtin_recipes', 'read_yaml']
@@ -18,6 +15,7 @@ __all__ = ['PARTS', 'Recipe', 'Stage', 'builtin_recipes', 'read_yaml']
 FOLDER = Path(__file__).parent / 'recipes'
 LONGEST, DEEPEST = 50_000, 50  # characters and levels of YAML that are read; ours have 2,200 and 4
 TASKS = ('stepwise', 'trajectory', 'labels')
+FIT = [name for name in FitConfig.names() if name != 'seed']  # that is the recipe's
 # parts of a model that a stage may train, and what their parameters' names hold
 PARTS: Dict[str, Tuple[str, ...]] = {
     'all': ('',),
@@ -31,19 +29,6 @@ PARTS: Dict[str, Tuple[str, ...]] = {
     'norm': ('norm.', 'norm_pre.', 'fc_norm.'),
     'head': ('head.', 'head_dist.', 'attn_pool.'),
 }
-
-
-def _keywords(function: Callable[..., Any], *without: str) -> List[str]:
-    found = inspect.signature(function).parameters.values()
-    return [p.name for p in found if p.kind is p.KEYWORD_ONLY and p.name not in without]
-
-
-# the keys of a section are the keywords of what it is passed to
-LOSS = _keywords(TrajectoryDistillationTask.__init__, 'calibration', 'criterion', 'device', 'dtype', 'verbose')
-FIT = _keywords(fit, 'out', 'resume', 'seed', 'progress')
-DATA = [*_keywords(array_loaders, 'limit', 'seed'), 'auto_augment', 'workers',
-        *(name for name in inspect.signature(MixupLoader).parameters if name not in ('loader', 'classes'))]
-ODE = [f.name for f in fields(OdeConfig)]
 
 
 @dataclass(frozen=True)
@@ -98,11 +83,14 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ('ode', 'model_args', 'data', 'loss', 'fit'):
             object.__setattr__(self, name, _section(name, getattr(self, name)))
-        _known('ode', self.ode, ODE)
-        _known('data', self.data, DATA)
-        _known('loss', self.loss, LOSS)
+        _known('ode', self.ode, [f.name for f in fields(OdeConfig)])
+        _known('data', self.data, DataConfig.names())
+        _known('loss', self.loss, LossConfig.names())
         _known('fit', self.fit, FIT)
-        _check_data(self.data or {})
+        try:
+            DataConfig(**(self.data or {}))
+        except ValueError as e:
+            raise ValueError(f'data.{e}') from None
         if self.ode is not None:
             self.config  # noqa: B018 (raises what is wrong with it)
         for name in ('cache', 'seed'):
@@ -139,14 +127,15 @@ class Recipe:
             if part not in PARTS:
                 raise ValueError(f"{where}.train: unknown part '{part}'. {suggest(str(part), PARTS)}"
                                  f"Allowed: {', '.join(PARTS)}.")
-        _known(f'{where}.loss', stage.loss, LOSS)
+        _known(f'{where}.loss', stage.loss, LossConfig.names())
         _known(f'{where}.fit', stage.fit, FIT)
-        settings = {**(self.fit or {}), **(stage.fit or {})}
-        if 'epochs' not in settings:
+        if 'epochs' not in {**(self.fit or {}), **(stage.fit or {})}:
             raise ValueError(f'{where}.fit.epochs is missing. Give the number of epochs, here or in fit of the recipe.')
         try:
-            check_fit(**settings)
-        except (TypeError, ValueError) as e:
+            self.fit_of(stage)
+            if stage.task == 'trajectory':
+                self.loss_of(stage)
+        except ValueError as e:
             raise ValueError(f'{where}: {e}') from None
         return stage
 
@@ -155,9 +144,13 @@ class Recipe:
         """The settings of the conversion."""
         return OdeConfig(**(self.ode or {}))
 
-    def settings(self, stage: Stage) -> Tuple[Dict[str, Any], Dict[str, Any]]:
-        """The keywords of the task and of `fit` for a stage."""
-        return {**(self.loss or {}), **(stage.loss or {})}, {**(self.fit or {}), **(stage.fit or {})}
+    def loss_of(self, stage: Stage) -> LossConfig:
+        """The settings of the loss of a stage: its own over those of the recipe."""
+        return LossConfig(**{**(self.loss or {}), **(stage.loss or {})})
+
+    def fit_of(self, stage: Stage) -> FitConfig:
+        """The settings of `fit` for a stage: its own over those of the recipe."""
+        return FitConfig(**{**(self.fit or {}), **(stage.fit or {})})
 
     @classmethod
     def load(cls, name: Union[str, Path], changes: Sequence[str] = ()) -> 'Recipe':
@@ -290,20 +283,6 @@ def _section(name: str, value: Any) -> Any:
     if value is not None and not isinstance(value, dict):
         raise ValueError(f'{name} must hold keys and values; got {value!r}.')
     return _plain(value)  # a copy, in which tuples are lists as in YAML
-
-
-def _check_data(data: Dict[str, Any]) -> None:
-    for name, least in (('batch_size', 1), ('padding', 0), ('workers', 0)):
-        value = data.get(name, least)
-        if type(value) is not int or value < least:
-            raise ValueError(f'data.{name} must be a whole number of at least {least}; got {value!r}.')
-    for name in ('flip', 'reprob', 'smoothing', 'prob', 'mixup', 'cutmix', 'held_out'):
-        value = data.get(name, 0.)
-        most = 1. if name not in ('mixup', 'cutmix') else float('inf')
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
-            raise ValueError(f'data.{name} must be a number from 0 to {most:g}; got {value!r}.')
-    if 'prob' in data and not (data.get('mixup') or data.get('cutmix')):
-        raise ValueError('data.prob is the share of the batches that are mixed. Give mixup or cutmix, or leave it out.')
 
 
 def _known(name: str, given: Any, known: Sequence[str]) -> None:

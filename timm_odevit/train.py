@@ -122,7 +122,7 @@ def train(
             _named(student, stage.train, f'stages.{i}.train')
         tasks = [_task(recipe, i, student, teacher, calibration) for i in range(len(recipe.stages))]
         for stage in recipe.stages:
-            count_updates(train_loader, recipe.settings(stage)[1].get('accumulate', 1))
+            count_updates(train_loader, recipe.fit_of(stage).accumulate)
         cached: Any = train_loader
         if recipe.cache:
             cached = CachedLoader(
@@ -138,20 +138,19 @@ def train(
         trainable = {name for name, p in student.named_parameters() if p.requires_grad}
         own = [ode.steps for ode in find_ode_blocks(student)]
         for i, (stage, task) in enumerate(zip(recipe.stages, tasks, strict=True)):
-            options = recipe.settings(stage)[1]
             for ode, steps in zip(find_ode_blocks(student), own, strict=True):
                 counts = getattr(task, 'steps', None) or [steps]
                 ode.steps = min(counts, key=lambda count: abs(count - steps))  # validated and saved as it was trained
             learning = _choose(student, stage.train, trainable)
             if progress and rank == 0:
                 print(f'stage {i}: {stage.task}, {sum(p.numel() for p in learning):,} parameters learn')
-            seed = recipe.seed + 1000 * i  # of the order of the images and of their augmentation
+            config = replace(recipe.fit_of(stage), seed=recipe.seed + 1000 * i)
             arrays = _unmixed(train_loader)
             if isinstance(arrays, ArrayLoader):
-                arrays.seed = seed
+                arrays.seed = config.seed  # of the order of the images
             loader = train_loader if stage.task == 'labels' else cached
             records = fit(task, loader, val_loader, out=folder / f'stage{i}', resume=resume, progress=progress,
-                          seed=seed, **options)
+                          config=config)
             history += [{'stage': float(i), **record} for record in records]
         for name, p in student.named_parameters():
             p.requires_grad_(name in trainable)
@@ -244,10 +243,10 @@ def _sample(loader: Any, count: int, seed: int) -> torch.Tensor:
 
 def _without_end(recipe: Recipe) -> Any:
     """A recipe but for the epochs of its last stage, which may become more."""
-    settings = [recipe.settings(stage) for stage in recipe.stages]
-    settings[-1][1].pop('epochs')
-    return replace(recipe, loss=None, fit={'epochs': 1}, stages=tuple(
-        replace(stage, loss=loss, fit=fit) for stage, (loss, fit) in zip(recipe.stages, settings, strict=True)))
+    *others, last = recipe.stages
+    fit = {**(recipe.fit or {}), **(last.fit or {}), 'epochs': 1}
+    return replace(recipe, fit={'epochs': 1}, stages=(
+        *(replace(stage, fit={**(recipe.fit or {}), **(stage.fit or {})}) for stage in others), replace(last, fit=fit)))
 
 
 def _normalisation(model: Any) -> Any:
@@ -275,7 +274,6 @@ def _task(
         calibration: torch.Tensor,
 ) -> TrainingTask:
     stage = recipe.stages[number]
-    loss, options = recipe.settings(stage)
     device = next(student.parameters()).device
     mixed = any((recipe.data or {}).get(k) for k in ('mixup', 'cutmix', 'smoothing'))
     criterion = SoftTargetCrossEntropy() if mixed else nn.CrossEntropyLoss()
@@ -286,11 +284,12 @@ def _task(
             if teacher is None:
                 raise ValueError("task 'stepwise' follows a teacher. Give one.")
             return StepwiseTask(student, teacher, device=device, verbose=False)
-        if options.get('compile') and loss.get('segments'):
+        loss = recipe.loss_of(stage)
+        if recipe.fit_of(stage).compile and loss.segments:
             raise ValueError('segments work by hooks, which a compiled model skips. Leave fit.compile or them out.')
         return TrajectoryDistillationTask(
             student, teacher, calibration=calibration.split(64), criterion=criterion, device=device, verbose=False,
-            **loss)
+            config=loss)
     except (TypeError, ValueError) as e:
         raise ValueError(f'stages.{number}: {e}') from e
 

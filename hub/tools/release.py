@@ -21,7 +21,6 @@ import timm_odevit
 from timm_odevit import Recipe, evaluate, save_pretrained
 from timm_odevit.blocks import find_ode_blocks
 from timm_odevit.data import array_loaders
-from timm_odevit.distill.task import step_counts
 from timm_odevit.hub import save_reference
 
 HUB = Path(__file__).parent.parent
@@ -97,8 +96,9 @@ def main():
         (folder / 'earlier.yaml').write_text((args.earlier / 'recipe.yaml').read_text())
     (folder / 'recipe.yaml').write_text(recipe.to_yaml())
     own = find_ode_blocks(model)[0].steps if steps else 0
-    asked = recipe.settings(recipe.stages[-1])[0].get('steps') or [own]
-    trained_at = sorted(set(step_counts(asked, own))) if steps else []
+    last = recipe.stages[-1]
+    counts = recipe.loss_of(last).counts(own) if last.task == 'trajectory' else None
+    trained_at = sorted(set(counts or [own])) if steps else []
     for r in rows:
         del r['images_per_second']  # the machine was not idle
     record = {

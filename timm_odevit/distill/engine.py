@@ -1,10 +1,10 @@
 """The training loop, made of timm's parts: it trains any `timm.task.TrainingTask`."""
-import inspect
 import math
 import random
 import time
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Union
@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Unio
 import numpy as np
 import torch
 import torch.distributed as dist
-from timm.optim import create_optimizer_v2, list_optimizers, muon
+from timm.optim import create_optimizer_v2, muon
 from timm.scheduler import create_scheduler_v2
 from timm.task import TrainingTask
 from timm.utils import dispatch_clip_grad, random_seed, reduce_tensor, unwrap_model
@@ -24,39 +24,27 @@ from ..blocks import find_ode_blocks
 from ..evaluate import AMP_DTYPES, evaluate
 from ..files import locked, staged, to_json, write_text
 from ..hub import describe, save_pretrained
-from ..methods import suggest
+from ..settings import takes
 from ..spans import check_images
+from .config import FitConfig
 
-__all__ = ['alone_in', 'check_fit', 'count_updates', 'fit']
+__all__ = ['alone_in', 'count_updates', 'fit']
 
 LAST = 'last.pt'
 BEST = 'best'
 HISTORY = 'history.json'
-SCHEDS = ('cosine', 'tanh', 'step', 'poly')  # of timm's, those that follow the updates alone
 
 
+@takes(FitConfig)
 def fit(
         task: TrainingTask,
         train_loader: Any,
         val_loader: Optional[Iterable[Any]] = None,
         *,
-        epochs: int,
         out: Optional[Union[str, Path]] = None,
         resume: bool = False,
-        opt: str = 'adamw',
-        lr: float = 1e-3,
-        weight_decay: float = 0.05,
-        sched: str = 'cosine',
-        warmup_epochs: int = 0,
-        min_lr: float = 1e-6,
-        clip_grad: Optional[float] = 1.,
-        layer_decay: Optional[float] = None,
-        accumulate: int = 1,
-        ema_decay: Optional[float] = None,
-        amp: Optional[str] = None,
-        compile: bool = False,
-        seed: int = 0,
         progress: bool = True,
+        config: FitConfig,
 ) -> List[Dict[str, float]]:
     """Train a task; with `out`, keep the last and the best state, so that an interrupted run can go on.
 
@@ -78,25 +66,11 @@ def fit(
             sampler's) `set_epoch` is called if it has one. Of several processes, each gets a part of its own.
         val_loader: Batches held out from training, for choosing the best epoch; it is read after every epoch, so an
             iterator, such as a generator, is refused.
-        epochs: Number of epochs.
         out: Folder for the files; None keeps nothing.
         resume: Go on from `out/last.pt`, if it is there, with the same settings, the same size of batches and as many
             updates an epoch; epochs may be more.
-        opt: timm optimizer.
-        lr: Peak learning rate.
-        weight_decay: Weight decay; not on norms, biases and embeddings.
-        sched: timm scheduler, stepped every update.
-        warmup_epochs: Epochs of linear warm-up.
-        min_lr: Final learning rate.
-        clip_grad: Largest norm of the gradient; None for no clipping.
-        layer_decay: Factor of the learning rate per layer away from the head: the shared blocks count as one layer.
-        accumulate: Batches per update, whose gradients are averaged; a last incomplete group is left out.
-        ema_decay: Decay of a moving average of the weights, which is then what is validated and saved as best; None for
-            none. One that the task has already, as of another `fit`, is dropped.
-        amp: 'bfloat16', 'float16' or None.
-        compile: Run the task's `compile`, which is torch.compile, before the first update.
-        seed: Seed of the run.
         progress: Show a progress bar.
+        config: Settings; or give each of them as a keyword, such as epochs=10, see FitConfig.
 
     Returns:
         The history: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss.
@@ -106,13 +80,12 @@ def fit(
             files of the epoch before remain.
         OSError: A file could not be written, as on a full disk; what was written before remains. Or another process
             uses the folder.
+        TypeError: A keyword is unknown.
         ValueError: A setting, a loader or the folder does not fit, or the model has no description to save it by.
     """
-    settings = dict(
-        opt=opt, lr=lr, weight_decay=weight_decay, sched=sched, warmup_epochs=warmup_epochs, min_lr=min_lr,
-        clip_grad=clip_grad, layer_decay=layer_decay, accumulate=accumulate, ema_decay=ema_decay, amp=amp, seed=seed)
-    check_fit(epochs=epochs, **settings)
-    updates = count_updates(train_loader, accumulate)
+    settings = {key: value for key, value in asdict(config).items() if key not in ('epochs', 'compile')}
+    epochs, amp = config.epochs, config.amp
+    updates = count_updates(train_loader, config.accumulate)
     for name, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
         if isinstance(loader, Iterator):
             raise ValueError(f'{name} is a {type(loader).__name__}, which gives its batches once, and it is read in '
@@ -144,17 +117,17 @@ def fit(
         for name in ('trainable_module_ema', 'eval_model_ema'):  # of a fit before
             if hasattr(task, name):
                 delattr(task, name)
-        if ema_decay is not None:
-            task.setup_ema(decay=ema_decay, use_warmup=True)
-        if compile:
+        if config.ema_decay is not None:
+            task.setup_ema(decay=config.ema_decay, use_warmup=True)
+        if config.compile:
             task.compile()
         if world > 1:
             task.prepare_distributed(device_ids=[device.index] if device.type == 'cuda' else None)
         optimizer = create_optimizer_v2(
-            trainable, opt=opt, lr=lr, weight_decay=weight_decay, layer_decay=layer_decay)
+            trainable, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay, layer_decay=config.layer_decay)
         scheduler, _ = create_scheduler_v2(
-            optimizer, sched=sched, num_epochs=epochs, warmup_epochs=warmup_epochs, warmup_lr=min_lr, min_lr=min_lr,
-            step_on_epochs=False, updates_per_epoch=updates)
+            optimizer, sched=config.sched, num_epochs=epochs, warmup_epochs=config.warmup_epochs,
+            warmup_lr=config.min_lr, min_lr=config.min_lr, step_on_epochs=False, updates_per_epoch=updates)
         models = _models(task)
         scaler = torch.amp.GradScaler(device.type, enabled=amp == 'float16')
         if history:
@@ -164,12 +137,13 @@ def fit(
             return history
         best = max((record.get('val_top1', -math.inf) for record in history), default=-math.inf)
 
-        total = epochs * updates
-        bar = tqdm(total=total, initial=len(history) * updates, unit='update', disable=not progress or rank > 0)
+        bar = tqdm(total=epochs * updates, initial=len(history) * updates, unit='update',
+                   disable=not progress or rank > 0)
+        run = _Run(task, train_loader, config, optimizer, scheduler, scaler, updates, bar)
         with bar, _muon_for(device):
             for epoch in range(len(history), epochs):
                 # an epoch depends on the seed and the weights, not on how it was reached
-                random_seed((seed * 10_007 + epoch) * world % 2 ** 31, rank)
+                random_seed((config.seed * 10_007 + epoch) * world % 2 ** 31, rank)
                 parts: Any = (train_loader, getattr(train_loader, 'sampler', None))
                 for part in parts:
                     if hasattr(part, 'set_epoch'):
@@ -177,9 +151,7 @@ def fit(
                 started = time.perf_counter()
                 bar.set_description(f'epoch {epoch + 1} of {epochs}')
                 record = {'epoch': epoch + 1.}
-                record.update(_train_epoch(
-                    task, train_loader, optimizer, scheduler, scaler, dtype, epoch, updates, total, clip_grad,
-                    accumulate, seed, bar))
+                record.update(run.train(epoch))
                 record['seconds'] = time.perf_counter() - started
                 if not all(torch.isfinite(p).all() for module in models.values() for p in module.parameters()):
                     raise FloatingPointError(
@@ -223,43 +195,6 @@ def count_updates(train_loader: Any, accumulate: int = 1) -> int:
         few = f'has less than {accumulate} batches' if accumulate > 1 else 'is empty'
         raise ValueError(f'train_loader {few}. Give more images, or a smaller batch size.')
     return batches // accumulate
-
-
-def check_fit(**settings: Any) -> None:
-    """Raise ValueError for settings that `fit` does not take, before anything is built."""
-    known = {name: p.default for name, p in inspect.signature(fit).parameters.items()}
-    given = {**known, **settings}
-    for name in ('epochs', 'accumulate'):
-        if name in settings and (type(given[name]) is not int or given[name] < 1):
-            raise ValueError(f'{name} must be at least 1; got {given[name]!r}.')
-    for name in ('lr', 'weight_decay', 'min_lr', 'warmup_epochs', 'clip_grad', 'ema_decay', 'layer_decay'):
-        value, optional = given[name], known[name] is None or name == 'clip_grad'
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (optional and value is None) and not (number and 0 <= value < math.inf):
-            raise ValueError(f"{name} must be a finite number of at least 0{', or None' if optional else ''}; got "
-                             f'{value!r}.')
-    optimizers = [str(name) for name in list_optimizers()]
-    if given['opt'] not in optimizers:
-        raise ValueError(f"Unknown opt '{given['opt']}'. {suggest(str(given['opt']), optimizers)}"
-                         'See timm.optim.list_optimizers().')
-    try:
-        made = create_optimizer_v2(nn.Linear(2, 2), opt=given['opt'], lr=given['lr'], weight_decay=0.)
-    except Exception as e:  # each asks for something else: a package, a GPU, an argument
-        raise ValueError(f"opt '{given['opt']}' cannot be used here: {type(e).__name__} {e}".strip()) from e
-    if getattr(made, 'is_second_order', False):
-        raise ValueError(f"opt '{given['opt']}' needs second derivatives, which are not computed. Use another.")
-    if given['sched'] not in SCHEDS:
-        raise ValueError(f"Unknown sched '{given['sched']}'. Allowed: {', '.join(SCHEDS)}.")
-    if not isinstance(given['compile'], bool):
-        raise ValueError(f"compile must be True or False; got {given['compile']!r}.")
-    if given['clip_grad'] is not None and not given['clip_grad'] > 0:
-        raise ValueError(f"clip_grad must be above 0, or None for no clipping; got {given['clip_grad']!r}.")
-    if given['ema_decay'] is not None and not 0 <= given['ema_decay'] < 1:
-        raise ValueError(f"ema_decay must be at least 0 and below 1, or None; got {given['ema_decay']!r}.")
-    if given['layer_decay'] is not None and not 0 < given['layer_decay'] <= 1:
-        raise ValueError(f"layer_decay must be above 0 and at most 1, or None; got {given['layer_decay']!r}.")
-    if given['amp'] not in list(AMP_DTYPES):  # what is given may not be hashable
-        raise ValueError(f"Unknown amp '{given['amp']}'. Allowed: bfloat16, float16, or None.")
 
 
 def _distributed() -> bool:
@@ -384,57 +319,70 @@ def _fitting(name: str, images: Tensor, labels: Any, task: TrainingTask) -> Iter
                          f'{type(e).__name__}: {" ".join(str(e).split())}') from e
 
 
-def _train_epoch(
-        task, loader, optimizer, scheduler, scaler, dtype, epoch, updates, total, clip_grad, accumulate, seed, bar):
-    device = task.device
-    sums: Dict[str, Any] = defaultdict(float)
-    optimizer.zero_grad()
-    i = -1
-    for i, batch in enumerate(loader):
-        if i == updates * accumulate:
-            break
-        images, labels = _checked('train_loader', batch, task) if i == 0 else batch
-        update, last = epoch * updates + i // accumulate, (i + 1) % accumulate == 0
-        if i % accumulate == 0:
-            scheduler.step_update(update)
-        if hasattr(task, 'begin_update'):
-            task.begin_update(update, total, seed)
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        with nullcontext() if last else task.no_sync():
-            with _fitting('train_loader', images, labels, task) if i == 0 else nullcontext():
-                if i == 0:
-                    task.train()
-                with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
-                    parts = task(images, labels)
-            loss = parts['loss']
-            values = {key: part.detach().float() for key, part in parts.items() if key != 'output'}
-            value = values['loss'].item()
-            if not math.isfinite(value):
-                found = ', '.join(f'{key} {part.item():.4g}' for key, part in values.items())
-                raise FloatingPointError(
-                    f'The loss is not finite in epoch {epoch + 1}, batch {i + 1} ({found}). '
-                    f'{_diverging(task, images, dtype)}Lower lr, or use amp bfloat16 or None.')
-            scaler.scale(loss / accumulate).backward()
-        for key, part in values.items():
-            sums[key] = sums[key] + part  # stays on the device: one wait for it a batch is enough
-        if not last:
-            continue
-        if clip_grad is not None:
-            scaler.unscale_(optimizer)
-            dispatch_clip_grad(task.get_clip_parameters(), clip_grad)
-        scaler.step(optimizer)
-        scaler.update()
+@dataclass
+class _Run:
+    """What an epoch of training needs."""
+    task: Any
+    loader: Any
+    config: FitConfig
+    optimizer: Any
+    scheduler: Any
+    scaler: Any
+    updates: int
+    bar: Any
+
+    def train(self, epoch: int) -> Dict[str, float]:
+        """Train for one epoch; returns the learning rate and the mean of each part of the loss."""
+        task, loader, optimizer, scaler, config = self.task, self.loader, self.optimizer, self.scaler, self.config
+        updates, accumulate, device, dtype = self.updates, config.accumulate, task.device, AMP_DTYPES[config.amp]
+        sums: Dict[str, Any] = defaultdict(float)
         optimizer.zero_grad()
-        task.update_ema(step=update)
-        bar.update()
-    if i < updates * accumulate - 1:
-        raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, and its length is {len(loader)}. '
-                         'Give one that gives as many in every epoch.')
-    means = {key: torch.as_tensor(value / (updates * accumulate)) for key, value in sums.items()}
-    if _distributed():
-        means = {key: reduce_tensor(value.to(device), dist.get_world_size()) for key, value in means.items()}
-    return {'lr': optimizer.param_groups[-1]['lr'],  # without the parts that were not computed
-            **{key: float(value) for key, value in means.items() if not value.isnan()}}
+        i = -1
+        for i, batch in enumerate(loader):
+            if i == updates * accumulate:
+                break
+            images, labels = _checked('train_loader', batch, task) if i == 0 else batch
+            update, last = epoch * updates + i // accumulate, (i + 1) % accumulate == 0
+            if i % accumulate == 0:
+                self.scheduler.step_update(update)
+            if hasattr(task, 'begin_update'):
+                task.begin_update(update, config.epochs * updates, config.seed)
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            with nullcontext() if last else task.no_sync():
+                with _fitting('train_loader', images, labels, task) if i == 0 else nullcontext():
+                    if i == 0:
+                        task.train()
+                    with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
+                        parts = task(images, labels)
+                loss = parts['loss']
+                values = {key: part.detach().float() for key, part in parts.items() if key != 'output'}
+                value = values['loss'].item()
+                if not math.isfinite(value):
+                    found = ', '.join(f'{key} {part.item():.4g}' for key, part in values.items())
+                    raise FloatingPointError(
+                        f'The loss is not finite in epoch {epoch + 1}, batch {i + 1} ({found}). '
+                        f'{_diverging(task, images, dtype)}Lower lr, or use amp bfloat16 or None.')
+                scaler.scale(loss / accumulate).backward()
+            for key, part in values.items():
+                sums[key] = sums[key] + part  # stays on the device: one wait for it a batch is enough
+            if not last:
+                continue
+            if config.clip_grad is not None:
+                scaler.unscale_(optimizer)
+                dispatch_clip_grad(task.get_clip_parameters(), config.clip_grad)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            task.update_ema(step=update)
+            self.bar.update()
+        if i < updates * accumulate - 1:
+            raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, and its length is '
+                             f'{len(loader)}. Give one that gives as many in every epoch.')
+        means = {key: torch.as_tensor(value / (updates * accumulate)) for key, value in sums.items()}
+        if _distributed():
+            means = {key: reduce_tensor(value.to(device), dist.get_world_size()) for key, value in means.items()}
+        return {'lr': optimizer.param_groups[-1]['lr'],  # without the parts that were not computed
+                **{key: float(value) for key, value in means.items() if not value.isnan()}}
 
 
 @contextmanager

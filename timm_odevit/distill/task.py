@@ -15,11 +15,13 @@ from ..blocks import OdeBlocks, find_ode_blocks
 from ..evaluate import renormalisation
 from ..families import field_class
 from ..merge import check_not_merged
+from ..settings import takes
 from ..spans import watch_blocks
 from .checkpoints import distance_times, hidden_states, match, state_at, uniform_times
+from .config import LossConfig
 from .losses import attention_loss, jasmin_loss, logit_loss, trajectory_loss
 
-__all__ = ['Renormalised', 'TrainingPass', 'TrajectoryDistillationTask', 'check_apart', 'check_student', 'step_counts']
+__all__ = ['Renormalised', 'TrainingPass', 'TrajectoryDistillationTask', 'check_apart', 'check_student']
 
 
 class TrajectoryDistillationTask(TrainingTask):
@@ -34,70 +36,32 @@ class TrajectoryDistillationTask(TrainingTask):
         student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
         teacher: timm model of the same width and tokens, or the name of one; None to train without one, with
             trajectory_weight, kd_weight and attention_weight 0.
-        checkpoints: Where the teacher's layers lie in time: 'uniform'; 'distance', measured on `calibration`; or
-            strictly increasing relative times in (0, 1], one per layer.
-        calibration: Batches of images [B, C, H, W], normalised for the teacher, for 'distance'.
-        checkpoint_temperature: Of the softmax over distances, in units of their mean.
-        trajectory_weight: Weight of the mean over checkpoints of the squared error relative to the teacher's variance.
-        cls_weight: Share of the class token in it.
-        register_weight: Share of the register tokens in it.
-        patch_weight: Share of the patch tokens in it.
-        steps: Numbers of steps, of which every update draws one, so that K may be chosen after training, such as
-            (6, 8, 12, 16, 24), or shares of the student's own number, such as (0.5, 0.67, 1.0, 1.33, 2.0), rounded;
-            None for the student's own.
-        segments: Numbers of segments of the trajectory, such as (12, 4, 2), one after the other over the first
-            `forced` of the updates. A segment starts from the teacher's state (teacher forcing); afterwards the student
-            starts from the tokens alone. Needs `begin_update`, which `fit` calls.
-        forced: Share of the updates in which segments are used.
-        jasmin_weight: Weight of the JaSMin loss of the shared block's attention.
-        jasmin_k: k of JaSMin, 0 or at least 2.
-        jasmin_evaluations: Number of states, evenly spread over the trajectory, at which attention is computed again.
-        kd_weight: Weight of the KL divergence between the logits.
-        kd_temperature: Temperature of both logits in it.
-        task_weight: Weight of the loss on the labels.
-        attention_weight: Weight of the L1 distance between the attention maps of the last step and the last layer.
-        exits: Relative times in (0, 1) at which the student's norm and head are applied too, so that it may stop there.
-        exit_weight: Weight of the mean over exits of kd_weight * KL + task_weight * cross-entropy.
+        calibration: Batches of images [B, C, H, W], normalised for the teacher, for checkpoints 'distance'.
         criterion: Loss on the labels, (logits, target) to a scalar; cross-entropy by default.
         device: Device of the task, that of the student by default.
         dtype: Dtype of the task's buffers.
         verbose: Log what timm logs.
+        config: Settings of the loss; or give each of them as a keyword, see LossConfig.
 
     Raises:
-        TypeError: The student is not an ODE-ViT.
+        TypeError: The student is not an ODE-ViT, or a keyword is unknown.
         ValueError: Student and teacher do not fit, share parameters, or a setting is out of range.
 
     Source: ODE-ViT, arXiv 2511.16501; token shares and teacher forcing: Raptor, arXiv 2512.19941.
     """
 
+    @takes(LossConfig)
     def __init__(
             self,
             student: nn.Module,
             teacher: Union[str, nn.Module, None],
             *,
-            checkpoints: Union[str, Sequence[float]] = 'uniform',
             calibration: Optional[Iterable[Tensor]] = None,
-            checkpoint_temperature: float = 1.,
-            trajectory_weight: float = 1.,
-            cls_weight: float = 0.45,
-            register_weight: float = 0.10,
-            patch_weight: float = 0.45,
-            steps: Optional[Sequence[float]] = None,
-            segments: Sequence[int] = (),
-            forced: float = 0.25,
-            jasmin_weight: float = 0.,
-            jasmin_k: int = 0,
-            jasmin_evaluations: int = 2,
-            kd_weight: float = 1.,
-            kd_temperature: float = 1.,
-            task_weight: float = 0.,
-            attention_weight: float = 0.,
-            exits: Sequence[float] = (),
-            exit_weight: float = 0.,
             criterion: Optional[nn.Module] = None,
             device: Optional[torch.device] = None,
             dtype: Optional[torch.dtype] = None,
             verbose: bool = True,
+            config: LossConfig,
     ) -> None:
         check_student(student)
         device = device or next(student.parameters()).device
@@ -109,14 +73,10 @@ class TrajectoryDistillationTask(TrainingTask):
                 'Train it step by step only: task: stepwise in a recipe, epochs=(8, 0) in calibrate_, or odevit '
                 'calibrate --epochs 8,0.')
         super().__init__(device=device, dtype=dtype, verbose=verbose)
-        self.weights = dict(
-            trajectory=trajectory_weight, jasmin=jasmin_weight, kd=kd_weight, task=task_weight,
-            attention=attention_weight, exit=exit_weight)
-        self.token_weights = (cls_weight, register_weight, patch_weight)
-        self.kd_temperature = kd_temperature
-        self.steps: Optional[List[int]] = step_counts(steps, host.blocks.steps) if steps is not None else None
-        self.segments, self.forced, self.exits = segments, forced, exits
-        self._check(jasmin_k, jasmin_evaluations, host)
+        self.config = config
+        self.weights = config.weights
+        self.steps = config.counts(host.blocks.steps)
+        self._check(host)
         self._check_hooks(host)
         if isinstance(teacher, str):
             teacher = DistillationTeacher(
@@ -126,61 +86,38 @@ class TrajectoryDistillationTask(TrainingTask):
         else:
             _check_pair(student, teacher)
         tokens = host.patch_embed.num_patches + host.num_prefix_tokens
-        if jasmin_k > tokens:
-            raise ValueError(f'jasmin_k must be at most the number of tokens, {tokens}; got {jasmin_k!r}.')
-        if host.num_classes == 0 and (kd_weight > 0 or task_weight > 0):
+        if config.jasmin_k > tokens:
+            raise ValueError(f'jasmin_k must be at most the number of tokens, {tokens}; got {config.jasmin_k}.')
+        if host.num_classes == 0 and (config.kd_weight > 0 or config.task_weight > 0):
             raise ValueError(
                 'kd_weight and task_weight compare classes, and these models have none (num_classes=0). Set both to 0.')
         self.teacher: Any = None
         if teacher is not None:
-            self.times = _times(teacher, checkpoints, calibration, checkpoint_temperature, device)
+            self.times = _times(teacher, config, calibration, device)
             last = host.blocks.config.span(len(self.times))[1]
             block: Any = teacher.get_submodule(f'blocks.{last}')
             fields = [field_class(block)(block), host.blocks.shared]
             self._last = (last, fields[:1])  # in a list: the teacher's block is not a second module
-            if attention_weight > 0 and not all(field.has_attention_maps for field in fields):
+            if config.attention_weight > 0 and not all(field.has_attention_maps for field in fields):
                 raise ValueError(
-                    f'attention_weight={attention_weight} compares attention maps, and a {type(block).__name__} does '
-                    'not give them. Set it to 0.')
+                    f'attention_weight={config.attention_weight} compares attention maps, and a '
+                    f'{type(block).__name__} does not give them. Set it to 0.')
             # everything fits: only now is the teacher touched
             self.teacher = DistillationTeacher(teacher, device=device, dtype=dtype)
             self.teacher.requires_grad_(False).eval()
-        self.trainable_module: Any = _Unrolled(student, jasmin_k, jasmin_evaluations)
+        self.trainable_module: Any = _Unrolled(student, config.jasmin_k, config.jasmin_evaluations)
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
         self.update, self.updates, self.seed, self.drawn = 0, 0, 0, host.blocks.steps
         self.for_teacher: Any = None if teacher is None else Renormalised(student, teacher, device, dtype)
 
-    def _check(self, jasmin_k: int, jasmin_evaluations: int, host: Any) -> None:
-        names = ('cls', 'register', 'patch')
-        for name, value in (*self.weights.items(), *zip(names, self.token_weights, strict=True)):
-            if not value >= 0:
-                raise ValueError(f'{name}_weight must be at least 0; got {value!r}.')
-        if not any(value > 0 for value in self.weights.values()):
-            raise ValueError('All weights of the loss are 0, so there is nothing to learn. Set one of them.')
-        if not self.kd_temperature > 0:
-            raise ValueError(f'kd_temperature must be above 0; got {self.kd_temperature!r}.')
-        if jasmin_k == 1 or jasmin_k < 0:
-            raise ValueError(
-                f'jasmin_k must be 0, or at least 2 (k = 1 makes the loss 0 for any attention); got {jasmin_k!r}.')
-        if type(jasmin_evaluations) is not int or jasmin_evaluations < 1:
-            raise ValueError(f'jasmin_evaluations must be a whole number of at least 1; got {jasmin_evaluations!r}.')
-        if not isinstance(self.segments, (tuple, list)) or not all(type(k) is int and k >= 1 for k in self.segments):
-            raise ValueError(f'segments must be a list of whole numbers of at least 1; got {self.segments!r}.')
-        if not 0 <= self.forced <= 1:
-            raise ValueError(f'forced is a share of the updates, from 0 to 1; got {self.forced!r}.')
-        if not isinstance(self.exits, (tuple, list)) or not all(0 < t < 1 for t in self.exits):
-            raise ValueError(f'exits must be relative times between 0 and 1, such as (0.5, 0.75); got {self.exits}.')
-        if self.exits and not (self.weights['kd'] > 0 or self.weights['task'] > 0):
-            raise ValueError('exits are trained by kd_weight and task_weight, and both are 0. Set one of them.')
-        if (self.weights['exit'] > 0) != bool(self.exits):
-            raise ValueError('exits and exit_weight go together, such as exits=(0.5, 0.75), exit_weight=0.5.')
-        if self.exits and not isinstance(getattr(host, 'norm', None), nn.Module):
+    def _check(self, host: Any) -> None:
+        if self.config.exits and not isinstance(getattr(host, 'norm', None), nn.Module):
             raise ValueError(f'exits need a final norm, and a {type(host).__name__} has none that is called norm.')
-        if self.weights['attention'] > 0 and min(self.steps or (host.blocks.steps,)) < 2:
+        if self.config.attention_weight > 0 and min(self.steps or (host.blocks.steps,)) < 2:
             raise ValueError('attention_weight looks at the state before the last step, so it needs at least 2 steps.')
 
     def _check_hooks(self, student: Any) -> None:
-        if self.segments and getattr(student, 'grad_checkpointing', False):
+        if self.config.segments and getattr(student, 'grad_checkpointing', False):
             raise ValueError('segments work by hooks, which gradient checkpointing skips when it runs the steps again. '
                              'Leave one of the two out.')
 
@@ -188,7 +125,7 @@ class TrajectoryDistillationTask(TrainingTask):
         for name in ('trajectory', 'kd', 'attention'):
             if self.weights[name] > 0:
                 raise ValueError(f'{name}_weight needs a teacher. Give one, or set {name}_weight=0.')
-        if self.segments:
+        if self.config.segments:
             raise ValueError('segments start from the states of a teacher. Give one, or leave segments out.')
 
     def begin_update(self, update: int, updates: int, seed: int = 0) -> None:
@@ -225,7 +162,8 @@ class TrajectoryDistillationTask(TrainingTask):
             pairs = self._pairs(student) if states_t is not None else []
             forced = self._forced(student, states_t) if states_t is not None else {}
             self._check_hooks(student)
-            exits = [first + min(max(round(t * count), 1), count - 1) - 1 for t in self.exits] if count > 1 else []
+            places = [min(max(round(t * count), 1), count - 1) for t in self.config.exits] if count > 1 else []
+            exits = [first + place - 1 for place in places]
             with _starting_from(student, forced):
                 output, states, jasmin, attention, early = self.trainable_module(
                     input, [step for _, step in pairs], self.weights['jasmin'] > 0, self.weights['attention'] > 0,
@@ -241,7 +179,7 @@ class TrajectoryDistillationTask(TrainingTask):
 
         def logits(of: Tensor) -> Dict[str, Any]:
             return {
-                'kd': lambda: logit_loss(of, output_t, self.kd_temperature) if output_t is not None else nothing,
+                'kd': lambda: logit_loss(of, output_t, self.config.kd_temperature) if output_t is not None else nothing,
                 'task': lambda: self.criterion(of, labels) if labels is not None else nothing}
 
         def exit_loss() -> Tensor:
@@ -249,13 +187,13 @@ class TrajectoryDistillationTask(TrainingTask):
             return sum(parts, output.new_zeros(())) / max(len(early), 1)
         parts = {
             'trajectory': lambda: torch.stack([
-                trajectory_loss(s, t, prefix, has_cls, self.token_weights)
+                trajectory_loss(s, t, prefix, has_cls, self.config.token_weights)
                 for s, t in zip(states, targets, strict=True)]).mean() if states else nothing,
             **logits(output),
         }
         if self.weights['attention'] > 0:
             parts['attention'] = lambda: attention_loss(attention, last_map)
-        if self.exits:
+        if self.config.exits:
             parts['exit'] = exit_loss
         found = {'jasmin': jasmin}
         for name, part in parts.items():
@@ -297,10 +235,10 @@ class TrajectoryDistillationTask(TrainingTask):
     def _forced(self, student: Any, states: Sequence[Tensor]) -> Dict[int, Tensor]:
         """The teacher's states from which steps start, by the place of the step, in this update."""
         share = self.update / self.updates if self.updates and self.training else 1.
-        if not self.segments or share >= self.forced:
+        if not self.config.segments or share >= self.config.forced:
             return {}
         count = student.blocks.steps
-        segments = min(self.segments[int(share / self.forced * len(self.segments))], count)
+        segments = min(self.config.segments[int(share / self.config.forced * len(self.config.segments))], count)
         first, run = self._run(student)
         places = [round(i * count / segments) for i in range(1, segments)]
         return {first + place: state_at(states[first:], run, place / count) for place in places}
@@ -329,7 +267,7 @@ class TrajectoryDistillationTask(TrainingTask):
         Raises:
             ValueError: The task has segments, whose hooks a compiled model would skip.
         """
-        if self.segments:
+        if self.config.segments:
             raise ValueError(
                 "segments put the teacher's states in by hooks, which a compiled model skips. Use one of the two.")
         options = dict(backend=backend, mode=mode, **compile_kwargs)
@@ -424,36 +362,20 @@ def _starting_from(student: Any, forced: Dict[int, Tensor]) -> Iterator[None]:
             handle.remove()
 
 
-def _times(teacher: Any, checkpoints, calibration, temperature: float, device: torch.device) -> List[float]:
+def _times(teacher: Any, config: LossConfig, calibration: Any, device: torch.device) -> List[float]:
     layers = len(teacher.blocks)
-    if isinstance(checkpoints, str):
-        if checkpoints == 'uniform':
-            return uniform_times(layers)
-        if checkpoints == 'distance':
-            return distance_times(teacher, (images.to(device) for images in calibration or ()), temperature)
-        raise ValueError(
-            f"Unknown checkpoints '{checkpoints}'. Allowed: uniform, distance, or a list of relative times.")
-    times = [float(t) for t in checkpoints]
+    if config.checkpoints == 'uniform':
+        return uniform_times(layers)
+    if config.checkpoints == 'distance':
+        batches = (images.to(device) for images in calibration or ())
+        return distance_times(teacher, batches, config.checkpoint_temperature)
+    times: List[float] = list(config.checkpoints)  # type: ignore[arg-type]
     increasing = all(a < b for a, b in pairwise([0., *times]))
     if len(times) != layers or not increasing or times[-1] > 1.:
         raise ValueError(
             f'checkpoints must be {layers} strictly increasing times in (0, 1], one for each layer of the teacher; '
             f'got {times}.')
     return times
-
-
-def step_counts(steps: Sequence[float], own: int) -> List[int]:
-    """Numbers of steps, of which the fractions given are shares of a model's own number.
-
-    Raises:
-        ValueError: They are not a list of whole numbers of at least 1, or of shares above 0.
-    """
-    good = isinstance(steps, (tuple, list)) and steps and all(
-        (type(k) is int and k >= 1) or (type(k) is float and 0 < k < math.inf) for k in steps)
-    if not good:
-        raise ValueError("steps must be a list of whole numbers of at least 1, or of shares of the student's own "
-                         f'number of steps, such as [0.5, 1.0, 2.0]; got {steps!r}.')
-    return [k if isinstance(k, int) else max(1, round(k * own)) for k in steps]
 
 
 def check_student(student: Any) -> None:

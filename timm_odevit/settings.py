@@ -1,0 +1,176 @@
+"""Settings: frozen dataclasses in which a name, its default, what is allowed and what is said otherwise stand once."""
+import inspect
+import math
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
+from functools import wraps
+from numbers import Integral
+from typing import Any, Callable, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
+
+__all__ = ['Settings', 'flag', 'many', 'number', 'one_of', 'refuse_unknown', 'setting', 'suggest', 'takes', 'whole']
+
+Check = Callable[[str, Any], Any]  # of a name and a value: gives the value, or raises ValueError
+Kind = TypeVar('Kind', bound='Settings')
+Given = TypeVar('Given')
+
+
+def setting(default: Any = MISSING, check: Optional[Check] = None) -> Any:
+    """A field of Settings, with what its values must be."""
+    return field(default=default, metadata={'check': check})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings, each checked by itself when they are made; `_check` is for what concerns several of them.
+
+    Raises:
+        ValueError: A value is out of range; the message names what is allowed.
+    """
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            check = f.metadata.get('check')
+            if check is not None:
+                object.__setattr__(self, f.name, check(f.name, getattr(self, f.name)))
+        self._check()
+
+    def _check(self) -> None:
+        pass
+
+    @classmethod
+    def names(cls) -> List[str]:
+        """Names of all settings."""
+        return [f.name for f in fields(cls)]
+
+    @classmethod
+    def of(cls: Type[Kind], given: Mapping[str, Any], owner: str) -> Kind:
+        """Settings from keywords.
+
+        Raises:
+            TypeError: A keyword is unknown, or one is missing; the message names the closest one.
+            ValueError: A value is out of range.
+        """
+        refuse_unknown(given, cls.names(), owner)
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in given]
+        if missing:
+            raise TypeError(f'{owner} needs {missing[0]}, such as {missing[0]}=1.')
+        return cls(**given)
+
+
+def takes(kind: Type[Settings], name: str = 'config') -> Callable[[Callable[..., Given]], Callable[..., Given]]:
+    """Let a function that takes Settings as one keyword take each of them as a keyword, too.
+
+    Args:
+        kind: The Settings.
+        name: The keyword by which the function takes them.
+
+    Returns:
+        A decorator. `help` and editors see the keywords of both; an unknown one raises TypeError with the closest one.
+    """
+    def decorate(function: Callable[..., Given]) -> Callable[..., Given]:
+        signature = inspect.signature(function)
+        own = list(signature.parameters.values())
+
+        @wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            owner = function.__qualname__.removesuffix('.__init__')
+            refuse_unknown(kwargs, [*(p.name for p in own), *kind.names()], owner)
+            given = {key: kwargs.pop(key) for key in kind.names() if key in kwargs}
+            if name in kwargs and given:
+                raise TypeError(f"{owner} got {name} and '{next(iter(given))}', which is part of it. Give one of them.")
+            if name not in kwargs:
+                kwargs[name] = kind.of(given, owner)
+            return function(*args, **kwargs)
+        keywords = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY,
+                                      default=inspect.Parameter.empty if f.default is MISSING else f.default)
+                    for f in fields(kind)]
+        wrapper.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+        return wrapper
+    return decorate
+
+
+def refuse_unknown(given: Iterable[str], known: Sequence[str], owner: str) -> None:
+    """Raise TypeError for a keyword that is not known; the message names the closest one."""
+    for key in given:
+        if key not in known:
+            raise TypeError(f"{owner} got an unknown argument '{key}'. {suggest(str(key), known)}Arguments: "
+                            f"{', '.join(known)}.")
+
+
+def suggest(word: str, allowed: Iterable[str]) -> str:
+    """A sentence naming the closest allowed word, with a trailing space, or nothing."""
+    close = get_close_matches(word, list(allowed), n=1, cutoff=0.5)
+    return f"Did you mean '{close[0]}'? " if close else ''
+
+
+def whole(least: int = 0, none: str = '') -> Check:
+    """A whole number of at least `least`; or None, where `none` says for what that stands."""
+    allowed = f'a whole number of at least {least}{_or_none(none)}'
+
+    def check(name: str, value: Any) -> Any:
+        if value is None and none:
+            return None
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+            raise ValueError(f'{name} must be {allowed}; got {value!r}.')
+        return int(value)  # NumPy's integers, too
+    return check
+
+
+def number(least: float = 0., most: float = math.inf, *, open: str = '', none: str = '') -> Check:
+    """A finite number from `least` to `most`; or None, where `none` says for what that stands.
+
+    Args:
+        least: The smallest number.
+        most: The largest number.
+        open: '(' if `least` itself is not allowed, ')' if `most` is not, '()' for both.
+        none: What None stands for, if it is allowed.
+    """
+    bounds = [f"{'above' if '(' in open else 'of at least'} {least:g}"]
+    if most < math.inf:
+        bounds.append(f"{'below' if ')' in open else 'at most'} {most:g}")
+    allowed = f"a number {' and '.join(bounds)}{_or_none(none)}"
+
+    def check(name: str, value: Any) -> Any:
+        if value is None and none:
+            return None
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not good or not (least < value if '(' in open else least <= value) or not (
+                value < most if ')' in open else value <= most):
+            raise ValueError(f'{name} must be {allowed}; got {value!r}.')
+        return value
+    return check
+
+
+def one_of(allowed: Sequence[Any], none: str = '') -> Check:
+    """One of a few words; or None, where `none` says for what that stands."""
+    def check(name: str, value: Any) -> Any:
+        if value is None and none:
+            return None
+        if value not in list(allowed):  # what is given may not be hashable
+            raise ValueError(f"Unknown {name} '{value}'. {suggest(str(value), allowed)}Allowed: {', '.join(allowed)}"
+                             f'{_or_none(none)}.')
+        return value
+    return check
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f'{name} must be True or False; got {value!r}.')
+    return value
+
+
+def many(each: Check, what: str) -> Check:
+    """A list of values, as a tuple."""
+    def check(name: str, value: Any) -> Tuple[Any, ...]:
+        try:
+            if not isinstance(value, (list, tuple)):
+                raise ValueError
+            return tuple(each(name, entry) for entry in value)
+        except ValueError:
+            raise ValueError(f'{name} must be {what}; got {value!r}.') from None
+    return check
+
+
+def _or_none(none: str) -> str:
+    return f', or None for {none}' if none else ''
