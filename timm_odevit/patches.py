@@ -6,7 +6,9 @@ from torch import nn
 
 __all__ = ['Patches', 'evaluating']
 
-_ABSENT: Any = object()
+
+class _Absent:
+    """Stands for an attribute that was not there: a class, since a copy of it is itself."""
 
 
 class Patches:
@@ -29,22 +31,30 @@ class Patches:
             for owner, name, value in self._wanted:
                 setattr(owner, name, value)
         except BaseException:
-            self.take_off()
+            self._put_back()
             raise
 
     def take_off(self) -> None:
-        """Put the attributes back as they were when this was made."""
+        """Put the attributes back as they were when this was made; an interrupt in between replaces them again."""
+        try:
+            self._put_back()
+        except BaseException:
+            for owner, name, value in self._wanted:
+                setattr(owner, name, value)
+            raise
+
+    def _put_back(self) -> None:
         for (owner, name, _), before in zip(self._wanted, self.before, strict=True):
-            if before is not _ABSENT:
+            if before is not _Absent:
                 setattr(owner, name, before)
-            elif _own(owner, name) is not _ABSENT:
+            elif _own(owner, name) is not _Absent:
                 delattr(owner, name)
 
 
 def _own(owner: Any, name: str) -> Any:
     """An attribute of the object itself, not of its class."""
     children = owner._modules if isinstance(owner, nn.Module) else {}
-    return children.get(name, owner.__dict__.get(name, _ABSENT))
+    return children.get(name, owner.__dict__.get(name, _Absent))
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from ..blocks import find_ode_blocks
 from ..evaluate import AMP_DTYPES, evaluate
 from ..files import locked, staged, to_json, write_text
 from ..hub import describe, save_pretrained
+from ..merge import check_not_merged
 from ..methods import suggest
 from ..spans import check_images
 
@@ -121,7 +122,8 @@ def fit(
     settings.update(batch_size=sizes[0] if sizes else None, updates_per_epoch=updates)
     folder = Path(out) if out is not None else None
     dtype = AMP_DTYPES[amp]
-    device = task.device
+    device = torch.device(task.device)
+    check_not_merged(_models(task)['model'])
     trainable: Any = task.get_trainable_module()
     if not any(p.requires_grad for p in trainable.parameters()):
         raise ValueError(
@@ -401,7 +403,7 @@ def _train_epoch(
             task.begin_update(update, total, seed)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         with nullcontext() if last else task.no_sync():
-            with _fitting('train_loader', images, labels, task) if i == 0 else nullcontext():
+            with _fitting('train_loader', images, labels, task) if update == 0 and i == 0 else nullcontext():
                 if i == 0:
                     task.train()
                 with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
