@@ -114,8 +114,9 @@ def check_blocks(model: nn.Module, blocks: Sequence[Any]) -> None:
             makers = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_MAKERS)]
             if makers:
                 raise TypeError(
-                    f'Cannot convert {name}: a {type(makers[0]).__name__} makes the weight of a {type(module).__name__} '
-                    f'of block {i}, which a shared block would not follow. Make it permanent first, as prune.remove does.')
+                    f'Cannot convert {name}: a {type(makers[0]).__name__} makes the weight of a '
+                    f'{type(module).__name__} of block {i}, and a shared block would not follow. Make it permanent '
+                    'first (prune.remove).')
         if type(block) is not type(first):
             raise TypeError(
                 f'Cannot convert {name}: block {i} is a {type(block).__name__}, block 0 a {type(first).__name__}. '
