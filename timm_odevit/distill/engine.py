@@ -26,6 +26,7 @@ from ..files import locked, staged, to_json, write_text
 from ..hub import describe, save_pretrained
 from ..merge import check_not_merged
 from ..methods import suggest
+from ..patches import hooked
 from ..spans import check_images
 
 __all__ = ['alone_in', 'check_fit', 'count_updates', 'fit']
@@ -464,21 +465,18 @@ def _diverging(task: TrainingTask, images: Tensor, dtype: Optional[torch.dtype])
 
 def _watch(model: nn.Module, images: Tensor, dtype: Optional[torch.dtype]) -> str:
     found: List[str] = []
-    hooks = []
-    for ode in find_ode_blocks(model):
-        for i, step in enumerate(ode.bound_steps):
-            def look(_, args, out, where=f'step {i + 1} of {ode.steps}, from t = {step.t:g} to {step.t + step.h:g}'):
-                if not found and not torch.isfinite(out).all():
-                    found.append(where)
-            hooks.append(step.register_forward_hook(look))
-    try:
-        if not all(torch.isfinite(p).all() for p in model.parameters()):
-            return 'Weights of the model are not finite. '
-        with torch.autocast(images.device.type, dtype) if dtype is not None else nullcontext():
-            model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+    def look(where: str):
+        def hook(_: nn.Module, args: Any, out: Tensor) -> None:
+            if not found and not torch.isfinite(out).all():
+                found.append(where)
+        return hook
+    hooks = [(step, 'after', look(f'step {i + 1} of {ode.steps}, from t = {step.t:g} to {step.t + step.h:g}'))
+             for ode in find_ode_blocks(model) for i, step in enumerate(ode.bound_steps)]
+    if not all(torch.isfinite(p).all() for p in model.parameters()):
+        return 'Weights of the model are not finite. '
+    with hooked(*hooks), torch.autocast(images.device.type, dtype) if dtype is not None else nullcontext():
+        model(images)
     return f'The field diverges: the state is not finite after {found[0]}. ' if found else ''
 
 
