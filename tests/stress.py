@@ -146,7 +146,10 @@ def interrupts(count, folder):
     for i in range(count):
         child = os.fork()  # torch's own modes (the meta device) do not survive every interrupt
         if not child:
-            os._exit(3 if interrupted(lambda i=i: save_pretrained(models[i % 2], target), longest) else 0)
+            try:
+                os._exit(3 if interrupted(lambda i=i: save_pretrained(models[i % 2], target), longest) else 0)
+            finally:
+                os._exit(3)
         stopped += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
         with torch.no_grad():
             found = timm.create_model(f'local-dir:{target}', pretrained=True).eval()(images)

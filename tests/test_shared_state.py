@@ -465,3 +465,13 @@ def test_weights_that_hooks_make_are_refused(vit):
     torch.nn.utils.spectral_norm(model.blocks[1].mlp.fc1)
     with pytest.raises(TypeError, match='a SpectralNorm makes the weight of a Linear of block 1'):
         convert_(model)
+
+
+@pytest.mark.parametrize('method', ['lie_trotter', 'rk4'])
+def test_the_size_of_the_image_is_changed_before_merging(method):
+    model = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, embed_dim=8, depths=(2, 2), num_heads=(1, 1),
+                              window_size=4)
+    convert_(model, OdeConfig(time='low_rank', rank=1, method=method))
+    merge_(model)
+    with pytest.raises(ValueError, match='This model is merged. Call restore'):
+        model.set_input_size((64, 64))

@@ -208,7 +208,8 @@ class TabulatedField(Field):
         return found
 
     def resizable(self):
-        raise ValueError('This model is merged. Call restore() on what merge_ returned first.')
+        # an AttributeError, for TorchScript asks for every attribute
+        raise AttributeError('This model is merged. Call restore() on what merge_ returned first.')
 
     def extra_repr(self) -> str:
         return f'times={self.times}'
