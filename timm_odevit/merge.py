@@ -45,8 +45,8 @@ def merge_(model: nn.Module) -> 'Merged':
     """Give each step of an ODE-ViT whose block depends on time merged weights of its own, in place, for deployment.
 
     A block that depends on time is merged with the residuals of a layer before every evaluation. That keeps one block
-    in memory, and takes time, which counts with few tokens. Merged once and for all, the model is as fast as its base,
-    and takes as much memory: one block a step, or one for each time at which a step evaluates its field;
+    in memory, and takes time, which counts with few tokens. Merged once and for all, the model is about as fast as its
+    base, and takes as much memory: one block a step, or one for each time at which a step evaluates its field;
     `merged_bytes(model)` says how much beforehand. The blocks are ordinary frozen modules, which hooks, TorchScript,
     ONNX and quantisation take as any others. The number of steps is fixed meanwhile, and the model is neither saved
     nor trained: call `restore()` first.
