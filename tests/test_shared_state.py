@@ -13,7 +13,7 @@ from torch import nn
 from timm_odevit import OdeConfig, convert_, merge_, merged_bytes, save_pretrained
 from timm_odevit.distill.cache import hash_of
 from timm_odevit.methods import METHODS
-from timm_odevit.skeleton import copy_without_hooks, skeleton
+from timm_odevit.skeleton import copy_module, skeleton
 from timm_odevit.spans import watch_blocks
 
 KINDS = [
@@ -155,7 +155,7 @@ class Stop(BaseException):
 
 @kinds
 def test_an_exception_anywhere_in_the_block_leaves_no_trace(vit, images, config):
-    """The block is stopped at each of its calls of a function, one after the other, until it runs through."""
+    """The block is stopped at every 31st of its calls of a function, one after the other, until it runs through."""
     model = converted(vit, config)
     with torch.no_grad():
         expected = model(images)
@@ -195,6 +195,12 @@ def test_data_parallel_replicas_use_their_own_field(vit, images, monkeypatch):
         for replica in replicas:
             assert replica.blocks[0].field is replica.blocks.shared is not model.blocks.shared
             torch.testing.assert_close(replica(images), twice(images))
+        with model.blocks.at(5), twice.blocks.at(5):
+            replica, expected, found = replicate.replicate(model, [0], detach=True)[0], twice(images), []
+        thread = threading.Thread(target=lambda: found.append(replica(images)))  # as DataParallel runs it
+        thread.start()
+        thread.join()
+        torch.testing.assert_close(found[0], expected)
 
 
 def test_another_shared_block_is_used_at_once(vit, images):
@@ -213,7 +219,7 @@ def test_a_skeleton_shares_what_is_not_replaced_and_owns_nothing():
     twin(torch.randn(4, 2)).sum().backward()
     assert weight.grad is not None and module[0].weight.grad is None
     module[0].forward = lambda x: x
-    with pytest.raises(RuntimeError, match='Linear has had its forward replaced'):
+    with pytest.raises(RuntimeError, match='forward of this Linear was replaced by a function'):
         skeleton(module, {'0.weight': weight})
 
 
@@ -232,7 +238,7 @@ def test_hooks_that_cannot_be_copied_stay_behind(vit, images):
         module.register_full_backward_hook(Locked())
     with pytest.raises(TypeError, match='cannot pickle'):
         copy.deepcopy(model.blocks[0])
-    assert not copy_without_hooks(model.blocks[0])._forward_hooks and model.blocks[0]._forward_hooks
+    assert not copy_module(model.blocks[0], hooks=False)._forward_hooks and model.blocks[0]._forward_hooks
     for config in (OdeConfig(), OdeConfig(time='low_rank', rank=2), OdeConfig(field='lipschitz', method='euler')):
         done = convert_(model, config)
         model(images)
@@ -315,3 +321,157 @@ def test_every_kind_of_hook_on_a_step_is_called(vit, images):
         handle.remove()
     model(images).sum().backward()
     assert len(calls) == 4
+
+
+def stop_at(monkeypatch, owner, name, after):
+    """KeyboardInterrupt at the `after`-th call of `setattr` or `delattr` of an object of a class."""
+    original, calls = getattr(owner, name), []
+
+    def stop(self, *args):
+        calls.append(args)
+        if len(calls) == after:
+            raise KeyboardInterrupt
+        return original(self, *args)
+    monkeypatch.setattr(owner, name, stop)
+
+
+@pytest.mark.parametrize('after', [1, 2, 3])
+def test_an_interrupted_way_back_can_be_gone_again(vit, images, monkeypatch, after):
+    model = vit()
+    expected, cls = model(images), type(model)
+    conversion = convert_(model, OdeConfig(time='low_rank', rank=2))
+    converted_answer = model(images)
+    merged = merge_(model)
+    for name, undo, answer in (('__setattr__', merged.restore, converted_answer), ('__setattr__', conversion.restore, expected),):
+        with monkeypatch.context() as m:
+            stop_at(m, cls, name, after)
+            try:
+                undo()
+                continue  # there were fewer
+            except KeyboardInterrupt:
+                pass
+        model(images)
+        undo()
+        assert torch.equal(model(images), answer)
+    assert torch.equal(model(images), expected)
+
+
+def test_copies_of_a_conversion_restore_too(vit, images):
+    model = vit()
+    expected = model(images)
+    done = convert_(model)
+    twin, again = copy.deepcopy((model, done))
+    again.restore()
+    assert torch.equal(twin(images), expected) and twin.group_matcher()
+    torch.jit.script(twin)
+
+
+@pytest.mark.parametrize('where', ['inner', 'step', 'field'])
+def test_hooks_that_change_the_output_do_so_when_merged(vit, images, where):
+    model = converted(vit, OdeConfig(time='low_rank', rank=2))
+    target = {'inner': model.blocks.shared.base.block.mlp, 'step': model.blocks[1], 'field': model.blocks.shared.base}[where]
+    before = model(images)
+    target.register_forward_hook(lambda module, args, out: 0.5 * out)
+    expected = model(images)
+    assert not torch.allclose(before, expected)
+    done = merge_(model)
+    torch.testing.assert_close(model(images), expected)
+    calls = []
+    model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
+    model(images)
+    done.restore()
+    model(images)
+    assert calls == [1]  # what is put on a merged block is its own
+
+
+def test_merged_models_say_what_they_cannot_do(vit, images):
+    from timm.task import ClassificationTask
+
+    from timm_odevit import evaluate, fit
+    model = converted(vit, OdeConfig(time='low_rank', rank=2, steps=6))
+    done = merge_(model)
+    for name, value in (('steps', 2), ('method', 'euler')):
+        with pytest.raises(ValueError, match=f'{name}: This model is merged. Call restore'):
+            setattr(model.blocks, name, value)
+    with pytest.raises(AttributeError, match='at: This model is merged'):
+        model.blocks.at(2)
+    batch = (images, torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match='This model is merged'):
+        evaluate(model, [batch], steps=(1, 2))
+    assert evaluate(model, [batch]).results[0].images == 2
+    with pytest.raises(ValueError, match='This model is merged'):
+        fit(ClassificationTask(model, nn.CrossEntropyLoss()), [batch], epochs=1)
+    names = dict(model.named_modules())
+    assert [info['module'] for info in model.feature_info] == [f'blocks.{i}' for i in range(6)]
+    assert all(info['module'] in names for info in model.feature_info)
+    assert model.blocks[2:].layers == done.blocks[0].layers[2:]
+    model.double()
+    with pytest.raises(ValueError, match=r'The model is torch.float64 now, its shared block torch.float32. Call model.to'):
+        done.restore()
+    model.float()
+    done.restore()
+    assert model.feature_info is model.blocks.feature_info
+
+
+def test_a_model_is_saved_with_the_steps_of_its_thread(vit, images, tmp_path):
+    model = converted(vit, OdeConfig(time='low_rank', rank=2))
+    with model.blocks.at(6), torch.no_grad():
+        save_pretrained(model, tmp_path)
+        expected = model(images)
+    saved = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    assert saved.blocks.steps == 6 and torch.equal(saved(images), expected)
+
+
+def test_at_that_is_left_in_another_order(vit):
+    blocks = converted(vit, OdeConfig()).blocks
+
+    def inside(count):
+        with blocks.at(count):
+            yield
+    first, second = inside(2), inside(5)
+    next(first), next(second)
+    next(first, None)
+    assert blocks.steps == 5
+    next(second, None)
+    assert blocks.steps == 3
+
+
+def test_a_forward_that_wrappers_replaced(vit, images):
+    """As Accelerate does: a partial of a function over the module, which calls the old forward."""
+    import functools
+    model = converted(vit, OdeConfig(time='low_rank', rank=2))
+    with torch.no_grad():
+        expected = model(images)
+        for module in model.modules():
+            def new_forward(self, *args, **kwargs):
+                return 2 * self._old_forward(*args, **kwargs) / 2
+            if isinstance(module, nn.Linear):
+                module._old_forward = module.forward
+                module.forward = functools.update_wrapper(functools.partial(new_forward, module), module._old_forward)
+        torch.testing.assert_close(model(images), expected)
+        merge_(model)
+        torch.testing.assert_close(model(images), expected)
+
+
+def test_what_is_set_on_a_step_is_set(vit, images):
+    model = converted(vit, OdeConfig())
+    before = model(images)
+    model.blocks[0].h = 2.
+    assert model.blocks.solver[0].h == 2. and not torch.allclose(model(images), before)
+
+
+def test_weights_that_hooks_make_are_refused(vit):
+    model = vit()
+    torch.nn.utils.spectral_norm(model.blocks[1].mlp.fc1)
+    with pytest.raises(TypeError, match='a SpectralNorm makes the weight of a Linear of block 1'):
+        convert_(model)
+
+
+@pytest.mark.parametrize('method', ['lie_trotter', 'rk4'])
+def test_the_size_of_the_image_is_changed_before_merging(method):
+    model = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, embed_dim=8, depths=(2, 2), num_heads=(1, 1),
+                              window_size=4)
+    convert_(model, OdeConfig(time='low_rank', rank=1, method=method))
+    merge_(model)
+    with pytest.raises(ValueError, match='This model is merged. Call restore'):
+        model.set_input_size((64, 64))

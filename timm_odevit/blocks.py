@@ -63,6 +63,7 @@ class OdeBlocks(nn.Module):
         self._feature = dict(feature or {})
         self._measured = Measured()
         self._traced: Tuple[Solver, ...] = ()
+        self._replicated: Tuple[Solver, ...] = ()
         self._lay(config)
 
     def _lay(self, config: OdeConfig) -> None:
@@ -74,9 +75,15 @@ class OdeBlocks(nn.Module):
     @property
     def _running(self) -> Solver:
         """The solver of this thread: its own inside of `at`."""
-        if torch.compiler.is_dynamo_compiling() and not _DYNAMO_READS_CONTEXT:
-            return self._traced[0] if self._traced else self.solver
-        return _AT.get().get(self, self.solver)
+        traced = torch.compiler.is_dynamo_compiling() and not _DYNAMO_READS_CONTEXT
+        chosen = self._traced if traced else _AT.get().get(self, self._replicated)
+        return chosen[-1] if chosen else self.solver
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """A replica of DataParallel runs what the thread that replicates runs, in another thread."""
+        replica: Any = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica._replicated = (self._running,)
+        return replica
 
     @property
     def config(self) -> OdeConfig:
@@ -111,19 +118,26 @@ class OdeBlocks(nn.Module):
 
     @contextmanager
     def at(self, steps: int) -> Iterator[None]:
-        """Temporarily use another number of steps, in this thread only; hooks on the own steps do not see that."""
+        """Temporarily use another number of steps, in this thread only; hooks on the own steps do not see that.
+
+        A backward pass that runs the whole forward pass again, as torch.utils.checkpoint of a model does, belongs
+        inside; gradient checkpointing of timm's models, which is per step, does not care.
+        """
         if steps is None:
             raise ValueError('steps must be a whole number of at least 1; got None.')
-        before, traced = _AT.get(), self._traced
+        solver = Solver(replace(self.config, steps=steps), self.t).train(self.training)
+        if steps == self.steps:
+            solver = self._running  # with its hooks
         try:
-            if steps != self.steps:
-                solver = Solver(replace(self.config, steps=steps), self.t).train(self.training)
-                _AT.set({**before, self: solver})
-                self._traced = () if _DYNAMO_READS_CONTEXT else (solver,)
+            _AT.set({**_AT.get(), self: (*_AT.get().get(self, ()), solver)})
+            if not _DYNAMO_READS_CONTEXT:
+                self._traced = (*self._traced, solver)
             yield
         finally:
-            _AT.set(before)
-            self._traced = traced
+            inside = _without(_AT.get().get(self, ()), solver)
+            others = {module: solvers for module, solvers in _AT.get().items() if module is not self}
+            _AT.set({**others, self: inside} if inside else others)
+            self._traced = _without(self._traced, solver)
 
     @property
     def method(self) -> str:
@@ -240,8 +254,14 @@ class OdeBlocks(nn.Module):
         return f'{self.method}, {self.steps} steps on [{self.t:g}, {self.end:g}]'
 
 
-# The solvers that `at` has put in the place of a module's own: by thread, and by task of asyncio
-_AT: ContextVar[Mapping[OdeBlocks, Solver]] = ContextVar('at', default={})  # noqa: B039 (never changed in place)
+def _without(solvers: Tuple[Solver, ...], solver: Solver) -> Tuple[Solver, ...]:
+    """All but the last occurrence of one."""
+    last = max((i for i, other in enumerate(solvers) if other is solver), default=-1)
+    return tuple(other for i, other in enumerate(solvers) if i != last)
+
+
+# The solvers that `at` has put in the place of a module's own, the last in force: by thread, and by task of asyncio
+_AT: ContextVar[Mapping[OdeBlocks, Tuple[Solver, ...]]] = ContextVar('at', default={})  # noqa: B039 (never changed in place)
 # Before 2.15, torch.compile cannot read it: compiled models then follow the `at` that was entered last, of any thread
 _DYNAMO_READS_CONTEXT = tuple(int(part) for part in torch.__version__.split('.')[:2]) >= (2, 15)
 

@@ -245,7 +245,7 @@ def _load(
                 f'The weights of {source} cannot be read, the file may be cut off: {one_line(e)}') from e
         if isinstance(e, OSError):
             file = '--checkpoint FILE or ' if 'checkpoint' in args else ''
-            raise ValueError(f'The weights of {source} could not be had ({one_line(e)}). Without a network, give '
+            raise ValueError(f'The weights of {source} could not be loaded ({one_line(e)}). Without a network, give '
                              f'{file}local-dir:FOLDER.') from e
         raise ValueError(f'Cannot build {source}: {one_line(e)}') from e
 

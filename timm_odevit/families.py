@@ -8,6 +8,9 @@ from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
 from timm.models.swin_transformer_v2 import SwinTransformerV2, SwinTransformerV2Block
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr, SwinTransformerV2CrBlock
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from .fields import (
     GammaField,
@@ -43,6 +46,7 @@ STAGES: Dict[Type[nn.Module], str] = {
     SwinTransformer: 'layers', SwinTransformerV2: 'layers', SwinTransformerV2Cr: 'stages'}
 # constants that timm gives each layer by its depth; layers that share a block share their mean
 _PER_LAYER = ('drop_prob', 'lambda_init')
+_WEIGHT_MAKERS = (BasePruningMethod, SpectralNorm, WeightNorm)  # as forward pre-hooks
 _UNUSED = ('training', 'target_shift_size')  # settings that change nothing at this image size
 HINT = 'See timm_odevit.list_convertible().'
 
@@ -106,6 +110,13 @@ def check_blocks(model: nn.Module, blocks: Sequence[Any]) -> None:
                 f'Cannot convert {name}: its blocks are of {len(set(kinds(blocks)))} kinds, which cannot share one '
                 f'block. {HINT}')
     for i, block in enumerate(blocks):
+        for module in block.modules():
+            makers = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_MAKERS)]
+            if makers:
+                raise TypeError(
+                    f'Cannot convert {name}: a {type(makers[0]).__name__} makes the weight of a '
+                    f'{type(module).__name__} of block {i}, and a shared block would not follow. Make it permanent '
+                    'first (prune.remove).')
         if type(block) is not type(first):
             raise TypeError(
                 f'Cannot convert {name}: block {i} is a {type(block).__name__}, block 0 a {type(first).__name__}. '

@@ -9,7 +9,7 @@ from timm.models.vision_transformer_sam import window_partition, window_unpartit
 from torch import Tensor, nn
 from torch.jit import Final
 
-from .skeleton import copy_without_hooks
+from .skeleton import copy_module
 
 __all__ = [
     'CenterNorm', 'Context', 'Field', 'GammaField', 'LipschitzField', 'NativeField', 'ParallelField', 'PostNormField',
@@ -101,7 +101,7 @@ class Field(nn.Module):
     @torch.jit.unused
     def snapshot(self, t):
         """The field as it is at t, with weights of its own: a field that does not depend on time."""
-        return copy_without_hooks(self)
+        return copy_module(self, hooks=True)
 
     @torch.jit.unused
     def resizable(self):

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Iterator, Union
 
+import numpy as np
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
@@ -121,6 +122,7 @@ def to_json(tree: Any) -> str:
             return {key: finite(entry) for key, entry in value.items()}
         if isinstance(value, (list, tuple)):
             return [finite(entry) for entry in value]
+        value = value.item() if isinstance(value, np.generic) else value
         return None if isinstance(value, float) and not math.isfinite(value) else value
     return json.dumps(finite(tree), indent=2, allow_nan=False) + '\n'
 

@@ -24,6 +24,7 @@ from .cards import model_card
 from .config import PREFIX, OdeConfig
 from .files import staged
 from .merge import check_not_merged
+from .solvers import Solver, Step
 from .sources import CONFIG, WEIGHTS, check_whole, one_line
 
 __all__ = ['Pushed', 'describe', 'push_to_hub', 'save_pretrained', 'save_reference', 'structure']
@@ -32,7 +33,7 @@ CARD, REFERENCE = 'README.md', 'test/tensors.safetensors'
 # what a model's folder may hold to be sent; never a pickle
 _SENT = (WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', 'earlier.yaml', 'results.json')
 # attributes that do not change what an eval-mode model computes
-_RUNTIME = ('training', 'grad_checkpointing', 'fused_attn', 'distilled_training', 'evaluations')
+_RUNTIME = ('training', 'grad_checkpointing', 'fused_attn', 'distilled_training')
 _TOP = ('img_size', 'num_classes', 'in_chans', 'global_pool')  # arguments that a caller may override on loading
 
 
@@ -335,7 +336,8 @@ def structure(model: nn.Module) -> List[str]:
     """Kind and settings of every module but dropout, and the shape of every tensor, in order."""
     lines = []
     for name, module in model.named_modules():
-        if 'drop' not in name.rsplit('.', 1)[-1]:
+        # steps follow from the settings of OdeBlocks, which are those of this thread
+        if 'drop' not in name.rsplit('.', 1)[-1] and not isinstance(module, (Solver, Step)):
             about = '' if isinstance(module, nn.ParameterDict) else module.extra_repr()  # a device is no difference
             lines.append(f'{name}: {type(module).__name__}({about})')
             lines += [f'{name}.{k}'.strip('.') + f' = {v}' for k, v in sorted(vars(module).items())

@@ -10,7 +10,7 @@ from .align import Orders, aligning_orders, permuted
 from .config import OdeConfig
 from .families import field_class, kinds, per_layer
 from .fields import Field, LipschitzField
-from .skeleton import copy_without_hooks
+from .skeleton import copy_module
 from .time_dependence import PhasedField, TimeField, matrix_shape
 
 __all__ = ['Moments', 'build_field', 'owners', 'set_per_layer', 'spectral_']
@@ -144,7 +144,7 @@ def _structure(kind: str, members: Sequence[Any]) -> Field:
     first = members[0]
     trainable = {name for block in members for name, p in block.named_parameters() if p.requires_grad}
     if kind == 'native':
-        block = copy_without_hooks(first)  # they belong to the layer that they were put on
+        block = copy_module(first, hooks=False)  # they belong to the layer that they were put on
         for name, parameter in block.named_parameters():
             parameter.requires_grad_(name in trainable)
         set_per_layer(block, members)
@@ -155,7 +155,7 @@ def _structure(kind: str, members: Sequence[Any]) -> Field:
         num_heads=attn.num_heads,
         head_dim=weight.shape[0] // (3 * attn.num_heads),
         hidden=first.mlp.fc2.in_features,
-        act=copy_without_hooks(first.mlp.act),
+        act=copy_module(first.mlp.act, hooks=False),
         attn_drop=attn.attn_drop.p,
         proj_drop=attn.proj_drop.p,
         drop_path=sum(getattr(b.drop_path1, 'drop_prob', 0.) or 0. for b in members) / len(members),

@@ -6,10 +6,14 @@ from torch import nn
 
 from .blocks import OdeBlocks
 from .patches import Patches
-from .solvers import Solver, Step
+from .solvers import Step
 from .time_dependence import TabulatedField
 
 __all__ = ['Merged', 'MergedBlocks', 'check_not_merged', 'merge_', 'merged_bytes', 'merged_steps']
+
+
+_MERGED = 'This model is merged. Call restore() on what merge_ returned first.'
+_OF_ODE_BLOCKS = ('at', 'config', 'method', 'nfe', 'shared', 'solver', 'steps', 'trajectory')
 
 
 class MergedBlocks(nn.Sequential):
@@ -20,13 +24,29 @@ class MergedBlocks(nn.Sequential):
     """
     layers: List[int]
 
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        if isinstance(index, slice):
+            found.layers = self.layers[index]
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_ODE_BLOCKS:
+            raise AttributeError(f'{name}: {_MERGED}')
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OF_ODE_BLOCKS:
+            raise ValueError(f'{name}: {_MERGED}')
+        super().__setattr__(name, value)
+
 
 def merge_(model: nn.Module) -> 'Merged':
     """Give each step of an ODE-ViT whose block depends on time merged weights of its own, in place, for deployment.
 
     A block that depends on time is merged with the residuals of a layer before every evaluation. That keeps one block
-    in memory, and takes time, which counts with few tokens. Merged once and for all, the model is as fast as its base,
-    and takes as much memory: one block a step, or one for each time at which a step evaluates its field;
+    in memory, and takes time, which counts with few tokens. Merged once and for all, the model is about as fast as its
+    base, and takes as much memory: one block a step, or one for each time at which a step evaluates its field;
     `merged_bytes(model)` says how much beforehand. The blocks are ordinary frozen modules, which hooks, TorchScript,
     ONNX and quantisation take as any others. The number of steps is fixed meanwhile, and the model is neither saved
     nor trained: call `restore()` first.
@@ -42,7 +62,7 @@ def merge_(model: nn.Module) -> 'Merged':
         ValueError: It is merged already, its block does not depend on time, or the method is adaptive.
     """
     owners = _owners(model)
-    before, patches = _bytes(model), []
+    after, patches = merged_bytes(model), []
     for owner, name in owners:
         ode: OdeBlocks = getattr(owner, name)
         steps = merged_steps(ode)
@@ -51,9 +71,13 @@ def merge_(model: nn.Module) -> 'Merged':
         blocks = MergedBlocks(*ode.before, *steps, *ode.after)
         blocks.training, blocks.layers = ode.training, ode.layers
         patches.append((owner, name, blocks))
-    done = Merged(model, tuple(blocks for *_, blocks in patches), before, 0, Patches(patches))
+    infos: List[Any] = []
+    for owner, name in owners:
+        info: Any = getattr(owner, 'feature_info', None)
+        if info is getattr(owner, name).feature_info:
+            infos.append((owner, 'feature_info', [{**f, 'module': f'{name}.{i}'} for i, f in enumerate(info)]))
+    done = Merged(model, tuple(blocks for *_, blocks in patches), _bytes(model), after, Patches([*patches, *infos]))
     done._patches.put()
-    done.bytes_after = _bytes(model)
     return done
 
 
@@ -85,8 +109,13 @@ class Merged:
         modules = set(self.model.modules())
         if not modules.issuperset(self.blocks):
             raise ValueError('This model does not hold the merged blocks: it was restored or changed since.')
-        now = next(self.blocks[0].parameters())
-        for ode in self._patches.before:
+        originals = self._patches.before[:len(self.blocks)]
+        now, then = (next(p for p in module.parameters() if p.is_floating_point())
+                     for module in (self.blocks[0], originals[0]))
+        if now.dtype != then.dtype:
+            raise ValueError(
+                f'The model is {now.dtype} now, its shared block {then.dtype}. Call model.to({then.dtype}) first.')
+        for ode in originals:
             ode.to(now.device).train(self.blocks[0].training)
         self._patches.take_off()
         return self.model
@@ -108,14 +137,15 @@ def merged_bytes(model: nn.Module) -> int:
     for owner, name in _owners(model):
         ode = getattr(owner, name)
         total -= _bytes(ode.shared)
-        total += sum(len(step.nodes) * _bytes(ode.shared.select(step.t).base) for step in ode.solver)
+        total += sum(len(step.nodes) * _bytes(ode.shared.select(step.t).base) for step in ode.bound_steps)
     return total
 
 
 def merged_steps(blocks: OdeBlocks) -> List[Step]:
     """The steps of a fixed-step method as modules that own their field: merged, if the field depends on time."""
-    made: List[Any] = list(Solver(blocks.config, blocks.t))
-    for step in made:
+    made: List[Any] = []
+    for bound in blocks.bound_steps:
+        made.append(step := bound.apart())
         field: Any = blocks.shared.select(step.t)
         if field.depends_on_time:
             times = [step.t + node * step.h for node in step.nodes]
@@ -129,7 +159,7 @@ def merged_steps(blocks: OdeBlocks) -> List[Step]:
 def check_not_merged(model: nn.Module) -> None:
     """Raise ValueError for a model that `merge_` has merged."""
     if any(isinstance(module, MergedBlocks) for module in model.modules()):
-        raise ValueError('This model is merged. Call restore() on what merge_ returned first.')
+        raise ValueError(_MERGED)
 
 
 def _owners(model: nn.Module) -> List[Tuple[nn.Module, str]]:

@@ -5,13 +5,15 @@ a skeleton is made for that call, filled, used and dropped.
 """
 import copy
 from collections import OrderedDict
+from functools import partial
+from types import MethodType
 from typing import Any, Dict, Mapping, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-__all__ = ['copy_without_hooks', 'run_with', 'skeleton']
+__all__ = ['copy_module', 'run_with', 'skeleton']
 
 Module = TypeVar('Module', bound=nn.Module)
 
@@ -36,14 +38,16 @@ def skeleton(module: Module, tensors: Mapping[str, Tensor]) -> Module:
         A module of the same class. What is replaced in it is an attribute, not a parameter: gradients flow through it.
 
     Raises:
-        RuntimeError: A module in question has a `forward` of its own, tied to itself, such as some wrappers put there.
+        RuntimeError: The `forward` of a module in question was replaced by a function that is tied to that module.
     """
-    if 'forward' in module.__dict__:
-        raise RuntimeError(
-            f'This {type(module).__name__} has had its forward replaced, so it cannot run with other weights. Take the '
-            'wrapper off, or call merge_(model) before it is put on.')
     twin: Any = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
+    if 'forward' in module.__dict__:
+        twin.__dict__.update({name: _tied_to(twin, module, value) for name, value in module.__dict__.items()})
+        if twin.__dict__['forward'] is module.__dict__['forward']:
+            raise RuntimeError(
+                f'The forward of this {type(module).__name__} was replaced by a function, which may use the weights of '
+                'the module that it was made for. Replace it by a method, a partial of it, or a hook.')
     twin.__dict__['_compiled_call_impl'] = None  # module.compile() ties it to the module
     for kind in ('_parameters', '_buffers', '_modules'):
         twin.__dict__[kind] = module.__dict__[kind].copy()
@@ -62,10 +66,24 @@ def skeleton(module: Module, tensors: Mapping[str, Tensor]) -> Module:
     return twin
 
 
-def copy_without_hooks(module: Module) -> Module:
-    """A deep copy. Hooks stay behind: they belong to what they were put on, and may hold what cannot be copied."""
+def _tied_to(twin: Any, module: Any, value: Any) -> Any:
+    """A bound method of a module, or a partial that holds it (Accelerate's), for its twin; anything else as it is."""
+    if isinstance(value, MethodType) and value.__self__ is module:
+        return MethodType(value.__func__, twin)
+    if isinstance(value, partial) and any(arg is module for arg in value.args):
+        return partial(value.func, *(twin if arg is module else arg for arg in value.args), **value.keywords)
+    return value
+
+
+def copy_module(module: Module, hooks: bool) -> Module:
+    """A deep copy of all but the hooks, which may hold what cannot be copied.
+
+    Args:
+        module: Any module.
+        hooks: The copy has the same hooks; otherwise it has none.
+    """
     memo: Dict[int, Any] = {}
     for inner in module.modules():
-        memo.update({id(value): OrderedDict() for name, value in vars(inner).items()
+        memo.update({id(value): value.copy() if hooks else OrderedDict() for name, value in vars(inner).items()
                      if '_hooks' in name and isinstance(value, dict)})
     return copy.deepcopy(module, memo)

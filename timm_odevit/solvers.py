@@ -63,6 +63,15 @@ class Step(nn.Module):
         return twin
 
     @torch.jit.unused
+    def apart(self):
+        """A step with the same settings, and hooks of its own, which are the same to begin with."""
+        other = self.again()
+        for name in _HOOKS:
+            value = getattr(self, name)
+            other.__dict__[name] = value.copy() if isinstance(value, dict) else value
+        return other
+
+    @torch.jit.unused
     def register_full_backward_hook(self, hook, prepend=False):
         """Register a hook for the step, bound or not: torch notes its kind in the module that it is registered on."""
         return super(Step, self.__dict__.get('_step', self)).register_full_backward_hook(hook, prepend)
@@ -81,6 +90,11 @@ class Step(nn.Module):
         ready = len(args) == 1 and isinstance(args[0], Context)  # from OdeBlocks, which folds once for all steps
         return self.advance(x, args[0] if ready else self.field.context(args, kwargs))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if '_step' in self.__dict__:  # what is set on a bound step is set on the step
+            setattr(self._step, name, value)
+
     @property
     def attn(self) -> Any:
         """The attention of the block: where a host looks for what depends on the image size."""
@@ -88,6 +102,8 @@ class Step(nn.Module):
 
     def set_input_size(self, *args: Any, **kwargs: Any) -> None:
         """What Swin calls on each block when the image size changes; the steps share one."""
+        if '_step' not in self.__dict__:
+            raise ValueError('This model is merged. Call restore() on what merge_ returned first.')
         self.field.select(self.t).resizable().set_input_size(*args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .init import Moments
-from .patches import evaluating
+from .patches import evaluating, hooked
 
 __all__ = ['Seen', 'check_images', 'input_moments', 'layer_distances', 'similarity_boundaries', 'split', 'watch_blocks']
 
@@ -38,7 +38,6 @@ def watch_blocks(runs: Sequence[Sequence[nn.Module]]) -> Iterator[List[Seen]]:
         first and after each of its blocks, and what the host handed to each of them, positional and by keyword.
     """
     seen: List[Any] = [([], []) for _ in runs]
-    hooks: List[Any] = []
     thread = get_ident()  # hooks see what other threads do with the model, too
 
     def before(i: int):
@@ -54,15 +53,12 @@ def watch_blocks(runs: Sequence[Sequence[nn.Module]]) -> Iterator[List[Seen]]:
             if get_ident() == thread:
                 seen[i][0].append(out)
         return hook
-    try:
-        for i, blocks in enumerate(runs):
-            for block in blocks:
-                hooks.append(block.register_forward_pre_hook(before(i), with_kwargs=True))
-                hooks.append(block.register_forward_hook(after(i)))
+    hooks: List[Any] = []
+    for i, blocks in enumerate(runs):
+        for block in blocks:
+            hooks += [(block, 'before with keywords', before(i)), (block, 'after', after(i))]
+    with hooked(*hooks):
         yield seen
-    finally:
-        for handle in hooks:
-            handle.remove()
 
 
 def layer_distances(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor) -> Tensor:
@@ -132,13 +128,7 @@ def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor,
         return hook
     linears = [((first + i, f'block.{name}.weight'), module) for i, block in enumerate(blocks)
                for name, module in block.named_modules() if isinstance(module, nn.Linear)]
-    hooks: List[Any] = []
-    try:
-        for key, module in linears:
-            hooks.append(module.register_forward_pre_hook(watch(key)))
+    with hooked(*((module, 'before', watch(key)) for key, module in linears)):
         with evaluating(model), torch.no_grad():
             model(images)
-    finally:
-        for handle in hooks:
-            handle.remove()
     return moments

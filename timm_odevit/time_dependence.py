@@ -6,7 +6,7 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from .fields import Context, Field
-from .skeleton import copy_without_hooks, run_with, skeleton
+from .skeleton import copy_module, run_with, skeleton
 
 __all__ = ['MATRICES', 'VECTORS', 'PhasedField', 'TabulatedField', 'TimeField']
 
@@ -113,7 +113,7 @@ class TimeField(Field):
         return [(right - 1, 1.)] if share < 1e-6 else [(right - 1, 1. - share), (right, share)]
 
     def snapshot(self, t):
-        base = copy_without_hooks(self.base)
+        base = copy_module(self.base, hooks=True)
         tensors = {**dict(base.named_parameters()), **dict(base.named_buffers())}
         with torch.no_grad():
             for name, value in self.at(t).items():
@@ -206,6 +206,10 @@ class TabulatedField(Field):
             if i == nearest:
                 found = field(t, x, context, part)
         return found
+
+    def resizable(self):
+        # an AttributeError, for TorchScript asks for every attribute
+        raise AttributeError('This model is merged. Call restore() on what merge_ returned first.')
 
     def extra_repr(self) -> str:
         return f'times={self.times}'

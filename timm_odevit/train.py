@@ -261,8 +261,8 @@ def _create(recipe: Recipe, device: Union[str, torch.device]) -> nn.Module:
     try:
         return timm.create_model(recipe.model, **(recipe.model_args or {})).to(device)
     except OSError as e:
-        raise OSError(f"The weights of '{recipe.model}' could not be had: {' '.join(str(e).split())[:200]} Without a "
-                      'network, give --checkpoint FILE; or train from random weights by model_args.pretrained=false.'
+        raise OSError(f"The weights of '{recipe.model}' could not be loaded: {' '.join(str(e).split())[:200]} Without "
+                      'a network, give --checkpoint FILE; or train from random weights by model_args.pretrained=false.'
                       ) from e
 
 

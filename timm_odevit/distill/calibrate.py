@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..blocks import find_ode_blocks
 from ..families import find_sites
+from ..patches import surely
 from ..spans import Seen, check_images, watch_blocks
 from .engine import HISTORY, LAST, alone_in, fit
 from .losses import over_processes
@@ -194,6 +195,12 @@ def calibrate_(
     modes = [(module, module.training) for m in (model, teacher) for module in m.modules()]
     options: Dict[str, Any] = dict(amp=amp, resume=resume, seed=seed, progress=progress, weight_decay=0.)
     history: List[Dict[str, float]] = []
+
+    def put_back() -> None:
+        for p, flag in flags:
+            p.requires_grad_(flag)
+        for module, mode in modes:
+            module.training = mode
     with alone_in(None if out is None else Path(out)):
         try:
             tasks: List[Optional[TrainingTask]] = [
@@ -205,10 +212,7 @@ def calibrate_(
                 if task is not None:
                     history += fit(task, loader, epochs=count, lr=peak, out=folder, **options)
         finally:
-            for p, flag in flags:
-                p.requires_grad_(flag)
-            for module, mode in modes:
-                module.training = mode
+            surely(put_back)
     return history
 
 

@@ -24,6 +24,8 @@ from ..blocks import find_ode_blocks
 from ..evaluate import AMP_DTYPES, evaluate
 from ..files import locked, staged, to_json, write_text
 from ..hub import describe, save_pretrained
+from ..merge import check_not_merged
+from ..patches import hooked
 from ..settings import takes
 from ..spans import check_images
 from .config import FitConfig
@@ -94,7 +96,8 @@ def fit(
     settings.update(batch_size=sizes[0] if sizes else None, updates_per_epoch=updates)
     folder = Path(out) if out is not None else None
     dtype = AMP_DTYPES[amp]
-    device = task.device
+    device = torch.device(task.device)
+    check_not_merged(_models(task)['model'])
     trainable: Any = task.get_trainable_module()
     if not any(p.requires_grad for p in trainable.parameters()):
         raise ValueError(
@@ -349,7 +352,7 @@ class _Run:
                 task.begin_update(update, config.epochs * updates, config.seed)
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             with nullcontext() if last else task.no_sync():
-                with _fitting('train_loader', images, labels, task) if i == 0 else nullcontext():
+                with _fitting('train_loader', images, labels, task) if update == 0 and i == 0 else nullcontext():
                     if i == 0:
                         task.train()
                     with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
@@ -410,21 +413,18 @@ def _diverging(task: TrainingTask, images: Tensor, dtype: Optional[torch.dtype])
 
 def _watch(model: nn.Module, images: Tensor, dtype: Optional[torch.dtype]) -> str:
     found: List[str] = []
-    hooks = []
-    for ode in find_ode_blocks(model):
-        for i, step in enumerate(ode.bound_steps):
-            def look(_, args, out, where=f'step {i + 1} of {ode.steps}, from t = {step.t:g} to {step.t + step.h:g}'):
-                if not found and not torch.isfinite(out).all():
-                    found.append(where)
-            hooks.append(step.register_forward_hook(look))
-    try:
-        if not all(torch.isfinite(p).all() for p in model.parameters()):
-            return 'Weights of the model are not finite. '
-        with torch.autocast(images.device.type, dtype) if dtype is not None else nullcontext():
-            model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+    def look(where: str):
+        def hook(_: nn.Module, args: Any, out: Tensor) -> None:
+            if not found and not torch.isfinite(out).all():
+                found.append(where)
+        return hook
+    hooks = [(step, 'after', look(f'step {i + 1} of {ode.steps}, from t = {step.t:g} to {step.t + step.h:g}'))
+             for ode in find_ode_blocks(model) for i, step in enumerate(ode.bound_steps)]
+    if not all(torch.isfinite(p).all() for p in model.parameters()):
+        return 'Weights of the model are not finite. '
+    with hooked(*hooks), torch.autocast(images.device.type, dtype) if dtype is not None else nullcontext():
+        model(images)
     return f'The field diverges: the state is not finite after {found[0]}. ' if found else ''
 
 

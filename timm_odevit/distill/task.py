@@ -1,9 +1,8 @@
 """TrajectoryDistillationTask: the student's states follow the teacher's hidden states."""
 import math
 import random
-from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.models import group_parameters
@@ -15,6 +14,7 @@ from ..blocks import OdeBlocks, find_ode_blocks
 from ..evaluate import renormalisation
 from ..families import field_class
 from ..merge import check_not_merged
+from ..patches import hooked
 from ..settings import takes
 from ..spans import watch_blocks
 from .checkpoints import distance_times, hidden_states, match, state_at, uniform_times
@@ -347,19 +347,11 @@ class _Unrolled(TrainingPass):
         early = [self.student.forward_head(self.student.norm(by_step[i])) for i in exits]
         return self.student.forward_head(features), [by_step[i] for i in steps], jasmin, attention, early
 
-@contextmanager
-def _starting_from(student: Any, forced: Dict[int, Tensor]) -> Iterator[None]:
+def _starting_from(student: Any, forced: Dict[int, Tensor]) -> Any:
     """Let steps, by their place, start from given states."""
     def start(state: Tensor):
         return lambda _, args: (state.to(args[0].dtype), *args[1:])
-    hooks: List[Any] = []
-    try:
-        for place, state in forced.items():
-            hooks.append(student.blocks[place].register_forward_pre_hook(start(state)))
-        yield
-    finally:
-        for handle in hooks:
-            handle.remove()
+    return hooked(*((student.blocks[place], 'before', start(state)) for place, state in forced.items()))
 
 
 def _times(teacher: Any, config: LossConfig, calibration: Any, device: torch.device) -> List[float]:

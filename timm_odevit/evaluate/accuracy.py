@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ..blocks import find_ode_blocks
 from ..convert import count_parameters
 from ..files import to_json, write_text
+from ..merge import check_not_merged
 from ..patches import evaluating
 
 __all__ = ['AMP_DTYPES', 'Evaluation', 'Result', 'evaluate', 'renormalisation']
@@ -119,6 +120,7 @@ def evaluate(
         counts = [steps] if isinstance(steps, int) else list(steps)
         if not counts:
             raise ValueError('steps is empty. Give step counts, such as steps=(1, 6, 12), or None.')
+        check_not_merged(model)
         if not blocks:
             raise ValueError(
                 f'steps={counts} needs an ODE-ViT; this {type(model).__name__} is none. Call convert_ first.')
