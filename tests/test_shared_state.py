@@ -108,9 +108,9 @@ def test_at_is_of_one_thread_and_cannot_be_mixed_with_the_dial(vit, images):
 
 
 def test_a_compiled_model_follows_at(vit, images):
-    model = converted(vit, OdeConfig(time='low_rank', rank=2))
+    model = converted(vit, OdeConfig(time='low_rank', rank=2, steps=1))
     compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
-    for count in (3, 2, 3):
+    for count in (1, 2, 1):
         with model.blocks.at(count):
             torch.testing.assert_close(compiled(images), model(images))
     torch._dynamo.reset()
