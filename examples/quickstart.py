@@ -16,7 +16,7 @@ from timm.task import ClassificationTask
 from torch.utils.data import DataLoader, TensorDataset
 
 from timm_odevit import TrajectoryDistillationTask, convert_, evaluate, fit, save_pretrained
-from timm_odevit.evaluate import plot_accuracy
+from timm_odevit.evaluation.plots import plot_accuracy
 
 STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 EPOCHS = (25, 40)  # of the ViT, of the distillation

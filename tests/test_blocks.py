@@ -10,8 +10,8 @@ from torch import nn
 
 from timm_odevit import OdeConfig, convert_
 from timm_odevit.benchmark import peak_memory
-from timm_odevit.fields import Field
-from timm_odevit.methods import METHODS
+from timm_odevit.ode.fields import Field
+from timm_odevit.ode.methods import METHODS
 
 KINDS = [
     OdeConfig(method='lie_trotter'),

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from timm_odevit import OdeConfig, check_convertible, convert_, list_convertible, save_pretrained
-from timm_odevit.convert import count_parameters
+from timm_odevit.ode.blocks import count_parameters
 
 # every kind of VisionTransformer with plain blocks, at a tiny size
 FAMILIES = [

@@ -9,7 +9,9 @@ from PIL import Image
 from timm.data import resolve_input_data_config
 from timm.utils import random_seed
 
-from timm_odevit.data import MixupLoader, array_loaders, folder_loader, folder_loaders, image_loader
+from timm_odevit.data.arrays import array_loaders
+from timm_odevit.data.folders import folder_loader, folder_loaders, image_loader
+from timm_odevit.data.mixup import MixupLoader
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import muon
 from timm.task import ClassificationTask
+from timm_odevit.distill import engine
 from torch.utils.data import DataLoader, TensorDataset
 
 from timm_odevit import StepwiseTask, TrajectoryDistillationTask, convert_, fit
-from timm_odevit.distill import engine
 from timm_odevit.files import locked
 
 X, Y = torch.randn(40, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 5

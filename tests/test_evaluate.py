@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from timm_odevit import OdeConfig, convert_, evaluate
-from timm_odevit.evaluate import plot_accuracy
+from timm_odevit.evaluation.plots import plot_accuracy
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def test_commands_are_commands():
         command = shlex.split(line, comments=True)
         command = command[command.index('timm_odevit.cli'):] if 'timm_odevit.cli' in command else command
         if command[0] in ('odevit', 'timm_odevit.cli'):
-            cli._parser().parse_args(command[1:])
+            cli.parser().parse_args(command[1:])
             parsed += 1
     assert parsed > 8
 

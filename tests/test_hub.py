@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
 
 from timm_odevit import OdeConfig, cli, convert_, files, hub, save_pretrained
-from timm_odevit.hub import describe
+from timm_odevit.saving.save import describe
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, num_classes=5)
 

@@ -17,7 +17,7 @@ from torchvision.models import vision_transformer as tv
 from torchvision.models.vision_transformer import ConvStemConfig
 
 from timm_odevit import OdeConfig, convert_, save_pretrained
-from timm_odevit.interop import _NAMES, _WEIGHTS, _ratio, from_torchvision
+from timm_odevit.convert.torchvision import _NAMES, _WEIGHTS, _ratio, from_torchvision
 
 TINY = dict(image_size=32, patch_size=8, num_layers=3, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=5)
 # float32: both compute the same sums, in another order

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import timm_odevit.odevit
 from timm_odevit import Recipe, cli
-from timm_odevit.blocks import find_ode_blocks
+from timm_odevit.ode.blocks import find_ode_blocks
 
 HUB = Path(__file__).parent.parent / 'hub'
 FOLDERS = sorted(path.parent for path in HUB.glob('*/model.safetensors'))

@@ -14,7 +14,7 @@ from safetensors.torch import load as read
 from safetensors.torch import load_file, save
 
 from timm_odevit import OdeConfig, cli, convert_, evaluate, push_to_hub, save_pretrained
-from timm_odevit.cards import model_card
+from timm_odevit.saving.cards import model_card
 
 HUB = Path(__file__).parent.parent / 'hub'
 

@@ -2,8 +2,8 @@ import pytest
 import timm
 
 from timm_odevit import OdeConfig, choose_size, convert_
-from timm_odevit.convert import count_parameters
-from timm_odevit.sizing import predict_parameters
+from timm_odevit.convert.sizing import predict_parameters
+from timm_odevit.ode.blocks import count_parameters
 
 
 @pytest.mark.parametrize('name', ['deit_tiny_patch16_224', 'samvit_base_patch16', 'swin_tiny_patch4_window7_224'])

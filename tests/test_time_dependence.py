@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from timm_odevit import OdeConfig, calibrate_, convert_, integrate
-from timm_odevit.fields import NativeField
-from timm_odevit.init import _factors, build_field
-from timm_odevit.methods import METHODS
-from timm_odevit.spans import input_moments, layer_distances, similarity_boundaries, split
-from timm_odevit.time_dependence import PhasedField, TimeField
+from timm_odevit.convert.initialisation import _factors, build_field
+from timm_odevit.convert.measure import input_moments, layer_distances, similarity_boundaries, split
+from timm_odevit.ode.fields import NativeField
+from timm_odevit.ode.methods import METHODS
+from timm_odevit.ode.time_dependence import PhasedField, TimeField
 
 
 def timed(vit, rank=2, **kwargs):

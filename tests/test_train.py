@@ -17,16 +17,17 @@ import timm
 import torch
 import yaml
 from PIL import Image
+from timm_odevit.distill import cache
+from timm_odevit.recipe import DATA, LOSS
 
 from timm_odevit import Recipe, save_pretrained, train
-from timm_odevit.ablate import load_recipes, table
 from timm_odevit.cli import main
-from timm_odevit.data import array_loaders
-from timm_odevit.distill import cache
-from timm_odevit.distill.cache import CachedLoader, fingerprint
-from timm_odevit.fields import NativeField
+from timm_odevit.data.arrays import array_loaders
 from timm_odevit.files import locked
-from timm_odevit.recipe import DATA, FIT, LOSS, PARTS, Stage, builtin_recipes
+from timm_odevit.ode.fields import NativeField
+from timm_odevit.training.ablate import load_recipes, table
+from timm_odevit.training.cache import CachedLoader, fingerprint
+from timm_odevit.training.recipe import FIT, PARTS, Stage, builtin_recipes
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=5)
 QUICK = {'ode': {}, 'data': {'batch_size': 8}, 'fit': {'epochs': 2, 'lr': 3e-3}}

@@ -11,10 +11,11 @@ import torch
 from timm.task import ClassificationTask
 from torch import Tensor, nn
 
-from .config import OdeConfig
-from .convert import convert_, count_parameters
-from .distill import TrajectoryDistillationTask
-from .merge import merge_
+from .convert.conversion import convert_
+from .convert.merge import merge_
+from .ode.blocks import count_parameters
+from .ode.config import OdeConfig
+from .training.trajectory import TrajectoryDistillationTask
 
 __all__ = ['Timing', 'benchmark', 'benchmark_training', 'peak_memory']
 

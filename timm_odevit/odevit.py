@@ -15,12 +15,15 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.naflexvit import NaFlexVit
 from torch import nn
 
-from .config import PREFIX, OdeConfig
-from .convert import check_convertible, convert_
-from .families import find_sites, kinds
-from .init import set_per_layer
-from .sources import CONFIG, WEIGHTS, check_args, check_size, one_line, saved_in, weights_file
-from .time_dependence import MATRICES, VECTORS
+from .convert.conversion import convert_
+from .convert.convertible import check_convertible
+from .convert.families import find_sites, kinds
+from .convert.initialisation import set_per_layer
+from .errors import one_line
+from .ode.config import PREFIX, OdeConfig
+from .ode.time_dependence import MATRICES, VECTORS
+from .saving.untrusted import check_args, check_size
+from .saving.weights import CONFIG, WEIGHTS, saved_in, weights_file
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
 

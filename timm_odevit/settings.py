@@ -1,13 +1,15 @@
 """Settings: frozen dataclasses in which a name, its default, what is allowed and what is said otherwise stand once."""
 import inspect
 import math
+import re
 from dataclasses import MISSING, dataclass, field, fields
-from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral
-from typing import Any, Callable, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
 
-__all__ = ['Settings', 'flag', 'many', 'number', 'one_of', 'refuse_unknown', 'setting', 'suggest', 'takes', 'whole']
+from .errors import suggest
+
+__all__ = ['Settings', 'flag', 'many', 'number', 'one_of', 'refuse_unknown', 'setting', 'takes', 'whole']
 
 Check = Callable[[str, Any], Any]  # of a name and a value: gives the value, or raises ValueError
 Kind = TypeVar('Kind', bound='Settings')
@@ -41,6 +43,12 @@ class Settings:
     def names(cls) -> List[str]:
         """Names of all settings."""
         return [f.name for f in fields(cls)]
+
+    @classmethod
+    def about(cls) -> Dict[str, str]:
+        """What each setting is, in one line: the Attributes of the docstring (empty under `python -OO`)."""
+        entries = re.findall(r'^ {8}(\w+): (.*(?:\n {12}.*)*)', cls.__doc__ or '', re.M)
+        return dict.fromkeys(cls.names(), '') | {name: ' '.join(text.split()) for name, text in entries}
 
     @classmethod
     def of(cls: Type[Kind], given: Mapping[str, Any], owner: str) -> Kind:
@@ -95,12 +103,6 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str], owner: str) -> No
         if key not in known:
             raise TypeError(f"{owner} got an unknown argument '{key}'. {suggest(str(key), known)}Arguments: "
                             f"{', '.join(known)}.")
-
-
-def suggest(word: str, allowed: Iterable[str]) -> str:
-    """A sentence naming the closest allowed word, with a trailing space, or nothing."""
-    close = get_close_matches(word, list(allowed), n=1, cutoff=0.5)
-    return f"Did you mean '{close[0]}'? " if close else ''
 
 
 def whole(least: int = 0, none: str = '') -> Check:

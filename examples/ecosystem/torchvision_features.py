@@ -6,7 +6,7 @@ import timm
 import torch
 from torchvision.models.feature_extraction import create_feature_extractor
 
-from timm_odevit.time_dependence import TimeField
+from timm_odevit.ode.time_dependence import TimeField
 
 
 def main(name='odevit_tiny_native_r23_patch16_64.deit_tiny_cifar10'):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import timm
 
-from timm_odevit.blocks import find_ode_blocks
-from timm_odevit.cards import model_card
+from timm_odevit.ode.blocks import find_ode_blocks
+from timm_odevit.saving.cards import model_card
 
 HUB = Path(__file__).parent.parent
 DATASETS = {'cifar100': 'CIFAR-100', 'cifar10': 'CIFAR-10'}

@@ -19,9 +19,9 @@ from cards import card
 
 import timm_odevit
 from timm_odevit import Recipe, evaluate, save_pretrained
-from timm_odevit.blocks import find_ode_blocks
-from timm_odevit.data import array_loaders
-from timm_odevit.hub import save_reference
+from timm_odevit.data.arrays import array_loaders
+from timm_odevit.ode.blocks import find_ode_blocks
+from timm_odevit.saving.save import save_reference
 
 HUB = Path(__file__).parent.parent
 STEPS = (6, 8, 12, 16, 24)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cards import dataset_of
 
-from timm_odevit.ablate import table
+from timm_odevit.training.ablate import table
 
 HUB = Path(__file__).parent.parent
 README, RESULTS = HUB.parent / 'README.md', HUB / 'RESULTS.md'

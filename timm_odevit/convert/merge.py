@@ -1,0 +1,185 @@
+"""merge_: for deployment, the weights of every step merged into ordinary blocks, in place, and back."""
+from dataclasses import dataclass
+from typing import Any, List, Tuple
+
+from torch import nn
+
+from ..ode.blocks import OdeBlocks
+from ..ode.steps import Step
+from ..ode.time_dependence import TabulatedField
+from .replacements import Replacements
+
+__all__ = ['Merged', 'MergedBlocks', 'check_not_merged', 'merge_', 'merged_bytes', 'merged_steps']
+
+
+_MERGED = 'This model is merged. Call restore() on what merge_ returned first.'
+_OF_ODE_BLOCKS = ('at', 'config', 'method', 'nfe', 'shared', 'solver', 'steps', 'trajectory')
+
+
+class MergedBlocks(nn.Sequential):
+    """The steps of a solver, each with frozen weights of its own: ordinary modules, called one after the other.
+
+    Attributes:
+        layers: For each block, the layer of the base, as in OdeBlocks.
+    """
+    layers: List[int]
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        if isinstance(index, slice):
+            found.layers = self.layers[index]
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_ODE_BLOCKS:
+            raise AttributeError(f'{name}: {_MERGED}')
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OF_ODE_BLOCKS:
+            raise ValueError(f'{name}: {_MERGED}')
+        super().__setattr__(name, value)
+
+
+def merge_(model: nn.Module) -> 'Merged':
+    """Give each step of an ODE-ViT whose block depends on time merged weights of its own, in place, for deployment.
+
+    A block that depends on time is merged with the residuals of a layer before every evaluation. That keeps one block
+    in memory, and takes time, which counts with few tokens. Merged once and for all, the model is about as fast as its
+    base, and takes as much memory: one block a step, or one for each time at which a step evaluates its field;
+    `merged_bytes(model)` says how much beforehand. The blocks are ordinary frozen modules, which hooks, TorchScript,
+    ONNX and quantisation take as any others. The number of steps is fixed meanwhile, and the model is neither saved
+    nor trained: call `restore()` first.
+
+    Args:
+        model: ODE-ViT with time 'vectors' or 'low_rank' and a fixed-step method.
+
+    Returns:
+        A Merged: print it for the memory, call its `restore()` to undo.
+
+    Raises:
+        TypeError: The model is not an ODE-ViT.
+        ValueError: It is merged already, its block does not depend on time, or the method is adaptive.
+    """
+    owners = _owners(model)
+    after, replacements = merged_bytes(model), []
+    for owner, name in owners:
+        ode: OdeBlocks = getattr(owner, name)
+        steps = merged_steps(ode)
+        for step in steps:
+            step.requires_grad_(False)
+        blocks = MergedBlocks(*ode.before, *steps, *ode.after)
+        blocks.training, blocks.layers = ode.training, ode.layers
+        replacements.append((owner, name, blocks))
+    infos: List[Any] = []
+    for owner, name in owners:
+        info: Any = getattr(owner, 'feature_info', None)
+        if info is getattr(owner, name).feature_info:
+            infos.append((owner, 'feature_info', [{**f, 'module': f'{name}.{i}'} for i, f in enumerate(info)]))
+    merged = tuple(blocks for *_, blocks in replacements)
+    done = Merged(model, merged, _bytes(model), after, Replacements([*replacements, *infos]))
+    done._replacements.put()
+    return done
+
+
+@dataclass(eq=False)
+class Merged:
+    """What `merge_` did: a report to print, and the way back.
+
+    Attributes:
+        model: The merged model.
+        blocks: Its MergedBlocks, one, or one a stage.
+        bytes_before: Memory of the model's weights before.
+        bytes_after: Memory of the model's weights after.
+    """
+    model: nn.Module
+    blocks: Tuple[MergedBlocks, ...]
+    bytes_before: int
+    bytes_after: int
+    _replacements: Replacements
+
+    def restore(self) -> nn.Module:
+        """Put the OdeBlocks back, with the parameters that they had, on the device of the model.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: The model does not hold these merged blocks any more.
+        """
+        modules = set(self.model.modules())
+        if not modules.issuperset(self.blocks):
+            raise ValueError('This model does not hold the merged blocks: it was restored or changed since.')
+        originals = self._replacements.before[:len(self.blocks)]
+        now, then = (next(p for p in module.parameters() if p.is_floating_point())
+                     for module in (self.blocks[0], originals[0]))
+        if now.dtype != then.dtype:
+            raise ValueError(
+                f'The model is {now.dtype} now, its shared block {then.dtype}. Call model.to({then.dtype}) first.')
+        for ode in originals:
+            ode.to(now.device).train(self.blocks[0].training)
+        self._replacements.take_off()
+        return self.model
+
+    def __str__(self) -> str:
+        count = sum(len(blocks) for blocks in self.blocks)
+        return (f'{type(self.model).__name__}: merged for {count} blocks\n'
+                f'  memory      {self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB')
+
+
+def merged_bytes(model: nn.Module) -> int:
+    """Memory in bytes that the weights of a model will take after `merge_(model)`, which this does not do.
+
+    Raises:
+        TypeError: The model is not an ODE-ViT.
+        ValueError: It cannot be merged, see `merge_`.
+    """
+    total = _bytes(model)
+    for owner, name in _owners(model):
+        ode = getattr(owner, name)
+        total -= _bytes(ode.shared)
+        total += sum(len(step.nodes) * _bytes(ode.shared.select(step.t).base) for step in ode.bound_steps)
+    return total
+
+
+def merged_steps(blocks: OdeBlocks) -> List[Step]:
+    """The steps of a fixed-step method as modules that own their field: merged, if the field depends on time."""
+    made: List[Any] = []
+    for bound in blocks.bound_steps:
+        made.append(step := bound.apart())
+        field: Any = blocks.shared.select(step.t)
+        if field.depends_on_time:
+            times = [step.t + node * step.h for node in step.nodes]
+            fields = [field.snapshot(t) for t in times]
+            field = fields[0] if len(fields) == 1 else TabulatedField(fields, times).train(field.training)
+        step.field = field
+        step.training = blocks.training
+    return made
+
+
+def check_not_merged(model: nn.Module) -> None:
+    """Raise ValueError for a model that `merge_` has merged."""
+    if any(isinstance(module, MergedBlocks) for module in model.modules()):
+        raise ValueError(_MERGED)
+
+
+def _owners(model: nn.Module) -> List[Tuple[nn.Module, str]]:
+    """The modules that hold OdeBlocks that can be merged, and by which name."""
+    check_not_merged(model)
+    found: List[Tuple[nn.Module, str]] = [(owner, name) for owner in model.modules()
+                                          for name, child in owner.named_children() if isinstance(child, OdeBlocks)]
+    if not found:
+        raise TypeError(f'Cannot merge {type(model).__name__}: it is not an ODE-ViT. Give a converted model.')
+    for owner, name in found:
+        ode: Any = getattr(owner, name)
+        if ode.config.adaptive:
+            raise ValueError(f"'{ode.method}' chooses its own times, so its blocks cannot be merged for them. Set a "
+                             "fixed-step method first, such as model.blocks.method = 'rk4'.")
+        if not ode.shared.depends_on_time:
+            raise ValueError('There is nothing to merge: the shared block does not depend on time, and runs as it is.')
+    return found
+
+
+def _bytes(model: nn.Module) -> int:
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())

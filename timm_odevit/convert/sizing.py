@@ -1,0 +1,108 @@
+"""Which phases and rank fit into a number of parameters."""
+import math
+from dataclasses import replace
+from typing import Union
+
+from torch import nn
+
+from ..ode.blocks import count_parameters
+from ..ode.config import DEFAULT, OdeConfig
+from ..ode.time_dependence import matrix_shape
+from .convertible import check_convertible
+from .families import find_sites
+from .initialisation import owners
+
+__all__ = ['choose_size', 'predict_parameters']
+
+def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
+    """Parameters that `convert_(model, config)` would leave, for native fields and boundaries that are not measured."""
+    total = count_parameters(model)
+    for stage, site in enumerate(find_sites(model)):
+        blocks = site.blocks
+        first, last = config.span(len(blocks))
+        chosen = blocks[first:last + 1]
+        owner = owners(config.resolve(len(chosen), stage), chosen, first)
+        total -= sum(count_parameters(block) for block in chosen)
+        for index in set(owner):
+            members = [block for block, o in zip(chosen, owner, strict=True) if o == index]
+            total += count_parameters(members[0])
+            if config.time != 'autonomous':
+                total += len(members) * _residual(members[0], config.rank)
+    return total
+
+
+def choose_size(
+        model: nn.Module,
+        target: Union[int, float],
+        config: OdeConfig = DEFAULT,
+        *,
+        init: str = 'svd',
+) -> OdeConfig:
+    """The phases and the rank that use a number of parameters best.
+
+    One shared block, with residuals per layer of the largest rank that fits; README's size dial shows what that keeps.
+    With all of the model's parameters, a phase for each layer, which is the model itself.
+
+    Args:
+        model: Model that can be converted.
+        target: Largest number of parameters of the converted model: a whole number, or a share of the model's, such
+            as 0.25.
+        config: All other settings; time, rank, phases and init are chosen.
+        init: How residuals are filled: 'svd', or 'svd_data', which keeps more and needs images to convert.
+
+    Returns:
+        Settings for `convert_`.
+
+    Raises:
+        ValueError: The target is out of range; the message says what the smallest is.
+    """
+    plain = replace(config, time='autonomous', rank=0, phases=1, init='mean')
+    check_convertible(model, replace(plain, boundaries='uniform'))
+    if config.boundaries != 'uniform':
+        raise ValueError(f'A size is chosen without boundaries; got {config.boundaries!r}. Leave them out.')
+    if config.field != 'native':
+        raise ValueError("A size is chosen for field='native'. Give time, rank and phases for another field.")
+    total = count_parameters(model)
+    wanted = _target(target, total)
+    smallest = predict_parameters(model, plain)
+    if wanted < smallest:
+        raise ValueError(
+            f'{wanted:,} parameters are too few: one shared block and all that is not a block take {smallest:,} of '
+            f'{total:,} ({100 * smallest / total:.1f} %).')
+    first, last = config.span(max(len(site.blocks) for site in find_sites(model)))
+    layers = last - first + 1
+    phased = [replace(plain, phases=phases) for phases in range(1, layers + 1)]
+    exact = phased[-1]
+    if predict_parameters(model, exact) <= wanted:
+        return exact
+    ranked = replace(plain, time='low_rank', rank=1, init=init)
+    if predict_parameters(model, ranked) <= wanted:
+        low, high = 1, 2
+        while predict_parameters(model, replace(ranked, rank=high)) <= wanted and high < 2 ** 20:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = predict_parameters(model, replace(ranked, rank=middle)) <= wanted
+            low, high = (middle, high) if fits else (low, middle)
+        return replace(ranked, rank=low)
+    vectors = replace(plain, time='vectors')
+    return vectors if predict_parameters(model, vectors) <= wanted else plain
+
+
+def _residual(block: nn.Module, rank: int) -> int:
+    size = 0
+    for p in block.parameters():
+        if p.ndim <= 1:
+            size += p.numel()
+        elif rank:
+            rows, columns = matrix_shape(p)
+            size += min(rank, rows, columns) * (rows + columns)
+    return size
+
+
+def _target(target: Union[int, float], total: int) -> int:
+    whole = isinstance(target, int) or (isinstance(target, float) and (target <= 1 or target.is_integer()))
+    if isinstance(target, bool) or not whole or not 0 < target < math.inf:
+        raise ValueError(
+            f'target must be a number of parameters, or a share of the model such as 0.25; got {target!r}.')
+    return int(target * total) if isinstance(target, float) and target <= 1 else int(target)

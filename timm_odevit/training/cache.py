@@ -1,0 +1,226 @@
+"""What a teacher says of fixed views of the training images, computed once and kept in a memory-mapped file."""
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterable, Iterator, List, Tuple, Union
+
+import numpy as np
+import torch
+from filelock import FileLock
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ..data.arrays import ArrayLoader
+from ..distributed import rank_and_world
+from ..files import write_text
+from ..hooks import watch_blocks
+from ..saving.save import structure
+
+__all__ = ['CachedLoader', 'Recorded', 'fingerprint', 'hash_of']
+
+STATES, LOGITS, ABOUT = 'states.npy', 'logits.npy', 'about.json'
+
+
+@dataclass
+class Recorded:
+    """Labels of a batch, and what the teacher says of it.
+
+    Attributes:
+        labels: Labels [B].
+        output: The teacher's logits [B, classes].
+        states: Its states, the embedded tokens and what each layer makes of them, [B, N, D] each.
+    """
+    labels: Tensor
+    output: Tensor
+    states: List[Tensor]
+
+    def to(self, device: Any, non_blocking: bool = False) -> 'Recorded':
+        """All of it on a device, in float32."""
+        def move(x: Tensor) -> Tensor:
+            x = x.to(device, non_blocking=non_blocking)
+            return x.float() if x.is_floating_point() else x
+        return Recorded(move(self.labels), move(self.output), [move(s) for s in self.states])
+
+
+class CachedLoader:
+    """Batches (images [B, C, H, W], Recorded) of fixed views of the images of an ArrayLoader.
+
+    A view is a crop, mirrored or not, that follows from the number of the image and of the view; epoch e shows view
+    e mod `views`. States are kept in half precision, (L + 1) * N * D * 2 bytes a view: the size is said, and the room
+    on the disk checked, before anything is computed. A file that is there is used again, if it is of the same teacher
+    (its architecture and its weights), images and views.
+
+    Args:
+        loader: Loader of the training images.
+        teacher: The teacher.
+        folder: Folder for the files; each kind of images, teacher and views has a folder of its own in it.
+        views: Views of each image.
+        progress: Say the size and show a progress bar.
+
+    Raises:
+        ValueError: The loader is not an ArrayLoader, the teacher has no sequence of blocks, a state is beyond the range
+            of half precision, or several processes of one run would write the files.
+        OSError: There is no room for the files.
+    """
+
+    def __init__(
+            self,
+            loader: Any,
+            teacher: Any,
+            folder: Union[str, Path],
+            *,
+            views: int = 1,
+            progress: bool = True,
+    ) -> None:
+        if not isinstance(loader, ArrayLoader):
+            raise ValueError('cache keeps what a teacher says of images in memory: give an .npz, or set cache to 0.')
+        if not hasattr(teacher, 'blocks'):
+            raise ValueError(f'cache keeps the states after each of teacher.blocks, and a {type(teacher).__name__} has '
+                             'none. Set cache to 0.')
+        if rank_and_world()[1] > 1:
+            raise ValueError('cache is for one process. Leave torchrun out, or set cache to 0.')
+        self.loader, self.views = loader, views
+        self.epoch = 0
+        with _view(0, 0):
+            output, states = _ask(teacher, loader.prepare(loader.images[:1]))
+        _half(states)  # better now than after an hour
+        n = len(loader.labels)
+        self.shape = (views, n, len(states), *states[0].shape[1:])
+        size = 2 * int(np.prod(self.shape)) + 4 * views * n * output.shape[1]
+        about = {'shape': list(self.shape), 'classes': output.shape[1], 'images': hash_of([loader.images]),
+                 'teacher': fingerprint(teacher),
+                 'augmentation': [loader.padding, loader.flip, loader.reprob], 'size': list(loader.size),
+                 'preprocessing': [loader.mean.flatten().tolist(), loader.std.flatten().tolist(), loader.interpolation]}
+        self.folder = Path(folder) / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
+        if not self._there(about):
+            if progress:
+                print(f"cache: {size / 1e9:.2f} GB in '{self.folder}': {views} x {n:,} images, "
+                      f'{len(states)} states each')
+            free = shutil.disk_usage(next(p for p in self.folder.absolute().parents if p.exists())).free
+            if size > 0.95 * free:
+                raise OSError(f"The cache takes {size / 1e9:.2f} GB, and '{folder}' has room for {free / 1e9:.2f} GB. "
+                              'Use fewer views, or none.')
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f'{self.folder}.lock'):  # of several runs, one fills it, and the others wait
+                if not self._there(about):
+                    try:
+                        self._fill(teacher, output.shape[1], about, progress)
+                    except BaseException:  # it may be large, and nobody would use it
+                        shutil.rmtree(self.folder, ignore_errors=True)
+                        raise
+        self.states = np.load(self.folder / STATES, mmap_mode='r')
+        self.logits = np.load(self.folder / LOGITS, mmap_mode='r')
+
+    def _there(self, about: Any) -> bool:
+        path = self.folder / ABOUT
+        try:
+            return path.is_file() and json.loads(path.read_text()) == about
+        except ValueError:  # cut off
+            return False
+
+    def _fill(self, teacher: nn.Module, classes: int, about: Any, progress: bool) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / ABOUT).unlink(missing_ok=True)  # written last: it says that the rest is whole
+        views, n = self.shape[:2]
+        states = np.lib.format.open_memmap(self.folder / STATES, 'w+', np.float16, self.shape)
+        logits = np.lib.format.open_memmap(self.folder / LOGITS, 'w+', np.float32, (views, n, classes))
+        for name in (STATES, LOGITS):
+            _allocate(self.folder / name)
+        batch = 256
+        with tqdm(total=views * n, unit='image', desc='cache', disable=not progress) as bar:
+            for view in range(views):
+                for start in range(0, n, batch):
+                    index = torch.arange(start, min(start + batch, n))
+                    output, found = _ask(teacher, self._images(index, view))
+                    states[view, start:start + len(index)] = _half(found).cpu().numpy()
+                    logits[view, start:start + len(index)] = output.float().cpu().numpy()
+                    bar.update(len(index))
+        states.flush()
+        logits.flush()
+        write_text(self.folder / ABOUT, json.dumps(about))
+
+    def _images(self, index: Tensor, view: int) -> Tensor:
+        images = []
+        for i in index.tolist():
+            with _view(view, i):
+                images.append(self.loader.augment(self.loader.images[i:i + 1]))
+        return self.loader.prepare(torch.cat(images))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the view, and the order of the images."""
+        self.epoch = epoch
+        self.loader.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Tuple[Tensor, Recorded]]:
+        view = self.epoch % self.views
+        for index in self.loader.indices():
+            rows = index.cpu().numpy()
+            order = np.argsort(rows)  # a file is read forwards
+            states = torch.from_numpy(np.asarray(self.states[view, rows[order]]))[torch.from_numpy(np.argsort(order))]
+            logits = torch.from_numpy(np.asarray(self.logits[view, rows]))
+            yield self._images(index, view), Recorded(self.loader.labels[index], logits, list(states.unbind(1)))
+
+
+class _view:  # noqa: N801
+    """Draw what belongs to a view of an image, and leave the global generator as it was."""
+
+    def __init__(self, view: int, image: int) -> None:
+        self.seed = view * 10_000_019 + image
+
+    def __enter__(self) -> None:
+        self.state = torch.random.get_rng_state()
+        torch.default_generator.manual_seed(self.seed)
+
+    def __exit__(self, *_: Any) -> None:
+        torch.random.set_rng_state(self.state)
+
+
+@torch.no_grad()
+def _ask(teacher: Any, images: Tensor) -> Tuple[Tensor, List[Tensor]]:
+    mode = teacher.training
+    teacher.eval()
+    try:
+        with watch_blocks([list(teacher.blocks)]) as seen:
+            output = teacher(images)
+    finally:
+        teacher.train(mode)
+    return output, seen[0][0]
+
+
+def _half(states: List[Tensor]) -> Tensor:
+    """States in half precision [B, L + 1, N, D]; what it cannot hold is refused."""
+    kept = torch.stack(states, 1).half()
+    if not torch.isfinite(kept).all():
+        largest = max(float(state.abs().max()) for state in states)
+        raise ValueError(f'The states of the teacher reach {largest:.4g}, and cache keeps them in half precision, '
+                         f'which ends at {torch.finfo(torch.half).max:.0f}. Set cache to 0.')
+    return kept
+
+
+def _allocate(path: Path) -> None:
+    """Take the room on the disk: a memory map on a disk that fills up later kills the process."""
+    if hasattr(os, 'posix_fallocate'):
+        with open(path, 'r+b') as f:
+            os.posix_fallocate(f.fileno(), 0, path.stat().st_size)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 of a model: kinds and settings of its modules, and name, shape, dtype and bytes of its tensors."""
+    found = hashlib.sha256('\n'.join(structure(model)).encode())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found.update(f'{name} {list(tensor.shape)} {tensor.dtype} {hash_of([tensor])}'.encode())
+    return found.hexdigest()
+
+
+def hash_of(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 of the bytes of some tensors, one after the other."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,300 @@
+"""The training loop, made of timm's parts: it trains any `timm.task.TrainingTask`."""
+import math
+import time
+from collections import defaultdict
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Union
+
+import torch
+import torch.distributed as dist
+from timm.optim import create_optimizer_v2, muon
+from timm.scheduler import create_scheduler_v2
+from timm.task import TrainingTask
+from timm.utils import dispatch_clip_grad, random_seed
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ..convert.merge import check_not_merged
+from ..distributed import alone_in, in_first_process, over_processes, rank_and_world
+from ..evaluation.accuracy import AMP_DTYPES, evaluate
+from ..files import to_json, write_text
+from ..hooks import hooked
+from ..ode.blocks import find_ode_blocks
+from ..saving.save import describe, save_pretrained
+from ..settings import takes
+from .config import FitConfig
+from .first_batch import chain, checked, fitting, look_at
+from .state import BEST, HISTORY, LAST, load_state, models_of, read_state, save_state
+
+__all__ = ['count_updates', 'fit']
+
+
+@takes(FitConfig)
+def fit(
+        task: TrainingTask,
+        train_loader: Any,
+        val_loader: Optional[Iterable[Any]] = None,
+        *,
+        out: Optional[Union[str, Path]] = None,
+        resume: bool = False,
+        progress: bool = True,
+        config: FitConfig,
+) -> List[Dict[str, float]]:
+    """Train a task; with `out`, keep the last and the best state, so that an interrupted run can go on.
+
+    `out/last.pt` is the whole training state after the last full epoch, `out/best` the model with the best top-1
+    accuracy on `val_loader` (the last one without it) in timm's format, `out/history.json` one record an epoch. Each
+    file is written aside and renamed, so it is whole or not there, and no other process can use the folder meanwhile.
+
+    What does not fit is refused in the first seconds: one batch of `val_loader` goes through the model before anything
+    else, by an iteration of its own, with its workers if it has any; the first training batch is looked at when it
+    comes, so that the training data is read as often as without. A refusal leaves weights, buffers and modes as they
+    were, and neither look changes a result.
+
+    Where torch.distributed runs, the task is wrapped by its `prepare_distributed`, the first process validates and
+    writes, and all of them read `out/last.pt` to resume: they need one file system.
+
+    Args:
+        task: What to train, such as TrajectoryDistillationTask or timm's ClassificationTask; on its device.
+        train_loader: Batches (images [B, C, H, W], labels [B]); all seeds are set before each epoch, and its (or its
+            sampler's) `set_epoch` is called if it has one. Of several processes, each gets a part of its own.
+        val_loader: Batches held out from training, for choosing the best epoch; it is read after every epoch, so an
+            iterator, such as a generator, is refused.
+        out: Folder for the files; None keeps nothing.
+        resume: Go on from `out/last.pt`, if it is there, with the same settings, the same size of batches and as many
+            updates an epoch; epochs may be more.
+        progress: Show a progress bar.
+        config: Settings; or give each of them as a keyword, such as epochs=10, see FitConfig.
+
+    Returns:
+        The history: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss.
+
+    Raises:
+        FloatingPointError: The loss stopped being finite; the message says which step of an ODE-ViT diverged, and the
+            files of the epoch before remain.
+        OSError: A file could not be written, as on a full disk; what was written before remains. Or another process
+            uses the folder.
+        TypeError: A keyword is unknown.
+        ValueError: A setting, a loader or the folder does not fit, or the model has no description to save it by.
+    """
+    settings = {key: value for key, value in asdict(config).items() if key not in ('epochs', 'compile')}
+    epochs, amp = config.epochs, config.amp
+    updates = count_updates(train_loader, config.accumulate)
+    for name, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
+        if isinstance(loader, Iterator):
+            raise ValueError(f'{name} is a {type(loader).__name__}, which gives its batches once, and it is read in '
+                             'every epoch. Give a list of batches, or a DataLoader.')
+    sizes = [part.batch_size for part in chain(train_loader) if type(getattr(part, 'batch_size', None)) is int]
+    settings.update(batch_size=sizes[0] if sizes else None, updates_per_epoch=updates)
+    folder = Path(out) if out is not None else None
+    dtype = AMP_DTYPES[amp]
+    device = torch.device(task.device)
+    check_not_merged(models_of(task)['model'])
+    trainable: Any = task.get_trainable_module()
+    if not any(p.requires_grad for p in trainable.parameters()):
+        raise ValueError(
+            'Every parameter of the model is frozen, as in a copy of a teacher that a task has frozen. '
+            'Call model.requires_grad_(True) first.')
+    rank, world = rank_and_world()
+    with alone_in(folder):
+        state: Dict[str, Any] = {'history': []}
+        if folder is not None:
+            describe(models_of(task)['model'])  # better now than after the first epoch
+            if (folder / LAST).exists():
+                if not resume:
+                    raise ValueError(
+                        f"'{folder}' holds a run already. Pass resume=True to go on with it, or another folder.")
+                state = read_state(folder / LAST, device, settings, epochs)
+        history: List[Dict[str, float]] = state['history']
+        if val_loader is not None and len(history) < epochs:
+            in_first_process(lambda: look_at(val_loader, task, dtype))
+
+        for name in ('trainable_module_ema', 'eval_model_ema'):  # of a fit before
+            if hasattr(task, name):
+                delattr(task, name)
+        if config.ema_decay is not None:
+            task.setup_ema(decay=config.ema_decay, use_warmup=True)
+        if config.compile:
+            task.compile()
+        if world > 1:
+            task.prepare_distributed(device_ids=[device.index] if device.type == 'cuda' else None)
+        optimizer = create_optimizer_v2(
+            trainable, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay, layer_decay=config.layer_decay)
+        scheduler, _ = create_scheduler_v2(
+            optimizer, sched=config.sched, num_epochs=epochs, warmup_epochs=config.warmup_epochs,
+            warmup_lr=config.min_lr, min_lr=config.min_lr, step_on_epochs=False, updates_per_epoch=updates)
+        models = models_of(task)
+        scaler = torch.amp.GradScaler(device.type, enabled=amp == 'float16')
+        if history:
+            load_state(state, f"'{folder}'", models, optimizer, scaler)
+        del state
+        if len(history) == epochs:
+            return history
+        best = max((record.get('val_top1', -math.inf) for record in history), default=-math.inf)
+
+        bar = tqdm(total=epochs * updates, initial=len(history) * updates, unit='update',
+                   disable=not progress or rank > 0)
+        run = _Run(task, train_loader, config, optimizer, scheduler, scaler, updates, bar)
+        with bar, _muon_for(device):
+            for epoch in range(len(history), epochs):
+                # an epoch depends on the seed and the weights, not on how it was reached
+                random_seed((config.seed * 10_007 + epoch) * world % 2 ** 31, rank)
+                parts: Any = (train_loader, getattr(train_loader, 'sampler', None))
+                for part in parts:
+                    if hasattr(part, 'set_epoch'):
+                        part.set_epoch(epoch)
+                started = time.perf_counter()
+                bar.set_description(f'epoch {epoch + 1} of {epochs}')
+                record = {'epoch': epoch + 1.}
+                record.update(run.train(epoch))
+                record['seconds'] = time.perf_counter() - started
+                if not all(torch.isfinite(p).all() for module in models.values() for p in module.parameters()):
+                    raise FloatingPointError(
+                        f'The weights are not finite after epoch {epoch + 1}; what was written before it remains. '
+                        'Start another folder with a lower lr, or with amp bfloat16 or None.')
+                model = models['ema' if 'ema' in models else 'model']
+                if val_loader is not None and rank == 0:
+                    result = evaluate(model, val_loader, amp_dtype=dtype).results[-1]
+                    record.update(val_top1=result.top1, val_top5=result.top5, val_loss=result.loss)
+                if world > 1:
+                    records = [record]
+                    dist.broadcast_object_list(records)  # and nobody runs ahead while the first process validates
+                    record = records[0]
+                history.append(record)
+                if folder is not None and rank == 0:
+                    try:
+                        if record.get('val_top1', math.inf) > best:
+                            save_pretrained(model, folder / BEST)
+                        save_state(folder / LAST, task, optimizer, scaler, history, settings)
+                        write_text(folder / HISTORY, to_json(history))
+                    except OSError as e:
+                        raise OSError(
+                            f"Epoch {epoch + 1} could not be written to '{folder}': {str(e).splitlines()[0]}. What was "
+                            'written before is whole; make room, and resume.') from e
+                best = max(best, record.get('val_top1', -math.inf))
+                bar.set_postfix({key: f'{record[key]:.4g}' for key in ('loss', 'val_top1') if key in record})
+        return history
+
+
+def count_updates(train_loader: Any, accumulate: int = 1) -> int:
+    """Updates per epoch, at least 1.
+
+    Raises:
+        ValueError: The loader has no length, or too few batches.
+    """
+    try:
+        batches = len(train_loader)
+    except TypeError:
+        raise ValueError('train_loader needs a length, for the learning-rate schedule.') from None
+    if batches < accumulate or batches < 1:
+        few = f'has less than {accumulate} batches' if accumulate > 1 else 'is empty'
+        raise ValueError(f'train_loader {few}. Give more images, or a smaller batch size.')
+    return batches // accumulate
+
+
+@dataclass
+class _Run:
+    """What an epoch of training needs."""
+    task: Any
+    loader: Any
+    config: FitConfig
+    optimizer: Any
+    scheduler: Any
+    scaler: Any
+    updates: int
+    bar: Any
+
+    def train(self, epoch: int) -> Dict[str, float]:
+        """Train for one epoch; returns the learning rate and the mean of each part of the loss."""
+        task, loader, optimizer, scaler, config = self.task, self.loader, self.optimizer, self.scaler, self.config
+        updates, accumulate, device, dtype = self.updates, config.accumulate, task.device, AMP_DTYPES[config.amp]
+        sums: Dict[str, Any] = defaultdict(float)
+        optimizer.zero_grad()
+        i = -1
+        for i, batch in enumerate(loader):
+            if i == updates * accumulate:
+                break
+            images, labels = checked('train_loader', batch, task) if i == 0 else batch
+            update, last = epoch * updates + i // accumulate, (i + 1) % accumulate == 0
+            if i % accumulate == 0:
+                self.scheduler.step_update(update)
+            if hasattr(task, 'begin_update'):
+                task.begin_update(update, config.epochs * updates, config.seed)
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            with nullcontext() if last else task.no_sync():
+                with fitting('train_loader', images, labels, task) if update == 0 and i == 0 else nullcontext():
+                    if i == 0:
+                        task.train()
+                    with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
+                        parts = task(images, labels)
+                loss = parts['loss']
+                values = {key: part.detach().float() for key, part in parts.items() if key != 'output'}
+                value = values['loss'].item()
+                if not math.isfinite(value):
+                    found = ', '.join(f'{key} {part.item():.4g}' for key, part in values.items())
+                    raise FloatingPointError(
+                        f'The loss is not finite in epoch {epoch + 1}, batch {i + 1} ({found}). '
+                        f'{_diverging(task, images, dtype)}Lower lr, or use amp bfloat16 or None.')
+                scaler.scale(loss / accumulate).backward()
+            for key, part in values.items():
+                sums[key] = sums[key] + part  # stays on the device: one wait for it a batch is enough
+            if not last:
+                continue
+            if config.clip_grad is not None:
+                scaler.unscale_(optimizer)
+                dispatch_clip_grad(task.get_clip_parameters(), config.clip_grad)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            task.update_ema(step=update)
+            self.bar.update()
+        if i < updates * accumulate - 1:
+            raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, and its length is '
+                             f'{len(loader)}. Give one that gives as many in every epoch.')
+        means = {key: torch.as_tensor(value / (updates * accumulate)) for key, value in sums.items()}
+        means = {key: over_processes(value.to(device)) for key, value in means.items()}
+        return {'lr': optimizer.param_groups[-1]['lr'],  # without the parts that were not computed
+                **{key: float(value) for key, value in means.items() if not value.isnan()}}
+
+
+@contextmanager
+def _muon_for(device: torch.device) -> Iterator[None]:
+    """Let timm's Muon multiply in float32 on a CPU, instead of in bfloat16, which most CPUs emulate 30 times slower."""
+    original = muon.zeropower_via_newtonschulz
+    if device.type == 'cpu':
+        muon.zeropower_via_newtonschulz = partial(original, dtype=torch.float32)
+    try:
+        yield
+    finally:
+        muon.zeropower_via_newtonschulz = original
+
+
+@torch.no_grad()
+def _diverging(task: TrainingTask, images: Tensor, dtype: Optional[torch.dtype]) -> str:
+    """Where in an ODE-ViT the state stops being finite, in words; nothing for another model or another reason."""
+    model = models_of(task)['model'].eval()
+    odes = find_ode_blocks(model)
+    if not odes or odes[0].config.adaptive:
+        return ''
+    with odes[0].at(getattr(task, 'drawn', odes[0].steps)):  # as many steps as there were
+        return _watch(model, images, dtype)
+
+
+def _watch(model: nn.Module, images: Tensor, dtype: Optional[torch.dtype]) -> str:
+    found: List[str] = []
+
+    def look(where: str):
+        def hook(_: nn.Module, args: Any, out: Tensor) -> None:
+            if not found and not torch.isfinite(out).all():
+                found.append(where)
+        return hook
+    hooks = [(step, 'after', look(f'step {i + 1} of {ode.steps}, from t = {step.t:g} to {step.t + step.h:g}'))
+             for ode in find_ode_blocks(model) for i, step in enumerate(ode.bound_steps)]
+    if not all(torch.isfinite(p).all() for p in model.parameters()):
+        return 'Weights of the model are not finite. '
+    with hooked(*hooks), torch.autocast(images.device.type, dtype) if dtype is not None else nullcontext():
+        model(images)
+    return f'The field diverges: the state is not finite after {found[0]}. ' if found else ''

@@ -1,0 +1,76 @@
+"""The loaders of a recipe, and what is told of their data."""
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Optional, Tuple, Union
+
+import torch
+
+from ..data.arrays import ArrayLoader, array_loaders
+from ..data.folders import folder_loaders
+from ..data.mixup import MixupLoader
+from .cache import hash_of
+from .recipe import Recipe
+
+__all__ = ['draw_sample', 'hash_of_data', 'loaders', 'unmixed']
+
+
+def loaders(
+        recipe: Recipe,
+        data: Union[str, Path],
+        model: Any,
+        *,
+        limit: Optional[int] = None,
+) -> Tuple[Any, Any]:
+    """Batches to train on, and to validate on: images held out of training."""
+    settings = dict(recipe.data or {})
+    mixing = {k: settings.pop(k, default) for k, default in (
+        ('mixup', 0.), ('cutmix', 0.), ('smoothing', 0.), ('prob', 1.))}
+    if not Path(data).exists():
+        raise ValueError(f"There is no '{data}'. Give a folder with one sub-folder of images per class, or with train/ "
+                         'and val/ of that kind, or an .npz of small images.')
+    arrays = Path(data).is_file()
+    for name in ('auto_augment', 'workers') if arrays else ('padding', 'flip'):
+        if settings.get(name) is not None:
+            kind = 'an .npz, whose images are augmented on the device' if arrays else 'a folder of images'
+            raise ValueError(f"data.{name} is not for {kind}: '{data}'. Leave it out.")
+    train_loader: Any
+    if arrays:
+        train_loader, val_loader, _ = array_loaders(data, model, limit=limit, seed=recipe.seed, **settings)
+    else:
+        if limit is not None:
+            raise ValueError(f"limit is for an .npz; '{data}' is a folder.")
+        train_loader, val_loader = folder_loaders(data, model, seed=recipe.seed, **settings)
+    if any(mixing[k] for k in ('mixup', 'cutmix', 'smoothing')):
+        if recipe.cache:
+            raise ValueError('cache keeps what a teacher says of images as they are, and data.mixup, data.cutmix and '
+                             'data.smoothing change them or their labels. Set cache to 0, or leave those out.')
+        train_loader = MixupLoader(train_loader, model.num_classes, **mixing)
+    return train_loader, val_loader
+
+
+def unmixed(loader: Any) -> Any:
+    return loader.loader if isinstance(loader, MixupLoader) else loader
+
+
+def hash_of_data(*loaders: Any) -> str:
+    """SHA-256 of the images and labels in memory, or of the names and labels of the files."""
+    found = hashlib.sha256()
+    for loader in loaders:
+        plain = unmixed(loader)
+        if isinstance(plain, ArrayLoader):
+            found.update(hash_of([plain.images, plain.labels]).encode())
+        else:
+            files = [[*Path(path).parts[-2:], label] for path, label in plain.dataset.reader.samples]
+            found.update(json.dumps(files).encode())
+    return found.hexdigest()
+
+
+def draw_sample(loader: Any, count: int, seed: int) -> torch.Tensor:
+    """Images [B, C, H, W] of a loader that does not augment, drawn at random, the same in all processes."""
+    arrays = isinstance(loader, ArrayLoader)
+    total = len(loader.labels if arrays else loader.dataset)
+    index = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]
+    if arrays:
+        return loader.prepare(loader.images[index.to(loader.images.device)])
+    return torch.stack([loader.dataset[i][0] for i in index.tolist()])

@@ -1,0 +1,72 @@
+"""Student and teacher: whether they fit, and what tasks need of both."""
+from typing import Any, Callable
+
+from timm.models import group_parameters
+from torch import Tensor, nn
+
+from ..convert.merge import check_not_merged
+from ..data.preprocessing import renormalisation
+from ..ode.blocks import find_ode_blocks
+
+__all__ = ['Renormalised', 'TrainingPass', 'check_apart', 'check_same_tokens', 'check_student']
+
+
+class Renormalised(nn.Module):
+    """Images [B, C, H, W] that are normalised for a student, as its teacher wants them."""
+
+    def __init__(self, student: nn.Module, teacher: nn.Module, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        for name, tensor in zip(('scale', 'shift'), renormalisation(student, teacher), strict=True):
+            self.register_buffer(name, None if tensor is None else tensor.to(device, dtype), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images if self.scale is None else images * self.scale + self.shift  # type: ignore[operator]
+
+
+class TrainingPass(nn.Module):
+    """A student's training pass in one `forward`, so that DistributedDataParallel can wrap it."""
+
+    def __init__(self, student: nn.Module) -> None:
+        super().__init__()
+        self.student: Any = student
+
+    def no_weight_decay(self) -> set:
+        """As of the student."""
+        return {f'student.{name}' for name in getattr(self.student, 'no_weight_decay', set)()}
+
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
+        """As of the student."""
+        groups = group_parameters(self.student, self.student.group_matcher(coarse=coarse), reverse=True)
+        return lambda name: groups[name[len('student.'):]]
+
+
+def check_student(student: Any) -> None:
+    """Raise TypeError for a student that is not an ODE-ViT, ValueError for one that is merged."""
+    if isinstance(student, nn.Module):
+        check_not_merged(student)
+    if not isinstance(student, nn.Module) or not find_ode_blocks(student):
+        raise TypeError(
+            f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
+
+
+def check_apart(student: nn.Module, teacher: nn.Module) -> None:
+    """Raise ValueError for a student and a teacher with parameters in common."""
+    if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
+        raise ValueError('Student and teacher share parameters, so training would change the teacher. '
+                         'Make the teacher by copy.deepcopy(model) before convert_.')
+
+
+def check_same_tokens(student: Any, teacher: Any) -> None:
+    check_apart(student, teacher)
+    if not isinstance(getattr(student, 'patch_drop', None) or nn.Identity(), nn.Identity):
+        raise ValueError(
+            "The student drops patches, so its tokens are not the teacher's. Create it with patch_drop_rate=0.")
+    for name in ('embed_dim', 'in_chans', 'num_prefix_tokens', 'num_classes'):
+        ours, theirs = getattr(student, name, None), getattr(teacher, name, None)
+        if ours != theirs:
+            raise ValueError(f'Student and teacher differ in {name}: {ours} and {theirs}.')
+    patches = [m.patch_embed for m in (student, teacher)]
+    sizes = [tuple(getattr(patch, 'grid_size', None) or (patch.num_patches,)) for patch in patches]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f'Student and teacher see other patches: {sizes[0]} and {sizes[1]}. Give both the same img_size.')

@@ -1,0 +1,133 @@
+"""StepwiseTask: each solver step learns on its own, from the teacher's state to the teacher's next state."""
+from functools import partial
+from typing import Any, Dict, List, Optional, Sequence
+
+import torch
+from timm.task import TrainingTask
+from timm.utils import unwrap_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..convert.families import find_sites
+from ..distributed import over_processes
+from ..hooks import Seen, watch_blocks
+from ..ode.blocks import find_ode_blocks
+from .pairs import Renormalised, TrainingPass, check_apart, check_student
+
+__all__ = ['StepwiseTask', 'check_converted_from']
+
+
+class StepwiseTask(TrainingTask):
+    """Teach each solver step on its own: from the teacher's state at its start to the teacher's state at its end.
+
+    Nothing is unrolled, so errors of one step are not passed on to the next, and no gradient travels through more than
+    one step. Between two layers, the teacher's state is interpolated linearly in t. Works for every model that
+    `convert_` takes.
+
+    Args:
+        student: Converted model.
+        teacher: The model that it was converted from; frozen, in eval mode.
+        device: Device of the task, that of the student by default.
+        verbose: Log what timm logs.
+
+    Raises:
+        TypeError: The student is not an ODE-ViT.
+        ValueError: Student and teacher do not fit, or share parameters.
+    """
+
+    def __init__(
+            self,
+            student: nn.Module,
+            teacher: nn.Module,
+            *,
+            device: Optional[torch.device] = None,
+            verbose: bool = True,
+    ) -> None:
+        check_converted_from(student, teacher)
+        super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
+        self.runs: List[List[Any]] = [site.blocks for site in find_sites(teacher)]
+        for ode, blocks in zip(find_ode_blocks(student), self.runs, strict=True):
+            kept = len(ode.before) + len(ode.after)
+            if kept + ode.config.grid[1] != len(blocks):
+                raise ValueError(
+                    f'The student runs over {ode.config.grid[1]:g} units of time beside {kept} kept layers, and the '
+                    f'teacher has {len(blocks)} layers: no step has a state to end at. Convert with T=None.')
+        self.for_teacher = Renormalised(student, teacher, self.device)
+        self.teacher = teacher.requires_grad_(False).eval()
+        self.trainable_module: Any = _Steps(student)
+
+    def forward(self, input: Tensor, target: Any = None) -> Dict[str, Tensor]:
+        """Compute the loss of one batch.
+
+        Args:
+            input: Images [B, C, H, W], normalised for the student.
+            target: A Recorded batch with the states of the teacher, or anything else, which is not used.
+
+        Returns:
+            'loss', the squared error of a step relative to the squared length of what the teacher does in that time,
+            averaged over the steps (dimensionless, 1 for a step that stands still), and 'output', the teacher's.
+        """
+        recorded = hasattr(target, 'states')
+        with torch.no_grad(), watch_blocks(self.runs) as seen:
+            images = self.for_teacher(input[:1] if recorded else input)  # one shows what is handed to the blocks
+            output = self.teacher(images)
+        if recorded:
+            output, seen = target.output, [(target.states, seen[0][1])]
+        return {'loss': self.trainable_module(seen), 'output': output}
+
+    def train(self, mode: bool = True) -> 'StepwiseTask':
+        """Set the mode of the student; the teacher stays in eval mode."""
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def prepare_distributed(self, device_ids: Optional[list] = None, **ddp_kwargs: Any) -> 'StepwiseTask':
+        """Wrap the student, and not the frozen teacher, in DistributedDataParallel."""
+        from torch.nn.parallel import DistributedDataParallel
+        ddp_kwargs.setdefault('find_unused_parameters', True)  # all that is not a block
+        self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
+        return self
+
+    def get_eval_model(self, module: Optional[nn.Module] = None, ema: bool = False) -> Optional[nn.Module]:
+        """The student itself, without the wrapper of the training pass."""
+        found: Any = unwrap_model(super().get_eval_model(module=module, ema=ema))
+        return found.student if isinstance(found, TrainingPass) else found
+
+
+class _Steps(TrainingPass):
+    """All steps of a student, each from a given state."""
+
+    def forward(self, seen: Sequence[Seen]) -> Tensor:
+        losses = []
+        again = torch.is_grad_enabled() and any(getattr(m, 'grad_checkpointing', False) for m in self.student.modules())
+        for ode, (states, handed) in zip(find_ode_blocks(self.student), seen, strict=True):
+            for step in ode.bound_steps:
+                start, end = _at(states, step.t), _at(states, step.t + step.h)
+                args, kwargs = handed[int(step.t + 1e-6)]  # a base may hand something else to each layer
+                run = partial(checkpoint, step, use_reentrant=False) if again else step
+                error = (run(start, *args, **kwargs) - end).float().square().mean()
+                moved = over_processes((end - start).float().square().mean())
+                losses.append(error / moved.clamp_min(1e-12))
+        return torch.stack(losses).mean()
+
+
+def check_converted_from(student: Any, teacher: Any) -> None:
+    check_student(student)
+    if not isinstance(teacher, nn.Module):
+        raise TypeError(f'The teacher must be a model; got {type(teacher).__name__}. Build it by timm.create_model.')
+    if find_ode_blocks(teacher):
+        raise TypeError('The teacher is converted itself. Give the model that the student was converted from.')
+    check_apart(student, teacher)
+    outside = [{name: tuple(p.shape) for name, p in m.named_parameters() if '.blocks.' not in f'.{name}'}
+               for m in (student, teacher)]
+    if type(student) is not type(teacher) or outside[0] != outside[1]:
+        names = [name for name in {**outside[0], **outside[1]} if outside[0].get(name) != outside[1].get(name)]
+        found = f': {names[0]} is {outside[0].get(names[0])} and {outside[1].get(names[0])}' if names else (
+            f': a {type(student).__name__} and a {type(teacher).__name__}')
+        raise ValueError(f'The student was not converted from this teacher{found}. Give the model that it was.')
+
+
+def _at(states: Sequence[Tensor], t: float) -> Tensor:
+    low = min(int(t + 1e-6), len(states) - 1)
+    share = t - low
+    return states[low] if share < 1e-6 else torch.lerp(states[low], states[low + 1], share)
