@@ -15,8 +15,7 @@ from sklearn.datasets import load_digits
 from timm.task import ClassificationTask
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_odevit import TrajectoryDistillationTask, convert_, evaluate, fit, save_pretrained
-from timm_odevit.evaluation.plots import plot_accuracy
+from timm_odevit import TrajectoryDistillationTask, convert_, evaluate, fit, plot_accuracy, save_pretrained
 
 STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 EPOCHS = (25, 40)  # of the ViT, of the distillation

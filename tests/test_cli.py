@@ -87,7 +87,7 @@ def test_convert_in_phases_and_in_part(folder, capsys):
     (['--target-params', '60%', '--rank', '3'], '--target-params chooses time, rank, phases, boundaries, init. Leave out --rank'),
     (['--target-params', '100'], '100 parameters are too few'),
     (['--rank', '3'], "rank is for time='low_rank'"),
-    (['--boundaries', 'similar'], "Unknown boundaries 'similar'. Allowed: uniform, similarity, or layers"),
+    (['--boundaries', 'similar'], "Unknown boundaries 'similar'. Did you mean 'similarity'? Allowed: uniform, similarity, or layers"),
     (['--phases', '2', '--boundaries', 'similarity'], 'is measured on images. Pass'),
     (['--images', 'nowhere'], "There is no folder 'nowhere'"),
     (['--blocks', '1,7'], 'VisionTransformer has blocks 0 to 2'),

@@ -301,10 +301,10 @@ def test_processes_share_an_order_and_no_image(arrays, vit, monkeypatch):
     train = array_loaders(arrays, vit(), batch_size=8)[0]
     parts = []
     for rank in (0, 1):
-        monkeypatch.setattr('timm_odevit.data._world', lambda rank=rank: (rank, 2))
+        monkeypatch.setattr('timm_odevit.data.arrays.rank_and_world', lambda rank=rank: (rank, 2))
         parts.append([i.tolist() for i in train.indices()])
     assert len(parts[0]) == len(train) == 5
-    monkeypatch.setattr('timm_odevit.data._world', lambda: (0, 1))
+    monkeypatch.setattr('timm_odevit.data.arrays.rank_and_world', lambda: (0, 1))
     train.batch_size = 16
     for one, a, b in zip(train.indices(), *parts):
         assert sorted(one.tolist()) == sorted(a + b)

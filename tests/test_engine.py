@@ -12,11 +12,11 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import muon
 from timm.task import ClassificationTask
-from timm_odevit.distill import engine
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_odevit import StepwiseTask, TrajectoryDistillationTask, convert_, fit
-from timm_odevit.files import locked
+from timm_odevit import StepwiseTask, TrajectoryDistillationTask, convert_, distributed, fit
+from timm_odevit.files import locked, write_text
+from timm_odevit.training.first_batch import look_at
 
 X, Y = torch.randn(40, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 5
 
@@ -204,7 +204,7 @@ def test_looking_leaves_random_states_modes_buffers_and_hooks(vit):
                 random.getstate(), str(np.random.get_state()), [list(m._forward_hooks) for m in task.modules()],
                 {k: v.tolist() for k, v in task.state_dict().items()})
     before = now()
-    engine._look_at(val, task, None)
+    look_at(val, task, None)
     assert now() == before and len(calls) == 2  # the first pass of `evaluate` is not timed
 
 
@@ -332,26 +332,26 @@ def test_a_folder_in_use_is_refused_at_once_and_a_killed_run_does_not_block(vit,
 
 
 def test_of_several_processes_the_first_has_the_lock_and_all_refuse(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine, '_distributed', lambda: True)
+    def process(rank, broadcast):
+        monkeypatch.setattr(distributed, 'rank_and_world', lambda: (rank, 2))
+        monkeypatch.setattr(distributed.dist, 'broadcast_object_list', broadcast)
     sent = []
-    monkeypatch.setattr(engine.dist, 'get_rank', lambda: 0)
-    monkeypatch.setattr(engine.dist, 'broadcast_object_list', lambda values: sent.extend(values))
+    process(0, lambda values: sent.extend(values))
     with locked(tmp_path / 'run'):
-        with pytest.raises(OSError, match='in use'), engine.alone_in(tmp_path / 'run'):
+        with pytest.raises(OSError, match='in use'), distributed.alone_in(tmp_path / 'run'):
             pass
-    monkeypatch.setattr(engine.dist, 'get_rank', lambda: 1)
-    monkeypatch.setattr(engine.dist, 'broadcast_object_list', lambda values: values.__setitem__(0, sent[0]))
-    with pytest.raises(OSError, match='in use'), engine.alone_in(tmp_path / 'run'):
+    process(1, lambda values: values.__setitem__(0, sent[0]))
+    with pytest.raises(OSError, match='in use'), distributed.alone_in(tmp_path / 'run'):
         pass
-    monkeypatch.setattr(engine.dist, 'broadcast_object_list', lambda values: None)
-    with engine.alone_in(tmp_path / 'run'), locked(tmp_path / 'run'):  # which is free: the other one has none
+    process(1, lambda values: None)
+    with distributed.alone_in(tmp_path / 'run'), locked(tmp_path / 'run'):  # which is free: the other one has none
         pass
     assert not (tmp_path / 'run').exists()
 
 
 def test_temporary_files_have_names_of_their_own(tmp_path):
     (tmp_path / '.note.txt.tmp').write_text("somebody else's")
-    engine.write_text(tmp_path / 'note.txt', 'mine')
+    write_text(tmp_path / 'note.txt', 'mine')
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {'.note.txt.tmp': "somebody else's", 'note.txt': 'mine'}
 
 

@@ -6,8 +6,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from timm_odevit import OdeConfig, convert_, evaluate
-from timm_odevit.evaluation.plots import plot_accuracy
+from timm_odevit import OdeConfig, convert_, evaluate, plot_accuracy
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
 
-from timm_odevit import OdeConfig, cli, convert_, files, hub, save_pretrained
+from timm_odevit import OdeConfig, cli, convert_, files, save_pretrained
+from timm_odevit.saving import save
 from timm_odevit.saving.save import describe
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, num_classes=5)
@@ -97,7 +98,7 @@ def test_a_failure_leaves_the_folder_as_it_was(vit, tmp_path, monkeypatch):
 
     def full(*args, **kwargs):
         raise OSError('No space left on device')
-    monkeypatch.setattr('timm_odevit.hub.save_for_hf', full)
+    monkeypatch.setattr('timm_odevit.saving.save.save_for_hf', full)
     with pytest.raises(OSError, match='No space left'):
         save_pretrained(vit(), tmp_path / 'a')
     assert {p.name: p.read_bytes() for p in (tmp_path / 'a').iterdir()} == before
@@ -172,7 +173,7 @@ def test_weights_that_do_not_fit_are_refused(vit, tmp_path):
 # --- interruptions
 
 OPERATIONS = [(os, name) for name in ('open', 'replace', 'rename', 'mkdir', 'unlink', 'rmdir', 'fsync')] + [
-    (builtins, 'open'), (io, 'open'), (hub, 'save_file'), (hub, 'save_for_hf')]
+    (builtins, 'open'), (io, 'open'), (save, 'save_file'), (save, 'save_for_hf')]
 PAIR = ['config.json', 'model.safetensors']
 
 
@@ -218,8 +219,8 @@ def two(monkeypatch):
         models = [timm.create_model('odevit_tiny', **TINY, ode_steps=k).eval() for k in (3, steps)]
         for model, value in zip(models, (3., 5.)):
             torch.nn.init.constant_(model.head.bias, value)
-        known = {id(model): hub._describe(model, None, None) for model in models}
-        monkeypatch.setattr(hub, '_describe', lambda model, *args: known[id(model)])
+        known = {id(model): save._describe(model, None, None) for model in models}
+        monkeypatch.setattr(save, '_describe', lambda model, *args: known[id(model)])
         return models
     return build
 
@@ -263,22 +264,23 @@ def test_killed_at_any_moment_the_folder_holds_a_model_that_belongs_together(tmp
         import itertools, json, os, signal, sys, time
         import timm, torch
         from safetensors.torch import load_file
-        from timm_odevit import files, hub
+        from timm_odevit import files
+        from timm_odevit.saving import save
 
         models = []
         for steps in (3, 5):
             model = timm.create_model('odevit_tiny', img_size=16, patch_size=4, embed_dim=32, num_heads=2, ode_steps=steps)
             torch.nn.init.constant_(model.head.bias, float(steps))
             models.append(model)
-        known = {id(model): hub._describe(model, None, None) for model in models}
-        hub._describe = lambda model, *args: known[id(model)]  # so that most of the time is spent on files
-        hub.save_pretrained(models[0], 'model')
+        known = {id(model): save._describe(model, None, None) for model in models}
+        save._describe = lambda model, *args: known[id(model)]  # so that most of the time is spent on files
+        save.save_pretrained(models[0], 'model')
         left = 0
         for i in range(25):
             child = os.fork()
             if not child:
                 for model in itertools.cycle(models):
-                    hub.save_pretrained(model, 'model')
+                    save.save_pretrained(model, 'model')
             time.sleep(0.05 + 0.0113 * i)
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -291,7 +293,7 @@ def test_killed_at_any_moment_the_folder_holds_a_model_that_belongs_together(tmp
             files.repair('model')
             steps = json.load(open('model/config.json'))['model_args']['ode_steps']
             assert load_file('model/model.safetensors')['head.bias'][0] == steps
-        hub.save_pretrained(models[1], 'model')
+        save.save_pretrained(models[1], 'model')
         print(left, sorted(os.listdir('model')))
         """
     done = subprocess.run([sys.executable, '-c', textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True)
@@ -309,7 +311,7 @@ def test_a_save_writes_inside_of_the_folder_only(vit, tmp_path, monkeypatch):
     def look(*args, **kwargs):
         seen.append(sorted(os.listdir(tmp_path)))
         save_file(*args, **kwargs)
-    monkeypatch.setattr(hub, 'save_file', look)
+    monkeypatch.setattr(save, 'save_file', look)
     save_pretrained(vit(), tmp_path / 'link')
     assert seen == [['link', 'real']] and (tmp_path / 'link').is_symlink() and sorted(os.listdir(tmp_path / 'real')) == PAIR
 
@@ -341,7 +343,7 @@ def test_a_disk_that_is_full_is_one_line(vit, tmp_path, monkeypatch, capsys):
 
     def full(*args, **kwargs):
         raise SafetensorError('Error while serializing: I/O error:\nNo space left on device (os error 28)')
-    monkeypatch.setattr(hub, 'save_file', full)
+    monkeypatch.setattr(save, 'save_file', full)
     with pytest.raises(OSError, match="a/model.safetensors' could not be written: .* No space left on device"):
         save_pretrained(vit(), tmp_path / 'a')
     assert {path.name: path.read_bytes() for path in (tmp_path / 'a').iterdir()} == before

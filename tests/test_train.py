@@ -17,16 +17,16 @@ import timm
 import torch
 import yaml
 from PIL import Image
-from timm_odevit.distill import cache
-from timm_odevit.recipe import DATA, LOSS
 
 from timm_odevit import Recipe, save_pretrained, train
 from timm_odevit.cli import main
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.files import locked
 from timm_odevit.ode.fields import NativeField
+from timm_odevit.training import cache
 from timm_odevit.training.ablate import load_recipes, table
 from timm_odevit.training.cache import CachedLoader, fingerprint
+from timm_odevit.training.config import DataConfig, LossConfig
 from timm_odevit.training.recipe import FIT, PARTS, Stage, builtin_recipes
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=5)
@@ -71,7 +71,7 @@ def test_a_change_that_no_stage_would_use_is_an_error():
     assert recipe('fit.lr=1e-4', 'fit.epochs=null', stages=stages).fit == {'lr': 1e-4}
 
 
-@pytest.mark.parametrize('section, keys', [('loss', LOSS), ('fit', FIT), ('data', DATA)])
+@pytest.mark.parametrize('section, keys', [('loss', LossConfig.names()), ('fit', FIT), ('data', DataConfig.names())])
 def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
     assert keys
     for where in ({section: {'nothing': 1}}, {'stages': [{section: {'nothing': 1}}]}):
@@ -95,7 +95,7 @@ def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
     (dict(seed=1.5), 'seed must be a whole number'),
     (dict(stages=[{'train': 3}]), 'stages.0.train must be a list of parts; got 3'),
     (dict(loss={'kd_weight': 1}, stages=[{'task': 'labels'}]), 'loss is for stages of the task trajectory'),
-    (dict(fit={'epochs': 1, 'clip_grad': 'abc'}), "clip_grad must be a finite number of at least 0, or None; got 'abc'"),
+    (dict(fit={'epochs': 1, 'clip_grad': 'abc'}), "clip_grad must be a number above 0, or None for no clipping; got 'abc'"),
     (dict(fit={'epochs': 1, 'amp': ['a']}), "Unknown amp '['a']'"),
     (dict(fit={'epochs': 1, 'opt': 'adahessian'}), 'needs second derivatives'),
 ])

@@ -7,6 +7,7 @@ from .convert.merge import Merged, merge_, merged_bytes
 from .convert.sizing import choose_size
 from .convert.torchvision import from_torchvision
 from .evaluation.accuracy import Evaluation, evaluate
+from .evaluation.plots import plot_accuracy
 from .ode.config import OdeConfig
 from .ode.integrate import integrate
 from .saving.push import push_to_hub
@@ -20,6 +21,7 @@ from .training.trajectory import TrajectoryDistillationTask
 
 __all__ = [
     'Conversion', 'Evaluation', 'Merged', 'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask',
-    '__version__', 'calibrate_', 'check_convertible', 'choose_size', 'convert_', 'evaluate', 'fit', 'from_torchvision',
-    'integrate', 'list_convertible', 'merge_', 'merged_bytes', 'push_to_hub', 'save_pretrained', 'train',
+    '__version__', 'calibrate_', 'check_convertible', 'choose_size', 'convert_', 'evaluate', 'fit',
+    'from_torchvision', 'integrate', 'list_convertible', 'merge_', 'merged_bytes', 'plot_accuracy', 'push_to_hub',
+    'save_pretrained', 'train',
 ]

@@ -66,8 +66,8 @@ class OdeConfig(Settings):
 
     Attributes:
         field: Vector field: 'native', the base model's own sub-layers, or 'lipschitz', the paper's.
-        method: Integration method: euler, midpoint, heun2, rk4, lie_trotter or strang (see METHODS), or an adaptive method
-            of the installed torchdiffeq, such as dopri5.
+        method: Integration method: euler, midpoint, heun2, rk4, lie_trotter or strang (see METHODS), or an adaptive
+            method of the installed torchdiffeq, such as dopri5.
         steps: Number K of steps on [0, T]; None for the number of converted layers; one number per stage for a model
             with stages (Swin). An adaptive method chooses its own steps, and K is the number of states that it reports.
         T: End time, in blocks of the base model; None for the number of converted layers.
