@@ -181,7 +181,7 @@ def test_looking_at_a_batch_changes_no_result(vit, monkeypatch, workers):
     for look in (True, False):
         with monkeypatch.context() as patch:
             if not look:
-                patch.setattr(engine, '_look_at', lambda *args: None)
+                patch.setattr('timm_odevit.training.fit.look_at', lambda *args: None)
             task, val = build(vit), seeded(32, 40, **workers)
             list(val)  # workers that are kept are there already
             history = fit(task, seeded(0, 32), val, epochs=2, lr=3e-3, progress=False)
@@ -232,7 +232,7 @@ def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing(vit, tmp_path,
     before = copy.deepcopy(task.state_dict())
     bad = {'train_loader': good(), 'val_loader': good(), which: [batch] * 2}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, 'describe', lambda model: None)
+        patch.setattr('timm_odevit.training.fit.describe', lambda model: None)
         with pytest.raises(ValueError, match=f'{which}.*{message}'):
             fit(task, **bad, epochs=2, out=tmp_path / 'run', progress=False)
     after = task.state_dict()
@@ -259,7 +259,7 @@ def test_loaders_that_are_empty_short_or_read_once_are_refused(vit):
             return 3
     with pytest.raises(ValueError, match='val_loader is empty'):
         fit(build(vit), good(), [], epochs=1, progress=False)
-    with pytest.raises(ValueError, match='val_loader is a generator, which gives its batches once, and it is read in every epoch'):
+    with pytest.raises(ValueError, match='val_loader is a generator, which gives its batches only once, but it is read in every epoch'):
         fit(build(vit), good(), (batch for batch in good()), epochs=1, progress=False)
     with pytest.raises(ValueError, match='train_loader gave 2 batches in epoch 1, and its length is 3'):
         fit(build(vit), Short(good()), epochs=1, progress=False)

@@ -255,7 +255,8 @@ def test_an_interrupt_at_any_operation_leaves_the_old_or_the_new_model(two, tmp_
             assert seen <= allowed, n
         save_pretrained(new, folder)
         assert pair(folder) == (steps, 5.) and sorted(os.listdir(folder)) == PAIR
-    assert n > 20 and allowed <= seen | {pair(folder)}
+    # Python 3.10's pathlib holds on to the functions of os that it imported, so that fewer operations are seen there
+    assert n > (20 if sys.version_info >= (3, 11) else 12) and allowed <= seen | {pair(folder)}
     assert (None in seen) == (case == 'new folder' or (how, case) == ('from', 'other settings'))
 
 

@@ -264,10 +264,10 @@ def _shallow(base: str, kwargs: Dict[str, Any], config: OdeConfig) -> Any:
             shared = {id(t): t for t in (*first.parameters(), *first.buffers())} if start <= i <= end else {}
             layers.append(copy.deepcopy(first, shared))  # a module of its own, with the tensors of the first one
             set_per_layer(layers[-1], [whole_block])
-        if isinstance(getattr(theirs.owner, 'depth', None), int):
-            ours.owner.depth = theirs.owner.depth
-        sequential = isinstance(ours.owner.blocks, nn.Sequential)
-        ours.owner.blocks = nn.Sequential(*layers) if sequential else nn.ModuleList(layers)
+        if isinstance(getattr(theirs.host, 'depth', None), int):
+            ours.host.depth = theirs.host.depth
+        sequential = isinstance(ours.host.blocks, nn.Sequential)
+        ours.host.blocks = nn.Sequential(*layers) if sequential else nn.ModuleList(layers)
     if isinstance(getattr(whole, 'feature_info', None), list):
         model.feature_info = whole.feature_info
     return model

@@ -51,17 +51,17 @@ class Settings:
         return dict.fromkeys(cls.names(), '') | {name: ' '.join(text.split()) for name, text in entries}
 
     @classmethod
-    def of(cls: Type[Kind], given: Mapping[str, Any], owner: str) -> Kind:
+    def of(cls: Type[Kind], given: Mapping[str, Any], caller: str) -> Kind:
         """Settings from keywords.
 
         Raises:
             TypeError: A keyword is unknown, or one is missing; the message names the closest one.
             ValueError: A value is out of range.
         """
-        refuse_unknown(given, cls.names(), owner)
+        refuse_unknown(given, cls.names(), caller)
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in given]
         if missing:
-            raise TypeError(f'{owner} needs {missing[0]}, such as {missing[0]}=1.')
+            raise TypeError(f'{caller} needs {missing[0]}, such as {missing[0]}=1.')
         return cls(**given)
 
 
@@ -81,13 +81,14 @@ def takes(kind: Type[Settings], name: str = 'config') -> Callable[[Callable[...,
 
         @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            owner = function.__qualname__.removesuffix('.__init__')
-            refuse_unknown(kwargs, [*(p.name for p in own), *kind.names()], owner)
+            caller = function.__qualname__.removesuffix('.__init__')
+            refuse_unknown(kwargs, [*(p.name for p in own), *kind.names()], caller)
             given = {key: kwargs.pop(key) for key in kind.names() if key in kwargs}
             if name in kwargs and given:
-                raise TypeError(f"{owner} got {name} and '{next(iter(given))}', which is part of it. Give one of them.")
+                raise TypeError(
+                    f"{caller} got {name} and '{next(iter(given))}', which is part of it. Give one of them.")
             if name not in kwargs:
-                kwargs[name] = kind.of(given, owner)
+                kwargs[name] = kind.of(given, caller)
             return function(*args, **kwargs)
         keywords = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY,
                                       default=inspect.Parameter.empty if f.default is MISSING else f.default)
@@ -97,11 +98,11 @@ def takes(kind: Type[Settings], name: str = 'config') -> Callable[[Callable[...,
     return decorate
 
 
-def refuse_unknown(given: Iterable[str], known: Sequence[str], owner: str) -> None:
+def refuse_unknown(given: Iterable[str], known: Sequence[str], caller: str) -> None:
     """Raise TypeError for a keyword that is not known; the message names the closest one."""
     for key in given:
         if key not in known:
-            raise TypeError(f"{owner} got an unknown argument '{key}'. {suggest(str(key), known)}Arguments: "
+            raise TypeError(f"{caller} got an unknown argument '{key}'. {suggest(str(key), known)}Arguments: "
                             f"{', '.join(known)}.")
 
 

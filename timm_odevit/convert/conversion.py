@@ -52,7 +52,7 @@ def convert_(
     sites = check_all(model, config, images)
     host: Any = model
     before = count_parameters(model)
-    original = sum(count_parameters(site.owner.blocks) for site in sites)
+    original = sum(count_parameters(site.host.blocks) for site in sites)
     built, layers = [], 0
     for stage, site in enumerate(sites):
         blocks = site.blocks
@@ -71,14 +71,14 @@ def convert_(
             moments = input_moments(model, chosen, images, first)
         shared = build_field(settings, chosen, first, moments)
         info = getattr(host, 'feature_info', None)
-        listed = site.owner is model and isinstance(info, list) and len(info) == len(blocks)
+        listed = site.host is model and isinstance(info, list) and len(info) == len(blocks)
         feature = {k: v for k, v in info[first].items() if k != 'module'} if listed else None  # type: ignore[index]
         ode = OdeBlocks(shared, settings, feature, float(first), blocks[:first], blocks[last + 1:])
         built.append((site, ode.train(model.training), listed))
         layers += len(chosen)
-    wanted: List[Any] = [(site.owner, 'blocks', ode) for site, ode, _ in built]
+    wanted: List[Any] = [(site.host, 'blocks', ode) for site, ode, _ in built]
     wanted += [(host, 'feature_info', ode.feature_info) for _, ode, listed in built if listed]
-    if sites[0].owner is model:
+    if sites[0].host is model:
         # TorchScript looks for this attribute; nothing else reads it
         wanted.append((host, '__prepare_scriptable__', partial(scriptable_copy, model)))
         if getattr(host, 'rope_mixed', False):
@@ -93,7 +93,7 @@ def convert_(
         config=built[0][1].config if len(built) == 1 else config,
         parameters_before=before,
         parameters_after=before - original + sum(count_parameters(ode) for _, ode, _ in built),
-        _owners=tuple(site.owner for site in sites),
+        _hosts=tuple(site.host for site in sites),
         _replacements=replacements if keep_original else None,
         _training=model.training,
         _grids=tuple((ode.steps, ode.t, ode.end) for _, ode, _ in built),
@@ -144,7 +144,7 @@ class Conversion:
     config: OdeConfig
     parameters_before: int
     parameters_after: int
-    _owners: Tuple[nn.Module, ...]
+    _hosts: Tuple[nn.Module, ...]
     _replacements: Optional[Replacements]
     _training: bool
     _grids: Tuple[Tuple[int, float, float], ...]
@@ -165,11 +165,11 @@ class Conversion:
             raise ValueError(
                 'The original blocks were not kept. Convert with keep_original=True to be able to restore.')
         check_not_merged(self.model)
-        if any(getattr(owner, 'blocks', None) is not ode
-               for owner, ode in zip(self._owners, self.blocks, strict=True)):
+        if any(getattr(host, 'blocks', None) is not ode
+               for host, ode in zip(self._hosts, self.blocks, strict=True)):
             raise ValueError(
                 'This model does not hold the blocks of this conversion: it was restored or changed since.')
-        originals = self._replacements.before[:len(self._owners)]
+        originals = self._replacements.before[:len(self._hosts)]
         now = next(self.blocks[0].shared.parameters())
         then = next(originals[0][int(self.blocks[0].t)].parameters())
         if now.dtype != then.dtype:

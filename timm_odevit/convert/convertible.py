@@ -13,7 +13,7 @@ from ..ode.config import DEFAULT, OdeConfig
 from ..ode.fields import WholeField
 from ..ode.methods import METHODS
 from .families import HINT, Site, check_blocks, field_class, find_sites, kinds
-from .initialisation import owners
+from .initialisation import assignment
 from .measure import check_images
 from .merge import check_not_merged
 
@@ -122,7 +122,7 @@ def _check_layers(name: str, blocks: Sequence[nn.Module], config: OdeConfig) -> 
             raise ValueError(
                 f"init '{config.init}': this model has {len(blocks)} blocks. "
                 f'Allowed: block:{first} to block:{last}, mean, spectral.')
-        if config.boundaries == 'similarity' or max(owners(config, blocks[first:last + 1], first)) > 0:
+        if config.boundaries == 'similarity' or max(assignment(config, blocks[first:last + 1], first)) > 0:
             raise ValueError(f"init '{config.init}' fills one shared block, and there would be several. Use 'mean'.")
 
 

@@ -52,13 +52,13 @@ HINT = 'See timm_odevit.list_convertible().'
 
 
 class Site(NamedTuple):
-    """A sequence of blocks in a model: `getattr(owner, 'blocks')`, and the owner's name in the model."""
-    owner: Any
+    """A sequence of blocks in a model: `host.blocks`, and the host's name in the model."""
+    host: Any
     name: str
 
     @property
     def blocks(self) -> List[Any]:
-        return list(self.owner.blocks)
+        return list(self.host.blocks)
 
 
 def find_sites(model: nn.Module) -> List[Site]:

@@ -14,12 +14,12 @@ from ..ode.time_dependence import PhasedField, TimeField, matrix_shape
 from .alignment import Orders, aligning_orders, permuted
 from .families import field_class, kinds, per_layer
 
-__all__ = ['Moments', 'build_field', 'owners', 'set_per_layer', 'spectral_']
+__all__ = ['Moments', 'assignment', 'build_field', 'set_per_layer', 'spectral_']
 
 Moments = Dict[Tuple[int, str], Tensor]  # second moment of the inputs of a linear layer, by layer and parameter name
 
 
-def owners(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -> List[int]:
+def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -> List[int]:
     """For each of the blocks, the number of the shared block that takes its place.
 
     A shared block serves the blocks of one kind within one span; config.boundaries are layers or 'uniform'.
@@ -52,13 +52,13 @@ def build_field(
         A field with weights of its own, on the device, in the dtype and in the mode of the blocks. A parameter is
         trainable where it is in any of the blocks that it stands for.
     """
-    owner = owners(config, blocks, first)
+    assigned = assignment(config, blocks, first)
     device = next(blocks[0].parameters()).device
     others = {} if device.type in ('cpu', 'meta') else {'device_type': device.type}
     with torch.no_grad(), torch.random.fork_rng([device] if others else [], **others):  # the caller's random state
-        fields = [_build([i for i, o in enumerate(owner) if o == index], config, blocks, first, moments)
-                  for index in range(max(owner) + 1)]
-    return fields[0] if len(fields) == 1 else PhasedField(fields, owner, first).train(fields[0].training)
+        fields = [_build([i for i, o in enumerate(assigned) if o == index], config, blocks, first, moments)
+                  for index in range(max(assigned) + 1)]
+    return fields[0] if len(fields) == 1 else PhasedField(fields, assigned, first).train(fields[0].training)
 
 
 def spectral_(weight: Tensor, parts: int = 1) -> Tensor:

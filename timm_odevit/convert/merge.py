@@ -61,21 +61,21 @@ def merge_(model: nn.Module) -> 'Merged':
         TypeError: The model is not an ODE-ViT.
         ValueError: It is merged already, its block does not depend on time, or the method is adaptive.
     """
-    owners = _owners(model)
+    hosts = _hosts(model)
     after, replacements = merged_bytes(model), []
-    for owner, name in owners:
-        ode: OdeBlocks = getattr(owner, name)
+    for host, name in hosts:
+        ode: OdeBlocks = getattr(host, name)
         steps = merged_steps(ode)
         for step in steps:
             step.requires_grad_(False)
         blocks = MergedBlocks(*ode.before, *steps, *ode.after)
         blocks.training, blocks.layers = ode.training, ode.layers
-        replacements.append((owner, name, blocks))
+        replacements.append((host, name, blocks))
     infos: List[Any] = []
-    for owner, name in owners:
-        info: Any = getattr(owner, 'feature_info', None)
-        if info is getattr(owner, name).feature_info:
-            infos.append((owner, 'feature_info', [{**f, 'module': f'{name}.{i}'} for i, f in enumerate(info)]))
+    for host, name in hosts:
+        info: Any = getattr(host, 'feature_info', None)
+        if info is getattr(host, name).feature_info:
+            infos.append((host, 'feature_info', [{**f, 'module': f'{name}.{i}'} for i, f in enumerate(info)]))
     merged = tuple(blocks for *_, blocks in replacements)
     done = Merged(model, merged, _bytes(model), after, Replacements([*replacements, *infos]))
     done._replacements.put()
@@ -135,8 +135,8 @@ def merged_bytes(model: nn.Module) -> int:
         ValueError: It cannot be merged, see `merge_`.
     """
     total = _bytes(model)
-    for owner, name in _owners(model):
-        ode = getattr(owner, name)
+    for host, name in _hosts(model):
+        ode = getattr(host, name)
         total -= _bytes(ode.shared)
         total += sum(len(step.nodes) * _bytes(ode.shared.select(step.t).base) for step in ode.bound_steps)
     return total
@@ -163,15 +163,15 @@ def check_not_merged(model: nn.Module) -> None:
         raise ValueError(_MERGED)
 
 
-def _owners(model: nn.Module) -> List[Tuple[nn.Module, str]]:
+def _hosts(model: nn.Module) -> List[Tuple[nn.Module, str]]:
     """The modules that hold OdeBlocks that can be merged, and by which name."""
     check_not_merged(model)
-    found: List[Tuple[nn.Module, str]] = [(owner, name) for owner in model.modules()
-                                          for name, child in owner.named_children() if isinstance(child, OdeBlocks)]
+    found: List[Tuple[nn.Module, str]] = [(host, name) for host in model.modules()
+                                          for name, child in host.named_children() if isinstance(child, OdeBlocks)]
     if not found:
         raise TypeError(f'Cannot merge {type(model).__name__}: it is not an ODE-ViT. Give a converted model.')
-    for owner, name in found:
-        ode: Any = getattr(owner, name)
+    for host, name in found:
+        ode: Any = getattr(host, name)
         if ode.config.adaptive:
             raise ValueError(f"'{ode.method}' chooses its own times, so its blocks cannot be merged for them. Set a "
                              "fixed-step method first, such as model.blocks.method = 'rk4'.")

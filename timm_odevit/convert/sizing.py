@@ -10,7 +10,7 @@ from ..ode.config import DEFAULT, OdeConfig
 from ..ode.time_dependence import matrix_shape
 from .convertible import check_convertible
 from .families import find_sites
-from .initialisation import owners
+from .initialisation import assignment
 
 __all__ = ['choose_size', 'predict_parameters']
 
@@ -21,10 +21,10 @@ def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
         blocks = site.blocks
         first, last = config.span(len(blocks))
         chosen = blocks[first:last + 1]
-        owner = owners(config.resolve(len(chosen), stage), chosen, first)
+        assigned = assignment(config.resolve(len(chosen), stage), chosen, first)
         total -= sum(count_parameters(block) for block in chosen)
-        for index in set(owner):
-            members = [block for block, o in zip(chosen, owner, strict=True) if o == index]
+        for index in set(assigned):
+            members = [block for block, o in zip(chosen, assigned, strict=True) if o == index]
             total += count_parameters(members[0])
             if config.time != 'autonomous':
                 total += len(members) * _residual(members[0], config.rank)

@@ -162,17 +162,17 @@ class OdeConfig(Settings):
         return {PREFIX + name: value for name, value in asdict(self).items()}
 
     @classmethod
-    def from_args(cls, args: Dict[str, Any], owner: str) -> 'OdeConfig':
+    def from_args(cls, args: Dict[str, Any], model: str) -> 'OdeConfig':
         """Build a configuration from `ode_*` keywords.
 
         Args:
             args: Keywords that all start with `ode_`.
-            owner: Name of the model for messages.
+            model: Name of the model for messages.
 
         Raises:
             TypeError: A keyword is unknown; the message names the closest one.
         """
-        refuse_unknown(args, [PREFIX + name for name in cls.names()], owner)
+        refuse_unknown(args, [PREFIX + name for name in cls.names()], model)
         return cls(**{name[len(PREFIX):]: value for name, value in args.items()})
 
 

@@ -1,4 +1,5 @@
 """Fields that depend on time: parameters with a value per layer, and phases with a block of their own."""
+from itertools import pairwise
 from typing import Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -136,16 +137,16 @@ class PhasedField(Field):
 
     Args:
         fields: The fields.
-        owner: For each layer of the span, the index of its field.
+        assignment: For each layer of the span, the index of its field.
         first: First layer of the span.
 
     Source: Raptor, arXiv 2512.19941.
     """
 
-    def __init__(self, fields: Sequence[Field], owner: Sequence[int], first: int = 0) -> None:
+    def __init__(self, fields: Sequence[Field], assignment: Sequence[int], first: int = 0) -> None:
         super().__init__()
         self.fields = nn.ModuleList(fields)
-        self.owner = tuple(owner)
+        self.assignment = tuple(assignment)
         self.first = first
         self.names = fields[0].names
 
@@ -155,7 +156,8 @@ class PhasedField(Field):
 
     @property
     def jumps(self):
-        return [float(self.first + i) for i in range(1, len(self.owner)) if self.owner[i] != self.owner[i - 1]]
+        pairs = enumerate(pairwise(self.assignment), start=1)
+        return [float(self.first + i) for i, (before, after) in pairs if before != after]
 
     @property
     def parts(self):
@@ -163,7 +165,7 @@ class PhasedField(Field):
 
     def select(self, t):
         layer = int(_number(t) - self.first + 1e-6)
-        return self.fields[self.owner[min(max(layer, 0), len(self.owner) - 1)]]
+        return self.fields[self.assignment[min(max(layer, 0), len(self.assignment) - 1)]]
 
     def snapshot(self, t):
         return self.select(t).snapshot(t)
@@ -179,7 +181,7 @@ class PhasedField(Field):
         return self.select(t).attention_map(t, x)
 
     def extra_repr(self) -> str:
-        return f'owner={list(self.owner)}, first={self.first}'
+        return f'assignment={list(self.assignment)}, first={self.first}'
 
 
 class TabulatedField(Field):

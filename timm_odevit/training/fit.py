@@ -3,10 +3,10 @@ import math
 import time
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -80,103 +80,63 @@ def fit(
         TypeError: A keyword is unknown.
         ValueError: A setting, a loader or the folder does not fit, or the model has no description to save it by.
     """
-    settings = {key: value for key, value in asdict(config).items() if key not in ('epochs', 'compile')}
-    epochs, amp = config.epochs, config.amp
     updates = count_updates(train_loader, config.accumulate)
     for name, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
         if isinstance(loader, Iterator):
-            raise ValueError(f'{name} is a {type(loader).__name__}, which gives its batches once, and it is read in '
-                             'every epoch. Give a list of batches, or a DataLoader.')
-    sizes = [part.batch_size for part in chain(train_loader) if type(getattr(part, 'batch_size', None)) is int]
-    settings.update(batch_size=sizes[0] if sizes else None, updates_per_epoch=updates)
-    folder = Path(out) if out is not None else None
-    dtype = AMP_DTYPES[amp]
-    device = torch.device(task.device)
+            raise ValueError(f'{name} is a {type(loader).__name__}, which gives its batches only once, but it is read '
+                             'in every epoch. Give a list of batches, or a DataLoader.')
     check_not_merged(models_of(task)['model'])
     trainable: Any = task.get_trainable_module()
     if not any(p.requires_grad for p in trainable.parameters()):
         raise ValueError(
             'Every parameter of the model is frozen, as in a copy of a teacher that a task has frozen. '
             'Call model.requires_grad_(True) first.')
-    rank, world = rank_and_world()
+    folder = Path(out) if out is not None else None
     with alone_in(folder):
         state: Dict[str, Any] = {'history': []}
+        settings = _to_resume(config, train_loader, updates)
         if folder is not None:
             describe(models_of(task)['model'])  # better now than after the first epoch
             if (folder / LAST).exists():
                 if not resume:
-                    raise ValueError(
-                        f"'{folder}' holds a run already. Pass resume=True to go on with it, or another folder.")
-                state = read_state(folder / LAST, device, settings, epochs)
+                    raise ValueError(f"'{folder}' holds a run already. Pass resume=True to continue it, or give "
+                                     'another folder.')
+                state = read_state(folder / LAST, torch.device(task.device), settings, config.epochs)
         history: List[Dict[str, float]] = state['history']
-        if val_loader is not None and len(history) < epochs:
-            in_first_process(lambda: look_at(val_loader, task, dtype))
-
-        for name in ('trainable_module_ema', 'eval_model_ema'):  # of a fit before
-            if hasattr(task, name):
-                delattr(task, name)
-        if config.ema_decay is not None:
-            task.setup_ema(decay=config.ema_decay, use_warmup=True)
-        if config.compile:
-            task.compile()
-        if world > 1:
-            task.prepare_distributed(device_ids=[device.index] if device.type == 'cuda' else None)
-        optimizer = create_optimizer_v2(
-            trainable, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay, layer_decay=config.layer_decay)
-        scheduler, _ = create_scheduler_v2(
-            optimizer, sched=config.sched, num_epochs=epochs, warmup_epochs=config.warmup_epochs,
-            warmup_lr=config.min_lr, min_lr=config.min_lr, step_on_epochs=False, updates_per_epoch=updates)
-        models = models_of(task)
-        scaler = torch.amp.GradScaler(device.type, enabled=amp == 'float16')
+        if val_loader is not None and len(history) < config.epochs:
+            in_first_process(lambda: look_at(val_loader, task, AMP_DTYPES[config.amp]))
+        run = _Run(task, train_loader, val_loader, config, updates)
         if history:
-            load_state(state, f"'{folder}'", models, optimizer, scaler)
+            load_state(state, f"'{folder}'", run.models, run.optimizer, run.scaler)
         del state
-        if len(history) == epochs:
-            return history
-        best = max((record.get('val_top1', -math.inf) for record in history), default=-math.inf)
-
-        bar = tqdm(total=epochs * updates, initial=len(history) * updates, unit='update',
+        rank = rank_and_world()[0]
+        bar = tqdm(total=config.epochs * updates, initial=len(history) * updates, unit='update',
                    disable=not progress or rank > 0)
-        run = _Run(task, train_loader, config, optimizer, scheduler, scaler, updates, bar)
-        with bar, _muon_for(device):
-            for epoch in range(len(history), epochs):
-                # an epoch depends on the seed and the weights, not on how it was reached
-                random_seed((config.seed * 10_007 + epoch) * world % 2 ** 31, rank)
-                parts: Any = (train_loader, getattr(train_loader, 'sampler', None))
-                for part in parts:
-                    if hasattr(part, 'set_epoch'):
-                        part.set_epoch(epoch)
-                started = time.perf_counter()
-                bar.set_description(f'epoch {epoch + 1} of {epochs}')
-                record = {'epoch': epoch + 1.}
-                record.update(run.train(epoch))
-                record['seconds'] = time.perf_counter() - started
-                if not all(torch.isfinite(p).all() for module in models.values() for p in module.parameters()):
-                    raise FloatingPointError(
-                        f'The weights are not finite after epoch {epoch + 1}; what was written before it remains. '
-                        'Start another folder with a lower lr, or with amp bfloat16 or None.')
-                model = models['ema' if 'ema' in models else 'model']
-                if val_loader is not None and rank == 0:
-                    result = evaluate(model, val_loader, amp_dtype=dtype).results[-1]
-                    record.update(val_top1=result.top1, val_top5=result.top5, val_loss=result.loss)
-                if world > 1:
-                    records = [record]
-                    dist.broadcast_object_list(records)  # and nobody runs ahead while the first process validates
-                    record = records[0]
+        with bar, _muon_for(run.device):
+            for epoch in range(len(history), config.epochs):
+                bar.set_description(f'epoch {epoch + 1} of {config.epochs}')
+                record = run.epoch(epoch, bar.update)
+                best = max((before.get('val_top1', -math.inf) for before in history), default=-math.inf)
                 history.append(record)
                 if folder is not None and rank == 0:
                     try:
                         if record.get('val_top1', math.inf) > best:
-                            save_pretrained(model, folder / BEST)
-                        save_state(folder / LAST, task, optimizer, scaler, history, settings)
+                            save_pretrained(run.chosen, folder / BEST)
+                        save_state(folder / LAST, task, run.optimizer, run.scaler, history, settings)
                         write_text(folder / HISTORY, to_json(history))
                     except OSError as e:
                         raise OSError(
                             f"Epoch {epoch + 1} could not be written to '{folder}': {str(e).splitlines()[0]}. What was "
                             'written before is whole; make room, and resume.') from e
-                best = max(best, record.get('val_top1', -math.inf))
                 bar.set_postfix({key: f'{record[key]:.4g}' for key in ('loss', 'val_top1') if key in record})
         return history
+
+
+def _to_resume(config: FitConfig, train_loader: Any, updates: int) -> Dict[str, Any]:
+    """What must be the same when a run is resumed."""
+    sizes = [part.batch_size for part in chain(train_loader) if type(getattr(part, 'batch_size', None)) is int]
+    settings = {key: value for key, value in asdict(config).items() if key not in ('epochs', 'compile')}
+    return {**settings, 'batch_size': sizes[0] if sizes else None, 'updates_per_epoch': updates}
 
 
 def count_updates(train_loader: Any, accumulate: int = 1) -> int:
@@ -195,22 +155,64 @@ def count_updates(train_loader: Any, accumulate: int = 1) -> int:
     return batches // accumulate
 
 
-@dataclass
 class _Run:
-    """What an epoch of training needs."""
-    task: Any
-    loader: Any
-    config: FitConfig
-    optimizer: Any
-    scheduler: Any
-    scaler: Any
-    updates: int
-    bar: Any
+    """A task in training, with its optimizer, its schedule and its data."""
 
-    def train(self, epoch: int) -> Dict[str, float]:
+    def __init__(self, task: Any, train_loader: Any, val_loader: Any, config: FitConfig, updates: int) -> None:
+        self.task, self.train_loader, self.val_loader = task, train_loader, val_loader
+        self.config, self.updates, self.device = config, updates, torch.device(task.device)
+        self.rank, self.world = rank_and_world()
+        self.dtype = AMP_DTYPES[config.amp]
+        for name in ('trainable_module_ema', 'eval_model_ema'):  # of a fit before
+            if hasattr(task, name):
+                delattr(task, name)
+        if config.ema_decay is not None:
+            task.setup_ema(decay=config.ema_decay, use_warmup=True)
+        trainable = task.get_trainable_module()
+        if config.compile:
+            task.compile()
+        if self.world > 1:
+            task.prepare_distributed(device_ids=[self.device.index] if self.device.type == 'cuda' else None)
+        self.optimizer = create_optimizer_v2(
+            trainable, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay, layer_decay=config.layer_decay)
+        self.scheduler: Any = create_scheduler_v2(
+            self.optimizer, sched=config.sched, num_epochs=config.epochs, warmup_epochs=config.warmup_epochs,
+            warmup_lr=config.min_lr, min_lr=config.min_lr, step_on_epochs=False, updates_per_epoch=updates)[0]
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == 'float16')
+        self.models = models_of(task)
+
+    @property
+    def chosen(self) -> nn.Module:
+        """The model that is validated and saved."""
+        return self.models['ema' if 'ema' in self.models else 'model']
+
+    def epoch(self, epoch: int, done: Callable[[], Any]) -> Dict[str, float]:
+        """Train for one epoch and validate; returns its record. It depends on the seed and the weights only."""
+        random_seed((self.config.seed * 10_007 + epoch) * self.world % 2 ** 31, self.rank)
+        parts: Any = (self.train_loader, getattr(self.train_loader, 'sampler', None))
+        for part in parts:
+            if hasattr(part, 'set_epoch'):
+                part.set_epoch(epoch)
+        started = time.perf_counter()
+        record = {'epoch': epoch + 1., **self._train(epoch, done)}
+        record['seconds'] = time.perf_counter() - started
+        if not all(torch.isfinite(p).all() for model in self.models.values() for p in model.parameters()):
+            raise FloatingPointError(
+                f'The weights are not finite after epoch {epoch + 1}; what was written before it remains. '
+                'Start again in another folder, with a lower lr, or with amp bfloat16 or None.')
+        if self.val_loader is not None and self.rank == 0:
+            result = evaluate(self.chosen, self.val_loader, amp_dtype=self.dtype).results[-1]
+            record.update(val_top1=result.top1, val_top5=result.top5, val_loss=result.loss)
+        if self.world > 1:
+            records = [record]
+            dist.broadcast_object_list(records)  # and nobody runs ahead while the first process validates
+            record = records[0]
+        return record
+
+    def _train(self, epoch: int, done: Callable[[], Any]) -> Dict[str, float]:
         """Train for one epoch; returns the learning rate and the mean of each part of the loss."""
-        task, loader, optimizer, scaler, config = self.task, self.loader, self.optimizer, self.scaler, self.config
-        updates, accumulate, device, dtype = self.updates, config.accumulate, task.device, AMP_DTYPES[config.amp]
+        task, loader, optimizer, scaler, config = self.task, self.train_loader, self.optimizer, self.scaler, self.config
+        updates, accumulate, device, dtype = self.updates, config.accumulate, self.device, self.dtype
         sums: Dict[str, Any] = defaultdict(float)
         optimizer.zero_grad()
         i = -1
@@ -250,7 +252,7 @@ class _Run:
             scaler.update()
             optimizer.zero_grad()
             task.update_ema(step=update)
-            self.bar.update()
+            done()
         if i < updates * accumulate - 1:
             raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, and its length is '
                              f'{len(loader)}. Give one that gives as many in every epoch.')

@@ -9,13 +9,13 @@ from typing import Any, Dict, List, Optional, Sequence, Union
 import timm
 import torch
 import torch.distributed as dist
-from timm.data import resolve_input_data_config
 from timm.loss import SoftTargetCrossEntropy
 from timm.task import ClassificationTask, TrainingTask
 from torch import nn
 
 from ..convert.conversion import convert_
 from ..data.arrays import ArrayLoader
+from ..data.preprocessing import renormalisation
 from ..distributed import alone_in, rank_and_world
 from ..files import staged, to_json, write_text
 from ..ode.blocks import find_ode_blocks
@@ -79,42 +79,21 @@ def train(
     folder = Path(out)
     if student is not None:
         recipe = replace(recipe, ode=None)
-    text = recipe.to_yaml()
     with alone_in(folder):
-        if (folder / RECIPE).exists():
-            if not resume:
-                raise ValueError(f"'{out}' holds a run already. Pass resume=True to go on with it, or another folder.")
-            if _without_end(Recipe.load(folder / RECIPE)) != _without_end(recipe):
-                raise ValueError(
-                    f"'{folder / RECIPE}' is another recipe. Resume with that one, or start another folder.")
+        _check_recipe(folder, recipe, resume)
+        _check_models(recipe, teacher, student)
         for model in (teacher, student):
             if model is not None:
                 device = next(model.parameters()).device
-        if teacher is not None and recipe.model is not None:
-            raise ValueError(
-                f"The recipe names a model, '{recipe.model}', to train without a teacher. Leave one of them out.")
-        if teacher is not None and student is None and recipe.ode is None:
-            raise ValueError('ode is null, so the teacher itself would be trained. Give ode, or a student.')
         host: Any = student if student is not None else teacher
         if host is None:
             host = _create(recipe, device)
-        if student is not None and teacher is not None and _normalisation(student) != _normalisation(teacher):
-            if recipe.cache or (recipe.loss or {}).get('checkpoints') == 'distance':
-                raise ValueError('Student and teacher want images normalised otherwise, so neither cache nor '
-                                 'checkpoints by distance can be used.')
-        if recipe.cache and teacher is None:
-            raise ValueError('cache keeps what a teacher says, and there is none. Give one, or set cache to 0.')
         train_loader, val_loader = loaders(recipe, data, host, limit=limit)
         about = {
             'limit': limit, 'batches': len(train_loader), 'data sha256': hash_of_data(train_loader, val_loader), **{
                 f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
                 for name, model in (('teacher', teacher), ('student', student))}}
-        if (folder / RUN).exists():
-            before = json.loads((folder / RUN).read_text())
-            for name, value in about.items():
-                if before.get(name) != value:
-                    raise ValueError(f"'{out}' was made with {name} {before.get(name)}, this run has {value}. Resume "
-                                     'with what the first run had, or start another folder.')
+        _check_about(folder, about)
         calibration = draw_sample(val_loader, SAMPLE, recipe.seed).to(device)
         if student is None:
             student = build_student(recipe, host, images=calibration)
@@ -133,10 +112,9 @@ def train(
         rank, world = rank_and_world()
         if world > 1:
             dist.barrier()  # all have looked at the folder before the first writes to it
-        if rank == 0:
-            if not (folder / RECIPE).exists():
-                write_text(folder / RUN, to_json(about))
-                write_text(folder / RECIPE, text)
+        if rank == 0 and not (folder / RECIPE).exists():
+            write_text(folder / RUN, to_json(about))
+            write_text(folder / RECIPE, recipe.to_yaml())
         history: List[Dict[str, float]] = []
         trainable = {name for name, p in student.named_parameters() if p.requires_grad}
         own = [ode.steps for ode in find_ode_blocks(student)]
@@ -162,7 +140,7 @@ def train(
             with staged(folder / BEST, WEIGHTS, CONFIG) as aside:
                 for name in (WEIGHTS, CONFIG):
                     shutil.copyfile(best / name, aside / name)
-            write_text(folder / RECIPE, text)  # with more epochs, if it was resumed for more
+            write_text(folder / RECIPE, recipe.to_yaml())  # with more epochs, if it was resumed for more
             write_text(folder / HISTORY, to_json(history))
         return history
 
@@ -191,9 +169,39 @@ def _without_end(recipe: Recipe) -> Any:
         *(replace(stage, fit={**(recipe.fit or {}), **(stage.fit or {})}) for stage in others), replace(last, fit=fit)))
 
 
-def _normalisation(model: Any) -> Any:
-    cfg = resolve_input_data_config(model)
-    return [list(cfg[key]) for key in ('mean', 'std')]
+def _check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
+    """Refuse a folder with another run."""
+    if (folder / RECIPE).exists():
+        if not resume:
+            raise ValueError(f"'{folder}' holds a run already. Pass resume=True to continue it, or give another "
+                             'folder.')
+        if _without_end(Recipe.load(folder / RECIPE)) != _without_end(recipe):
+            raise ValueError(f"'{folder / RECIPE}' is another recipe. Resume with that one, or give another folder.")
+
+
+def _check_models(recipe: Recipe, teacher: Optional[nn.Module], student: Optional[nn.Module]) -> None:
+    """Refuse models that do not suit the recipe."""
+    if teacher is not None and recipe.model is not None:
+        raise ValueError(
+            f"The recipe names a model, '{recipe.model}', to train without a teacher. Leave one of them out.")
+    if teacher is not None and student is None and recipe.ode is None:
+        raise ValueError('ode is null, so the teacher itself would be trained. Give ode, or a student.')
+    if recipe.cache and teacher is None:
+        raise ValueError('cache keeps what a teacher says, and there is none. Give one, or set cache to 0.')
+    if student is not None and teacher is not None and renormalisation(student, teacher)[0] is not None:
+        if recipe.cache or (recipe.loss or {}).get('checkpoints') == 'distance':
+            raise ValueError('Student and teacher expect differently normalised images, so neither cache nor '
+                             'checkpoints by distance can be used.')
+
+
+def _check_about(folder: Path, about: Dict[str, Any]) -> None:
+    """Refuse to resume with other data or other models."""
+    if (folder / RUN).exists():
+        before = json.loads((folder / RUN).read_text())
+        for name, value in about.items():
+            if before.get(name) != value:
+                raise ValueError(f"'{folder}' was made with {name} {before.get(name)}, this run has {value}. Resume "
+                                 'with what the first run had, or give another folder.')
 
 
 def _create(recipe: Recipe, device: Union[str, torch.device]) -> nn.Module:
