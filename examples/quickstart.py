@@ -1,4 +1,4 @@
-"""Train a small ViT on scikit-learn's digits, convert a copy to an ODE-ViT, distil it, and see what was kept.
+"""Train a small ViT on scikit-learn's digits, convert a copy to an ODE-ViT, distil it, and see what it keeps.
 
     python examples/quickstart.py [folder]
 
@@ -41,7 +41,7 @@ def main(folder):
         'vit_tiny_patch16_224', img_size=8, patch_size=2, in_chans=1, num_classes=10,
         embed_dim=64, num_heads=4, depth=8,
         pretrained_cfg_overlay=dict(input_size=(1, 8, 8), mean=(0.5,), std=(0.5,)))
-    print('1. train a ViT of 8 blocks')
+    print('1. train a ViT with 8 blocks')
     fit(ClassificationTask(vit, torch.nn.CrossEntropyLoss()), train, val, epochs=EPOCHS[0], lr=2e-3, warmup_epochs=2)
 
     print('2. convert a copy')

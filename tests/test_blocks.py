@@ -227,7 +227,7 @@ def test_torchscript_and_the_model_stays_as_it_was(vit, images, config):
 
 
 def test_torchscript_refuses_adaptive_methods(vit):
-    with pytest.raises(ValueError, match='TorchScript cannot hold the adaptive method'):
+    with pytest.raises(ValueError, match='TorchScript does not support the adaptive method'):
         torch.jit.script(converted(vit, OdeConfig(method='dopri5')))
 
 

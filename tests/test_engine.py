@@ -136,17 +136,17 @@ def test_refuses(vit, tmp_path):
     with pytest.raises(ValueError, match='Every parameter of the model is frozen'):
         run(frozen)
     run(task, tmp_path / 'run', epochs=1)
-    with pytest.raises(ValueError, match="made with opt='adamw', this run has opt='sgd'"):
+    with pytest.raises(ValueError, match="made with opt='adamw', but this run has opt='sgd'"):
         run(task, tmp_path / 'run', epochs=2, resume=True, opt='sgd')
     with pytest.raises(ValueError, match='holds another model'):
         run(ClassificationTask(vit(depth=4), torch.nn.CrossEntropyLoss()), tmp_path / 'run', epochs=2, resume=True)
-    with pytest.raises(ValueError, match='holds a run already. Pass resume=True'):
+    with pytest.raises(ValueError, match='already holds a run. Pass resume=True'):
         run(task, tmp_path / 'run', epochs=1)
     torch.save({'model': {}}, tmp_path / 'run' / 'last.pt')
-    with pytest.raises(ValueError, match='is not the state of a run of fit'):
+    with pytest.raises(ValueError, match='is not a state saved by fit'):
         run(build(vit), tmp_path / 'run', epochs=2, resume=True)
     (tmp_path / 'run' / 'last.pt').write_bytes(b'cut off')
-    with pytest.raises(ValueError, match='cannot be read .* Delete it to start anew'):
+    with pytest.raises(ValueError, match='cannot be read .* Delete it to start again'):
         run(build(vit), tmp_path / 'run', epochs=2, resume=True)
 
 
@@ -214,15 +214,15 @@ def good():
 
 @pytest.mark.parametrize('which', ['train_loader', 'val_loader'])
 @pytest.mark.parametrize('batch, message', [
-    ((X[:8], Y[:8] + 1), r'has label 5, and the 5 classes of the model have 0 to 4. Create the model'),
+    ((X[:8], Y[:8] + 1), r'has label 5, but the 5 classes of the model are 0 to 4. Create the model'),
     ((X[:8], Y[:8] - 1), r'has label -1'),
     ((X[:8, :, :12], Y[:8]), r'images torch.float32 \[8, 3, 12, 16\], labels torch.int64 \[8\]\) does not fit the model: AssertionError'),
     ((X[:8, :1], Y[:8]), r'\[8, 1, 16, 16\].* does not fit the model: RuntimeError'),
-    ((X[:8].byte(), Y[:8]), r': images must be a floating tensor .*got torch.uint8 \[8, 3, 16, 16\]'),
+    ((X[:8].byte(), Y[:8]), r': images must be a floating-point tensor .*got torch.uint8 \[8, 3, 16, 16\]'),
     ((X[:8] / 0, Y[:8]), r': images must be finite'),
     ((X[:8], Y[:4]), r'labels torch.int64 \[4\]\) does not fit the model'),
     (X[:8], r'must give batches \(images, labels\); got a Tensor'),
-    ((X[:8], Y[:8], Y[:8]), r'must give batches \(images, labels\); got 3 things'),
+    ((X[:8], Y[:8], Y[:8]), r'must give batches \(images, labels\); got 3 items'),
 ])
 def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing(vit, tmp_path, which, batch, message):
     task = build(vit)
@@ -261,9 +261,9 @@ def test_loaders_that_are_empty_short_or_read_once_are_refused(vit):
         fit(build(vit), good(), [], epochs=1, progress=False)
     with pytest.raises(ValueError, match='val_loader is a generator, which gives its batches only once, but it is read in every epoch'):
         fit(build(vit), good(), (batch for batch in good()), epochs=1, progress=False)
-    with pytest.raises(ValueError, match='train_loader gave 2 batches in epoch 1, and its length is 3'):
+    with pytest.raises(ValueError, match='train_loader gave 2 batches in epoch 1, but its length is 3'):
         fit(build(vit), Short(good()), epochs=1, progress=False)
-    with pytest.raises(ValueError, match='train_loader gave 0 batches in epoch 1, and its length is 3'):
+    with pytest.raises(ValueError, match='train_loader gave 0 batches in epoch 1, but its length is 3'):
         fit(build(vit), Short(), epochs=1, progress=False)
 
 
@@ -301,11 +301,11 @@ def test_another_size_of_the_batches_is_not_a_resumption(vit, tmp_path):
 
     def resume(train):
         fit(build(vit), train, loaders()[1], epochs=2, lr=3e-3, out=tmp_path / 'run', resume=True, progress=False)
-    with pytest.raises(ValueError, match='made with batch_size=8, updates_per_epoch=4, this run has batch_size=4, updates_per_epoch=8'):
+    with pytest.raises(ValueError, match='made with batch_size=8, updates_per_epoch=4, but this run has batch_size=4, updates_per_epoch=8'):
         resume(DataLoader(TensorDataset(X[:32], Y[:32]), 4))
-    with pytest.raises(ValueError, match='made with updates_per_epoch=4, this run has updates_per_epoch=3'):
+    with pytest.raises(ValueError, match='made with updates_per_epoch=4, but this run has updates_per_epoch=3'):
         resume(DataLoader(TensorDataset(X[:24], Y[:24]), 8))
-    with pytest.raises(ValueError, match='made with batch_size=8, this run has batch_size=7'):
+    with pytest.raises(ValueError, match='made with batch_size=8, but this run has batch_size=7'):
         resume(DataLoader(TensorDataset(X[:28], Y[:28]), 7))
     state = torch.load(tmp_path / 'run' / 'last.pt', weights_only=True)
     for name in ('batch_size', 'updates_per_epoch'):

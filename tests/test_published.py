@@ -49,7 +49,7 @@ def test_a_published_folder_is_whole(folder):
     assert all(f"{r['top1']:.2f}" in card for r in rows) and record['command'] in card
     assert all(r['images'] == 10000 for r in rows)
     for line in record['command'].splitlines():
-        args = cli._parser().parse_args(shlex.split(line.split('now: ')[-1])[1:])
+        args = cli.parser().parse_args(shlex.split(line.split('now: ')[-1])[1:])
         assert Recipe.load(HUB.parent / args.recipe if 'hub/' in args.recipe else args.recipe, args.set).stages
     Recipe.load(folder / 'recipe.yaml')
 

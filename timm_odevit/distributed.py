@@ -1,4 +1,4 @@
-"""Several processes of one run, as torchrun starts them."""
+"""The processes of one run, as started by torchrun."""
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, Optional, Tuple
@@ -13,19 +13,19 @@ __all__ = ['alone_in', 'in_first_process', 'over_processes', 'rank_and_world']
 
 
 def rank_and_world() -> Tuple[int, int]:
-    """This process's number, and the number of processes: (0, 1) where there is one."""
+    """The rank of this process and the number of processes; (0, 1) if there is only one."""
     running = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
 
 
 def over_processes(x: Tensor) -> Tensor:
-    """The mean of a tensor without a gradient over all processes, each of which has as many images."""
+    """The mean over all processes of a tensor without a gradient; all processes have equally many images."""
     world = rank_and_world()[1]
     return reduce_tensor(x, world) if world > 1 else x
 
 
 def in_first_process(do: Callable[[], Any]) -> None:
-    """Do something in the first process only. What it refuses with OSError or ValueError, all processes refuse."""
+    """Call a function in the first process only. If it raises OSError or ValueError, all processes raise it."""
     rank, world = rank_and_world()
     refused: List[Any] = [None]
     if rank == 0:
@@ -41,10 +41,10 @@ def in_first_process(do: Callable[[], Any]) -> None:
 
 @contextmanager
 def alone_in(folder: Optional[Path]) -> Iterator[None]:
-    """Let no other run use a folder; of several processes of one run, the first has the lock. None is no folder.
+    """Lock a folder against other runs; the first process of a run holds the lock. None locks nothing.
 
     Raises:
-        OSError: Another run uses it, or it cannot be written to.
+        OSError: Another run is using the folder, or it cannot be written to.
     """
     with ExitStack() as stack:
         if folder is not None:

@@ -1,4 +1,4 @@
-"""Hooks and modes that last for a while, and what they show of a model that runs."""
+"""Temporary hooks and modes, and what hooks record while a model runs."""
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 __all__ = ['Seen', 'evaluating', 'hooked', 'surely', 'watch_blocks']
 
-# states before the first and after each block, and what the host handed to each, positional and by keyword
+# states before the first and after each block, and what the host passed to each, positional and by keyword
 Seen = Tuple[List[Tensor], List[Tuple[Tuple[Any, ...], Dict[str, Any]]]]
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode meanwhile, and every module's own mode after it. What is in eval mode already is not touched."""
+    """Temporary eval mode; every module gets its own mode back. Modules already in eval mode are not touched."""
     training = [module for module in model.modules() if module.training]
 
     def put_back() -> None:
@@ -29,11 +29,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def hooked(*hooks: Tuple[nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
-    """Hooks on modules meanwhile.
+    """Temporary hooks on modules.
 
     Args:
-        hooks: Module, kind ('before', 'before with keywords' or 'after' its forward) and function, for each. What is
-            taken off again is found by the function, so each needs one of its own.
+        hooks: Module, kind ('before', 'before with keywords' or 'after' its forward) and function of each hook. Hooks
+            are identified by function for removal, so each needs a function of its own.
     """
     def take_off() -> None:
         for module, _, function in hooks:
@@ -54,7 +54,7 @@ def hooked(*hooks: Tuple[nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
 
 
 def surely(clean_up: Callable[[], Any]) -> None:
-    """Clean up, which may be done twice; an interrupt in the middle of it comes after all is done."""
+    """Clean up completely: if interrupted, run `clean_up` again, then raise the interrupt."""
     try:
         clean_up()
     except BaseException:
@@ -64,17 +64,17 @@ def surely(clean_up: Callable[[], Any]) -> None:
 
 @contextmanager
 def watch_blocks(runs: Sequence[Sequence[nn.Module]]) -> Iterator[List[Seen]]:
-    """While a model runs in this thread, note what passes through its blocks.
+    """Record what passes through a model's blocks while it runs in this thread.
 
     Args:
         runs: Sequences of consecutive blocks.
 
     Returns:
-        A context manager; it gives a list that holds for each sequence, once the model has run: the states before its
-        first and after each of its blocks, and what the host handed to each of them, positional and by keyword.
+        A context manager that yields a list. Once the model has run, it holds for each sequence the states before its
+        first and after each of its blocks, and what the host passed to each block, positional and by keyword.
     """
     seen: List[Any] = [([], []) for _ in runs]
-    thread = get_ident()  # hooks see what other threads do with the model, too
+    thread = get_ident()  # hooks also fire when other threads run the model
 
     def before(i: int):
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Settings: frozen dataclasses in which a name, its default, what is allowed and what is said otherwise stand once."""
+"""Settings: frozen dataclasses that define each name, default, allowed value and error message in one place."""
 import inspect
 import math
 import re
@@ -11,19 +11,19 @@ from .errors import suggest
 
 __all__ = ['Settings', 'flag', 'many', 'number', 'one_of', 'refuse_unknown', 'setting', 'takes', 'whole']
 
-Check = Callable[[str, Any], Any]  # of a name and a value: gives the value, or raises ValueError
+Check = Callable[[str, Any], Any]  # takes a name and a value; returns the value or raises ValueError
 Kind = TypeVar('Kind', bound='Settings')
 Given = TypeVar('Given')
 
 
 def setting(default: Any = MISSING, check: Optional[Check] = None) -> Any:
-    """A field of Settings, with what its values must be."""
+    """A field of Settings, with a check of its values."""
     return field(default=default, metadata={'check': check})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings, each checked by itself when they are made; `_check` is for what concerns several of them.
+    """Settings, each checked on its own at construction; `_check` covers conditions on several of them.
 
     Raises:
         ValueError: A value is out of range; the message names what is allowed.
@@ -46,7 +46,7 @@ class Settings:
 
     @classmethod
     def about(cls) -> Dict[str, str]:
-        """What each setting is, in one line: the Attributes of the docstring (empty under `python -OO`)."""
+        """A one-line description of each setting, from the docstring's Attributes (empty under `python -OO`)."""
         entries = re.findall(r'^ {8}(\w+): (.*(?:\n {12}.*)*)', cls.__doc__ or '', re.M)
         return dict.fromkeys(cls.names(), '') | {name: ' '.join(text.split()) for name, text in entries}
 
@@ -55,7 +55,7 @@ class Settings:
         """Settings from keywords.
 
         Raises:
-            TypeError: A keyword is unknown, or one is missing; the message names the closest one.
+            TypeError: A keyword is unknown (the message names the closest match) or missing.
             ValueError: A value is out of range.
         """
         refuse_unknown(given, cls.names(), caller)
@@ -66,14 +66,15 @@ class Settings:
 
 
 def takes(kind: Type[Settings], name: str = 'config') -> Callable[[Callable[..., Given]], Callable[..., Given]]:
-    """Let a function that takes Settings as one keyword take each of them as a keyword, too.
+    """Let a function that takes Settings as one keyword also take each setting as a keyword.
 
     Args:
         kind: The Settings.
-        name: The keyword by which the function takes them.
+        name: The function's keyword for them.
 
     Returns:
-        A decorator. `help` and editors see the keywords of both; an unknown one raises TypeError with the closest one.
+        A decorator. `help` and editors show both kinds of keywords; an unknown one raises TypeError with the closest
+        match.
     """
     def decorate(function: Callable[..., Given]) -> Callable[..., Given]:
         signature = inspect.signature(function)
@@ -86,7 +87,7 @@ def takes(kind: Type[Settings], name: str = 'config') -> Callable[[Callable[...,
             given = {key: kwargs.pop(key) for key in kind.names() if key in kwargs}
             if name in kwargs and given:
                 raise TypeError(
-                    f"{caller} got {name} and '{next(iter(given))}', which is part of it. Give one of them.")
+                    f"{caller} got both {name} and '{next(iter(given))}', which is part of it. Give only one.")
             if name not in kwargs:
                 kwargs[name] = kind.of(given, caller)
             return function(*args, **kwargs)
@@ -99,7 +100,7 @@ def takes(kind: Type[Settings], name: str = 'config') -> Callable[[Callable[...,
 
 
 def refuse_unknown(given: Iterable[str], known: Sequence[str], caller: str) -> None:
-    """Raise TypeError for a keyword that is not known; the message names the closest one."""
+    """Raise TypeError for an unknown keyword; the message names the closest match."""
     for key in given:
         if key not in known:
             raise TypeError(f"{caller} got an unknown argument '{key}'. {suggest(str(key), known)}Arguments: "
@@ -107,7 +108,7 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str], caller: str) -> N
 
 
 def whole(least: int = 0, none: str = '') -> Check:
-    """A whole number of at least `least`; or None, where `none` says for what that stands."""
+    """A whole number of at least `least`; or None, if `none` says what None stands for."""
     allowed = f'a whole number of at least {least}{_or_none(none)}'
 
     def check(name: str, value: Any) -> Any:
@@ -115,12 +116,12 @@ def whole(least: int = 0, none: str = '') -> Check:
             return None
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise ValueError(f'{name} must be {allowed}; got {value!r}.')
-        return int(value)  # NumPy's integers, too
+        return int(value)  # NumPy integers too
     return check
 
 
 def number(least: float = 0., most: float = math.inf, *, open: str = '', none: str = '') -> Check:
-    """A finite number from `least` to `most`; or None, where `none` says for what that stands.
+    """A finite number from `least` to `most`; or None, if `none` says what None stands for.
 
     Args:
         least: The smallest number.
@@ -128,10 +129,11 @@ def number(least: float = 0., most: float = math.inf, *, open: str = '', none: s
         open: '(' if `least` itself is not allowed, ')' if `most` is not, '()' for both.
         none: What None stands for, if it is allowed.
     """
-    bounds = [f"{'above' if '(' in open else 'of at least'} {least:g}"]
-    if most < math.inf:
-        bounds.append(f"{'below' if ')' in open else 'at most'} {most:g}")
-    allowed = f"a number {' and '.join(bounds)}{_or_none(none)}"
+    low, high = ('above' if '(' in open else 'of at least'), ('below' if ')' in open else 'at most')
+    bounds = f'{low} {least:g}' if most == math.inf else f'{low} {least:g} and {high} {most:g}'
+    if most < math.inf and open in ('', '()'):
+        bounds = f"{'between' if open else 'from'} {least:g} {'and' if open else 'to'} {most:g}"
+    allowed = f'a number {bounds}{_or_none(none)}'
 
     def check(name: str, value: Any) -> Any:
         if value is None and none:
@@ -145,11 +147,11 @@ def number(least: float = 0., most: float = math.inf, *, open: str = '', none: s
 
 
 def one_of(allowed: Sequence[Any], none: str = '') -> Check:
-    """One of a few words; or None, where `none` says for what that stands."""
+    """One of a few words; or None, if `none` says what None stands for."""
     def check(name: str, value: Any) -> Any:
         if value is None and none:
             return None
-        if value not in list(allowed):  # what is given may not be hashable
+        if value not in list(allowed):  # a list, since the value may not be hashable
             raise ValueError(f"Unknown {name} '{value}'. {suggest(str(value), allowed)}Allowed: {', '.join(allowed)}"
                              f'{_or_none(none)}.')
         return value
@@ -164,7 +166,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def many(each: Check, what: str) -> Check:
-    """A list of values, as a tuple."""
+    """A list of values, returned as a tuple."""
     def check(name: str, value: Any) -> Tuple[Any, ...]:
         try:
             if not isinstance(value, (list, tuple)):

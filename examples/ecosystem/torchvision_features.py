@@ -1,4 +1,4 @@
-"""torchvision: features by the names of graph nodes. Of torchvision itself, a dependency.
+"""torchvision, a dependency of this package: features by the names of graph nodes.
 
 A block that depends on time is a leaf of the graph: its parameters are functions of t.
 """

@@ -1,11 +1,11 @@
-r"""Make the folder of a published model out of a finished run: weights, config, recipe, results, card, stored tensors.
+r"""Make the folder of a published model from a finished run: weights, config, recipe, results, card, stored tensors.
 
     python hub/tools/release.py out/run odevit_tiny_native_patch16_64.deit_tiny_cifar100 cifar100.npz \
         --teacher hub/deit_tiny_patch16_64.cifar100 --device-name "one core" \
         --command "odevit distill autonomous cifar100.npz out/run ..."
 
-The test images are used here only. Weights are stored in half precision, unless that costs 0.05 points of top-1 on the
-images held out of training.
+Only this script uses the test images. Weights are stored in half precision, unless that costs more than 0.05 points of
+top-1 on the images held out of training.
 """
 import argparse
 import copy
@@ -33,7 +33,7 @@ def measure(model, images, teacher=None, steps=None):
 
 
 def halved(model):
-    """A copy whose weights went through half precision."""
+    """Return a copy with its weights rounded to half precision."""
     other = copy.deepcopy(model)
     with torch.no_grad():
         for tensor in other.state_dict().values():
@@ -55,11 +55,11 @@ def trained(rows, model):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('run', help='folder that odevit distill wrote')
-    parser.add_argument('name', help='name of the published model, which is that of its folder')
+    parser.add_argument('name', help='name of the published model and of its folder')
     parser.add_argument('data')
     parser.add_argument('--teacher', help='folder of the teacher')
     parser.add_argument('--command', required=True, help='the command that trained it, for the card')
-    parser.add_argument('--earlier', type=Path, help='folder of the published student that the run went on from')
+    parser.add_argument('--earlier', type=Path, help='folder of the published student that the run continued')
     parser.add_argument('--device-name', required=True, help='hardware, for the card')
     parser.add_argument('--batch-size', type=int, default=128)
     parser.add_argument('--threads', type=int, default=1)
@@ -68,7 +68,7 @@ def main():
     torch.set_num_threads(args.threads)
     run, folder = Path(args.run), args.hub / args.name
     if json.loads((run / 'run.json').read_text())['limit'] is not None:
-        raise SystemExit(f"'{run}' is a rehearsal on a part of the images.")
+        raise SystemExit(f"'{run}' is a rehearsal on a part of the images. Give a run on all of them.")
     history = json.loads((run / 'history.json').read_text())
     model = timm.create_model(f'local-dir:{run / "best"}', pretrained=True).eval()
     teacher = timm.create_model(f'local-dir:{args.teacher}', pretrained=True).eval() if args.teacher else None
@@ -81,13 +81,13 @@ def main():
     stored, measured = (half.half(), half) if rounded >= full - 0.05 else (model, model)
     rows = measure(measured, test, teacher, steps)
     folder.mkdir(parents=True, exist_ok=True)
-    # the images are used whole
+    # the images are used whole, without cropping
     stored.pretrained_cfg = {**stored.pretrained_cfg, 'crop_pct': 1.0, **_names(args.data)}
     save_pretrained(stored, folder)
     model = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
     size = (folder / 'model.safetensors').stat().st_size
     if size > LIMIT:
-        raise SystemExit(f'{size / 2 ** 20:.1f} MiB are too many; at most 16 MiB.')
+        raise SystemExit(f'The weights take {size / 2 ** 20:.1f} MiB; at most 16 MiB are allowed.')
     command, epochs, minutes = args.command, len(history), sum(r['seconds'] for r in history) / 60
     if args.earlier:
         before = json.loads((args.earlier / 'results.json').read_text())

@@ -1,4 +1,4 @@
-"""odevit: the command line. Each command is a module here, with its arguments beside what it does."""
+"""odevit: the command line. Each command is a module here, which holds its arguments and what it does."""
 import argparse
 import sys
 from typing import List, Optional
@@ -17,7 +17,7 @@ COMMANDS = {'convert': convert, 'calibrate': calibrate, 'distill': distill, 'abl
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Run the command line; returns the exit code: 0, 2 for a mistake in the input, 130 when interrupted."""
+    """Run the command line; return the exit code: 0, 2 for a mistake in the input, 130 if interrupted."""
     args = parser().parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -28,7 +28,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         print(f'odevit: error: {one_line(e)}', file=sys.stderr)
         return 2
     except RuntimeError as e:
-        if 'consecutive samples' not in str(e):  # how timm says that it cannot read images
+        if 'consecutive samples' not in str(e):  # timm's error for images that it cannot read
             raise
         print(f'odevit: error: The images cannot be read: {one_line(e)}', file=sys.stderr)
         return 2
@@ -39,11 +39,11 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Build the parser of all commands."""
     whole = argparse.ArgumentParser(
         prog='odevit',
         description='Turn a pretrained vision transformer into one shared block that an ODE solver evaluates.',
-        epilog='A whole run:\n'
+        epilog='A complete run:\n'
                '  odevit distill autonomous images run --teacher deit_tiny_patch16_224\n'
                '  odevit evaluate local-dir:run/best images --teacher deit_tiny_patch16_224 --steps 1,2,4,8,12,24',
         formatter_class=argparse.RawDescriptionHelpFormatter)

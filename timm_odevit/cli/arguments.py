@@ -1,4 +1,4 @@
-"""What several commands share: kinds of arguments, models by name, folders to write to."""
+"""What several commands share: argument types, models by name, folders to write to."""
 import argparse
 import json
 from dataclasses import fields
@@ -24,7 +24,7 @@ DATA = 'folder with one sub-folder of images per class, or with train/ and val/ 
 
 
 def add_settings(parser: argparse.ArgumentParser, kind: Type[Settings], names: Optional[Sequence[str]] = None) -> None:
-    """Add an option for each setting (or some of them); what it is and its default come from the settings."""
+    """Add an option for each setting (or some of them); its help and default come from the settings."""
     about = kind.about()
     for f in fields(kind):
         if names is None or f.name in names:
@@ -34,7 +34,7 @@ def add_settings(parser: argparse.ArgumentParser, kind: Type[Settings], names: O
 
 
 def given(args: argparse.Namespace, kind: Type[Settings]) -> Dict[str, Any]:
-    """The settings that the command line names."""
+    """Return the settings given on the command line."""
     return {name: value for name in kind.names() if (value := getattr(args, name, None)) is not None}
 
 
@@ -48,7 +48,7 @@ def workers(parser: argparse.ArgumentParser) -> None:
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """The argument is a whole number of at least `least`."""
+    """Return an argument type: a whole number of at least `least`."""
     def parse(text: str) -> int:
         try:
             value = int(text)
@@ -61,7 +61,7 @@ def whole_number(least: int) -> Callable[[str], int]:
 
 
 def step_counts(text: str) -> List[int]:
-    """The argument is a list of step counts, such as 1,2,4,12."""
+    """Parse a list of step counts, such as 1,2,4,12."""
     try:
         counts = [int(part) for part in text.split(',')]
     except ValueError:
@@ -72,7 +72,7 @@ def step_counts(text: str) -> List[int]:
 
 
 def _value(text: str) -> Any:
-    """A number, several numbers or words with commas between them, or a word: the settings say what is allowed."""
+    """Parse a number, a word, or several of them separated by commas; the settings check what is allowed."""
     if ',' in text:
         return tuple(_value(part) for part in text.split(','))
     if text.lower() in ('true', 'false'):
@@ -96,7 +96,7 @@ def load(
         pretrained: bool = True,
         **kwargs: Any,
 ) -> nn.Module:
-    """Build a model by name; every failure is one line that says what to do."""
+    """Build a model by name; every failure is a one-line message that says what to do."""
     check_name(name)
     if checkpoint is not None and not Path(checkpoint).is_file():
         raise ValueError(f"There is no checkpoint file '{checkpoint}'.")
@@ -104,10 +104,10 @@ def load(
         if checkpoint is not None:
             kwargs['pretrained_cfg_overlay'] = _overlay(name, checkpoint)
         return timm.create_model(name, pretrained=pretrained, **kwargs).to(args.device)
-    except Exception as e:  # whatever a foreign file can raise, and it is the caller's file
+    except Exception as e:  # a foreign file can raise anything
         source = f"checkpoint '{checkpoint}'" if checkpoint else f"'{name}'"
         if isinstance(e, (SafetensorError, EOFError, UnpicklingError)) or 'PytorchStreamReader' in str(e):
-            raise ValueError(f'The weights of {source} cannot be read. The file may be cut off: {one_line(e)}') from e
+            raise ValueError(f'The weights of {source} cannot be read. The file may be truncated: {one_line(e)}') from e
         if isinstance(e, OSError):
             file = '--checkpoint FILE or ' if 'checkpoint' in args else ''
             raise ValueError(f'The weights of {source} could not be loaded ({one_line(e)}). Without a network, give '
@@ -116,7 +116,7 @@ def load(
 
 
 def _overlay(name: str, checkpoint: str) -> Dict[str, Any]:
-    """What tells timm to take the weights of a file, and its head where the number of classes fits."""
+    """Return what tells timm to load a file's weights, with its head if the number of classes fits."""
     overlay: Dict[str, Any] = {'state_dict': load_state_dict(checkpoint)}
     cfg = timm.get_pretrained_cfg(name)
     head = overlay['state_dict'].get(f'{cfg.classifier}.weight') if cfg is not None else None
@@ -126,7 +126,7 @@ def _overlay(name: str, checkpoint: str) -> Dict[str, Any]:
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a name by which no model can be built."""
+    """Raise ValueError for a name from which no model can be built."""
     if Path(name).is_dir() and not timm.is_model(name):
         raise ValueError(f"'{name}' is a folder. For a saved model, type local-dir:{name}")
     source, model = parse_model_name(name)
@@ -146,7 +146,7 @@ def check_name(name: str) -> None:
 
 
 def refuse_existing(out: str, instead: str) -> None:
-    """Raise ValueError for a folder that is not empty; `instead` is the option with which it may be."""
+    """Raise ValueError for a folder that is not empty; `instead` is the option that allows it."""
     path = Path(out)
     if path.exists() and not path.is_dir():
         raise ValueError(f"'{out}' is a file. Give a folder to write to.")

@@ -9,7 +9,7 @@ from ..benchmark import benchmark, benchmark_training, peak_memory
 from ..convert.conversion import convert_
 from .arguments import check_name, whole_number
 
-HELP = "Time the solver's loop and ODE-ViTs beside their base, in one run."
+HELP = "Time the solver's loop, and ODE-ViTs against their base, in one run."
 _STEPS = 12
 
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                                 ('rounds', 20, 'number of rounds')):
         parser.add_argument(f'--{name}', type=whole_number(1), default=default, help=f'{text} (default: %(default)s)')
     parser.add_argument('--steps', type=whole_number(1), help=f'solver steps (default: {_STEPS})')
-    parser.add_argument('--train', action='store_true', help='time training steps instead, and their peak memory')
+    parser.add_argument('--train', action='store_true', help='measure time and peak memory of training steps instead')
 
 
 def run(args: argparse.Namespace) -> None:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
           f'torch {torch.__version__}, timm {timm.__version__}, median of {args.rounds} rounds')
     if args.train:
         if args.steps is not None:
-            raise ValueError('--steps is for the benchmark of inference. Leave it out with --train.')
+            raise ValueError('--steps applies to the inference benchmark only. Leave it out with --train.')
         rows, peaks = benchmark_training(args.model, **options)
         print('| training step | ms | ratio | peak memory, MB | parameters |\n| --- | --- | --- | --- | --- |')
         for row in rows:

@@ -14,7 +14,7 @@ from ..saving.save import save_pretrained
 from .arguments import MODEL, add_settings, given, load, refuse_existing, whole_number
 
 HELP = 'Convert a pretrained model and save it.'
-_SIZE = ('time', 'rank', 'phases', 'boundaries', 'init')  # what a size stands for
+_SIZE = ('time', 'rank', 'phases', 'boundaries', 'init')  # what a size determines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('out', help='folder to save to')
     parser.add_argument('--checkpoint', help='file with the weights of the model, instead of a download')
     parser.add_argument('--random', action='store_true', help='do not load weights')
-    parser.add_argument('--num-classes', type=whole_number(0), help='number of classes; the head is new if they differ')
+    parser.add_argument('--num-classes', type=whole_number(0), help='number of classes; if it differs, the head is new')
     parser.add_argument('--img-size', type=whole_number(1), help='image size in pixels')
     parser.add_argument('--target-params', type=_amount, metavar='SIZE',
                         help=f"parameters of the result, such as 3M or 25%%; chooses {', '.join(_SIZE)}")
@@ -39,14 +39,14 @@ def run(args: argparse.Namespace) -> None:
     options = {k: v for k, v in (('num_classes', args.num_classes), ('img_size', args.img_size)) if v is not None}
     model: Any = load(args.model, args, checkpoint=args.checkpoint, pretrained=not args.random, **options)
     if find_ode_blocks(model):
-        raise ValueError(f"'{args.model}' is a converted model already. Convert the model that it was made from.")
+        raise ValueError(f"'{args.model}' has already been converted. Convert the model that it was made from.")
     if min(getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (1,)) < 1:
         raise ValueError(f'--img-size {args.img_size} is less than one patch of this model.')
     settings = given(args, OdeConfig)
     if args.target_params is not None:
         both = [name for name in _SIZE if name in settings]
         if both:
-            raise ValueError(f"--target-params chooses {', '.join(_SIZE)}. Leave out --{both[0]}, or it.")
+            raise ValueError(f"--target-params chooses {', '.join(_SIZE)}. Leave out --{both[0]} or --target-params.")
         init = 'svd_data' if args.images else 'svd'
         config = choose_size(model, args.target_params, OdeConfig(**settings), init=init)
     else:

@@ -12,7 +12,7 @@ from ..training.state import BEST
 from ..training.train import train
 from .arguments import DATA, MODEL, check_name, load, quiet, refuse_existing, whole_number
 
-HELP = ('Train by a recipe: distil a teacher; or without one, train from scratch or fine-tune. Also runs under '
+HELP = ('Train by a recipe: distil a teacher or, without one, train from scratch or fine-tune. Also runs under '
         'torchrun.')
 
 
@@ -26,14 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--set', metavar='KEY=VALUE', action='append', default=[],
                         help='change the recipe, such as --set ode.rank=8 --set stages.0.fit.epochs=5')
     parser.add_argument('--resume', action='store_true', help='continue the run in the folder')
-    parser.add_argument('--limit', type=whole_number(1), help='use that many images of an .npz only, for a rehearsal')
+    parser.add_argument('--limit', type=whole_number(1), help='use only this many images of an .npz, for a rehearsal')
     quiet(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     for change in args.set if args.student else []:
         if change.partition('=')[0].split('.')[0].strip() in ('ode', 'model', 'model_args'):
-            raise ValueError(f"'{change}' says how a student is made, and --student gives one. Leave one out.")
+            raise ValueError(f"'{change}' says how to make a student, but --student gives one. Leave one of them out.")
     recipe = Recipe.load(args.recipe, args.set)
     if args.student:
         recipe = replace(recipe, ode=None, model=None, model_args=None)
@@ -46,17 +46,17 @@ def run(args: argparse.Namespace) -> None:
         check_name(recipe.model)
     if args.checkpoint is not None:
         if recipe.model is None:
-            raise ValueError('--checkpoint holds weights of the model that the recipe names. Leave it out.')
+            raise ValueError('--checkpoint is for a recipe that names a model, without --student. Leave it out.')
         if recipe.ode is not None:
-            raise ValueError('--checkpoint is for a model that is trained as it is. To convert one: odevit convert '
-                             f'MODEL OUT --checkpoint {args.checkpoint}, and then --student local-dir:OUT.')
+            raise ValueError('--checkpoint is for a model that is not converted. To convert one: odevit convert '
+                             f'MODEL OUT --checkpoint {args.checkpoint}, then distill with --student local-dir:OUT.')
         torch.manual_seed(recipe.seed)  # a new head is the same each time
         student = load(recipe.model, args, checkpoint=args.checkpoint, **(recipe.model_args or {}))
     try:
         train(recipe, args.data, args.out, teacher=teacher, student=student, resume=args.resume, limit=args.limit,
               device=args.device, progress=not args.quiet)
         if args.distributed:
-            torch.distributed.barrier()  # a process that leaves first keeps some versions of gloo waiting for ever
+            torch.distributed.barrier()  # some versions of gloo wait forever if a process leaves first
     finally:
         if args.distributed:
             torch.distributed.destroy_process_group()

@@ -9,7 +9,7 @@ from ..evaluation.accuracy import AMP_DTYPES, evaluate
 from ..ode.blocks import find_ode_blocks
 from .arguments import DATA, MODEL, load, quiet, step_counts, whole_number, workers
 
-HELP = 'Measure accuracy and speed over step counts.'
+HELP = 'Measure accuracy and speed at several step counts.'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--amp', choices=[name for name in AMP_DTYPES if name], help='mixed precision')
     parser.add_argument('--held-out', type=float, metavar='SHARE',
                         help='evaluate only on the share that distill held out (default: val/ or test/, or all images)')
-    parser.add_argument('--seed', type=int, default=0, help='seed of distill, for --held-out (default: %(default)s)')
+    parser.add_argument('--seed', type=int, default=0,
+                        help='the seed that distill used, for --held-out (default: %(default)s)')
     parser.add_argument('--json', metavar='FILE', help='file to write the results to')
     workers(parser)
     quiet(parser)
@@ -37,13 +38,15 @@ def run(args: argparse.Namespace) -> None:
     teacher = load(args.teacher, args) if args.teacher else None
     if teacher is not None and teacher.num_classes != model.num_classes:
         raise ValueError(
-            f'The teacher has {teacher.num_classes} classes, the model {model.num_classes}. Compare like with like.')
+            f'The teacher has {teacher.num_classes} classes, the model {model.num_classes}. Give a teacher with the '
+            'same classes.')
     if args.steps and not find_ode_blocks(model):
         raise ValueError(
-            f"--steps needs an ODE-ViT, and '{args.model}' is not one. Run: odevit convert {args.model} OUT")
+            f"--steps needs an ODE-ViT, but '{args.model}' is not one. Run: odevit convert {args.model} OUT")
     if teacher is not None and _size(teacher) != _size(model):
         raise ValueError(
-            f'The teacher takes images of {_size(teacher)}, the model of {_size(model)}. Compare like with like.')
+            f'The teacher takes images of {_size(teacher)}, the model of {_size(model)}. Give a teacher with the same '
+            'input size.')
     loader = folder_loader(
         args.data, model, batch_size=args.batch_size, workers=args.workers, held_out=args.held_out, seed=args.seed)
     found = evaluate(

@@ -1,13 +1,13 @@
 """From a pretrained transformer to an ODE-ViT, in place, and back.
 
-families            where a timm model's blocks are, and which field takes them
+families            where a timm model's blocks are, and the field for each
 convertible         what is refused, and why
 measure             what is measured on images before a conversion
-alignment           heads and neurons of several layers in one order
+alignment           one order for the heads and neurons of several layers
 initialisation      the shared blocks' weights
-conversion          convert_ and its way back
-merge               merge_, for deployment, and its way back
-replacements        attributes that are replaced and put back together
+conversion          convert_, and restore() to undo it
+merge               merge_, for deployment, and restore() to undo it
+replacements        attributes that are replaced together and restored together
 sizing              choose_size
 torchscript         what torch.jit.script needs
 torchvision         from_torchvision

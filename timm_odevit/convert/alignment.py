@@ -1,4 +1,4 @@
-"""The order of heads and of MLP neurons is arbitrary: bring those of several blocks into one order."""
+"""The order of heads and MLP neurons is arbitrary: bring those of several blocks into a common order."""
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -7,23 +7,23 @@ from torch import Tensor
 
 __all__ = ['Orders', 'aligning_orders', 'permuted']
 
-# By parameter: the order of its rows and that of its columns, or None for as they are
+# By parameter: the order of its rows and of its columns; None keeps them as they are
 Orders = Dict[str, Tuple[Optional[Tensor], Optional[Tensor]]]
 ROUNDS = 3
 
 
 def aligning_orders(layers: Sequence[Dict[str, Tensor]], block: Any) -> List[Orders]:
-    """Orders of heads and neurons that bring blocks closest to each other, and leave what each computes as it is.
+    """Find orders of heads and neurons that bring blocks closest together without changing what each computes.
 
-    Layer by layer, the heads and the neurons are assigned to those of the mean of the other layers, such that the inner
-    product of the weights is largest (a linear assignment); several rounds.
+    In several rounds, layer by layer, heads and neurons are assigned to those of the mean of the other layers so as to
+    maximise the inner product of the weights (a linear assignment).
 
     Args:
         layers: Parameters of each block, by their name in the field ('block.attn.qkv.weight', ...).
-        block: One of the blocks; of other kinds than plain attention and a plain MLP, nothing is reordered.
+        block: One of the blocks; anything but plain attention and a plain MLP is left in its order.
 
     Returns:
-        For each layer, orders for `permuted`; empty where there is nothing to reorder.
+        For each layer, orders for `permuted`; empty if there is nothing to reorder.
 
     Source: weight matching, Git Re-Basin, arXiv 2209.04836.
     """

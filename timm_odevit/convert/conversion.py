@@ -1,4 +1,4 @@
-"""convert_: a pretrained transformer becomes an ODE-ViT, in place, and back."""
+"""convert_: turn a pretrained transformer into an ODE-ViT, in place, and back."""
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -27,25 +27,25 @@ def convert_(
         images: Optional[Tensor] = None,
         keep_original: bool = True,
 ) -> 'Conversion':
-    """Replace the blocks of a transformer by shared blocks that an ODE solver evaluates K times, in place.
+    """Replace the blocks of a transformer with shared blocks that an ODE solver evaluates K times, in place.
 
-    Everything is checked and built first, then assigned at once: a refused call leaves the model as it was. Device,
+    Everything is checked and built first, then assigned at once: a refused call leaves the model unchanged. Device,
     dtype, mode and requires_grad carry over. Parameters are new: create the optimizer afterwards.
 
     Args:
         model: A timm model with a sequence of blocks of one width, or with stages (Swin); see `list_convertible()`.
         config: Settings; steps and T default to the number of converted layers.
         images: Calibration images [B, C, H, W], normalised for the model, for boundaries 'similarity' and init
-            'svd_data'; a few dozen will do. 'svd_data' holds the second moments of the inputs of all linear layers of
-            a sequence meanwhile: 2 GB for a ViT-L, and takes minutes there.
-        keep_original: Keep the original blocks, so that `restore()` can bring them back; False frees them.
+            'svd_data'; a few dozen suffice. 'svd_data' keeps the second moments of the inputs of all linear layers of
+            a sequence in memory: a ViT-L needs 2 GB and takes minutes.
+        keep_original: Keep the original blocks, so that `restore()` can bring them back; False frees their memory.
 
     Returns:
         A Conversion: print it for a report, call its `restore()` to undo.
 
     Raises:
         TypeError: The model has no blocks that can be converted.
-        ValueError: The model is converted already, or the settings do not fit it.
+        ValueError: The model is already converted, or the settings do not fit it.
 
     Source: ODE-ViT, arXiv 2511.16501.
     """
@@ -103,16 +103,16 @@ def convert_(
 
 
 def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """RoPE tables of a base that has one per layer, here one per step: that of the layer in which the step starts."""
+    """RoPE tables of a base that has one per layer: each step gets that of the layer in which it starts."""
     rope = model.rope
     tables = type(rope).get_embed(rope, *args, **kwargs)
     blocks = model.blocks
-    layers = getattr(blocks, 'layers', range(len(blocks)))  # none where it was pruned to blocks that were kept
+    layers = getattr(blocks, 'layers', range(len(blocks)))  # absent if the model was pruned to kept blocks
     return tables[[min(layer, len(tables) - 1) for layer in layers]]
 
 
 def _group_matcher(model: Any, coarse: bool = False) -> Callable[[str], int]:
-    """The base's groups of parameters by depth, for layer decay: a shared block stands where its layers began."""
+    """The base's groups of parameters by depth, for layer decay: a shared block counts as its first layer."""
     renamed = {name: name for name, _ in model.named_parameters()}
     for prefix, ode in ((n, m) for n, m in model.named_modules() if isinstance(m, OdeBlocks)):
         first = ode.layers[0]
@@ -128,15 +128,15 @@ def _group_matcher(model: Any, coarse: bool = False) -> Callable[[str], int]:
 
 @dataclass(eq=False)
 class Conversion:
-    """What `convert_` did: a report to print, and the way back.
+    """The result of `convert_`: a report to print, and a way to undo it.
 
     Attributes:
         model: The converted model.
-        blocks: Its OdeBlocks, one, or one a stage.
+        blocks: Its OdeBlocks: one, or one per stage.
         layers: Number of blocks that were converted.
-        config: Settings; for one sequence of blocks with steps, T and boundaries filled in.
-        parameters_before: Parameters of the model before.
-        parameters_after: Parameters of the model after.
+        config: Settings; with one sequence of blocks, steps, T and boundaries are filled in.
+        parameters_before: Number of parameters of the model before.
+        parameters_after: Number of parameters of the model after.
     """
     model: Any
     blocks: Tuple[OdeBlocks, ...]
@@ -150,16 +150,16 @@ class Conversion:
     _grids: Tuple[Tuple[int, float, float], ...]
 
     def restore(self) -> nn.Module:
-        """Put the original blocks back, bit for bit, on the device and in the mode that the model has now.
+        """Put the original blocks back, bit for bit, on the model's current device and in its current mode.
 
-        Blocks that were not converted are those of now, with what they have learned since.
+        Blocks that were not converted keep their current weights.
 
         Returns:
             The model.
 
         Raises:
-            ValueError: The original blocks were not kept, the model does not hold this conversion any more, or it has
-                another dtype now.
+            ValueError: The original blocks were not kept, the model no longer holds this conversion, or its dtype has
+                changed.
         """
         if self._replacements is None:
             raise ValueError(
@@ -168,13 +168,14 @@ class Conversion:
         if any(getattr(host, 'blocks', None) is not ode
                for host, ode in zip(self._hosts, self.blocks, strict=True)):
             raise ValueError(
-                'This model does not hold the blocks of this conversion: it was restored or changed since.')
+                'This model no longer holds the blocks of this conversion: it was restored or changed.')
         originals = self._replacements.before[:len(self._hosts)]
         now = next(self.blocks[0].shared.parameters())
         then = next(originals[0][int(self.blocks[0].t)].parameters())
         if now.dtype != then.dtype:
             raise ValueError(
-                f'The model is {now.dtype} now, its original blocks {then.dtype}. Call model.to({then.dtype}) first.')
+                f'The model is now {now.dtype}, its original blocks are {then.dtype}. '
+                f'Call model.to({then.dtype}) first.')
         for original in originals:
             if not now.is_meta:
                 original.to(now.device)
@@ -191,7 +192,7 @@ class Conversion:
         solver = '; '.join(f'{steps} steps on [{t:g}, {end:g}]' for steps, t, end in self._grids)
         nfe = 'adaptive' if per_step is None else f'{sum(grid[0] for grid in self._grids) * per_step} evaluations'
         native = config.field == 'native'
-        kept = "the base's own" if native else 'new: no biases, no qk-norm, CenterNorm for LayerNorm'
+        kept = "the base's own" if native else 'new: no biases, no qk-norm, CenterNorm instead of LayerNorm'
         time = {'autonomous': 'autonomous', 'vectors': 'vectors of each layer',
                 'low_rank': f'vectors of each layer, residuals of rank {config.rank}'}[config.time]
         if isinstance(config.boundaries, tuple):

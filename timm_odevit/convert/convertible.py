@@ -1,4 +1,4 @@
-"""Which models and settings `convert_` takes, and why it refuses the others."""
+"""Which models and settings `convert_` accepts, and why it refuses the others."""
 from functools import cache
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -25,7 +25,7 @@ def check_convertible(model: nn.Module, config: OdeConfig = DEFAULT, *, images: 
 
     Raises:
         TypeError: The model has no blocks that can be converted.
-        ValueError: The model is converted already, or the settings do not fit it.
+        ValueError: The model is already converted, or the settings do not fit it.
     """
     check_all(model, config, images)
 
@@ -46,10 +46,10 @@ def check_all(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> 
             'Call restore() on its Conversion first.')
     for wrapper, inner in (('_orig_mod', 'torch.compile'), ('module', 'DataParallel or DistributedDataParallel')):
         if isinstance(getattr(model, wrapper, None), nn.Module):
-            raise TypeError(f'Cannot convert {name}: convert the model before {inner} wraps it.')
+            raise TypeError(f'Cannot convert {name}: convert the model before you wrap it in {inner}.')
     sites = find_sites(model)
     if getattr(model, 'rope_is_mixed', False):
-        raise TypeError(f'Cannot convert {name}: its RoPE tables are drawn one per block while it runs. {HINT}')
+        raise TypeError(f'Cannot convert {name}: its RoPE tables are generated one per block as it runs. {HINT}')
     for site in sites:
         check_blocks(model, site.blocks)
     _check_structure(name, sites, config)
@@ -59,10 +59,10 @@ def check_all(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> 
                                ('init', not str(config.init).startswith('block:'))):
             if not value:
                 raise ValueError(
-                    f'{setting}={getattr(config, setting)!r} applies only to models with one sequence of blocks, and '
+                    f'{setting}={getattr(config, setting)!r} applies only to models with one sequence of blocks, but '
                     f'{name} has {len(sites)} stages. Leave it out.')
     if isinstance(config.steps, tuple) and len(config.steps) != len(sites):
-        raise ValueError(f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} numbers of steps.')
+        raise ValueError(f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} step counts.')
     if len(sites) == 1:
         _check_layers(name, sites[0].blocks, config)
     measured = (config.boundaries == 'similarity' and config.phases > 1) or config.init == 'svd_data'
@@ -71,11 +71,11 @@ def check_all(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> 
         parameter = next(model.parameters())
         if images.device != parameter.device or images.dtype != parameter.dtype:
             raise ValueError(
-                f'images are {images.dtype} on {images.device}, the model {parameter.dtype} on {parameter.device}. '
+                f'images are {images.dtype} on {images.device}, the model is {parameter.dtype} on {parameter.device}. '
                 'Call images.to(...) first.')
         if images.is_meta:
             raise ValueError(
-                'Nothing can be measured on the meta device. Give boundaries as layers, and init svd.')
+                'Nothing can be measured on the meta device. Give boundaries as layers, and set init to svd.')
     if images is None and measured:
         setting = 'boundaries' if config.boundaries == 'similarity' else 'init'
         raise ValueError(
@@ -85,7 +85,7 @@ def check_all(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> 
 
 
 def _check_structure(name: str, sites: Sequence[Site], config: OdeConfig) -> None:
-    """The blocks can share weights, and suit the field and the method."""
+    """Check that the blocks can share weights, and that they suit the field and the method."""
     count, fields = 0, 0
     for site in sites:
         first, last = config.span(len(site.blocks))
@@ -97,16 +97,16 @@ def _check_structure(name: str, sites: Sequence[Site], config: OdeConfig) -> Non
         elif whole and config.method in METHODS and METHODS[config.method].splits:
             unsplit = [m for m in METHODS if not METHODS[m].splits]
             raise ValueError(
-                f"'{config.method}' splits a block in attention and MLP, and {name}'s {whole[0]} is used whole. "
+                f"'{config.method}' splits a block into attention and MLP, but {name}'s {whole[0]} is used whole. "
                 f"Use an unsplit method ({', '.join(unsplit)}): OdeConfig(method='euler').")
     if fields == count > 1:
         shapes = {tuple((n, tuple(p.shape)) for n, p in b.named_parameters()) for s in sites for b in s.blocks}
-        why = 'other parameters' if len(shapes) > 1 else 'other settings'
-        raise TypeError(f'Cannot convert {name}: each of its {count} blocks has {why}, so none can share. {HINT}')
+        why = 'different parameters' if len(shapes) > 1 else 'different settings'
+        raise TypeError(f'Cannot convert {name}: each of its {count} blocks has {why}, so none can be shared. {HINT}')
 
 
 def _check_layers(name: str, blocks: Sequence[nn.Module], config: OdeConfig) -> None:
-    """The layers that the settings speak of exist."""
+    """Check that the layers named in the settings exist."""
     first, last = config.span(len(blocks))
     if last >= len(blocks):
         raise ValueError(f'blocks={config.blocks}: {name} has blocks 0 to {len(blocks) - 1}.')
@@ -123,7 +123,7 @@ def _check_layers(name: str, blocks: Sequence[nn.Module], config: OdeConfig) -> 
                 f"init '{config.init}': this model has {len(blocks)} blocks. "
                 f'Allowed: block:{first} to block:{last}, mean, spectral.')
         if config.boundaries == 'similarity' or max(assignment(config, blocks[first:last + 1], first)) > 0:
-            raise ValueError(f"init '{config.init}' fills one shared block, and there would be several. Use 'mean'.")
+            raise ValueError(f"init '{config.init}' fills one shared block, but there would be several. Use 'mean'.")
 
 
 def _check_lipschitz(name: str, blocks: Sequence[Any], config: OdeConfig) -> None:
@@ -131,18 +131,18 @@ def _check_lipschitz(name: str, blocks: Sequence[Any], config: OdeConfig) -> Non
         if type(block) is not Block or type(block.attn) is not Attention:
             kind = type(block).__name__ if type(block) is not Block else type(block.attn).__name__
             raise ValueError(
-                f"field='lipschitz' replaces plain pre-norm ViT blocks, and {name} has a {kind}. Use field='native'.")
+                f"field='lipschitz' replaces plain pre-norm ViT blocks, but {name} has a {kind}. Use field='native'.")
     if config.init == 'spectral':
         return
     mlp, norm = blocks[0].mlp, blocks[0].norm1
     if not hasattr(mlp, 'fc1') or mlp.fc1.out_features != mlp.fc2.in_features:
         raise ValueError(
-            f"init '{config.init}' needs a base with a plain two-layer MLP for the lipschitz field; this one is a "
+            f"init '{config.init}' needs a base with a plain two-layer MLP for the lipschitz field; this one has a "
             f"{type(mlp).__name__}. Use init='spectral' or field='native'.")
     if getattr(norm, 'weight', None) is None or getattr(norm, 'bias', None) is None:
         raise ValueError(
             f"init '{config.init}' needs a base whose norms have weight and bias for the lipschitz field; this one "
-            f"is a {type(norm).__name__}. Use init='spectral' or field='native'.")
+            f"has a {type(norm).__name__}. Use init='spectral' or field='native'.")
 
 
 def count_in_words(blocks: Sequence[OdeBlocks]) -> str:
@@ -151,14 +151,14 @@ def count_in_words(blocks: Sequence[OdeBlocks]) -> str:
 
 
 def list_convertible(filter: str = '', *, refused: bool = False) -> Dict[str, str]:
-    """The timm models that `convert_` takes, found by building each on the meta device.
+    """The timm models that `convert_` accepts, found by building each on the meta device.
 
     Args:
         filter: Wildcard for model names, such as 'vit_small*'; all by default, which takes about two minutes.
-        refused: List the models that `convert_` does not take instead.
+        refused: Instead, list the models that `convert_` refuses.
 
     Returns:
-        Names, and for each the field and the methods that suit it, or why it is refused.
+        For each name, the fields and the methods that suit the model, or why it is refused.
     """
     return {name: text for name, (ok, text) in _convertible(filter).items() if ok is not refused}
 
@@ -172,12 +172,12 @@ def _convertible(filter: str) -> Dict[str, Tuple[bool, str]]:
         try:
             with torch.device('meta'):
                 model = timm.create_model(name)
-        except Exception as e:  # a model of someone else's that cannot be built without its files, say
-            found[name] = (False, f'Cannot be built by its name alone: {e}')
+        except Exception as e:  # such as a third-party model that cannot be built without its files
+            found[name] = (False, f'Cannot be built from its name alone: {e}')
             continue
         found[name] = convertibility(model)
     if not found:
-        raise ValueError(f"No model of timm matches '{filter}'. Give a wildcard without a tag, such as 'vit_small*'.")
+        raise ValueError(f"No timm model matches '{filter}'. Give a wildcard without a tag, such as 'vit_small*'.")
     return found
 
 
@@ -198,4 +198,4 @@ def convertibility(model: nn.Module) -> Tuple[bool, str]:
         fields = 'native, lipschitz'
     except ValueError:
         fields = 'native'
-    return True, f"{fields}; {methods}; {shared} shared block{'s' if shared > 1 else ''} at least"
+    return True, f"{fields}; {methods}; at least {shared} shared block{'s' if shared > 1 else ''}"

@@ -1,4 +1,4 @@
-"""What of a timm model can be converted: where its blocks are, of which kind they are, and which field takes them."""
+"""What can be converted in a timm model: where its blocks are, of what kind, and the field for each kind."""
 import inspect
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Type
 
@@ -25,7 +25,7 @@ from ..ode.fields import (
 
 __all__ = ['HINT', 'Site', 'check_blocks', 'field_class', 'find_sites', 'kinds', 'per_layer']
 
-# Blocks by class object: several timm modules have a class called Block. What is not here is used whole.
+# By class object, since several timm modules have a class called Block. Blocks not listed here are used whole.
 FIELD_OF: Dict[Type[nn.Module], Type[NativeField]] = {
     vision_transformer.Block: NativeField,
     vision_transformer.ResPostBlock: PostNormField,
@@ -44,7 +44,7 @@ FIELD_OF: Dict[Type[nn.Module], Type[NativeField]] = {
 }
 STAGES: Dict[Type[nn.Module], str] = {
     SwinTransformer: 'layers', SwinTransformerV2: 'layers', SwinTransformerV2Cr: 'stages'}
-# constants that timm gives each layer by its depth; layers that share a block share their mean
+# constants that timm sets per layer, by depth; a shared block gets their mean over its layers
 _PER_LAYER = ('drop_prob', 'lambda_init')
 _WEIGHT_MAKERS = (BasePruningMethod, SpectralNorm, WeightNorm)  # as forward pre-hooks
 _UNUSED = ('training', 'target_shift_size')  # settings that change nothing at this image size
@@ -62,7 +62,7 @@ class Site(NamedTuple):
 
 
 def find_sites(model: nn.Module) -> List[Site]:
-    """Where the blocks of a model are: one sequence, or one a stage.
+    """Where the blocks of a model are: one sequence, or one per stage.
 
     Raises:
         TypeError: The model has no sequence of blocks.
@@ -76,12 +76,12 @@ def find_sites(model: nn.Module) -> List[Site]:
 
 
 def field_class(block: nn.Module) -> Type[NativeField]:
-    """The field that takes a block: one that splits it in attention and MLP, or the whole-block field."""
+    """The field for a block: one that splits it into attention and MLP, or the whole-block field."""
     return FIELD_OF.get(type(block), WholeField)
 
 
 def kinds(blocks: Sequence[nn.Module]) -> List[int]:
-    """For each block, the number of its kind: blocks of one kind differ in nothing but the values of parameters."""
+    """For each block, the index of its kind: blocks of one kind differ only in the values of their parameters."""
     seen: List[Any] = []
     found = []
     for block in blocks:
@@ -93,7 +93,7 @@ def kinds(blocks: Sequence[nn.Module]) -> List[int]:
 
 
 def check_blocks(model: nn.Module, blocks: Sequence[Any]) -> None:
-    """Raise TypeError where blocks cannot be steps of an ODE."""
+    """Raise TypeError if the blocks cannot be steps of an ODE."""
     name, first = type(model).__name__, blocks[0]
     if type(first) not in FIELD_OF:
         parameters = list(inspect.signature(type(first).forward).parameters.values())[1:]
@@ -114,12 +114,12 @@ def check_blocks(model: nn.Module, blocks: Sequence[Any]) -> None:
             makers = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_MAKERS)]
             if makers:
                 raise TypeError(
-                    f'Cannot convert {name}: a {type(makers[0]).__name__} makes the weight of a '
-                    f'{type(module).__name__} of block {i}, and a shared block would not follow. Make it permanent '
+                    f'Cannot convert {name}: a {type(makers[0]).__name__} computes the weight of a '
+                    f'{type(module).__name__} in block {i}, but a shared block would not. Make the weight permanent '
                     'first (prune.remove).')
         if type(block) is not type(first):
             raise TypeError(
-                f'Cannot convert {name}: block {i} is a {type(block).__name__}, block 0 a {type(first).__name__}. '
+                f'Cannot convert {name}: block {i} is a {type(block).__name__}, block 0 is a {type(first).__name__}. '
                 f'{HINT}')
 
 
@@ -134,7 +134,7 @@ def per_layer(block: nn.Module) -> Dict[Tuple[str, str], float]:
 
 
 def _signature(block: nn.Module) -> List[Any]:
-    """Kind and settings of every module but dropout, and the shape of every tensor."""
+    """Type and settings of every module except dropout, and the shape of every tensor."""
     lines: List[Any] = []
     for name, module in block.named_modules():
         if 'drop' not in name.rsplit('.', 1)[-1]:

@@ -20,7 +20,7 @@ Moments = Dict[Tuple[int, str], Tensor]  # second moment of the inputs of a line
 
 
 def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -> List[int]:
-    """For each of the blocks, the number of the shared block that takes its place.
+    """For each of the blocks, the index of the shared block that replaces it.
 
     A shared block serves the blocks of one kind within one span; config.boundaries are layers or 'uniform'.
     """
@@ -45,17 +45,17 @@ def build_field(
     Args:
         config: Field, time dependence, phases (boundaries given or uniform) and initialisation.
         blocks: Consecutive transformer blocks of the base.
-        first: Layer of the first of them.
+        first: Layer of the first block.
         moments: For init 'svd_data', the second moment of the inputs of each linear layer.
 
     Returns:
-        A field with weights of its own, on the device, in the dtype and in the mode of the blocks. A parameter is
-        trainable where it is in any of the blocks that it stands for.
+        A field with weights of its own, and with the device, dtype and mode of the blocks. A parameter is trainable if
+        it is trainable in any of the blocks that it replaces.
     """
     assigned = assignment(config, blocks, first)
     device = next(blocks[0].parameters()).device
     others = {} if device.type in ('cpu', 'meta') else {'device_type': device.type}
-    with torch.no_grad(), torch.random.fork_rng([device] if others else [], **others):  # the caller's random state
+    with torch.no_grad(), torch.random.fork_rng([device] if others else [], **others):  # the caller's state
         fields = [_build([i for i, o in enumerate(assigned) if o == index], config, blocks, first, moments)
                   for index in range(max(assigned) + 1)]
     return fields[0] if len(fields) == 1 else PhasedField(fields, assigned, first).train(fields[0].training)
@@ -66,7 +66,7 @@ def spectral_(weight: Tensor, parts: int = 1) -> Tensor:
 
     Args:
         weight: Matrix [M, D].
-        parts: Number of equal row blocks that are matrices of their own, 3 for a joint q, k, v projection.
+        parts: Number of equal row blocks, each scaled separately; 3 for a joint q, k, v projection.
 
     Source: ODE-ViT, arXiv 2511.16501 (spectral initialisation).
     """
@@ -99,7 +99,7 @@ def _build(
         first: int,
         moments: Optional[Moments],
 ) -> Field:
-    """The field of the blocks with the given numbers."""
+    """The field for the blocks with the given indices."""
     init = str(config.init)
     members = [blocks[i] for i in group]
     chosen = [blocks[int(init[6:]) - first]] if init.startswith('block:') else members
@@ -141,11 +141,11 @@ def _build(
 
 
 def _structure(kind: str, members: Sequence[Any]) -> Field:
-    """A field of the structure of some blocks, its weights still to be filled."""
+    """A field with the structure of some blocks; its weights are still to be filled in."""
     first = members[0]
     trainable = {name for block in members for name, p in block.named_parameters() if p.requires_grad}
     if kind == 'native':
-        block = copy_module(first, hooks=False)  # they belong to the layer that they were put on
+        block = copy_module(first, hooks=False)  # hooks belong to the layer they were registered on
         for name, parameter in block.named_parameters():
             parameter.requires_grad_(name in trainable)
         set_per_layer(block, members)
@@ -166,10 +166,10 @@ def _structure(kind: str, members: Sequence[Any]) -> Field:
 
 
 def _values(kind: str, block: Any) -> Dict[str, Tensor]:
-    """What one block of the base gives each parameter of the field."""
+    """The values that one block of the base gives the parameters of the field."""
     if kind == 'native':
         return {f'block.{name}': p for name, p in block.named_parameters()}
-    # LayerScale multiplies the rows of the projection before it; a field without LayerScale takes it in there.
+    # LayerScale scales the rows of the projection before it; a field without LayerScale folds it into those rows.
     return {
         'norm1.weight': block.norm1.weight, 'norm1.bias': block.norm1.bias, 'qkv.weight': block.attn.qkv.weight,
         'proj.weight': _scaled(block.attn.proj.weight, block.ls1), 'norm2.weight': block.norm2.weight,
@@ -179,7 +179,7 @@ def _values(kind: str, block: Any) -> Dict[str, Tensor]:
 
 
 def _statistics(field: Field) -> List[Tuple[str, Tensor]]:
-    """Buffers that are saved and not counts: running means and variances."""
+    """Saved buffers that are not counts: running means and variances."""
     saved = field.state_dict()
     return [(name, b) for name, b in field.named_buffers() if name in saved and b.is_floating_point()]
 
@@ -202,7 +202,7 @@ def _spectral_init(field: Field) -> None:
 def _factors(residual: Tensor, rank: int, moment: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
     """Factors [M, r] and [r, N] of the best approximation of a residual [M, N] by a matrix of rank r.
 
-    Best in the Frobenius norm, or with the second moment of the inputs x [N, N], in the mean of |residual x|^2.
+    Best in the Frobenius norm or, given the second moment of the inputs x [N, N], in the mean of |error x|^2.
     """
     M, N = residual.shape
     if rank == N:  # nothing to truncate
@@ -215,7 +215,7 @@ def _factors(residual: Tensor, rank: int, moment: Optional[Tensor]) -> Tuple[Ten
         values = values.clamp_min(1e-6 * values.max()).sqrt()  # directions that never occur keep a little weight
         R = R @ (vectors * values)
     if 8 * rank < min(M, N):
-        _seed(R.device)  # the sketch is random; a conversion is not
+        _seed(R.device)  # the sketch is random; a conversion must not be
         U, S, V = torch.svd_lowrank(R, q=min(2 * rank + 8, M, N), niter=4)
         U, S, Vh = U[:, :rank], S[:rank], V[:, :rank].T
     else:
@@ -228,7 +228,7 @@ def _factors(residual: Tensor, rank: int, moment: Optional[Tensor]) -> Tuple[Ten
 
 
 def _seed(device: torch.device) -> None:
-    """Seed the generator that random tensors on a device come from, and no other."""
+    """Seed only the generator that random tensors on a device come from."""
     if device.type in ('cpu', 'meta'):
         torch.default_generator.manual_seed(0)
         return

@@ -1,4 +1,4 @@
-"""What is measured on calibration images: spans of similar layers, and the inputs of linear layers."""
+"""Measurements on calibration images: spans of similar layers, and the inputs of linear layers."""
 from typing import Any, List, Sequence, Tuple
 
 import torch
@@ -12,16 +12,16 @@ __all__ = ['check_images', 'input_moments', 'layer_distances', 'similarity_bound
 
 
 def check_images(images: Any) -> None:
-    """Raise ValueError for what is not a batch of images [B, C, H, W]."""
+    """Raise ValueError for anything but a batch of images [B, C, H, W]."""
     if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point() or not len(images):
         found = f'{images.dtype} {list(images.shape)}' if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f'images must be a floating tensor [N, C, H, W], normalised for the model; got {found}.')
+        raise ValueError(f'images must be a floating-point tensor [N, C, H, W], normalised for the model; got {found}.')
     if not images.is_meta and not torch.isfinite(images).all():
         raise ValueError('images must be finite; some values are not.')
 
 
 def layer_distances(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor) -> Tensor:
-    """1 - cosine between the hidden states after each two blocks, averaged over tokens and images [L, L].
+    """1 - cosine of the hidden states after each pair of blocks, averaged over tokens and images [L, L].
 
     Args:
         model: Any timm model.
@@ -38,16 +38,16 @@ def layer_distances(model: nn.Module, blocks: Sequence[nn.Module], images: Tenso
 
 
 def split(distances: Tensor, spans: int) -> List[int]:
-    """The best way to cut L layers in consecutive spans: least sum of the distances between layers of one span.
+    """Cut L layers into consecutive spans with the least sum of distances between layers of the same span.
 
     Exact, by dynamic programming over the last cut.
 
     Args:
-        distances: Distance of each two layers, symmetric [L, L].
+        distances: Distance between each pair of layers, symmetric [L, L].
         spans: Number of spans, at most L.
 
     Returns:
-        The first layer of each span but the first.
+        The first layer of each span except the first.
     """
     L = len(distances)
     d = distances.double().triu(1)
@@ -62,7 +62,7 @@ def split(distances: Tensor, spans: int) -> List[int]:
 
 
 def similarity_boundaries(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor, spans: int) -> List[int]:
-    """First layer of each span but the first, such that the hidden states within a span are similar."""
+    """First layer of each span except the first, for spans of similar hidden states."""
     return split(layer_distances(model, blocks, images), spans)
 
 
@@ -71,7 +71,7 @@ def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor,
 
     Args:
         model: Any timm model.
-        blocks: Consecutive blocks of it.
+        blocks: Consecutive blocks of the model.
         images: Calibration images [B, C, H, W].
         first: Layer of the first block.
 

@@ -1,4 +1,4 @@
-"""merge_: for deployment, the weights of every step merged into ordinary blocks, in place, and back."""
+"""merge_: for deployment, merge the weights of every step into ordinary blocks, in place, and back."""
 from dataclasses import dataclass
 from typing import Any, List, Tuple
 
@@ -12,12 +12,12 @@ from .replacements import Replacements
 __all__ = ['Merged', 'MergedBlocks', 'check_not_merged', 'merge_', 'merged_bytes', 'merged_steps']
 
 
-_MERGED = 'This model is merged. Call restore() on what merge_ returned first.'
+_MERGED = 'This model is merged. Call restore() on its Merged first.'
 _OF_ODE_BLOCKS = ('at', 'config', 'method', 'nfe', 'shared', 'solver', 'steps', 'trajectory')
 
 
 class MergedBlocks(nn.Sequential):
-    """The steps of a solver, each with frozen weights of its own: ordinary modules, called one after the other.
+    """The steps of a solver, each with frozen weights of its own: ordinary modules, called in sequence.
 
     Attributes:
         layers: For each block, the layer of the base, as in OdeBlocks.
@@ -42,14 +42,14 @@ class MergedBlocks(nn.Sequential):
 
 
 def merge_(model: nn.Module) -> 'Merged':
-    """Give each step of an ODE-ViT whose block depends on time merged weights of its own, in place, for deployment.
+    """Give each step of an ODE-ViT with a time-dependent block its own merged weights, in place, for deployment.
 
-    A block that depends on time is merged with the residuals of a layer before every evaluation. That keeps one block
-    in memory, and takes time, which counts with few tokens. Merged once and for all, the model is about as fast as its
-    base, and takes as much memory: one block a step, or one for each time at which a step evaluates its field;
-    `merged_bytes(model)` says how much beforehand. The blocks are ordinary frozen modules, which hooks, TorchScript,
-    ONNX and quantisation take as any others. The number of steps is fixed meanwhile, and the model is neither saved
-    nor trained: call `restore()` first.
+    A block that depends on time is merged with the residuals of a layer before every evaluation. That keeps only one
+    block in memory but takes time, which matters with few tokens. Merged in advance, the model is about as fast as its
+    base and takes as much memory: one block per step, or one for each time at which a step evaluates its field;
+    `merged_bytes(model)` predicts how much. The blocks are ordinary frozen modules, which hooks, TorchScript, ONNX and
+    quantisation handle like any others. A merged model has a fixed number of steps and cannot be saved or trained:
+    call `restore()` first.
 
     Args:
         model: ODE-ViT with time 'vectors' or 'low_rank' and a fixed-step method.
@@ -59,7 +59,7 @@ def merge_(model: nn.Module) -> 'Merged':
 
     Raises:
         TypeError: The model is not an ODE-ViT.
-        ValueError: It is merged already, its block does not depend on time, or the method is adaptive.
+        ValueError: It is already merged, its block does not depend on time, or the method is adaptive.
     """
     hosts = _hosts(model)
     after, replacements = merged_bytes(model), []
@@ -84,11 +84,11 @@ def merge_(model: nn.Module) -> 'Merged':
 
 @dataclass(eq=False)
 class Merged:
-    """What `merge_` did: a report to print, and the way back.
+    """The result of `merge_`: a report to print, and a way to undo it.
 
     Attributes:
         model: The merged model.
-        blocks: Its MergedBlocks, one, or one a stage.
+        blocks: Its MergedBlocks: one, or one per stage.
         bytes_before: Memory of the model's weights before.
         bytes_after: Memory of the model's weights after.
     """
@@ -99,23 +99,23 @@ class Merged:
     _replacements: Replacements
 
     def restore(self) -> nn.Module:
-        """Put the OdeBlocks back, with the parameters that they had, on the device of the model.
+        """Put the OdeBlocks back, with the parameters they had, on the model's device.
 
         Returns:
             The model.
 
         Raises:
-            ValueError: The model does not hold these merged blocks any more.
+            ValueError: The model no longer holds these merged blocks, or its dtype has changed.
         """
         modules = set(self.model.modules())
         if not modules.issuperset(self.blocks):
-            raise ValueError('This model does not hold the merged blocks: it was restored or changed since.')
+            raise ValueError('This model no longer holds the merged blocks: it was restored or changed.')
         originals = self._replacements.before[:len(self.blocks)]
         now, then = (next(p for p in module.parameters() if p.is_floating_point())
                      for module in (self.blocks[0], originals[0]))
         if now.dtype != then.dtype:
             raise ValueError(
-                f'The model is {now.dtype} now, its shared block {then.dtype}. Call model.to({then.dtype}) first.')
+                f'The model is now {now.dtype}, its shared block is {then.dtype}. Call model.to({then.dtype}) first.')
         for ode in originals:
             ode.to(now.device).train(self.blocks[0].training)
         self._replacements.take_off()
@@ -123,16 +123,16 @@ class Merged:
 
     def __str__(self) -> str:
         count = sum(len(blocks) for blocks in self.blocks)
-        return (f'{type(self.model).__name__}: merged for {count} blocks\n'
+        return (f'{type(self.model).__name__}: merged into {count} blocks\n'
                 f'  memory      {self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB')
 
 
 def merged_bytes(model: nn.Module) -> int:
-    """Memory in bytes that the weights of a model will take after `merge_(model)`, which this does not do.
+    """Predict the memory in bytes of a model's weights after `merge_(model)`, without merging.
 
     Raises:
         TypeError: The model is not an ODE-ViT.
-        ValueError: It cannot be merged, see `merge_`.
+        ValueError: It cannot be merged; see `merge_`.
     """
     total = _bytes(model)
     for host, name in _hosts(model):
@@ -143,7 +143,7 @@ def merged_bytes(model: nn.Module) -> int:
 
 
 def merged_steps(blocks: OdeBlocks) -> List[Step]:
-    """The steps of a fixed-step method as modules that own their field: merged, if the field depends on time."""
+    """The steps of a fixed-step method as modules that own their field, merged if it depends on time."""
     made: List[Any] = []
     for bound in blocks.bound_steps:
         made.append(step := bound.apart())
@@ -164,7 +164,7 @@ def check_not_merged(model: nn.Module) -> None:
 
 
 def _hosts(model: nn.Module) -> List[Tuple[nn.Module, str]]:
-    """The modules that hold OdeBlocks that can be merged, and by which name."""
+    """The modules that hold OdeBlocks, each with the attribute's name; raise if any cannot be merged."""
     check_not_merged(model)
     found: List[Tuple[nn.Module, str]] = [(host, name) for host in model.modules()
                                           for name, child in host.named_children() if isinstance(child, OdeBlocks)]
@@ -173,10 +173,10 @@ def _hosts(model: nn.Module) -> List[Tuple[nn.Module, str]]:
     for host, name in found:
         ode: Any = getattr(host, name)
         if ode.config.adaptive:
-            raise ValueError(f"'{ode.method}' chooses its own times, so its blocks cannot be merged for them. Set a "
+            raise ValueError(f"'{ode.method}' chooses its own times, so nothing can be merged in advance. Set a "
                              "fixed-step method first, such as model.blocks.method = 'rk4'.")
         if not ode.shared.depends_on_time:
-            raise ValueError('There is nothing to merge: the shared block does not depend on time, and runs as it is.')
+            raise ValueError('There is nothing to merge: the shared block does not depend on time.')
     return found
 
 

@@ -1,4 +1,4 @@
-"""Attributes of a model that are replaced together, and put back together."""
+"""Attributes of a model that are replaced together and restored together."""
 from typing import Any, List, Sequence, Tuple
 
 from torch import nn
@@ -7,17 +7,17 @@ __all__ = ['Replacements']
 
 
 class _Absent:
-    """Stands for an attribute that was not there: a class, since a copy of it is itself."""
+    """Stands for an attribute that was absent; a class, because a copy of a class is the class itself."""
 
 
 class Replacements:
-    """Replacements of attributes: all of them are made, or none.
+    """Replacements of attributes: either all of them are made, or none.
 
     Args:
-        wanted: Owner, name of the attribute, and its new value, for each.
+        wanted: Owner, attribute name and new value of each.
 
     Attributes:
-        before: What was there, in the same order.
+        before: The previous values, in the same order.
     """
 
     def __init__(self, wanted: Sequence[Tuple[Any, str, Any]]) -> None:
@@ -25,7 +25,7 @@ class Replacements:
         self.before: List[Any] = [_own(owner, name) for owner, name, _ in self._wanted]
 
     def put(self) -> None:
-        """Make the replacements; an interrupt in between takes those that were made off again."""
+        """Make the replacements; if interrupted, undo those already made."""
         try:
             for owner, name, value in self._wanted:
                 setattr(owner, name, value)
@@ -34,7 +34,7 @@ class Replacements:
             raise
 
     def take_off(self) -> None:
-        """Put the attributes back as they were when this was made; an interrupt in between replaces them again."""
+        """Restore the attributes as they were at construction; if interrupted, replace them again."""
         try:
             self._put_back()
         except BaseException:

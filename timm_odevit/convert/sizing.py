@@ -1,4 +1,4 @@
-"""Which phases and rank fit into a number of parameters."""
+"""Choose phases and rank for a given number of parameters."""
 import math
 from dataclasses import replace
 from typing import Union
@@ -15,7 +15,7 @@ from .initialisation import assignment
 __all__ = ['choose_size', 'predict_parameters']
 
 def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
-    """Parameters that `convert_(model, config)` would leave, for native fields and boundaries that are not measured."""
+    """Parameters left after `convert_(model, config)`, for native fields and boundaries that are not measured."""
     total = count_parameters(model)
     for stage, site in enumerate(find_sites(model)):
         blocks = site.blocks
@@ -38,37 +38,37 @@ def choose_size(
         *,
         init: str = 'svd',
 ) -> OdeConfig:
-    """The phases and the rank that use a number of parameters best.
+    """Choose the phases and the rank that make the best use of a number of parameters.
 
-    One shared block, with residuals per layer of the largest rank that fits; README's size dial shows what that keeps.
-    With all of the model's parameters, a phase for each layer, which is the model itself.
+    This gives one shared block, with residuals per layer of the largest rank that fits; README's size dial shows what
+    that keeps. A target of all the model's parameters gives one phase per layer, which is the model itself.
 
     Args:
         model: Model that can be converted.
         target: Largest number of parameters of the converted model: a whole number, or a share of the model's, such
             as 0.25.
-        config: All other settings; time, rank, phases and init are chosen.
-        init: How residuals are filled: 'svd', or 'svd_data', which keeps more and needs images to convert.
+        config: All other settings; time, rank, phases and init are chosen for you.
+        init: How residuals are filled: 'svd', or 'svd_data', which keeps more but needs images to convert.
 
     Returns:
         Settings for `convert_`.
 
     Raises:
-        ValueError: The target is out of range; the message says what the smallest is.
+        ValueError: The target is out of range (the message names the smallest one), or the settings do not fit.
     """
     plain = replace(config, time='autonomous', rank=0, phases=1, init='mean')
     check_convertible(model, replace(plain, boundaries='uniform'))
     if config.boundaries != 'uniform':
-        raise ValueError(f'A size is chosen without boundaries; got {config.boundaries!r}. Leave them out.')
+        raise ValueError(f'A size can be chosen only without boundaries; got {config.boundaries!r}. Leave them out.')
     if config.field != 'native':
-        raise ValueError("A size is chosen for field='native'. Give time, rank and phases for another field.")
+        raise ValueError("A size can be chosen only for field='native'. For another field, set time, rank and phases.")
     total = count_parameters(model)
     wanted = _target(target, total)
     smallest = predict_parameters(model, plain)
     if wanted < smallest:
         raise ValueError(
-            f'{wanted:,} parameters are too few: one shared block and all that is not a block take {smallest:,} of '
-            f'{total:,} ({100 * smallest / total:.1f} %).')
+            f'{wanted:,} parameters are too few: one shared block and everything outside the blocks take '
+            f'{smallest:,} of {total:,} ({100 * smallest / total:.1f} %).')
     first, last = config.span(max(len(site.blocks) for site in find_sites(model)))
     layers = last - first + 1
     phased = [replace(plain, phases=phases) for phases in range(1, layers + 1)]

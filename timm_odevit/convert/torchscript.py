@@ -1,4 +1,4 @@
-"""What TorchScript needs: it iterates over registered modules only, and knows neither *args nor a context variable."""
+"""What TorchScript needs: it iterates only over registered modules, and has no *args or context variables."""
 import copy
 from typing import TYPE_CHECKING, Any, List, Optional, Sequence
 
@@ -12,29 +12,29 @@ __all__ = ['scriptable_copy']
 
 
 def scriptable_copy(model: nn.Module) -> nn.Module:
-    """The model as `torch.jit.script` wants it: a shallow copy whose steps each own their field.
+    """The model as `torch.jit.script` needs it: a shallow copy whose steps each own their field.
 
-    Where the shared block depends on time, it is merged for each step. Every other parameter is the model's own, and
-    `torch.jit.script` leaves the model as it is.
+    If the shared block depends on time, it is merged for each step. All other parameters are the model's own, and
+    `torch.jit.script` does not change the model.
 
     Raises:
-        ValueError: The method is adaptive, or TorchScript cannot hold the blocks.
+        ValueError: The method is adaptive, or TorchScript does not support the blocks.
     """
     blocks: Any = model.blocks
     if isinstance(blocks, OdeBlocks):
         if blocks.config.adaptive:
             raise ValueError(
-                f"TorchScript cannot hold the adaptive method '{blocks.method}'. Set a fixed-step method first, such "
-                "as model.blocks.method = 'rk4'.")
+                f"TorchScript does not support the adaptive method '{blocks.method}'. Set a fixed-step method first, "
+                "such as model.blocks.method = 'rk4'.")
         chosen: Sequence[nn.Module] = [*blocks.before, *merged_steps(blocks), *blocks.after]
     elif isinstance(blocks, MergedBlocks):
         chosen = list(blocks)
-    else:  # pruned to blocks that were kept
+    else:  # pruned to kept blocks
         return model
     unscriptable = {type(f).__name__ for step in chosen for f in step.modules()
                     if isinstance(f, Field) and not f.scriptable}
     if unscriptable:
-        raise ValueError(f"TorchScript cannot hold a {' or '.join(sorted(unscriptable))}. Use torch.export instead.")
+        raise ValueError(f"TorchScript does not support {' or '.join(sorted(unscriptable))}. Use torch.export instead.")
     clone = copy.copy(model)
     clone.__dict__.pop('__prepare_scriptable__', None)
     clone._modules = dict(model._modules)
@@ -46,7 +46,7 @@ def scriptable_copy(model: nn.Module) -> nn.Module:
 
 
 class _Scriptable(nn.Module):
-    """A step in the signature of timm's ViT block."""
+    """A step with the signature of timm's ViT block."""
 
     if TYPE_CHECKING:
         step: Any

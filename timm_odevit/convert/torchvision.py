@@ -1,4 +1,4 @@
-"""Models from elsewhere: a torchvision VisionTransformer as timm's own."""
+"""Models from other libraries: a torchvision VisionTransformer as a timm one."""
 import copy
 import math
 from typing import Any, Dict, Optional, Tuple
@@ -27,7 +27,7 @@ _NAMES = {
 }
 _WEIGHTS = (
     tv.ViT_B_16_Weights, tv.ViT_B_32_Weights, tv.ViT_L_16_Weights, tv.ViT_L_32_Weights, tv.ViT_H_14_Weights)
-# what timm's name says of its own weights, and is not true of these
+# what timm records about its own weights, which does not apply to these
 _NO_SOURCE = dict(
     url='', file=None, hf_hub_id=None, hf_hub_filename=None, source=None, tag=None, custom_load=False, label_names=None,
     label_descriptions=None, license=None, description=None, origin_url=None, paper_name=None, paper_ids=None,
@@ -35,31 +35,32 @@ _NO_SOURCE = dict(
 
 
 def from_torchvision(vit: nn.Module, *, weights: Optional[tv.WeightsEnum] = None) -> VisionTransformer:
-    """Build the timm VisionTransformer that computes what a torchvision one computes.
+    """Build a timm VisionTransformer that computes the same as a torchvision one.
 
-    Logits agree to rounding; in training so do the distributions of all dropouts. Device, dtype, mode and requires_grad
-    carry over, for each module and parameter; a model on the meta device stays there. Parameters are copies: the
-    torchvision model is left as it was. Hooks are not carried over.
+    Logits agree up to rounding; in training, all dropouts have the same distributions. Device, dtype, mode and
+    requires_grad carry over, for each module and parameter; a model on the meta device stays there. Parameters are
+    copies: the torchvision model does not change. Hooks are not carried over.
 
     The result comes from `timm.create_model`, with the nearest registered name and every size as a keyword, so that
-    `save_pretrained` can describe it. Only a norm whose eps is not 1e-6 has no such keyword: it is carried over, and
-    `save_pretrained` refuses it.
+    `save_pretrained` can describe it. Only the eps of a norm has no such keyword: a value other than 1e-6 carries over,
+    but `save_pretrained` refuses it.
 
-    A model does not say how its images were prepared: torchvision's IMAGENET1K_V1 weights want bilinear resizing and
-    crops of 7/8 (vit_l_16: 224/242), its SWAG weights bicubic and crops of 1. Pass weights to have theirs in the
-    pretrained_cfg, where timm.data finds it. Mean and standard deviation are ImageNet's for all of them.
+    A model does not record its preprocessing: torchvision's IMAGENET1K_V1 weights need bilinear resizing and crops of
+    7/8 (vit_l_16: 224/242), its SWAG weights bicubic resizing and crops of 1. Pass weights to put their preprocessing
+    into the pretrained_cfg, where timm.data finds it. All of them use ImageNet's mean and standard deviation.
 
     Args:
         vit: torchvision VisionTransformer of any size; may be wrapped for compilation or distribution. Its heads are
-            one linear layer, perhaps after a dropout, or an identity. Images [B, C, S, S] become logits [B, classes].
-        weights: The torchvision weights that were loaded, such as ViT_H_14_Weights.IMAGENET1K_SWAG_E2E_V1, for
-            their preprocessing only; None stands for ViT_B_16_Weights.IMAGENET1K_V1.
+            one linear layer, possibly after a dropout, or an identity. It maps images [B, C, S, S] to logits
+            [B, classes].
+        weights: The torchvision weights that were loaded, such as ViT_H_14_Weights.IMAGENET1K_SWAG_E2E_V1, used
+            only for their preprocessing; None stands for ViT_B_16_Weights.IMAGENET1K_V1.
 
     Returns:
         A new timm VisionTransformer.
 
     Raises:
-        TypeError: The model is no torchvision VisionTransformer, or weights are not those of one.
+        TypeError: The model is not a torchvision VisionTransformer, or weights are not those of one.
         ValueError: The model has a part that timm's VisionTransformer lacks, such as a convolutional stem, a pre-logits
             layer (representation_size) or an adapter; the message names it.
     """
@@ -102,23 +103,23 @@ def from_torchvision(vit: nn.Module, *, weights: Optional[tv.WeightsEnum] = None
 
 def _check(host: Any, weights: Any) -> None:
     kind = type(host)
-    # by class object, since a subclass may compute anything, and in full, since timm's class has the same name
+    # compare the class itself, since a subclass may compute anything; name it in full, since timm has a namesake
     if kind is not tv.VisionTransformer:
         raise TypeError(
-            f'from_torchvision got a {kind.__module__}.{kind.__qualname__}: expected a torchvision VisionTransformer, '
-            'no subclass, such as torchvision.models.vit_b_16(). A timm model needs no such step.')
+            f'from_torchvision got a {kind.__module__}.{kind.__qualname__}: expected a torchvision VisionTransformer '
+            '(no subclass), such as torchvision.models.vit_b_16(). A timm model can be used as it is.')
     if weights is not None and not isinstance(weights, _WEIGHTS):
         raise TypeError(
             f"weights must be None or a member of {', '.join(w.__name__ for w in _WEIGHTS)}, such as "
             f'torchvision.models.ViT_B_16_Weights.IMAGENET1K_V1; got {weights!r}.')
     if type(host.conv_proj) is nn.Sequential:
         raise _refusal(
-            f'it has a convolutional stem of {len(host.conv_proj)} modules. Only one convolution over the patches is '
-            'supported, as torchvision builds with conv_stem_configs=None')
+            f'it has a convolutional stem of {len(host.conv_proj)} modules. Only a single patch convolution is '
+            'supported, which torchvision builds with conv_stem_configs=None')
     if type(host.conv_proj) is not nn.Conv2d:
         raise _refusal(f'its conv_proj is a {type(host.conv_proj).__name__}, not a Conv2d')
     if type(host.encoder) is not Encoder or len(host.encoder.layers) == 0:
-        raise _refusal('its encoder is not an Encoder of one layer or more')
+        raise _refusal('its encoder is not an Encoder with at least one layer')
     for i, layer in enumerate(host.encoder.layers):
         if type(layer) is not EncoderBlock:
             raise _refusal(f'its encoder layer {i} is a {type(layer).__name__}, not an EncoderBlock')
@@ -136,11 +137,11 @@ def _check(host: Any, weights: Any) -> None:
 
 
 def _read_heads(host: Any) -> Tuple[Any, Any]:
-    """Dropout and linear layer of the heads; None for what they lack."""
+    """Dropout and linear layer of the heads; None for one that is absent."""
     if hasattr(host.heads, 'pre_logits'):
         raise _refusal(
-            f'it has a pre-logits layer (representation_size={host.representation_size}), for which timm has no place. '
-            'Set vit.heads = torch.nn.Identity() to convert all but the heads')
+            f'it has a pre-logits layer (representation_size={host.representation_size}), which timm does not have. '
+            'Set vit.heads = torch.nn.Identity() to convert everything but the heads')
     heads = list(host.heads) if type(host.heads) is nn.Sequential else [host.heads]
     heads = [m for m in heads if type(m) is not nn.Identity]
     kinds = [type(m) for m in heads]
@@ -172,7 +173,7 @@ def _preprocessing(host: Any, weights: Any) -> Dict[str, Any]:
 
 
 def _pair(host: Any) -> Dict[str, nn.Module]:
-    """The torchvision module for each timm name, the heads apart."""
+    """The torchvision module for each timm name, except the heads."""
     pairs = {
         '': host,
         'patch_embed.proj': host.conv_proj,
@@ -182,11 +183,11 @@ def _pair(host: Any) -> Dict[str, nn.Module]:
     }
     for i, layer in enumerate(host.encoder.layers):
         attention = layer.self_attention
-        # torchvision's attention is one module where timm has two: these stand in, with its own parameters
+        # torchvision's attention is one module where timm has two: these stand in and hold its parameters
         qkv = nn.Linear(host.hidden_dim, 3 * host.hidden_dim, device='meta')
         qkv.weight, qkv.bias = attention.in_proj_weight, attention.in_proj_bias
         attn_drop = nn.Dropout(attention.dropout)
-        # by position: older models say linear_1 and linear_2, newer ones 0 and 3
+        # by position: older models have the names linear_1 and linear_2, newer ones 0 and 3
         fc1, act, drop1, fc2, drop2 = layer.mlp
         block = {
             '': layer,
@@ -218,7 +219,7 @@ def _carry_settings(name: str, ours: Any, theirs: Any) -> None:
     kind = nn.Linear if type(theirs) is NonDynamicallyQuantizableLinear else type(theirs)
     if not isinstance(ours, kind) or ours.extra_repr() != theirs.extra_repr():
         raise _refusal(
-            f'in the place of {name}, which is {type(ours).__name__}({ours.extra_repr()}) in timm, it has '
+            f'in place of {name}, which is {type(ours).__name__}({ours.extra_repr()}) in timm, it has '
             f'{type(theirs).__name__}({theirs.extra_repr()})')
 
 
@@ -231,7 +232,7 @@ def _copy_parameters(model: nn.Module, host: nn.Module, pairs: Dict[str, torch.T
     for name in [*ours, *pairs]:
         a, b = (list(tensors[name].shape) if name in tensors else 'nothing' for tensors in (pairs, ours))
         if a != b:
-            raise _refusal(f'in the place of {name}, which is {b} in timm, it has {a}')
+            raise _refusal(f'in place of {name}, which is {b} in timm, it has {a}')
     copies: Dict[int, Any] = {}  # a parameter in two places stays one
     for name, tensor in pairs.items():
         owner, _, key = name.rpartition('.')

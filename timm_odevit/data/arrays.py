@@ -29,22 +29,22 @@ def array_loaders(
         limit: Optional[int] = None,
         seed: int = 0,
 ) -> Tuple['ArrayLoader', 'ArrayLoader', 'ArrayLoader']:
-    """Batches to train, to validate and to test on, of images that stay in memory, on the device of the model.
+    """Make batches for training, validation and testing from images that stay in memory, on the model's device.
 
     Args:
         path: .npz with uint8 images x_train and x_test [N, S, S, C] and labels y_train and y_test [N]; S may differ
             from the size that the model takes, and grey images may be [N, S, S].
         model: timm model that will see the images.
         batch_size: Images per batch.
-        held_out: Share of the training images held out, the last ones.
-        padding: Pixels of the original images by which a crop may move.
-        flip: Probability of a mirror image.
+        held_out: Share of the training images held out, taken from the end.
+        padding: How far a crop may move, in pixels of the original images.
+        flip: Probability of mirroring an image.
         reprob: Probability of erasing a part of an image.
-        limit: Use that many images of each part only, to rehearse.
-        seed: Of the order of the images.
+        limit: Use only this many images of each part, for a rehearsal.
+        seed: Seed of the image order.
 
     Returns:
-        Three loaders; the first one shuffles and augments, and of several processes each gets a part of its own.
+        Three loaders; the first one shuffles and augments, and gives each of several processes its own part.
 
     Raises:
         ValueError: The file does not fit the model; the message says what was found.
@@ -58,15 +58,15 @@ def array_loaders(
     for images, labels in ((x, y), (x_test, y_test)):
         if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or not len(labels) or labels.min() < 0:
             raise ValueError(f"'{path}' must hold labels [N], whole numbers from 0; got {labels.dtype} "
-                             f'{list(labels.shape)}. Where they are [N, 1]: labels.reshape(-1).')
+                             f'{list(labels.shape)}. If they are [N, 1], use labels.reshape(-1).')
         good = images.ndim == 4 and images.dtype == np.uint8 and 0 not in images.shape and len(images) == len(labels)
         if not good or images.shape[3] != model.in_chans:
-            other = f' Or create the model with in_chans={images.shape[3]}.' if good else ''
+            other = f' Give such images, or create the model with in_chans={images.shape[3]}.' if good else ''
             raise ValueError(f"'{path}' must hold uint8 images [N, S, S, {model.in_chans}] with a label each; got "
                              f'{images.dtype} {list(images.shape)} and {len(labels)} labels.{other}')
         if int(labels.max()) >= model.num_classes:
-            raise ValueError(f"'{path}' has label {int(labels.max())}, the model has {model.num_classes} classes. Give "
-                             'the data that the model was made for, or create the model with its number of classes.')
+            raise ValueError(f"'{path}' has label {int(labels.max())}, but the model has {model.num_classes} classes. "
+                             "Give the data that the model was made for, or create the model with the data's classes.")
     split = len(y) - count_held_out(len(y), held_out)
     if split == len(y):
         raise ValueError(f"'{path}' has one image to train on, so none can be held out. Give more.")
@@ -79,17 +79,17 @@ def array_loaders(
 
 
 def _read_arrays(path: Union[str, Path], keys: Tuple[str, ...]) -> Dict[str, Any]:
-    """Arrays of an .npz; their sizes are checked before they get memory, and nothing is unpickled."""
+    """Read arrays from an .npz; sizes are checked before memory is allocated, and nothing is unpickled."""
     try:
         with ZipFile(path) as archive:
             members = {info.filename.removesuffix('.npy'): info for info in archive.infolist()}
             missing = [key for key in keys if key not in members]
             if not missing:
                 packed, whole = os.path.getsize(path), sum(members[key].file_size for key in keys)
-                if whole > 100 * packed + 2 ** 27:  # images shrink to a half; drawings in black and white to a tenth
-                    raise ValueError(f'its {packed:,} bytes unpack to {whole:,}, as no images do')
+                if whole > 100 * packed + 2 ** 27:  # photos compress to a half, black-and-white drawings to a tenth
+                    raise ValueError(f'its {packed:,} bytes unpack to {whole:,}, which images never do')
                 return {key: _read_array(archive, members[key]) for key in keys}
-    except Exception as e:  # whatever a foreign file can raise
+    except Exception as e:  # a foreign file can raise anything
         raise ValueError(f"'{path}' cannot be read as .npz: {one_line(e)}") from e
     raise ValueError(f"'{path}' has no {missing[0]}; it must hold {', '.join(keys)}.")
 
@@ -103,7 +103,7 @@ def _read_array(archive: ZipFile, info: ZipInfo) -> Any:
     if dtype.hasobject:
         raise ValueError(f'{info.filename} holds Python objects, which are not read')
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != there:
-        raise ValueError(f'{info.filename} says that it holds {dtype} {list(shape)}, and it has {there:,} bytes')
+        raise ValueError(f'{info.filename} says that it holds {dtype} {list(shape)}, but it has {there:,} bytes')
     with archive.open(info) as f:
         return np.lib.format.read_array(f, allow_pickle=False)
 
@@ -111,19 +111,19 @@ def _read_array(archive: ZipFile, info: ZipInfo) -> Any:
 class ArrayLoader:
     """Batches (images [B, C, H, W], normalised; labels [B]) of uint8 images in memory, augmented on the device.
 
-    The order of the images follows from `set_epoch` and the seed, what is done to them from torch's global generator.
-    In training, an incomplete last batch is left out.
+    The order of the images depends on `set_epoch` and the seed; their augmentation, on torch's global generator. In
+    training, an incomplete last batch is dropped.
 
     Args:
         images: Images [N, S, S, C], uint8.
         labels: Labels [N].
-        model: timm model that will see the images; they lie on its device.
+        model: timm model that will see the images; they are kept on its device.
         batch_size: Images per batch of this process.
         train: Shuffle and augment.
         padding: See `array_loaders`.
         flip: See `array_loaders`.
         reprob: See `array_loaders`.
-        seed: Of the order of the images.
+        seed: Seed of the image order.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class ArrayLoader:
         self.seed, self.epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the images: it depends on the seed and the epoch alone."""
+        """Choose the order of the images, which depends only on the seed and the epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -164,7 +164,7 @@ class ArrayLoader:
             yield self.prepare(self.augment(images) if self.train else images), self.labels[index]
 
     def indices(self) -> Iterator[Tensor]:
-        """The numbers of the images of each batch."""
+        """Yield the indices of the images of each batch."""
         n, (rank, world) = len(self.labels), rank_and_world() if self.train else (0, 1)
         order = torch.arange(n)
         if self.train:  # the same for all processes
@@ -174,7 +174,7 @@ class ArrayLoader:
             yield whole[rank::world].to(self.labels.device)
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Images as the model wants them, from uint8 images [B, C, S, S]."""
+        """Turn uint8 images [B, C, S, S] into the input [B, C, H, W] that the model expects."""
         pixels = images.float() / 255
         if pixels.shape[-2:] != tuple(self.size):
             mode = self.interpolation if self.interpolation in ('bilinear', 'bicubic') else 'bicubic'
@@ -182,7 +182,7 @@ class ArrayLoader:
         return (pixels - self.mean) / self.std
 
     def augment(self, images: Tensor) -> Tensor:
-        """A random crop after padding, a random horizontal flip, and erasing, of each image [B, C, S, S] on its own."""
+        """Pad and crop, mirror and erase each image [B, C, S, S] at random, independently of the others."""
         B, _, H, W = images.shape
         device, p = images.device, self.padding
         shift = torch.randint(0, 2 * p + 1, (2, B, 1)).to(device)
@@ -191,7 +191,7 @@ class ArrayLoader:
         each = torch.arange(B, device=device)
         out = F.pad(images, (p,) * 4)[each[:, None, None], :, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)
         if self.reprob > 0:
-            # a box of 2 to 33 % of the image, as timm's RandomErasing, black; its sides within 1 : 2
+            # a black box of 2 to 33 % of the image, as in timm's RandomErasing; aspect ratio from 1 : 2 to 2 : 1
             area, ratio = torch.empty(B).uniform_(0.02, 0.33), torch.empty(B).uniform_(-0.7, 0.7).exp()
             size = torch.stack([(area * ratio).sqrt() * H, (area / ratio).sqrt() * W]).clamp(min=1.)
             start = torch.rand(2, B) * (torch.tensor([[H], [W]]) - size).clamp_min(0.)

@@ -1,4 +1,4 @@
-"""timm's mixup over any loader."""
+"""timm's mixup on top of any loader."""
 from typing import Any, Iterator, Optional, Tuple
 
 from timm.data import Mixup
@@ -31,7 +31,7 @@ class MixupLoader:
     ) -> None:
         size = getattr(loader, 'batch_size', None)
         if size is not None and size % 2:
-            raise ValueError(f'mixup takes pairs of images: batch_size must be even; got {size}.')
+            raise ValueError(f'mixup mixes pairs of images, so batch_size must be even; got {size}.')
         self.loader = loader
         mixes = mixup > 0 or cutmix > 0
         self.mix = Mixup(
@@ -43,7 +43,7 @@ class MixupLoader:
         return getattr(self.loader, 'sampler', None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader."""
+        """Pass the epoch on to the loader."""
         if hasattr(self.loader, 'set_epoch'):
             self.loader.set_epoch(epoch)
 

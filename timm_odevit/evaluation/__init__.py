@@ -1,5 +1,5 @@
-"""What a model can do.
+"""How well and how fast a model does.
 
 accuracy            evaluate: accuracy, agreement and speed over step counts
-plots               figures of it
+plots               plots of the results
 """

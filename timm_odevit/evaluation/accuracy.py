@@ -25,20 +25,20 @@ NOTHING = -1  # the prediction for an image whose logits are NaN
 
 @dataclass(frozen=True)
 class Result:
-    """What one model gives at one step count.
+    """Results of one model at one step count.
 
     Attributes:
         model: 'teacher', 'student' or 'model'.
         steps: Number of solver steps; None for a model that is not an ODE-ViT.
-        nfe: Field evaluations per image, for an adaptive method their mean; None likewise.
+        nfe: Field evaluations per image, their mean for an adaptive method; None if the model is not an ODE-ViT.
         parameters: Number of parameters.
         images: Number of images.
         top1: Top-1 accuracy in percent.
         top5: Top-5 accuracy in percent (top-C with C < 5 classes).
-        loss: Mean cross-entropy in nats per image; NaN if logits are, whose images count as wrong.
-        agreement: Images on which the top-1 class is the teacher's, in percent; None without a teacher.
+        loss: Mean cross-entropy in nats per image; NaN if any logits are (those images count as wrong).
+        agreement: Share of images whose top-1 class is the teacher's, in percent; None without a teacher.
         kept: Share of the teacher's top-1 accuracy, in percent; None without a teacher.
-        images_per_second: Speed of the forward pass, data loading not counted.
+        images_per_second: Speed of the forward pass, without data loading.
     """
     model: str
     steps: Optional[int]
@@ -59,7 +59,7 @@ class Evaluation:
     results: Tuple[Result, ...]
 
     def table(self) -> str:
-        """The results as a Markdown table."""
+        """Return the results as a Markdown table."""
         header = (
             'model', 'steps', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'loss', 'agreement %', 'kept %', 'images/s')
         rows: List[Tuple[str, ...]] = [header]
@@ -73,7 +73,7 @@ class Evaluation:
             f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows)
 
     def to_json(self, path: Optional[Union[str, Path]] = None) -> str:
-        """The results as JSON, what is not finite as null; also written to `path` if given."""
+        """Return the results as JSON, with null for what is not finite; also write them to `path` if given."""
         text = to_json([asdict(r) for r in self.results])
         if path is not None:
             write_text(Path(path), text)
@@ -92,21 +92,21 @@ def evaluate(
         amp_dtype: Optional[torch.dtype] = None,
         progress: bool = False,
 ) -> Evaluation:
-    """Measure accuracy per image, over several step counts, on the device of the model.
+    """Measure accuracy per image, at several step counts, on the model's device.
 
-    The model's steps, with their hooks, and both models' modes are put back afterwards, also when it is interrupted.
+    Afterwards, or when interrupted, the model's steps with their hooks and both models' modes are restored.
 
     Args:
         model: Model to measure, [B, C, H, W] to logits [B, classes].
-        loader: Batches (images [B, C, H, W], labels [B]), in the same order each time; empty ones are left out.
+        loader: Batches (images [B, C, H, W], labels [B]), in the same order each time; empty ones are skipped.
         steps: Step counts to measure; None for the model as it is. Only for an ODE-ViT.
         teacher: Model to compare with; measured first, on the same images, normalised for it.
         amp_dtype: Run under autocast in this dtype, such as torch.bfloat16.
         progress: Show a progress bar.
 
     Returns:
-        One Result for the teacher, if any, and one for each step count. A warning says for how many images the logits
-        were NaN: they count as wrong.
+        One Result for the teacher, if any, and one for each step count. If logits are NaN, a warning says for how many
+        images; these count as wrong.
 
     Raises:
         ValueError: The model has no steps to set, the loader is empty or shuffled, or labels do not fit the classes.
@@ -122,11 +122,11 @@ def evaluate(
         check_not_merged(model)
         if not blocks:
             raise ValueError(
-                f'steps={counts} needs an ODE-ViT; this {type(model).__name__} is none. Call convert_ first.')
+                f'steps={counts} needs an ODE-ViT; this {type(model).__name__} is not one. Call convert_ first.')
         if len(blocks) > 1:
             raise ValueError(
-                f'steps={counts} is one number per run, and this {type(model).__name__} has {len(blocks)} stages. Set '
-                'the steps of each stage on the model and leave steps out.')
+                f'steps={counts} is one number per run, but this {type(model).__name__} has {len(blocks)} stages. Set '
+                'the steps of each stage on the model, and leave steps out.')
     results: List[Result] = []
     reference = None
     if teacher is not None:
@@ -140,7 +140,7 @@ def evaluate(
         agreement = kept = None
         if reference is not None:
             if not torch.equal(labels, reference[0]):
-                raise ValueError('The loader gives images in another order each time. Make it with shuffle=False.')
+                raise ValueError('The loader gives images in a different order each time. Make it with shuffle=False.')
             agreement = 100 * ((predicted == reference[1]) & (predicted != NOTHING)).double().mean().item()
             kept = 100 * found['top1'] / results[0].top1 if results[0].top1 else None
         results.append(Result(

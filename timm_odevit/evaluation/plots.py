@@ -1,4 +1,4 @@
-"""Plots of what was measured; they need matplotlib."""
+"""Plots of results; they need matplotlib."""
 from pathlib import Path
 from typing import Union
 
@@ -8,11 +8,11 @@ __all__ = ['plot_accuracy']
 
 
 def plot_accuracy(evaluation: Evaluation, path: Union[str, Path]) -> Path:
-    """Plot top-1 accuracy against solver steps, the teacher as a line.
+    """Plot top-1 accuracy against solver steps, with the teacher as a horizontal line.
 
     Args:
         evaluation: Results of `evaluate(model, loader, steps=...)`.
-        path: Image file to write; its ending chooses the format.
+        path: Image file to write; its extension sets the format.
 
     Returns:
         The path.

@@ -1,4 +1,4 @@
-"""Adaptive methods, which choose their own steps: through torchdiffeq."""
+"""Adaptive methods, which choose their own steps, by way of torchdiffeq."""
 import threading
 from itertools import pairwise
 from typing import Any, Dict, Sequence, Tuple
@@ -14,7 +14,7 @@ __all__ = ['Measured', 'solve_adaptive']
 
 
 class Measured(threading.local):
-    """Field evaluations of an adaptive solution, counted for each thread; a copy starts at 0."""
+    """Field evaluations of an adaptive solution, counted per thread; a copy starts at 0."""
     evaluations = 0
 
     def __reduce__(self) -> Any:
@@ -35,22 +35,22 @@ def solve_adaptive(
         x0: State at times[0] [B, N, D], float32 or float64.
         times: Increasing times at which the state is wanted.
         config: Method, tolerances, adjoint.
-        context: What the host hands to its blocks beside the state.
+        context: What the host passes to its blocks besides the state.
 
     Returns:
         The states [len(times), B, N, D], and the number of field evaluations of the forward solution.
 
     Raises:
-        ValueError: The state is in half precision, in which no step size can be controlled.
+        ValueError: The state is in half precision, which is too coarse for step-size control.
         FloatingPointError: The solver could not meet the tolerance with any step size.
     """
     if x0.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"'{config.method}' controls its error and needs float32 or float64; got {x0.dtype}. "
             f"Use a fixed-step method ({', '.join(METHODS)}) or a float32 model.")
-    if not x0.numel():  # no error could be measured
+    if not x0.numel():  # an empty state has no error to measure
         return x0.expand(len(times), *x0.shape), 0
-    # across a jump of the field no error estimate holds, so each piece between two jumps is solved on its own
+    # no error estimate holds across a jump of the field, so each piece between two jumps is solved separately
     bounds = [times[0], *(t for t in field.jumps if times[0] < t < times[-1]), times[-1]]
     x, states, evaluations = x0, [x0], 0
     for start, end in pairwise(bounds):
@@ -71,7 +71,7 @@ def _solve_smooth(
 ) -> Tuple[Tensor, int]:
     import torchdiffeq
 
-    # the adjoint evaluates the field again, in a backward pass outside of autocast: there it folds its own weights
+    # the adjoint evaluates the field again in the backward pass, outside autocast; there it folds its own weights
     counted = _Counted(field, context._replace(weights=None if config.adjoint else field.fold()))
     grid = torch.tensor(times, dtype=x0.dtype, device=x0.device)
     options: Dict[str, Any] = dict(rtol=config.rtol, atol=config.atol, method=config.method)
@@ -82,7 +82,7 @@ def _solve_smooth(
                 counted, x0, grid, adjoint_params=(*counted.parameters(), *handed), **options)
         else:
             states = torchdiffeq.odeint(counted, x0, grid, **options)
-    except AssertionError as e:  # how torchdiffeq says that the step size underflowed or the state is not finite
+    except AssertionError as e:  # torchdiffeq raises it if the step size underflows or the state is not finite
         raise FloatingPointError(
             f"'{config.method}' failed between t = {times[0]:g} and {times[-1]:g} after {counted.evaluations} "
             f'evaluations: {e}. Loosen rtol and atol, or check the field for divergence.') from e

@@ -1,4 +1,4 @@
-"""OdeBlocks: the drop-in for `model.blocks`."""
+"""OdeBlocks: the drop-in replacement for `model.blocks`."""
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -17,29 +17,29 @@ __all__ = ['OdeBlocks', 'count_parameters', 'find_ode_blocks']
 
 
 class OdeBlocks(nn.Module):
-    """One shared block that a solver evaluates: the sequence of its K steps, in place of L transformer blocks.
+    """One shared block that a solver evaluates: a sequence of K steps that replaces L transformer blocks.
 
     The shared field is registered once, as `shared`; the steps are modules without parameters, 'solver.0' to
-    'solver.K-1', so that hooks, feature extraction and FX find K layers. A step is given the field whenever it is used:
-    by `forward`, and by iteration and indexing, whose steps can be called as the host calls its blocks. `steps`,
-    `method` and `config` may be set after training, which lays new steps (hooks on the old ones are gone). An adaptive
-    method solves [0, T] in one go, and calls the steps only where the host asks for states in between.
+    'solver.K-1', so hooks, feature extraction and FX find K layers. A step receives the field each time it is used: in
+    `forward`, and in iteration and indexing, whose steps can be called as the host calls its blocks. `steps`, `method`
+    and `config` may be set after training; this creates new steps (hooks on the old ones are lost). An adaptive method
+    solves [0, T] in one call, and runs the steps only if the host asks for intermediate states.
 
-    Nothing in it is changed by running it, so that several threads may do so at a time.
+    A forward pass changes nothing in the module, so several threads may run it at the same time.
 
     Args:
         shared: Vector field that all steps share.
         config: Settings, resolved (steps and T set).
         feature: `feature_info` entry of one block of the host: num_chs and reduction.
         t: Time at which the first step starts.
-        before: Blocks of the base that stay as they are, ahead of the ODE.
-        after: Blocks of the base that stay as they are, behind the ODE.
+        before: Blocks of the base that are kept before the ODE.
+        after: Blocks of the base that are kept after the ODE.
 
     Attributes:
         shared: The vector field.
-        solver: The steps as they are registered, without the field.
-        before: The blocks of the base ahead of the ODE.
-        after: The blocks of the base behind it.
+        solver: The registered steps, without the field.
+        before: The blocks of the base before the ODE.
+        after: The blocks of the base after the ODE.
 
     Shape: [B, N, D] to [B, N, D].
 
@@ -60,7 +60,7 @@ class OdeBlocks(nn.Module):
         self.t = t
         self.before = nn.ModuleList(before)
         self.after = nn.ModuleList(after)
-        self.feature_info = _FeatureInfo()  # the host's list too, so that it stays true when the steps change
+        self.feature_info = _FeatureInfo()  # shared with the host, so it stays correct when the steps change
         self._feature = dict(feature or {})
         self._measured = Measured()
         self._traced: Tuple[Solver, ...] = ()
@@ -75,26 +75,26 @@ class OdeBlocks(nn.Module):
 
     @property
     def _running(self) -> Solver:
-        """The solver of this thread: its own inside of `at`."""
+        """The solver of this thread: inside `at`, the one that `at` made."""
         traced = torch.compiler.is_dynamo_compiling() and not _DYNAMO_READS_CONTEXT
         chosen = self._traced if traced else _AT.get().get(self, self._replicated)
         return chosen[-1] if chosen else self.solver
 
     def _replicate_for_data_parallel(self) -> Any:
-        """A replica of DataParallel runs what the thread that replicates runs, in another thread."""
+        """A DataParallel replica, in its own thread, runs the same solver as the thread that replicates."""
         replica: Any = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         replica._replicated = (self._running,)
         return replica
 
     @property
     def config(self) -> OdeConfig:
-        """Settings; setting them lays the steps anew."""
+        """Settings; setting them creates new steps."""
         return self._running.config
 
     @config.setter
     def config(self, config: OdeConfig) -> None:
         if self in _AT.get():
-            raise ValueError('Steps, method and config cannot be set inside of `with blocks.at(...)`. Leave it first.')
+            raise ValueError('Steps, method and config cannot be set inside `with blocks.at(...)`. Leave it first.')
         if config.field != self.config.field:
             raise ValueError(
                 f"The shared block is a '{self.config.field}' field and cannot become '{config.field}'. Convert the "
@@ -103,7 +103,7 @@ class OdeBlocks(nn.Module):
             now, wanted = getattr(self.config, name), getattr(config, name)
             if now != wanted:
                 raise ValueError(
-                    f'{name} is fixed at conversion: {now!r}, not {wanted!r}. Convert the original model again.')
+                    f'{name}={now!r} is fixed at conversion; got {wanted!r}. Convert the original model again.')
         self._lay(config)
 
     @property
@@ -119,10 +119,10 @@ class OdeBlocks(nn.Module):
 
     @contextmanager
     def at(self, steps: int) -> Iterator[None]:
-        """Temporarily use another number of steps, in this thread only; hooks on the own steps do not see that.
+        """Temporarily use another number of steps, in this thread only; hooks on the original steps do not fire.
 
-        A backward pass that runs the whole forward pass again, as torch.utils.checkpoint of a model does, belongs
-        inside; gradient checkpointing of timm's models, which is per step, does not care.
+        A backward pass that repeats the whole forward pass, as torch.utils.checkpoint around a model does, must also
+        run inside; the gradient checkpointing of timm's models works per step and is not affected.
         """
         if steps is None:
             raise ValueError('steps must be a whole number of at least 1; got None.')
@@ -157,7 +157,7 @@ class OdeBlocks(nn.Module):
 
     @property
     def layers(self) -> List[int]:
-        """For each block of the sequence, the layer of the base: the one in which a step starts, or its own."""
+        """The base's layer for each block of the sequence: the one in which a step starts, or a kept block's own."""
         last = self.config.blocks[1] if self.config.blocks else 0
         steps = [int(step.t + 1e-6) for step in self.bound_steps]
         return [*range(int(self.t) - len(self.before), int(self.t)), *steps,
@@ -165,25 +165,25 @@ class OdeBlocks(nn.Module):
 
     @property
     def bound_steps(self) -> List[Step]:
-        """The steps that this thread runs, each with the field: the sequence without the blocks of the base."""
+        """The steps that this thread runs, each bound to the field; the kept blocks of the base are left out."""
         return list(self._running.bound(self.shared))
 
     @property
     def nfe(self) -> int:
-        """Field evaluations of a forward pass; for an adaptive method those of this thread's last one, 0 before it.
+        """Field evaluations of a forward pass; for an adaptive method, of this thread's last one, or 0 before it.
 
-        Where a host calls adaptive steps one by one, each counts its own: `sum(s.evaluations for s in blocks)`.
+        If a host calls adaptive steps one by one, each counts its own: `sum(s.evaluations for s in blocks)`.
         """
         if self.config.adaptive:
             return self._measured.evaluations
         return self.steps * METHODS[self.config.method].evaluations
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the state ahead of the first block [B, N, D] to the state behind the last one [B, N, D].
+        """Map the state before the first block [B, N, D] to the state after the last one [B, N, D].
 
         Args:
             x: The embedded tokens.
-            *args: What the host hands to each of its blocks: masks, RoPE tables, ...
+            *args: What the host passes to each of its blocks: masks, RoPE tables, ...
             **kwargs: Likewise.
         """
         for block in self.before:
@@ -201,8 +201,8 @@ class OdeBlocks(nn.Module):
         """All states of the ODE.
 
         Args:
-            x: State at its start [B, N, D]: the embedded tokens, unless blocks ahead of it were kept.
-            *args: What the host hands to each of its blocks: masks, RoPE tables, ...
+            x: State at its start [B, N, D]: the embedded tokens, unless earlier blocks were kept.
+            *args: What the host passes to each of its blocks: masks, RoPE tables, ...
             **kwargs: Likewise.
 
         Returns:
@@ -216,7 +216,7 @@ class OdeBlocks(nn.Module):
         return torch.stack(path)
 
     def _in_context(self, args: Any, kwargs: Any) -> Iterator[Tuple[Step, Context]]:
-        """The steps with what each is called with; every field is folded once."""
+        """Each step with the context that it is called with; every field is folded once."""
         contexts: Dict[int, Context] = {}
         for step in self.bound_steps:
             if id(step.field) not in contexts:
@@ -256,19 +256,19 @@ class OdeBlocks(nn.Module):
 
 
 def _without(solvers: Tuple[Solver, ...], solver: Solver) -> Tuple[Solver, ...]:
-    """All but the last occurrence of one."""
+    """The solvers, without the last occurrence of one of them."""
     last = max((i for i, other in enumerate(solvers) if other is solver), default=-1)
     return tuple(other for i, other in enumerate(solvers) if i != last)
 
 
-# The solvers that `at` has put in the place of a module's own, the last in force: by thread, and by task of asyncio
+# The solvers that `at` uses instead of a module's own, per thread and per asyncio task; the last one is active
 _AT: ContextVar[Mapping[OdeBlocks, Tuple[Solver, ...]]] = ContextVar('at', default={})  # noqa: B039 (never changed in place)
-# Before 2.15, torch.compile cannot read it: compiled models then follow the `at` that was entered last, of any thread
+# Before 2.15, torch.compile cannot read it: compiled models then follow the last `at` entered in any thread
 _DYNAMO_READS_CONTEXT = tuple(int(part) for part in torch.__version__.split('.')[:2]) >= (2, 15)
 
 
 class _FeatureInfo(list):
-    """A list, in a type of its own because torch.export replaces the plain lists of a module by copies."""
+    """A list with a type of its own, because torch.export replaces the plain lists of a module with copies."""
 
 
 def find_ode_blocks(model: nn.Module) -> List[OdeBlocks]:

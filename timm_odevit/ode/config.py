@@ -1,4 +1,4 @@
-"""OdeConfig: what turns a stack of transformer blocks into an ODE; frozen, validated, serialisable."""
+"""OdeConfig: the settings that turn a stack of transformer blocks into an ODE; frozen, validated, serialisable."""
 import re
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -33,7 +33,7 @@ def _boundaries(name: str, value: Any) -> Any:
     if isinstance(value, str):
         raise ValueError(f"Unknown {name} '{value}'. {suggest(value, ('uniform', 'similarity'))}Allowed: uniform, "
                          'similarity, or layers such as (7, 10).')
-    allowed = 'strictly increasing layers from 1 on, such as (7, 10)'
+    allowed = 'strictly increasing layers, each at least 1, such as (7, 10)'
     found = many(whole(1), allowed)(name, [value] if isinstance(value, int) else value)
     if not all(a < b for a, b in pairwise(found)):
         raise ValueError(f'{name} must be {allowed}; got {value!r}.')
@@ -62,30 +62,31 @@ class OdeConfig(Settings):
     """Settings of an ODE-ViT.
 
     One unit of time is one transformer block of the base model. Every setting is also a keyword of the `odevit_*`
-    models, with `ode_` in front.
+    models, with the prefix `ode_`.
 
     Attributes:
         field: Vector field: 'native', the base model's own sub-layers, or 'lipschitz', the paper's.
         method: Integration method: euler, midpoint, heun2, rk4, lie_trotter or strang (see METHODS), or an adaptive
             method of the installed torchdiffeq, such as dopri5.
         steps: Number K of steps on [0, T]; None for the number of converted layers; one number per stage for a model
-            with stages (Swin). An adaptive method chooses its own steps, and K is the number of states that it reports.
+            with stages (Swin). An adaptive method chooses its own steps; K is then the number of states it reports.
         T: End time, in blocks of the base model; None for the number of converted layers.
         time: How the shared block depends on t: 'autonomous', not at all; 'vectors', its vectors (norms, biases,
-            LayerScale) have a value per layer; 'low_rank', each matrix has a residual of rank `rank` per layer too.
+            LayerScale) have a value per layer; 'low_rank', each matrix also has a residual of rank `rank` per layer.
             Between two layers, values are interpolated linearly in t.
         rank: Rank of the residuals of 'low_rank'.
-        phases: Number of shared blocks, on as many consecutive spans of layers.
-        boundaries: First layer of each span but the first, such as (7, 10); 'uniform' for spans of equal length;
+        phases: Number of shared blocks, one per span of consecutive layers.
+        boundaries: First layer of each span except the first, such as (7, 10); 'uniform' for spans of equal length;
             'similarity' for spans of similar hidden states, measured on images when a model is converted.
-        init: Weights of a shared block: 'mean' of its layers' blocks; 'block:<i>'; 'svd', the mean, and each layer's
-            residual from it truncated to `rank`; 'svd_data', the same, least squares over the layer's inputs;
-            'spectral': random, every weight matrix at spectral norm 1. None for 'svd' with low_rank, else 'mean'.
-        blocks: First and last of the layers that are converted, such as (3, 9); None for all.
+        init: Weights of a shared block: 'mean' of its layers' blocks; 'block:<i>', one of them; 'svd', the mean, plus
+            each layer's residual from it truncated to `rank`; 'svd_data', the same, by least squares over the layer's
+            inputs; 'spectral', random, every weight matrix with spectral norm 1. None for 'svd' with low_rank, else
+            'mean'.
+        blocks: First and last layer to convert, such as (3, 9); None for all.
         rtol: Relative tolerance of an adaptive method, dimensionless.
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
-        adjoint: Back-propagate an adaptive solution by the adjoint method: memory that does not grow with the number
-            of evaluations, gradients up to the tolerance (Chen et al., arXiv 1806.07366).
+        adjoint: Backpropagate through an adaptive solution by the adjoint method: memory does not grow with the number
+            of evaluations, and gradients are accurate to the tolerance (Chen et al., arXiv 1806.07366).
 
     Raises:
         ValueError: A setting is out of range; the message names what is allowed.
@@ -116,7 +117,7 @@ class OdeConfig(Settings):
         if self.time == 'low_rank' and self.rank < 1:
             raise ValueError(f"time='low_rank' needs a rank of at least 1, such as rank=8; got {self.rank!r}.")
         if self.time != 'low_rank' and self.rank != 0:
-            raise ValueError(f"rank is for time='low_rank'; got rank={self.rank!r} with time='{self.time}'.")
+            raise ValueError(f"rank applies only to time='low_rank'; got rank={self.rank!r} with time='{self.time}'.")
         if isinstance(self.boundaries, tuple):
             count = len(self.boundaries)
             if self.phases not in (1, count + 1):
@@ -125,7 +126,7 @@ class OdeConfig(Settings):
         if self.init in ('svd', 'svd_data') and self.time != 'low_rank':
             raise ValueError(f"init '{self.init}' fills the residuals of time='low_rank'; got time='{self.time}'.")
         if self.init == 'svd_data' and self.field != 'native':
-            raise ValueError("init 'svd_data' weighs the base's own layers, so it needs field='native'. Use 'svd'.")
+            raise ValueError("init 'svd_data' fits the base's own layers, so it needs field='native'. Use 'svd'.")
         if self.adjoint and not self.adaptive:
             raise ValueError(
                 f"adjoint needs an adaptive method ({', '.join(adaptive_methods())}); '{self.method}' has fixed steps. "
@@ -141,7 +142,7 @@ class OdeConfig(Settings):
         """Number K of steps and end time T.
 
         Raises:
-            ValueError: One of them is still to be taken from the base model.
+            ValueError: One of them is None, so it is still to be taken from the base model.
         """
         if not isinstance(self.steps, int) or self.T is None:
             raise ValueError(
@@ -149,7 +150,7 @@ class OdeConfig(Settings):
         return self.steps, self.T
 
     def span(self, depth: int) -> Tuple[int, int]:
-        """The first and the last layer that are converted, of a sequence of `depth` layers."""
+        """The first and the last converted layer of a sequence of `depth` layers."""
         return self.blocks or (0, depth - 1)
 
     def resolve(self, depth: int, stage: int = 0) -> 'OdeConfig':
@@ -167,10 +168,10 @@ class OdeConfig(Settings):
 
         Args:
             args: Keywords that all start with `ode_`.
-            model: Name of the model for messages.
+            model: Name of the model, for error messages.
 
         Raises:
-            TypeError: A keyword is unknown; the message names the closest one.
+            TypeError: A keyword is unknown; the message names the closest match.
         """
         refuse_unknown(args, [PREFIX + name for name in cls.names()], model)
         return cls(**{name[len(PREFIX):]: value for name, value in args.items()})

@@ -16,13 +16,13 @@ __all__ = [
 
 
 class Context(NamedTuple):
-    """What a field is called with beside the time and the state.
+    """What a field is called with, besides the time and the state.
 
     Attributes:
         attn_mask: Attention mask of the host.
         is_causal: Causal attention.
         weights: What `fold()` returned for this forward pass.
-        passed: All that the host hands to its blocks, by name: masks, RoPE tables, shared position bias, ...
+        passed: Everything that the host passes to its blocks, by name: masks, RoPE tables, shared position bias, ...
     """
     attn_mask: Optional[Tensor]
     is_causal: bool
@@ -31,26 +31,26 @@ class Context(NamedTuple):
 
 
 class Field(nn.Module):
-    """A vector field psi(t, x) = G(t, x) + F(t, x): G attention, which mixes tokens, F the MLP of each token.
+    """A vector field psi(t, x) = G(t, x) + F(t, x): G is attention, which mixes tokens; F is the MLP on each token.
 
     Every field has
     - `__call__(t, x, context, part)`: G for part 'attention', F for part 'mlp', their sum for '' [B, N, D];
-    - `attention(t, x, context)` and `mlp(t, x, context)`: G and F on their own, where the field can be split;
-    - `fold()`: what depends on the parameters alone and is worth computing once per forward pass instead of once
-      per evaluation, or None; handed back as `context.weights`;
-    - `attention_map(t, x)`: the probabilities [B, heads, N, N] in float32, before dropout;
+    - `attention(t, x, context)` and `mlp(t, x, context)`: G and F separately, if the field can be split;
+    - `fold()`: what depends only on the parameters and is worth computing once per forward pass instead of once per
+      evaluation, or None; passed back as `context.weights`;
+    - `attention_map(t, x)`: the attention probabilities [B, heads, N, N] in float32, before dropout;
     - `select(t)`, `jumps`, `depends_on_time`, `snapshot(t)`: how it depends on time;
-    - `parts`: the fields that it is made of, one for each phase;
+    - `parts`: the fields that it consists of, one for each phase;
     - `resizable()`: the block of the base, for a host that changes its image size.
 
     t is a float, or a 0-dim tensor from an adaptive method.
     """
     if TYPE_CHECKING:  # TorchScript reads the annotations of a module
         names: Tuple[str, ...]  # what a host's blocks take after the state, in order
-        attention_prefixes: Tuple[str, ...]  # names of the parameters of G start so; all others belong to F
+        attention_prefixes: Tuple[str, ...]  # prefixes of the parameters of G; all others belong to F
         depends_on_time: bool  # within a phase
         jumps: Sequence[float]  # times at which it is not continuous, increasing
-        scriptable: bool  # TorchScript can hold it
+        scriptable: bool  # TorchScript supports it
         attention: Any  # of a field that can be split
         mlp: Any
     names = ('attn_mask', 'is_causal')
@@ -79,7 +79,7 @@ class Field(nn.Module):
 
     @torch.jit.unused
     def context(self, args, kwargs, weights=None):
-        """A Context of what a host hands to one of its blocks after the state, and of what `fold()` returned."""
+        """Build a Context from what a host passes to its blocks after the state, and from what `fold()` returned."""
         passed = {**dict(zip(self.names[:len(args)], args, strict=False)), **kwargs}
         return Context(passed.get('attn_mask'), passed.get('is_causal', False), weights, passed)
 
@@ -89,7 +89,7 @@ class Field(nn.Module):
 
     @torch.jit.unused
     def select(self, t):
-        """The field that is in charge at t."""
+        """The field that applies at t."""
         return self
 
     @property
@@ -99,7 +99,7 @@ class Field(nn.Module):
 
     @torch.jit.unused
     def snapshot(self, t):
-        """The field as it is at t, with weights of its own: a field that does not depend on time."""
+        """A copy of the field as it is at t, with weights of its own; it does not depend on time."""
         return copy_module(self, hooks=True)
 
     @torch.jit.unused
@@ -112,7 +112,7 @@ class Field(nn.Module):
 
 
 class NativeField(Field):
-    """The base model's own sub-layers, with all that they have (LayerScale, qk-norm, biases, RoPE, ...).
+    """The base model's own sub-layers, with all their parts (LayerScale, qk-norm, biases, RoPE, ...).
 
     Args:
         block: A transformer block of the base, here a pre-norm one (norm1, attn, ls1, norm2, mlp, ls2); the
@@ -140,13 +140,13 @@ class NativeField(Field):
             return self._attend_passing_all(x, context)
 
     @torch.jit.unused
-    def _attend_passing_all(self, x, context):  # TorchScript does not even parse **
+    def _attend_passing_all(self, x, context):  # TorchScript cannot even parse **
         return self.block.attn(x, **context.passed)
 
     @property
     @torch.jit.unused
     def has_attention_maps(self):
-        # elsewhere, RoPE, a position bias or windows are part of it
+        # in other blocks, RoPE, a position bias or windows are part of attention
         return type(self) is NativeField and type(self.block.attn) is Attention
 
     @torch.jit.unused
@@ -170,7 +170,7 @@ class PostNormField(NativeField):
 
 
 class GammaField(NativeField):
-    """A pre-norm block with LayerScale as plain parameters gamma_1 and gamma_2, or without: EVA, BEiT."""
+    """A pre-norm block with LayerScale as plain parameters gamma_1 and gamma_2, or without LayerScale: EVA, BEiT."""
     scriptable = False
 
     def attention(self, t, x, context):
@@ -235,7 +235,8 @@ class WholeField(NativeField):
     scriptable = False
 
     def attention(self, t, x, context):
-        raise ValueError(f'A {type(self.block).__name__} cannot be split in attention and MLP. Use an unsplit method.')
+        raise ValueError(
+            f'A {type(self.block).__name__} cannot be split into attention and MLP. Use an unsplit method.')
 
     mlp = attention
 

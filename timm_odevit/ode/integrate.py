@@ -21,7 +21,7 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
 
     Args:
         field: Vector field, called as field(t, x) with t a float (a 0-dim tensor from an adaptive method) and
-            x [B, N, D] (any shape will do); returns the slope in the shape of x. The splitting methods call its
+            x [B, N, D] (or any other shape); returns the slope in the shape of x. The splitting methods call its
             `attention(t, x)` and `mlp(t, x)`.
         x0: State at t = 0 [B, N, D]; integrated in its own dtype.
         config: Method, number of steps and end time; steps and T must be set.
@@ -31,8 +31,8 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
         x(T) [B, N, D], or all states [K + 1, B, N, D] with keep.
 
     Raises:
-        ValueError: steps or T is not set, the state is in half precision for an adaptive method, or the field has no
-            sub-flows to split.
+        ValueError: steps or T is not set, an adaptive method gets a state in half precision, or a splitting method a
+            field without sub-flows.
         FloatingPointError: The state stopped being finite; the message names the step and t.
 
     Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.1; ODE-ViT, arXiv 2511.16501.
@@ -40,7 +40,7 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
     steps, T = config.grid
     if not config.adaptive and METHODS[config.method].splits and not hasattr(field, 'attention'):
         raise ValueError(
-            f"'{config.method}' splits the field in attention(t, x) and mlp(t, x), which this one does not have. "
+            f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does not have. "
             "Use an unsplit method, such as 'euler' or 'rk4'.")
     module: Any = field if isinstance(field, Field) else _Callable(field)
     if config.adaptive:

@@ -1,4 +1,4 @@
-"""The paper's field, which is Lipschitz."""
+"""The paper's Lipschitz field."""
 from typing import List
 
 import torch
@@ -13,7 +13,7 @@ __all__ = ['CenterNorm', 'LipschitzField']
 
 
 class CenterNorm(nn.Module):
-    """gamma * D / (D - 1) * (x - mean(x)) + beta: a LayerNorm without the division, so that it is Lipschitz.
+    """gamma * D / (D - 1) * (x - mean(x)) + beta: a LayerNorm without the division, and thus Lipschitz.
 
     Args:
         dim: Number of channels D.
@@ -46,9 +46,9 @@ class CenterNorm(nn.Module):
 class LipschitzField(Field):
     """The paper's field: bias-free multi-head self-attention and a bias-free MLP, each behind a CenterNorm.
 
-    Both sub-flows read the same state, and a CenterNorm is linear, so both norms and both projections are one matrix
-    product, and so are both output projections. Their weights are read, not called: a hook or a wrapper belongs on the
-    field or on a step, not on qkv, fc1, proj or fc2.
+    Both sub-flows read the same state and a CenterNorm is linear, so both norms and both input projections are one
+    matrix product, and so are both output projections. The weights of qkv, fc1, proj and fc2 are read, but these
+    modules are not called: put hooks and wrappers on the field or on a step, not on them.
 
     Args:
         dim: Number of channels D.

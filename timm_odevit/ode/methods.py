@@ -13,10 +13,10 @@ class Method:
         order: Order of convergence of the global error.
         evaluations: Field evaluations per step. A field is the sum of an attention and an MLP sub-flow, so one
             evaluation of one sub-flow counts as half.
-        a: Lower triangle of the Butcher matrix, one row a stage; empty for a splitting method.
+        a: Lower triangle of the Butcher matrix, one row per stage; empty for a splitting method.
         b: Butcher weights.
         c: Butcher nodes, dimensionless fractions of the step.
-        splits: The method advances the two sub-flows one after the other.
+        splits: Whether the method advances the two sub-flows one after the other.
     """
     order: int
     evaluations: int
@@ -27,8 +27,8 @@ class Method:
 
 
 # Tableaux: Hairer, Nørsett & Wanner, Solving ODEs I, II.1; rk4 is the 3/8 rule, as in torchdiffeq.
-# Splitting: Hairer, Lubich & Wanner, Geometric Numerical Integration, II.5. A strang step advances the MLP half
-# a step, attention a full step and the MLP half a step, each by one midpoint step: 2 + 2 + 2 halves = 3 evaluations.
+# Splitting: Hairer, Lubich & Wanner, Geometric Numerical Integration, II.5. A strang step advances the MLP by
+# h/2, attention by h and the MLP by h/2, each with one midpoint step: 2 + 2 + 2 halves = 3 evaluations.
 METHODS = {
     'euler': Method(1, 1, a=((),), b=(1.,), c=(0.,)),
     'midpoint': Method(2, 2, a=((), (1 / 2,)), b=(0., 1.), c=(0., 1 / 2)),

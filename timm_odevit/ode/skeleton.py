@@ -1,7 +1,7 @@
-"""Modules that own nothing: a module's structure, settings and hooks, with other tensors in it.
+"""Skeletons: modules with the structure, settings and hooks of another module, but with other tensors.
 
-A model that runs must not be changed, for another thread may run it too. Where a module has to run with other weights,
-a skeleton is made for that call, filled, used and dropped.
+A running model must not be changed, because another thread may be running it too. To run a module with other weights,
+a skeleton is created for that call, filled, used and discarded.
 """
 import copy
 from collections import OrderedDict
@@ -19,26 +19,26 @@ Module = TypeVar('Module', bound=nn.Module)
 
 
 def run_with(module: nn.Module, tensors: Mapping[str, Tensor], *args: Any) -> Any:
-    """Call a module with other tensors in it; see `skeleton`."""
-    if torch.compiler.is_dynamo_compiling():  # simulates the exchange of tensors; before 2.13, it makes no modules
+    """Call a module with other tensors; see `skeleton`."""
+    if torch.compiler.is_dynamo_compiling():  # simulates the swap of tensors; before 2.13, it cannot create modules
         return functional_call(module, dict(tensors), args, tie_weights=False)
     return skeleton(module, tensors)(*args)
 
 
 def skeleton(module: Module, tensors: Mapping[str, Tensor]) -> Module:
-    """A module of the same structure that runs with other tensors; takes microseconds, copies nothing.
+    """Create a module of the same structure that runs with other tensors; takes microseconds, copies nothing.
 
-    Settings, hooks and all that is not replaced are shared with the module, which stays as it is.
+    Settings, hooks and tensors that are not replaced are shared with the original module, which does not change.
 
     Args:
         module: Any module.
         tensors: Tensors for its parameters and buffers, by their name in the module ('attn.qkv.weight').
 
     Returns:
-        A module of the same class. What is replaced in it is an attribute, not a parameter: gradients flow through it.
+        A module of the same class. Its replaced tensors are not Parameters: gradients flow through them.
 
     Raises:
-        RuntimeError: The `forward` of a module in question was replaced by a function that is tied to that module.
+        RuntimeError: The `forward` of an affected module was replaced by a function that is tied to that module.
     """
     twin: Any = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
@@ -47,8 +47,8 @@ def skeleton(module: Module, tensors: Mapping[str, Tensor]) -> Module:
         if twin.__dict__['forward'] is module.__dict__['forward']:
             raise RuntimeError(
                 f'The forward of this {type(module).__name__} was replaced by a function, which may use the weights of '
-                'the module that it was made for. Replace it by a method, a partial of it, or a hook.')
-    twin.__dict__['_compiled_call_impl'] = None  # module.compile() ties it to the module
+                'the module it was made for. Use a method, a functools.partial that takes the module, or a hook.')
+    twin.__dict__['_compiled_call_impl'] = None  # module.compile() ties it to the original module
     for kind in ('_parameters', '_buffers', '_modules'):
         twin.__dict__[kind] = module.__dict__[kind].copy()
     below: Dict[str, Dict[str, Tensor]] = {}
@@ -60,14 +60,14 @@ def skeleton(module: Module, tensors: Mapping[str, Tensor]) -> Module:
             twin._buffers[first] = tensor
         else:
             twin._parameters[first] = tensor
-            twin.__dict__.pop(first, None)  # where a replica of DataParallel has it
+            twin.__dict__.pop(first, None)  # where a DataParallel replica keeps it
     for first, inner in below.items():
         twin._modules[first] = skeleton(module._modules[first], inner)  # type: ignore[type-var]
     return twin
 
 
 def _tied_to(twin: Any, module: Any, value: Any) -> Any:
-    """A bound method of a module, or a partial that holds it (Accelerate's), for its twin; anything else as it is."""
+    """Rebind a method of a module, or a partial that takes it (Accelerate's), to its twin; return others as is."""
     if isinstance(value, MethodType) and value.__self__ is module:
         return MethodType(value.__func__, twin)
     if isinstance(value, partial) and any(arg is module for arg in value.args):
@@ -76,11 +76,11 @@ def _tied_to(twin: Any, module: Any, value: Any) -> Any:
 
 
 def copy_module(module: Module, hooks: bool) -> Module:
-    """A deep copy of all but the hooks, which may hold what cannot be copied.
+    """Deep-copy everything but the hooks, which may hold objects that cannot be copied.
 
     Args:
         module: Any module.
-        hooks: The copy has the same hooks; otherwise it has none.
+        hooks: Whether the copy has the same hooks; otherwise it has none.
     """
     memo: Dict[int, Any] = {}
     for inner in module.modules():

@@ -1,4 +1,4 @@
-"""Solver steps, one module each, and the sequence of them."""
+"""Solver steps, one module each, and their sequence."""
 from typing import TYPE_CHECKING, Any, Iterator, List, Tuple
 
 import torch
@@ -16,10 +16,10 @@ _HOOKS = ('_forward_hooks', '_forward_hooks_with_kwargs', '_forward_hooks_always
 
 
 class Step(nn.Module):
-    """One solver step: a module that takes the state at t [B, N, D] to the state at t + h.
+    """One solver step: a module that maps the state at t [B, N, D] to the state at t + h.
 
-    A step says when and how a field is evaluated; it holds none. Who runs it gives it one by `bound`, for that call.
-    A bound step is called as the host calls its transformer blocks, with whatever it passes beside the state.
+    A step defines when and how a field is evaluated, but holds none; the caller supplies it by `bound`, for each use.
+    A bound step is called as the host calls its transformer blocks, with whatever the host passes besides the state.
 
     Args:
         t: Time at which the step starts.
@@ -44,13 +44,13 @@ class Step(nn.Module):
 
     @torch.jit.unused
     def bound(self, field):
-        """This step with a field: the same settings and hooks, in a module that is made anew for each use.
+        """This step with a field: a new module for each use, with the same settings and hooks.
 
         Args:
             field: Vector field: field(t, x, context, part) with part 'attention', 'mlp' or '' for their sum.
         """
         twin: Any
-        if torch.compiler.is_dynamo_compiling():  # before torch 2.13, it follows no other way to make a module
+        if torch.compiler.is_dynamo_compiling():  # before torch 2.13, Dynamo can create modules only this way
             twin = self.again()
             for name in _HOOKS:
                 setattr(twin, name, getattr(self, name))
@@ -62,7 +62,7 @@ class Step(nn.Module):
 
     @torch.jit.unused
     def apart(self):
-        """A step with the same settings, and hooks of its own, which are the same to begin with."""
+        """A step with the same settings and its own copies of the hooks."""
         other = self.again()
         for name in _HOOKS:
             value = getattr(self, name)
@@ -71,37 +71,37 @@ class Step(nn.Module):
 
     @torch.jit.unused
     def register_full_backward_hook(self, hook, prepend=False):
-        """Register a hook for the step, bound or not: torch notes its kind in the module that it is registered on."""
+        """Register a hook on the step, even if bound: torch records its kind in the module it is registered on."""
         return super(Step, self.__dict__.get('_step', self)).register_full_backward_hook(hook, prepend)
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Step) and self._forward_hooks is other._forward_hooks  # bound or not
 
-    def __hash__(self) -> int:  # with it, FX finds the name of a bound step
+    def __hash__(self) -> int:  # FX needs it to find the name of a bound step
         return id(self._forward_hooks)
 
     @torch.jit.unused
     def forward(self, x, *args, **kwargs):
         if 'field' not in self._modules:
-            raise RuntimeError('A step of `blocks.solver` has no field. Call those that `blocks` itself gives, such as '
+            raise RuntimeError('A step of `blocks.solver` has no field. Call the steps from `blocks` itself, such as '
                                'model.blocks[0] or `for step in model.blocks`.')
         ready = len(args) == 1 and isinstance(args[0], Context)  # from OdeBlocks, which folds once for all steps
         return self.advance(x, args[0] if ready else self.field.context(args, kwargs))
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if '_step' in self.__dict__:  # what is set on a bound step is set on the step
+        if '_step' in self.__dict__:  # an attribute set on a bound step is set on the step, too
             setattr(self._step, name, value)
 
     @property
     def attn(self) -> Any:
-        """The attention of the block: where a host looks for what depends on the image size."""
+        """The attention of the block, where a host looks for settings that depend on the image size."""
         return self.field.select(self.t).resizable().attn
 
     def set_input_size(self, *args: Any, **kwargs: Any) -> None:
-        """What Swin calls on each block when the image size changes; the steps share one."""
+        """Set the image size, as Swin does on each of its blocks; the steps share one block."""
         if '_step' not in self.__dict__:
-            raise ValueError('This model is merged. Call restore() on what merge_ returned first.')
+            raise ValueError('This model is merged. Call restore() on its Merged first.')
         self.field.select(self.t).resizable().set_input_size(*args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -142,7 +142,7 @@ class RungeKuttaStep(Step):
 
 
 class LieTrotterStep(Step):
-    """Attention for h, then the MLP for h, each by an Euler step: at h = 1, the pre-norm transformer block."""
+    """Attention for h, then the MLP for h, each by an Euler step; at h = 1, this is the pre-norm transformer block."""
 
     def advance(self, x: Tensor, context: Context) -> Tensor:
         x = torch.add(x, self.field(self.t, x, context, 'attention'), alpha=self.h)
@@ -204,7 +204,7 @@ class Solver(nn.ModuleList):
         self.t = t
 
     def bound(self, field: Field) -> Iterator[Step]:
-        """The steps, each with the field that is in charge where it starts; an adaptive one with the whole."""
+        """The steps, each bound to the field that applies where it starts; adaptive steps get the whole field."""
         steps: Any = self
         for step in steps:
             yield step.bound(field if self.config.adaptive else field.select(step.t))

@@ -1,4 +1,4 @@
-"""Fields that depend on time: parameters with a value per layer, and phases with a block of their own."""
+"""Fields that depend on time: parameters with a value per layer, and phases with a block each."""
 from itertools import pairwise
 from typing import Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
@@ -11,25 +11,25 @@ from .skeleton import copy_module, run_with, skeleton
 
 __all__ = ['MATRICES', 'VECTORS', 'PhasedField', 'TabulatedField', 'TimeField', 'matrix_shape']
 
-# where a TimeField keeps the residuals of vectors, and the factors of those of matrices
+# attributes of a TimeField: the residuals of vectors, and the factors of the residuals of matrices
 VECTORS, MATRICES = ('vectors',), ('up', 'down')
 
 
 @register_notrace_module  # FX would look up the parameters in the base field and miss the residuals
 class TimeField(Field):
-    """A field whose parameters are functions of t: those of a base field, and a residual for each layer.
+    """A field whose parameters are functions of t: those of a base field plus a residual for each layer.
 
-    A vector v becomes v + d(t), a matrix W becomes W + B(t) A(t), with A and B of rank r. The residual of layer l is
-    in force at t = l; between two layers, residuals are interpolated linearly in t, and beyond the first and the last
-    one they are constant. Weight decay therefore pulls each layer towards the shared block.
+    A vector v becomes v + d(t), a matrix W becomes W + B(t) A(t), with A and B of rank r. The residual of layer l
+    applies at t = l; between two layers, residuals are interpolated linearly in t; before the first and after the last
+    layer, they are constant. Weight decay therefore pulls each layer towards the shared block.
 
-    Matrices are merged before they are used, once per evaluation: r (M + N) multiplications per entry of a layer's
-    M x N matrix instead of two more products per token. Training keeps one merged block per evaluation for the
-    backward pass, as much as the base model's blocks; inference one at a time, or by `merge_` all, merged once.
-    Running statistics have residuals per layer too; in training mode they stay as they are.
+    Matrices are merged before they are used, once per evaluation: r multiplications per entry of an M x N matrix
+    (2 r between two layers) instead of r (M + N) per token. Training keeps one merged block per evaluation for the
+    backward pass, as much memory as the base model's blocks; inference keeps one at a time, or all after `merge_`.
+    Running statistics also have residuals per layer; training mode does not update them.
 
     Args:
-        base: Field of which the parameters are shared.
+        base: Field whose parameters are shared.
         layers: Layers of the base model that have a residual, increasing.
         rank: Rank r of the residuals of matrices; 0 for vectors only.
 
@@ -54,12 +54,12 @@ class TimeField(Field):
                 r = min(rank, M, N)
                 self.up[key] = nn.Parameter(p.new_zeros(L, M, r), p.requires_grad)
                 down = torch.randn(L, r, N, device=p.device, dtype=p.dtype) / N ** 0.5
-                self.down[key] = nn.Parameter(down, p.requires_grad)  # not 0 as well: nothing would ever learn
+                self.down[key] = nn.Parameter(down, p.requires_grad)  # not 0 as well: neither factor would ever learn
 
         self.statistics = nn.Module()
 
     def add_statistics(self, name: str, residuals: Tensor) -> None:
-        """Residuals of a buffer of the base, such as a running mean, one a layer [L, ...]."""
+        """Add residuals of a buffer of the base, such as a running mean, one per layer [L, ...]."""
         self.statistics.register_buffer(name.replace('.', '-'), residuals)
 
     def forward(self, t, x, context=None, part=''):
@@ -97,8 +97,8 @@ class TimeField(Field):
         if found < len(self.vectors) + len(self.up):
             there = {_key(name) for name, _ in _named_parameters(self.base)}
             names = ', '.join(k for k in (*self.vectors, *self.up) if k not in there).replace('-', '.')
-            raise RuntimeError(f'{names}: residuals of parameters that are not there '
-                               'any more. A part of the shared block was replaced; put it back, or convert again.')
+            raise RuntimeError(f'{names}: these parameters have residuals but are no longer in the '
+                               'shared block. Put back the part that was replaced, or convert again.')
         for key, residuals in self.statistics.named_buffers():
             name = key.replace('-', '.')
             merged[name] = self.base.get_buffer(name) + sum(w * residuals[i] for i, w in knots)
@@ -124,7 +124,7 @@ class TimeField(Field):
     def resizable(self):
         if any('position_bias_table' in name for name in self.up):
             raise ValueError(
-                'The residuals of the position bias have the size of the image that the model was converted for. '
+                'The residuals of the position bias fit only the image size at which the model was converted. '
                 'Call set_input_size before convert_.')
         return self.base.resizable()
 
@@ -133,7 +133,7 @@ class TimeField(Field):
 
 
 class PhasedField(Field):
-    """Several fields, each in charge of some layers: t lies in layer floor(t).
+    """Several fields, each for some of the layers; t lies in layer floor(t).
 
     Args:
         fields: The fields.
@@ -185,7 +185,7 @@ class PhasedField(Field):
 
 
 class TabulatedField(Field):
-    """A field that depends on time, at the few times at which a step evaluates it: the nearest one is used.
+    """A field that depends on time, stored at the few times at which a step evaluates it; the nearest one is used.
 
     Args:
         fields: The field at these times.
@@ -204,14 +204,14 @@ class TabulatedField(Field):
             if abs(self.times[i] - t) < abs(self.times[nearest] - t):
                 nearest = i
         found = x
-        for i, field in enumerate(self.fields):  # TorchScript takes no other index of modules
+        for i, field in enumerate(self.fields):  # TorchScript cannot index modules in any other way
             if i == nearest:
                 found = field(t, x, context, part)
         return found
 
     def resizable(self):
-        # an AttributeError, for TorchScript asks for every attribute
-        raise AttributeError('This model is merged. Call restore() on what merge_ returned first.')
+        # an AttributeError, because TorchScript reads every attribute
+        raise AttributeError('This model is merged. Call restore() on its Merged first.')
 
     def extra_repr(self) -> str:
         return f'times={self.times}'
@@ -220,13 +220,13 @@ class TabulatedField(Field):
 def _named_parameters(module: nn.Module) -> Iterator[Tuple[str, Tensor]]:
     if not getattr(module, '_is_replica', False):
         return module.named_parameters()
-    # DataParallel gives its replicas tensors, which are not parameters, and notes them here
+    # DataParallel gives its replicas plain tensors instead of parameters, and lists them here
     return ((f'{name}.{key}', p) for name, inner in module.named_modules()
             for key, p in inner._former_parameters.items())  # type: ignore[operator, union-attr]
 
 
 def _key(name: str) -> str:
-    """The key of a parameter's residual; peft's layers keep the one that they wrap as `base_layer`."""
+    """The key of a parameter's residual; peft's layers hold the layer that they wrap as `base_layer`."""
     return name.replace('.base_layer.', '.').replace('.', '-')
 
 
@@ -236,5 +236,5 @@ def _number(t: Union[float, Tensor]) -> float:
 
 
 def matrix_shape(p: Tensor) -> Tuple[int, int]:
-    """Rows and columns of a parameter of two or more dimensions, seen as a matrix."""
+    """Rows and columns of a parameter of two or more dimensions, viewed as a matrix."""
     return p.shape[0], p[0].numel()

@@ -1,4 +1,4 @@
-"""The card of a model: README.md of its folder and of its page on the Hub, with metadata that the Hub understands."""
+"""Model cards: README.md of a model's folder and of its page on the Hub, with metadata that the Hub understands."""
 from typing import Any, Mapping, Optional, Sequence
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -39,31 +39,31 @@ def model_card(
         license: str = 'apache-2.0',
         provenance: str = '',
 ) -> str:
-    """The card of a model, as Markdown with metadata in front.
+    """Return a model's card: Markdown, preceded by metadata.
 
     Args:
-        name: What `timm.create_model` takes, such as 'hf-hub:org/name'.
-        model: The model, of which the card says base, settings and size.
-        summary: What it is and what it was made from, a sentence or two.
-        results: Rows as `Evaluation.to_json` has them.
-        dataset: Name of the data of the results, such as 'CIFAR-100'; its lower-case letters and digits are its id.
+        name: Name to pass to `timm.create_model`, such as 'hf-hub:org/name'.
+        model: The model; the card states its base, settings and size.
+        summary: A sentence or two on what it is and what it was made from.
+        results: Rows of `Evaluation.to_json`.
+        dataset: Dataset of the results, such as 'CIFAR-100'; its id is the letters and digits of this, in lower case.
         protocol: A sentence on how the results were measured.
-        trained_at: Step counts that the model was trained with, in bold in the table.
-        training: How it was trained, Markdown.
-        limits: What it cannot do, Markdown.
-        license: The Hub's identifier of a licence.
-        provenance: Where weights and data come from, Markdown.
+        trained_at: Step counts that the model was trained with; bold in the table.
+        training: How it was trained, in Markdown.
+        limits: What it cannot do, in Markdown.
+        license: The Hub's identifier of the licence.
+        provenance: Where the weights and data come from, in Markdown.
 
     Returns:
         The text of README.md.
 
     Raises:
-        ValueError: There are results, and their dataset has no name.
+        ValueError: The results have no dataset name, or are not rows of `Evaluation.to_json`.
     """
     if results and not dataset:
-        raise ValueError("Results need the name of their data, such as dataset='CIFAR-100'.")
+        raise ValueError("Results need the name of their dataset, such as dataset='CIFAR-100'.")
     if not all(isinstance(row, Mapping) and _KEYS <= set(row) for row in results):
-        raise ValueError('results must be rows as json.loads(evaluate(...).to_json()) gives them, with '
+        raise ValueError('results must be rows as returned by json.loads(evaluate(...).to_json()), with '
                          f"{', '.join(sorted(_KEYS))}.")
     blocks = find_ode_blocks(model)
     own = blocks[0].steps if len(blocks) == 1 else None

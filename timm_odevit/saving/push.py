@@ -22,7 +22,7 @@ from .weights import CONFIG, WEIGHTS, check_whole
 
 __all__ = ['Pushed', 'push_to_hub']
 
-# what a model's folder may hold to be sent; never a pickle
+# the files of a model's folder that are sent; never a pickle
 _SENT = (WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', 'earlier.yaml', 'results.json')
 
 
@@ -34,7 +34,7 @@ class Pushed:
         repo_id: The repository, 'org/name'.
         revision: The branch.
         files: 'new', 'changed' or 'same' for each file.
-        url: Page of the commit, or of the pull request; None where nothing was sent.
+        url: Page of the commit or of the pull request; None if nothing was sent.
     """
     repo_id: str
     revision: str
@@ -64,36 +64,36 @@ def push_to_hub(
         base: Optional[str] = None,
         base_args: Optional[Dict[str, Any]] = None,
 ) -> Pushed:
-    """Send a model to the Hugging Face Hub, from where `timm.create_model('hf-hub:org/name', pretrained=True)` has it.
+    """Send a model to the Hugging Face Hub, for `timm.create_model('hf-hub:org/name', pretrained=True)` to load.
 
-    Sent are model.safetensors, config.json, README.md (the card) and test/tensors.safetensors, an input and the model's
-    output for it, in one commit; of a folder also recipe.yaml and results.json. Files that the Hub has already are not
-    sent again, and a card that is there is kept unless another one, or results or a licence for it, are given.
+    One commit holds model.safetensors, config.json, README.md (the card) and test/tensors.safetensors (an input and the
+    model's output for it); from a folder, also recipe.yaml, earlier.yaml and results.json. Files that the Hub already
+    has are not sent again, and its card is kept unless a card, or results or a licence for one, are given.
 
     Args:
-        model: Model to send, or the folder of a saved one, which is sent as it is.
-        repo_id: 'org/name'; made if need be.
-        results: Rows for the card, as `json.loads(evaluate(...).to_json())` gives.
-        dataset: Name of the data of the results, such as 'CIFAR-100'.
-        card: Text of the card instead of a generated one.
-        license: The Hub's identifier of the licence, for the generated card; None for that of the model's pretrained
-            weights, as timm knows it.
-        private: Whether a repository that is made is private; None for the Hub's default.
-        revision: Branch to send to; made from main if need be.
+        model: Model to send, or the folder of a saved model, which is sent as it is.
+        repo_id: 'org/name'; created if it does not exist.
+        results: Rows for the card, as returned by `json.loads(evaluate(...).to_json())`.
+        dataset: Name of the dataset of the results, such as 'CIFAR-100'.
+        card: Text of the card, instead of a generated one.
+        license: The Hub's identifier of the licence, for the generated card; None for the one that timm states for
+            the model's pretrained weights.
+        private: Whether a new repository is private; None for the Hub's default.
+        revision: Branch to send to; created from main if it does not exist.
         create_pr: Open a pull request instead of sending to the branch.
-        message: Message of the commit.
-        token: Access token; None for the one that `hf auth login` keeps.
-        dry_run: Send nothing, say what would be sent.
+        message: Commit message.
+        token: Access token; None for the one that `hf auth login` stored.
+        dry_run: Send nothing; report what would be sent.
         base: timm name of the base, as in `save_pretrained`.
-        base_args: Keywords of the base, likewise.
+        base_args: Keywords of the base, as in `save_pretrained`.
 
     Returns:
-        The files, with what became of each.
+        What was sent, file by file.
 
     Raises:
-        ValueError: The model cannot be described, its licence is not known, or the folder is not one of a saved model,
-            or has links out of it.
-        OSError: The Hub refused; the message is one line.
+        ValueError: The model cannot be described, its licence is not known, or the folder holds no saved model,
+            or other files, or links that lead out of it.
+        OSError: The Hub refused, or could not be reached; the message is one line.
     """
     send = partial(_send, repo_id=repo_id, private=private, revision=revision, create_pr=create_pr, message=message,
                    token=token, dry_run=dry_run)
@@ -113,25 +113,25 @@ def push_to_hub(
     for name, value in given.items():
         if value:
             raise ValueError(
-                f"A folder is sent as it is, so {name} has no effect. Change '{folder / CARD}', or give a model.")
+                f"A folder is sent as it is, so {name} has no effect. Edit '{folder / CARD}', or give a model.")
     _check_links(folder)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
-        raise ValueError(f"'{folder}' has no {CONFIG} and {WEIGHTS}. Make it with save_pretrained(model, folder).")
+        raise ValueError(f"'{folder}' must hold {CONFIG} and {WEIGHTS}. Create it with save_pretrained(model, folder).")
     check_whole(folder / WEIGHTS)
     with torch.device('meta'):
-        timm.create_model(f'local-dir:{folder}')  # it describes a model
+        timm.create_model(f'local-dir:{folder}')  # raises unless it describes a model
     return send(folder, replace_card=True)
 
 
 def _check_links(folder: Path) -> None:
-    """Refuse a folder with links out of it: what they lead to may be somebody's secret."""
+    """Refuse a folder with links that lead out of it: their targets may be secret."""
     inside = os.path.realpath(folder)
     for path in sorted(folder.rglob('*')):
         if path.is_symlink() and not any(part.startswith('.') for part in path.relative_to(folder).parts):
             target = os.path.realpath(path)
             if not os.path.exists(target) or os.path.commonpath([inside, target]) != inside:
-                raise ValueError(f"'{path}' is a link to '{target}', which is not in the folder. Put a copy in its "
-                                 'place, or remove it.')
+                raise ValueError(f"'{path}' is a link to '{target}', which is not in the folder. Replace the "
+                                 'link with a copy, or remove it.')
 
 
 def _send(
@@ -157,8 +157,8 @@ def _send(
     try:
         there, branch = _on_the_hub(api, repo_id, names, revision)
         if create_pr and not branch and there is not None:
-            raise ValueError(f"There is no branch '{revision}' of {repo_id} to open a pull request for. Leave revision "
-                             'out, or make the branch first.')
+            raise ValueError(f"{repo_id} has no branch '{revision}' to open a pull request against. Leave revision "
+                             'out, or create the branch first.')
         files = {name: 'new' if there is None or name not in there else
                  'same' if _is_same(folder / name, there[name]) else 'changed' for name in names}
         if not replace_card and files.get(CARD) == 'changed':
@@ -174,9 +174,9 @@ def _send(
         done = api.create_commit(
             repo_id, [CommitOperationAdd(name, folder / name) for name in send], commit_message=message,
             revision=revision, create_pr=create_pr)
-    except Exception as e:  # which errors of the network there are depends on the client's version
+    except Exception as e:  # which network errors occur depends on the client's version
         if isinstance(e, ValueError) and not isinstance(e, (json.JSONDecodeError, OSError)):
-            raise  # what is said of names and cards
+            raise  # about names and cards
         raise OSError(f'{repo_id} on the Hub: {one_line(e)}') from e
     return Pushed(repo_id, revision, files, done.pr_url or done.commit_url)
 
@@ -187,7 +187,7 @@ def _on_the_hub(
         names: List[str],
         revision: str,
 ) -> Tuple[Optional[Dict[str, RepoFile]], bool]:
-    """The files that are there, None without a repository; whether the branch is there. A new one starts as main."""
+    """Return the files on the Hub (None without a repository), and whether the branch exists; a new one copies main."""
     try:
         found = api.get_paths_info(repo_id, names, revision=revision)
     except RevisionNotFoundError:

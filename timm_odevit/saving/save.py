@@ -24,7 +24,7 @@ __all__ = ['CARD', 'REFERENCE', 'describe', 'save_pretrained', 'save_reference',
 CARD, REFERENCE = 'README.md', 'test/tensors.safetensors'
 # attributes that do not change what an eval-mode model computes
 _RUNTIME = ('training', 'grad_checkpointing', 'fused_attn', 'distilled_training')
-_TOP = ('img_size', 'num_classes', 'in_chans', 'global_pool')  # arguments that a caller may override on loading
+_TOP = ('img_size', 'num_classes', 'in_chans', 'global_pool')  # arguments that a caller may override when loading
 
 
 def save_pretrained(
@@ -36,23 +36,23 @@ def save_pretrained(
 ) -> Path:
     """Save an ODE-ViT, or any timm model, in timm's own format: config.json and model.safetensors.
 
-    The folder holds the old model or the new one, also after an exception; a process that is killed in the very moment
-    in which one takes the other's place may leave no config.json, and then the next save puts that right. A model is
-    rebuilt once, without weights, to make sure that the folder describes it. Settings are those of this moment, such as
-    `model.blocks.steps`.
+    The folder holds either the old model or the new one, even after an exception. A process killed at the very moment
+    when one replaces the other may leave no config.json; the next save repairs that. The model is rebuilt once, without
+    weights, to make sure that the folder describes it. The current settings are saved, such as `model.blocks.steps`.
 
     Args:
         model: Model made by `timm.create_model`, converted or not; may be wrapped for compilation or distribution.
-        folder: Folder, made if need be; files of the same names are replaced.
+        folder: Folder, created if it does not exist; files of the same names are replaced.
         base: timm name of the base, for a converted model that was not made by `timm.create_model`.
-        base_args: Keywords of the base, likewise.
+        base_args: Keywords of the base, for such a model.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: The description would rebuild another model; the message names the first difference.
-        OSError: The files could not be written; what was there remains.
+        ValueError: The description would rebuild a different model (the message names the first difference), or the
+            model is merged or has no weights.
+        OSError: The files could not be written; the old ones remain.
     """
     model = unwrap_model(model)
     if any(tensor.is_meta for tensor in model.state_dict().values()):
@@ -67,12 +67,12 @@ def save_pretrained(
         save_file(weights, aside / WEIGHTS, metadata={'format': 'pt'})
         path = aside / CONFIG
         config = json.loads(path.read_text())
-        # timm takes the number of classes from the top, and transformers takes it from there only
+        # timm reads the number of classes at the top level, and transformers reads it only there
         config.update(architecture=architecture, model_args={k: v for k, v in args.items() if k != 'num_classes'})
         if 'label_names' in config['pretrained_cfg']:  # where others look for them
             config['label_names'] = config['pretrained_cfg'].pop('label_names')
         path.write_text(json.dumps(config, indent=2) + '\n')
-        (aside / WEIGHTS).chmod(path.stat().st_mode)  # safetensors lets nobody else read it
+        (aside / WEIGHTS).chmod(path.stat().st_mode)  # safetensors lets only the owner read it
     return folder
 
 
@@ -91,7 +91,7 @@ def describe(
         base: Optional[str] = None,
         base_args: Optional[Dict[str, Any]] = None,
 ) -> Tuple[str, Dict[str, Any]]:
-    """Architecture and keywords with which `timm.create_model` rebuilds a model.
+    """Return the architecture and keywords with which `timm.create_model` rebuilds a model.
 
     Raises:
         ValueError: No description that rebuilds the model was found; the message says what to pass.
@@ -107,14 +107,14 @@ def _describe(
     check_not_merged(model)
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     architecture = base or cfg.get('architecture')
-    hint = "Pass base='<timm name>' and base_args={...}, with which timm.create_model built it."
+    hint = "Pass base='<timm name>' and base_args={...} with which timm.create_model builds the base."
     if not architecture:
         raise ValueError(
             f'This {type(model).__name__} was not made by timm.create_model, so it has no name to reload it by. {hint}')
     args = get_model_args(model, base_args)
     blocks = find_ode_blocks(model)
     if blocks:
-        # the settings are those of this moment
+        # the current settings count
         args = {k: v for k, v in args.items() if not k.startswith(PREFIX)}
         if architecture == 'odevit_converted' or not architecture.startswith('odevit_'):
             own = dict(args.pop('base_args', None) or {}, **{k: v for k, v in args.items() if k not in ('base', *_TOP)})
@@ -135,20 +135,20 @@ def _describe(
 
 
 def _settings(blocks: List[OdeBlocks]) -> OdeConfig:
-    """The settings from which all of a model's OdeBlocks follow."""
+    """Return the settings from which all of a model's OdeBlocks can be rebuilt."""
     config = blocks[0].config
-    if len(blocks) > 1:  # stages: what each took from its own depth is left out
+    if len(blocks) > 1:  # stages: leave out what each derives from its own depth
         config = replace(config, steps=tuple(b.steps for b in blocks), T=None, boundaries='uniform')
     return config
 
 
 def structure(model: nn.Module) -> List[str]:
-    """Kind and settings of every module but dropout, and the shape of every tensor, in order."""
+    """List type and settings of every module except dropout, and the shape of every tensor, in order."""
     lines = []
     for name, module in model.named_modules():
-        # steps follow from the settings of OdeBlocks, which are those of this thread
+        # steps follow from the settings of OdeBlocks, which depend on the thread
         if 'drop' not in name.rsplit('.', 1)[-1] and not isinstance(module, (Solver, Step)):
-            about = '' if isinstance(module, nn.ParameterDict) else module.extra_repr()  # a device is no difference
+            about = '' if isinstance(module, nn.ParameterDict) else module.extra_repr()  # the device does not matter
             lines.append(f'{name}: {type(module).__name__}({about})')
             lines += [f'{name}.{k}'.strip('.') + f' = {v}' for k, v in sorted(vars(module).items())
                       if type(v) in (bool, int, float, str) and not k.startswith('_') and k not in _RUNTIME]
@@ -162,5 +162,5 @@ def _first_difference(ours: List[str], theirs: List[str]) -> str:
             return f'it has {a}, the rebuilt one {b}'
     if len(ours) != len(theirs):
         longer = max(ours, theirs, key=len)
-        return f'one has {longer[min(len(ours), len(theirs))]}, the other nothing in its place'
+        return f'one has {longer[min(len(ours), len(theirs))]}, the other has nothing in its place'
     return ''

@@ -1,4 +1,4 @@
-"""What a stranger's config.json may say."""
+"""What an untrusted config.json may say."""
 import math
 import re
 from dataclasses import fields
@@ -12,13 +12,13 @@ from ..ode.config import PREFIX
 
 __all__ = ['check_args', 'check_size']
 
-# no model of timm's comes near these
+# no timm model comes near these
 _LARGEST = {'depth': 256, 'depths': 64, 'num_blocks': 256, 'layers': 256, f'{PREFIX}steps': 10_000,
             f'{PREFIX}phases': 256, 'num_classes': 10_000_000}
 _LARGEST_NUMBER = 100_000
 _LARGEST_MODEL = 2 ** 31  # numbers in all tensors together
 _NESTED, _LONGEST = 4, 10_000
-# keywords that choose files, or what is made of a model, which is for the caller to say
+# keywords that choose files, or how a model is made: only the caller may give them
 _CALLER = (
     'build', 'cache_dir', 'checkpoint_path', 'device', 'dtype', 'exportable', 'feature_cfg', 'feature_cls',
     'features_only', 'file', 'kwargs_filter', 'named', 'no_jit', 'out_indices', 'pretrained', 'pretrained_cfg',
@@ -30,7 +30,7 @@ _MODES = {'interpolation': ('bicubic', 'bilinear', 'nearest', 'lanczos', 'box', 
 
 
 def check_args(where: str, cfg: Dict[str, Any], args: Any) -> None:
-    """Refuse a config.json that no saved model has.
+    """Refuse a config.json that no saved model would have.
 
     Args:
         where: Folder or repository, for messages.
@@ -38,28 +38,28 @@ def check_args(where: str, cfg: Dict[str, Any], args: Any) -> None:
         args: Its `model_args`.
 
     Raises:
-        ValueError: An entry is unknown, of the wrong kind, too large, or for the caller to say.
+        ValueError: An entry is unknown, of the wrong type, too large, or one that only the caller may give.
     """
     known = {field.name for field in fields(PretrainedCfg)}
     for name, value in cfg.items():
         if name not in known:
             raise _refused(where, f'has an unknown entry {_shown(name)} in pretrained_cfg')
         if name in _ABOUT_FILES and value:
-            raise _refused(where, f"says where weights lie or how they are read ('{name}')")
+            raise _refused(where, f"says where the weights are or how to read them ('{name}')")
         allowed = _allowed(name, value)
         if allowed:
-            raise _refused(where, f'has {name} {_shown(value)}; it takes {allowed}')
+            raise _refused(where, f'has {name} {_shown(value)}; expected {allowed}')
     if not isinstance(cfg.get('num_classes'), int):
-        raise _refused(where, f"has num_classes {_shown(cfg.get('num_classes'))}; it takes a whole number")
+        raise _refused(where, f"has num_classes {_shown(cfg.get('num_classes'))}; expected a whole number")
     _check_keywords(where, args)
 
 
 def _check_keywords(where: str, args: Any) -> None:
     if not isinstance(args, dict):
-        raise _refused(where, f'has {_shown(args)} in the place of keywords')
+        raise _refused(where, f'has {_shown(args)} instead of keywords')
     for name, value in args.items():
         if name in _CALLER:
-            raise _refused(where, f"gives '{name}', which is for the caller of timm.create_model to say")
+            raise _refused(where, f"gives '{name}', which only the caller of timm.create_model may give")
         if name == 'base_args' and value is not None:
             _check_keywords(where, value)
         else:
@@ -67,7 +67,7 @@ def _check_keywords(where: str, args: Any) -> None:
 
 
 def _allowed(name: str, value: Any) -> str:
-    """What an entry of pretrained_cfg may be, if it is something else; else ''."""
+    """Say what an entry of pretrained_cfg must be, if it is not; else ''."""
     if value is None:
         return ''
     values = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -78,7 +78,7 @@ def _allowed(name: str, value: Any) -> str:
         good = len(values) > 0 and all(_is_number(v) and (v > 0 or name == 'mean') for v in values)
         return '' if good else 'a number for each channel'
     if name.endswith('crop_pct'):
-        return '' if _is_number(value) and 0.1 <= value <= 2 else 'a share from 0.1 to 2'
+        return '' if _is_number(value) and 0.1 <= value <= 2 else 'a number from 0.1 to 2'
     if name in _MODES:
         return '' if value in _MODES[name] else ', '.join(_MODES[name])
     if name in ('num_classes', 'label_offset'):
@@ -93,10 +93,10 @@ def _allowed(name: str, value: Any) -> str:
 
 
 def check_size(model: torch.nn.Module, file: Optional[str]) -> None:
-    """Refuse a model, built on the meta device, that is larger than its weights, or without them than any of timm's.
+    """Refuse a model, built on the meta device, that is larger than its weights or, without them, than any of timm's.
 
     Raises:
-        ValueError: Its tensors have more numbers than the file, or than 2 ** 31.
+        ValueError: Its tensors hold more than 2 ** 31 numbers, or more than twice the file's plus 10 ** 6.
     """
     total, limit = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())), _LARGEST_MODEL
     if file:
@@ -104,7 +104,8 @@ def check_size(model: torch.nn.Module, file: Optional[str]) -> None:
             stored = sum(math.prod(f.get_slice(name).get_shape()) for name in f.keys())
         limit = min(limit, 2 * stored + 10 ** 6)  # some buffers are not stored
     if total > limit:
-        raise ValueError(f'A model of {total:,} numbers in its tensors; at most {limit:,} are built for these weights.')
+        raise ValueError(f'The model has {total:,} numbers in its tensors; at most {limit:,} are allowed for '
+                         'these weights.')
 
 
 def _check(where: str, name: str, value: Any, nested: int = 0) -> None:
@@ -112,7 +113,7 @@ def _check(where: str, name: str, value: Any, nested: int = 0) -> None:
         raise _refused(where, f'has an unknown keyword {_shown(name)}')
     if isinstance(value, (list, tuple, dict)):
         if nested == _NESTED or len(value) > _LONGEST:
-            raise _refused(where, f'has {name} with {len(value)} entries, {nested} deep')
+            raise _refused(where, f'has {name} with {len(value)} entries, nested {nested} deep')
         for key, entry in value.items() if isinstance(value, dict) else ((name, v) for v in value):
             _check(where, key, entry, nested + 1)
     elif isinstance(value, str) and (len(value) > 500 or not value.isprintable()):
@@ -120,7 +121,7 @@ def _check(where: str, name: str, value: Any, nested: int = 0) -> None:
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         largest = _LARGEST.get(name, _LARGEST_NUMBER)
         if not _is_number(value) or abs(value) > largest or (isinstance(value, int) and value < 0):
-            raise _refused(where, f'has {name} {_shown(value)}; numbers from 0 to {largest:,} are taken')
+            raise _refused(where, f'has {name} {_shown(value)}; numbers from 0 to {largest:,} are allowed')
 
 
 def _is_number(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The weights of a saved model: found, downloaded and checked."""
+"""Find, download and check the weights of a saved model."""
 import hashlib
 import re
 from pathlib import Path
@@ -17,26 +17,26 @@ CONFIG, WEIGHTS = 'config.json', 'model.safetensors'
 
 
 def saved_in(cfg: Union[str, Dict[str, Any], PretrainedCfg, None]) -> str:
-    """The folder or the Hub repository whose config.json describes a model; '' for a model of the registry."""
+    """Return the folder or Hub repository whose config.json describes a model; '' for a registered model."""
     if not isinstance(cfg, dict):
         return ''
     return str(cfg.get({'hf-hub': 'hf_hub_id', 'local-dir': 'file'}.get(cfg.get('source') or '', ''), ''))
 
 
 def weights_file(cfg: Dict[str, Any], cache_dir: Union[str, Path, None] = None) -> Optional[str]:
-    """The file with the weights of a model, downloaded if need be, and whole.
+    """Return the file with a model's weights, downloaded if necessary and checked for damage.
 
     Only safetensors are read from a saved folder or from the Hub: reading a pickle can run code.
 
     Args:
-        cfg: The model's pretrained_cfg; source 'local-dir' or 'hf-hub', or else its file, or else its hf_hub_id.
+        cfg: The model's pretrained_cfg; source 'local-dir' or 'hf-hub' decides, or else file, or else hf_hub_id.
         cache_dir: Folder for downloads instead of the Hub's own cache.
 
     Returns:
-        Path of the file; None where timm is to look itself (`state_dict`, a file or a URL that the caller gave).
+        Path of the file; None if timm finds the weights itself (`state_dict`, a file or a URL that the caller gave).
 
     Raises:
-        ValueError: There is no model.safetensors, or it is not whole.
+        ValueError: There is no model.safetensors, or it is damaged.
         OSError: It could not be downloaded; the message is one line.
     """
     source, file, repo = cfg.get('source') or '', cfg.get('file'), cfg.get('hf_hub_id')
@@ -54,7 +54,7 @@ def weights_file(cfg: Dict[str, Any], cache_dir: Union[str, Path, None] = None) 
     if not repo:
         return None
     if not name.endswith('.safetensors'):
-        raise ValueError(f"'{name}' of {repo} is not read. {_no_pickle([])}")
+        raise ValueError(f"'{name}' of {repo} is not read, only .safetensors files are. {_no_pickle([])}")
     path = _download(str(repo), name, cache_dir)
     try:
         check_whole(path)
@@ -68,7 +68,7 @@ def weights_file(cfg: Dict[str, Any], cache_dir: Union[str, Path, None] = None) 
         except ValueError as e:
             for file in {path, path.resolve()}:
                 file.unlink()
-            raise ValueError(f'{e} It came twice so from {repo}, and was taken out of the cache again.') from None
+            raise ValueError(f'{e} Two downloads from {repo} were damaged; the cached file was removed.') from None
     return str(path)
 
 
@@ -80,24 +80,24 @@ def _download(repo: str, file: str, cache_dir: Union[str, Path, None], **kwargs:
         raise OSError(f'{file} of {repo} is not on this machine, and cannot be downloaded: {one_line(e)}') from e
     except EntryNotFoundError:
         raise ValueError(f'{repo} on the Hub holds no {file}. {_no_pickle([])}') from None
-    except HFValidationError:  # what the client says of names
+    except HFValidationError:  # the client's message about a bad name
         raise
-    except Exception as e:  # which errors of the network there are depends on the client's version
+    except Exception as e:  # which network errors occur depends on the client's version
         raise OSError(f'{file} of {repo} could not be downloaded: {one_line(e)}') from e
 
 
 def check_whole(path: Path) -> None:
     """Raise ValueError for a damaged safetensors file.
 
-    Its header is read; of a download, whose name in the cache is its SHA-256 on the Hub, every byte.
+    Only its header is read; but for a download, whose name in the cache is its SHA-256 on the Hub, every byte is.
     """
     try:
         with safe_open(path, framework='pt') as f:
             others = {'model', 'model_ema', 'state_dict', 'state_dict_ema'}.intersection(f.keys())
     except SafetensorError as e:
-        raise ValueError(f"'{path}' is not a whole safetensors file ({one_line(e)}).") from None
+        raise ValueError(f"'{path}' is not a valid safetensors file ({one_line(e)}).") from None
     if others:  # timm would look for the weights under such a name
-        raise ValueError(f"'{path}' are not the weights of one model: it has a tensor named {others.pop()}.")
+        raise ValueError(f"'{path}' does not hold the weights of a single model: it has a tensor named {others.pop()}.")
     expected = path.resolve().name
     if re.fullmatch('[0-9a-f]{64}', expected):
         found = hashlib.sha256()
@@ -105,7 +105,7 @@ def check_whole(path: Path) -> None:
             while block := f.read(2 ** 24):
                 found.update(block)
         if found.hexdigest() != expected:
-            raise ValueError(f"'{path}' is damaged: its SHA-256 is {found.hexdigest()}, on the Hub {expected}.")
+            raise ValueError(f"'{path}' is damaged: its SHA-256 is {found.hexdigest()}, but on the Hub {expected}.")
 
 
 def _no_pickle(names: Iterable[Path]) -> str:

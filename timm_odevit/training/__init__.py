@@ -3,10 +3,10 @@
 config              the settings of fit, of the loss and of the data
 losses              the parts of the loss
 checkpoints         where the teacher's layers lie in time
-pairs               whether student and teacher fit
-trajectory          TrajectoryDistillationTask: the whole way, unrolled
+pairs               whether student and teacher match
+trajectory          TrajectoryDistillationTask: the whole trajectory, unrolled
 stepwise            StepwiseTask: each step on its own
-first_batch, state  what fit looks at first; what it keeps to resume
+first_batch, state  what fit checks first; what it saves in order to resume
 fit                 the training loop
 calibrate           calibrate_
 cache               a teacher's states on disk

@@ -1,4 +1,4 @@
-"""Ablations: many recipes over the same data and seeds, and one table."""
+"""Ablations: train many recipes on the same data and seeds, and compare them in one table."""
 import hashlib
 import json
 import re
@@ -27,15 +27,15 @@ TABLE, RECORD, MEASURED = 'table.md', 'ablation.json', 'measured.json'
 
 
 def load_recipes(paths: Sequence[Union[str, Path]], changes: Sequence[str] = ()) -> Dict[str, Recipe]:
-    """Recipes by name.
+    """Load recipes, keyed by name.
 
     Args:
-        paths: Recipes, see `Recipe.load`; or lists of them, which are YAML files with `base` (a recipe, or a file
-            beside the list), `variants` (changes by name) and, for all of them, `changes`.
-        changes: Changes of all recipes.
+        paths: Recipes, see `Recipe.load`; or lists of recipes: YAML files with `base` (a recipe, or a file in the
+            list's folder), `variants` (changes by name) and optionally `changes` (to all variants).
+        changes: Changes to all recipes.
 
     Raises:
-        ValueError: A file or a name is wrong; the message says which.
+        ValueError: A file or a name is invalid; the message says which.
     """
     found: Dict[str, Recipe] = {}
     for path in paths:
@@ -45,7 +45,7 @@ def load_recipes(paths: Sequence[Union[str, Path]], changes: Sequence[str] = ())
         else:
             unknown = sorted(map(str, set(tree) - {'base', 'variants', 'changes'}))
             if unknown or not isinstance(tree['variants'], dict) or not tree['variants'] or 'base' not in tree:
-                raise ValueError(f"'{path}' must hold base, variants and, if need be, changes"
+                raise ValueError(f"'{path}' must hold base, variants and optionally changes"
                                  f"{f', not {unknown[0]}' if unknown else ''}.")
             common = _changes(f"'{path}', changes", tree.get('changes'))
             beside = Path(path).parent / str(tree['base'])
@@ -59,7 +59,7 @@ def load_recipes(paths: Sequence[Union[str, Path]], changes: Sequence[str] = ())
                     raise ValueError(f'{where}: {e}') from None
         for name, recipe in named.items():
             if name in found:
-                raise ValueError(f"Two recipes are called '{name}'. Give them other names.")
+                raise ValueError(f"Two recipes are called '{name}'. Rename one of them.")
             found[name] = recipe
     return found
 
@@ -75,23 +75,23 @@ def ablate(
         device: str = 'cpu',
         progress: bool = True,
 ) -> List[Dict[str, Any]]:
-    """Train each recipe with each seed, and write one table of accuracy on the images held out.
+    """Train each recipe with each seed, and write one table of accuracy on the held-out images.
 
-    A run that is finished is not run again, and one that was interrupted goes on. Recipes with `cache` share it.
+    Finished runs are not repeated, and interrupted runs are resumed. Recipes with `cache` share one cache.
 
     Args:
-        recipes: Recipes by name; the first one is what the others are compared with.
+        recipes: Recipes by name; the others are compared with the first.
         data: See `train`.
         out: Folder: `table.md`, `ablation.json`, one folder per recipe and seed, and the cache.
         teacher: See `train`.
-        seeds: Number of seeds, from 0.
-        limit: Use that many images of an .npz only.
+        seeds: Number of seeds, starting from 0.
+        limit: Use only this many images of an .npz.
         device: Device.
         progress: Show progress bars.
 
     Returns:
         For each recipe: name, parameters, seconds per epoch, and for each seed top-1 in percent at the recipe's number
-        of steps, at half and at twice that.
+        of steps, at half that number and at twice that number.
 
     Raises:
         OSError: Another process uses the folder.
@@ -100,9 +100,9 @@ def ablate(
     by_slug = {_slug(name): name for name in recipes}
     for name, recipe in recipes.items():
         if recipe.seed:
-            raise ValueError(f"'{name}' has seed {recipe.seed}, and ablations draw their own, from 0. Leave it out.")
+            raise ValueError(f"'{name}' has seed {recipe.seed}, but ablations set their own, from 0. Leave it out.")
         if by_slug[_slug(name)] != name:
-            raise ValueError(f"'{name}' and '{by_slug[_slug(name)]}' would share a folder. Give them other names.")
+            raise ValueError(f"'{name}' and '{by_slug[_slug(name)]}' would share a folder. Rename one of them.")
     rows: List[Dict[str, Any]] = []
     with alone_in(folder):
         for name, recipe in recipes.items():
@@ -115,7 +115,7 @@ def ablate(
                     history = train(
                         seeded, data, place, teacher=teacher, resume=(place / 'recipe.yaml').exists(), limit=limit,
                         cache=folder / 'cache', device=device, progress=progress)
-                except FloatingPointError as e:  # one that diverges is a result
+                except FloatingPointError as e:  # divergence is a result, too
                     print(f'{name}, seed {seed}: {e}')
                     row['diverged'] += 1
                     continue
@@ -141,7 +141,7 @@ def _slug(name: str) -> str:
 
 
 def table(rows: Sequence[Dict[str, Any]]) -> str:
-    """The rows as Markdown: means over the seeds, and the standard deviation between them."""
+    """The rows as a Markdown table: means and standard deviations over the seeds."""
     lines = ['| recipe | parameters | top-1 % | difference | half K | double K | s per epoch |', '|' + ' --- |' * 7]
     first = statistics.mean(rows[0]['top1']) if rows[0]['top1'] else float('nan')
     for row in rows:

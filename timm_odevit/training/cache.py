@@ -1,4 +1,4 @@
-"""What a teacher says of fixed views of the training images, computed once and kept in a memory-mapped file."""
+"""A teacher's outputs for fixed views of the training images, computed once and kept in memory-mapped files."""
 import hashlib
 import json
 import os
@@ -26,19 +26,19 @@ STATES, LOGITS, ABOUT = 'states.npy', 'logits.npy', 'about.json'
 
 @dataclass
 class Recorded:
-    """Labels of a batch, and what the teacher says of it.
+    """Labels of a batch, and the teacher's outputs for it.
 
     Attributes:
         labels: Labels [B].
         output: The teacher's logits [B, classes].
-        states: Its states, the embedded tokens and what each layer makes of them, [B, N, D] each.
+        states: Its states: the embedded tokens and the output of each layer, [B, N, D] each.
     """
     labels: Tensor
     output: Tensor
     states: List[Tensor]
 
     def to(self, device: Any, non_blocking: bool = False) -> 'Recorded':
-        """All of it on a device, in float32."""
+        """A copy on a device, with floating-point tensors in float32."""
         def move(x: Tensor) -> Tensor:
             x = x.to(device, non_blocking=non_blocking)
             return x.float() if x.is_floating_point() else x
@@ -48,22 +48,22 @@ class Recorded:
 class CachedLoader:
     """Batches (images [B, C, H, W], Recorded) of fixed views of the images of an ArrayLoader.
 
-    A view is a crop, mirrored or not, that follows from the number of the image and of the view; epoch e shows view
-    e mod `views`. States are kept in half precision, (L + 1) * N * D * 2 bytes a view: the size is said, and the room
-    on the disk checked, before anything is computed. A file that is there is used again, if it is of the same teacher
-    (its architecture and its weights), images and views.
+    A view is a crop, mirrored or not, determined by the numbers of the image and of the view; epoch e shows view
+    e mod `views`. States are kept in half precision, (L + 1) * N * D * 2 bytes per view of an image. The size is
+    printed, and the free disk space checked, before anything is computed. Existing files are reused if they were made
+    with the same teacher (architecture and weights), images and views.
 
     Args:
         loader: Loader of the training images.
         teacher: The teacher.
-        folder: Folder for the files; each kind of images, teacher and views has a folder of its own in it.
+        folder: Folder for the files; each combination of images, teacher and views has its own sub-folder.
         views: Views of each image.
-        progress: Say the size and show a progress bar.
+        progress: Print the size and show a progress bar.
 
     Raises:
         ValueError: The loader is not an ArrayLoader, the teacher has no sequence of blocks, a state is beyond the range
-            of half precision, or several processes of one run would write the files.
-        OSError: There is no room for the files.
+            of half precision, or the run has several processes.
+        OSError: There is not enough disk space for the files.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class CachedLoader:
             progress: bool = True,
     ) -> None:
         if not isinstance(loader, ArrayLoader):
-            raise ValueError('cache keeps what a teacher says of images in memory: give an .npz, or set cache to 0.')
+            raise ValueError('cache works only with images in memory. Give an .npz, or set cache to 0.')
         if not hasattr(teacher, 'blocks'):
-            raise ValueError(f'cache keeps the states after each of teacher.blocks, and a {type(teacher).__name__} has '
+            raise ValueError(f'cache keeps the states after each of teacher.blocks, but a {type(teacher).__name__} has '
                              'none. Set cache to 0.')
         if rank_and_world()[1] > 1:
-            raise ValueError('cache is for one process. Leave torchrun out, or set cache to 0.')
+            raise ValueError('cache works only with one process. Run without torchrun, or set cache to 0.')
         self.loader, self.views = loader, views
         self.epoch = 0
         with _view(0, 0):
             output, states = _ask(teacher, loader.prepare(loader.images[:1]))
-        _half(states)  # better now than after an hour
+        _half(states)  # fail now rather than after an hour
         n = len(loader.labels)
         self.shape = (views, n, len(states), *states[0].shape[1:])
         size = 2 * int(np.prod(self.shape)) + 4 * views * n * output.shape[1]
@@ -101,14 +101,14 @@ class CachedLoader:
                       f'{len(states)} states each')
             free = shutil.disk_usage(next(p for p in self.folder.absolute().parents if p.exists())).free
             if size > 0.95 * free:
-                raise OSError(f"The cache takes {size / 1e9:.2f} GB, and '{folder}' has room for {free / 1e9:.2f} GB. "
-                              'Use fewer views, or none.')
+                raise OSError(f"The cache needs {size / 1e9:.2f} GB, but '{folder}' has only {free / 1e9:.2f} GB free. "
+                              'Use fewer views, or set cache to 0.')
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f'{self.folder}.lock'):  # of several runs, one fills it, and the others wait
+            with FileLock(f'{self.folder}.lock'):  # one run fills it, and the others wait
                 if not self._there(about):
                     try:
                         self._fill(teacher, output.shape[1], about, progress)
-                    except BaseException:  # it may be large, and nobody would use it
+                    except BaseException:  # a partial cache may be large, and is useless
                         shutil.rmtree(self.folder, ignore_errors=True)
                         raise
         self.states = np.load(self.folder / STATES, mmap_mode='r')
@@ -118,12 +118,12 @@ class CachedLoader:
         path = self.folder / ABOUT
         try:
             return path.is_file() and json.loads(path.read_text()) == about
-        except ValueError:  # cut off
+        except ValueError:  # truncated JSON
             return False
 
     def _fill(self, teacher: nn.Module, classes: int, about: Any, progress: bool) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / ABOUT).unlink(missing_ok=True)  # written last: it says that the rest is whole
+        (self.folder / ABOUT).unlink(missing_ok=True)  # written last: it marks the other files as complete
         views, n = self.shape[:2]
         states = np.lib.format.open_memmap(self.folder / STATES, 'w+', np.float16, self.shape)
         logits = np.lib.format.open_memmap(self.folder / LOGITS, 'w+', np.float32, (views, n, classes))
@@ -150,7 +150,7 @@ class CachedLoader:
         return self.loader.prepare(torch.cat(images))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the view, and the order of the images."""
+        """Choose the view and the order of the images for an epoch."""
         self.epoch = epoch
         self.loader.set_epoch(epoch)
 
@@ -161,14 +161,14 @@ class CachedLoader:
         view = self.epoch % self.views
         for index in self.loader.indices():
             rows = index.cpu().numpy()
-            order = np.argsort(rows)  # a file is read forwards
+            order = np.argsort(rows)  # read the file from front to back
             states = torch.from_numpy(np.asarray(self.states[view, rows[order]]))[torch.from_numpy(np.argsort(order))]
             logits = torch.from_numpy(np.asarray(self.logits[view, rows]))
             yield self._images(index, view), Recorded(self.loader.labels[index], logits, list(states.unbind(1)))
 
 
 class _view:  # noqa: N801
-    """Draw what belongs to a view of an image, and leave the global generator as it was."""
+    """Seed the global generator for a view of an image, and restore it on exit."""
 
     def __init__(self, view: int, image: int) -> None:
         self.seed = view * 10_000_019 + image
@@ -194,24 +194,24 @@ def _ask(teacher: Any, images: Tensor) -> Tuple[Tensor, List[Tensor]]:
 
 
 def _half(states: List[Tensor]) -> Tensor:
-    """States in half precision [B, L + 1, N, D]; what it cannot hold is refused."""
+    """States in half precision [B, L + 1, N, D]; values beyond its range raise ValueError."""
     kept = torch.stack(states, 1).half()
     if not torch.isfinite(kept).all():
         largest = max(float(state.abs().max()) for state in states)
-        raise ValueError(f'The states of the teacher reach {largest:.4g}, and cache keeps them in half precision, '
-                         f'which ends at {torch.finfo(torch.half).max:.0f}. Set cache to 0.')
+        raise ValueError(f'The states of the teacher reach {largest:.4g}, but cache keeps them in half precision, '
+                         f'whose largest value is {torch.finfo(torch.half).max:.0f}. Set cache to 0.')
     return kept
 
 
 def _allocate(path: Path) -> None:
-    """Take the room on the disk: a memory map on a disk that fills up later kills the process."""
+    """Reserve the disk space: writing to a memory map on a full disk kills the process."""
     if hasattr(os, 'posix_fallocate'):
         with open(path, 'r+b') as f:
             os.posix_fallocate(f.fileno(), 0, path.stat().st_size)
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of a model: kinds and settings of its modules, and name, shape, dtype and bytes of its tensors."""
+    """SHA-256 of a model: types and settings of its modules; names, shapes, dtypes and bytes of its tensors."""
     found = hashlib.sha256('\n'.join(structure(model)).encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found.update(f'{name} {list(tensor.shape)} {tensor.dtype} {hash_of([tensor])}'.encode())
@@ -219,7 +219,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def hash_of(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 of the bytes of some tensors, one after the other."""
+    """SHA-256 of the concatenated bytes of tensors."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -32,28 +32,29 @@ def calibrate_(
         progress: bool = True,
         config: CalibrationConfig,
 ) -> List[Dict[str, float]]:
-    """Fit a converted model to the model that it was converted from, on a few hundred images without labels, in place.
+    """Fit a converted model in place to the model that it was converted from, on a few hundred unlabelled images.
 
-    First every step on its own, from the teacher's state to the teacher's next state (StepwiseTask), then the whole
-    trajectory and the logits, unrolled (TrajectoryDistillationTask). Only the shared blocks learn; the modes and
-    requires_grad of both models are put back at the end, also when the call is interrupted, and what was learned stays.
+    First, each step learns on its own, from the teacher's state to the teacher's next state (StepwiseTask); then the
+    unrolled steps learn the whole trajectory and the logits (TrajectoryDistillationTask). Only the shared blocks learn.
+    At the end, even after an interruption, the modes and requires_grad of both models are restored; the learned weights
+    stay.
 
     Args:
         model: Converted model.
-        teacher: The model that it was converted from, kept by `copy.deepcopy` before `convert_`.
-        images: Images [N, C, H, W], normalised for the model, or a loader with a length, of such batches or of
-            (images, labels), of which the labels are not used.
-        out: Folder for checkpoints ('stepwise/' and 'unrolled/'), so that an interrupted call can go on.
-        resume: Go on from `out`.
+        teacher: The model that it was converted from: a `copy.deepcopy` made before `convert_`.
+        images: Images [N, C, H, W], normalised for the model; or a loader with a length that yields such batches, or
+            (images, labels), whose labels are ignored.
+        out: Folder for checkpoints ('stepwise/' and 'unrolled/'), so that an interrupted call can be resumed.
+        resume: Resume from `out`.
         progress: Show a progress bar.
-        config: Settings; or give each of them as a keyword, such as epochs=(8, 2), see CalibrationConfig.
+        config: Settings; or pass any of them as keywords, such as epochs=(8, 2); see CalibrationConfig.
 
     Returns:
-        The records of all epochs, as `fit` gives them.
+        The records of all epochs, as returned by `fit`.
 
     Raises:
         TypeError: The model is not converted.
-        ValueError: Model and teacher do not fit, or there is nothing to do.
+        ValueError: Model and teacher do not match, or a setting, the images or the folder is invalid.
         FloatingPointError: The loss stopped being finite.
         OSError: Another process uses the folder.
     """
@@ -94,7 +95,8 @@ def _check_resume(folders: Sequence[Optional[Path]], epochs: Sequence[int], resu
     if first is None or second is None:
         return
     if not resume and any((folder / LAST).exists() for folder in (first, second)):
-        raise ValueError(f"'{first.parent}' holds a run already. Pass resume=True to go on with it, or another folder.")
+        raise ValueError(f"'{first.parent}' already holds a run. Pass resume=True to continue it, or give another "
+                         'folder.')
     if (second / LAST).exists() and (first / HISTORY).exists() and len(
             json.loads((first / HISTORY).read_text())) < epochs[0]:
         raise ValueError(
@@ -103,7 +105,7 @@ def _check_resume(folders: Sequence[Optional[Path]], epochs: Sequence[int], resu
 
 
 class _Batches:
-    """Batches (images, labels that stand for nothing) of a tensor or of a loader."""
+    """Batches (images, dummy labels) from a tensor or a loader."""
 
     def __init__(self, images: Union[Tensor, Iterable[Any]], batch_size: int) -> None:
         self.source: Any = images

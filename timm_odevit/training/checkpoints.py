@@ -1,4 +1,4 @@
-"""Where on [0, T] the teacher's layers lie, and which of the student's steps answers for which layer."""
+"""Where on [0, T] the teacher's layers lie, and which of the student's steps is matched to which layer."""
 from bisect import bisect_right
 from itertools import pairwise
 from typing import Any, Iterable, List, Optional, Sequence, Tuple
@@ -18,14 +18,15 @@ def uniform_times(layers: int) -> List[float]:
 
 
 def softmax_times(distances: Sequence[float], temperature: float = 1.) -> List[float]:
-    """Relative times that give a layer the more room, the further it moves the hidden state.
+    """Relative times that give a layer more time the further it moves the hidden state.
 
     Args:
-        distances: Mean distance that each of the L layers moves the hidden state, in any unit.
-        temperature: Of the softmax over the distances, in units of their mean; large values tend to uniform times.
+        distances: Mean distance by which each of the L layers moves the hidden state, in any unit.
+        temperature: Temperature of the softmax over the distances, in units of their mean; large values give nearly
+            uniform times.
 
     Returns:
-        L strictly increasing times in (0, 1], the last of them 1.
+        L strictly increasing times in (0, 1], the last one 1.
 
     Source: ODE-ViT, arXiv 2511.16501, which gives the temperature in units of its distances.
     """
@@ -33,18 +34,18 @@ def softmax_times(distances: Sequence[float], temperature: float = 1.) -> List[f
         raise ValueError(f'temperature must be above 0; got {temperature!r}.')
     d = torch.tensor(distances, dtype=torch.float64)
     w = (d / (d.mean().clamp_min(1e-12) * temperature)).softmax(0)
-    w = 0.999 * w + 0.001 / len(w)  # a low temperature underflows to 0, and times must still increase
+    w = 0.999 * w + 0.001 / len(w)  # a low temperature underflows to 0, but times must still increase
     times = w.cumsum(0)
     return (times / times[-1]).tolist()
 
 
 @torch.no_grad()
 def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float = 1.) -> List[float]:
-    """Relative times of a teacher's layers, by the distances between its consecutive hidden states.
+    """Relative times of a teacher's layers, from the distances between its consecutive hidden states.
 
     Args:
         teacher: timm model with a sequence of blocks; measured in eval mode.
-        batches: Calibration images [B, C, H, W], on the device of the teacher.
+        batches: Calibration images [B, C, H, W], on the teacher's device.
         temperature: See `softmax_times`.
 
     Returns:
@@ -79,10 +80,10 @@ def hidden_states(
         indices: Blocks, counted from 0; all by default.
 
     Returns:
-        The features for `forward_head` [B, N, D], and one state [B, N, D] a block.
+        The features for `forward_head` [B, N, D], and one state [B, N, D] per block.
     """
     host: Any = model
-    if not isinstance(model, VisionTransformer):  # elsewhere, timm does not always give the prefix tokens
+    if not isinstance(model, VisionTransformer):  # for others, timm does not always return prefix tokens
         with watch_blocks([list(model.blocks)]) as seen:
             features = model.forward_features(images)
         after = seen[0][0][1:]
@@ -102,7 +103,7 @@ def match(times: Sequence[float], steps: int) -> List[Tuple[int, int]]:
 
     Returns:
         min(L, K) pairs (layer, step), both counted from 0 and both strictly increasing, the last pair (L - 1, K - 1).
-        The side with fewer members is matched whole, each with a near member of the other side.
+        Every member of the smaller side is matched, each with a nearby member of the other side.
     """
     own = uniform_times(steps)
     if len(times) <= steps:
@@ -111,10 +112,10 @@ def match(times: Sequence[float], steps: int) -> List[Tuple[int, int]]:
 
 
 def state_at(states: Sequence[Tensor], times: Sequence[float], t: float) -> Tensor:
-    """The teacher's state at a relative time: that of a layer, or between two layers linear in time.
+    """The teacher's state at a relative time, interpolated linearly in time between two layers.
 
     Args:
-        states: L + 1 states: the embedded tokens and what each layer makes of them.
+        states: L + 1 states: the embedded tokens and the output of each layer.
         times: Relative times in (0, 1] of the L layers, strictly increasing.
         t: Relative time in [0, 1].
     """
@@ -127,12 +128,12 @@ def state_at(states: Sequence[Tensor], times: Sequence[float], t: float) -> Tens
 
 
 def _nearest(few: Sequence[float], many: Sequence[float]) -> List[int]:
-    """Strictly increasing indices into `many`, near the values of `few`, that end at the last."""
+    """Strictly increasing indices into `many`, near the values of `few`, ending at the last one."""
     n, m = len(few), len(many)
     chosen: List[int] = []
     for i, value in enumerate(few):
         low = chosen[-1] + 1 if chosen else 0
-        high = m - n + i  # leaves room for the others
+        high = m - n + i  # leaves room for the remaining ones
         index = min(range(m), key=lambda j: abs(many[j] - value))
         chosen.append(high if i == n - 1 else min(max(index, low), high))
     return chosen

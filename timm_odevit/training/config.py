@@ -1,4 +1,4 @@
-"""What can be set of training, of its loss and of its data."""
+"""Settings of training, of its loss and of its data."""
 import math
 from dataclasses import dataclass
 from typing import Any, Dict, Optional, Tuple, Union
@@ -12,32 +12,32 @@ from ..settings import Settings, flag, many, number, one_of, setting, whole
 
 __all__ = ['CalibrationConfig', 'DataConfig', 'FitConfig', 'LossConfig']
 
-SCHEDS = ('cosine', 'tanh', 'step', 'poly')  # of timm's, those that follow the updates alone
+SCHEDS = ('cosine', 'tanh', 'step', 'poly')  # timm's schedulers that depend only on the update count
 _amp = one_of([name for name in AMP_DTYPES if name], none='full precision')
 _weight = number(0.)
-_EPOCHS = 'two whole numbers, of which one may be 0, such as (8, 2)'
+_EPOCHS = 'two whole numbers, one of which may be 0, such as (8, 2)'
 
 
 @dataclass(frozen=True)
 class FitConfig(Settings):
-    """Settings of `fit`; each is also a keyword of it, and a key of a recipe's `fit`.
+    """Settings of `fit`; each is also a keyword of `fit` and a key of a recipe's `fit`.
 
     Attributes:
         epochs: Number of epochs.
         opt: timm optimizer.
         lr: Peak learning rate.
-        weight_decay: Weight decay; not on norms, biases and embeddings.
-        sched: timm scheduler, stepped every update.
+        weight_decay: Weight decay; not applied to norms, biases and embeddings.
+        sched: timm scheduler, stepped at every update.
         warmup_epochs: Epochs of linear warm-up.
         min_lr: Final learning rate.
-        clip_grad: Largest norm of the gradient; None for no clipping.
-        layer_decay: Factor of the learning rate per layer away from the head: the shared blocks count as one layer;
-            None for one rate.
-        accumulate: Batches per update, whose gradients are averaged; a last incomplete group is left out.
-        ema_decay: Decay of a moving average of the weights, which is then what is validated and saved as best; None for
-            none. One that the task has already, as of another `fit`, is dropped.
+        clip_grad: Maximum norm of the gradient; None for no clipping.
+        layer_decay: Factor on the learning rate for each layer further from the head, with the shared blocks as one
+            layer; None for one rate.
+        accumulate: Batches per update, whose gradients are averaged; an incomplete last group is dropped.
+        ema_decay: Decay of a moving average of the weights, which is then validated and saved as best; None for no
+            average. An average that the task still has from an earlier `fit` is dropped.
         amp: 'bfloat16', 'float16' or None.
-        compile: Run the task's `compile`, which is torch.compile, before the first update.
+        compile: Call the task's `compile` (torch.compile) before the first update.
         seed: Seed of the run.
     """
     epochs: int = setting(check=whole(1))
@@ -62,7 +62,7 @@ class FitConfig(Settings):
                              'timm.optim.list_optimizers().')
         try:
             made = create_optimizer_v2(nn.Linear(2, 2), opt=self.opt, lr=self.lr, weight_decay=0.)
-        except Exception as e:  # each asks for something else: a package, a GPU, an argument
+        except Exception as e:  # each may lack something else: a package, a GPU, an argument
             raise ValueError(f"opt '{self.opt}' cannot be used here: {type(e).__name__} {e}".strip()) from e
         if getattr(made, 'is_second_order', False):
             raise ValueError(f"opt '{self.opt}' needs second derivatives, which are not computed. Use another.")
@@ -70,32 +70,33 @@ class FitConfig(Settings):
 
 @dataclass(frozen=True)
 class LossConfig(Settings):
-    """Settings of the loss; each is also a keyword of TrajectoryDistillationTask, and a key of a recipe's `loss`.
+    """Settings of the loss; each is also a keyword of TrajectoryDistillationTask and a key of a recipe's `loss`.
 
     Attributes:
         checkpoints: Where the teacher's layers lie in time: 'uniform'; 'distance', measured on `calibration`; or
             strictly increasing relative times in (0, 1], one per layer.
-        checkpoint_temperature: Of the softmax over distances, in units of their mean.
-        trajectory_weight: Weight of the mean over checkpoints of the squared error relative to the teacher's variance.
-        cls_weight: Share of the class token in it.
-        register_weight: Share of the register tokens in it.
-        patch_weight: Share of the patch tokens in it.
-        steps: Numbers of steps, of which every update draws one, so that K may be chosen after training, such as
-            (6, 8, 12, 16, 24), or shares of the student's own number, such as (0.5, 0.67, 1.0, 1.33, 2.0), rounded;
-            None for the student's own.
-        segments: Numbers of segments of the trajectory, such as (12, 4, 2), one after the other over the first
-            `forced` of the updates. A segment starts from the teacher's state (teacher forcing); afterwards the student
-            starts from the tokens alone. Needs `begin_update`, which `fit` calls.
-        forced: Share of the updates in which segments are used.
+        checkpoint_temperature: Temperature of the softmax over the distances, in units of their mean.
+        trajectory_weight: Weight of the squared error relative to the teacher's variance, averaged over
+            checkpoints.
+        cls_weight: Share of the class token in the trajectory loss.
+        register_weight: Share of the register tokens in the trajectory loss.
+        patch_weight: Share of the patch tokens in the trajectory loss.
+        steps: Numbers of steps, such as (6, 8, 12, 16, 24), or shares of the student's own number, such as
+            (0.5, 0.67, 1.0, 1.33, 2.0), rounded; each update draws one, so that K can be chosen after training. None
+            for the student's own number.
+        segments: Numbers of segments of the trajectory, such as (12, 4, 2), used one after the other over the first
+            `forced` share of the updates. Each segment starts from the teacher's state (teacher forcing); after that,
+            the student starts from the tokens alone. Needs `begin_update`, which `fit` calls.
+        forced: Share of the updates, from the first on, in which segments are used.
         jasmin_weight: Weight of the JaSMin loss of the shared block's attention.
         jasmin_k: k of JaSMin, 0 or at least 2.
-        jasmin_evaluations: Number of states, evenly spread over the trajectory, at which attention is computed again.
+        jasmin_evaluations: Number of states, evenly spaced along the trajectory, at which attention is recomputed.
         kd_weight: Weight of the KL divergence between the logits.
-        kd_temperature: Temperature of both logits in it.
+        kd_temperature: Temperature of both models' logits in the KL divergence.
         task_weight: Weight of the loss on the labels.
         attention_weight: Weight of the L1 distance between the attention maps of the last step and the last layer.
-        exits: Relative times in (0, 1) at which the student's norm and head are applied too, so that it may stop there.
-        exit_weight: Weight of the mean over exits of kd_weight * KL + task_weight * cross-entropy.
+        exits: Relative times in (0, 1) at which norm and head are also applied, so that the student can stop there.
+        exit_weight: Weight of kd_weight * KL + task_weight * cross-entropy, averaged over the exits.
     """
     checkpoints: Union[str, Tuple[float, ...]] = 'uniform'
     checkpoint_temperature: float = setting(1., number(0., open='('))
@@ -119,11 +120,11 @@ class LossConfig(Settings):
 
     def _check(self) -> None:
         if not any(weight > 0 for weight in self.weights.values()):
-            raise ValueError('All weights of the loss are 0, so there is nothing to learn. Set one of them.')
+            raise ValueError('All weights of the loss are 0, so there is nothing to learn. Set one of them above 0.')
         if self.jasmin_k == 1:
             raise ValueError('jasmin_k must be 0, or at least 2 (k = 1 makes the loss 0 for any attention); got 1.')
         if self.exits and not (self.kd_weight > 0 or self.task_weight > 0):
-            raise ValueError('exits are trained by kd_weight and task_weight, and both are 0. Set one of them.')
+            raise ValueError('exits are trained by kd_weight and task_weight, but both are 0. Set one of them above 0.')
         if (self.exit_weight > 0) != bool(self.exits):
             raise ValueError('exits and exit_weight go together, such as exits=(0.5, 0.75), exit_weight=0.5.')
         if self.steps is not None:
@@ -146,7 +147,7 @@ class LossConfig(Settings):
 
     @property
     def weights(self) -> Dict[str, float]:
-        """The weights of the parts of the loss, by their names."""
+        """The weights of the parts of the loss, by name."""
         names = ('trajectory', 'jasmin', 'kd', 'task', 'attention', 'exit')
         return {name: getattr(self, f'{name}_weight') for name in names}
 
@@ -156,7 +157,7 @@ class LossConfig(Settings):
         return self.cls_weight, self.register_weight, self.patch_weight
 
     def counts(self, own: int) -> Optional[Tuple[int, ...]]:
-        """The numbers of steps that updates draw from, for a student with `own` steps; None for its own."""
+        """The numbers of steps that updates draw from, for a student with `own` steps; None to use only its own."""
         if self.steps is None:
             return None
         return tuple(k if isinstance(k, int) else max(1, round(k * own)) for k in self.steps)
@@ -168,11 +169,11 @@ class DataConfig(Settings):
 
     Attributes:
         batch_size: Images per batch.
-        held_out: Share of the training images held out.
-        padding: Pixels by which a crop may move (arrays); None for 4.
-        flip: Probability of a mirror image (arrays); None for 0.5.
+        held_out: Share of the training images held out for validation.
+        padding: Pixels by which a crop may be shifted (arrays); None for 4.
+        flip: Probability of mirroring an image (arrays); None for 0.5.
         reprob: Probability of erasing a part of an image.
-        auto_augment: timm's policy of augmentation (folders); None for none.
+        auto_augment: timm augmentation policy (folders); None for none.
         workers: Processes that load images (folders); None for 2.
         mixup: alpha of mixup; 0 for none.
         cutmix: alpha of CutMix; 0 for none.
@@ -193,21 +194,21 @@ class DataConfig(Settings):
 
     def _check(self) -> None:
         if self.prob is not None and not (self.mixup or self.cutmix):
-            raise ValueError('prob is the share of the batches that are mixed. Give mixup or cutmix, or leave it out.')
+            raise ValueError('prob is the share of the batches that are mixed. Give mixup or cutmix, or omit prob.')
 
 
 @dataclass(frozen=True)
 class CalibrationConfig(Settings):
-    """Settings of `calibrate_`; each is also a keyword of it.
+    """Settings of `calibrate_`; each is also a keyword of `calibrate_`.
 
     Attributes:
         epochs: Epochs of the first part, step by step, and of the second, unrolled; the second must be 0 for a model
-            without a sequence of tokens to follow as a whole (Swin, SAM, NaFlexViT, MLP-Mixer).
+            that has no sequence of tokens to follow as a whole (Swin, SAM, NaFlexViT, MLP-Mixer).
         batch_size: Images per update.
         lr: Peak learning rate of the first part, on a cosine schedule.
         unrolled_lr: Peak learning rate of the second part.
         amp: Mixed precision: 'bfloat16', 'float16' or None.
-        seed: Seed of the order of the images.
+        seed: Seed for the order of the images.
     """
     epochs: Tuple[int, int] = setting((8, 2), many(whole(0), _EPOCHS))
     batch_size: int = setting(16, whole(1))

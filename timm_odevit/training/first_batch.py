@@ -1,4 +1,4 @@
-"""What is looked at before anything is trained: the first batches, and nothing changes by it."""
+"""Checks of the first batches, before anything is trained; they change nothing."""
 import random
 from contextlib import contextmanager
 from typing import Any, Iterator, List, Optional
@@ -17,7 +17,7 @@ __all__ = ['chain', 'checked', 'fitting', 'look_at']
 
 
 def chain(loader: Any) -> List[Any]:
-    """A loader, and those that it takes its batches from."""
+    """A loader, and the loaders that it takes its batches from."""
     parts: List[Any] = []
     while loader is not None:
         parts.append(loader)
@@ -27,7 +27,7 @@ def chain(loader: Any) -> List[Any]:
 
 @contextmanager
 def _undisturbed(loader: Any, device: torch.device) -> Iterator[None]:
-    """Put back what one more iteration changes: random states, and the workers that a DataLoader keeps."""
+    """Restore what an extra iteration changes: random states, and the persistent workers of a DataLoader."""
     parts = chain(loader)
     owners = [owner for part in parts for owner in (
         part, getattr(part, 'sampler', None), getattr(part, 'batch_sampler', None),
@@ -65,10 +65,10 @@ def checked(name: str, batch: Any, task: TrainingTask) -> Any:
     """The images and labels of a first batch.
 
     Raises:
-        ValueError: It is no batch, or a label is none of the model's.
+        ValueError: It is not a batch, or a label is not one of the model's classes.
     """
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        found = f'{len(batch)} things' if isinstance(batch, (tuple, list)) else f'a {type(batch).__name__}'
+        found = f'{len(batch)} items' if isinstance(batch, (tuple, list)) else f'a {type(batch).__name__}'
         raise ValueError(f'{name} must give batches (images, labels); got {found}.')
     images, labels = batch
     try:
@@ -77,18 +77,18 @@ def checked(name: str, batch: Any, task: TrainingTask) -> Any:
         raise ValueError(f'{name}: {e}') from None
     given, criterion = getattr(labels, 'labels', labels), getattr(task, 'criterion', None)
     classes = getattr(models_of(task)['model'], 'num_classes', 0)
-    used = classes and (criterion is not None or name == 'val_loader')  # some tasks do not look at labels
+    used = classes and (criterion is not None or name == 'val_loader')  # some tasks ignore labels
     if used and isinstance(given, Tensor) and given.ndim == 1 and not given.is_floating_point():
         wrong = given[((given < 0) | (given >= classes)) & (given != getattr(criterion, 'ignore_index', -100))]
         if len(wrong):
-            raise ValueError(f'{name} has label {int(wrong[0])}, and the {classes} classes of the model have 0 to '
+            raise ValueError(f'{name} has label {int(wrong[0])}, but the {classes} classes of the model are 0 to '
                              f'{classes - 1}. Create the model with the num_classes of the data.')
     return images, labels
 
 
 @contextmanager
 def fitting(name: str, images: Tensor, labels: Any, task: TrainingTask) -> Iterator[None]:
-    """Say what a batch does not fit, and leave the task's buffers and modes as they were before it."""
+    """If a batch does not fit the model, say why, and restore the task's buffers and modes."""
     buffers = [(buffer, buffer.clone()) for buffer in task.buffers()]
     modes = [(module, module.training) for module in task.modules()]
     try:

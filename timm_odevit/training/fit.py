@@ -1,4 +1,4 @@
-"""The training loop, made of timm's parts: it trains any `timm.task.TrainingTask`."""
+"""The training loop, built from timm's parts: it trains any `timm.task.TrainingTask`."""
 import math
 import time
 from collections import defaultdict
@@ -43,42 +43,43 @@ def fit(
         progress: bool = True,
         config: FitConfig,
 ) -> List[Dict[str, float]]:
-    """Train a task; with `out`, keep the last and the best state, so that an interrupted run can go on.
+    """Train a task; with `out`, save the last and the best state, so that an interrupted run can be resumed.
 
-    `out/last.pt` is the whole training state after the last full epoch, `out/best` the model with the best top-1
-    accuracy on `val_loader` (the last one without it) in timm's format, `out/history.json` one record an epoch. Each
-    file is written aside and renamed, so it is whole or not there, and no other process can use the folder meanwhile.
+    `out/last.pt` is the whole training state after the last complete epoch, `out/best` the model with the best top-1
+    accuracy on `val_loader` (without one, the last model) in timm's format, `out/history.json` one record per epoch.
+    Each file is written under another name and then renamed, so it is either complete or absent. While `fit` runs, no
+    other process can use the folder.
 
-    What does not fit is refused in the first seconds: one batch of `val_loader` goes through the model before anything
-    else, by an iteration of its own, with its workers if it has any; the first training batch is looked at when it
-    comes, so that the training data is read as often as without. A refusal leaves weights, buffers and modes as they
-    were, and neither look changes a result.
+    Data that does not fit is refused within seconds: one batch of `val_loader` goes through the model before anything
+    else, in an iteration of its own, with workers of its own if it has any; the first training batch is checked when it
+    arrives, so that the training data is not read an extra time. A refusal leaves weights, buffers and modes as they
+    were, and neither check changes a result.
 
-    Where torch.distributed runs, the task is wrapped by its `prepare_distributed`, the first process validates and
-    writes, and all of them read `out/last.pt` to resume: they need one file system.
+    Under torch.distributed, the task is wrapped by its `prepare_distributed`, the first process validates and writes,
+    and all processes read `out/last.pt` to resume, so they must share a file system.
 
     Args:
-        task: What to train, such as TrajectoryDistillationTask or timm's ClassificationTask; on its device.
-        train_loader: Batches (images [B, C, H, W], labels [B]); all seeds are set before each epoch, and its (or its
-            sampler's) `set_epoch` is called if it has one. Of several processes, each gets a part of its own.
+        task: Task to train, such as TrajectoryDistillationTask or timm's ClassificationTask; on its device.
+        train_loader: Batches (images [B, C, H, W], labels [B]); before each epoch, all seeds are set, and its (or its
+            sampler's) `set_epoch` is called if it has one. With several processes, each passes its part of the data.
         val_loader: Batches held out from training, for choosing the best epoch; it is read after every epoch, so an
             iterator, such as a generator, is refused.
-        out: Folder for the files; None keeps nothing.
-        resume: Go on from `out/last.pt`, if it is there, with the same settings, the same size of batches and as many
-            updates an epoch; epochs may be more.
+        out: Folder for the files; None saves nothing.
+        resume: Resume from `out/last.pt`, if it exists, with the same settings, batch size and updates per epoch;
+            epochs may be increased.
         progress: Show a progress bar.
-        config: Settings; or give each of them as a keyword, such as epochs=10, see FitConfig.
+        config: Settings; or pass any of them as keywords, such as epochs=10; see FitConfig.
 
     Returns:
-        The history: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss.
+        One record per epoch: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss.
 
     Raises:
         FloatingPointError: The loss stopped being finite; the message says which step of an ODE-ViT diverged, and the
-            files of the epoch before remain.
-        OSError: A file could not be written, as on a full disk; what was written before remains. Or another process
+            files of the previous epoch remain.
+        OSError: A file could not be written, as on a full disk (files written earlier remain); or another process
             uses the folder.
         TypeError: A keyword is unknown.
-        ValueError: A setting, a loader or the folder does not fit, or the model has no description to save it by.
+        ValueError: A setting, a loader or the folder is unsuitable, or no description to save the model by was found.
     """
     updates = count_updates(train_loader, config.accumulate)
     for name, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
@@ -96,10 +97,10 @@ def fit(
         state: Dict[str, Any] = {'history': []}
         settings = _to_resume(config, train_loader, updates)
         if folder is not None:
-            describe(models_of(task)['model'])  # better now than after the first epoch
+            describe(models_of(task)['model'])  # fail now rather than after the first epoch
             if (folder / LAST).exists():
                 if not resume:
-                    raise ValueError(f"'{folder}' holds a run already. Pass resume=True to continue it, or give "
+                    raise ValueError(f"'{folder}' already holds a run. Pass resume=True to continue it, or give "
                                      'another folder.')
                 state = read_state(folder / LAST, torch.device(task.device), settings, config.epochs)
         history: List[Dict[str, float]] = state['history']
@@ -126,8 +127,8 @@ def fit(
                         write_text(folder / HISTORY, to_json(history))
                     except OSError as e:
                         raise OSError(
-                            f"Epoch {epoch + 1} could not be written to '{folder}': {str(e).splitlines()[0]}. What was "
-                            'written before is whole; make room, and resume.') from e
+                            f"Epoch {epoch + 1} could not be written to '{folder}': {str(e).splitlines()[0]}. Files "
+                            'written earlier are intact; free some space, and resume.') from e
                 bar.set_postfix({key: f'{record[key]:.4g}' for key in ('loss', 'val_top1') if key in record})
         return history
 
@@ -150,7 +151,7 @@ def count_updates(train_loader: Any, accumulate: int = 1) -> int:
     except TypeError:
         raise ValueError('train_loader needs a length, for the learning-rate schedule.') from None
     if batches < accumulate or batches < 1:
-        few = f'has less than {accumulate} batches' if accumulate > 1 else 'is empty'
+        few = f'has fewer than {accumulate} batches' if accumulate > 1 else 'is empty'
         raise ValueError(f'train_loader {few}. Give more images, or a smaller batch size.')
     return batches // accumulate
 
@@ -163,7 +164,7 @@ class _Run:
         self.config, self.updates, self.device = config, updates, torch.device(task.device)
         self.rank, self.world = rank_and_world()
         self.dtype = AMP_DTYPES[config.amp]
-        for name in ('trainable_module_ema', 'eval_model_ema'):  # of a fit before
+        for name in ('trainable_module_ema', 'eval_model_ema'):  # left by an earlier fit
             if hasattr(task, name):
                 delattr(task, name)
         if config.ema_decay is not None:
@@ -187,7 +188,7 @@ class _Run:
         return self.models['ema' if 'ema' in self.models else 'model']
 
     def epoch(self, epoch: int, done: Callable[[], Any]) -> Dict[str, float]:
-        """Train for one epoch and validate; returns its record. It depends on the seed and the weights only."""
+        """Train for one epoch and validate; returns its record, which depends only on the seed and the state."""
         random_seed((self.config.seed * 10_007 + epoch) * self.world % 2 ** 31, self.rank)
         parts: Any = (self.train_loader, getattr(self.train_loader, 'sampler', None))
         for part in parts:
@@ -198,14 +199,14 @@ class _Run:
         record['seconds'] = time.perf_counter() - started
         if not all(torch.isfinite(p).all() for model in self.models.values() for p in model.parameters()):
             raise FloatingPointError(
-                f'The weights are not finite after epoch {epoch + 1}; what was written before it remains. '
-                'Start again in another folder, with a lower lr, or with amp bfloat16 or None.')
+                f'The weights are not finite after epoch {epoch + 1}; files written earlier remain. '
+                'Start again in another folder with a lower lr, or with amp bfloat16 or None.')
         if self.val_loader is not None and self.rank == 0:
             result = evaluate(self.chosen, self.val_loader, amp_dtype=self.dtype).results[-1]
             record.update(val_top1=result.top1, val_top5=result.top5, val_loss=result.loss)
         if self.world > 1:
             records = [record]
-            dist.broadcast_object_list(records)  # and nobody runs ahead while the first process validates
+            dist.broadcast_object_list(records)  # the others also wait here while the first validates
             record = records[0]
         return record
 
@@ -242,7 +243,7 @@ class _Run:
                         f'{_diverging(task, images, dtype)}Lower lr, or use amp bfloat16 or None.')
                 scaler.scale(loss / accumulate).backward()
             for key, part in values.items():
-                sums[key] = sums[key] + part  # stays on the device: one wait for it a batch is enough
+                sums[key] = sums[key] + part  # stays on the device: one wait per batch is enough
             if not last:
                 continue
             if config.clip_grad is not None:
@@ -254,8 +255,8 @@ class _Run:
             task.update_ema(step=update)
             done()
         if i < updates * accumulate - 1:
-            raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, and its length is '
-                             f'{len(loader)}. Give one that gives as many in every epoch.')
+            raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, but its length is '
+                             f'{len(loader)}. Give a loader that gives as many batches as its length.')
         means = {key: torch.as_tensor(value / (updates * accumulate)) for key, value in sums.items()}
         means = {key: over_processes(value.to(device)) for key, value in means.items()}
         return {'lr': optimizer.param_groups[-1]['lr'],  # without the parts that were not computed
@@ -264,7 +265,7 @@ class _Run:
 
 @contextmanager
 def _muon_for(device: torch.device) -> Iterator[None]:
-    """Let timm's Muon multiply in float32 on a CPU, instead of in bfloat16, which most CPUs emulate 30 times slower."""
+    """Make timm's Muon multiply in float32 on a CPU: most CPUs emulate bfloat16, which is 30 times slower."""
     original = muon.zeropower_via_newtonschulz
     if device.type == 'cpu':
         muon.zeropower_via_newtonschulz = partial(original, dtype=torch.float32)
@@ -276,12 +277,12 @@ def _muon_for(device: torch.device) -> Iterator[None]:
 
 @torch.no_grad()
 def _diverging(task: TrainingTask, images: Tensor, dtype: Optional[torch.dtype]) -> str:
-    """Where in an ODE-ViT the state stops being finite, in words; nothing for another model or another reason."""
+    """A sentence that says where an ODE-ViT's state stops being finite; empty for other models and other causes."""
     model = models_of(task)['model'].eval()
     odes = find_ode_blocks(model)
     if not odes or odes[0].config.adaptive:
         return ''
-    with odes[0].at(getattr(task, 'drawn', odes[0].steps)):  # as many steps as there were
+    with odes[0].at(getattr(task, 'drawn', odes[0].steps)):  # the number of steps that failed
         return _watch(model, images, dtype)
 
 
@@ -296,7 +297,7 @@ def _watch(model: nn.Module, images: Tensor, dtype: Optional[torch.dtype]) -> st
     hooks = [(step, 'after', look(f'step {i + 1} of {ode.steps}, from t = {step.t:g} to {step.t + step.h:g}'))
              for ode in find_ode_blocks(model) for i, step in enumerate(ode.bound_steps)]
     if not all(torch.isfinite(p).all() for p in model.parameters()):
-        return 'Weights of the model are not finite. '
+        return 'The weights of the model are not finite. '
     with hooked(*hooks), torch.autocast(images.device.type, dtype) if dtype is not None else nullcontext():
         model(images)
     return f'The field diverges: the state is not finite after {found[0]}. ' if found else ''

@@ -1,4 +1,4 @@
-"""The loaders of a recipe, and what is told of their data."""
+"""The loaders of a recipe, and a hash and a sample of their data."""
 import hashlib
 import json
 from pathlib import Path
@@ -22,29 +22,29 @@ def loaders(
         *,
         limit: Optional[int] = None,
 ) -> Tuple[Any, Any]:
-    """Batches to train on, and to validate on: images held out of training."""
+    """The loader of the training images, and that of the images held out for validation."""
     settings = dict(recipe.data or {})
     mixing = {k: settings.pop(k, default) for k, default in (
         ('mixup', 0.), ('cutmix', 0.), ('smoothing', 0.), ('prob', 1.))}
     if not Path(data).exists():
-        raise ValueError(f"There is no '{data}'. Give a folder with one sub-folder of images per class, or with train/ "
-                         'and val/ of that kind, or an .npz of small images.')
+        raise ValueError(f"There is no '{data}'. Give a folder with one sub-folder of images per class, a folder with "
+                         'train/ and val/ folders of that kind, or an .npz of small images.')
     arrays = Path(data).is_file()
     for name in ('auto_augment', 'workers') if arrays else ('padding', 'flip'):
         if settings.get(name) is not None:
             kind = 'an .npz, whose images are augmented on the device' if arrays else 'a folder of images'
-            raise ValueError(f"data.{name} is not for {kind}: '{data}'. Leave it out.")
+            raise ValueError(f"data.{name} does not apply to {kind} ('{data}'). Leave it out.")
     train_loader: Any
     if arrays:
         train_loader, val_loader, _ = array_loaders(data, model, limit=limit, seed=recipe.seed, **settings)
     else:
         if limit is not None:
-            raise ValueError(f"limit is for an .npz; '{data}' is a folder.")
+            raise ValueError(f"limit applies only to an .npz, and '{data}' is a folder. Leave it out.")
         train_loader, val_loader = folder_loaders(data, model, seed=recipe.seed, **settings)
     if any(mixing[k] for k in ('mixup', 'cutmix', 'smoothing')):
         if recipe.cache:
-            raise ValueError('cache keeps what a teacher says of images as they are, and data.mixup, data.cutmix and '
-                             'data.smoothing change them or their labels. Set cache to 0, or leave those out.')
+            raise ValueError("cache keeps the teacher's outputs for unchanged images, but data.mixup, data.cutmix and "
+                             'data.smoothing change images or labels. Set cache to 0, or leave those out.')
         train_loader = MixupLoader(train_loader, model.num_classes, **mixing)
     return train_loader, val_loader
 
@@ -67,7 +67,7 @@ def hash_of_data(*loaders: Any) -> str:
 
 
 def draw_sample(loader: Any, count: int, seed: int) -> torch.Tensor:
-    """Images [B, C, H, W] of a loader that does not augment, drawn at random, the same in all processes."""
+    """Random images [B, C, H, W] from a loader that does not augment; the same images in all processes."""
     arrays = isinstance(loader, ArrayLoader)
     total = len(loader.labels if arrays else loader.dataset)
     index = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]

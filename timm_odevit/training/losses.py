@@ -17,17 +17,17 @@ def trajectory_loss(
         has_class_token: bool,
         weights: Sequence[float],
 ) -> Tensor:
-    """Squared error between hidden states, relative to the variance of the teacher's over the batch of all processes.
+    """Squared error between hidden states, relative to the teacher's variance over the batch of all processes.
 
     Args:
         student: Hidden state [B, N, D].
         teacher: Hidden state [B, N, D].
         num_prefix_tokens: Number of class and register tokens, which come first.
         has_class_token: Whether the first token is a class token.
-        weights: Weights of class token, registers and patches; those of absent groups are shared among the others.
+        weights: Weights of class token, registers and patches; weights of absent groups are shared among the others.
 
     Returns:
-        Weighted mean of the groups, dimensionless: 0 for equal states, 1 for one that explains nothing.
+        Weighted mean of the groups, dimensionless: 0 for equal states, 1 for a student that explains nothing.
     """
     cls = 1 if has_class_token else 0
     bounds = ((0, cls), (cls, num_prefix_tokens), (num_prefix_tokens, student.shape[1]))
@@ -66,7 +66,7 @@ def attention_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.) -> Tensor:
-    """Kullback-Leibler divergence from the student's to the teacher's classes, in nats per image.
+    """Kullback-Leibler divergence of the student's class probabilities from the teacher's, in nats per image.
 
     Args:
         student: Logits [B, C].
@@ -81,10 +81,11 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.) -> Ten
 
 
 def jasmin_loss(attention: Tensor, k: int = 0) -> Tensor:
-    """JaSMin: how far softmax rows are from a small Jacobian.
+    """JaSMin: how large the Jacobian of softmax rows is.
 
-    With a row's probabilities p sorted downwards and g_k = p_k (1 - p_k + p_k+1), an upper bound of the k-th
-    eigenvalue of diag(p) - p p^T: log g_1 for k = 0, log(g_1 / g_k) for k >= 2, which spreads a row over k tokens.
+    Let p be a row's probabilities in descending order, and g_k = p_k (1 - p_k + p_k+1), an upper bound on the k-th
+    eigenvalue of diag(p) - p p^T. The loss is log g_1 for k = 0, and log(g_1 / g_k) for k >= 2, which spreads a row
+    over k tokens.
 
     Args:
         attention: Probabilities before dropout, in float32 [..., heads, N, N].
@@ -94,7 +95,7 @@ def jasmin_loss(attention: Tensor, k: int = 0) -> Tensor:
         The maximum over the query rows, averaged over everything else, in nats.
 
     Raises:
-        ValueError: k is 1, which makes the loss 0 whatever the attention, or out of range.
+        ValueError: k is out of range, or 1, which makes the loss 0 for any attention.
 
     Source: arXiv 2507.07814.
     """

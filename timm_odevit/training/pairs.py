@@ -1,4 +1,4 @@
-"""Student and teacher: whether they fit, and what tasks need of both."""
+"""Student and teacher: checks that they match, and modules that tasks share."""
 from typing import Any, Callable
 
 from timm.models import group_parameters
@@ -12,7 +12,7 @@ __all__ = ['Renormalised', 'TrainingPass', 'check_apart', 'check_same_tokens', '
 
 
 class Renormalised(nn.Module):
-    """Images [B, C, H, W] that are normalised for a student, as its teacher wants them."""
+    """Convert images [B, C, H, W] from the student's normalisation to the teacher's."""
 
     def __init__(self, student: nn.Module, teacher: nn.Module, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
@@ -31,11 +31,11 @@ class TrainingPass(nn.Module):
         self.student: Any = student
 
     def no_weight_decay(self) -> set:
-        """As of the student."""
+        """The student's, for prefixed names."""
         return {f'student.{name}' for name in getattr(self.student, 'no_weight_decay', set)()}
 
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
-        """As of the student."""
+        """The student's, for prefixed names."""
         groups = group_parameters(self.student, self.student.group_matcher(coarse=coarse), reverse=True)
         return lambda name: groups[name[len('student.'):]]
 
@@ -46,21 +46,21 @@ def check_student(student: Any) -> None:
         check_not_merged(student)
     if not isinstance(student, nn.Module) or not find_ode_blocks(student):
         raise TypeError(
-            f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
+            f'The student must be an ODE-ViT; this {type(student).__name__} is not one. Call convert_ first.')
 
 
 def check_apart(student: nn.Module, teacher: nn.Module) -> None:
-    """Raise ValueError for a student and a teacher with parameters in common."""
+    """Raise ValueError for a student and a teacher that share parameters."""
     if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
         raise ValueError('Student and teacher share parameters, so training would change the teacher. '
-                         'Make the teacher by copy.deepcopy(model) before convert_.')
+                         'Make the teacher with copy.deepcopy(model) before convert_.')
 
 
 def check_same_tokens(student: Any, teacher: Any) -> None:
     check_apart(student, teacher)
     if not isinstance(getattr(student, 'patch_drop', None) or nn.Identity(), nn.Identity):
         raise ValueError(
-            "The student drops patches, so its tokens are not the teacher's. Create it with patch_drop_rate=0.")
+            "The student drops patches, so its tokens do not match the teacher's. Create it with patch_drop_rate=0.")
     for name in ('embed_dim', 'in_chans', 'num_prefix_tokens', 'num_classes'):
         ours, theirs = getattr(student, name, None), getattr(teacher, name, None)
         if ours != theirs:
@@ -69,4 +69,4 @@ def check_same_tokens(student: Any, teacher: Any) -> None:
     sizes = [tuple(getattr(patch, 'grid_size', None) or (patch.num_patches,)) for patch in patches]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f'Student and teacher see other patches: {sizes[0]} and {sizes[1]}. Give both the same img_size.')
+            f'Student and teacher have different patch grids: {sizes[0]} and {sizes[1]}. Give both the same img_size.')

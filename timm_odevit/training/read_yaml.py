@@ -1,4 +1,4 @@
-"""YAML of strangers, read safely."""
+"""Read untrusted YAML safely."""
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -8,37 +8,37 @@ from ..errors import one_line
 
 __all__ = ['DEEPEST', 'parse_yaml', 'read_yaml']
 
-LONGEST, DEEPEST = 50_000, 50  # characters and levels of YAML that are read; ours have 2,200 and 4
+LONGEST, DEEPEST = 50_000, 50  # most characters and levels that are read; our recipes have 2,200 and 4
 
 
 def read_yaml(path: Union[str, Path], name: Optional[str] = None) -> Any:
-    """What a YAML file holds, read within seconds and a few times its size in memory, whatever it is.
+    """Read a YAML file, whatever it holds, within seconds and with a few times its size in memory.
 
     Args:
         path: The file.
-        name: Its name in messages; by default its path.
+        name: Name of the file in messages; by default its path.
 
     Raises:
-        ValueError: It is no YAML, or has what recipes do not need: aliases, a key twice, many levels, much text.
+        ValueError: It is not YAML, or has what no recipe needs: aliases, duplicate keys, many levels, long text.
     """
     name = name or str(path)
     try:
         with open(path, encoding='utf-8') as f:
             text = f.read(LONGEST + 1)
     except UnicodeDecodeError as e:
-        raise ValueError(f"'{name}' is no YAML: {e}") from None
-    return parse_yaml(text, name, 'is no YAML')
+        raise ValueError(f"'{name}' is not valid YAML: {e}") from None
+    return parse_yaml(text, name, 'is not valid YAML')
 
 
 class _UnwantedError(Exception):
-    """What recipes do not need, and what makes small files large or endless."""
+    """Something that recipes do not need, and that makes small files huge or endless."""
 
     def __init__(self, what: str, mark: Any, advice: str = '') -> None:
         super().__init__(f'{what} (line {mark.line + 1}).{advice}')
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without aliases, keys that come twice and more than `DEEPEST` levels."""
+    """Refuses aliases, duplicate keys and more than `DEEPEST` levels."""
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -64,7 +64,7 @@ class _Loader(yaml.SafeLoader):
 
 def parse_yaml(text: str, name: str, wrong: str) -> Any:
     if len(text) > LONGEST:
-        raise ValueError(f"'{name}' has more than {LONGEST:,} characters, which is no recipe.")
+        raise ValueError(f"'{name}' has more than {LONGEST:,} characters, so it is not a recipe.")
     try:
         return yaml.load(text, _Loader)
     except _UnwantedError as e:
@@ -72,5 +72,5 @@ def parse_yaml(text: str, name: str, wrong: str) -> Any:
     except yaml.MarkedYAMLError as e:
         line = f' (line {e.problem_mark.line + 1})' if e.problem_mark else ''
         raise ValueError(f"'{name}' {wrong}: {', '.join(filter(None, (e.context, e.problem)))}{line}.") from None
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as e:  # PyYAML's, of values such as 2001-13-32
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as e:  # PyYAML's, for values such as 2001-13-32
         raise ValueError(f"'{name}' {wrong}: {one_line(e)}") from None

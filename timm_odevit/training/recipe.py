@@ -1,4 +1,4 @@
-"""Recipes: what is trained, on what and how, in one validated YAML file."""
+"""Recipes: what to train, on what data and how, in one validated YAML file."""
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
@@ -14,8 +14,8 @@ __all__ = ['FIT', 'Recipe', 'Stage', 'builtin_recipes']
 
 FOLDER = Path(__file__).parent / 'recipes'
 TASKS = ('stepwise', 'trajectory', 'labels')
-FIT = [name for name in FitConfig.names() if name != 'seed']  # that is the recipe's
-# parts of a model that a stage may train, and what their parameters' names hold
+FIT = [name for name in FitConfig.names() if name != 'seed']  # the recipe has its own
+# the parts of a model that a stage may train, and what the names of their parameters contain
 PARTS: Dict[str, Tuple[str, ...]] = {
     'all': ('',),
     'blocks': ('blocks.',),
@@ -35,11 +35,11 @@ class Stage:
     """One part of a training run.
 
     Attributes:
-        task: 'stepwise', each solver step from the teacher's state (StepwiseTask); 'trajectory', the whole, unrolled
+        task: 'stepwise', each solver step from the teacher's state (StepwiseTask); 'trajectory', all steps, unrolled
             (TrajectoryDistillationTask); 'labels', cross-entropy alone, for any model (timm's ClassificationTask).
-        train: Parts of the model that learn, names of PARTS; the others are frozen.
-        loss: Keywords of TrajectoryDistillationTask, over those of the recipe.
-        fit: Keywords of `fit`, over those of the recipe.
+        train: Names, from PARTS, of the parts of the model that learn; the others are frozen.
+        loss: Keywords of TrajectoryDistillationTask; they override the recipe's.
+        fit: Keywords of `fit`; they override the recipe's.
     """
     task: str = 'trajectory'
     train: Tuple[str, ...] = ('all',)
@@ -49,20 +49,20 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training run. Every unknown key is an error.
+    """A training run. Unknown keys are errors.
 
     Attributes:
-        ode: Settings of OdeConfig with which the student is made of the teacher (of `model`, where there is no
-            teacher); None to train the model as it is.
-        model: timm name of the model, where there is no teacher.
-        model_args: Keywords of timm.create_model for it.
+        ode: Settings of OdeConfig for converting the teacher (`model`, without a teacher) to the student; None to train
+            the model as it is.
+        model: timm name of the model, for training without a teacher.
+        model_args: Keywords of timm.create_model for `model`.
         data: batch_size, held_out, workers; padding, flip (arrays), reprob, auto_augment (folders); mixup, cutmix,
             smoothing, prob.
         loss: Keywords of TrajectoryDistillationTask for all stages.
         fit: Keywords of `fit` for all stages.
-        stages: The stages, one after the other, each from the last weights of the one before.
+        stages: The stages, in order; each starts from the last weights of the previous one.
         grad_checkpointing: Recompute activations in the backward pass, step by step.
-        cache: Views of each image, of which the teacher's states are computed once and kept on disk; 0 for none.
+        cache: Views of each image for which the teacher's states are computed once and kept on disk; 0 for none.
         seed: Seed of the run.
 
     Raises:
@@ -91,7 +91,7 @@ class Recipe:
         except ValueError as e:
             raise ValueError(f'data.{e}') from None
         if self.ode is not None:
-            self.config  # noqa: B018 (raises what is wrong with it)
+            self.config  # noqa: B018 (raises if a setting is invalid)
         for name in ('cache', 'seed'):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -102,7 +102,7 @@ class Recipe:
             raise ValueError('stages must be a list of at least one stage, such as [{task: trajectory}].')
         object.__setattr__(self, 'stages', tuple(self._stage(i, stage) for i, stage in enumerate(self.stages)))
         if self.loss and all(stage.task != 'trajectory' for stage in self.stages):
-            raise ValueError('loss is for stages of the task trajectory, and there is none. Leave it out.')
+            raise ValueError('loss applies only to stages with task trajectory, and there are none. Leave it out.')
 
     def _stage(self, number: int, given: Any) -> Stage:
         where = f'stages.{number}'
@@ -121,7 +121,7 @@ class Recipe:
         if not stage.train:
             raise ValueError(f"{where}.train is empty. Allowed: {', '.join(PARTS)}.")
         if stage.task != 'trajectory' and stage.loss:
-            raise ValueError(f"{where}.loss: task '{stage.task}' has no settings of the loss. Leave it out.")
+            raise ValueError(f"{where}.loss: task '{stage.task}' has no loss settings. Leave loss out.")
         for part in stage.train:
             if part not in PARTS:
                 raise ValueError(f"{where}.train: unknown part '{part}'. {suggest(str(part), PARTS)}"
@@ -129,7 +129,7 @@ class Recipe:
         _known(f'{where}.loss', stage.loss, LossConfig.names())
         _known(f'{where}.fit', stage.fit, FIT)
         if 'epochs' not in {**(self.fit or {}), **(stage.fit or {})}:
-            raise ValueError(f'{where}.fit.epochs is missing. Give the number of epochs, here or in fit of the recipe.')
+            raise ValueError(f"{where}.fit.epochs is missing. Give the number of epochs here or in the recipe's fit.")
         try:
             self.fit_of(stage)
             if stage.task == 'trajectory':
@@ -144,11 +144,11 @@ class Recipe:
         return OdeConfig(**(self.ode or {}))
 
     def loss_of(self, stage: Stage) -> LossConfig:
-        """The settings of the loss of a stage: its own over those of the recipe."""
+        """The loss settings of a stage: the recipe's, overridden by its own."""
         return LossConfig(**{**(self.loss or {}), **(stage.loss or {})})
 
     def fit_of(self, stage: Stage) -> FitConfig:
-        """The settings of `fit` for a stage: its own over those of the recipe."""
+        """The settings of `fit` for a stage: the recipe's, overridden by its own."""
         return FitConfig(**{**(self.fit or {}), **(stage.fit or {})})
 
     @classmethod
@@ -157,8 +157,8 @@ class Recipe:
 
         Args:
             name: Path of a YAML file, or the name of one that comes with the package: see `builtin_recipes()`.
-            changes: Changes such as 'ode.field=lipschitz' or 'stages.0.fit.lr=1e-3', values in YAML; 'null' takes the
-                default.
+            changes: Changes such as 'ode.field=lipschitz' or 'stages.0.fit.lr=1e-3', with values in YAML; 'null'
+                restores the default.
 
         Raises:
             ValueError: There is no such recipe, it cannot be read, or something in it is unknown or out of range.
@@ -174,17 +174,17 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, tree: Any, changes: Sequence[str] = (), name: str = 'recipe') -> 'Recipe':
-        """A recipe from what a YAML file holds; see `load`."""
+        """A recipe from the contents of a YAML file; see `load`."""
         tree = _section(name, tree) or {}
         for change in changes:
             key, equals, text = change.partition('=')
             shown = change if len(change) <= 100 else f'{change[:100]} ...'
             path = key.strip().split('.')
             if not equals:
-                raise ValueError(f"'{shown}' is no change of a recipe, such as fit.lr=1e-3.")
+                raise ValueError(f"Expected a change to a recipe, such as fit.lr=1e-3; got '{shown}'.")
             if len(path) > DEEPEST:
-                raise ValueError(f"'{shown}' has {len(path)} levels, and a recipe has at most {DEEPEST}.")
-            _set(tree, path, _number(parse_yaml(text, shown, 'holds no YAML')), shown)
+                raise ValueError(f"'{shown}' has {len(path)} levels, but a recipe has at most {DEEPEST}.")
+            _set(tree, path, _number(parse_yaml(text, shown, 'has a value that is not valid YAML')), shown)
         _known(name, tree, [f.name for f in fields(cls)])
         try:
             recipe = cls(**_numbers(tree))
@@ -196,11 +196,11 @@ class Recipe:
                 users = [stage for stage in recipe.stages if section == 'fit' or stage.task == 'trajectory']
                 if all(key in (getattr(stage, section) or {}) for stage in users):
                     own = ', '.join(f'stages.{i}.{section}.{key}' for i, s in enumerate(recipe.stages) if s in users)
-                    raise ValueError(f"'{change}' has no effect, for each stage sets its own {key}. Change {own}.")
+                    raise ValueError(f"'{change}' has no effect, because each stage sets its own {key}. Change {own}.")
         return recipe
 
     def to_yaml(self) -> str:
-        """The recipe as YAML, with what is not the default."""
+        """The recipe as YAML, without default values."""
         def tree(of: Any) -> Dict[str, Any]:
             return {f.name: getattr(of, f.name) for f in fields(of) if getattr(of, f.name) not in (None, f.default)}
         whole = tree(self)
@@ -235,7 +235,7 @@ def _set(tree: Any, path: List[str], value: Any, change: str) -> None:
                 tree[name] = {}
             tree = tree[name]
         if not isinstance(tree, (dict, list)):
-            raise ValueError(f"'{change}': there is nothing below '{name}'.")
+            raise ValueError(f"'{change}': '{name}' has no keys below it.")
     if isinstance(tree, list):
         _item(tree, last, change)
         tree[int(last)] = value
@@ -247,7 +247,7 @@ def _set(tree: Any, path: List[str], value: Any, change: str) -> None:
 
 def _item(items: List[Any], name: str, change: str) -> Any:
     if not name.isdigit() or int(name) >= len(items):
-        raise ValueError(f"'{change}': '{name}' is no number of a stage; there are 0 to {len(items) - 1}.")
+        raise ValueError(f"'{change}': there is no entry '{name}'; the entries are 0 to {len(items) - 1}.")
     return items[int(name)]
 
 
@@ -258,7 +258,7 @@ def _numbers(tree: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-3 as text."""
+    """Convert text such as 1e-3, which YAML 1.1 does not read as a number."""
     if not isinstance(value, str) or 'e' not in value.lower() or value[:1] not in '0123456789.-+':
         return value
     try:

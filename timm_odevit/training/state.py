@@ -35,19 +35,19 @@ def read_state(path: Path, device: torch.device, settings: Dict[str, Any], epoch
     try:
         state = torch.load(path, map_location=device, weights_only=True)
     except Exception as e:
-        raise ValueError(f"'{path}' cannot be read ({str(e).splitlines()[0]}). Delete it to start anew.") from e
+        raise ValueError(f"'{path}' cannot be read ({str(e).splitlines()[0]}). Delete it to start again.") from e
     if not isinstance(state, dict) or 'settings' not in state:
-        raise ValueError(f"'{path}' is not the state of a run of fit(). Give the folder of one, or another folder.")
-    # a setting that is newer than the file was not in use
+        raise ValueError(f"'{path}' is not a state saved by fit(). Give the folder of a run, or a new folder.")
+    # a setting that did not exist when the file was written counts as unchanged
     before = {name: state['settings'].get(name, value) for name, value in settings.items()}
     other = [name for name, value in settings.items() if before[name] != value]
     if other:
         theirs, ours = (', '.join(f'{name}={of[name]!r}' for name in other) for of in (before, settings))
-        raise ValueError(f"'{path}' was made with {theirs}, this run has {ours}. Resume with the settings of the first "
-                         'run, or start another folder.')
+        raise ValueError(f"'{path}' was made with {theirs}, but this run has {ours}. Resume with the settings of the "
+                         'first run, or give another folder.')
     if len(state['history']) > epochs:
-        raise ValueError(f"'{path.parent}' has {len(state['history'])} epochs already, and epochs={epochs}. Give more, "
-                         'or another folder.')
+        raise ValueError(f"'{path.parent}' already has {len(state['history'])} epochs, but epochs={epochs}. Give more "
+                         'epochs, or another folder.')
     return state
 
 

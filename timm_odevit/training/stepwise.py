@@ -20,19 +20,19 @@ __all__ = ['StepwiseTask', 'check_converted_from']
 class StepwiseTask(TrainingTask):
     """Teach each solver step on its own: from the teacher's state at its start to the teacher's state at its end.
 
-    Nothing is unrolled, so errors of one step are not passed on to the next, and no gradient travels through more than
-    one step. Between two layers, the teacher's state is interpolated linearly in t. Works for every model that
-    `convert_` takes.
+    Nothing is unrolled, so the error of one step does not reach the next, and no gradient passes through more than one
+    step. Between two layers, the teacher's state is interpolated linearly in t. Works for every model that `convert_`
+    accepts.
 
     Args:
         student: Converted model.
-        teacher: The model that it was converted from; frozen, in eval mode.
-        device: Device of the task, that of the student by default.
-        verbose: Log what timm logs.
+        teacher: The model that it was converted from; it is frozen and kept in eval mode.
+        device: Device of the task; by default the student's.
+        verbose: Log timm's messages.
 
     Raises:
-        TypeError: The student is not an ODE-ViT.
-        ValueError: Student and teacher do not fit, or share parameters.
+        TypeError: The student is not an ODE-ViT, or the teacher is not an unconverted model.
+        ValueError: Student and teacher do not match, or share parameters.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class StepwiseTask(TrainingTask):
             kept = len(ode.before) + len(ode.after)
             if kept + ode.config.grid[1] != len(blocks):
                 raise ValueError(
-                    f'The student runs over {ode.config.grid[1]:g} units of time beside {kept} kept layers, and the '
-                    f'teacher has {len(blocks)} layers: no step has a state to end at. Convert with T=None.')
+                    f'The student runs over {ode.config.grid[1]:g} units of time plus {kept} kept layers, but the '
+                    f'teacher has {len(blocks)} layers, so the steps do not end at its states. Convert with T=None.')
         self.for_teacher = Renormalised(student, teacher, self.device)
         self.teacher = teacher.requires_grad_(False).eval()
         self.trainable_module: Any = _Steps(student)
@@ -61,15 +61,15 @@ class StepwiseTask(TrainingTask):
 
         Args:
             input: Images [B, C, H, W], normalised for the student.
-            target: A Recorded batch with the states of the teacher, or anything else, which is not used.
+            target: A Recorded batch with the teacher's states; anything else is ignored.
 
         Returns:
-            'loss', the squared error of a step relative to the squared length of what the teacher does in that time,
-            averaged over the steps (dimensionless, 1 for a step that stands still), and 'output', the teacher's.
+            'loss', the squared error of a step relative to the squared distance that the teacher moves in that time,
+            averaged over the steps (dimensionless, 1 for a step that does nothing), and 'output', the teacher's logits.
         """
         recorded = hasattr(target, 'states')
         with torch.no_grad(), watch_blocks(self.runs) as seen:
-            images = self.for_teacher(input[:1] if recorded else input)  # one shows what is handed to the blocks
+            images = self.for_teacher(input[:1] if recorded else input)  # one image shows what the blocks are passed
             output = self.teacher(images)
         if recorded:
             output, seen = target.output, [(target.states, seen[0][1])]
@@ -82,9 +82,9 @@ class StepwiseTask(TrainingTask):
         return self
 
     def prepare_distributed(self, device_ids: Optional[list] = None, **ddp_kwargs: Any) -> 'StepwiseTask':
-        """Wrap the student, and not the frozen teacher, in DistributedDataParallel."""
+        """Wrap the student, but not the frozen teacher, in DistributedDataParallel."""
         from torch.nn.parallel import DistributedDataParallel
-        ddp_kwargs.setdefault('find_unused_parameters', True)  # all that is not a block
+        ddp_kwargs.setdefault('find_unused_parameters', True)  # all outside the blocks
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
         return self
 
@@ -103,7 +103,7 @@ class _Steps(TrainingPass):
         for ode, (states, handed) in zip(find_ode_blocks(self.student), seen, strict=True):
             for step in ode.bound_steps:
                 start, end = _at(states, step.t), _at(states, step.t + step.h)
-                args, kwargs = handed[int(step.t + 1e-6)]  # a base may hand something else to each layer
+                args, kwargs = handed[int(step.t + 1e-6)]  # a base may pass different arguments to each layer
                 run = partial(checkpoint, step, use_reentrant=False) if again else step
                 error = (run(start, *args, **kwargs) - end).float().square().mean()
                 moved = over_processes((end - start).float().square().mean())
@@ -114,9 +114,9 @@ class _Steps(TrainingPass):
 def check_converted_from(student: Any, teacher: Any) -> None:
     check_student(student)
     if not isinstance(teacher, nn.Module):
-        raise TypeError(f'The teacher must be a model; got {type(teacher).__name__}. Build it by timm.create_model.')
+        raise TypeError(f'The teacher must be a model; got {type(teacher).__name__}. Build it with timm.create_model.')
     if find_ode_blocks(teacher):
-        raise TypeError('The teacher is converted itself. Give the model that the student was converted from.')
+        raise TypeError('The teacher is itself converted. Give the model that the student was converted from.')
     check_apart(student, teacher)
     outside = [{name: tuple(p.shape) for name, p in m.named_parameters() if '.blocks.' not in f'.{name}'}
                for m in (student, teacher)]
@@ -124,7 +124,7 @@ def check_converted_from(student: Any, teacher: Any) -> None:
         names = [name for name in {**outside[0], **outside[1]} if outside[0].get(name) != outside[1].get(name)]
         found = f': {names[0]} is {outside[0].get(names[0])} and {outside[1].get(names[0])}' if names else (
             f': a {type(student).__name__} and a {type(teacher).__name__}')
-        raise ValueError(f'The student was not converted from this teacher{found}. Give the model that it was.')
+        raise ValueError(f'The student was not converted from this teacher{found}. Give the original model.')
 
 
 def _at(states: Sequence[Tensor], t: float) -> Tensor:

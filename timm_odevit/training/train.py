@@ -1,4 +1,4 @@
-"""train: run a recipe, stage by stage, and keep what is needed to resume and to say how the model was made."""
+"""train: run a recipe stage by stage, and save what is needed to resume it and to tell how the model was made."""
 import copy
 import json
 import shutil
@@ -33,7 +33,7 @@ __all__ = ['train']
 
 RECIPE = 'recipe.yaml'
 RUN = 'run.json'
-SAMPLE = 256  # images for what is measured: init svd_data, boundaries, checkpoints
+SAMPLE = 256  # images for measurements: init svd_data, boundaries, checkpoints
 
 
 def train(
@@ -51,30 +51,31 @@ def train(
 ) -> List[Dict[str, float]]:
     """Run a recipe.
 
-    Writes to `out`: recipe.yaml, and run.json with what else must be the same to resume; stage0/, stage1/, ... as `fit`
-    does; and at the end best/, the best model of the last stage, and history.json, the records of all stages. A stage
-    that is not trained with the student's own number of steps is validated and saved with the nearest one that it is.
+    Writes to `out`: recipe.yaml; run.json, with what else must be the same to resume; stage0/, stage1/, ..., as `fit`
+    writes them; and at the end best/, the best model of the last stage, and history.json, the records of all stages. A
+    stage that does not train the student's own number of steps is validated and saved with the nearest one that it
+    trains.
 
     Args:
-        recipe: What to do.
+        recipe: Recipe to run.
         data: Folder of images, see `folder_loaders`, or .npz of small images, see `array_loaders`.
         out: Folder for the results.
         teacher: timm model; None to train without one.
-        student: Model to train, as it is, whatever `ode` of the recipe says; None to make it by `build_student`.
-        resume: Go on with the run in `out`.
-        limit: Use that many images of an .npz only, to rehearse.
-        cache: Folder for the cached states of the teacher, if the recipe wants them; several runs may share it. By
+        student: Model to train as it is, ignoring the recipe's `ode`; None to make it with `build_student`.
+        resume: Continue the run in `out`.
+        limit: Use only this many images of an .npz, for a rehearsal.
+        cache: Folder for the teacher's cached states, if the recipe sets `cache`; several runs may share it. By
             default `out`/cache.
-        device: Device of a student that is built here without a teacher.
+        device: Device for a student that is built without a teacher.
         progress: Show progress bars.
 
     Returns:
-        The records of all epochs, as `fit` gives them, each with its stage.
+        The records of all epochs, as returned by `fit`, each with its stage.
 
     Raises:
-        ValueError: Recipe, models, data and folder do not fit; nothing is trained then.
-        FloatingPointError: The loss stopped being finite; the files of the epoch before remain.
-        OSError: A file could not be written, and what was written before remains; or another run uses the folder.
+        ValueError: Recipe, models, data and folder do not fit together; nothing has been trained.
+        FloatingPointError: The loss stopped being finite; the files of the previous epoch remain.
+        OSError: A file could not be written (files written earlier remain); or another process uses the folder.
     """
     folder = Path(out)
     if student is not None:
@@ -99,7 +100,7 @@ def train(
             student = build_student(recipe, host, images=calibration)
         if recipe.grad_checkpointing:
             student.set_grad_checkpointing()  # type: ignore[operator]
-        describe(student)  # better now than after the first epoch
+        describe(student)  # fail now rather than after the first epoch
         for i, stage in enumerate(recipe.stages):
             _named(student, stage.train, f'stages.{i}.train')
         tasks = [_task(recipe, i, student, teacher, calibration) for i in range(len(recipe.stages))]
@@ -111,7 +112,7 @@ def train(
                 train_loader, teacher, cache or folder / 'cache', views=recipe.cache, progress=progress)
         rank, world = rank_and_world()
         if world > 1:
-            dist.barrier()  # all have looked at the folder before the first writes to it
+            dist.barrier()  # all check the folder before the first process writes to it
         if rank == 0 and not (folder / RECIPE).exists():
             write_text(folder / RUN, to_json(about))
             write_text(folder / RECIPE, recipe.to_yaml())
@@ -121,14 +122,14 @@ def train(
         for i, (stage, task) in enumerate(zip(recipe.stages, tasks, strict=True)):
             for ode, steps in zip(find_ode_blocks(student), own, strict=True):
                 counts = getattr(task, 'steps', None) or [steps]
-                ode.steps = min(counts, key=lambda count: abs(count - steps))  # validated and saved as it was trained
+                ode.steps = min(counts, key=lambda count: abs(count - steps))  # a count that is trained
             learning = _choose(student, stage.train, trainable)
             if progress and rank == 0:
-                print(f'stage {i}: {stage.task}, {sum(p.numel() for p in learning):,} parameters learn')
+                print(f'stage {i}: {stage.task}, {sum(p.numel() for p in learning):,} trainable parameters')
             config = replace(recipe.fit_of(stage), seed=recipe.seed + 1000 * i)
             arrays = unmixed(train_loader)
             if isinstance(arrays, ArrayLoader):
-                arrays.seed = config.seed  # of the order of the images
+                arrays.seed = config.seed  # for the order of the images
             loader = train_loader if stage.task == 'labels' else cached
             records = fit(task, loader, val_loader, out=folder / f'stage{i}', resume=resume, progress=progress,
                           config=config)
@@ -140,13 +141,13 @@ def train(
             with staged(folder / BEST, WEIGHTS, CONFIG) as aside:
                 for name in (WEIGHTS, CONFIG):
                     shutil.copyfile(best / name, aside / name)
-            write_text(folder / RECIPE, recipe.to_yaml())  # with more epochs, if it was resumed for more
+            write_text(folder / RECIPE, recipe.to_yaml())  # epochs may have increased on resuming
             write_text(folder / HISTORY, to_json(history))
         return history
 
 
 def build_student(recipe: Recipe, teacher: nn.Module, images: Optional[torch.Tensor] = None) -> nn.Module:
-    """The student of a recipe: a converted copy of the teacher, or with `ode: null` the model as it is.
+    """The student of a recipe: a converted copy of the teacher, or, with `ode: null`, the model itself.
 
     Args:
         recipe: The recipe.
@@ -162,7 +163,7 @@ def build_student(recipe: Recipe, teacher: nn.Module, images: Optional[torch.Ten
 
 
 def _without_end(recipe: Recipe) -> Any:
-    """A recipe but for the epochs of its last stage, which may become more."""
+    """A recipe without the epochs of its last stage, which may be increased on resuming."""
     *others, last = recipe.stages
     fit = {**(recipe.fit or {}), **(last.fit or {}), 'epochs': 1}
     return replace(recipe, fit={'epochs': 1}, stages=(
@@ -173,46 +174,46 @@ def _check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
     """Refuse a folder with another run."""
     if (folder / RECIPE).exists():
         if not resume:
-            raise ValueError(f"'{folder}' holds a run already. Pass resume=True to continue it, or give another "
+            raise ValueError(f"'{folder}' already holds a run. Pass resume=True to continue it, or give another "
                              'folder.')
         if _without_end(Recipe.load(folder / RECIPE)) != _without_end(recipe):
-            raise ValueError(f"'{folder / RECIPE}' is another recipe. Resume with that one, or give another folder.")
+            raise ValueError(f"'{folder / RECIPE}' is a different recipe. Resume with that, or give another folder.")
 
 
 def _check_models(recipe: Recipe, teacher: Optional[nn.Module], student: Optional[nn.Module]) -> None:
     """Refuse models that do not suit the recipe."""
     if teacher is not None and recipe.model is not None:
         raise ValueError(
-            f"The recipe names a model, '{recipe.model}', to train without a teacher. Leave one of them out.")
+            f"The recipe names a model, '{recipe.model}', but there is also a teacher. Leave one of them out.")
     if teacher is not None and student is None and recipe.ode is None:
         raise ValueError('ode is null, so the teacher itself would be trained. Give ode, or a student.')
     if recipe.cache and teacher is None:
-        raise ValueError('cache keeps what a teacher says, and there is none. Give one, or set cache to 0.')
+        raise ValueError('cache keeps the outputs of a teacher, but there is none. Give one, or set cache to 0.')
     if student is not None and teacher is not None and renormalisation(student, teacher)[0] is not None:
         if recipe.cache or (recipe.loss or {}).get('checkpoints') == 'distance':
-            raise ValueError('Student and teacher expect differently normalised images, so neither cache nor '
-                             'checkpoints by distance can be used.')
+            raise ValueError('Student and teacher expect differently normalised images, so cache must be 0, and '
+                             'checkpoints uniform or a list.')
 
 
 def _check_about(folder: Path, about: Dict[str, Any]) -> None:
-    """Refuse to resume with other data or other models."""
+    """Refuse to resume with different data or models."""
     if (folder / RUN).exists():
         before = json.loads((folder / RUN).read_text())
         for name, value in about.items():
             if before.get(name) != value:
-                raise ValueError(f"'{folder}' was made with {name} {before.get(name)}, this run has {value}. Resume "
-                                 'with what the first run had, or give another folder.')
+                raise ValueError(f"'{folder}' was made with {name} {before.get(name)}, but this run has {value}. "
+                                 'Resume with what the first run had, or give another folder.')
 
 
 def _create(recipe: Recipe, device: Union[str, torch.device]) -> nn.Module:
     if recipe.model is None:
         raise ValueError('The recipe names no model, and there is no teacher. Give --teacher, or model in the recipe.')
-    torch.manual_seed(recipe.seed)  # a new head is the same each time
+    torch.manual_seed(recipe.seed)  # so that a new head is the same each time
     try:
         return timm.create_model(recipe.model, **(recipe.model_args or {})).to(device)
     except OSError as e:
         raise OSError(f"The weights of '{recipe.model}' could not be loaded: {' '.join(str(e).split())[:200]} Without "
-                      'a network, give --checkpoint FILE; or train from random weights by model_args.pretrained=false.'
+                      'a network, give --checkpoint FILE, or model_args.pretrained=false to train from random weights.'
                       ) from e
 
 
@@ -232,11 +233,11 @@ def _task(
             return ClassificationTask(student, criterion, device=device, verbose=False)
         if stage.task == 'stepwise':
             if teacher is None:
-                raise ValueError("task 'stepwise' follows a teacher. Give one.")
+                raise ValueError("task 'stepwise' needs a teacher. Give one.")
             return StepwiseTask(student, teacher, device=device, verbose=False)
         loss = recipe.loss_of(stage)
         if recipe.fit_of(stage).compile and loss.segments:
-            raise ValueError('segments work by hooks, which a compiled model skips. Leave fit.compile or them out.')
+            raise ValueError('segments rely on hooks, which a compiled model skips. Leave fit.compile or segments out.')
         return TrajectoryDistillationTask(
             student, teacher, calibration=calibration.split(64), criterion=criterion, device=device, verbose=False,
             config=loss)
@@ -245,7 +246,7 @@ def _task(
 
 
 def _choose(student: nn.Module, parts: Sequence[str], trainable: Any) -> List[nn.Parameter]:
-    """Let the parameters of some parts learn, and no others."""
+    """Make only the parameters of the given parts trainable."""
     chosen = _named(student, parts, 'train')
     for name, p in student.named_parameters():
         p.requires_grad_(name in chosen and name in trainable)
@@ -253,7 +254,7 @@ def _choose(student: nn.Module, parts: Sequence[str], trainable: Any) -> List[nn
 
 
 def _named(student: nn.Module, parts: Sequence[str], where: str) -> List[str]:
-    """Names of the parameters of some parts, all of which must be there."""
+    """Names of the parameters of the given parts, each of which must have some."""
     chosen = []
     for part in parts:
         found = [name for name, _ in student.named_parameters() if any(

@@ -24,10 +24,10 @@ __all__ = ['TrajectoryDistillationTask']
 class TrajectoryDistillationTask(TrainingTask):
     """Teach an ODE-ViT to follow the hidden states of a pretrained ViT; a `timm.task.TrainingTask`.
 
-    The teacher is frozen and stays in eval mode. Its layers lie at checkpoints in time; the student is compared with it
-    at the end of solver steps, as many as there are steps or layers, whichever are fewer, and between two layers the
-    teacher's state is interpolated linearly in t. The loss is the sum of the parts, each times its weight: trajectory,
-    JaSMin, KL divergence of the logits, cross-entropy, attention, and exits.
+    The teacher is frozen and stays in eval mode. Its layers lie at checkpoints in time. The student is compared with it
+    at the ends of min(steps, layers) solver steps; between two layers, the teacher's state is interpolated
+    linearly in t. The loss is the weighted sum of its parts: trajectory, JaSMin, KL divergence of the logits,
+    cross-entropy, attention, and exits.
 
     Args:
         student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
@@ -35,14 +35,14 @@ class TrajectoryDistillationTask(TrainingTask):
             trajectory_weight, kd_weight and attention_weight 0.
         calibration: Batches of images [B, C, H, W], normalised for the teacher, for checkpoints 'distance'.
         criterion: Loss on the labels, (logits, target) to a scalar; cross-entropy by default.
-        device: Device of the task, that of the student by default.
+        device: Device of the task; by default the student's.
         dtype: Dtype of the task's buffers.
-        verbose: Log what timm logs.
-        config: Settings of the loss; or give each of them as a keyword, see LossConfig.
+        verbose: Log timm's messages.
+        config: Settings of the loss; or pass any of them as keywords, see LossConfig.
 
     Raises:
         TypeError: The student is not an ODE-ViT, or a keyword is unknown.
-        ValueError: Student and teacher do not fit, share parameters, or a setting is out of range.
+        ValueError: Student and teacher do not match or share parameters, or a setting is out of range.
 
     Source: ODE-ViT, arXiv 2511.16501; token shares and teacher forcing: Raptor, arXiv 2512.19941.
     """
@@ -87,19 +87,19 @@ class TrajectoryDistillationTask(TrainingTask):
             raise ValueError(f'jasmin_k must be at most the number of tokens, {tokens}; got {config.jasmin_k}.')
         if host.num_classes == 0 and (config.kd_weight > 0 or config.task_weight > 0):
             raise ValueError(
-                'kd_weight and task_weight compare classes, and these models have none (num_classes=0). Set both to 0.')
+                'kd_weight and task_weight compare classes, but these models have none (num_classes=0). Set both to 0.')
         self.teacher: Any = None
         if teacher is not None:
             self.times = _times(teacher, config, calibration, device)
             last = host.blocks.config.span(len(self.times))[1]
             block: Any = teacher.get_submodule(f'blocks.{last}')
             fields = [field_class(block)(block), host.blocks.shared]
-            self._last = (last, fields[:1])  # in a list: the teacher's block is not a second module
+            self._last = (last, fields[:1])  # a list keeps the block from becoming a submodule
             if config.attention_weight > 0 and not all(field.has_attention_maps for field in fields):
                 raise ValueError(
-                    f'attention_weight={config.attention_weight} compares attention maps, and a '
-                    f'{type(block).__name__} does not give them. Set it to 0.')
-            # everything fits: only now is the teacher touched
+                    f'attention_weight={config.attention_weight} compares attention maps, but a '
+                    f'{type(block).__name__} does not provide them. Set it to 0.')
+            # everything fits: only now change the teacher
             self.teacher = DistillationTeacher(teacher, device=device, dtype=dtype)
             self.teacher.requires_grad_(False).eval()
         self.trainable_module: Any = _Unrolled(student, config.jasmin_k, config.jasmin_evaluations)
@@ -109,13 +109,14 @@ class TrajectoryDistillationTask(TrainingTask):
 
     def _check(self, host: Any) -> None:
         if self.config.exits and not isinstance(getattr(host, 'norm', None), nn.Module):
-            raise ValueError(f'exits need a final norm, and a {type(host).__name__} has none that is called norm.')
+            raise ValueError(
+                f'exits need a final norm, but a {type(host).__name__} has none called norm. Leave exits out.')
         if self.config.attention_weight > 0 and min(self.steps or (host.blocks.steps,)) < 2:
-            raise ValueError('attention_weight looks at the state before the last step, so it needs at least 2 steps.')
+            raise ValueError('attention_weight uses the state before the last step, so it needs at least 2 steps.')
 
     def _check_hooks(self, student: Any) -> None:
         if self.config.segments and getattr(student, 'grad_checkpointing', False):
-            raise ValueError('segments work by hooks, which gradient checkpointing skips when it runs the steps again. '
+            raise ValueError('segments rely on hooks, which gradient checkpointing skips when it reruns the steps. '
                              'Leave one of the two out.')
 
     def _check_alone(self) -> None:
@@ -126,9 +127,9 @@ class TrajectoryDistillationTask(TrainingTask):
             raise ValueError('segments start from the states of a teacher. Give one, or leave segments out.')
 
     def begin_update(self, update: int, updates: int, seed: int = 0) -> None:
-        """Say which update comes next, counted from 0, and how many there will be: steps and segments follow from it.
+        """Set the next update, counted from 0, and how many there will be: they determine steps and segments.
 
-        Whoever never calls it draws `steps` anew in each forward pass of training, and uses no segments. The seed, of
+        Without this call, each training forward pass draws one of `steps`, and there are no segments. The seed, from
         which numbers of steps are drawn, must be the same in all processes.
         """
         self.update, self.updates, self.seed = update, updates, seed
@@ -139,16 +140,16 @@ class TrajectoryDistillationTask(TrainingTask):
         Args:
             input: Images [B, C, H, W], normalised for the student.
             target: Labels [B], or class probabilities [B, classes]; may be None with task_weight 0. Or a Recorded batch
-                with the states of the teacher, which is not run then.
+                with the teacher's states; then the teacher is not run.
 
         Returns:
             'loss', 'output' (the student's logits [B, classes]), and the parts before weighting: 'trajectory_loss',
-            'jasmin_loss', 'kd_loss', 'task_loss', and if they have a weight 'attention_loss' and 'exit_loss'. Parts of
-            weight 0 are there for the record, without a gradient.
+            'jasmin_loss', 'kd_loss', 'task_loss', and, if they have a weight, 'attention_loss' and 'exit_loss'. Parts
+            of weight 0 are computed for the record only, without a gradient.
         """
         student = unwrap_model(self.trainable_module).student
         count = student.blocks.steps
-        if self.training and self.steps is not None:  # by the update, so that all processes draw the same
+        if self.training and self.steps is not None:  # from the update, so that all processes draw the same
             count = random.Random(f'{self.seed} {self.update}').choice(self.steps)
             self.update += 0 if self.updates else 1
         self.drawn = count
@@ -169,7 +170,7 @@ class TrajectoryDistillationTask(TrainingTask):
         if states:
             start, run = self._run(student)
             targets = [state_at(states_t[start:], run, t) for t, _ in pairs]
-            bare = states[0].shape[1] == student.patch_embed.num_patches  # a class token that comes later, as in CaiT
+            bare = states[0].shape[1] == student.patch_embed.num_patches  # the class token comes later, as in CaiT
             prefix = 0 if bare else student.num_prefix_tokens
         has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
         nothing = output.new_tensor(math.nan)
@@ -218,19 +219,19 @@ class TrajectoryDistillationTask(TrainingTask):
         return output, states, fields[0].attention_map(float(last), states[last]) if wanted else None
 
     def _run(self, student: Any) -> Tuple[int, List[float]]:
-        """The first layer that was converted, and the times of those that were, relative to the run."""
+        """The first converted layer, and the times of the converted layers, relative to their run."""
         first, last = student.blocks.config.span(len(self.times))
         start = self.times[first - 1] if first else 0.
         return first, [(time - start) / (self.times[last] - start) for time in self.times[first:last + 1]]
 
     def _pairs(self, student: Any) -> List[Tuple[float, int]]:
-        """Relative times at which the student is compared, and the places in its blocks of the steps that end there."""
+        """Relative times at which the student is compared, and the indices in its blocks of the steps ending there."""
         first, run = self._run(student)
         count = student.blocks.steps
         return [((step + 1) / count, first + step) for _, step in match(run, count)]
 
     def _forced(self, student: Any, states: Sequence[Tensor]) -> Dict[int, Tensor]:
-        """The teacher's states from which steps start, by the place of the step, in this update."""
+        """The teacher's states from which steps start in this update, by the index of the step in the blocks."""
         share = self.update / self.updates if self.updates and self.training else 1.
         if not self.config.segments or share >= self.config.forced:
             return {}
@@ -248,25 +249,25 @@ class TrajectoryDistillationTask(TrainingTask):
         return self
 
     def prepare_distributed(self, device_ids: Optional[list] = None, **ddp_kwargs: Any) -> 'TrajectoryDistillationTask':
-        """Wrap the student, and not the frozen teacher, in DistributedDataParallel."""
+        """Wrap the student, but not the frozen teacher, in DistributedDataParallel."""
         from torch.nn.parallel import DistributedDataParallel
         student = unwrap_model(self.trainable_module).student
         shared = student.blocks.shared
-        # with few steps, layers are left out; without a loss on the logits, the final norm and the head
+        # few steps leave layers unused; no loss on the logits leaves the final norm and the head unused
         if shared.depends_on_time or shared.jumps or not (self.weights['kd'] or self.weights['task']):
             ddp_kwargs.setdefault('find_unused_parameters', True)
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
         return self
 
     def compile(self, backend: str = 'inductor', mode: Optional[str] = None, **compile_kwargs: Any) -> Any:
-        """Compile the student's training pass and its evaluation; returns the eval model. The teacher runs as it is.
+        """Compile the student's training pass and its evaluation; returns the eval model. The teacher is not compiled.
 
         Raises:
             ValueError: The task has segments, whose hooks a compiled model would skip.
         """
         if self.config.segments:
             raise ValueError(
-                "segments put the teacher's states in by hooks, which a compiled model skips. Use one of the two.")
+                "segments insert the teacher's states by hooks, which a compiled model skips. Use one of the two.")
         options = dict(backend=backend, mode=mode, **compile_kwargs)
         self.eval_model = torch.compile(unwrap_model(self.trainable_module).student, **options)
         self.trainable_module = torch.compile(self.trainable_module, **options)
@@ -298,7 +299,7 @@ class _Unrolled(TrainingPass):
         """Logits, states after `steps`, JaSMin, the last step's attention map, and the logits after `exits`."""
         blocks: Any = self.student.blocks
         first = len(blocks.before)
-        before_last = first + max(blocks.steps - 2, 0)  # the last state is nobody's input, unless it is the only one
+        before_last = first + max(blocks.steps - 2, 0)  # no step starts from the last state; used if the only one
         count = min(self.jasmin_evaluations, before_last - first + 1)
         spread = torch.linspace(first, before_last, count).round().int().tolist()
         wanted = sorted({*steps, *spread, *exits, *([before_last] if want_attention else [])})
@@ -317,7 +318,7 @@ class _Unrolled(TrainingPass):
 
 
 def _starting_from(student: Any, forced: Dict[int, Tensor]) -> Any:
-    """Let steps, by their place, start from given states."""
+    """Make steps, by their index in the blocks, start from given states."""
     def start(state: Tensor):
         return lambda _, args: (state.to(args[0].dtype), *args[1:])
     return hooked(*((student.blocks[place], 'before', start(state)) for place, state in forced.items()))
