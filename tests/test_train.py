@@ -90,7 +90,7 @@ def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
     (dict(stages=['a']), "stages.0 must hold keys and values; got 'a'"),
     (dict(fit={}), 'stages.0.fit.epochs is missing'),
     (dict(fit=3), 'fit must hold keys and values'),
-    (dict(grad_checkpointing=1), 'grad_checkpointing must be true or false'),
+    (dict(grad_checkpointing=1), 'grad_checkpointing must be True or False'),
     (dict(data={'prob': 0.5}), 'data.prob is the share of the batches that are mixed'),
     (dict(seed=1.5), 'seed must be a whole number'),
     (dict(stages=[{'train': 3}]), 'stages.0.train must be a list of parts; got 3'),

@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Seque
 
 from .errors import suggest
 
-__all__ = ['Settings', 'flag', 'many', 'number', 'one_of', 'refuse_unknown', 'setting', 'takes', 'whole']
+__all__ = ['Check', 'Settings', 'flag', 'many', 'number', 'one_of', 'refuse_unknown', 'setting', 'takes', 'whole']
 
 Check = Callable[[str, Any], Any]  # takes a name and a value; returns the value or raises ValueError
 Kind = TypeVar('Kind', bound='Settings')

@@ -95,15 +95,17 @@ def figure(path):
             share = 100 * kept[0]['parameters'] / teacher['parameters']
             points.setdefault(dataset_of(found.parent.name), []).append((share, kept[0]['kept']))
     axes = (drawing := Figure(figsize=(7, 3.6), layout='constrained')).subplots()
-    for (name, pairs), marker in zip(points.items(), 'os'):
+    for (name, pairs), marker in zip(points.items(), 'os', strict=True):
         axes.plot(*zip(*pairs, strict=True), marker, label=f'students, {name}')
     record = _dials()['CIFAR-100']
     rows = [[100 * row[key] / record['teacher'][key] for key in ('parameters', 'top1')] for row in record['rows']]
-    axes.plot(*zip(*rows, strict=True), '.-', linewidth=1, alpha=0.6, label='calibrated for minutes without labels, CIFAR-100')
+    axes.plot(*zip(*rows, strict=True), '.-', linewidth=1, alpha=0.6,
+              label='calibrated for minutes without labels, CIFAR-100')
     for name, marker, pairs in REPORTED:
         axes.plot(*zip(*pairs, strict=True), marker, fillstyle='none', label=name)
     axes.plot(100, 100, '*', color='black', markersize=11, label='teacher')
-    axes.set(xlabel="parameters, % of the teacher's", ylabel="top-1 accuracy, % of the teacher's", xscale='log', ylim=(40, 103))
+    axes.set(xlabel="parameters, % of the teacher's", ylabel="top-1 accuracy, % of the teacher's", xscale='log',
+             ylim=(40, 103))
     axes.set_xticks(ticks := (8, 10, 15, 25, 40, 60, 100), [str(tick) for tick in ticks])
     axes.xaxis.set_minor_formatter(ScalarFormatter())
     axes.minorticks_off()

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from timm.utils import init_distributed_device
 
-from ..training.config import DataConfig
 from ..training.recipe import Recipe, builtin_recipes
 from ..training.state import BEST
 from ..training.train import train
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     best = Path(args.out) / BEST
     print(f"saved {best}: timm.create_model('local-dir:{best}', pretrained=True)")
     if not Path(args.data).is_file():
-        held_out = DataConfig(**(recipe.data or {})).held_out
+        held_out = recipe.batches.held_out
         with_teacher = f' --teacher {args.teacher}' if args.teacher else ''
         print('To evaluate it on the images that were held out:\n'
               f'  odevit evaluate local-dir:{best} {args.data}{with_teacher} --held-out {held_out} '

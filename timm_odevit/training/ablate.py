@@ -173,7 +173,7 @@ def _measure(
         if found.pop('weights sha256', None) == weights:
             return found
     model: Any = timm.create_model(f'local-dir:{place / BEST}', pretrained=True).to(device)
-    _, val = loaders(recipe, data, model, limit=limit)
+    _, val = loaders(recipe.batches, data, model, limit=limit, seed=recipe.seed)
     found = {'parameters': count_parameters(model)}
     blocks = find_ode_blocks(model)
     if len(blocks) != 1:

@@ -196,6 +196,11 @@ class DataConfig(Settings):
         if self.prob is not None and not (self.mixup or self.cutmix):
             raise ValueError('prob is the share of the batches that are mixed. Give mixup or cutmix, or omit prob.')
 
+    @property
+    def mixes(self) -> bool:
+        """Whether images or labels of a batch are mixed or smoothed."""
+        return any((self.mixup, self.cutmix, self.smoothing))
+
 
 @dataclass(frozen=True)
 class CalibrationConfig(Settings):

@@ -10,42 +10,40 @@ from ..data.arrays import ArrayLoader, array_loaders
 from ..data.folders import folder_loaders
 from ..data.mixup import MixupLoader
 from .cache import hash_of
-from .recipe import Recipe
+from .config import DataConfig
 
 __all__ = ['draw_sample', 'hash_of_data', 'loaders', 'unmixed']
 
 
 def loaders(
-        recipe: Recipe,
+        config: DataConfig,
         data: Union[str, Path],
         model: Any,
         *,
         limit: Optional[int] = None,
+        seed: int = 0,
 ) -> Tuple[Any, Any]:
     """The loader of the training images, and that of the images held out for validation."""
-    settings = dict(recipe.data or {})
-    mixing = {k: settings.pop(k, default) for k, default in (
-        ('mixup', 0.), ('cutmix', 0.), ('smoothing', 0.), ('prob', 1.))}
     if not Path(data).exists():
         raise ValueError(f"There is no '{data}'. Give a folder with one sub-folder of images per class, a folder with "
                          'train/ and val/ folders of that kind, or an .npz of small images.')
     arrays = Path(data).is_file()
     for name in ('auto_augment', 'workers') if arrays else ('padding', 'flip'):
-        if settings.get(name) is not None:
+        if getattr(config, name) is not None:
             kind = 'an .npz, whose images are augmented on the device' if arrays else 'a folder of images'
             raise ValueError(f"data.{name} does not apply to {kind} ('{data}'). Leave it out.")
+    if not arrays and limit is not None:
+        raise ValueError(f"limit applies only to an .npz, and '{data}' is a folder. Leave it out.")
+    names = ('batch_size', 'held_out', 'reprob', *(('padding', 'flip') if arrays else ('auto_augment', 'workers')))
+    options: Any = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     train_loader: Any
     if arrays:
-        train_loader, val_loader, _ = array_loaders(data, model, limit=limit, seed=recipe.seed, **settings)
+        train_loader, val_loader, _ = array_loaders(data, model, limit=limit, seed=seed, **options)
     else:
-        if limit is not None:
-            raise ValueError(f"limit applies only to an .npz, and '{data}' is a folder. Leave it out.")
-        train_loader, val_loader = folder_loaders(data, model, seed=recipe.seed, **settings)
-    if any(mixing[k] for k in ('mixup', 'cutmix', 'smoothing')):
-        if recipe.cache:
-            raise ValueError("cache keeps the teacher's outputs for unchanged images, but data.mixup, data.cutmix and "
-                             'data.smoothing change images or labels. Set cache to 0, or leave those out.')
-        train_loader = MixupLoader(train_loader, model.num_classes, **mixing)
+        train_loader, val_loader = folder_loaders(data, model, seed=seed, **options)
+    if config.mixes:
+        train_loader = MixupLoader(train_loader, model.num_classes, config.mixup, config.cutmix, config.smoothing,
+                                   1. if config.prob is None else config.prob)
     return train_loader, val_loader
 
 

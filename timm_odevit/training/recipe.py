@@ -1,5 +1,5 @@
 """Recipes: what to train, on what data and how, in one validated YAML file."""
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -7,6 +7,7 @@ import yaml
 
 from ..errors import suggest
 from ..ode.config import OdeConfig
+from ..settings import Check, Settings, flag, setting, whole
 from .config import DataConfig, FitConfig, LossConfig
 from .read_yaml import DEEPEST, parse_yaml, read_yaml
 
@@ -30,8 +31,53 @@ PARTS: Dict[str, Tuple[str, ...]] = {
 }
 
 
+def _section(known: Optional[Sequence[str]] = None) -> Check:
+    """Keys and values, of which the keys are known; or None."""
+    def check(name: str, value: Any) -> Any:
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f'{name} must hold keys and values; got {value!r}.')
+        for key in value or {}:
+            if known is not None and key not in known:
+                raise ValueError(
+                    f"{name} has an unknown key '{key}'. {suggest(str(key), known)}Keys: {', '.join(known)}.")
+        return _plain(value)  # a copy, in which tuples are lists as in YAML
+    return check
+
+
+def _task(name: str, value: Any) -> str:
+    if value not in TASKS:
+        raise ValueError(f"{name}: unknown task '{value}'. {suggest(str(value), TASKS)}Allowed: {', '.join(TASKS)}.")
+    return value
+
+
+def _parts(name: str, value: Any) -> Tuple[str, ...]:
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)):
+        raise ValueError(f'{name} must be a list of parts; got {parts!r}. Allowed: {", ".join(PARTS)}.')
+    if not parts:
+        raise ValueError(f"{name} is empty. Allowed: {', '.join(PARTS)}.")
+    for part in parts:
+        if part not in list(PARTS):
+            raise ValueError(f"{name}: unknown part '{part}'. {suggest(str(part), PARTS)}Allowed: {', '.join(PARTS)}.")
+    return tuple(parts)
+
+
+def _stages(name: str, value: Any) -> Tuple['Stage', ...]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f'{name} must be a list of at least one stage, such as [{{task: trajectory}}].')
+    found = []
+    for i, given in enumerate(value):
+        try:
+            found.append(given if isinstance(given, Stage) else Stage(
+                **(_section(Stage.names())(f'{name}.{i}', given) or {})))
+        except ValueError as e:
+            inside = str(e).split(maxsplit=1)[0].rstrip(':') in Stage.names()
+            raise ValueError(f'{name}.{i}.{e}' if inside else str(e)) from None
+    return tuple(found)
+
+
 @dataclass(frozen=True)
-class Stage:
+class Stage(Settings):
     """One part of a training run.
 
     Attributes:
@@ -41,14 +87,18 @@ class Stage:
         loss: Keywords of TrajectoryDistillationTask; they override the recipe's.
         fit: Keywords of `fit`; they override the recipe's.
     """
-    task: str = 'trajectory'
-    train: Tuple[str, ...] = ('all',)
-    loss: Optional[Dict[str, Any]] = None
-    fit: Optional[Dict[str, Any]] = None
+    task: str = setting('trajectory', _task)
+    train: Tuple[str, ...] = setting(('all',), _parts)
+    loss: Optional[Dict[str, Any]] = setting(None, _section(LossConfig.names()))
+    fit: Optional[Dict[str, Any]] = setting(None, _section(FIT))
+
+    def _check(self) -> None:
+        if self.task != 'trajectory' and self.loss:
+            raise ValueError(f"loss: task '{self.task}' has no loss settings. Leave loss out.")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Settings):
     """A training run. Unknown keys are errors.
 
     Attributes:
@@ -68,75 +118,44 @@ class Recipe:
     Raises:
         ValueError: A key is unknown or a value is out of range; the message says what is allowed.
     """
-    ode: Optional[Dict[str, Any]] = None
+    ode: Optional[Dict[str, Any]] = setting(None, _section(OdeConfig.names()))
     model: Optional[str] = None
-    model_args: Optional[Dict[str, Any]] = None
-    data: Optional[Dict[str, Any]] = None
-    loss: Optional[Dict[str, Any]] = None
-    fit: Optional[Dict[str, Any]] = None
-    stages: Tuple[Stage, ...] = ()
-    grad_checkpointing: bool = False
-    cache: int = 0
-    seed: int = 0
+    model_args: Optional[Dict[str, Any]] = setting(None, _section())
+    data: Optional[Dict[str, Any]] = setting(None, _section(DataConfig.names()))
+    loss: Optional[Dict[str, Any]] = setting(None, _section(LossConfig.names()))
+    fit: Optional[Dict[str, Any]] = setting(None, _section(FIT))
+    stages: Tuple[Stage, ...] = setting((), _stages)
+    grad_checkpointing: bool = setting(False, flag)
+    cache: int = setting(0, whole(0))
+    seed: int = setting(0, whole(0))
 
-    def __post_init__(self) -> None:
-        for name in ('ode', 'model_args', 'data', 'loss', 'fit'):
-            object.__setattr__(self, name, _section(name, getattr(self, name)))
-        _known('ode', self.ode, [f.name for f in fields(OdeConfig)])
-        _known('data', self.data, DataConfig.names())
-        _known('loss', self.loss, LossConfig.names())
-        _known('fit', self.fit, FIT)
+    def _check(self) -> None:
         try:
-            DataConfig(**(self.data or {}))
+            batches = self.batches
         except ValueError as e:
             raise ValueError(f'data.{e}') from None
+        if self.cache and batches.mixes:
+            raise ValueError("cache keeps the teacher's outputs for unchanged images, but data.mixup, data.cutmix and "
+                             'data.smoothing change images or labels. Set cache to 0, or leave those out.')
         if self.ode is not None:
             self.config  # noqa: B018 (raises if a setting is invalid)
-        for name in ('cache', 'seed'):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f'{name} must be a whole number of at least 0; got {value!r}.')
-        if not isinstance(self.grad_checkpointing, bool):
-            raise ValueError(f'grad_checkpointing must be true or false; got {self.grad_checkpointing!r}.')
-        if not isinstance(self.stages, (list, tuple)) or not self.stages:
-            raise ValueError('stages must be a list of at least one stage, such as [{task: trajectory}].')
-        object.__setattr__(self, 'stages', tuple(self._stage(i, stage) for i, stage in enumerate(self.stages)))
+        for i, stage in enumerate(self.stages):
+            if 'epochs' not in {**(self.fit or {}), **(stage.fit or {})}:
+                raise ValueError(
+                    f"stages.{i}.fit.epochs is missing. Give the number of epochs here or in the recipe's fit.")
+            try:
+                self.fit_of(stage)
+                if stage.task == 'trajectory':
+                    self.loss_of(stage)
+            except ValueError as e:
+                raise ValueError(f'stages.{i}: {e}') from None
         if self.loss and all(stage.task != 'trajectory' for stage in self.stages):
             raise ValueError('loss applies only to stages with task trajectory, and there are none. Leave it out.')
 
-    def _stage(self, number: int, given: Any) -> Stage:
-        where = f'stages.{number}'
-        if not isinstance(given, Stage):
-            _known(where, _section(where, given), [f.name for f in fields(Stage)])
-            given = Stage(**(given or {}))
-        parts = [given.train] if isinstance(given.train, str) else given.train
-        if not isinstance(parts, (list, tuple)):
-            raise ValueError(f'{where}.train must be a list of parts; got {parts!r}. Allowed: {", ".join(PARTS)}.')
-        stage = replace(
-            given, train=tuple(parts),
-            loss=_section(f'{where}.loss', given.loss), fit=_section(f'{where}.fit', given.fit))
-        if stage.task not in TASKS:
-            raise ValueError(f"{where}.task: unknown task '{stage.task}'. {suggest(str(stage.task), TASKS)}"
-                             f"Allowed: {', '.join(TASKS)}.")
-        if not stage.train:
-            raise ValueError(f"{where}.train is empty. Allowed: {', '.join(PARTS)}.")
-        if stage.task != 'trajectory' and stage.loss:
-            raise ValueError(f"{where}.loss: task '{stage.task}' has no loss settings. Leave loss out.")
-        for part in stage.train:
-            if part not in PARTS:
-                raise ValueError(f"{where}.train: unknown part '{part}'. {suggest(str(part), PARTS)}"
-                                 f"Allowed: {', '.join(PARTS)}.")
-        _known(f'{where}.loss', stage.loss, LossConfig.names())
-        _known(f'{where}.fit', stage.fit, FIT)
-        if 'epochs' not in {**(self.fit or {}), **(stage.fit or {})}:
-            raise ValueError(f"{where}.fit.epochs is missing. Give the number of epochs here or in the recipe's fit.")
-        try:
-            self.fit_of(stage)
-            if stage.task == 'trajectory':
-                self.loss_of(stage)
-        except ValueError as e:
-            raise ValueError(f'{where}: {e}') from None
-        return stage
+    @property
+    def batches(self) -> DataConfig:
+        """The settings of the data."""
+        return DataConfig(**(self.data or {}))
 
     @property
     def config(self) -> OdeConfig:
@@ -175,7 +194,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, tree: Any, changes: Sequence[str] = (), name: str = 'recipe') -> 'Recipe':
         """A recipe from the contents of a YAML file; see `load`."""
-        tree = _section(name, tree) or {}
+        tree = _section()(name, tree) or {}
         for change in changes:
             key, equals, text = change.partition('=')
             shown = change if len(change) <= 100 else f'{change[:100]} ...'
@@ -185,7 +204,7 @@ class Recipe:
             if len(path) > DEEPEST:
                 raise ValueError(f"'{shown}' has {len(path)} levels, but a recipe has at most {DEEPEST}.")
             _set(tree, path, _number(parse_yaml(text, shown, 'has a value that is not valid YAML')), shown)
-        _known(name, tree, [f.name for f in fields(cls)])
+        tree = _section(cls.names())(name, tree)
         try:
             recipe = cls(**_numbers(tree))
         except (TypeError, ValueError) as e:
@@ -211,18 +230,6 @@ class Recipe:
 def builtin_recipes() -> List[str]:
     """Names of the recipes that come with the package."""
     return sorted(path.stem for path in FOLDER.glob('*.yaml'))
-
-
-def _section(name: str, value: Any) -> Any:
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(f'{name} must hold keys and values; got {value!r}.')
-    return _plain(value)  # a copy, in which tuples are lists as in YAML
-
-
-def _known(name: str, given: Any, known: Sequence[str]) -> None:
-    for key in given or {}:
-        if key not in known:
-            raise ValueError(f"{name} has an unknown key '{key}'. {suggest(str(key), known)}Keys: {', '.join(known)}.")
 
 
 def _set(tree: Any, path: List[str], value: Any, change: str) -> None:

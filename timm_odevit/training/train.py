@@ -4,7 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
 import timm
 import torch
@@ -88,8 +88,8 @@ def train(
                 device = next(model.parameters()).device
         host: Any = student if student is not None else teacher
         if host is None:
-            host = _create(recipe, device)
-        train_loader, val_loader = loaders(recipe, data, host, limit=limit)
+            host = _create(recipe.model, recipe.model_args, recipe.seed).to(device)
+        train_loader, val_loader = loaders(recipe.batches, data, host, limit=limit, seed=recipe.seed)
         about = {
             'limit': limit, 'batches': len(train_loader), 'data sha256': hash_of_data(train_loader, val_loader), **{
                 f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
@@ -97,13 +97,17 @@ def train(
         _check_about(folder, about)
         calibration = draw_sample(val_loader, SAMPLE, recipe.seed).to(device)
         if student is None:
-            student = build_student(recipe, host, images=calibration)
+            student = host
+        if recipe.ode is not None:
+            student = copy.deepcopy(host).requires_grad_(True)
+            torch.manual_seed(recipe.seed)
+            convert_(student, recipe.config, images=calibration, keep_original=False)
         if recipe.grad_checkpointing:
             student.set_grad_checkpointing()  # type: ignore[operator]
         describe(student)  # fail now rather than after the first epoch
         for i, stage in enumerate(recipe.stages):
             _named(student, stage.train, f'stages.{i}.train')
-        tasks = [_task(recipe, i, student, teacher, calibration) for i in range(len(recipe.stages))]
+        tasks = list(_tasks(recipe, student, teacher, calibration))
         for stage in recipe.stages:
             count_updates(train_loader, recipe.fit_of(stage).accumulate)
         cached: Any = train_loader
@@ -144,22 +148,6 @@ def train(
             write_text(folder / RECIPE, recipe.to_yaml())  # epochs may have increased on resuming
             write_text(folder / HISTORY, to_json(history))
         return history
-
-
-def build_student(recipe: Recipe, teacher: nn.Module, images: Optional[torch.Tensor] = None) -> nn.Module:
-    """The student of a recipe: a converted copy of the teacher, or, with `ode: null`, the model itself.
-
-    Args:
-        recipe: The recipe.
-        teacher: Model to convert; it is not changed.
-        images: Calibration images [B, C, H, W], for what the conversion measures.
-    """
-    if recipe.ode is None:
-        return teacher
-    student = copy.deepcopy(teacher).requires_grad_(True)
-    torch.manual_seed(recipe.seed)
-    convert_(student, recipe.config, images=images, keep_original=False)
-    return student
 
 
 def _without_end(recipe: Recipe) -> Any:
@@ -205,44 +193,45 @@ def _check_about(folder: Path, about: Dict[str, Any]) -> None:
                                  'Resume with what the first run had, or give another folder.')
 
 
-def _create(recipe: Recipe, device: Union[str, torch.device]) -> nn.Module:
-    if recipe.model is None:
+def _create(name: Optional[str], args: Optional[Dict[str, Any]], seed: int) -> nn.Module:
+    if name is None:
         raise ValueError('The recipe names no model, and there is no teacher. Give --teacher, or model in the recipe.')
-    torch.manual_seed(recipe.seed)  # so that a new head is the same each time
+    torch.manual_seed(seed)  # so that a new head is the same each time
     try:
-        return timm.create_model(recipe.model, **(recipe.model_args or {})).to(device)
+        return timm.create_model(name, **(args or {}))
     except OSError as e:
-        raise OSError(f"The weights of '{recipe.model}' could not be loaded: {' '.join(str(e).split())[:200]} Without "
-                      'a network, give --checkpoint FILE, or model_args.pretrained=false to train from random weights.'
+        raise OSError(f"The weights of '{name}' could not be loaded: {' '.join(str(e).split())[:200]} Without a "
+                      'network, give --checkpoint FILE, or model_args.pretrained=false to train from random weights.'
                       ) from e
 
 
-def _task(
+def _tasks(
         recipe: Recipe,
-        number: int,
         student: nn.Module,
         teacher: Optional[nn.Module],
         calibration: torch.Tensor,
-) -> TrainingTask:
-    stage = recipe.stages[number]
+) -> Iterator[TrainingTask]:
+    """The task of each stage."""
     device = next(student.parameters()).device
-    mixed = any((recipe.data or {}).get(k) for k in ('mixup', 'cutmix', 'smoothing'))
-    criterion = SoftTargetCrossEntropy() if mixed else nn.CrossEntropyLoss()
-    try:
-        if stage.task == 'labels':
-            return ClassificationTask(student, criterion, device=device, verbose=False)
-        if stage.task == 'stepwise':
-            if teacher is None:
+    criterion = SoftTargetCrossEntropy() if recipe.batches.mixes else nn.CrossEntropyLoss()
+    for i, stage in enumerate(recipe.stages):
+        try:
+            if stage.task == 'labels':
+                yield ClassificationTask(student, criterion, device=device, verbose=False)
+            elif stage.task == 'trajectory':
+                loss = recipe.loss_of(stage)
+                if recipe.fit_of(stage).compile and loss.segments:
+                    raise ValueError(
+                        'segments rely on hooks, which a compiled model skips. Leave fit.compile or segments out.')
+                yield TrajectoryDistillationTask(
+                    student, teacher, calibration=calibration.split(64), criterion=criterion, device=device,
+                    verbose=False, config=loss)
+            elif teacher is None:
                 raise ValueError("task 'stepwise' needs a teacher. Give one.")
-            return StepwiseTask(student, teacher, device=device, verbose=False)
-        loss = recipe.loss_of(stage)
-        if recipe.fit_of(stage).compile and loss.segments:
-            raise ValueError('segments rely on hooks, which a compiled model skips. Leave fit.compile or segments out.')
-        return TrajectoryDistillationTask(
-            student, teacher, calibration=calibration.split(64), criterion=criterion, device=device, verbose=False,
-            config=loss)
-    except (TypeError, ValueError) as e:
-        raise ValueError(f'stages.{number}: {e}') from e
+            else:
+                yield StepwiseTask(student, teacher, device=device, verbose=False)
+        except (TypeError, ValueError) as e:
+            raise ValueError(f'stages.{i}: {e}') from e
 
 
 def _choose(student: nn.Module, parts: Sequence[str], trainable: Any) -> List[nn.Parameter]:
