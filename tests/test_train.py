@@ -200,7 +200,7 @@ def test_from_scratch_without_a_teacher(data, tmp_path):
     assert history[-1]['task_loss'] < history[0]['task_loss'] and math.isfinite(history[-1]['jasmin_loss'])
     assert 'kd_loss' not in history[0] and 'NaN' not in (tmp_path / 'run' / 'history.json').read_text()
     with pytest.raises(ValueError, match='cache keeps the outputs of a teacher, but there is none'):
-        run(replace(made, cache=1), data, tmp_path / 'new')
+        run(replace(made, cache=1, data={'batch_size': 8}), data, tmp_path / 'new')
     with pytest.raises(ValueError, match='trajectory_weight needs a teacher'):
         run(Recipe.load('scratch', ['loss.trajectory_weight=1', f'model_args={json.dumps(TINY)}']), data, tmp_path / 'new')
     assert not (tmp_path / 'new').exists()
