@@ -21,6 +21,7 @@ import timm_odevit
 from timm_odevit import Recipe, evaluate, save_pretrained
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.ode.blocks import find_ode_blocks
+from timm_odevit.saving.push import EARLIER
 from timm_odevit.saving.save import save_reference
 
 HUB = Path(__file__).parent.parent
@@ -52,6 +53,28 @@ def trained(rows, model):
     return next(r for r in rows if r['model'] != 'teacher' and (not blocks or r['steps'] == blocks[0].steps))
 
 
+def minutes_of(history):
+    return sum(r['seconds'] for r in history) / 60
+
+
+def before(published, between):
+    """Commands, recipes, epochs and minutes of the runs before this one."""
+    commands, recipes, epochs, minutes = [], [], 0, 0.
+    if published:
+        record = json.loads((published / 'results.json').read_text())
+        recipes = [path.read_text() for path in (*sorted(published.glob('earlier*.yaml')), published / 'recipe.yaml')]
+        last = EARLIER[len(recipes) - 1]
+        commands = [record['command'].replace(f'{published.name}/recipe.yaml', f'{published.name}/{last}')]
+        epochs, minutes = record['epochs'], record['minutes']
+    for run, command in between:
+        history = json.loads((Path(run) / 'history.json').read_text())
+        commands, recipes = [*commands, command], [*recipes, (Path(run) / 'recipe.yaml').read_text()]
+        epochs, minutes = epochs + len(history), minutes + minutes_of(history)
+    if len(recipes) > len(EARLIER):
+        raise SystemExit(f'{len(recipes)} earlier recipes are too many; at most {len(EARLIER)} are kept.')
+    return commands, recipes, epochs, minutes
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('run', help='folder that odevit distill wrote')
@@ -60,6 +83,8 @@ def main():
     parser.add_argument('--teacher', help='folder of the teacher')
     parser.add_argument('--command', required=True, help='the command that trained it, for the card')
     parser.add_argument('--earlier', type=Path, help='folder of the published student that the run continued')
+    parser.add_argument('--between', nargs=2, action='append', default=[], metavar=('RUN', 'COMMAND'),
+                        help='folder and command of an unpublished run after that student and before this run')
     parser.add_argument('--device-name', required=True, help='hardware, for the card')
     parser.add_argument('--batch-size', type=int, default=128)
     parser.add_argument('--threads', type=int, default=1)
@@ -74,7 +99,7 @@ def main():
     teacher = timm.create_model(f'local-dir:{args.teacher}', pretrained=True).eval() if args.teacher else None
     steps = STEPS if find_ode_blocks(model) else None
     recipe = Recipe.load(run / 'recipe.yaml')
-    held_out = (recipe.data or {}).get('held_out', 0.1)
+    held_out = recipe.batches.held_out
     _, val, test = array_loaders(args.data, model, batch_size=args.batch_size, held_out=held_out)
     half = halved(model)
     full, rounded = (trained(measure(m, val), m)['top1'] for m in (model, half))
@@ -88,12 +113,10 @@ def main():
     size = (folder / 'model.safetensors').stat().st_size
     if size > LIMIT:
         raise SystemExit(f'The weights take {size / 2 ** 20:.1f} MiB; at most 16 MiB are allowed.')
-    command, epochs, minutes = args.command, len(history), sum(r['seconds'] for r in history) / 60
-    if args.earlier:
-        before = json.loads((args.earlier / 'results.json').read_text())
-        command, minutes = f"{before['command']}\n{command}", before['minutes'] + minutes
-        epochs += before['epochs']
-        (folder / 'earlier.yaml').write_text((args.earlier / 'recipe.yaml').read_text())
+    commands, recipes, epochs, minutes = before(args.earlier, args.between)
+    epochs, minutes = epochs + len(history), minutes + minutes_of(history)
+    for name, text in zip(EARLIER, recipes, strict=False):
+        (folder / name).write_text(text)
     (folder / 'recipe.yaml').write_text(recipe.to_yaml())
     own = find_ode_blocks(model)[0].steps if steps else 0
     last = recipe.stages[-1]
@@ -102,7 +125,8 @@ def main():
     for r in rows:
         del r['images_per_second']  # the machine was not idle
     record = {
-        'command': command, 'epochs': epochs, 'device': args.device_name, 'minutes': minutes,
+        'command': '\n'.join([*commands, args.command]), 'epochs': epochs, 'device': args.device_name,
+        'minutes': minutes,
         'versions': f'timm_odevit {timm_odevit.__version__}, torch {torch.__version__}, timm {timm.__version__}',
         'trained_at': trained_at,
         'held_out_top1': max(r['val_top1'] for r in history if r['stage'] == history[-1]['stage']), 'test': rows,

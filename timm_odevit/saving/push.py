@@ -20,10 +20,12 @@ from .cards import model_card
 from .save import CARD, REFERENCE, save_pretrained, save_reference
 from .weights import CONFIG, WEIGHTS, check_whole
 
-__all__ = ['Pushed', 'push_to_hub']
+__all__ = ['EARLIER', 'Pushed', 'push_to_hub']
 
+# recipes of the runs before the last one, in order
+EARLIER = ('earlier.yaml', 'earlier2.yaml', 'earlier3.yaml')
 # the files of a model's folder that are sent; never a pickle
-_SENT = (WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', 'earlier.yaml', 'results.json')
+_SENT = (WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', *EARLIER, 'results.json')
 
 
 @dataclass(frozen=True)
