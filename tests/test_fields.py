@@ -5,7 +5,7 @@ from timm.layers import set_fused_attn
 from torch import nn
 
 from timm_odevit.ode.fields import NativeField
-from timm_odevit.ode.lipschitz import CenterNorm, LipschitzField
+from timm_odevit.ode.lipschitz_field import CenterNorm, LipschitzField
 
 
 def lipschitz(**kwargs):

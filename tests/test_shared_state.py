@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from timm_odevit import OdeConfig, convert_, merge_, merged_bytes, save_pretrained
-from timm_odevit.hooks import watch_blocks
 from timm_odevit.ode.methods import METHODS
 from timm_odevit.ode.skeleton import copy_module, skeleton
-from timm_odevit.training.cache import hash_of
+from timm_odevit.recording import watch_blocks
+from timm_odevit.training.hashes import hash_of
 
 KINDS = [
     OdeConfig(),

@@ -25,8 +25,9 @@ from timm_odevit.files import locked
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.training import cache
 from timm_odevit.training.ablate import load_recipes, table
-from timm_odevit.training.cache import CachedLoader, fingerprint
+from timm_odevit.training.cache import CachedLoader
 from timm_odevit.training.config import DataConfig, LossConfig
+from timm_odevit.training.hashes import fingerprint
 from timm_odevit.training.recipe import FIT, PARTS, Stage, builtin_recipes
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=5)

@@ -8,8 +8,8 @@ from timm.optim import create_optimizer_v2
 from timm.task import TrainingTask
 
 from timm_odevit import OdeConfig, StepwiseTask, TrajectoryDistillationTask, convert_
-from timm_odevit.training.checkpoints import distance_times, match, softmax_times, uniform_times
 from timm_odevit.training.config import LossConfig
+from timm_odevit.training.layer_times import distance_times, match, softmax_times, uniform_times
 from timm_odevit.training.losses import jasmin_loss, logit_loss, trajectory_loss
 
 PARTS = ('trajectory', 'jasmin', 'kd', 'task')

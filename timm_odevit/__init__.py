@@ -1,4 +1,21 @@
-"""ODE-ViT (arXiv 2511.16501) for timm: `import timm_odevit` registers the `odevit_*` models."""
+"""ODE-ViT (arXiv 2511.16501) for timm: `import timm_odevit` registers the `odevit_*` models.
+
+The rooms, from the ground up; each imports only from those above it, and its docstring lists its files:
+
+errors, settings    words that messages share; settings as dataclasses that check themselves
+files, distributed  files that are complete or absent; several processes of one run
+hooks, recording    hooks and modes that are restored; the hidden states of a model while it runs
+ode                 the mathematics
+convert             from a pretrained transformer to an ODE-ViT, and back
+saving              models in files and on the Hub
+odevit              the registered models
+data                images and labels in batches
+evaluation          accuracy over step counts
+training            distillation, calibration, recipes
+benchmark           speed and memory
+cli                 the command line; the options of the ODE come from OdeConfig's docstring
+run                 timm's own scripts with the models registered
+"""
 from . import odevit as _registers  # noqa: F401
 from ._version import __version__
 from .convert.conversion import Conversion, convert_
@@ -15,9 +32,9 @@ from .saving.save import save_pretrained
 from .training.calibrate import calibrate_
 from .training.fit import fit
 from .training.recipe import Recipe
-from .training.stepwise import StepwiseTask
-from .training.train import train
-from .training.trajectory import TrajectoryDistillationTask
+from .training.run_recipe import train
+from .training.stepwise_task import StepwiseTask
+from .training.trajectory_task import TrajectoryDistillationTask
 
 __all__ = [
     'Conversion', 'Evaluation', 'Merged', 'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask',

@@ -15,7 +15,7 @@ from .convert.conversion import convert_
 from .convert.merge import merge_
 from .ode.blocks import count_parameters
 from .ode.config import OdeConfig
-from .training.trajectory import TrajectoryDistillationTask
+from .training.trajectory_task import TrajectoryDistillationTask
 
 __all__ = ['Timing', 'benchmark', 'benchmark_training', 'peak_memory']
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from PIL import ImageOps
 
 import timm_odevit  # noqa: F401  registers the models
-from timm_odevit.hooks import watch_blocks
+from timm_odevit.recording import watch_blocks
 
 matplotlib.use('Agg')
 STUDENTS = [name for name in timm.list_models('odevit_*', pretrained=True) if '.' in name]

@@ -1,4 +1,7 @@
-"""odevit: the command line. Each command is a module here, which holds its arguments and what it does."""
+"""odevit: the command line. Each command is a module here, which holds its arguments and what it does.
+
+Options that are settings (of OdeConfig, of CalibrationConfig) are made from those, by `arguments.add_settings`.
+"""
 import argparse
 import sys
 from typing import List, Optional

@@ -13,11 +13,13 @@ from torch import nn
 
 from ..errors import one_line, suggest
 from ..files import OWN, repair
-from ..saving.weights import CONFIG
+from ..saving.find_weights import CONFIG
 from ..settings import Settings
 
-__all__ = ['DATA', 'MODEL', 'add_settings', 'check_name', 'given', 'load', 'quiet', 'refuse_existing', 'step_counts',
-           'whole_number', 'workers']
+__all__ = [
+    'DATA', 'MODEL', 'add_settings', 'check_name', 'given', 'load', 'quiet', 'refuse_existing', 'step_counts',
+    'whole_number', 'workers',
+]
 
 MODEL = "a timm name, such as deit_tiny_patch16_224, or 'local-dir:FOLDER' for a saved model"
 DATA = 'folder with one sub-folder of images per class, or with train/ and val/ folders of that kind'

@@ -6,7 +6,7 @@ from ..data.folders import image_loader
 from ..saving.save import save_pretrained
 from ..training.calibrate import calibrate_
 from ..training.config import CalibrationConfig
-from ..training.state import BEST
+from ..training.resume import BEST
 from .arguments import MODEL, add_settings, given, load, quiet, refuse_existing, workers
 
 HELP = 'Fit a converted model to its teacher, on images without labels.'

@@ -7,8 +7,8 @@ import torch
 from timm.utils import init_distributed_device
 
 from ..training.recipe import Recipe, builtin_recipes
-from ..training.state import BEST
-from ..training.train import train
+from ..training.resume import BEST
+from ..training.run_recipe import train
 from .arguments import DATA, MODEL, check_name, load, quiet, refuse_existing, whole_number
 
 HELP = ('Train by a recipe: distil a teacher or, without one, train from scratch or fine-tune. Also runs under '

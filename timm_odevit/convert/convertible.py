@@ -12,7 +12,7 @@ from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.fields import WholeField
 from ..ode.methods import METHODS
-from .families import HINT, Site, check_blocks, field_class, find_sites, kinds
+from .block_kinds import HINT, Site, check_blocks, field_class, find_sites, kinds
 from .initialisation import assignment
 from .measure import check_images
 from .merge import check_not_merged

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from ..ode.config import OdeConfig
 from ..ode.fields import Field
-from ..ode.lipschitz import LipschitzField
+from ..ode.lipschitz_field import LipschitzField
 from ..ode.skeleton import copy_module
 from ..ode.time_dependence import PhasedField, TimeField, matrix_shape
 from .alignment import Orders, aligning_orders, permuted
-from .families import field_class, kinds, per_layer
+from .block_kinds import field_class, kinds, per_layer
 
 __all__ = ['Moments', 'assignment', 'build_field', 'set_per_layer', 'spectral_']
 

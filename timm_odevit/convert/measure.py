@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..hooks import evaluating, hooked, watch_blocks
+from ..hooks import evaluating, hooked
+from ..recording import watch_blocks
 from .initialisation import Moments
 
 __all__ = ['check_images', 'input_moments', 'layer_distances', 'similarity_boundaries', 'split']

@@ -8,8 +8,8 @@ from torch import nn
 from ..ode.blocks import count_parameters
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.time_dependence import matrix_shape
+from .block_kinds import find_sites
 from .convertible import check_convertible
-from .families import find_sites
 from .initialisation import assignment
 
 __all__ = ['choose_size', 'predict_parameters']

@@ -210,9 +210,12 @@ class Solver(nn.ModuleList):
             yield step.bound(field if self.config.adaptive else field.select(step.t))
 
 
+_SPLITTING = {'lie_trotter': LieTrotterStep, 'strang': StrangStep}
+
+
 def _step(config: OdeConfig, t: float, h: float) -> Step:
     if config.adaptive:
         return AdaptiveStep(config, t, h)
-    if config.method == 'lie_trotter':
-        return LieTrotterStep(t, h)
-    return StrangStep(t, h) if config.method == 'strang' else RungeKuttaStep(config.method, t, h)
+    if METHODS[config.method].splits:
+        return _SPLITTING[config.method](t, h)
+    return RungeKuttaStep(config.method, t, h)

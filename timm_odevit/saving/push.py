@@ -17,8 +17,8 @@ from torch import nn
 
 from ..errors import one_line
 from .cards import model_card
+from .find_weights import CONFIG, WEIGHTS, check_whole
 from .save import CARD, REFERENCE, save_pretrained, save_reference
-from .weights import CONFIG, WEIGHTS, check_whole
 
 __all__ = ['EARLIER', 'Pushed', 'push_to_hub']
 

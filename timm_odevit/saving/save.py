@@ -17,7 +17,7 @@ from ..files import staged
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import PREFIX, OdeConfig
 from ..ode.steps import Solver, Step
-from .weights import CONFIG, WEIGHTS
+from .find_weights import CONFIG, WEIGHTS
 
 __all__ = ['CARD', 'REFERENCE', 'describe', 'save_pretrained', 'save_reference', 'structure']
 

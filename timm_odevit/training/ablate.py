@@ -14,12 +14,12 @@ from ..distributed import alone_in
 from ..evaluation.accuracy import evaluate
 from ..files import to_json, write_text
 from ..ode.blocks import count_parameters, find_ode_blocks
-from ..saving.weights import WEIGHTS
+from ..saving.find_weights import WEIGHTS
 from .loaders import loaders
 from .read_yaml import read_yaml
 from .recipe import Recipe
-from .state import BEST
-from .train import train
+from .resume import BEST
+from .run_recipe import train
 
 __all__ = ['TABLE', 'ablate', 'load_recipes', 'table']
 

@@ -3,9 +3,10 @@ import hashlib
 import json
 import os
 import shutil
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterable, Iterator, List, Tuple, Union
+from typing import Any, Iterator, List, Tuple, Union
 
 import numpy as np
 import torch
@@ -16,10 +17,11 @@ from tqdm import tqdm
 from ..data.arrays import ArrayLoader
 from ..distributed import rank_and_world
 from ..files import write_text
-from ..hooks import watch_blocks
-from ..saving.save import structure
+from ..hooks import evaluating
+from ..recording import watch_blocks
+from .hashes import fingerprint, hash_of
 
-__all__ = ['CachedLoader', 'Recorded', 'fingerprint', 'hash_of']
+__all__ = ['CachedLoader', 'Recorded']
 
 STATES, LOGITS, ABOUT = 'states.npy', 'logits.npy', 'about.json'
 
@@ -84,7 +86,7 @@ class CachedLoader:
             raise ValueError('cache works only with one process. Run without torchrun, or set cache to 0.')
         self.loader, self.views = loader, views
         self.epoch = 0
-        with _view(0, 0):
+        with _seeded(0, 0):
             output, states = _ask(teacher, loader.prepare(loader.images[:1]))
         _half(states)  # fail now rather than after an hour
         n = len(loader.labels)
@@ -145,7 +147,7 @@ class CachedLoader:
     def _images(self, index: Tensor, view: int) -> Tensor:
         images = []
         for i in index.tolist():
-            with _view(view, i):
+            with _seeded(view, i):
                 images.append(self.loader.augment(self.loader.images[i:i + 1]))
         return self.loader.prepare(torch.cat(images))
 
@@ -167,29 +169,21 @@ class CachedLoader:
             yield self._images(index, view), Recorded(self.loader.labels[index], logits, list(states.unbind(1)))
 
 
-class _view:  # noqa: N801
+@contextmanager
+def _seeded(view: int, image: int) -> Iterator[None]:
     """Seed the global generator for a view of an image, and restore it on exit."""
-
-    def __init__(self, view: int, image: int) -> None:
-        self.seed = view * 10_000_019 + image
-
-    def __enter__(self) -> None:
-        self.state = torch.random.get_rng_state()
-        torch.default_generator.manual_seed(self.seed)
-
-    def __exit__(self, *_: Any) -> None:
-        torch.random.set_rng_state(self.state)
+    state = torch.random.get_rng_state()
+    torch.default_generator.manual_seed(view * 10_000_019 + image)
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(state)
 
 
 @torch.no_grad()
 def _ask(teacher: Any, images: Tensor) -> Tuple[Tensor, List[Tensor]]:
-    mode = teacher.training
-    teacher.eval()
-    try:
-        with watch_blocks([list(teacher.blocks)]) as seen:
-            output = teacher(images)
-    finally:
-        teacher.train(mode)
+    with evaluating(teacher), watch_blocks([list(teacher.blocks)]) as seen:
+        output = teacher(images)
     return output, seen[0][0]
 
 
@@ -208,19 +202,3 @@ def _allocate(path: Path) -> None:
     if hasattr(os, 'posix_fallocate'):
         with open(path, 'r+b') as f:
             os.posix_fallocate(f.fileno(), 0, path.stat().st_size)
-
-
-def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of a model: types and settings of its modules; names, shapes, dtypes and bytes of its tensors."""
-    found = hashlib.sha256('\n'.join(structure(model)).encode())
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        found.update(f'{name} {list(tensor.shape)} {tensor.dtype} {hash_of([tensor])}'.encode())
-    return found.hexdigest()
-
-
-def hash_of(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 of the concatenated bytes of tensors."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()

@@ -1,7 +1,6 @@
 """calibrate_: fit the shared blocks to the teacher in minutes, on images without labels."""
-import json
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Union
+from typing import Any, Dict, Iterable, List, Optional, Union
 
 import torch
 from timm.task import TrainingTask
@@ -14,9 +13,9 @@ from ..ode.blocks import find_ode_blocks
 from ..settings import takes
 from .config import CalibrationConfig
 from .fit import fit
-from .state import HISTORY, LAST
-from .stepwise import StepwiseTask, check_converted_from
-from .trajectory import TrajectoryDistillationTask
+from .resume import check_calibration
+from .stepwise_task import StepwiseTask, check_converted_from
+from .trajectory_task import TrajectoryDistillationTask
 
 __all__ = ['calibrate_']
 
@@ -62,7 +61,7 @@ def calibrate_(
     check_converted_from(model, teacher)
     loader = _Batches(images, config.batch_size)
     folders = [None if out is None else Path(out) / name for name in ('stepwise', 'unrolled')]
-    _check_resume(folders, epochs, resume)
+    check_calibration(folders, epochs, resume)
     own = {id(p) for ode in find_ode_blocks(model) for p in ode.shared.parameters()}
     flags = [(p, p.requires_grad) for m in (model, teacher) for p in m.parameters()]
     modes = [(module, module.training) for m in (model, teacher) for module in m.modules()]
@@ -88,20 +87,6 @@ def calibrate_(
         finally:
             surely(put_back)
     return history
-
-
-def _check_resume(folders: Sequence[Optional[Path]], epochs: Sequence[int], resume: bool) -> None:
-    first, second = folders
-    if first is None or second is None:
-        return
-    if not resume and any((folder / LAST).exists() for folder in (first, second)):
-        raise ValueError(f"'{first.parent}' already holds a run. Pass resume=True to continue it, or give another "
-                         'folder.')
-    if (second / LAST).exists() and (first / HISTORY).exists() and len(
-            json.loads((first / HISTORY).read_text())) < epochs[0]:
-        raise ValueError(
-            f"'{first.parent}' has already started unrolled training after fewer stepwise epochs. Calibrate into "
-            'another folder.')
 
 
 class _Batches:

@@ -1,7 +1,7 @@
 """Checks of the first batches, before anything is trained; they change nothing."""
 import random
 from contextlib import contextmanager
-from typing import Any, Iterator, List, Optional
+from typing import Any, Iterator, Optional
 
 import numpy as np
 import torch
@@ -11,18 +11,10 @@ from torch.utils.data import DataLoader
 
 from ..convert.measure import check_images
 from ..evaluation.accuracy import evaluate
-from .state import models_of
+from .loaders import chain
+from .resume import models_of
 
-__all__ = ['chain', 'checked', 'fitting', 'look_at']
-
-
-def chain(loader: Any) -> List[Any]:
-    """A loader, and the loaders that it takes its batches from."""
-    parts: List[Any] = []
-    while loader is not None:
-        parts.append(loader)
-        loader = getattr(loader, 'loader', getattr(loader, 'source', None))
-    return parts
+__all__ = ['checked', 'fitting', 'look_at']
 
 
 @contextmanager

@@ -3,7 +3,6 @@ import math
 import time
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Union
@@ -26,8 +25,8 @@ from ..ode.blocks import find_ode_blocks
 from ..saving.save import describe, save_pretrained
 from ..settings import takes
 from .config import FitConfig
-from .first_batch import chain, checked, fitting, look_at
-from .state import BEST, HISTORY, LAST, load_state, models_of, read_state, save_state
+from .first_batch import checked, fitting, look_at
+from .resume import BEST, HISTORY, LAST, load_state, models_of, read_state, save_state, settings_to_resume
 
 __all__ = ['count_updates', 'fit']
 
@@ -95,7 +94,7 @@ def fit(
     folder = Path(out) if out is not None else None
     with alone_in(folder):
         state: Dict[str, Any] = {'history': []}
-        settings = _to_resume(config, train_loader, updates)
+        settings = settings_to_resume(config, train_loader, updates)
         if folder is not None:
             describe(models_of(task)['model'])  # fail now rather than after the first epoch
             if (folder / LAST).exists():
@@ -131,13 +130,6 @@ def fit(
                             'written earlier are intact; free some space, and resume.') from e
                 bar.set_postfix({key: f'{record[key]:.4g}' for key in ('loss', 'val_top1') if key in record})
         return history
-
-
-def _to_resume(config: FitConfig, train_loader: Any, updates: int) -> Dict[str, Any]:
-    """What must be the same when a run is resumed."""
-    sizes = [part.batch_size for part in chain(train_loader) if type(getattr(part, 'batch_size', None)) is int]
-    settings = {key: value for key, value in asdict(config).items() if key not in ('epochs', 'compile')}
-    return {**settings, 'batch_size': sizes[0] if sizes else None, 'updates_per_epoch': updates}
 
 
 def count_updates(train_loader: Any, accumulate: int = 1) -> int:

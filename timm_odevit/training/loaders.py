@@ -1,18 +1,15 @@
-"""The loaders of a recipe, and a hash and a sample of their data."""
-import hashlib
-import json
+"""The loaders of a recipe, the chain of loaders behind one, and a sample of their images."""
 from pathlib import Path
-from typing import Any, Optional, Tuple, Union
+from typing import Any, List, Optional, Tuple, Union
 
 import torch
 
 from ..data.arrays import ArrayLoader, array_loaders
 from ..data.folders import folder_loaders
 from ..data.mixup import MixupLoader
-from .cache import hash_of
 from .config import DataConfig
 
-__all__ = ['draw_sample', 'hash_of_data', 'loaders', 'unmixed']
+__all__ = ['chain', 'draw_sample', 'loaders', 'unmixed']
 
 
 def loaders(
@@ -47,21 +44,17 @@ def loaders(
     return train_loader, val_loader
 
 
+def chain(loader: Any) -> List[Any]:
+    """A loader, and the loaders that it takes its batches from."""
+    parts: List[Any] = []
+    while loader is not None:
+        parts.append(loader)
+        loader = getattr(loader, 'loader', getattr(loader, 'source', None))
+    return parts
+
+
 def unmixed(loader: Any) -> Any:
     return loader.loader if isinstance(loader, MixupLoader) else loader
-
-
-def hash_of_data(*loaders: Any) -> str:
-    """SHA-256 of the images and labels in memory, or of the names and labels of the files."""
-    found = hashlib.sha256()
-    for loader in loaders:
-        plain = unmixed(loader)
-        if isinstance(plain, ArrayLoader):
-            found.update(hash_of([plain.images, plain.labels]).encode())
-        else:
-            files = [[*Path(path).parts[-2:], label] for path, label in plain.dataset.reader.samples]
-            found.update(json.dumps(files).encode())
-    return found.hexdigest()
 
 
 def draw_sample(loader: Any, count: int, seed: int) -> torch.Tensor:

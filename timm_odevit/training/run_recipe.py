@@ -1,6 +1,5 @@
 """train: run a recipe stage by stage, and save what is needed to resume it and to tell how the model was made."""
 import copy
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,20 +18,19 @@ from ..data.preprocessing import renormalisation
 from ..distributed import alone_in, rank_and_world
 from ..files import staged, to_json, write_text
 from ..ode.blocks import find_ode_blocks
+from ..saving.find_weights import CONFIG, WEIGHTS
 from ..saving.save import describe
-from ..saving.weights import CONFIG, WEIGHTS
-from .cache import CachedLoader, hash_of
+from .cache import CachedLoader
 from .fit import count_updates, fit
-from .loaders import draw_sample, hash_of_data, loaders, unmixed
+from .hashes import hash_of, hash_of_data
+from .loaders import draw_sample, loaders, unmixed
 from .recipe import PARTS, Recipe
-from .state import BEST, HISTORY
-from .stepwise import StepwiseTask
-from .trajectory import TrajectoryDistillationTask
+from .resume import BEST, HISTORY, RECIPE, RUN, check_about, check_recipe
+from .stepwise_task import StepwiseTask
+from .trajectory_task import TrajectoryDistillationTask
 
 __all__ = ['train']
 
-RECIPE = 'recipe.yaml'
-RUN = 'run.json'
 SAMPLE = 256  # images for measurements: init svd_data, boundaries, checkpoints
 
 
@@ -81,7 +79,7 @@ def train(
     if student is not None:
         recipe = replace(recipe, ode=None)
     with alone_in(folder):
-        _check_recipe(folder, recipe, resume)
+        check_recipe(folder, recipe, resume)
         _check_models(recipe, teacher, student)
         for model in (teacher, student):
             if model is not None:
@@ -94,7 +92,7 @@ def train(
             'limit': limit, 'batches': len(train_loader), 'data sha256': hash_of_data(train_loader, val_loader), **{
                 f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
                 for name, model in (('teacher', teacher), ('student', student))}}
-        _check_about(folder, about)
+        check_about(folder, about)
         calibration = draw_sample(val_loader, SAMPLE, recipe.seed).to(device)
         if student is None:
             student = host
@@ -150,24 +148,6 @@ def train(
         return history
 
 
-def _without_end(recipe: Recipe) -> Any:
-    """A recipe without the epochs of its last stage, which may be increased on resuming."""
-    *others, last = recipe.stages
-    fit = {**(recipe.fit or {}), **(last.fit or {}), 'epochs': 1}
-    return replace(recipe, fit={'epochs': 1}, stages=(
-        *(replace(stage, fit={**(recipe.fit or {}), **(stage.fit or {})}) for stage in others), replace(last, fit=fit)))
-
-
-def _check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
-    """Refuse a folder with another run."""
-    if (folder / RECIPE).exists():
-        if not resume:
-            raise ValueError(f"'{folder}' already holds a run. Pass resume=True to continue it, or give another "
-                             'folder.')
-        if _without_end(Recipe.load(folder / RECIPE)) != _without_end(recipe):
-            raise ValueError(f"'{folder / RECIPE}' is a different recipe. Resume with that, or give another folder.")
-
-
 def _check_models(recipe: Recipe, teacher: Optional[nn.Module], student: Optional[nn.Module]) -> None:
     """Refuse models that do not suit the recipe."""
     if teacher is not None and recipe.model is not None:
@@ -181,16 +161,6 @@ def _check_models(recipe: Recipe, teacher: Optional[nn.Module], student: Optiona
         if recipe.cache or (recipe.loss or {}).get('checkpoints') == 'distance':
             raise ValueError('Student and teacher expect differently normalised images, so cache must be 0, and '
                              'checkpoints uniform or a list.')
-
-
-def _check_about(folder: Path, about: Dict[str, Any]) -> None:
-    """Refuse to resume with different data or models."""
-    if (folder / RUN).exists():
-        before = json.loads((folder / RUN).read_text())
-        for name, value in about.items():
-            if before.get(name) != value:
-                raise ValueError(f"'{folder}' was made with {name} {before.get(name)}, but this run has {value}. "
-                                 'Resume with what the first run had, or give another folder.')
 
 
 def _create(name: Optional[str], args: Optional[Dict[str, Any]], seed: int) -> nn.Module:

@@ -3,21 +3,19 @@ from functools import partial
 from typing import Any, Dict, List, Optional, Sequence
 
 import torch
-from timm.task import TrainingTask
-from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..convert.families import find_sites
+from ..convert.block_kinds import find_sites
 from ..distributed import over_processes
-from ..hooks import Seen, watch_blocks
 from ..ode.blocks import find_ode_blocks
-from .pairs import Renormalised, TrainingPass, check_apart, check_student
+from ..recording import Seen, watch_blocks
+from .student_teacher import Renormalised, StudentTask, TrainingPass, check_apart, check_student
 
 __all__ = ['StepwiseTask', 'check_converted_from']
 
 
-class StepwiseTask(TrainingTask):
+class StepwiseTask(StudentTask):
     """Teach each solver step on its own: from the teacher's state at its start to the teacher's state at its end.
 
     Nothing is unrolled, so the error of one step does not reach the next, and no gradient passes through more than one
@@ -75,23 +73,8 @@ class StepwiseTask(TrainingTask):
             output, seen = target.output, [(target.states, seen[0][1])]
         return {'loss': self.trainable_module(seen), 'output': output}
 
-    def train(self, mode: bool = True) -> 'StepwiseTask':
-        """Set the mode of the student; the teacher stays in eval mode."""
-        super().train(mode)
-        self.teacher.eval()
-        return self
-
-    def prepare_distributed(self, device_ids: Optional[list] = None, **ddp_kwargs: Any) -> 'StepwiseTask':
-        """Wrap the student, but not the frozen teacher, in DistributedDataParallel."""
-        from torch.nn.parallel import DistributedDataParallel
-        ddp_kwargs.setdefault('find_unused_parameters', True)  # all outside the blocks
-        self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
-        return self
-
-    def get_eval_model(self, module: Optional[nn.Module] = None, ema: bool = False) -> Optional[nn.Module]:
-        """The student itself, without the wrapper of the training pass."""
-        found: Any = unwrap_model(super().get_eval_model(module=module, ema=ema))
-        return found.student if isinstance(found, TrainingPass) else found
+    def _leaves_parameters_unused(self) -> bool:
+        return True  # everything outside the blocks
 
 
 class _Steps(TrainingPass):

@@ -5,23 +5,24 @@ from itertools import pairwise
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
-from timm.task import DistillationTeacher, TrainingTask
+from timm.task import DistillationTeacher
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..convert.families import field_class
-from ..hooks import hooked, watch_blocks
+from ..convert.block_kinds import field_class
+from ..hooks import hooked
 from ..ode.blocks import OdeBlocks
+from ..recording import watch_blocks
 from ..settings import takes
-from .checkpoints import distance_times, hidden_states, match, state_at, uniform_times
 from .config import LossConfig
+from .layer_times import distance_times, hidden_states, match, state_at, uniform_times
 from .losses import attention_loss, jasmin_loss, logit_loss, trajectory_loss
-from .pairs import Renormalised, TrainingPass, check_same_tokens, check_student
+from .student_teacher import Renormalised, StudentTask, TrainingPass, check_same_tokens, check_student
 
 __all__ = ['TrajectoryDistillationTask']
 
 
-class TrajectoryDistillationTask(TrainingTask):
+class TrajectoryDistillationTask(StudentTask):
     """Teach an ODE-ViT to follow the hidden states of a pretrained ViT; a `timm.task.TrainingTask`.
 
     The teacher is frozen and stays in eval mode. Its layers lie at checkpoints in time. The student is compared with it
@@ -241,23 +242,10 @@ class TrajectoryDistillationTask(TrainingTask):
         places = [round(i * count / segments) for i in range(1, segments)]
         return {first + place: state_at(states[first:], run, place / count) for place in places}
 
-    def train(self, mode: bool = True) -> 'TrajectoryDistillationTask':
-        """Set the mode of the student; the teacher stays in eval mode."""
-        super().train(mode)
-        if self.teacher is not None:
-            self.teacher.eval()
-        return self
-
-    def prepare_distributed(self, device_ids: Optional[list] = None, **ddp_kwargs: Any) -> 'TrajectoryDistillationTask':
-        """Wrap the student, but not the frozen teacher, in DistributedDataParallel."""
-        from torch.nn.parallel import DistributedDataParallel
-        student = unwrap_model(self.trainable_module).student
-        shared = student.blocks.shared
+    def _leaves_parameters_unused(self) -> bool:
+        shared = unwrap_model(self.trainable_module).student.blocks.shared
         # few steps leave layers unused; no loss on the logits leaves the final norm and the head unused
-        if shared.depends_on_time or shared.jumps or not (self.weights['kd'] or self.weights['task']):
-            ddp_kwargs.setdefault('find_unused_parameters', True)
-        self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
-        return self
+        return bool(shared.depends_on_time or shared.jumps or not (self.weights['kd'] or self.weights['task']))
 
     def compile(self, backend: str = 'inductor', mode: Optional[str] = None, **compile_kwargs: Any) -> Any:
         """Compile the student's training pass and its evaluation; returns the eval model. The teacher is not compiled.
@@ -272,14 +260,6 @@ class TrajectoryDistillationTask(TrainingTask):
         self.eval_model = torch.compile(unwrap_model(self.trainable_module).student, **options)
         self.trainable_module = torch.compile(self.trainable_module, **options)
         return self.eval_model
-
-    def get_eval_model(self, module: Optional[nn.Module] = None, ema: bool = False) -> Optional[nn.Module]:
-        """The student itself, without the wrapper of the training pass."""
-        found = super().get_eval_model(module=module, ema=ema)
-        inner = found
-        while inner is not None and not isinstance(inner, TrainingPass):
-            inner = getattr(inner, 'module', None)
-        return inner.student if inner is not None else found
 
 
 class _Unrolled(TrainingPass):

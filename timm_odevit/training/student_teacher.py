@@ -1,14 +1,17 @@
 """Student and teacher: checks that they match, and modules that tasks share."""
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 from timm.models import group_parameters
+from timm.task import TrainingTask
 from torch import Tensor, nn
 
 from ..convert.merge import check_not_merged
 from ..data.preprocessing import renormalisation
 from ..ode.blocks import find_ode_blocks
 
-__all__ = ['Renormalised', 'TrainingPass', 'check_apart', 'check_same_tokens', 'check_student']
+__all__ = ['Renormalised', 'StudentTask', 'TrainingPass', 'check_apart', 'check_same_tokens', 'check_student']
+
+Task = TypeVar('Task', bound='StudentTask')
 
 
 class Renormalised(nn.Module):
@@ -38,6 +41,39 @@ class TrainingPass(nn.Module):
         """The student's, for prefixed names."""
         groups = group_parameters(self.student, self.student.group_matcher(coarse=coarse), reverse=True)
         return lambda name: groups[name[len('student.'):]]
+
+
+class StudentTask(TrainingTask):
+    """A task that trains a student inside a TrainingPass, with a frozen teacher that stays in eval mode."""
+    if TYPE_CHECKING:
+        teacher: Any
+        trainable_module: Any
+
+    def train(self: Task, mode: bool = True) -> Task:
+        """Set the mode of the student; the teacher stays in eval mode."""
+        super().train(mode)
+        if self.teacher is not None:
+            self.teacher.eval()
+        return self
+
+    def prepare_distributed(self: Task, device_ids: Optional[list] = None, **ddp_kwargs: Any) -> Task:
+        """Wrap the student, but not the frozen teacher, in DistributedDataParallel."""
+        from torch.nn.parallel import DistributedDataParallel
+        ddp_kwargs.setdefault('find_unused_parameters', self._leaves_parameters_unused())
+        self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
+        return self
+
+    def _leaves_parameters_unused(self) -> bool:
+        """Whether a training pass may leave parameters of the student without a gradient."""
+        raise NotImplementedError
+
+    def get_eval_model(self, module: Optional[nn.Module] = None, ema: bool = False) -> Optional[nn.Module]:
+        """The student itself, without the wrapper of the training pass."""
+        found = super().get_eval_model(module=module, ema=ema)
+        inner = found
+        while inner is not None and not isinstance(inner, TrainingPass):
+            inner = getattr(inner, 'module', None)
+        return inner.student if inner is not None else found
 
 
 def check_student(student: Any) -> None:

@@ -7,7 +7,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from ..hooks import evaluating, watch_blocks
+from ..hooks import evaluating
+from ..recording import watch_blocks
 
 __all__ = ['distance_times', 'hidden_states', 'match', 'softmax_times', 'state_at', 'uniform_times']
 
