@@ -93,6 +93,8 @@ def test_convert_in_phases_and_in_part(folder, capsys):
     (['--blocks', '1,7'], 'VisionTransformer has blocks 0 to 2'),
     (['--blocks', '3'], 'blocks must be the first and the last layer to convert, such as (3, 9); got 3'),
     (['--field', 'c'], "Unknown field 'c'. Allowed: lipschitz, native."),
+    (['--adjoint', '--T', 'none'], 'adjoint needs an adaptive method'),
+    (['--T', '1' + '0' * 400], 'T must be a number above 0'),
 ])
 def test_convert_refuses(folder, capsys, options, message):
     assert run('convert', 'local-dir:teacher', 'new', *options) == 2

@@ -30,6 +30,7 @@ from .ode.integrate import integrate
 from .saving.push import push_to_hub
 from .saving.save import save_pretrained
 from .training.calibrate import calibrate_
+from .training.config import CalibrationConfig, FitConfig, LossConfig
 from .training.fit import fit
 from .training.recipe import Recipe
 from .training.run_recipe import train
@@ -37,8 +38,8 @@ from .training.stepwise_task import StepwiseTask
 from .training.trajectory_task import TrajectoryDistillationTask
 
 __all__ = [
-    'Conversion', 'Evaluation', 'Merged', 'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask',
-    '__version__', 'calibrate_', 'check_convertible', 'choose_size', 'convert_', 'evaluate', 'fit',
-    'from_torchvision', 'integrate', 'list_convertible', 'merge_', 'merged_bytes', 'plot_accuracy', 'push_to_hub',
-    'save_pretrained', 'train',
+    'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'LossConfig', 'Merged', 'OdeConfig', 'Recipe',
+    'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'calibrate_', 'check_convertible', 'choose_size',
+    'convert_', 'evaluate', 'fit', 'from_torchvision', 'integrate', 'list_convertible', 'merge_', 'merged_bytes',
+    'plot_accuracy', 'push_to_hub', 'save_pretrained', 'train',
 ]

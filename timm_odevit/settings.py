@@ -2,9 +2,10 @@
 import inspect
 import math
 import re
+import sys
 from dataclasses import MISSING, dataclass, field, fields
 from functools import wraps
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
 
 from .errors import suggest
@@ -65,12 +66,11 @@ class Settings:
         return cls(**given)
 
 
-def takes(kind: Type[Settings], name: str = 'config') -> Callable[[Callable[..., Given]], Callable[..., Given]]:
-    """Let a function that takes Settings as one keyword also take each setting as a keyword.
+def takes(kind: Type[Settings]) -> Callable[[Callable[..., Given]], Callable[..., Given]]:
+    """Let a function with the keyword `config` also take each setting as a keyword.
 
     Args:
-        kind: The Settings.
-        name: The function's keyword for them.
+        kind: The Settings that `config` must be.
 
     Returns:
         A decorator. `help` and editors show both kinds of keywords; an unknown one raises TypeError with the closest
@@ -78,20 +78,22 @@ def takes(kind: Type[Settings], name: str = 'config') -> Callable[[Callable[...,
     """
     def decorate(function: Callable[..., Given]) -> Callable[..., Given]:
         signature = inspect.signature(function)
-        own = list(signature.parameters.values())
+        own = [p.replace(default=None) if p.name == 'config' else p for p in signature.parameters.values()]
+        known = [*(p.name for p in own), *kind.names()]
 
         @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             caller = function.__qualname__.removesuffix('.__init__')
-            refuse_unknown(kwargs, [*(p.name for p in own), *kind.names()], caller)
+            refuse_unknown(kwargs, known, caller)
             given = {key: kwargs.pop(key) for key in kind.names() if key in kwargs}
-            if name in kwargs and given:
+            config = kwargs.pop('config', None)
+            if config is not None and given:
                 raise TypeError(
-                    f"{caller} got both {name} and '{next(iter(given))}', which is part of it. Give only one.")
-            if name not in kwargs:
-                kwargs[name] = kind.of(given, caller)
-            return function(*args, **kwargs)
-        keywords = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY,
+                    f"{caller} got both config and '{next(iter(given))}', which is part of it. Give only one.")
+            if config is not None and not isinstance(config, kind):
+                raise TypeError(f'config of {caller} must be a {kind.__name__}; got {type(config).__name__}.')
+            return function(*args, config=kind.of(given, caller) if config is None else config, **kwargs)
+        keywords = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, annotation=f.type,
                                       default=inspect.Parameter.empty if f.default is MISSING else f.default)
                     for f in fields(kind)]
         wrapper.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
@@ -107,14 +109,15 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str], caller: str) -> N
                             f"{', '.join(known)}.")
 
 
-def whole(least: int = 0, none: str = '') -> Check:
-    """A whole number of at least `least`; or None, if `none` says what None stands for."""
-    allowed = f'a whole number of at least {least}{_or_none(none)}'
+def whole(least: Optional[int] = 0, none: str = '') -> Check:
+    """A whole number, of at least `least` unless that is None; or None, if `none` says what None stands for."""
+    allowed = f"a whole number{'' if least is None else f' of at least {least}'}{_or_none(none)}"
 
     def check(name: str, value: Any) -> Any:
         if value is None and none:
             return None
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        if isinstance(value, bool) or not isinstance(value, Integral) or (
+                least is not None and value < least):
             raise ValueError(f'{name} must be {allowed}; got {value!r}.')
         return int(value)  # NumPy integers too
     return check
@@ -138,11 +141,14 @@ def number(least: float = 0., most: float = math.inf, *, open: str = '', none: s
     def check(name: str, value: Any) -> Any:
         if value is None and none:
             return None
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        real: Any = math.nan
+        if isinstance(value, Real) and not isinstance(value, bool):
+            real = value if isinstance(value, int) else float(value)  # NumPy numbers too
+        good = abs(real) <= sys.float_info.max  # False for NaN and for whole numbers with hundreds of digits
         if not good or not (least < value if '(' in open else least <= value) or not (
                 value < most if ')' in open else value <= most):
-            raise ValueError(f'{name} must be {allowed}; got {value!r}.')
-        return value
+            raise ValueError(f'{name} must be {allowed}; got {_shown(value)}.')
+        return real
     return check
 
 
@@ -179,3 +185,8 @@ def many(each: Check, what: str) -> Check:
 
 def _or_none(none: str) -> str:
     return f', or None for {none}' if none else ''
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f'{text[:60]}...'

@@ -1,10 +1,11 @@
 """What several commands share: argument types, models by name, folders to write to."""
 import argparse
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Callable, Dict, List, Optional, Sequence, Type
+from typing import Any, Callable, Dict, List, Optional, Type
 
 import timm
 from safetensors import SafetensorError
@@ -25,14 +26,15 @@ MODEL = "a timm name, such as deit_tiny_patch16_224, or 'local-dir:FOLDER' for a
 DATA = 'folder with one sub-folder of images per class, or with train/ and val/ folders of that kind'
 
 
-def add_settings(parser: argparse.ArgumentParser, kind: Type[Settings], names: Optional[Sequence[str]] = None) -> None:
-    """Add an option for each setting (or some of them); its help and default come from the settings."""
+def add_settings(parser: Any, kind: Type[Settings]) -> None:
+    """Add an option for each setting; its help and default come from the settings."""
     about = kind.about()
     for f in fields(kind):
-        if names is None or f.name in names:
-            default = '' if f.default is None else f' (default: {_text(f.default)})'
-            parser.add_argument(f"--{f.name.replace('_', '-')}", dest=f.name, type=_value, metavar='VALUE',
-                                help=f'{about[f.name]}{default}'.replace('%', '%%'))
+        default = '' if f.default is None else f' (default: {_text(f.default)})'
+        text = re.sub(r'\((\d+), (\d+)\)', r'\1,\2', f'{about[f.name]}{default}').replace('%', '%%')
+        options: Any = dict(nargs='?', const=True) if isinstance(f.default, bool) else {}
+        parser.add_argument(
+            f"--{f.name.replace('_', '-')}", dest=f.name, type=_value, metavar='VALUE', help=text, **options)
 
 
 def given(args: argparse.Namespace, kind: Type[Settings]) -> Dict[str, Any]:
@@ -77,8 +79,9 @@ def _value(text: str) -> Any:
     """Parse a number, a word, or several of them separated by commas; the settings check what is allowed."""
     if ',' in text:
         return tuple(_value(part) for part in text.split(','))
-    if text.lower() in ('true', 'false'):
-        return text.lower() == 'true'
+    words = {'true': True, 'false': False, 'none': None}
+    if text.lower() in words:
+        return words[text.lower()]
     for kind in (int, float):
         try:
             return kind(text)

@@ -30,27 +30,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                                          '--target-params, init is svd_data')
     parser.add_argument('--seed', type=int, default=0, help='seed of the choice of images (default: %(default)s)')
     parser.add_argument('--force', action='store_true', help='write into a folder that is not empty')
-    add_settings(parser.add_argument_group('the ODE'), OdeConfig)  # type: ignore[arg-type]
+    add_settings(parser.add_argument_group('the ODE'), OdeConfig)
 
 
 def run(args: argparse.Namespace) -> None:
     if not args.force:
         refuse_existing(args.out, '--force')
+    settings = given(args, OdeConfig)
+    both = [name for name in _SIZE if name in settings and args.target_params is not None]
+    if both:
+        raise ValueError(f"--target-params chooses {', '.join(_SIZE)}. Leave out --{both[0]} or --target-params.")
+    config = OdeConfig(**settings)
     options = {k: v for k, v in (('num_classes', args.num_classes), ('img_size', args.img_size)) if v is not None}
     model: Any = load(args.model, args, checkpoint=args.checkpoint, pretrained=not args.random, **options)
     if find_ode_blocks(model):
         raise ValueError(f"'{args.model}' has already been converted. Convert the model that it was made from.")
     if min(getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (1,)) < 1:
         raise ValueError(f'--img-size {args.img_size} is less than one patch of this model.')
-    settings = given(args, OdeConfig)
     if args.target_params is not None:
-        both = [name for name in _SIZE if name in settings]
-        if both:
-            raise ValueError(f"--target-params chooses {', '.join(_SIZE)}. Leave out --{both[0]} or --target-params.")
-        init = 'svd_data' if args.images else 'svd'
-        config = choose_size(model, args.target_params, OdeConfig(**settings), init=init)
-    else:
-        config = OdeConfig(**settings)
+        config = choose_size(model, args.target_params, config, init='svd_data' if args.images else 'svd')
     images = None
     if args.images:
         torch.manual_seed(args.seed)

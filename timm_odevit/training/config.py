@@ -45,7 +45,7 @@ class FitConfig(Settings):
     lr: float = setting(1e-3, number(0.))
     weight_decay: float = setting(0.05, number(0.))
     sched: str = setting('cosine', one_of(SCHEDS))
-    warmup_epochs: int = setting(0, whole(0))
+    warmup_epochs: float = setting(0, number(0.))
     min_lr: float = setting(1e-6, number(0.))
     clip_grad: Optional[float] = setting(1., number(0., open='(', none='no clipping'))
     layer_decay: Optional[float] = setting(None, number(0., 1., open='(', none='one rate'))
@@ -53,7 +53,7 @@ class FitConfig(Settings):
     ema_decay: Optional[float] = setting(None, number(0., 1., open=')', none='no moving average'))
     amp: Optional[str] = setting(None, _amp)
     compile: bool = setting(False, flag)
-    seed: int = setting(0, whole(0))
+    seed: int = setting(0, whole(None))
 
     def _check(self) -> None:
         known = [str(name) for name in list_optimizers()]
@@ -143,7 +143,8 @@ class LossConfig(Settings):
                 raise ValueError(f"Unknown checkpoints '{given}'. {suggest(given, ('uniform', 'distance'))}Allowed: "
                                  'uniform, distance, or a list of relative times.')
             return
-        object.__setattr__(self, 'checkpoints', tuple(float(t) for t in given))
+        times = many(number(0., 1.), 'uniform, distance, or a list of relative times')('checkpoints', given)
+        object.__setattr__(self, 'checkpoints', tuple(map(float, times)))
 
     @property
     def weights(self) -> Dict[str, float]:
@@ -220,7 +221,7 @@ class CalibrationConfig(Settings):
     lr: float = setting(3e-3, number(0.))
     unrolled_lr: float = setting(3e-4, number(0.))
     amp: Optional[str] = setting(None, _amp)
-    seed: int = setting(0, whole(0))
+    seed: int = setting(0, whole(None))
 
     def _check(self) -> None:
         if len(self.epochs) != 2 or max(self.epochs) < 1:

@@ -111,7 +111,7 @@ def fit(
         del state
         rank = rank_and_world()[0]
         bar = tqdm(total=config.epochs * updates, initial=len(history) * updates, unit='update',
-                   disable=not progress or rank > 0)
+                   disable=not progress or rank > 0 or len(history) == config.epochs)
         with bar, _muon_for(run.device):
             for epoch in range(len(history), config.epochs):
                 bar.set_description(f'epoch {epoch + 1} of {config.epochs}')
@@ -169,7 +169,8 @@ class _Run:
         self.optimizer = create_optimizer_v2(
             trainable, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay, layer_decay=config.layer_decay)
         self.scheduler: Any = create_scheduler_v2(
-            self.optimizer, sched=config.sched, num_epochs=config.epochs, warmup_epochs=config.warmup_epochs,
+            self.optimizer, sched=config.sched, num_epochs=config.epochs,
+            warmup_epochs=config.warmup_epochs,  # type: ignore[arg-type]
             warmup_lr=config.min_lr, min_lr=config.min_lr, step_on_epochs=False, updates_per_epoch=updates)[0]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == 'float16')
         self.models = models_of(task)

@@ -12,7 +12,7 @@ from torch import nn
 from ..files import staged
 from .config import FitConfig
 from .loaders import chain
-from .recipe import Recipe
+from .recipe import Recipe, Stage
 
 __all__ = [
     'BEST', 'HISTORY', 'LAST', 'RECIPE', 'RUN', 'check_about', 'check_calibration', 'check_recipe', 'load_state',
@@ -90,10 +90,10 @@ def check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
 
 def _without_end(recipe: Recipe) -> Any:
     """A recipe without the epochs of its last stage, which may be increased on resuming."""
-    *others, last = recipe.stages
-    fit = {**(recipe.fit or {}), **(last.fit or {}), 'epochs': 1}
-    return replace(recipe, fit={'epochs': 1}, stages=(
-        *(replace(stage, fit={**(recipe.fit or {}), **(stage.fit or {})}) for stage in others), replace(last, fit=fit)))
+    stages = [(stage.task, stage.train, asdict(recipe.fit_of(stage)),
+               asdict(recipe.loss_of(stage)) if stage.task == 'trajectory' else None) for stage in recipe.stages]
+    del stages[-1][2]['epochs']
+    return replace(recipe, fit={'epochs': 1}, loss=None, stages=(Stage(),)), stages
 
 
 def check_about(folder: Path, about: Dict[str, Any]) -> None:
