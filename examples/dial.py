@@ -2,9 +2,9 @@
 
     python examples/dial.py photos.npz out --teacher deit_tiny_patch16_224 --img-size 224 --minutes 10
 
-The .npz holds uint8 images [N, S, S, 3] x_train, which calibrate (their labels are not used), and x_test with labels
-y_test, which are only counted. Shares are those of the parameters of the teacher's blocks. Writes out/dial.json after
-every point, goes on with what is missing when called again, and draws out/dial.png.
+The .npz holds uint8 images [N, S, S, 3]: x_train to calibrate on (labels are not used), and x_test with labels y_test
+to measure accuracy on. Shares are of the parameters of the teacher's blocks. Writes out/dial.json after every point,
+computes only the missing points when run again, and draws out/dial.png.
 """
 import argparse
 import copy
@@ -26,7 +26,7 @@ MOMENT_IMAGES = 64  # for init svd_data
 
 
 class Images:
-    """Batches of normalised images [B, 3, S, S]: a number of random crops and mirror images, or all in their middle."""
+    """Batches of normalised images [B, 3, S, S]: `updates` of random crops, some mirrored, or each image's centre."""
 
     def __init__(self, images, labels, model, size, batch_size, updates=None):
         cfg = timm.data.resolve_data_config({}, model=model)
@@ -49,7 +49,7 @@ class Images:
             yield self.prepare(self.images[index], self.updates is not None), self.labels[index]
 
     def prepare(self, images, augment):
-        small = images.shape[-1] < self.size  # then the crop comes first, with a border, and enlarging second
+        small = images.shape[-1] < self.size  # then crop first, with a border, and enlarge second
         border = 4 if small and augment else 0
         images = F.pad(images, (border,) * 4)
         crop = images.shape[-1] - 2 * border if small else self.size
@@ -65,14 +65,14 @@ class Images:
 
 
 def settings(model, share):
-    """The configuration whose shared blocks take a share of the parameters of the blocks."""
+    """Return the configuration whose shared blocks take this share of the parameters of the blocks."""
     total = sum(p.numel() for p in model.parameters())
     blocks = sum(p.numel() for p in model.blocks.parameters())
     return choose_size(model, int(total - blocks + share * blocks), init='svd_data')
 
 
 def seconds_per_update(student, teacher, loader):
-    """Time of one update of calibration, on a copy."""
+    """Time one update of calibration, in seconds, on a copy."""
     task = StepwiseTask(copy.deepcopy(student), teacher, verbose=False)
     images = next(iter(loader))[0]
     for i in range(4):
@@ -117,7 +117,7 @@ def table(record):
 
 
 def plot(records, path):
-    """Draw the kept share of the teacher's top-1 against the share of parameters, one pair of lines a record."""
+    """Draw the kept share of the teacher's top-1 against the share of parameters, one pair of lines per record."""
     import matplotlib
     matplotlib.use('Agg')
     from matplotlib import pyplot as plt
@@ -141,7 +141,7 @@ def main():
     parser.add_argument('--teacher', required=True, help="timm name, or 'local-dir:FOLDER'")
     parser.add_argument('--checkpoint', help='weights of the teacher, instead of a download')
     parser.add_argument('--img-size', type=int, default=224)
-    parser.add_argument('--minutes', type=float, default=10., help='calibration of each point')
+    parser.add_argument('--minutes', type=float, default=10., help='calibration time per point')
     parser.add_argument('--shares', type=float, nargs='+', default=SHARES)
     parser.add_argument('--batch-size', type=int, default=32)
     parser.add_argument('--lr', type=float, default=3e-3)

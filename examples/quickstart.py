@@ -1,4 +1,4 @@
-"""Train a small ViT on scikit-learn's digits, convert a copy to an ODE-ViT, distil it, and see what was kept.
+"""Train a small ViT on scikit-learn's digits, convert a copy to an ODE-ViT, distil it, and see what it keeps.
 
     python examples/quickstart.py [folder]
 
@@ -15,8 +15,7 @@ from sklearn.datasets import load_digits
 from timm.task import ClassificationTask
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_odevit import TrajectoryDistillationTask, convert_, evaluate, fit, save_pretrained
-from timm_odevit.evaluate import plot_accuracy
+from timm_odevit import TrajectoryDistillationTask, convert_, evaluate, fit, plot_accuracy, save_pretrained
 
 STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 EPOCHS = (25, 40)  # of the ViT, of the distillation
@@ -42,7 +41,7 @@ def main(folder):
         'vit_tiny_patch16_224', img_size=8, patch_size=2, in_chans=1, num_classes=10,
         embed_dim=64, num_heads=4, depth=8,
         pretrained_cfg_overlay=dict(input_size=(1, 8, 8), mean=(0.5,), std=(0.5,)))
-    print('1. train a ViT of 8 blocks')
+    print('1. train a ViT with 8 blocks')
     fit(ClassificationTask(vit, torch.nn.CrossEntropyLoss()), train, val, epochs=EPOCHS[0], lr=2e-3, warmup_epochs=2)
 
     print('2. convert a copy')

@@ -3,7 +3,7 @@
     python hub/publish.py                   say what would be sent: new, changed or the same for each file
     python hub/publish.py --send            send it, after `hf auth login`
 
-What is there already is not sent again, so an interrupted run is started anew.
+Files that are already there are not sent again, so after an interruption simply run it again.
 """
 import argparse
 from pathlib import Path
@@ -17,13 +17,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('names', nargs='*', help='folders of hub/ to send (default: all)')
     parser.add_argument('--org', default='timm-odevit', help='organisation or user on the Hub')
-    parser.add_argument('--send', action='store_true', help='send; without it, nothing is')
+    parser.add_argument('--send', action='store_true', help='send; without it, nothing is sent')
     parser.add_argument('--create-pr', action='store_true', help='open pull requests')
     args = parser.parse_args()
     folders = sorted(path.parent for path in HUB.glob('*/model.safetensors'))
     unknown = set(args.names) - {folder.name for folder in folders}
     if unknown:
-        raise SystemExit(f"Not in hub/: {', '.join(sorted(unknown))}. There are {', '.join(f.name for f in folders)}.")
+        raise SystemExit(f"Not in hub/: {', '.join(sorted(unknown))}. Available: {', '.join(f.name for f in folders)}.")
     for folder in folders:
         if not args.names or folder.name in args.names:
             try:

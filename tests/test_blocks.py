@@ -10,8 +10,8 @@ from torch import nn
 
 from timm_odevit import OdeConfig, convert_
 from timm_odevit.benchmark import peak_memory
-from timm_odevit.fields import Field
-from timm_odevit.methods import METHODS
+from timm_odevit.ode.fields import Field
+from timm_odevit.ode.methods import METHODS
 
 KINDS = [
     OdeConfig(method='lie_trotter'),
@@ -227,7 +227,7 @@ def test_torchscript_and_the_model_stays_as_it_was(vit, images, config):
 
 
 def test_torchscript_refuses_adaptive_methods(vit):
-    with pytest.raises(ValueError, match='TorchScript cannot hold the adaptive method'):
+    with pytest.raises(ValueError, match='TorchScript does not support the adaptive method'):
         torch.jit.script(converted(vit, OdeConfig(method='dopri5')))
 
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from timm_odevit import convert_, save_pretrained
-from timm_odevit.cli import main
+from timm_odevit.cli import COMMANDS, main
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=3)
 
@@ -47,7 +47,7 @@ def test_convert_distill_evaluate(folder, capsys):
                '--set', 'stages.0.fit.epochs=1']
     assert run(*distill, '--set', 'stages.1.fit.epochs=2') == 0
     assert run(*distill, '--set', 'stages.1.fit.epochs=3', '--set', 'fit.opt=adamw', '--resume') == 2
-    assert 'is another recipe. Resume with that one' in capsys.readouterr().err
+    assert 'is a different recipe. Resume with that' in capsys.readouterr().err
     assert run(*distill, '--set', 'stages.1.fit.epochs=3', '--resume') == 0
     assert len(json.loads((folder / 'run' / 'history.json').read_text())) == 4
     capsys.readouterr()
@@ -86,11 +86,15 @@ def test_convert_in_phases_and_in_part(folder, capsys):
 @pytest.mark.parametrize('options, message', [
     (['--target-params', '60%', '--rank', '3'], '--target-params chooses time, rank, phases, boundaries, init. Leave out --rank'),
     (['--target-params', '100'], '100 parameters are too few'),
-    (['--rank', '3'], "rank is for time='low_rank'"),
-    (['--boundaries', 'similar'], "Unknown boundaries 'similar'. Allowed: uniform, similarity, or layers"),
+    (['--rank', '3'], "rank applies only to time='low_rank'"),
+    (['--boundaries', 'similar'], "Unknown boundaries 'similar'. Did you mean 'similarity'? Allowed: uniform, similarity, or layers"),
     (['--phases', '2', '--boundaries', 'similarity'], 'is measured on images. Pass'),
     (['--images', 'nowhere'], "There is no folder 'nowhere'"),
     (['--blocks', '1,7'], 'VisionTransformer has blocks 0 to 2'),
+    (['--blocks', '3'], 'blocks must be the first and the last layer to convert, such as (3, 9); got 3'),
+    (['--field', 'c'], "Unknown field 'c'. Allowed: lipschitz, native."),
+    (['--adjoint', '--T', 'none'], 'adjoint needs an adaptive method'),
+    (['--T', '1' + '0' * 400], 'T must be a number above 0'),
 ])
 def test_convert_refuses(folder, capsys, options, message):
     assert run('convert', 'local-dir:teacher', 'new', *options) == 2
@@ -98,7 +102,7 @@ def test_convert_refuses(folder, capsys, options, message):
     assert not (folder / 'new').exists()
 
 
-@pytest.mark.parametrize('options', [['--target-params', 'many'], ['--target-params', '-3'], ['--blocks', '3']])
+@pytest.mark.parametrize('options', [['--target-params', 'many'], ['--target-params', '-3']])
 def test_convert_refuses_what_is_no_number(folder, capsys, options):
     with pytest.raises(SystemExit):
         run('convert', 'local-dir:teacher', 'new', *options)
@@ -111,7 +115,7 @@ def test_a_fine_tuned_head_is_kept(folder, capsys):
     assert torch.equal(timm.create_model('local-dir:a', pretrained=True).head.weight, state['head.weight'])
     assert 'head  ' not in capsys.readouterr().out
     assert run('convert', 'vit_tiny_patch16_224', 'b', '--checkpoint', 'weights.pth', '--num-classes', '7') == 0
-    assert 'new, with 7 classes at random: the weights have 10' in capsys.readouterr().out
+    assert 'new and random, for 7 classes: the weights have 10' in capsys.readouterr().out
     assert timm.create_model('local-dir:b', pretrained=True).head.weight.shape == (7, 192)
 
 
@@ -129,7 +133,7 @@ def test_convert_other_settings(folder, capsys):
 
 
 @pytest.mark.parametrize('content, message', [
-    ('{', "config.json' is no JSON"), ('[1]', "config.json' names no architecture. Write it with save_pretrained."),
+    ('{', "config.json' is not valid JSON"), ('[1]', "config.json' names no architecture. Write it with save_pretrained."),
     ('{}', "config.json' names no architecture"), ('{"architecture": 1}', "config.json' names no architecture")])
 def test_a_config_that_describes_no_model(tmp_path, capsys, content, message):
     (tmp_path / 'config.json').write_text(content)
@@ -144,13 +148,13 @@ MISTAKES = [
     (['convert', 'local-dir:nowhere', 'new'], "There is no saved model in 'nowhere'"),
     (['convert', 'ftp:x', 'new'], "Unknown model source 'ftp'"),
     (['convert', 'resnet10t', 'new', '--random'], 'Cannot convert ResNet'),
-    (['convert', 'local-dir:student', 'new'], 'is a converted model already. Convert the model that it was made from'),
+    (['convert', 'local-dir:student', 'new'], 'has already been converted. Convert the model that it was made from'),
     (['convert', 'local-dir:teacher', 'new', '--method', 'heun'], "Did you mean 'heun2'?"),
     (['convert', 'local-dir:teacher', 'new', '--init', 'block:3'], 'this model has 3 blocks'),
-    (['convert', 'local-dir:teacher', 'new', '--T', '-1'], 'T must be a finite number above 0'),
+    (['convert', 'local-dir:teacher', 'new', '--T', '-1'], 'T must be a number above 0, or None'),
     (['convert', 'local-dir:teacher', 'student'], "'student' is not empty"),
     (['convert', 'local-dir:teacher', 'teacher/config.json'], 'is a file. Give a folder'),
-    (['convert', 'local-dir:cut', 'new'], "The weights of 'local-dir:cut' cannot be read, the file may be cut off"),
+    (['convert', 'local-dir:cut', 'new'], "The weights of 'local-dir:cut' cannot be read. The file may be truncated"),
     (['convert', 'vit_tiny_patch16_224', 'new', '--checkpoint', 'cut.pth'], "The weights of checkpoint 'cut.pth' cannot be read"),
     (['convert', 'vit_tiny_patch16_224', 'new', '--checkpoint', 'no.pth'], "There is no checkpoint file 'no.pth'"),
     (['convert', 'vit_tiny_patch16_224', 'new'], 'Without a network, give --checkpoint FILE or local-dir:FOLDER'),
@@ -166,29 +170,29 @@ MISTAKES = [
     (['distill', 'autonomous', 'images', 'student', '--teacher', 'local-dir:teacher'], "'student' is not empty"),
     (['distill', 'autonomos', 'images', 'new', '--teacher', 'local-dir:teacher'], "There is no recipe 'autonomos'. Did you mean 'autonomous'?"),
     (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:student', '--teacher', 'local-dir:teacher', '--set', 'ode.rank=4'],
-     "'ode.rank=4' says how a student is made, and --student gives one"),
+     "'ode.rank=4' says how to make a student, but --student gives one"),
     (['ablate', 'autonomous', 'nowhere', 'new', '--teacher', 'local-dir:teacher'], "There is no 'nowhere'"),
     (['distill', 'list.yaml', 'images', 'new', '--teacher', 'local-dir:teacher'], 'list.yaml must hold keys and values'),
-    (['distill', 'bad.yaml', 'images', 'new', '--teacher', 'local-dir:teacher'], "'bad.yaml' is no YAML"),
+    (['distill', 'bad.yaml', 'images', 'new', '--teacher', 'local-dir:teacher'], "'bad.yaml' is not valid YAML"),
     (['distill', 'scratch', 'images', 'new', '--set', 'model=vit_tinny'], "Unknown model 'vit_tinny'"),
     *((['distill', 'autonomous', 'images', 'new', '--teacher', 'local-dir:teacher', '--set', change], message) for change, message in (
-        ('data.batch_size', "'data.batch_size' is no change of a recipe, such as fit.lr=1e-3"),
-        ('fit.lr=fast', "lr must be a finite number of at least 0; got 'fast'"),
+        ('data.batch_size', "Expected a change to a recipe, such as fit.lr=1e-3; got 'data.batch_size'"),
+        ('fit.lr=fast', "lr must be a number of at least 0; got 'fast'"),
         ('fit.opt=adamv', "Unknown opt 'adamv'. Did you mean 'adam"),
         ('fit.sched=plateau', "Unknown sched 'plateau'. Allowed: cosine"),
         ('fit.optt=sgd', "fit has an unknown key 'optt'. Did you mean 'opt'?"),
-        ('data.padding=2', 'data.padding is not for a folder of images'),
-        ('data.auto_augment=rnd-m9', "auto_augment 'rnd-m9' is no policy of timm's"),
-        ('stages.2.train=all', "'2' is no number of a stage; there are 0 to 1"),
-        ('fit.epochs=5', "'fit.epochs=5' has no effect, for each stage sets its own epochs. Change stages.0.fit.epochs, "),
+        ('data.padding=2', 'data.padding does not apply to a folder of images'),
+        ('data.auto_augment=rnd-m9', "Unknown auto_augment 'rnd-m9'. Give a timm policy"),
+        ('stages.2.train=all', "there is no entry '2'; the entries are 0 to 1"),
+        ('fit.epochs=5', "'fit.epochs=5' has no effect, because each stage sets its own epochs. Change stages.0.fit.epochs, "),
         ('stages.0.train=[heads]', "stages.0.train: unknown part 'heads'. Did you mean 'head'?"),
         ('stages.0.task=step', "stages.0.task: unknown task 'step'"),
         ('stages.0.fit.ema_decay=2', 'stages.0: ema_decay must be'),
-        ('fit.clip_grad=0', 'clip_grad must be above 0'), ('fit.clip_grad=-1', 'clip_grad must be a finite number of at least 0, or None'),
+        ('fit.clip_grad=0', 'clip_grad must be a number above 0, or None'), ('fit.clip_grad=-1', 'clip_grad must be a number above 0, or None for no clipping; got -1'),
         ('ode.field=natve', "Unknown field 'natve'. Did you mean 'native'?"),
         ('ode.feld=native', "ode has an unknown key 'feld'. Did you mean 'field'?"),
         ('loss.jasmin_k=500', 'at most the number of tokens, 17'),
-        ('loss.forced=2', 'forced is a share of the updates'),
+        ('loss.forced=2', 'forced must be a number from 0 to 1; got 2'),
         ('data.held_out=0', 'must lie between 0 and 1'),
         ('cache=-1', 'cache must be a whole number'))),
     (['evaluate', 'local-dir:teacher', 'images', '--steps', '1,2'], '--steps needs an ODE-ViT'),
@@ -228,10 +232,9 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, ca
 
 
 @pytest.mark.parametrize('args, message', [
-    (['evaluate', 'a', 'b', '--steps', '1,x'], "'1,x' is no list of step counts"),
-    (['evaluate', 'a', 'b', '--steps', '0'], "'0' is no list of step counts"),
-    (['distill', 'a', 'b', 'c', '--limit', '0'], 'no whole number of at least 1'),
-    (['convert', 'a', 'b', '--field', 'c'], 'invalid choice'),
+    (['evaluate', 'a', 'b', '--steps', '1,x'], "expected step counts, such as 1,2,4,12; got '1,x'"),
+    (['evaluate', 'a', 'b', '--steps', '0'], "such as 1,2,4,12; got '0'"),
+    (['distill', 'a', 'b', 'c', '--limit', '0'], "expected a whole number of at least 1; got '0'"),
     ([], 'required'),
 ])
 def test_arguments(capsys, args, message):
@@ -248,7 +251,7 @@ def test_a_device_that_is_not_there(capsys, device):
 
 
 def test_help_names_every_option_with_a_word_on_it(capsys):
-    for command in ('convert', 'distill', 'evaluate', 'benchmark'):
+    for command in COMMANDS:
         with pytest.raises(SystemExit) as e:
             main([command, '--help'])
         assert e.value.code == 0
@@ -259,7 +262,7 @@ def test_help_names_every_option_with_a_word_on_it(capsys):
 def test_interrupted(folder, capsys, monkeypatch):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
-    monkeypatch.setattr('timm_odevit.cli.evaluate', stop)
+    monkeypatch.setattr('timm_odevit.cli.evaluate.evaluate', stop)
     assert run('evaluate', 'local-dir:student', 'images') == 130
     assert 'interrupted' in capsys.readouterr().err
 

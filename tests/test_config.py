@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from timm_odevit import OdeConfig
-from timm_odevit.methods import METHODS, adaptive_methods
+from timm_odevit.ode.methods import METHODS, adaptive_methods
 
 
 def test_is_frozen_and_round_trips_through_model_args():
@@ -25,13 +25,13 @@ def test_takes_every_method(method):
 
 
 @pytest.mark.parametrize('setting, message', [
-    (dict(method='heun'), "Unknown method 'heun'. Did you mean 'heun2'? Methods: euler, midpoint, heun2, rk4"),
-    (dict(field='lipshitz'), "Unknown field 'lipshitz'. Did you mean 'lipschitz'? Fields: lipschitz, native."),
+    (dict(method='heun'), "Unknown method 'heun'. Did you mean 'heun2'? Allowed: euler, midpoint, heun2, rk4"),
+    (dict(field='lipshitz'), "Unknown field 'lipshitz'. Did you mean 'lipschitz'? Allowed: lipschitz, native."),
     (dict(init='median'), "Unknown init 'median'. Allowed: mean, spectral, block:<i>"),
     (dict(steps=0), 'steps must be a whole number of at least 1'),
     (dict(steps=2.5), 'got 2.5'),
     (dict(steps=True), 'got True'),
-    (dict(T=0), 'T must be a finite number above 0; got 0'),
+    (dict(T=0), 'T must be a number above 0, or None for the number of converted layers; got 0'),
     (dict(T=float('inf')), 'got inf'),
     (dict(rtol=-1), 'rtol must be'),
     (dict(atol='x'), "got 'x'"),

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from timm_odevit import OdeConfig, check_convertible, convert_, list_convertible, save_pretrained
-from timm_odevit.convert import count_parameters
+from timm_odevit.ode.blocks import count_parameters
 
 # every kind of VisionTransformer with plain blocks, at a tiny size
 FAMILIES = [
@@ -104,7 +104,7 @@ def test_restore_refuses_another_dtype_and_keeps_the_mode_of_each_block(vit, ima
     model.blocks[1].eval()
     done = convert_(model)
     model.bfloat16()
-    with pytest.raises(ValueError, match=r'torch.bfloat16 now, its original blocks torch.float32. Call model.to\(torch.float32'):
+    with pytest.raises(ValueError, match=r'is now torch.bfloat16, its original blocks are torch.float32. Call model.to\(torch.float32'):
         done.restore()
     model.float()
     done.restore()
@@ -143,18 +143,18 @@ REFUSED = [
     (meta('crossvit_9_240'), {}, TypeError, 'a MultiScaleBlock does not take one state tensor'),
     (meta('tnt_s_patch16_224'), {}, TypeError, 'a Block takes two states (pixel_embed, patch_embed)'),
     (meta('twins_svt_small'), {}, TypeError, 'a ModuleList does not take one state tensor'),
-    (meta('mixer_s32_224'), {}, ValueError, "MlpMixer's MixerBlock is used whole. Use an unsplit method (euler, "),
+    (meta('mixer_s32_224'), {}, ValueError, "but MlpMixer's MixerBlock is used whole. Use an unsplit method (euler, "),
     (meta('eva02_tiny_patch14_224'), dict(field='lipschitz', init='spectral'), ValueError,
-     "replaces plain pre-norm ViT blocks, and Eva has a EvaBlock. Use field='native'"),
+     "replaces plain pre-norm ViT blocks, but Eva has a EvaBlock. Use field='native'"),
     (meta('swin_tiny_patch4_window7_224'), dict(T=3.), ValueError, 'T=3.0 applies only to models with one sequence of blocks'),
-    (meta('swin_tiny_patch4_window7_224'), dict(steps=(2, 2)), ValueError, '4 sequences of blocks; got 2 numbers of steps'),
+    (meta('swin_tiny_patch4_window7_224'), dict(steps=(2, 2)), ValueError, '4 sequences of blocks; got 2 step counts'),
     (lambda: nn.Linear(2, 2), {}, TypeError, 'Cannot convert Linear'),
     (lambda: 'vit_tiny_patch16_224', {}, TypeError, 'Cannot convert str: expected a timm model'),
-    (lambda: nn.DataParallel(tiny()), {}, TypeError, 'before DataParallel'),
-    (lambda: torch.compile(tiny()), {}, TypeError, 'before torch.compile wraps it'),
+    (lambda: nn.DataParallel(tiny()), {}, TypeError, 'before you wrap it in DataParallel'),
+    (lambda: torch.compile(tiny()), {}, TypeError, 'before you wrap it in torch.compile'),
     (tiny, dict(init='block:12'), ValueError,
      "init 'block:12': this model has 12 blocks. Allowed: block:0 to block:11, mean, spectral."),
-    (tiny, dict(init='block:1', phases=2), ValueError, "init 'block:1' fills one shared block, and there would be several"),
+    (tiny, dict(init='block:1', phases=2), ValueError, "init 'block:1' fills one shared block, but there would be several"),
     (tiny, dict(phases=13), ValueError, 'phases=13: there are 12 layers. Allowed: 1 to 12.'),
     (tiny, dict(boundaries=(4, 12)), ValueError, 'boundaries=(4, 12): each must be a layer from 1 to 11'),
     (tiny, dict(blocks=(3, 12)), ValueError, 'blocks=(3, 12): VisionTransformer has blocks 0 to 11'),
@@ -182,9 +182,9 @@ def test_refused_means_unchanged(vit):
     model.blocks[1].requires_grad_(False)
     model.blocks[0].register_forward_hook(lambda *_: None)
     before = snapshot(model)
-    with pytest.raises(TypeError, match='block 2 is a Identity, block 0 a Block'):
+    with pytest.raises(TypeError, match='block 2 is a Identity, block 0 is a Block'):
         convert_(model)
-    with pytest.raises(TypeError, match='each of its 3 blocks has other parameters, so none can share'):
+    with pytest.raises(TypeError, match='each of its 3 blocks has different parameters, so none can be shared'):
         model.blocks[2] = timm.create_model('vit_tiny_patch16_224', embed_dim=32, num_heads=2, depth=1, qkv_bias=False).blocks[0]
         model.blocks[1] = timm.create_model('vit_tiny_patch16_224', embed_dim=32, num_heads=2, depth=1, mlp_ratio=2).blocks[0]
         convert_(model)
@@ -201,7 +201,7 @@ def test_blocks_of_two_kinds_get_a_shared_block_each(vit, images):
     model = vit()
     model.blocks[2] = timm.create_model('vit_tiny_patch16_224', embed_dim=32, num_heads=2, depth=1, qkv_bias=False).blocks[0]
     done = convert_(model)
-    assert 'blocks 0-2 -> 2 shared blocks' in str(done) and model.blocks.shared.owner == (0, 0, 1)
+    assert 'blocks 0-2 -> 2 shared blocks' in str(done) and model.blocks.shared.assignment == (0, 0, 1)
     assert model(images).shape == (2, 5)
 
 
@@ -229,7 +229,7 @@ def test_list_convertible_is_what_converts():
     names = list_convertible('*tiny_patch16_224*')
     assert {'vit_tiny_patch16_224', 'deit_tiny_patch16_224'} <= set(names)
     assert not any(name.startswith('odevit') for name in names)
-    assert names['vit_tiny_patch16_224'] == 'native, lipschitz; all methods; 1 shared block at least'
+    assert names['vit_tiny_patch16_224'] == 'native, lipschitz; all methods; at least 1 shared block'
     refused = list_convertible('*tiny_patch16_224*', refused=True)
     assert set(names) | set(refused) == set(timm.list_models('*tiny_patch16_224*'))
     for name in names:
@@ -257,7 +257,7 @@ def test_hooks_of_a_block_are_not_copied_into_the_shared_block(vit, images):
 
 
 def test_list_convertible_refuses_a_wildcard_that_matches_nothing():
-    with pytest.raises(ValueError, match="No model of timm matches 'vit_tinny"):
+    with pytest.raises(ValueError, match="No timm model matches 'vit_tinny"):
         list_convertible('vit_tinny*')
 
 
@@ -265,13 +265,13 @@ def test_restore_of_a_part_refuses_another_dtype(vit):
     model = vit()
     done = convert_(model, OdeConfig(blocks=(1, 2)))
     model.half()
-    with pytest.raises(ValueError, match='its original blocks torch.float32'):
+    with pytest.raises(ValueError, match='its original blocks are torch.float32'):
         done.restore()
 
 
 @pytest.mark.parametrize('images, message', [
     (torch.randn(3, 16, 16), r'got torch.float32 \[3, 16, 16\]'), ([1], 'got list'),
-    (torch.randn(2, 3, 16, 16).double(), 'images are torch.float64 on cpu, the model torch.float32 on cpu'),
+    (torch.randn(2, 3, 16, 16).double(), 'images are torch.float64 on cpu, the model is torch.float32 on cpu'),
     (torch.full((2, 3, 16, 16), float('inf')), 'images must be finite')])
 def test_refuses_images_that_are_none(vit, images, message):
     model = vit()

@@ -9,7 +9,9 @@ from PIL import Image
 from timm.data import resolve_input_data_config
 from timm.utils import random_seed
 
-from timm_odevit.data import MixupLoader, array_loaders, folder_loader, folder_loaders, image_loader
+from timm_odevit.data.arrays import array_loaders
+from timm_odevit.data.folders import folder_loader, folder_loaders, image_loader
+from timm_odevit.data.mixup import MixupLoader
 
 
 @pytest.fixture
@@ -76,14 +78,14 @@ def test_train_alone_is_split_and_not_evaluated_on_whole(vit, folder):
     assert len(files(train)) == 25 and len(files(val)) == 5 and not files(train) & files(val)
     again = folder_loader(path / 'images', vit(), held_out=0.2, workers=0, seed=3)
     assert files(again) == files(val)
-    with pytest.raises(ValueError, match='has train/ and no val/'):
+    with pytest.raises(ValueError, match='has train/ but no val/'):
         folder_loader(path / 'images', vit())
 
 
 def test_halves_that_do_not_fit(vit, folder):
     build, path = folder
     build(path / 'a' / 'val')
-    with pytest.raises(ValueError, match='has val/ and no train/'):
+    with pytest.raises(ValueError, match='has val/ but no train/'):
         folder_loaders(path / 'a', vit())
     build(path / 'a' / 'train')
     (path / 'a' / 'val' / 'class4').rename(path / 'a' / 'val' / 'class9')
@@ -127,17 +129,17 @@ def test_a_part_may_have_a_class_called_as_a_part_is(vit, tmp_path):
 LAYOUTS = {  # images, and what is trained on and evaluated on: a part, or what the message holds
     'train and test': (['train/C/0', 'train/C/1', 'test/C/0'], 'train', 'test'),
     'any case, and others': (['Train/C/0', 'VAL/C/0', 'devkit/0'], 'Train', 'VAL'),
-    'train alone': (['train/C/0', 'train/C/1'], 'train', 'has train/ and no val/ or test/'),
-    'val alone': (['val/C/0'], 'has val/ and no train/', 'val'),
-    'test alone': (['test/C/0'], 'has test/ and no train/', 'test'),
+    'train alone': (['train/C/0', 'train/C/1'], 'train', 'has train/ but no val/ or test/'),
+    'val alone': (['val/C/0'], 'has val/ but no train/', 'val'),
+    'test alone': (['test/C/0'], 'has test/ but no train/', 'test'),
     'test without classes': (['train/C/0', 'train/C/1', 'test/0'], 'train', 'images that are in no class'),
     'val without classes': (['train/C/0', 'val/0'], 'images that are in no class', 'images that are in no class'),
     'val with an image too many': (['train/C/0', 'val/C/0', 'val/0'], 'such as 0.png', 'such as 0.png'),
-    'train of folders beside a class': (['apple/0', 'train/C/0'], 'has train/, which holds folders, beside apple/',
+    'train of folders beside a class': (['apple/0', 'train/C/0'], 'has train/, which holds folders, next to apple/',
                                         "give '{root}/train'; if it is a class"),
     'val of folders beside classes': (['train/0', 'apple/0', 'val/C/0'], 'has val/, which holds folders', "give '{root}/val'"),
     'parts or classes': (['train/0', 'val/0'], 'has train/ and val/, which hold images', "such as '{root}/train'; if they are classes"),
-    'two names of one part': (['train/C/0', 'training/C/0'], 'has train/ and training/, two names of one part', 'two names'),
+    'two names of one part': (['train/C/0', 'training/C/0'], 'has train/ and training/, two names for the same part', 'two names'),
     'an image beside the classes': (['C/0', '0'], 'images that are in no class', 'such as 0.png'),
     'no class': (['0', '1'], 'images that are in no class', 'images that are in no class'),
 }
@@ -169,7 +171,7 @@ def test_layouts_of_folders(vit, tmp_path, layout, stray):
             assert found.format(root=tmp_path) in str(e.value) and '\n' not in str(e.value)
     ambiguous = 'parts or classes' in layout or 'beside a class' in layout or 'beside classes' in layout or 'two names' in layout
     if ambiguous:
-        with pytest.raises(ValueError, match='holds? (images and no )?folders|two names'):
+        with pytest.raises(ValueError, match='holds? (images but no )?folders|two names'):
             image_loader(tmp_path, vit())
     else:
         found = {str(f)[len(str(tmp_path)) + 1:].split('/')[0].lower() for f in files(image_loader(tmp_path, vit(), workers=0))}
@@ -221,7 +223,7 @@ def test_channels_that_files_of_images_cannot_have(vit, folder):
     root = build(path / 'images')
     with pytest.raises(ValueError, match='1, 3 or 4 channels.*the model takes 2. Train it on an .npz'):
         folder_loader(root, vit(in_chans=2))
-    with pytest.raises(ValueError, match='auto_augment is not for images with an alpha channel'):
+    with pytest.raises(ValueError, match='auto_augment cannot handle an alpha channel'):
         folder_loaders(root, vit(in_chans=4), auto_augment='rand-m9-mstd0.5-inc1', workers=0)
 
 
@@ -235,7 +237,7 @@ def test_grey_arrays_need_no_axis_of_channels(arrays, vit, tmp_path):
         assert a.images.shape[1:] == (1, 5, 5) and torch.equal(a.images, b.images)
     images, _ = next(iter(array_loaders(tmp_path / 'flat.npz', model, batch_size=8, reprob=1.)[0]))
     assert images.shape == (8, 1, 16, 16)
-    with pytest.raises(ValueError, match=r'got uint8 \[100, 5, 5, 1\] and 100 labels. Or create the model with in_chans=1'):
+    with pytest.raises(ValueError, match=r'got uint8 \[100, 5, 5, 1\] and 100 labels. Give such images, or create the model with in_chans=1'):
         array_loaders(tmp_path / 'flat.npz', vit())
 
 
@@ -260,7 +262,7 @@ def test_refuses(vit, folder):
     (path / 'empty').mkdir()
     with pytest.raises(ValueError, match="There are no images in '.*empty'"):
         folder_loader(path / 'empty', vit())
-    with pytest.raises(ValueError, match=r'has 3 classes \(sub-folders\), the model has 5'):
+    with pytest.raises(ValueError, match=r'has 3 classes \(sub-folders\), but the model has 5'):
         folder_loader(build(path / 'three', classes=3), vit())
 
 
@@ -299,10 +301,10 @@ def test_processes_share_an_order_and_no_image(arrays, vit, monkeypatch):
     train = array_loaders(arrays, vit(), batch_size=8)[0]
     parts = []
     for rank in (0, 1):
-        monkeypatch.setattr('timm_odevit.data._world', lambda rank=rank: (rank, 2))
+        monkeypatch.setattr('timm_odevit.data.arrays.rank_and_world', lambda rank=rank: (rank, 2))
         parts.append([i.tolist() for i in train.indices()])
     assert len(parts[0]) == len(train) == 5
-    monkeypatch.setattr('timm_odevit.data._world', lambda: (0, 1))
+    monkeypatch.setattr('timm_odevit.data.arrays.rank_and_world', lambda: (0, 1))
     train.batch_size = 16
     for one, a, b in zip(train.indices(), *parts):
         assert sorted(one.tolist()) == sorted(a + b)
@@ -322,7 +324,7 @@ def test_mixed_labels_are_probabilities(arrays, vit, settings, total):
 
 
 def test_arrays_that_do_not_fit(arrays, vit, tmp_path):
-    with pytest.raises(ValueError, match='has label 4, the model has 3 classes'):
+    with pytest.raises(ValueError, match='has label 4, but the model has 3 classes'):
         array_loaders(arrays, vit(num_classes=3))
     with pytest.raises(ValueError, match=r'must hold uint8 images \[N, S, S, 1\] with a label each; got uint8 \[100, 5, 5, 3\]'):
         array_loaders(arrays, vit(in_chans=1))
@@ -362,7 +364,7 @@ def header(shape, descr="'|u1'"):
 
 IMAGES = saved(np.zeros((4, 5, 5, 3), np.uint8))
 STRANGE = {
-    '10 ** 15 images': (npy(header((10 ** 15, 5, 5, 3)), bytes(300)), r'x_train.npy says .* uint8 \[1000000000000000, 5, 5, 3\], and it has 300'),
+    '10 ** 15 images': (npy(header((10 ** 15, 5, 5, 3)), bytes(300)), r'x_train.npy says .* uint8 \[1000000000000000, 5, 5, 3\], but it has 300'),
     'a product beyond 64 bits': (npy(header((2 ** 40, 2 ** 40, 5, 3))), 'x_train.npy says that it holds'),
     'a product of 0 modulo 2 ** 64': (npy(header((2 ** 32, 2 ** 32, 1, 1))), 'x_train.npy says that it holds'),
     'a wide type': (npy(header((4,), "'|V2000000000'"), bytes(9)), 'x_train.npy says that it holds'),
@@ -406,7 +408,7 @@ def test_arrays_of_strangers_are_refused_before_they_get_memory(vit, tmp_path, m
 
 def test_a_file_that_is_small_and_unpacks_to_much(vit, tmp_path):
     labels = saved(np.zeros(9, np.uint8))
-    for count, message in ((6 * 10 ** 5, 'cannot be read as .npz: its [0-9,]+ bytes unpack to 18[0-9,]+, as no images do'),
+    for count, message in ((6 * 10 ** 5, 'cannot be read as .npz: its [0-9,]+ bytes unpack to 18[0-9,]+, which images never do'),
                            (10 ** 4, 'must hold uint8')):
         with ZipFile(tmp_path / 'a.npz', 'w', ZIP_DEFLATED) as archive:
             with archive.open('x_train.npy', 'w') as f:

@@ -6,8 +6,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from timm_odevit import OdeConfig, convert_, evaluate
-from timm_odevit.evaluate import plot_accuracy
+from timm_odevit import OdeConfig, convert_, evaluate, plot_accuracy
 
 
 @pytest.fixture
@@ -99,7 +98,7 @@ def test_images_of_other_channels_are_normalised_for_the_teacher(vit, channels):
     found = evaluate(model, batches(data, 8), teacher=teacher).results[0].loss  # the model's: 0.5, 0.5
     expected = F.cross_entropy(teacher((data[0] * 0.5 + 0.5 - 0.2) / 0.2), data[1]).item()
     assert found == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(ValueError, match=f'The teacher takes images of 3 channels, the model of {channels}'):
+    with pytest.raises(ValueError, match=f'The teacher takes images with 3 channels, the model with {channels}'):
         evaluate(model, batches(data, 8), teacher=vit())
 
 

@@ -12,7 +12,7 @@ import torch
 from timm.data import resolve_data_config
 
 from timm_odevit import OdeConfig, convert_
-from timm_odevit.convert import convertibility
+from timm_odevit.convert.convertible import convertibility
 
 PARTS = 32
 EVERY = 1 if os.environ.get('EVERY_MODEL') else 3

@@ -60,7 +60,7 @@ def test_commands_are_commands():
         command = shlex.split(line, comments=True)
         command = command[command.index('timm_odevit.cli'):] if 'timm_odevit.cli' in command else command
         if command[0] in ('odevit', 'timm_odevit.cli'):
-            cli._parser().parse_args(command[1:])
+            cli.parser().parse_args(command[1:])
             parsed += 1
     assert parsed > 8
 
@@ -122,3 +122,11 @@ def test_release_makes_the_folder_of_a_published_model(tmp_path, vit, monkeypatc
     after = json.loads((folder / 'results.json').read_text())
     assert after['command'] == 'odevit distill\nodevit distill' and after['minutes'] == 2 * before['minutes']
     assert after['epochs'] == 4 and (folder / 'earlier.yaml').read_text() == (folder / 'recipe.yaml').read_text()
+    (folder / 'earlier.yaml').write_text('seed: 1')
+    (folder / 'results.json').write_text(json.dumps({**after, 'command': f'odevit distill hub/{folder.name}/recipe.yaml'}))
+    monkeypatch.setattr('sys.argv', [*args, '--earlier', str(folder), '--between', str(tmp_path / 'run'), 'odevit between'])
+    release.main()
+    last = json.loads((folder / 'results.json').read_text())
+    assert last['command'] == f'odevit distill hub/{folder.name}/earlier2.yaml\nodevit between\nodevit distill'
+    assert (folder / 'earlier.yaml').read_text() == 'seed: 1' and last['epochs'] == 8
+    assert (folder / 'earlier3.yaml').read_text() == (folder / 'earlier2.yaml').read_text() == (folder / 'recipe.yaml').read_text()

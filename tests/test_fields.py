@@ -4,7 +4,8 @@ import torch.nn.functional as F
 from timm.layers import set_fused_attn
 from torch import nn
 
-from timm_odevit.fields import CenterNorm, LipschitzField, NativeField
+from timm_odevit.ode.fields import NativeField
+from timm_odevit.ode.lipschitz_field import CenterNorm, LipschitzField
 
 
 def lipschitz(**kwargs):

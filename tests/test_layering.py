@@ -1,7 +1,8 @@
-"""Imports inside the package go downwards only."""
+"""Imports inside the package go downwards only, and a file can be read in one sitting."""
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -9,33 +10,56 @@ import pytest
 import timm_odevit
 
 PACKAGE = Path(timm_odevit.__file__).parent
-# lowest first; a module imports only from the lines above its own (evaluate and distill are rooms of their own)
-LAYERS = ['_version', 'files', 'methods', 'config', 'skeleton', 'patches', 'fields', 'time_dependence', 'solvers', 'blocks',
-          'merge', 'torchscript', 'families', 'align', 'init', 'spans',
-          'convert', 'sizing', 'sources', 'odevit', 'cards', 'hub', 'interop', 'data',
-          'evaluate', 'distill', 'benchmark', 'recipe', 'train', 'ablate', 'cli', '__init__', 'run']
+# lowest first: a room (a folder, or a file beside the folders) imports only from those above its own in this list
+ROOMS = ['_version', 'errors', 'settings', 'files', 'hooks', 'recording', 'distributed',
+         'ode', 'convert', 'saving', 'odevit', 'data', 'evaluation', 'training', 'benchmark', 'cli', '__init__', 'run']
+FILES = sorted(PACKAGE.rglob('*.py'))
+
+
+def name_of(path):
+    return '.'.join(path.relative_to(PACKAGE).with_suffix('').parts)
 
 
 def imports(path):
-    package = ('timm_odevit', *path.relative_to(PACKAGE).parts[:-1])
+    """The modules of this package that a file imports from."""
+    package = path.relative_to(PACKAGE).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[:len(package) - node.level + 1]
-            names = [node.module.split('.')[0]] if node.module else [alias.name for alias in node.names]
-            for name in names:
-                yield (*base, name)[1]
+            if node.module:
+                yield '.'.join((*base, node.module))
+            else:
+                yield from ('.'.join((*base, alias.name)) for alias in node.names)
 
 
-def layer(path):
-    return path.relative_to(PACKAGE).parts[0].removesuffix('.py')
+def room(name):
+    return name.split('.')[0]
 
 
-@pytest.mark.parametrize('path', sorted(PACKAGE.rglob('*.py')), ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize('path', FILES, ids=name_of)
 def test_imports_go_downwards(path):
-    assert layer(path) in LAYERS, 'a new module needs its place in LAYERS'
+    own = room(name_of(path))
+    assert own in ROOMS, 'a new room needs its place in ROOMS'
     for target in imports(path):
-        if target != layer(path):
-            assert LAYERS.index(target) < LAYERS.index(layer(path)), f'{path} imports {target}'
+        if room(target) != own:
+            assert ROOMS.index(room(target)) < ROOMS.index(own), f'{path} imports {target}'
+
+
+def test_there_is_no_circle_inside_a_room():
+    TopologicalSorter({name_of(path): set(imports(path)) for path in FILES}).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize('path', FILES, ids=name_of)
+def test_a_file_has_no_more_than_350_lines(path):
+    assert len(path.read_text().splitlines()) <= 350
+
+
+def test_no_private_name_is_used_by_another_file():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert not [alias.name for alias in node.names if alias.name.startswith('_') and alias.name != '__version__'
+                            and alias.asname != '_registers'], path
 
 
 def test_importing_needs_no_extra_and_leaves_torchdiffeq_and_the_gpu_alone():

@@ -4,8 +4,7 @@ import pytest
 import timm
 import torch
 
-from timm_odevit.blocks import find_ode_blocks
-from timm_odevit.convert import count_parameters
+from timm_odevit.ode.blocks import count_parameters, find_ode_blocks
 
 NAMES = timm.list_models('odevit_*')
 

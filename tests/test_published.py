@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import timm_odevit.odevit
 from timm_odevit import Recipe, cli
-from timm_odevit.blocks import find_ode_blocks
+from timm_odevit.ode.blocks import find_ode_blocks
 
 HUB = Path(__file__).parent.parent / 'hub'
 FOLDERS = sorted(path.parent for path in HUB.glob('*/model.safetensors'))
@@ -49,7 +49,7 @@ def test_a_published_folder_is_whole(folder):
     assert all(f"{r['top1']:.2f}" in card for r in rows) and record['command'] in card
     assert all(r['images'] == 10000 for r in rows)
     for line in record['command'].splitlines():
-        args = cli._parser().parse_args(shlex.split(line.split('now: ')[-1])[1:])
+        args = cli.parser().parse_args(shlex.split(line.split('now: ')[-1])[1:])
         assert Recipe.load(HUB.parent / args.recipe if 'hub/' in args.recipe else args.recipe, args.set).stages
     Recipe.load(folder / 'recipe.yaml')
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from timm_odevit import OdeConfig, convert_, merge_, merged_bytes, save_pretrained
-from timm_odevit.distill.cache import hash_of
-from timm_odevit.methods import METHODS
-from timm_odevit.skeleton import copy_module, skeleton
-from timm_odevit.spans import watch_blocks
+from timm_odevit.ode.methods import METHODS
+from timm_odevit.ode.skeleton import copy_module, skeleton
+from timm_odevit.recording import watch_blocks
+from timm_odevit.training.hashes import hash_of
 
 KINDS = [
     OdeConfig(),
@@ -96,7 +96,7 @@ def test_at_is_of_one_thread_and_cannot_be_mixed_with_the_dial(vit, images):
         thread.start()
         thread.join()
         assert (model.blocks.steps, len(model.blocks)) == (6, 6) and seen == [(3, 3)]
-        with pytest.raises(ValueError, match='inside of `with blocks.at'):
+        with pytest.raises(ValueError, match='inside `with blocks.at'):
             model.blocks.steps = 2
         with model.blocks.at(1):
             assert model.blocks.steps == 1
@@ -264,7 +264,7 @@ def test_merged_is_the_same_and_ordinary(vit, images, method, config):
         torch.testing.assert_close(model.forward_head(model.forward_intermediates(images)[0]), expected)
         done.restore()
         assert list(model.state_dict()) == keys and torch.equal(model(images), expected)
-    with pytest.raises(ValueError, match='does not hold the merged blocks'):
+    with pytest.raises(ValueError, match='no longer holds the merged blocks'):
         done.restore()
 
 
@@ -406,7 +406,7 @@ def test_merged_models_say_what_they_cannot_do(vit, images):
     assert all(info['module'] in names for info in model.feature_info)
     assert model.blocks[2:].layers == done.blocks[0].layers[2:]
     model.double()
-    with pytest.raises(ValueError, match=r'The model is torch.float64 now, its shared block torch.float32. Call model.to'):
+    with pytest.raises(ValueError, match=r'The model is now torch.float64, its shared block is torch.float32. Call model.to'):
         done.restore()
     model.float()
     done.restore()
@@ -463,7 +463,7 @@ def test_what_is_set_on_a_step_is_set(vit, images):
 def test_weights_that_hooks_make_are_refused(vit):
     model = vit()
     torch.nn.utils.spectral_norm(model.blocks[1].mlp.fc1)
-    with pytest.raises(TypeError, match='a SpectralNorm makes the weight of a Linear of block 1'):
+    with pytest.raises(TypeError, match='a SpectralNorm computes the weight of a Linear in block 1'):
         convert_(model)
 
 

@@ -2,8 +2,8 @@ import pytest
 import timm
 
 from timm_odevit import OdeConfig, choose_size, convert_
-from timm_odevit.convert import count_parameters
-from timm_odevit.sizing import predict_parameters
+from timm_odevit.convert.sizing import predict_parameters
+from timm_odevit.ode.blocks import count_parameters
 
 
 @pytest.mark.parametrize('name', ['deit_tiny_patch16_224', 'samvit_base_patch16', 'swin_tiny_patch4_window7_224'])
@@ -44,7 +44,7 @@ def test_ends_of_the_dial():
     for wrong in (1.5, float('inf')):
         with pytest.raises(ValueError, match='number of parameters, or a share'):
             choose_size(model, wrong)
-    with pytest.raises(ValueError, match='A size is chosen without boundaries'):
+    with pytest.raises(ValueError, match='A size can be chosen only without boundaries'):
         choose_size(model, 0.5, OdeConfig(boundaries=(3,)))
     with pytest.raises(TypeError, match='Cannot convert ResNet'):
         choose_size(timm.create_model('resnet18', device='meta'), 0.5)

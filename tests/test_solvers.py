@@ -6,7 +6,7 @@ import torchdiffeq
 from torch import nn
 
 from timm_odevit import OdeConfig, integrate
-from timm_odevit.methods import METHODS, adaptive_methods
+from timm_odevit.ode.methods import METHODS, adaptive_methods
 
 FIXED = list(METHODS)
 

@@ -39,7 +39,7 @@ CASES = {
     'an unknown ode keyword': ('model_args', {'ode_code': 'import os'}, "unknown argument 'ode_code'"),
     'an unknown keyword of the base': ('model_args', {'base_args': {**BASE_ARGS, 'hook': 'os.system'}}, 'unexpected keyword'),
     'an unknown entry of the cfg': ('pretrained_cfg', {'code': 'import os'}, "unknown entry 'code'"),
-    'a file elsewhere': ('pretrained_cfg', {'url': 'file:///etc/passwd'}, r"where weights lie .*\('url'\)"),
+    'a file elsewhere': ('pretrained_cfg', {'url': 'file:///etc/passwd'}, r"where the weights are .*\('url'\)"),
     'another file of a repository': ('pretrained_cfg', {'hf_hub_filename': '../x.bin'}, r"\('hf_hub_filename'\)"),
     'custom loading': ('pretrained_cfg', {'custom_load': 'hf'}, r"\('custom_load'\)"),
     'a state dict': ('pretrained_cfg', {'state_dict': {'a': 1}}, r"\('state_dict'\)"),
@@ -52,18 +52,18 @@ CASES = {
     'a base in a folder': ('model_args', {'base': 'local-dir:/tmp'}, "Unknown base 'local-dir:/tmp'"),
     'a path for a base': ('model_args', {'base': '../../vit_tiny_patch16_224'}, 'Unknown base'),
     'a number for a base': ('model_args', {'base': 7}, "Unknown base '7'"),
-    'a base that is no transformer': ('model_args', {'base': 'resnet18', 'base_args': {}}, 'can be built from'),
+    'a base that is no transformer': ('model_args', {'base': 'resnet18', 'base_args': {}}, 'cannot be built from'),
     'itself as a base': ('model_args', {'base': 'odevit_converted'}, "Unknown base 'odevit_converted'"),
-    'a list for the arguments of the base': ('model_args', {'base_args': [1, 2]}, 'in the place of keywords'),
+    'a list for the arguments of the base': ('model_args', {'base_args': [1, 2]}, 'instead of keywords'),
     'width 10 ** 12': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': 10 ** 12}}, r'embed_dim 1000000000000; numbers'),
     'width 98,304': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': 98304}}, 'numbers in its tensors'),
     'an image of 10 ** 9': ('model_args', {'img_size': [10 ** 9, 10 ** 9]}, r'input_size \(3, 1000000000, 1000000000\)'),
     'an image of 99,968': ('model_args', {'img_size': [99968, 99968]}, 'numbers in its tensors'),
     'a negative width': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': -32}}, 'embed_dim -32'),
-    'no heads': ('model_args', {'base_args': {**BASE_ARGS, 'num_heads': 0}}, 'ZeroDivisionError|can be built'),
+    'no heads': ('model_args', {'base_args': {**BASE_ARGS, 'num_heads': 0}}, 'ZeroDivisionError|cannot be built'),
     'depth 10 ** 6': ('model_args', {'base_args': {**BASE_ARGS, 'depth': 10 ** 6}}, 'depth 1000000; numbers from 0 to 256'),
     'negative depth': ('model_args', {'base_args': {**BASE_ARGS, 'depth': -1}}, 'depth -1'),
-    'depth 0': ('model_args', {'base_args': {**BASE_ARGS, 'depth': 0}}, 'can be built from'),
+    'depth 0': ('model_args', {'base_args': {**BASE_ARGS, 'depth': 0}}, 'cannot be built from'),
     'a million steps': ('model_args', {'ode_steps': 10 ** 6}, 'ode_steps 1000000'),
     'no steps': ('model_args', {'ode_steps': 0}, 'steps must be a whole number of at least 1'),
     'negative steps': ('model_args', {'ode_steps': -3}, 'ode_steps -3'),
@@ -76,9 +76,9 @@ CASES = {
     'a field': ('model_args', {'ode_field': ['native']}, 'Unknown field'),
     'classes': ('model_args', {'num_classes': 10 ** 10}, 'num_classes'),
     'negative classes': ('model_args', {'num_classes': -5}, 'num_classes -5'),
-    'channels': ('model_args', {'in_chans': 'three'}, 'takes three sizes'),
-    'a layer by name': ('model_args', {'base_args': {**BASE_ARGS, 'act_layer': 'os.system'}}, 'can be built from'),
-    'a norm by name': ('model_args', {'base_args': {**BASE_ARGS, 'norm_layer': '__main__.Evil'}}, 'can be built from'),
+    'channels': ('model_args', {'in_chans': 'three'}, 'expected three sizes'),
+    'a layer by name': ('model_args', {'base_args': {**BASE_ARGS, 'act_layer': 'os.system'}}, 'cannot be built from'),
+    'a norm by name': ('model_args', {'base_args': {**BASE_ARGS, 'norm_layer': '__main__.Evil'}}, 'cannot be built from'),
     'a long string': ('model_args', {'global_pool': 'a' * 10 ** 6}, 'global_pool'),
     'a zero byte': ('model_args', {'global_pool': 'avg\0'}, 'global_pool'),
     'a deep list': ('model_args', {'ode_boundaries': deep(50)}, 'ode_boundaries'),
@@ -89,7 +89,7 @@ CASES = {
     'a mean of nothing': ('pretrained_cfg', {'mean': [float('nan')] * 3}, 'mean'),
     'no mean': ('pretrained_cfg', {'mean': []}, 'a number for each channel'),
     'a licence that is no name': ('pretrained_cfg', {'license': {'a': 1}}, 'the name of a licence'),
-    'a crop of nothing': ('pretrained_cfg', {'crop_pct': 1e-12}, 'a share from 0.1 to 2'),
+    'a crop of nothing': ('pretrained_cfg', {'crop_pct': 1e-12}, 'a number from 0.1 to 2'),
     'an interpolation': ('pretrained_cfg', {'interpolation': 'evil'}, 'bicubic, bilinear'),
     'a label offset of words': ('pretrained_cfg', {'label_offset': 'x'}, 'label_offset'),
     'a classifier of numbers': ('pretrained_cfg', {'classifier': [5]}, 'names of modules'),
@@ -188,7 +188,7 @@ class Evil:
 def test_a_pickle_is_not_read(saved, name, tmp_path):
     (saved / 'model.safetensors').unlink()
     torch.save({'a': Evil()}, saved / name)
-    message = 'is not a whole safetensors file' if name == 'model.safetensors' else f'holds no model.safetensors. {name} is not read'
+    message = 'is not a valid safetensors file' if name == 'model.safetensors' else f'holds no model.safetensors. {name} is not read'
     with pytest.raises(ValueError, match=message):
         timm.create_model(f'local-dir:{saved}', pretrained=True)
     with (saved / name).open('wb') as f:
@@ -204,5 +204,5 @@ def test_weights_that_are_not_whole(saved, damage):
     content = path.read_bytes()
     path.write_bytes({'cut': content[:len(content) // 2], 'empty': b'', 'words': b'<html>not found</html>',
                       'a header of 2 ** 60 bytes': (2 ** 60).to_bytes(8, 'little') + content[8:]}[damage])
-    with pytest.raises(ValueError, match=r'is not a whole safetensors file \(.*\)\.$'):
+    with pytest.raises(ValueError, match=r'is not a valid safetensors file \(.*\)\.$'):
         timm.create_model(f'local-dir:{saved}', pretrained=True)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from timm_odevit import OdeConfig, calibrate_, convert_, integrate
-from timm_odevit.fields import NativeField
-from timm_odevit.init import _factors, build_field
-from timm_odevit.methods import METHODS
-from timm_odevit.spans import input_moments, layer_distances, similarity_boundaries, split
-from timm_odevit.time_dependence import PhasedField, TimeField
+from timm_odevit.convert.initialisation import _factors, build_field
+from timm_odevit.convert.measure import input_moments, layer_distances, similarity_boundaries, split
+from timm_odevit.ode.fields import NativeField
+from timm_odevit.ode.methods import METHODS
+from timm_odevit.ode.time_dependence import PhasedField, TimeField
 
 
 def timed(vit, rank=2, **kwargs):
@@ -133,7 +133,7 @@ def test_phases_own_their_layers(vit, images):
     model = vit(depth=6)
     done = convert_(model, OdeConfig(boundaries=(2, 5), time='vectors'))
     shared = model.blocks.shared
-    assert isinstance(shared, PhasedField) and shared.owner == (0, 0, 1, 1, 1, 2)
+    assert isinstance(shared, PhasedField) and shared.assignment == (0, 0, 1, 1, 1, 2)
     assert [field.layers for field in shared.fields] == [(0, 1), (2, 3, 4), (5,)]
     assert [step.field is shared.fields[i] for step, i in zip(model.blocks, (0, 0, 1, 1, 1, 2), strict=True)] == [True] * 6
     assert '3 shared blocks' in str(done) and 'phases from layers 0, 2, 5' in str(done)
@@ -299,15 +299,15 @@ def test_calibration_refuses_another_teacher(vit):
     student = copy.deepcopy(teacher)
     convert_(student)
     for other, message in ((vit(embed_dim=64), 'was not converted from this teacher: cls_token is'),
-                           (vit(depth=5), 'the teacher has 5 layers'), (student, 'The teacher is converted itself'),
+                           (vit(depth=5), 'the teacher has 5 layers'), (student, 'The teacher is itself converted'),
                            ('vit_tiny_patch16_224', 'The teacher must be a model; got str')):
         with pytest.raises((TypeError, ValueError), match=message):
             calibrate_(student, other, GOOD, progress=False)
-    with pytest.raises(TypeError, match='this VisionTransformer is none. Call convert_ first'):
+    with pytest.raises(TypeError, match='this VisionTransformer is not one. Call convert_ first'):
         calibrate_(teacher, teacher, GOOD)
     shorter = copy.deepcopy(teacher)
     convert_(shorter, OdeConfig(T=2.))
-    with pytest.raises(ValueError, match='no step has a state to end at. Convert with T=None'):
+    with pytest.raises(ValueError, match='the steps do not end at its states. Convert with T=None'):
         calibrate_(shorter, teacher, GOOD, progress=False)
 
 
@@ -317,7 +317,7 @@ def test_calibration_in_its_second_part_takes_no_more_epochs_of_the_first(vit, t
     convert_(student)
     options = dict(batch_size=2, progress=False, out=tmp_path)
     calibrate_(student, teacher, GOOD, epochs=(1, 1), **options)
-    with pytest.raises(ValueError, match='holds a run already'):
+    with pytest.raises(ValueError, match='already holds a run'):
         calibrate_(student, teacher, GOOD, epochs=(1, 1), **options)
     with pytest.raises(ValueError, match='has already started unrolled training after fewer stepwise epochs'):
         calibrate_(student, teacher, GOOD, epochs=(2, 1), resume=True, **options)
@@ -329,7 +329,7 @@ def test_what_the_blocks_were_made_for_cannot_be_set(vit, images, change):
     model = vit()
     convert_(model, OdeConfig(time='low_rank', rank=2))
     before, config = model(images), model.blocks.config
-    with pytest.raises(ValueError, match='is fixed at conversion: .*Convert the original model again'):
+    with pytest.raises(ValueError, match='is fixed at conversion; got .*Convert the original model again'):
         model.blocks.config = replace(config, **change)
     assert model.blocks.config == config and torch.equal(model(images), before)
 
@@ -352,5 +352,5 @@ def test_a_layer_may_be_wrapped_and_may_not_be_replaced(vit, images):
     attn.qkv = Wrapped(attn.qkv)
     torch.testing.assert_close(model(images), before)
     attn.qkv = torch.nn.Sequential(attn.qkv.base_layer)
-    with pytest.raises(RuntimeError, match=r'block.attn.qkv.bias, block.attn.qkv.weight: residuals of parameters that are not'):
+    with pytest.raises(RuntimeError, match=r'block.attn.qkv.bias, block.attn.qkv.weight: these parameters have residuals but are no'):
         model(images)

@@ -19,14 +19,16 @@ import yaml
 from PIL import Image
 
 from timm_odevit import Recipe, save_pretrained, train
-from timm_odevit.ablate import load_recipes, table
 from timm_odevit.cli import main
-from timm_odevit.data import array_loaders
-from timm_odevit.distill import cache
-from timm_odevit.distill.cache import CachedLoader, fingerprint
-from timm_odevit.fields import NativeField
+from timm_odevit.data.arrays import array_loaders
 from timm_odevit.files import locked
-from timm_odevit.recipe import DATA, FIT, LOSS, PARTS, Stage, builtin_recipes
+from timm_odevit.ode.fields import NativeField
+from timm_odevit.training import cache
+from timm_odevit.training.ablate import load_recipes, table
+from timm_odevit.training.cache import CachedLoader
+from timm_odevit.training.config import DataConfig, LossConfig
+from timm_odevit.training.hashes import fingerprint
+from timm_odevit.training.recipe import FIT, PARTS, Stage, builtin_recipes
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=5)
 QUICK = {'ode': {}, 'data': {'batch_size': 8}, 'fit': {'epochs': 2, 'lr': 3e-3}}
@@ -56,8 +58,8 @@ def test_recipes_of_the_package_load_and_survive_yaml(name):
     made = Recipe.load(name)
     assert Recipe.from_dict(yaml.safe_load(made.to_yaml())) == made
     changed = Recipe.load(name, ['stages.0.fit.lr=1e-3', 'seed=3', 'fit.opt=lamb', 'stages.0.fit.epochs=1'])
-    assert changed.settings(changed.stages[0])[1] == {
-        **made.settings(made.stages[0])[1], 'epochs': 1, 'lr': 1e-3, 'opt': 'lamb'} and changed.seed == 3
+    assert changed.fit_of(changed.stages[0]) == replace(
+        made.fit_of(made.stages[0]), epochs=1, lr=1e-3, opt='lamb') and changed.seed == 3
 
 
 def test_a_change_that_no_stage_would_use_is_an_error():
@@ -70,7 +72,7 @@ def test_a_change_that_no_stage_would_use_is_an_error():
     assert recipe('fit.lr=1e-4', 'fit.epochs=null', stages=stages).fit == {'lr': 1e-4}
 
 
-@pytest.mark.parametrize('section, keys', [('loss', LOSS), ('fit', FIT), ('data', DATA)])
+@pytest.mark.parametrize('section, keys', [('loss', LossConfig.names()), ('fit', FIT), ('data', DataConfig.names())])
 def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
     assert keys
     for where in ({section: {'nothing': 1}}, {'stages': [{section: {'nothing': 1}}]}):
@@ -89,12 +91,12 @@ def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
     (dict(stages=['a']), "stages.0 must hold keys and values; got 'a'"),
     (dict(fit={}), 'stages.0.fit.epochs is missing'),
     (dict(fit=3), 'fit must hold keys and values'),
-    (dict(grad_checkpointing=1), 'grad_checkpointing must be true or false'),
+    (dict(grad_checkpointing=1), 'grad_checkpointing must be True or False'),
     (dict(data={'prob': 0.5}), 'data.prob is the share of the batches that are mixed'),
     (dict(seed=1.5), 'seed must be a whole number'),
     (dict(stages=[{'train': 3}]), 'stages.0.train must be a list of parts; got 3'),
-    (dict(loss={'kd_weight': 1}, stages=[{'task': 'labels'}]), 'loss is for stages of the task trajectory'),
-    (dict(fit={'epochs': 1, 'clip_grad': 'abc'}), "clip_grad must be a finite number of at least 0, or None; got 'abc'"),
+    (dict(loss={'kd_weight': 1}, stages=[{'task': 'labels'}]), 'loss applies only to stages with task trajectory'),
+    (dict(fit={'epochs': 1, 'clip_grad': 'abc'}), "clip_grad must be a number above 0, or None for no clipping; got 'abc'"),
     (dict(fit={'epochs': 1, 'amp': ['a']}), "Unknown amp '['a']'"),
     (dict(fit={'epochs': 1, 'opt': 'adahessian'}), 'needs second derivatives'),
 ])
@@ -113,14 +115,14 @@ YAML = {  # what no recipe needs, and what the message holds after the name
     'deep keys': ('{a: ' * 10000, ' has more than 50 levels (line 1).'),
     'deep blocks': ('- ' * 20000, ' has more than 50 levels (line 1).'),
     'a key twice': ('fit: {lr: 1, epochs: 2, lr: 3}', " has the key 'lr' twice (line 1). Leave one out."),
-    'much text': ('#' * 50001, ' has more than 50,000 characters, which is no recipe.'),
-    'a long number': ('seed: ' + '9' * 40000, ' no YAML: '),
-    'a date that is none': ('seed: 2001-13-32', ' no YAML: month must be in 1..12'),
-    'a tag': ('!!python/object/apply:os.system [ls]', ' no YAML: could not determine a constructor for the tag'),
-    'an empty number': ('!!int ""', ' no YAML: '),
-    'a truth that is none': ('!!bool x', ' no YAML: '),
-    'a time that is none': ('!!timestamp x', ' no YAML: '),
-    'a character that is none': ('a\0b', ' no YAML: unacceptable character'),
+    'much text': ('#' * 50001, ' has more than 50,000 characters, so it is not a recipe.'),
+    'a long number': ('seed: ' + '9' * 40000, ' not valid YAML: '),
+    'a date that is none': ('seed: 2001-13-32', ' not valid YAML: month must be in 1..12'),
+    'a tag': ('!!python/object/apply:os.system [ls]', ' not valid YAML: could not determine a constructor for the tag'),
+    'an empty number': ('!!int ""', ' not valid YAML: '),
+    'a truth that is none': ('!!bool x', ' not valid YAML: '),
+    'a time that is none': ('!!timestamp x', ' not valid YAML: '),
+    'a character that is none': ('a\0b', ' not valid YAML: unacceptable character'),
 }
 
 
@@ -141,18 +143,18 @@ def test_yaml_of_strangers_is_refused_at_once(name, tmp_path, monkeypatch, capsy
 
 
 def test_changes_that_are_deep_and_files_that_are_no_text(tmp_path):
-    with pytest.raises(ValueError, match=r"'ode\.a\.a\..* has 5001 levels, and a recipe has at most 50") as e:
+    with pytest.raises(ValueError, match=r"'ode\.a\.a\..* has 5001 levels, but a recipe has at most 50") as e:
         recipe(f"ode{'.a' * 5000}=1")
     assert len(str(e.value)) < 200
     (tmp_path / 'a.yaml').write_bytes(b'a: \xff')
     for read in (Recipe.load, lambda path: load_recipes([path])):
-        with pytest.raises(ValueError, match="a.yaml' is no YAML: 'utf-8' codec"):
+        with pytest.raises(ValueError, match="a.yaml' is not valid YAML: 'utf-8' codec"):
             read(tmp_path / 'a.yaml')
 
 
 def test_changes_reach_every_place():
     made = recipe('stages.0.loss.kd_weight=0.5', 'ode.rank=4', 'ode.time=low_rank', 'fit.lr=1e-4', 'data.batch_size=null')
-    assert made.settings(made.stages[0])[0] == {'kd_weight': 0.5} and made.config.rank == 4
+    assert made.loss_of(made.stages[0]) == LossConfig(kd_weight=0.5) and made.config.rank == 4
     assert made.fit['lr'] == 1e-4 and 'batch_size' not in made.data
 
 
@@ -198,8 +200,8 @@ def test_from_scratch_without_a_teacher(data, tmp_path):
     history = run(made, data, tmp_path / 'run')
     assert history[-1]['task_loss'] < history[0]['task_loss'] and math.isfinite(history[-1]['jasmin_loss'])
     assert 'kd_loss' not in history[0] and 'NaN' not in (tmp_path / 'run' / 'history.json').read_text()
-    with pytest.raises(ValueError, match='cache keeps what a teacher says, and there is none'):
-        run(replace(made, cache=1), data, tmp_path / 'new')
+    with pytest.raises(ValueError, match='cache keeps the outputs of a teacher, but there is none'):
+        run(replace(made, cache=1, data={'batch_size': 8}), data, tmp_path / 'new')
     with pytest.raises(ValueError, match='trajectory_weight needs a teacher'):
         run(Recipe.load('scratch', ['loss.trajectory_weight=1', f'model_args={json.dumps(TINY)}']), data, tmp_path / 'new')
     assert not (tmp_path / 'new').exists()
@@ -278,7 +280,7 @@ def test_cached_states_are_the_teachers(vit, data, tmp_path, capsys):
     two = run(replace(stepwise, cache=2), data, tmp_path / 'd', teacher, cache=tmp_path / 'b' / 'cache')
     assert [r['loss'] for r in two] == pytest.approx([r['loss'] for r in one], rel=2e-3)
     assert not (tmp_path / 'd' / 'cache').exists()
-    with pytest.raises(ValueError, match='data.mixup, data.cutmix and data.smoothing change them'):
+    with pytest.raises(ValueError, match='data.mixup, data.cutmix and data.smoothing change images'):
         run(recipe('cache=1', 'data.mixup=0.5'), data, tmp_path / 'e', teacher)
     run(recipe('cache=1', stages=[{}, {'task': 'labels'}]), data, tmp_path / 'e', teacher)
 
@@ -332,7 +334,7 @@ def test_states_beyond_half_precision_are_refused_and_leave_no_file(vit, data, t
     assert np.isfinite(caching(data, tmp_path, teacher).states).all()
     with torch.no_grad():
         teacher.blocks[1].mlp.fc2.bias[3] = 1e5
-    with pytest.raises(ValueError, match=r'The states of the teacher reach 1e\+05, and cache keeps them in half precision, which ends at 65504'):
+    with pytest.raises(ValueError, match=r'The states of the teacher reach 1e\+05, but cache keeps them in half precision, whose largest value is 65504'):
         caching(data, tmp_path, teacher)
     before = set((tmp_path / 'cache').rglob('*'))
     ask, calls = cache._ask, []
@@ -485,17 +487,17 @@ def test_weights_that_are_not_finite_are_not_written(vit, data, tmp_path, monkey
     (lambda: recipe('ode=null', 'stages.0.task=labels'), 'the teacher itself would be trained'),
     (lambda: recipe('stages.0.train=[]'), 'stages.0.train is empty'),
     (lambda: recipe('cache=1', 'stages=[{}, {train: [low_rank]}]'), "stages.1.train: the model has no parameters of the part 'low_rank'"),
-    (lambda: recipe('stages.0.task=stepwise', 'stages.0.loss={kd_weight: 1}'), 'has no settings of the loss'),
+    (lambda: recipe('stages.0.task=stepwise', 'stages.0.loss={kd_weight: 1}'), 'has no loss settings'),
     (lambda: recipe('loss={exits: [0.5], exit_weight: 1, kd_weight: 0}'), 'exits are trained by kd_weight and task_weight'),
     *((lambda change=change: recipe(change), message) for change, message in (
         ('loss={kd_weight: 0, trajectory_weight: 0}', 'All weights of the loss are 0'),
-        ('loss.kd_temperature=-1', 'kd_temperature must be above 0'), ('loss.steps=[true]', 'steps must be a list of whole numbers'),
+        ('loss.kd_temperature=-1', 'kd_temperature must be a number above 0; got -1.'), ('loss.steps=[true]', 'steps must be a list of whole numbers'),
         ('loss.segments=3', 'segments must be a list'), ('loss.jasmin_evaluations=1.5', 'must be a whole number of at least 1'),
-        ('loss.steps=[2, 3', "'loss.steps=[2, 3' holds no YAML"),
+        ('loss.steps=[2, 3', "'loss.steps=[2, 3' has a value that is not valid YAML"),
         ('data.batch_size=0', 'data.batch_size must be a whole number of at least 1'),
         ('data.padding=-1', 'data.padding must be'), ('data.flip=7', 'data.flip must be a number from 0 to 1'),
         ('data.mixup=-1', 'data.mixup must be'), ('fit.compile=maybe', 'compile must be True or False'),
-        ('fit.epochs=true', 'epochs must be at least 1'))),
+        ('fit.epochs=true', 'epochs must be a whole number of at least 1; got True.'))),
 ])
 def test_refuses_before_anything_is_written(vit, data, tmp_path, made, message):
     with pytest.raises(ValueError) as e:
@@ -506,7 +508,7 @@ def test_refuses_before_anything_is_written(vit, data, tmp_path, made, message):
 def test_a_rehearsal_is_not_resumed_as_the_run(vit, data, tmp_path):
     teacher = vit()
     run(recipe(), data, tmp_path / 'run', teacher, limit=16)
-    with pytest.raises(ValueError, match='was made with limit 16, this run has None'):
+    with pytest.raises(ValueError, match='was made with limit 16, but this run has None'):
         run(recipe(), data, tmp_path / 'run', teacher, resume=True)
     with pytest.raises(ValueError, match='was made with teacher sha256'):
         run(recipe(), data, tmp_path / 'run', vit(), resume=True, limit=16)
@@ -521,7 +523,7 @@ def test_tuples_are_lists_and_fewer_epochs_are_refused(vit, data, tmp_path):
     teacher = vit()
     run(made, data, tmp_path / 'run', teacher)
     assert len(run(made, data, tmp_path / 'run', teacher, resume=True)) == 2
-    with pytest.raises(ValueError, match='has 2 epochs already, and epochs=1'):
+    with pytest.raises(ValueError, match='already has 2 epochs, but epochs=1'):
         run(Recipe.load(tmp_path / 'run' / 'recipe.yaml', ['fit.epochs=1']), data, tmp_path / 'run', teacher, resume=True)
 
 
@@ -587,7 +589,7 @@ def test_ablations_make_one_table_and_go_on(place, monkeypatch, capsys):
     for text, message in (('variants: {}', 'must hold base, variants'), ('variants: {a: fit.lr=1}', "variant 'a' must be a list of changes"),
                           ('variants: {a: [{fit.lr: 1}]}', "variant 'a' must be a list"), ('changes: 3, variants: {a: }', 'changes must be'),
                           ('variants: {a: [ode.rnk=3]}', "variant 'a': quick.yaml: ode has an unknown key"),
-                          ('variants: {a: [seed=3]}', "'a' has seed 3, and ablations draw their own")):
+                          ('variants: {a: [seed=3]}', "'a' has seed 3, but ablations set their own")):
         (place / 'list.yaml').write_text(f'{{base: quick.yaml, {text}}}')
         assert main(args) == 2 and message in capsys.readouterr().err
 

@@ -1,20 +1,45 @@
-"""ODE-ViT (arXiv 2511.16501) for timm: `import timm_odevit` registers the `odevit_*` models."""
+"""ODE-ViT (arXiv 2511.16501) for timm: `import timm_odevit` registers the `odevit_*` models.
+
+The rooms, from the ground up; each imports only from those above it, and its docstring lists its files:
+
+errors, settings    words that messages share; settings as dataclasses that check themselves
+files, distributed  files that are complete or absent; several processes of one run
+hooks, recording    hooks and modes that are restored; the hidden states of a model while it runs
+ode                 the mathematics
+convert             from a pretrained transformer to an ODE-ViT, and back
+saving              models in files and on the Hub
+odevit              the registered models
+data                images and labels in batches
+evaluation          accuracy over step counts
+training            distillation, calibration, recipes
+benchmark           speed and memory
+cli                 the command line; the options of the ODE come from OdeConfig's docstring
+run                 timm's own scripts with the models registered
+"""
 from . import odevit as _registers  # noqa: F401
 from ._version import __version__
-from .config import OdeConfig
-from .convert import Conversion, check_convertible, convert_, list_convertible
-from .distill import StepwiseTask, TrajectoryDistillationTask, calibrate_, fit
-from .evaluate import Evaluation, evaluate
-from .hub import push_to_hub, save_pretrained
-from .interop import from_torchvision
-from .merge import Merged, merge_, merged_bytes
-from .recipe import Recipe
-from .sizing import choose_size
-from .solvers import integrate
-from .train import train
+from .convert.conversion import Conversion, convert_
+from .convert.convertible import check_convertible, list_convertible
+from .convert.merge import Merged, merge_, merged_bytes
+from .convert.sizing import choose_size
+from .convert.torchvision import from_torchvision
+from .evaluation.accuracy import Evaluation, evaluate
+from .evaluation.plots import plot_accuracy
+from .ode.config import OdeConfig
+from .ode.integrate import integrate
+from .saving.push import push_to_hub
+from .saving.save import save_pretrained
+from .training.calibrate import calibrate_
+from .training.config import CalibrationConfig, FitConfig, LossConfig
+from .training.fit import fit
+from .training.recipe import Recipe
+from .training.run_recipe import train
+from .training.stepwise_task import StepwiseTask
+from .training.trajectory_task import TrajectoryDistillationTask
 
 __all__ = [
-    'Conversion', 'Evaluation', 'Merged', 'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask',
-    '__version__', 'calibrate_', 'check_convertible', 'choose_size', 'convert_', 'evaluate', 'fit', 'from_torchvision',
-    'integrate', 'list_convertible', 'merge_', 'merged_bytes', 'push_to_hub', 'save_pretrained', 'train',
+    'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'LossConfig', 'Merged', 'OdeConfig', 'Recipe',
+    'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'calibrate_', 'check_convertible', 'choose_size',
+    'convert_', 'evaluate', 'fit', 'from_torchvision', 'integrate', 'list_convertible', 'merge_', 'merged_bytes',
+    'plot_accuracy', 'push_to_hub', 'save_pretrained', 'train',
 ]

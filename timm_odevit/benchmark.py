@@ -1,4 +1,4 @@
-"""Speed and memory, each figure measured beside what it is compared with, in one run."""
+"""Speed and memory; figures that are compared are measured side by side in one run."""
 import copy
 import statistics
 import time
@@ -11,10 +11,11 @@ import torch
 from timm.task import ClassificationTask
 from torch import Tensor, nn
 
-from .config import OdeConfig
-from .convert import convert_, count_parameters
-from .distill import TrajectoryDistillationTask
-from .merge import merge_
+from .convert.conversion import convert_
+from .convert.merge import merge_
+from .ode.blocks import count_parameters
+from .ode.config import OdeConfig
+from .training.trajectory_task import TrajectoryDistillationTask
 
 __all__ = ['Timing', 'benchmark', 'benchmark_training', 'peak_memory']
 
@@ -26,7 +27,7 @@ class Timing:
     Attributes:
         name: What was run.
         seconds: Median time of a call.
-        ratio: Median over the rounds of its time over that of the line it is compared with; 1 for that line.
+        ratio: Median over the rounds of its time divided by that of the line it is compared with; 1 for that line.
         against: Name of the line it is compared with.
         parameters: Number of parameters.
     """
@@ -49,14 +50,14 @@ def benchmark(
 ) -> List[Timing]:
     """Time the solver's loop against a bare loop of the same block, and ODE-ViTs against their base.
 
-    The candidates take turns in every round, so that a change of the machine's speed falls on all of them.
+    The candidates take turns in every round, so a change in the machine's speed affects all of them.
 
     Args:
         model: timm name of the base.
         img_size: Image size in pixels.
         batch_size: Images per call.
         steps: Solver steps, and calls of the bare loop.
-        rounds: Rounds, after two to warm up.
+        rounds: Rounds, after two warm-up rounds.
         device: Device.
 
     Returns:
@@ -105,7 +106,7 @@ def benchmark(
 
 @torch.inference_mode()
 def peak_memory(model: nn.Module, images: Tensor, steps: Sequence[int]) -> Dict[int, int]:
-    """Largest amount of memory that a forward pass has allocated at a time, beyond the parameters, per step count.
+    """Peak memory that a forward pass allocates, beyond the parameters, per step count.
 
     Args:
         model: An ODE-ViT.
@@ -113,7 +114,7 @@ def peak_memory(model: nn.Module, images: Tensor, steps: Sequence[int]) -> Dict[
         steps: Step counts.
 
     Returns:
-        Bytes for each step count; the model's own step count is put back.
+        Bytes for each step count; the model keeps its own step count.
     """
     blocks: Any = model.blocks
     peaks: Dict[int, int] = {}
@@ -132,18 +133,18 @@ def benchmark_training(
         rounds: int = 10,
         device: str = 'cpu',
 ) -> Tuple[List[Timing], Dict[str, int]]:
-    """Time a training step of the base, and steps of distillation into ODE-ViTs, the teacher's forward pass included.
+    """Time a training step of the base and distillation steps of ODE-ViTs, including the teacher's forward pass.
 
     Args:
         model: timm name of the base.
         img_size: Image size in pixels.
         batch_size: Images per step.
-        rounds: Rounds in which the candidates take turns, after one to warm up.
+        rounds: Rounds in which the candidates take turns, after one warm-up round.
         device: Device.
 
     Returns:
-        One Timing per candidate, against the base; and for each, the largest amount of memory in bytes that its forward
-        and backward pass has allocated at a time, beyond parameters and gradients.
+        One Timing per candidate, against the base; and for each, the peak memory in bytes that its forward and backward
+        pass allocates, beyond parameters and gradients.
     """
     base: Any = timm.create_model(model, img_size=img_size, device=torch.device(device))
     images = torch.randn(batch_size, base.in_chans, img_size, img_size, device=device)
@@ -184,7 +185,7 @@ def benchmark_training(
 
 
 def _peak(call: Callable[[], Any], device: str) -> int:
-    """Bytes that a call, which ran before, has allocated at a time."""
+    """Peak memory in bytes that a call allocates; it must have run once before."""
     if device.startswith('cuda'):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

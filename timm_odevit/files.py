@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and folders that one process at a time writes to."""
+"""Files that are always complete or absent, and folders that only one process at a time writes to."""
 import errno
 import json
 import math
@@ -16,29 +16,29 @@ from safetensors import SafetensorError
 
 __all__ = ['OWN', 'locked', 'repair', 'staged', 'to_json', 'write_text']
 
-OWN = '.odevit-'  # how the names of locks and of unfinished files begin
+OWN = '.odevit-'  # prefix of the names of locks and of unfinished files
 _ASIDE, _BEFORE = f'{OWN}save-', 'before'
-_WAIT = 300.  # seconds for which one save waits for another one into the same folder
+_WAIT = 300.  # seconds that a save waits for another save into the same folder
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @contextmanager
 def locked(folder: Union[str, Path], name: str = 'run', wait: float = 0.) -> Iterator[bool]:
-    """Keep other processes out of a folder, which is made if need be, and removed again if nothing was written to it.
+    """Lock a folder against other processes; create it if missing, and remove it again if it stays empty.
 
-    The lock is the operating system's, so it ends with the process, however that ends.
+    The operating system holds the lock, so it ends with the process, however the process ends.
 
     Args:
         folder: The folder.
-        name: What for: locks of different names do not know of each other.
+        name: Name of the lock; locks of different names are independent.
         wait: Seconds to wait for the other process.
 
     Returns:
-        A context manager; it gives whether there is a lock: a few file systems have none, and a warning says so.
+        A context manager that yields whether the folder is locked; on the few file systems without locks, it warns.
 
     Raises:
         ValueError: A file of that name exists.
-        OSError: Another process has the lock, or the folder cannot be written to.
+        OSError: Another process holds the lock, or the folder cannot be written to.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -55,14 +55,14 @@ def locked(folder: Union[str, Path], name: str = 'run', wait: float = 0.) -> Ite
         except (NotImplementedError, OSError) as e:
             if isinstance(e, OSError) and e.errno not in _NO_LOCKS:
                 raise OSError(f"Cannot write to '{folder}': {e.strerror or e}.") from e
-            warnings.warn(f"The file system of '{folder}' has no locks, so a second process that writes to it is not "
-                          'noticed.', stacklevel=3)
+            warnings.warn(f"The file system of '{folder}' has no locks, so a second process writing to it would go "
+                          'unnoticed.', stacklevel=3)
         yield lock.is_locked
     finally:
         try:
             if lock.is_locked:
                 with suppress(OSError):
-                    os.unlink(lock.lock_file)  # before the release: afterwards it may be another's
+                    os.unlink(lock.lock_file)  # before the release: afterwards it may belong to another process
         finally:
             lock.release()
             for path in made:
@@ -72,22 +72,22 @@ def locked(folder: Union[str, Path], name: str = 'run', wait: float = 0.) -> Ite
 
 @contextmanager
 def staged(folder: Union[str, Path], *names: str) -> Iterator[Path]:
-    """Write one file, or two that belong together, aside; at the end they replace those of the same names in a folder.
+    """Write one file, or two that belong together, to a staging folder, then move them over the old ones.
 
-    A file is whole or not there. Of two, the second is the one that readers look for first; it is taken away before
+    A file is always complete or absent. Of two, the second is the one that readers look for first: it is removed before
     the first is replaced, and put in place afterwards. So whenever the process ends, the folder holds the old files,
-    the new ones, or visibly none. Where the second stays the same, one renaming is all. An exception leaves the old
-    files or the new ones; what a killed process left is put right and removed by the next call.
+    the new ones, or visibly none. If the second is unchanged, only the first is moved. An exception leaves the old
+    files or the new ones; the next call repairs and removes what a killed process left.
 
     Args:
-        folder: The folder, made if need be.
+        folder: The folder for the files, created if missing.
         names: Names of the files.
 
     Returns:
-        A context manager; it gives an empty folder, inside of the other, to write the files to.
+        A context manager that yields an empty folder, inside `folder`, to write the files to.
 
     Raises:
-        OSError: They could not be written; the message is one line.
+        OSError: A file could not be written; the message is one line.
     """
     folder = Path(folder)
     with locked(folder, 'save', _WAIT) as alone:
@@ -97,7 +97,7 @@ def staged(folder: Union[str, Path], *names: str) -> Iterator[Path]:
         try:
             try:
                 yield aside
-            except (SafetensorError, RuntimeError) as e:  # how safetensors and torch.save say that a disk is full
+            except (SafetensorError, RuntimeError) as e:  # safetensors and torch.save raise these if the disk is full
                 text = ' '.join(str(e).split())
                 if isinstance(e, RuntimeError) and 'inline_container' not in text and 'PytorchStream' not in text:
                     raise
@@ -110,13 +110,13 @@ def staged(folder: Union[str, Path], *names: str) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is whole or not there."""
+    """Write a file that is always complete or absent."""
     with staged(path.parent, path.name) as aside:
         (aside / path.name).write_text(text)
 
 
 def to_json(tree: Any) -> str:
-    """A tree of dicts, lists and values as JSON, in which numbers that are not finite become null."""
+    """A tree of dicts, lists and values as JSON; numbers that are not finite become null."""
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: finite(entry) for key, entry in value.items()}
@@ -128,7 +128,7 @@ def to_json(tree: Any) -> str:
 
 
 def repair(folder: Union[str, Path]) -> None:
-    """Put right what a killed process left in a folder, if it left anything."""
+    """Finish or undo what a killed process left in a folder, if anything."""
     if any(Path(folder).glob(f'{_ASIDE}*')):
         with locked(folder, 'save', _WAIT) as alone:
             if alone:
@@ -142,7 +142,7 @@ def _put(aside: Path, names) -> None:
         if old.is_file() and old.read_bytes() == (aside / last).read_bytes():
             names = names[:-1]
         else:
-            (aside / _BEFORE).mkdir()  # both files are whole: from here on, what is interrupted can be finished
+            (aside / _BEFORE).mkdir()  # both files are complete: from here on, an interrupted save can be finished
             if os.path.lexists(old):
                 os.replace(old, aside / _BEFORE / last)
             _sync(folder)
@@ -157,24 +157,24 @@ def _settle_all(folder: Path) -> None:
 
 
 def _settle(aside: Path) -> None:
-    """Finish or undo what was interrupted, and remove the folder that was written to."""
+    """Finish or undo an interrupted save, and remove its staging folder."""
     before = aside / _BEFORE
     if before.is_dir():
         left = [path for path in aside.iterdir() if path != before]
-        # of two, none was replaced; of one, the other is in place, and it belongs to that
+        # two left: none was moved, so undo; one left: the other is in place, so move this one too
         undo = len(left) > 1
         for path in list(before.iterdir()) if undo else left:
             if not os.path.lexists(aside.parent / path.name):
                 os.replace(path, aside.parent / path.name)
         if undo:
-            before.rmdir()  # or else what is half removed would look as if it were to be finished
+            before.rmdir()  # otherwise a half-removed folder would look like a save to finish
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
-    """Have the disk keep a file, or the names in a folder."""
+    """Flush a file, or the names in a folder, to the disk."""
     if path.is_dir():
-        with suppress(OSError):  # not everywhere can a folder be opened
+        with suppress(OSError):  # some systems cannot open a folder
             _fsync(path, os.O_RDONLY)
     else:
         _fsync(path, os.O_RDWR)

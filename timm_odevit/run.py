@@ -1,4 +1,4 @@
-"""Run a program that knows timm but not this package, with the `odevit_*` models registered.
+"""Run a script that uses timm, such as timm's own, with the `odevit_*` models registered.
 
     python -m timm_odevit.run validate.py images --model odevit_tiny --pretrained
     torchrun --nproc-per-node 2 -m timm_odevit.run train.py images --model odevit_tiny
@@ -14,7 +14,7 @@ __all__ = ['main']
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Run a script as Python would, `import timm_odevit` done; returns the exit code."""
+    """Run a script as Python would, after `import timm_odevit`; returns the exit code."""
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ('-h', '--help'):
         print(__doc__)
@@ -24,8 +24,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         return 0
     script = Path(args[0])
     if not script.is_file():
-        print(f"odevit: error: There is no script '{script}'. timm's are in its repository: train.py, validate.py, "
-              'inference.py, benchmark.py, onnx_export.py.', file=sys.stderr)
+        print(f"odevit: error: There is no script '{script}'. timm's scripts are in its repository: train.py, "
+              'validate.py, inference.py, benchmark.py, onnx_export.py.', file=sys.stderr)
         return 2
     sys.argv = args
     sys.path[0] = str(script.resolve().parent)

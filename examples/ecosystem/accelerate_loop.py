@@ -1,4 +1,4 @@
-"""Accelerate: a loop of one's own, in one process or several. Tried with 1.15.0.
+"""Accelerate: your own training loop, in one process or several. Tested with 1.15.0.
 
     torchrun --nproc-per-node 2 accelerate_loop.py
 """

@@ -1,13 +1,13 @@
-"""timm: attention over t, by timm.utils.AttentionExtract: the map of each evaluation is a node of its own.
+"""timm: attention over t with timm.utils.AttentionExtract: the map of each evaluation is a graph node of its own.
 
-A block that depends on time is a leaf of the graph; its maps come from the trajectory, as at the end.
+A block that depends on time is a leaf of the graph; its maps are computed from the trajectory, as in the second half.
 """
 import timm
 import torch
 from timm.layers import set_fused_attn
 from timm.utils import AttentionExtract
 
-from timm_odevit.spans import watch_blocks
+from timm_odevit.recording import watch_blocks
 
 
 def main():

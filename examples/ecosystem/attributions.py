@@ -1,4 +1,4 @@
-"""captum: integrated gradients through the solver. Tried with 0.9.0."""
+"""captum: integrated gradients through the solver. Tested with 0.9.0."""
 import timm
 import torch
 from captum.attr import IntegratedGradients
@@ -12,7 +12,7 @@ def main(name='odevit_tiny_native_patch16_64.deit_tiny_cifar10'):
     target = model(image).argmax(1)
     attributions, error = IntegratedGradients(model).attribute(
         image, target=target, n_steps=50, return_convergence_delta=True)
-    print(list(attributions.shape), 'what the sum misses of the logit:', error.item())
+    print(list(attributions.shape), 'how far their sum is from the change of the logit:', error.item())
     return attributions, error.item()
 
 

@@ -1,4 +1,4 @@
-"""Lightning: the distillation task as a LightningModule, in one process or several. Tried with 2.6.6.
+"""Lightning: the distillation task as a LightningModule, in one process or several. Tested with 2.6.6.
 
     torchrun --nproc-per-node 2 lightning_loop.py
 """

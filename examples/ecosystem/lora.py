@@ -1,4 +1,4 @@
-"""peft: LoRA on the shared block: one adapter for all K evaluations, and none once merged. Tried with 0.21.2."""
+"""peft: LoRA on the shared block: one adapter for all K evaluations, and none once merged. Tested with 0.21.2."""
 import timm
 import torch
 from peft import LoraConfig, get_peft_model

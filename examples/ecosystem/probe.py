@@ -1,4 +1,4 @@
-"""scikit-learn: a linear probe on the features of the model, for several step counts. Tried with 1.9.1."""
+"""scikit-learn: a linear probe on the features of the model, for several step counts. Tested with 1.9.1."""
 import timm
 import torch
 from sklearn.datasets import load_digits

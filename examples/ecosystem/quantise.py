@@ -1,7 +1,7 @@
-"""torchao: int8 weights. Tried with 0.18.0.
+"""torchao: int8 weights. Tested with 0.18.0.
 
-The weights of a block that depends on time are merged with residuals before each evaluation, in floating point. So such
-a model is merged first, into one ordinary block a step, and these blocks are quantised.
+The weights of a block that depends on time are merged with residuals before each evaluation, in floating point. Such a
+model is therefore merged first, into one ordinary block per step, and these blocks are quantised.
 """
 import timm
 import torch
@@ -26,7 +26,7 @@ def main(name='odevit_tiny_native_patch16_64.deit_tiny_cifar10'):
         megabytes = size(model) / 1e6
         quantize_(model, Int8WeightOnlyConfig())
         agreement = (model(images).argmax(1) == before.argmax(1)).float().mean().item()
-    print(f'{megabytes:.2f} MB -> {size(model) / 1e6:.2f} MB; {100 * agreement:.0f} % of the classes are the same')
+    print(f'{megabytes:.2f} MB -> {size(model) / 1e6:.2f} MB; {100 * agreement:.0f} % of the predictions agree')
     return megabytes, size(model) / 1e6, agreement
 
 

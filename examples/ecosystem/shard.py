@@ -1,4 +1,4 @@
-"""FSDP2 and DDP: the shared block is one group of parameters, gathered before an evaluation. Of PyTorch itself.
+"""FSDP2 and DDP, parts of PyTorch: the shared block is one parameter group, gathered before each evaluation.
 
     torchrun --nproc-per-node 2 shard.py
 """
@@ -16,7 +16,7 @@ NAME = 'odevit_tiny_native_r23_patch16_64.deit_tiny_cifar10'
 
 
 def losses(model, images, labels, steps=3):
-    """Losses of a few updates, the mean over the processes."""
+    """Losses of a few updates, averaged over the processes."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     found = []
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""torchvision: features by the names of graph nodes. Of torchvision itself, a dependency.
+"""torchvision, a dependency of this package: features by the names of graph nodes.
 
 A block that depends on time is a leaf of the graph: its parameters are functions of t.
 """
@@ -6,7 +6,7 @@ import timm
 import torch
 from torchvision.models.feature_extraction import create_feature_extractor
 
-from timm_odevit.time_dependence import TimeField
+from timm_odevit.ode.time_dependence import TimeField
 
 
 def main(name='odevit_tiny_native_r23_patch16_64.deit_tiny_cifar10'):

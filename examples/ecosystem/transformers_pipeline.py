@@ -1,4 +1,4 @@
-"""transformers: a saved folder, or a repository on the Hub, is an image classifier of theirs. Tried with 5.23.0."""
+"""transformers: load a saved folder or a Hub repository as its image classifier. Tested with 5.23.0."""
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
-import timm_odevit  # noqa: F401  registers the models with timm, which transformers asks
+import timm_odevit  # noqa: F401  registers the models with timm, through which transformers builds them
 
 FOLDER = Path(__file__).parents[2] / 'hub' / 'odevit_tiny_native_patch16_64.deit_tiny_cifar10'
 

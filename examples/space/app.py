@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from PIL import ImageOps
 
 import timm_odevit  # noqa: F401  registers the models
-from timm_odevit.spans import watch_blocks
+from timm_odevit.recording import watch_blocks
 
 matplotlib.use('Agg')
 STUDENTS = [name for name in timm.list_models('odevit_*', pretrained=True) if '.' in name]
@@ -82,7 +82,7 @@ def attended(image, attention, times):
     figure.suptitle('Attention of the class token')
     chosen = torch.linspace(0, len(attention) - 1, SHOWN).round().int().tolist()
     for axes, i in zip(figure.subplots(1, SHOWN), chosen, strict=True):
-        axes.imshow(ImageOps.fit(image, (128, 128)), extent=(0, 1, 0, 1))  # the model sees the middle
+        axes.imshow(ImageOps.fit(image, (128, 128)), extent=(0, 1, 0, 1))  # the model sees the centre
         axes.imshow(attention[i], extent=(0, 1, 0, 1), alpha=0.6, cmap='magma', interpolation='bilinear')
         axes.set_title(f't = {times[i]:.3g}', fontsize=9)
         axes.axis('off')
@@ -92,8 +92,8 @@ def attended(image, attention, times):
 def demo():
     fonts = ['system-ui', 'sans-serif']
     with gr.Blocks(title='ODE-ViT') as page:
-        gr.Markdown('# ODE-ViT\nOne transformer block that an ODE solver evaluates K times, beside the vision '
-                    'transformer that it was distilled from. Upload a photo of something in CIFAR, and turn the dial.')
+        gr.Markdown('# ODE-ViT\nOne transformer block that an ODE solver evaluates K times, next to the vision '
+                    'transformer that it was distilled from. Upload a photo of something in CIFAR and move the slider.')
         with gr.Row():
             with gr.Column():
                 image = gr.Image(label='image', type='pil', sources=['upload', 'clipboard'], height=260)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import timm
 
-from timm_odevit.blocks import find_ode_blocks
-from timm_odevit.cards import model_card
+from timm_odevit.ode.blocks import find_ode_blocks
+from timm_odevit.saving.cards import model_card
 
 HUB = Path(__file__).parent.parent
 DATASETS = {'cifar100': 'CIFAR-100', 'cifar10': 'CIFAR-10'}
 
 
 def dataset_of(name):
-    """'CIFAR-10' of 'deit_tiny_patch16_64.cifar10' and of 'odevit_tiny_native_patch16_64.deit_tiny_cifar10'."""
+    """'CIFAR-10' for 'deit_tiny_patch16_64.cifar10' and for 'odevit_tiny_native_patch16_64.deit_tiny_cifar10'."""
     return DATASETS[name.replace('.', '_').rsplit('_', 1)[-1]]
 
 

@@ -1,4 +1,4 @@
-"""Write torchvision's CIFAR as one .npz, as `odevit distill` reads it.
+"""Write torchvision's CIFAR as one .npz that `odevit distill` reads.
 
     python hub/tools/prepare.py cifar100.npz --name CIFAR100
 """

@@ -1,11 +1,11 @@
-r"""Make the folder of a published model out of a finished run: weights, config, recipe, results, card, stored tensors.
+r"""Make the folder of a published model from a finished run: weights, config, recipe, results, card, stored tensors.
 
     python hub/tools/release.py out/run odevit_tiny_native_patch16_64.deit_tiny_cifar100 cifar100.npz \
         --teacher hub/deit_tiny_patch16_64.cifar100 --device-name "one core" \
         --command "odevit distill autonomous cifar100.npz out/run ..."
 
-The test images are used here only. Weights are stored in half precision, unless that costs 0.05 points of top-1 on the
-images held out of training.
+Only this script uses the test images. Weights are stored in half precision, unless that costs more than 0.05 points of
+top-1 on the images held out of training.
 """
 import argparse
 import copy
@@ -19,10 +19,10 @@ from cards import card
 
 import timm_odevit
 from timm_odevit import Recipe, evaluate, save_pretrained
-from timm_odevit.blocks import find_ode_blocks
-from timm_odevit.data import array_loaders
-from timm_odevit.distill.task import step_counts
-from timm_odevit.hub import save_reference
+from timm_odevit.data.arrays import array_loaders
+from timm_odevit.ode.blocks import find_ode_blocks
+from timm_odevit.saving.push import EARLIER
+from timm_odevit.saving.save import save_reference
 
 HUB = Path(__file__).parent.parent
 STEPS = (6, 8, 12, 16, 24)
@@ -34,7 +34,7 @@ def measure(model, images, teacher=None, steps=None):
 
 
 def halved(model):
-    """A copy whose weights went through half precision."""
+    """Return a copy with its weights rounded to half precision."""
     other = copy.deepcopy(model)
     with torch.no_grad():
         for tensor in other.state_dict().values():
@@ -53,14 +53,38 @@ def trained(rows, model):
     return next(r for r in rows if r['model'] != 'teacher' and (not blocks or r['steps'] == blocks[0].steps))
 
 
+def minutes_of(history):
+    return sum(r['seconds'] for r in history) / 60
+
+
+def before(published, between):
+    """Commands, recipes, epochs and minutes of the runs before this one."""
+    commands, recipes, epochs, minutes = [], [], 0, 0.
+    if published:
+        record = json.loads((published / 'results.json').read_text())
+        recipes = [path.read_text() for path in (*sorted(published.glob('earlier*.yaml')), published / 'recipe.yaml')]
+        last = EARLIER[len(recipes) - 1]
+        commands = [record['command'].replace(f'{published.name}/recipe.yaml', f'{published.name}/{last}')]
+        epochs, minutes = record['epochs'], record['minutes']
+    for run, command in between:
+        history = json.loads((Path(run) / 'history.json').read_text())
+        commands, recipes = [*commands, command], [*recipes, (Path(run) / 'recipe.yaml').read_text()]
+        epochs, minutes = epochs + len(history), minutes + minutes_of(history)
+    if len(recipes) > len(EARLIER):
+        raise SystemExit(f'{len(recipes)} earlier recipes are too many; at most {len(EARLIER)} are kept.')
+    return commands, recipes, epochs, minutes
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('run', help='folder that odevit distill wrote')
-    parser.add_argument('name', help='name of the published model, which is that of its folder')
+    parser.add_argument('name', help='name of the published model and of its folder')
     parser.add_argument('data')
     parser.add_argument('--teacher', help='folder of the teacher')
     parser.add_argument('--command', required=True, help='the command that trained it, for the card')
-    parser.add_argument('--earlier', type=Path, help='folder of the published student that the run went on from')
+    parser.add_argument('--earlier', type=Path, help='folder of the published student that the run continued')
+    parser.add_argument('--between', nargs=2, action='append', default=[], metavar=('RUN', 'COMMAND'),
+                        help='folder and command of an unpublished run after that student and before this run')
     parser.add_argument('--device-name', required=True, help='hardware, for the card')
     parser.add_argument('--batch-size', type=int, default=128)
     parser.add_argument('--threads', type=int, default=1)
@@ -69,40 +93,40 @@ def main():
     torch.set_num_threads(args.threads)
     run, folder = Path(args.run), args.hub / args.name
     if json.loads((run / 'run.json').read_text())['limit'] is not None:
-        raise SystemExit(f"'{run}' is a rehearsal on a part of the images.")
+        raise SystemExit(f"'{run}' is a rehearsal on a part of the images. Give a run on all of them.")
     history = json.loads((run / 'history.json').read_text())
     model = timm.create_model(f'local-dir:{run / "best"}', pretrained=True).eval()
     teacher = timm.create_model(f'local-dir:{args.teacher}', pretrained=True).eval() if args.teacher else None
     steps = STEPS if find_ode_blocks(model) else None
     recipe = Recipe.load(run / 'recipe.yaml')
-    held_out = (recipe.data or {}).get('held_out', 0.1)
+    held_out = recipe.batches.held_out
     _, val, test = array_loaders(args.data, model, batch_size=args.batch_size, held_out=held_out)
     half = halved(model)
     full, rounded = (trained(measure(m, val), m)['top1'] for m in (model, half))
     stored, measured = (half.half(), half) if rounded >= full - 0.05 else (model, model)
     rows = measure(measured, test, teacher, steps)
     folder.mkdir(parents=True, exist_ok=True)
-    # the images are used whole
+    # the images are used whole, without cropping
     stored.pretrained_cfg = {**stored.pretrained_cfg, 'crop_pct': 1.0, **_names(args.data)}
     save_pretrained(stored, folder)
     model = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
     size = (folder / 'model.safetensors').stat().st_size
     if size > LIMIT:
-        raise SystemExit(f'{size / 2 ** 20:.1f} MiB are too many; at most 16 MiB.')
-    command, epochs, minutes = args.command, len(history), sum(r['seconds'] for r in history) / 60
-    if args.earlier:
-        before = json.loads((args.earlier / 'results.json').read_text())
-        command, minutes = f"{before['command']}\n{command}", before['minutes'] + minutes
-        epochs += before['epochs']
-        (folder / 'earlier.yaml').write_text((args.earlier / 'recipe.yaml').read_text())
+        raise SystemExit(f'The weights take {size / 2 ** 20:.1f} MiB; at most 16 MiB are allowed.')
+    commands, recipes, epochs, minutes = before(args.earlier, args.between)
+    epochs, minutes = epochs + len(history), minutes + minutes_of(history)
+    for name, text in zip(EARLIER, recipes, strict=False):
+        (folder / name).write_text(text)
     (folder / 'recipe.yaml').write_text(recipe.to_yaml())
     own = find_ode_blocks(model)[0].steps if steps else 0
-    asked = recipe.settings(recipe.stages[-1])[0].get('steps') or [own]
-    trained_at = sorted(set(step_counts(asked, own))) if steps else []
+    last = recipe.stages[-1]
+    counts = recipe.loss_of(last).counts(own) if last.task == 'trajectory' else None
+    trained_at = sorted(set(counts or [own])) if steps else []
     for r in rows:
         del r['images_per_second']  # the machine was not idle
     record = {
-        'command': command, 'epochs': epochs, 'device': args.device_name, 'minutes': minutes,
+        'command': '\n'.join([*commands, args.command]), 'epochs': epochs, 'device': args.device_name,
+        'minutes': minutes,
         'versions': f'timm_odevit {timm_odevit.__version__}, torch {torch.__version__}, timm {timm.__version__}',
         'trained_at': trained_at,
         'held_out_top1': max(r['val_top1'] for r in history if r['stage'] == history[-1]['stage']), 'test': rows,

@@ -1,7 +1,7 @@
 """Write the tables of README.md (models) and hub/RESULTS.md (ablations, dial) from the records in hub/.
 
     python hub/tools/table.py            print them
-    python hub/tools/table.py --write    put them between their marks, and draw hub/dial/dial.png
+    python hub/tools/table.py --write    put them between their marks, and draw hub/kept.png and hub/dial/dial.png
 """
 import importlib.util
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cards import dataset_of
 
-from timm_odevit.ablate import table
+from timm_odevit.training.ablate import table
 
 HUB = Path(__file__).parent.parent
 README, RESULTS = HUB.parent / 'README.md', HUB / 'RESULTS.md'
@@ -23,6 +23,12 @@ OTHERS = [
     ('ODE-ViT Base, arXiv 2511.16501: of a ViT-B', 'CIFAR-10', '7 M', '88.5', '95.9'),
     ('Raptor, arXiv 2512.19941: of a DINOv2-B, 2 blocks', 'ImageNet-1k probe', '-', '-', '96'),
     ('Raptor, arXiv 2512.19941: of a DINOv2-B, 3 blocks', 'ImageNet-1k probe', '-', '-', '98'),
+]
+# the same for the figure: percentages of the teacher's parameters and of its accuracy. Raptor's parameters are those of
+# a ViT-B/14 with 2 and 3 of its 12 blocks
+REPORTED = [
+    ('ODE-ViT Base of a ViT-B, CIFAR-100 and -10 (arXiv 2511.16501)', 'D', [(8.1, 81.8), (8.1, 95.9)]),
+    ('Raptor of a DINOv2-B, ImageNet-1k probe (arXiv 2512.19941)', '^', [(18.1, 96.), (26.3, 98.)]),
 ]
 
 
@@ -77,6 +83,37 @@ def _dials():
     return {title: json.loads(path.read_text()) for title, path in paths.items() if path.exists()}
 
 
+def figure(path):
+    """Plot the share of the teacher's accuracy that is kept against the share of its parameters, for all students."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+    points = {}
+    for found in sorted(HUB.glob('*/results.json')):
+        teacher, *students = sorted(json.loads(found.read_text())['test'], key=lambda r: r['model'] != 'teacher')
+        kept = [r for r in students if r['steps'] == 12 and r['kept'] is not None]
+        if kept:
+            share = 100 * kept[0]['parameters'] / teacher['parameters']
+            points.setdefault(dataset_of(found.parent.name), []).append((share, kept[0]['kept']))
+    axes = (drawing := Figure(figsize=(7, 3.6), layout='constrained')).subplots()
+    for (name, pairs), marker in zip(points.items(), 'os', strict=True):
+        axes.plot(*zip(*pairs, strict=True), marker, label=f'students, {name}')
+    record = _dials()['CIFAR-100']
+    rows = [[100 * row[key] / record['teacher'][key] for key in ('parameters', 'top1')] for row in record['rows']]
+    axes.plot(*zip(*rows, strict=True), '.-', linewidth=1, alpha=0.6,
+              label='calibrated for minutes without labels, CIFAR-100')
+    for name, marker, pairs in REPORTED:
+        axes.plot(*zip(*pairs, strict=True), marker, fillstyle='none', label=name)
+    axes.plot(100, 100, '*', color='black', markersize=11, label='teacher')
+    axes.set(xlabel="parameters, % of the teacher's", ylabel="top-1 accuracy, % of the teacher's", xscale='log',
+             ylim=(40, 103))
+    axes.set_xticks(ticks := (8, 10, 15, 25, 40, 60, 100), [str(tick) for tick in ticks])
+    axes.xaxis.set_minor_formatter(ScalarFormatter())
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, loc='lower right')
+    drawing.savefig(path, dpi=150)
+
+
 TABLES = {'models': (README, models), 'ablation': (RESULTS, ablation), 'dial': (RESULTS, dial)}
 
 
@@ -90,6 +127,7 @@ def main():
         if not count:
             raise SystemExit(f'{path.name} has no place for the table {name}: {marks.pattern}')
         path.write_text(text)
+    figure(HUB / 'kept.png')
     if _dials():
         _example().plot(_dials(), HUB / 'dial' / 'dial.png')
 

@@ -1,0 +1,365 @@
+import copy
+import json
+import random
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import timm
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from timm.optim import muon
+from timm.task import ClassificationTask
+from torch.utils.data import DataLoader, TensorDataset
+
+from timm_odevit import StepwiseTask, TrajectoryDistillationTask, convert_, distributed, fit
+from timm_odevit.files import locked, write_text
+from timm_odevit.training.first_batch import look_at
+
+X, Y = torch.randn(40, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 5
+
+
+def loaders():
+    return (DataLoader(TensorDataset(X[:32], Y[:32]), 8, shuffle=True), DataLoader(TensorDataset(X[32:], Y[32:]), 8))
+
+
+def build(vit):
+    torch.manual_seed(0)
+    teacher = vit(drop_path_rate=0.1)
+    student = copy.deepcopy(teacher)
+    convert_(student)
+    return TrajectoryDistillationTask(student, teacher, task_weight=1.)
+
+
+def run(task, out=None, epochs=3, **kwargs):
+    return fit(task, *loaders(), epochs=epochs, out=out, progress=False, lr=3e-3, **kwargs)
+
+
+def test_trains_and_keeps_last_best_and_history(vit, tmp_path):
+    task = build(vit)
+    history = run(task, tmp_path / 'run', epochs=6, ema_decay=0.5, warmup_epochs=1)
+    assert [r['epoch'] for r in history] == [1, 2, 3, 4, 5, 6]
+    assert history[-1]['loss'] < history[0]['loss'] and history[-1]['lr'] < history[1]['lr']
+    assert {'trajectory_loss', 'kd_loss', 'task_loss', 'val_top1', 'val_loss', 'seconds'} <= set(history[0])
+    assert json.loads((tmp_path / 'run' / 'history.json').read_text()) == history
+    assert sorted(p.name for p in (tmp_path / 'run').iterdir()) == ['best', 'history.json', 'last.pt']
+    best = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True).eval()
+    top1 = 100 * (best(X[32:]).argmax(1) == Y[32:]).double().mean().item()
+    assert top1 == pytest.approx(max(r['val_top1'] for r in history))
+
+
+@pytest.mark.parametrize('settings', [dict(), dict(ema_decay=0.9, opt='muon'), dict(amp='bfloat16', opt='sgd')])
+def test_resume_gives_the_weights_of_an_undisturbed_run(vit, tmp_path, monkeypatch, settings):
+    whole = build(vit)
+    expected = run(whole, **settings)
+    interrupted = build(vit)
+    save = torch.save
+
+    def save_twice_then_stop(state, path):
+        if len(state['history']) == 3:
+            raise KeyboardInterrupt
+        save(state, path)
+    monkeypatch.setattr(torch, 'save', save_twice_then_stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(interrupted, tmp_path / 'run', **settings)
+    monkeypatch.undo()
+    resumed = build(vit)
+    history = run(resumed, tmp_path / 'run', resume=True, **settings)
+    for ema in (False, True):
+        if whole.has_ema() >= ema:
+            ours, theirs = resumed.get_eval_model(ema=ema).state_dict(), whole.get_eval_model(ema=ema).state_dict()
+            assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+    strip = [{k: v for k, v in r.items() if k != 'seconds'} for r in history]
+    assert strip == [{k: v for k, v in r.items() if k != 'seconds'} for r in expected]
+
+
+def test_muon_multiplies_in_float32_on_a_cpu(vit, monkeypatch):
+    seen, original = [], muon.zeropower_via_newtonschulz
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs.get('dtype'))
+        return original(*args, **kwargs)
+    monkeypatch.setattr(muon, 'zeropower_via_newtonschulz', spy)
+    history = run(build(vit), opt='muon')
+    assert set(seen) == {torch.float32} and history[-1]['loss'] < history[0]['loss']
+    assert muon.zeropower_via_newtonschulz is spy  # as it was
+
+
+@pytest.mark.parametrize('ema_decay', [None, 0.5])
+def test_trains_a_teacher_with_timms_own_task(vit, tmp_path, ema_decay):
+    model = vit()
+    history = run(ClassificationTask(model, torch.nn.CrossEntropyLoss()), tmp_path / 'run', epochs=8, ema_decay=ema_decay)
+    assert history[-1]['loss'] < history[0]['loss']
+    again = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
+    assert again.num_classes == 5
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(vit, tmp_path):
+    task = build(vit)
+    run(task, tmp_path / 'run', epochs=1)
+    before = (tmp_path / 'run' / 'last.pt').read_bytes()
+    with torch.no_grad():
+        for p in task.trainable_module.parameters():
+            p.fill_(float('nan'))
+    bad = copy.deepcopy(task)
+    torch_load = torch.load
+    try:
+        torch.load = lambda *a, **k: {**torch_load(*a, **k), 'model': bad.get_eval_model().state_dict()}
+        with pytest.raises(FloatingPointError, match=r'not finite in epoch 2, batch 1 \(loss nan'):
+            run(task, tmp_path / 'run', epochs=2, resume=True)
+    finally:
+        torch.load = torch_load
+    assert (tmp_path / 'run' / 'last.pt').read_bytes() == before
+
+
+def test_refuses(vit, tmp_path):
+    task = build(vit)
+    with pytest.raises(ValueError, match='epochs must be a whole number of at least 1'):
+        run(task, epochs=0)
+    with pytest.raises(ValueError, match="Unknown amp 'fp16'"):
+        run(task, amp='fp16')
+    with pytest.raises(ValueError, match='train_loader is empty'):
+        fit(task, [], epochs=1)
+    with pytest.raises(ValueError, match='needs a length'):
+        fit(task, iter([]), epochs=1)
+    nameless = VisionTransformer(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=1, num_classes=5)
+    with pytest.raises(ValueError, match='was not made by timm.create_model'):
+        run(ClassificationTask(nameless, torch.nn.CrossEntropyLoss()), tmp_path / 'nameless')
+    assert not (tmp_path / 'nameless').exists()
+    for name, bad in (('clip_grad', -1), ('clip_grad', 0), ('ema_decay', 2), ('ema_decay', -0.1)):
+        with pytest.raises(ValueError, match=f'{name} must be'):
+            run(task, **{name: bad})
+    frozen = build(vit)
+    frozen.get_eval_model().requires_grad_(False)
+    with pytest.raises(ValueError, match='Every parameter of the model is frozen'):
+        run(frozen)
+    run(task, tmp_path / 'run', epochs=1)
+    with pytest.raises(ValueError, match="made with opt='adamw', but this run has opt='sgd'"):
+        run(task, tmp_path / 'run', epochs=2, resume=True, opt='sgd')
+    with pytest.raises(ValueError, match='holds another model'):
+        run(ClassificationTask(vit(depth=4), torch.nn.CrossEntropyLoss()), tmp_path / 'run', epochs=2, resume=True)
+    with pytest.raises(ValueError, match='already holds a run. Pass resume=True'):
+        run(task, tmp_path / 'run', epochs=1)
+    torch.save({'model': {}}, tmp_path / 'run' / 'last.pt')
+    with pytest.raises(ValueError, match='is not a state saved by fit'):
+        run(build(vit), tmp_path / 'run', epochs=2, resume=True)
+    (tmp_path / 'run' / 'last.pt').write_bytes(b'cut off')
+    with pytest.raises(ValueError, match='cannot be read .* Delete it to start again'):
+        run(build(vit), tmp_path / 'run', epochs=2, resume=True)
+
+
+# --- looked at before anything is trained
+
+class Counting(torch.utils.data.Dataset):
+    """Images that are different each time they are read, by the global generators and by one of its own."""
+
+    def __init__(self, start, stop):
+        self.range, self.reads = range(start, stop), 0
+
+    def __len__(self):
+        return len(self.range)
+
+    def __getitem__(self, i):
+        self.reads += 1
+        return X[self.range[i]] + 0.1 * torch.randn(1) + 0.1 * float(np.random.randn()) + 0.1 * random.random(), Y[self.range[i]]
+
+
+def seeded(start, stop, **kwargs):
+    return DataLoader(Counting(start, stop), 8, shuffle=True, generator=torch.Generator().manual_seed(3), **kwargs)
+
+
+def strip(history):
+    return [{k: v for k, v in r.items() if k != 'seconds'} for r in history]
+
+
+@pytest.mark.parametrize('workers', [{}, dict(num_workers=1, persistent_workers=True, multiprocessing_context='fork')],
+                         ids=['alone', 'kept workers'])
+def test_looking_at_a_batch_changes_no_result(vit, monkeypatch, workers):
+    found = []
+    for look in (True, False):
+        with monkeypatch.context() as patch:
+            if not look:
+                patch.setattr('timm_odevit.training.fit.look_at', lambda *args: None)
+            task, val = build(vit), seeded(32, 40, **workers)
+            list(val)  # workers that are kept are there already
+            history = fit(task, seeded(0, 32), val, epochs=2, lr=3e-3, progress=False)
+            found.append((strip(history), task.get_eval_model().state_dict()))
+            assert val.dataset.reads == (0 if workers else 24 + 8 * look)
+    assert found[0][0] == found[1][0] and all(torch.equal(a, b) for a, b in zip(found[0][1].values(), found[1][1].values()))
+
+
+def test_looking_leaves_random_states_modes_buffers_and_hooks(vit):
+    task, val = build(vit), seeded(32, 40)
+    model = task.get_eval_model()
+    model.train()
+    model.blocks[0].eval()
+    model.norm.register_buffer('mean', torch.zeros(1))
+    calls = []
+    model.blocks[1].register_forward_hook(lambda *args: calls.append(1))
+
+    def now():
+        return ([m.training for m in task.modules()], torch.get_rng_state().tolist(), val.generator.get_state().tolist(),
+                random.getstate(), str(np.random.get_state()), [list(m._forward_hooks) for m in task.modules()],
+                {k: v.tolist() for k, v in task.state_dict().items()})
+    before = now()
+    look_at(val, task, None)
+    assert now() == before and len(calls) == 2  # the first pass of `evaluate` is not timed
+
+
+def good():
+    return [(X[:8], Y[:8])] * 2
+
+
+@pytest.mark.parametrize('which', ['train_loader', 'val_loader'])
+@pytest.mark.parametrize('batch, message', [
+    ((X[:8], Y[:8] + 1), r'has label 5, but the 5 classes of the model are 0 to 4. Create the model'),
+    ((X[:8], Y[:8] - 1), r'has label -1'),
+    ((X[:8, :, :12], Y[:8]), r'images torch.float32 \[8, 3, 12, 16\], labels torch.int64 \[8\]\) does not fit the model: AssertionError'),
+    ((X[:8, :1], Y[:8]), r'\[8, 1, 16, 16\].* does not fit the model: RuntimeError'),
+    ((X[:8].byte(), Y[:8]), r': images must be a floating-point tensor .*got torch.uint8 \[8, 3, 16, 16\]'),
+    ((X[:8] / 0, Y[:8]), r': images must be finite'),
+    ((X[:8], Y[:4]), r'labels torch.int64 \[4\]\) does not fit the model'),
+    (X[:8], r'must give batches \(images, labels\); got a Tensor'),
+    ((X[:8], Y[:8], Y[:8]), r'must give batches \(images, labels\); got 3 items'),
+])
+def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing(vit, tmp_path, which, batch, message):
+    task = build(vit)
+    model = task.get_eval_model()
+    model.norm = torch.nn.Sequential(model.norm, Statistics())
+    task.eval()
+    before = copy.deepcopy(task.state_dict())
+    bad = {'train_loader': good(), 'val_loader': good(), which: [batch] * 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('timm_odevit.training.fit.describe', lambda model: None)
+        with pytest.raises(ValueError, match=f'{which}.*{message}'):
+            fit(task, **bad, epochs=2, out=tmp_path / 'run', progress=False)
+    after = task.state_dict()
+    assert all(torch.equal(after[k], before[k]) for k in before) and not any(m.training for m in task.modules())
+    assert not (tmp_path / 'run').exists()
+
+
+class Statistics(torch.nn.Module):
+    """Changes a buffer in training mode, as BatchNorm does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('count', torch.zeros(1))
+
+    def forward(self, x):
+        if self.training:
+            self.count += 1
+        return x
+
+
+def test_loaders_that_are_empty_short_or_read_once_are_refused(vit):
+    class Short(list):
+        def __len__(self):
+            return 3
+    with pytest.raises(ValueError, match='val_loader is empty'):
+        fit(build(vit), good(), [], epochs=1, progress=False)
+    with pytest.raises(ValueError, match='val_loader is a generator, which gives its batches only once, but it is read in every epoch'):
+        fit(build(vit), good(), (batch for batch in good()), epochs=1, progress=False)
+    with pytest.raises(ValueError, match='train_loader gave 2 batches in epoch 1, but its length is 3'):
+        fit(build(vit), Short(good()), epochs=1, progress=False)
+    with pytest.raises(ValueError, match='train_loader gave 0 batches in epoch 1, but its length is 3'):
+        fit(build(vit), Short(), epochs=1, progress=False)
+
+
+def test_labels_that_a_task_does_not_look_at_may_be_anything(vit):
+    teacher = vit()
+    student = copy.deepcopy(teacher)
+    convert_(student)
+    assert fit(StepwiseTask(student, teacher), [(X[:8], Y[:8] + 100)], epochs=1, progress=False)
+
+
+def test_a_finished_run_is_not_looked_at_again(vit, tmp_path):
+    run(build(vit), tmp_path / 'run', epochs=1)
+    val = seeded(32, 40)
+    assert len(fit(build(vit), loaders()[0], val, epochs=1, lr=3e-3, out=tmp_path / 'run', resume=True, progress=False)) == 1
+    assert val.dataset.reads == 0
+
+
+# --- a second fit, and other sizes
+
+def test_each_fit_has_the_moving_average_that_it_asks_for(vit, tmp_path):
+    task = build(vit)
+    run(task, epochs=1, ema_decay=0.5)
+    first = task.get_eval_model(ema=True)
+    run(task, tmp_path / 'a', epochs=1, ema_decay=0.9)
+    assert task.trainable_module_ema.decay == 0.9 and task.get_eval_model(ema=True) is not first
+    run(task, tmp_path / 'b', epochs=1)
+    assert not task.has_ema()
+    best = timm.create_model(f"local-dir:{tmp_path / 'b' / 'best'}", pretrained=True)
+    assert all(torch.equal(v, best.state_dict()[k]) for k, v in task.get_eval_model().state_dict().items())
+    assert 'ema' not in torch.load(tmp_path / 'b' / 'last.pt', weights_only=True)
+
+
+def test_another_size_of_the_batches_is_not_a_resumption(vit, tmp_path):
+    run(build(vit), tmp_path / 'run', epochs=1)
+
+    def resume(train):
+        fit(build(vit), train, loaders()[1], epochs=2, lr=3e-3, out=tmp_path / 'run', resume=True, progress=False)
+    with pytest.raises(ValueError, match='made with batch_size=8, updates_per_epoch=4, but this run has batch_size=4, updates_per_epoch=8'):
+        resume(DataLoader(TensorDataset(X[:32], Y[:32]), 4))
+    with pytest.raises(ValueError, match='made with updates_per_epoch=4, but this run has updates_per_epoch=3'):
+        resume(DataLoader(TensorDataset(X[:24], Y[:24]), 8))
+    with pytest.raises(ValueError, match='made with batch_size=8, but this run has batch_size=7'):
+        resume(DataLoader(TensorDataset(X[:28], Y[:28]), 7))
+    state = torch.load(tmp_path / 'run' / 'last.pt', weights_only=True)
+    for name in ('batch_size', 'updates_per_epoch'):
+        state['settings'].pop(name)
+    torch.save(state, tmp_path / 'run' / 'last.pt')
+    run(build(vit), tmp_path / 'run', epochs=2, resume=True)  # of a version that did not note them
+
+
+# --- one run at a time
+
+def test_a_folder_in_use_is_refused_at_once_and_a_killed_run_does_not_block(vit, tmp_path):
+    code = ('import sys, time\nfrom timm_odevit.files import locked\n'
+            "with locked(sys.argv[1]):\n    print('locked', flush=True)\n    time.sleep(1000)")
+    with subprocess.Popen([sys.executable, '-c', code, str(tmp_path / 'run')], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == 'locked\n'
+        for resume in (False, True):
+            started = time.perf_counter()
+            with pytest.raises(OSError, match=r"run' is in use by another process. Wait until it is done, or give another folder\.$"):
+                run(build(vit), tmp_path / 'run', resume=resume)
+            assert time.perf_counter() - started < 2
+        other.kill()
+    run(build(vit), tmp_path / 'run', epochs=1)
+    assert sorted(p.name for p in (tmp_path / 'run').iterdir()) == ['best', 'history.json', 'last.pt']
+
+
+def test_of_several_processes_the_first_has_the_lock_and_all_refuse(tmp_path, monkeypatch):
+    def process(rank, broadcast):
+        monkeypatch.setattr(distributed, 'rank_and_world', lambda: (rank, 2))
+        monkeypatch.setattr(distributed.dist, 'broadcast_object_list', broadcast)
+    sent = []
+    process(0, lambda values: sent.extend(values))
+    with locked(tmp_path / 'run'):
+        with pytest.raises(OSError, match='in use'), distributed.alone_in(tmp_path / 'run'):
+            pass
+    process(1, lambda values: values.__setitem__(0, sent[0]))
+    with pytest.raises(OSError, match='in use'), distributed.alone_in(tmp_path / 'run'):
+        pass
+    process(1, lambda values: None)
+    with distributed.alone_in(tmp_path / 'run'), locked(tmp_path / 'run'):  # which is free: the other one has none
+        pass
+    assert not (tmp_path / 'run').exists()
+
+
+def test_temporary_files_have_names_of_their_own(tmp_path):
+    (tmp_path / '.note.txt.tmp').write_text("somebody else's")
+    write_text(tmp_path / 'note.txt', 'mine')
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {'.note.txt.tmp': "somebody else's", 'note.txt': 'mine'}
+
+
+def test_a_disk_that_fills_up_while_torch_saves_is_an_os_error(tmp_path):
+    code = ('import resource, signal, torch\nfrom pathlib import Path\nfrom timm_odevit.files import staged\n'
+            'signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000))\n'
+            "try:\n    with staged(Path('run'), 'last.pt') as aside:\n        torch.save(torch.zeros(100000), aside / 'last.pt')\n"
+            "except OSError as e:\n    assert \"'run/last.pt' could not be written: \" in str(e) and '\\n' not in str(e), e\n"
+            "else:\n    raise SystemExit('written')\n")
+    subprocess.run([sys.executable, '-c', code], cwd=tmp_path, check=True)
+    assert not (tmp_path / 'run').exists()

@@ -1,0 +1,111 @@
+import pytest
+import torch
+
+from timm_odevit import OdeConfig, convert_
+from timm_odevit.convert.alignment import aligning_orders, permuted
+from timm_odevit.convert.initialisation import build_field, spectral_
+
+
+def norm(weight):
+    return torch.linalg.matrix_norm(weight.double(), ord=2).item()
+
+
+def test_spectral_scales_every_part_on_its_own():
+    weight = spectral_(torch.empty(30, 10), parts=3)
+    assert [norm(part) for part in weight.chunk(3)] == pytest.approx([1.] * 3, abs=1e-5)
+    assert norm(weight) > 1.1
+
+
+@pytest.mark.parametrize('field', ['lipschitz', 'native'])
+def test_spectral_field(vit, field):
+    shared = build_field(OdeConfig(field=field, init='spectral'), list(vit().blocks))
+    linears = {name: m for name, m in shared.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert len(linears) == 4
+    for name, linear in linears.items():
+        for part in linear.weight.chunk(3 if name.endswith('qkv') else 1):
+            assert norm(part) == pytest.approx(1, abs=1e-5)
+        assert linear.bias is None or not linear.bias.any()
+
+
+def test_mean_is_the_mean_of_each_parameter(vit):
+    model = vit(init_values=0.1)
+    shared = build_field(OdeConfig(field='native', init='mean'), list(model.blocks))
+    for name, parameter in shared.block.named_parameters():
+        expected = torch.stack([b.get_parameter(name) for b in model.blocks]).mean(0)
+        torch.testing.assert_close(parameter, expected)
+
+
+def test_mean_keeps_the_precision_of_float64(vit):
+    model = vit().double()
+    shared = build_field(OdeConfig(field='native', init='mean'), list(model.blocks))
+    expected = torch.stack([b.mlp.fc1.weight for b in model.blocks]).mean(0)
+    torch.testing.assert_close(shared.block.mlp.fc1.weight, expected, rtol=1e-14, atol=1e-15)
+
+
+def test_block_is_a_copy_of_that_block(vit):
+    model = vit()
+    shared = build_field(OdeConfig(field='native', init='block:1'), list(model.blocks))
+    for name, parameter in shared.block.named_parameters():
+        assert torch.equal(parameter, model.blocks[1].get_parameter(name))
+        assert parameter is not model.blocks[1].get_parameter(name)
+
+
+def test_lipschitz_takes_the_layer_scale_into_the_projections(vit):
+    model = vit(init_values=0.1)
+    shared = build_field(OdeConfig(field='lipschitz', init='block:2'), list(model.blocks))
+    block = model.blocks[2]
+    assert torch.equal(shared.qkv.weight, block.attn.qkv.weight)
+    assert torch.equal(shared.proj.weight, block.ls1.gamma[:, None] * block.attn.proj.weight)
+    assert torch.equal(shared.fc2.weight, block.ls2.gamma[:, None] * block.mlp.fc2.weight)
+    assert torch.equal(shared.norm2.bias, block.norm2.bias)
+
+
+@pytest.mark.parametrize('field', ['lipschitz', 'native'])
+def test_stochastic_depth_is_the_mean_over_depth(vit, field):
+    model = vit(drop_path_rate=0.2)
+    convert_(model, OdeConfig(field=field, init='mean'))
+    rates = [m.drop_prob for m in model.modules() if type(m).__name__ == 'DropPath']
+    assert rates and rates == pytest.approx([0.1] * len(rates))
+
+
+@pytest.mark.parametrize('field', ['lipschitz', 'native'])
+def test_dtype_mode_and_requires_grad_carry_over(vit, field):
+    model = vit().to(torch.bfloat16).requires_grad_(False)
+    convert_(model, OdeConfig(field=field))
+    assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in model.parameters())
+    assert not any(m.training for m in model.modules())
+    model = vit().train()
+    model.blocks[1].requires_grad_(False)
+    convert_(model, OdeConfig(field=field))
+    assert all(p.requires_grad for p in model.parameters()) and all(m.training for m in model.modules())
+
+
+def test_alignment_undoes_a_permutation_and_leaves_the_function_alone(vit, images):
+    """Blocks that are one block in different orders of heads and neurons are brought into one order."""
+    model = vit(num_heads=4)
+    block = model.blocks[0]
+    for other in model.blocks[1:]:
+        other.load_state_dict(block.state_dict())
+        neurons, heads = torch.randperm(128), torch.randperm(4)
+        channels = torch.arange(32).view(4, 8)[heads].flatten()
+        rows = torch.cat([channels + 32 * i for i in range(3)])
+        with torch.no_grad():
+            for p, order in ((other.attn.qkv.weight, (rows, None)), (other.attn.qkv.bias, (rows, None)),
+                             (other.attn.proj.weight, (None, channels)), (other.mlp.fc1.weight, (neurons, None)),
+                             (other.mlp.fc1.bias, (neurons, None)), (other.mlp.fc2.weight, (None, neurons))):
+                p.copy_(permuted(p, order))
+    layers = [{f'block.{n}': p.detach() for n, p in b.named_parameters()} for b in model.blocks]
+    orders = aligning_orders(layers, block)
+    for name in layers[0]:
+        first, *others = (permuted(values[name], order.get(name)) for values, order in zip(layers, orders, strict=True))
+        assert all(torch.equal(first, other) for other in others), name
+    before = model(images)
+    convert_(model, OdeConfig(time='low_rank', rank=1, init='svd_data'), images=images)
+    torch.testing.assert_close(model(images), before, rtol=1e-4, atol=1e-5)  # nothing is left for the residuals to do
+
+
+def test_alignment_keeps_each_layer_what_it_computes(vit, images):
+    model = vit(init_values=0.1)
+    before = model(images)
+    convert_(model, OdeConfig(time='low_rank', rank=32, init='svd_data'), images=images)
+    torch.testing.assert_close(model(images), before, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,413 @@
+import builtins
+import errno
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import timm
+import torch
+from filelock import FileLock
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from timm.models.vision_transformer import VisionTransformer
+
+from timm_odevit import OdeConfig, cli, convert_, files, save_pretrained
+from timm_odevit.saving import save
+from timm_odevit.saving.save import describe
+
+TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, num_classes=5)
+
+
+def load(folder, **kwargs):
+    return timm.create_model(f'local-dir:{folder}', pretrained=True, **kwargs).eval()
+
+
+@pytest.mark.parametrize('name', ['odevit_tiny', 'odevit_small_patch14_reg4'])
+def test_a_named_model_keeps_its_name_and_its_settings_of_the_moment(images, tmp_path, name):
+    model = timm.create_model(name, **TINY, ode_steps=5, mlp_ratio=2).eval()
+    model.blocks.steps, model.blocks.method = 7, 'midpoint'
+    save_pretrained(model, tmp_path / 'a')
+    config = json.loads((tmp_path / 'a' / 'config.json').read_text())
+    assert config['architecture'] == name
+    assert config['model_args']['img_size'] == [16, 16] and config['model_args']['ode_steps'] == 7
+    again = load(tmp_path / 'a')
+    assert again.blocks.config == model.blocks.config
+    assert torch.equal(again(images), model(images))
+
+
+@pytest.mark.parametrize('config', [
+    OdeConfig(init='block:2'), OdeConfig(field='lipschitz', method='dopri5', steps=1, T=2.5), OdeConfig(init='spectral')],
+    ids=lambda c: c.init)
+def test_every_setting_survives(vit, images, tmp_path, config):
+    model = vit(act_layer='relu', norm_layer='layernorm', qk_norm=True, global_pool='avg')
+    convert_(model, config)
+    save_pretrained(model, tmp_path / 'a')
+    again = load(tmp_path / 'a')
+    assert again.blocks.config == model.blocks.config
+    assert torch.equal(again(images), model(images))
+    save_pretrained(again, tmp_path / 'b')
+    for name in ('config.json', 'model.safetensors'):
+        assert (tmp_path / 'a' / name).read_bytes() == (tmp_path / 'b' / name).read_bytes()
+
+
+def test_other_classes_and_another_image_size(vit, tmp_path):
+    model = vit()
+    convert_(model)
+    save_pretrained(model, tmp_path / 'a')
+    again = load(tmp_path / 'a', num_classes=3, img_size=32)
+    assert again(torch.randn(1, 3, 32, 32)).shape == (1, 3)
+    shared = {k: v for k, v in model.state_dict().items() if k.startswith('blocks')}
+    assert shared and all(torch.equal(again.state_dict()[k], v) for k, v in shared.items())
+    twice = load(tmp_path / 'a', img_size=32)
+    assert torch.equal(twice.head.weight, model.head.weight)
+    assert twice.pos_embed.shape[1] == 65
+
+
+def test_checkpoint_path(vit, images, tmp_path):
+    model = timm.create_model('odevit_tiny', **TINY).eval()
+    save_pretrained(model, tmp_path / 'a')
+    torch.save(model.state_dict(), tmp_path / 'weights.pth')
+    for path in (tmp_path / 'a' / 'model.safetensors', tmp_path / 'weights.pth'):
+        again = timm.create_model('odevit_tiny', **TINY, checkpoint_path=str(path)).eval()
+        assert torch.equal(again(images), model(images))
+    overlay = dict(file=str(tmp_path / 'a' / 'model.safetensors'), num_classes=5)
+    again = timm.create_model('odevit_tiny', **TINY, pretrained=True, pretrained_cfg_overlay=overlay).eval()
+    assert torch.equal(again(images), model(images))
+
+
+def test_only_safetensors_and_nothing_else_is_left(vit, tmp_path):
+    model = vit()
+    convert_(model)
+    save_pretrained(model, tmp_path / 'a')
+    save_pretrained(model, tmp_path / 'a')
+    assert sorted(p.name for p in (tmp_path / 'a').iterdir()) == ['config.json', 'model.safetensors']
+    assert [p.name for p in tmp_path.iterdir()] == ['a']
+
+
+def test_a_failure_leaves_the_folder_as_it_was(vit, tmp_path, monkeypatch):
+    model = vit()
+    convert_(model)
+    save_pretrained(model, tmp_path / 'a')
+    before = {p.name: p.read_bytes() for p in (tmp_path / 'a').iterdir()}
+
+    def full(*args, **kwargs):
+        raise OSError('No space left on device')
+    monkeypatch.setattr('timm_odevit.saving.save.save_for_hf', full)
+    with pytest.raises(OSError, match='No space left'):
+        save_pretrained(vit(), tmp_path / 'a')
+    assert {p.name: p.read_bytes() for p in (tmp_path / 'a').iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ['a']
+    (tmp_path / 'file').touch()
+    with pytest.raises(ValueError, match='a file of that name exists'):
+        save_pretrained(model, tmp_path / 'file')
+
+
+def test_a_plain_timm_model_is_saved_too(vit, images, tmp_path):
+    model = vit()
+    save_pretrained(model, tmp_path / 'a')
+    assert torch.equal(load(tmp_path / 'a')(images), model(images))
+
+
+def test_what_cannot_be_described_is_refused_before_anything_is_written(tmp_path):
+    model = VisionTransformer(**TINY, depth=3)
+    convert_(model)
+    with pytest.raises(ValueError, match='was not made by timm.create_model'):
+        save_pretrained(model, tmp_path / 'a')
+    with pytest.raises(ValueError, match='would not rebuild this model: it has embed_dim = 32, the rebuilt one embed_dim = 192'):
+        describe(model, base='vit_tiny_patch16_224', base_args={})
+    model = timm.create_model('vit_tiny_patch16_224', **TINY, depth=3)
+    for block in model.blocks:
+        block.mlp.act = torch.nn.ReLU()
+    convert_(model)
+    with pytest.raises(ValueError, match=r'blocks.shared.block.mlp.act: ReLU\(\), the rebuilt one .*GELU'):
+        save_pretrained(model, tmp_path / 'a')
+    assert not list(tmp_path.iterdir())
+
+
+def test_base_and_base_args_describe_a_model_from_elsewhere(images, tmp_path):
+    model = VisionTransformer(**TINY, depth=3).eval()
+    convert_(model)
+    save_pretrained(model, tmp_path / 'a', base='vit_tiny_patch16_224', base_args=TINY)
+    assert torch.equal(load(tmp_path / 'a')(images), model(images))
+
+
+def test_settings_that_no_shape_shows_are_compared_too(tmp_path):
+    model = VisionTransformer(**{**TINY, 'num_heads': 4}, depth=3)
+    convert_(model)
+    with pytest.raises(ValueError, match='head_dim = 8, the rebuilt one .*head_dim = 16'):
+        save_pretrained(model, tmp_path / 'a', base='vit_tiny_patch16_224', base_args=TINY)
+
+
+def test_a_compiled_model_is_saved_without_its_wrapper(vit, images, tmp_path):
+    model = vit()
+    convert_(model)
+    save_pretrained(torch.compile(model), tmp_path / 'a')
+    assert torch.equal(load(tmp_path / 'a')(images), model(images))
+
+
+def test_channels_last(vit, images, tmp_path):
+    model = vit().to(memory_format=torch.channels_last)
+    convert_(model)
+    save_pretrained(model, tmp_path / 'a')
+    torch.testing.assert_close(load(tmp_path / 'a')(images), model(images))
+
+
+def test_weights_that_do_not_fit_are_refused(vit, tmp_path):
+    model = vit()
+    convert_(model)
+    save_pretrained(model, tmp_path / 'a')
+    path = tmp_path / 'a' / 'model.safetensors'
+    state = load_file(path)
+    state.pop('blocks.shared.block.attn.qkv.weight')
+    save_file(state, path)
+    with pytest.raises(RuntimeError, match='Missing key'):
+        load(tmp_path / 'a')
+
+
+# --- interruptions
+
+OPERATIONS = [(os, name) for name in ('open', 'replace', 'rename', 'mkdir', 'unlink', 'rmdir', 'fsync')] + [
+    (builtins, 'open'), (io, 'open'), (save, 'save_file'), (save, 'save_for_hf')]
+PAIR = ['config.json', 'model.safetensors']
+
+
+def stop_at(monkeypatch, n, how):
+    """Raise KeyboardInterrupt at the n-th operation on files: 'before' or 'after' it, or at all 'from' it on, as if killed."""
+    calls = []
+
+    def wrap(original):
+        def operation(*args, **kwargs):
+            calls.append(1)
+            mine = len(calls)
+            if (how == 'before' and mine == n) or (how == 'from' and mine >= n):
+                raise KeyboardInterrupt
+            try:
+                found = original(*args, **kwargs)
+            except OSError:  # a folder that is there already
+                if how == 'after' and mine == n:
+                    raise KeyboardInterrupt from None
+                raise
+            if how == 'after' and mine == n:
+                if original is os_open:
+                    os.close(found)
+                raise KeyboardInterrupt
+            return found
+        return operation
+    os_open = os.open
+    for module, name in OPERATIONS:
+        monkeypatch.setattr(module, name, wrap(getattr(module, name)))
+
+
+def pair(folder):
+    """Steps that config.json says, and a number out of the weights; None without a config.json."""
+    if not (folder / 'config.json').is_file():
+        return None
+    steps = json.loads((folder / 'config.json').read_text())['model_args']['ode_steps']
+    return steps, load_file(folder / 'model.safetensors')['head.bias'][0].item()
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """Two models, (3, 3.) and (steps, 5.) by `pair`; described once, so that hundreds of saves take seconds."""
+    def build(steps):
+        models = [timm.create_model('odevit_tiny', **TINY, ode_steps=k).eval() for k in (3, steps)]
+        for model, value in zip(models, (3., 5.)):
+            torch.nn.init.constant_(model.head.bias, value)
+        known = {id(model): save._describe(model, None, None) for model in models}
+        monkeypatch.setattr(save, '_describe', lambda model, *args: known[id(model)])
+        return models
+    return build
+
+
+@pytest.mark.parametrize('how', ['before', 'after', 'from'])
+@pytest.mark.parametrize('case', ['new folder', 'other settings', 'same settings'])
+def test_an_interrupt_at_any_operation_leaves_the_old_or_the_new_model(two, tmp_path, case, how):
+    steps = 3 if case == 'same settings' else 5
+    old, new = two(steps)
+    save_pretrained(old, tmp_path / 'old')
+    allowed = {'new folder': {None, (5, 5.)}}.get(case, {(3, 3.), (steps, 5.)})
+    seen = set()
+    for n in range(1, 1000):
+        folder = tmp_path / str(n)
+        if case != 'new folder':
+            shutil.copytree(tmp_path / 'old', folder)
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(patch, n, how)
+            try:
+                save_pretrained(new, folder)
+                break
+            except KeyboardInterrupt:
+                pass
+        seen.add(pair(folder))
+        if how == 'from':
+            assert seen <= {*allowed, None}, n
+            if folder.exists():
+                files.repair(folder)
+            if n % 2:  # and the other half by the next save alone
+                assert pair(folder) in allowed and (not folder.exists() or set(os.listdir(folder)) <= {*PAIR, '.odevit-save.lock'})
+        else:
+            assert seen <= allowed, n
+        save_pretrained(new, folder)
+        assert pair(folder) == (steps, 5.) and sorted(os.listdir(folder)) == PAIR
+    # Python 3.10's pathlib holds on to the functions of os that it imported, so that fewer operations are seen there
+    assert n > (20 if sys.version_info >= (3, 11) else 12) and allowed <= seen | {pair(folder)}
+    assert (None in seen) == (case == 'new folder' or (how, case) == ('from', 'other settings'))
+
+
+def test_killed_at_any_moment_the_folder_holds_a_model_that_belongs_together(tmp_path):
+    code = """
+        import itertools, json, os, signal, sys, time
+        import timm, torch
+        from safetensors.torch import load_file
+        from timm_odevit import files
+        from timm_odevit.saving import save
+
+        models = []
+        for steps in (3, 5):
+            model = timm.create_model('odevit_tiny', img_size=16, patch_size=4, embed_dim=32, num_heads=2, ode_steps=steps)
+            torch.nn.init.constant_(model.head.bias, float(steps))
+            models.append(model)
+        known = {id(model): save._describe(model, None, None) for model in models}
+        save._describe = lambda model, *args: known[id(model)]  # so that most of the time is spent on files
+        save.save_pretrained(models[0], 'model')
+        left = 0
+        for i in range(25):
+            child = os.fork()
+            if not child:
+                for model in itertools.cycle(models):
+                    save.save_pretrained(model, 'model')
+            time.sleep(0.05 + 0.0113 * i)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            names = [name for name in os.listdir('model') if name.startswith('.odevit-save-')]
+            left += len(names)
+            assert len(names) <= 1, names
+            if os.path.exists('model/config.json'):
+                steps = json.load(open('model/config.json'))['model_args']['ode_steps']
+                assert load_file('model/model.safetensors')['head.bias'][0] == steps
+            files.repair('model')
+            steps = json.load(open('model/config.json'))['model_args']['ode_steps']
+            assert load_file('model/model.safetensors')['head.bias'][0] == steps
+        save.save_pretrained(models[1], 'model')
+        print(left, sorted(os.listdir('model')))
+        """
+    done = subprocess.run([sys.executable, '-c', textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    left, names = done.stdout.split(maxsplit=1)
+    assert int(left) > 3 and names.strip() == str(PAIR)
+    assert load(tmp_path / 'model').blocks.steps == 5
+
+
+def test_a_save_writes_inside_of_the_folder_only(vit, tmp_path, monkeypatch):
+    (tmp_path / 'real').mkdir()
+    (tmp_path / 'link').symlink_to('real')
+    seen = []
+
+    def look(*args, **kwargs):
+        seen.append(sorted(os.listdir(tmp_path)))
+        save_file(*args, **kwargs)
+    monkeypatch.setattr(save, 'save_file', look)
+    save_pretrained(vit(), tmp_path / 'link')
+    assert seen == [['link', 'real']] and (tmp_path / 'link').is_symlink() and sorted(os.listdir(tmp_path / 'real')) == PAIR
+
+
+def test_a_save_neither_disturbs_nor_joins_another_one(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, '_WAIT', 0.1)
+    old, new = two(5)
+    with files.staged(tmp_path / 'a', 'note') as aside:
+        (aside / 'note').write_text('mine')
+        refusals = []
+
+        def other():
+            try:
+                save_pretrained(new, tmp_path / 'a')
+            except OSError as e:
+                refusals.append(str(e))
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert len(refusals) == 1 and 'is in use by another process. Wait until it is done' in refusals[0]
+    assert os.listdir(tmp_path / 'a') == ['note'] and (tmp_path / 'a' / 'note').read_text() == 'mine'
+    save_pretrained(new, tmp_path / 'a')
+    assert sorted(os.listdir(tmp_path / 'a')) == [*PAIR, 'note']
+
+
+def test_a_disk_that_is_full_is_one_line(vit, tmp_path, monkeypatch, capsys):
+    save_pretrained(vit(), tmp_path / 'a')
+    before = {path.name: path.read_bytes() for path in (tmp_path / 'a').iterdir()}
+
+    def full(*args, **kwargs):
+        raise SafetensorError('Error while serializing: I/O error:\nNo space left on device (os error 28)')
+    monkeypatch.setattr(save, 'save_file', full)
+    with pytest.raises(OSError, match="a/model.safetensors' could not be written: .* No space left on device"):
+        save_pretrained(vit(), tmp_path / 'a')
+    assert {path.name: path.read_bytes() for path in (tmp_path / 'a').iterdir()} == before
+    assert cli.main(['convert', f"local-dir:{tmp_path / 'a'}", str(tmp_path / 'b'), '--device', 'cpu']) == 2
+    error = capsys.readouterr().err
+    assert error.startswith('odevit: error: ') and error.count('\n') == 1 and 'No space left' in error
+    assert not (tmp_path / 'b').exists()
+
+
+def test_what_a_killed_convert_left_is_no_hindrance(vit, tmp_path):
+    save_pretrained(vit(), tmp_path / 'a')
+    (tmp_path / 'b' / '.odevit-save-x').mkdir(parents=True)
+    (tmp_path / 'b' / '.odevit-save-x' / 'config.json').write_text('{')
+    assert cli.main(['convert', f"local-dir:{tmp_path / 'a'}", str(tmp_path / 'b'), '--device', 'cpu']) == 0
+    assert sorted(os.listdir(tmp_path / 'b')) == PAIR
+
+
+def test_the_command_line_repairs_what_a_killed_save_left(vit, tmp_path):
+    folder = save_pretrained(vit(), tmp_path / 'a')
+    (folder / '.odevit-save-x' / 'before').mkdir(parents=True)
+    for name in PAIR:  # new ones, of which none is in place yet
+        (folder / '.odevit-save-x' / name).write_text('')
+    os.replace(folder / 'config.json', folder / '.odevit-save-x' / 'before' / 'config.json')
+    assert cli.main(['convert', f'local-dir:{folder}', str(tmp_path / 'b'), '--device', 'cpu']) == 0
+    assert sorted(os.listdir(folder)) == PAIR
+
+
+def test_what_is_interrupted_twice_does_not_become_a_model(tmp_path):
+    for n in range(1, 100):
+        folder = tmp_path / str(n)
+        (folder / '.odevit-save-x' / 'before').mkdir(parents=True)
+        for name in PAIR:  # of which none was in place, nor anything before
+            (folder / '.odevit-save-x' / name).write_text('new')
+        (folder / 'model.safetensors').write_text("somebody else's")
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(patch, n, 'from')
+            try:
+                files.repair(folder)
+                break
+            except KeyboardInterrupt:
+                pass
+        files.repair(folder)
+        assert (folder / 'model.safetensors').read_text() == "somebody else's"
+        assert set(os.listdir(folder)) <= {'model.safetensors', '.odevit-save.lock'}
+    assert n > 5 and os.listdir(folder) == ['model.safetensors']
+
+
+@pytest.mark.parametrize('error', [NotImplementedError('no flock'), OSError(errno.ENOLCK, 'No locks available')],
+                         ids=lambda e: type(e).__name__)
+def test_without_locks_there_is_a_warning_and_nothing_of_others_is_removed(vit, tmp_path, monkeypatch, error):
+    def acquire(self, **kwargs):
+        raise error
+    monkeypatch.setattr(FileLock, 'acquire', acquire)
+    (tmp_path / 'a' / '.odevit-save-x').mkdir(parents=True)
+    with pytest.warns(UserWarning, match=r"The file system of '.*a' has no locks"):
+        save_pretrained(vit(), tmp_path / 'a')
+    assert sorted(os.listdir(tmp_path / 'a')) == ['.odevit-save-x', *PAIR]
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_line(vit, tmp_path, monkeypatch):
+    def acquire(self, **kwargs):
+        raise OSError(errno.EROFS, 'Read-only file system', 'somewhere')
+    monkeypatch.setattr(FileLock, 'acquire', acquire)
+    with pytest.raises(OSError, match=r"^Cannot write to '.*a': Read-only file system\.$"):
+        save_pretrained(vit(), tmp_path / 'a')
+    assert not (tmp_path / 'a').exists()

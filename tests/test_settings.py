@@ -1,0 +1,119 @@
+import inspect
+import pickle
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
+from typing import Optional
+
+import numpy as np
+import pytest
+
+from timm_odevit import (
+    CalibrationConfig,
+    FitConfig,
+    LossConfig,
+    OdeConfig,
+    Recipe,
+    TrajectoryDistillationTask,
+    calibrate_,
+    fit,
+)
+from timm_odevit.settings import Settings, flag, many, number, one_of, setting, takes, whole
+from timm_odevit.training.config import DataConfig
+
+KINDS = [OdeConfig, FitConfig, LossConfig, DataConfig, CalibrationConfig]
+
+
+@dataclass(frozen=True)
+class Colour(Settings):
+    """A colour.
+
+    Attributes:
+        name: Its name, one
+            of two.
+        depth: Its depth.
+    """
+    name: str = setting('red', one_of(('red', 'green')))
+    depth: Optional[int] = setting(None, whole(1, none='any'))
+
+
+@takes(Colour)
+def paint(wall, *, config):
+    """Paint."""
+    return wall, config
+
+
+def test_settings_are_frozen_compared_by_value_and_pickled():
+    colour = Colour('green', depth=2)
+    assert colour == Colour('green', 2) == pickle.loads(pickle.dumps(colour)) and hash(colour) == hash(Colour('green', 2))
+    assert replace(colour, depth=None) == Colour('green')
+    with pytest.raises(FrozenInstanceError):
+        colour.depth = 3
+
+
+@pytest.mark.parametrize('kind', KINDS, ids=lambda kind: kind.__name__)
+def test_every_setting_is_described(kind):
+    about = kind.about()
+    assert list(about) == kind.names() == [f.name for f in fields(kind)]
+    assert all(text.endswith('.') and '  ' not in text for text in about.values())
+    assert Colour.about() == {'name': 'Its name, one of two.', 'depth': 'Its depth.'}
+
+
+def test_a_function_takes_settings_or_each_of_them():
+    assert paint(1) == paint(1, config=None) == (1, Colour())
+    assert paint(1, name='green') == paint(wall=1, config=Colour('green')) == (1, Colour('green'))
+    assert pickle.loads(pickle.dumps(paint)) is paint and paint.__doc__ == 'Paint.'
+
+
+@pytest.mark.parametrize('call, message', [
+    (lambda: paint(1, nam='red'), "paint got an unknown argument 'nam'. Did you mean 'name'? Arguments: wall, config, name, depth."),
+    (lambda: paint(1, config=Colour(), depth=2), "paint got both config and 'depth', which is part of it. Give only one."),
+    (lambda: paint(1, config={'depth': 2}), 'config of paint must be a Colour; got dict.'),
+    (lambda: fit(1, 2), 'fit needs epochs, such as epochs=1.'),
+])
+def test_a_function_refuses(call, message):
+    with pytest.raises(TypeError) as e:
+        call()
+    assert str(e.value) == message
+
+
+@pytest.mark.parametrize('function, kind', [(fit, FitConfig), (calibrate_, CalibrationConfig), (TrajectoryDistillationTask, LossConfig)])
+def test_signatures_show_the_keywords_of_both(function, kind):
+    parameters = inspect.signature(function).parameters
+    assert [name for name in kind.names() if name not in parameters] == [] and parameters['config'].default is None
+    assert inspect.signature(fit).bind(1, 2, epochs=3).arguments['epochs'] == 3
+
+
+@pytest.mark.parametrize('check, good, bad, allowed', [
+    (whole(1), [1, np.int64(3), 10 ** 400], [0, 1., True, '1', None], 'a whole number of at least 1'),
+    (whole(None), [-1, 0], [0.5, None], 'a whole number'),
+    (whole(2, none='all'), [None, 2], [1], 'a whole number of at least 2, or None for all'),
+    (number(), [0, 1.5, np.float32(0.5), np.int64(1), 1e308], [-1, True, float('nan'), float('inf'), 10 ** 400, '1', None], 'a number of at least 0'),
+    (number(0., open='('), [1e-9], [0], 'a number above 0'),
+    (number(0., 1.), [0, 1.], [1.01], 'a number from 0 to 1'),
+    (number(0., 1., open='()'), [0.5], [0, 1], 'a number between 0 and 1'),
+    (number(0., 1., open='('), [1], [0], 'a number above 0 and at most 1'),
+    (number(0., 1., open=')', none='none'), [0, None], [1], 'a number of at least 0 and below 1, or None for none'),
+    (many(whole(1), 'layers'), [(1, 2), [3], ()], [1, 'a', None, (0,)], 'layers'),
+    (flag, [True, False], [0, 1, 'True', None], 'True or False'),
+])
+def test_checks(check, good, bad, allowed):
+    for value in good:
+        assert check('x', value) == (tuple(value) if isinstance(value, list) else value)
+    for value in bad:
+        with pytest.raises(ValueError, match=f'^x must be {allowed}; got .{{0,63}}\\.$'):
+            check('x', value)
+
+
+def test_numpy_numbers_become_plain_ones():
+    found = FitConfig(epochs=np.int64(2), lr=np.float32(0.5), seed=-1, warmup_epochs=0.5)
+    assert type(found.epochs) is int and type(found.lr) is float and found == FitConfig(epochs=2, lr=0.5, seed=-1, warmup_epochs=0.5)
+
+
+@pytest.mark.parametrize('checkpoints', [3, ['a'], [2.]])
+def test_times_that_are_none(checkpoints):
+    with pytest.raises(ValueError, match='checkpoints must be uniform, distance, or a list of relative times; got '):
+        LossConfig(checkpoints=checkpoints)
+
+
+def test_a_huge_number_in_a_recipe_is_one_message():
+    with pytest.raises(ValueError, match=r'lr must be a number of at least 0; got 1000.{0,60}\.\.\.\.$'):
+        Recipe.load('finetune', [f'fit.lr=1{"0" * 400}'])

@@ -1,0 +1,484 @@
+import copy
+import json
+from collections import OrderedDict
+from functools import partial
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torchvision.models import vision_transformer as tv
+from torchvision.models.vision_transformer import ConvStemConfig
+
+from timm_odevit import OdeConfig, convert_, save_pretrained
+from timm_odevit.convert.torchvision import _NAMES, _WEIGHTS, _ratio, from_torchvision
+
+TINY = dict(image_size=32, patch_size=8, num_layers=3, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=5)
+# float32: both compute the same sums, in another order
+CLOSE = dict(rtol=0, atol=1e-5)
+BUILDERS = [name for name in torchvision.models.list_models() if name.startswith('vit_')]
+
+
+@pytest.fixture
+def build():
+    """Builds a small torchvision ViT: 3 blocks, 17 tokens of 32 channels, 5 classes, no parameter left at zero or one."""
+    def build(mutate=lambda vit: None, **kwargs):
+        vit = torchvision.models.VisionTransformer(**{**TINY, **kwargs}).eval()
+        mutate(vit)
+        with torch.no_grad():
+            for parameter in vit.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        return vit
+    return build
+
+
+@pytest.fixture
+def images():
+    return torch.randn(2, 3, 32, 32)
+
+
+def on_meta(name, **kwargs):
+    with torch.device('meta'):
+        return torchvision.models.get_model(name, weights=None, **kwargs)
+
+
+def snapshot(vit):
+    return {
+        'state': {name: (tensor.clone(), tensor.data_ptr(), tensor.dtype) for name, tensor in vit.state_dict().items()},
+        'parameters': {name: (id(p), p.requires_grad) for name, p in vit.named_parameters()},
+        'modules': {name: (id(m), m.training, repr(m)) for name, m in vit.named_modules()},
+    }
+
+
+def assert_unchanged(vit, before):
+    now = snapshot(vit)
+    assert now['parameters'] == before['parameters'] and now['modules'] == before['modules']
+    assert now['state'].keys() == before['state'].keys()
+    for name, (tensor, *place) in now['state'].items():
+        then, *before_place = before['state'][name]
+        assert place == before_place and torch.equal(tensor, then)
+
+
+def linear_heads(vit):
+    vit.heads = nn.Linear(32, 7)
+
+
+def new_head(vit):
+    vit.heads.head = nn.Linear(32, 7)  # torchvision's num_classes still says 5
+
+
+def dropout_heads(vit):
+    vit.heads = nn.Sequential(nn.Dropout(0.3), nn.Linear(32, 7))
+
+
+def identity_heads(vit):
+    vit.heads = nn.Identity()
+
+
+def gray(vit):
+    vit.conv_proj = nn.Conv2d(1, 32, 8, 8)
+
+
+def fewer_layers(vit):
+    vit.encoder.layers = vit.encoder.layers[1:]
+
+
+def first_names(vit):
+    """The MLP as a model has it that was saved whole by a torchvision from before 0.14."""
+    for layer in vit.encoder.layers:
+        layer.mlp = nn.Sequential(OrderedDict(zip(('linear_1', 'act', 'dropout_1', 'linear_2', 'dropout_2'), layer.mlp)))
+
+
+@pytest.mark.parametrize('mutate, kwargs', [
+    (lambda vit: None, {}),
+    (lambda vit: None, dict(image_size=48, patch_size=16, num_layers=1, num_heads=4, mlp_dim=50, num_classes=1)),
+    (lambda vit: None, dict(hidden_dim=30, mlp_dim=77)),
+    (lambda vit: None, dict(norm_layer=nn.LayerNorm)),  # eps 1e-5
+    (lambda vit: None, dict(norm_layer=partial(nn.LayerNorm, eps=0.1))),
+    (new_head, {}), (linear_heads, {}), (dropout_heads, {}), (identity_heads, {}), (gray, {}), (fewer_layers, {}),
+    (first_names, {}),
+], ids=lambda x: x.__name__.strip('<>') if callable(x) else '-'.join(x) or 'plain')
+def test_same_logits_and_gradients_in_both_modes(build, mutate, kwargs):
+    vit = build(mutate, **kwargs)
+    for module in vit.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.  # train mode is compared without the draws
+    before = snapshot(vit)
+    model = from_torchvision(vit)
+    assert_unchanged(vit, before)
+    assert type(model) is VisionTransformer
+    for training in (False, True):
+        x = torch.randn(2, vit.conv_proj.in_channels, vit.image_size, vit.image_size)
+        a, b = x.clone().requires_grad_(), x.requires_grad_()
+        theirs, ours = vit.train(training)(a), model.train(training)(b)
+        assert theirs.std() > 0.1 or theirs.shape[1] == 1
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+        theirs.square().sum().backward()
+        ours.square().sum().backward()
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_float64_agrees_to_its_own_rounding(build, images):
+    vit = build().double()
+    torch.testing.assert_close(from_torchvision(vit)(images.double()), vit(images.double()), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize('name', BUILDERS)
+@pytest.mark.parametrize('image_size', [224, 448])  # both are multiples of 14, 16 and 32
+def test_every_builder_of_torchvision_has_a_timm_name_of_its_own(name, image_size):
+    vit = on_meta(name, image_size=image_size)
+    model = from_torchvision(vit)
+    expected = name.replace('vit_b_', 'vit_base_patch').replace('vit_l_', 'vit_large_patch')
+    expected = expected.replace('vit_h_', 'vit_huge_patch') + '_224'
+    assert model.pretrained_cfg['architecture'] == expected
+    assert all(p.is_meta for p in model.parameters())
+    with torch.device('meta'):
+        plain = timm.create_model(expected, img_size=image_size, num_classes=1000)
+    assert [(k, v.shape) for k, v in model.state_dict().items()] == [(k, v.shape) for k, v in plain.state_dict().items()]
+    assert repr(model) == repr(plain)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in vit.parameters())
+
+
+def test_every_name_of_the_table_is_of_the_size_it_stands_for():
+    for (width, patch_size), name in _NAMES.items():
+        with torch.device('meta'):
+            model = timm.create_model(name)
+        assert (model.embed_dim, model.patch_embed.patch_size[0]) == (width, patch_size)
+
+
+def test_building_draws_no_random_numbers(build):
+    vit = build()
+    state = torch.get_rng_state()
+    from_torchvision(vit)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_every_mlp_width_survives_the_ratio():
+    for width in (3, 30, 192, 1280):
+        for hidden in range(1, 700):
+            ratio = _ratio(hidden, width)
+            assert int(width * ratio) == hidden and ratio == pytest.approx(hidden / width, rel=1e-15)
+
+
+def test_nothing_is_shared(build, images):
+    vit = build()
+    before = snapshot(vit)
+    model = from_torchvision(vit)
+    storages = {p.untyped_storage().data_ptr() for p in vit.parameters()}
+    assert not storages & {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert_unchanged(vit, before)
+
+
+@pytest.mark.parametrize('training', [False, True])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64])
+def test_mode_dtype_and_requires_grad_carry_over(build, dtype, training):
+    vit = build().to(dtype).train(training)
+    vit.requires_grad_(False)
+    vit.heads.requires_grad_(True)
+    vit.encoder.layers[1].self_attention.in_proj_bias.requires_grad_(True)
+    model = from_torchvision(vit)
+    assert all(m.training is training for m in model.modules())
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
+        'blocks.1.attn.qkv.bias', 'head.weight', 'head.bias']
+
+
+def test_modes_and_dtypes_of_single_parts_carry_over(build):
+    vit = build().train()
+    vit.encoder.layers[0].eval()
+    vit.encoder.ln.eval()
+    vit.heads.double()
+    model = from_torchvision(vit)
+    assert model.training and model.blocks[1].attn.qkv.training and not model.norm.training
+    # what timm has more of in a block are identities
+    assert {type(m) for m in model.blocks[0].modules() if m.training} == {nn.Identity}
+    assert model.head.weight.dtype == torch.float64 and model.norm.weight.dtype == torch.float32
+
+
+def test_rates_of_dropout_carry_over(build):
+    vit = build(dropout_heads, dropout=0.1, attention_dropout=0.2).train()
+    vit.encoder.dropout.p = 0.4
+    vit.encoder.layers[2].dropout.p = 0.5
+    vit.encoder.layers[2].self_attention.dropout = 0.6
+    model = from_torchvision(vit)
+    rates = {name: m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
+    expected = {'pos_drop': 0.4, 'head_drop': 0.3}
+    for i in range(3):
+        expected.update({f'blocks.{i}.attn.attn_drop': 0.2, f'blocks.{i}.attn.proj_drop': 0.1,
+                         f'blocks.{i}.mlp.drop1': 0.1, f'blocks.{i}.mlp.drop2': 0.1})
+    expected.update({'blocks.2.attn.proj_drop': 0.5, 'blocks.2.attn.attn_drop': 0.6})
+    assert rates == expected
+    assert model._model_args['proj_drop_rate'] == 0.1 and model._model_args['attn_drop_rate'] == 0.2
+
+
+def test_dropout_has_the_same_mean_and_spread(build, images):
+    vit = build(dropout=0.2, attention_dropout=0.2).train()
+    model = from_torchvision(vit)
+    with torch.no_grad():
+        many = images[:1].expand(4000, -1, -1, -1)
+        theirs, ours = vit(many), model(many)
+    # 4000 draws: the mean is known to 0.016 standard deviations, the spread to about 1.1 %; five of each
+    assert ((ours.mean(0) - theirs.mean(0)) / theirs.std(0)).abs().max() < 5 * 0.016 * 2 ** 0.5
+    assert (ours.std(0) / theirs.std(0) - 1).abs().max() < 5 * 0.011 * 2 ** 0.5
+
+
+def test_meta_stays_meta_with_dtype_and_requires_grad(build):
+    vit = build().to('meta').half()
+    vit.class_token.requires_grad_(False)
+    model = from_torchvision(vit)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {('meta', torch.float16)}
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ['cls_token']
+
+
+def test_a_compiled_model_is_taken_without_its_wrapper(build, images):
+    vit = build()
+    torch.testing.assert_close(from_torchvision(torch.compile(vit))(images), vit(images), **CLOSE)
+
+
+@pytest.mark.parametrize('weights', [member for kind in _WEIGHTS for member in kind], ids=str)
+def test_weights_give_their_own_preprocessing(weights):
+    name = type(weights).__name__.removesuffix('_Weights').lower()
+    vit = on_meta(name, image_size=weights.meta['min_size'][0])
+    data = resolve_data_config({}, model=from_torchvision(vit, weights=weights))
+    assert data['input_size'] == (3, *weights.meta['min_size'])
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (600, 700, 3), dtype=np.uint8))
+    # timm and torchvision resize by the same filter of PIL, so pixel for pixel
+    torch.testing.assert_close(create_transform(**data)(image), weights.transforms()(image), rtol=0, atol=1e-6)
+
+
+def test_without_weights_the_preprocessing_is_that_of_imagenet1k_v1(build):
+    model = from_torchvision(build())
+    assert resolve_data_config({}, model=model) == dict(
+        input_size=(3, 32, 32), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), interpolation='bilinear',
+        crop_pct=0.875, crop_mode='center')
+    assert not {'hf_hub_id', 'tag', 'license'} & model.pretrained_cfg.keys() and not model.pretrained_cfg['url']
+    assert json.loads(json.dumps(model._model_args)) == model._model_args
+
+
+@pytest.mark.parametrize('mutate', [lambda vit: None, new_head, identity_heads, gray, fewer_layers])
+def test_saved_and_reloaded_bit_for_bit(build, tmp_path, mutate):
+    model = from_torchvision(build(mutate, dropout=0.1), weights=_WEIGHTS[0].IMAGENET1K_SWAG_E2E_V1)
+    save_pretrained(model, tmp_path / 'a')
+    again = timm.create_model(f'local-dir:{tmp_path / "a"}', pretrained=True).eval()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+    x = torch.randn(2, model.in_chans, 32, 32)
+    assert torch.equal(again(x), model(x))
+    ours, theirs = (resolve_data_config({}, model=m) for m in (model, again))
+    assert theirs['interpolation'] == 'bicubic' and theirs['crop_pct'] == 1.
+    if model.in_chans == 3:  # timm averages the three channels when it saves any other number
+        assert ours == {**theirs, 'mean': tuple(theirs['mean']), 'std': tuple(theirs['std']), 'input_size': (3, 32, 32)}
+
+
+@pytest.mark.parametrize('config', [OdeConfig(), OdeConfig(field='lipschitz', init='spectral')], ids=lambda c: c.field)
+def test_converted_saved_and_reloaded_bit_for_bit(build, images, tmp_path, config):
+    model = from_torchvision(build())
+    convert_(model, config)
+    save_pretrained(model, tmp_path / 'a')
+    again = timm.create_model(f'local-dir:{tmp_path / "a"}', pretrained=True).eval()
+    assert torch.equal(again(images), model(images))
+    assert resolve_data_config({}, model=again)['interpolation'] == 'bilinear'
+
+
+def test_restored_after_conversion_it_computes_what_torchvision_computes(build, images):
+    vit = build()
+    model = from_torchvision(vit)
+    convert_(model).restore()
+    torch.testing.assert_close(model(images), vit(images), **CLOSE)
+
+
+def test_an_eps_that_no_keyword_describes_is_not_saved(build, tmp_path):
+    with pytest.raises(ValueError, match='eps=1e-05.*the rebuilt one .*eps=1e-06'):
+        save_pretrained(from_torchvision(build(norm_layer=nn.LayerNorm)), tmp_path / 'a')
+
+
+def pre_logits(vit):
+    vit.heads = nn.Sequential(OrderedDict(pre_logits=nn.Linear(32, 8), act=nn.Tanh(), head=nn.Linear(8, 5)))
+    vit.representation_size = 8
+
+
+def two_heads(vit):
+    vit.heads = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
+
+
+def no_head_bias(vit):
+    vit.heads.head = nn.Linear(32, 5, bias=False)
+
+
+def other_stem(vit):
+    vit.conv_proj = nn.Identity()
+
+
+def overlapping_stem(vit):
+    vit.conv_proj = nn.Conv2d(3, 32, 8, stride=4)
+
+
+def other_layer(vit):
+    vit.encoder.layers[1] = nn.Identity()
+
+
+def no_layers(vit):
+    vit.encoder.layers = nn.Sequential()
+
+
+def other_attention(vit):
+    vit.encoder.layers[1].self_attention = nn.Identity()
+
+
+def zero_attention(vit):
+    vit.encoder.layers[1].self_attention.add_zero_attn = True
+
+
+def batch_second(vit):
+    vit.encoder.layers[2].self_attention.batch_first = False
+
+
+def other_number_of_heads(vit):
+    vit.encoder.layers[2].self_attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+
+def key_bias(vit):
+    vit.encoder.layers[0].self_attention = nn.MultiheadAttention(32, 2, batch_first=True, add_bias_kv=True)
+
+
+def no_attention_bias(vit):
+    vit.encoder.layers[0].self_attention = nn.MultiheadAttention(32, 2, batch_first=True, bias=False)
+
+
+def separate_projections(vit):
+    vit.encoder.layers[0].self_attention = nn.MultiheadAttention(32, 2, batch_first=True, kdim=16)
+
+
+def longer_mlp(vit):
+    vit.encoder.layers[0].mlp.append(nn.ReLU())
+
+
+def other_mlp(vit):
+    vit.encoder.layers[0].mlp = nn.Identity()
+
+
+def narrower_mlp(vit):
+    vit.encoder.layers[1].mlp[0], vit.encoder.layers[1].mlp[3] = nn.Linear(32, 16), nn.Linear(16, 32)
+
+
+def relu(vit):
+    vit.encoder.layers[1].mlp[1] = nn.ReLU()
+
+
+def tanh_gelu(vit):
+    vit.encoder.layers[1].mlp[1] = nn.GELU('tanh')
+
+
+def other_norm(vit):
+    vit.encoder.ln = nn.RMSNorm(32)
+
+
+def plain_norm(vit):
+    vit.encoder.ln = nn.LayerNorm(32, elementwise_affine=False)
+
+
+def more_positions(vit):
+    vit.encoder.pos_embedding = nn.Parameter(torch.zeros(1, 26, 32))
+
+
+def adapter(vit):
+    vit.encoder.layers[1].adapter = nn.Linear(32, 32)
+
+
+def buffer(vit):
+    vit.register_buffer('mask', torch.ones(3))
+
+
+def weight_norm(vit):
+    parametrizations.weight_norm(vit.encoder.layers[1].mlp[0])
+
+
+def pruned(vit):
+    prune.identity(vit.heads.head, 'weight')
+
+
+@pytest.mark.parametrize('mutate, message', [
+    (pre_logits, r'pre-logits layer \(representation_size=8\).*Set vit.heads = torch.nn.Identity\(\)'),
+    (two_heads, 'its heads are Linear, ReLU, Linear. Supported: Linear; Dropout, Linear; Identity'),
+    (no_head_bias, 'in place of head, which is .*bias=True.* in timm, it has .*bias=False'),
+    (other_stem, 'its conv_proj is a Identity, not a Conv2d'),
+    (overlapping_stem, r'patch_embed.proj, which is .*stride=\(8, 8\).*stride=\(4, 4\)'),
+    (other_layer, 'its encoder layer 1 is a Identity, not an EncoderBlock'),
+    (no_layers, 'its encoder is not an Encoder with at least one layer'),
+    (other_attention, 'its encoder layer 1 has a Identity unlike the MultiheadAttention'),
+    (zero_attention, 'its encoder layer 1 has a MultiheadAttention unlike'),
+    (batch_second, 'its encoder layer 2 has a MultiheadAttention unlike'),
+    (other_number_of_heads, 'its encoder layer 2 has 4 heads, layer 0 has 2'),
+    (key_bias, 'timm has no place for encoder.layers.encoder_layer_0.self_attention.bias_k'),
+    (no_attention_bias, 'in place of blocks.0.attn'),
+    (separate_projections, 'timm has no place for encoder.layers.encoder_layer_0.self_attention.q_proj_weight'),
+    (longer_mlp, 'its encoder layer 0 has a MLPBlock unlike the MLPBlock that torchvision builds'),
+    (other_mlp, 'its encoder layer 0 has a Identity unlike the MLPBlock'),
+    (narrower_mlp, 'blocks.1.mlp.fc1, which is .*out_features=64.*out_features=16'),
+    (relu, r'blocks.1.mlp.act, which is GELU\(.*it has ReLU'),
+    (tanh_gelu, "blocks.1.mlp.act, which is GELU.*'none'.*it has GELU.*'tanh'"),
+    (other_norm, r'in place of norm, which is LayerNorm\(.*it has RMSNorm\('),
+    (plain_norm, 'in place of norm, .*elementwise_affine=False'),
+    (more_positions, r'pos_embed, which is \[1, 17, 32\] in timm, it has \[1, 26, 32\]'),
+    (adapter, 'timm has no place for encoder.layers.encoder_layer_1.adapter.weight'),
+    (buffer, 'timm has no place for mask'),
+    (weight_norm, 'blocks.1.mlp.fc1, which is Linear.*it has ParametrizedLinear'),
+    (pruned, 'timm has no place for heads.head.weight_mask'),
+], ids=lambda x: x.__name__ if callable(x) else '')
+def test_what_timm_lacks_is_refused_and_nothing_is_changed(build, mutate, message):
+    vit = build(mutate)
+    before = snapshot(vit)
+    with pytest.raises(ValueError, match=f'^Cannot build a timm model from this torchvision VisionTransformer: .*{message}'):
+        from_torchvision(vit)
+    assert_unchanged(vit, before)
+
+
+def test_what_torchvision_itself_builds_and_timm_lacks_is_refused(build):
+    stem = [ConvStemConfig(8, 3, 2), ConvStemConfig(8, 3, 2), ConvStemConfig(8, 3, 2)]
+    with pytest.raises(ValueError, match='a convolutional stem of 4 modules.*conv_stem_configs=None'):
+        from_torchvision(build(conv_stem_configs=stem))
+    vit = build(representation_size=8)
+    with pytest.raises(ValueError, match=r'pre-logits layer \(representation_size=8\)'):
+        from_torchvision(vit)
+    vit.heads = nn.Identity()  # as the message says
+    x = torch.randn(1, 3, 32, 32)
+    torch.testing.assert_close(from_torchvision(vit)(x), vit(x), **CLOSE)
+
+
+class Subclass(torchvision.models.VisionTransformer):
+    pass
+
+
+@pytest.mark.parametrize('model, name', [
+    (lambda: timm.create_model('vit_tiny_patch16_224', depth=1), 'timm.models.vision_transformer.VisionTransformer'),
+    (lambda: nn.Linear(2, 2), 'torch.nn.modules.linear.Linear'),
+    (lambda: Subclass(**TINY), f'{__name__}.Subclass'),
+    (lambda: 'vit_b_16', 'builtins.str'),
+    (lambda: None, 'builtins.NoneType'),
+], ids=['timm', 'linear', 'subclass', 'str', 'None'])
+def test_what_is_no_torchvision_vit_is_refused(model, name):
+    with pytest.raises(TypeError, match=rf'from_torchvision got a {name}: expected a torchvision VisionTransformer.*vit_b_16\(\)'):
+        from_torchvision(model())
+
+
+@pytest.mark.parametrize('weights', ['DEFAULT', torchvision.models.ResNet18_Weights.DEFAULT, tv.ViT_B_16_Weights], ids=str)
+def test_weights_of_another_kind_are_refused(build, weights):
+    with pytest.raises(TypeError, match='weights must be None or a member of ViT_B_16_Weights, .*; got '):
+        from_torchvision(build(), weights=weights)
+
+
+def test_a_layer_in_two_places_stays_one(build, images):
+    vit = build()
+    vit.encoder.layers[2] = vit.encoder.layers[0]
+    model = from_torchvision(copy.deepcopy(vit))
+    assert model.blocks[2].attn.qkv.weight is model.blocks[0].attn.qkv.weight
+    torch.testing.assert_close(model(images), vit(images), **CLOSE)

@@ -1,0 +1,334 @@
+import copy
+import math
+
+import pytest
+import timm
+import torch
+from timm.optim import create_optimizer_v2
+from timm.task import TrainingTask
+
+from timm_odevit import OdeConfig, StepwiseTask, TrajectoryDistillationTask, convert_
+from timm_odevit.training.config import LossConfig
+from timm_odevit.training.layer_times import distance_times, match, softmax_times, uniform_times
+from timm_odevit.training.losses import jasmin_loss, logit_loss, trajectory_loss
+
+PARTS = ('trajectory', 'jasmin', 'kd', 'task')
+
+
+def pair(vit, config=OdeConfig(), **kwargs):
+    teacher = vit(**kwargs)
+    student = copy.deepcopy(teacher)
+    convert_(student, config)
+    return student, teacher
+
+
+@pytest.fixture
+def batch():
+    return torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 3])
+
+
+# --- checkpoints
+
+@pytest.mark.parametrize('layers', [1, 2, 3, 12, 24])
+@pytest.mark.parametrize('steps', [1, 2, 5, 12, 35, 100])
+def test_match_is_strictly_increasing_on_both_sides(layers, steps):
+    for temperature in (1e-6, 0.1, 1., 1e6):
+        for distances in ([1.] * layers, [100.] + [1e-9] * (layers - 1), list(range(layers))):
+            times = softmax_times(distances, temperature)
+            pairs = match(times, steps)
+            assert all(a < b for a, b in zip([0., *times], times)) and times[-1] == 1
+            assert len(pairs) == min(layers, steps) and pairs[-1] == (layers - 1, steps - 1)
+            for side in zip(*pairs):
+                assert all(a < b for a, b in zip(side, side[1:])) and side[0] >= 0
+
+
+def test_match_of_uniform_times():
+    assert match(uniform_times(4), 4) == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert match(uniform_times(4), 8) == [(0, 1), (1, 3), (2, 5), (3, 7)]
+    assert match(uniform_times(4), 2) == [(1, 0), (3, 1)]
+
+
+def test_distance_times_follow_the_distances(vit, images):
+    teacher = vit(init_values=1.)
+    with torch.no_grad():
+        teacher.blocks[2].ls1.gamma.mul_(50)
+        teacher.blocks[2].ls2.gamma.mul_(50)
+    times = distance_times(teacher, [images, images])
+    assert times[2] - times[1] > times[1] - times[0]
+    x = teacher._pos_embed(teacher.patch_embed(images))
+    moved = []
+    for block in teacher.blocks:
+        moved.append((block(x) - x).flatten(1).norm(dim=1).mean().item())
+        x = block(x)
+    assert times == pytest.approx(softmax_times(moved), rel=1e-4)
+    assert not teacher.blocks[0]._forward_pre_hooks
+    assert distance_times(vit(depth=1), [images]) == [1.]
+    assert softmax_times([3., 3., 3.]) == pytest.approx(uniform_times(3))
+    with pytest.raises(ValueError, match='temperature must be above 0'):
+        softmax_times([1., 2.], 0)
+    with pytest.raises(ValueError, match='needs calibration images'):
+        distance_times(teacher, [])
+
+
+# --- losses
+
+def g(p, k):
+    p = sorted(p, reverse=True) + [0.]
+    return p[k - 1] * (1 - p[k - 1] + p[k])
+
+
+def test_jasmin_is_its_formula():
+    rows = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.4, 0.4, 0.2]]])
+    for k, value in ((0, lambda p: math.log(g(p, 1))), (2, lambda p: math.log(g(p, 1) / g(p, 2))),
+                     (3, lambda p: math.log(g(p, 1) / g(p, 3)))):
+        assert jasmin_loss(rows, k).item() == pytest.approx(max(value(p) for p in rows[0].tolist()), abs=1e-6)
+
+
+def test_jasmin_bounds_the_eigenvalues_of_the_softmax_jacobian():
+    for n in (2, 5, 17):
+        p = (3 * torch.randn(n, dtype=torch.float64)).softmax(0)
+        values = torch.linalg.eigvalsh(torch.diag(p) - torch.outer(p, p)).flip(0)
+        for k in range(1, n + 1):
+            assert values[k - 1] <= g(p.tolist(), k) + 1e-12
+    uniform = torch.full((1, 4, 4), 0.25)
+    assert jasmin_loss(uniform, 2).item() == pytest.approx(0, abs=1e-6)
+    assert jasmin_loss(uniform, 0).item() == pytest.approx(math.log(0.25), abs=1e-6)
+
+
+def test_jasmin_refuses_k_1_and_stays_finite():
+    for k in (1, -1, 4):
+        with pytest.raises(ValueError, match='k must be 0, or 2 to 3'):
+            jasmin_loss(torch.full((1, 3, 3), 1 / 3), k)
+    assert torch.isfinite(jasmin_loss(torch.eye(3)[None], 2))
+
+
+def test_trajectory_loss_is_relative_and_weighted():
+    t = torch.randn(8, 7, 16) * 5 + 2
+    assert trajectory_loss(t, t, 3, True, (1, 1, 1)) == 0
+    flat = t.mean().expand_as(t)
+    assert trajectory_loss(flat, t, 0, False, (1, 1, 1)).item() == pytest.approx(1, rel=1e-5)
+    assert trajectory_loss(10 * flat, 10 * t, 0, False, (1, 1, 1)).item() == pytest.approx(1, rel=1e-5)
+    only_cls = t.clone()
+    only_cls[:, 0] += 1
+    whole = trajectory_loss(only_cls, t, 3, True, (0.45, 0.1, 0.45))
+    assert whole == pytest.approx(0.45 * (1 / t[:, :1].var(correction=0)).item(), rel=1e-4)
+    assert trajectory_loss(only_cls, t, 3, True, (0, 0.1, 0.45)) == 0
+    no_register = trajectory_loss(only_cls, t, 1, True, (0.45, 0.1, 0.45))
+    assert no_register == pytest.approx(0.5 * (1 / t[:, :1].var(correction=0)).item(), rel=1e-4)
+    with pytest.raises(ValueError, match='set patch_weight above 0'):
+        trajectory_loss(t, t, 0, False, (1, 1, 0))
+
+
+def test_logit_loss():
+    a, b = torch.randn(3, 5), torch.randn(3, 5)
+    assert logit_loss(a, a).item() == pytest.approx(0, abs=1e-7)
+    expected = (b.softmax(1) * (b.log_softmax(1) - a.log_softmax(1))).sum(1).mean()
+    assert logit_loss(a, b).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert logit_loss(a, b, 2.).item() == pytest.approx(4 * logit_loss(a / 2, b / 2).item(), rel=1e-5)
+
+
+# --- the task
+
+def test_returns_every_part_and_their_weighted_sum(vit, batch):
+    weights = dict(trajectory_weight=0.7, jasmin_weight=0.2, kd_weight=0.5, task_weight=0.3)
+    task = TrajectoryDistillationTask(*pair(vit, reg_tokens=2), **weights)
+    parts = task(*batch)
+    assert isinstance(task, TrainingTask)
+    assert set(parts) == {'loss', 'output', *(f'{name}_loss' for name in PARTS)}
+    expected = sum(weights[f'{name}_weight'] * parts[f'{name}_loss'] for name in PARTS)
+    torch.testing.assert_close(parts['loss'], expected)
+    torch.testing.assert_close(parts['output'], task.get_eval_model()(batch[0]))
+
+
+@pytest.mark.parametrize('only', PARTS)
+def test_each_part_alone_trains_and_a_part_of_weight_0_does_not(vit, batch, only):
+    weights = {f'{name}_weight': float(name == only) for name in PARTS}
+    task = TrajectoryDistillationTask(*pair(vit), **weights)
+    parts = task(*batch)
+    torch.testing.assert_close(parts['loss'], parts[f'{only}_loss'])
+    for name in PARTS:
+        assert parts[f'{name}_loss'].requires_grad == (name == only)
+    parts['loss'].backward()
+    assert task.get_eval_model().blocks.shared.block.attn.qkv.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize('config', [OdeConfig(), OdeConfig(field='lipschitz', init='spectral')], ids=lambda c: c.field)
+@pytest.mark.parametrize('k', [0, 2])
+def test_jasmin_reaches_q_and_k_and_pulls_itself_down(vit, batch, config, k):
+    student, teacher = pair(vit, config)
+    task = TrajectoryDistillationTask(
+        student, teacher, jasmin_weight=1., jasmin_k=k, trajectory_weight=0., kd_weight=0.)
+    optimizer = torch.optim.SGD(student.blocks.parameters(), lr=0.05)
+    losses = []
+    for _ in range(15):
+        loss = task(*batch)['loss']
+        optimizer.zero_grad()
+        loss.backward()
+        shared = student.blocks.shared
+        weight = (shared.block.attn if config.field == 'native' else shared).qkv.weight
+        q, key, _ = weight.grad.chunk(3)
+        assert q.abs().sum() > 0 and key.abs().sum() > 0
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize('checkpoints', ['uniform', 'distance', (0.1, 0.3, 1.)])
+@pytest.mark.parametrize('steps', [1, 2, 3, 7])
+def test_checkpoints_at_any_number_of_steps(vit, batch, checkpoints, steps):
+    task = TrajectoryDistillationTask(
+        *pair(vit, OdeConfig(steps=steps)), checkpoints=checkpoints, calibration=[batch[0]], jasmin_evaluations=3)
+    assert torch.isfinite(task(*batch)['loss'])
+
+
+def test_a_teacher_as_its_own_student_has_no_loss(vit, batch):
+    model = vit()
+    teacher = copy.deepcopy(model)
+    for other in teacher.blocks:
+        other.load_state_dict(model.blocks[0].state_dict())
+    student = copy.deepcopy(teacher)
+    convert_(student, OdeConfig(init='block:0'))
+    parts = TrajectoryDistillationTask(student, teacher)(*batch)
+    assert parts['trajectory_loss'] == 0 and parts['kd_loss'].abs() < 1e-6
+
+
+def test_the_teacher_stays_as_it_is(vit, batch):
+    student, teacher = pair(vit, drop_path_rate=0.1, drop_rate=0.1)
+    before = copy.deepcopy(teacher.state_dict())
+    task = TrajectoryDistillationTask(student, teacher, task_weight=1.)
+    optimizer = torch.optim.AdamW([p for p in task.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    losses = []
+    for _ in range(20):
+        task.train()
+        assert not any(m.training for m in task.teacher.modules()) and student.training
+        loss = task(*batch)['loss']
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(before[k], v) for k, v in teacher.state_dict().items())
+    assert not any(p.requires_grad or p.grad is not None for p in teacher.parameters())
+
+
+def test_images_are_normalised_for_the_teacher(vit, batch):
+    student, teacher = pair(vit)
+    parts = TrajectoryDistillationTask(student, teacher)(*batch)
+    moved = copy.deepcopy(teacher)
+    moved.pretrained_cfg = {**teacher.pretrained_cfg, 'mean': (0.1, 0.2, 0.3), 'std': (0.3, 0.2, 0.1)}
+    other = TrajectoryDistillationTask(student, moved)(*batch)
+    assert not torch.allclose(parts['kd_loss'], other['kd_loss'])
+    student.pretrained_cfg = dict(moved.pretrained_cfg)
+    assert torch.equal(TrajectoryDistillationTask(student, moved)(*batch)['kd_loss'], parts['kd_loss'])
+
+
+def test_each_step_is_taught_by_a_teacher_that_sees_its_own_normalisation(vit, batch):
+    student, teacher = pair(vit)
+    before = StepwiseTask(student, teacher, verbose=False)(*batch)
+    teacher.pretrained_cfg = {**teacher.pretrained_cfg, 'mean': (0.1, 0.2, 0.3), 'std': (0.3, 0.2, 0.1)}
+    mean, std = (torch.tensor(student.pretrained_cfg[key]).view(1, 3, 1, 1) for key in ('mean', 'std'))
+    pixels = batch[0] * std + mean
+    expected = teacher((pixels - torch.tensor([0.1, 0.2, 0.3]).view(1, 3, 1, 1)) / torch.tensor([0.3, 0.2, 0.1]).view(1, 3, 1, 1))
+    found = StepwiseTask(student, teacher, verbose=False)(*batch)
+    torch.testing.assert_close(found['output'], expected, rtol=1e-4, atol=1e-4)  # rounding of another order of operations
+    assert not torch.allclose(found['output'], before['output'])
+
+
+@pytest.mark.parametrize('channels', [1, 4])
+def test_models_of_other_numbers_of_channels_are_distilled(vit, channels):
+    teacher = vit(in_chans=channels)
+    teacher.pretrained_cfg = {**teacher.pretrained_cfg, 'mean': (0.5,) * 3, 'std': (0.5,) * 3}
+    student = copy.deepcopy(teacher)
+    convert_(student)
+    student.pretrained_cfg = {**teacher.pretrained_cfg, 'mean': (0.1, 0.2, 0.3), 'std': (0.3, 0.2, 0.1)}
+    images = torch.randn(2, channels, 16, 16)
+    for task in (StepwiseTask(student, teacher, verbose=False), TrajectoryDistillationTask(student, teacher, verbose=False)):
+        assert task.for_teacher(images).shape == images.shape and not torch.equal(task.for_teacher(images), images)
+        task(images, torch.tensor([0, 1]))['loss'].backward()
+
+
+@pytest.mark.parametrize('change, error, message', [
+    (lambda s, t: (t, s), TypeError, 'The student must be an ODE-ViT'),
+    (lambda s, t: (s, s), ValueError, 'share parameters'),
+    (lambda s, t: (s, timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=48, num_heads=2,
+                                        num_classes=5)), ValueError, 'differ in embed_dim: 32 and 48'),
+    (lambda s, t: (s, timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=32, num_heads=2,
+                                        num_classes=5)), ValueError, 'have different patch grids'),
+    (lambda s, t: (s, timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2,
+                                        num_classes=7)), ValueError, 'differ in num_classes'),
+])
+def test_refuses_what_does_not_fit(vit, change, error, message):
+    with pytest.raises(error) as e:
+        TrajectoryDistillationTask(*change(*pair(vit)))
+    assert message in str(e.value)
+
+
+def test_a_refused_call_changes_nobody(vit):
+    student, teacher = pair(vit)
+    student.train(), teacher.train()
+    for models, settings in (((student, student), {}), ((student, teacher), dict(checkpoints='distance')),
+                             ((student, teacher), dict(jasmin_k=18))):
+        with pytest.raises(ValueError):
+            TrajectoryDistillationTask(*models, **settings)
+    for model in (student, teacher):
+        assert all(p.requires_grad for p in model.parameters()) and all(m.training for m in model.modules())
+
+
+@pytest.mark.parametrize('settings, message', [
+    (dict(checkpoints='even'), "Unknown checkpoints 'even'. Allowed: uniform, distance"),
+    (dict(checkpoints=(0.5, 0.5, 1.)), 'must be 3 strictly increasing times'),
+    (dict(checkpoints='distance'), 'needs calibration images'),
+    (dict(kd_weight=-1), 'kd_weight must be a number of at least 0'),
+    (dict(jasmin_k=1), 'jasmin_k must be 0, or at least 2'),
+    (dict(jasmin_k=18), 'jasmin_k must be at most the number of tokens, 17'),
+    (dict(jasmin_evaluations=0), 'jasmin_evaluations must be a whole number of at least 1'),
+])
+def test_refuses_settings(vit, settings, message):
+    with pytest.raises(ValueError) as e:
+        TrajectoryDistillationTask(*pair(vit), **settings)
+    assert message in str(e.value)
+
+
+def test_labels_may_be_missing_where_they_do_not_count(vit, batch):
+    parts = TrajectoryDistillationTask(*pair(vit))(batch[0], None)
+    assert torch.isfinite(parts['loss']) and parts['task_loss'].isnan()
+
+
+def test_refuses_dropped_patches_and_models_without_classes(vit):
+    with pytest.raises(ValueError, match='Create it with patch_drop_rate=0'):
+        TrajectoryDistillationTask(*pair(vit, patch_drop_rate=0.5))
+    with pytest.raises(ValueError, match='compare classes'):
+        TrajectoryDistillationTask(*pair(vit, num_classes=0))
+    TrajectoryDistillationTask(*pair(vit, num_classes=0), kd_weight=0.)
+
+
+def test_compiles(vit, batch):
+    task = TrajectoryDistillationTask(*pair(vit))
+    expected = task(*batch)['loss']
+    task.compile(backend='aot_eager')
+    torch.testing.assert_close(task(*batch)['loss'], expected)
+    assert task.get_eval_model()(batch[0]).shape == (4, 5)
+    torch._dynamo.reset()
+
+
+def test_steps_may_be_shares_and_are_drawn_by_the_seed(vit, images):
+    student, teacher = pair(vit)
+    assert LossConfig(steps=[0.5, 0.67, 1.0, 1.33, 2.0, 5]).counts(12) == (6, 8, 12, 16, 24, 5)
+    assert LossConfig(steps=[0.1]).counts(3) == (1,) and LossConfig().counts(3) is None
+    task = TrajectoryDistillationTask(student, teacher, steps=(1 / 3, 1.0, 2.0)).train()
+
+    def drawn(seed):
+        found = []
+        for update in range(12):
+            task.begin_update(update, 12, seed)
+            task(images, None)
+            found.append(task.drawn)
+        return found
+    first = drawn(0)
+    assert set(first) == {1, 3, 6} and first == drawn(0) != drawn(1)
+
+
+def test_layer_decay_reaches_the_stepwise_task(vit):
+    student, teacher = pair(vit)
+    optimizer = create_optimizer_v2(StepwiseTask(student, teacher).get_trainable_module(), opt='adamw', lr=1., layer_decay=0.5)
+    assert len({group['lr_scale'] for group in optimizer.param_groups}) == 3  # the stem, the shared block, the head

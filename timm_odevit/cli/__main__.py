@@ -1,0 +1,6 @@
+"""python -m timm_odevit.cli"""
+import sys
+
+from . import main
+
+sys.exit(main())

@@ -1,0 +1,159 @@
+"""What several commands share: argument types, models by name, folders to write to."""
+import argparse
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Callable, Dict, List, Optional, Type
+
+import timm
+from safetensors import SafetensorError
+from timm.models import load_state_dict, parse_model_name
+from torch import nn
+
+from ..errors import one_line, suggest
+from ..files import OWN, repair
+from ..saving.find_weights import CONFIG
+from ..settings import Settings
+
+__all__ = [
+    'DATA', 'MODEL', 'add_settings', 'check_name', 'given', 'load', 'quiet', 'refuse_existing', 'step_counts',
+    'whole_number', 'workers',
+]
+
+MODEL = "a timm name, such as deit_tiny_patch16_224, or 'local-dir:FOLDER' for a saved model"
+DATA = 'folder with one sub-folder of images per class, or with train/ and val/ folders of that kind'
+
+
+def add_settings(parser: Any, kind: Type[Settings]) -> None:
+    """Add an option for each setting; its help and default come from the settings."""
+    about = kind.about()
+    for f in fields(kind):
+        default = '' if f.default is None else f' (default: {_text(f.default)})'
+        text = re.sub(r'\((\d+), (\d+)\)', r'\1,\2', f'{about[f.name]}{default}').replace('%', '%%')
+        options: Any = dict(nargs='?', const=True) if isinstance(f.default, bool) else {}
+        parser.add_argument(
+            f"--{f.name.replace('_', '-')}", dest=f.name, type=_value, metavar='VALUE', help=text, **options)
+
+
+def given(args: argparse.Namespace, kind: Type[Settings]) -> Dict[str, Any]:
+    """Return the settings given on the command line."""
+    return {name: value for name in kind.names() if (value := getattr(args, name, None)) is not None}
+
+
+def quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--quiet', action='store_true', help='show no progress bars')
+
+
+def workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--workers', type=whole_number(0), default=2,
+                        help='processes that load images (default: %(default)s)')
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """Return an argument type: a whole number of at least `least`."""
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}; got '{text}'")
+        return value
+    return parse
+
+
+def step_counts(text: str) -> List[int]:
+    """Parse a list of step counts, such as 1,2,4,12."""
+    try:
+        counts = [int(part) for part in text.split(',')]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"expected step counts, such as 1,2,4,12; got '{text}'")
+    return counts
+
+
+def _value(text: str) -> Any:
+    """Parse a number, a word, or several of them separated by commas; the settings check what is allowed."""
+    if ',' in text:
+        return tuple(_value(part) for part in text.split(','))
+    words = {'true': True, 'false': False, 'none': None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _text(value: Any) -> str:
+    return ','.join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def load(
+        name: str,
+        args: argparse.Namespace,
+        checkpoint: Optional[str] = None,
+        pretrained: bool = True,
+        **kwargs: Any,
+) -> nn.Module:
+    """Build a model by name; every failure is a one-line message that says what to do."""
+    check_name(name)
+    if checkpoint is not None and not Path(checkpoint).is_file():
+        raise ValueError(f"There is no checkpoint file '{checkpoint}'.")
+    try:
+        if checkpoint is not None:
+            kwargs['pretrained_cfg_overlay'] = _overlay(name, checkpoint)
+        return timm.create_model(name, pretrained=pretrained, **kwargs).to(args.device)
+    except Exception as e:  # a foreign file can raise anything
+        source = f"checkpoint '{checkpoint}'" if checkpoint else f"'{name}'"
+        if isinstance(e, (SafetensorError, EOFError, UnpicklingError)) or 'PytorchStreamReader' in str(e):
+            raise ValueError(f'The weights of {source} cannot be read. The file may be truncated: {one_line(e)}') from e
+        if isinstance(e, OSError):
+            file = '--checkpoint FILE or ' if 'checkpoint' in args else ''
+            raise ValueError(f'The weights of {source} could not be loaded ({one_line(e)}). Without a network, give '
+                             f'{file}local-dir:FOLDER.') from e
+        raise ValueError(f'Cannot build {source}: {one_line(e)}') from e
+
+
+def _overlay(name: str, checkpoint: str) -> Dict[str, Any]:
+    """Return what tells timm to load a file's weights, with its head if the number of classes fits."""
+    overlay: Dict[str, Any] = {'state_dict': load_state_dict(checkpoint)}
+    cfg = timm.get_pretrained_cfg(name)
+    head = overlay['state_dict'].get(f'{cfg.classifier}.weight') if cfg is not None else None
+    if head is not None:
+        overlay['num_classes'] = len(head)
+    return overlay
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for a name from which no model can be built."""
+    if Path(name).is_dir() and not timm.is_model(name):
+        raise ValueError(f"'{name}' is a folder. For a saved model, type local-dir:{name}")
+    source, model = parse_model_name(name)
+    if source == 'local-dir':
+        repair(model)
+        if not Path(model, CONFIG).is_file():
+            raise ValueError(
+                f"There is no saved model in '{model}': it has no {CONFIG}. Make one: odevit convert MODEL {model}")
+        try:
+            config = json.loads(Path(model, CONFIG).read_text())
+        except ValueError as e:
+            raise ValueError(f"'{Path(model, CONFIG)}' is not valid JSON: {one_line(e)}") from None
+        if not isinstance(config, dict) or not isinstance(config.get('architecture'), str):
+            raise ValueError(f"'{Path(model, CONFIG)}' names no architecture. Write it with save_pretrained.")
+    elif source is None and not timm.is_model(name.split('.')[0]):
+        raise ValueError(f"Unknown model '{name}'. {suggest(name, timm.list_models())}See timm.list_models().")
+
+
+def refuse_existing(out: str, instead: str) -> None:
+    """Raise ValueError for a folder that is not empty; `instead` is the option that allows it."""
+    path = Path(out)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"'{out}' is a file. Give a folder to write to.")
+    if path.is_dir() and any(not p.name.startswith(OWN) for p in path.iterdir()):
+        raise ValueError(f"'{out}' is not empty. Give another folder, or {instead}.")

@@ -1,0 +1,74 @@
+"""odevit convert"""
+import argparse
+import math
+from typing import Any, Union
+
+import torch
+
+from ..convert.conversion import convert_
+from ..convert.sizing import choose_size
+from ..data.folders import image_loader
+from ..ode.blocks import find_ode_blocks
+from ..ode.config import OdeConfig
+from ..saving.save import save_pretrained
+from .arguments import MODEL, add_settings, given, load, refuse_existing, whole_number
+
+HELP = 'Convert a pretrained model and save it.'
+_SIZE = ('time', 'rank', 'phases', 'boundaries', 'init')  # what a size determines
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('model', help=MODEL)
+    parser.add_argument('out', help='folder to save to')
+    parser.add_argument('--checkpoint', help='file with the weights of the model, instead of a download')
+    parser.add_argument('--random', action='store_true', help='do not load weights')
+    parser.add_argument('--num-classes', type=whole_number(0), help='number of classes; if it differs, the head is new')
+    parser.add_argument('--img-size', type=whole_number(1), help='image size in pixels')
+    parser.add_argument('--target-params', type=_amount, metavar='SIZE',
+                        help=f"parameters of the result, such as 3M or 25%%; chooses {', '.join(_SIZE)}")
+    parser.add_argument('--images', help='folder of images, for boundaries similarity and init svd_data; with '
+                                         '--target-params, init is svd_data')
+    parser.add_argument('--seed', type=int, default=0, help='seed of the choice of images (default: %(default)s)')
+    parser.add_argument('--force', action='store_true', help='write into a folder that is not empty')
+    add_settings(parser.add_argument_group('the ODE'), OdeConfig)
+
+
+def run(args: argparse.Namespace) -> None:
+    if not args.force:
+        refuse_existing(args.out, '--force')
+    settings = given(args, OdeConfig)
+    both = [name for name in _SIZE if name in settings and args.target_params is not None]
+    if both:
+        raise ValueError(f"--target-params chooses {', '.join(_SIZE)}. Leave out --{both[0]} or --target-params.")
+    config = OdeConfig(**settings)
+    options = {k: v for k, v in (('num_classes', args.num_classes), ('img_size', args.img_size)) if v is not None}
+    model: Any = load(args.model, args, checkpoint=args.checkpoint, pretrained=not args.random, **options)
+    if find_ode_blocks(model):
+        raise ValueError(f"'{args.model}' has already been converted. Convert the model that it was made from.")
+    if min(getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (1,)) < 1:
+        raise ValueError(f'--img-size {args.img_size} is less than one patch of this model.')
+    if args.target_params is not None:
+        config = choose_size(model, args.target_params, config, init='svd_data' if args.images else 'svd')
+    images = None
+    if args.images:
+        torch.manual_seed(args.seed)
+        images = next(iter(image_loader(args.images, model, workers=0)))[0].to(args.device)
+    print(convert_(model, config, images=images, keep_original=False))
+    classes = model.pretrained_cfg['num_classes']
+    if not args.random and classes != model.num_classes:
+        print(f'  head        new and random, for {model.num_classes} classes: the weights have {classes}')
+    save_pretrained(model, args.out)
+    print(f"  saved       {args.out}: timm.create_model('local-dir:{args.out}', pretrained=True)")
+
+
+def _amount(text: str) -> Union[int, float]:
+    units = {'k': 1e3, 'K': 1e3, 'M': 1e6, 'G': 1e9, 'B': 1e9, '%': 1e-2}
+    try:
+        value = float(text[:-1]) * units[text[-1]] if text[-1:] in units else float(text)
+    except ValueError:
+        value = 0.
+    share = '%' in text or ('.' in text and value <= 1)
+    if not 0 < value < math.inf or (share and value > 1):
+        raise argparse.ArgumentTypeError(
+            f"expected a number of parameters, such as 3M, or a share, such as 25%; got '{text}'")
+    return value if share else int(value)

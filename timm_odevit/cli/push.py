@@ -1,0 +1,35 @@
+"""odevit push"""
+import argparse
+import json
+from pathlib import Path
+
+from ..saving.push import push_to_hub
+from .arguments import load
+
+HELP = 'Send a saved model to the Hugging Face Hub, with a card.'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('model', help="'local-dir:FOLDER' of a saved model")
+    parser.add_argument('repo', help="repository, 'org/name'; created if it does not exist")
+    parser.add_argument('--results', metavar='FILE', help='results from odevit evaluate --json, for the card')
+    parser.add_argument('--dataset', default='', metavar='NAME',
+                        help='name of the dataset of the results, such as CIFAR-100')
+    parser.add_argument('--license', metavar='ID',
+                        help="the Hub's identifier of a licence, for the card (default: that of the base's weights)")
+    parser.add_argument('--private', action='store_true', help='make the repository private')
+    parser.add_argument('--revision', default='main', metavar='BRANCH', help='branch (default: %(default)s)')
+    parser.add_argument('--create-pr', action='store_true', help='open a pull request')
+    parser.add_argument('--dry-run', action='store_true', help='send nothing; show what would be sent')
+
+
+def run(args: argparse.Namespace) -> None:
+    rows = []
+    if args.results:
+        try:
+            rows = json.loads(Path(args.results).read_text())
+        except ValueError as e:
+            raise ValueError(f"'{args.results}' is not what odevit evaluate --json writes: {e}") from None
+    print(push_to_hub(
+        load(args.model, args), args.repo, results=rows, dataset=args.dataset, license=args.license,
+        private=args.private or None, revision=args.revision, create_pr=args.create_pr, dry_run=args.dry_run))

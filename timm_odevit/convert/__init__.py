@@ -1,0 +1,14 @@
+"""From a pretrained transformer to an ODE-ViT, in place, and back.
+
+block_kinds         where a timm model's blocks are, and the field (of ode.fields) for each kind of block
+convertible         which models and settings are refused, and why
+measure             what is measured on images before a conversion
+alignment           one order for the heads and neurons of several layers
+initialisation      the shared blocks' weights, from the model's blocks
+conversion          convert_, and restore() to undo it
+merge               merge_, for deployment, and restore() to undo it
+replacements        attributes that are replaced together and restored together
+sizing              choose_size: the phases and the rank for a number of parameters
+torchscript         what torch.jit.script needs
+torchvision         from_torchvision: a torchvision ViT as timm's
+"""

@@ -1,0 +1,145 @@
+"""What can be converted in a timm model: where its blocks are, of what kind, and the field for each kind."""
+import inspect
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Type
+
+import torch
+from timm.models import beit, eva, vision_transformer, vision_transformer_relpos, vision_transformer_sam
+from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
+from timm.models.swin_transformer_v2 import SwinTransformerV2, SwinTransformerV2Block
+from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr, SwinTransformerV2CrBlock
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from ..ode.fields import (
+    GammaField,
+    NativeField,
+    ParallelField,
+    PostNormField,
+    SamField,
+    ShiftedPostNormField,
+    ShiftedWindowField,
+    WholeField,
+)
+
+__all__ = ['HINT', 'Site', 'check_blocks', 'field_class', 'find_sites', 'kinds', 'per_layer']
+
+# By class object, since several timm modules have a class called Block. Blocks not listed here are used whole.
+FIELD_OF: Dict[Type[nn.Module], Type[NativeField]] = {
+    vision_transformer.Block: NativeField,
+    vision_transformer.ResPostBlock: PostNormField,
+    vision_transformer.ParallelThingsBlock: ParallelField,
+    vision_transformer.ParallelScalingBlock: WholeField,
+    vision_transformer.DiffParallelScalingBlock: WholeField,
+    vision_transformer_relpos.RelPosBlock: NativeField,
+    vision_transformer_relpos.ResPostRelPosBlock: PostNormField,
+    vision_transformer_sam.Block: SamField,
+    beit.Block: GammaField,
+    eva.EvaBlock: GammaField,
+    eva.EvaBlockPostNorm: PostNormField,
+    SwinTransformerBlock: ShiftedWindowField,
+    SwinTransformerV2Block: ShiftedPostNormField,
+    SwinTransformerV2CrBlock: WholeField,
+}
+STAGES: Dict[Type[nn.Module], str] = {
+    SwinTransformer: 'layers', SwinTransformerV2: 'layers', SwinTransformerV2Cr: 'stages'}
+# constants that timm sets per layer, by depth; a shared block gets their mean over its layers
+_PER_LAYER = ('drop_prob', 'lambda_init')
+_WEIGHT_MAKERS = (BasePruningMethod, SpectralNorm, WeightNorm)  # as forward pre-hooks
+_UNUSED = ('training', 'target_shift_size')  # settings that change nothing at this image size
+HINT = 'See timm_odevit.list_convertible().'
+
+
+class Site(NamedTuple):
+    """A sequence of blocks in a model: `host.blocks`, and the host's name in the model."""
+    host: Any
+    name: str
+
+    @property
+    def blocks(self) -> List[Any]:
+        return list(self.host.blocks)
+
+
+def find_sites(model: nn.Module) -> List[Site]:
+    """Where the blocks of a model are: one sequence, or one per stage.
+
+    Raises:
+        TypeError: The model has no sequence of blocks.
+    """
+    for cls, name in STAGES.items():
+        if isinstance(model, cls):
+            return [Site(stage, f'{name}.{i}') for i, stage in enumerate(getattr(model, name))]
+    if isinstance(getattr(model, 'blocks', None), (nn.Sequential, nn.ModuleList)) and len(model.blocks):  # type: ignore
+        return [Site(model, '')]
+    raise TypeError(f'Cannot convert {type(model).__name__}: it has no sequence of transformer blocks. {HINT}')
+
+
+def field_class(block: nn.Module) -> Type[NativeField]:
+    """The field for a block: one that splits it into attention and MLP, or the whole-block field."""
+    return FIELD_OF.get(type(block), WholeField)
+
+
+def kinds(blocks: Sequence[nn.Module]) -> List[int]:
+    """For each block, the index of its kind: blocks of one kind differ only in the values of their parameters."""
+    seen: List[Any] = []
+    found = []
+    for block in blocks:
+        signature = _signature(block)
+        if signature not in seen:
+            seen.append(signature)
+        found.append(seen.index(signature))
+    return found
+
+
+def check_blocks(model: nn.Module, blocks: Sequence[Any]) -> None:
+    """Raise TypeError if the blocks cannot be steps of an ODE."""
+    name, first = type(model).__name__, blocks[0]
+    if type(first) not in FIELD_OF:
+        parameters = list(inspect.signature(type(first).forward).parameters.values())[1:]
+        simple = parameters and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if not simple or parameters[0].annotation not in (inspect.Parameter.empty, Tensor):
+            raise TypeError(f'Cannot convert {name}: a {type(first).__name__} does not take one state tensor. {HINT}')
+        if parameters[1:] and parameters[1].default is inspect.Parameter.empty and parameters[1].annotation is (
+                inspect.Parameter.empty):
+            raise TypeError(
+                f'Cannot convert {name}: a {type(first).__name__} takes two states ({parameters[0].name}, '
+                f'{parameters[1].name}). {HINT}')
+        if len(set(kinds(blocks))) > 1:
+            raise TypeError(
+                f'Cannot convert {name}: its blocks are of {len(set(kinds(blocks)))} kinds, which cannot share one '
+                f'block. {HINT}')
+    for i, block in enumerate(blocks):
+        for module in block.modules():
+            makers = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_MAKERS)]
+            if makers:
+                raise TypeError(
+                    f'Cannot convert {name}: a {type(makers[0]).__name__} computes the weight of a '
+                    f'{type(module).__name__} in block {i}, but a shared block would not. Make the weight permanent '
+                    'first (prune.remove).')
+        if type(block) is not type(first):
+            raise TypeError(
+                f'Cannot convert {name}: block {i} is a {type(block).__name__}, block 0 is a {type(first).__name__}. '
+                f'{HINT}')
+
+
+def per_layer(block: nn.Module) -> Dict[Tuple[str, str], float]:
+    """Constants of a block that timm sets by depth, such as stochastic-depth rates, by module and attribute."""
+    found = {}
+    for name, module in block.named_modules():
+        for key in _PER_LAYER:
+            if isinstance(getattr(module, key, None), float):
+                found[name, key] = float(getattr(module, key))
+    return found
+
+
+def _signature(block: nn.Module) -> List[Any]:
+    """Type and settings of every module except dropout, and the shape of every tensor."""
+    lines: List[Any] = []
+    for name, module in block.named_modules():
+        if 'drop' not in name.rsplit('.', 1)[-1]:
+            settings = {k: v for k, v in vars(module).items() if type(v) in (bool, int, float, str, tuple, torch.Size)
+                        and not k.startswith('_') and k not in (*_UNUSED, *_PER_LAYER)}
+            lines.append((name, type(module), module.extra_repr(), sorted(settings.items())))
+    lines += [(name, tuple(p.shape)) for name, p in (*block.named_parameters(), *block.named_buffers())]
+    return lines

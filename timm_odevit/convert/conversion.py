@@ -1,0 +1,207 @@
+"""convert_: turn a pretrained transformer into an ODE-ViT, in place, and back."""
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Callable, List, Optional, Tuple
+
+from timm.models import group_parameters
+from torch import Tensor, nn
+
+from ..ode.blocks import OdeBlocks, count_parameters
+from ..ode.config import DEFAULT, OdeConfig
+from ..ode.methods import METHODS
+from .convertible import check_all, count_in_words
+from .initialisation import build_field
+from .measure import input_moments, similarity_boundaries
+from .merge import check_not_merged
+from .replacements import Replacements
+from .torchscript import scriptable_copy
+
+__all__ = ['Conversion', 'convert_']
+
+
+def convert_(
+        model: nn.Module,
+        config: OdeConfig = DEFAULT,
+        *,
+        images: Optional[Tensor] = None,
+        keep_original: bool = True,
+) -> 'Conversion':
+    """Replace the blocks of a transformer with shared blocks that an ODE solver evaluates K times, in place.
+
+    Everything is checked and built first, then assigned at once: a refused call leaves the model unchanged. Device,
+    dtype, mode and requires_grad carry over. Parameters are new: create the optimizer afterwards.
+
+    Args:
+        model: A timm model with a sequence of blocks of one width, or with stages (Swin); see `list_convertible()`.
+        config: Settings; steps and T default to the number of converted layers.
+        images: Calibration images [B, C, H, W], normalised for the model, for boundaries 'similarity' and init
+            'svd_data'; a few dozen suffice. 'svd_data' keeps the second moments of the inputs of all linear layers of
+            a sequence in memory: a ViT-L needs 2 GB and takes minutes.
+        keep_original: Keep the original blocks, so that `restore()` can bring them back; False frees their memory.
+
+    Returns:
+        A Conversion: print it for a report, call its `restore()` to undo.
+
+    Raises:
+        TypeError: The model has no blocks that can be converted.
+        ValueError: The model is already converted, or the settings do not fit it.
+
+    Source: ODE-ViT, arXiv 2511.16501.
+    """
+    sites = check_all(model, config, images)
+    host: Any = model
+    before = count_parameters(model)
+    original = sum(count_parameters(site.host.blocks) for site in sites)
+    built, layers = [], 0
+    for stage, site in enumerate(sites):
+        blocks = site.blocks
+        first, last = config.span(len(blocks))
+        chosen = blocks[first:last + 1]
+        settings = config.resolve(len(chosen), stage)
+        if settings.boundaries == 'similarity' and settings.phases == 1:
+            settings = replace(settings, boundaries='uniform')
+        elif settings.boundaries == 'similarity':
+            assert images is not None
+            cuts = similarity_boundaries(model, chosen, images, settings.phases)
+            settings = replace(settings, boundaries=tuple(first + cut for cut in cuts))
+        moments = None
+        if settings.init == 'svd_data':
+            assert images is not None
+            moments = input_moments(model, chosen, images, first)
+        shared = build_field(settings, chosen, first, moments)
+        info = getattr(host, 'feature_info', None)
+        listed = site.host is model and isinstance(info, list) and len(info) == len(blocks)
+        feature = {k: v for k, v in info[first].items() if k != 'module'} if listed else None  # type: ignore[index]
+        ode = OdeBlocks(shared, settings, feature, float(first), blocks[:first], blocks[last + 1:])
+        built.append((site, ode.train(model.training), listed))
+        layers += len(chosen)
+    wanted: List[Any] = [(site.host, 'blocks', ode) for site, ode, _ in built]
+    wanted += [(host, 'feature_info', ode.feature_info) for _, ode, listed in built if listed]
+    if sites[0].host is model:
+        # TorchScript looks for this attribute; nothing else reads it
+        wanted.append((host, '__prepare_scriptable__', partial(scriptable_copy, model)))
+        if getattr(host, 'rope_mixed', False):
+            wanted.append((host.rope, 'get_embed', partial(_rope_of_steps, model)))
+    if hasattr(host, 'group_matcher'):
+        wanted.append((host, 'group_matcher', partial(_group_matcher, model)))
+    replacements = Replacements(wanted)
+    done = Conversion(
+        model=model,
+        blocks=tuple(ode for _, ode, _ in built),
+        layers=layers,
+        config=built[0][1].config if len(built) == 1 else config,
+        parameters_before=before,
+        parameters_after=before - original + sum(count_parameters(ode) for _, ode, _ in built),
+        _hosts=tuple(site.host for site in sites),
+        _replacements=replacements if keep_original else None,
+        _training=model.training,
+        _grids=tuple((ode.steps, ode.t, ode.end) for _, ode, _ in built),
+    )
+    replacements.put()
+    return done
+
+
+def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """RoPE tables of a base that has one per layer: each step gets that of the layer in which it starts."""
+    rope = model.rope
+    tables = type(rope).get_embed(rope, *args, **kwargs)
+    blocks = model.blocks
+    layers = getattr(blocks, 'layers', range(len(blocks)))  # absent if the model was pruned to kept blocks
+    return tables[[min(layer, len(tables) - 1) for layer in layers]]
+
+
+def _group_matcher(model: Any, coarse: bool = False) -> Callable[[str], int]:
+    """The base's groups of parameters by depth, for layer decay: a shared block counts as its first layer."""
+    renamed = {name: name for name, _ in model.named_parameters()}
+    for prefix, ode in ((n, m) for n, m in model.named_modules() if isinstance(m, OdeBlocks)):
+        first = ode.layers[0]
+        places = {'shared': int(ode.t), **{f'before.{i}': first + i for i in range(len(ode.before))}}
+        places.update({f'after.{i}': layer for i, layer in enumerate(ode.layers[len(ode) - len(ode.after):])})
+        for part, layer in places.items():
+            start = f'{prefix}.{part}.'
+            renamed.update({n: f'{prefix}.{layer}.{n.removeprefix(start)}' for n in renamed if n.startswith(start)})
+    layers: Any = SimpleNamespace(named_parameters=lambda: [(n, None) for n in renamed.values()])
+    groups = group_parameters(layers, type(model).group_matcher(model, coarse=coarse), reverse=True)
+    return lambda name: groups[renamed[name]]
+
+
+@dataclass(eq=False)
+class Conversion:
+    """The result of `convert_`: a report to print, and a way to undo it.
+
+    Attributes:
+        model: The converted model.
+        blocks: Its OdeBlocks: one, or one per stage.
+        layers: Number of blocks that were converted.
+        config: Settings; with one sequence of blocks, steps, T and boundaries are filled in.
+        parameters_before: Number of parameters of the model before.
+        parameters_after: Number of parameters of the model after.
+    """
+    model: Any
+    blocks: Tuple[OdeBlocks, ...]
+    layers: int
+    config: OdeConfig
+    parameters_before: int
+    parameters_after: int
+    _hosts: Tuple[nn.Module, ...]
+    _replacements: Optional[Replacements]
+    _training: bool
+    _grids: Tuple[Tuple[int, float, float], ...]
+
+    def restore(self) -> nn.Module:
+        """Put the original blocks back, bit for bit, on the model's current device and in its current mode.
+
+        Blocks that were not converted keep their current weights.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: The original blocks were not kept, the model no longer holds this conversion, or its dtype has
+                changed.
+        """
+        if self._replacements is None:
+            raise ValueError(
+                'The original blocks were not kept. Convert with keep_original=True to be able to restore.')
+        check_not_merged(self.model)
+        if any(getattr(host, 'blocks', None) is not ode
+               for host, ode in zip(self._hosts, self.blocks, strict=True)):
+            raise ValueError(
+                'This model no longer holds the blocks of this conversion: it was restored or changed.')
+        originals = self._replacements.before[:len(self._hosts)]
+        now = next(self.blocks[0].shared.parameters())
+        then = next(originals[0][int(self.blocks[0].t)].parameters())
+        if now.dtype != then.dtype:
+            raise ValueError(
+                f'The model is now {now.dtype}, its original blocks are {then.dtype}. '
+                f'Call model.to({then.dtype}) first.')
+        for original in originals:
+            if not now.is_meta:
+                original.to(now.device)
+            if self.model.training != self._training:
+                original.train(self.model.training)
+        self._replacements.take_off()
+        return self.model
+
+    def __str__(self) -> str:
+        config, first = self.config, self.blocks[0]
+        where = f'blocks {int(first.t)}-{int(first.t) + self.layers - 1}' if len(self.blocks) == 1 else (
+            f'{self.layers} blocks in {len(self.blocks)} stages')
+        per_step = None if config.adaptive else METHODS[config.method].evaluations
+        solver = '; '.join(f'{steps} steps on [{t:g}, {end:g}]' for steps, t, end in self._grids)
+        nfe = 'adaptive' if per_step is None else f'{sum(grid[0] for grid in self._grids) * per_step} evaluations'
+        native = config.field == 'native'
+        kept = "the base's own" if native else 'new: no biases, no qk-norm, CenterNorm instead of LayerNorm'
+        time = {'autonomous': 'autonomous', 'vectors': 'vectors of each layer',
+                'low_rank': f'vectors of each layer, residuals of rank {config.rank}'}[config.time]
+        if isinstance(config.boundaries, tuple):
+            time += f", phases from layers {', '.join(map(str, (int(first.t), *config.boundaries)))}"
+        share = 100 * self.parameters_after / self.parameters_before
+        return (
+            f'{type(self.model).__name__}: {where} -> {count_in_words(self.blocks)}\n'
+            f'  field       {config.field}, init {config.init}\n'
+            f'  sub-layers  {kept}\n'
+            f'  time        {time}\n'
+            f'  solver      {config.method}, {solver}, {nfe}\n'
+            f'  parameters  {self.parameters_before:,} -> {self.parameters_after:,} ({share:.1f} %)')

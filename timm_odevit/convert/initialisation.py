@@ -1,0 +1,252 @@
+"""The shared blocks' weights, from the base's blocks."""
+from contextlib import nullcontext
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+from timm.layers import DropPath
+from torch import Tensor, nn
+
+from ..ode.config import OdeConfig
+from ..ode.fields import Field
+from ..ode.lipschitz_field import LipschitzField
+from ..ode.skeleton import copy_module
+from ..ode.time_dependence import PhasedField, TimeField, matrix_shape
+from .alignment import Orders, aligning_orders, permuted
+from .block_kinds import field_class, kinds, per_layer
+
+__all__ = ['Moments', 'assignment', 'build_field', 'set_per_layer', 'spectral_']
+
+Moments = Dict[Tuple[int, str], Tensor]  # second moment of the inputs of a linear layer, by layer and parameter name
+
+
+def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -> List[int]:
+    """For each of the blocks, the index of the shared block that replaces it.
+
+    A shared block serves the blocks of one kind within one span; config.boundaries are layers or 'uniform'.
+    """
+    if isinstance(config.boundaries, tuple):
+        starts = [b - first for b in config.boundaries]
+    else:
+        count = min(config.phases, len(blocks))
+        starts = [round(i * len(blocks) / count) for i in range(1, count)]
+    groups = [(sum(i >= start for start in starts), kind) for i, kind in enumerate(kinds(blocks))]
+    order = sorted(set(groups), key=groups.index)
+    return [order.index(group) for group in groups]
+
+
+def build_field(
+        config: OdeConfig,
+        blocks: Sequence[nn.Module],
+        first: int = 0,
+        moments: Optional[Moments] = None,
+) -> Field:
+    """Build the vector field of an ODE-ViT; the base's blocks are read, not changed.
+
+    Args:
+        config: Field, time dependence, phases (boundaries given or uniform) and initialisation.
+        blocks: Consecutive transformer blocks of the base.
+        first: Layer of the first block.
+        moments: For init 'svd_data', the second moment of the inputs of each linear layer.
+
+    Returns:
+        A field with weights of its own, and with the device, dtype and mode of the blocks. A parameter is trainable if
+        it is trainable in any of the blocks that it replaces.
+    """
+    assigned = assignment(config, blocks, first)
+    device = next(blocks[0].parameters()).device
+    others = {} if device.type in ('cpu', 'meta') else {'device_type': device.type}
+    with torch.no_grad(), torch.random.fork_rng([device] if others else [], **others):  # the caller's state
+        fields = [_build([i for i, o in enumerate(assigned) if o == index], config, blocks, first, moments)
+                  for index in range(max(assigned) + 1)]
+    return fields[0] if len(fields) == 1 else PhasedField(fields, assigned, first).train(fields[0].training)
+
+
+def spectral_(weight: Tensor, parts: int = 1) -> Tensor:
+    """Fill a matrix with random values and scale it to spectral norm 1, in place.
+
+    Args:
+        weight: Matrix [M, D].
+        parts: Number of equal row blocks, each scaled separately; 3 for a joint q, k, v projection.
+
+    Source: ODE-ViT, arXiv 2511.16501 (spectral initialisation).
+    """
+    with torch.no_grad():
+        nn.init.normal_(weight)
+        if not weight.is_meta:
+            for part in weight.chunk(parts):
+                dtype = torch.promote_types(part.dtype, torch.float32)
+                part.div_(torch.linalg.matrix_norm(part.to(dtype), ord=2).to(part.dtype))
+    return weight
+
+
+def set_per_layer(block: nn.Module, others: Sequence[nn.Module]) -> None:
+    """Give a block the mean over `others` of the constants that timm sets by depth, such as stochastic-depth rates."""
+    found = [per_layer(other) for other in others]
+    for name, key in {pair for constants in found for pair in constants}:
+        value = sum(constants.get((name, key), 0.) for constants in found) / len(found)
+        parent = block.get_submodule(name.rpartition('.')[0])
+        if key == 'drop_prob':
+            module = DropPath(value) if value > 0. else nn.Identity()
+            setattr(parent, name.rpartition('.')[2], module.train(block.training))
+        else:
+            setattr(block.get_submodule(name), key, value)
+
+
+def _build(
+        group: List[int],
+        config: OdeConfig,
+        blocks: Sequence[nn.Module],
+        first: int,
+        moments: Optional[Moments],
+) -> Field:
+    """The field for the blocks with the given indices."""
+    init = str(config.init)
+    members = [blocks[i] for i in group]
+    chosen = [blocks[int(init[6:]) - first]] if init.startswith('block:') else members
+    base = _structure(config.field, members)
+    orders: List[Orders] = [{} for _ in members]
+    if init == 'svd_data' and not next(base.parameters()).is_meta:
+        orders = aligning_orders([_values(config.field, block) for block in members], members[0])
+    if init == 'spectral':
+        _spectral_init(base)
+    else:
+        layers = [_values(config.field, block) for block in chosen]
+        for name, parameter in base.named_parameters():
+            if len(chosen) == len(members):
+                parameter.copy_(_mean([permuted(v[name], o.get(name)) for v, o in zip(layers, orders, strict=True)]))
+            else:
+                parameter.copy_(layers[0][name])
+        for name, buffer in _statistics(base):
+            buffer.copy_(_mean([_buffer(config.field, block, name) for block in chosen]))
+    if config.time == 'autonomous':
+        return base
+    field = TimeField(base, [first + i for i in group], config.rank).train(base.training)
+    if init != 'spectral':
+        for name, buffer in _statistics(base):
+            field.add_statistics(name, torch.stack([_buffer(config.field, b, name) - buffer for b in members]))
+    if init != 'spectral':
+        for row, index in enumerate(group):
+            values = _values(config.field, blocks[index])
+            for name, parameter in base.named_parameters():
+                key, order = name.replace('.', '-'), orders[row].get(name)
+                if key in field.vectors:
+                    field.vectors[key][row] = permuted(values[name], order) - parameter
+                elif key in field.up and init in ('svd', 'svd_data') and not parameter.is_meta:
+                    moment = (moments or {}).get((first + index, name))
+                    if moment is not None and order is not None and order[1] is not None:
+                        moment = permuted(moment, (order[1], order[1]))
+                    residual = (permuted(values[name], order) - parameter).reshape(matrix_shape(parameter))
+                    field.up[key][row], field.down[key][row] = _factors(residual, field.up[key].shape[-1], moment)
+    return field
+
+
+def _structure(kind: str, members: Sequence[Any]) -> Field:
+    """A field with the structure of some blocks; its weights are still to be filled in."""
+    first = members[0]
+    trainable = {name for block in members for name, p in block.named_parameters() if p.requires_grad}
+    if kind == 'native':
+        block = copy_module(first, hooks=False)  # hooks belong to the layer they were registered on
+        for name, parameter in block.named_parameters():
+            parameter.requires_grad_(name in trainable)
+        set_per_layer(block, members)
+        return field_class(block)(block).train(first.training)
+    attn, weight = first.attn, first.attn.qkv.weight
+    return LipschitzField(
+        dim=weight.shape[1],
+        num_heads=attn.num_heads,
+        head_dim=weight.shape[0] // (3 * attn.num_heads),
+        hidden=first.mlp.fc2.in_features,
+        act=copy_module(first.mlp.act, hooks=False),
+        attn_drop=attn.attn_drop.p,
+        proj_drop=attn.proj_drop.p,
+        drop_path=sum(getattr(b.drop_path1, 'drop_prob', 0.) or 0. for b in members) / len(members),
+        device=weight.device,
+        dtype=weight.dtype,
+    ).train(first.training).requires_grad_(bool(trainable))
+
+
+def _values(kind: str, block: Any) -> Dict[str, Tensor]:
+    """The values that one block of the base gives the parameters of the field."""
+    if kind == 'native':
+        return {f'block.{name}': p for name, p in block.named_parameters()}
+    # LayerScale scales the rows of the projection before it; a field without LayerScale folds it into those rows.
+    return {
+        'norm1.weight': block.norm1.weight, 'norm1.bias': block.norm1.bias, 'qkv.weight': block.attn.qkv.weight,
+        'proj.weight': _scaled(block.attn.proj.weight, block.ls1), 'norm2.weight': block.norm2.weight,
+        'norm2.bias': block.norm2.bias, 'fc1.weight': block.mlp.fc1.weight,
+        'fc2.weight': _scaled(block.mlp.fc2.weight, block.ls2),
+    }
+
+
+def _statistics(field: Field) -> List[Tuple[str, Tensor]]:
+    """Saved buffers that are not counts: running means and variances."""
+    saved = field.state_dict()
+    return [(name, b) for name, b in field.named_buffers() if name in saved and b.is_floating_point()]
+
+
+def _buffer(kind: str, block: nn.Module, name: str) -> Tensor:
+    assert kind == 'native'  # the lipschitz field has none
+    return block.get_buffer(name.removeprefix('block.'))
+
+
+def _spectral_init(field: Field) -> None:
+    for name, module in field.named_modules():
+        if isinstance(module, nn.Linear):
+            spectral_(module.weight, 3 if name.endswith('qkv') else 1)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif hasattr(module, 'reset_parameters') and not list(module.children()):
+            module.reset_parameters()
+
+
+def _factors(residual: Tensor, rank: int, moment: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+    """Factors [M, r] and [r, N] of the best approximation of a residual [M, N] by a matrix of rank r.
+
+    Best in the Frobenius norm or, given the second moment of the inputs x [N, N], in the mean of |error x|^2.
+    """
+    M, N = residual.shape
+    if rank == N:  # nothing to truncate
+        return residual, torch.eye(N, dtype=residual.dtype, device=residual.device)
+    if rank == M:
+        return torch.eye(M, dtype=residual.dtype, device=residual.device), residual
+    R = residual.to(torch.promote_types(residual.dtype, torch.float32))
+    if moment is not None:
+        values, vectors = torch.linalg.eigh(moment.to(R))
+        values = values.clamp_min(1e-6 * values.max()).sqrt()  # directions that never occur keep a little weight
+        R = R @ (vectors * values)
+    if 8 * rank < min(M, N):
+        _seed(R.device)  # the sketch is random; a conversion must not be
+        U, S, V = torch.svd_lowrank(R, q=min(2 * rank + 8, M, N), niter=4)
+        U, S, Vh = U[:, :rank], S[:rank], V[:, :rank].T
+    else:
+        U, S, Vh = torch.linalg.svd(R, full_matrices=False)
+        U, S, Vh = U[:, :rank], S[:rank], Vh[:rank]
+    up, down = U * S.sqrt(), S.sqrt()[:, None] * Vh
+    if moment is not None:
+        down = down @ (vectors / values).T
+    return up.to(residual), down.to(residual)
+
+
+def _seed(device: torch.device) -> None:
+    """Seed only the generator that random tensors on a device come from."""
+    if device.type in ('cpu', 'meta'):
+        torch.default_generator.manual_seed(0)
+        return
+    backend = torch.get_device_module(device)
+    with backend.device(device) if hasattr(backend, 'device') else nullcontext():
+        backend.manual_seed(0)
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    total = tensors[0].to(dtype)
+    for tensor in tensors[1:]:
+        total = total + tensor.to(dtype)
+    return total / len(tensors)
+
+
+def _scaled(weight: Tensor, layer_scale: nn.Module) -> Tensor:
+    gamma = getattr(layer_scale, 'gamma', None)
+    return weight if gamma is None else weight * gamma[:, None]

@@ -1,0 +1,56 @@
+"""Attributes of a model that are replaced together and restored together."""
+from typing import Any, List, Sequence, Tuple
+
+from torch import nn
+
+__all__ = ['Replacements']
+
+
+class _Absent:
+    """Stands for an attribute that was absent; a class, because a copy of a class is the class itself."""
+
+
+class Replacements:
+    """Replacements of attributes: either all of them are made, or none.
+
+    Args:
+        wanted: Owner, attribute name and new value of each.
+
+    Attributes:
+        before: The previous values, in the same order.
+    """
+
+    def __init__(self, wanted: Sequence[Tuple[Any, str, Any]]) -> None:
+        self._wanted = list(wanted)
+        self.before: List[Any] = [_own(owner, name) for owner, name, _ in self._wanted]
+
+    def put(self) -> None:
+        """Make the replacements; if interrupted, undo those already made."""
+        try:
+            for owner, name, value in self._wanted:
+                setattr(owner, name, value)
+        except BaseException:
+            self._put_back()
+            raise
+
+    def take_off(self) -> None:
+        """Restore the attributes as they were at construction; if interrupted, replace them again."""
+        try:
+            self._put_back()
+        except BaseException:
+            for owner, name, value in self._wanted:
+                setattr(owner, name, value)
+            raise
+
+    def _put_back(self) -> None:
+        for (owner, name, _), before in zip(self._wanted, self.before, strict=True):
+            if before is not _Absent:
+                setattr(owner, name, before)
+            elif _own(owner, name) is not _Absent:
+                delattr(owner, name)
+
+
+def _own(owner: Any, name: str) -> Any:
+    """An attribute of the object itself, not of its class."""
+    children = owner._modules if isinstance(owner, nn.Module) else {}
+    return children.get(name, owner.__dict__.get(name, _Absent))

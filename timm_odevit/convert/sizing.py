@@ -1,0 +1,108 @@
+"""Choose phases and rank for a given number of parameters."""
+import math
+from dataclasses import replace
+from typing import Union
+
+from torch import nn
+
+from ..ode.blocks import count_parameters
+from ..ode.config import DEFAULT, OdeConfig
+from ..ode.time_dependence import matrix_shape
+from .block_kinds import find_sites
+from .convertible import check_convertible
+from .initialisation import assignment
+
+__all__ = ['choose_size', 'predict_parameters']
+
+def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
+    """Parameters left after `convert_(model, config)`, for native fields and boundaries that are not measured."""
+    total = count_parameters(model)
+    for stage, site in enumerate(find_sites(model)):
+        blocks = site.blocks
+        first, last = config.span(len(blocks))
+        chosen = blocks[first:last + 1]
+        assigned = assignment(config.resolve(len(chosen), stage), chosen, first)
+        total -= sum(count_parameters(block) for block in chosen)
+        for index in set(assigned):
+            members = [block for block, o in zip(chosen, assigned, strict=True) if o == index]
+            total += count_parameters(members[0])
+            if config.time != 'autonomous':
+                total += len(members) * _residual(members[0], config.rank)
+    return total
+
+
+def choose_size(
+        model: nn.Module,
+        target: Union[int, float],
+        config: OdeConfig = DEFAULT,
+        *,
+        init: str = 'svd',
+) -> OdeConfig:
+    """Choose the phases and the rank that make the best use of a number of parameters.
+
+    This gives one shared block, with residuals per layer of the largest rank that fits; README's size dial shows what
+    that keeps. A target of all the model's parameters gives one phase per layer, which is the model itself.
+
+    Args:
+        model: Model that can be converted.
+        target: Largest number of parameters of the converted model: a whole number, or a share of the model's, such
+            as 0.25.
+        config: All other settings; time, rank, phases and init are chosen for you.
+        init: How residuals are filled: 'svd', or 'svd_data', which keeps more but needs images to convert.
+
+    Returns:
+        Settings for `convert_`.
+
+    Raises:
+        ValueError: The target is out of range (the message names the smallest one), or the settings do not fit.
+    """
+    plain = replace(config, time='autonomous', rank=0, phases=1, init='mean')
+    check_convertible(model, replace(plain, boundaries='uniform'))
+    if config.boundaries != 'uniform':
+        raise ValueError(f'A size can be chosen only without boundaries; got {config.boundaries!r}. Leave them out.')
+    if config.field != 'native':
+        raise ValueError("A size can be chosen only for field='native'. For another field, set time, rank and phases.")
+    total = count_parameters(model)
+    wanted = _target(target, total)
+    smallest = predict_parameters(model, plain)
+    if wanted < smallest:
+        raise ValueError(
+            f'{wanted:,} parameters are too few: one shared block and everything outside the blocks take '
+            f'{smallest:,} of {total:,} ({100 * smallest / total:.1f} %).')
+    first, last = config.span(max(len(site.blocks) for site in find_sites(model)))
+    layers = last - first + 1
+    phased = [replace(plain, phases=phases) for phases in range(1, layers + 1)]
+    exact = phased[-1]
+    if predict_parameters(model, exact) <= wanted:
+        return exact
+    ranked = replace(plain, time='low_rank', rank=1, init=init)
+    if predict_parameters(model, ranked) <= wanted:
+        low, high = 1, 2
+        while predict_parameters(model, replace(ranked, rank=high)) <= wanted and high < 2 ** 20:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = predict_parameters(model, replace(ranked, rank=middle)) <= wanted
+            low, high = (middle, high) if fits else (low, middle)
+        return replace(ranked, rank=low)
+    vectors = replace(plain, time='vectors')
+    return vectors if predict_parameters(model, vectors) <= wanted else plain
+
+
+def _residual(block: nn.Module, rank: int) -> int:
+    size = 0
+    for p in block.parameters():
+        if p.ndim <= 1:
+            size += p.numel()
+        elif rank:
+            rows, columns = matrix_shape(p)
+            size += min(rank, rows, columns) * (rows + columns)
+    return size
+
+
+def _target(target: Union[int, float], total: int) -> int:
+    whole = isinstance(target, int) or (isinstance(target, float) and (target <= 1 or target.is_integer()))
+    if isinstance(target, bool) or not whole or not 0 < target < math.inf:
+        raise ValueError(
+            f'target must be a number of parameters, or a share of the model such as 0.25; got {target!r}.')
+    return int(target * total) if isinstance(target, float) and target <= 1 else int(target)

@@ -1,0 +1,202 @@
+"""Arrays of small images, which stay in memory and are augmented on the device."""
+import math
+import os
+from pathlib import Path
+from typing import Any, Dict, Iterator, Optional, Tuple, Union
+from zipfile import ZipFile, ZipInfo
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..distributed import rank_and_world
+from ..errors import one_line
+from .preprocessing import count_held_out, data_config
+
+__all__ = ['ArrayLoader', 'array_loaders']
+
+
+def array_loaders(
+        path: Union[str, Path],
+        model: Any,
+        *,
+        batch_size: int = 64,
+        held_out: float = 0.1,
+        padding: int = 4,
+        flip: float = 0.5,
+        reprob: float = 0.,
+        limit: Optional[int] = None,
+        seed: int = 0,
+) -> Tuple['ArrayLoader', 'ArrayLoader', 'ArrayLoader']:
+    """Make batches for training, validation and testing from images that stay in memory, on the model's device.
+
+    Args:
+        path: .npz with uint8 images x_train and x_test [N, S, S, C] and labels y_train and y_test [N]; S may differ
+            from the size that the model takes, and grey images may be [N, S, S].
+        model: timm model that will see the images.
+        batch_size: Images per batch.
+        held_out: Share of the training images held out, taken from the end.
+        padding: How far a crop may move, in pixels of the original images.
+        flip: Probability of mirroring an image.
+        reprob: Probability of erasing a part of an image.
+        limit: Use only this many images of each part, for a rehearsal.
+        seed: Seed of the image order.
+
+    Returns:
+        Three loaders; the first one shuffles and augments, and gives each of several processes its own part.
+
+    Raises:
+        ValueError: The file does not fit the model; the message says what was found.
+    """
+    keys = ('x_train', 'y_train', 'x_test', 'y_test')
+    arrays = _read_arrays(path, keys)
+    for key in ('x_train', 'x_test'):
+        if arrays[key].ndim == 3:
+            arrays[key] = arrays[key][..., None]
+    x, y, x_test, y_test = (arrays[key] for key in keys)
+    for images, labels in ((x, y), (x_test, y_test)):
+        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or not len(labels) or labels.min() < 0:
+            raise ValueError(f"'{path}' must hold labels [N], whole numbers from 0; got {labels.dtype} "
+                             f'{list(labels.shape)}. If they are [N, 1], use labels.reshape(-1).')
+        good = images.ndim == 4 and images.dtype == np.uint8 and 0 not in images.shape and len(images) == len(labels)
+        if not good or images.shape[3] != model.in_chans:
+            other = f' Give such images, or create the model with in_chans={images.shape[3]}.' if good else ''
+            raise ValueError(f"'{path}' must hold uint8 images [N, S, S, {model.in_chans}] with a label each; got "
+                             f'{images.dtype} {list(images.shape)} and {len(labels)} labels.{other}')
+        if int(labels.max()) >= model.num_classes:
+            raise ValueError(f"'{path}' has label {int(labels.max())}, but the model has {model.num_classes} classes. "
+                             "Give the data that the model was made for, or create the model with the data's classes.")
+    split = len(y) - count_held_out(len(y), held_out)
+    if split == len(y):
+        raise ValueError(f"'{path}' has one image to train on, so none can be held out. Give more.")
+    parts = ((x[:split], y[:split]), (x[split:], y[split:]), (x_test, y_test))
+    train, val, test = (
+        ArrayLoader(images[:limit], labels[:limit], model, batch_size, train=i == 0, padding=padding, flip=flip,
+                    reprob=reprob, seed=seed)
+        for i, (images, labels) in enumerate(parts))
+    return train, val, test
+
+
+def _read_arrays(path: Union[str, Path], keys: Tuple[str, ...]) -> Dict[str, Any]:
+    """Read arrays from an .npz; sizes are checked before memory is allocated, and nothing is unpickled."""
+    try:
+        with ZipFile(path) as archive:
+            members = {info.filename.removesuffix('.npy'): info for info in archive.infolist()}
+            missing = [key for key in keys if key not in members]
+            if not missing:
+                packed, whole = os.path.getsize(path), sum(members[key].file_size for key in keys)
+                if whole > 100 * packed + 2 ** 27:  # photos compress to a half, black-and-white drawings to a tenth
+                    raise ValueError(f'its {packed:,} bytes unpack to {whole:,}, which images never do')
+                return {key: _read_array(archive, members[key]) for key in keys}
+    except Exception as e:  # a foreign file can raise anything
+        raise ValueError(f"'{path}' cannot be read as .npz: {one_line(e)}") from e
+    raise ValueError(f"'{path}' has no {missing[0]}; it must hold {', '.join(keys)}.")
+
+
+def _read_array(archive: ZipFile, info: ZipInfo) -> Any:
+    with archive.open(info) as f:
+        major = np.lib.format.read_magic(f)[0]
+        read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(f)
+        there = info.file_size - f.tell()
+    if dtype.hasobject:
+        raise ValueError(f'{info.filename} holds Python objects, which are not read')
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != there:
+        raise ValueError(f'{info.filename} says that it holds {dtype} {list(shape)}, but it has {there:,} bytes')
+    with archive.open(info) as f:
+        return np.lib.format.read_array(f, allow_pickle=False)
+
+
+class ArrayLoader:
+    """Batches (images [B, C, H, W], normalised; labels [B]) of uint8 images in memory, augmented on the device.
+
+    The order of the images depends on `set_epoch` and the seed; their augmentation, on torch's global generator. In
+    training, an incomplete last batch is dropped.
+
+    Args:
+        images: Images [N, S, S, C], uint8.
+        labels: Labels [N].
+        model: timm model that will see the images; they are kept on its device.
+        batch_size: Images per batch of this process.
+        train: Shuffle and augment.
+        padding: See `array_loaders`.
+        flip: See `array_loaders`.
+        reprob: See `array_loaders`.
+        seed: Seed of the image order.
+    """
+
+    def __init__(
+            self,
+            images: Any,
+            labels: Any,
+            model: Any,
+            batch_size: int,
+            *,
+            train: bool = False,
+            padding: int = 4,
+            flip: float = 0.5,
+            reprob: float = 0.,
+            seed: int = 0,
+    ) -> None:
+        cfg = data_config(model)
+        device = next(model.parameters()).device
+        self.images = torch.as_tensor(np.ascontiguousarray(images)).permute(0, 3, 1, 2).contiguous().to(device)
+        self.labels = torch.as_tensor(labels).long().to(device)
+        self.mean, self.std = (torch.tensor(cfg[key], device=device).view(1, -1, 1, 1) for key in ('mean', 'std'))
+        self.size, self.interpolation = cfg['input_size'][1:], cfg['interpolation']
+        self.batch_size, self.train = batch_size, train
+        self.padding, self.flip, self.reprob = padding, flip, reprob
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the images, which depends only on the seed and the epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        if self.train:
+            return len(self.labels) // (self.batch_size * rank_and_world()[1])
+        return math.ceil(len(self.labels) / self.batch_size)
+
+    def __iter__(self) -> Iterator[Tuple[Tensor, Tensor]]:
+        for index in self.indices():
+            images = self.images[index]
+            yield self.prepare(self.augment(images) if self.train else images), self.labels[index]
+
+    def indices(self) -> Iterator[Tensor]:
+        """Yield the indices of the images of each batch."""
+        n, (rank, world) = len(self.labels), rank_and_world() if self.train else (0, 1)
+        order = torch.arange(n)
+        if self.train:  # the same for all processes
+            order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch))
+        for i in range(len(self)):
+            whole = order[i * self.batch_size * world:(i + 1) * self.batch_size * world]
+            yield whole[rank::world].to(self.labels.device)
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """Turn uint8 images [B, C, S, S] into the input [B, C, H, W] that the model expects."""
+        pixels = images.float() / 255
+        if pixels.shape[-2:] != tuple(self.size):
+            mode = self.interpolation if self.interpolation in ('bilinear', 'bicubic') else 'bicubic'
+            pixels = F.interpolate(pixels, size=tuple(self.size), mode=mode, antialias=True).clamp(0, 1)
+        return (pixels - self.mean) / self.std
+
+    def augment(self, images: Tensor) -> Tensor:
+        """Pad and crop, mirror and erase each image [B, C, S, S] at random, independently of the others."""
+        B, _, H, W = images.shape
+        device, p = images.device, self.padding
+        shift = torch.randint(0, 2 * p + 1, (2, B, 1)).to(device)
+        rows, cols = shift[0] + torch.arange(H, device=device), shift[1] + torch.arange(W, device=device)
+        cols = torch.where((torch.rand(B, 1) < self.flip).to(device), cols.flip(1), cols)
+        each = torch.arange(B, device=device)
+        out = F.pad(images, (p,) * 4)[each[:, None, None], :, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)
+        if self.reprob > 0:
+            # a black box of 2 to 33 % of the image, as in timm's RandomErasing; aspect ratio from 1 : 2 to 2 : 1
+            area, ratio = torch.empty(B).uniform_(0.02, 0.33), torch.empty(B).uniform_(-0.7, 0.7).exp()
+            size = torch.stack([(area * ratio).sqrt() * H, (area / ratio).sqrt() * W]).clamp(min=1.)
+            start = torch.rand(2, B) * (torch.tensor([[H], [W]]) - size).clamp_min(0.)
+            erased = (torch.rand(B) < self.reprob)[:, None]
+            inside = [((torch.arange(n) >= a[:, None]) & (torch.arange(n) < (a + s)[:, None]) & erased).to(device)
+                      for n, a, s in zip((H, W), start, size, strict=True)]
+            out = out.masked_fill((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0)
+        return out

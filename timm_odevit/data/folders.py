@@ -1,0 +1,270 @@
+"""Folders of images, through timm.data."""
+import os
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple, Union
+
+import torch
+from timm.data import create_dataset, create_loader, is_img_extension
+from torch.utils.data import DistributedSampler
+
+from ..distributed import rank_and_world
+from .preprocessing import count_held_out, data_config
+
+__all__ = ['folder_loader', 'folder_loaders', 'image_loader']
+
+# the parts of a data set, by the names of their folders
+_PARTS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'eval': 'val',
+          'evaluation': 'val', 'test': 'test'}
+_MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's modes, by the model's number of channels
+
+
+def folder_loader(
+        root: Union[str, Path],
+        model: Any,
+        *,
+        batch_size: int = 64,
+        workers: int = 2,
+        held_out: Optional[float] = None,
+        seed: int = 0,
+) -> Any:
+    """Make batches to evaluate on: images in one sub-folder per class, preprocessed as the model expects.
+
+    Args:
+        root: The folder of classes, or one that holds it as val/ or test/; see `folder_loaders`.
+        model: timm model that will see the images.
+        batch_size: Images per batch.
+        workers: Worker processes.
+        held_out: Use val/ or, without one, only the share of each class that `folder_loaders` holds out of training
+            with this share and seed. None for val/, or else test/, or else all images.
+        seed: Seed of the choice of images held out.
+
+    Returns:
+        A DataLoader of (images [B, C, H, W], labels [B]), in the order of the file names.
+
+    Raises:
+        ValueError: There are no images, or their classes are not the model's; the message says what to do.
+    """
+    root, parts = _folder(root)
+    if held_out is not None:
+        dataset = _validation(root, parts, model, held_out, seed)
+    elif set(parts) == {'train'}:
+        raise ValueError(
+            f"'{root}' has {parts['train'].name}/ but no val/ or test/ to evaluate on. Give the folder of classes "
+            'itself, or the share that was held out of training.')
+    else:
+        dataset = _dataset(parts.get('val') or parts.get('test') or root, model)
+    return _loader(dataset, model, batch_size, workers, train=False)
+
+
+def folder_loaders(
+        root: Union[str, Path],
+        model: Any,
+        *,
+        batch_size: int = 64,
+        workers: int = 2,
+        held_out: float = 0.1,
+        auto_augment: Optional[str] = None,
+        reprob: float = 0.,
+        seed: int = 0,
+) -> Tuple[Any, Any]:
+    """Make batches to train on (shuffled, augmented, an incomplete last one dropped) and batches to validate on.
+
+    Folders are parts of a data set, not classes, if they are called train, val or test (or training, valid, validation,
+    eval, evaluation), hold folders but no images directly, and are at least two, or the only folders with images.
+
+    Args:
+        root: A folder with train/ and val/, each with one sub-folder of images per class; or such a folder of classes
+            itself (or train/ alone), of which a share is held out.
+        model: timm model that will see the images.
+        batch_size: Images per batch.
+        workers: Worker processes.
+        held_out: Share of each class held out if there is no val/; at least one image of each class that has two.
+        auto_augment: timm's augmentation policy, such as 'rand-m9-mstd0.5-inc1' for RandAugment.
+        reprob: Probability of erasing a part of an image.
+        seed: Seed of the choice of images held out and, with several processes, of the image order.
+
+    Returns:
+        Two DataLoaders of (images [B, C, H, W], labels [B]) that share no image; each of several processes trains on
+        its own part.
+
+    Raises:
+        ValueError: There are no images, their classes are not the model's, none can be held out, or it is unclear
+            whether folders are parts or classes; the message says what to do.
+    """
+    root, parts = _folder(root)
+    datasets = [_dataset(_training(root, parts), model), _validation(root, parts, model, held_out, seed)]
+    names: List[Dict[str, int]] = [dataset.reader.class_to_idx for dataset in datasets]
+    if names[0] != names[1]:
+        only = sorted(set(names[0]) ^ set(names[1]))
+        raise ValueError(f"The training and validation folders of '{root}' have different classes: "
+                         f"{', '.join(only[:5])} appear in only one.")
+    if 'val' not in parts:
+        _keep_share(datasets[0], True, held_out, seed)
+    if auto_augment is not None and model.in_chans == 4:
+        raise ValueError("timm's auto_augment cannot handle an alpha channel, and the model takes 4 channels. "
+                         'Leave it out.')
+    try:
+        train_loader = _loader(
+            datasets[0], model, batch_size, workers, train=True, auto_augment=auto_augment, re_prob=reprob)
+    except (AssertionError, AttributeError, TypeError, ValueError) as e:  # how timm rejects an unknown policy
+        raise ValueError(f"Unknown auto_augment '{auto_augment}'. Give a timm policy, such as 'rand-m9-mstd0.5-inc1' "
+                         "or 'original'.") from e
+    if isinstance(train_loader.sampler, DistributedSampler):
+        train_loader.sampler.seed = seed
+    return train_loader, _loader(datasets[1], model, batch_size, workers, train=False)
+
+
+def image_loader(
+        root: Union[str, Path],
+        model: Any,
+        *,
+        batch_size: int = 64,
+        workers: int = 2,
+) -> Any:
+    """Make batches of images to calibrate on (shuffled, augmented), from any folders: labels are ignored.
+
+    Args:
+        root: A folder of images, or of folders of images; if it has a train/ of classes, only that is used (see
+            `folder_loaders`).
+        model: timm model that will see the images.
+        batch_size: Images per batch; fewer if there are fewer images.
+        workers: Worker processes.
+
+    Returns:
+        A DataLoader of (images [B, C, H, W], meaningless labels [B]).
+
+    Raises:
+        ValueError: There are no images, or it is unclear whether folders are parts or classes; the message says what
+            to do.
+    """
+    root, parts = _folder(root)
+    dataset = _dataset(parts.get('train', root), model, labelled=False)
+    return _loader(dataset, model, min(batch_size, len(dataset)), workers, train=True)
+
+
+def _folder(root: Union[str, Path]) -> Tuple[Path, Dict[str, Path]]:
+    """Return a folder and its parts, by 'train', 'val' and 'test'; no parts if the folder holds the classes itself.
+
+    A folder `train` may be a class, as in CIFAR-100: `folder_loaders` says what makes it a part.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise ValueError(f"There is no folder '{root}'. Give a folder with one sub-folder of images per class.")
+    folders = [child for child in sorted(root.iterdir()) if child.is_dir() and not child.name.startswith('.')]
+    named = [child for child in folders if child.name.lower() in _PARTS]
+    if not named:
+        return root, {}
+    others = [child for child in folders if child not in named and _has_images(child, below=True)]
+    flat = [child for child in named if _has_images(child)]
+    of_classes = [child for child in named if child not in flat and _has_images(child, below=True)]
+    parts: Dict[str, Path] = {}
+    for child in named if of_classes else flat:
+        kind = _PARTS[child.name.lower()]
+        if of_classes and kind in parts:
+            raise ValueError(f"'{root}' has {parts[kind].name}/ and {child.name}/, two names for the same part. "
+                             'Keep one.')
+        parts[kind] = child
+    if of_classes and others and len(of_classes) == 1:
+        one = of_classes[0]
+        raise ValueError(f"'{root}' has {one.name}/, which holds folders, next to {others[0].name}/. If it is a part "
+                         f"of the data, give '{one}'; if it is a class, put its images directly into it.")
+    if not of_classes and not others and len(parts) > 1:
+        one = flat[0]
+        raise ValueError(f"'{root}' has {' and '.join(f'{child.name}/' for child in flat)}, which hold images but no "
+                         f"folders. If they are parts of the data, give one, such as '{one}'; if they are classes, "
+                         'rename them.')
+    return root, parts if of_classes else {}
+
+
+def _has_images(folder: Path, below: bool = False) -> bool:
+    """Whether a folder, or with `below` also one beneath it, holds images; hidden ones do not count."""
+    for _, folders, files in os.walk(folder, followlinks=True):
+        if any(is_img_extension(Path(name).suffix.lower()) and not name.startswith('.') for name in files):
+            return True
+        folders[:] = [name for name in folders if below and not name.startswith('.')]
+    return False
+
+
+def _training(root: Path, parts: Dict[str, Path]) -> Path:
+    if parts and 'train' not in parts:
+        name = next(iter(parts.values())).name
+        raise ValueError(f"'{root}' has {name}/ but no train/ to train on. Give a folder with both.")
+    return parts.get('train', root)
+
+
+def _validation(root: Path, parts: Dict[str, Path], model: Any, share: float, seed: int) -> Any:
+    """Return the images of val/, or else the share held out of the training images."""
+    if 'val' in parts:
+        return _dataset(parts['val'], model)
+    return _keep_share(_dataset(_training(root, parts), model), False, share, seed)
+
+
+def _dataset(folder: Path, model: Any, labelled: bool = True) -> Any:
+    mode = _MODES.get(model.in_chans)
+    if mode is None:
+        raise ValueError(f'Image files are read with 1, 3 or 4 channels (grey, RGB, RGBA), but the model takes '
+                         f'{model.in_chans}. Train it on an .npz.')
+    nothing = f"There are no images in '{folder}'. Give a folder with one sub-folder of images per class."
+    try:
+        dataset = create_dataset('', str(folder), search_split=False, input_img_mode=mode)
+    except RuntimeError as e:
+        raise ValueError(nothing) from e
+    reader = dataset.reader
+    names = list(reader.class_to_idx)
+    seen = [(file, names[label]) for file, label in reader.samples if f'{os.sep}.' not in file[len(str(folder)):]]
+    if not seen:
+        raise ValueError(nothing)
+    found = {name for _, name in seen}
+    reader.class_to_idx = {name: i for i, name in enumerate(name for name in names if name in found)}
+    reader.samples = [(file, reader.class_to_idx[name]) for file, name in seen]
+    if not labelled:
+        return dataset
+    if '' in found:
+        file = next(Path(file).name for file, name in seen if not name)
+        raise ValueError(f"'{folder}' holds images that are in no class folder, such as {file}. Put each image into "
+                         'the folder of its class.')
+    classes = len(found)
+    if classes != model.num_classes:
+        raise ValueError(
+            f"'{folder}' has {classes} classes (sub-folders), but the model has {model.num_classes}. "
+            f'Give the folder that the model was made for, or create the model with num_classes={classes}.')
+    return dataset
+
+
+def _loader(dataset: Any, model: Any, batch_size: int, workers: int, train: bool, **augmentation: Any) -> Any:
+    cfg = data_config(model)
+    return create_loader(
+        dataset,
+        input_size=cfg['input_size'],
+        batch_size=batch_size,
+        is_training=train,
+        scale=(0.35, 1.) if train else None,
+        interpolation=cfg['interpolation'],
+        mean=cfg['mean'],
+        std=cfg['std'],
+        crop_pct=cfg['crop_pct'],
+        crop_mode=cfg['crop_mode'],
+        num_workers=workers,
+        distributed=train and rank_and_world()[1] > 1,
+        persistent_workers=False,  # each epoch seeds new workers, so that a resumed run sees the same images
+        device=torch.device('cpu'),
+        use_prefetcher=False,
+        **augmentation,
+    )
+
+
+def _keep_share(dataset: Any, train: bool, share: float, seed: int) -> Any:
+    """Keep only the images to train on, or only each class's share held out; at least one per class is trained on."""
+    by_class: Dict[int, List[Tuple[str, int]]] = {}
+    for sample in dataset.reader.samples:
+        by_class.setdefault(sample[1], []).append(sample)
+    part = []
+    for label, members in sorted(by_class.items()):
+        order = torch.randperm(len(members), generator=torch.Generator().manual_seed(seed + label)).tolist()
+        held = count_held_out(len(members), share)
+        part += [members[i] for i in sorted(order[held:] if train else order[:held])]
+    if not part:
+        raise ValueError(f"Each class of '{dataset.reader.root}' has one image, so none can be held out. Give more "
+                         'images, or a val/ next to train/.')
+    dataset.reader.samples = part
+    return dataset

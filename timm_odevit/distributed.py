@@ -1,0 +1,52 @@
+"""The processes of one run, as started by torchrun."""
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Callable, Iterator, List, Optional, Tuple
+
+import torch.distributed as dist
+from timm.utils import reduce_tensor
+from torch import Tensor
+
+from .files import locked
+
+__all__ = ['alone_in', 'in_first_process', 'over_processes', 'rank_and_world']
+
+
+def rank_and_world() -> Tuple[int, int]:
+    """The rank of this process and the number of processes; (0, 1) if there is only one."""
+    running = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
+
+
+def over_processes(x: Tensor) -> Tensor:
+    """The mean over all processes of a tensor without a gradient; all processes have equally many images."""
+    world = rank_and_world()[1]
+    return reduce_tensor(x, world) if world > 1 else x
+
+
+def in_first_process(do: Callable[[], Any]) -> None:
+    """Call a function in the first process only. If it raises OSError or ValueError, all processes raise it."""
+    rank, world = rank_and_world()
+    refused: List[Any] = [None]
+    if rank == 0:
+        try:
+            do()
+        except (OSError, ValueError) as e:
+            refused = [e]
+    if world > 1:
+        dist.broadcast_object_list(refused)
+    if refused[0] is not None:
+        raise refused[0]
+
+
+@contextmanager
+def alone_in(folder: Optional[Path]) -> Iterator[None]:
+    """Lock a folder against other runs; the first process of a run holds the lock. None locks nothing.
+
+    Raises:
+        OSError: Another run is using the folder, or it cannot be written to.
+    """
+    with ExitStack() as stack:
+        if folder is not None:
+            in_first_process(lambda: stack.enter_context(locked(folder)))
+        yield

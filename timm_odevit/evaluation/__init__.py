@@ -1,0 +1,5 @@
+"""How well and how fast a model does.
+
+accuracy            evaluate: accuracy, agreement and speed at several step counts
+plots               plots of the results
+"""

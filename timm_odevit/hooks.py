@@ -1,0 +1,57 @@
+"""Hooks and modes that are set for a while and restored."""
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, Tuple
+
+from torch import nn
+
+__all__ = ['evaluating', 'hooked', 'surely']
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Temporary eval mode; every module gets its own mode back. Modules already in eval mode are not touched."""
+    training = [module for module in model.modules() if module.training]
+
+    def put_back() -> None:
+        for module in training:
+            module.training = True
+    try:
+        if training:
+            model.eval()
+        yield
+    finally:
+        surely(put_back)
+
+
+@contextmanager
+def hooked(*hooks: Tuple[nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
+    """Temporary hooks on modules.
+
+    Args:
+        hooks: Module, kind ('before', 'before with keywords' or 'after' its forward) and function of each hook. Hooks
+            are identified by function for removal, so each needs a function of its own.
+    """
+    def take_off() -> None:
+        for module, _, function in hooks:
+            for kind in ('_forward_pre_hooks', '_forward_hooks'):
+                for key, found in list(getattr(module, kind).items()):
+                    if found is function:
+                        getattr(module, kind).pop(key, None)
+                        getattr(module, f'{kind}_with_kwargs').pop(key, None)
+    try:
+        for module, kind, function in hooks:
+            if kind == 'after':
+                module.register_forward_hook(function)
+            else:
+                module.register_forward_pre_hook(function, with_kwargs=kind == 'before with keywords')
+        yield
+    finally:
+        surely(take_off)
+
+
+def surely(clean_up: Callable[[], Any]) -> None:
+    """Clean up completely: if interrupted, run `clean_up` again, then raise the interrupt."""
+    try:
+        clean_up()
+    except BaseException:
+        clean_up()
+        raise

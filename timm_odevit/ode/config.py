@@ -1,0 +1,180 @@
+"""OdeConfig: the settings that turn a stack of transformer blocks into an ODE; frozen, validated, serialisable."""
+import re
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any, Dict, Optional, Tuple, Union
+
+from ..errors import suggest
+from ..settings import Settings, flag, many, number, one_of, refuse_unknown, setting, whole
+from .methods import METHODS, adaptive_methods, is_adaptive
+
+__all__ = ['DEFAULT', 'FIELDS', 'PREFIX', 'TIMES', 'OdeConfig']
+
+FIELDS = ('lipschitz', 'native')
+TIMES = ('autonomous', 'vectors', 'low_rank')
+PREFIX = 'ode_'
+
+
+def _method(name: str, value: Any) -> str:
+    if value in list(METHODS):
+        return value
+    return one_of([*METHODS, *adaptive_methods()])(name, value)  # imports torchdiffeq
+
+
+def _steps(name: str, value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and value:
+        return many(whole(1), 'whole numbers of at least 1, one per stage')(name, value)
+    return whole(1, none='the number of converted layers')(name, value)
+
+
+def _boundaries(name: str, value: Any) -> Any:
+    if value in ('uniform', 'similarity'):
+        return value
+    if isinstance(value, str):
+        raise ValueError(f"Unknown {name} '{value}'. {suggest(value, ('uniform', 'similarity'))}Allowed: uniform, "
+                         'similarity, or layers such as (7, 10).')
+    allowed = 'strictly increasing layers, each at least 1, such as (7, 10)'
+    found = many(whole(1), allowed)(name, [value] if isinstance(value, int) else value)
+    if not all(a < b for a, b in pairwise(found)):
+        raise ValueError(f'{name} must be {allowed}; got {value!r}.')
+    return found
+
+
+def _init(name: str, value: Any) -> Any:
+    if value is not None and not re.fullmatch(r'mean|svd|svd_data|spectral|block:\d+', str(value)):
+        raise ValueError(
+            f"Unknown {name} '{value}'. Allowed: mean, spectral, block:<i> (such as block:5), svd, svd_data.")
+    return value
+
+
+def _blocks(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    allowed = 'the first and the last layer to convert, such as (3, 9)'
+    found = many(whole(0), allowed)(name, value)
+    if len(found) != 2 or found[0] > found[1]:
+        raise ValueError(f'{name} must be {allowed}; got {value!r}.')
+    return found
+
+
+@dataclass(frozen=True)
+class OdeConfig(Settings):
+    """Settings of an ODE-ViT.
+
+    One unit of time is one transformer block of the base model. Every setting is also a keyword of the `odevit_*`
+    models, with the prefix `ode_`.
+
+    Attributes:
+        field: Vector field: 'native', the base model's own sub-layers, or 'lipschitz', the paper's.
+        method: Integration method: euler, midpoint, heun2, rk4, lie_trotter or strang (see METHODS), or an adaptive
+            method of the installed torchdiffeq, such as dopri5.
+        steps: Number K of steps on [0, T]; None for the number of converted layers; one number per stage for a model
+            with stages (Swin). An adaptive method chooses its own steps; K is then the number of states it reports.
+        T: End time, in blocks of the base model; None for the number of converted layers.
+        time: How the shared block depends on t: 'autonomous', not at all; 'vectors', its vectors (norms, biases,
+            LayerScale) have a value per layer; 'low_rank', each matrix also has a residual of rank `rank` per layer.
+            Between two layers, values are interpolated linearly in t.
+        rank: Rank of the residuals of 'low_rank'.
+        phases: Number of shared blocks, one per span of consecutive layers.
+        boundaries: First layer of each span except the first, such as (7, 10); 'uniform' for spans of equal length;
+            'similarity' for spans of similar hidden states, measured on images when a model is converted.
+        init: Weights of a shared block: 'mean' of its layers' blocks; 'block:<i>', one of them; 'svd', the mean, plus
+            each layer's residual from it truncated to `rank`; 'svd_data', the same, by least squares over the layer's
+            inputs; 'spectral', random, every weight matrix with spectral norm 1. None for 'svd' with low_rank, else
+            'mean'.
+        blocks: First and last layer to convert, such as (3, 9); None for all.
+        rtol: Relative tolerance of an adaptive method, dimensionless.
+        atol: Absolute tolerance of an adaptive method, in units of the hidden state.
+        adjoint: Backpropagate through an adaptive solution by the adjoint method: memory does not grow with the number
+            of evaluations, and gradients are accurate to the tolerance (Chen et al., arXiv 1806.07366).
+
+    Raises:
+        ValueError: A setting is out of range; the message names what is allowed.
+
+    Source: ODE-ViT, arXiv 2511.16501; low_rank: Relaxed Recursive Transformers, arXiv 2410.20672; phases: Raptor,
+    arXiv 2512.19941.
+    """
+    field: str = setting('native', one_of(FIELDS))
+    method: str = setting('lie_trotter', _method)
+    steps: Union[int, Tuple[int, ...], None] = setting(None, _steps)
+    T: Optional[float] = setting(None, number(0., open='(', none='the number of converted layers'))
+    time: str = setting('autonomous', one_of(TIMES))
+    rank: int = setting(0, whole(0))
+    phases: int = setting(1, whole(1))
+    boundaries: Union[str, Tuple[int, ...]] = setting('uniform', _boundaries)
+    init: Optional[str] = setting(None, _init)
+    blocks: Optional[Tuple[int, int]] = setting(None, _blocks)
+    rtol: float = setting(1e-3, number(0., open='('))
+    atol: float = setting(1e-3, number(0., open='('))
+    adjoint: bool = setting(False, flag)
+
+    def _check(self) -> None:
+        for name in ('T', 'rtol', 'atol'):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, float(getattr(self, name)))
+        if self.init is None:
+            object.__setattr__(self, 'init', 'svd' if self.time == 'low_rank' else 'mean')
+        if self.time == 'low_rank' and self.rank < 1:
+            raise ValueError(f"time='low_rank' needs a rank of at least 1, such as rank=8; got {self.rank!r}.")
+        if self.time != 'low_rank' and self.rank != 0:
+            raise ValueError(f"rank applies only to time='low_rank'; got rank={self.rank!r} with time='{self.time}'.")
+        if isinstance(self.boundaries, tuple):
+            count = len(self.boundaries)
+            if self.phases not in (1, count + 1):
+                raise ValueError(f'{count} boundaries make {count + 1} phases; got phases={self.phases}.')
+            object.__setattr__(self, 'phases', count + 1)
+        if self.init in ('svd', 'svd_data') and self.time != 'low_rank':
+            raise ValueError(f"init '{self.init}' fills the residuals of time='low_rank'; got time='{self.time}'.")
+        if self.init == 'svd_data' and self.field != 'native':
+            raise ValueError("init 'svd_data' fits the base's own layers, so it needs field='native'. Use 'svd'.")
+        if self.adjoint and not self.adaptive:
+            raise ValueError(
+                f"adjoint needs an adaptive method ({', '.join(adaptive_methods())}); '{self.method}' has fixed steps. "
+                'To save memory with fixed steps, use model.set_grad_checkpointing().')
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the method chooses its own steps."""
+        return is_adaptive(self.method)
+
+    @property
+    def grid(self) -> Tuple[int, float]:
+        """Number K of steps and end time T.
+
+        Raises:
+            ValueError: One of them is None, so it is still to be taken from the base model.
+        """
+        if not isinstance(self.steps, int) or self.T is None:
+            raise ValueError(
+                f'steps and T are needed here; got {self.steps} and {self.T}. Set both: OdeConfig(steps=12, T=12).')
+        return self.steps, self.T
+
+    def span(self, depth: int) -> Tuple[int, int]:
+        """The first and the last converted layer of a sequence of `depth` layers."""
+        return self.blocks or (0, depth - 1)
+
+    def resolve(self, depth: int, stage: int = 0) -> 'OdeConfig':
+        """The configuration of one stage, with steps and T filled in for `depth` converted layers."""
+        steps = self.steps[stage] if isinstance(self.steps, tuple) else self.steps
+        return replace(self, steps=depth if steps is None else steps, T=depth if self.T is None else self.T)
+
+    def to_args(self) -> Dict[str, Any]:
+        """The settings as `ode_*` keywords of `timm.create_model`, ready for JSON."""
+        return {PREFIX + name: value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_args(cls, args: Dict[str, Any], model: str) -> 'OdeConfig':
+        """Build a configuration from `ode_*` keywords.
+
+        Args:
+            args: Keywords that all start with `ode_`.
+            model: Name of the model, for error messages.
+
+        Raises:
+            TypeError: A keyword is unknown; the message names the closest match.
+        """
+        refuse_unknown(args, [PREFIX + name for name in cls.names()], model)
+        return cls(**{name[len(PREFIX):]: value for name, value in args.items()})
+
+
+DEFAULT = OdeConfig()

@@ -1,0 +1,249 @@
+"""Vector fields: what the solver integrates. A field is the sum of an attention and an MLP sub-flow."""
+import inspect
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from timm.layers import Attention
+from timm.models.vision_transformer_sam import window_partition, window_unpartition
+from torch import Tensor, nn
+
+from .skeleton import copy_module
+
+__all__ = [
+    'Context', 'Field', 'GammaField', 'NativeField', 'ParallelField', 'PostNormField', 'SamField',
+    'ShiftedPostNormField', 'ShiftedWindowField', 'WholeField', 'attention_probabilities',
+]
+
+
+class Context(NamedTuple):
+    """What a field is called with, besides the time and the state.
+
+    Attributes:
+        attn_mask: Attention mask of the host.
+        is_causal: Causal attention.
+        weights: What `fold()` returned for this forward pass.
+        passed: Everything that the host passes to its blocks, by name: masks, RoPE tables, shared position bias, ...
+    """
+    attn_mask: Optional[Tensor]
+    is_causal: bool
+    weights: Optional[List[Tensor]]
+    passed: Dict[str, Tensor]
+
+
+class Field(nn.Module):
+    """A vector field psi(t, x) = G(t, x) + F(t, x): G is attention, which mixes tokens; F is the MLP on each token.
+
+    Every field has
+    - `__call__(t, x, context, part)`: G for part 'attention', F for part 'mlp', their sum for '' [B, N, D];
+    - `attention(t, x, context)` and `mlp(t, x, context)`: G and F separately, if the field can be split;
+    - `fold()`: what depends only on the parameters and is worth computing once per forward pass instead of once per
+      evaluation, or None; passed back as `context.weights`;
+    - `attention_map(t, x)`: the attention probabilities [B, heads, N, N] in float32, before dropout;
+    - `select(t)`, `jumps`, `depends_on_time`, `snapshot(t)`: how it depends on time;
+    - `parts`: the fields that it consists of, one for each phase;
+    - `resizable()`: the block of the base, for a host that changes its image size.
+
+    t is a float, or a 0-dim tensor from an adaptive method.
+    """
+    if TYPE_CHECKING:  # TorchScript reads the annotations of a module
+        names: Tuple[str, ...]  # what a host's blocks take after the state, in order
+        attention_prefixes: Tuple[str, ...]  # prefixes of the parameters of G; all others belong to F
+        depends_on_time: bool  # within a phase
+        jumps: Sequence[float]  # times at which it is not continuous, increasing
+        scriptable: bool  # TorchScript supports it
+        attention: Any  # of a field that can be split
+        mlp: Any
+    names = ('attn_mask', 'is_causal')
+    attention_prefixes = ()
+    depends_on_time = False
+    jumps = ()
+    scriptable = True
+
+    def forward(self, t: float, x: Tensor, context: Optional[Context] = None, part: str = '') -> Tensor:
+        if context is None:
+            context = Context(None, False, None, {})
+        if part == 'attention':
+            return self.attention(t, x, context)
+        if part == 'mlp':
+            return self.mlp(t, x, context)
+        return self.both(t, x, context)
+
+    def both(self, t: float, x: Tensor, context: Context) -> Tensor:
+        return self.attention(t, x, context) + self.mlp(t, x, context)
+
+    @property
+    @torch.jit.unused
+    def has_attention_maps(self):
+        """Whether `attention_map` works."""
+        return False
+
+    @torch.jit.unused
+    def context(self, args, kwargs, weights=None):
+        """Build a Context from what a host passes to its blocks after the state, and from what `fold()` returned."""
+        passed = {**dict(zip(self.names[:len(args)], args, strict=False)), **kwargs}
+        return Context(passed.get('attn_mask'), passed.get('is_causal', False), weights, passed)
+
+    @torch.jit.unused
+    def fold(self):
+        return None
+
+    @torch.jit.unused
+    def select(self, t):
+        """The field that applies at t."""
+        return self
+
+    @property
+    @torch.jit.unused
+    def parts(self):
+        return [self]
+
+    @torch.jit.unused
+    def snapshot(self, t):
+        """A copy of the field as it is at t, with weights of its own; it does not depend on time."""
+        return copy_module(self, hooks=True)
+
+    @torch.jit.unused
+    def resizable(self):
+        return self.block
+
+    @torch.jit.unused
+    def attention_map(self, t, x):
+        raise ValueError(f'{type(self).__name__} has no attention maps. Set jasmin_weight to 0.')
+
+
+class NativeField(Field):
+    """The base model's own sub-layers, with all their parts (LayerScale, qk-norm, biases, RoPE, ...).
+
+    Args:
+        block: A transformer block of the base, here a pre-norm one (norm1, attn, ls1, norm2, mlp, ls2); the
+            subclasses take the other kinds.
+    """
+    attention_prefixes = ('block.norm1', 'block.attn', 'block.ls1', 'block.gamma_1')
+    if TYPE_CHECKING:  # TorchScript reads the annotations of a module
+        block: Any
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.names = tuple(inspect.signature(type(block).forward).parameters)[2:]
+
+    def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
+        return self.block.drop_path1(self.block.ls1(self._attend(self.block.norm1(x), context)))
+
+    def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
+        return self.block.drop_path2(self.block.ls2(self.block.mlp(self.block.norm2(x))))
+
+    def _attend(self, x: Tensor, context: Context) -> Tensor:
+        if torch.jit.is_scripting():
+            return self.block.attn(x, attn_mask=context.attn_mask, is_causal=context.is_causal)
+        else:
+            return self._attend_passing_all(x, context)
+
+    @torch.jit.unused
+    def _attend_passing_all(self, x, context):  # TorchScript cannot even parse **
+        return self.block.attn(x, **context.passed)
+
+    @property
+    @torch.jit.unused
+    def has_attention_maps(self):
+        # in other blocks, RoPE, a position bias or windows are part of attention
+        return type(self) is NativeField and type(self.block.attn) is Attention
+
+    @torch.jit.unused
+    def attention_map(self, t, x):
+        if not self.has_attention_maps:
+            return super().attention_map(t, x)
+        attn = self.block.attn
+        B, N, _ = x.shape
+        q, k, _ = attn.qkv(self.block.norm1(x)).reshape(B, N, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        return attention_probabilities(attn.q_norm(q), attn.k_norm(k), attn.scale)
+
+
+class PostNormField(NativeField):
+    """A block whose norms follow its sub-layers: ResPostBlock, EvaBlockPostNorm, ResPostRelPosBlock."""
+
+    def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
+        return self.block.drop_path1(self.block.norm1(self._attend(x, context)))
+
+    def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
+        return self.block.drop_path2(self.block.norm2(self.block.mlp(x)))
+
+
+class GammaField(NativeField):
+    """A pre-norm block with LayerScale as plain parameters gamma_1 and gamma_2, or without LayerScale: EVA, BEiT."""
+    scriptable = False
+
+    def attention(self, t, x, context):
+        y = self._attend(self.block.norm1(x), context)
+        return self.block.drop_path1(y if self.block.gamma_1 is None else self.block.gamma_1 * y)
+
+    def mlp(self, t, x, context):
+        y = self.block.mlp(self.block.norm2(x))
+        return self.block.drop_path2(y if self.block.gamma_2 is None else self.block.gamma_2 * y)
+
+
+class ParallelField(NativeField):
+    """Several attentions side by side, then several MLPs side by side: ParallelThingsBlock."""
+    scriptable = False
+    attention_prefixes = ('block.attns',)  # type: ignore[assignment]
+
+    def attention(self, t, x, context):
+        return torch.stack([
+            a.drop_path(a.ls(a.attn(a.norm(x), **context.passed))) for a in self.block.attns]).sum(dim=0)
+
+    def mlp(self, t, x, context):
+        return torch.stack([ffn(x) for ffn in self.block.ffns]).sum(dim=0)
+
+
+class SamField(NativeField):
+    """SAM's block on a map of tokens [B, H, W, D], within windows or global."""
+    scriptable = False
+
+    def attention(self, t, x, context):
+        block, (H, W) = self.block, x.shape[1:3]
+        y = block.norm1(x)
+        pad_hw = (H, W)
+        if block.window_size > 0:
+            y, pad_hw = window_partition(y, block.window_size)
+        y = block.drop_path1(block.ls1(block.attn(y)))
+        return window_unpartition(y, block.window_size, (H, W), pad_hw) if block.window_size > 0 else y
+
+
+class ShiftedWindowField(NativeField):
+    """Swin's block on a map of tokens [B, H, W, D]."""
+    scriptable = False
+
+    def attention(self, t, x, context):
+        return self.block.drop_path1(self.block._attn(self.block.norm1(x)))
+
+    def mlp(self, t, x, context):
+        return self.block.drop_path2(self.block.mlp(self.block.norm2(x)))
+
+
+class ShiftedPostNormField(ShiftedWindowField):
+    """SwinV2's block: norms after the sub-layers."""
+
+    def attention(self, t, x, context):
+        return self.block.drop_path1(self.block.norm1(self.block._attn(x)))
+
+    def mlp(self, t, x, context):
+        return self.block.drop_path2(self.block.norm2(self.block.mlp(x)))
+
+
+class WholeField(NativeField):
+    """psi(x) = block(x) - x: a block that is not split, for the unsplit methods only."""
+    scriptable = False
+
+    def attention(self, t, x, context):
+        raise ValueError(
+            f'A {type(self.block).__name__} cannot be split into attention and MLP. Use an unsplit method.')
+
+    mlp = attention
+
+    def both(self, t, x, context):
+        return self.block(x, **context.passed) - x
+
+
+def attention_probabilities(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    with torch.autocast(q.device.type, enabled=False):
+        return (q.float() * scale @ k.float().transpose(-2, -1)).softmax(dim=-1)

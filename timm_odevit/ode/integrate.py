@@ -1,0 +1,83 @@
+"""integrate: solve dx/dt = field(t, x) for any field."""
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from .adaptive import solve_adaptive
+from .config import OdeConfig
+from .fields import Field
+from .methods import METHODS
+from .steps import Solver
+
+__all__ = ['integrate']
+
+
+def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, keep: bool = False) -> Tensor:
+    """Solve dx/dt = field(t, x) from t = 0 to config.T.
+
+    Fixed-step methods run as a plain loop over Python floats, adaptive ones through torchdiffeq.
+    Time is dimensionless: one unit is one transformer block of the base model.
+
+    Args:
+        field: Vector field, called as field(t, x) with t a float (a 0-dim tensor from an adaptive method) and
+            x [B, N, D] (or any other shape); returns the slope in the shape of x. The splitting methods call its
+            `attention(t, x)` and `mlp(t, x)`.
+        x0: State at t = 0 [B, N, D]; integrated in its own dtype.
+        config: Method, number of steps and end time; steps and T must be set.
+        keep: Also keep the states in between.
+
+    Returns:
+        x(T) [B, N, D], or all states [K + 1, B, N, D] with keep.
+
+    Raises:
+        ValueError: steps or T is not set, an adaptive method gets a state in half precision, or a splitting method a
+            field without sub-flows.
+        FloatingPointError: The state stopped being finite; the message names the step and t.
+
+    Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.1; ODE-ViT, arXiv 2511.16501.
+    """
+    steps, T = config.grid
+    if not config.adaptive and METHODS[config.method].splits and not hasattr(field, 'attention'):
+        raise ValueError(
+            f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does not have. "
+            "Use an unsplit method, such as 'euler' or 'rk4'.")
+    module: Any = field if isinstance(field, Field) else _Callable(field)
+    if config.adaptive:
+        times = [i * T / steps for i in range(steps + 1)]
+        wanted = times if keep else (times[0], times[-1])
+        found = solve_adaptive(module, x0, wanted, config, module.context((), {}))[0]
+        _check_finite(found[-1], steps, config)
+        return found if keep else found[-1]
+    x, states = x0, [x0]
+    for i, step in enumerate(Solver(config).bound(module)):
+        x = step(x)
+        _check_finite(x, i + 1, config)
+        if keep:
+            states.append(x)
+    return torch.stack(states) if keep else x
+
+
+class _Callable(Field):
+    """Any callable field(t, x) as a Field."""
+
+    def __init__(self, field: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.field = field
+
+    def attention(self, t, x, context):
+        return self.field.attention(t, x)
+
+    def mlp(self, t, x, context):
+        return self.field.mlp(t, x)
+
+    def both(self, t, x, context):
+        return self.field(t, x)
+
+
+def _check_finite(x: Tensor, step: int, config: OdeConfig) -> None:
+    steps, T = config.grid
+    if not torch.isfinite(x).all():
+        raise FloatingPointError(
+            f'The state is not finite after step {step} of {steps} '
+            f"(t = {step * T / steps:g}, '{config.method}'). Use more steps or a smaller T.")

@@ -1,0 +1,159 @@
+"""The paper's Lipschitz field."""
+from typing import List
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
+from torch import Tensor, nn
+from torch.jit import Final
+
+from .fields import Context, Field, attention_probabilities
+
+__all__ = ['CenterNorm', 'LipschitzField']
+
+
+class CenterNorm(nn.Module):
+    """gamma * D / (D - 1) * (x - mean(x)) + beta: a LayerNorm without the division, and thus Lipschitz.
+
+    Args:
+        dim: Number of channels D.
+
+    Shape: [..., D] to [..., D].
+
+    Source: LipsFormer, arXiv 2304.09856.
+    """
+
+    def __init__(self, dim: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.scale = dim / (dim - 1)
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (self.scale * (x - x.mean(dim=-1, keepdim=True))) + self.bias
+
+    def fold(self, projection: Tensor) -> List[Tensor]:
+        """Weight [M, D] and bias [M] of the one linear map that equals this norm followed by a projection [M, D]."""
+        w = projection * (self.weight * self.scale)
+        return [w - w.mean(dim=1, keepdim=True), F.linear(self.bias, projection)]
+
+
+class LipschitzField(Field):
+    """The paper's field: bias-free multi-head self-attention and a bias-free MLP, each behind a CenterNorm.
+
+    Both sub-flows read the same state and a CenterNorm is linear, so both norms and both input projections are one
+    matrix product, and so are both output projections. The weights of qkv, fc1, proj and fc2 are read, but these
+    modules are not called: put hooks and wrappers on the field or on a step, not on them.
+
+    Args:
+        dim: Number of channels D.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head.
+        hidden: Hidden channels M of the MLP.
+        act: Activation of the MLP.
+        attn_drop: Dropout rate of the attention probabilities.
+        proj_drop: Dropout rate after the activation and after the output projections.
+        drop_path: Stochastic-depth rate of each sub-flow.
+
+    Source: ODE-ViT, arXiv 2511.16501.
+    """
+    attention_prefixes = ('norm1', 'qkv', 'proj')
+    fused_attn: Final[bool]
+
+    def __init__(
+            self,
+            dim: int,
+            num_heads: int,
+            head_dim: int,
+            hidden: int,
+            act: nn.Module,
+            attn_drop: float = 0.,
+            proj_drop: float = 0.,
+            drop_path: float = 0.,
+            device=None,
+            dtype=None,
+    ) -> None:
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.attn_dim = num_heads * head_dim
+        self.hidden = hidden
+        self.scale = head_dim ** -0.5
+        self.fused_attn = use_fused_attn()
+
+        self.norm1 = CenterNorm(dim, **dd)
+        self.qkv = nn.Linear(dim, 3 * self.attn_dim, bias=False, **dd)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(self.attn_dim, dim, bias=False, **dd)
+        self.norm2 = CenterNorm(dim, **dd)
+        self.fc1 = nn.Linear(dim, hidden, bias=False, **dd)
+        self.act = act
+        self.fc2 = nn.Linear(hidden, dim, bias=False, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
+
+    def fold(self) -> List[Tensor]:
+        """The products of norms and projections: w_in [3A + M, D], b_in [3A + M], w_out [D, A + M]; A = attn_dim."""
+        w_attn, b_attn = self.norm1.fold(self.qkv.weight)
+        w_mlp, b_mlp = self.norm2.fold(self.fc1.weight)
+        w_out = torch.cat([self.proj.weight, self.fc2.weight], dim=1)
+        return [torch.cat([w_attn, w_mlp]), torch.cat([b_attn, b_mlp]), w_out]
+
+    def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
+        w_in, b_in, w_out = self._weights(context)
+        A = self.attn_dim
+        y = self._attend(F.linear(x, w_in[:3 * A], b_in[:3 * A]), context)
+        return self.proj_drop(F.linear(self.drop_path(y), w_out[:, :A]))
+
+    def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
+        w_in, b_in, w_out = self._weights(context)
+        A = self.attn_dim
+        y = self.proj_drop(self.act(F.linear(x, w_in[3 * A:], b_in[3 * A:])))
+        return self.proj_drop(F.linear(self.drop_path(y), w_out[:, A:]))
+
+    def both(self, t: float, x: Tensor, context: Context) -> Tensor:
+        w_in, b_in, w_out = self._weights(context)
+        qkv, y = F.linear(x, w_in, b_in).split([3 * self.attn_dim, self.hidden], dim=-1)
+        a = self.drop_path(self._attend(qkv, context))
+        y = self.drop_path(self.proj_drop(self.act(y)))
+        return self.proj_drop(F.linear(torch.cat([a, y], dim=-1), w_out))
+
+    @property
+    @torch.jit.unused
+    def has_attention_maps(self):
+        return True
+
+    @torch.jit.unused
+    def attention_map(self, t, x):
+        q, k, _ = self._heads(self.qkv(self.norm1(x))).unbind(0)
+        return attention_probabilities(q, k, self.scale)
+
+    def _weights(self, context: Context) -> List[Tensor]:
+        weights = context.weights
+        return self.fold() if weights is None else weights
+
+    def _heads(self, qkv: Tensor) -> Tensor:
+        B, N, _ = qkv.shape
+        return qkv.reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+
+    def _attend(self, qkv: Tensor, context: Context) -> Tensor:
+        q, k, v = self._heads(qkv).unbind(0)
+        if self.fused_attn:
+            y = F.scaled_dot_product_attention(
+                q, k, v,
+                attn_mask=context.attn_mask,
+                dropout_p=self.attn_drop.p if self.training else 0.,
+                is_causal=context.is_causal,
+            )
+        else:
+            attn = (q * self.scale) @ k.transpose(-2, -1)
+            bias = resolve_self_attn_mask(attn.shape[-1], attn, context.attn_mask, context.is_causal)
+            attn = maybe_add_mask(attn, bias)
+            y = self.attn_drop(attn.softmax(dim=-1)) @ v
+        return y.transpose(1, 2).flatten(2)

@@ -1,0 +1,240 @@
+"""Fields that depend on time: parameters with a value per layer, and phases with a block each."""
+from itertools import pairwise
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple, Union
+
+import torch
+from timm.models import register_notrace_module
+from torch import Tensor, nn
+
+from .fields import Context, Field
+from .skeleton import copy_module, run_with, skeleton
+
+__all__ = ['MATRICES', 'VECTORS', 'PhasedField', 'TabulatedField', 'TimeField', 'matrix_shape']
+
+# attributes of a TimeField: the residuals of vectors, and the factors of the residuals of matrices
+VECTORS, MATRICES = ('vectors',), ('up', 'down')
+
+
+@register_notrace_module  # FX would look up the parameters in the base field and miss the residuals
+class TimeField(Field):
+    """A field whose parameters are functions of t: those of a base field plus a residual for each layer.
+
+    A vector v becomes v + d(t), a matrix W becomes W + B(t) A(t), with A and B of rank r. The residual of layer l
+    applies at t = l; between two layers, residuals are interpolated linearly in t; before the first and after the last
+    layer, they are constant. Weight decay therefore pulls each layer towards the shared block.
+
+    Matrices are merged before they are used, once per evaluation: r multiplications per entry of an M x N matrix
+    (2 r between two layers) instead of r (M + N) per token. Training keeps one merged block per evaluation for the
+    backward pass, as much memory as the base model's blocks; inference keeps one at a time, or all after `merge_`.
+    Running statistics also have residuals per layer; training mode does not update them.
+
+    Args:
+        base: Field whose parameters are shared.
+        layers: Layers of the base model that have a residual, increasing.
+        rank: Rank r of the residuals of matrices; 0 for vectors only.
+
+    Source: Relaxed Recursive Transformers, arXiv 2410.20672.
+    """
+    depends_on_time = True
+
+    def __init__(self, base: Field, layers: Sequence[int], rank: int = 0) -> None:
+        super().__init__()
+        self.base = base
+        self.names = base.names
+        self.layers = tuple(layers)
+        self.rank = rank
+        self.vectors, self.up, self.down = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
+        L = len(self.layers)
+        for name, p in base.named_parameters():
+            key = name.replace('.', '-')
+            if p.ndim <= 1:
+                self.vectors[key] = nn.Parameter(p.new_zeros(L, *p.shape), p.requires_grad)
+            elif rank > 0:
+                M, N = matrix_shape(p)
+                r = min(rank, M, N)
+                self.up[key] = nn.Parameter(p.new_zeros(L, M, r), p.requires_grad)
+                down = torch.randn(L, r, N, device=p.device, dtype=p.dtype) / N ** 0.5
+                self.down[key] = nn.Parameter(down, p.requires_grad)  # not 0 as well: neither factor would ever learn
+
+        self.statistics = nn.Module()
+
+    def add_statistics(self, name: str, residuals: Tensor) -> None:
+        """Add residuals of a buffer of the base, such as a running mean, one per layer [L, ...]."""
+        self.statistics.register_buffer(name.replace('.', '-'), residuals)
+
+    def forward(self, t, x, context=None, part=''):
+        return run_with(self.base, self.at(t, part), t, x, context, part)
+
+    def attention(self, t, x, context):
+        return self(t, x, context, 'attention')
+
+    def mlp(self, t, x, context):
+        return self(t, x, context, 'mlp')
+
+    @property
+    def has_attention_maps(self):
+        return self.base.has_attention_maps
+
+    def attention_map(self, t, x):
+        return skeleton(self.base, self.at(t, 'attention')).attention_map(t, x)
+
+    def at(self, t: float, part: str = '') -> Dict[str, Tensor]:
+        """The parameters of the base at t, by name: those of its attention, of its MLP, or all."""
+        knots = self._knots(_number(t))
+        merged = {}
+        found = 0
+        for name, p in _named_parameters(self.base):
+            key = _key(name)
+            found += key in self.vectors or key in self.up
+            if part and name.startswith(self.base.attention_prefixes) != (part == 'attention'):
+                continue
+            if key in self.vectors:
+                merged[name] = p + sum(w * self.vectors[key][i] for i, w in knots)
+            elif key in self.up:
+                up = torch.cat([w * self.up[key][i] for i, w in knots], dim=1)
+                down = torch.cat([self.down[key][i] for i, _ in knots])
+                merged[name] = torch.addmm(p.flatten(1), up, down).view_as(p)
+        if found < len(self.vectors) + len(self.up):
+            there = {_key(name) for name, _ in _named_parameters(self.base)}
+            names = ', '.join(k for k in (*self.vectors, *self.up) if k not in there).replace('-', '.')
+            raise RuntimeError(f'{names}: these parameters have residuals but are no longer in the '
+                               'shared block. Put back the part that was replaced, or convert again.')
+        for key, residuals in self.statistics.named_buffers():
+            name = key.replace('-', '.')
+            merged[name] = self.base.get_buffer(name) + sum(w * residuals[i] for i, w in knots)
+        return merged
+
+    def _knots(self, t: float) -> List[Tuple[int, float]]:
+        """Indices and weights of the layers between which t lies."""
+        right = sum(layer <= t + 1e-6 for layer in self.layers)  # bisect does not compile
+        if right == 0 or right == len(self.layers):
+            return [(max(right - 1, 0), 1.)]
+        a, b = self.layers[right - 1], self.layers[right]
+        share = (t - a) / (b - a)
+        return [(right - 1, 1.)] if share < 1e-6 else [(right - 1, 1. - share), (right, share)]
+
+    def snapshot(self, t):
+        base = copy_module(self.base, hooks=True)
+        tensors = {**dict(base.named_parameters()), **dict(base.named_buffers())}
+        with torch.no_grad():
+            for name, value in self.at(t).items():
+                tensors[name].copy_(value)
+        return base
+
+    def resizable(self):
+        if any('position_bias_table' in name for name in self.up):
+            raise ValueError(
+                'The residuals of the position bias fit only the image size at which the model was converted. '
+                'Call set_input_size before convert_.')
+        return self.base.resizable()
+
+    def extra_repr(self) -> str:
+        return f'layers={list(self.layers)}, rank={self.rank}'
+
+
+class PhasedField(Field):
+    """Several fields, each for some of the layers; t lies in layer floor(t).
+
+    Args:
+        fields: The fields.
+        assignment: For each layer of the span, the index of its field.
+        first: First layer of the span.
+
+    Source: Raptor, arXiv 2512.19941.
+    """
+
+    def __init__(self, fields: Sequence[Field], assignment: Sequence[int], first: int = 0) -> None:
+        super().__init__()
+        self.fields = nn.ModuleList(fields)
+        self.assignment = tuple(assignment)
+        self.first = first
+        self.names = fields[0].names
+
+    @property
+    def depends_on_time(self):
+        return any(field.depends_on_time for field in self.fields)
+
+    @property
+    def jumps(self):
+        pairs = enumerate(pairwise(self.assignment), start=1)
+        return [float(self.first + i) for i, (before, after) in pairs if before != after]
+
+    @property
+    def parts(self):
+        return list(self.fields)
+
+    def select(self, t):
+        layer = int(_number(t) - self.first + 1e-6)
+        return self.fields[self.assignment[min(max(layer, 0), len(self.assignment) - 1)]]
+
+    def snapshot(self, t):
+        return self.select(t).snapshot(t)
+
+    def forward(self, t, x, context=None, part=''):
+        return self.select(t)(t, x, context, part)
+
+    @property
+    def has_attention_maps(self):
+        return all(field.has_attention_maps for field in self.fields)
+
+    def attention_map(self, t, x):
+        return self.select(t).attention_map(t, x)
+
+    def extra_repr(self) -> str:
+        return f'assignment={list(self.assignment)}, first={self.first}'
+
+
+class TabulatedField(Field):
+    """A field that depends on time, stored at the few times at which a step evaluates it; the nearest one is used.
+
+    Args:
+        fields: The field at these times.
+        times: The times.
+    """
+
+    def __init__(self, fields: Sequence[Field], times: Sequence[float]) -> None:
+        super().__init__()
+        self.fields = nn.ModuleList(fields)
+        self.times = list(times)
+        self.names = fields[0].names
+
+    def forward(self, t: float, x: Tensor, context: Optional[Context] = None, part: str = '') -> Tensor:
+        nearest = 0
+        for i in range(len(self.times)):
+            if abs(self.times[i] - t) < abs(self.times[nearest] - t):
+                nearest = i
+        found = x
+        for i, field in enumerate(self.fields):  # TorchScript cannot index modules in any other way
+            if i == nearest:
+                found = field(t, x, context, part)
+        return found
+
+    def resizable(self):
+        # an AttributeError, because TorchScript reads every attribute
+        raise AttributeError('This model is merged. Call restore() on its Merged first.')
+
+    def extra_repr(self) -> str:
+        return f'times={self.times}'
+
+
+def _named_parameters(module: nn.Module) -> Iterator[Tuple[str, Tensor]]:
+    if not getattr(module, '_is_replica', False):
+        return module.named_parameters()
+    # DataParallel gives its replicas plain tensors instead of parameters, and lists them here
+    return ((f'{name}.{key}', p) for name, inner in module.named_modules()
+            for key, p in inner._former_parameters.items())  # type: ignore[operator, union-attr]
+
+
+def _key(name: str) -> str:
+    """The key of a parameter's residual; peft's layers hold the layer that they wrap as `base_layer`."""
+    return name.replace('.base_layer.', '.').replace('.', '-')
+
+
+def _number(t: Union[float, Tensor]) -> float:
+    """t as a number: an adaptive method gives a tensor, which may require a gradient."""
+    return float(t.detach()) if isinstance(t, Tensor) else t
+
+
+def matrix_shape(p: Tensor) -> Tuple[int, int]:
+    """Rows and columns of a parameter of two or more dimensions, viewed as a matrix."""
+    return p.shape[0], p[0].numel()

@@ -1,0 +1,166 @@
+"""save_pretrained: a folder that `timm.create_model('local-dir:...')` rebuilds exactly."""
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple, Union
+
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.data import resolve_model_data_config
+from timm.models import get_model_args, save_for_hf
+from timm.utils import unwrap_model
+from torch import nn
+
+from ..convert.merge import check_not_merged
+from ..files import staged
+from ..ode.blocks import OdeBlocks, find_ode_blocks
+from ..ode.config import PREFIX, OdeConfig
+from ..ode.steps import Solver, Step
+from .find_weights import CONFIG, WEIGHTS
+
+__all__ = ['CARD', 'REFERENCE', 'describe', 'save_pretrained', 'save_reference', 'structure']
+
+CARD, REFERENCE = 'README.md', 'test/tensors.safetensors'
+# attributes that do not change what an eval-mode model computes
+_RUNTIME = ('training', 'grad_checkpointing', 'fused_attn', 'distilled_training')
+_TOP = ('img_size', 'num_classes', 'in_chans', 'global_pool')  # arguments that a caller may override when loading
+
+
+def save_pretrained(
+        model: nn.Module,
+        folder: Union[str, Path],
+        *,
+        base: Optional[str] = None,
+        base_args: Optional[Dict[str, Any]] = None,
+) -> Path:
+    """Save an ODE-ViT, or any timm model, in timm's own format: config.json and model.safetensors.
+
+    The folder holds either the old model or the new one, even after an exception. A process killed at the very moment
+    when one replaces the other may leave no config.json; the next save repairs that. The model is rebuilt once, without
+    weights, to make sure that the folder describes it. The current settings are saved, such as `model.blocks.steps`.
+
+    Args:
+        model: Model made by `timm.create_model`, converted or not; may be wrapped for compilation or distribution.
+        folder: Folder, created if it does not exist; files of the same names are replaced.
+        base: timm name of the base, for a converted model that was not made by `timm.create_model`.
+        base_args: Keywords of the base, for such a model.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: The description would rebuild a different model (the message names the first difference), or the
+            model is merged or has no weights.
+        OSError: The files could not be written; the old ones remain.
+    """
+    model = unwrap_model(model)
+    if any(tensor.is_meta for tensor in model.state_dict().values()):
+        raise ValueError('The model is on the meta device, so it has no weights to save. Build it on another device.')
+    architecture, args, rebuilt = _describe(model, base, base_args)
+    rebuilt.pretrained_cfg = getattr(model, 'pretrained_cfg', None) or rebuilt.pretrained_cfg
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    folder = Path(folder)
+    with staged(folder, WEIGHTS, CONFIG) as aside:
+        only_config: Any = None  # neither True nor False: timm writes no weights
+        save_for_hf(rebuilt, str(aside), safe_serialization=only_config)
+        save_file(weights, aside / WEIGHTS, metadata={'format': 'pt'})
+        path = aside / CONFIG
+        config = json.loads(path.read_text())
+        # timm reads the number of classes at the top level, and transformers reads it only there
+        config.update(architecture=architecture, model_args={k: v for k, v in args.items() if k != 'num_classes'})
+        if 'label_names' in config['pretrained_cfg']:  # where others look for them
+            config['label_names'] = config['pretrained_cfg'].pop('label_names')
+        path.write_text(json.dumps(config, indent=2) + '\n')
+        (aside / WEIGHTS).chmod(path.stat().st_mode)  # safetensors lets only the owner read it
+    return folder
+
+
+def save_reference(model: nn.Module, folder: Path) -> None:
+    """Store an input [2, C, H, W] and the model's output for it, so that others can check theirs."""
+    size = resolve_model_data_config(model)['input_size']
+    images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
+    path = folder / REFERENCE
+    with torch.no_grad(), staged(path.parent, path.name) as aside:
+        save_file({'input': images, 'output': model.cpu().float()(images).contiguous()}, aside / path.name)
+
+
+def describe(
+        model: nn.Module,
+        *,
+        base: Optional[str] = None,
+        base_args: Optional[Dict[str, Any]] = None,
+) -> Tuple[str, Dict[str, Any]]:
+    """Return the architecture and keywords with which `timm.create_model` rebuilds a model.
+
+    Raises:
+        ValueError: No description that rebuilds the model was found; the message says what to pass.
+    """
+    return _describe(model, base, base_args)[:2]
+
+
+def _describe(
+        model: nn.Module,
+        base: Optional[str],
+        base_args: Optional[Dict[str, Any]],
+) -> Tuple[str, Dict[str, Any], Any]:
+    check_not_merged(model)
+    cfg = getattr(model, 'pretrained_cfg', None) or {}
+    architecture = base or cfg.get('architecture')
+    hint = "Pass base='<timm name>' and base_args={...} with which timm.create_model builds the base."
+    if not architecture:
+        raise ValueError(
+            f'This {type(model).__name__} was not made by timm.create_model, so it has no name to reload it by. {hint}')
+    args = get_model_args(model, base_args)
+    blocks = find_ode_blocks(model)
+    if blocks:
+        # the current settings count
+        args = {k: v for k, v in args.items() if not k.startswith(PREFIX)}
+        if architecture == 'odevit_converted' or not architecture.startswith('odevit_'):
+            own = dict(args.pop('base_args', None) or {}, **{k: v for k, v in args.items() if k not in ('base', *_TOP)})
+            args = {'base': args.get('base', architecture), 'base_args': own,
+                    **{k: v for k, v in args.items() if k in _TOP}}
+            architecture = 'odevit_converted'
+        args.update(_settings(blocks).to_args())
+    try:
+        args = json.loads(json.dumps(args))
+    except TypeError as e:
+        raise ValueError(f'A keyword of this model cannot be written as JSON ({e}). {hint}') from None
+    with torch.device('meta'):
+        rebuilt = timm.create_model(architecture, **args)
+    difference = _first_difference(structure(model), structure(rebuilt))
+    if difference:
+        raise ValueError(f'{architecture} with {args} would not rebuild this model: {difference}. {hint}')
+    return architecture, args, rebuilt
+
+
+def _settings(blocks: List[OdeBlocks]) -> OdeConfig:
+    """Return the settings from which all of a model's OdeBlocks can be rebuilt."""
+    config = blocks[0].config
+    if len(blocks) > 1:  # stages: leave out what each derives from its own depth
+        config = replace(config, steps=tuple(b.steps for b in blocks), T=None, boundaries='uniform')
+    return config
+
+
+def structure(model: nn.Module) -> List[str]:
+    """List type and settings of every module except dropout, and the shape of every tensor, in order."""
+    lines = []
+    for name, module in model.named_modules():
+        # steps follow from the settings of OdeBlocks, which depend on the thread
+        if 'drop' not in name.rsplit('.', 1)[-1] and not isinstance(module, (Solver, Step)):
+            about = '' if isinstance(module, nn.ParameterDict) else module.extra_repr()  # the device does not matter
+            lines.append(f'{name}: {type(module).__name__}({about})')
+            lines += [f'{name}.{k}'.strip('.') + f' = {v}' for k, v in sorted(vars(module).items())
+                      if type(v) in (bool, int, float, str) and not k.startswith('_') and k not in _RUNTIME]
+    lines += [f'{name}: {list(tensor.shape)}' for name, tensor in model.state_dict().items()]
+    return lines
+
+
+def _first_difference(ours: List[str], theirs: List[str]) -> str:
+    for a, b in zip(ours, theirs, strict=False):
+        if a != b:
+            return f'it has {a}, the rebuilt one {b}'
+    if len(ours) != len(theirs):
+        longer = max(ours, theirs, key=len)
+        return f'one has {longer[min(len(ours), len(theirs))]}, the other has nothing in its place'
+    return ''

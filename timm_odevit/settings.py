@@ -1,0 +1,192 @@
+"""Settings: frozen dataclasses that define each name, default, allowed value and error message in one place."""
+import inspect
+import math
+import re
+import sys
+from dataclasses import MISSING, dataclass, field, fields
+from functools import wraps
+from numbers import Integral, Real
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
+
+from .errors import suggest
+
+__all__ = ['Check', 'Settings', 'flag', 'many', 'number', 'one_of', 'refuse_unknown', 'setting', 'takes', 'whole']
+
+Check = Callable[[str, Any], Any]  # takes a name and a value; returns the value or raises ValueError
+Kind = TypeVar('Kind', bound='Settings')
+Given = TypeVar('Given')
+
+
+def setting(default: Any = MISSING, check: Optional[Check] = None) -> Any:
+    """A field of Settings, with a check of its values."""
+    return field(default=default, metadata={'check': check})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings, each checked on its own at construction; `_check` covers conditions on several of them.
+
+    Raises:
+        ValueError: A value is out of range; the message names what is allowed.
+    """
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            check = f.metadata.get('check')
+            if check is not None:
+                object.__setattr__(self, f.name, check(f.name, getattr(self, f.name)))
+        self._check()
+
+    def _check(self) -> None:
+        pass
+
+    @classmethod
+    def names(cls) -> List[str]:
+        """Names of all settings."""
+        return [f.name for f in fields(cls)]
+
+    @classmethod
+    def about(cls) -> Dict[str, str]:
+        """A one-line description of each setting, from the docstring's Attributes (empty under `python -OO`)."""
+        entries = re.findall(r'^ {8}(\w+): (.*(?:\n {12}.*)*)', cls.__doc__ or '', re.M)
+        return dict.fromkeys(cls.names(), '') | {name: ' '.join(text.split()) for name, text in entries}
+
+    @classmethod
+    def of(cls: Type[Kind], given: Mapping[str, Any], caller: str) -> Kind:
+        """Settings from keywords.
+
+        Raises:
+            TypeError: A keyword is unknown (the message names the closest match) or missing.
+            ValueError: A value is out of range.
+        """
+        refuse_unknown(given, cls.names(), caller)
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in given]
+        if missing:
+            raise TypeError(f'{caller} needs {missing[0]}, such as {missing[0]}=1.')
+        return cls(**given)
+
+
+def takes(kind: Type[Settings]) -> Callable[[Callable[..., Given]], Callable[..., Given]]:
+    """Let a function with the keyword `config` also take each setting as a keyword.
+
+    Args:
+        kind: The Settings that `config` must be.
+
+    Returns:
+        A decorator. `help` and editors show both kinds of keywords; an unknown one raises TypeError with the closest
+        match.
+    """
+    def decorate(function: Callable[..., Given]) -> Callable[..., Given]:
+        signature = inspect.signature(function)
+        own = [p.replace(default=None) if p.name == 'config' else p for p in signature.parameters.values()]
+        known = [*(p.name for p in own), *kind.names()]
+
+        @wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            caller = function.__qualname__.removesuffix('.__init__')
+            refuse_unknown(kwargs, known, caller)
+            given = {key: kwargs.pop(key) for key in kind.names() if key in kwargs}
+            config = kwargs.pop('config', None)
+            if config is not None and given:
+                raise TypeError(
+                    f"{caller} got both config and '{next(iter(given))}', which is part of it. Give only one.")
+            if config is not None and not isinstance(config, kind):
+                raise TypeError(f'config of {caller} must be a {kind.__name__}; got {type(config).__name__}.')
+            return function(*args, config=kind.of(given, caller) if config is None else config, **kwargs)
+        keywords = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, annotation=f.type,
+                                      default=inspect.Parameter.empty if f.default is MISSING else f.default)
+                    for f in fields(kind)]
+        wrapper.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+        return wrapper
+    return decorate
+
+
+def refuse_unknown(given: Iterable[str], known: Sequence[str], caller: str) -> None:
+    """Raise TypeError for an unknown keyword; the message names the closest match."""
+    for key in given:
+        if key not in known:
+            raise TypeError(f"{caller} got an unknown argument '{key}'. {suggest(str(key), known)}Arguments: "
+                            f"{', '.join(known)}.")
+
+
+def whole(least: Optional[int] = 0, none: str = '') -> Check:
+    """A whole number, of at least `least` unless that is None; or None, if `none` says what None stands for."""
+    allowed = f"a whole number{'' if least is None else f' of at least {least}'}{_or_none(none)}"
+
+    def check(name: str, value: Any) -> Any:
+        if value is None and none:
+            return None
+        if isinstance(value, bool) or not isinstance(value, Integral) or (
+                least is not None and value < least):
+            raise ValueError(f'{name} must be {allowed}; got {value!r}.')
+        return int(value)  # NumPy integers too
+    return check
+
+
+def number(least: float = 0., most: float = math.inf, *, open: str = '', none: str = '') -> Check:
+    """A finite number from `least` to `most`; or None, if `none` says what None stands for.
+
+    Args:
+        least: The smallest number.
+        most: The largest number.
+        open: '(' if `least` itself is not allowed, ')' if `most` is not, '()' for both.
+        none: What None stands for, if it is allowed.
+    """
+    low, high = ('above' if '(' in open else 'of at least'), ('below' if ')' in open else 'at most')
+    bounds = f'{low} {least:g}' if most == math.inf else f'{low} {least:g} and {high} {most:g}'
+    if most < math.inf and open in ('', '()'):
+        bounds = f"{'between' if open else 'from'} {least:g} {'and' if open else 'to'} {most:g}"
+    allowed = f'a number {bounds}{_or_none(none)}'
+
+    def check(name: str, value: Any) -> Any:
+        if value is None and none:
+            return None
+        real: Any = math.nan
+        if isinstance(value, Real) and not isinstance(value, bool):
+            real = value if isinstance(value, int) else float(value)  # NumPy numbers too
+        good = abs(real) <= sys.float_info.max  # False for NaN and for whole numbers with hundreds of digits
+        if not good or not (least < value if '(' in open else least <= value) or not (
+                value < most if ')' in open else value <= most):
+            raise ValueError(f'{name} must be {allowed}; got {_shown(value)}.')
+        return real
+    return check
+
+
+def one_of(allowed: Sequence[Any], none: str = '') -> Check:
+    """One of a few words; or None, if `none` says what None stands for."""
+    def check(name: str, value: Any) -> Any:
+        if value is None and none:
+            return None
+        if value not in list(allowed):  # a list, since the value may not be hashable
+            raise ValueError(f"Unknown {name} '{value}'. {suggest(str(value), allowed)}Allowed: {', '.join(allowed)}"
+                             f'{_or_none(none)}.')
+        return value
+    return check
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f'{name} must be True or False; got {value!r}.')
+    return value
+
+
+def many(each: Check, what: str) -> Check:
+    """A list of values, returned as a tuple."""
+    def check(name: str, value: Any) -> Tuple[Any, ...]:
+        try:
+            if not isinstance(value, (list, tuple)):
+                raise ValueError
+            return tuple(each(name, entry) for entry in value)
+        except ValueError:
+            raise ValueError(f'{name} must be {what}; got {value!r}.') from None
+    return check
+
+
+def _or_none(none: str) -> str:
+    return f', or None for {none}' if none else ''
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f'{text[:60]}...'

@@ -1,0 +1,18 @@
+"""Teach a shared block to follow a pretrained model.
+
+config              the settings of fit, of calibrate_, of the loss and of the data, with their defaults
+losses              the parts of the loss
+layer_times         where the teacher's layers lie in time, and its states between them
+student_teacher     whether student and teacher match, and what both tasks share
+trajectory_task     TrajectoryDistillationTask: the whole trajectory, unrolled
+stepwise_task       StepwiseTask: each step on its own
+first_batch         what fit checks before it trains
+fit                 the training loop
+resume              what a run saves, and what must be the same when it continues
+calibrate           calibrate_: minutes of training, without labels
+hashes, cache       how models and data are recognised; a teacher's states on disk
+recipe, read_yaml   recipes (those of the package are in recipes/), and YAML from untrusted sources
+loaders             the data of a recipe
+run_recipe          train: runs a recipe
+ablate              runs several recipes with several seeds, and makes one table
+"""

@@ -1,0 +1,115 @@
+"""calibrate_: fit the shared blocks to the teacher in minutes, on images without labels."""
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Optional, Union
+
+import torch
+from timm.task import TrainingTask
+from torch import Tensor, nn
+
+from ..convert.measure import check_images
+from ..distributed import alone_in
+from ..hooks import surely
+from ..ode.blocks import find_ode_blocks
+from ..settings import takes
+from .config import CalibrationConfig
+from .fit import fit
+from .resume import check_calibration
+from .stepwise_task import StepwiseTask, check_converted_from
+from .trajectory_task import TrajectoryDistillationTask
+
+__all__ = ['calibrate_']
+
+
+@takes(CalibrationConfig)
+def calibrate_(
+        model: nn.Module,
+        teacher: nn.Module,
+        images: Union[Tensor, Iterable[Any]],
+        *,
+        out: Optional[Union[str, Path]] = None,
+        resume: bool = False,
+        progress: bool = True,
+        config: CalibrationConfig,
+) -> List[Dict[str, float]]:
+    """Fit a converted model in place to the model that it was converted from, on a few hundred unlabelled images.
+
+    First, each step learns on its own, from the teacher's state to the teacher's next state (StepwiseTask); then the
+    unrolled steps learn the whole trajectory and the logits (TrajectoryDistillationTask). Only the shared blocks learn.
+    At the end, even after an interruption, the modes and requires_grad of both models are restored; the learned weights
+    stay.
+
+    Args:
+        model: Converted model.
+        teacher: The model that it was converted from: a `copy.deepcopy` made before `convert_`.
+        images: Images [N, C, H, W], normalised for the model; or a loader with a length that yields such batches, or
+            (images, labels), whose labels are ignored.
+        out: Folder for checkpoints ('stepwise/' and 'unrolled/'), so that an interrupted call can be resumed.
+        resume: Resume from `out`.
+        progress: Show a progress bar.
+        config: Settings; or pass any of them as keywords, such as epochs=(8, 2); see CalibrationConfig.
+
+    Returns:
+        The records of all epochs, as returned by `fit`.
+
+    Raises:
+        TypeError: The model is not converted.
+        ValueError: Model and teacher do not match, or a setting, the images or the folder is invalid.
+        FloatingPointError: The loss stopped being finite.
+        OSError: Another process uses the folder.
+    """
+    epochs = config.epochs
+    check_converted_from(model, teacher)
+    loader = _Batches(images, config.batch_size)
+    folders = [None if out is None else Path(out) / name for name in ('stepwise', 'unrolled')]
+    check_calibration(folders, epochs, resume)
+    own = {id(p) for ode in find_ode_blocks(model) for p in ode.shared.parameters()}
+    flags = [(p, p.requires_grad) for m in (model, teacher) for p in m.parameters()]
+    modes = [(module, module.training) for m in (model, teacher) for module in m.modules()]
+    options: Dict[str, Any] = dict(
+        amp=config.amp, resume=resume, seed=config.seed, progress=progress, weight_decay=0.)
+    history: List[Dict[str, float]] = []
+
+    def put_back() -> None:
+        for p, flag in flags:
+            p.requires_grad_(flag)
+        for module, mode in modes:
+            module.training = mode
+    with alone_in(None if out is None else Path(out)):
+        try:
+            tasks: List[Optional[TrainingTask]] = [
+                StepwiseTask(model, teacher, verbose=False) if epochs[0] else None,
+                TrajectoryDistillationTask(model, teacher, verbose=False) if epochs[1] else None]
+            for p, flag in flags:
+                p.requires_grad_(flag and id(p) in own)
+            for task, folder, count, peak in zip(tasks, folders, epochs, (config.lr, config.unrolled_lr), strict=True):
+                if task is not None:
+                    history += fit(task, loader, epochs=count, lr=peak, out=folder, **options)
+        finally:
+            surely(put_back)
+    return history
+
+
+class _Batches:
+    """Batches (images, dummy labels) from a tensor or a loader."""
+
+    def __init__(self, images: Union[Tensor, Iterable[Any]], batch_size: int) -> None:
+        self.source: Any = images
+        if isinstance(images, Tensor):
+            check_images(images)
+            self.batch_size = min(batch_size, len(images))
+        elif not hasattr(images, '__len__') or not hasattr(images, '__iter__') or hasattr(images, 'dtype'):
+            raise ValueError(
+                f'images must be a tensor [N, C, H, W], or a loader with a length; got {type(images).__name__}.')
+
+    def __len__(self) -> int:
+        return len(self.source) // self.batch_size if isinstance(self.source, Tensor) else len(self.source)
+
+    def __iter__(self):
+        if isinstance(self.source, Tensor):
+            order = torch.randperm(len(self.source))
+            batches = (self.source[order[i * self.batch_size:(i + 1) * self.batch_size]] for i in range(len(self)))
+        else:
+            batches = (batch[0] if isinstance(batch, (list, tuple)) else batch for batch in self.source)
+        for batch in batches:
+            check_images(batch)
+            yield batch, torch.zeros(len(batch), dtype=torch.long)

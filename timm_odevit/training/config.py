@@ -1,0 +1,228 @@
+"""Settings of training, of its loss and of its data."""
+import math
+from dataclasses import dataclass
+from typing import Any, Dict, Optional, Tuple, Union
+
+from timm.optim import create_optimizer_v2, list_optimizers
+from torch import nn
+
+from ..errors import suggest
+from ..evaluation.accuracy import AMP_DTYPES
+from ..settings import Settings, flag, many, number, one_of, setting, whole
+
+__all__ = ['CalibrationConfig', 'DataConfig', 'FitConfig', 'LossConfig']
+
+SCHEDS = ('cosine', 'tanh', 'step', 'poly')  # timm's schedulers that depend only on the update count
+_amp = one_of([name for name in AMP_DTYPES if name], none='full precision')
+_weight = number(0.)
+_EPOCHS = 'two whole numbers, one of which may be 0, such as (8, 2)'
+
+
+@dataclass(frozen=True)
+class FitConfig(Settings):
+    """Settings of `fit`; each is also a keyword of `fit` and a key of a recipe's `fit`.
+
+    Attributes:
+        epochs: Number of epochs.
+        opt: timm optimizer.
+        lr: Peak learning rate.
+        weight_decay: Weight decay; not applied to norms, biases and embeddings.
+        sched: timm scheduler, stepped at every update.
+        warmup_epochs: Epochs of linear warm-up.
+        min_lr: Final learning rate.
+        clip_grad: Maximum norm of the gradient; None for no clipping.
+        layer_decay: Factor on the learning rate for each layer further from the head, with the shared blocks as one
+            layer; None for one rate.
+        accumulate: Batches per update, whose gradients are averaged; an incomplete last group is dropped.
+        ema_decay: Decay of a moving average of the weights, which is then validated and saved as best; None for no
+            average. An average that the task still has from an earlier `fit` is dropped.
+        amp: 'bfloat16', 'float16' or None.
+        compile: Call the task's `compile` (torch.compile) before the first update.
+        seed: Seed of the run.
+    """
+    epochs: int = setting(check=whole(1))
+    opt: str = 'adamw'
+    lr: float = setting(1e-3, number(0.))
+    weight_decay: float = setting(0.05, number(0.))
+    sched: str = setting('cosine', one_of(SCHEDS))
+    warmup_epochs: float = setting(0, number(0.))
+    min_lr: float = setting(1e-6, number(0.))
+    clip_grad: Optional[float] = setting(1., number(0., open='(', none='no clipping'))
+    layer_decay: Optional[float] = setting(None, number(0., 1., open='(', none='one rate'))
+    accumulate: int = setting(1, whole(1))
+    ema_decay: Optional[float] = setting(None, number(0., 1., open=')', none='no moving average'))
+    amp: Optional[str] = setting(None, _amp)
+    compile: bool = setting(False, flag)
+    seed: int = setting(0, whole(None))
+
+    def _check(self) -> None:
+        known = [str(name) for name in list_optimizers()]
+        if self.opt not in known:
+            raise ValueError(f"Unknown opt '{self.opt}'. {suggest(str(self.opt), known)}See "
+                             'timm.optim.list_optimizers().')
+        try:
+            made = create_optimizer_v2(nn.Linear(2, 2), opt=self.opt, lr=self.lr, weight_decay=0.)
+        except Exception as e:  # each may lack something else: a package, a GPU, an argument
+            raise ValueError(f"opt '{self.opt}' cannot be used here: {type(e).__name__} {e}".strip()) from e
+        if getattr(made, 'is_second_order', False):
+            raise ValueError(f"opt '{self.opt}' needs second derivatives, which are not computed. Use another.")
+
+
+@dataclass(frozen=True)
+class LossConfig(Settings):
+    """Settings of the loss; each is also a keyword of TrajectoryDistillationTask and a key of a recipe's `loss`.
+
+    Attributes:
+        checkpoints: Where the teacher's layers lie in time: 'uniform'; 'distance', measured on `calibration`; or
+            strictly increasing relative times in (0, 1], one per layer.
+        checkpoint_temperature: Temperature of the softmax over the distances, in units of their mean.
+        trajectory_weight: Weight of the squared error relative to the teacher's variance, averaged over
+            checkpoints.
+        cls_weight: Share of the class token in the trajectory loss.
+        register_weight: Share of the register tokens in the trajectory loss.
+        patch_weight: Share of the patch tokens in the trajectory loss.
+        steps: Numbers of steps, such as (6, 8, 12, 16, 24), or shares of the student's own number, such as
+            (0.5, 0.67, 1.0, 1.33, 2.0), rounded; each update draws one, so that K can be chosen after training. None
+            for the student's own number.
+        segments: Numbers of segments of the trajectory, such as (12, 4, 2), used one after the other over the first
+            `forced` share of the updates. Each segment starts from the teacher's state (teacher forcing); after that,
+            the student starts from the tokens alone. Needs `begin_update`, which `fit` calls.
+        forced: Share of the updates, from the first on, in which segments are used.
+        jasmin_weight: Weight of the JaSMin loss of the shared block's attention.
+        jasmin_k: k of JaSMin, 0 or at least 2.
+        jasmin_evaluations: Number of states, evenly spaced along the trajectory, at which attention is recomputed.
+        kd_weight: Weight of the KL divergence between the logits.
+        kd_temperature: Temperature of both models' logits in the KL divergence.
+        task_weight: Weight of the loss on the labels.
+        attention_weight: Weight of the L1 distance between the attention maps of the last step and the last layer.
+        exits: Relative times in (0, 1) at which norm and head are also applied, so that the student can stop there.
+        exit_weight: Weight of kd_weight * KL + task_weight * cross-entropy, averaged over the exits.
+    """
+    checkpoints: Union[str, Tuple[float, ...]] = 'uniform'
+    checkpoint_temperature: float = setting(1., number(0., open='('))
+    trajectory_weight: float = setting(1., _weight)
+    cls_weight: float = setting(0.45, _weight)
+    register_weight: float = setting(0.10, _weight)
+    patch_weight: float = setting(0.45, _weight)
+    steps: Optional[Tuple[float, ...]] = None
+    segments: Tuple[int, ...] = setting((), many(whole(1), 'a list of whole numbers of at least 1'))
+    forced: float = setting(0.25, number(0., 1.))
+    jasmin_weight: float = setting(0., _weight)
+    jasmin_k: int = setting(0, whole(0))
+    jasmin_evaluations: int = setting(2, whole(1))
+    kd_weight: float = setting(1., _weight)
+    kd_temperature: float = setting(1., number(0., open='('))
+    task_weight: float = setting(0., _weight)
+    attention_weight: float = setting(0., _weight)
+    exits: Tuple[float, ...] = setting(
+        (), many(number(0., 1., open='()'), 'relative times between 0 and 1, such as (0.5, 0.75)'))
+    exit_weight: float = setting(0., _weight)
+
+    def _check(self) -> None:
+        if not any(weight > 0 for weight in self.weights.values()):
+            raise ValueError('All weights of the loss are 0, so there is nothing to learn. Set one of them above 0.')
+        if self.jasmin_k == 1:
+            raise ValueError('jasmin_k must be 0, or at least 2 (k = 1 makes the loss 0 for any attention); got 1.')
+        if self.exits and not (self.kd_weight > 0 or self.task_weight > 0):
+            raise ValueError('exits are trained by kd_weight and task_weight, but both are 0. Set one of them above 0.')
+        if (self.exit_weight > 0) != bool(self.exits):
+            raise ValueError('exits and exit_weight go together, such as exits=(0.5, 0.75), exit_weight=0.5.')
+        if self.steps is not None:
+            good = isinstance(self.steps, (tuple, list)) and self.steps and all(
+                (type(k) is int and k >= 1) or (type(k) is float and 0 < k < math.inf) for k in self.steps)
+            if not good:
+                raise ValueError("steps must be a list of whole numbers of at least 1, or of shares of the student's "
+                                 f'own number of steps, such as [0.5, 1.0, 2.0]; got {self.steps!r}.')
+            object.__setattr__(self, 'steps', tuple(self.steps))
+        self._check_checkpoints()
+
+    def _check_checkpoints(self) -> None:
+        given: Any = self.checkpoints
+        if isinstance(given, str):
+            if given not in ('uniform', 'distance'):
+                raise ValueError(f"Unknown checkpoints '{given}'. {suggest(given, ('uniform', 'distance'))}Allowed: "
+                                 'uniform, distance, or a list of relative times.')
+            return
+        times = many(number(0., 1.), 'uniform, distance, or a list of relative times')('checkpoints', given)
+        object.__setattr__(self, 'checkpoints', tuple(map(float, times)))
+
+    @property
+    def weights(self) -> Dict[str, float]:
+        """The weights of the parts of the loss, by name."""
+        names = ('trajectory', 'jasmin', 'kd', 'task', 'attention', 'exit')
+        return {name: getattr(self, f'{name}_weight') for name in names}
+
+    @property
+    def token_weights(self) -> Tuple[float, float, float]:
+        """The weights of class token, registers and patches."""
+        return self.cls_weight, self.register_weight, self.patch_weight
+
+    def counts(self, own: int) -> Optional[Tuple[int, ...]]:
+        """The numbers of steps that updates draw from, for a student with `own` steps; None to use only its own."""
+        if self.steps is None:
+            return None
+        return tuple(k if isinstance(k, int) else max(1, round(k * own)) for k in self.steps)
+
+
+@dataclass(frozen=True)
+class DataConfig(Settings):
+    """Settings of the data; each is a key of a recipe's `data`.
+
+    Attributes:
+        batch_size: Images per batch.
+        held_out: Share of the training images held out for validation.
+        padding: Pixels by which a crop may be shifted (arrays); None for 4.
+        flip: Probability of mirroring an image (arrays); None for 0.5.
+        reprob: Probability of erasing a part of an image.
+        auto_augment: timm augmentation policy (folders); None for none.
+        workers: Processes that load images (folders); None for 2.
+        mixup: alpha of mixup; 0 for none.
+        cutmix: alpha of CutMix; 0 for none.
+        smoothing: Label smoothing.
+        prob: Share of the batches that are mixed; None for all.
+    """
+    batch_size: int = setting(64, whole(1))
+    held_out: float = setting(0.1, number(0., 1.))
+    padding: Optional[int] = setting(None, whole(0, none='4'))
+    flip: Optional[float] = setting(None, number(0., 1., none='0.5'))
+    reprob: float = setting(0., number(0., 1.))
+    auto_augment: Optional[str] = None
+    workers: Optional[int] = setting(None, whole(0, none='2'))
+    mixup: float = setting(0., number(0.))
+    cutmix: float = setting(0., number(0.))
+    smoothing: float = setting(0., number(0., 1.))
+    prob: Optional[float] = setting(None, number(0., 1., none='all'))
+
+    def _check(self) -> None:
+        if self.prob is not None and not (self.mixup or self.cutmix):
+            raise ValueError('prob is the share of the batches that are mixed. Give mixup or cutmix, or omit prob.')
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images or labels of a batch are mixed or smoothed."""
+        return any((self.mixup, self.cutmix, self.smoothing))
+
+
+@dataclass(frozen=True)
+class CalibrationConfig(Settings):
+    """Settings of `calibrate_`; each is also a keyword of `calibrate_`.
+
+    Attributes:
+        epochs: Epochs of the first part, step by step, and of the second, unrolled; the second must be 0 for a model
+            that has no sequence of tokens to follow as a whole (Swin, SAM, NaFlexViT, MLP-Mixer).
+        batch_size: Images per update.
+        lr: Peak learning rate of the first part, on a cosine schedule.
+        unrolled_lr: Peak learning rate of the second part.
+        amp: Mixed precision: 'bfloat16', 'float16' or None.
+        seed: Seed for the order of the images.
+    """
+    epochs: Tuple[int, int] = setting((8, 2), many(whole(0), _EPOCHS))
+    batch_size: int = setting(16, whole(1))
+    lr: float = setting(3e-3, number(0.))
+    unrolled_lr: float = setting(3e-4, number(0.))
+    amp: Optional[str] = setting(None, _amp)
+    seed: int = setting(0, whole(None))
+
+    def _check(self) -> None:
+        if len(self.epochs) != 2 or max(self.epochs) < 1:
+            raise ValueError(f'epochs must be {_EPOCHS}; got {self.epochs!r}.')

@@ -1,0 +1,296 @@
+"""The training loop, built from timm's parts: it trains any `timm.task.TrainingTask`."""
+import math
+import time
+from collections import defaultdict
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Union
+
+import torch
+import torch.distributed as dist
+from timm.optim import create_optimizer_v2, muon
+from timm.scheduler import create_scheduler_v2
+from timm.task import TrainingTask
+from timm.utils import dispatch_clip_grad, random_seed
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ..convert.merge import check_not_merged
+from ..distributed import alone_in, in_first_process, over_processes, rank_and_world
+from ..evaluation.accuracy import AMP_DTYPES, evaluate
+from ..files import to_json, write_text
+from ..hooks import hooked
+from ..ode.blocks import find_ode_blocks
+from ..saving.save import describe, save_pretrained
+from ..settings import takes
+from .config import FitConfig
+from .first_batch import checked, fitting, look_at
+from .resume import BEST, HISTORY, LAST, load_state, models_of, read_state, save_state, settings_to_resume
+
+__all__ = ['count_updates', 'fit']
+
+
+@takes(FitConfig)
+def fit(
+        task: TrainingTask,
+        train_loader: Any,
+        val_loader: Optional[Iterable[Any]] = None,
+        *,
+        out: Optional[Union[str, Path]] = None,
+        resume: bool = False,
+        progress: bool = True,
+        config: FitConfig,
+) -> List[Dict[str, float]]:
+    """Train a task; with `out`, save the last and the best state, so that an interrupted run can be resumed.
+
+    `out/last.pt` is the whole training state after the last complete epoch, `out/best` the model with the best top-1
+    accuracy on `val_loader` (without one, the last model) in timm's format, `out/history.json` one record per epoch.
+    Each file is written under another name and then renamed, so it is either complete or absent. While `fit` runs, no
+    other process can use the folder.
+
+    Data that does not fit is refused within seconds: one batch of `val_loader` goes through the model before anything
+    else, in an iteration of its own, with workers of its own if it has any; the first training batch is checked when it
+    arrives, so that the training data is not read an extra time. A refusal leaves weights, buffers and modes as they
+    were, and neither check changes a result.
+
+    Under torch.distributed, the task is wrapped by its `prepare_distributed`, the first process validates and writes,
+    and all processes read `out/last.pt` to resume, so they must share a file system.
+
+    Args:
+        task: Task to train, such as TrajectoryDistillationTask or timm's ClassificationTask; on its device.
+        train_loader: Batches (images [B, C, H, W], labels [B]); before each epoch, all seeds are set, and its (or its
+            sampler's) `set_epoch` is called if it has one. With several processes, each passes its part of the data.
+        val_loader: Batches held out from training, for choosing the best epoch; it is read after every epoch, so an
+            iterator, such as a generator, is refused.
+        out: Folder for the files; None saves nothing.
+        resume: Resume from `out/last.pt`, if it exists, with the same settings, batch size and updates per epoch;
+            epochs may be increased.
+        progress: Show a progress bar.
+        config: Settings; or pass any of them as keywords, such as epochs=10; see FitConfig.
+
+    Returns:
+        One record per epoch: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss.
+
+    Raises:
+        FloatingPointError: The loss stopped being finite; the message says which step of an ODE-ViT diverged, and the
+            files of the previous epoch remain.
+        OSError: A file could not be written, as on a full disk (files written earlier remain); or another process
+            uses the folder.
+        TypeError: A keyword is unknown.
+        ValueError: A setting, a loader or the folder is unsuitable, or no description to save the model by was found.
+    """
+    updates = count_updates(train_loader, config.accumulate)
+    for name, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
+        if isinstance(loader, Iterator):
+            raise ValueError(f'{name} is a {type(loader).__name__}, which gives its batches only once, but it is read '
+                             'in every epoch. Give a list of batches, or a DataLoader.')
+    check_not_merged(models_of(task)['model'])
+    trainable: Any = task.get_trainable_module()
+    if not any(p.requires_grad for p in trainable.parameters()):
+        raise ValueError(
+            'Every parameter of the model is frozen, as in a copy of a teacher that a task has frozen. '
+            'Call model.requires_grad_(True) first.')
+    folder = Path(out) if out is not None else None
+    with alone_in(folder):
+        state: Dict[str, Any] = {'history': []}
+        settings = settings_to_resume(config, train_loader, updates)
+        if folder is not None:
+            describe(models_of(task)['model'])  # fail now rather than after the first epoch
+            if (folder / LAST).exists():
+                if not resume:
+                    raise ValueError(f"'{folder}' already holds a run. Pass resume=True to continue it, or give "
+                                     'another folder.')
+                state = read_state(folder / LAST, torch.device(task.device), settings, config.epochs)
+        history: List[Dict[str, float]] = state['history']
+        if val_loader is not None and len(history) < config.epochs:
+            in_first_process(lambda: look_at(val_loader, task, AMP_DTYPES[config.amp]))
+        run = _Run(task, train_loader, val_loader, config, updates)
+        if history:
+            load_state(state, f"'{folder}'", run.models, run.optimizer, run.scaler)
+        del state
+        rank = rank_and_world()[0]
+        bar = tqdm(total=config.epochs * updates, initial=len(history) * updates, unit='update',
+                   disable=not progress or rank > 0 or len(history) == config.epochs)
+        with bar, _muon_for(run.device):
+            for epoch in range(len(history), config.epochs):
+                bar.set_description(f'epoch {epoch + 1} of {config.epochs}')
+                record = run.epoch(epoch, bar.update)
+                best = max((before.get('val_top1', -math.inf) for before in history), default=-math.inf)
+                history.append(record)
+                if folder is not None and rank == 0:
+                    try:
+                        if record.get('val_top1', math.inf) > best:
+                            save_pretrained(run.chosen, folder / BEST)
+                        save_state(folder / LAST, task, run.optimizer, run.scaler, history, settings)
+                        write_text(folder / HISTORY, to_json(history))
+                    except OSError as e:
+                        raise OSError(
+                            f"Epoch {epoch + 1} could not be written to '{folder}': {str(e).splitlines()[0]}. Files "
+                            'written earlier are intact; free some space, and resume.') from e
+                bar.set_postfix({key: f'{record[key]:.4g}' for key in ('loss', 'val_top1') if key in record})
+        return history
+
+
+def count_updates(train_loader: Any, accumulate: int = 1) -> int:
+    """Updates per epoch, at least 1.
+
+    Raises:
+        ValueError: The loader has no length, or too few batches.
+    """
+    try:
+        batches = len(train_loader)
+    except TypeError:
+        raise ValueError('train_loader needs a length, for the learning-rate schedule.') from None
+    if batches < accumulate or batches < 1:
+        few = f'has fewer than {accumulate} batches' if accumulate > 1 else 'is empty'
+        raise ValueError(f'train_loader {few}. Give more images, or a smaller batch size.')
+    return batches // accumulate
+
+
+class _Run:
+    """A task in training, with its optimizer, its schedule and its data."""
+
+    def __init__(self, task: Any, train_loader: Any, val_loader: Any, config: FitConfig, updates: int) -> None:
+        self.task, self.train_loader, self.val_loader = task, train_loader, val_loader
+        self.config, self.updates, self.device = config, updates, torch.device(task.device)
+        self.rank, self.world = rank_and_world()
+        self.dtype = AMP_DTYPES[config.amp]
+        for name in ('trainable_module_ema', 'eval_model_ema'):  # left by an earlier fit
+            if hasattr(task, name):
+                delattr(task, name)
+        if config.ema_decay is not None:
+            task.setup_ema(decay=config.ema_decay, use_warmup=True)
+        trainable = task.get_trainable_module()
+        if config.compile:
+            task.compile()
+        if self.world > 1:
+            task.prepare_distributed(device_ids=[self.device.index] if self.device.type == 'cuda' else None)
+        self.optimizer = create_optimizer_v2(
+            trainable, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay, layer_decay=config.layer_decay)
+        self.scheduler: Any = create_scheduler_v2(
+            self.optimizer, sched=config.sched, num_epochs=config.epochs,
+            warmup_epochs=config.warmup_epochs,  # type: ignore[arg-type]
+            warmup_lr=config.min_lr, min_lr=config.min_lr, step_on_epochs=False, updates_per_epoch=updates)[0]
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == 'float16')
+        self.models = models_of(task)
+
+    @property
+    def chosen(self) -> nn.Module:
+        """The model that is validated and saved."""
+        return self.models['ema' if 'ema' in self.models else 'model']
+
+    def epoch(self, epoch: int, done: Callable[[], Any]) -> Dict[str, float]:
+        """Train for one epoch and validate; returns its record, which depends only on the seed and the state."""
+        random_seed((self.config.seed * 10_007 + epoch) * self.world % 2 ** 31, self.rank)
+        parts: Any = (self.train_loader, getattr(self.train_loader, 'sampler', None))
+        for part in parts:
+            if hasattr(part, 'set_epoch'):
+                part.set_epoch(epoch)
+        started = time.perf_counter()
+        record = {'epoch': epoch + 1., **self._train(epoch, done)}
+        record['seconds'] = time.perf_counter() - started
+        if not all(torch.isfinite(p).all() for model in self.models.values() for p in model.parameters()):
+            raise FloatingPointError(
+                f'The weights are not finite after epoch {epoch + 1}; files written earlier remain. '
+                'Start again in another folder with a lower lr, or with amp bfloat16 or None.')
+        if self.val_loader is not None and self.rank == 0:
+            result = evaluate(self.chosen, self.val_loader, amp_dtype=self.dtype).results[-1]
+            record.update(val_top1=result.top1, val_top5=result.top5, val_loss=result.loss)
+        if self.world > 1:
+            records = [record]
+            dist.broadcast_object_list(records)  # the others also wait here while the first validates
+            record = records[0]
+        return record
+
+    def _train(self, epoch: int, done: Callable[[], Any]) -> Dict[str, float]:
+        """Train for one epoch; returns the learning rate and the mean of each part of the loss."""
+        task, loader, optimizer, scaler, config = self.task, self.train_loader, self.optimizer, self.scaler, self.config
+        updates, accumulate, device, dtype = self.updates, config.accumulate, self.device, self.dtype
+        sums: Dict[str, Any] = defaultdict(float)
+        optimizer.zero_grad()
+        i = -1
+        for i, batch in enumerate(loader):
+            if i == updates * accumulate:
+                break
+            images, labels = checked('train_loader', batch, task) if i == 0 else batch
+            update, last = epoch * updates + i // accumulate, (i + 1) % accumulate == 0
+            if i % accumulate == 0:
+                self.scheduler.step_update(update)
+            if hasattr(task, 'begin_update'):
+                task.begin_update(update, config.epochs * updates, config.seed)
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            with nullcontext() if last else task.no_sync():
+                with fitting('train_loader', images, labels, task) if update == 0 and i == 0 else nullcontext():
+                    if i == 0:
+                        task.train()
+                    with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
+                        parts = task(images, labels)
+                loss = parts['loss']
+                values = {key: part.detach().float() for key, part in parts.items() if key != 'output'}
+                value = values['loss'].item()
+                if not math.isfinite(value):
+                    found = ', '.join(f'{key} {part.item():.4g}' for key, part in values.items())
+                    raise FloatingPointError(
+                        f'The loss is not finite in epoch {epoch + 1}, batch {i + 1} ({found}). '
+                        f'{_diverging(task, images, dtype)}Lower lr, or use amp bfloat16 or None.')
+                scaler.scale(loss / accumulate).backward()
+            for key, part in values.items():
+                sums[key] = sums[key] + part  # stays on the device: one wait per batch is enough
+            if not last:
+                continue
+            if config.clip_grad is not None:
+                scaler.unscale_(optimizer)
+                dispatch_clip_grad(task.get_clip_parameters(), config.clip_grad)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            task.update_ema(step=update)
+            done()
+        if i < updates * accumulate - 1:
+            raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, but its length is '
+                             f'{len(loader)}. Give a loader that gives as many batches as its length.')
+        means = {key: torch.as_tensor(value / (updates * accumulate)) for key, value in sums.items()}
+        means = {key: over_processes(value.to(device)) for key, value in means.items()}
+        return {'lr': optimizer.param_groups[-1]['lr'],  # without the parts that were not computed
+                **{key: float(value) for key, value in means.items() if not value.isnan()}}
+
+
+@contextmanager
+def _muon_for(device: torch.device) -> Iterator[None]:
+    """Make timm's Muon multiply in float32 on a CPU: most CPUs emulate bfloat16, which is 30 times slower."""
+    original = muon.zeropower_via_newtonschulz
+    if device.type == 'cpu':
+        muon.zeropower_via_newtonschulz = partial(original, dtype=torch.float32)
+    try:
+        yield
+    finally:
+        muon.zeropower_via_newtonschulz = original
+
+
+@torch.no_grad()
+def _diverging(task: TrainingTask, images: Tensor, dtype: Optional[torch.dtype]) -> str:
+    """A sentence that says where an ODE-ViT's state stops being finite; empty for other models and other causes."""
+    model = models_of(task)['model'].eval()
+    odes = find_ode_blocks(model)
+    if not odes or odes[0].config.adaptive:
+        return ''
+    with odes[0].at(getattr(task, 'drawn', odes[0].steps)):  # the number of steps that failed
+        return _watch(model, images, dtype)
+
+
+def _watch(model: nn.Module, images: Tensor, dtype: Optional[torch.dtype]) -> str:
+    found: List[str] = []
+
+    def look(where: str):
+        def hook(_: nn.Module, args: Any, out: Tensor) -> None:
+            if not found and not torch.isfinite(out).all():
+                found.append(where)
+        return hook
+    hooks = [(step, 'after', look(f'step {i + 1} of {ode.steps}, from t = {step.t:g} to {step.t + step.h:g}'))
+             for ode in find_ode_blocks(model) for i, step in enumerate(ode.bound_steps)]
+    if not all(torch.isfinite(p).all() for p in model.parameters()):
+        return 'The weights of the model are not finite. '
+    with hooked(*hooks), torch.autocast(images.device.type, dtype) if dtype is not None else nullcontext():
+        model(images)
+    return f'The field diverges: the state is not finite after {found[0]}. ' if found else ''

@@ -1,0 +1,43 @@
+"""Hashes by which a resumed run and a cache recognise models and data."""
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..data.arrays import ArrayLoader
+from ..saving.save import structure
+from .loaders import unmixed
+
+__all__ = ['fingerprint', 'hash_of', 'hash_of_data']
+
+
+def hash_of(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 of the concatenated bytes of tensors."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 of a model: types and settings of its modules; names, shapes, dtypes and bytes of its tensors."""
+    found = hashlib.sha256('\n'.join(structure(model)).encode())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found.update(f'{name} {list(tensor.shape)} {tensor.dtype} {hash_of([tensor])}'.encode())
+    return found.hexdigest()
+
+
+def hash_of_data(*loaders: Any) -> str:
+    """SHA-256 of the images and labels in memory, or of the names and labels of the files."""
+    found = hashlib.sha256()
+    for loader in loaders:
+        plain = unmixed(loader)
+        if isinstance(plain, ArrayLoader):
+            found.update(hash_of([plain.images, plain.labels]).encode())
+        else:
+            files = [[*Path(path).parts[-2:], label] for path, label in plain.dataset.reader.samples]
+            found.update(json.dumps(files).encode())
+    return found.hexdigest()

@@ -1,0 +1,140 @@
+"""Where on [0, T] the teacher's layers lie, and which of the student's steps is matched to which layer."""
+from bisect import bisect_right
+from itertools import pairwise
+from typing import Any, Iterable, List, Optional, Sequence, Tuple
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from ..hooks import evaluating
+from ..recording import watch_blocks
+
+__all__ = ['distance_times', 'hidden_states', 'match', 'softmax_times', 'state_at', 'uniform_times']
+
+
+def uniform_times(layers: int) -> List[float]:
+    """Relative times 1/L, 2/L, ..., 1 of a teacher's L layers."""
+    return [(i + 1) / layers for i in range(layers)]
+
+
+def softmax_times(distances: Sequence[float], temperature: float = 1.) -> List[float]:
+    """Relative times that give a layer more time the further it moves the hidden state.
+
+    Args:
+        distances: Mean distance by which each of the L layers moves the hidden state, in any unit.
+        temperature: Temperature of the softmax over the distances, in units of their mean; large values give nearly
+            uniform times.
+
+    Returns:
+        L strictly increasing times in (0, 1], the last one 1.
+
+    Source: ODE-ViT, arXiv 2511.16501, which gives the temperature in units of its distances.
+    """
+    if not temperature > 0:
+        raise ValueError(f'temperature must be above 0; got {temperature!r}.')
+    d = torch.tensor(distances, dtype=torch.float64)
+    w = (d / (d.mean().clamp_min(1e-12) * temperature)).softmax(0)
+    w = 0.999 * w + 0.001 / len(w)  # a low temperature underflows to 0, but times must still increase
+    times = w.cumsum(0)
+    return (times / times[-1]).tolist()
+
+
+@torch.no_grad()
+def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float = 1.) -> List[float]:
+    """Relative times of a teacher's layers, from the distances between its consecutive hidden states.
+
+    Args:
+        teacher: timm model with a sequence of blocks; measured in eval mode.
+        batches: Calibration images [B, C, H, W], on the teacher's device.
+        temperature: See `softmax_times`.
+
+    Returns:
+        L strictly increasing times in (0, 1].
+
+    Raises:
+        ValueError: There are no batches.
+    """
+    total, images = None, 0
+    for batch in batches:
+        with evaluating(teacher), watch_blocks([list(teacher.blocks)]) as seen:
+            teacher(batch)
+        path = [state.flatten(1) for state in seen[0][0]]
+        moved = torch.stack([(b - a).float().norm(dim=1).double().sum() for a, b in pairwise(path)]).cpu()
+        total = moved if total is None else total + moved
+        images += len(batch)
+    if total is None:
+        raise ValueError("checkpoints='distance' needs calibration images; pass calibration=[images, ...].")
+    return softmax_times((total / images).tolist(), temperature)
+
+
+def hidden_states(
+        model: Any,
+        images: Tensor,
+        indices: Optional[Sequence[int]] = None,
+) -> Tuple[Tensor, List[Tensor]]:
+    """Final features, and the hidden states of all tokens after the given blocks, before the final norm.
+
+    Args:
+        model: timm model with `forward_intermediates`.
+        images: Images [B, C, H, W].
+        indices: Blocks, counted from 0; all by default.
+
+    Returns:
+        The features for `forward_head` [B, N, D], and one state [B, N, D] per block.
+    """
+    host: Any = model
+    if not isinstance(model, VisionTransformer):  # for others, timm does not always return prefix tokens
+        with watch_blocks([list(model.blocks)]) as seen:
+            features = model.forward_features(images)
+        after = seen[0][0][1:]
+        return features, after if indices is None else [after[i] for i in indices]
+    features, states = host.forward_intermediates(
+        images, indices=None if indices is None else list(indices), norm=False, output_fmt='NLC',
+        return_prefix_tokens=True)
+    return features, [torch.cat([s[1], s[0]], dim=1) if isinstance(s, tuple) else s for s in states]
+
+
+def match(times: Sequence[float], steps: int) -> List[Tuple[int, int]]:
+    """Pair the teacher's layers with the student's steps.
+
+    Args:
+        times: Relative times in (0, 1] of the teacher's L layers, strictly increasing.
+        steps: Number K of the student's steps, which end at 1/K, 2/K, ..., 1.
+
+    Returns:
+        min(L, K) pairs (layer, step), both counted from 0 and both strictly increasing, the last pair (L - 1, K - 1).
+        Every member of the smaller side is matched, each with a nearby member of the other side.
+    """
+    own = uniform_times(steps)
+    if len(times) <= steps:
+        return list(enumerate(_nearest(times, own)))
+    return [(layer, step) for step, layer in enumerate(_nearest(own, times))]
+
+
+def state_at(states: Sequence[Tensor], times: Sequence[float], t: float) -> Tensor:
+    """The teacher's state at a relative time, interpolated linearly in time between two layers.
+
+    Args:
+        states: L + 1 states: the embedded tokens and the output of each layer.
+        times: Relative times in (0, 1] of the L layers, strictly increasing.
+        t: Relative time in [0, 1].
+    """
+    grid = [0., *times]
+    right = min(max(bisect_right(grid, t + 1e-6), 1), len(grid) - 1)
+    share = min((t - grid[right - 1]) / (grid[right] - grid[right - 1]), 1.)
+    if share < 1e-5:
+        return states[right - 1]
+    return states[right] if share > 1 - 1e-5 else torch.lerp(states[right - 1], states[right], share)
+
+
+def _nearest(few: Sequence[float], many: Sequence[float]) -> List[int]:
+    """Strictly increasing indices into `many`, near the values of `few`, ending at the last one."""
+    n, m = len(few), len(many)
+    chosen: List[int] = []
+    for i, value in enumerate(few):
+        low = chosen[-1] + 1 if chosen else 0
+        high = m - n + i  # leaves room for the remaining ones
+        index = min(range(m), key=lambda j: abs(many[j] - value))
+        chosen.append(high if i == n - 1 else min(max(index, low), high))
+    return chosen

@@ -1,0 +1,67 @@
+"""The loaders of a recipe, the chain of loaders behind one, and a sample of their images."""
+from pathlib import Path
+from typing import Any, List, Optional, Tuple, Union
+
+import torch
+
+from ..data.arrays import ArrayLoader, array_loaders
+from ..data.folders import folder_loaders
+from ..data.mixup import MixupLoader
+from .config import DataConfig
+
+__all__ = ['chain', 'draw_sample', 'loaders', 'unmixed']
+
+
+def loaders(
+        config: DataConfig,
+        data: Union[str, Path],
+        model: Any,
+        *,
+        limit: Optional[int] = None,
+        seed: int = 0,
+) -> Tuple[Any, Any]:
+    """The loader of the training images, and that of the images held out for validation."""
+    if not Path(data).exists():
+        raise ValueError(f"There is no '{data}'. Give a folder with one sub-folder of images per class, a folder with "
+                         'train/ and val/ folders of that kind, or an .npz of small images.')
+    arrays = Path(data).is_file()
+    for name in ('auto_augment', 'workers') if arrays else ('padding', 'flip'):
+        if getattr(config, name) is not None:
+            kind = 'an .npz, whose images are augmented on the device' if arrays else 'a folder of images'
+            raise ValueError(f"data.{name} does not apply to {kind} ('{data}'). Leave it out.")
+    if not arrays and limit is not None:
+        raise ValueError(f"limit applies only to an .npz, and '{data}' is a folder. Leave it out.")
+    names = ('batch_size', 'held_out', 'reprob', *(('padding', 'flip') if arrays else ('auto_augment', 'workers')))
+    options: Any = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    train_loader: Any
+    if arrays:
+        train_loader, val_loader, _ = array_loaders(data, model, limit=limit, seed=seed, **options)
+    else:
+        train_loader, val_loader = folder_loaders(data, model, seed=seed, **options)
+    if config.mixes:
+        train_loader = MixupLoader(train_loader, model.num_classes, config.mixup, config.cutmix, config.smoothing,
+                                   1. if config.prob is None else config.prob)
+    return train_loader, val_loader
+
+
+def chain(loader: Any) -> List[Any]:
+    """A loader, and the loaders that it takes its batches from."""
+    parts: List[Any] = []
+    while loader is not None:
+        parts.append(loader)
+        loader = getattr(loader, 'loader', getattr(loader, 'source', None))
+    return parts
+
+
+def unmixed(loader: Any) -> Any:
+    return loader.loader if isinstance(loader, MixupLoader) else loader
+
+
+def draw_sample(loader: Any, count: int, seed: int) -> torch.Tensor:
+    """Random images [B, C, H, W] from a loader that does not augment; the same images in all processes."""
+    arrays = isinstance(loader, ArrayLoader)
+    total = len(loader.labels if arrays else loader.dataset)
+    index = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]
+    if arrays:
+        return loader.prepare(loader.images[index.to(loader.images.device)])
+    return torch.stack([loader.dataset[i][0] for i in index.tolist()])

@@ -1,0 +1,280 @@
+"""Recipes: what to train, on what data and how, in one validated YAML file."""
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+
+import yaml
+
+from ..errors import suggest
+from ..ode.config import OdeConfig
+from ..settings import Check, Settings, flag, setting, whole
+from .config import DataConfig, FitConfig, LossConfig
+from .read_yaml import DEEPEST, parse_yaml, read_yaml
+
+__all__ = ['FIT', 'Recipe', 'Stage', 'builtin_recipes']
+
+FOLDER = Path(__file__).parent / 'recipes'
+TASKS = ('stepwise', 'trajectory', 'labels')
+FIT = [name for name in FitConfig.names() if name != 'seed']  # the recipe has its own
+# the parts of a model that a stage may train, and what the names of their parameters contain
+PARTS: Dict[str, Tuple[str, ...]] = {
+    'all': ('',),
+    'blocks': ('blocks.',),
+    'base': ('blocks.shared.base.', '.base.'),
+    'vectors': ('.vectors.',),
+    'low_rank': ('.up.', '.down.'),
+    'tokens': ('cls_token', 'dist_token', 'reg_token'),
+    'pos_embed': ('pos_embed',),
+    'patch_embed': ('patch_embed.', 'stem.'),
+    'norm': ('norm.', 'norm_pre.', 'fc_norm.'),
+    'head': ('head.', 'head_dist.', 'attn_pool.'),
+}
+
+
+def _section(known: Optional[Sequence[str]] = None) -> Check:
+    """Keys and values, of which the keys are known; or None."""
+    def check(name: str, value: Any) -> Any:
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f'{name} must hold keys and values; got {value!r}.')
+        for key in value or {}:
+            if known is not None and key not in known:
+                raise ValueError(
+                    f"{name} has an unknown key '{key}'. {suggest(str(key), known)}Keys: {', '.join(known)}.")
+        return _plain(value)  # a copy, in which tuples are lists as in YAML
+    return check
+
+
+def _task(name: str, value: Any) -> str:
+    if value not in TASKS:
+        raise ValueError(f"{name}: unknown task '{value}'. {suggest(str(value), TASKS)}Allowed: {', '.join(TASKS)}.")
+    return value
+
+
+def _parts(name: str, value: Any) -> Tuple[str, ...]:
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)):
+        raise ValueError(f'{name} must be a list of parts; got {parts!r}. Allowed: {", ".join(PARTS)}.')
+    if not parts:
+        raise ValueError(f"{name} is empty. Allowed: {', '.join(PARTS)}.")
+    for part in parts:
+        if part not in list(PARTS):
+            raise ValueError(f"{name}: unknown part '{part}'. {suggest(str(part), PARTS)}Allowed: {', '.join(PARTS)}.")
+    return tuple(parts)
+
+
+def _stages(name: str, value: Any) -> Tuple['Stage', ...]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f'{name} must be a list of at least one stage, such as [{{task: trajectory}}].')
+    found = []
+    for i, given in enumerate(value):
+        try:
+            found.append(given if isinstance(given, Stage) else Stage(
+                **(_section(Stage.names())(f'{name}.{i}', given) or {})))
+        except ValueError as e:
+            inside = str(e).split(maxsplit=1)[0].rstrip(':') in Stage.names()
+            raise ValueError(f'{name}.{i}.{e}' if inside else str(e)) from None
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Stage(Settings):
+    """One part of a training run.
+
+    Attributes:
+        task: 'stepwise', each solver step from the teacher's state (StepwiseTask); 'trajectory', all steps, unrolled
+            (TrajectoryDistillationTask); 'labels', cross-entropy alone, for any model (timm's ClassificationTask).
+        train: Names, from PARTS, of the parts of the model that learn; the others are frozen.
+        loss: Keywords of TrajectoryDistillationTask; they override the recipe's.
+        fit: Keywords of `fit`; they override the recipe's.
+    """
+    task: str = setting('trajectory', _task)
+    train: Tuple[str, ...] = setting(('all',), _parts)
+    loss: Optional[Dict[str, Any]] = setting(None, _section(LossConfig.names()))
+    fit: Optional[Dict[str, Any]] = setting(None, _section(FIT))
+
+    def _check(self) -> None:
+        if self.task != 'trajectory' and self.loss:
+            raise ValueError(f"loss: task '{self.task}' has no loss settings. Leave loss out.")
+
+
+@dataclass(frozen=True)
+class Recipe(Settings):
+    """A training run. Unknown keys are errors.
+
+    Attributes:
+        ode: Settings of OdeConfig for converting the teacher (`model`, without a teacher) to the student; None to train
+            the model as it is.
+        model: timm name of the model, for training without a teacher.
+        model_args: Keywords of timm.create_model for `model`.
+        data: batch_size, held_out, workers; padding, flip (arrays), reprob, auto_augment (folders); mixup, cutmix,
+            smoothing, prob.
+        loss: Keywords of TrajectoryDistillationTask for all stages.
+        fit: Keywords of `fit` for all stages.
+        stages: The stages, in order; each starts from the last weights of the previous one.
+        grad_checkpointing: Recompute activations in the backward pass, step by step.
+        cache: Views of each image for which the teacher's states are computed once and kept on disk; 0 for none.
+        seed: Seed of the run.
+
+    Raises:
+        ValueError: A key is unknown or a value is out of range; the message says what is allowed.
+    """
+    ode: Optional[Dict[str, Any]] = setting(None, _section(OdeConfig.names()))
+    model: Optional[str] = None
+    model_args: Optional[Dict[str, Any]] = setting(None, _section())
+    data: Optional[Dict[str, Any]] = setting(None, _section(DataConfig.names()))
+    loss: Optional[Dict[str, Any]] = setting(None, _section(LossConfig.names()))
+    fit: Optional[Dict[str, Any]] = setting(None, _section(FIT))
+    stages: Tuple[Stage, ...] = setting((), _stages)
+    grad_checkpointing: bool = setting(False, flag)
+    cache: int = setting(0, whole(0))
+    seed: int = setting(0, whole(0))
+
+    def _check(self) -> None:
+        try:
+            batches = self.batches
+        except ValueError as e:
+            raise ValueError(f'data.{e}') from None
+        if self.cache and batches.mixes:
+            raise ValueError("cache keeps the teacher's outputs for unchanged images, but data.mixup, data.cutmix and "
+                             'data.smoothing change images or labels. Set cache to 0, or leave those out.')
+        if self.ode is not None:
+            self.config  # noqa: B018 (raises if a setting is invalid)
+        for i, stage in enumerate(self.stages):
+            if 'epochs' not in {**(self.fit or {}), **(stage.fit or {})}:
+                raise ValueError(
+                    f"stages.{i}.fit.epochs is missing. Give the number of epochs here or in the recipe's fit.")
+            try:
+                self.fit_of(stage)
+                if stage.task == 'trajectory':
+                    self.loss_of(stage)
+            except ValueError as e:
+                raise ValueError(f'stages.{i}: {e}') from None
+        if self.loss and all(stage.task != 'trajectory' for stage in self.stages):
+            raise ValueError('loss applies only to stages with task trajectory, and there are none. Leave it out.')
+
+    @property
+    def batches(self) -> DataConfig:
+        """The settings of the data."""
+        return DataConfig(**(self.data or {}))
+
+    @property
+    def config(self) -> OdeConfig:
+        """The settings of the conversion."""
+        return OdeConfig(**(self.ode or {}))
+
+    def loss_of(self, stage: Stage) -> LossConfig:
+        """The loss settings of a stage: the recipe's, overridden by its own."""
+        return LossConfig(**{**(self.loss or {}), **(stage.loss or {})})
+
+    def fit_of(self, stage: Stage) -> FitConfig:
+        """The settings of `fit` for a stage: the recipe's, overridden by its own."""
+        return FitConfig(**{**(self.fit or {}), **(stage.fit or {})})
+
+    @classmethod
+    def load(cls, name: Union[str, Path], changes: Sequence[str] = ()) -> 'Recipe':
+        """Read a recipe.
+
+        Args:
+            name: Path of a YAML file, or the name of one that comes with the package: see `builtin_recipes()`.
+            changes: Changes such as 'ode.field=lipschitz' or 'stages.0.fit.lr=1e-3', with values in YAML; 'null'
+                restores the default.
+
+        Raises:
+            ValueError: There is no such recipe, it cannot be read, or something in it is unknown or out of range.
+        """
+        path = Path(name)
+        if path.suffix not in ('.yaml', '.yml') and not path.is_file():
+            path = FOLDER / f'{name}.yaml'
+        if not path.is_file():
+            known = builtin_recipes()
+            raise ValueError(f"There is no recipe '{name}'. {suggest(str(name), known)}Give a .yaml file, or one of: "
+                             f"{', '.join(known)}.")
+        return cls.from_dict(read_yaml(path, str(name)), changes, str(name))
+
+    @classmethod
+    def from_dict(cls, tree: Any, changes: Sequence[str] = (), name: str = 'recipe') -> 'Recipe':
+        """A recipe from the contents of a YAML file; see `load`."""
+        tree = _section()(name, tree) or {}
+        for change in changes:
+            key, equals, text = change.partition('=')
+            shown = change if len(change) <= 100 else f'{change[:100]} ...'
+            path = key.strip().split('.')
+            if not equals:
+                raise ValueError(f"Expected a change to a recipe, such as fit.lr=1e-3; got '{shown}'.")
+            if len(path) > DEEPEST:
+                raise ValueError(f"'{shown}' has {len(path)} levels, but a recipe has at most {DEEPEST}.")
+            _set(tree, path, _number(parse_yaml(text, shown, 'has a value that is not valid YAML')), shown)
+        tree = _section(cls.names())(name, tree)
+        try:
+            recipe = cls(**_numbers(tree))
+        except (TypeError, ValueError) as e:
+            raise ValueError(f'{name}: {e}') from None
+        for change in changes:
+            section, _, key = change.partition('=')[0].strip().partition('.')
+            if section in ('fit', 'loss') and key in (getattr(recipe, section) or {}):
+                users = [stage for stage in recipe.stages if section == 'fit' or stage.task == 'trajectory']
+                if all(key in (getattr(stage, section) or {}) for stage in users):
+                    own = ', '.join(f'stages.{i}.{section}.{key}' for i, s in enumerate(recipe.stages) if s in users)
+                    raise ValueError(f"'{change}' has no effect, because each stage sets its own {key}. Change {own}.")
+        return recipe
+
+    def to_yaml(self) -> str:
+        """The recipe as YAML, without default values."""
+        def tree(of: Any) -> Dict[str, Any]:
+            return {f.name: getattr(of, f.name) for f in fields(of) if getattr(of, f.name) not in (None, f.default)}
+        whole = tree(self)
+        whole['stages'] = [tree(stage) for stage in self.stages]
+        return yaml.safe_dump(_plain(whole), sort_keys=False, default_flow_style=None, width=120)
+
+
+def builtin_recipes() -> List[str]:
+    """Names of the recipes that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob('*.yaml'))
+
+
+def _set(tree: Any, path: List[str], value: Any, change: str) -> None:
+    *parents, last = path
+    for name in parents:
+        if isinstance(tree, list):
+            tree = _item(tree, name, change)
+        else:
+            if tree.get(name) is None:
+                tree[name] = {}
+            tree = tree[name]
+        if not isinstance(tree, (dict, list)):
+            raise ValueError(f"'{change}': '{name}' has no keys below it.")
+    if isinstance(tree, list):
+        _item(tree, last, change)
+        tree[int(last)] = value
+    elif value is None:
+        tree.pop(last, None)
+    else:
+        tree[last] = value
+
+
+def _item(items: List[Any], name: str, change: str) -> Any:
+    if not name.isdigit() or int(name) >= len(items):
+        raise ValueError(f"'{change}': there is no entry '{name}'; the entries are 0 to {len(items) - 1}.")
+    return items[int(name)]
+
+
+def _numbers(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {k: _numbers(v) for k, v in tree.items()}
+    return [_numbers(v) for v in tree] if isinstance(tree, list) else _number(tree)
+
+
+def _number(value: Any) -> Any:
+    """Convert text such as 1e-3, which YAML 1.1 does not read as a number."""
+    if not isinstance(value, str) or 'e' not in value.lower() or value[:1] not in '0123456789.-+':
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _plain(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {k: _plain(v) for k, v in tree.items()}
+    return [_plain(v) for v in tree] if isinstance(tree, (list, tuple)) else tree

@@ -1,0 +1,120 @@
+"""Resuming: what a run keeps after each epoch, and what must be the same when it continues."""
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Dict, Optional, Sequence
+
+import torch
+from timm.task import TrainingTask
+from timm.utils import unwrap_model
+from torch import nn
+
+from ..files import staged
+from .config import FitConfig
+from .loaders import chain
+from .recipe import Recipe, Stage
+
+__all__ = [
+    'BEST', 'HISTORY', 'LAST', 'RECIPE', 'RUN', 'check_about', 'check_calibration', 'check_recipe', 'load_state',
+    'models_of', 'read_state', 'save_state', 'settings_to_resume',
+]
+
+LAST = 'last.pt'
+BEST = 'best'
+HISTORY = 'history.json'
+RECIPE = 'recipe.yaml'
+RUN = 'run.json'
+
+
+def models_of(task: TrainingTask) -> Dict[str, nn.Module]:
+    """The model in training, and its moving average if there is one, without wrappers."""
+    models = {'model': task.get_eval_model()}
+    if task.has_ema():
+        models['ema'] = task.get_eval_model(ema=True)
+    return {name: unwrap_model(model) for name, model in models.items()}
+
+
+def save_state(path: Path, task: TrainingTask, optimizer, scaler, history, settings) -> None:
+    state: Dict[str, Any] = {name: module.state_dict() for name, module in models_of(task).items()}
+    state.update(optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), history=history, settings=settings)
+    with staged(path.parent, path.name) as aside:
+        torch.save(state, aside / path.name)
+
+
+def read_state(path: Path, device: torch.device, settings: Dict[str, Any], epochs: int) -> Dict[str, Any]:
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except Exception as e:
+        raise ValueError(f"'{path}' cannot be read ({str(e).splitlines()[0]}). Delete it to start again.") from e
+    if not isinstance(state, dict) or 'settings' not in state:
+        raise ValueError(f"'{path}' is not a state saved by fit(). Give the folder of a run, or a new folder.")
+    # a setting that did not exist when the file was written counts as unchanged
+    before = {name: state['settings'].get(name, value) for name, value in settings.items()}
+    other = [name for name, value in settings.items() if before[name] != value]
+    if other:
+        theirs, ours = (', '.join(f'{name}={of[name]!r}' for name in other) for of in (before, settings))
+        raise ValueError(f"'{path}' was made with {theirs}, but this run has {ours}. Resume with the settings of the "
+                         'first run, or give another folder.')
+    if len(state['history']) > epochs:
+        raise ValueError(f"'{path.parent}' already has {len(state['history'])} epochs, but epochs={epochs}. Give more "
+                         'epochs, or another folder.')
+    return state
+
+
+def load_state(state: Dict[str, Any], path: str, models: Dict[str, nn.Module], optimizer, scaler) -> None:
+    for name, module in models.items():
+        try:
+            module.load_state_dict(state[name])
+        except RuntimeError as e:
+            raise ValueError(f'{path} holds another model ({str(e).splitlines()[1].strip()}).') from e
+    optimizer.load_state_dict(state['optimizer'])
+    scaler.load_state_dict(state['scaler'])
+
+
+def settings_to_resume(config: FitConfig, train_loader: Any, updates: int) -> Dict[str, Any]:
+    """What must be the same when a run is resumed."""
+    sizes = [part.batch_size for part in chain(train_loader) if type(getattr(part, 'batch_size', None)) is int]
+    settings = {key: value for key, value in asdict(config).items() if key not in ('epochs', 'compile')}
+    return {**settings, 'batch_size': sizes[0] if sizes else None, 'updates_per_epoch': updates}
+
+
+def check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
+    """Refuse a folder with another run."""
+    if (folder / RECIPE).exists():
+        if not resume:
+            raise ValueError(f"'{folder}' already holds a run. Pass resume=True to continue it, or give another "
+                             'folder.')
+        if _without_end(Recipe.load(folder / RECIPE)) != _without_end(recipe):
+            raise ValueError(f"'{folder / RECIPE}' is a different recipe. Resume with that, or give another folder.")
+
+
+def _without_end(recipe: Recipe) -> Any:
+    """A recipe without the epochs of its last stage, which may be increased on resuming."""
+    stages = [(stage.task, stage.train, asdict(recipe.fit_of(stage)),
+               asdict(recipe.loss_of(stage)) if stage.task == 'trajectory' else None) for stage in recipe.stages]
+    del stages[-1][2]['epochs']
+    return replace(recipe, fit={'epochs': 1}, loss=None, stages=(Stage(),)), stages
+
+
+def check_about(folder: Path, about: Dict[str, Any]) -> None:
+    """Refuse to resume with different data or models."""
+    if (folder / RUN).exists():
+        before = json.loads((folder / RUN).read_text())
+        for name, value in about.items():
+            if before.get(name) != value:
+                raise ValueError(f"'{folder}' was made with {name} {before.get(name)}, but this run has {value}. "
+                                 'Resume with what the first run had, or give another folder.')
+
+
+def check_calibration(folders: Sequence[Optional[Path]], epochs: Sequence[int], resume: bool) -> None:
+    first, second = folders
+    if first is None or second is None:
+        return
+    if not resume and any((folder / LAST).exists() for folder in (first, second)):
+        raise ValueError(f"'{first.parent}' already holds a run. Pass resume=True to continue it, or give another "
+                         'folder.')
+    if (second / LAST).exists() and (first / HISTORY).exists() and len(
+            json.loads((first / HISTORY).read_text())) < epochs[0]:
+        raise ValueError(
+            f"'{first.parent}' has already started unrolled training after fewer stepwise epochs. Calibrate into "
+            'another folder.')

@@ -1,0 +1,224 @@
+"""train: run a recipe stage by stage, and save what is needed to resume it and to tell how the model was made."""
+import copy
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
+
+import timm
+import torch
+import torch.distributed as dist
+from timm.loss import SoftTargetCrossEntropy
+from timm.task import ClassificationTask, TrainingTask
+from torch import nn
+
+from ..convert.conversion import convert_
+from ..data.arrays import ArrayLoader
+from ..data.preprocessing import renormalisation
+from ..distributed import alone_in, rank_and_world
+from ..files import staged, to_json, write_text
+from ..ode.blocks import find_ode_blocks
+from ..saving.find_weights import CONFIG, WEIGHTS
+from ..saving.save import describe
+from .cache import CachedLoader
+from .fit import count_updates, fit
+from .hashes import hash_of, hash_of_data
+from .loaders import draw_sample, loaders, unmixed
+from .recipe import PARTS, Recipe
+from .resume import BEST, HISTORY, RECIPE, RUN, check_about, check_recipe
+from .stepwise_task import StepwiseTask
+from .trajectory_task import TrajectoryDistillationTask
+
+__all__ = ['train']
+
+SAMPLE = 256  # images for measurements: init svd_data, boundaries, checkpoints
+
+
+def train(
+        recipe: Recipe,
+        data: Union[str, Path],
+        out: Union[str, Path],
+        *,
+        teacher: Optional[nn.Module] = None,
+        student: Optional[nn.Module] = None,
+        resume: bool = False,
+        limit: Optional[int] = None,
+        cache: Optional[Union[str, Path]] = None,
+        device: Union[str, torch.device] = 'cpu',
+        progress: bool = True,
+) -> List[Dict[str, float]]:
+    """Run a recipe.
+
+    Writes to `out`: recipe.yaml; run.json, with what else must be the same to resume; stage0/, stage1/, ..., as `fit`
+    writes them; and at the end best/, the best model of the last stage, and history.json, the records of all stages. A
+    stage that does not train the student's own number of steps is validated and saved with the nearest one that it
+    trains.
+
+    Args:
+        recipe: Recipe to run.
+        data: Folder of images, see `folder_loaders`, or .npz of small images, see `array_loaders`.
+        out: Folder for the results.
+        teacher: timm model; None to train without one.
+        student: Model to train as it is, ignoring the recipe's `ode`; None to make it with `build_student`.
+        resume: Continue the run in `out`.
+        limit: Use only this many images of an .npz, for a rehearsal.
+        cache: Folder for the teacher's cached states, if the recipe sets `cache`; several runs may share it. By
+            default `out`/cache.
+        device: Device for a student that is built without a teacher.
+        progress: Show progress bars.
+
+    Returns:
+        The records of all epochs, as returned by `fit`, each with its stage.
+
+    Raises:
+        ValueError: Recipe, models, data and folder do not fit together; nothing has been trained.
+        FloatingPointError: The loss stopped being finite; the files of the previous epoch remain.
+        OSError: A file could not be written (files written earlier remain); or another process uses the folder.
+    """
+    folder = Path(out)
+    if student is not None:
+        recipe = replace(recipe, ode=None)
+    with alone_in(folder):
+        check_recipe(folder, recipe, resume)
+        _check_models(recipe, teacher, student)
+        for model in (teacher, student):
+            if model is not None:
+                device = next(model.parameters()).device
+        host: Any = student if student is not None else teacher
+        if host is None:
+            host = _create(recipe.model, recipe.model_args, recipe.seed).to(device)
+        train_loader, val_loader = loaders(recipe.batches, data, host, limit=limit, seed=recipe.seed)
+        about = {
+            'limit': limit, 'batches': len(train_loader), 'data sha256': hash_of_data(train_loader, val_loader), **{
+                f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
+                for name, model in (('teacher', teacher), ('student', student))}}
+        check_about(folder, about)
+        calibration = draw_sample(val_loader, SAMPLE, recipe.seed).to(device)
+        if student is None:
+            student = host
+        if recipe.ode is not None:
+            student = copy.deepcopy(host).requires_grad_(True)
+            torch.manual_seed(recipe.seed)
+            convert_(student, recipe.config, images=calibration, keep_original=False)
+        if recipe.grad_checkpointing:
+            student.set_grad_checkpointing()  # type: ignore[operator]
+        describe(student)  # fail now rather than after the first epoch
+        for i, stage in enumerate(recipe.stages):
+            _named(student, stage.train, f'stages.{i}.train')
+        tasks = list(_tasks(recipe, student, teacher, calibration))
+        for stage in recipe.stages:
+            count_updates(train_loader, recipe.fit_of(stage).accumulate)
+        cached: Any = train_loader
+        if recipe.cache:
+            cached = CachedLoader(
+                train_loader, teacher, cache or folder / 'cache', views=recipe.cache, progress=progress)
+        rank, world = rank_and_world()
+        if world > 1:
+            dist.barrier()  # all check the folder before the first process writes to it
+        if rank == 0 and not (folder / RECIPE).exists():
+            write_text(folder / RUN, to_json(about))
+            write_text(folder / RECIPE, recipe.to_yaml())
+        history: List[Dict[str, float]] = []
+        trainable = {name for name, p in student.named_parameters() if p.requires_grad}
+        own = [ode.steps for ode in find_ode_blocks(student)]
+        for i, (stage, task) in enumerate(zip(recipe.stages, tasks, strict=True)):
+            for ode, steps in zip(find_ode_blocks(student), own, strict=True):
+                counts = getattr(task, 'steps', None) or [steps]
+                ode.steps = min(counts, key=lambda count: abs(count - steps))  # a count that is trained
+            learning = _choose(student, stage.train, trainable)
+            if progress and rank == 0:
+                print(f'stage {i}: {stage.task}, {sum(p.numel() for p in learning):,} trainable parameters')
+            config = replace(recipe.fit_of(stage), seed=recipe.seed + 1000 * i)
+            arrays = unmixed(train_loader)
+            if isinstance(arrays, ArrayLoader):
+                arrays.seed = config.seed  # for the order of the images
+            loader = train_loader if stage.task == 'labels' else cached
+            records = fit(task, loader, val_loader, out=folder / f'stage{i}', resume=resume, progress=progress,
+                          config=config)
+            history += [{'stage': float(i), **record} for record in records]
+        for name, p in student.named_parameters():
+            p.requires_grad_(name in trainable)
+        if rank == 0:
+            best = folder / f'stage{len(recipe.stages) - 1}' / BEST
+            with staged(folder / BEST, WEIGHTS, CONFIG) as aside:
+                for name in (WEIGHTS, CONFIG):
+                    shutil.copyfile(best / name, aside / name)
+            write_text(folder / RECIPE, recipe.to_yaml())  # epochs may have increased on resuming
+            write_text(folder / HISTORY, to_json(history))
+        return history
+
+
+def _check_models(recipe: Recipe, teacher: Optional[nn.Module], student: Optional[nn.Module]) -> None:
+    """Refuse models that do not suit the recipe."""
+    if teacher is not None and recipe.model is not None:
+        raise ValueError(
+            f"The recipe names a model, '{recipe.model}', but there is also a teacher. Leave one of them out.")
+    if teacher is not None and student is None and recipe.ode is None:
+        raise ValueError('ode is null, so the teacher itself would be trained. Give ode, or a student.')
+    if recipe.cache and teacher is None:
+        raise ValueError('cache keeps the outputs of a teacher, but there is none. Give one, or set cache to 0.')
+    if student is not None and teacher is not None and renormalisation(student, teacher)[0] is not None:
+        if recipe.cache or (recipe.loss or {}).get('checkpoints') == 'distance':
+            raise ValueError('Student and teacher expect differently normalised images, so cache must be 0, and '
+                             'checkpoints uniform or a list.')
+
+
+def _create(name: Optional[str], args: Optional[Dict[str, Any]], seed: int) -> nn.Module:
+    if name is None:
+        raise ValueError('The recipe names no model, and there is no teacher. Give --teacher, or model in the recipe.')
+    torch.manual_seed(seed)  # so that a new head is the same each time
+    try:
+        return timm.create_model(name, **(args or {}))
+    except OSError as e:
+        raise OSError(f"The weights of '{name}' could not be loaded: {' '.join(str(e).split())[:200]} Without a "
+                      'network, give --checkpoint FILE, or model_args.pretrained=false to train from random weights.'
+                      ) from e
+
+
+def _tasks(
+        recipe: Recipe,
+        student: nn.Module,
+        teacher: Optional[nn.Module],
+        calibration: torch.Tensor,
+) -> Iterator[TrainingTask]:
+    """The task of each stage."""
+    device = next(student.parameters()).device
+    criterion = SoftTargetCrossEntropy() if recipe.batches.mixes else nn.CrossEntropyLoss()
+    for i, stage in enumerate(recipe.stages):
+        try:
+            if stage.task == 'labels':
+                yield ClassificationTask(student, criterion, device=device, verbose=False)
+            elif stage.task == 'trajectory':
+                loss = recipe.loss_of(stage)
+                if recipe.fit_of(stage).compile and loss.segments:
+                    raise ValueError(
+                        'segments rely on hooks, which a compiled model skips. Leave fit.compile or segments out.')
+                yield TrajectoryDistillationTask(
+                    student, teacher, calibration=calibration.split(64), criterion=criterion, device=device,
+                    verbose=False, config=loss)
+            elif teacher is None:
+                raise ValueError("task 'stepwise' needs a teacher. Give one.")
+            else:
+                yield StepwiseTask(student, teacher, device=device, verbose=False)
+        except (TypeError, ValueError) as e:
+            raise ValueError(f'stages.{i}: {e}') from e
+
+
+def _choose(student: nn.Module, parts: Sequence[str], trainable: Any) -> List[nn.Parameter]:
+    """Make only the parameters of the given parts trainable."""
+    chosen = _named(student, parts, 'train')
+    for name, p in student.named_parameters():
+        p.requires_grad_(name in chosen and name in trainable)
+    return [p for p in student.parameters() if p.requires_grad]
+
+
+def _named(student: nn.Module, parts: Sequence[str], where: str) -> List[str]:
+    """Names of the parameters of the given parts, each of which must have some."""
+    chosen = []
+    for part in parts:
+        found = [name for name, _ in student.named_parameters() if any(
+            piece in f'.{name}' if piece.startswith('.') else name.startswith(piece) for piece in PARTS[part])]
+        if not found:
+            raise ValueError(f"{where}: the model has no parameters of the part '{part}'. Leave it out.")
+        chosen += found
+    return chosen
