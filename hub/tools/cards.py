@@ -28,10 +28,11 @@ def card(folder):
         summary = ('One shared transformer block that an ODE solver evaluates K times (ODE-ViT, arXiv 2511.16501), '
                    f'distilled from a DeiT-tiny that was fine-tuned on {dataset}.')
     else:
-        summary = f'DeiT-tiny, fine-tuned on {dataset} at {pixels} pixels: the teacher of the `odevit_*` models of it.'
-    few = f' {epochs} epochs are few: longer training gives more.' if epochs and epochs < 20 else ''
-    training = (f"On {record['device']}, {record['minutes']:.0f} minutes, {record['versions']}; recipes named here lie "
-                f"beside this file:\n\n```bash\n{record['command']}\n```")
+        summary = (f'DeiT-tiny, fine-tuned on {dataset} at {pixels} pixels: the teacher of the `odevit_*` students of '
+                   f'{dataset}.')
+    few = f' It was trained for {epochs} epochs only, and would gain from more.' if epochs and epochs < 20 else ''
+    training = (f"On {record['device']}, {record['minutes']:.0f} minutes, {record['versions']}; the recipes are in "
+                f"this folder:\n\n```bash\n{record['command']}\n```")
     return model_card(
         folder.name,
         model,
@@ -42,8 +43,8 @@ def card(folder):
                  'held out.',
         trained_at=record['trained_at'],
         training=training,
-        limits=f'Trained on {dataset} only, 32-pixel photos of its classes enlarged to {pixels}; it knows nothing '
-               f'else.{few}',
+        limits=f'Trained on {dataset} only, 32-pixel photos of its classes enlarged to {pixels}; it knows no '
+               f'other images.{few}',
         provenance='Made from `deit_tiny_patch16_224` (Facebook Research, Apache-2.0; LayerNorm parameters rounded to '
                    f'steps of 1/32 or 1/64) and {dataset} (Krizhevsky 2009).',
     )

@@ -100,7 +100,7 @@ def model_card(
 
 def _summary(model: nn.Module) -> str:
     if not find_ode_blocks(model):
-        return f'A {type(model).__name__} of timm.'
+        return f'A timm {type(model).__name__}.'
     return ('A vision transformer whose blocks are one shared block that an ODE solver evaluates K times (ODE-ViT, '
             'arXiv 2511.16501).')
 
