@@ -31,6 +31,8 @@ def card(folder):
         summary = (f'DeiT-tiny, fine-tuned on {dataset} at {pixels} pixels: the teacher of the `odevit_*` students of '
                    f'{dataset}.')
     few = f' It was trained for {epochs} epochs only, and would gain from more.' if epochs and epochs < 20 else ''
+    if record['trained_at'] and len(record['trained_at']) == 1:
+        few += f" It was trained with K = {record['trained_at'][0]} only: with any other K it is less accurate."
     training = (f"On {record['device']}, {record['minutes']:.0f} minutes, {record['versions']}; the recipes are in "
                 f"this folder:\n\n```bash\n{record['command']}\n```")
     return model_card(

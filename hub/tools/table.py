@@ -65,7 +65,7 @@ def dial():
         minutes = max(row['minutes'] for row in record['rows'])
         text += [
             f"{title}: DeiT-tiny at {images['size']} px, {teacher['top1']:.1f} % top-1 on {images['test']:,} test "
-            f"images; calibrated on {images['calibration']:,} images without labels, at most {minutes:.0f} minutes a "
+            f"images; calibrated on {images['calibration']:,} images without labels, at most {minutes:.0f} minutes per "
             f"point ({record['device']}).", '', _example().table(record), '']
     return '\n'.join(text)
 

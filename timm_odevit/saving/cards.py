@@ -80,7 +80,8 @@ def model_card(
         eval_results=[_metadata_of(r, dataset) for r in rows] or None,
     )
     parts = [f'---\n{metadata.to_yaml()}\n---', f"# {name.removeprefix('hf-hub:')}", summary or _summary(model)]
-    parts += ['## Use', _usage(name, model, own)]
+    dial = not trained_at or set(trained_at) != {own}  # one K in training leaves no choice afterwards
+    parts += ['## Use', _usage(name, model, own if dial else None)]
     if blocks:
         parts += ['## The model', _about(model)]
     if rows:
