@@ -6,6 +6,7 @@ from torch import nn
 
 __all__ = ['evaluating', 'hooked', 'surely']
 
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Temporary eval mode; every module gets its own mode back. Modules already in eval mode are not touched."""

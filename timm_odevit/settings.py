@@ -49,7 +49,8 @@ class Settings:
     def about(cls) -> Dict[str, str]:
         """A one-line description of each setting, from the docstring's Attributes (empty under `python -OO`)."""
         entries = re.findall(r'^ {8}(\w+): (.*(?:\n {12}.*)*)', cls.__doc__ or '', re.M)
-        return dict.fromkeys(cls.names(), '') | {name: ' '.join(text.split()) for name, text in entries}
+        found = {name: ' '.join(text.split()) for name, text in entries}
+        return {name: found.get(name, '') for name in cls.names()}
 
     @classmethod
     def of(cls: Type[Kind], given: Mapping[str, Any], caller: str) -> Kind:
