@@ -7,8 +7,9 @@ files, distributed  files that are complete or absent; several processes of one 
 hooks, recording    hooks and modes that are restored; the hidden states of a model while it runs
 ode                 the mathematics
 convert             from a pretrained transformer to an ODE-ViT, and back
-saving              models in files and on the Hub
+loading             saved weights, found and checked; what is accepted from an untrusted config.json
 odevit              the registered models
+saving              models in files and on the Hub
 data                images and labels in batches
 evaluation          accuracy over step counts
 training            distillation, calibration, recipes

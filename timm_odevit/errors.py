@@ -1,14 +1,20 @@
 """Wording that messages share."""
 from difflib import get_close_matches
-from typing import Iterable
+from typing import Any, Iterable
 
-__all__ = ['one_line', 'suggest']
+__all__ = ['one_line', 'shown', 'suggest']
 
 
 def one_line(error: BaseException) -> str:
     """An error's message on one line, cut after 400 characters."""
     text = ' '.join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f'{text[:400]} ...'
+
+
+def shown(value: Any) -> str:
+    """A value as code, cut off after 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f'{text[:60]}...'
 
 
 def suggest(word: str, allowed: Iterable[str]) -> str:

@@ -20,10 +20,10 @@ from .convert.conversion import convert_
 from .convert.convertible import check_convertible
 from .convert.initialisation import set_per_layer
 from .errors import one_line
+from .loading.find_weights import CONFIG, WEIGHTS, saved_in, weights_file
+from .loading.untrusted import check_args, check_size
 from .ode.config import PREFIX, OdeConfig
 from .ode.time_dependence import MATRICES, VECTORS
-from .saving.find_weights import CONFIG, WEIGHTS, saved_in, weights_file
-from .saving.untrusted import check_args, check_size
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
 
@@ -234,8 +234,7 @@ def _shallow(base: str, kwargs: Dict[str, Any], config: OdeConfig) -> Any:
     """Build the base with tensors for only one block of each kind; the other blocks of that kind share them.
 
     Only blocks that will not be converted have tensors of their own. The base is first built on the meta device to
-    inspect its blocks, and then with as few blocks as it allows. So `odevit_large` takes 0.14 GB to build; building a
-    whole ViT-L first would take 1.2 GB, and twice the time.
+    inspect its blocks, and then with as few blocks as it allows, because all blocks of a ViT-L take a gigabyte.
     """
     with torch.device('meta'):
         whole: Any = timm.create_model(base, **{**kwargs, 'device': None})

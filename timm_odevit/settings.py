@@ -8,7 +8,7 @@ from functools import wraps
 from numbers import Integral, Real
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
 
-from .errors import suggest
+from .errors import shown, suggest
 
 __all__ = ['Check', 'Settings', 'flag', 'many', 'number', 'one_of', 'refuse_unknown', 'setting', 'takes', 'whole']
 
@@ -119,7 +119,7 @@ def whole(least: Optional[int] = 0, none: str = '') -> Check:
             return None
         if isinstance(value, bool) or not isinstance(value, Integral) or (
                 least is not None and value < least):
-            raise ValueError(f'{name} must be {allowed}; got {value!r}.')
+            raise ValueError(f'{name} must be {allowed}; got {shown(value)}.')
         return int(value)  # NumPy integers too
     return check
 
@@ -148,7 +148,7 @@ def number(least: float = 0., most: float = math.inf, *, open: str = '', none: s
         good = abs(real) <= sys.float_info.max  # False for NaN and for whole numbers with hundreds of digits
         if not good or not (least < value if '(' in open else least <= value) or not (
                 value < most if ')' in open else value <= most):
-            raise ValueError(f'{name} must be {allowed}; got {_shown(value)}.')
+            raise ValueError(f'{name} must be {allowed}; got {shown(value)}.')
         return real
     return check
 
@@ -168,7 +168,7 @@ def one_of(allowed: Sequence[Any], none: str = '') -> Check:
 def flag(name: str, value: Any) -> bool:
     """True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f'{name} must be True or False; got {value!r}.')
+        raise ValueError(f'{name} must be True or False; got {shown(value)}.')
     return value
 
 
@@ -180,14 +180,9 @@ def many(each: Check, what: str) -> Check:
                 raise ValueError
             return tuple(each(name, entry) for entry in value)
         except ValueError:
-            raise ValueError(f'{name} must be {what}; got {value!r}.') from None
+            raise ValueError(f'{name} must be {what}; got {shown(value)}.') from None
     return check
 
 
 def _or_none(none: str) -> str:
     return f', or None for {none}' if none else ''
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f'{text[:60]}...'

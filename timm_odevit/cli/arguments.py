@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import one_line, suggest
 from ..files import OWN, repair
-from ..saving.find_weights import CONFIG
+from ..loading.find_weights import CONFIG
 from ..settings import Settings
 
 __all__ = [

@@ -16,8 +16,8 @@ from huggingface_hub.hf_api import RepoFile
 from torch import nn
 
 from ..errors import one_line
+from ..loading.find_weights import CONFIG, WEIGHTS, check_whole
 from .cards import model_card
-from .find_weights import CONFIG, WEIGHTS, check_whole
 from .save import CARD, REFERENCE, save_pretrained, save_reference
 
 __all__ = ['EARLIER', 'Pushed', 'push_to_hub']

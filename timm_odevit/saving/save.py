@@ -14,10 +14,10 @@ from torch import nn
 
 from ..convert.merge import check_not_merged
 from ..files import staged
+from ..loading.find_weights import CONFIG, WEIGHTS
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import PREFIX, OdeConfig
 from ..ode.steps import Solver, Step
-from .find_weights import CONFIG, WEIGHTS
 
 __all__ = ['CARD', 'REFERENCE', 'describe', 'save_pretrained', 'save_reference', 'structure']
 

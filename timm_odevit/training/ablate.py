@@ -13,8 +13,8 @@ from torch import nn
 from ..distributed import alone_in
 from ..evaluation.accuracy import evaluate
 from ..files import to_json, write_text
+from ..loading.find_weights import WEIGHTS
 from ..ode.blocks import count_parameters, find_ode_blocks
-from ..saving.find_weights import WEIGHTS
 from .loaders import loaders
 from .read_yaml import read_yaml
 from .recipe import Recipe

@@ -26,7 +26,7 @@ from ..saving.save import describe, save_pretrained
 from ..settings import takes
 from .config import FitConfig
 from .first_batch import checked, fitting, look_at
-from .resume import BEST, HISTORY, LAST, load_state, models_of, read_state, save_state, settings_to_resume
+from .resume import BEST, HISTORY, LAST, check_unused, load_state, models_of, read_state, save_state, settings_to_resume
 
 __all__ = ['count_updates', 'fit']
 
@@ -97,10 +97,8 @@ def fit(
         settings = settings_to_resume(config, train_loader, updates)
         if folder is not None:
             describe(models_of(task)['model'])  # fail now rather than after the first epoch
+            check_unused(folder, resume, folder / LAST)
             if (folder / LAST).exists():
-                if not resume:
-                    raise ValueError(f"'{folder}' already holds a run. Pass resume=True to continue it, or give "
-                                     'another folder.')
                 state = read_state(folder / LAST, torch.device(task.device), settings, config.epochs)
         history: List[Dict[str, float]] = state['history']
         if val_loader is not None and len(history) < config.epochs:

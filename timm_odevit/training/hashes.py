@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..data.arrays import ArrayLoader
 from ..saving.save import structure
-from .loaders import unmixed
+from .loaders import chain
 
 __all__ = ['fingerprint', 'hash_of', 'hash_of_data']
 
@@ -34,7 +34,7 @@ def hash_of_data(*loaders: Any) -> str:
     """SHA-256 of the images and labels in memory, or of the names and labels of the files."""
     found = hashlib.sha256()
     for loader in loaders:
-        plain = unmixed(loader)
+        plain = chain(loader)[-1]
         if isinstance(plain, ArrayLoader):
             found.update(hash_of([plain.images, plain.labels]).encode())
         else:

@@ -9,7 +9,7 @@ from ..data.folders import folder_loaders
 from ..data.mixup import MixupLoader
 from .config import DataConfig
 
-__all__ = ['chain', 'draw_sample', 'loaders', 'unmixed']
+__all__ = ['chain', 'draw_sample', 'loaders']
 
 
 def loaders(
@@ -51,10 +51,6 @@ def chain(loader: Any) -> List[Any]:
         parts.append(loader)
         loader = getattr(loader, 'loader', getattr(loader, 'source', None))
     return parts
-
-
-def unmixed(loader: Any) -> Any:
-    return loader.loader if isinstance(loader, MixupLoader) else loader
 
 
 def draw_sample(loader: Any, count: int, seed: int) -> torch.Tensor:

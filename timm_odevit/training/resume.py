@@ -15,8 +15,20 @@ from .loaders import chain
 from .recipe import Recipe, Stage
 
 __all__ = [
-    'BEST', 'HISTORY', 'LAST', 'RECIPE', 'RUN', 'check_about', 'check_calibration', 'check_recipe', 'load_state',
-    'models_of', 'read_state', 'save_state', 'settings_to_resume',
+    'BEST',
+    'HISTORY',
+    'LAST',
+    'RECIPE',
+    'RUN',
+    'check_about',
+    'check_calibration',
+    'check_recipe',
+    'check_unused',
+    'load_state',
+    'models_of',
+    'read_state',
+    'save_state',
+    'settings_to_resume',
 ]
 
 LAST = 'last.pt'
@@ -78,14 +90,17 @@ def settings_to_resume(config: FitConfig, train_loader: Any, updates: int) -> Di
     return {**settings, 'batch_size': sizes[0] if sizes else None, 'updates_per_epoch': updates}
 
 
+def check_unused(folder: Path, resume: bool, *files: Path) -> None:
+    """Refuse a folder in which a run left one of its files, unless that run is to be resumed."""
+    if not resume and any(file.exists() for file in files):
+        raise ValueError(f"'{folder}' already holds a run. Pass resume=True to continue it, or give another folder.")
+
+
 def check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
     """Refuse a folder with another run."""
-    if (folder / RECIPE).exists():
-        if not resume:
-            raise ValueError(f"'{folder}' already holds a run. Pass resume=True to continue it, or give another "
-                             'folder.')
-        if _without_end(Recipe.load(folder / RECIPE)) != _without_end(recipe):
-            raise ValueError(f"'{folder / RECIPE}' is a different recipe. Resume with that, or give another folder.")
+    check_unused(folder, resume, folder / RECIPE)
+    if (folder / RECIPE).exists() and _without_end(Recipe.load(folder / RECIPE)) != _without_end(recipe):
+        raise ValueError(f"'{folder / RECIPE}' is a different recipe. Resume with that, or give another folder.")
 
 
 def _without_end(recipe: Recipe) -> Any:
@@ -110,9 +125,7 @@ def check_calibration(folders: Sequence[Optional[Path]], epochs: Sequence[int], 
     first, second = folders
     if first is None or second is None:
         return
-    if not resume and any((folder / LAST).exists() for folder in (first, second)):
-        raise ValueError(f"'{first.parent}' already holds a run. Pass resume=True to continue it, or give another "
-                         'folder.')
+    check_unused(first.parent, resume, first / LAST, second / LAST)
     if (second / LAST).exists() and (first / HISTORY).exists() and len(
             json.loads((first / HISTORY).read_text())) < epochs[0]:
         raise ValueError(

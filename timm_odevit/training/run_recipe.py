@@ -17,13 +17,13 @@ from ..data.arrays import ArrayLoader
 from ..data.preprocessing import renormalisation
 from ..distributed import alone_in, rank_and_world
 from ..files import staged, to_json, write_text
+from ..loading.find_weights import CONFIG, WEIGHTS
 from ..ode.blocks import find_ode_blocks
-from ..saving.find_weights import CONFIG, WEIGHTS
 from ..saving.save import describe
 from .cache import CachedLoader
 from .fit import count_updates, fit
 from .hashes import hash_of, hash_of_data
-from .loaders import draw_sample, loaders, unmixed
+from .loaders import chain, draw_sample, loaders
 from .recipe import PARTS, Recipe
 from .resume import BEST, HISTORY, RECIPE, RUN, check_about, check_recipe
 from .stepwise_task import StepwiseTask
@@ -129,7 +129,7 @@ def train(
             if progress and rank == 0:
                 print(f'stage {i}: {stage.task}, {sum(p.numel() for p in learning):,} trainable parameters')
             config = replace(recipe.fit_of(stage), seed=recipe.seed + 1000 * i)
-            arrays = unmixed(train_loader)
+            arrays = chain(train_loader)[-1]
             if isinstance(arrays, ArrayLoader):
                 arrays.seed = config.seed  # for the order of the images
             loader = train_loader if stage.task == 'labels' else cached

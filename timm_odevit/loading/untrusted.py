@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from timm.models import PretrainedCfg
 
+from ..errors import shown
 from ..ode.config import PREFIX
 
 __all__ = ['check_args', 'check_size']
@@ -43,20 +44,20 @@ def check_args(where: str, cfg: Dict[str, Any], args: Any) -> None:
     known = {field.name for field in fields(PretrainedCfg)}
     for name, value in cfg.items():
         if name not in known:
-            raise _refused(where, f'has an unknown entry {_shown(name)} in pretrained_cfg')
+            raise _refused(where, f'has an unknown entry {shown(name)} in pretrained_cfg')
         if name in _ABOUT_FILES and value:
             raise _refused(where, f"says where the weights are or how to read them ('{name}')")
         allowed = _allowed(name, value)
         if allowed:
-            raise _refused(where, f'has {name} {_shown(value)}; expected {allowed}')
+            raise _refused(where, f'has {name} {shown(value)}; expected {allowed}')
     if not isinstance(cfg.get('num_classes'), int):
-        raise _refused(where, f"has num_classes {_shown(cfg.get('num_classes'))}; expected a whole number")
+        raise _refused(where, f"has num_classes {shown(cfg.get('num_classes'))}; expected a whole number")
     _check_keywords(where, args)
 
 
 def _check_keywords(where: str, args: Any) -> None:
     if not isinstance(args, dict):
-        raise _refused(where, f'has {_shown(args)} instead of keywords')
+        raise _refused(where, f'has {shown(args)} instead of keywords')
     for name, value in args.items():
         if name in _CALLER:
             raise _refused(where, f"gives '{name}', which only the caller of timm.create_model may give")
@@ -110,28 +111,23 @@ def check_size(model: torch.nn.Module, file: Optional[str]) -> None:
 
 def _check(where: str, name: str, value: Any, nested: int = 0) -> None:
     if not isinstance(name, str) or not re.fullmatch(r'[\w.-]{1,100}', name):
-        raise _refused(where, f'has an unknown keyword {_shown(name)}')
+        raise _refused(where, f'has an unknown keyword {shown(name)}')
     if isinstance(value, (list, tuple, dict)):
         if nested == _NESTED or len(value) > _LONGEST:
             raise _refused(where, f'has {name} with {len(value)} entries, nested {nested} deep')
         for key, entry in value.items() if isinstance(value, dict) else ((name, v) for v in value):
             _check(where, key, entry, nested + 1)
     elif isinstance(value, str) and (len(value) > 500 or not value.isprintable()):
-        raise _refused(where, f'has {name} {_shown(value)}')
+        raise _refused(where, f'has {name} {shown(value)}')
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         largest = _LARGEST.get(name, _LARGEST_NUMBER)
         if not _is_number(value) or abs(value) > largest or (isinstance(value, int) and value < 0):
-            raise _refused(where, f'has {name} {_shown(value)}; numbers from 0 to {largest:,} are allowed')
+            raise _refused(where, f'has {name} {shown(value)}; numbers from 0 to {largest:,} are allowed')
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and (
         isinstance(value, int) or math.isfinite(value))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f'{text[:60]}...'
 
 
 def _refused(where: str, why: str) -> ValueError:
