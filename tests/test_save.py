@@ -219,8 +219,8 @@ def two(monkeypatch):
         models = [timm.create_model('odevit_tiny', **TINY, ode_steps=k).eval() for k in (3, steps)]
         for model, value in zip(models, (3., 5.)):
             torch.nn.init.constant_(model.head.bias, value)
-        known = {id(model): save._describe(model, None, None) for model in models}
-        monkeypatch.setattr(save, '_describe', lambda model, *args: known[id(model)])
+        known = {id(model): save.describe(model) for model in models}
+        monkeypatch.setattr(save, 'describe', lambda model, *args: known[id(model)])
         return models
     return build
 
@@ -273,8 +273,8 @@ def test_killed_at_any_moment_the_folder_holds_a_model_that_belongs_together(tmp
             model = timm.create_model('odevit_tiny', img_size=16, patch_size=4, embed_dim=32, num_heads=2, ode_steps=steps)
             torch.nn.init.constant_(model.head.bias, float(steps))
             models.append(model)
-        known = {id(model): save._describe(model, None, None) for model in models}
-        save._describe = lambda model, *args: known[id(model)]  # so that most of the time is spent on files
+        known = {id(model): save.describe(model) for model in models}
+        save.describe = lambda model, *args: known[id(model)]  # so that most of the time is spent on files
         save.save_pretrained(models[0], 'model')
         left = 0
         for i in range(25):

@@ -91,17 +91,7 @@ def benchmark(
         f'ODE-ViT, native, lie_trotter, {steps} steps, rank 8, merged': (lambda: merged(images), merged, forward),
         f'ODE-ViT, lipschitz, euler, {steps} steps': (lambda: lipschitz(images), lipschitz, forward),
     }
-    times: Dict[str, List[float]] = {name: [] for name in candidates}
-    for i in range(rounds + 2):
-        for name, (call, _, _) in candidates.items():
-            seconds = _time(call, device)
-            if i >= 2:
-                times[name].append(seconds)
-    return [
-        Timing(name, statistics.median(times[name]),
-               statistics.median(a / b for a, b in zip(times[name], times[against], strict=True)),
-               against, count_parameters(module))
-        for name, (_, module, against) in candidates.items()]
+    return _in_turns(candidates, rounds, 2, device)
 
 
 @torch.inference_mode()
@@ -169,19 +159,23 @@ def benchmark_training(
         loss = task(images, labels)['loss']
         loss.backward()
         return loss
-    times: Dict[str, List[float]] = {name: [] for name in tasks}
-    for i in range(rounds + 1):
-        for name, task in tasks.items():
-            task.train()
-            seconds = _time(partial(step, task), device)
-            if i >= 1:
-                times[name].append(seconds)
-    timings = [
+    candidates = {name: (partial(step, task.train()), task.get_eval_model(), against) for name, task in tasks.items()}
+    timings = _in_turns(candidates, rounds, 1, device)
+    return timings, {name: _peak(call, device) for name, (call, _, _) in candidates.items()}
+
+
+def _in_turns(candidates: Dict[str, tuple], rounds: int, warm_up: int, device: str) -> List[Timing]:
+    """Time calls, which take turns in every round; each with its module and the name of what it is compared with."""
+    times: Dict[str, List[float]] = {name: [] for name in candidates}
+    for _ in range(warm_up + rounds):
+        for name, (call, _, _) in candidates.items():
+            times[name].append(_time(call, device))
+    times = {name: seconds[warm_up:] for name, seconds in times.items()}
+    return [
         Timing(name, statistics.median(times[name]),
                statistics.median(a / b for a, b in zip(times[name], times[against], strict=True)),
-               against, count_parameters(task.get_eval_model()))
-        for name, task in tasks.items()]
-    return timings, {name: _peak(partial(step, task), device) for name, task in tasks.items()}
+               against, count_parameters(module))
+        for name, (_, module, against) in candidates.items()]
 
 
 def _peak(call: Callable[[], Any], device: str) -> int:

@@ -87,9 +87,8 @@ default_cfgs = generate_default_cfgs({
 
 def _entry(name: str, base: str, base_args: Dict[str, Any], ode: Optional[Dict[str, Any]] = _PAPER):
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        if ode is None:
-            return _create_base(name, base, pretrained, **{**base_args, **kwargs})
-        return _create_odevit(name, base, pretrained, True, **{**ode, **base_args, **kwargs})
+        build = timm.create_model if ode is None else partial(_build, named=True)
+        return _create(name, base, build, pretrained, **{**(ode or {}), **base_args, **kwargs})
     create.__name__ = create.__qualname__ = name
     create.__doc__ = f'ODE-ViT (arXiv 2511.16501) with width, stem and head from {base}; takes its keywords and ode_*.'
     return create
@@ -132,28 +131,37 @@ def odevit_converted(
                 'classifier')
         overlay = {key: getattr(source, key) for key in keys if getattr(source, key) is not None}
         kwargs['pretrained_cfg_overlay'] = {**overlay, **(kwargs.get('pretrained_cfg_overlay') or {})}
-    return _create_odevit('odevit_converted', base, pretrained, False, **{**(base_args or {}), **kwargs})
+    return _create('odevit_converted', base, _build, pretrained, **{**(base_args or {}), **kwargs})
 
 
-def _create_odevit(variant: str, base: str, pretrained: bool, named: bool, /, **kwargs: Any) -> nn.Module:
-    def create(pretrained: bool, /, **kwargs: Any) -> nn.Module:
+def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained: bool, /, **kwargs: Any) -> nn.Module:
+    """A model as timm's factory makes it; `build` is timm.create_model, or also takes an OdeConfig after the base."""
+    file = _check_saved(variant, pretrained, kwargs)
+    if file:
+        kwargs['pretrained_cfg_overlay'] = {**(kwargs.get('pretrained_cfg_overlay') or {}), 'file': file, 'source': ''}
+    arguments: List[Any] = [base]
+    levels = 3
+    if build is not timm.create_model:
         config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
-        steps = len(config.steps) if isinstance(config.steps, tuple) else config.steps or 3
-        out_indices = kwargs.pop('out_indices', min(3, steps))
-        return _with_weights(partial(_build, base, config, named), variant, base, pretrained, out_indices, **kwargs)
-    return _checked(create, variant, pretrained, kwargs)
+        arguments.append(config)
+        levels = min(levels, len(config.steps) if isinstance(config.steps, tuple) else config.steps or levels)
+    try:
+        return build_model_with_cfg(
+            partial(build, *arguments),
+            variant,
+            pretrained,
+            pretrained_filter_fn=partial(_filter, base),
+            feature_cfg=dict(out_indices=kwargs.pop('out_indices', levels), feature_cls='getter'),
+            **kwargs,
+        )
+    except RuntimeError as e:
+        if not str(e).startswith('Error(s) in loading'):  # its message is a page of names and shapes
+            raise
+        raise RuntimeError(f'The weights do not fit {variant}: {one_line(e)}') from e
 
 
-def _create_base(variant: str, base: str, pretrained: bool, /, **kwargs: Any) -> nn.Module:
-    """A plain timm model, the form in which teachers are published."""
-    def create(pretrained: bool, /, **kwargs: Any) -> nn.Module:
-        out_indices = kwargs.pop('out_indices', 3)
-        return _with_weights(partial(timm.create_model, base), variant, base, pretrained, out_indices, **kwargs)
-    return _checked(create, variant, pretrained, kwargs)
-
-
-def _checked(create: Callable[..., nn.Module], variant: str, pretrained: bool, kwargs: Dict[str, Any]) -> nn.Module:
-    """Build a model; one described by a config.json is first built on the meta device, as a check."""
+def _check_saved(variant: str, pretrained: bool, kwargs: Dict[str, Any]) -> Optional[str]:
+    """Return the file with the weights, if any; a model described by a config.json is first built without them."""
     cfg: Any = kwargs.get('pretrained_cfg')
     overlay, cache_dir = kwargs.get('pretrained_cfg_overlay'), kwargs.get('cache_dir')
     where = saved_in(cfg)
@@ -170,32 +178,7 @@ def _checked(create: Callable[..., nn.Module], variant: str, pretrained: bool, k
         except Exception as e:  # timm's models raise errors of all kinds for arguments they cannot take
             why = f'{type(e).__name__}: {one_line(e)}'
             raise ValueError(f"{variant} cannot be built from the config.json of '{where}': {why}") from e
-    if file:
-        kwargs['pretrained_cfg_overlay'] = {**(overlay or {}), 'file': file, 'source': ''}
-    return create(pretrained, **kwargs)
-
-
-def _with_weights(
-        build: Callable[..., nn.Module],
-        variant: str,
-        base: str,
-        pretrained: bool,
-        out_indices: Any,
-        **kwargs: Any,
-) -> nn.Module:
-    try:
-        return build_model_with_cfg(
-            build,
-            variant,
-            pretrained,
-            pretrained_filter_fn=partial(_filter, base),
-            feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
-            **kwargs,
-        )
-    except RuntimeError as e:
-        if not str(e).startswith('Error(s) in loading'):  # its message is a page of names and shapes
-            raise
-        raise RuntimeError(f'The weights do not fit {variant}: {one_line(e)}') from e
+    return file
 
 
 def _filter(base: str, state: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:
@@ -210,13 +193,7 @@ def _filter(base: str, state: Dict[str, Any], model: nn.Module) -> Dict[str, Any
         raise ValueError(f'These are not the weights of a converted {base}: {why}') from e
 
 
-def _build(
-        base: str,
-        config: OdeConfig,
-        named: bool,
-        drop_path_rate: float = 0.,
-        **kwargs: Any,
-) -> nn.Module:
+def _build(base: str, config: OdeConfig, drop_path_rate: float = 0., named: bool = False, **kwargs: Any) -> nn.Module:
     if drop_path_rate > 0.:  # not every base accepts this keyword
         kwargs['drop_path_rate'] = drop_path_rate
     model = _shallow(base, kwargs, config)

@@ -142,14 +142,13 @@ def number(least: float = 0., most: float = math.inf, *, open: str = '', none: s
     def check(name: str, value: Any) -> Any:
         if value is None and none:
             return None
-        real: Any = math.nan
-        if isinstance(value, Real) and not isinstance(value, bool):
-            real = value if isinstance(value, int) else float(value)  # NumPy numbers too
-        good = abs(real) <= sys.float_info.max  # False for NaN and for whole numbers with hundreds of digits
-        if not good or not (least < value if '(' in open else least <= value) or not (
-                value < most if ')' in open else value <= most):
+        real = value if isinstance(value, int) else float(value) if isinstance(value, Real) else math.nan
+        # False for NaN, and for whole numbers with hundreds of digits
+        good = not isinstance(value, bool) and abs(real) <= sys.float_info.max
+        if not good or not (least < real if '(' in open else least <= real) or not (
+                real < most if ')' in open else real <= most):
             raise ValueError(f'{name} must be {allowed}; got {shown(value)}.')
-        return real
+        return float(real)
     return check
 
 

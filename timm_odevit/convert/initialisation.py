@@ -93,11 +93,7 @@ def set_per_layer(block: nn.Module, others: Sequence[nn.Module]) -> None:
 
 
 def _build(
-        group: List[int],
-        config: OdeConfig,
-        blocks: Sequence[nn.Module],
-        first: int,
-        moments: Optional[Moments],
+        group: List[int], config: OdeConfig, blocks: Sequence[nn.Module], first: int, moments: Optional[Moments],
 ) -> Field:
     """The field for the blocks with the given indices."""
     init = str(config.init)

@@ -1,5 +1,6 @@
 """Choose phases and rank for a given number of parameters."""
 import math
+from bisect import bisect_right
 from dataclasses import replace
 from typing import Union
 
@@ -13,6 +14,7 @@ from .convertible import check_convertible
 from .initialisation import assignment
 
 __all__ = ['choose_size', 'predict_parameters']
+
 
 def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
     """Parameters left after `convert_(model, config)`, for native fields and boundaries that are not measured."""
@@ -77,14 +79,9 @@ def choose_size(
         return exact
     ranked = replace(plain, time='low_rank', rank=1, init=init)
     if predict_parameters(model, ranked) <= wanted:
-        low, high = 1, 2
-        while predict_parameters(model, replace(ranked, rank=high)) <= wanted and high < 2 ** 20:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = predict_parameters(model, replace(ranked, rank=middle)) <= wanted
-            low, high = (middle, high) if fits else (low, middle)
-        return replace(ranked, rank=low)
+        ranks = range(1, 2 ** 16)
+        largest = bisect_right(ranks, wanted, key=lambda r: predict_parameters(model, replace(ranked, rank=r)))
+        return replace(ranked, rank=largest)
     vectors = replace(plain, time='vectors')
     return vectors if predict_parameters(model, vectors) <= wanted else plain
 

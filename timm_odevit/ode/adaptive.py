@@ -63,11 +63,7 @@ def solve_adaptive(
 
 
 def _solve_smooth(
-        field: Field,
-        x0: Tensor,
-        times: Sequence[float],
-        config: OdeConfig,
-        context: Context,
+        field: Field, x0: Tensor, times: Sequence[float], config: OdeConfig, context: Context,
 ) -> Tuple[Tensor, int]:
     import torchdiffeq
 

@@ -6,7 +6,7 @@ from typing import Any, Dict, Optional, Tuple, Union
 
 from ..errors import suggest
 from ..settings import Settings, flag, many, number, one_of, refuse_unknown, setting, whole
-from .methods import METHODS, adaptive_methods, is_adaptive
+from .methods import METHODS, adaptive_methods
 
 __all__ = ['DEFAULT', 'FIELDS', 'PREFIX', 'TIMES', 'OdeConfig']
 
@@ -109,9 +109,6 @@ class OdeConfig(Settings):
     adjoint: bool = setting(False, flag)
 
     def _check(self) -> None:
-        for name in ('T', 'rtol', 'atol'):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, float(getattr(self, name)))
         if self.init is None:
             object.__setattr__(self, 'init', 'svd' if self.time == 'low_rank' else 'mean')
         if self.time == 'low_rank' and self.rank < 1:
@@ -135,7 +132,7 @@ class OdeConfig(Settings):
     @property
     def adaptive(self) -> bool:
         """Whether the method chooses its own steps."""
-        return is_adaptive(self.method)
+        return self.method not in METHODS
 
     @property
     def grid(self) -> Tuple[int, float]:

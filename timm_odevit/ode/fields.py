@@ -77,17 +77,14 @@ class Field(nn.Module):
         """Whether `attention_map` works."""
         return False
 
-    @torch.jit.unused
     def context(self, args, kwargs, weights=None):
         """Build a Context from what a host passes to its blocks after the state, and from what `fold()` returned."""
         passed = {**dict(zip(self.names[:len(args)], args, strict=False)), **kwargs}
         return Context(passed.get('attn_mask'), passed.get('is_causal', False), weights, passed)
 
-    @torch.jit.unused
     def fold(self):
         return None
 
-    @torch.jit.unused
     def select(self, t):
         """The field that applies at t."""
         return self
@@ -97,16 +94,13 @@ class Field(nn.Module):
     def parts(self):
         return [self]
 
-    @torch.jit.unused
     def snapshot(self, t):
         """A copy of the field as it is at t, with weights of its own; it does not depend on time."""
         return copy_module(self, hooks=True)
 
-    @torch.jit.unused
     def resizable(self):
         return self.block
 
-    @torch.jit.unused
     def attention_map(self, t, x):
         raise ValueError(f'{type(self).__name__} has no attention maps. Set jasmin_weight to 0.')
 
@@ -149,7 +143,6 @@ class NativeField(Field):
         # in other blocks, RoPE, a position bias or windows are part of attention
         return type(self) is NativeField and type(self.block.attn) is Attention
 
-    @torch.jit.unused
     def attention_map(self, t, x):
         if not self.has_attention_maps:
             return super().attention_map(t, x)

@@ -129,7 +129,6 @@ class LipschitzField(Field):
     def has_attention_maps(self):
         return True
 
-    @torch.jit.unused
     def attention_map(self, t, x):
         q, k, _ = self._heads(self.qkv(self.norm1(x))).unbind(0)
         return attention_probabilities(q, k, self.scale)

@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from typing import List, Tuple
 
-__all__ = ['METHODS', 'Method', 'adaptive_methods', 'is_adaptive']
+__all__ = ['METHODS', 'Method', 'adaptive_methods']
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,3 @@ def adaptive_methods() -> List[str]:
     from torchdiffeq._impl.odeint import SOLVERS  # torchdiffeq publishes no list of its methods
     from torchdiffeq._impl.solvers import AdaptiveStepsizeODESolver
     return sorted(name for name, cls in SOLVERS.items() if issubclass(cls, AdaptiveStepsizeODESolver))
-
-
-def is_adaptive(method: str) -> bool:
-    """Whether a method of a validated configuration is adaptive."""
-    return method not in METHODS

@@ -37,12 +37,10 @@ class Step(nn.Module):
         self.t = t
         self.h = h
 
-    @torch.jit.unused
     def again(self):
         """A step with the same settings."""
         return type(self)(self.t, self.h)
 
-    @torch.jit.unused
     def bound(self, field):
         """This step with a field: a new module for each use, with the same settings and hooks.
 
@@ -60,7 +58,6 @@ class Step(nn.Module):
             twin.__dict__.update(self.__dict__, _modules={'field': field}, _step=self)
         return twin
 
-    @torch.jit.unused
     def apart(self):
         """A step with the same settings and its own copies of the hooks."""
         other = self.again()
@@ -69,7 +66,6 @@ class Step(nn.Module):
             other.__dict__[name] = value.copy() if isinstance(value, dict) else value
         return other
 
-    @torch.jit.unused
     def register_full_backward_hook(self, hook, prepend=False):
         """Register a hook on the step, even if bound: torch records its kind in the module it is registered on."""
         return super(Step, self.__dict__.get('_step', self)).register_full_backward_hook(hook, prepend)
@@ -123,7 +119,6 @@ class RungeKuttaStep(Step):
         self.b = list(table.b)
         self.c = list(table.c)
 
-    @torch.jit.unused
     def again(self):
         return RungeKuttaStep(self.method, self.t, self.h)
 

@@ -86,7 +86,8 @@ def model_card(
         parts += ['## The model', _about(model)]
     if rows:
         bold = ' It was trained with the K in bold.' if trained_at else ''
-        parts += ['## Results', f'{protocol or _protocol(rows[0], dataset)}{bold}', _table(results, own, trained_at)]
+        how = protocol or f"On {rows[0]['images']:,} images of {dataset}."
+        parts += ['## Results', f'{how}{bold}', _table(results, own, trained_at)]
     if training:
         parts += ['## How it was trained', training]
     limits = ' '.join((limits, *(['K evaluations of the shared block cost what K blocks cost: it has fewer parameters '
@@ -126,10 +127,6 @@ def _about(model: nn.Module) -> str:
     lines.append(f"- Input: {' x '.join(str(v) for v in resolve_model_data_config(model)['input_size'])}")
     shown = [f'{name} {getattr(config, name)}' for name in _SETTINGS if getattr(config, name) not in (None, 0)]
     return '\n'.join([*lines, f"- ODE: {', '.join(shown)}"])
-
-
-def _protocol(row: Mapping[str, Any], dataset: str) -> str:
-    return f"On {row['images']:,} images of {dataset}."
 
 
 def _table(results: Sequence[Mapping[str, Any]], own: Optional[int], trained_at: Sequence[int]) -> str:

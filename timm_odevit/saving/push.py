@@ -184,10 +184,7 @@ def _send(
 
 
 def _on_the_hub(
-        api: HfApi,
-        repo_id: str,
-        names: List[str],
-        revision: str,
+        api: HfApi, repo_id: str, names: List[str], revision: str,
 ) -> Tuple[Optional[Dict[str, RepoFile]], bool]:
     """Return the files on the Hub (None without a repository), and whether the branch exists; a new one copies main."""
     try:

@@ -57,7 +57,7 @@ def save_pretrained(
     model = unwrap_model(model)
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ValueError('The model is on the meta device, so it has no weights to save. Build it on another device.')
-    architecture, args, rebuilt = _describe(model, base, base_args)
+    architecture, args, rebuilt = describe(model, base, base_args)
     rebuilt.pretrained_cfg = getattr(model, 'pretrained_cfg', None) or rebuilt.pretrained_cfg
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     folder = Path(folder)
@@ -87,23 +87,16 @@ def save_reference(model: nn.Module, folder: Path) -> None:
 
 def describe(
         model: nn.Module,
-        *,
         base: Optional[str] = None,
         base_args: Optional[Dict[str, Any]] = None,
-) -> Tuple[str, Dict[str, Any]]:
-    """Return the architecture and keywords with which `timm.create_model` rebuilds a model.
+) -> Tuple[str, Dict[str, Any], Any]:
+    """Return the architecture and keywords with which `timm.create_model` rebuilds a model, and the rebuilt model.
+
+    The rebuilt model is on the meta device. `base` and `base_args` are those of `save_pretrained`.
 
     Raises:
         ValueError: No description that rebuilds the model was found; the message says what to pass.
     """
-    return _describe(model, base, base_args)[:2]
-
-
-def _describe(
-        model: nn.Module,
-        base: Optional[str],
-        base_args: Optional[Dict[str, Any]],
-) -> Tuple[str, Dict[str, Any], Any]:
     check_not_merged(model)
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     architecture = base or cfg.get('architecture')

@@ -159,13 +159,7 @@ def table(rows: Sequence[Dict[str, Any]]) -> str:
     return '\n'.join(lines) + '\n'
 
 
-def _measure(
-        place: Path,
-        recipe: Recipe,
-        data: Union[str, Path],
-        limit: Optional[int],
-        device: str,
-) -> Dict[str, Any]:
+def _measure(place: Path, recipe: Recipe, data: Union[str, Path], limit: Optional[int], device: str) -> Dict[str, Any]:
     found: Dict[str, Any]
     weights = hashlib.sha256((place / BEST / WEIGHTS).read_bytes()).hexdigest()
     if (place / MEASURED).exists():

@@ -144,7 +144,7 @@ class LossConfig(Settings):
                                  'uniform, distance, or a list of relative times.')
             return
         times = many(number(0., 1.), 'uniform, distance, or a list of relative times')('checkpoints', given)
-        object.__setattr__(self, 'checkpoints', tuple(map(float, times)))
+        object.__setattr__(self, 'checkpoints', times)
 
     @property
     def weights(self) -> Dict[str, float]:

@@ -1,4 +1,5 @@
 """Read untrusted YAML safely."""
+import re
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -38,7 +39,7 @@ class _UnwantedError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses aliases, duplicate keys and more than `DEEPEST` levels."""
+    """Refuses aliases, duplicate keys and more than `DEEPEST` levels; reads 1e-3 as a number, as YAML 1.2 does."""
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -60,6 +61,10 @@ class _Loader(yaml.SafeLoader):
                     raise _UnwantedError(f"has the key '{key.value}' twice", key.start_mark, ' Leave one out.')
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    'tag:yaml.org,2002:float', re.compile(r'[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+'), list('-+.0123456789'))
 
 
 def parse_yaml(text: str, name: str, wrong: str) -> Any:

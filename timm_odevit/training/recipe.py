@@ -203,10 +203,10 @@ class Recipe(Settings):
                 raise ValueError(f"Expected a change to a recipe, such as fit.lr=1e-3; got '{shown}'.")
             if len(path) > DEEPEST:
                 raise ValueError(f"'{shown}' has {len(path)} levels, but a recipe has at most {DEEPEST}.")
-            _set(tree, path, _number(parse_yaml(text, shown, 'has a value that is not valid YAML')), shown)
+            _set(tree, path, parse_yaml(text, shown, 'has a value that is not valid YAML'), shown)
         tree = _section(cls.names())(name, tree)
         try:
-            recipe = cls(**_numbers(tree))
+            recipe = cls(**tree)
         except (TypeError, ValueError) as e:
             raise ValueError(f'{name}: {e}') from None
         for change in changes:
@@ -256,22 +256,6 @@ def _item(items: List[Any], name: str, change: str) -> Any:
     if not name.isdigit() or int(name) >= len(items):
         raise ValueError(f"'{change}': there is no entry '{name}'; the entries are 0 to {len(items) - 1}.")
     return items[int(name)]
-
-
-def _numbers(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {k: _numbers(v) for k, v in tree.items()}
-    return [_numbers(v) for v in tree] if isinstance(tree, list) else _number(tree)
-
-
-def _number(value: Any) -> Any:
-    """Convert text such as 1e-3, which YAML 1.1 does not read as a number."""
-    if not isinstance(value, str) or 'e' not in value.lower() or value[:1] not in '0123456789.-+':
-        return value
-    try:
-        return float(value)
-    except ValueError:
-        return value
 
 
 def _plain(tree: Any) -> Any:

@@ -176,10 +176,7 @@ def _create(name: Optional[str], args: Optional[Dict[str, Any]], seed: int) -> n
 
 
 def _tasks(
-        recipe: Recipe,
-        student: nn.Module,
-        teacher: Optional[nn.Module],
-        calibration: torch.Tensor,
+        recipe: Recipe, student: nn.Module, teacher: Optional[nn.Module], calibration: torch.Tensor,
 ) -> Iterator[TrainingTask]:
     """The task of each stage."""
     device = next(student.parameters()).device

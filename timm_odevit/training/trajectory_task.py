@@ -269,12 +269,7 @@ class _Unrolled(TrainingPass):
         self.jasmin_evaluations = jasmin_evaluations
 
     def forward(
-            self,
-            images: Tensor,
-            steps: Sequence[int],
-            train_jasmin: bool,
-            want_attention: bool,
-            exits: Sequence[int],
+            self, images: Tensor, steps: Sequence[int], train_jasmin: bool, want_attention: bool, exits: Sequence[int],
     ) -> Tuple[Tensor, List[Tensor], Tensor, Optional[Tensor], List[Tensor]]:
         """Logits, states after `steps`, JaSMin, the last step's attention map, and the logits after `exits`."""
         blocks: Any = self.student.blocks
