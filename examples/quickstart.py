@@ -33,7 +33,6 @@ def loaders():
 def main(folder):
     start = time.perf_counter()
     folder = Path(folder)
-    torch.set_num_threads(2)
     torch.manual_seed(0)
     train, val, test = loaders()
 

@@ -221,7 +221,7 @@ def test_converting_twice_is_an_error(vit, images):
     with pytest.raises(ValueError, match=r'already converted \(1 shared block, lie_trotter, 3 steps\)'):
         convert_(model)
     assert torch.equal(model(images), logits)
-    with pytest.raises(TypeError, match='config must be an OdeConfig'):
+    with pytest.raises(TypeError, match='config of convert_ must be of type OdeConfig; got'):
         convert_(vit(), {'steps': 3})
 
 

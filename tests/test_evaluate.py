@@ -216,3 +216,9 @@ def test_a_model_with_stages_counts_all_of_them():
     assert result.steps == result.nfe == 6
     with pytest.raises(ValueError, match='this SwinTransformer has 2 stages. Set the steps of each stage'):
         evaluate(model, loader, steps=3)
+
+
+def test_a_pair_of_tensors_is_a_data_set(vit, data):
+    model = vit()
+    pair, in_batches = evaluate(model, data), evaluate(model, batches(data, 7))
+    assert (pair.results[0].images, pair.results[0].top1) == (23, in_batches.results[0].top1)

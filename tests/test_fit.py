@@ -14,7 +14,7 @@ from timm.optim import muon
 from timm.task import ClassificationTask
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_odevit import StepwiseTask, TrajectoryDistillationTask, convert_, distributed, fit
+from timm_odevit import Recipe, StepwiseTask, TrajectoryDistillationTask, calibrate_, convert_, distributed, fit, train
 from timm_odevit.files import locked, write_text
 from timm_odevit.training.first_batch import look_at
 
@@ -363,3 +363,23 @@ def test_a_disk_that_fills_up_while_torch_saves_is_an_os_error(tmp_path):
             "else:\n    raise SystemExit('written')\n")
     subprocess.run([sys.executable, '-c', code], cwd=tmp_path, check=True)
     assert not (tmp_path / 'run').exists()
+
+
+def random_states():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+def test_the_random_state_of_the_process_is_left_alone(vit, tmp_path):
+    teacher = vit()
+    student = copy.deepcopy(teacher)
+    convert_(student)
+    states = random_states()
+    run(TrajectoryDistillationTask(student, teacher), epochs=1, seed=7)
+    calibrate_(student, teacher, X[:4], epochs=(1, 1), progress=False)
+    recipe = Recipe.load('autonomous', ['stages=[{fit: {epochs: 1}}]', 'data.batch_size=4', 'fit.opt=adamw'])
+    assert random_states() == states
+    data = tmp_path / 'data.npz'
+    images, labels = np.zeros((16, 16, 16, 3), np.uint8), np.arange(16) % 5
+    np.savez(data, x_train=images, y_train=labels, x_test=images, y_test=labels)
+    train(recipe, data, tmp_path / 'run', teacher=teacher, progress=False)
+    assert random_states() == states

@@ -6,6 +6,7 @@ from typing import Optional
 import numpy as np
 import pytest
 
+import timm_odevit
 from timm_odevit import (
     CalibrationConfig,
     FitConfig,
@@ -66,7 +67,7 @@ def test_a_function_takes_settings_or_each_of_them():
 @pytest.mark.parametrize('call, message', [
     (lambda: paint(1, nam='red'), "paint got an unknown argument 'nam'. Did you mean 'name'? Arguments: wall, config, name, depth."),
     (lambda: paint(1, config=Colour(), depth=2), "paint got both config and 'depth', which is part of it. Give only one."),
-    (lambda: paint(1, config={'depth': 2}), 'config of paint must be a Colour; got dict.'),
+    (lambda: paint(1, config={'depth': 2}), 'config of paint must be of type Colour; got dict.'),
     (lambda: fit(1, 2), 'fit needs epochs, such as epochs=1.'),
 ])
 def test_a_function_refuses(call, message):
@@ -117,3 +118,27 @@ def test_times_that_are_none(checkpoints):
 def test_a_huge_number_in_a_recipe_is_one_message():
     with pytest.raises(ValueError, match=r'lr must be a number of at least 0; got 1000.{0,60}\.\.\.\.$'):
         Recipe.load('finetune', [f'fit.lr=1{"0" * 400}'])
+
+
+PUBLIC = [name for name in timm_odevit.__all__ if callable(getattr(timm_odevit, name)) and name not in ('Conversion', 'Evaluation', 'Merged')]
+
+
+@pytest.mark.parametrize('name', PUBLIC)
+def test_a_wrong_keyword_names_the_closest_one(name):
+    function = getattr(timm_odevit, name)
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    wrong = f'{known[-1]}z'
+    with pytest.raises(TypeError, match=f"{name} got an unknown argument '{wrong}'. Did you mean '{known[-1]}'"):
+        function(**{wrong: 1})
+
+
+def test_tab_completion_shows_the_public_names():
+    assert dir(timm_odevit) == sorted(timm_odevit.__all__)
+
+
+def test_settings_or_a_config_by_place_or_by_name(vit):
+    for done in (timm_odevit.convert_(vit(), steps=6), timm_odevit.convert_(vit(), OdeConfig(steps=6)),
+                 timm_odevit.convert_(vit(), config=OdeConfig(steps=6))):
+        assert done.config.steps == 6
+    with pytest.raises(TypeError, match="convert_ got both config and 'steps'"):
+        timm_odevit.convert_(vit(), OdeConfig(), steps=6)

@@ -17,6 +17,8 @@ benchmark           speed and memory
 cli                 the command line; the options of the ODE come from OdeConfig's docstring
 run                 timm's own scripts with the models registered
 """
+from typing import List as _List
+
 from . import odevit as _registers  # noqa: F401
 from ._version import __version__
 from .convert.conversion import Conversion, convert_
@@ -44,3 +46,7 @@ __all__ = [
     'convert_', 'evaluate', 'fit', 'from_torchvision', 'integrate', 'list_convertible', 'merge_', 'merged_bytes',
     'plot_accuracy', 'push_to_hub', 'save_pretrained', 'train',
 ]
+
+
+def __dir__() -> _List[str]:  # what tab completion shows
+    return __all__

@@ -1,10 +1,13 @@
-"""Hooks and modes that are set for a while and restored."""
+"""Hooks, modes and random states that change for a while and are restored."""
+import random
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, Tuple
+from typing import Any, Callable, Iterator, Tuple, Union
 
+import numpy as np
+import torch
 from torch import nn
 
-__all__ = ['evaluating', 'hooked', 'surely']
+__all__ = ['evaluating', 'hooked', 'random_states_kept', 'surely']
 
 
 @contextmanager
@@ -21,6 +24,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         surely(put_back)
+
+
+@contextmanager
+def random_states_kept(device: Union[str, torch.device]) -> Iterator[None]:
+    """Restore the global random states afterwards: those of Python, of NumPy, and of torch on the CPU and a device."""
+    device = torch.device(device)
+    others = {} if device.type in ('cpu', 'meta') else {'device_type': device.type}
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if others else [], **others):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextmanager

@@ -6,15 +6,19 @@ import sys
 from dataclasses import MISSING, dataclass, field, fields
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, ParamSpec, Sequence, Tuple, Type, TypeVar
 
 from .errors import shown, suggest
 
-__all__ = ['Check', 'Settings', 'flag', 'many', 'number', 'one_of', 'refuse_unknown', 'setting', 'takes', 'whole']
+__all__ = [
+    'Check', 'Settings', 'checks_keywords', 'flag', 'many', 'number', 'one_of', 'refuse_unknown', 'setting', 'takes',
+    'whole',
+]
 
 Check = Callable[[str, Any], Any]  # takes a name and a value; returns the value or raises ValueError
 Kind = TypeVar('Kind', bound='Settings')
 Given = TypeVar('Given')
+Parameters = ParamSpec('Parameters')
 
 
 def setting(default: Any = MISSING, check: Optional[Check] = None) -> Any:
@@ -29,6 +33,10 @@ class Settings:
     Raises:
         ValueError: A value is out of range; the message names what is allowed.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        refuse_unknown(kwargs, cls.names(), cls.__name__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -81,25 +89,39 @@ def takes(kind: Type[Settings]) -> Callable[[Callable[..., Given]], Callable[...
         signature = inspect.signature(function)
         own = [p.replace(default=None) if p.name == 'config' else p for p in signature.parameters.values()]
         known = [*(p.name for p in own), *kind.names()]
+        place = list(signature.parameters).index('config')
 
         @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             caller = function.__qualname__.removesuffix('.__init__')
             refuse_unknown(kwargs, known, caller)
             given = {key: kwargs.pop(key) for key in kind.names() if key in kwargs}
-            config = kwargs.pop('config', None)
+            config = args[place] if len(args) > place else kwargs.pop('config', None)
+            args = (*args[:place], *args[place + 1:])
             if config is not None and given:
                 raise TypeError(
                     f"{caller} got both config and '{next(iter(given))}', which is part of it. Give only one.")
             if config is not None and not isinstance(config, kind):
-                raise TypeError(f'config of {caller} must be a {kind.__name__}; got {type(config).__name__}.')
-            return function(*args, config=kind.of(given, caller) if config is None else config, **kwargs)
+                raise TypeError(f'config of {caller} must be of type {kind.__name__}; got {type(config).__name__}.')
+            kwargs['config'] = kind.of(given, caller) if config is None else config
+            return function(*args, **kwargs)
         keywords = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, annotation=f.type,
                                       default=inspect.Parameter.empty if f.default is MISSING else f.default)
                     for f in fields(kind)]
         wrapper.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
         return wrapper
     return decorate
+
+
+def checks_keywords(function: Callable[Parameters, Given]) -> Callable[Parameters, Given]:
+    """Let an unknown keyword of a function raise TypeError with the closest match, as Python does from 3.13 on."""
+    known = list(inspect.signature(function).parameters)
+
+    @wraps(function)
+    def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Given:
+        refuse_unknown(kwargs, known, function.__qualname__.removesuffix('.__init__'))
+        return function(*args, **kwargs)
+    return wrapper
 
 
 def refuse_unknown(given: Iterable[str], known: Sequence[str], caller: str) -> None:

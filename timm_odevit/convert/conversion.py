@@ -8,8 +8,9 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 
 from ..ode.blocks import OdeBlocks, count_parameters
-from ..ode.config import DEFAULT, OdeConfig
+from ..ode.config import OdeConfig
 from ..ode.methods import METHODS
+from ..settings import takes
 from .convertible import check_all, count_in_words
 from .initialisation import build_field
 from .measure import input_moments, similarity_boundaries
@@ -20,9 +21,10 @@ from .torchscript import scriptable_copy
 __all__ = ['Conversion', 'convert_']
 
 
+@takes(OdeConfig)
 def convert_(
         model: nn.Module,
-        config: OdeConfig = DEFAULT,
+        config: OdeConfig,
         *,
         images: Optional[Tensor] = None,
         keep_original: bool = True,
@@ -34,7 +36,8 @@ def convert_(
 
     Args:
         model: A timm model with a sequence of blocks of one width, or with stages (Swin); see `list_convertible()`.
-        config: Settings; steps and T default to the number of converted layers.
+        config: Settings, of which steps and T default to the number of converted layers; or pass any of them as
+            keywords, such as steps=6; see OdeConfig.
         images: Calibration images [B, C, H, W], normalised for the model, for boundaries 'similarity' and init
             'svd_data'; a few dozen suffice. 'svd_data' keeps the second moments of the inputs of all linear layers of
             a sequence in memory: a ViT-L needs 2 GB and takes minutes.

@@ -12,6 +12,7 @@ from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.fields import WholeField
 from ..ode.methods import METHODS
+from ..settings import checks_keywords, takes
 from .block_kinds import HINT, Site, check_blocks, field_class, find_sites, kinds
 from .initialisation import assignment
 from .measure import check_images
@@ -20,8 +21,9 @@ from .merge import check_not_merged
 __all__ = ['check_all', 'check_convertible', 'convertibility', 'count_in_words', 'list_convertible']
 
 
-def check_convertible(model: nn.Module, config: OdeConfig = DEFAULT, *, images: Optional[Tensor] = None) -> None:
-    """Raise what `convert_(model, config, images=images)` would raise, and change nothing.
+@takes(OdeConfig)
+def check_convertible(model: nn.Module, config: OdeConfig, *, images: Optional[Tensor] = None) -> None:
+    """Raise what `convert_` with the same arguments would raise, and change nothing.
 
     Raises:
         TypeError: The model has no blocks that can be converted.
@@ -35,8 +37,6 @@ def check_all(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> 
     if not isinstance(model, nn.Module):
         raise TypeError(
             f'Cannot convert {name}: expected a timm model, such as timm.create_model("vit_small_patch16_224").')
-    if not isinstance(config, OdeConfig):
-        raise TypeError(f'config must be an OdeConfig, such as OdeConfig(steps=12); got {type(config).__name__}.')
     check_not_merged(model)
     converted = find_ode_blocks(model)
     if converted:
@@ -150,6 +150,7 @@ def count_in_words(blocks: Sequence[OdeBlocks]) -> str:
     return f"{count} shared block{'s' if count > 1 else ''}"
 
 
+@checks_keywords
 def list_convertible(filter: str = '', *, refused: bool = False) -> Dict[str, str]:
     """The timm models that `convert_` accepts, found by building each on the meta device.
 

@@ -6,6 +6,7 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
+from ..hooks import random_states_kept
 from ..ode.config import OdeConfig
 from ..ode.fields import Field
 from ..ode.lipschitz_field import LipschitzField
@@ -54,8 +55,7 @@ def build_field(
     """
     assigned = assignment(config, blocks, first)
     device = next(blocks[0].parameters()).device
-    others = {} if device.type in ('cpu', 'meta') else {'device_type': device.type}
-    with torch.no_grad(), torch.random.fork_rng([device] if others else [], **others):  # the caller's state
+    with torch.no_grad(), random_states_kept(device):
         fields = [_build([i for i, o in enumerate(assigned) if o == index], config, blocks, first, moments)
                   for index in range(max(assigned) + 1)]
     return fields[0] if len(fields) == 1 else PhasedField(fields, assigned, first).train(fields[0].training)

@@ -7,6 +7,7 @@ from torch import nn
 from ..ode.blocks import OdeBlocks
 from ..ode.steps import Step
 from ..ode.time_dependence import TabulatedField
+from ..settings import checks_keywords
 from .replacements import Replacements
 
 __all__ = ['Merged', 'MergedBlocks', 'check_not_merged', 'merge_', 'merged_bytes', 'merged_steps']
@@ -41,6 +42,7 @@ class MergedBlocks(nn.Sequential):
         super().__setattr__(name, value)
 
 
+@checks_keywords
 def merge_(model: nn.Module) -> 'Merged':
     """Give each step of an ODE-ViT with a time-dependent block its own merged weights, in place, for deployment.
 
@@ -127,6 +129,7 @@ class Merged:
                 f'  memory      {self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB')
 
 
+@checks_keywords
 def merged_bytes(model: nn.Module) -> int:
     """Predict the memory in bytes of a model's weights after `merge_(model)`, without merging.
 

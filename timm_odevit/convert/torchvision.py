@@ -12,6 +12,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchvision import models as tv
 from torchvision.models.vision_transformer import Encoder, EncoderBlock
 
+from ..settings import checks_keywords
+
 __all__ = ['from_torchvision']
 
 # (width, patch size) -> timm name; every size is passed as a keyword, so the name only has to be of the same kind
@@ -34,6 +36,7 @@ _NO_SOURCE = dict(
     notes=None)
 
 
+@checks_keywords
 def from_torchvision(vit: nn.Module, *, weights: Optional[tv.WeightsEnum] = None) -> VisionTransformer:
     """Build a timm VisionTransformer that computes the same as a torchvision one.
 

@@ -16,10 +16,12 @@ from ..data.preprocessing import renormalisation
 from ..files import to_json, write_text
 from ..hooks import evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks
+from ..settings import checks_keywords
 
 __all__ = ['AMP_DTYPES', 'Evaluation', 'Result', 'evaluate']
 
 AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
+BATCH = 64  # images of a pair of tensors that run at once
 NOTHING = -1  # the prediction for an image whose logits are NaN
 
 
@@ -83,6 +85,7 @@ class Evaluation:
         return self.table()
 
 
+@checks_keywords
 def evaluate(
         model: nn.Module,
         loader: Iterable[Any],
@@ -98,7 +101,8 @@ def evaluate(
 
     Args:
         model: Model to measure, [B, C, H, W] to logits [B, classes].
-        loader: Batches (images [B, C, H, W], labels [B]), in the same order each time; empty ones are skipped.
+        loader: Batches (images [B, C, H, W], labels [B]), in the same order each time; empty ones are skipped. Or one
+            pair of tensors, images [N, C, H, W] and labels [N].
         steps: Step counts to measure; None for the model as it is. Only for an ODE-ViT.
         teacher: Model to compare with; measured first, on the same images, normalised for it.
         amp_dtype: Run under autocast in this dtype, such as torch.bfloat16.
@@ -127,6 +131,8 @@ def evaluate(
             raise ValueError(
                 f'steps={counts} is one number per run, but this {type(model).__name__} has {len(blocks)} stages. Set '
                 'the steps of each stage on the model, and leave steps out.')
+    if isinstance(loader, (tuple, list)) and len(loader) == 2 and all(isinstance(part, Tensor) for part in loader):
+        loader = list(zip(*(part.split(BATCH) for part in loader), strict=True))
     results: List[Result] = []
     reference = None
     if teacher is not None:
@@ -192,7 +198,7 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
     n, without = len(seen), int((first == NOTHING).sum())
     if without:
         warnings.warn(f'{name}: the logits of {without} of {n} images are NaN. They count as wrong.', RuntimeWarning,
-                      stacklevel=3)
+                      stacklevel=4)
     evaluations = None
     if blocks:
         evaluations = nfe / n if blocks[0].config.adaptive else sum(b.nfe for b in blocks)

@@ -2,11 +2,13 @@
 from pathlib import Path
 from typing import Union
 
+from ..settings import checks_keywords
 from .accuracy import Evaluation
 
 __all__ = ['plot_accuracy']
 
 
+@checks_keywords
 def plot_accuracy(evaluation: Evaluation, path: Union[str, Path]) -> Path:
     """Plot top-1 accuracy against solver steps, with the teacher as a horizontal line.
 

@@ -4,6 +4,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
+from ..settings import checks_keywords
 from .adaptive import solve_adaptive
 from .config import OdeConfig
 from .fields import Field
@@ -13,6 +14,7 @@ from .steps import Solver
 __all__ = ['integrate']
 
 
+@checks_keywords
 def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, keep: bool = False) -> Tensor:
     """Solve dx/dt = field(t, x) from t = 0 to config.T.
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..errors import one_line
 from ..loading.find_weights import CONFIG, WEIGHTS, check_whole
+from ..settings import checks_keywords
 from .cards import model_card
 from .save import CARD, REFERENCE, save_pretrained, save_reference
 
@@ -49,6 +50,7 @@ class Pushed:
                           *(f'  {state:8}{name}' for name, state in self.files.items())])
 
 
+@checks_keywords
 def push_to_hub(
         model: Union[nn.Module, str, Path],
         repo_id: str,

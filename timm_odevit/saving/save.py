@@ -18,6 +18,7 @@ from ..loading.find_weights import CONFIG, WEIGHTS
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import PREFIX, OdeConfig
 from ..ode.steps import Solver, Step
+from ..settings import checks_keywords
 
 __all__ = ['CARD', 'REFERENCE', 'describe', 'save_pretrained', 'save_reference', 'structure']
 
@@ -27,6 +28,7 @@ _RUNTIME = ('training', 'grad_checkpointing', 'fused_attn', 'distilled_training'
 _TOP = ('img_size', 'num_classes', 'in_chans', 'global_pool')  # arguments that a caller may override when loading
 
 
+@checks_keywords
 def save_pretrained(
         model: nn.Module,
         folder: Union[str, Path],

@@ -61,7 +61,7 @@ class FitConfig(Settings):
             raise ValueError(f"Unknown opt '{self.opt}'. {suggest(str(self.opt), known)}See "
                              'timm.optim.list_optimizers().')
         try:
-            made = create_optimizer_v2(nn.Linear(2, 2), opt=self.opt, lr=self.lr, weight_decay=0.)
+            made = create_optimizer_v2(nn.Linear(2, 2, device='meta'), opt=self.opt, lr=self.lr, weight_decay=0.)
         except Exception as e:  # each may lack something else: a package, a GPU, an argument
             raise ValueError(f"opt '{self.opt}' cannot be used here: {type(e).__name__} {e}".strip()) from e
         if getattr(made, 'is_second_order', False):

@@ -1,9 +1,7 @@
 """Checks of the first batches, before anything is trained; they change nothing."""
-import random
 from contextlib import contextmanager
 from typing import Any, Iterator, Optional
 
-import numpy as np
 import torch
 from timm.task import TrainingTask
 from torch import Tensor
@@ -11,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from ..convert.measure import check_images
 from ..evaluation.accuracy import evaluate
+from ..hooks import random_states_kept
 from .loaders import chain
 from .resume import models_of
 
@@ -27,8 +26,7 @@ def _undisturbed(loader: Any, device: torch.device) -> Iterator[None]:
     found = [getattr(owner, 'generator', None) for owner in owners]
     states = [(generator, generator.get_state()) for generator in found if isinstance(generator, torch.Generator)]
     workers = [(part, part._iterator) for part in parts if isinstance(part, DataLoader)]
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == 'cuda' else []):
+    with random_states_kept(device):
         try:
             for part, _ in workers:
                 part._iterator = None
@@ -38,8 +36,6 @@ def _undisturbed(loader: Any, device: torch.device) -> Iterator[None]:
                 part._iterator = kept
             for generator, state in states:
                 generator.set_state(state)
-            random.setstate(python)
-            np.random.set_state(numpy)
 
 
 def look_at(val_loader: Any, task: TrainingTask, dtype: Optional[torch.dtype]) -> None:

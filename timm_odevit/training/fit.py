@@ -20,7 +20,7 @@ from ..convert.merge import check_not_merged
 from ..distributed import alone_in, in_first_process, over_processes, rank_and_world
 from ..evaluation.accuracy import AMP_DTYPES, evaluate
 from ..files import to_json, write_text
-from ..hooks import hooked
+from ..hooks import hooked, random_states_kept
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import describe, save_pretrained
 from ..settings import takes
@@ -53,6 +53,8 @@ def fit(
     else, in an iteration of its own, with workers of its own if it has any; the first training batch is checked when it
     arrives, so that the training data is not read an extra time. A refusal leaves weights, buffers and modes as they
     were, and neither check changes a result.
+
+    The seed is local: afterwards, the global random states are what they were.
 
     Under torch.distributed, the task is wrapped by its `prepare_distributed`, the first process validates and writes,
     and all processes read `out/last.pt` to resume, so they must share a file system.
@@ -92,7 +94,7 @@ def fit(
             'Every parameter of the model is frozen, as in a copy of a teacher that a task has frozen. '
             'Call model.requires_grad_(True) first.')
     folder = Path(out) if out is not None else None
-    with alone_in(folder):
+    with alone_in(folder), random_states_kept(task.device):
         state: Dict[str, Any] = {'history': []}
         settings = settings_to_resume(config, train_loader, updates)
         if folder is not None:

@@ -17,9 +17,11 @@ from ..data.arrays import ArrayLoader
 from ..data.preprocessing import renormalisation
 from ..distributed import alone_in, rank_and_world
 from ..files import staged, to_json, write_text
+from ..hooks import random_states_kept
 from ..loading.find_weights import CONFIG, WEIGHTS
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import describe
+from ..settings import checks_keywords
 from .cache import CachedLoader
 from .fit import count_updates, fit
 from .hashes import hash_of, hash_of_data
@@ -34,6 +36,7 @@ __all__ = ['train']
 SAMPLE = 256  # images for measurements: init svd_data, boundaries, checkpoints
 
 
+@checks_keywords
 def train(
         recipe: Recipe,
         data: Union[str, Path],
@@ -78,12 +81,12 @@ def train(
     folder = Path(out)
     if student is not None:
         recipe = replace(recipe, ode=None)
-    with alone_in(folder):
+    for model in (teacher, student):
+        if model is not None:
+            device = next(model.parameters()).device
+    with alone_in(folder), random_states_kept(device):
         check_recipe(folder, recipe, resume)
         _check_models(recipe, teacher, student)
-        for model in (teacher, student):
-            if model is not None:
-                device = next(model.parameters()).device
         host: Any = student if student is not None else teacher
         if host is None:
             host = _create(recipe.model, recipe.model_args, recipe.seed).to(device)

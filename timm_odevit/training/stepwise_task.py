@@ -10,6 +10,7 @@ from ..convert.block_kinds import find_sites
 from ..distributed import over_processes
 from ..ode.blocks import find_ode_blocks
 from ..recording import Seen, watch_blocks
+from ..settings import checks_keywords
 from .student_teacher import Renormalised, StudentTask, TrainingPass, check_apart, check_student
 
 __all__ = ['StepwiseTask', 'check_converted_from']
@@ -33,6 +34,7 @@ class StepwiseTask(StudentTask):
         ValueError: Student and teacher do not match, or share parameters.
     """
 
+    @checks_keywords
     def __init__(
             self,
             student: nn.Module,
