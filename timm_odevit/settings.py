@@ -56,8 +56,9 @@ class Settings:
     @classmethod
     def about(cls) -> Dict[str, str]:
         """A one-line description of each setting, from the docstring's Attributes (empty under `python -OO`)."""
-        entries = re.findall(r'^ {8}(\w+): (.*(?:\n {12}.*)*)', cls.__doc__ or '', re.M)
-        found = {name: ' '.join(text.split()) for name, text in entries}
+        text = inspect.cleandoc(cls.__doc__ or '')  # Python 3.13 does so itself
+        entries = re.findall(r'^ {4}(\w+): (.*(?:\n {8}.*)*)', text, re.M)
+        found = {name: ' '.join(lines.split()) for name, lines in entries}
         return {name: found.get(name, '') for name in cls.names()}
 
     @classmethod
