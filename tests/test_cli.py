@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from PIL import Image
 
 from timm_odevit import convert_, save_pretrained
 from timm_odevit.cli import COMMANDS, main
+from timm_odevit.training.recipe import builtin_recipes
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=3)
 
@@ -47,15 +49,15 @@ def test_convert_distill_evaluate(folder, capsys):
                '--set', 'stages.0.fit.epochs=1']
     assert run(*distill, '--set', 'stages.1.fit.epochs=2') == 0
     assert run(*distill, '--set', 'stages.1.fit.epochs=3', '--set', 'fit.opt=adamw', '--resume') == 2
-    assert 'is a different recipe. Resume with that' in capsys.readouterr().err
-    assert run(*distill, '--set', 'stages.1.fit.epochs=3', '--resume') == 0
+    assert "'run/recipe.yaml' is a different recipe: fit.opt was muon and is adamw. Resume with that" in capsys.readouterr().err
+    assert run('distill', '--resume', 'run', '--set', 'stages.1.fit.epochs=3') == 0
     assert len(json.loads((folder / 'run' / 'history.json').read_text())) == 4
     capsys.readouterr()
     assert run('evaluate', 'local-dir:run/best', 'images', '--teacher', 'local-dir:teacher', '--steps', '1,6',
                '--json', 'found.json') == 0
     out = capsys.readouterr().out
     assert [r['steps'] for r in json.loads((folder / 'found.json').read_text())] == [None, 1, 6]
-    assert out.count('student') == 2
+    assert out.count('student') == 2 and out.startswith('images: 30 images; trained with K = 3, 4, 6, 8, 12, in bold')
 
 
 def test_convert_to_a_size_and_calibrate(folder, capsys):
@@ -288,3 +290,61 @@ def test_a_test_folder_without_labels_is_no_hindrance(folder):
     Image.new('RGB', (18, 18)).save(folder / 'all' / 'test' / 'a.png')
     assert run('distill', 'low_rank', 'all', 'new', '--teacher', 'local-dir:teacher', '--set', 'ode.rank=2', '--set', 'data.batch_size=8',
                '--set', 'stages.0.fit.epochs=1', '--set', 'stages.1.fit.epochs=1', '--set', 'stages.2.fit.epochs=1') == 0
+
+
+def test_the_whole_chain_on_ones_own_images(folder, capsys):
+    quick = ['--set', 'data.batch_size=8', '--set', 'data.workers=0', '--quiet', '--device', 'cpu']
+    assert main(['finetune', 'local-dir:teacher', 'images', 'tuned', '--set', 'fit.epochs=1', *quick]) == 0
+    hint = re.search(r'odevit (evaluate local-dir:tuned/best images --held-out 0.1 --seed 0)$', capsys.readouterr().out, re.M)
+    assert run(*hint[1].split()) == 0
+    assert capsys.readouterr().out.startswith('the share 0.1 held out of training of images: 3 images')
+    assert timm.create_model('local-dir:tuned/best').pretrained_cfg['label_names'] == ['c0', 'c1', 'c2']
+    assert run('convert', 'local-dir:tuned/best', 'new') == 0
+    assert run('calibrate', 'local-dir:new', 'images', 'fitted', '--teacher', 'local-dir:tuned/best', '--epochs', '1,1') == 0
+    assert main(['distill', 'autonomous', 'images', 'run', '--student', 'local-dir:fitted/best', '--teacher',
+                 'local-dir:tuned/best', '--set', 'stages.0.fit.epochs=1', '--set', 'stages.1.fit.epochs=1', *quick]) == 0
+    assert run('evaluate', 'local-dir:run/best', 'images', '--steps', '2,3') == 0
+    capsys.readouterr()
+    assert run('predict', 'local-dir:run/best', 'images/c0/0.png', 'images/c1/0.png', '--top', '2') == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == 'images/c0/0.png (3 evaluations)' and len(lines) == 6
+    assert re.fullmatch(r'  [ \d]{3}\.\d %  c[0-2]', lines[1])
+    assert run('push', 'local-dir:run/best', 'org/name', '--dry-run', '--card', 'card.md', '--license', 'mit') == 0
+    assert 'The Hub could not be reached' in capsys.readouterr().out
+    assert 'license: mit' in (folder / 'card.md').read_text()
+
+
+def test_predict_gives_json_and_refuses_what_is_no_image(folder, capsys):
+    assert run('predict', 'local-dir:student', 'images/c0/0.png', '--steps', '6', '--json') == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found['evaluations'] == 6 and [entry['name'] for entry in found['classes']] == [None] * 3
+    assert sum(entry['probability'] for entry in found['classes']) == pytest.approx(1, abs=1e-3)
+    (folder / 'text.png').write_text('no image')
+    assert run('predict', 'local-dir:student', 'images/c0/0.png', 'text.png') == 2
+    assert "'text.png' cannot be read as an image" in capsys.readouterr().err
+    assert run('predict', 'local-dir:teacher', 'images/c0/0.png', '--steps', '6') == 2
+    assert '--steps needs an ODE-ViT' in capsys.readouterr().err
+
+
+def test_recipes_are_listed_shown_and_checked(folder, capsys):
+    assert run('recipe', 'list') == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == builtin_recipes()
+    assert run('recipe', 'show', 'low_rank') == 0
+    (folder / 'mine.yaml').write_text(capsys.readouterr().out)
+    assert run('recipe', 'check', 'mine.yaml') == 0
+    assert capsys.readouterr().out == "'mine.yaml' is a valid recipe: 3 stages, 60 epochs.\n"
+    assert run('recipe', 'show') == 2 and 'Expected: odevit recipe list' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('given, message', [
+    (['evaluate', 'local-dir:teacher', 'images', '--seed', '1'], '--seed chooses the images of --held-out'),
+    (['evaluate', 'local-dir:teacher', 'parts', '--held-out', '0.1'], "'parts' has val/, and training used that to validate"),
+    (['distill', '--resume', 'images'], "There is no run to continue in 'images': it has no recipe.yaml"),
+    (['distill', 'autonomous', 'images'], 'Expected RECIPE DATA OUT, or only --resume FOLDER; got autonomous images'),
+    (['finetune', 'local-dir:teacher', 'images', 'out', '--recipe', 'autonomous'], 'odevit finetune trains on labels'),
+])
+def test_options_that_mean_nothing_are_refused(folder, capsys, given, message):
+    for part in ('train', 'val'):
+        shutil.copytree('images', f'parts/{part}')
+    assert main([*given, '--quiet']) == 2
+    assert message in capsys.readouterr().err

@@ -390,5 +390,8 @@ def test_publish_says_first_and_sends_what_is_new(hub, tmp_path, capsys, monkeyp
         publish['main']()
     monkeypatch.setattr('sys.argv', ['publish.py'])
     monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
+    publish['main']()
+    assert capsys.readouterr().out.count('The Hub could not be reached') == len(names)
+    monkeypatch.setattr('sys.argv', ['publish.py', names[0], '--send'])
     with pytest.raises(SystemExit, match=f'timm-odevit/{names[0]} on the Hub: Cannot reach'):
         publish['main']()

@@ -26,8 +26,8 @@ from .convert.convertible import check_convertible, list_convertible
 from .convert.merge import Merged, merge_, merged_bytes
 from .convert.sizing import choose_size
 from .convert.torchvision import from_torchvision
-from .evaluation.accuracy import Evaluation, evaluate
-from .evaluation.plots import plot_accuracy
+from .evaluation.accuracy import evaluate
+from .evaluation.results import Evaluation, plot_accuracy
 from .ode.config import OdeConfig
 from .ode.integrate import integrate
 from .saving.push import push_to_hub

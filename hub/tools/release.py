@@ -119,9 +119,7 @@ def main():
         (folder / name).write_text(text)
     (folder / 'recipe.yaml').write_text(recipe.to_yaml())
     own = find_ode_blocks(model)[0].steps if steps else 0
-    last = recipe.stages[-1]
-    counts = recipe.loss_of(last).counts(own) if last.task == 'trajectory' else None
-    trained_at = sorted(set(counts or [own])) if steps else []
+    trained_at = list(recipe.trained_at(own)) if steps else []
     for r in rows:
         del r['images_per_second']  # the machine was not idle
     record = {

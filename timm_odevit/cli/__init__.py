@@ -10,13 +10,13 @@ import torch
 
 from .._version import __version__
 from ..errors import one_line
-from . import ablate, benchmark, calibrate, convert, distill, evaluate, push
+from . import ablate, benchmark, calibrate, convert, distill, evaluate, finetune, predict, push, recipe
 from .arguments import whole_number
 
 __all__ = ['COMMANDS', 'main', 'parser']
 
-COMMANDS = {'convert': convert, 'calibrate': calibrate, 'distill': distill, 'ablate': ablate, 'evaluate': evaluate,
-            'push': push, 'benchmark': benchmark}
+COMMANDS = {'finetune': finetune, 'convert': convert, 'calibrate': calibrate, 'distill': distill, 'evaluate': evaluate,
+            'predict': predict, 'push': push, 'recipe': recipe, 'ablate': ablate, 'benchmark': benchmark}
 
 
 def main(argv: Optional[List[str]] = None) -> int:

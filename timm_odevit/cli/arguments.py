@@ -15,15 +15,17 @@ from torch import nn
 from ..errors import one_line, suggest
 from ..files import OWN, repair
 from ..loading.find_weights import CONFIG
+from ..ode.blocks import find_ode_blocks
 from ..settings import Settings
 
 __all__ = [
-    'DATA', 'MODEL', 'add_settings', 'check_name', 'given', 'load', 'quiet', 'refuse_existing', 'step_counts',
-    'whole_number', 'workers',
+    'DATA', 'MODEL', 'add_settings', 'check_name', 'given', 'load', 'quiet', 'refuse_existing', 'set_steps',
+    'step_counts', 'whole_number', 'workers',
 ]
 
 MODEL = "a timm name, such as deit_tiny_patch16_224, or 'local-dir:FOLDER' for a saved model"
-DATA = 'folder with one sub-folder of images per class, or with train/ and val/ folders of that kind'
+DATA = ('folder with one sub-folder of images per class, or with train/ and val/ folders of that kind; or an .npz of '
+        'small images: x_train, y_train, x_test, y_test')
 
 
 def add_settings(parser: Any, kind: Type[Settings]) -> None:
@@ -47,8 +49,7 @@ def quiet(parser: argparse.ArgumentParser) -> None:
 
 
 def workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--workers', type=whole_number(0), default=2,
-                        help='processes that load images (default: %(default)s)')
+    parser.add_argument('--workers', type=whole_number(0), help='processes that load images (default: 2)')
 
 
 def whole_number(least: int) -> Callable[[str], int]:
@@ -148,6 +149,16 @@ def check_name(name: str) -> None:
             raise ValueError(f"'{Path(model, CONFIG)}' names no architecture. Write it with save_pretrained.")
     elif source is None and not timm.is_model(name.split('.')[0]):
         raise ValueError(f"Unknown model '{name}'. {suggest(name, timm.list_models())}See timm.list_models().")
+
+
+def set_steps(model: nn.Module, steps: Optional[int], name: str) -> None:
+    """Set the number of steps of an ODE-ViT; None leaves it."""
+    if steps is None:
+        return
+    blocks = find_ode_blocks(model)
+    if len(blocks) != 1:
+        raise ValueError(f"--steps needs an ODE-ViT with one sequence of blocks; '{name}' is not one. Leave it out.")
+    blocks[0].steps = steps
 
 
 def refuse_existing(out: str, instead: str) -> None:

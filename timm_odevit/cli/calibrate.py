@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> None:
     if not args.resume:
         refuse_existing(args.out, '--resume')
     student, teacher = load(args.student, args), load(args.teacher, args)
-    loader = image_loader(args.images, student, batch_size=config.batch_size, workers=args.workers)
+    processes = 2 if args.workers is None else args.workers
+    loader = image_loader(args.images, student, batch_size=config.batch_size, workers=processes)
     calibrate_(student, teacher, loader, out=args.out, resume=args.resume, progress=not args.quiet, config=config)
     best = save_pretrained(student, Path(args.out) / BEST)
     print(f"saved {best}: timm.create_model('local-dir:{best}', pretrained=True)")

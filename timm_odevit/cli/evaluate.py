@@ -1,12 +1,15 @@
 """odevit evaluate"""
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional, Tuple
 
-from ..data.folders import folder_loader
+from ..data.arrays import array_loaders
+from ..data.folders import folder_loader, folder_parts
 from ..data.preprocessing import data_config
 from ..evaluation.accuracy import AMP_DTYPES, evaluate
 from ..ode.blocks import find_ode_blocks
+from ..training.recipe import Recipe
+from ..training.resume import RECIPE
 from .arguments import DATA, MODEL, load, quiet, step_counts, whole_number, workers
 
 HELP = 'Measure accuracy and speed at several step counts.'
@@ -21,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help='images per batch (default: %(default)s)')
     parser.add_argument('--amp', choices=[name for name in AMP_DTYPES if name], help='mixed precision')
     parser.add_argument('--held-out', type=float, metavar='SHARE',
-                        help='evaluate only on the share that distill held out (default: val/ or test/, or all images)')
-    parser.add_argument('--seed', type=int, default=0,
-                        help='the seed that distill used, for --held-out (default: %(default)s)')
+                        help='evaluate only on the share that training held out, if the data has no val/ (default: '
+                             'val/ or test/ or all images of a folder, x_test of an .npz)')
+    parser.add_argument('--seed', type=int, help='the seed of the training, for --held-out (default: 0)')
     parser.add_argument('--json', metavar='FILE', help='file to write the results to')
     workers(parser)
     quiet(parser)
@@ -47,13 +50,44 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f'The teacher takes images of {_size(teacher)}, the model of {_size(model)}. Give a teacher with the same '
             'input size.')
-    loader = folder_loader(
-        args.data, model, batch_size=args.batch_size, workers=args.workers, held_out=args.held_out, seed=args.seed)
+    loader, data = _loader(args, model)
+    blocks, recipe = find_ode_blocks(model), _recipe(model)
     found = evaluate(
-        model, loader, steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet)
+        model, loader, steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet,
+        data=data, trained_at=recipe.trained_at(blocks[0].steps) if recipe is not None and len(blocks) == 1 else ())
     print(found)
     if args.json:
         found.to_json(args.json)
+
+
+def _loader(args: argparse.Namespace, model: Any) -> Tuple[Any, str]:
+    """The images, and what they are in words."""
+    if args.seed is not None and args.held_out is None:
+        raise ValueError('--seed chooses the images of --held-out. Give both, or leave --seed out.')
+    share = '' if args.held_out is None else f'the share {args.held_out:g} held out of training of '
+    if Path(args.data).is_file():
+        if args.workers is not None:
+            raise ValueError('--workers load images from folders, but an .npz is read at once. Leave it out.')
+        _, val, test = array_loaders(args.data, model, batch_size=args.batch_size, held_out=args.held_out or 0.1)
+        return (val, f'{share}x_train of {args.data}') if share else (test, f'x_test of {args.data}')
+    parts = folder_parts(args.data)
+    if share and 'val' in parts:
+        raise ValueError(f"'{args.data}' has {parts['val'].name}/, and training used that to validate, so it held "
+                         'nothing else out. Leave --held-out out.')
+    loader = folder_loader(args.data, model, batch_size=args.batch_size, held_out=args.held_out, seed=args.seed or 0,
+                           workers=2 if args.workers is None else args.workers)
+    used = parts.get('train') if share else parts.get('val') or parts.get('test')
+    return loader, f'{share}{used or args.data}'
+
+
+def _recipe(model: Any) -> Optional[Recipe]:
+    """The recipe that lies beside a model's weights, if any."""
+    file = Path(str((getattr(model, 'pretrained_cfg', None) or {}).get('file') or ''))
+    path = (file if file.is_dir() else file.parent) / RECIPE
+    try:
+        return Recipe.load(path) if path.is_file() else None
+    except ValueError:  # of another version
+        return None
 
 
 def _size(model: Any) -> str:

@@ -3,6 +3,7 @@ import argparse
 import json
 from pathlib import Path
 
+from ..files import write_text
 from ..saving.push import push_to_hub
 from .arguments import load
 
@@ -17,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help='name of the dataset of the results, such as CIFAR-100')
     parser.add_argument('--license', metavar='ID',
                         help="the Hub's identifier of a licence, for the card (default: that of the base's weights)")
+    parser.add_argument('--card', metavar='FILE', help='file to write the card to, to read it before it is sent')
     parser.add_argument('--private', action='store_true', help='make the repository private')
     parser.add_argument('--revision', default='main', metavar='BRANCH', help='branch (default: %(default)s)')
     parser.add_argument('--create-pr', action='store_true', help='open a pull request')
@@ -30,6 +32,9 @@ def run(args: argparse.Namespace) -> None:
             rows = json.loads(Path(args.results).read_text())
         except ValueError as e:
             raise ValueError(f"'{args.results}' is not what odevit evaluate --json writes: {e}") from None
-    print(push_to_hub(
+    pushed = push_to_hub(
         load(args.model, args), args.repo, results=rows, dataset=args.dataset, license=args.license,
-        private=args.private or None, revision=args.revision, create_pr=args.create_pr, dry_run=args.dry_run))
+        private=args.private or None, revision=args.revision, create_pr=args.create_pr, dry_run=args.dry_run)
+    print(pushed)
+    if args.card:
+        write_text(Path(args.card), pushed.card)

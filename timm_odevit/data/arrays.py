@@ -2,7 +2,7 @@
 import math
 import os
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 from zipfile import ZipFile, ZipInfo
 
 import numpy as np
@@ -14,7 +14,7 @@ from ..distributed import rank_and_world
 from ..errors import one_line
 from .preprocessing import count_held_out, data_config
 
-__all__ = ['ArrayLoader', 'array_loaders']
+__all__ = ['ArrayLoader', 'array_classes', 'array_loaders']
 
 
 def array_loaders(
@@ -33,7 +33,8 @@ def array_loaders(
 
     Args:
         path: .npz with uint8 images x_train and x_test [N, S, S, C] and labels y_train and y_test [N]; S may differ
-            from the size that the model takes, and grey images may be [N, S, S].
+            from the size that the model takes, and grey images may be [N, S, S]. It may also hold classes, the names of
+            the classes.
         model: timm model that will see the images.
         batch_size: Images per batch.
         held_out: Share of the training images held out, taken from the end.
@@ -51,6 +52,7 @@ def array_loaders(
     """
     keys = ('x_train', 'y_train', 'x_test', 'y_test')
     arrays = _read_arrays(path, keys)
+    names = _names(path, arrays.get('classes'), model)
     for key in ('x_train', 'x_test'):
         if arrays[key].ndim == 3:
             arrays[key] = arrays[key][..., None]
@@ -73,9 +75,15 @@ def array_loaders(
     parts = ((x[:split], y[:split]), (x[split:], y[split:]), (x_test, y_test))
     train, val, test = (
         ArrayLoader(images[:limit], labels[:limit], model, batch_size, train=i == 0, padding=padding, flip=flip,
-                    reprob=reprob, seed=seed)
+                    reprob=reprob, seed=seed, label_names=names)
         for i, (images, labels) in enumerate(parts))
     return train, val, test
+
+
+def array_classes(path: Union[str, Path]) -> int:
+    """The number of classes of an .npz: as many as it names, or else its largest label plus 1."""
+    arrays = _read_arrays(path, ('y_train', 'y_test'))
+    return len(arrays['classes']) if 'classes' in arrays else 1 + int(max(y.max() for y in arrays.values()))
 
 
 def _read_arrays(path: Union[str, Path], keys: Tuple[str, ...]) -> Dict[str, Any]:
@@ -88,10 +96,19 @@ def _read_arrays(path: Union[str, Path], keys: Tuple[str, ...]) -> Dict[str, Any
                 packed, whole = os.path.getsize(path), sum(members[key].file_size for key in keys)
                 if whole > 100 * packed + 2 ** 27:  # photos compress to a half, black-and-white drawings to a tenth
                     raise ValueError(f'its {packed:,} bytes unpack to {whole:,}, which images never do')
-                return {key: _read_array(archive, members[key]) for key in keys}
+                return {key: _read_array(archive, members[key]) for key in (*keys, 'classes') if key in members}
     except Exception as e:  # a foreign file can raise anything
         raise ValueError(f"'{path}' cannot be read as .npz: {one_line(e)}") from e
     raise ValueError(f"'{path}' has no {missing[0]}; it must hold {', '.join(keys)}.")
+
+
+def _names(path: Union[str, Path], names: Any, model: Any) -> Optional[List[str]]:
+    if names is None:
+        return None
+    if names.ndim != 1 or names.dtype.kind != 'U' or len(names) != model.num_classes:
+        raise ValueError(f"'{path}' must hold classes [{model.num_classes}], the names of the model's classes as text; "
+                         f'got {names.dtype} {list(names.shape)}.')
+    return [str(name) for name in names]
 
 
 def _read_array(archive: ZipFile, info: ZipInfo) -> Any:
@@ -124,6 +141,7 @@ class ArrayLoader:
         flip: See `array_loaders`.
         reprob: See `array_loaders`.
         seed: Seed of the image order.
+        label_names: Names of the classes, if known.
     """
 
     def __init__(
@@ -138,6 +156,7 @@ class ArrayLoader:
             flip: float = 0.5,
             reprob: float = 0.,
             seed: int = 0,
+            label_names: Optional[List[str]] = None,
     ) -> None:
         cfg = data_config(model)
         device = next(model.parameters()).device
@@ -148,6 +167,7 @@ class ArrayLoader:
         self.batch_size, self.train = batch_size, train
         self.padding, self.flip, self.reprob = padding, flip, reprob
         self.seed, self.epoch = seed, 0
+        self.label_names = label_names
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the images, which depends only on the seed and the epoch."""

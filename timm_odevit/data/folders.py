@@ -10,12 +10,12 @@ from torch.utils.data import DistributedSampler
 from ..distributed import rank_and_world
 from .preprocessing import count_held_out, data_config
 
-__all__ = ['folder_loader', 'folder_loaders', 'image_loader']
+__all__ = ['MODES', 'folder_classes', 'folder_loader', 'folder_loaders', 'folder_parts', 'image_loader']
 
 # the parts of a data set, by the names of their folders
 _PARTS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'eval': 'val',
           'evaluation': 'val', 'test': 'test'}
-_MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's modes, by the model's number of channels
+MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's modes, by the model's number of channels
 
 
 def folder_loader(
@@ -114,6 +114,16 @@ def folder_loaders(
     return train_loader, _loader(datasets[1], model, batch_size, workers, train=False)
 
 
+def folder_classes(root: Union[str, Path]) -> List[str]:
+    """The names of the classes that `folder_loaders` would train on, in the order of their labels."""
+    return list(_read(_training(*_folder(root)), 'RGB').reader.class_to_idx)
+
+
+def folder_parts(root: Union[str, Path]) -> Dict[str, Path]:
+    """The parts of a data set, by 'train', 'val' and 'test'; none if the folder holds the classes itself."""
+    return _folder(root)[1]
+
+
 def image_loader(
         root: Union[str, Path],
         model: Any,
@@ -200,10 +210,28 @@ def _validation(root: Path, parts: Dict[str, Path], model: Any, share: float, se
 
 
 def _dataset(folder: Path, model: Any, labelled: bool = True) -> Any:
-    mode = _MODES.get(model.in_chans)
+    mode = MODES.get(model.in_chans)
     if mode is None:
         raise ValueError(f'Image files are read with 1, 3 or 4 channels (grey, RGB, RGBA), but the model takes '
                          f'{model.in_chans}. Train it on an .npz.')
+    dataset = _read(folder, mode)
+    found = dataset.reader.class_to_idx
+    if not labelled:
+        return dataset
+    if '' in found:
+        file = next(Path(file).name for file, label in dataset.reader.samples if label == found[''])
+        raise ValueError(f"'{folder}' holds images that are in no class folder, such as {file}. Put each image into "
+                         'the folder of its class.')
+    classes = len(found)
+    if classes != model.num_classes:
+        raise ValueError(
+            f"'{folder}' has {classes} classes (sub-folders), but the model has {model.num_classes}. "
+            f'Give the folder that the model was made for, or create the model with num_classes={classes}.')
+    return dataset
+
+
+def _read(folder: Path, mode: str) -> Any:
+    """A data set of all images of a folder but hidden ones; its classes are the folders that hold any."""
     nothing = f"There are no images in '{folder}'. Give a folder with one sub-folder of images per class."
     try:
         dataset = create_dataset('', str(folder), search_split=False, input_img_mode=mode)
@@ -217,17 +245,6 @@ def _dataset(folder: Path, model: Any, labelled: bool = True) -> Any:
     found = {name for _, name in seen}
     reader.class_to_idx = {name: i for i, name in enumerate(name for name in names if name in found)}
     reader.samples = [(file, reader.class_to_idx[name]) for file, name in seen]
-    if not labelled:
-        return dataset
-    if '' in found:
-        file = next(Path(file).name for file, name in seen if not name)
-        raise ValueError(f"'{folder}' holds images that are in no class folder, such as {file}. Put each image into "
-                         'the folder of its class.')
-    classes = len(found)
-    if classes != model.num_classes:
-        raise ValueError(
-            f"'{folder}' has {classes} classes (sub-folders), but the model has {model.num_classes}. "
-            f'Give the folder that the model was made for, or create the model with num_classes={classes}.')
     return dataset
 
 

@@ -1,5 +1,5 @@
 """How well and how fast a model does.
 
 accuracy            evaluate: accuracy, agreement and speed at several step counts
-plots               plots of the results
+results             the results as a table, JSON, a data frame, a plot, and in a notebook
 """

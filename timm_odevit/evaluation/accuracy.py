@@ -2,9 +2,7 @@
 import time
 import warnings
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Iterable, List, Optional, Sequence, Union
 
 import torch
 import torch.nn.functional as F
@@ -13,76 +11,16 @@ from tqdm import tqdm
 
 from ..convert.merge import check_not_merged
 from ..data.preprocessing import renormalisation
-from ..files import to_json, write_text
 from ..hooks import evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..settings import checks_keywords
+from .results import Evaluation, Result
 
-__all__ = ['AMP_DTYPES', 'Evaluation', 'Result', 'evaluate']
+__all__ = ['AMP_DTYPES', 'evaluate']
 
 AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
 BATCH = 64  # images of a pair of tensors that run at once
 NOTHING = -1  # the prediction for an image whose logits are NaN
-
-
-@dataclass(frozen=True)
-class Result:
-    """Results of one model at one step count.
-
-    Attributes:
-        model: 'teacher', 'student' or 'model'.
-        steps: Number of solver steps; None for a model that is not an ODE-ViT.
-        nfe: Field evaluations per image, their mean for an adaptive method; None if the model is not an ODE-ViT.
-        parameters: Number of parameters.
-        images: Number of images.
-        top1: Top-1 accuracy in percent.
-        top5: Top-5 accuracy in percent (top-C with C < 5 classes).
-        loss: Mean cross-entropy in nats per image; NaN if any logits are (those images count as wrong).
-        agreement: Share of images whose top-1 class is the teacher's, in percent; None without a teacher.
-        kept: Share of the teacher's top-1 accuracy, in percent; None without a teacher.
-        images_per_second: Speed of the forward pass, without data loading.
-    """
-    model: str
-    steps: Optional[int]
-    nfe: Optional[float]
-    parameters: int
-    images: int
-    top1: float
-    top5: float
-    loss: float
-    agreement: Optional[float]
-    kept: Optional[float]
-    images_per_second: float
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Results in the order in which they were measured: the teacher first, then one per step count."""
-    results: Tuple[Result, ...]
-
-    def table(self) -> str:
-        """Return the results as a Markdown table."""
-        header = (
-            'model', 'steps', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'loss', 'agreement %', 'kept %', 'images/s')
-        rows: List[Tuple[str, ...]] = [header]
-        for r in self.results:
-            rows.append((
-                r.model, _text(r.steps), _text(r.nfe), f'{r.parameters:,}', f'{r.top1:.2f}', f'{r.top5:.2f}',
-                f'{r.loss:.4f}', _text(r.agreement), _text(r.kept), f'{r.images_per_second:.0f}'))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        rows.insert(1, tuple('-' * width for width in widths))
-        return '\n'.join(
-            f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows)
-
-    def to_json(self, path: Optional[Union[str, Path]] = None) -> str:
-        """Return the results as JSON, with null for what is not finite; also write them to `path` if given."""
-        text = to_json([asdict(r) for r in self.results])
-        if path is not None:
-            write_text(Path(path), text)
-        return text
-
-    def __str__(self) -> str:
-        return self.table()
 
 
 @checks_keywords
@@ -94,6 +32,8 @@ def evaluate(
         teacher: Optional[nn.Module] = None,
         amp_dtype: Optional[torch.dtype] = None,
         progress: bool = False,
+        data: str = '',
+        trained_at: Sequence[int] = (),
 ) -> Evaluation:
     """Measure accuracy per image, at several step counts, on the model's device.
 
@@ -107,6 +47,8 @@ def evaluate(
         teacher: Model to compare with; measured first, on the same images, normalised for it.
         amp_dtype: Run under autocast in this dtype, such as torch.bfloat16.
         progress: Show a progress bar.
+        data: What the images are, such as 'val/ of photos', for tables and plots.
+        trained_at: Step counts that the model was trained with, to be marked in tables and plots.
 
     Returns:
         One Result for the teacher, if any, and one for each step count. If logits are NaN, a warning says for how many
@@ -151,7 +93,7 @@ def evaluate(
             kept = 100 * found['top1'] / results[0].top1 if results[0].top1 else None
         results.append(Result(
             model='model' if teacher is None else 'student', agreement=agreement, kept=kept, **found))
-    return Evaluation(tuple(results))
+    return Evaluation(tuple(results), data, tuple(trained_at))
 
 
 def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool, name: str, scale=None, shift=None):
@@ -212,9 +154,3 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
 def _synchronize(device: torch.device) -> None:
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
-
-
-def _text(value: Optional[float]) -> str:
-    if value is None:
-        return '-'
-    return str(value) if isinstance(value, int) else f'{value:.1f}'

@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 import timm
 import torch
 from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from torch import nn
 
@@ -36,18 +36,24 @@ class Pushed:
     Attributes:
         repo_id: The repository, 'org/name'.
         revision: The branch.
-        files: 'new', 'changed' or 'same' for each file.
+        files: 'new', 'changed' or 'same' for each file; 'unknown' if the Hub could not be asked.
+        sizes: Bytes of each file.
+        card: Text of the card.
         url: Page of the commit or of the pull request; None if nothing was sent.
     """
     repo_id: str
     revision: str
     files: Dict[str, str]
+    sizes: Dict[str, int]
+    card: str
     url: Optional[str] = None
 
     def __str__(self) -> str:
         done = f'sent: {self.url}' if self.url else 'nothing was sent'
-        return '\n'.join([f'{self.repo_id} ({self.revision}), {done}',
-                          *(f'  {state:8}{name}' for name, state in self.files.items())])
+        unknown = ['The Hub could not be reached, so it is not known which files it already has.']
+        return '\n'.join([
+            f'{self.repo_id} ({self.revision}), {done}', *(unknown if 'unknown' in self.files.values() else ()),
+            *(f'  {state:8}{self.sizes[name]:>12,} bytes  {name}' for name, state in self.files.items())])
 
 
 @checks_keywords
@@ -87,7 +93,8 @@ def push_to_hub(
         create_pr: Open a pull request instead of sending to the branch.
         message: Commit message.
         token: Access token; None for the one that `hf auth login` stored.
-        dry_run: Send nothing; report what would be sent.
+        dry_run: Send nothing; report what would be sent. Works without a network, but then cannot say what the Hub
+            already has.
         base: timm name of the base, as in `save_pretrained`.
         base_args: Keywords of the base, as in `save_pretrained`.
 
@@ -158,6 +165,8 @@ def _send(
         raise ValueError(f"'{folder}' holds {', '.join(unknown[:5])}{more}; only {', '.join(_SENT)} are sent. Move the "
                          'rest elsewhere.')
     api = HfApi(token=token, library_name='timm_odevit')
+    pushed = partial(Pushed, repo_id, revision, sizes={name: (folder / name).stat().st_size for name in names},
+                     card=(folder / CARD).read_text(encoding='utf-8') if CARD in names else '')
     try:
         there, branch = _on_the_hub(api, repo_id, names, revision)
         if create_pr and not branch and there is not None:
@@ -169,20 +178,22 @@ def _send(
             files[CARD] = 'same'
         send = [name for name, state in files.items() if state != 'same']
         if dry_run or (branch and not send):
-            return Pushed(repo_id, revision, files)
+            return pushed(files=files)
         api.create_repo(repo_id, private=private, exist_ok=True)
         if not branch:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         if not send:
-            return Pushed(repo_id, revision, files, f'{api.endpoint}/{repo_id}/tree/{revision}')
+            return pushed(files=files, url=f'{api.endpoint}/{repo_id}/tree/{revision}')
         done = api.create_commit(
             repo_id, [CommitOperationAdd(name, folder / name) for name in send], commit_message=message,
             revision=revision, create_pr=create_pr)
     except Exception as e:  # which network errors occur depends on the client's version
         if isinstance(e, ValueError) and not isinstance(e, (json.JSONDecodeError, OSError)):
             raise  # about names and cards
+        if dry_run and not isinstance(e, HfHubHTTPError):  # no answer at all
+            return pushed(files=dict.fromkeys(names, 'unknown'))
         raise OSError(f'{repo_id} on the Hub: {one_line(e)}') from e
-    return Pushed(repo_id, revision, files, done.pr_url or done.commit_url)
+    return pushed(files=files, url=done.pr_url or done.commit_url)
 
 
 def _on_the_hub(

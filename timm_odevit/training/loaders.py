@@ -4,12 +4,12 @@ from typing import Any, List, Optional, Tuple, Union
 
 import torch
 
-from ..data.arrays import ArrayLoader, array_loaders
-from ..data.folders import folder_loaders
+from ..data.arrays import ArrayLoader, array_classes, array_loaders
+from ..data.folders import folder_classes, folder_loaders
 from ..data.mixup import MixupLoader
 from .config import DataConfig
 
-__all__ = ['chain', 'draw_sample', 'loaders']
+__all__ = ['chain', 'count_classes', 'draw_sample', 'label_names', 'loaders']
 
 
 def loaders(
@@ -51,6 +51,17 @@ def chain(loader: Any) -> List[Any]:
         parts.append(loader)
         loader = getattr(loader, 'loader', getattr(loader, 'source', None))
     return parts
+
+
+def count_classes(data: Union[str, Path]) -> int:
+    """The number of classes of a folder of images or of an .npz."""
+    return array_classes(data) if Path(data).is_file() else len(folder_classes(data))
+
+
+def label_names(loader: Any) -> Optional[List[str]]:
+    """The names of the classes, in the order of their labels: those of an .npz, or of the folders."""
+    plain = chain(loader)[-1]
+    return plain.label_names if isinstance(plain, ArrayLoader) else list(plain.dataset.reader.class_to_idx)
 
 
 def draw_sample(loader: Any, count: int, seed: int) -> torch.Tensor:

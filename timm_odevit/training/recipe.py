@@ -11,7 +11,7 @@ from ..settings import Check, Settings, flag, setting, whole
 from .config import DataConfig, FitConfig, LossConfig
 from .read_yaml import DEEPEST, parse_yaml, read_yaml
 
-__all__ = ['FIT', 'Recipe', 'Stage', 'builtin_recipes']
+__all__ = ['FIT', 'FOLDER', 'Recipe', 'Stage', 'builtin_recipes']
 
 FOLDER = Path(__file__).parent / 'recipes'
 TASKS = ('stepwise', 'trajectory', 'labels')
@@ -169,6 +169,12 @@ class Recipe(Settings):
     def fit_of(self, stage: Stage) -> FitConfig:
         """The settings of `fit` for a stage: the recipe's, overridden by its own."""
         return FitConfig(**{**(self.fit or {}), **(stage.fit or {})})
+
+    def trained_at(self, own: int) -> Tuple[int, ...]:
+        """The numbers of steps that the last stage trains, for a student with `own` steps."""
+        last = self.stages[-1]
+        counts = self.loss_of(last).counts(own) if last.task == 'trajectory' else None
+        return tuple(sorted(set(counts or (own,))))
 
     @classmethod
     def load(cls, name: Union[str, Path], changes: Sequence[str] = ()) -> 'Recipe':

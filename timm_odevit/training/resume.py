@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Dict, Optional, Sequence
 
 import torch
+import yaml
 from timm.task import TrainingTask
 from timm.utils import unwrap_model
 from torch import nn
@@ -99,8 +100,24 @@ def check_unused(folder: Path, resume: bool, *files: Path) -> None:
 def check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
     """Refuse a folder with another run."""
     check_unused(folder, resume, folder / RECIPE)
-    if (folder / RECIPE).exists() and _without_end(Recipe.load(folder / RECIPE)) != _without_end(recipe):
-        raise ValueError(f"'{folder / RECIPE}' is a different recipe. Resume with that, or give another folder.")
+    if not (folder / RECIPE).exists():
+        return
+    before = Recipe.load(folder / RECIPE)
+    if _without_end(before) != _without_end(recipe):
+        then, now = (_flat(yaml.safe_load(of.to_yaml())) for of in (before, recipe))
+        may_grow = f'stages.{len(recipe.stages) - 1}.fit.epochs'
+        other = [f'{key} was {then.get(key, "unset")} and is {now.get(key, "unset")}'
+                 for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key) and key != may_grow]
+        raise ValueError(f"'{folder / RECIPE}' is a different recipe: {'; '.join(other)}. Resume with that, or give "
+                         'another folder.')
+
+
+def _flat(tree: Any, at: str = '') -> Dict[str, Any]:
+    """A tree of dicts and lists as one dict, with keys such as stages.0.fit.lr."""
+    if not isinstance(tree, (dict, list)) or not tree:
+        return {at: tree}
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    return {k: v for key, entry in pairs for k, v in _flat(entry, f'{at}.{key}'.lstrip('.')).items()}
 
 
 def _without_end(recipe: Recipe) -> Any:

@@ -25,7 +25,7 @@ from ..settings import checks_keywords
 from .cache import CachedLoader
 from .fit import count_updates, fit
 from .hashes import hash_of, hash_of_data
-from .loaders import chain, draw_sample, loaders
+from .loaders import chain, draw_sample, label_names, loaders
 from .recipe import PARTS, Recipe
 from .resume import BEST, HISTORY, RECIPE, RUN, check_about, check_recipe
 from .stepwise_task import StepwiseTask
@@ -47,6 +47,7 @@ def train(
         resume: bool = False,
         limit: Optional[int] = None,
         cache: Optional[Union[str, Path]] = None,
+        command: Optional[Dict[str, Any]] = None,
         device: Union[str, torch.device] = 'cpu',
         progress: bool = True,
 ) -> List[Dict[str, float]]:
@@ -67,6 +68,7 @@ def train(
         limit: Use only this many images of an .npz, for a rehearsal.
         cache: Folder for the teacher's cached states, if the recipe sets `cache`; several runs may share it. By
             default `out`/cache.
+        command: What to record in run.json, so that `odevit distill --resume` knows data and models by name.
         device: Device for a student that is built without a teacher.
         progress: Show progress bars.
 
@@ -119,8 +121,9 @@ def train(
         if world > 1:
             dist.barrier()  # all check the folder before the first process writes to it
         if rank == 0 and not (folder / RECIPE).exists():
-            write_text(folder / RUN, to_json(about))
+            write_text(folder / RUN, to_json({**about, 'command': command}))
             write_text(folder / RECIPE, recipe.to_yaml())
+        _name_classes(student, label_names(train_loader), keep=teacher is not None)
         history: List[Dict[str, float]] = []
         trainable = {name for name, p in student.named_parameters() if p.requires_grad}
         own = [ode.steps for ode in find_ode_blocks(student)]
@@ -146,9 +149,21 @@ def train(
             with staged(folder / BEST, WEIGHTS, CONFIG) as aside:
                 for name in (WEIGHTS, CONFIG):
                     shutil.copyfile(best / name, aside / name)
-            write_text(folder / RECIPE, recipe.to_yaml())  # epochs may have increased on resuming
+            for place in (folder / BEST, folder):
+                write_text(place / RECIPE, recipe.to_yaml())  # epochs may have increased on resuming
             write_text(folder / HISTORY, to_json(history))
         return history
+
+
+def _name_classes(model: Any, names: Optional[List[str]], keep: bool) -> None:
+    """Put the names of the classes into a model's pretrained_cfg, unless it is to keep its own."""
+    cfg: Any = getattr(model, 'pretrained_cfg', None)
+    own = (cfg or {}).get('label_names')
+    if not isinstance(cfg, dict) or not names or len(names) != model.num_classes or (keep and own):
+        return
+    stale = ('tag', 'label_descriptions') if own != names else ()  # they are about other classes
+    model.pretrained_cfg = model.default_cfg = {
+        **{key: value for key, value in cfg.items() if key not in stale}, 'label_names': names}
 
 
 def _check_models(recipe: Recipe, teacher: Optional[nn.Module], student: Optional[nn.Module]) -> None:

@@ -1,0 +1,57 @@
+"""odevit predict"""
+import argparse
+import json
+from typing import Any, Dict, List
+
+import torch
+from PIL import Image, UnidentifiedImageError
+from timm.data import create_transform
+
+from ..data.folders import MODES
+from ..data.preprocessing import data_config
+from ..errors import one_line
+from ..hooks import evaluating
+from ..ode.blocks import find_ode_blocks
+from .arguments import MODEL, load, set_steps, whole_number
+
+HELP = 'Classify images.'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('model', help=MODEL)
+    parser.add_argument('images', nargs='+', metavar='image', help='files of images')
+    parser.add_argument('--top', type=whole_number(1), default=5, help='classes to name (default: %(default)s)')
+    parser.add_argument('--steps', type=whole_number(1), help='number of solver steps (default: as saved)')
+    parser.add_argument('--json', action='store_true', help='print JSON')
+
+
+def run(args: argparse.Namespace) -> None:
+    model: Any = load(args.model, args)
+    set_steps(model, args.steps, args.model)
+    mode = MODES.get(model.in_chans)
+    if mode is None or not model.num_classes:
+        raise ValueError(f"'{args.model}' takes {model.in_chans} channels and has {model.num_classes} classes, so it "
+                         'cannot classify image files.')
+    transform: Any = create_transform(**data_config(model), is_training=False)
+    names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
+    found: List[Dict[str, Any]] = []
+    for file in args.images:
+        try:
+            with Image.open(file) as image:
+                pixels = transform(image.convert(mode))
+        except (OSError, UnidentifiedImageError, ValueError) as e:
+            raise ValueError(f"'{file}' cannot be read as an image: {one_line(e)}") from None
+        with evaluating(model), torch.inference_mode():
+            top = model(pixels[None].to(args.device))[0].softmax(-1).topk(min(args.top, model.num_classes))
+        classes = [{'label': int(i), 'name': names[i] if names else None, 'probability': round(float(p), 4)}
+                   for p, i in zip(*top, strict=True)]
+        found.append({'image': file, 'evaluations': sum(b.nfe for b in find_ode_blocks(model)) or None,
+                      'classes': classes})
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return
+    for entry in found:
+        used = f" ({entry['evaluations']} evaluations)" if entry['evaluations'] else ''
+        print(f"{entry['image']}{used}")
+        for one in entry['classes']:
+            print(f"  {100 * one['probability']:5.1f} %  {one['name'] or 'class ' + str(one['label'])}")

@@ -1,0 +1,158 @@
+"""The results of an evaluation: as a table, JSON, a data frame, a plot, and in a notebook."""
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from typing import Any, List, Optional, Tuple, Union
+
+from ..files import to_json, write_text
+from ..settings import checks_keywords
+
+__all__ = ['Evaluation', 'Result', 'plot_accuracy']
+
+_COLUMNS = ('model', 'steps', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'loss', 'agreement %', 'kept %', 'images/s')
+
+
+@dataclass(frozen=True)
+class Result:
+    """Results of one model at one step count.
+
+    Attributes:
+        model: 'teacher', 'student' or 'model'.
+        steps: Number of solver steps; None for a model that is not an ODE-ViT.
+        nfe: Field evaluations per image, their mean for an adaptive method; None if the model is not an ODE-ViT.
+        parameters: Number of parameters.
+        images: Number of images.
+        top1: Top-1 accuracy in percent.
+        top5: Top-5 accuracy in percent (top-C with C < 5 classes).
+        loss: Mean cross-entropy in nats per image; NaN if any logits are (those images count as wrong).
+        agreement: Share of images whose top-1 class is the teacher's, in percent; None without a teacher.
+        kept: Share of the teacher's top-1 accuracy, in percent; None without a teacher.
+        images_per_second: Speed of the forward pass, without data loading.
+    """
+    model: str
+    steps: Optional[int]
+    nfe: Optional[float]
+    parameters: int
+    images: int
+    top1: float
+    top5: float
+    loss: float
+    agreement: Optional[float]
+    kept: Optional[float]
+    images_per_second: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results in the order in which they were measured: the teacher first, then one per step count.
+
+    Attributes:
+        results: The results.
+        data: What the images are, in words.
+        trained_at: Step counts that the model was trained with, if known.
+    """
+    results: Tuple[Result, ...]
+    data: str = ''
+    trained_at: Tuple[int, ...] = ()
+
+    @property
+    def caption(self) -> str:
+        """A sentence on what was measured."""
+        counted = f'{self.results[0].images:,} images' if self.results else 'no images'
+        trained = f"; trained with K = {', '.join(map(str, self.trained_at))}, in bold" if self.trained_at else ''
+        return f"{f'{self.data}: ' if self.data else ''}{counted}{trained}"
+
+    def table(self) -> str:
+        """Return the results as a Markdown table."""
+        rows = self._rows()
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+        rows.insert(1, ['-' * width for width in widths])
+        return '\n'.join(
+            f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows)
+
+    def to_json(self, path: Optional[Union[str, Path]] = None) -> str:
+        """Return the results as JSON, with null for what is not finite; also write them to `path` if given."""
+        text = to_json([asdict(r) for r in self.results])
+        if path is not None:
+            write_text(Path(path), text)
+        return text
+
+    def to_dataframe(self) -> Any:
+        """Return the results as a pandas data frame, one row per result.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as e:
+            raise ImportError('A data frame needs pandas. Type: pip install pandas') from e
+        return pandas.DataFrame([asdict(r) for r in self.results])
+
+    def plot(self, path: Optional[Union[str, Path]] = None) -> Any:
+        """Plot top-1 accuracy against solver steps, with the teacher as a horizontal line.
+
+        Args:
+            path: Image file to write; its extension sets the format. None writes nothing.
+
+        Returns:
+            A matplotlib Figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: No result has a step count.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as e:
+            raise ImportError("Plots need matplotlib. Type: pip install 'timm-odevit[examples]'") from e
+        points = sorted((r.steps, r.top1) for r in self.results if r.steps is not None and r.model != 'teacher')
+        if not points:
+            raise ValueError('There is no result of an ODE-ViT to plot. Evaluate one with steps=(1, 2, 4, ...).')
+        axes = (figure := Figure(figsize=(6, 4), layout='constrained')).subplots()
+        line, = axes.plot(*zip(*points, strict=True), marker='o', markerfacecolor='white', label='ODE-ViT')
+        trained = [point for point in points if point[0] in self.trained_at]
+        if trained:
+            axes.plot(*zip(*trained, strict=True), 'o', color=line.get_color(), label='K of its training')
+        for r in self.results:
+            if r.model == 'teacher':
+                axes.axhline(r.top1, color='gray', linestyle='--', label='teacher')
+        axes.set(xlabel='solver steps K', ylabel='top-1 accuracy, %', xscale='log', ylim=(0, None), title=self.data)
+        axes.set_xticks([k for k, _ in points], [str(k) for k, _ in points])
+        axes.minorticks_off()
+        axes.legend(loc='lower right')
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+    def _rows(self) -> List[List[str]]:
+        rows = [list(_COLUMNS)]
+        for r in self.results:
+            steps = f'**{r.steps}**' if r.steps in self.trained_at else _text(r.steps)
+            rows.append([
+                r.model, steps, _text(r.nfe), f'{r.parameters:,}', f'{r.top1:.2f}', f'{r.top5:.2f}', f'{r.loss:.4f}',
+                _text(r.agreement), _text(r.kept), f'{r.images_per_second:.0f}'])
+        return rows
+
+    def __str__(self) -> str:
+        return f'{self.caption}\n\n{self.table()}'
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._rows()
+        lines = [''.join(f'<td>{escape(cell.strip("*"))}</td>' for cell in row) for row in rows]
+        return (f'<table><caption>{escape(self.caption.removesuffix(", in bold"))}</caption>'
+                f"<tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>"
+                f"{''.join(f'<tr>{line}</tr>' for line in lines)}</table>")
+
+
+@checks_keywords
+def plot_accuracy(evaluation: Evaluation, path: Union[str, Path]) -> Path:
+    """Write the plot of `evaluation.plot` to an image file, and return its path."""
+    evaluation.plot(path)
+    return Path(path)
+
+
+def _text(value: Optional[float]) -> str:
+    if value is None:
+        return '-'
+    return str(value) if isinstance(value, int) else f'{value:.1f}'
