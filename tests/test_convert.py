@@ -50,7 +50,7 @@ def test_every_family_converts_and_restores(vit, images, name, config):
     assert model(images).shape == logits.shape
     assert len(model.forward_intermediates(images)[1]) == (config.steps or 3)
     assert done.parameters_after == count_parameters(model) < done.parameters_before
-    assert done.restore() is model
+    assert done.restore() is None  # a notebook would print the model
     assert_same(snapshot(model), before)
     assert torch.equal(model(images), logits)
 

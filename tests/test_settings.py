@@ -1,3 +1,4 @@
+import importlib.util
 import inspect
 import pickle
 from dataclasses import FrozenInstanceError, dataclass, fields, replace
@@ -5,6 +6,7 @@ from typing import Optional
 
 import numpy as np
 import pytest
+import torch
 
 import timm_odevit
 from timm_odevit import (
@@ -19,6 +21,7 @@ from timm_odevit import (
 )
 from timm_odevit.settings import Settings, flag, many, number, one_of, setting, takes, whole
 from timm_odevit.training.config import DataConfig
+from timm_odevit.training.recipe import Stage
 
 KINDS = [OdeConfig, FitConfig, LossConfig, DataConfig, CalibrationConfig]
 
@@ -142,3 +145,21 @@ def test_settings_or_a_config_by_place_or_by_name(vit):
         assert done.config.steps == 6
     with pytest.raises(TypeError, match="convert_ got both config and 'steps'"):
         timm_odevit.convert_(vit(), OdeConfig(), steps=6)
+
+
+def test_representations_are_short(vit):
+    model = vit()
+    done = timm_odevit.convert_(model, time='low_rank', rank=2)
+    found = timm_odevit.evaluate(model, (torch.randn(4, 3, 16, 16), torch.arange(4)), steps=(3, 6), data='noise', trained_at=(3,))
+    recipe = Recipe.load('autonomous')
+    short = {OdeConfig(steps=6): "OdeConfig(steps=6, init='mean')", FitConfig(epochs=2): 'FitConfig(epochs=2)',
+             done: 'Conversion(VisionTransformer: 3 blocks -> 1 shared block, ',
+             found: 'Evaluation(K = 3, K = 6; noise: 4 images; trained with K = 3', timm_odevit.merge_(model): 'Merged(VisionTransformer, '}
+    for shown, text in short.items():
+        assert repr(shown).startswith(text) and len(repr(shown)) < 120
+    assert eval(repr(OdeConfig(time='low_rank', rank=2))) == OdeConfig(time='low_rank', rank=2)
+    assert eval(repr(recipe), {'Recipe': Recipe, 'Stage': Stage}) == recipe
+    for shown, text in ((OdeConfig(steps=6), '<td>steps</td><td>6</td>'), (done, '-&gt; 1 shared block'), (recipe, 'opt: muon'),
+                        (found, '<caption>noise: 4 images; trained with K = 3</caption>')):
+        assert text in shown._repr_html_() and shown._repr_html_().count('<table') <= 1
+    assert list(found.to_dataframe().steps) == [3, 6] if importlib.util.find_spec('pandas') else True

@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import MISSING, dataclass, field, fields
 from functools import wraps
+from html import escape
 from numbers import Integral, Real
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, ParamSpec, Sequence, Tuple, Type, TypeVar
 
@@ -26,7 +27,7 @@ def setting(default: Any = MISSING, check: Optional[Check] = None) -> Any:
     return field(default=default, metadata={'check': check})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Settings:
     """Settings, each checked on its own at construction; `_check` covers conditions on several of them.
 
@@ -47,6 +48,15 @@ class Settings:
 
     def _check(self) -> None:
         pass
+
+    def __repr__(self) -> str:
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+    def _repr_html_(self) -> str:
+        values = {name: escape(str(getattr(self, name))) for name in self.names()}
+        rows = ''.join(f'<tr><td>{name}</td><td>{value}</td></tr>' for name, value in values.items())
+        return f'<table><caption>{type(self).__name__}</caption>{rows}</table>'
 
     @classmethod
     def names(cls) -> List[str]:

@@ -1,6 +1,7 @@
 """convert_: turn a pretrained transformer into an ODE-ViT, in place, and back."""
 from dataclasses import dataclass, replace
 from functools import partial
+from html import escape
 from types import SimpleNamespace
 from typing import Any, Callable, List, Optional, Tuple
 
@@ -129,7 +130,7 @@ def _group_matcher(model: Any, coarse: bool = False) -> Callable[[str], int]:
     return lambda name: groups[renamed[name]]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Conversion:
     """The result of `convert_`: a report to print, and a way to undo it.
 
@@ -152,13 +153,12 @@ class Conversion:
     _training: bool
     _grids: Tuple[Tuple[int, float, float], ...]
 
-    def restore(self) -> nn.Module:
+    def restore(self) -> None:
         """Put the original blocks back, bit for bit, on the model's current device and in its current mode.
 
-        Blocks that were not converted keep their current weights.
-
-        Returns:
-            The model.
+        Everything else keeps its current weights: blocks that were not converted, embeddings, final norm and head. If
+        they were trained since, they no longer fit the original blocks; to be able to undo that too, keep a
+        `copy.deepcopy(model)` from before, which takes as much memory as the model.
 
         Raises:
             ValueError: The original blocks were not kept, the model no longer holds this conversion, or its dtype has
@@ -185,7 +185,13 @@ class Conversion:
             if self.model.training != self._training:
                 original.train(self.model.training)
         self._replacements.take_off()
-        return self.model
+
+    def __repr__(self) -> str:
+        return (f'Conversion({type(self.model).__name__}: {self.layers} blocks -> {count_in_words(self.blocks)}, '
+                f'{self.parameters_before:,} -> {self.parameters_after:,} parameters)')
+
+    def _repr_html_(self) -> str:
+        return f'<pre>{escape(str(self))}</pre>'
 
     def __str__(self) -> str:
         config, first = self.config, self.blocks[0]

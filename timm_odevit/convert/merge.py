@@ -84,7 +84,7 @@ def merge_(model: nn.Module) -> 'Merged':
     return done
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Merged:
     """The result of `merge_`: a report to print, and a way to undo it.
 
@@ -100,11 +100,8 @@ class Merged:
     bytes_after: int
     _replacements: Replacements
 
-    def restore(self) -> nn.Module:
+    def restore(self) -> None:
         """Put the OdeBlocks back, with the parameters they had, on the model's device.
-
-        Returns:
-            The model.
 
         Raises:
             ValueError: The model no longer holds these merged blocks, or its dtype has changed.
@@ -121,7 +118,9 @@ class Merged:
         for ode in originals:
             ode.to(now.device).train(self.blocks[0].training)
         self._replacements.take_off()
-        return self.model
+
+    def __repr__(self) -> str:
+        return f'Merged({type(self.model).__name__}, {self.bytes_before:,} -> {self.bytes_after:,} bytes)'
 
     def __str__(self) -> str:
         count = sum(len(blocks) for blocks in self.blocks)

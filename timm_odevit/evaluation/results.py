@@ -42,7 +42,7 @@ class Result:
     images_per_second: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """Results in the order in which they were measured: the teacher first, then one per step count.
 
@@ -133,6 +133,10 @@ class Evaluation:
                 r.model, steps, _text(r.nfe), f'{r.parameters:,}', f'{r.top1:.2f}', f'{r.top5:.2f}', f'{r.loss:.4f}',
                 _text(r.agreement), _text(r.kept), f'{r.images_per_second:.0f}'])
         return rows
+
+    def __repr__(self) -> str:
+        names = [r.model if r.steps is None else f'K = {r.steps}' for r in self.results]
+        return f"Evaluation({', '.join(names)}; {self.caption})"
 
     def __str__(self) -> str:
         return f'{self.caption}\n\n{self.table()}'

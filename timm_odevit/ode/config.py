@@ -57,7 +57,7 @@ def _blocks(name: str, value: Any) -> Any:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OdeConfig(Settings):
     """Settings of an ODE-ViT.
 

@@ -18,7 +18,7 @@ _weight = number(0.)
 _EPOCHS = 'two whole numbers, one of which may be 0, such as (8, 2)'
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FitConfig(Settings):
     """Settings of `fit`; each is also a keyword of `fit` and a key of a recipe's `fit`.
 
@@ -68,7 +68,7 @@ class FitConfig(Settings):
             raise ValueError(f"opt '{self.opt}' needs second derivatives, which are not computed. Use another.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LossConfig(Settings):
     """Settings of the loss; each is also a keyword of TrajectoryDistillationTask and a key of a recipe's `loss`.
 
@@ -164,7 +164,7 @@ class LossConfig(Settings):
         return tuple(k if isinstance(k, int) else max(1, round(k * own)) for k in self.steps)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DataConfig(Settings):
     """Settings of the data; each is a key of a recipe's `data`.
 
@@ -203,7 +203,7 @@ class DataConfig(Settings):
         return any((self.mixup, self.cutmix, self.smoothing))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CalibrationConfig(Settings):
     """Settings of `calibrate_`; each is also a keyword of `calibrate_`.
 

@@ -1,5 +1,6 @@
 """Recipes: what to train, on what data and how, in one validated YAML file."""
 from dataclasses import dataclass, fields
+from html import escape
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -76,7 +77,7 @@ def _stages(name: str, value: Any) -> Tuple['Stage', ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stage(Settings):
     """One part of a training run.
 
@@ -97,7 +98,7 @@ class Stage(Settings):
             raise ValueError(f"loss: task '{self.task}' has no loss settings. Leave loss out.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recipe(Settings):
     """A training run. Unknown keys are errors.
 
@@ -231,6 +232,9 @@ class Recipe(Settings):
         whole = tree(self)
         whole['stages'] = [tree(stage) for stage in self.stages]
         return yaml.safe_dump(_plain(whole), sort_keys=False, default_flow_style=None, width=120)
+
+    def _repr_html_(self) -> str:
+        return f'<pre>{escape(self.to_yaml())}</pre>'
 
 
 def builtin_recipes() -> List[str]:
