@@ -10,7 +10,7 @@ from timm.data import resolve_input_data_config
 from timm.utils import random_seed
 
 from timm_odevit.data.arrays import array_loaders
-from timm_odevit.data.folders import folder_loader, folder_loaders, image_loader
+from timm_odevit.data.folders import folder_loader, folder_loaders, image_loaders
 from timm_odevit.data.mixup import MixupLoader
 
 
@@ -27,6 +27,10 @@ def folder(tmp_path):
 
 def files(loader):
     return {name for name, _ in loader.dataset.reader.samples}
+
+
+def all_files(loaders):
+    return set().union(*map(files, loaders))
 
 
 def test_holds_a_share_of_each_class_out(vit, folder):
@@ -112,7 +116,7 @@ def test_a_class_may_be_called_as_a_part_is(vit, tmp_path, name):
     train, val = folder_loaders(tmp_path, vit(), workers=0, held_out=0.25)
     assert (len(files(train)), len(files(val))) == (15, 5) and any(f'/{name}/' in str(f) for f in files(val))
     assert files(folder_loader(tmp_path, vit(), workers=0, held_out=0.25)) == files(val)
-    assert files(image_loader(tmp_path, vit(), workers=0)) == files(train) | files(val)
+    assert all_files(image_loaders(tmp_path, vit(), workers=0)) == files(train) | files(val)
     assert files(folder_loader(tmp_path, vit(), workers=0)) == files(train) | files(val)
 
 
@@ -122,7 +126,7 @@ def test_a_part_may_have_a_class_called_as_a_part_is(vit, tmp_path):
             picture(tmp_path / part / label / '0.png')
     train, val = folder_loaders(tmp_path, vit(), workers=0)
     assert len(files(train)) == len(files(val)) == 5 and not files(train) & files(val)
-    assert files(image_loader(tmp_path, vit(), workers=0)) == files(train)
+    assert all_files(image_loaders(tmp_path, vit(), workers=0)) == files(train)
     assert files(folder_loader(tmp_path / 'train', vit(), workers=0)) == files(train)
 
 
@@ -172,9 +176,9 @@ def test_layouts_of_folders(vit, tmp_path, layout, stray):
     ambiguous = 'parts or classes' in layout or 'beside a class' in layout or 'beside classes' in layout or 'two names' in layout
     if ambiguous:
         with pytest.raises(ValueError, match='holds? (images but no )?folders|two names'):
-            image_loader(tmp_path, vit())
+            image_loaders(tmp_path, vit())
     else:
-        found = {str(f)[len(str(tmp_path)) + 1:].split('/')[0].lower() for f in files(image_loader(tmp_path, vit(), workers=0))}
+        found = {str(f)[len(str(tmp_path)) + 1:].split('/')[0].lower() for f in all_files(image_loaders(tmp_path, vit(), workers=0))}
         assert (found == {'train'}) is any(path.lower().startswith('train') for path in images)
 
 

@@ -107,7 +107,21 @@ def test_at_is_of_one_thread_and_cannot_be_mixed_with_the_dial(vit, images):
             pass
 
 
+class Counts(nn.Module):
+    count = 1
+
+    def forward(self, x):
+        return x * self.count
+
+
 def test_a_compiled_model_follows_at(vit, images):
+    plain = Counts()
+    compiled = torch.compile(plain, backend='eager')
+    ones = []
+    for plain.count in (1, 2, 3):
+        ones.append(compiled(torch.ones(1)).item())
+    if ones != [1, 2, 3]:
+        pytest.skip('this torch misses changes of attributes in this Python: torch 2.9 does in Python 3.13.0')
     model = converted(vit, OdeConfig(time='low_rank', rank=2, steps=1))
     compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
     for count in (1, 2, 1):
@@ -176,6 +190,7 @@ def test_an_exception_anywhere_in_the_block_leaves_no_trace(vit, images, config)
             break
         except Stop:
             sys.setprofile(None)
+            torch.set_grad_enabled(True)  # torch's own no_grad does not survive a stop in its __enter__ or __exit__
         assert state_of(model) == before
     with torch.no_grad():
         assert torch.equal(model(images), expected)

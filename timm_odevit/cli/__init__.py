@@ -46,9 +46,11 @@ def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(
         prog='odevit',
         description='Turn a pretrained vision transformer into one shared block that an ODE solver evaluates.',
-        epilog='A complete run:\n'
-               '  odevit distill autonomous images run --teacher deit_tiny_patch16_224\n'
-               '  odevit evaluate local-dir:run/best images --teacher deit_tiny_patch16_224 --steps 1,2,4,8,12,24',
+        epilog='A complete run on images of your own, in one folder per class:\n'
+               '  odevit finetune deit_tiny_patch16_224 images tuned\n'
+               '  odevit distill autonomous images run --teacher local-dir:tuned/best\n'
+               '  odevit evaluate local-dir:run/best images --held-out 0.1 --teacher local-dir:tuned/best\n'
+               '  odevit predict local-dir:run/best photo.jpg',
         formatter_class=argparse.RawDescriptionHelpFormatter)
     whole.add_argument('--version', action='version', version=f'odevit {__version__}')
     commands = whole.add_subparsers(title='commands', metavar='COMMAND', required=True)
@@ -58,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
         module.add_arguments(command)
         command.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu',
                              help='torch device (default: %(default)s)')
-        command.add_argument('--threads', type=whole_number(1), help="CPU threads (default: torch's own choice)")
+        command.add_argument('--threads', type=whole_number(1), metavar='N',
+                             help="CPU threads (default: torch's own choice)")
     return whole
 
 

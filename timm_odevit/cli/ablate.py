@@ -12,10 +12,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('recipes', nargs='+', help='recipes, or files with variants of one (such as hub/ablation.yaml)')
     parser.add_argument('data', help='as for distill')
     parser.add_argument('out', help='folder for the runs and table.md; finished runs in it are not repeated')
-    parser.add_argument('--teacher', help=MODEL)
-    parser.add_argument('--seeds', type=whole_number(1), default=3, help='number of seeds (default: %(default)s)')
+    parser.add_argument('--teacher', metavar='MODEL', help=MODEL)
+    parser.add_argument('--seeds', type=whole_number(1), metavar='N', default=3,
+                        help='number of seeds (default: %(default)s)')
     parser.add_argument('--set', metavar='KEY=VALUE', action='append', default=[], help='change all recipes')
-    parser.add_argument('--limit', type=whole_number(1), help='use only this many images of an .npz')
+    parser.add_argument('--limit', type=whole_number(1), metavar='N', help='use only this many images of an .npz')
     quiet(parser)
 
 

@@ -5,13 +5,15 @@ import re
 from dataclasses import fields
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Callable, Dict, List, Optional, Type
+from typing import Any, Callable, Dict, List, Optional, Tuple, Type
 
 import timm
 from safetensors import SafetensorError
 from timm.models import load_state_dict, parse_model_name
 from torch import nn
 
+from ..data.arrays import array_loaders
+from ..data.folders import image_loaders
 from ..errors import one_line, suggest
 from ..files import OWN, repair
 from ..loading.find_weights import CONFIG
@@ -19,24 +21,30 @@ from ..ode.blocks import find_ode_blocks
 from ..settings import Settings
 
 __all__ = [
-    'DATA', 'MODEL', 'add_settings', 'check_name', 'given', 'load', 'quiet', 'refuse_existing', 'set_steps',
-    'step_counts', 'whole_number', 'workers',
+    'DATA', 'IMAGES', 'MODEL', 'add_settings', 'check_name', 'given', 'images_of', 'load', 'quiet',
+    'refuse_existing', 'set_steps', 'step_counts', 'whole_number', 'workers',
 ]
 
 MODEL = "a timm name, such as deit_tiny_patch16_224, or 'local-dir:FOLDER' for a saved model"
 DATA = ('folder with one sub-folder of images per class, or with train/ and val/ folders of that kind; or an .npz of '
         'small images: x_train, y_train, x_test, y_test')
+IMAGES = 'folder of images, or an .npz of small images; labels are ignored'
 
 
 def add_settings(parser: Any, kind: Type[Settings]) -> None:
     """Add an option for each setting; its help and default come from the settings."""
     about = kind.about()
     for f in fields(kind):
-        default = '' if f.default is None else f' (default: {_text(f.default)})'
-        text = re.sub(r'\((\d+), (\d+)\)', r'\1,\2', f'{about[f.name]}{default}').replace('%', '%%')
-        options: Any = dict(nargs='?', const=True) if isinstance(f.default, bool) else {}
-        parser.add_argument(
-            f"--{f.name.replace('_', '-')}", dest=f.name, type=_value, metavar='VALUE', help=text, **options)
+        text, default = about[f.name], _text(f.default)
+        if f.default is None:  # the description says what None stands for
+            default = ''.join(re.findall(r'None for ([^;.]+)', text))
+            text = re.sub(r'[;.] None for [^;.]+', '', text)
+        options: Any = dict(type=_value, metavar='VALUE')
+        shown = f"{text.rstrip('.')} (default: {default})"
+        if isinstance(f.default, bool):
+            options, shown = dict(action='store_const', const=not f.default), text.rstrip('.')
+        text = re.sub(r'\((\d+), (\d+)\)', r'\1,\2', shown).replace('%', '%%')
+        parser.add_argument(f"--{f.name.replace('_', '-')}", dest=f.name, help=text, **options)
 
 
 def given(args: argparse.Namespace, kind: Type[Settings]) -> Dict[str, Any]:
@@ -48,8 +56,15 @@ def quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--quiet', action='store_true', help='show no progress bars')
 
 
+def images_of(path: str, model: nn.Module, batch_size: int = 64, workers: Optional[int] = None) -> Tuple[Any, Any]:
+    """Make batches of images whose labels do not matter, from a folder or an .npz: to calibrate on, and held out."""
+    if Path(path).is_file():
+        return array_loaders(path, model, batch_size=batch_size)[:2]
+    return image_loaders(path, model, batch_size=batch_size, workers=2 if workers is None else workers)
+
+
 def workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--workers', type=whole_number(0), help='processes that load images (default: 2)')
+    parser.add_argument('--workers', type=whole_number(0), metavar='N', help='processes that load images (default: 2)')
 
 
 def whole_number(least: int) -> Callable[[str], int]:

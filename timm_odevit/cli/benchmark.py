@@ -18,8 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help='timm name of the base (default: %(default)s)')
     for name, default, text in (('img-size', 224, 'image size in pixels'), ('batch-size', 8, 'images per call'),
                                 ('rounds', 20, 'number of rounds')):
-        parser.add_argument(f'--{name}', type=whole_number(1), default=default, help=f'{text} (default: %(default)s)')
-    parser.add_argument('--steps', type=whole_number(1), help=f'solver steps (default: {_STEPS})')
+        parser.add_argument(f'--{name}', type=whole_number(1), metavar='N', default=default,
+                            help=f'{text} (default: %(default)s)')
+    parser.add_argument('--steps', type=whole_number(1), metavar='N', help=f'solver steps (default: {_STEPS})')
     parser.add_argument('--train', action='store_true', help='measure time and peak memory of training steps instead')
 
 

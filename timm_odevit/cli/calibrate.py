@@ -1,22 +1,27 @@
 """odevit calibrate"""
 import argparse
+import math
+from itertools import islice
 from pathlib import Path
 
-from ..data.folders import image_loader
+import torch
+
+from ..evaluation.accuracy import evaluate
 from ..saving.save import save_pretrained
 from ..training.calibrate import calibrate_
 from ..training.config import CalibrationConfig
 from ..training.resume import BEST
-from .arguments import MODEL, add_settings, given, load, quiet, refuse_existing, workers
+from .arguments import IMAGES, MODEL, add_settings, given, images_of, load, quiet, refuse_existing, workers
 
+HELD = 512  # images to measure agreement on
 HELP = 'Fit a converted model to its teacher, on images without labels.'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('student', help="'local-dir:FOLDER' of a converted model")
-    parser.add_argument('images', help='folder of images')
+    parser.add_argument('images', help=IMAGES)
     parser.add_argument('out', help='folder for checkpoints, and for the result in best/')
-    parser.add_argument('--teacher', required=True, help=MODEL)
+    parser.add_argument('--teacher', metavar='MODEL', required=True, help=MODEL)
     parser.add_argument('--resume', action='store_true', help='continue the run in the folder')
     add_settings(parser, CalibrationConfig)
     workers(parser)
@@ -28,8 +33,13 @@ def run(args: argparse.Namespace) -> None:
     if not args.resume:
         refuse_existing(args.out, '--resume')
     student, teacher = load(args.student, args), load(args.teacher, args)
-    processes = 2 if args.workers is None else args.workers
-    loader = image_loader(args.images, student, batch_size=config.batch_size, workers=processes)
+    loader, held = images_of(args.images, student, config.batch_size, args.workers)
+    few = islice(held, math.ceil(HELD / config.batch_size))
+    held = [(images, torch.zeros(len(images), dtype=torch.long)) for images, _ in few]
+    before = evaluate(student, held, teacher=teacher).results[-1]
     calibrate_(student, teacher, loader, out=args.out, resume=args.resume, progress=not args.quiet, config=config)
+    after = evaluate(student, held, teacher=teacher).results[-1]
+    print(f'agreement with the teacher on {after.images} images held out: {before.agreement:.1f} % before, '
+          f'{after.agreement:.1f} % after')
     best = save_pretrained(student, Path(args.out) / BEST)
     print(f"saved {best}: timm.create_model('local-dir:{best}', pretrained=True)")

@@ -7,11 +7,10 @@ import torch
 
 from ..convert.conversion import convert_
 from ..convert.sizing import choose_size
-from ..data.folders import image_loader
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import OdeConfig
 from ..saving.save import save_pretrained
-from .arguments import MODEL, add_settings, given, load, refuse_existing, whole_number
+from .arguments import IMAGES, MODEL, add_settings, given, images_of, load, refuse_existing, whole_number
 
 HELP = 'Convert a pretrained model and save it.'
 _SIZE = ('time', 'rank', 'phases', 'boundaries', 'init')  # what a size determines
@@ -20,15 +19,18 @@ _SIZE = ('time', 'rank', 'phases', 'boundaries', 'init')  # what a size determin
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', help=MODEL)
     parser.add_argument('out', help='folder to save to')
-    parser.add_argument('--checkpoint', help='file with the weights of the model, instead of a download')
+    parser.add_argument('--checkpoint', metavar='FILE',
+                        help='file with the weights of the model, instead of a download')
     parser.add_argument('--random', action='store_true', help='do not load weights')
-    parser.add_argument('--num-classes', type=whole_number(0), help='number of classes; if it differs, the head is new')
-    parser.add_argument('--img-size', type=whole_number(1), help='image size in pixels')
+    parser.add_argument('--num-classes', type=whole_number(0), metavar='N',
+                        help='number of classes; if it differs, the head is new')
+    parser.add_argument('--img-size', type=whole_number(1), metavar='N', help='image size in pixels')
     parser.add_argument('--target-params', type=_amount, metavar='SIZE',
                         help=f"parameters of the result, such as 3M or 25%%; chooses {', '.join(_SIZE)}")
-    parser.add_argument('--images', help='folder of images, for boundaries similarity and init svd_data; with '
-                                         '--target-params, init is svd_data')
-    parser.add_argument('--seed', type=int, default=0, help='seed of the choice of images (default: %(default)s)')
+    parser.add_argument('--images', metavar='IMAGES',
+                        help=f'{IMAGES}; for boundaries similarity and init svd_data, which --target-params then uses')
+    parser.add_argument('--seed', type=int, metavar='N', default=0,
+                        help='seed of the choice of images (default: %(default)s)')
     parser.add_argument('--force', action='store_true', help='write into a folder that is not empty')
     add_settings(parser.add_argument_group('the ODE'), OdeConfig)
 
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     images = None
     if args.images:
         torch.manual_seed(args.seed)
-        images = next(iter(image_loader(args.images, model, workers=0)))[0].to(args.device)
+        images = next(iter(images_of(args.images, model, workers=0)[0]))[0].to(args.device)
     print(convert_(model, config, images=images, keep_original=False))
     classes = model.pretrained_cfg['num_classes']
     if not args.random and classes != model.num_classes:

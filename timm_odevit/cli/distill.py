@@ -15,9 +15,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('recipe', nargs='?', help=f"a .yaml file, or one of: {', '.join(builtin_recipes())}")
     parser.add_argument('data', nargs='?', help=DATA)
     parser.add_argument('out', nargs='?', help='folder for recipe.yaml, checkpoints, best/ and history.json')
-    parser.add_argument('--teacher', help=MODEL)
-    parser.add_argument('--student', help="'local-dir:FOLDER' of a model to start from, instead of a new one")
-    parser.add_argument('--checkpoint', help="weights of the recipe's model")
+    parser.add_argument('--teacher', metavar='MODEL', help=MODEL)
+    parser.add_argument('--student', metavar='MODEL',
+                        help="'local-dir:FOLDER' of a model to start from, instead of a new one")
+    parser.add_argument('--checkpoint', metavar='FILE', help="weights of the recipe's model")
     add_run_arguments(parser)
 
 

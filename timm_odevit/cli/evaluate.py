@@ -18,15 +18,16 @@ HELP = 'Measure accuracy and speed at several step counts.'
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', help=MODEL)
     parser.add_argument('data', help=DATA)
-    parser.add_argument('--steps', type=step_counts, help='step counts, such as 1,2,4,12 (default: as saved)')
-    parser.add_argument('--teacher', help='model to compare with: ' + MODEL)
-    parser.add_argument('--batch-size', type=whole_number(1), default=64,
+    parser.add_argument('--steps', type=step_counts, metavar='K,K,...',
+                        help='step counts, such as 1,2,4,12 (default: as saved)')
+    parser.add_argument('--teacher', metavar='MODEL', help='model to compare with: ' + MODEL)
+    parser.add_argument('--batch-size', type=whole_number(1), metavar='N', default=64,
                         help='images per batch (default: %(default)s)')
     parser.add_argument('--amp', choices=[name for name in AMP_DTYPES if name], help='mixed precision')
     parser.add_argument('--held-out', type=float, metavar='SHARE',
                         help='evaluate only on the share that training held out, if the data has no val/ (default: '
                              'val/ or test/ or all images of a folder, x_test of an .npz)')
-    parser.add_argument('--seed', type=int, help='the seed of the training, for --held-out (default: 0)')
+    parser.add_argument('--seed', type=int, metavar='N', help='the seed of the training, for --held-out (default: 0)')
     parser.add_argument('--json', metavar='FILE', help='file to write the results to')
     workers(parser)
     quiet(parser)

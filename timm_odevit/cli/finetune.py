@@ -17,8 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('data', nargs='?', help=DATA)
     parser.add_argument('out', nargs='?', help='folder for recipe.yaml, checkpoints, best/ and history.json')
     parser.add_argument('--recipe', help='a .yaml file, or the name of a recipe (default: finetune)')
-    parser.add_argument('--img-size', type=whole_number(1), help="image size in pixels (default: the model's own)")
-    parser.add_argument('--checkpoint', help='file with the weights of the model, instead of a download')
+    parser.add_argument('--img-size', type=whole_number(1), metavar='N',
+                        help="image size in pixels (default: the model's own)")
+    parser.add_argument('--checkpoint', metavar='FILE',
+                        help='file with the weights of the model, instead of a download')
     add_run_arguments(parser)
 
 

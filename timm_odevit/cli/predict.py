@@ -20,8 +20,9 @@ HELP = 'Classify images.'
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', help=MODEL)
     parser.add_argument('images', nargs='+', metavar='image', help='files of images')
-    parser.add_argument('--top', type=whole_number(1), default=5, help='classes to name (default: %(default)s)')
-    parser.add_argument('--steps', type=whole_number(1), help='number of solver steps (default: as saved)')
+    parser.add_argument('--top', type=whole_number(1), metavar='N', default=5,
+                        help='classes to name (default: %(default)s)')
+    parser.add_argument('--steps', type=whole_number(1), metavar='N', help='number of solver steps (default: as saved)')
     parser.add_argument('--json', action='store_true', help='print JSON')
 
 

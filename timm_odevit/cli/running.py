@@ -22,7 +22,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
                         help='change the recipe, such as --set ode.rank=8 --set stages.0.fit.epochs=5')
     parser.add_argument('--resume', nargs='?', const=True, metavar='FOLDER',
                         help='continue the run in the folder; with the folder and nothing else, as it was started')
-    parser.add_argument('--limit', type=whole_number(1), help='use only this many images of an .npz, for a rehearsal')
+    parser.add_argument('--limit', type=whole_number(1), metavar='N',
+                        help='use only this many images of an .npz, for a rehearsal')
     quiet(parser)
 
 

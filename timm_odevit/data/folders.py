@@ -10,7 +10,7 @@ from torch.utils.data import DistributedSampler
 from ..distributed import rank_and_world
 from .preprocessing import count_held_out, data_config
 
-__all__ = ['MODES', 'folder_classes', 'folder_loader', 'folder_loaders', 'folder_parts', 'image_loader']
+__all__ = ['MODES', 'folder_classes', 'folder_loader', 'folder_loaders', 'folder_parts', 'image_loaders']
 
 # the parts of a data set, by the names of their folders
 _PARTS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'eval': 'val',
@@ -124,14 +124,15 @@ def folder_parts(root: Union[str, Path]) -> Dict[str, Path]:
     return _folder(root)[1]
 
 
-def image_loader(
+def image_loaders(
         root: Union[str, Path],
         model: Any,
         *,
         batch_size: int = 64,
         workers: int = 2,
-) -> Any:
-    """Make batches of images to calibrate on (shuffled, augmented), from any folders: labels are ignored.
+        held_out: float = 0.1,
+) -> Tuple[Any, Any]:
+    """Make batches of images to calibrate on (shuffled, augmented), and others, from any folders: labels are ignored.
 
     Args:
         root: A folder of images, or of folders of images; if it has a train/ of classes, only that is used (see
@@ -139,17 +140,27 @@ def image_loader(
         model: timm model that will see the images.
         batch_size: Images per batch; fewer if there are fewer images.
         workers: Worker processes.
+        held_out: Share of the images held out.
 
     Returns:
-        A DataLoader of (images [B, C, H, W], meaningless labels [B]).
+        Two DataLoaders of (images [B, C, H, W], meaningless labels [B]): of the images to calibrate on, and of those
+        held out. With one image, both have it.
 
     Raises:
         ValueError: There are no images, or it is unclear whether folders are parts or classes; the message says what
             to do.
     """
     root, parts = _folder(root)
-    dataset = _dataset(parts.get('train', root), model, labelled=False)
-    return _loader(dataset, model, min(batch_size, len(dataset)), workers, train=True)
+    datasets = [_dataset(parts.get('train', root), model, labelled=False) for _ in range(2)]
+    samples = datasets[0].reader.samples
+    if len(samples) > 1:
+        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
+        held = count_held_out(len(samples), held_out)
+        for dataset, chosen in zip(datasets, (order[held:], order[:held]), strict=True):
+            dataset.reader.samples = [samples[i] for i in sorted(chosen)]
+    size = min(batch_size, len(datasets[0]))
+    return (_loader(datasets[0], model, size, workers, train=True),
+            _loader(datasets[1], model, batch_size, workers, train=False))
 
 
 def _folder(root: Union[str, Path]) -> Tuple[Path, Dict[str, Path]]:

@@ -36,7 +36,7 @@ class FitConfig(Settings):
         accumulate: Batches per update, whose gradients are averaged; an incomplete last group is dropped.
         ema_decay: Decay of a moving average of the weights, which is then validated and saved as best; None for no
             average. An average that the task still has from an earlier `fit` is dropped.
-        amp: 'bfloat16', 'float16' or None.
+        amp: Mixed precision: 'bfloat16' or 'float16'; None for full precision.
         compile: Call the task's `compile` (torch.compile) before the first update.
         seed: Seed of the run.
     """
@@ -213,7 +213,7 @@ class CalibrationConfig(Settings):
         batch_size: Images per update.
         lr: Peak learning rate of the first part, on a cosine schedule.
         unrolled_lr: Peak learning rate of the second part.
-        amp: Mixed precision: 'bfloat16', 'float16' or None.
+        amp: Mixed precision: 'bfloat16' or 'float16'; None for full precision.
         seed: Seed for the order of the images.
     """
     epochs: Tuple[int, int] = setting((8, 2), many(whole(0), _EPOCHS))

@@ -114,7 +114,7 @@ def fit(
                    disable=not progress or rank > 0 or len(history) == config.epochs)
         with bar, _muon_for(run.device):
             for epoch in range(len(history), config.epochs):
-                bar.set_description(f'epoch {epoch + 1} of {config.epochs}')
+                bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {config.epochs}")
                 record = run.epoch(epoch, bar.update)
                 best = max((before.get('val_top1', -math.inf) for before in history), default=-math.inf)
                 history.append(record)
@@ -188,7 +188,7 @@ class _Run:
             if hasattr(part, 'set_epoch'):
                 part.set_epoch(epoch)
         started = time.perf_counter()
-        record = {'epoch': epoch + 1., **self._train(epoch, done)}
+        record: Dict[str, float] = {'epoch': epoch + 1, **self._train(epoch, done)}
         record['seconds'] = time.perf_counter() - started
         if not all(torch.isfinite(p).all() for model in self.models.values() for p in model.parameters()):
             raise FloatingPointError(

@@ -16,6 +16,7 @@ from ..convert.conversion import convert_
 from ..data.arrays import ArrayLoader
 from ..data.preprocessing import renormalisation
 from ..distributed import alone_in, rank_and_world
+from ..errors import one_line
 from ..files import staged, to_json, write_text
 from ..hooks import random_states_kept
 from ..loading.find_weights import CONFIG, WEIGHTS
@@ -141,7 +142,7 @@ def train(
             loader = train_loader if stage.task == 'labels' else cached
             records = fit(task, loader, val_loader, out=folder / f'stage{i}', resume=resume, progress=progress,
                           config=config)
-            history += [{'stage': float(i), **record} for record in records]
+            history += [{'stage': i, **record} for record in records]
         for name, p in student.named_parameters():
             p.requires_grad_(name in trainable)
         if rank == 0:
@@ -188,7 +189,7 @@ def _create(name: Optional[str], args: Optional[Dict[str, Any]], seed: int) -> n
     try:
         return timm.create_model(name, **(args or {}))
     except OSError as e:
-        raise OSError(f"The weights of '{name}' could not be loaded: {' '.join(str(e).split())[:200]} Without a "
+        raise OSError(f"The weights of '{name}' could not be loaded: {one_line(e)} Without a "
                       'network, give --checkpoint FILE, or model_args.pretrained=false to train from random weights.'
                       ) from e
 

@@ -34,6 +34,8 @@ class StepwiseTask(StudentTask):
         ValueError: Student and teacher do not match, or share parameters.
     """
 
+    title = 'stepwise'
+
     @checks_keywords
     def __init__(
             self,

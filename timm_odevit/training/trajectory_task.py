@@ -48,6 +48,8 @@ class TrajectoryDistillationTask(StudentTask):
     Source: ODE-ViT, arXiv 2511.16501; token shares and teacher forcing: Raptor, arXiv 2512.19941.
     """
 
+    title = 'trajectory'
+
     @takes(LossConfig)
     def __init__(
             self,
