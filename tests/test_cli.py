@@ -1,8 +1,10 @@
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -276,6 +278,11 @@ def test_benchmark(capsys):
     assert run('benchmark', '--train', '--img-size', '32', '--batch-size', '2', '--rounds', '2') == 0
     out = capsys.readouterr().out
     assert out.count('| 1.000 |') == 1 and out.count('distillation') == 4
+    ranked = 'odevit_tiny_native_r23_patch16_64.deit_tiny_cifar10'
+    assert run('benchmark', '--models', 'deit_tiny_patch16_64.cifar10', ranked, '--batch-size', '1', '--rounds', '2') == 0
+    rows = [line.split(' | ')[0] for line in capsys.readouterr().out.splitlines()[3:]]
+    assert rows == ['| deit_tiny_patch16_64.cifar10', f'| {ranked}', f'| {ranked}, merged']
+    assert run('benchmark', '--models', ranked, '--img-size', '32') == 2
 
 
 def test_runs_as_a_module():
@@ -293,25 +300,29 @@ def test_a_test_folder_without_labels_is_no_hindrance(folder):
 
 
 def test_the_whole_chain_on_ones_own_images(folder, capsys):
-    quick = ['--set', 'data.batch_size=8', '--set', 'data.workers=0', '--quiet', '--device', 'cpu']
-    assert main(['finetune', 'local-dir:teacher', 'images', 'tuned', '--set', 'fit.epochs=1', *quick]) == 0
-    hint = re.search(r'odevit (evaluate local-dir:tuned/best images --held-out 0.1 --seed 0)$', capsys.readouterr().out, re.M)
-    assert run(*hint[1].split()) == 0
-    assert capsys.readouterr().out.startswith('the share 0.1 held out of training of images: 3 images')
-    assert timm.create_model('local-dir:tuned/best').pretrained_cfg['label_names'] == ['c0', 'c1', 'c2']
-    assert run('convert', 'local-dir:tuned/best', 'new') == 0
-    assert run('calibrate', 'local-dir:new', 'images', 'fitted', '--teacher', 'local-dir:tuned/best', '--epochs', '1,1') == 0
-    assert main(['distill', 'autonomous', 'images', 'run', '--student', 'local-dir:fitted/best', '--teacher',
-                 'local-dir:tuned/best', '--set', 'stages.0.fit.epochs=1', '--set', 'stages.1.fit.epochs=1', *quick]) == 0
-    assert run('evaluate', 'local-dir:run/best', 'images', '--steps', '2,3') == 0
-    capsys.readouterr()
-    assert run('predict', 'local-dir:run/best', 'images/c0/0.png', 'images/c1/0.png', '--top', '2') == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == 'images/c0/0.png (3 evaluations)' and len(lines) == 6
-    assert re.fullmatch(r'  [ \d]{3}\.\d %  c[0-2]', lines[1])
-    assert run('push', 'local-dir:run/best', 'org/name', '--dry-run', '--card', 'card.md', '--license', 'mit') == 0
-    assert 'The Hub could not be reached' in capsys.readouterr().out
-    assert 'license: mit' in (folder / 'card.md').read_text()
+    """The commands of the tutorial, on a tiny model."""
+    tutorial = (Path(__file__).parent.parent / 'examples' / 'README.md').read_text()
+    chain = re.search(r'<!-- chain -->\n```bash\n(.*?)```', tutorial, re.S)[1].splitlines()
+    shutil.rmtree('student')
+    shutil.copy('images/c1/0.png', 'photo.jpg')
+    tiny = {'deit_tiny_patch16_224': 'local-dir:teacher', '25%': '90%', '6,12,24': '2,3'}
+    recipe = ['--set', 'data.batch_size=8', '--set', 'data.workers=0', '--quiet']
+    quick = {'finetune': [*recipe, '--set', 'fit.epochs=1'], 'calibrate': ['--epochs', '1,1', '--workers', '0', '--quiet'],
+             'distill': [*recipe, *(f'--set=stages.{i}.fit.epochs=1' for i in range(3))], 'evaluate': ['--workers', '0', '--quiet']}
+    printed = {}
+    for line in chain:
+        _, command, *words = shlex.split(line, comments=True)
+        assert main([command, *(tiny.get(word, word) for word in words), *quick.get(command, []), '--device', 'cpu']) == 0, line
+        printed[command] = capsys.readouterr().out
+    assert list(printed) == ['finetune', 'convert', 'calibrate', 'distill', 'evaluate', 'predict', 'push']
+    hint = 'odevit evaluate local-dir:tuned/best images --held-out 0.1 --seed 0'
+    assert hint in printed['finetune'] and timm.create_model('local-dir:tuned/best').pretrained_cfg['label_names'] == ['c0', 'c1', 'c2']
+    assert re.search(r'agreement with the teacher on 3 images held out: \d+.\d % before, \d+.\d % after', printed['calibrate'])
+    assert printed['evaluate'].startswith('the share 0.1 held out of training of images: 3 images; trained with K = 2, 3, 4, 6, in bold')
+    first, *classes = printed['predict'].splitlines()
+    assert first == 'photo.jpg (3 evaluations)' and len(classes) == 3 and re.fullmatch(r'  [ \d]{3}\.\d %  c[0-2]', classes[0])
+    assert 'The Hub could not be reached' in printed['push'] and 'recipe.yaml' not in printed['push']
+    assert 'license: apache-2.0' in (folder / 'card.md').read_text()
 
 
 def test_predict_gives_json_and_refuses_what_is_no_image(folder, capsys):

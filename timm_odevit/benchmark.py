@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from .convert.conversion import convert_
 from .convert.merge import merge_
-from .ode.blocks import count_parameters
+from .data.preprocessing import data_config
+from .ode.blocks import count_parameters, find_ode_blocks
 from .ode.config import OdeConfig
 from .training.trajectory_task import TrajectoryDistillationTask
 
-__all__ = ['Timing', 'benchmark', 'benchmark_training', 'peak_memory']
+__all__ = ['Timing', 'benchmark', 'benchmark_models', 'benchmark_training', 'peak_memory']
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,38 @@ def benchmark(
         f'ODE-ViT, lipschitz, euler, {steps} steps': (lambda: lipschitz(images), lipschitz, forward),
     }
     return _in_turns(candidates, rounds, 2, device)
+
+
+@torch.inference_mode()
+def benchmark_models(
+        models: Dict[str, nn.Module],
+        *,
+        batch_size: int = 1,
+        rounds: int = 50,
+        device: str = 'cpu',
+) -> List[Timing]:
+    """Time models as they are, and those whose block depends on time also merged, against the first one.
+
+    Args:
+        models: Models by name, each with the image size that it was made for.
+        batch_size: Images per call.
+        rounds: Rounds in which the models take turns, after five warm-up rounds.
+        device: Device of the models.
+
+    Returns:
+        One Timing per model.
+    """
+    timed = {}
+    for name, model in models.items():
+        timed[name] = model.eval()
+        if any(blocks.shared.depends_on_time and not blocks.config.adaptive for blocks in find_ode_blocks(model)):
+            timed[f'{name}, merged'] = copy.deepcopy(model)
+            merge_(timed[f'{name}, merged'])
+    first = next(iter(timed))
+    candidates: Dict[str, tuple] = {
+        name: (partial(model, torch.randn(batch_size, *data_config(model)['input_size'], device=device)), model, first)
+        for name, model in timed.items()}
+    return _in_turns(candidates, rounds, 5, device)
 
 
 @torch.inference_mode()

@@ -109,6 +109,8 @@ def _summary(model: nn.Module) -> str:
 
 def _usage(name: str, model: nn.Module, own: Optional[int]) -> str:
     dial = f'\nmodel.blocks.steps = {max(1, own // 2)}    # the compute dial: {own} as saved' if own else ''
+    if any(blocks.shared.depends_on_time and not blocks.config.adaptive for blocks in find_ode_blocks(model)):
+        dial += '\ntimm_odevit.merge_(model)    # for inference: as fast as a plain ViT; this fixes the number of steps'
     return f"""```python
 import timm, timm_odevit, torch
 
