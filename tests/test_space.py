@@ -52,24 +52,44 @@ def page(tmp_path):
 
 
 
-def test_upload_turn_the_dial_and_change_the_student(page, tmp_path):
-    Image.fromarray(load_sample_image('flower.jpg')).save(tmp_path / 'flower.png')
-    page.wait_for_selector('input[type=file]', state='attached', timeout=60000)
-    page.set_input_files('input[type=file]', str(tmp_path / 'flower.png'))
-    page.wait_for_selector('text=/%$/', timeout=60000)
-    page.wait_for_function('document.querySelectorAll("img").length >= 3', timeout=60000)
-    plots = '[...document.querySelectorAll("img")].map(i => i.src.slice(-400)).join()'
-    text, before = page.inner_text('body'), page.evaluate(plots)
-    slider = page.locator('input[type=range]')
+PLOTS = '[...document.querySelectorAll("img")].map(i => i.src.slice(-400)).join()'
+
+
+def percents(page, least):
+    page.wait_for_function(f"document.body.innerText.split('%').length > {least}", timeout=60000)
+    return page.inner_text('body')
+
+
+def test_opens_answered_and_follows_the_dial_the_student_and_the_image(page, tmp_path):
+    text = percents(page, 10)  # five classes each of student and teacher, before anything was done
+    assert 'leopard' in text and 'Error' not in text
+    page.wait_for_function('document.querySelectorAll("img").length >= 5', timeout=60000)
+    before, typed = page.evaluate(PLOTS), page.locator('input[type=number]')
+    typed.fill('3')  # typing is enough
+    typed.press('Tab')
+    page.wait_for_function(f'{PLOTS} != {before!r}', timeout=60000)
+    before, slider = page.evaluate(PLOTS), page.locator('input[type=range]')
     slider.focus()
-    for _ in range(9):
-        slider.press('ArrowLeft')
-    slider.dispatch_event('pointerup')
-    page.wait_for_function(f'{plots} != {before!r}', timeout=60000)
-    assert page.locator('input[type=number]').input_value() == '3'
+    slider.press('ArrowRight')  # and so is a key
+    page.wait_for_function(f'{PLOTS} != {before!r}', timeout=60000)
+    assert typed.input_value() == '4'
     after = page.inner_text('body')
-    assert after != text and after.count('%') >= 10
-    page.get_by_label('student').first.click()
-    page.get_by_role('option', name='cifar100').first.click()
+    page.get_by_role('listbox').or_(page.get_by_label('student: data')).first.click()
+    page.get_by_role('option', name='CIFAR-10, smaller').first.click()
     page.wait_for_function(f'document.body.innerText != {after!r}', timeout=60000)
+    page.get_by_text('What it knows').click()
+    page.wait_for_selector('text=10 classes: airplane, automobile', timeout=60000)
+    page.get_by_label('Clear').or_(page.get_by_label('Remove Image')).first.click()  # nothing red without an image
+    page.wait_for_function("document.body.innerText.split('%').length < 5", timeout=60000)
+    assert 'Error' not in page.inner_text('body')
+    Image.fromarray(load_sample_image('flower.jpg')).save(tmp_path / 'flower.png')
+    page.set_input_files('input[type=file]', str(tmp_path / 'flower.png'))
+    percents(page, 10)
     assert not page.outside, page.outside
+
+
+@pytest.mark.parametrize('width', [390, 1280])
+def test_nothing_is_cut_off(page, width):
+    page.set_viewport_size({'width': width, 'height': 900})
+    percents(page, 10)
+    assert page.evaluate('document.documentElement.scrollWidth') <= width
