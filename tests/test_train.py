@@ -229,6 +229,27 @@ def test_fine_tunes_a_plain_model(data, tmp_path):
     assert history[-1]['loss'] < history[0]['loss']
 
 
+def named(data, path, names):
+    with np.load(data) as arrays:
+        np.savez(path, **arrays, classes=np.asarray(names))
+    return path
+
+
+def test_the_names_of_the_classes_stay_with_the_model(vit, data, tmp_path):
+    names = ['ant', 'bee', 'cat', 'dog', 'eel']
+    known = named(data, tmp_path / 'named.npz', names)
+    tuned = Recipe.load('finetune', ['fit.epochs=1', 'fit.warmup_epochs=0', 'data.batch_size=8', 'model=vit_tiny_patch16_224',
+                                     f'model_args={json.dumps(TINY)}'])
+    run(tuned, known, tmp_path / 'tuned')
+    model = timm.create_model(f"local-dir:{tmp_path / 'tuned' / 'best'}", pretrained=True)
+    assert model.pretrained_cfg['label_names'] == names and not model.pretrained_cfg.get('tag')  # it was of other classes
+    run(recipe('fit.epochs=1'), data, tmp_path / 'distilled', model)  # this data has no names
+    student = timm.create_model(f"local-dir:{tmp_path / 'distilled' / 'best'}", pretrained=True)
+    assert student.pretrained_cfg['label_names'] == names and student.blocks.steps == 3
+    with pytest.raises(ValueError, match=r"must hold classes \[5\], the names of the model's classes as text; got <U3 \[2\]"):
+        run(tuned, named(data, tmp_path / 'two.npz', names[:2]), tmp_path / 'other')
+
+
 def test_accumulation_is_a_larger_batch(vit, data, tmp_path):
     teacher = vit()
     plain = ['data.padding=0', 'data.flip=0', 'loss.trajectory_weight=0', 'fit.opt=sgd']

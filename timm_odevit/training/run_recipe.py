@@ -164,7 +164,7 @@ def _name_classes(model: Any, names: Optional[List[str]], keep: bool) -> None:
         return
     stale = ('tag', 'label_descriptions') if own != names else ()  # they are about other classes
     model.pretrained_cfg = model.default_cfg = {
-        **{key: value for key, value in cfg.items() if key not in stale}, 'label_names': names}
+        **{key: value for key, value in cfg.items() if key not in stale}, 'num_classes': len(names), 'label_names': names}
 
 
 def _check_models(recipe: Recipe, teacher: Optional[nn.Module], student: Optional[nn.Module]) -> None:
