@@ -163,8 +163,8 @@ def _name_classes(model: Any, names: Optional[List[str]], keep: bool) -> None:
     if not isinstance(cfg, dict) or not names or len(names) != model.num_classes or (keep and own):
         return
     stale = ('tag', 'label_descriptions') if own != names else ()  # they are about other classes
-    model.pretrained_cfg = model.default_cfg = {
-        **{key: value for key, value in cfg.items() if key not in stale}, 'num_classes': len(names), 'label_names': names}
+    kept = {key: value for key, value in cfg.items() if key not in stale}
+    model.pretrained_cfg = model.default_cfg = {**kept, 'num_classes': len(names), 'label_names': names}
 
 
 def _check_models(recipe: Recipe, teacher: Optional[nn.Module], student: Optional[nn.Module]) -> None:
