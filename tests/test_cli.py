@@ -353,9 +353,67 @@ def test_recipes_are_listed_shown_and_checked(folder, capsys):
     (['distill', '--resume', 'images'], "There is no run to continue in 'images': it has no recipe.yaml"),
     (['distill', 'autonomous', 'images'], 'Expected RECIPE DATA OUT, or only --resume FOLDER; got autonomous images'),
     (['finetune', 'local-dir:teacher', 'images', 'out', '--recipe', 'autonomous'], 'odevit finetune trains on labels'),
+    (['benchmark', 'vit_tiny_patch16_224', '--models', 'local-dir:teacher'], 'Leave out the base'),
 ])
 def test_options_that_mean_nothing_are_refused(folder, capsys, given, message):
     for part in ('train', 'val'):
         shutil.copytree('images', f'parts/{part}')
-    assert main([*given, '--quiet']) == 2
+    assert main([*given, *([] if given[0] == 'benchmark' else ['--quiet'])]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_run_is_continued_from_anywhere(folder, capsys, monkeypatch):
+    quick = ['--set', 'data.batch_size=8', '--set', 'data.workers=0', '--quiet']
+    assert main(['finetune', 'local-dir:teacher', 'images', 'tuned', '--set', 'fit.epochs=1', *quick]) == 0
+    (folder / 'elsewhere').mkdir()
+    monkeypatch.chdir(folder / 'elsewhere')
+    assert main(['finetune', '--resume', '../tuned', '--set', 'fit.epochs=2', '--quiet']) == 0
+    assert len(json.loads((folder / 'tuned' / 'history.json').read_text())) == 2
+    capsys.readouterr()
+    assert main(['distill', '--resume', '../tuned', '--quiet']) == 2
+    assert "'../tuned' is not a run of this command. Try the other one" in capsys.readouterr().err
+    monkeypatch.chdir(folder)
+    assert main(['finetune', 'local-dir:teacher', 'images', '--resume', 'tuned', '--set', 'fit.epochs=2', '--set', 'fit.lr=1', *quick]) == 2
+    assert 'a different recipe: fit.lr was 0.0005 and is 1. Resume' in capsys.readouterr().err
+
+
+def test_arrays_without_labels_calibrate_and_convert(folder, capsys):
+    np.savez('few.npz', x_train=np.random.default_rng(0).integers(0, 255, (12, 16, 16, 3), np.uint8))
+    assert run('convert', 'local-dir:teacher', 'new', '--time', 'low_rank', '--rank', '2', '--init', 'svd_data', '--images', 'few.npz') == 0
+    assert main(['calibrate', 'local-dir:new', 'few.npz', 'fitted', '--teacher', 'local-dir:teacher', '--epochs', '1,1', '--quiet']) == 0
+    assert 'agreement with the teacher on 1 images held out' in capsys.readouterr().out
+    assert main(['calibrate', 'local-dir:new', 'few.npz', 'other', '--teacher', 'local-dir:teacher', '--workers', '2']) == 2
+    assert '--workers load images from folders' in capsys.readouterr().err
+
+
+def test_the_names_of_other_classes_go(folder, capsys):
+    assert main(['finetune', 'deit_tiny_patch16_64.cifar10', 'images', 'tuned', '--set', 'fit.epochs=1', '--set', 'data.batch_size=8',
+                 '--set', 'data.workers=0', '--quiet']) == 0
+    config = json.loads((folder / 'tuned' / 'best' / 'config.json').read_text())
+    assert config['label_names'] == ['c0', 'c1', 'c2'] and 'tag' not in config['pretrained_cfg']
+    images, labels = np.zeros((16, 16, 16, 3), np.uint8), np.arange(16) % 10
+    np.savez('ten.npz', x_train=images, y_train=labels, x_test=images, y_test=labels)
+    assert main(['finetune', 'deit_tiny_patch16_64.cifar10', 'ten.npz', 'unnamed', '--set', 'fit.epochs=1', '--set', 'data.batch_size=8',
+                 '--quiet']) == 0
+    config = json.loads((folder / 'unnamed' / 'best' / 'config.json').read_text())
+    assert 'label_names' not in config and 'tag' not in config['pretrained_cfg']
+
+
+@pytest.mark.parametrize('changed, message', [
+    ({'classes': np.array('cat')}, r'must hold classes, a name for each label from 0 to 2; got <U3 \[\]'),
+    ({'classes': np.array(['a', 'b'])}, r'must hold classes, a name for each label from 0 to 2; got <U1 \[2\]'),
+    ({'classes': np.zeros(40_000_000, 'U1')}, 'which images never do'),
+    ({'y_train': np.array([], int)}, r'must hold labels \[N\], whole numbers from 0; got int64 \[0\]'),
+    ({'y_train': np.array(['a'] * 9)}, r'must hold labels \[N\], whole numbers from 0; got <U1 \[9\]'),
+])
+def test_arrays_that_make_no_sense_are_one_message(folder, capsys, changed, message):
+    images, labels = np.zeros((9, 16, 16, 3), np.uint8), np.arange(9) % 3
+    np.savez_compressed('bad.npz', **{'x_train': images, 'y_train': labels, 'x_test': images, 'y_test': labels, **changed})
+    assert main(['finetune', 'local-dir:teacher', 'bad.npz', 'out', '--quiet']) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_picture_of_absurd_size_is_one_message(folder, capsys):
+    Image.new('1', (20_000, 20_000)).save('bomb.png')
+    assert run('predict', 'local-dir:teacher', 'bomb.png') == 2
+    assert "'bomb.png' cannot be read as an image" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(title='commands', metavar='COMMAND', required=True)
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, command=name)
         module.add_arguments(command)
         command.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu',
                              help='torch device (default: %(default)s)')

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from timm.models import load_state_dict, parse_model_name
 from torch import nn
 
-from ..data.arrays import array_loaders
+from ..data.arrays import array_images
 from ..data.folders import image_loaders
 from ..errors import one_line, suggest
 from ..files import OWN, repair
@@ -59,7 +59,9 @@ def quiet(parser: argparse.ArgumentParser) -> None:
 def images_of(path: str, model: nn.Module, batch_size: int = 64, workers: Optional[int] = None) -> Tuple[Any, Any]:
     """Make batches of images whose labels do not matter, from a folder or an .npz: to calibrate on, and held out."""
     if Path(path).is_file():
-        return array_loaders(path, model, batch_size=batch_size)[:2]
+        if workers is not None:
+            raise ValueError('--workers load images from folders, but an .npz is read at once. Leave it out.')
+        return array_images(path, model, batch_size=batch_size)
     return image_loaders(path, model, batch_size=batch_size, workers=2 if workers is None else workers)
 
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     images = None
     if args.images:
         torch.manual_seed(args.seed)
-        images = next(iter(images_of(args.images, model, workers=0)[0]))[0].to(args.device)
+        images = next(iter(images_of(args.images, model)[0]))[0].to(args.device)
     print(convert_(model, config, images=images, keep_original=False))
     classes = model.pretrained_cfg['num_classes']
     if not args.random and classes != model.num_classes:

@@ -69,6 +69,8 @@ def _loader(args: argparse.Namespace, model: Any) -> Tuple[Any, str]:
     if Path(args.data).is_file():
         if args.workers is not None:
             raise ValueError('--workers load images from folders, but an .npz is read at once. Leave it out.')
+        if args.seed is not None:
+            raise ValueError('--seed chooses images of folders; of an .npz, the last ones are held out. Leave it out.')
         _, val, test = array_loaders(args.data, model, batch_size=args.batch_size, held_out=args.held_out or 0.1)
         return (val, f'{share}x_train of {args.data}') if share else (test, f'x_test of {args.data}')
     parts = folder_parts(args.data)

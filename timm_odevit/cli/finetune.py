@@ -33,6 +33,6 @@ def run(args: argparse.Namespace) -> None:
                          'in all stages. For another recipe: odevit distill')
     options = {**(recipe.model_args or {}), 'num_classes': count_classes(args.data), 'img_size': args.img_size}
     options = {key: value for key, value in options.items() if value is not None}
-    recipe = replace(recipe, model=args.model, model_args=options)
+    recipe = replace(recipe, model=command['model'], model_args=options)
     torch.manual_seed(recipe.seed)  # a new head is the same each time
     run_recipe(recipe, args, command, student=load(args.model, args, checkpoint=args.checkpoint, **options))

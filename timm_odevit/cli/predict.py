@@ -4,7 +4,7 @@ import json
 from typing import Any, Dict, List
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from timm.data import create_transform
 
 from ..data.folders import MODES
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
         try:
             with Image.open(file) as image:
                 pixels = transform(image.convert(mode))
-        except (OSError, UnidentifiedImageError, ValueError) as e:
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
             raise ValueError(f"'{file}' cannot be read as an image: {one_line(e)}") from None
         with evaluating(model), torch.inference_mode():
             top = model(pixels[None].to(args.device))[0].softmax(-1).topk(min(args.top, model.num_classes))

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> None:
         return
     epochs = [recipe.fit_of(stage).epochs for stage in recipe.stages]
     print(f"'{args.name}' is a valid recipe: {len(epochs)} stage{'s' if len(epochs) > 1 else ''}, "
-          f'{sum(epochs)} epochs.')
+          f"{sum(epochs)} epoch{'s' if sum(epochs) > 1 else ''}.")
 
 
 def _summary(name: str) -> str:

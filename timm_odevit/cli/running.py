@@ -2,6 +2,7 @@
 import argparse
 import json
 from pathlib import Path
+from shlex import quote
 from typing import Any, Dict, Optional
 
 import torch
@@ -37,7 +38,10 @@ def start(args: argparse.Namespace, *names: str) -> Optional[Recipe]:
     Raises:
         ValueError: An argument is missing, or the folder holds another run, or none.
     """
-    words = [word for word in (args.resume, *(getattr(args, name) for name in names)) if isinstance(word, str)]
+    words = [word for name in names if (word := getattr(args, name)) is not None]
+    if isinstance(args.resume, str):
+        last = len(words) + 1 == len(names) and Path(args.resume, RUN).is_file()  # 'RECIPE DATA --resume OUT'
+        words = [*words, args.resume] if last or not words else [args.resume, *words]
     recipe = None
     if args.resume and len(words) == 1:
         folder = Path(words[0])
@@ -48,6 +52,9 @@ def start(args: argparse.Namespace, *names: str) -> Optional[Recipe]:
         if not command:
             raise ValueError(f"'{folder / RUN}' does not say how the run was started. Give the whole command, with "
                              '--resume at its end.')
+        if command.pop('command', args.command) != args.command:
+            raise ValueError(f"'{folder}' is not a run of this command. Try the other one: odevit distill --resume "
+                             f'{folder}, or odevit finetune --resume {folder}.')
         for name, value in command.items():
             if getattr(args, name, None) is None:
                 setattr(args, name, value)
@@ -65,14 +72,14 @@ def start(args: argparse.Namespace, *names: str) -> Optional[Recipe]:
 
 def command_of(args: argparse.Namespace, *names: str) -> Dict[str, Any]:
     """The arguments that a resumed run needs, with paths that are valid everywhere."""
-    return {name: _absolute(getattr(args, name)) for name in names}
+    return {'command': args.command, **{name: _absolute(name, getattr(args, name)) for name in names}}
 
 
-def _absolute(value: Any) -> Any:
-    source, colon, path = value.partition('local-dir:') if isinstance(value, str) else ('', '', '')
-    if colon and not source:
-        return f'local-dir:{Path(path).absolute()}'
-    return str(Path(value).absolute()) if isinstance(value, str) and Path(value).exists() else value
+def _absolute(name: str, value: Any) -> Any:
+    if isinstance(value, str) and value.startswith('local-dir:'):
+        return f"local-dir:{Path(value.removeprefix('local-dir:')).absolute()}"
+    is_path = name in ('data', 'checkpoint', 'recipe') and isinstance(value, str) and Path(value).exists()
+    return str(Path(value).absolute()) if is_path else value
 
 
 def run_recipe(
@@ -101,4 +108,5 @@ def run_recipe(
     elif 'val' in folder_parts(args.data):
         held_out = ''
     print('To evaluate it on the images that were held out:\n'
-          f"  odevit evaluate local-dir:{best} {args.data}{f' --teacher {named}' if named else ''}{held_out}")
+          f"  odevit evaluate {quote(f'local-dir:{best}')} {quote(args.data)}"
+          f"{f' --teacher {quote(named)}' if named else ''}{held_out}")

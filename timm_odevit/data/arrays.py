@@ -14,7 +14,9 @@ from ..distributed import rank_and_world
 from ..errors import one_line
 from .preprocessing import count_held_out, data_config
 
-__all__ = ['ArrayLoader', 'array_classes', 'array_loaders']
+__all__ = ['ArrayLoader', 'array_classes', 'array_images', 'array_loaders']
+
+LARGEST = 100_000  # names of classes
 
 
 def array_loaders(
@@ -53,19 +55,9 @@ def array_loaders(
     keys = ('x_train', 'y_train', 'x_test', 'y_test')
     arrays = _read_arrays(path, keys)
     names = _names(path, arrays.get('classes'), model)
-    for key in ('x_train', 'x_test'):
-        if arrays[key].ndim == 3:
-            arrays[key] = arrays[key][..., None]
-    x, y, x_test, y_test = (arrays[key] for key in keys)
-    for images, labels in ((x, y), (x_test, y_test)):
-        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or not len(labels) or labels.min() < 0:
-            raise ValueError(f"'{path}' must hold labels [N], whole numbers from 0; got {labels.dtype} "
-                             f'{list(labels.shape)}. If they are [N, 1], use labels.reshape(-1).')
-        good = images.ndim == 4 and images.dtype == np.uint8 and 0 not in images.shape and len(images) == len(labels)
-        if not good or images.shape[3] != model.in_chans:
-            other = f' Give such images, or create the model with in_chans={images.shape[3]}.' if good else ''
-            raise ValueError(f"'{path}' must hold uint8 images [N, S, S, {model.in_chans}] with a label each; got "
-                             f'{images.dtype} {list(images.shape)} and {len(labels)} labels.{other}')
+    y, y_test = (_labels(path, arrays[key]) for key in ('y_train', 'y_test'))
+    x, x_test = (_images(path, arrays[key], model, len(labels)) for key, labels in (('x_train', y), ('x_test', y_test)))
+    for labels in (y, y_test):
         if int(labels.max()) >= model.num_classes:
             raise ValueError(f"'{path}' has label {int(labels.max())}, but the model has {model.num_classes} classes. "
                              "Give the data that the model was made for, or create the model with the data's classes.")
@@ -83,7 +75,26 @@ def array_loaders(
 def array_classes(path: Union[str, Path]) -> int:
     """The number of classes of an .npz: as many as it names, or else its largest label plus 1."""
     arrays = _read_arrays(path, ('y_train', 'y_test'))
-    return len(arrays['classes']) if 'classes' in arrays else 1 + int(max(y.max() for y in arrays.values()))
+    largest = max(int(_labels(path, arrays[key]).max()) for key in ('y_train', 'y_test'))
+    names = arrays.get('classes')
+    if names is None:
+        return 1 + largest
+    if names.ndim != 1 or names.dtype.kind != 'U' or not largest < len(names) <= LARGEST:
+        raise ValueError(f"'{path}' must hold classes, a name for each label from 0 to {largest}; got {names.dtype} "
+                         f'{list(names.shape)}.')
+    return len(names)
+
+
+def array_images(
+        path: Union[str, Path], model: Any, *, batch_size: int = 64, held_out: float = 0.1,
+) -> Tuple['ArrayLoader', 'ArrayLoader']:
+    """Make batches of the images x_train of an .npz, with labels 0: to calibrate on (augmented), and held out."""
+    images = _images(path, _read_arrays(path, ('x_train',))['x_train'], model)
+    split = len(images) - count_held_out(len(images), held_out)
+    parts = (images[:split], images[split:]) if split < len(images) else (images, images)
+    first, second = (ArrayLoader(part, np.zeros(len(part), int), model, min(batch_size, len(part)), train=i == 0)
+                     for i, part in enumerate(parts))
+    return first, second
 
 
 def _read_arrays(path: Union[str, Path], keys: Tuple[str, ...]) -> Dict[str, Any]:
@@ -93,13 +104,33 @@ def _read_arrays(path: Union[str, Path], keys: Tuple[str, ...]) -> Dict[str, Any
             members = {info.filename.removesuffix('.npy'): info for info in archive.infolist()}
             missing = [key for key in keys if key not in members]
             if not missing:
-                packed, whole = os.path.getsize(path), sum(members[key].file_size for key in keys)
+                wanted = [key for key in (*keys, 'classes') if key in members]
+                packed, whole = os.path.getsize(path), sum(members[key].file_size for key in wanted)
                 if whole > 100 * packed + 2 ** 27:  # photos compress to a half, black-and-white drawings to a tenth
                     raise ValueError(f'its {packed:,} bytes unpack to {whole:,}, which images never do')
-                return {key: _read_array(archive, members[key]) for key in (*keys, 'classes') if key in members}
+                return {key: _read_array(archive, members[key]) for key in wanted}
     except Exception as e:  # a foreign file can raise anything
         raise ValueError(f"'{path}' cannot be read as .npz: {one_line(e)}") from e
     raise ValueError(f"'{path}' has no {missing[0]}; it must hold {', '.join(keys)}.")
+
+
+def _labels(path: Union[str, Path], labels: Any) -> Any:
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or not len(labels) or labels.min() < 0:
+        raise ValueError(f"'{path}' must hold labels [N], whole numbers from 0; got {labels.dtype} "
+                         f'{list(labels.shape)}. If they are [N, 1], use labels.reshape(-1).')
+    return labels
+
+
+def _images(path: Union[str, Path], images: Any, model: Any, labels: Optional[int] = None) -> Any:
+    """The images [N, S, S, C], of which there are as many as labels."""
+    images = images[..., None] if images.ndim == 3 else images
+    good = images.ndim == 4 and images.dtype == np.uint8 and 0 not in images.shape and labels in (None, len(images))
+    if not good or images.shape[3] != model.in_chans:
+        other = f' Give such images, or create the model with in_chans={images.shape[3]}.' if good else ''
+        each, found = ('', '') if labels is None else (' with a label each', f' and {labels} labels')
+        raise ValueError(f"'{path}' must hold uint8 images [N, S, S, {model.in_chans}]{each}; got {images.dtype} "
+                         f'{list(images.shape)}{found}.{other}')
+    return images
 
 
 def _names(path: Union[str, Path], names: Any, model: Any) -> Optional[List[str]]:

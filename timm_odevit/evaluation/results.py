@@ -59,7 +59,9 @@ class Evaluation:
     def caption(self) -> str:
         """A sentence on what was measured."""
         counted = f'{self.results[0].images:,} images' if self.results else 'no images'
-        trained = f"; trained with K = {', '.join(map(str, self.trained_at))}, in bold" if self.trained_at else ''
+        trained = f"; trained with K = {', '.join(map(str, self.trained_at))}" if self.trained_at else ''
+        if any(r.steps in self.trained_at for r in self.results):
+            trained += ', in bold'
         return f"{f'{self.data}: ' if self.data else ''}{counted}{trained}"
 
     def table(self) -> str:

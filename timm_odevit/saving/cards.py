@@ -81,6 +81,10 @@ def model_card(
     )
     parts = [f'---\n{metadata.to_yaml()}\n---', f"# {name.removeprefix('hf-hub:')}", summary or _summary(model)]
     dial = not trained_at or set(trained_at) != {own}  # one K in training leaves no choice afterwards
+    names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
+    if isinstance(names, (list, tuple)) and names:
+        more = f', and {len(names) - 20} more' if len(names) > 20 else ''
+        parts.append(f"Its {len(names)} classes: {', '.join(map(str, names[:20]))}{more}.")
     parts += ['## Use', _usage(name, model, own if dial else None)]
     if blocks:
         parts += ['## The model', _about(model)]

@@ -105,9 +105,9 @@ def check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
     before = Recipe.load(folder / RECIPE)
     if _without_end(before) != _without_end(recipe):
         then, now = (_flat(yaml.safe_load(of.to_yaml())) for of in (before, recipe))
-        may_grow = f'stages.{len(recipe.stages) - 1}.fit.epochs'
+        may_grow = (f'stages.{len(recipe.stages) - 1}.fit.epochs', 'fit.epochs' if len(recipe.stages) == 1 else '')
         other = [f'{key} was {then.get(key, "unset")} and is {now.get(key, "unset")}'
-                 for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key) and key != may_grow]
+                 for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key) and key not in may_grow]
         raise ValueError(f"'{folder / RECIPE}' is a different recipe: {'; '.join(other)}. Resume with that, or give "
                          'another folder.')
 

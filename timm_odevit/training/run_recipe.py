@@ -157,14 +157,18 @@ def train(
 
 
 def _name_classes(model: Any, names: Optional[List[str]], keep: bool) -> None:
-    """Put the names of the classes into a model's pretrained_cfg, unless it is to keep its own."""
+    """Put the names of the classes into a model's pretrained_cfg, unless it is to keep its own.
+
+    What it says about other classes goes: a model that is trained on labels without names has none.
+    """
     cfg: Any = getattr(model, 'pretrained_cfg', None)
     own = (cfg or {}).get('label_names')
-    if not isinstance(cfg, dict) or not names or len(names) != model.num_classes or (keep and own):
+    if not isinstance(cfg, dict) or (keep and (not names or (own and len(own) == model.num_classes))):
         return
-    stale = ('tag', 'label_descriptions') if own != names else ()  # they are about other classes
+    stale = ('tag', 'label_names', 'label_descriptions') if own != names or not names else ()
     kept = {key: value for key, value in cfg.items() if key not in stale}
-    model.pretrained_cfg = model.default_cfg = {**kept, 'num_classes': len(names), 'label_names': names}
+    known = {'label_names': names} if names and len(names) == model.num_classes else {}
+    model.pretrained_cfg = model.default_cfg = {**kept, 'num_classes': model.num_classes, **known}
 
 
 def _check_models(recipe: Recipe, teacher: Optional[nn.Module], student: Optional[nn.Module]) -> None:
