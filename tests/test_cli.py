@@ -333,6 +333,9 @@ def test_predict_gives_json_and_refuses_what_is_no_image(folder, capsys):
     (folder / 'text.png').write_text('no image')
     assert run('predict', 'local-dir:student', 'images/c0/0.png', 'text.png') == 2
     assert "'text.png' cannot be read as an image" in capsys.readouterr().err
+    config = json.loads((folder / 'student' / 'config.json').read_text())
+    (folder / 'student' / 'config.json').write_text(json.dumps({**config, 'label_names': ['one']}))  # anyone's
+    assert run('predict', 'local-dir:student', 'images/c0/0.png') == 0 and '%  class ' in capsys.readouterr().out
     assert run('predict', 'local-dir:teacher', 'images/c0/0.png', '--steps', '6') == 2
     assert '--steps needs an ODE-ViT' in capsys.readouterr().err
 
@@ -370,6 +373,8 @@ def test_a_run_is_continued_from_anywhere(folder, capsys, monkeypatch):
     assert main(['finetune', '--resume', '../tuned', '--set', 'fit.epochs=2', '--quiet']) == 0
     assert len(json.loads((folder / 'tuned' / 'history.json').read_text())) == 2
     capsys.readouterr()
+    assert main(['finetune', '--resume', '../tuned', '--recipe', 'finetune', '--quiet']) == 2
+    assert '--recipe finetune has no effect' in capsys.readouterr().err
     assert main(['distill', '--resume', '../tuned', '--quiet']) == 2
     assert "'../tuned' is not a run of this command. Try the other one" in capsys.readouterr().err
     monkeypatch.chdir(folder)

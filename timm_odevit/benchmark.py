@@ -1,6 +1,5 @@
 """Speed and memory; figures that are compared are measured side by side in one run."""
 import copy
-import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -219,7 +218,6 @@ def _peak(call: Callable[[], Any], device: str) -> int:
         before = torch.cuda.memory_allocated()
         call()
         return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # the profiler reads it when it first starts; lower levels are noise
     with torch.profiler.profile(profile_memory=True) as profile:
         call()
     now = peak = 0

@@ -1,5 +1,6 @@
 """odevit benchmark"""
 import argparse
+import os
 from typing import Any, Dict
 
 import timm
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # read when the profiler first starts: lower levels are noise
     if args.models and (args.model or args.train or args.steps or args.img_size):
         raise ValueError('--models times models as they are. Leave out the base, --train, --steps and --img-size.')
     base = args.model or _BASE

@@ -6,9 +6,9 @@ import torch
 
 from ..training.recipe import Recipe, builtin_recipes
 from .arguments import DATA, MODEL, check_name, load
-from .running import add_run_arguments, command_of, run_recipe, start
+from .running import add_run_arguments, command_of, sort_arguments, train_and_report
 
-HELP = ('Train by a recipe: distil a teacher or, without one, train from scratch. Also runs under torchrun.')
+HELP = 'Train by a recipe: distil a teacher or, without one, train from scratch. Also runs under torchrun.'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    recipe = start(args, 'recipe', 'data', 'out')
+    recipe = sort_arguments(args, 'recipe', 'data', 'out')
     command = command_of(args, 'recipe', 'data', 'teacher', 'student', 'checkpoint', 'limit')
     for change in args.set if args.student else []:
         if change.partition('=')[0].split('.')[0].strip() in ('ode', 'model', 'model_args'):
@@ -43,4 +43,4 @@ def run(args: argparse.Namespace) -> None:
                              f'MODEL OUT --checkpoint {args.checkpoint}, then distill with --student local-dir:OUT.')
         torch.manual_seed(recipe.seed)  # a new head is the same each time
         student = load(recipe.model, args, checkpoint=args.checkpoint, **(recipe.model_args or {}))
-    run_recipe(recipe, args, command, teacher, student)
+    train_and_report(recipe, args, command, teacher, student)

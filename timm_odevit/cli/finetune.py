@@ -7,7 +7,7 @@ import torch
 from ..training.loaders import count_classes
 from ..training.recipe import Recipe
 from .arguments import DATA, MODEL, load, whole_number
-from .running import add_run_arguments, command_of, run_recipe, start
+from .running import add_run_arguments, command_of, sort_arguments, train_and_report
 
 HELP = 'Fine-tune a model on labelled images: how a teacher is made. Also runs under torchrun.'
 
@@ -25,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    recipe = start(args, 'model', 'data', 'out')
+    given = args.recipe
+    recipe = sort_arguments(args, 'model', 'data', 'out')
+    if recipe is not None and given:
+        raise ValueError(f'The run has a recipe of its own, so --recipe {given} has no effect. Leave it out.')
     command = command_of(args, 'model', 'data', 'recipe', 'img_size', 'checkpoint', 'limit')
     recipe = recipe or Recipe.load(args.recipe or 'finetune', args.set)
     if recipe.ode is not None or any(stage.task != 'labels' for stage in recipe.stages):
@@ -35,4 +38,4 @@ def run(args: argparse.Namespace) -> None:
     options = {key: value for key, value in options.items() if value is not None}
     recipe = replace(recipe, model=command['model'], model_args=options)
     torch.manual_seed(recipe.seed)  # a new head is the same each time
-    run_recipe(recipe, args, command, student=load(args.model, args, checkpoint=args.checkpoint, **options))
+    train_and_report(recipe, args, command, student=load(args.model, args, checkpoint=args.checkpoint, **options))

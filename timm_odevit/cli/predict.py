@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> None:
                          'cannot classify image files.')
     transform: Any = create_transform(**data_config(model), is_training=False)
     names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
+    if not isinstance(names, (list, tuple)) or len(names) != model.num_classes:
+        names = None  # timm allows other forms, too
     found: List[Dict[str, Any]] = []
     for file in args.images:
         try:

@@ -15,7 +15,7 @@ from ..training.resume import BEST, RECIPE, RUN
 from ..training.run_recipe import train
 from .arguments import quiet, refuse_existing, whole_number
 
-__all__ = ['add_run_arguments', 'command_of', 'run_recipe', 'start']
+__all__ = ['add_run_arguments', 'command_of', 'sort_arguments', 'train_and_report']
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +28,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     quiet(parser)
 
 
-def start(args: argparse.Namespace, *names: str) -> Optional[Recipe]:
-    """Sort out the positional arguments, start the processes; returns the recipe of a run that is resumed by folder.
+def sort_arguments(args: argparse.Namespace, *names: str) -> Optional[Recipe]:
+    """Fill in the arguments of a run, and join its processes; returns the recipe if only its folder was given.
 
     Args:
         args: The arguments; those in `names` may be None. Those of a run that is resumed are filled in.
@@ -82,7 +82,7 @@ def _absolute(name: str, value: Any) -> Any:
     return str(Path(value).absolute()) if is_path else value
 
 
-def run_recipe(
+def train_and_report(
         recipe: Recipe,
         args: argparse.Namespace,
         command: Dict[str, Any],

@@ -54,13 +54,16 @@ def array_loaders(
     """
     keys = ('x_train', 'y_train', 'x_test', 'y_test')
     arrays = _read_arrays(path, keys)
-    names = _names(path, arrays.get('classes'), model)
     y, y_test = (_labels(path, arrays[key]) for key in ('y_train', 'y_test'))
     x, x_test = (_images(path, arrays[key], model, len(labels)) for key, labels in (('x_train', y), ('x_test', y_test)))
     for labels in (y, y_test):
         if int(labels.max()) >= model.num_classes:
             raise ValueError(f"'{path}' has label {int(labels.max())}, but the model has {model.num_classes} classes. "
                              "Give the data that the model was made for, or create the model with the data's classes.")
+    names = _names(path, arrays.get('classes'), model.num_classes - 1)
+    if names is not None and len(names) != model.num_classes:
+        raise ValueError(f"'{path}' names {len(names)} classes, but the model has {model.num_classes}. Give the data "
+                         "that the model was made for, or create the model with the data's classes.")
     split = len(y) - count_held_out(len(y), held_out)
     if split == len(y):
         raise ValueError(f"'{path}' has one image to train on, so none can be held out. Give more.")
@@ -76,13 +79,8 @@ def array_classes(path: Union[str, Path]) -> int:
     """The number of classes of an .npz: as many as it names, or else its largest label plus 1."""
     arrays = _read_arrays(path, ('y_train', 'y_test'))
     largest = max(int(_labels(path, arrays[key]).max()) for key in ('y_train', 'y_test'))
-    names = arrays.get('classes')
-    if names is None:
-        return 1 + largest
-    if names.ndim != 1 or names.dtype.kind != 'U' or not largest < len(names) <= LARGEST:
-        raise ValueError(f"'{path}' must hold classes, a name for each label from 0 to {largest}; got {names.dtype} "
-                         f'{list(names.shape)}.')
-    return len(names)
+    names = _names(path, arrays.get('classes'), largest)
+    return 1 + largest if names is None else len(names)
 
 
 def array_images(
@@ -133,12 +131,13 @@ def _images(path: Union[str, Path], images: Any, model: Any, labels: Optional[in
     return images
 
 
-def _names(path: Union[str, Path], names: Any, model: Any) -> Optional[List[str]]:
+def _names(path: Union[str, Path], names: Any, largest: int) -> Optional[List[str]]:
+    """The names of the classes, at least one for each label up to the largest; None without names."""
     if names is None:
         return None
-    if names.ndim != 1 or names.dtype.kind != 'U' or len(names) != model.num_classes:
-        raise ValueError(f"'{path}' must hold classes [{model.num_classes}], the names of the model's classes as text; "
-                         f'got {names.dtype} {list(names.shape)}.')
+    if names.ndim != 1 or names.dtype.kind != 'U' or not largest < len(names) <= LARGEST:
+        raise ValueError(f"'{path}' must hold classes, a name for each label from 0 to {largest}; got {names.dtype} "
+                         f'{list(names.shape)}.')
     return [str(name) for name in names]
 
 
