@@ -145,6 +145,8 @@ def test_settings_or_a_config_by_place_or_by_name(vit):
         assert done.config.steps == 6
     with pytest.raises(TypeError, match="convert_ got both config and 'steps'"):
         timm_odevit.convert_(vit(), OdeConfig(), steps=6)
+    with pytest.raises(TypeError, match="multiple values for argument 'config'"):
+        timm_odevit.convert_(vit(), OdeConfig(), config=OdeConfig(steps=6))
 
 
 def test_representations_are_short(vit):

@@ -100,22 +100,21 @@ def takes(kind: Type[Settings]) -> Callable[[Callable[..., Given]], Callable[...
         signature = inspect.signature(function)
         own = [p.replace(default=None) if p.name == 'config' else p for p in signature.parameters.values()]
         known = [*(p.name for p in own), *kind.names()]
-        place = list(signature.parameters).index('config')
 
         @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             caller = function.__qualname__.removesuffix('.__init__')
             refuse_unknown(kwargs, known, caller)
             given = {key: kwargs.pop(key) for key in kind.names() if key in kwargs}
-            config = args[place] if len(args) > place else kwargs.pop('config', None)
-            args = (*args[:place], *args[place + 1:])
+            bound = signature.bind_partial(*args, **kwargs)
+            config = bound.arguments.get('config')
             if config is not None and given:
                 raise TypeError(
                     f"{caller} got both config and '{next(iter(given))}', which is part of it. Give only one.")
             if config is not None and not isinstance(config, kind):
                 raise TypeError(f'config of {caller} must be of type {kind.__name__}; got {type(config).__name__}.')
-            kwargs['config'] = kind.of(given, caller) if config is None else config
-            return function(*args, **kwargs)
+            bound.arguments['config'] = kind.of(given, caller) if config is None else config
+            return function(*bound.args, **bound.kwargs)
         keywords = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, annotation=f.type,
                                       default=inspect.Parameter.empty if f.default is MISSING else f.default)
                     for f in fields(kind)]
