@@ -283,6 +283,7 @@ def test_benchmark(capsys):
     rows = [line.split(' | ')[0] for line in capsys.readouterr().out.splitlines()[3:]]
     assert rows == ['| deit_tiny_patch16_64.cifar10', f'| {ranked}', f'| {ranked}, merged']
     assert run('benchmark', '--models', ranked, '--img-size', '32') == 2
+    assert run('benchmark', '--models', ranked, ranked) == 2
 
 
 def test_runs_as_a_module():

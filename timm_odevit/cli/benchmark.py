@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> None:
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # read when the profiler first starts: lower levels are noise
     if args.models and (args.model or args.train or args.steps or args.img_size):
         raise ValueError('--models times models as they are. Leave out the base, --train, --steps and --img-size.')
+    if len({*(args.models or ())}) < len(args.models or ()):
+        raise ValueError('--models names a model twice. Give each one once.')
     base = args.model or _BASE
     check_name(base)
     size = args.img_size or _SIZE

@@ -1,7 +1,7 @@
 """Folders of images, through timm.data."""
 import os
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Set, Tuple, Union
 
 import torch
 from timm.data import create_dataset, create_loader, is_img_extension
@@ -92,26 +92,22 @@ def folder_loaders(
             whether folders are parts or classes; the message says what to do.
     """
     root, parts = _folder(root)
-    datasets = [_dataset(_training(root, parts), model), _validation(root, parts, model, held_out, seed)]
-    names: List[Dict[str, int]] = [dataset.reader.class_to_idx for dataset in datasets]
-    if names[0] != names[1]:
-        only = sorted(set(names[0]) ^ set(names[1]))
-        raise ValueError(f"The training and validation folders of '{root}' have different classes: "
-                         f"{', '.join(only[:5])} appear in only one.")
+    training = _dataset(_training(root, parts), model)
+    validation = _validation(root, parts, model, held_out, seed, set(training.reader.class_to_idx))
     if 'val' not in parts:
-        _keep_share(datasets[0], True, held_out, seed)
+        _keep_share(training, True, held_out, seed)
     if auto_augment is not None and model.in_chans == 4:
         raise ValueError("timm's auto_augment cannot handle an alpha channel, and the model takes 4 channels. "
                          'Leave it out.')
     try:
         train_loader = _loader(
-            datasets[0], model, batch_size, workers, train=True, auto_augment=auto_augment, re_prob=reprob)
+            training, model, batch_size, workers, train=True, auto_augment=auto_augment, re_prob=reprob)
     except (AssertionError, AttributeError, TypeError, ValueError) as e:  # how timm rejects an unknown policy
         raise ValueError(f"Unknown auto_augment '{auto_augment}'. Give a timm policy, such as 'rand-m9-mstd0.5-inc1' "
                          "or 'original'.") from e
     if isinstance(train_loader.sampler, DistributedSampler):
         train_loader.sampler.seed = seed
-    return train_loader, _loader(datasets[1], model, batch_size, workers, train=False)
+    return train_loader, _loader(validation, model, batch_size, workers, train=False)
 
 
 def folder_classes(root: Union[str, Path]) -> List[str]:
@@ -213,14 +209,21 @@ def _training(root: Path, parts: Dict[str, Path]) -> Path:
     return parts.get('train', root)
 
 
-def _validation(root: Path, parts: Dict[str, Path], model: Any, share: float, seed: int) -> Any:
-    """Return the images of val/, or else the share held out of the training images."""
+def _validation(
+        root: Path,
+        parts: Dict[str, Path],
+        model: Any,
+        share: float,
+        seed: int,
+        names: Optional[Set[str]] = None,
+) -> Any:
+    """Return the images of val/, whose classes must be the names given, or else the share held out of training."""
     if 'val' in parts:
-        return _dataset(parts['val'], model)
+        return _dataset(parts['val'], model, names)
     return _keep_share(_dataset(_training(root, parts), model), False, share, seed)
 
 
-def _dataset(folder: Path, model: Any, labelled: bool = True) -> Any:
+def _dataset(folder: Path, model: Any, names: Optional[Set[str]] = None, labelled: bool = True) -> Any:
     mode = MODES.get(model.in_chans)
     if mode is None:
         raise ValueError(f'Image files are read with 1, 3 or 4 channels (grey, RGB, RGBA), but the model takes '
@@ -233,6 +236,9 @@ def _dataset(folder: Path, model: Any, labelled: bool = True) -> Any:
         file = next(Path(file).name for file, label in dataset.reader.samples if label == found[''])
         raise ValueError(f"'{folder}' holds images that are in no class folder, such as {file}. Put each image into "
                          'the folder of its class.')
+    if names is not None and names != set(found):
+        raise ValueError(f"The training and validation folders of '{folder.parent}' have different classes. "
+                         f"Only one of them has {', '.join(sorted(names ^ set(found))[:5])}.")
     classes = len(found)
     if classes != model.num_classes:
         raise ValueError(

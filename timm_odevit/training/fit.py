@@ -144,7 +144,8 @@ def count_updates(train_loader: Any, accumulate: int = 1) -> int:
         raise ValueError('train_loader needs a length, for the learning-rate schedule.') from None
     if batches < accumulate or batches < 1:
         few = f'has fewer than {accumulate} batches' if accumulate > 1 else 'is empty'
-        raise ValueError(f'train_loader {few}. Give more images, or a smaller batch size (batch_size).')
+        raise ValueError(f'train_loader {few}. Give more images, or a smaller batch size '
+                         '(batch_size; in a recipe data.batch_size).')
     return batches // accumulate
 
 
