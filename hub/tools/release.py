@@ -103,7 +103,7 @@ def main():
     _, val, test = array_loaders(args.data, model, batch_size=args.batch_size, held_out=held_out)
     half = halved(model)
     full, rounded = (trained(measure(m, val), m)['top1'] for m in (model, half))
-    stored, measured = (half.half(), half) if rounded >= full - 0.05 else (model, model)
+    stored, measured = (copy.deepcopy(half).half(), half) if rounded >= full - 0.05 else (model, model)
     rows = measure(measured, test, teacher, steps)
     folder.mkdir(parents=True, exist_ok=True)
     # the images are used whole, without cropping
