@@ -12,6 +12,7 @@ odevit              the registered models
 saving              models in files and on the Hub
 data                images and labels in batches
 evaluation          accuracy over step counts
+dynamics            what the states do along the way: exponents, Lipschitz constants, errors
 training            distillation, calibration, recipes
 benchmark           speed and memory
 cli                 the command line; the options of the ODE come from OdeConfig's docstring
@@ -26,6 +27,11 @@ from .convert.convertible import check_convertible, list_convertible
 from .convert.merge import Merged, merge_, merged_bytes
 from .convert.sizing import choose_size
 from .convert.torchvision import from_torchvision
+from .dynamics.discretisation import discretisation_errors
+from .dynamics.flow import Flow
+from .dynamics.lipschitz import lipschitz_constants, softmax_bounds
+from .dynamics.lyapunov import lyapunov_exponents
+from .dynamics.spectral_norms import spectral_norms
 from .evaluation.accuracy import evaluate
 from .evaluation.results import Evaluation, plot_accuracy
 from .ode.config import OdeConfig
@@ -41,10 +47,11 @@ from .training.stepwise_task import StepwiseTask
 from .training.trajectory_task import TrajectoryDistillationTask
 
 __all__ = [
-    'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'LossConfig', 'Merged', 'OdeConfig', 'Recipe',
+    'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'Flow', 'LossConfig', 'Merged', 'OdeConfig', 'Recipe',
     'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'calibrate_', 'check_convertible', 'choose_size',
-    'convert_', 'evaluate', 'fit', 'from_torchvision', 'integrate', 'list_convertible', 'merge_', 'merged_bytes',
-    'plot_accuracy', 'push_to_hub', 'save_pretrained', 'train',
+    'convert_', 'discretisation_errors', 'evaluate', 'fit', 'from_torchvision', 'integrate', 'lipschitz_constants',
+    'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'plot_accuracy', 'push_to_hub',
+    'save_pretrained', 'softmax_bounds', 'spectral_norms', 'train',
 ]
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..distributed import over_processes, rank_and_world
+from ..dynamics.lipschitz import log_softmax_bound
 
 __all__ = ['attention_loss', 'jasmin_loss', 'logit_loss', 'trajectory_loss']
 
@@ -83,9 +84,8 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.) -> Ten
 def jasmin_loss(attention: Tensor, k: int = 0) -> Tensor:
     """JaSMin: how large the Jacobian of softmax rows is.
 
-    Let p be a row's probabilities in descending order, and g_k = p_k (1 - p_k + p_k+1), an upper bound on the k-th
-    eigenvalue of diag(p) - p p^T. The loss is log g_1 for k = 0, and log(g_1 / g_k) for k >= 2, which spreads a row
-    over k tokens.
+    The loss is log g_1 for k = 0, and log(g_1 / g_k) for k >= 2, which spreads a row over k tokens; see
+    `log_softmax_bound`.
 
     Args:
         attention: Probabilities before dropout, in float32 [..., heads, N, N].
@@ -103,7 +103,6 @@ def jasmin_loss(attention: Tensor, k: int = 0) -> Tensor:
     if k == 1 or not 0 <= k <= n:
         raise ValueError(
             f'k must be 0, or 2 to {n} with {n} tokens (k = 1 makes the loss 0 for any attention); got {k!r}.')
-    p = F.pad(attention, (0, 1)).topk(max(k, 1) + 1, dim=-1).values  # p_n+1 = 0
-    g = (p[..., :-1] * (1 - p[..., :-1] + p[..., 1:])).clamp_min(torch.finfo(p.dtype).tiny).log()
+    g = log_softmax_bound(attention, k)
     rows = g[..., 0] if k == 0 else g[..., 0] - g[..., k - 1]
     return rows.amax(dim=-1).mean()

@@ -1,0 +1,172 @@
+"""The error of the discretisation: how far K steps of a method are from the solution of the ODE, and where."""
+import math
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from ..ode.blocks import OdeBlocks, find_ode_blocks
+from ..ode.fields import Context
+from ..ode.methods import METHODS
+from ..ode.steps import Solver, Step
+from ..settings import checks_keywords
+from .flow import Flow, Images, PerImage, over_images
+from .lipschitz import largest_singular_value
+
+__all__ = ['DiscretisationError', 'discretisation_errors', 'observed_order']
+
+
+@dataclass(frozen=True, repr=False)
+class DiscretisationError(PerImage):
+    """The error of one method with K steps, for some images. All distances are relative to the way of the exact
+    solution, the distance between its states at 0 and T.
+
+    Attributes:
+        error: Distance of the last state from the exact solution's [B].
+        local: Error that each step makes on its own, from the state where it starts [B, K].
+        bound: Upper bound on `error`, to first order: the local errors, each multiplied by the largest factor by which
+            the later steps amplify a small change [B].
+        reference: Distance of the reference solution from one with half as many steps: what `error` is good for [B].
+        method: The method.
+        steps: Number K of steps.
+        times: The times at which the steps end [K].
+    """
+    error: Tensor
+    local: Tensor
+    bound: Tensor
+    reference: Tensor
+    method: str = field(metadata={'shared': True})
+    steps: int = field(metadata={'shared': True})
+    times: Tensor = field(metadata={'shared': True})
+
+    def __repr__(self) -> str:
+        return (f'DiscretisationError({self.method}, K = {self.steps}: {self.error.mean():.2e}, bound '
+                f'{self.bound.mean():.2e}, reference {self.reference.mean():.0e})')
+
+
+@dataclass(frozen=True, repr=False)
+class _All(PerImage):
+    rows: Tuple[Tuple[DiscretisationError, ...], ...]  # for each batch, one per method and number of steps
+
+
+@checks_keywords
+def discretisation_errors(
+        model: Any,
+        images: Images,
+        *,
+        methods: Optional[Sequence[str]] = None,
+        steps: Optional[Sequence[int]] = None,
+        fine: int = 8,
+        iterations: int = 10,
+        batch_size: int = 16,
+) -> List[DiscretisationError]:
+    """Compare solutions of a model's ODE with one on a fine grid.
+
+    The reference is rk4 with `fine` steps per unit of time. Local errors are measured along the numerical solution,
+    against the reference started from the same state.
+
+    Args:
+        model: ODE-ViT with one sequence of blocks. Its own method and steps stay as they are.
+        images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
+        methods: Fixed-step methods; None for the model's own.
+        steps: Numbers of steps; None for half, all and twice the model's own.
+        fine: Steps of the reference per unit of time, an even number. The cost is 6 fine T evaluations per image for
+            every method and number of steps.
+        iterations: Iterations of the power method for `bound`.
+        batch_size: Images at a time.
+
+    Returns:
+        One DiscretisationError per method and number of steps, in this order.
+
+    Raises:
+        TypeError: The model is not an ODE-ViT.
+        ValueError: An argument is out of range, or there are no images.
+
+    Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.3 (the error estimate with the transport of local errors).
+    """
+    odes = find_ode_blocks(model)
+    if len(odes) != 1:
+        raise TypeError(f'A {type(model).__name__} has no ODE whose solution could be compared. Convert it first.')
+    own = odes[0]
+    chosen = list(methods) if methods is not None else [own.method]
+    for method in chosen:
+        if method not in METHODS:
+            raise ValueError(f"Unknown fixed-step method '{method}'. Allowed: {', '.join(METHODS)}.")
+    counts = list(steps) if steps is not None else sorted({max(own.steps // 2, 1), own.steps, 2 * own.steps})
+    if type(fine) is not int or fine < 2 or fine % 2:
+        raise ValueError(f'fine must be an even number of at least 2; got {fine!r}.')
+
+    def measure(flow: Flow) -> _All:
+        solve = _Solutions(own, flow, fine)
+        return _All((tuple(solve.compare(method, count, iterations) for method in chosen for count in counts),))
+    found = over_images(measure, model, images, batch_size)
+    return [DiscretisationError.joined(list(parts)) for parts in zip(*found.rows, strict=True)]
+
+
+def observed_order(errors: Sequence[DiscretisationError]) -> Optional[float]:
+    """The order of convergence that the errors of one method show: the slope of log error against log h, by least
+    squares; None with fewer than two numbers of steps.
+    """
+    if len({e.steps for e in errors}) < 2:
+        return None
+    x = torch.tensor([-math.log(e.steps) for e in errors], dtype=torch.float64)
+    y = torch.tensor([math.log(float(e.error.mean())) for e in errors], dtype=torch.float64)
+    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
+
+
+class _Solutions:
+    """Solutions of one model's ODE for some images, with any method and number of steps."""
+
+    def __init__(self, ode: OdeBlocks, flow: Flow, fine: int) -> None:
+        self.ode, self.fine = ode, fine
+        places = [i for i, block in enumerate(flow.blocks) if isinstance(block, Step)]
+        args, kwargs = flow.maps[places[0]].args[1:]  # type: ignore[attr-defined]
+        first: Any = flow.blocks[places[0]]
+        ready = len(args) == 1 and isinstance(args[0], Context)
+        self.passed = args[0].passed if ready else first.field.context(args, kwargs).passed
+        self.start = flow.states()[places[0]]
+        self.exact = self.run(self.start, ode.t, ode.end, fine)
+        self.half = _distance(self.run(self.start, ode.t, ode.end, fine // 2), self.exact)
+        self.way = _distance(self.start, self.exact).clamp_min(torch.finfo(self.start.dtype).tiny)
+
+    def maps(self, method: str, steps: int, t: float, end: float) -> List[Any]:
+        config = replace(self.ode.config, method=method, steps=steps, T=end - t, adjoint=False)
+        solver = Solver(config, t)
+        bound = list(solver.bound(self.ode.shared))
+        return [partial(_step, step, step.field.context((), self.passed, step.field.fold())) for step in bound]
+
+    def run(self, x: Tensor, t: float, end: float, fine: int) -> Tensor:
+        """The reference: it starts anew where the field jumps, and has a step end at every layer."""
+        stops = [t, *(float(s) for s in range(math.floor(t + 1e-6) + 1, math.ceil(end - 1e-6))), end]
+        for a, b in pairwise(stops):
+            for step in self.maps('rk4', max(1, math.ceil(fine * (b - a) - 1e-6)), a, b):
+                x = step(x)
+        return x
+
+    def compare(self, method: str, steps: int, iterations: int) -> DiscretisationError:
+        maps = self.maps(method, steps, self.ode.t, self.ode.end)
+        h = (self.ode.end - self.ode.t) / steps
+        x, bound, local = self.start, self.start.new_zeros(len(self.start)), []
+        vector = torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x).expand_as(x)
+        for i, step in enumerate(maps):
+            t = self.ode.t + i * h
+            after = step(x)
+            made = _distance(after, self.run(x, t, t + h, self.fine)) / self.way
+            factor, vector = largest_singular_value(step, x, vector, 0., iterations)
+            bound = factor * bound + made
+            local.append(made)
+            x = after
+        times = torch.tensor([self.ode.t + (i + 1) * h for i in range(steps)], dtype=torch.float64)
+        error, reference = _distance(x, self.exact) / self.way, self.half / self.way
+        return DiscretisationError(error, torch.stack(local, 1), bound, reference, method, steps, times)
+
+
+def _step(step: Any, context: Any, x: Tensor) -> Tensor:
+    return step(x, context)
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).flatten(1).norm(dim=1)

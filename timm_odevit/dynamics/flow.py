@@ -1,0 +1,209 @@
+"""Flow: what a model does to the tokens of some images, as a sequence of maps."""
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import chain, pairwise
+from threading import Lock
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple, TypeVar, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+from torch.overrides import TorchFunctionMode
+
+from ..hooks import evaluating
+from ..ode.blocks import find_ode_blocks
+from ..ode.steps import Step
+from ..recording import watch_blocks
+from ..settings import checks_keywords
+
+__all__ = ['Flow', 'Images', 'PerImage', 'batches', 'follow', 'over_images', 'pull', 'push']
+
+Images = Union[Tensor, Iterable[Any], None]
+Found = TypeVar('Found', bound='PerImage')
+
+
+@dataclass(frozen=True, repr=False)
+class Flow:
+    """A sequence of maps of a state: the steps of an ODE-ViT, the blocks of a ViT, or any other functions.
+
+    Attributes:
+        start: State before the first map [B, N, D], or of any other shape [B, ...]: B systems, one for each image, that
+            do not act on one another.
+        maps: The maps, each from the state at one time to the state at the next.
+        times: The time before the first map and after each; one unit is one block of the base.
+        head: From the last state to the logits [B, classes]; None for maps without classes.
+        blocks: The steps or blocks behind the maps, if they are those of a model.
+    """
+    start: Tensor
+    maps: Tuple[Callable[[Tensor], Tensor], ...]
+    times: Tuple[float, ...]
+    head: Optional[Callable[[Tensor], Tensor]] = None
+    blocks: Tuple[Any, ...] = ()
+
+    def states(self) -> List[Tensor]:
+        """The state before the first map, and after each."""
+        states = [self.start]
+        for step in self.maps:
+            states.append(step(states[-1]))
+        return states
+
+    def logits(self, state: Tensor) -> Tensor:
+        """The logits [B, classes] for a last state.
+
+        Raises:
+            TypeError: The maps have no head.
+        """
+        if self.head is None:
+            raise TypeError('This measure asks which class a state leads to, but there is no norm and head that could '
+                            'be applied to it. Use a model whose `forward_head(norm(state))` gives its logits.')
+        return self.head(state)
+
+    def lengths(self) -> List[float]:
+        """The length of each step in time."""
+        return [after - before for before, after in pairwise(self.times)]
+
+
+Flow.__init__ = checks_keywords(Flow.__init__)  # type: ignore[method-assign]
+
+
+@contextmanager
+def follow(model: Any, images: Tensor) -> Iterator[Flow]:
+    """The flow of a model for some images, in eval mode and without gradients; a Flow is its own.
+
+    Args:
+        model: timm model with one sequence of blocks: an ODE-ViT, with its own method and steps, or an ordinary ViT.
+        images: Images [B, C, H, W], normalised for the model, on its device.
+
+    Returns:
+        A context manager that yields a Flow, which is valid inside.
+
+    Raises:
+        TypeError: The model has no single sequence of blocks.
+        ValueError: The model solves its ODE with an adaptive method, which has no fixed steps.
+    """
+    blocks = _sequence(model)
+    with evaluating(model), torch.no_grad():
+        with watch_blocks([blocks]) as seen:
+            logits = model(images)
+        states, handed = seen[0]
+        maps = tuple(partial(_call, block, args, kwargs) for block, (args, kwargs) in zip(blocks, handed, strict=True))
+        times = [0.]
+        for block in blocks:
+            times.append(times[-1] + (block.h if isinstance(block, Step) else 1.))
+        head = None
+        if isinstance(getattr(model, 'norm', None), nn.Module) and hasattr(model, 'forward_head'):
+            same = model.forward_head(model.norm(states[-1]))
+            if same.shape == logits.shape and torch.allclose(same, logits, rtol=1e-3, atol=1e-4, equal_nan=True):
+                head = partial(_head, model)
+        yield Flow(states[0], maps, tuple(times), head, tuple(blocks))
+
+
+def _call(block: Any, args: Tuple[Any, ...], kwargs: Any, x: Tensor) -> Tensor:
+    return block(x, *args, **kwargs)
+
+
+def _head(model: Any, x: Tensor) -> Tensor:
+    return model.forward_head(model.norm(x))
+
+
+def _sequence(model: Any) -> List[Any]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f'Expected a timm model or a Flow; got {type(model).__name__}.')
+    blocks = getattr(model, 'blocks', None)
+    odes = find_ode_blocks(model)
+    if blocks is None or not hasattr(blocks, '__iter__') or len(odes) > 1:
+        raise TypeError(f'A {type(model).__name__} has no single sequence of blocks whose states could be followed.')
+    if odes and odes[0].config.adaptive:
+        raise ValueError(f"'{odes[0].method}' chooses its own steps for each batch, so there is no fixed map to "
+                         "follow. Set a fixed-step method first: model.blocks.method = 'rk4'.")
+    return list(blocks)
+
+
+def batches(images: Images, batch_size: int) -> Iterator[Tensor]:
+    """Batches of images [B, C, H, W], from a tensor or from a loader of images or of (images, labels).
+
+    Raises:
+        ValueError: There are no images.
+    """
+    if isinstance(images, Tensor) and images.ndim != 4:
+        raise ValueError(f'Expected images [B, C, H, W], or batches of them; got a tensor {list(images.shape)}.')
+    found = 0
+    for batch in images.split(batch_size) if isinstance(images, Tensor) else images or ():
+        batch = batch[0] if isinstance(batch, (tuple, list)) else batch
+        found += len(batch)
+        if len(batch):
+            yield batch
+    if not found:
+        raise ValueError('There are no images to measure on.')
+
+
+@dataclass(frozen=True, repr=False)
+class PerImage:
+    """Measurements of images: fields of `per_image` have a row for each, the others are the same for all."""
+
+    @classmethod
+    def per_image(cls) -> Tuple[str, ...]:
+        return tuple(f.name for f in fields(cls) if not f.metadata.get('shared'))
+
+    @classmethod
+    def joined(cls, parts: List[Any]) -> Any:
+        """The measurements of several batches as one."""
+        rows = {}
+        for name in cls.per_image():
+            values = [getattr(part, name) for part in parts]
+            rows[name] = torch.cat(values) if isinstance(values[0], Tensor) else tuple(chain.from_iterable(values))
+        return replace(parts[0], **rows)
+
+
+def over_images(measure: Callable[[Flow], Found], model: Any, images: Images, batch_size: int) -> Found:
+    """Measure a flow, or a model on images, batch by batch; what is kept is the measurements alone."""
+    if isinstance(model, Flow):
+        with torch.no_grad():
+            return measure(model)
+    parts = []
+    for batch in batches(images, batch_size):
+        with follow(model, batch) as flow:
+            parts.append(measure(flow))
+    return type(parts[0]).joined(parts)
+
+
+def push(step: Callable[[Tensor], Tensor], state: Tensor, vector: Tensor) -> Tensor:
+    """J v: the product of the Jacobian of a map at a state with a vector, both [B, ...], by forward-mode AD."""
+    with _FORWARD_MODE, _PlainAttention(), dual_level():
+        found = unpack_dual(step(make_dual(state, vector))).tangent
+    return torch.zeros_like(vector) if found is None else found
+
+
+def pull(step: Callable[[Tensor], Tensor], state: Tensor, *vectors: Tensor) -> Tuple[Tensor, ...]:
+    """J^T v: the products of the transposed Jacobian of a map at a state with vectors, all [B, ...]."""
+    with torch.enable_grad():
+        x = state.detach().requires_grad_()
+        y = step(x)
+    return tuple(torch.autograd.grad(y, x, v, retain_graph=True)[0] for v in vectors)
+
+
+_FORWARD_MODE = Lock()  # torch keeps the level of forward mode for all threads together
+
+
+class _PlainAttention(TorchFunctionMode):  # of one thread
+    """Attention as two products and a softmax: the fused kernels have no forward mode."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attend(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Optional[Tensor] = None, dropout_p: float = 0.,
+        is_causal: bool = False, scale: Optional[float] = None, **_: Any,
+) -> Tensor:
+    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if attn_mask is not None:
+        masked = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if masked else scores + attn_mask
+    return scores.softmax(dim=-1) @ v
