@@ -8,10 +8,13 @@ import torch
 from torch import nn
 
 from timm_odevit import OdeConfig, convert_
+from timm_odevit.dynamics.contraction import contraction_regions, recovery
 from timm_odevit.dynamics.discretisation import discretisation_errors, observed_order
 from timm_odevit.dynamics.flow import Flow, follow
 from timm_odevit.dynamics.lipschitz import lipschitz_constants, log_softmax_bound, softmax_bounds
 from timm_odevit.dynamics.lyapunov import lyapunov_exponents
+from timm_odevit.dynamics.relations import auroc, relations
+from timm_odevit.dynamics.signals import signals
 from timm_odevit.dynamics.spectral_norms import SpectralNorms, spectral_norms
 
 
@@ -117,19 +120,19 @@ def test_the_class_token_alone(vit, images):
 def test_the_lipschitz_constant_of_a_linear_field():
     A = rotated((-3., 2., 0.5))
     flow = Flow(torch.randn(2, 3, dtype=torch.float64), (lambda x: x + 0.1 * x @ A.T,) * 4, (0., .1, .2, .3, .4))
-    found = lipschitz_constants(flow, iterations=100)
-    assert torch.allclose(found.field, torch.full((2, 4), 3., dtype=torch.float64), atol=1e-3)
-    assert torch.allclose(found.step, torch.full((2, 4), 1.2, dtype=torch.float64), atol=1e-3)
+    for of, expected in (('field', 3.), ('step', 1.2)):
+        found = lipschitz_constants(flow, of=of, iterations=100)
+        assert torch.allclose(found.values, torch.full((2, 4), expected, dtype=torch.float64), atol=1e-3)
 
 
 def test_the_lipschitz_constants_are_those_of_the_jacobian(vit, images):
     model = vit().double().eval()
-    found = lipschitz_constants(model, images[:1].double(), iterations=80)
+    field, each = (lipschitz_constants(model, images[:1].double(), of=of, iterations=80).values for of in ('field', 'step'))
     with follow(model, images[:1].double()) as flow:
         for k, (step, x) in enumerate(zip(flow.maps, flow.states(), strict=False)):
             J = torch.autograd.functional.jacobian(lambda v, step=step, x=x: step(v.view_as(x)).flatten(), x.flatten())
-            assert float(found.step[0, k]) == pytest.approx(float(torch.linalg.svdvals(J)[0]), rel=1e-3)
-            assert float(found.field[0, k]) == pytest.approx(float(torch.linalg.svdvals(J - torch.eye(len(J)))[0]), rel=1e-3)
+            assert float(each[0, k]) == pytest.approx(float(torch.linalg.svdvals(J)[0]), rel=1e-3)
+            assert float(field[0, k]) == pytest.approx(float(torch.linalg.svdvals(J - torch.eye(len(J)))[0]), rel=1e-3)
 
 
 def test_g_k_bounds_the_eigenvalues_of_the_softmax_jacobian(vit, images):
@@ -197,6 +200,98 @@ def test_a_field_that_depends_on_time_and_one_with_jumps(vit, images):
         assert (many.error < few.error / 3).all() and repr(few).startswith('DiscretisationError(euler, K = 3')
 
 
+# --- contraction ---
+
+def half_plane(start):
+    """The class is 1 where the first coordinate is above 0, else 0; nothing moves."""
+    return Flow(torch.tensor(start), (lambda x: x,), (0., 1.), lambda x: torch.stack([-x[:, 0], x[:, 0]], 1))
+
+
+def test_the_radius_to_a_plane():
+    found = contraction_regions(half_plane([[3., 4.], [-0.5, 0.]]), None, directions=64)
+    assert torch.allclose(found.worst, torch.tensor([3., 0.5]), rtol=1e-2)
+    assert torch.allclose(found.norm, torch.tensor([3., 4.]).norm() * torch.tensor([1., 0.1]))
+    generator = torch.Generator().manual_seed(0)
+    for i in range(64):
+        d = torch.randn(2, generator=generator)
+        cosine = -d[0] / d.norm()
+        expected = 3. / cosine if cosine > 3. / 50 else math.inf
+        assert float(found.random[0, i]) == pytest.approx(float(expected), rel=2e-2)
+
+
+def test_a_student_inside_the_region_has_the_class_of_its_teacher(vit, images):
+    teacher, student = vit().eval(), vit().eval()
+    student.load_state_dict(teacher.state_dict())
+    found = contraction_regions(teacher, images, student=student, directions=4)
+    assert found.inside.all() and found.same.all() and found.distance.max() == 0 and found.random.shape == (3, 4)
+    assert (found.worst <= found.random.amin(dim=1) * 1.01).all()
+    convert_(student, phases=1)
+    far = contraction_regions(teacher, images, student=student, directions=2)
+    assert (far.distance > 0).all() and not (far.inside & ~far.same).any()
+    # the boundary in the worst direction is where it is said to be
+    with follow(teacher, images) as flow:
+        x = flow.states()[-1]
+        assert torch.allclose(found.norm, x[:, 0].norm(dim=1))  # the head reads the class token alone
+    with pytest.raises(ValueError, match='cannot be compared'):
+        contraction_regions(teacher, images, student=vit(embed_dim=64))
+
+
+def test_what_the_dynamics_take_back():
+    def flow(factor):
+        return Flow(torch.tensor([[1., 2.], [2., -1.]]), (lambda x: factor * x,) * 3, (0., 1., 2., 3.), lambda x: x)
+    for factor in (0.5, 1., 2.):
+        found = recovery(flow(factor), size=1e-3)
+        assert torch.allclose(found.factor, torch.tensor([[factor ** 3, factor ** 2, factor]] * 2), rtol=1e-2) and found.same.all()
+    assert not recovery(flow(1.), size=10.).same.all()
+
+
+# --- relations ---
+
+def test_auroc_is_that_of_scikit_learn():
+    metrics = pytest.importorskip('sklearn.metrics')
+    generator = torch.Generator().manual_seed(0)
+    right = torch.rand(200, generator=generator) < 0.7
+    score = (torch.randn(200, generator=generator) + right).mul(3).round()  # with ties
+    assert auroc(score, right) == pytest.approx(metrics.roc_auc_score(right, score))
+    assert auroc(right.double(), right) == 1. and auroc(torch.zeros(200), right) == 0.5
+
+
+def test_only_an_interval_without_chance_is_a_relation():
+    generator = torch.Generator().manual_seed(0)
+    right = torch.rand(300, generator=generator) < 0.6
+    noise = torch.randn(300, generator=generator)
+    gaps = (noise + right).where(torch.arange(300) % 10 > 0, torch.tensor(math.nan))
+    found = {r.name: r for r in relations({'noise': noise, 'with': noise + right, 'against': -(noise + right), 'gaps': gaps}, right)}
+    assert not found['noise'].related and 'no relation: the interval contains chance' in str(found['noise'])
+    assert found['with'].related and found['with'].low < found['with'].auroc < found['with'].high
+    assert found['against'].related and found['against'].auroc == pytest.approx(1 - found['with'].auroc)
+    assert found['gaps'].images == 270
+    again = relations({'with': noise + right}, right)
+    assert again[0] == found['with']
+    with pytest.raises(ValueError, match='All images or none'):
+        relations({'noise': noise}, torch.ones(300))
+    with pytest.raises(ValueError, match="'noise' must have one number for each of the 300 images"):
+        relations({'noise': noise[:5]}, right)
+
+
+def test_signals_of_a_student_and_of_an_ordinary_vit(vit, images):
+    teacher, student = vit().eval(), vit().eval()
+    student.load_state_dict(teacher.state_dict())
+    convert_(student)
+    labels = teacher(images).argmax(1)
+    names = ['confidence', 'entropy', 'margin', 'exponent', 'radius', 'acceleration']
+    found, correct = signals(teacher, [(images[:2], labels[:2]), (images[2:], 0 * labels[2:] + 4 - labels[2:])])
+    assert list(found) == names and correct.tolist()[:2] == [True, True]
+    probabilities = teacher(images).softmax(1)
+    assert torch.allclose(found['confidence'], probabilities.amax(1).double(), atol=1e-5)
+    assert torch.allclose(found['entropy'], torch.distributions.Categorical(probabilities).entropy().double(), atol=1e-5)
+    assert torch.allclose(found['exponent'], lyapunov_exponents(teacher, images).values[:, 0].double(), atol=1e-4)
+    with_teacher, _ = signals(student, [(images, labels)], teacher=teacher)
+    assert list(with_teacher) == [*names, 'distance'] and (with_teacher['distance'] > 0).all()
+    with pytest.raises(ValueError, match='no images'):
+        signals(teacher, [])
+
+
 # --- what they have in common ---
 
 def test_measures_of_an_ordinary_vit_and_of_its_exact_conversion_agree(vit, images):
@@ -206,7 +301,7 @@ def test_measures_of_an_ordinary_vit_and_of_its_exact_conversion_agree(vit, imag
     convert_(twin, phases=3)
     for measure in (lyapunov_exponents, lipschitz_constants):
         a, b = measure(model, images), measure(twin, images)
-        assert torch.allclose(getattr(a, 'values', getattr(a, 'field', None)), getattr(b, 'values', getattr(b, 'field', None)), atol=1e-4)
+        assert torch.allclose(a.values, b.values, atol=1e-4)
     with follow(model, images) as flow:
         assert torch.allclose(flow.logits(flow.states()[-1]), model(images), atol=1e-5)
 
@@ -251,10 +346,17 @@ def test_models_that_cannot_be_followed(vit, images):
         lipschitz_constants(vit(), [])
     with pytest.raises(ValueError, match=r'Expected images \[B, C, H, W\]'):
         lipschitz_constants(vit(), images[0])
+    with pytest.raises(ValueError, match="of must be 'field' or 'step'"):
+        lipschitz_constants(vit(), images, of='map')
     with pytest.raises(TypeError, match='Convert it first'):
         discretisation_errors(vit(), images)
     with pytest.raises(TypeError, match='no blocks with weight matrices'):
         spectral_norms(nn.Linear(2, 2))
     headless = Flow(torch.ones(1, 2), (lambda x: x,), (0., 1.))
+    with pytest.raises(TypeError, match='no norm and head'):
+        recovery(headless)
+    for wrong in (dict(directions=0), dict(limit=0.)):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            contraction_regions(vit(), images, **wrong)
     with pytest.raises(TypeError, match='no norm and head'):
         headless.logits(headless.start)

@@ -12,9 +12,20 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import muon
 from timm.task import ClassificationTask
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_odevit import Recipe, StepwiseTask, TrajectoryDistillationTask, calibrate_, convert_, distributed, fit, train
+from timm_odevit import (
+    Recipe,
+    StepwiseTask,
+    TrajectoryDistillationTask,
+    calibrate_,
+    convert_,
+    distributed,
+    fit,
+    spectral_norms,
+    train,
+)
 from timm_odevit.files import locked, write_text
 from timm_odevit.training.first_batch import look_at
 
@@ -44,7 +55,7 @@ def test_trains_and_keeps_last_best_and_history(vit, tmp_path):
     assert history[-1]['loss'] < history[0]['loss'] and history[-1]['lr'] < history[1]['lr']
     assert {'trajectory_loss', 'kd_loss', 'task_loss', 'val_top1', 'val_loss', 'seconds'} <= set(history[0])
     assert json.loads((tmp_path / 'run' / 'history.json').read_text()) == history
-    assert sorted(p.name for p in (tmp_path / 'run').iterdir()) == ['best', 'history.json', 'last.pt']
+    assert {p.name for p in (tmp_path / 'run').iterdir()} - {'tensorboard'} == {'best', 'history.json', 'last.pt'}
     best = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True).eval()
     top1 = 100 * (best(X[32:]).argmax(1) == Y[32:]).double().mean().item()
     assert top1 == pytest.approx(max(r['val_top1'] for r in history))
@@ -298,7 +309,6 @@ def test_each_fit_has_the_moving_average_that_it_asks_for(vit, tmp_path):
 
 def test_another_size_of_the_batches_is_not_a_resumption(vit, tmp_path):
     run(build(vit), tmp_path / 'run', epochs=1)
-
     def resume(train):
         fit(build(vit), train, loaders()[1], epochs=2, lr=3e-3, out=tmp_path / 'run', resume=True, progress=False)
     with pytest.raises(ValueError, match='made with batch_size=8, updates_per_epoch=4, but this run has batch_size=4, updates_per_epoch=8'):
@@ -328,7 +338,7 @@ def test_a_folder_in_use_is_refused_at_once_and_a_killed_run_does_not_block(vit,
             assert time.perf_counter() - started < 2
         other.kill()
     run(build(vit), tmp_path / 'run', epochs=1)
-    assert sorted(p.name for p in (tmp_path / 'run').iterdir()) == ['best', 'history.json', 'last.pt']
+    assert {p.name for p in (tmp_path / 'run').iterdir()} - {'tensorboard'} == {'best', 'history.json', 'last.pt'}
 
 
 def test_of_several_processes_the_first_has_the_lock_and_all_refuse(tmp_path, monkeypatch):
@@ -383,3 +393,30 @@ def test_the_random_state_of_the_process_is_left_alone(vit, tmp_path):
     np.savez(data, x_train=images, y_train=labels, x_test=images, y_test=labels)
     train(recipe, data, tmp_path / 'run', teacher=teacher, progress=False)
     assert random_states() == states
+
+
+def test_norms_are_watched_with_an_alarm(vit, tmp_path):
+    student = vit()
+    convert_(student)
+    task = ClassificationTask(student, nn.CrossEntropyLoss(), verbose=False)
+    loader = [(torch.randn(4, 3, 16, 16), torch.arange(4))] * 3
+    with pytest.warns(RuntimeWarning, match=r'Epoch 1: the spectral norm of attn.qkv.weight \(keys\) is .*norm_alarm=0.01') as seen:
+        history = fit(task, loader, epochs=2, lr=1e-3, norm_alarm=0.01, out=tmp_path, progress=False)
+    names = [key.removeprefix('norm of ') for key in history[-1] if key.startswith('norm of ')]
+    assert len(seen) == len(names) == 6  # once for each weight
+    now = spectral_norms(student)
+    for name in names:
+        assert history[-1][f'norm of {name}'] == pytest.approx(now[name], rel=0.05)
+    assert 'norm of mlp.fc1.weight' in (tmp_path / 'history.json').read_text()
+    again = ClassificationTask(student, nn.CrossEntropyLoss(), verbose=False)
+    assert not any(key.startswith('norm') for key in fit(again, loader, epochs=1, progress=False)[0])
+
+
+def test_tensorboard_gets_the_records(vit, tmp_path):
+    events = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
+    task = ClassificationTask(vit(), nn.CrossEntropyLoss(), verbose=False)
+    loader = [(torch.randn(4, 3, 16, 16), torch.arange(4))] * 2
+    history = fit(task, loader, loader, epochs=2, out=tmp_path, progress=False)
+    found = events.EventAccumulator(str(tmp_path / 'tensorboard')).Reload()
+    for name in ('loss', 'val_top1'):
+        assert [(e.step, e.value) for e in found.Scalars(name)] == [(i + 1, pytest.approx(r[name])) for i, r in enumerate(history)]

@@ -27,10 +27,13 @@ from .convert.convertible import check_convertible, list_convertible
 from .convert.merge import Merged, merge_, merged_bytes
 from .convert.sizing import choose_size
 from .convert.torchvision import from_torchvision
+from .dynamics.contraction import contraction_regions, recovery
 from .dynamics.discretisation import discretisation_errors
 from .dynamics.flow import Flow
 from .dynamics.lipschitz import lipschitz_constants, softmax_bounds
 from .dynamics.lyapunov import lyapunov_exponents
+from .dynamics.relations import relations
+from .dynamics.signals import signals
 from .dynamics.spectral_norms import spectral_norms
 from .evaluation.accuracy import evaluate
 from .evaluation.results import Evaluation, plot_accuracy
@@ -49,9 +52,9 @@ from .training.trajectory_task import TrajectoryDistillationTask
 __all__ = [
     'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'Flow', 'LossConfig', 'Merged', 'OdeConfig', 'Recipe',
     'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'calibrate_', 'check_convertible', 'choose_size',
-    'convert_', 'discretisation_errors', 'evaluate', 'fit', 'from_torchvision', 'integrate', 'lipschitz_constants',
-    'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'plot_accuracy', 'push_to_hub',
-    'save_pretrained', 'softmax_bounds', 'spectral_norms', 'train',
+    'contraction_regions', 'convert_', 'discretisation_errors', 'evaluate', 'fit', 'from_torchvision', 'integrate',
+    'lipschitz_constants', 'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'plot_accuracy',
+    'push_to_hub', 'recovery', 'relations', 'save_pretrained', 'signals', 'softmax_bounds', 'spectral_norms', 'train',
 ]
 
 

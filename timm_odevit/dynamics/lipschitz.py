@@ -1,6 +1,5 @@
 """How much a field amplifies small changes of the state: its local Lipschitz constant, and that of its softmax."""
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, List, Tuple
 
 import torch
@@ -21,17 +20,15 @@ class LipschitzConstants(PerImage):
     """Local Lipschitz constants along the way of some images.
 
     Attributes:
-        field: Of the increment per unit of time, (step(x) - x) / h, at the start of each step [B, K]; unit 1/time.
-        step: Of each step itself [B, K], dimensionless.
+        values: The constant at the start of each step [B, K].
         times: The times at which the steps start [K].
     """
-    field: Tensor
-    step: Tensor
-    times: Tensor = dataclasses.field(metadata={'shared': True})
+    values: Tensor
+    times: Tensor = field(metadata={'shared': True})
 
     def __repr__(self) -> str:
-        return (f'LipschitzConstants({len(self.field)} images, field {self.field.mean():.3f}, at most '
-                f'{self.field.max():.3f} per block)')
+        mean, largest = self.values.mean(), self.values.max()
+        return f'LipschitzConstants({len(self.values)} images, {mean:.3f}, at most {largest:.3f})'
 
 
 @checks_keywords
@@ -39,6 +36,7 @@ def lipschitz_constants(
         model: Any,
         images: Images = None,
         *,
+        of: str = 'field',
         iterations: int = 30,
         batch_size: int = 16,
 ) -> LipschitzConstants:
@@ -51,6 +49,8 @@ def lipschitz_constants(
     Args:
         model: timm model with one sequence of blocks, an ODE-ViT or an ordinary ViT; or a Flow, without images.
         images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
+        of: 'field', in 1/time; or 'step' for the map of each step itself, which brings states together if its constant
+            is below 1.
         iterations: Iterations of the power method; the values converge from below.
         batch_size: Images at a time.
 
@@ -61,21 +61,20 @@ def lipschitz_constants(
         TypeError: The model has no single sequence of blocks.
         ValueError: There are no images, or the method is adaptive.
     """
+    if of not in ('field', 'step'):
+        raise ValueError(f"of must be 'field' or 'step'; got {of!r}.")
     if type(iterations) is not int or iterations < 1:
         raise ValueError(f'iterations must be a whole number of at least 1; got {iterations!r}.')
+    shift = 1. if of == 'field' else 0.
 
     def measure(flow: Flow) -> LipschitzConstants:
         generator = torch.Generator().manual_seed(0)
-        first = torch.randn(flow.start.shape[1:], generator=generator).to(flow.start).expand_as(flow.start)
-        vectors = {'field': first, 'step': first}
-        found: Any = {'field': [], 'step': []}
+        vector = torch.randn(flow.start.shape[1:], generator=generator).to(flow.start).expand_as(flow.start)
+        found: List[Tensor] = []
         for step, h, x in zip(flow.maps, flow.lengths(), flow.states(), strict=False):
-            for name in found:
-                shift = 1. if name == 'field' else 0.
-                sigma, vectors[name] = largest_singular_value(step, x, vectors[name], shift, iterations)
-                found[name].append(sigma / h if name == 'field' else sigma)
-        times = torch.tensor(flow.times[:-1], dtype=torch.float64)
-        return LipschitzConstants(torch.stack(found['field'], 1), torch.stack(found['step'], 1), times)
+            sigma, vector = largest_singular_value(step, x, vector, shift, iterations)
+            found.append(sigma / h if of == 'field' else sigma)
+        return LipschitzConstants(torch.stack(found, 1), torch.tensor(flow.times[:-1], dtype=torch.float64))
     return over_images(measure, model, images, batch_size)
 
 
@@ -126,7 +125,7 @@ class SoftmaxBounds(PerImage):
         times: The times at which the steps start [K].
     """
     values: Tensor
-    times: Tensor = dataclasses.field(metadata={'shared': True})
+    times: Tensor = field(metadata={'shared': True})
 
     def __repr__(self) -> str:
         return f'SoftmaxBounds({len(self.values)} images, {self.values.mean():.4f}, at most {self.values.max():.4f})'

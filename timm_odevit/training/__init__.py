@@ -7,6 +7,7 @@ student_teacher     whether student and teacher match, and what both tasks share
 trajectory_task     TrajectoryDistillationTask: the whole trajectory, unrolled
 stepwise_task       StepwiseTask: each step on its own
 first_batch         what fit checks before it trains
+monitor             what fit watches besides the loss
 fit                 the training loop
 resume              what a run saves, and what must be the same when it continues
 calibrate           calibrate_: minutes of training, without labels

@@ -26,6 +26,7 @@ from ..saving.save import describe, save_pretrained
 from ..settings import takes
 from .config import FitConfig
 from .first_batch import checked, fitting, look_at
+from .monitor import NormWatch, Scalars
 from .resume import BEST, HISTORY, LAST, check_unused, load_state, models_of, read_state, save_state, settings_to_resume
 
 __all__ = ['count_updates', 'fit']
@@ -45,7 +46,8 @@ def fit(
     """Train a task; with `out`, save the last and the best state, so that an interrupted run can be resumed.
 
     `out/last.pt` is the whole training state after the last complete epoch, `out/best` the model with the best top-1
-    accuracy on `val_loader` (without one, the last model) in timm's format, `out/history.json` one record per epoch.
+    accuracy on `val_loader` (without one, the last model) in timm's format, `out/history.json` one record per epoch;
+    `out/tensorboard` the same for TensorBoard, if it is installed.
     Each file is written under another name and then renamed, so it is either complete or absent. While `fit` runs, no
     other process can use the folder.
 
@@ -112,7 +114,7 @@ def fit(
         rank = rank_and_world()[0]
         bar = tqdm(total=config.epochs * updates, initial=len(history) * updates, unit='update',
                    disable=not progress or rank > 0 or len(history) == config.epochs)
-        with bar, _muon_for(run.device):
+        with bar, _muon_for(run.device), Scalars(folder if rank == 0 else None) as scalars:
             for epoch in range(len(history), config.epochs):
                 bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {config.epochs}")
                 record = run.epoch(epoch, bar.update)
@@ -128,6 +130,7 @@ def fit(
                         raise OSError(
                             f"Epoch {epoch + 1} could not be written to '{folder}': {str(e).splitlines()[0]}. Files "
                             'written earlier are intact; free some space, and resume.') from e
+                scalars.add(record)
                 bar.set_postfix({key: f'{record[key]:.4g}' for key in ('loss', 'val_top1') if key in record})
         return history
 
@@ -175,6 +178,7 @@ class _Run:
             warmup_lr=config.min_lr, min_lr=config.min_lr, step_on_epochs=False, updates_per_epoch=updates)[0]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == 'float16')
         self.models = models_of(task)
+        self.watch = NormWatch(self.models['model'], config.norm_alarm)
 
     @property
     def chosen(self) -> nn.Module:
@@ -247,6 +251,7 @@ class _Run:
             scaler.update()
             optimizer.zero_grad()
             task.update_ema(step=update)
+            self.watch.update(epoch)
             done()
         if i < updates * accumulate - 1:
             raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, but its length is '
@@ -254,7 +259,7 @@ class _Run:
         means = {key: torch.as_tensor(value / (updates * accumulate)) for key, value in sums.items()}
         means = {key: over_processes(value.to(device)) for key, value in means.items()}
         return {'lr': optimizer.param_groups[-1]['lr'],  # without the parts that were not computed
-                **{key: float(value) for key, value in means.items() if not value.isnan()}}
+                **{key: float(value) for key, value in means.items() if not value.isnan()}, **self.watch.take()}
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def load_state(state: Dict[str, Any], path: str, models: Dict[str, nn.Module], o
 def settings_to_resume(config: FitConfig, train_loader: Any, updates: int) -> Dict[str, Any]:
     """What must be the same when a run is resumed."""
     sizes = [part.batch_size for part in chain(train_loader) if type(getattr(part, 'batch_size', None)) is int]
-    settings = {key: value for key, value in asdict(config).items() if key not in ('epochs', 'compile')}
+    settings = {key: value for key, value in asdict(config).items() if key not in ('epochs', 'compile', 'norm_alarm')}
     return {**settings, 'batch_size': sizes[0] if sizes else None, 'updates_per_epoch': updates}
 
 

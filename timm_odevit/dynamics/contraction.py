@@ -1,0 +1,247 @@
+"""How far a state may be moved before the class changes, and what becomes of a perturbation on the way."""
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, List, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..settings import checks_keywords
+from .flow import Flow, Images, PerImage, batches, follow, over_images
+
+__all__ = ['Recovery', 'Region', 'contraction_regions', 'recovery']
+
+
+@dataclass(frozen=True, repr=False)
+class Region(PerImage):
+    """The region around a model's last state in which the head gives the same class. Distances are Euclidean, over the
+    tokens that the head reads.
+
+    Attributes:
+        random: Radius along each random direction [B, directions]; infinite where the class never changes.
+        worst: Radius along the worst direction that was found: an upper bound on the distance to the boundary [B].
+        norm: Norm of the last state [B], for comparison.
+        distance: Distance of the student's last state [B]; NaN without one.
+        towards: Radius along the direction to the student's last state [B]; NaN without one.
+        same: Whether the student gives the model's class [B]; all False without one.
+    """
+    random: Tensor
+    worst: Tensor
+    norm: Tensor
+    distance: Tensor
+    towards: Tensor
+    same: Tensor
+
+    @property
+    def inside(self) -> Tensor:
+        """Whether the student's last state is nearer than the boundary in the worst direction [B]."""
+        return self.distance < self.worst
+
+    def __repr__(self) -> str:
+        shown = (f'Region({len(self.worst)} images, radius {self.worst.median():.3g} at worst, '
+                 f'{self.random.median():.3g} at random')
+        if self.distance.isnan().all():
+            return shown + ')'
+        return (f'{shown}; student at {self.distance.median():.3g}, {100 * self.inside.double().mean():.1f} % inside, '
+                f'{100 * self.same.double().mean():.1f} % of the same class)')
+
+
+@checks_keywords
+def contraction_regions(
+        model: Any,
+        images: Images = None,
+        *,
+        student: Any = None,
+        directions: int = 16,
+        limit: float = 10.,
+        batch_size: int = 64,
+        seed: int = 0,
+) -> Region:
+    """How far the last state of each image may be moved before norm and head give another class.
+
+    A student that ends inside of the region around its teacher's last state gives the teacher's class with the
+    teacher's head, whatever its error looks like.
+
+    Args:
+        model: timm model with one sequence of blocks and a head, such as the teacher; or a Flow with a head, without
+            images.
+        images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
+        student: A model of the same width and tokens, whose distance is compared with the region.
+        directions: Number of random directions.
+        limit: Largest radius that is tried, in units of the norm of the state.
+        batch_size: Images at a time.
+        seed: Seed of the directions.
+
+    Returns:
+        Region. The worst direction is searched for by linear approximations of the boundaries to the ten classes that
+        come next.
+
+    Raises:
+        TypeError: The model has no single sequence of blocks, or no head for a state.
+        ValueError: An argument is out of range, or student and model have states of different shapes.
+
+    Source: the contraction region of ODE-ViT, arXiv 2511.16501; DeepFool, arXiv 1511.04599.
+    """
+    if type(directions) is not int or directions < 1:
+        raise ValueError(f'directions must be a whole number of at least 1; got {directions!r}.')
+    if not (isinstance(limit, (int, float)) and 0 < limit < math.inf):
+        raise ValueError(f'limit must be a number above 0; got {limit!r}.')
+    if isinstance(model, Flow):
+        with torch.no_grad():
+            return _region(model, None, directions, limit, seed)
+    parts: List[Region] = []
+    for batch in batches(images, batch_size):
+        with follow(model, batch) as flow:
+            if student is None:
+                parts.append(_region(flow, None, directions, limit, seed))
+                continue
+            with follow(student, batch) as other:
+                parts.append(_region(flow, other, directions, limit, seed))
+    return Region.joined(parts)
+
+
+def _region(flow: Flow, other: Optional[Flow], directions: int, limit: float, seed: int) -> Region:
+    x = flow.states()[-1]
+    logits = flow.logits(x)
+    label, mask = logits.argmax(dim=1), _read_by_the_head(flow, x)
+    norm = (x * mask).flatten(1).norm(dim=1)
+    generator = torch.Generator().manual_seed(seed)
+    random = [_radius(flow, x, _unit(_noise(x, generator) * mask), label, limit * norm)
+              for _ in range(directions)]
+    worst = _radius(flow, x, _unit(_worst(flow, x, label, mask)), label, limit * norm)
+    nothing = torch.full_like(norm, math.nan)
+    distance = towards = nothing
+    same = torch.zeros_like(label, dtype=torch.bool)
+    if other is not None:
+        y = other.states()[-1]
+        if y.shape != x.shape:
+            raise ValueError(f"The student's states have the shape {list(y.shape)}, the model's {list(x.shape)}, so "
+                             'they cannot be compared.')
+        way = (y - x) * mask
+        distance = way.flatten(1).norm(dim=1)
+        towards = _radius(flow, x, _unit(way), label, limit * norm)
+        same = other.logits(y).argmax(dim=1) == label
+        worst = torch.minimum(worst, towards)
+    return Region(torch.stack(random, dim=1), worst, norm, distance, towards, same)
+
+
+def _read_by_the_head(flow: Flow, x: Tensor) -> Tensor:
+    """1 for the parts of the state that norm and head read, such as the class token, and 0 for the others [1, ...]."""
+    with torch.enable_grad():
+        state = x[:1].detach().requires_grad_()
+        gradient, = torch.autograd.grad(flow.logits(state).square().sum(), state)
+    return (gradient != 0).any(dim=-1, keepdim=True).to(x)
+
+
+def _unit(x: Tensor) -> Tensor:
+    norm = x.flatten(1).norm(dim=1).clamp_min(torch.finfo(x.dtype).tiny)
+    return x / norm.view(-1, *[1] * (x.ndim - 1))
+
+
+def _noise(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Random numbers in the shape of a state, the same for every image."""
+    return torch.randn(x.shape[1:], generator=generator).to(x).expand_as(x)
+
+
+def _radius(flow: Flow, x: Tensor, direction: Tensor, label: Tensor, limit: Tensor) -> Tensor:
+    """The smallest radius found at which the class is another: on a grid of 24 radii, then by bisection [B]."""
+    def changed(r: Tensor) -> Tensor:
+        moved = x + r.view(-1, *[1] * (x.ndim - 1)) * direction
+        return flow.logits(moved).argmax(dim=1) != label
+    low, high = torch.zeros_like(limit), torch.full_like(limit, math.inf)
+    for exponent in torch.linspace(-9, 0, 24).tolist():
+        r = limit * 2. ** exponent
+        new = high.isinf() & changed(r)
+        high = torch.where(new, r, high)
+        low = torch.where(high.isinf(), r, low)
+    found = high.isfinite()
+    for _ in range(12):
+        middle = torch.where(found, (low + high) / 2, low)
+        beyond = changed(middle)
+        low, high = torch.where(beyond, low, middle), torch.where(beyond & found, middle, high)
+    return torch.where(found, high, math.inf)
+
+
+def _worst(flow: Flow, x: Tensor, label: Tensor, mask: Tensor, rounds: int = 6) -> Tensor:
+    """A direction in which the boundary of the class is near: repeated steps to the nearest linearised boundary."""
+    shift = torch.zeros_like(x)
+    for _ in range(rounds):
+        with torch.enable_grad():
+            state = (x + shift).detach().requires_grad_()
+            logits = flow.logits(state)
+            rivals = logits.detach().scatter(1, label[:, None], -math.inf).topk(min(10, logits.shape[1] - 1)).indices
+            own = logits.gather(1, label[:, None])[:, 0]
+            best, step = torch.full_like(own, math.inf).detach(), torch.zeros_like(x)
+            for rival in rivals.unbind(1):
+                gap = own - logits.gather(1, rival[:, None])[:, 0]
+                gradient, = torch.autograd.grad(gap.sum(), state, retain_graph=True)
+                gradient = gradient * mask
+                size = gradient.flatten(1).norm(dim=1).clamp_min(1e-12)
+                away = gap.detach().clamp_min(0.) / size
+                nearer = (away < best).view(-1, *[1] * (x.ndim - 1))
+                move = -((away + 1e-4 * size.reciprocal()) / size).view_as(nearer) * gradient
+                step, best = torch.where(nearer, move, step), torch.minimum(best, away)
+        moved = (flow.logits(x + shift).argmax(dim=1) != label).view(-1, *[1] * (x.ndim - 1))
+        shift = torch.where(moved, shift, shift + step)
+    return shift
+
+
+@dataclass(frozen=True, repr=False)
+class Recovery(PerImage):
+    """What becomes of a perturbation of the state.
+
+    Attributes:
+        factor: Distance of the last state from the unperturbed one, relative to the size of the perturbation [B, K]:
+            below 1 where the dynamics take it back.
+        same: Whether the class stays [B, K].
+        times: When the state is perturbed [K].
+    """
+    factor: Tensor
+    same: Tensor
+    times: Tensor = dataclasses.field(metadata={'shared': True})
+
+    def __repr__(self) -> str:
+        return (f'Recovery({len(self.factor)} images, factor {self.factor[:, 0].mean():.3g} for the first time, '
+                f'{self.factor[:, -1].mean():.3g} for the last; class kept {100 * self.same.double().mean():.1f} %)')
+
+
+@checks_keywords
+def recovery(model: Any, images: Images = None, *, size: float = 0.1, batch_size: int = 64, seed: int = 0) -> Recovery:
+    """Perturb the state at random at the start of each step, and see what is left of it at the end.
+
+    Args:
+        model: timm model with one sequence of blocks and a head; or a Flow with a head, without images.
+        images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
+        size: Norm of the perturbation of all tokens, relative to the norm of the state.
+        batch_size: Images at a time.
+        seed: Seed of the perturbations.
+
+    Returns:
+        Recovery.
+
+    Raises:
+        TypeError: The model has no single sequence of blocks, or no head for a state.
+        ValueError: size is not above 0, or there are no images.
+
+    Source: self-correction, Raptor, arXiv 2512.19941.
+    """
+    if not (isinstance(size, (int, float)) and 0 < size < math.inf):
+        raise ValueError(f'size must be a number above 0; got {size!r}.')
+
+    def measure(flow: Flow) -> Recovery:
+        generator = torch.Generator().manual_seed(seed)
+        states = flow.states()
+        label = flow.logits(states[-1]).argmax(dim=1)
+        rows: List[Tuple[Tensor, Tensor]] = []
+        for k, x in enumerate(states[:-1]):
+            noise = _unit(_noise(x, generator))
+            noise = noise * size * x.flatten(1).norm(dim=1).view(-1, *[1] * (x.ndim - 1))
+            moved = x + noise
+            for step in flow.maps[k:]:
+                moved = step(moved)
+            left = (moved - states[-1]).flatten(1).norm(dim=1) / noise.flatten(1).norm(dim=1)
+            rows.append((left, flow.logits(moved).argmax(dim=1) == label))
+        factor, same = (torch.stack(part, dim=1) for part in zip(*rows, strict=True))
+        return Recovery(factor, same, torch.tensor(flow.times[:-1], dtype=torch.float64))
+    return over_images(measure, model, images, batch_size)
