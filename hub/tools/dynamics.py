@@ -1,0 +1,117 @@
+r"""Measure what the states of published models do along the way.
+
+    python hub/tools/dynamics.py cifar100.npz out/dynamics --teacher deit_tiny_patch16_64.cifar100 \
+        --students odevit_tiny_native_patch16_64.deit_tiny_cifar100 --images 1000
+
+Test images; one JSON file per model and measure, so that an interrupted run goes on where it was.
+"""
+import argparse
+import json
+import math
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import timm
+import torch
+
+from timm_odevit import (
+    contraction_regions,
+    discretisation_errors,
+    lipschitz_constants,
+    lyapunov_exponents,
+    recovery,
+    relations,
+    signals,
+    softmax_bounds,
+    spectral_norms,
+)
+from timm_odevit.data.arrays import array_loaders
+from timm_odevit.dynamics.discretisation import observed_order
+from timm_odevit.files import write_text
+from timm_odevit.ode.blocks import find_ode_blocks
+
+
+def spread(values):
+    values = values.double()
+    return {'mean': float(values.mean()), 'sd': float(values.std()) if len(values) > 1 else math.nan}
+
+
+def measures(model, teacher, images, loader):
+    """The measures of one model, by name; each a function without arguments that returns what goes into JSON."""
+    def exponents():
+        found = lyapunov_exponents(model, images, sweeps=4)
+        return {**spread(found.values[:, 0]), 'drift': float(found.drift.mean()),
+                'running': found.running[..., 0].mean(0).tolist(),
+                'without': sum(reason is not None for reason in found.reasons)}
+
+    def class_exponents():
+        found = lyapunov_exponents(model, images, sweeps=4, tokens='class')
+        return {**spread(found.values[:, 0]), 'drift': float(found.drift.mean())}
+
+    def lipschitz():
+        found = lipschitz_constants(model, images, iterations=8)
+        return {'along': found.values.mean(0).tolist(), 'largest': float(found.values.max()),
+                **spread(found.values.mean(1))}
+
+    def softmax():
+        found = softmax_bounds(model, images)
+        return {'along': found.values.mean((0, 2)).tolist(), **spread(found.values.mean((1, 2)))}
+
+    def region():
+        found = contraction_regions(teacher, images, student=None if model is teacher else model)
+        radii = {'worst': found.worst, 'distance': found.distance, 'towards': found.towards,
+                 'random': found.random.median(dim=1).values}
+        return {**{name: float((radius / found.norm).median()) for name, radius in radii.items()},
+                'inside': 100 * float(found.inside.double().mean()), 'same': 100 * float(found.same.double().mean())}
+
+    def taken_back():
+        found = recovery(model, images)
+        return {'factor': found.factor.mean(0).tolist(), 'same': (100 * found.same.double().mean(0)).tolist()}
+
+    def related():
+        found = relations(*signals(model, loader, teacher=None if model is teacher else teacher))
+        return [{**asdict(r), 'related': r.related} for r in found]
+
+    def error():
+        own = find_ode_blocks(model)[0].method
+        found = [discretisation_errors(model, images[:100], methods=[method], fine=4, iterations=3)
+                 for method in dict.fromkeys([own, 'strang', 'rk4'])]
+        return [{'method': e.method, 'steps': e.steps, 'error': float(e.error.mean()), 'bound': float(e.bound.mean()),
+                 'reference': float(e.reference.mean()), 'local': e.local.mean(0).tolist(),
+                 'order': observed_order(each)} for each in found for e in each]
+    chosen = {'spectral norms': lambda: spectral_norms(model), 'exponents': exponents, 'class token': class_exponents,
+              'softmax': softmax, 'region': region, 'recovery': taken_back, 'relations': related,
+              'lipschitz': lipschitz}
+    return {**chosen, 'discretisation': error} if find_ode_blocks(model) else chosen
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('data')
+    parser.add_argument('out', type=Path)
+    parser.add_argument('--teacher', required=True, help='name of the teacher')
+    parser.add_argument('--students', nargs='+', default=[], help='names of its students')
+    parser.add_argument('--images', type=int, default=1000, help='number of test images')
+    parser.add_argument('--threads', type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    teacher = timm.create_model(args.teacher, pretrained=True).eval()
+    for name in (args.teacher, *args.students):
+        model = teacher if name == args.teacher else timm.create_model(name, pretrained=True).eval()
+        loader = list(array_loaders(args.data, model, batch_size=50, limit=args.images)[2])
+        images = torch.cat([batch for batch, _ in loader])
+        for measure, run in measures(model, teacher, images, loader).items():
+            path = args.out / name / f'{measure.replace(" ", "_")}.json'
+            if path.exists() and json.loads(path.read_text())['images'] == len(images):
+                continue
+            start = time.process_time()
+            found = run()
+            each = 1000 * (time.process_time() - start) / len(images)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps({'images': len(images), 'ms per image': each, 'found': found}) + '\n')
+            print(f'{name}, {measure}: {each:.1f} ms per image', flush=True)
+
+
+if __name__ == '__main__':
+    main()
