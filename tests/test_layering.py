@@ -62,6 +62,12 @@ def test_no_private_name_is_used_by_another_file():
                             and alias.asname != '_registers'], path
 
 
+def test_every_room_is_in_the_wheel():
+    listed = (PACKAGE.parent / 'pyproject.toml').read_text().partition('packages = [')[2].partition(']')[0]
+    for path in PACKAGE.rglob('__init__.py'):
+        assert f'"{".".join(path.parent.relative_to(PACKAGE.parent).parts)}"' in listed, path
+
+
 def test_importing_needs_no_extra_and_leaves_torchdiffeq_and_the_gpu_alone():
     code = ("import sys\nfor name in ('matplotlib', 'sklearn'): sys.modules[name] = None\n"
             "import timm_odevit, torch\nassert 'torchdiffeq' not in sys.modules\nassert not torch.cuda.is_initialized()")
