@@ -122,11 +122,13 @@ def _sequence(model: Any) -> List[Any]:
 
 
 def batches(images: Images, batch_size: int) -> Iterator[Tensor]:
-    """Batches of images [B, C, H, W], from a tensor or from a loader of images or of (images, labels).
+    """Batches of images [B, C, H, W], from a tensor, a pair (images, labels), or a loader of one or the other.
 
     Raises:
         ValueError: There are no images.
     """
+    if isinstance(images, (tuple, list)) and [getattr(part, 'ndim', 0) for part in images] == [4, 1]:
+        images = images[0]
     if isinstance(images, Tensor) and images.ndim != 4:
         raise ValueError(f'Expected images [B, C, H, W], or batches of them; got a tensor {list(images.shape)}.')
     found = 0
