@@ -28,7 +28,7 @@ from timm_odevit import (
 )
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.dynamics.discretisation import observed_order
-from timm_odevit.files import write_text
+from timm_odevit.files import to_json, write_text
 from timm_odevit.ode.blocks import find_ode_blocks
 
 
@@ -109,7 +109,7 @@ def main():
             found = run()
             each = 1000 * (time.process_time() - start) / len(images)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, json.dumps({'images': len(images), 'ms per image': each, 'found': found}) + '\n')
+            write_text(path, to_json({'images': len(images), 'ms per image': each, 'found': found}))
             print(f'{name}, {measure}: {each:.1f} ms per image', flush=True)
 
 
