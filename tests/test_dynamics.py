@@ -169,7 +169,7 @@ def test_spectral_norms_follow_the_weights_with_one_iteration(vit):
     watch.update(300)
     with torch.no_grad():
         model.blocks[1].mlp.fc1.weight.mul_(2)
-    before = watch.update(0)
+    before = watch.update(1)
     assert before.keys() == watch.update(1).keys()
     assert watch.update(1)['blocks.1.mlp.fc1.weight'] == pytest.approx(
         float(torch.linalg.matrix_norm(model.blocks[1].mlp.fc1.weight.detach(), ord=2)), rel=1e-3)
@@ -228,7 +228,6 @@ def test_a_student_inside_the_region_has_the_class_of_its_teacher(vit, images):
     convert_(student, phases=1)
     far = contraction_regions(teacher, images, student=student, directions=2)
     assert (far.distance > 0).all() and not (far.inside & ~far.same).any()
-    # the boundary in the worst direction is where it is said to be
     with follow(teacher, images) as flow:
         x = flow.states()[-1]
         assert torch.allclose(found.norm, x[:, 0].norm(dim=1))  # the head reads the class token alone
@@ -334,6 +333,29 @@ def test_batches_and_threads_and_modes_change_nothing(vit, images):
 def test_wrong_arguments(vit, images, wrong, message):
     with pytest.raises(ValueError, match=message):
         lyapunov_exponents(vit(), images, **wrong)
+
+
+def test_more_wrong_arguments(vit, images):
+    model = vit()
+    convert_(model)
+    for call, message in (
+            (lambda: discretisation_errors(model, images, steps=0), r'steps must be whole numbers of at least 1; got \[0\]'),
+            (lambda: discretisation_errors(model, images, steps=[]), r'got \[\]'),
+            (lambda: discretisation_errors(model, images, iterations=0), 'iterations must be'),
+            (lambda: discretisation_errors(model, images, methods='eulre'), "Unknown fixed-step method 'eulre'"),
+            (lambda: discretisation_errors(model, images, fine=3), 'fine must be an even number'),
+            (lambda: lipschitz_constants(model, images, batch_size=0), 'batch_size must be'),
+            (lambda: softmax_bounds(model, images, k=99), 'k must be 1 to'),
+            (lambda: recovery(model, images, size=-1.), 'size must be'),
+            (lambda: spectral_norms(model, iterations=0), 'iterations must be'),
+            (lambda: signals(model, [images]), r'batches \(images, labels\); got a Tensor'),
+            (lambda: relations({'a': torch.rand(4)}, torch.arange(4) > 1, level=95), 'level lie between 0 and 1'),
+            (lambda: Flow(images, (), ()), 'one time more than maps; got 0 maps and 0 times')):
+        with pytest.raises(ValueError, match=message):
+            call()
+    for measure in (spectral_norms, lambda m: discretisation_errors(m, images), lambda m: lyapunov_exponents(m, images)):
+        with pytest.raises(TypeError):
+            measure('vit')
 
 
 def test_models_that_cannot_be_followed(vit, images):

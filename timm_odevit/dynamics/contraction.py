@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..settings import checks_keywords
-from .flow import Flow, Images, PerImage, batches, follow, over_images
+from .flow import Flow, Images, PerImage, along, batches, follow, noise, norms, over_images, unit
 
 __all__ = ['Recovery', 'Region', 'contraction_regions', 'recovery']
 
@@ -67,7 +67,8 @@ def contraction_regions(
         model: timm model with one sequence of blocks and a head, such as the teacher; or a Flow with a head, without
             images.
         images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
-        student: A model of the same width and tokens, whose distance is compared with the region.
+        student: A model of the same width, tokens and normalisation of images, whose distance is compared with the
+            region.
         directions: Number of random directions.
         limit: Largest radius that is tried, in units of the norm of the state.
         batch_size: Images at a time.
@@ -105,11 +106,11 @@ def _region(flow: Flow, other: Optional[Flow], directions: int, limit: float, se
     x = flow.states()[-1]
     logits = flow.logits(x)
     label, mask = logits.argmax(dim=1), _read_by_the_head(flow, x)
-    norm = (x * mask).flatten(1).norm(dim=1)
+    norm = norms(x * mask)
     generator = torch.Generator().manual_seed(seed)
-    random = [_radius(flow, x, _unit(_noise(x, generator) * mask), label, limit * norm)
+    random = [_radius(flow, x, unit(noise(x, generator) * mask), label, limit * norm)
               for _ in range(directions)]
-    worst = _radius(flow, x, _unit(_worst(flow, x, label, mask)), label, limit * norm)
+    worst = _radius(flow, x, unit(_worst(flow, x, label, mask)), label, limit * norm)
     nothing = torch.full_like(norm, math.nan)
     distance = towards = nothing
     same = torch.zeros_like(label, dtype=torch.bool)
@@ -119,8 +120,8 @@ def _region(flow: Flow, other: Optional[Flow], directions: int, limit: float, se
             raise ValueError(f"The student's states have the shape {list(y.shape)}, the model's {list(x.shape)}, so "
                              'they cannot be compared.')
         way = (y - x) * mask
-        distance = way.flatten(1).norm(dim=1)
-        towards = _radius(flow, x, _unit(way), label, limit * norm)
+        distance = norms(way)
+        towards = _radius(flow, x, unit(way), label, limit * norm)
         same = other.logits(y).argmax(dim=1) == label
         worst = torch.minimum(worst, towards)
     return Region(torch.stack(random, dim=1), worst, norm, distance, towards, same)
@@ -134,20 +135,10 @@ def _read_by_the_head(flow: Flow, x: Tensor) -> Tensor:
     return (gradient != 0).any(dim=-1, keepdim=True).to(x)
 
 
-def _unit(x: Tensor) -> Tensor:
-    norm = x.flatten(1).norm(dim=1).clamp_min(torch.finfo(x.dtype).tiny)
-    return x / norm.view(-1, *[1] * (x.ndim - 1))
-
-
-def _noise(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Random numbers in the shape of a state, the same for every image."""
-    return torch.randn(x.shape[1:], generator=generator).to(x).expand_as(x)
-
-
 def _radius(flow: Flow, x: Tensor, direction: Tensor, label: Tensor, limit: Tensor) -> Tensor:
     """The smallest radius found at which the class is another: on a grid of 24 radii, then by bisection [B]."""
     def changed(r: Tensor) -> Tensor:
-        moved = x + r.view(-1, *[1] * (x.ndim - 1)) * direction
+        moved = x + along(r, x) * direction
         return flow.logits(moved).argmax(dim=1) != label
     low, high = torch.zeros_like(limit), torch.full_like(limit, math.inf)
     for exponent in torch.linspace(-9, 0, 24).tolist():
@@ -177,12 +168,12 @@ def _worst(flow: Flow, x: Tensor, label: Tensor, mask: Tensor, rounds: int = 6) 
                 gap = own - logits.gather(1, rival[:, None])[:, 0]
                 gradient, = torch.autograd.grad(gap.sum(), state, retain_graph=True)
                 gradient = gradient * mask
-                size = gradient.flatten(1).norm(dim=1).clamp_min(1e-12)
+                size = norms(gradient).clamp_min(1e-12)
                 away = gap.detach().clamp_min(0.) / size
-                nearer = (away < best).view(-1, *[1] * (x.ndim - 1))
-                move = -((away + 1e-4 * size.reciprocal()) / size).view_as(nearer) * gradient
+                nearer = along(away < best, x)
+                move = -along((away + 1e-4 / size) / size, x) * gradient
                 step, best = torch.where(nearer, move, step), torch.minimum(best, away)
-        moved = (flow.logits(x + shift).argmax(dim=1) != label).view(-1, *[1] * (x.ndim - 1))
+        moved = along(flow.logits(x + shift).argmax(dim=1) != label, x)
         shift = torch.where(moved, shift, shift + step)
     return shift
 
@@ -235,12 +226,10 @@ def recovery(model: Any, images: Images = None, *, size: float = 0.1, batch_size
         label = flow.logits(states[-1]).argmax(dim=1)
         rows: List[Tuple[Tensor, Tensor]] = []
         for k, x in enumerate(states[:-1]):
-            noise = _unit(_noise(x, generator))
-            noise = noise * size * x.flatten(1).norm(dim=1).view(-1, *[1] * (x.ndim - 1))
-            moved = x + noise
+            moved = x + along(size * norms(x), x) * unit(noise(x, generator))
             for step in flow.maps[k:]:
                 moved = step(moved)
-            left = (moved - states[-1]).flatten(1).norm(dim=1) / noise.flatten(1).norm(dim=1)
+            left = norms(moved - states[-1]) / (size * norms(x))
             rows.append((left, flow.logits(moved).argmax(dim=1) == label))
         factor, same = (torch.stack(part, dim=1) for part in zip(*rows, strict=True))
         return Recovery(factor, same, torch.tensor(flow.times[:-1], dtype=torch.float64))

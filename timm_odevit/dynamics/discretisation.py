@@ -3,17 +3,17 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple, Union
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Context
 from ..ode.methods import METHODS
 from ..ode.steps import Solver, Step
 from ..settings import checks_keywords
-from .flow import Flow, Images, PerImage, over_images
+from .flow import Flow, Images, PerImage, noise, norms, over_images
 from .lipschitz import largest_singular_value
 
 __all__ = ['DiscretisationError', 'discretisation_errors', 'observed_order']
@@ -57,8 +57,8 @@ def discretisation_errors(
         model: Any,
         images: Images,
         *,
-        methods: Optional[Sequence[str]] = None,
-        steps: Optional[Sequence[int]] = None,
+        methods: Union[str, Sequence[str], None] = None,
+        steps: Union[int, Sequence[int], None] = None,
         fine: int = 8,
         iterations: int = 10,
         batch_size: int = 16,
@@ -71,10 +71,10 @@ def discretisation_errors(
     Args:
         model: ODE-ViT with one sequence of blocks. Its own method and steps stay as they are.
         images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
-        methods: Fixed-step methods; None for the model's own.
-        steps: Numbers of steps; None for half, all and twice the model's own.
-        fine: Steps of the reference per unit of time, an even number. The cost is 6 fine T evaluations per image for
-            every method and number of steps.
+        methods: Fixed-step method or methods; None for the model's own.
+        steps: Number or numbers of steps; None for half, all and twice the model's own.
+        fine: Steps of the reference per unit of time, an even number. It takes 6 fine T evaluations per image, and
+            every method and number of steps 4 fine T more.
         iterations: Iterations of the power method for `bound`.
         batch_size: Images at a time.
 
@@ -87,15 +87,19 @@ def discretisation_errors(
 
     Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.3 (the error estimate with the transport of local errors).
     """
-    odes = find_ode_blocks(model)
+    odes = find_ode_blocks(model) if isinstance(model, nn.Module) else []
     if len(odes) != 1:
         raise TypeError(f'A {type(model).__name__} has no ODE whose solution could be compared. Convert it first.')
     own = odes[0]
-    chosen = list(methods) if methods is not None else [own.method]
+    chosen = [methods] if isinstance(methods, str) else [own.method] if methods is None else list(methods)
     for method in chosen:
         if method not in METHODS:
             raise ValueError(f"Unknown fixed-step method '{method}'. Allowed: {', '.join(METHODS)}.")
-    counts = list(steps) if steps is not None else sorted({max(own.steps // 2, 1), own.steps, 2 * own.steps})
+    usual = sorted({max(own.steps // 2, 1), own.steps, 2 * own.steps})
+    counts = [steps] if isinstance(steps, int) else usual if steps is None else list(steps)
+    for name, values in (('steps', counts), ('iterations', [iterations])):
+        if not values or any(type(value) is not int or value < 1 for value in values):
+            raise ValueError(f'{name} must be whole numbers of at least 1; got {values}.')
     if type(fine) is not int or fine < 2 or fine % 2:
         raise ValueError(f'fine must be an even number of at least 2; got {fine!r}.')
 
@@ -129,8 +133,8 @@ class _Solutions:
         self.passed = args[0].passed if ready else first.field.context(args, kwargs).passed
         self.start = flow.states()[places[0]]
         self.exact = self.run(self.start, ode.t, ode.end, fine)
-        self.half = _distance(self.run(self.start, ode.t, ode.end, fine // 2), self.exact)
-        self.way = _distance(self.start, self.exact).clamp_min(torch.finfo(self.start.dtype).tiny)
+        self.half = norms(self.run(self.start, ode.t, ode.end, fine // 2) - self.exact)
+        self.way = norms(self.start - self.exact).clamp_min(torch.finfo(self.start.dtype).tiny)
 
     def maps(self, method: str, steps: int, t: float, end: float) -> List[Any]:
         config = replace(self.ode.config, method=method, steps=steps, T=end - t, adjoint=False)
@@ -150,23 +154,19 @@ class _Solutions:
         maps = self.maps(method, steps, self.ode.t, self.ode.end)
         h = (self.ode.end - self.ode.t) / steps
         x, bound, local = self.start, self.start.new_zeros(len(self.start)), []
-        vector = torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x).expand_as(x)
+        vector = noise(x, torch.Generator().manual_seed(0))
         for i, step in enumerate(maps):
             t = self.ode.t + i * h
             after = step(x)
-            made = _distance(after, self.run(x, t, t + h, self.fine)) / self.way
+            made = norms(after - self.run(x, t, t + h, self.fine)) / self.way
             factor, vector = largest_singular_value(step, x, vector, 0., iterations)
             bound = factor * bound + made
             local.append(made)
             x = after
         times = torch.tensor([self.ode.t + (i + 1) * h for i in range(steps)], dtype=torch.float64)
-        error, reference = _distance(x, self.exact) / self.way, self.half / self.way
+        error, reference = norms(x - self.exact) / self.way, self.half / self.way
         return DiscretisationError(error, torch.stack(local, 1), bound, reference, method, steps, times)
 
 
 def _step(step: Any, context: Any, x: Tensor) -> Tensor:
     return step(x, context)
-
-
-def _distance(a: Tensor, b: Tensor) -> Tensor:
-    return (a - b).flatten(1).norm(dim=1)

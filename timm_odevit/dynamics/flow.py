@@ -18,7 +18,9 @@ from ..ode.steps import Step
 from ..recording import watch_blocks
 from ..settings import checks_keywords
 
-__all__ = ['Flow', 'Images', 'PerImage', 'batches', 'follow', 'over_images', 'pull', 'push']
+__all__ = [
+    'Flow', 'Images', 'PerImage', 'along', 'batches', 'follow', 'noise', 'norms', 'over_images', 'pull', 'push', 'unit',
+]
 
 Images = Union[Tensor, Iterable[Any], None]
 Found = TypeVar('Found', bound='PerImage')
@@ -41,6 +43,11 @@ class Flow:
     times: Tuple[float, ...]
     head: Optional[Callable[[Tensor], Tensor]] = None
     blocks: Tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.maps or len(self.times) != len(self.maps) + 1:
+            raise ValueError(f'A Flow needs a map, and one time more than maps; got {len(self.maps)} maps and '
+                             f'{len(self.times)} times.')
 
     def states(self) -> List[Tensor]:
         """The state before the first map, and after each."""
@@ -125,10 +132,12 @@ def batches(images: Images, batch_size: int) -> Iterator[Tensor]:
     """Batches of images [B, C, H, W], from a tensor, a pair (images, labels), or a loader of one or the other.
 
     Raises:
-        ValueError: There are no images.
+        ValueError: There are no images, or batch_size is out of range.
     """
     if isinstance(images, (tuple, list)) and [getattr(part, 'ndim', 0) for part in images] == [4, 1]:
         images = images[0]
+    if type(batch_size) is not int or batch_size < 1:
+        raise ValueError(f'batch_size must be a whole number of at least 1; got {batch_size!r}.')
     if isinstance(images, Tensor) and images.ndim != 4:
         raise ValueError(f'Expected images [B, C, H, W], or batches of them; got a tensor {list(images.shape)}.')
     found = 0
@@ -169,6 +178,26 @@ def over_images(measure: Callable[[Flow], Found], model: Any, images: Images, ba
         with follow(model, batch) as flow:
             parts.append(measure(flow))
     return type(parts[0]).joined(parts)
+
+
+def norms(x: Tensor) -> Tensor:
+    """The Euclidean norm of each state [B] of x [B, ...]."""
+    return x.flatten(1).norm(dim=1)
+
+
+def along(numbers: Tensor, x: Tensor) -> Tensor:
+    """One number per state [B], in a shape that multiplies x [B, ...]."""
+    return numbers.view(-1, *[1] * (x.ndim - 1))
+
+
+def unit(x: Tensor) -> Tensor:
+    """Each state of x [B, ...] scaled to norm 1; 0 stays 0."""
+    return x / along(norms(x).clamp_min(torch.finfo(x.dtype).tiny), x)
+
+
+def noise(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Normal random numbers in the shape of x [B, ...], the same for every state."""
+    return torch.randn(x.shape[1:], generator=generator).to(x).expand_as(x)
 
 
 def push(step: Callable[[Tensor], Tensor], state: Tensor, vector: Tensor) -> Tensor:

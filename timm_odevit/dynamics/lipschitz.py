@@ -9,7 +9,7 @@ from torch import Tensor
 from ..convert.block_kinds import field_class
 from ..ode.steps import Step
 from ..settings import checks_keywords
-from .flow import Flow, Images, PerImage, over_images, pull, push
+from .flow import Flow, Images, PerImage, noise, norms, over_images, pull, push, unit
 
 __all__ = ['LipschitzConstants', 'SoftmaxBounds', 'largest_singular_value', 'lipschitz_constants', 'log_softmax_bound',
            'softmax_bounds']
@@ -68,8 +68,7 @@ def lipschitz_constants(
     shift = 1. if of == 'field' else 0.
 
     def measure(flow: Flow) -> LipschitzConstants:
-        generator = torch.Generator().manual_seed(0)
-        vector = torch.randn(flow.start.shape[1:], generator=generator).to(flow.start).expand_as(flow.start)
+        vector = noise(flow.start, torch.Generator().manual_seed(0))
         found: List[Tensor] = []
         for step, h, x in zip(flow.maps, flow.lengths(), flow.states(), strict=False):
             sigma, vector = largest_singular_value(step, x, vector, shift, iterations)
@@ -95,15 +94,11 @@ def largest_singular_value(
     """
     sigma = state.new_zeros(len(state))
     for _ in range(iterations):
-        vector = vector / _norm(vector).clamp_min(torch.finfo(vector.dtype).tiny)
+        vector = unit(vector)
         moved = push(step, state, vector) - shift * vector
-        sigma = _norm(moved).flatten()
+        sigma = norms(moved)
         vector = pull(step, state, moved)[0] - shift * moved
     return sigma, torch.nan_to_num(vector)
-
-
-def _norm(x: Tensor) -> Tensor:
-    return x.flatten(1).norm(dim=1).view(-1, *[1] * (x.ndim - 1))
 
 
 def log_softmax_bound(attention: Tensor, k: int) -> Tensor:

@@ -60,8 +60,11 @@ def relations(
         One Relation per measure.
 
     Raises:
-        ValueError: The lengths differ, or all images or none are classified correctly.
+        ValueError: An argument is out of range, the lengths differ, or all images or none are classified correctly.
     """
+    if type(resamples) is not int or resamples < 1 or not 0 < level < 1:
+        raise ValueError('resamples must be a whole number of at least 1, and level lie between 0 and 1; got '
+                         f'{resamples!r} and {level!r}.')
     found = []
     for name, values in measures.items():
         if values.shape != correct.shape or values.ndim != 1:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..settings import checks_keywords
 from .contraction import contraction_regions
-from .flow import follow
+from .flow import follow, norms
 from .lyapunov import lyapunov_exponents
 
 __all__ = ['signals']
@@ -19,7 +19,7 @@ def signals(model: Any, loader: Any, *, teacher: Any = None, sweeps: int = 2) ->
     Args:
         model: timm model with one sequence of blocks and a head; an ODE-ViT or an ordinary ViT.
         loader: Batches of (images [B, C, H, W], normalised for the model; labels [B]).
-        teacher: A model of the same width and tokens, for the distance of the last states.
+        teacher: A model of the same width, tokens and normalisation of images, for the distance of the last states.
         sweeps: See `lyapunov_exponents`.
 
     Returns:
@@ -31,10 +31,13 @@ def signals(model: Any, loader: Any, *, teacher: Any = None, sweeps: int = 2) ->
 
     Raises:
         TypeError: The model has no single sequence of blocks, or no head for a state.
-        ValueError: There are no images, or the model has a single step.
+        ValueError: There are no images or labels, or the model has a single step.
     """
     rows, correct = [], []
-    for images, labels in loader:
+    for batch in loader:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ValueError(f'The loader must give batches (images, labels); got a {type(batch).__name__}.')
+        images, labels = batch
         with follow(model, images) as flow:
             states = flow.states()
             if len(states) < 3:
@@ -50,18 +53,14 @@ def signals(model: Any, loader: Any, *, teacher: Any = None, sweeps: int = 2) ->
                 'margin': top.values[:, 0] - top.values[:, 1],
                 'exponent': lyapunov_exponents(flow, sweeps=sweeps).values[:, 0],
                 'radius': region.worst / region.norm,
-                'acceleration': _size(last - before) / _size(before),
+                'acceleration': norms(last - before) / norms(before),
             }
             if teacher is not None:
                 with follow(teacher, images) as other:
                     theirs = other.states()[-1]
-                row['distance'] = _size(states[-1] - theirs) / _size(theirs)
+                row['distance'] = norms(states[-1] - theirs) / norms(theirs)
             rows.append(row)
             correct.append(top.indices[:, 0] == labels.to(top.indices))
     if not rows:
         raise ValueError('There are no images to measure on.')
     return {name: torch.cat([row[name].double() for row in rows]) for name in rows[0]}, torch.cat(correct)
-
-
-def _size(x: Tensor) -> Tensor:
-    return x.flatten(1).norm(dim=1)

@@ -52,12 +52,14 @@ class SpectralNorms:
     def __init__(self, model: nn.Module, seed: int = 0) -> None:
         self.model, self.seed = model, seed
         self.vectors: Dict[str, Tensor] = {}
-        if not _weights(model):
+        if not isinstance(model, nn.Module) or not _weights(model):
             raise TypeError(f'A {type(model).__name__} has no blocks with weight matrices.')
 
     @torch.no_grad()
     def update(self, iterations: int = 1) -> Dict[str, float]:
         """Iterate, and return the norms by the name of the weight, a lower bound that converges from below."""
+        if type(iterations) is not int or iterations < 1:
+            raise ValueError(f'iterations must be a whole number of at least 1; got {iterations!r}.')
         found = {}
         for weight in _weights(self.model):
             v = self.vectors.get(weight.name)
@@ -66,7 +68,6 @@ class SpectralNorms:
                 layers = 1 if weight.up is None else len(weight.up)
                 v = torch.randn(layers, weight.shared.shape[1], generator=generator)
             v = v.to(weight.shared)
-            norm = v.norm(dim=1)
             for _ in range(iterations):
                 v = v / v.norm(dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
                 u = weight.times(v)
