@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..settings import checks_keywords
-from .flow import Flow, Images, PerImage, along, batches, follow, noise, norms, over_images, unit
+from .flow import Flow, Images, PerImage, along, noise, norms, over_images, unit
 
 __all__ = ['Recovery', 'Region', 'contraction_regions', 'recovery']
 
@@ -68,7 +68,7 @@ def contraction_regions(
             images.
         images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
         student: A model of the same width, tokens and normalisation of images, whose distance is compared with the
-            region.
+            region; for a Flow, another Flow.
         directions: Number of random directions.
         limit: Largest radius that is tried, in units of the norm of the state.
         batch_size: Images at a time.
@@ -88,18 +88,10 @@ def contraction_regions(
         raise ValueError(f'directions must be a whole number of at least 1; got {directions!r}.')
     if not (isinstance(limit, (int, float)) and 0 < limit < math.inf):
         raise ValueError(f'limit must be a number above 0; got {limit!r}.')
-    if isinstance(model, Flow):
-        with torch.no_grad():
-            return _region(model, None, directions, limit, seed)
-    parts: List[Region] = []
-    for batch in batches(images, batch_size):
-        with follow(model, batch) as flow:
-            if student is None:
-                parts.append(_region(flow, None, directions, limit, seed))
-                continue
-            with follow(student, batch) as other:
-                parts.append(_region(flow, other, directions, limit, seed))
-    return Region.joined(parts)
+
+    def measure(flow: Flow, other: Optional[Flow] = None) -> Region:
+        return _region(flow, other, directions, limit, seed)
+    return over_images(measure, model, images, batch_size, *([] if student is None else [student]))
 
 
 def _region(flow: Flow, other: Optional[Flow], directions: int, limit: float, seed: int) -> Region:

@@ -1,5 +1,5 @@
 """Flow: what a model does to the tokens of some images, as a sequence of maps."""
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -168,15 +168,18 @@ class PerImage:
         return replace(parts[0], **rows)
 
 
-def over_images(measure: Callable[[Flow], Found], model: Any, images: Images, batch_size: int) -> Found:
-    """Measure a flow, or a model on images, batch by batch; what is kept is the measurements alone."""
+def over_images(measure: Callable[..., Found], model: Any, images: Images, batch_size: int, *others: Any) -> Found:
+    """Measure a flow, or a model on images, batch by batch; what is kept is the measurements alone.
+
+    The flows of other models on the same images are passed to `measure` after that of the model.
+    """
     if isinstance(model, Flow):
         with torch.no_grad():
-            return measure(model)
+            return measure(model, *others)
     parts = []
     for batch in batches(images, batch_size):
-        with follow(model, batch) as flow:
-            parts.append(measure(flow))
+        with ExitStack() as stack:
+            parts.append(measure(*(stack.enter_context(follow(each, batch)) for each in (model, *others))))
     return type(parts[0]).joined(parts)
 
 
