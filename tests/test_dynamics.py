@@ -8,14 +8,18 @@ import torch
 from torch import nn
 
 from timm_odevit import OdeConfig, convert_
+from timm_odevit.dynamics.attention import attention_maps, attention_over_time
 from timm_odevit.dynamics.contraction import contraction_regions, recovery
 from timm_odevit.dynamics.discretisation import discretisation_errors, observed_order
 from timm_odevit.dynamics.flow import Flow, follow
 from timm_odevit.dynamics.lipschitz import lipschitz_constants, log_softmax_bound, softmax_bounds
 from timm_odevit.dynamics.lyapunov import lyapunov_exponents
+from timm_odevit.dynamics.projections import plane, token_colours
 from timm_odevit.dynamics.relations import auroc, relations
 from timm_odevit.dynamics.signals import signals
+from timm_odevit.dynamics.similarity import state_similarity
 from timm_odevit.dynamics.spectral_norms import SpectralNorms, spectral_norms
+from timm_odevit.dynamics.trajectories import class_over_time, distance_over_time, trajectory_geometry
 
 
 def linear(matrix, steps=40, h=0.1, systems=3):
@@ -383,3 +387,161 @@ def test_models_that_cannot_be_followed(vit, images):
             contraction_regions(vit(), images, **wrong)
     with pytest.raises(TypeError, match='no norm and head'):
         headless.logits(headless.start)
+
+
+# --- trajectories ---
+
+def line_of(points, head=None, **kwargs):
+    """A flow through given states [K + 1, B, ...], one unit of time apart."""
+    points = torch.as_tensor(points)
+    moves = tuple([lambda x, d=d: x + d for d in points.diff(dim=0)])
+    return Flow(points[0], moves, tuple(float(i) for i in range(len(points))), head, **kwargs)
+
+
+def test_the_geometry_of_a_circle_and_of_a_straight_line():
+    angle, radius = 0.3, 2.
+    turns = torch.arange(6, dtype=torch.float64) * angle
+    circle = radius * torch.stack([turns.cos(), turns.sin()], dim=-1)[:, None]
+    found = trajectory_geometry(line_of(circle))
+    chord = 2 * radius * math.sin(angle / 2)
+    assert torch.allclose(found.speed, torch.full((1, 5), chord, dtype=torch.float64))
+    assert torch.allclose(found.angle, torch.full((1, 4), math.degrees(angle), dtype=torch.float64))
+    assert torch.allclose(found.curvature, torch.full((1, 4), angle / chord, dtype=torch.float64))
+    assert torch.allclose(found.norm, torch.full((1, 6), radius, dtype=torch.float64))
+    straight = torch.tensor([[[1., 0.]], [[2., 1.]], [[4., 3.]]])
+    found = trajectory_geometry(line_of(straight))
+    assert found.angle.abs().max() < 1e-3 and found.speed.tolist() == [pytest.approx([2 ** .5, 8 ** .5])]
+
+
+def test_likeness_of_tokens_is_that_of_all_pairs():
+    x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+    found = trajectory_geometry(line_of(torch.stack([x, x + 1]), prefix=1))
+    patches = torch.nn.functional.normalize(x[:, 1:], dim=-1)
+    pairs = torch.stack([(patches[:, i] * patches[:, j]).sum(-1) for i in range(4) for j in range(4) if i != j])
+    assert torch.allclose(found.anisotropy[:, 0], pairs.mean(0), atol=1e-6)
+    assert torch.allclose(found.cosine[:, 0], torch.cosine_similarity(x[:, 0], x[:, 1:].mean(1)))
+    bare = trajectory_geometry(line_of(torch.stack([x, x + 1])))  # no class token, so nothing to compare
+    assert bare.cosine.isnan().all() and not bare.anisotropy.isnan().any()
+
+
+def test_the_class_settles_when_it_no_longer_changes():
+    # logits of two images at t = 0 ... 3: the first changes back and forth, the second never
+    states = torch.tensor([[[2., 0.], [0., 1.]], [[0., 2.], [0., 2.]], [[2., 0.], [0., 3.]], [[3., 0.], [0., 4.]]])
+    found = class_over_time(line_of(states, head=lambda x: x))
+    assert found.classes.tolist() == [[0, 1, 0, 0], [1, 1, 1, 1]] and found.settled.tolist() == [2., 0.]
+    assert torch.allclose(found.probability[0], states[:, 0].softmax(-1)[:, 0])
+    with pytest.raises(TypeError, match='no norm and head'):
+        class_over_time(line_of(states))
+
+
+def test_the_distance_is_taken_at_the_times_of_the_student():
+    way = torch.tensor([[[1., 0.]], [[2., 0.]], [[3., 0.]]])
+    teacher = line_of(way)
+    assert distance_over_time(teacher, teacher=teacher).distance.abs().max() == 0
+    student = Flow(torch.tensor([[1., 0.]]), (lambda x: x + torch.tensor([0.5, 0.]),) * 4, (0., .5, 1., 1.5, 2.))
+    assert distance_over_time(student, teacher=teacher).distance.abs().max() < 1e-6  # between layers, linear in t
+    off = Flow(torch.tensor([[1., 1.]]), (lambda x: x + torch.tensor([2., 0.]),), (0., 2.))
+    found = distance_over_time(off, teacher=teacher)
+    assert torch.allclose(found.distance, torch.tensor([[1., 1 / 3]])) and found.patches.shape == (1, 1)
+    with pytest.raises(ValueError, match=r'until t = 1, and \[1, 2\] until t = 2'):
+        distance_over_time(Flow(torch.ones(1, 2), (lambda x: x,), (0., 1.)), teacher=teacher)
+
+
+def test_a_plane_shows_all_of_what_lies_in_one():
+    generator = torch.Generator().manual_seed(0)
+    axes = torch.linalg.qr(torch.randn(8, 2, generator=generator))[0]
+    flat = torch.randn(5, 3, 2, generator=generator)  # [K + 1, B, 2]
+    flow = line_of((flat @ axes.T)[:, :, None])
+    found = plane(flow, other=flow)
+    assert found.explained == pytest.approx(1) and torch.allclose(found.points, found.others)
+    for i in range(3):  # distances in the plane are those in space
+        assert torch.allclose(torch.cdist(found.points[i], found.points[i]), torch.cdist(flat[:, i], flat[:, i]), atol=1e-4)
+    assert plane(flow).others.shape == (3, 0, 2)
+    with pytest.raises(ValueError, match='different width'):
+        plane(flow, other=line_of(torch.randn(2, 3, 1, 4)))
+
+
+def test_equal_tokens_have_equal_colours():
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+    first, second = token_colours([x, x.flip(1)])
+    assert first.shape == (2, 6, 3) and torch.equal(first, second.flip(1))
+    assert 0 <= first.min() < 0.1 and 0.9 < first.max() <= 1
+    with pytest.raises(ValueError, match='same width'):
+        token_colours([x, x[..., :4]])
+
+
+def test_cka_is_the_unbiased_estimate_and_has_spans(vit):
+    model = vit().eval()
+    images = torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    found = state_similarity(model, images, batch_size=6)
+    assert found.images == 12 and torch.allclose(found.cka.diagonal(), torch.ones(len(found.cka), dtype=torch.float64))
+
+    def hsic(k, l):  # noqa: E741  as in the paper, term by term
+        n = len(k)
+        k, l = (m - torch.diag(m.diagonal()) for m in (k, l))  # noqa: E741
+        return ((k @ l).trace() + k.sum() * l.sum() / ((n - 1) * (n - 2)) - 2 * (k @ l).sum() / (n - 2)) / (n * (n - 3))
+    both = [0., 0., 0.]
+    for batch in images.split(6):
+        with follow(model, batch) as flow:
+            x, y = (flow.states()[i].flatten(1).double() for i in (0, 2))
+        k, l = x @ x.T, y @ y.T  # noqa: E741
+        both = [a + b for a, b in zip(both, (hsic(k, l), hsic(k, k), hsic(l, l)))]
+    assert float(found.cka[0, 2]) == pytest.approx(float(both[0] / (both[1] * both[2]) ** 0.5), rel=1e-6)
+    assert len(found.spans(2)) == 1 and found.spans(2)[0] in found.times.tolist()
+    other = state_similarity(model, images, other=vit(depth=2).eval(), batch_size=6)
+    assert other.cka.shape == (len(found.cka), 3)
+    with pytest.raises(ValueError, match='those of one model'):
+        other.spans(2)
+    with pytest.raises(ValueError, match='at least 4 images'):
+        state_similarity(model, images[:3])
+
+
+# --- attention over time ---
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'beit_base_patch16_224', 'vit_relpos_small_patch16_224',
+                                  'eva02_tiny_patch14_224', 'deit3_small_patch16_224', 'cait_xxs24_224'])
+def test_attention_maps_of_many_families(name):
+    patch = 14 if 'patch14' in name else 16
+    model = timm.create_model(name, img_size=4 * patch, depth=2).eval()
+    with follow(model, torch.randn(2, 3, 4 * patch, 4 * patch)) as flow:
+        maps = list(attention_maps(flow))
+        N = flow.start.shape[1]
+    assert len(maps) == 2 and all(m.shape[0] == 2 and m.shape[2:] == (N, N) for m in maps)
+    assert all(torch.allclose(m.sum(-1), torch.ones(m.shape[:-1]), atol=1e-5) for m in maps)
+
+
+@pytest.mark.parametrize('config', [dict(), dict(method='rk4', steps=3), dict(field='lipschitz', method='euler'),
+                                    dict(time='low_rank', rank=2)])
+def test_attention_maps_are_those_of_the_field_fused_or_not(vit, config, images):
+    model = vit()
+    convert_(model, OdeConfig(**config))
+    model.eval()
+    found = []
+    for fused in (True, False):
+        for module in model.modules():
+            if hasattr(module, 'fused_attn'):
+                module.fused_attn = fused
+        with follow(model, images) as flow:
+            found.append(list(attention_maps(flow)))
+            wanted = [model.blocks.shared.attention_map(t, x) for t, x in zip(flow.times, flow.states())]
+    for maps in found:
+        for ours, theirs in zip(maps, wanted):
+            assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_rollout_multiplies_the_maps_of_all_steps(vit, images):
+    model = vit().eval()
+    found = attention_over_time(model, images, batch_size=2)
+    with follow(model, images) as flow:
+        first, second = [m.mean(1) for m in attention_maps(flow)][:2]
+    eye = torch.eye(first.shape[-1])
+    assert torch.allclose(found.attention[:, 0], first[:, 0], atol=1e-6) and found.prefix == 1
+    assert torch.allclose(found.rollout[:, 1], ((second + eye) / 2 @ (first + eye) / 2)[:, 0], atol=1e-6)
+    assert torch.allclose(found.rollout.sum(-1), torch.ones(found.rollout.shape[:2]), atol=1e-5)
+    assert (found.entropy > 0).all() and (found.entropy <= math.log(first.shape[-1]) + 1e-6).all()
+
+
+def test_without_maps_of_all_tokens_it_says_so():
+    model = timm.create_model('mixer_s32_224', img_size=64, num_classes=3).eval()
+    with pytest.raises(ValueError, match='no attention of all tokens over all tokens'):
+        attention_over_time(model, torch.randn(1, 3, 64, 64))

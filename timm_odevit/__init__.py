@@ -12,8 +12,9 @@ odevit              the registered models
 saving              models in files and on the Hub
 data                images and labels in batches
 evaluation          accuracy over step counts
-dynamics            what the states do along the way: exponents, Lipschitz constants, errors
+dynamics            what the states do along the way: exponents, Lipschitz constants, trajectories, attention
 training            distillation, calibration, recipes
+reporting           a page that shows what a model does to a few images
 benchmark           speed and memory
 cli                 the command line; the options of the ODE come from OdeConfig's docstring
 run                 timm's own scripts with the models registered
@@ -27,18 +28,23 @@ from .convert.convertible import check_convertible, list_convertible
 from .convert.merge import Merged, merge_, merged_bytes
 from .convert.sizing import choose_size
 from .convert.torchvision import from_torchvision
+from .dynamics.attention import attention_over_time
 from .dynamics.contraction import contraction_regions, recovery
 from .dynamics.discretisation import discretisation_errors
 from .dynamics.flow import Flow
 from .dynamics.lipschitz import lipschitz_constants, softmax_bounds
 from .dynamics.lyapunov import lyapunov_exponents
+from .dynamics.projections import plane
 from .dynamics.relations import relations
 from .dynamics.signals import signals
+from .dynamics.similarity import state_similarity
 from .dynamics.spectral_norms import spectral_norms
+from .dynamics.trajectories import class_over_time, distance_over_time, trajectory_geometry
 from .evaluation.accuracy import evaluate
 from .evaluation.results import Evaluation, plot_accuracy
 from .ode.config import OdeConfig
 from .ode.integrate import integrate
+from .reporting.page import write_report
 from .saving.push import push_to_hub
 from .saving.save import save_pretrained
 from .training.calibrate import calibrate_
@@ -51,10 +57,12 @@ from .training.trajectory_task import TrajectoryDistillationTask
 
 __all__ = [
     'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'Flow', 'LossConfig', 'Merged', 'OdeConfig', 'Recipe',
-    'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'calibrate_', 'check_convertible', 'choose_size',
-    'contraction_regions', 'convert_', 'discretisation_errors', 'evaluate', 'fit', 'from_torchvision', 'integrate',
-    'lipschitz_constants', 'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'plot_accuracy',
-    'push_to_hub', 'recovery', 'relations', 'save_pretrained', 'signals', 'softmax_bounds', 'spectral_norms', 'train',
+    'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'attention_over_time', 'calibrate_',
+    'check_convertible', 'choose_size', 'class_over_time', 'contraction_regions', 'convert_', 'discretisation_errors',
+    'distance_over_time', 'evaluate', 'fit', 'from_torchvision', 'integrate', 'lipschitz_constants', 'list_convertible',
+    'lyapunov_exponents', 'merge_', 'merged_bytes', 'plane', 'plot_accuracy', 'push_to_hub', 'recovery', 'relations',
+    'save_pretrained', 'signals', 'softmax_bounds', 'spectral_norms', 'state_similarity', 'train',
+    'trajectory_geometry', 'write_report',
 ]
 
 

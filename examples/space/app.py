@@ -12,17 +12,15 @@ import gradio as gr
 import matplotlib
 import timm
 import torch
-from matplotlib.figure import Figure
-from PIL import ImageOps
 
-import timm_odevit  # noqa: F401  registers the models
-from timm_odevit.recording import watch_blocks
+from timm_odevit.dynamics.attention import attention_over_time
+from timm_odevit.dynamics.flow import follow as flow_of
+from timm_odevit.reporting.pictures import SHOWN, draw_attention, draw_classes
 
 matplotlib.use('Agg')
 matplotlib.rcParams.update({  # readable on a light and on a dark page
     'figure.facecolor': 'none', 'axes.facecolor': 'none', 'savefig.facecolor': 'none', 'axes.edgecolor': '#888888',
     **dict.fromkeys(('text.color', 'axes.labelcolor', 'axes.titlecolor', 'xtick.color', 'ytick.color'), '#888888')})
-SHOWN = 5
 KINDS = {'native_r23': 'larger', 'native': 'smaller', '': "the paper's"}
 IMAGES = Path(gr.__file__).parent / 'media_assets' / 'images'
 EXAMPLES = [str(IMAGES / name) for name in ('cheetah1.jpg', 'tower.jpg', 'lion.jpg')]
@@ -51,21 +49,14 @@ def teacher_of(name):
     return f"deit_tiny_patch16_64.{name.rsplit('_', 1)[-1]}"
 
 
-@torch.no_grad()
 def follow(image, name, steps):
     """Probabilities [K + 1, classes] at t = 0 ... T, attention of the class token [K, side, side], times [K + 1]."""
     model, _, transform = load(name)
-    with model.blocks.at(int(steps)):
-        parts = list(model.blocks)
-        with watch_blocks([parts]) as seen:
-            model(transform(image)[None])
-        states = seen[0][0]
-        maps = [model.blocks.shared.attention_map(part.t, x) for part, x in zip(parts, states, strict=False)]
-        times = [*(part.t for part in parts), model.blocks.end]
-    probabilities = torch.cat([model.forward_head(model.norm(x)).softmax(-1) for x in states])
-    side = model.patch_embed.grid_size
-    attention = torch.cat([m.mean(1)[:, 0, model.num_prefix_tokens:] for m in maps]).unflatten(1, side)
-    return probabilities, attention, times
+    with model.blocks.at(int(steps)), flow_of(model, transform(image)[None]) as flow:
+        probabilities = torch.cat([flow.logits(x).softmax(-1) for x in flow.states()])
+        seen = attention_over_time(flow)
+    attention = seen.attention[0, :, seen.prefix:].unflatten(1, model.patch_embed.grid_size)
+    return probabilities, attention, flow.times
 
 
 def answer(image, student, steps):
@@ -81,33 +72,7 @@ def answer(image, student, steps):
     with torch.no_grad():
         expected = teacher(transform(image)[None]).softmax(-1)[0]
     found, wanted = (dict(zip(labels, p.tolist(), strict=True)) for p in (probabilities[-1], expected))
-    return found, wanted, over_time(probabilities, times, labels), attended(image, attention, times), known
-
-
-def over_time(probabilities, times, labels):
-    figure = Figure(figsize=(5, 3.6), layout='constrained')
-    axes = figure.subplots()
-    for index in probabilities[-1].topk(SHOWN).indices.tolist():
-        axes.plot(times, probabilities[:, index], marker='.', label=labels[index])
-    axes.set(xlabel='t', ylabel='probability', ylim=(0, 1.02), title='Classes, if the head read the state at t')
-    axes.legend(frameon=False)
-    return figure
-
-
-def attended(image, attention, times):
-    """The image, and the attention of the class token at five times, on one scale."""
-    figure = Figure(figsize=(5, 3.6), layout='constrained')
-    first, *others = figure.subplots(2, 3).flat
-    picture, most = ImageOps.fit(image, (128, 128)), float(attention.max())  # the model sees the centre
-    first.imshow(picture)
-    first.set_title('image', fontsize=9)
-    first.axis('off')
-    for axes, i in zip(others, torch.linspace(0, len(attention) - 1, SHOWN).round().int().tolist(), strict=True):
-        drawn = axes.imshow(attention[i], cmap='magma', vmin=0, vmax=most)
-        axes.set_title(f't = {times[i]:.3g}', fontsize=9)
-        axes.axis('off')
-    figure.colorbar(drawn, ax=[first, *others], shrink=0.8, label='attention of the class token')
-    return figure
+    return (found, wanted, draw_classes(probabilities, times, labels), draw_attention(image, attention, times), known)
 
 
 def demo():

@@ -4,12 +4,8 @@ import json
 from typing import Any, Dict, List
 
 import torch
-from PIL import Image
-from timm.data import create_transform
 
-from ..data.folders import MODES
-from ..data.preprocessing import data_config
-from ..errors import one_line
+from ..data.pictures import class_names, open_image
 from ..hooks import evaluating
 from ..ode.blocks import find_ode_blocks
 from .arguments import MODEL, load, set_steps, whole_number
@@ -29,21 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     model: Any = load(args.model, args)
     set_steps(model, args.steps, args.model)
-    mode = MODES.get(model.in_chans)
-    if mode is None or not model.num_classes:
-        raise ValueError(f"'{args.model}' takes {model.in_chans} channels and has {model.num_classes} classes, so it "
-                         'cannot classify image files.')
-    transform: Any = create_transform(**data_config(model), is_training=False)
-    names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
-    if not isinstance(names, (list, tuple)) or len(names) != model.num_classes:
-        names = None  # timm allows other forms, too
+    if not model.num_classes:
+        raise ValueError(f"'{args.model}' has no classes, so it cannot classify image files.")
+    names = class_names(model)
     found: List[Dict[str, Any]] = []
     for file in args.images:
-        try:
-            with Image.open(file) as image:
-                pixels = transform(image.convert(mode))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
-            raise ValueError(f"'{file}' cannot be read as an image: {one_line(e)}") from None
+        pixels = open_image(file, model)
         with evaluating(model), torch.inference_mode():
             top = model(pixels[None].to(args.device))[0].softmax(-1).topk(min(args.top, model.num_classes))
         classes = [{'label': int(i), 'name': names[i] if names else None, 'probability': round(float(p), 4)}

@@ -8,4 +8,8 @@ contraction         how far the last state may move before the class changes; re
 relations           which numbers go with the model being right: AUROC with bootstrap intervals
 signals             such numbers, from the logits and from the dynamics
 discretisation      the distance from the solution of the ODE
+trajectories        speed, angles, likeness of tokens; distance from another model; the class along the way
+attention           attention maps of each step, and rollout
+similarity          CKA of the states at all pairs of times
+projections         trajectories in a plane, tokens as colours
 """

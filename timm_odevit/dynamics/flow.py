@@ -19,7 +19,8 @@ from ..recording import watch_blocks
 from ..settings import checks_keywords
 
 __all__ = [
-    'Flow', 'Images', 'PerImage', 'along', 'batches', 'follow', 'noise', 'norms', 'over_images', 'pull', 'push', 'unit',
+    'Flow', 'Images', 'PerImage', 'along', 'batches', 'follow', 'noise', 'norms', 'over_images',
+    'plain_attention', 'pull', 'push', 'unit',
 ]
 
 Images = Union[Tensor, Iterable[Any], None]
@@ -37,12 +38,14 @@ class Flow:
         times: The time before the first map and after each; one unit is one block of the base.
         head: From the last state to the logits [B, classes]; None for maps without classes.
         blocks: The steps or blocks behind the maps, if they are those of a model.
+        prefix: How many tokens, such as the class token, come before those of the patches.
     """
     start: Tensor
     maps: Tuple[Callable[[Tensor], Tensor], ...]
     times: Tuple[float, ...]
     head: Optional[Callable[[Tensor], Tensor]] = None
     blocks: Tuple[Any, ...] = ()
+    prefix: int = 0
 
     def __post_init__(self) -> None:
         if not self.maps or len(self.times) != len(self.maps) + 1:
@@ -100,11 +103,12 @@ def follow(model: Any, images: Tensor) -> Iterator[Flow]:
         for block in blocks:
             times.append(times[-1] + (block.h if isinstance(block, Step) else 1.))
         head = None
-        if isinstance(getattr(model, 'norm', None), nn.Module) and hasattr(model, 'forward_head'):
+        classes = getattr(model, 'num_classes', 0)
+        if classes and isinstance(getattr(model, 'norm', None), nn.Module) and hasattr(model, 'forward_head'):
             same = model.forward_head(model.norm(states[-1]))
             if same.shape == logits.shape and torch.allclose(same, logits, rtol=1e-3, atol=1e-4, equal_nan=True):
                 head = partial(_head, model)
-        yield Flow(states[0], maps, tuple(times), head, tuple(blocks))
+        yield Flow(states[0], maps, tuple(times), head, tuple(blocks), _prefix(model, states[0]))
 
 
 def _call(block: Any, args: Tuple[Any, ...], kwargs: Any, x: Tensor) -> Tensor:
@@ -113,6 +117,11 @@ def _call(block: Any, args: Tuple[Any, ...], kwargs: Any, x: Tensor) -> Tensor:
 
 def _head(model: Any, x: Tensor) -> Tensor:
     return model.forward_head(model.norm(x))
+
+
+def _prefix(model: Any, x: Tensor) -> int:
+    bare = x.shape[1] == getattr(getattr(model, 'patch_embed', None), 'num_patches', None)  # it comes later, as in CaiT
+    return 0 if bare else getattr(model, 'num_prefix_tokens', 0)
 
 
 def _sequence(model: Any) -> List[Any]:
@@ -226,18 +235,20 @@ class _PlainAttention(TorchFunctionMode):  # of one thread
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            return _attend(*args, **(kwargs or {}))
+            probabilities, value = plain_attention(*args, **(kwargs or {}))
+            return probabilities @ value
         return func(*args, **(kwargs or {}))
 
 
-def _attend(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Optional[Tensor] = None, dropout_p: float = 0.,
+def plain_attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Optional[Tensor] = None, dropout_p: float = 0.,
         is_causal: bool = False, scale: Optional[float] = None, **_: Any,
-) -> Tensor:
-    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+) -> Tuple[Tensor, Tensor]:
+    """The attention probabilities and the values that `F.scaled_dot_product_attention` multiplies."""
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None:
         masked = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -torch.inf) if masked else scores + attn_mask
-    return scores.softmax(dim=-1) @ v
+    return scores.softmax(dim=-1), value

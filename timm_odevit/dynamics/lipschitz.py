@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..convert.block_kinds import field_class
-from ..ode.steps import Step
 from ..settings import checks_keywords
+from .attention import attention_maps
 from .flow import Flow, Images, PerImage, noise, norms, over_images, pull, push, unit
 
 __all__ = ['LipschitzConstants', 'SoftmaxBounds', 'largest_singular_value', 'lipschitz_constants', 'log_softmax_bound',
@@ -145,9 +144,7 @@ def softmax_bounds(model: Any, images: Images, *, k: int = 1, batch_size: int = 
     """
     def measure(flow: Flow) -> SoftmaxBounds:
         found: List[Tensor] = []
-        for block, t, x in zip(flow.blocks, flow.times, flow.states(), strict=False):
-            owner = block.field if isinstance(block, Step) else field_class(block)(block)
-            attention = owner.attention_map(t, x)
+        for attention in attention_maps(flow):
             if type(k) is not int or not 1 <= k <= attention.shape[-1]:
                 raise ValueError(f'k must be 1 to {attention.shape[-1]}, the number of tokens; got {k!r}.')
             found.append(log_softmax_bound(attention, k)[..., k - 1].amax(dim=-1).exp())

@@ -7,7 +7,7 @@ from typing import Any, List, Optional, Tuple, Union
 from ..files import to_json, write_text
 from ..settings import checks_keywords
 
-__all__ = ['Evaluation', 'Result', 'plot_accuracy']
+__all__ = ['Evaluation', 'Result', 'new_figure', 'plot_accuracy']
 
 _COLUMNS = ('model', 'steps', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'loss', 'agreement %', 'kept %', 'images/s')
 
@@ -104,14 +104,10 @@ class Evaluation:
             ImportError: matplotlib is not installed.
             ValueError: No result has a step count.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as e:
-            raise ImportError("Plots need matplotlib. Type: pip install 'timm-odevit[examples]'") from e
         points = sorted((r.steps, r.top1) for r in self.results if r.steps is not None and r.model != 'teacher')
         if not points:
             raise ValueError('There is no result of an ODE-ViT to plot. Evaluate one with steps=(1, 2, 4, ...).')
-        axes = (figure := Figure(figsize=(6, 4), layout='constrained')).subplots()
+        axes = (figure := new_figure(6, 4)).subplots()
         line, = axes.plot(*zip(*points, strict=True), marker='o', markerfacecolor='white', label='ODE-ViT')
         trained = [point for point in points if point[0] in self.trained_at]
         if trained:
@@ -156,6 +152,19 @@ def plot_accuracy(evaluation: Evaluation, path: Union[str, Path]) -> Path:
     """Write the plot of `evaluation.plot` to an image file, and return its path."""
     evaluation.plot(path)
     return Path(path)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A matplotlib figure without a window.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise ImportError("Plots need matplotlib. Type: pip install 'timm-odevit[report]'") from e
+    return Figure(figsize=(width, height), layout='constrained')
 
 
 def _text(value: Optional[float]) -> str:

@@ -1,0 +1,126 @@
+"""Attention maps along the way, recomputed from the states: the model itself runs with fused attention."""
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Iterator, List, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..settings import checks_keywords
+from .flow import Flow, Images, PerImage, over_images, plain_attention
+
+__all__ = ['AttentionOverTime', 'attention_maps', 'attention_over_time', 'has_attention_maps']
+
+_SOFTMAX = (torch.softmax, F.softmax, torch.Tensor.softmax)
+
+
+def attention_maps(flow: Flow) -> Iterator[Tensor]:
+    """The attention probabilities [B, heads, N, N] at the start of each step, one step at a time.
+
+    Raises:
+        ValueError: A step computes no attention of all tokens over all tokens, like those with windows.
+    """
+    x = flow.start
+    for step in flow.maps:
+        with _Watched(x) as watched:
+            y = step(x)
+        if watched.found is None:
+            raise ValueError('These blocks have no attention of all tokens over all tokens, so there are no attention '
+                             'maps. Use the measures that need none.')
+        yield watched.found
+        x = y
+
+
+def has_attention_maps(flow: Flow) -> bool:
+    """Whether `attention_maps` works."""
+    with _Watched(flow.start) as watched:
+        flow.maps[0](flow.start)
+    return watched.found is not None
+
+
+class _Watched(TorchFunctionMode):  # of one thread
+    """Keep the first attention probabilities over all tokens that are computed inside, fused or not."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.shape = (len(x), *x.shape[1:-1], *x.shape[1:-1])  # but for the heads
+        self.found: Optional[Tensor] = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.found is None and func is F.scaled_dot_product_attention:
+            self._keep(plain_attention(*args, **(kwargs or {}))[0])
+        elif self.found is None and func in _SOFTMAX:
+            self._keep(out)
+        return out
+
+    def _keep(self, found: Tensor) -> None:
+        if found.ndim == 4 and (found.shape[0], *found.shape[2:]) == self.shape:
+            self.found = found.float()
+
+
+@dataclass(frozen=True, repr=False)
+class AttentionOverTime(PerImage):
+    """Where B images are attended to in K steps, averaged over the heads.
+
+    Attributes:
+        attention: What the class token attends to at the start of each step: probabilities over the tokens [B, K, N].
+            Without a class token, the mean over all tokens.
+        rollout: The same for all steps so far together, which counts the residual connections [B, K, N].
+        entropy: Mean entropy of the rows of the maps, in nats, at most log N [B, K].
+        times: The times at which the steps start [K].
+        prefix: How many of the tokens come before those of the patches.
+    """
+    attention: Tensor
+    rollout: Tensor
+    entropy: Tensor
+    times: Tensor = dataclasses.field(metadata={'shared': True})
+    prefix: int = dataclasses.field(metadata={'shared': True})
+
+    def __repr__(self) -> str:
+        most = math.log(self.attention.shape[-1])
+        return (f'AttentionOverTime({len(self.attention)} images, {self.attention.shape[1]} steps; entropy '
+                f'{self.entropy[:, 0].mean():.3g} at first, {self.entropy[:, -1].mean():.3g} at last, of {most:.3g})')
+
+
+@checks_keywords
+def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 64) -> AttentionOverTime:
+    """What the class token attends to at each step, and through all steps together (attention rollout).
+
+    The maps of one step at a time are held.
+
+    Args:
+        model: timm model with one sequence of blocks, an ODE-ViT or an ordinary ViT; or a Flow, without images.
+        images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
+        batch_size: Images at a time.
+
+    Returns:
+        AttentionOverTime.
+
+    Raises:
+        TypeError: The model has no single sequence of blocks.
+        ValueError: There are no images, or the blocks have no attention of all tokens over all tokens.
+
+    Source: attention rollout, arXiv 2005.00928.
+    """
+    return over_images(_attention_over_time, model, images, batch_size)
+
+
+def _attention_over_time(flow: Flow) -> AttentionOverTime:
+    attention: List[Tensor] = []
+    rollout: List[Tensor] = []
+    entropy: List[Tensor] = []
+    through: Any = None
+    for heads in attention_maps(flow):
+        entropy.append(torch.special.entr(heads).sum(dim=-1).mean(dim=(1, 2)))
+        mean = heads.mean(dim=1)
+        mixed = (mean + torch.eye(mean.shape[-1]).to(mean)) / 2
+        through = mixed if through is None else mixed @ through
+        for rows, found in ((mean, attention), (through, rollout)):
+            found.append(rows[:, 0] if flow.prefix else rows.mean(dim=1))
+    return AttentionOverTime(
+        torch.stack(attention, 1), torch.stack(rollout, 1), torch.stack(entropy, 1),
+        torch.tensor(flow.times[:-1], dtype=torch.float64), flow.prefix)

@@ -1,0 +1,191 @@
+"""Findings: everything that a report shows, measured on a few images."""
+import math
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ..data.preprocessing import renormalisation
+from ..dynamics.attention import AttentionOverTime, attention_over_time, has_attention_maps
+from ..dynamics.contraction import Recovery, Region, contraction_regions, recovery
+from ..dynamics.flow import follow
+from ..dynamics.lyapunov import Exponents, lyapunov_exponents
+from ..dynamics.projections import Plane, plane, token_colours
+from ..dynamics.similarity import Similarity, state_similarity
+from ..dynamics.trajectories import (
+    ClassOverTime,
+    DistanceOverTime,
+    Geometry,
+    class_over_time,
+    distance_over_time,
+    trajectory_geometry,
+)
+from ..ode.blocks import find_ode_blocks
+
+__all__ = ['Findings', 'find']
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a report shows of B images. What a model does not have, such as classes or a teacher, is None.
+
+    Attributes:
+        words: What the model is, such as 'One shared block, applied 12 times'.
+        times: The times of the model's states [K + 1].
+        probabilities: Of all classes, read from each state [B, K + 1, classes].
+        taught: Of all classes, by the teacher [B, classes].
+        decided: Which class each state leads to.
+        geometry: How the states move; of the model, and of the teacher.
+        attention: Where the class token looks.
+        plane: The trajectories in a plane.
+        followed: The distance from the teacher.
+        region: The region around the last state in which the class stays.
+        exponents: The largest Lyapunov exponent.
+        recovery: What is left in the end of a perturbation on the way.
+        similarity: CKA of the states with one another, and with the teacher's.
+        colours: Patch tokens as colours [B, K + 1, rows, columns, 3], of the model, and of the teacher at the same
+            times.
+        grid: Rows and columns of the patches.
+    """
+    words: str
+    times: List[float]
+    probabilities: Optional[Tensor]
+    taught: Optional[Tensor]
+    decided: Optional[ClassOverTime]
+    geometry: Tuple[Geometry, Optional[Geometry]]
+    attention: Optional[AttentionOverTime]
+    plane: Plane
+    followed: Optional[DistanceOverTime]
+    region: Optional[Region]
+    exponents: Exponents
+    recovery: Optional[Recovery]
+    similarity: Optional[Tuple[Similarity, Optional[Similarity]]]
+    colours: Optional[Tuple[Tensor, Optional[Tensor]]]
+    grid: Optional[Tuple[int, int]]
+
+    def sentence(self) -> str:
+        """What the model does, in a sentence."""
+        count = len(self.plane.points)
+        images = 'image' if count == 1 else f'{count} images'
+        if self.followed is not None:
+            off = (f"its last states differ from the teacher's by {100 * self.followed.distance[:, -1].median():.0f} % "
+                   'of their norm')
+            if self.taught is None or self.decided is None:
+                return f'{self.words}: {off} (median of {images}).'
+            same = int((self.taught.argmax(dim=-1) == self.decided.classes[:, -1]).sum())
+            return (f"{self.words}, gives the teacher's class for {same} of {images}; {off} (median).")
+        largest = self.exponents.values[:, 0]
+        drift = (f'small changes of the state {"grow" if largest.nanmedian() > 0 else "shrink"} by a factor of '
+                 f'{math.exp(float(largest.nanmedian())):.2f} per block' if largest.isfinite().any() else
+                 f'there are no exponents ({next(r for r in self.exponents.reasons if r)})')
+        if self.decided is None:
+            return f'{self.words}: {drift} (median of {images}).'
+        return (f'{self.words}, has settled on its class at t = {self.decided.settled.median():.3g} of '
+                f'{self.times[-1]:.3g}; {drift} (medians of {images}).')
+
+
+def find(model: Any, images: Tensor, teacher: Any = None, progress: bool = True) -> Findings:
+    """Measure everything that a report shows.
+
+    Args:
+        model: timm model with one sequence of blocks, an ODE-ViT or an ordinary ViT.
+        images: Images [B, C, H, W], normalised for the model, on its device.
+        teacher: A model of the same width, tokens and normalisation of images.
+        progress: Show a progress bar.
+
+    Raises:
+        TypeError: A model has no single sequence of blocks.
+        ValueError: The teacher does not fit the model.
+    """
+    if teacher is not None:
+        _check(model, teacher)
+    has_head, has_maps, grid = _look(model, images)
+    both: Dict[str, Any] = {} if teacher is None else {'other': teacher}
+    steps: Dict[str, Callable[[], Any]] = {
+        'probabilities': lambda: _probabilities(model, images) if has_head else None,
+        'taught': lambda: _probabilities(teacher, images)[:, -1] if teacher is not None and has_head and
+        _look(teacher, images)[0] else None,
+        'decided': lambda: class_over_time(model, images) if has_head else None,
+        'geometry': lambda: (trajectory_geometry(model, images),
+                             None if teacher is None else trajectory_geometry(teacher, images)),
+        'attention': lambda: attention_over_time(model, images) if has_maps else None,
+        'plane': lambda: plane(model, images, **both),
+        'followed': lambda: None if teacher is None else distance_over_time(model, images, teacher=teacher),
+        'region': lambda: contraction_regions(model, images, directions=4) if has_head else None,
+        'exponents': lambda: lyapunov_exponents(model, images),
+        'recovery': lambda: recovery(model, images) if has_head else None,
+        'similarity': lambda: None if len(images) < 4 else (
+            state_similarity(model, images, batch_size=len(images)),
+            None if teacher is None else state_similarity(model, images, other=teacher, batch_size=len(images))),
+        'colours': lambda: None if grid is None else _colours(model, images, teacher, grid),
+    }
+    found: Dict[str, Any] = {}
+    with tqdm(steps, desc='report', disable=not progress) as bar:
+        for name in bar:
+            bar.set_postfix_str(name)
+            found[name] = _on_cpu(steps[name]())
+    return Findings(words=_words(model), times=found['geometry'][0].times.tolist(), grid=grid, **found)
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, tuple):
+        return tuple(map(_on_cpu, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _on_cpu(getattr(value, f.name)) for f in fields(value)})
+    return value
+
+
+def _check(model: Any, teacher: Any) -> None:
+    if renormalisation(model, teacher) != (None, None):
+        raise ValueError('The teacher expects other images than the model: their mean and std differ. Give a teacher '
+                         'with the same normalisation.')
+    if getattr(model, 'num_classes', None) != getattr(teacher, 'num_classes', None):
+        raise ValueError(f'The teacher has {teacher.num_classes} classes, the model {model.num_classes}. Give a '
+                         'teacher with the same classes.')
+
+
+def _look(model: Any, images: Tensor) -> Tuple[bool, bool, Optional[Tuple[int, int]]]:
+    """Whether states have classes, and maps of attention, and the grid of the patches."""
+    with follow(model, images[:1]) as flow:
+        grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
+        tokens = flow.start.shape[1] - flow.prefix
+        fits = grid is not None and flow.start.ndim == 3 and grid[0] * grid[1] == tokens
+        return flow.head is not None, has_attention_maps(flow), tuple(grid) if fits else None  # type: ignore
+
+
+def _probabilities(model: Any, images: Tensor) -> Tensor:
+    with follow(model, images) as flow:
+        return torch.stack([flow.logits(x).softmax(dim=-1) for x in flow.states()], dim=1)
+
+
+def _colours(model: Any, images: Tensor, teacher: Any, grid: Tuple[int, int]) -> Tuple[Tensor, Optional[Tensor]]:
+    states = []
+    for each in (model, teacher):
+        if each is not None:
+            with follow(each, images) as flow:
+                found = torch.stack([x[:, flow.prefix:] for x in flow.states()], dim=1)
+                states.append((flow.times, torch.nn.functional.normalize(found, dim=-1)))
+    times = states[0][0]
+    kept = [x if own == times else x[:, [_nearest(own, t) for t in times]] for own, x in states]
+    colours = [x.unflatten(2, grid) for x in token_colours(kept)]
+    return colours[0], colours[1] if len(colours) > 1 else None
+
+
+def _nearest(times: Tuple[float, ...], t: float) -> int:
+    return min(range(len(times)), key=lambda i: abs(times[i] - t))
+
+
+def _words(model: Any) -> str:
+    odes = find_ode_blocks(model)
+    if not odes:
+        return f'{len(model.blocks)} blocks, applied once each'
+    ode = odes[0]
+    kept = len(ode.before) + len(ode.after)
+    shared = {1: 'One shared block'}.get(ode.config.phases, f'{ode.config.phases} shared blocks')
+    extra = f' (and {kept} blocks of the base)' if kept else ''
+    return f'{shared}{extra}, applied {ode.steps} times' + (
+        '' if ode.config.time == 'autonomous' else ' with weights that change with t')

@@ -1,0 +1,248 @@
+"""The page, report.json and the PNG files."""
+import json
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Union
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from .._version import __version__
+from ..data.pictures import class_names
+from ..files import staged, to_json, write_text
+from ..settings import checks_keywords
+from .charts import Chart, charts
+from .findings import Findings, find
+from .pictures import as_uri, draw_attention, draw_classes, draw_trajectories, photos, spotlight
+
+__all__ = ['PAGE', 'write_report']
+
+PAGE = 'index.html'
+MOST = 64  # images; a page grows with each
+
+
+@checks_keywords
+def write_report(
+        model: nn.Module,
+        images: Tensor,
+        out: Union[str, Path],
+        *,
+        teacher: Optional[nn.Module] = None,
+        names: Optional[Sequence[str]] = None,
+        classes: Optional[Sequence[str]] = None,
+        title: Optional[str] = None,
+        progress: bool = True,
+) -> Path:
+    """Show what a model does to a few images: one page that needs no network and no server.
+
+    A slider over t moves attention, the state in a plane, and the probabilities of the classes together. Beside the
+    page, report.json has the numbers, and there are plots as PNG.
+
+    Args:
+        model: timm model with one sequence of blocks: an ODE-ViT or an ordinary ViT.
+        images: 1 to 64 images [B, C, H, W], normalised for the model, on its device.
+        out: Folder for index.html, report.json and the PNG files; files of these names are replaced.
+        teacher: Model to compare with, of the same width, tokens, classes and normalisation of images.
+        names: Names of the images.
+        classes: True class of each image, for the table.
+        title: Title of the page.
+        progress: Show a progress bar.
+
+    Returns:
+        The path of index.html.
+
+    Raises:
+        ImportError: plotly or matplotlib is not installed; the message says what to type.
+        TypeError: A model has no single sequence of blocks.
+        ValueError: The images are not a batch of 1 to 64, names do not fit, or the teacher does not fit the model.
+        OSError: The folder cannot be written to.
+    """
+    if not isinstance(images, Tensor) or images.ndim != 4 or not 1 <= len(images) <= MOST:
+        shown = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f'images must be a tensor [B, C, H, W] of 1 to {MOST} images; got {shown}.')
+    for what, given in (('names', names), ('classes', classes)):
+        if given is not None and len(given) != len(images):
+            raise ValueError(f'There are {len(images)} images and {len(given)} {what}. Give one for each image.')
+    names = list(names or (f'image {i + 1}' for i in range(len(images))))
+    known = class_names(model)
+    title = title or _architecture(model)
+    found = find(model, images, teacher, progress)
+    seen = photos(images, model)
+    page = _page(title, found, seen, charts(found, known), names, classes, known)
+    out = Path(out)
+    pictures = {'trajectories.png': draw_trajectories(found.plane.points, found.plane.others, found.plane.explained)}
+    for i in range(len(images)):
+        if found.probabilities is not None:
+            pictures[f'classes-{i + 1}.png'] = draw_classes(found.probabilities[i], found.times, known)
+        if found.attention is not None and found.grid is not None:
+            pictures[f'attention-{i + 1}.png'] = draw_attention(
+                seen[i], _on_grid(found, found.attention.attention)[i], found.attention.times.tolist())
+    for name, figure in pictures.items():
+        with staged(out, name) as aside:
+            figure.savefig(aside / name, dpi=120)
+    write_text(out / 'report.json', to_json(_numbers(title, found, names, classes, known)))
+    write_text(out / PAGE, page)
+    return out / PAGE
+
+
+def _architecture(model: Any) -> str:
+    cfg = getattr(model, 'pretrained_cfg', None) or {}
+    name = cfg.get('architecture') or type(model).__name__
+    return f"{name}.{cfg['tag']}" if cfg.get('tag') else name
+
+
+def _on_grid(found: Findings, tokens: Tensor) -> Tensor:
+    """Numbers per token [B, K, N] on the grid of the patches [B, K, rows, columns]."""
+    assert found.attention is not None and found.grid is not None
+    return tokens[..., found.attention.prefix:].unflatten(-1, found.grid)
+
+
+def _page(
+        title: str, found: Findings, seen: List[Image.Image], made: List[Chart], names: Sequence[str],
+        classes: Optional[Sequence[str]], known: Optional[Sequence[str]],
+) -> str:
+    from plotly.offline import get_plotlyjs  # charts() has imported plotly
+    pictures = [as_uri(picture) for picture in seen]
+    frames: Dict[str, Any] = {'times': [float(f'{t:.3g}') for t in found.times], 'photo': pictures}
+    looks = [_figure('photo', 'what the model sees')]
+    if found.attention is not None and found.grid is not None:
+        about = f"attention of the {'class token' if found.attention.prefix else 'tokens'}, in the next step"
+        for name, tokens, words in (('attention', found.attention.attention, about),
+                                    ('rollout', found.attention.rollout, 'all steps so far together (rollout)')):
+            frames[name] = [[as_uri(spotlight(x)) for x in image] for image in _on_grid(found, tokens)]
+            looks.append(_figure('photo', words, name))
+    colours = []
+    if found.colours is not None:
+        for name, states in zip(('model', 'teacher'), found.colours, strict=True):
+            if states is not None:
+                frames[name] = [[as_uri(_coloured(x)) for x in image] for image in states]
+                colours.append(_figure(name, name))
+    panels = [_panel('What it looks at', 'The image is dark where there is little attention.', looks)]
+    drawn = [_chart(i, chart) for i, chart in enumerate(made)]
+    first = panels + [html for chart, html in zip(made, drawn, strict=True) if chart.first]
+    others = [html for chart, html in zip(made, drawn, strict=True) if not chart.first]
+    if colours:
+        others.insert(0, _panel('Patch tokens as colours', 'The first three principal components of all patch tokens: '
+                                'equal colours, equal tokens.', colours))
+    choices = ''.join(
+        f'<label title="{escape(name)}"><input type="radio" name="image" value="{i}"{" checked" if i == 0 else ""} '
+        f'aria-label="{escape(name)}"><img src="{picture}" alt=""></label>'
+        for i, (name, picture) in enumerate(zip(names, pictures, strict=True)))
+    width, height = seen[0].size
+    parts = {
+        'title': escape(title), 'sentence': escape(found.sentence()), 'aspect': f'{width} / {height}',
+        'last': str(len(found.times) - 1), 'choices': choices, 'first': ''.join(first), 'others': ''.join(others),
+        'legend': 'Dashed: the teacher. ' if found.followed is not None else '',
+        'table': _table(found, names, classes, known),
+        'footer': f'Made by timm-odevit {__version__}: odevit report. One unit of time is one block of the base model. '
+                  'The numbers are in report.json.',
+        'frames': json.dumps(frames).replace('<', '\\u003c'), 'plotly': get_plotlyjs(),
+    }
+    text = files(__package__).joinpath('page.html').read_text()
+    before, *rest = text.split('{{')
+    for piece in rest:  # in one pass, so that what is filled in is not filled in again
+        name, after = piece.split('}}', 1)
+        before += parts[name] + after
+    return before
+
+
+def _panel(title: str, about: str, figures: List[str]) -> str:
+    return (f'<div class="panel"><h3>{escape(title)}</h3><p class="about">{escape(about)}</p>'
+            f'<div class="seen">{"".join(figures)}</div></div>')
+
+
+def _figure(under: str, caption: str, over: Optional[str] = None) -> str:
+    images = ''.join(f'<img data-of="{name}" alt="">' for name in (under, over) if name)
+    return f'<figure><div class="stack">{images}</div><figcaption>{escape(caption)}</figcaption></figure>'
+
+
+def _chart(i: int, chart: Chart) -> str:
+    drawn = chart.figure.to_html(full_html=False, include_plotlyjs=False, auto_play=False, div_id=f'chart-{i}',
+                                 config={'displayModeBar': False, 'responsive': True})
+    moves = ' moves' if chart.figure.frames else ''
+    return (f'<div class="panel{moves}"><h3>{escape(chart.title)}</h3><p class="about">{escape(chart.about)}</p>'
+            f'{drawn}</div>')
+
+
+def _coloured(tokens: Tensor) -> Image.Image:
+    return Image.fromarray((tokens * 255).round().byte().numpy())
+
+
+def _name(index: Any, known: Optional[Sequence[str]]) -> str:
+    return known[int(index)] if known else f'class {int(index)}'
+
+
+def _rows(found: Findings, names: Sequence[str], classes: Optional[Sequence[str]],
+          known: Optional[Sequence[str]]) -> List[Dict[str, Any]]:
+    """What is said about each image, by the heading of the column."""
+    rows = []
+    for i, name in enumerate(names):
+        row: Dict[str, Any] = {'image': name}
+        if classes is not None:
+            row['class'] = classes[i]
+        if found.decided is not None:
+            row['model'] = _name(found.decided.classes[i, -1], known)
+            row['probability'] = float(found.decided.probability[i, -1])
+        if found.taught is not None:
+            row['teacher'] = _name(found.taught[i].argmax(), known)
+        if found.decided is not None:
+            row['settled at t'] = float(found.decided.settled[i])
+        if found.region is not None:
+            row['radius'] = float(found.region.worst[i] / found.region.norm[i])
+        row['exponent'] = float(found.exponents.values[i, 0])
+        if found.followed is not None:
+            row['distance'] = float(found.followed.distance[i, -1])
+            row["patches' cosine"] = float(found.followed.patches[i].mean())
+        rows.append(row)
+    return rows
+
+
+ABOUT = {
+    'settled at t': 'the class no longer changes after this time',
+    'radius': 'how far the last state may move before the class changes, in the worst direction, over its norm',
+    'exponent': 'largest finite-time Lyapunov exponent, per unit of time',
+    'distance': "of the last state from the teacher's, over its norm",
+    "patches' cosine": "mean cosine of the patch tokens with the teacher's, at the end",
+}
+
+
+def _table(found: Findings, names: Sequence[str], classes: Optional[Sequence[str]],
+           known: Optional[Sequence[str]]) -> str:
+    rows = _rows(found, names, classes, known)
+
+    def cell(value: Any) -> str:
+        return f'<td class="n">{value:.3g}</td>' if isinstance(value, float) else f'<td>{escape(str(value))}</td>'
+    head = ''.join(f'<th title="{escape(ABOUT.get(name, ""))}">{escape(name)}</th>' for name in rows[0])
+    body = ''.join(f"<tr>{''.join(cell(value) for value in row.values())}</tr>" for row in rows)
+    notes = ''.join(f'<p class="about">{escape(name)}: {escape(ABOUT[name])}.</p>' for name in rows[0] if name in ABOUT)
+    return f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}'
+
+
+def _numbers(title: str, found: Findings, names: Sequence[str], classes: Optional[Sequence[str]],
+             known: Optional[Sequence[str]]) -> Dict[str, Any]:
+    """The numbers of the page, for report.json."""
+    def listed(x: Any) -> Any:
+        return None if x is None else x.tolist()
+    own, other = found.geometry
+    shapes = {who: {name: listed(getattr(each, name)) for name in ('speed', 'norm', 'angle', 'curvature', 'cosine',
+                                                                    'anisotropy', 'times')}
+              for who, each in (('model', own), ('teacher', other)) if each is not None}
+    return {
+        'title': title, 'sentence': found.sentence(), 'version': __version__, 'torch': torch.__version__,
+        'images': _rows(found, names, classes, known), 'times': found.times, 'geometry': shapes,
+        'plane': {'points': listed(found.plane.points), 'teacher': listed(found.plane.others),
+                  'explained': found.plane.explained},
+        'classes': None if found.decided is None else {
+            'classes': listed(found.decided.classes), 'probability': listed(found.decided.probability)},
+        'attention': None if found.attention is None else {
+            'attention': listed(found.attention.attention), 'rollout': listed(found.attention.rollout),
+            'entropy': listed(found.attention.entropy)},
+        'distance': None if found.followed is None else listed(found.followed.distance),
+        'exponents': {'running': listed(found.exponents.running), 'reasons': list(found.exponents.reasons)},
+        'recovery': None if found.recovery is None else listed(found.recovery.factor),
+        'cka': None if found.similarity is None else {
+            who: listed(each.cka) for who, each in zip(('model', 'teacher'), found.similarity, strict=True)
+            if each is not None},
+    }
