@@ -104,10 +104,11 @@ class Evaluation:
             ImportError: matplotlib is not installed.
             ValueError: No result has a step count.
         """
+        figure = new_figure(6, 4)
         points = sorted((r.steps, r.top1) for r in self.results if r.steps is not None and r.model != 'teacher')
         if not points:
             raise ValueError('There is no result of an ODE-ViT to plot. Evaluate one with steps=(1, 2, 4, ...).')
-        axes = (figure := new_figure(6, 4)).subplots()
+        axes = figure.subplots()
         line, = axes.plot(*zip(*points, strict=True), marker='o', markerfacecolor='white', label='ODE-ViT')
         trained = [point for point in points if point[0] in self.trained_at]
         if trained:
