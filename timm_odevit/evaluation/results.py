@@ -164,7 +164,7 @@ def new_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
-        raise ImportError("Plots need matplotlib. Type: pip install 'timm-odevit[report]'") from e
+        raise ImportError("Plots need matplotlib. Type: pip install 'timm-odevit[examples]'") from e
     return Figure(figsize=(width, height), layout='constrained')
 
 
