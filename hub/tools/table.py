@@ -1,4 +1,4 @@
-"""Write the tables of README.md (models) and hub/RESULTS.md (ablations, dial) from the records in hub/.
+"""Write the tables of README.md, hub/RESULTS.md and hub/DYNAMICS.md from the records in hub/.
 
     python hub/tools/table.py            print them
     python hub/tools/table.py --write    put them between their marks, and draw hub/kept.png and hub/dial/dial.png
@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 from cards import dataset_of
+from dynamics_tables import TABLES as DYNAMICS_TABLES
 
 from timm_odevit.training.ablate import table
 
 HUB = Path(__file__).parent.parent
-README, RESULTS = HUB.parent / 'README.md', HUB / 'RESULTS.md'
+README, RESULTS, DYNAMICS = HUB.parent / 'README.md', HUB / 'RESULTS.md', HUB / 'DYNAMICS.md'
 DIALS = {'imagenet_sample': '500 photos of ImageNet', 'cifar100': 'CIFAR-100'}
 STEPS = (6, 8, 12, 16, 24)
 # what others kept of their teachers, from their papers
@@ -114,7 +115,8 @@ def figure(path):
     drawing.savefig(path, dpi=150)
 
 
-TABLES = {'models': (README, models), 'ablation': (RESULTS, ablation), 'dial': (RESULTS, dial)}
+TABLES = {'models': (README, models), 'ablation': (RESULTS, ablation), 'dial': (RESULTS, dial),
+          **{name: (DYNAMICS, make) for name, make in DYNAMICS_TABLES.items()}}
 
 
 def main():
