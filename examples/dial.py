@@ -19,34 +19,31 @@ import torch
 import torch.nn.functional as F
 
 import timm_odevit
-from timm_odevit import StepwiseTask, calibrate_, choose_size, convert_, evaluate
+from timm_odevit import calibrate_, choose_size, convert_, evaluate
 
 SHARES = (0.10, 0.15, 0.25, 0.40, 0.60, 1.00)
 MOMENT_IMAGES = 64  # for init svd_data
 
 
 class Images:
-    """Batches of normalised images [B, 3, S, S]: `updates` of random crops, some mirrored, or each image's centre."""
+    """Batches of normalised images [B, 3, S, S]: random crops, shuffled, some mirrored; or each image's centre."""
 
-    def __init__(self, images, labels, model, size, batch_size, updates=None):
+    def __init__(self, images, labels, model, size, batch_size, augment=False):
         cfg = timm.data.resolve_data_config({}, model=model)
         device = next(model.parameters()).device
         self.images = torch.as_tensor(images).permute(0, 3, 1, 2).to(device)
         self.labels = torch.as_tensor(labels).long().to(device)
         self.mean, self.std = (torch.tensor(cfg[key], device=device).view(1, 3, 1, 1) for key in ('mean', 'std'))
-        self.size, self.batch_size, self.updates = size, batch_size, updates
+        self.size, self.batch_size, self.augment = size, min(batch_size, len(images)), augment
 
     def __len__(self):
-        return self.updates or math.ceil(len(self.images) / self.batch_size)
+        return math.ceil(len(self.images) / self.batch_size)
 
     def __iter__(self):
-        order = torch.arange(len(self.images))
-        if self.updates:
-            rounds = math.ceil(self.updates * self.batch_size / len(order))
-            order = torch.cat([torch.randperm(len(order)) for _ in range(rounds)])
+        order = torch.randperm(len(self.images)) if self.augment else torch.arange(len(self.images))
         for i in range(len(self)):
             index = order[i * self.batch_size:(i + 1) * self.batch_size].to(self.labels.device)
-            yield self.prepare(self.images[index], self.updates is not None), self.labels[index]
+            yield self.prepare(self.images[index], self.augment), self.labels[index]
 
     def prepare(self, images, augment):
         small = images.shape[-1] < self.size  # then crop first, with a border, and enlarge second
@@ -71,18 +68,6 @@ def settings(model, share):
     return choose_size(model, int(total - blocks + share * blocks), init='svd_data')
 
 
-def seconds_per_update(student, teacher, loader):
-    """Time one update of calibration, in seconds, on a copy."""
-    task = StepwiseTask(copy.deepcopy(student), teacher, verbose=False)
-    images = next(iter(loader))[0]
-    for i in range(4):
-        if i == 1:
-            started = time.perf_counter()
-        task(images)['loss'].backward()
-        next(task.parameters()).sum().item()  # wait for a GPU
-    return (time.perf_counter() - started) / 3
-
-
 def measure(share, teacher, x, test, args):
     moments = Images(x[:MOMENT_IMAGES], np.zeros(len(x[:MOMENT_IMAGES])), teacher, args.img_size, MOMENT_IMAGES)
     student = copy.deepcopy(teacher).requires_grad_(True)
@@ -93,14 +78,10 @@ def measure(share, teacher, x, test, args):
     }
     row['top1'] = row['init_top1']
     if done.config.phases < done.layers:
-        loader = Images(x, np.zeros(len(x)), teacher, args.img_size, args.batch_size, updates=1)
-        each = seconds_per_update(student, teacher, loader)
-        loader.updates = max(1, int(args.minutes * 60 / each / 2))  # half of the time step by step, half unrolled
+        loader = Images(x, np.zeros(len(x)), teacher, args.img_size, args.batch_size, augment=True)
         started = time.perf_counter()
-        calibrate_(student, teacher, loader, epochs=(1, 1), lr=args.lr, unrolled_lr=args.unrolled_lr,
-                   progress=not args.quiet)
-        row.update(minutes=(time.perf_counter() - started) / 60, updates=2 * loader.updates,
-                   top1=evaluate(student, test).results[-1].top1)
+        calibrate_(student, teacher, loader, minutes=args.minutes, progress=not args.quiet)
+        row.update(minutes=(time.perf_counter() - started) / 60, top1=evaluate(student, test).results[-1].top1)
     return row
 
 
@@ -144,8 +125,6 @@ def main():
     parser.add_argument('--minutes', type=float, default=10., help='calibration time per point')
     parser.add_argument('--shares', type=float, nargs='+', default=SHARES)
     parser.add_argument('--batch-size', type=int, default=32)
-    parser.add_argument('--lr', type=float, default=3e-3)
-    parser.add_argument('--unrolled-lr', type=float, default=3e-4)
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--device', default='cpu')
     parser.add_argument('--threads', type=int)

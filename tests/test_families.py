@@ -149,7 +149,7 @@ def test_calibrates(name):
     options = dict(batch_size=2, progress=False)
     if any(part in name for part in ('swin', 'sam', 'naflex', 'mixer', 'resmlp', 'gmlp')):
         with pytest.raises(TypeError, match=r'Train it step by step only.*epochs=\(8, 0\)'):
-            calibrate_(student, teacher, x, **options)
+            calibrate_(student, teacher, x, epochs=(1, 1), **options)
         history = calibrate_(student, teacher, x, epochs=(2, 0), **options)
     else:
         history = calibrate_(student, teacher, x, epochs=(1, 1), **options)

@@ -1,6 +1,8 @@
 import copy
 import itertools
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from timm_odevit.convert.measure import input_moments, layer_distances, similari
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.ode.methods import METHODS
 from timm_odevit.ode.time_dependence import PhasedField, TimeField
+from timm_odevit.training import budget
+from timm_odevit.training.budget import Stream
 
 
 def timed(vit, rank=2, **kwargs):
@@ -354,3 +358,60 @@ def test_a_layer_may_be_wrapped_and_may_not_be_replaced(vit, images):
     attn.qkv = torch.nn.Sequential(attn.qkv.base_layer)
     with pytest.raises(RuntimeError, match=r'block.attn.qkv.bias, block.attn.qkv.weight: these parameters have residuals but are no'):
         model(images)
+
+
+# --- calibration for some minutes ---
+
+def test_minutes_are_spent_on_both_parts(vit, tmp_path, monkeypatch):
+    teacher = vit()
+    student = copy.deepcopy(teacher)
+    convert_(student, OdeConfig(time='low_rank', rank=2))
+    data = torch.randn(20, 3, 16, 16)
+    ticks = itertools.count()  # a clock on which a tenth of a second passes between two looks at it: 23 updates each
+    monkeypatch.setattr(budget, 'time', SimpleNamespace(perf_counter=lambda: next(ticks) / 10))
+    history = calibrate_(student, teacher, data, minutes=0.1, batch_size=8, progress=False, out=tmp_path)
+    plan = json.loads((tmp_path / 'plan.json').read_text())
+    assert plan == {'minutes': 0.1, 'updates': [20, 20]} and len(history) == 20
+    assert history[0]['loss'] > history[9]['loss'] and 'kd_loss' in history[10]
+    again = copy.deepcopy(teacher)  # as after a crash
+    convert_(again, OdeConfig(time='low_rank', rank=2))
+    calibrate_(again, teacher, data, minutes=0.1, batch_size=8, progress=False, out=tmp_path, resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(student.parameters(), again.parameters()))
+    for wrong, message in ((dict(minutes=1.), 'was calibrated with minutes=0.1, but this call has minutes=1'),
+                           (dict(epochs=(1, 1)), r'but this call has epochs=\(1, 1\)'), (dict(resume=False), 'already holds')):
+        with pytest.raises(ValueError, match=message):
+            calibrate_(again, teacher, data, batch_size=8, out=tmp_path, **{**dict(resume=True, minutes=0.1), **wrong} if
+                       'epochs' not in wrong else dict(resume=True, **wrong))
+    with pytest.raises(ValueError, match='Give minutes or epochs, not both'):
+        calibrate_(again, teacher, data, minutes=1., epochs=(1, 1))
+
+
+def test_a_run_for_epochs_is_not_resumed_for_minutes(vit, tmp_path):
+    teacher = vit()
+    student = copy.deepcopy(teacher)
+    convert_(student)
+    calibrate_(student, teacher, GOOD, epochs=(1, 0), batch_size=2, progress=False, out=tmp_path)
+    with pytest.raises(ValueError, match='was calibrated with epochs, but this call has minutes=0.05'):
+        calibrate_(student, teacher, GOOD, minutes=0.05, progress=False, out=tmp_path, resume=True)
+
+
+def test_a_stream_gives_all_batches_before_any_comes_again():
+    stream = Stream(list(range(5)), 3)
+    assert [list(stream) for _ in range(4)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3], [4, 0, 1]]
+    assert list(Stream([], 3)) == [] and len(stream) == 3
+
+
+def test_no_time_is_one_update_of_each_part_and_what_does_not_fit_is_refused_first(vit):
+    teacher = vit(num_classes=0)
+    student = copy.deepcopy(teacher)
+    convert_(student)
+    before = [p.clone() for p in student.parameters()]
+    history = calibrate_(student, teacher, GOOD, minutes=1e-9, progress=False)
+    assert [sorted(record) for record in history] == [['epoch', 'loss', 'lr', 'seconds'], sorted(history[1])]
+    assert not all(torch.equal(a, b) for a, b in zip(before, student.parameters()))
+    shorter = copy.deepcopy(teacher)
+    convert_(shorter, OdeConfig(T=2.))
+    before = [p.clone() for p in shorter.parameters()]
+    with pytest.raises(ValueError, match='the steps do not end at its states'):
+        calibrate_(shorter, teacher, GOOD, minutes=1., progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(before, shorter.parameters()))

@@ -1,6 +1,6 @@
 """calibrate_: fit the shared blocks to the teacher in minutes, on images without labels."""
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 from timm.task import TrainingTask
@@ -11,11 +11,12 @@ from ..distributed import alone_in
 from ..hooks import surely
 from ..ode.blocks import find_ode_blocks
 from ..settings import takes
+from .budget import EPOCHS, Stream, updates_in
 from .config import CalibrationConfig
 from .fit import fit
-from .resume import check_calibration
+from .resume import check_calibration, planned
 from .stepwise_task import StepwiseTask, check_converted_from
-from .trajectory_task import TrajectoryDistillationTask
+from .trajectory_task import TrajectoryDistillationTask, has_whole_sequence
 
 __all__ = ['calibrate_']
 
@@ -31,12 +32,13 @@ def calibrate_(
         progress: bool = True,
         config: CalibrationConfig,
 ) -> List[Dict[str, float]]:
-    """Fit a converted model in place to the model that it was converted from, on a few hundred unlabelled images.
+    """Fit a converted model in place to the model that it was converted from, in minutes, on images without labels.
 
     First, each step learns on its own, from the teacher's state to the teacher's next state (StepwiseTask); then the
-    unrolled steps learn the whole trajectory and the logits (TrajectoryDistillationTask). Only the shared blocks learn.
-    At the end, even after an interruption, the modes and requires_grad of both models are restored; the learned weights
-    stay.
+    unrolled steps learn the whole trajectory and the logits (TrajectoryDistillationTask), each in half of the time; a
+    model without a sequence of tokens to follow as a whole (Swin, SAM, NaFlexViT, MLP-Mixer) has the first part alone.
+    Only the shared blocks learn. At the end, even after an interruption, the modes and requires_grad of both models are
+    restored; the learned weights stay.
 
     Args:
         model: Converted model.
@@ -46,10 +48,10 @@ def calibrate_(
         out: Folder for checkpoints ('stepwise/' and 'unrolled/'), so that an interrupted call can be resumed.
         resume: Resume from `out`.
         progress: Show a progress bar.
-        config: Settings; or pass any of them as keywords, such as epochs=(8, 2); see CalibrationConfig.
+        config: Settings; or pass any of them as keywords, such as minutes=10; see CalibrationConfig.
 
     Returns:
-        The records of all epochs, as returned by `fit`.
+        The records of all epochs, as returned by `fit`. With minutes, an epoch is a tenth of a part.
 
     Raises:
         TypeError: The model is not converted.
@@ -57,16 +59,19 @@ def calibrate_(
         FloatingPointError: The loss stopped being finite.
         OSError: Another process uses the folder.
     """
-    epochs = config.epochs
     check_converted_from(model, teacher)
     loader = _Batches(images, config.batch_size)
     folders = [None if out is None else Path(out) / name for name in ('stepwise', 'unrolled')]
-    check_calibration(folders, epochs, resume)
+    check_calibration(folders, config.minutes, config.epochs, resume)
     own = {id(p) for ode in find_ode_blocks(model) for p in ode.shared.parameters()}
     flags = [(p, p.requires_grad) for m in (model, teacher) for p in m.parameters()]
     modes = [(module, module.training) for m in (model, teacher) for module in m.modules()]
-    options: Dict[str, Any] = dict(
-        amp=config.amp, resume=resume, seed=config.seed, progress=progress, weight_decay=0.)
+    common: Dict[str, Any] = dict(amp=config.amp, seed=config.seed, weight_decay=0.)
+    options = [{**common, 'lr': config.lr}, {**common, 'lr': config.unrolled_lr, 'opt': 'muon'}]
+    kd_weight = 0.1 if getattr(model, 'num_classes', 0) else 0.
+    tasks: List[Callable[[nn.Module], TrainingTask]] = [
+        lambda student: StepwiseTask(student, teacher, verbose=False),
+        lambda student: TrajectoryDistillationTask(student, teacher, kd_weight=kd_weight, verbose=False)]
     history: List[Dict[str, float]] = []
 
     def put_back() -> None:
@@ -74,16 +79,24 @@ def calibrate_(
             p.requires_grad_(flag)
         for module, mode in modes:
             module.training = mode
+
+    def plan() -> List[int]:
+        shares = (0.5, 0.5) if has_whole_sequence(model) else (1., 0.)
+        return updates_in(config.minutes or 0., model, loader, tasks, shares, options)
     with alone_in(None if out is None else Path(out)):
         try:
-            tasks: List[Optional[TrainingTask]] = [
-                StepwiseTask(model, teacher, verbose=False) if epochs[0] else None,
-                TrajectoryDistillationTask(model, teacher, verbose=False) if epochs[1] else None]
+            made = [make(model) for make, count in zip(tasks, config.epochs or (0, 0), strict=True) if count]
             for p, flag in flags:
                 p.requires_grad_(flag and id(p) in own)
-            for task, folder, count, peak in zip(tasks, folders, epochs, (config.lr, config.unrolled_lr), strict=True):
-                if task is not None:
-                    history += fit(task, loader, epochs=count, lr=peak, out=folder, **options)
+            if config.epochs is not None:
+                parts: List[Tuple[Any, int]] = [(loader, count) for count in config.epochs]
+            else:
+                parts = [(Stream(loader, max(1, count // EPOCHS)), min(count, EPOCHS))
+                         for count in planned(out, config.minutes or 0., plan)]
+            for make, folder, (batches, count), chosen in zip(tasks, folders, parts, options, strict=True):
+                if count:
+                    task = made.pop(0) if made else make(model)
+                    history += fit(task, batches, epochs=count, out=folder, resume=resume, progress=progress, **chosen)
         finally:
             surely(put_back)
     return history

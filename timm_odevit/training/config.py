@@ -15,7 +15,15 @@ __all__ = ['CalibrationConfig', 'DataConfig', 'FitConfig', 'LossConfig']
 SCHEDS = ('cosine', 'tanh', 'step', 'poly')  # timm's schedulers that depend only on the update count
 _amp = one_of([name for name in AMP_DTYPES if name], none='full precision')
 _weight = number(0.)
-_EPOCHS = 'two whole numbers, one of which may be 0, such as (8, 2)'
+_EPOCHS = 'two whole numbers, one of which may be 0, such as (8, 2), or None to use minutes'
+
+
+
+def _epochs(name: str, value: Any) -> Any:
+    found = None if value is None else many(whole(0), _EPOCHS)(name, value)
+    if found is not None and (len(found) != 2 or max(found) < 1):
+        raise ValueError(f'{name} must be {_EPOCHS}; got {value!r}.')
+    return found
 
 
 @dataclass(frozen=True, repr=False)
@@ -211,21 +219,25 @@ class CalibrationConfig(Settings):
     """Settings of `calibrate_`; each is also a keyword of `calibrate_`.
 
     Attributes:
-        epochs: Epochs of the first part, step by step, and of the second, unrolled; the second must be 0 for a model
-            that has no sequence of tokens to follow as a whole (Swin, SAM, NaFlexViT, MLP-Mixer).
+        minutes: Time to spend, half of it on each part; the number of updates is found by trying a few. None for 5.
+        epochs: Epochs of the first part, step by step, and of the second, unrolled, instead of minutes; the second must
+            be 0 for a model that has no sequence of tokens to follow as a whole (Swin, SAM, NaFlexViT, MLP-Mixer).
         batch_size: Images per update.
-        lr: Peak learning rate of the first part, on a cosine schedule.
-        unrolled_lr: Peak learning rate of the second part.
+        lr: Peak learning rate of the first part (AdamW), on a cosine schedule.
+        unrolled_lr: Peak learning rate of the second part (Muon).
         amp: Mixed precision: 'bfloat16' or 'float16'; None for full precision.
         seed: Seed for the order of the images.
     """
-    epochs: Tuple[int, int] = setting((8, 2), many(whole(0), _EPOCHS))
+    minutes: Optional[float] = setting(None, number(0., open='(', none='5'))
+    epochs: Optional[Tuple[int, int]] = setting(None, _epochs)
     batch_size: int = setting(16, whole(1))
     lr: float = setting(3e-3, number(0.))
-    unrolled_lr: float = setting(3e-4, number(0.))
+    unrolled_lr: float = setting(1e-3, number(0.))
     amp: Optional[str] = setting(None, _amp)
     seed: int = setting(0, whole(None))
 
     def _check(self) -> None:
-        if len(self.epochs) != 2 or max(self.epochs) < 1:
-            raise ValueError(f'epochs must be {_EPOCHS}; got {self.epochs!r}.')
+        if self.epochs is not None and self.minutes is not None:
+            raise ValueError(f'Give minutes or epochs, not both; got minutes={self.minutes!r}, epochs={self.epochs!r}.')
+        if self.epochs is None and self.minutes is None:
+            object.__setattr__(self, 'minutes', 5.)

@@ -2,7 +2,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
 import torch
 import yaml
@@ -10,7 +10,7 @@ from timm.task import TrainingTask
 from timm.utils import unwrap_model
 from torch import nn
 
-from ..files import staged
+from ..files import staged, to_json, write_text
 from .config import FitConfig
 from .loaders import chain
 from .recipe import Recipe, Stage
@@ -27,6 +27,7 @@ __all__ = [
     'check_unused',
     'load_state',
     'models_of',
+    'planned',
     'read_state',
     'save_state',
     'settings_to_resume',
@@ -37,6 +38,7 @@ BEST = 'best'
 HISTORY = 'history.json'
 RECIPE = 'recipe.yaml'
 RUN = 'run.json'
+PLAN = 'plan.json'
 
 
 def models_of(task: TrainingTask) -> Dict[str, nn.Module]:
@@ -138,13 +140,37 @@ def check_about(folder: Path, about: Dict[str, Any]) -> None:
                                  'Resume with what the first run had, or give another folder.')
 
 
-def check_calibration(folders: Sequence[Optional[Path]], epochs: Sequence[int], resume: bool) -> None:
+def check_calibration(
+        folders: Sequence[Optional[Path]],
+        minutes: Optional[float],
+        epochs: Optional[Sequence[int]],
+        resume: bool,
+) -> None:
+    """Refuse a folder with another calibration: one for other minutes, or one that began its second part."""
     first, second = folders
     if first is None or second is None:
         return
-    check_unused(first.parent, resume, first / LAST, second / LAST)
-    if (second / LAST).exists() and (first / HISTORY).exists() and len(
+    check_unused(first.parent, resume, first.parent / PLAN, first / LAST, second / LAST)
+    before = json.loads((first.parent / PLAN).read_text())['minutes'] if (first.parent / PLAN).exists() else None
+    started = before is not None or (first / LAST).exists() or (second / LAST).exists()
+    if (started and (before is None) != (epochs is not None)) or before not in (None, minutes):
+        then = 'epochs' if before is None else f'minutes={before:g}'
+        now = f'minutes={minutes}' if epochs is None else f'epochs={tuple(epochs)}'
+        raise ValueError(f"'{first.parent}' was calibrated with {then}, but this call has {now}. Resume with what the "
+                         'first call had, or give another folder.')
+    if epochs and (second / LAST).exists() and (first / HISTORY).exists() and len(
             json.loads((first / HISTORY).read_text())) < epochs[0]:
         raise ValueError(
             f"'{first.parent}' has already started unrolled training after fewer stepwise epochs. Calibrate into "
             'another folder.')
+
+
+def planned(out: Union[str, Path, None], minutes: float, plan: Callable[[], List[int]]) -> List[int]:
+    """The updates of both parts of a calibration for some minutes: those of the folder, or planned and noted there."""
+    path = None if out is None else Path(out) / PLAN
+    if path is not None and path.exists():
+        return list(json.loads(path.read_text())['updates'])
+    updates = plan()
+    if path is not None:
+        write_text(path, to_json({'minutes': minutes, 'updates': updates}))
+    return updates

@@ -19,7 +19,7 @@ from .layer_times import distance_times, hidden_states, match, state_at, uniform
 from .losses import attention_loss, jasmin_loss, logit_loss, trajectory_loss
 from .student_teacher import Renormalised, StudentTask, TrainingPass, check_same_tokens, check_student
 
-__all__ = ['TrajectoryDistillationTask']
+__all__ = ['TrajectoryDistillationTask', 'has_whole_sequence']
 
 
 class TrajectoryDistillationTask(StudentTask):
@@ -66,8 +66,7 @@ class TrajectoryDistillationTask(StudentTask):
         check_student(student)
         device = device or next(student.parameters()).device
         host: Any = student
-        tokens = all(hasattr(host, name) for name in ('patch_embed', 'num_prefix_tokens'))
-        if not isinstance(getattr(host, 'blocks', None), OdeBlocks) or not tokens:
+        if not has_whole_sequence(student):
             raise TypeError(
                 f'A {type(student).__name__} has no sequence of tokens whose states could be followed as a whole. '
                 'Train it step by step only: task: stepwise in a recipe, epochs=(8, 0) in calibrate_, or odevit '
@@ -262,6 +261,12 @@ class TrajectoryDistillationTask(StudentTask):
         self.eval_model = torch.compile(unwrap_model(self.trainable_module).student, **options)
         self.trainable_module = torch.compile(self.trainable_module, **options)
         return self.eval_model
+
+
+def has_whole_sequence(student: Any) -> bool:
+    """Whether the states of an ODE-ViT can be followed as a whole, from the embedded tokens to the last step."""
+    tokens = all(hasattr(student, name) for name in ('patch_embed', 'num_prefix_tokens'))
+    return isinstance(getattr(student, 'blocks', None), OdeBlocks) and tokens
 
 
 class _Unrolled(TrainingPass):

@@ -1,0 +1,79 @@
+"""A budget of minutes: how many updates fit into it on this machine."""
+import copy
+import math
+import statistics
+import time
+from itertools import pairwise
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+
+from torch import nn
+
+from .fit import fit
+
+__all__ = ['EPOCHS', 'Stream', 'updates_in']
+
+EPOCHS = 10  # into which a part is cut, so that it can be resumed
+TRIED = 5  # updates
+
+
+class Stream:
+    """The batches of a loader, over and over: `count` of them at a time, the next ones each time."""
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self.loader, self.count = loader, count
+        self.rest: Iterator[Any] = iter(())
+        self.yielded: List[float] = []  # when each of the last batches was asked for, in seconds
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        self.yielded, fresh = [], False
+        while len(self.yielded) < self.count:
+            batch = next(self.rest, None)
+            if batch is not None:
+                fresh = False
+                self.yielded.append(time.perf_counter())
+                yield batch
+            elif fresh:
+                return  # an empty loader
+            else:
+                self.rest, fresh = iter(self.loader), True
+
+
+def updates_in(
+        minutes: float,
+        model: nn.Module,
+        loader: Any,
+        tasks: Sequence[Callable[[nn.Module], Any]],
+        shares: Sequence[float],
+        options: Sequence[Dict[str, Any]],
+) -> List[int]:
+    """How many updates of each part of a training take its share of some minutes, by trying a few on a copy.
+
+    Args:
+        minutes: All the time there is; what is spent here is taken from it.
+        model: The model; it is left as it is.
+        loader: Batches to train on.
+        tasks: Makes the task of each part for a model.
+        shares: Each part's share of the time.
+        options: Settings of `fit` for each part.
+
+    Returns:
+        For each part, the number of updates, a multiple of EPOCHS or less than it; 0 for a share of 0.
+    """
+    started = time.perf_counter()
+    trial = copy.deepcopy(model)
+    seconds: List[Optional[float]] = []
+    for make, share, kwargs in zip(tasks, shares, options, strict=True):
+        stream = Stream(loader, TRIED + 1)
+        if share:
+            fit(make(trial), stream, epochs=1, **{**kwargs, 'out': None, 'progress': False})
+        stamps = stream.yielded
+        seconds.append(statistics.median(b - a for a, b in pairwise(stamps)) if share else None)
+    left = max(0., 60 * minutes - (time.perf_counter() - started))
+    return [0 if each is None else _rounded(share * left / each) for share, each in zip(shares, seconds, strict=True)]
+
+
+def _rounded(updates: float) -> int:
+    return max(1, math.floor(updates)) if updates < EPOCHS else EPOCHS * math.floor(updates / EPOCHS)
