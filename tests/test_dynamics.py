@@ -410,17 +410,19 @@ def test_the_geometry_of_a_circle_and_of_a_straight_line():
     assert torch.allclose(found.norm, torch.full((1, 6), radius, dtype=torch.float64))
     straight = torch.tensor([[[1., 0.]], [[2., 1.]], [[4., 3.]]])
     found = trajectory_geometry(line_of(straight))
+    still = trajectory_geometry(line_of(torch.tensor([[[1., 0.]], [[2., 0.]], [[2., 0.]], [[3., 0.]]])))
+    assert still.angle.isnan().all() and still.curvature.isnan().all()  # a step without length has no direction
     assert found.angle.abs().max() < 1e-3 and found.speed.tolist() == [pytest.approx([2 ** .5, 8 ** .5])]
 
 
 def test_likeness_of_tokens_is_that_of_all_pairs():
     x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
-    found = trajectory_geometry(line_of(torch.stack([x, x + 1]), prefix=1))
+    found = trajectory_geometry(line_of(torch.stack([x, x + 1]), prefix=1, class_token=True))
     patches = torch.nn.functional.normalize(x[:, 1:], dim=-1)
     pairs = torch.stack([(patches[:, i] * patches[:, j]).sum(-1) for i in range(4) for j in range(4) if i != j])
     assert torch.allclose(found.anisotropy[:, 0], pairs.mean(0), atol=1e-6)
     assert torch.allclose(found.cosine[:, 0], torch.cosine_similarity(x[:, 0], x[:, 1:].mean(1)))
-    bare = trajectory_geometry(line_of(torch.stack([x, x + 1])))  # no class token, so nothing to compare
+    bare = trajectory_geometry(line_of(torch.stack([x, x + 1]), prefix=1))  # a register: no class token to compare
     assert bare.cosine.isnan().all() and not bare.anisotropy.isnan().any()
 
 
@@ -474,7 +476,7 @@ def test_cka_is_the_unbiased_estimate_and_has_spans(vit):
     model = vit().eval()
     images = torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     found = state_similarity(model, images, batch_size=6)
-    assert found.images == 12 and torch.allclose(found.cka.diagonal(), torch.ones(len(found.cka), dtype=torch.float64))
+    assert found.images == 12 and torch.allclose(found.values.diagonal(), torch.ones(len(found.values), dtype=torch.float64))
 
     def hsic(k, l):  # noqa: E741  as in the paper, term by term
         n = len(k)
@@ -486,10 +488,10 @@ def test_cka_is_the_unbiased_estimate_and_has_spans(vit):
             x, y = (flow.states()[i].flatten(1).double() for i in (0, 2))
         k, l = x @ x.T, y @ y.T  # noqa: E741
         both = [a + b for a, b in zip(both, (hsic(k, l), hsic(k, k), hsic(l, l)))]
-    assert float(found.cka[0, 2]) == pytest.approx(float(both[0] / (both[1] * both[2]) ** 0.5), rel=1e-6)
+    assert float(found.values[0, 2]) == pytest.approx(float(both[0] / (both[1] * both[2]) ** 0.5), rel=1e-6)
     assert len(found.spans(2)) == 1 and found.spans(2)[0] in found.times.tolist()
     other = state_similarity(model, images, other=vit(depth=2).eval(), batch_size=6)
-    assert other.cka.shape == (len(found.cka), 3)
+    assert other.values.shape == (len(found.values), 3)
     with pytest.raises(ValueError, match='those of one model'):
         other.spans(2)
     with pytest.raises(ValueError, match='at least 4 images'):

@@ -1,5 +1,6 @@
 """The report: as a page without a network in headless Chromium, and what is in it."""
 import json
+import math
 import re
 import shutil
 import sys
@@ -61,7 +62,7 @@ def test_the_page_says_what_was_measured(pair, images, tmp_path):
     assert [row['model'] for row in rows] == [f'class {i}' for i in ours.argmax(-1).tolist()]
     assert [row['teacher'] for row in rows] == [f'class {i}' for i in theirs.argmax(-1).tolist()]
     assert [row['probability'] for row in rows] == pytest.approx(ours.amax(-1).tolist(), rel=1e-4)
-    assert numbers['times'] == [0, 1, 2, 3] and np.array(numbers['cka']['teacher']).shape == (4, 4)
+    assert numbers['times'] == [0, 1, 2, 3] and np.array(numbers['cosines']['teacher']).shape == (4, 4)
     made = {file.name for file in tmp_path.iterdir()}
     assert made == {'index.html', 'report.json', 'trajectories.png',
                     *(f'{kind}-{i}.png' for kind in ('classes', 'attention') for i in (1, 2, 3, 4))}
@@ -85,13 +86,50 @@ def test_every_model_with_a_sequence_of_blocks_has_a_report(vit, name, config, k
     html, numbers = written(write_report(model.eval(), images, tmp_path, progress=False).parent)
     assert numbers['sentence'] in body(html).replace('&#x27;', "'") and len(numbers['images']) == 2
     assert ('What it would answer' in html) == (model.num_classes > 0)
-    assert 'undefined' not in body(html) and 'NaN' not in body(html)
+    assert '>nan<' not in body(html)
 
 
 def test_without_attention_maps_there_are_none_in_it(tmp_path):
     model = timm.create_model('mixer_s32_224', img_size=64, num_classes=3).eval()
     html, numbers = written(write_report(model, torch.randn(1, 3, 64, 64), tmp_path, progress=False).parent)
     assert numbers['attention'] is None and 'Entropy of attention' not in html and not list(tmp_path.glob('attention*'))
+
+
+def test_a_diverging_image_is_shown_beside_the_others(vit, images, tmp_path):
+    images[1, 0, 0, 0] = math.inf
+    _, numbers = written(write_report(vit(), images, tmp_path, progress=False).parent)
+    rows = numbers['images']
+    assert rows[1]['exponent'] is None and rows[1]['settled at t'] is None and rows[0]['exponent'] is not None
+    assert 'not finite' in numbers['exponents']['reasons'][1] and np.isfinite(numbers['plane']['points'][0]).all()
+
+
+@pytest.mark.parametrize('kwargs', [dict(class_token=False, global_pool='avg', reg_tokens=2), dict(reg_tokens=2)])
+def test_a_register_is_no_class_token(vit, kwargs, images, tmp_path):
+    html, numbers = written(write_report(vit(**kwargs), images, tmp_path, progress=False).parent)
+    named = 'class token' in body(html).lower()
+    assert named == ('class_token' not in kwargs) and (numbers['geometry']['model']['cosine'][0][0] is not None) == named
+
+
+def test_words_for_methods_of_many_stages_and_for_one_image(vit, images, tmp_path):
+    model = vit()
+    convert_(model, OdeConfig(method='rk4', steps=2))
+    said = written(write_report(model.eval(), images[:1], tmp_path, teacher=vit(), progress=False).parent)[1]['sentence']
+    assert said.startswith('One shared block, applied 8 times by 2 steps of rk4, gives ') and 'images' not in said
+    assert write_report(vit(depth=1), images, tmp_path, progress=False)
+    assert written(tmp_path)[1]['sentence'].startswith('One block, applied once, ')
+
+
+def test_nothing_is_half_written(vit, images, tmp_path, monkeypatch):
+    write_report(vit(), images, tmp_path, names=[f'caf\udce9 {i}' for i in range(4)], progress=False)  # a name in no encoding
+    assert written(tmp_path)[1]['images'][0]['image'] == 'caf? 0'
+    with pytest.raises(ValueError, match='float32'):
+        write_report(vit().bfloat16(), images, tmp_path / 'out', progress=False)
+    with torch.autocast('cpu', torch.bfloat16):
+        assert write_report(vit(), images, tmp_path, progress=False).exists()
+    monkeypatch.setattr('timm_odevit.reporting.page.to_json', lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_report(vit(), images, tmp_path / 'out', progress=False)
+    assert not (tmp_path / 'out').exists()
 
 
 def test_names_are_text_and_nothing_else(vit, images, tmp_path):
@@ -114,8 +152,9 @@ def test_what_cannot_be_shown_is_refused_before_anything_is_written(pair, vit, i
     out = tmp_path / 'out'
     for wrong, kwargs, message in (
             (images[:0], {}, 'of 1 to 64 images'), (images[0], {}, 'of 1 to 64 images'), ([1], {}, 'got list'),
-            (images, dict(names=['a']), '4 images and 1 names'), (images, dict(teacher=vit(num_classes=7)), '7 classes'),
-            (images, dict(teacher=vit(embed_dim=48)), 'Tokens of different width|cannot be compared')):
+            (images, dict(names=['a']), 'names must be 4 strings'), (images, dict(classes=torch.tensor([0, 1, 2, 3])), 'classes must be 4 strings'),
+            (images, dict(teacher=vit(num_classes=7)), 'classes 7 and 5'), (images, dict(teacher=vit(img_size=32)), r'input \[3, 32, 32\] and \[3, 16, 16\]'),
+            (images, dict(teacher=vit(embed_dim=48)), 'cannot be compared'), (images, dict(teacher=vit(depth=2)), 'until t = 3')):
         with pytest.raises(ValueError, match=message):
             write_report(student, wrong, out, **kwargs, progress=False)
     with pytest.raises(TypeError, match='no single sequence of blocks'):
@@ -126,7 +165,7 @@ def test_what_cannot_be_shown_is_refused_before_anything_is_written(pair, vit, i
 def test_without_plotly_it_says_what_to_type(vit, images, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'plotly.graph_objects', None)
     with pytest.raises(ImportError, match=r"pip install 'timm-odevit\[report\]'"):
-        write_report(vit(), images, tmp_path / 'out', progress=False)
+        write_report(vit(), images[:, :2], tmp_path / 'out', progress=False)  # before the images are looked at
     assert not (tmp_path / 'out').exists()
 
 
@@ -160,14 +199,19 @@ def test_the_command_writes_a_report_and_refuses_to_lose_one(folder, capsys):
     command = ['report', f'local-dir:{folder / "model"}', '--images', str(folder / 'images'), '-o', out, '--count', '3', '--quiet']
     assert main(command) == 0 and 'index.html' in capsys.readouterr().out
     assert [row['image'] for row in written(folder / 'report')[1]['images']] == ['cats/0.png', 'cats/2.png', 'dogs/4.png']
+    made = {file.name for file in (folder / 'report').iterdir()}
     assert main(command) == 2 and '--overwrite' in capsys.readouterr().err
-    assert main([*command, '--overwrite', '--steps', '5']) == 0
+    assert main([*command, '--overwrite', '--steps', '5', '--count', '2']) == 0
     assert len(written(folder / 'report')[1]['times']) == 6
+    assert made - {file.name for file in (folder / 'report').iterdir()} == {'attention-3.png', 'classes-3.png'}
 
 
 def test_the_command_says_what_is_wrong_with_the_images(folder, capsys):
+    assert main(['report', f'local-dir:{folder / "model"}', '--images', str(folder / 'images' / 'cats' / '0.png'), '-o', 'x']) == 2
+    assert 'is a file. Give the folder that it is in' in capsys.readouterr().err
+    (folder / 'data.npz').write_bytes(b'')
     for images, message in ((folder / 'nothing', 'There is no folder'), (folder / 'model', 'There are no images'),
-                            (folder / 'model' / 'config.json', 'cannot be read as .npz')):
+                            (folder / 'data.npz', 'cannot be read as .npz')):
         assert main(['report', f'local-dir:{folder / "model"}', '--images', str(images), '-o', str(folder / 'out')]) == 2
         assert message in capsys.readouterr().err
     (folder / 'images' / 'cats' / '0.png').write_bytes(b'no image')
@@ -215,13 +259,14 @@ def shown(request, pair, images, tmp_path):
 
 
 MASK = 'document.querySelector("img[data-of=attention]").src'
-POINT = 'JSON.stringify(document.getElementById("chart-0").data[2].x)'
+POINT = 'JSON.stringify(document.getElementById("chart-0").data[3].x)'
 BARS = 'JSON.stringify(document.getElementById("chart-1").data[0].x)'
 BAR = 'document.getElementById("chart-2").layout.shapes[0].x0'
 
 
 def test_the_slider_moves_everything_together(shown):
     tab, wrong, scheme = shown
+    tab.wait_for_function(f'{BAR} == 3')
     before = [tab.evaluate(what) for what in (MASK, POINT, BARS, BAR)]
     tab.focus('#t')
     for _ in range(2):
@@ -229,7 +274,7 @@ def test_the_slider_moves_everything_together(shown):
     tab.wait_for_function(f'{BAR} == 1')
     after = [tab.evaluate(what) for what in (MASK, POINT, BARS, BAR)]
     assert all(a != b for a, b in zip(after, before)), after
-    assert tab.evaluate('document.getElementById("now").value') == 't = 1 of 3'
+    assert re.fullmatch(r't = 1 of 3 · image 1: class \d, \d+ %', tab.evaluate('document.getElementById("now").value'))
     photo = 'document.querySelector("img[data-of=photo]").src'
     first, bars = tab.evaluate(photo), tab.evaluate(BARS)
     tab.locator('input[name=image]').first.focus()

@@ -112,7 +112,7 @@ def staged(folder: Union[str, Path], *names: str) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """Write a file that is always complete or absent."""
     with staged(path.parent, path.name) as aside:
-        (aside / path.name).write_text(text)
+        (aside / path.name).write_text(text, encoding='utf-8')
 
 
 def to_json(tree: Any) -> str:

@@ -12,6 +12,7 @@ import gradio as gr
 import matplotlib
 import timm
 import torch
+from PIL import ImageOps
 
 from timm_odevit.dynamics.attention import attention_over_time
 from timm_odevit.dynamics.flow import follow as flow_of
@@ -72,7 +73,8 @@ def answer(image, student, steps):
     with torch.no_grad():
         expected = teacher(transform(image)[None]).softmax(-1)[0]
     found, wanted = (dict(zip(labels, p.tolist(), strict=True)) for p in (probabilities[-1], expected))
-    return (found, wanted, draw_classes(probabilities, times, labels), draw_attention(image, attention, times), known)
+    seen = ImageOps.fit(image, (128, 128))  # the model sees the centre
+    return found, wanted, draw_classes(probabilities, times, labels), draw_attention(seen, attention, times), known
 
 
 def demo():

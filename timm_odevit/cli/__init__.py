@@ -28,7 +28,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     try:
         _check_device(args.device)
         args.run(args)
-    except (ValueError, TypeError, OSError, FloatingPointError) as e:
+    except (ValueError, TypeError, OSError, FloatingPointError, ImportError) as e:
         print(f'odevit: error: {one_line(e)}', file=sys.stderr)
         return 2
     except RuntimeError as e:

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..data.pictures import some_images
 from ..reporting.page import write_report
+from ..training.resume import BEST
 from .arguments import MODEL, load, quiet, refuse_existing, set_steps, whole_number
 
 HELP = 'Show what a model does to a few images, in one page.'
@@ -31,7 +32,12 @@ def run(args: argparse.Namespace) -> None:
     set_steps(model, args.steps, args.model)
     teacher = load(args.teacher, args) if args.teacher else None
     found = some_images(args.images, model, args.count)
-    title = ', beside '.join(Path(name.split(':')[-1]).name for name in (args.model, args.teacher) if name)
+    title = ', beside '.join(_short(name) for name in (args.model, args.teacher) if name)
     page = write_report(model, found.images, args.out, teacher=teacher, names=found.names, classes=found.classes,
                         title=title, progress=not args.quiet)
     print(f'wrote {page}')
+
+
+def _short(name: str) -> str:
+    path = Path(name.split(':')[-1])
+    return str(Path(path.parent.name, path.name)) if path.name == BEST else path.name  # a folder best/ is one of many

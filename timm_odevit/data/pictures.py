@@ -45,7 +45,7 @@ def class_names(model: Any) -> Optional[List[str]]:
     """The names of a model's classes, if it has them."""
     names: Any = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
     good = isinstance(names, (list, tuple)) and len(names) == model.num_classes  # timm allows other forms, too
-    return list(names) if good else None
+    return list(map(str, names)) if good else None
 
 
 def some_images(path: Union[str, Path], model: Any, count: int) -> Pictures:
@@ -57,6 +57,8 @@ def some_images(path: Union[str, Path], model: Any, count: int) -> Pictures:
         ValueError: There are no images, or they do not fit the model; the message says what was found.
     """
     path, known = Path(path), class_names(model)
+    if path.is_file() and path.suffix.lower() != '.npz':
+        raise ValueError(f"'{path}' is a file. Give the folder that it is in, or an .npz of small images.")
     if path.is_file():
         test = array_loaders(path, model)[2]
         chosen = _spread(len(test.labels), count)
@@ -74,7 +76,7 @@ def some_images(path: Union[str, Path], model: Any, count: int) -> Pictures:
     labels = [file.parent.name for file in files]
     images = torch.stack([open_image(file, model) for file in files])
     device = next(model.parameters()).device
-    return Pictures(images.to(device), [str(file.relative_to(path)) for file in files],
+    return Pictures(images.to(device), [os.fsencode(file.relative_to(path)).decode(errors='replace') for file in files],
                     labels if known is not None and set(labels) <= set(known) else None)
 
 

@@ -20,6 +20,8 @@ _SOFTMAX = (torch.softmax, F.softmax, torch.Tensor.softmax)
 def attention_maps(flow: Flow) -> Iterator[Tensor]:
     """The attention probabilities [B, heads, N, N] at the start of each step, one step at a time.
 
+    Of blocks that combine several attentions, such as parallel or differential ones, it is the first.
+
     Raises:
         ValueError: A step computes no attention of all tokens over all tokens, like those with windows.
     """
@@ -36,9 +38,10 @@ def attention_maps(flow: Flow) -> Iterator[Tensor]:
 
 def has_attention_maps(flow: Flow) -> bool:
     """Whether `attention_maps` works."""
-    with _Watched(flow.start) as watched:
-        flow.maps[0](flow.start)
-    return watched.found is not None
+    try:
+        return all(True for _ in attention_maps(flow))
+    except ValueError:
+        return False
 
 
 class _Watched(TorchFunctionMode):  # of one thread
@@ -73,12 +76,14 @@ class AttentionOverTime(PerImage):
         entropy: Mean entropy of the rows of the maps, in nats, at most log N [B, K].
         times: The times at which the steps start [K].
         prefix: How many of the tokens come before those of the patches.
+        class_token: Whether it is the attention of a class token.
     """
     attention: Tensor
     rollout: Tensor
     entropy: Tensor
     times: Tensor = dataclasses.field(metadata={'shared': True})
     prefix: int = dataclasses.field(metadata={'shared': True})
+    class_token: bool = dataclasses.field(metadata={'shared': True})
 
     def __repr__(self) -> str:
         most = math.log(self.attention.shape[-1])
@@ -120,7 +125,7 @@ def _attention_over_time(flow: Flow) -> AttentionOverTime:
         mixed = (mean + torch.eye(mean.shape[-1]).to(mean)) / 2
         through = mixed if through is None else mixed @ through
         for rows, found in ((mean, attention), (through, rollout)):
-            found.append(rows[:, 0] if flow.prefix else rows.mean(dim=1))
+            found.append(rows[:, 0] if flow.class_token else rows.mean(dim=1))
     return AttentionOverTime(
         torch.stack(attention, 1), torch.stack(rollout, 1), torch.stack(entropy, 1),
-        torch.tensor(flow.times[:-1], dtype=torch.float64), flow.prefix)
+        torch.tensor(flow.times[:-1], dtype=torch.float64), flow.prefix, flow.class_token)

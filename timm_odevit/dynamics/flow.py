@@ -38,7 +38,8 @@ class Flow:
         times: The time before the first map and after each; one unit is one block of the base.
         head: From the last state to the logits [B, classes]; None for maps without classes.
         blocks: The steps or blocks behind the maps, if they are those of a model.
-        prefix: How many tokens, such as the class token, come before those of the patches.
+        prefix: How many tokens, such as a class token and registers, come before those of the patches.
+        class_token: Whether the first of them is a class token.
     """
     start: Tensor
     maps: Tuple[Callable[[Tensor], Tensor], ...]
@@ -46,6 +47,7 @@ class Flow:
     head: Optional[Callable[[Tensor], Tensor]] = None
     blocks: Tuple[Any, ...] = ()
     prefix: int = 0
+    class_token: bool = False
 
     def __post_init__(self) -> None:
         if not self.maps or len(self.times) != len(self.maps) + 1:
@@ -79,12 +81,12 @@ Flow.__init__ = checks_keywords(Flow.__init__)  # type: ignore[method-assign]
 
 
 @contextmanager
-def follow(model: Any, images: Tensor) -> Iterator[Flow]:
+def follow(model: Any, images: Any = None) -> Iterator[Flow]:
     """The flow of a model for some images, in eval mode and without gradients; a Flow is its own.
 
     Args:
         model: timm model with one sequence of blocks: an ODE-ViT, with its own method and steps, or an ordinary ViT.
-        images: Images [B, C, H, W], normalised for the model, on its device.
+        images: Images [B, C, H, W], normalised for the model, on its device; a Flow needs none.
 
     Returns:
         A context manager that yields a Flow, which is valid inside.
@@ -93,11 +95,19 @@ def follow(model: Any, images: Tensor) -> Iterator[Flow]:
         TypeError: The model has no single sequence of blocks.
         ValueError: The model solves its ODE with an adaptive method, which has no fixed steps.
     """
+    if isinstance(model, Flow):
+        yield model
+        return
     blocks = _sequence(model)
     with evaluating(model), torch.no_grad():
         with watch_blocks([blocks]) as seen:
             logits = model(images)
         states, handed = seen[0]
+        shapes = {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in states}
+        if len(shapes) > 1 or len(states) != len(blocks) + 1:
+            raise TypeError(
+                f'A {type(model).__name__} has no single sequence of blocks whose states could be followed; they have '
+                f"the shapes {', '.join(sorted(map(str, shapes)))}.")
         maps = tuple(partial(_call, block, args, kwargs) for block, (args, kwargs) in zip(blocks, handed, strict=True))
         times = [0.]
         for block in blocks:
@@ -108,7 +118,9 @@ def follow(model: Any, images: Tensor) -> Iterator[Flow]:
             same = model.forward_head(model.norm(states[-1]))
             if same.shape == logits.shape and torch.allclose(same, logits, rtol=1e-3, atol=1e-4, equal_nan=True):
                 head = partial(_head, model)
-        yield Flow(states[0], maps, tuple(times), head, tuple(blocks), _prefix(model, states[0]))
+        prefix = _prefix(model, states[0])
+        has_class = prefix > 0 and getattr(model, 'cls_token', None) is not None
+        yield Flow(states[0], maps, tuple(times), head, tuple(blocks), prefix, has_class)
 
 
 def _call(block: Any, args: Tuple[Any, ...], kwargs: Any, x: Tensor) -> Tensor:
@@ -182,6 +194,8 @@ def over_images(measure: Callable[..., Found], model: Any, images: Images, batch
 
     The flows of other models on the same images are passed to `measure` after that of the model.
     """
+    if any(isinstance(other, Flow) != isinstance(model, Flow) for other in others):
+        raise TypeError('A Flow can be compared with another Flow, and a model with a model; got one of each.')
     if isinstance(model, Flow):
         with torch.no_grad():
             return measure(model, *others)

@@ -69,7 +69,7 @@ def _tokens(flow: Flow, other: Optional[Flow] = None) -> Plane:
 
 
 def _token_path(flow: Flow) -> Tensor:
-    rows = [x if x.ndim == 2 else x[:, 0] if x.ndim == 3 and flow.prefix else x.flatten(1, -2).mean(dim=1)
+    rows = [x if x.ndim == 2 else x[:, 0] if x.ndim == 3 and flow.class_token else x.flatten(1, -2).mean(dim=1)
             for x in flow.states()]
     return torch.stack(rows, dim=1)
 
@@ -77,14 +77,19 @@ def _token_path(flow: Flow) -> Tensor:
 def _principal(rows: Tensor, count: int) -> Tuple[Tensor, Tensor, float]:
     """The mean [D], the first principal axes [D, count] and the share of the variance along them, of rows [n, D].
 
-    Each axis points so that its largest entry is positive.
+    Rows that are not finite do not count. Each axis points so that its largest entry is positive.
     """
-    mean = rows.double().mean(dim=0)
-    _, values, axes = torch.linalg.svd(rows.double() - mean, full_matrices=False)
-    axes = torch.nn.functional.pad(axes[:count], (0, 0, 0, max(0, count - len(axes)))).T
+    rows = rows[rows.isfinite().all(dim=-1)]
+    mean = rows.sum(dim=0, dtype=torch.float64) / max(len(rows), 1)
+    spread = torch.zeros(len(mean), len(mean), dtype=torch.float64, device=rows.device)
+    for part in rows.split(8192):
+        part = part.double() - mean
+        spread += part.T @ part
+    values, axes = torch.linalg.eigh(spread)  # ascending
+    values, axes = values.flip(0).clamp_min(0.), axes.flip(1)[:, :count]
+    axes = torch.nn.functional.pad(axes, (0, max(0, count - axes.shape[1])))
     largest = axes.gather(0, axes.abs().argmax(dim=0, keepdim=True))
-    power = values.square()
-    share = float(power[:count].sum() / power.sum().clamp_min(1e-30))
+    share = float(values[:count].sum() / values.sum().clamp_min(1e-30))
     return mean.to(rows.dtype), (axes * largest.sign()).to(rows.dtype), share
 
 
@@ -92,7 +97,7 @@ def token_colours(states: Sequence[Tensor]) -> List[Tensor]:
     """Tokens [..., D] as colours between 0 and 1 [..., 3], the same for equal tokens of all the given states.
 
     The three channels are the first principal components of the tokens of all states, cut off at their 2nd and 98th
-    percentile.
+    percentile. Tokens that are not finite are grey.
 
     Raises:
         ValueError: There are no states, or they differ in width.
@@ -101,5 +106,7 @@ def token_colours(states: Sequence[Tensor]) -> List[Tensor]:
         raise ValueError(f'Give one or more states of the same width; got widths {[x.shape[-1] for x in states]}.')
     rows = torch.cat([x.flatten(0, -2).float() for x in states])
     mean, axes, _ = _principal(rows, 3)
-    low, high = ((rows - mean) @ axes).quantile(torch.tensor([0.02, 0.98]).to(mean), dim=0)
-    return [(((x.float() - mean) @ axes - low) / (high - low).clamp_min(1e-12)).clamp(0, 1) for x in states]
+    seen = (rows[rows.isfinite().all(dim=-1)] - mean) @ axes
+    low, high = seen.quantile(torch.tensor([0.02, 0.98]).to(mean), dim=0) if len(seen) else (mean[:3] * 0, mean[:3] * 0)
+    span = (high - low).clamp_min(1e-12)
+    return [(((x.float() - mean) @ axes - low) / span).nan_to_num(0.5).clamp(0, 1) for x in states]

@@ -12,7 +12,8 @@ from ..settings import checks_keywords
 from .flow import Flow, Images, PerImage, norms, over_images
 
 __all__ = [
-    'ClassOverTime', 'DistanceOverTime', 'Geometry', 'class_over_time', 'distance_over_time', 'trajectory_geometry',
+    'ClassOverTime', 'DistanceOverTime', 'Geometry', 'check_comparable', 'class_over_time', 'distance_over_time',
+    'trajectory_geometry',
 ]
 
 
@@ -23,7 +24,7 @@ class Geometry(PerImage):
     Attributes:
         speed: Euclidean distance per unit of time, over all tokens [B, K].
         norm: Euclidean norm of the state [B, K + 1].
-        angle: Angle between a step and the next, in degrees [B, K - 1].
+        angle: Angle between a step and the next, in degrees [B, K - 1]; NaN where one of them has no length.
         curvature: That angle, in radians, over the mean length of the two steps [B, K - 1].
         cosine: Cosine of the class token and the mean patch token [B, K + 1]; NaN without a class token.
         anisotropy: Mean cosine of two different patch tokens [B, K + 1]; NaN without a sequence of tokens.
@@ -73,21 +74,22 @@ def _geometry(flow: Flow) -> Geometry:
         torch.stack([norms(x) for x in states], dim=1),
         angle.rad2deg(),
         angle / mean,
-        torch.stack([_class_and_patches(x, flow.prefix) for x in states], dim=1),
+        torch.stack([_class_and_patches(x, flow) for x in states], dim=1),
         torch.stack([_anisotropy(x, flow.prefix) for x in states], dim=1),
         torch.tensor(flow.times, dtype=torch.float64))
 
 
 def _angle(a: Tensor, b: Tensor) -> Tensor:
     """In radians, from chords: accurate for small angles, too [B]."""
-    a, b = (F.normalize(x.flatten(1), dim=1) for x in (a, b))
-    return 2 * torch.atan2((a - b).norm(dim=1), (a + b).norm(dim=1))
+    first, second = (F.normalize(x.flatten(1), dim=1) for x in (a, b))
+    angle = 2 * torch.atan2((first - second).norm(dim=1), (first + second).norm(dim=1))
+    return angle.masked_fill((norms(a) == 0) | (norms(b) == 0), torch.nan)
 
 
-def _class_and_patches(x: Tensor, prefix: int) -> Tensor:
-    if x.ndim != 3 or not prefix:
+def _class_and_patches(x: Tensor, flow: Flow) -> Tensor:
+    if x.ndim != 3 or not flow.class_token:
         return x.new_full((len(x),), torch.nan)
-    return F.cosine_similarity(x[:, 0], x[:, prefix:].mean(dim=1), dim=-1)
+    return F.cosine_similarity(x[:, 0], x[:, flow.prefix:].mean(dim=1), dim=-1)
 
 
 def _anisotropy(x: Tensor, prefix: int) -> Tensor:
@@ -105,7 +107,7 @@ class ClassOverTime(PerImage):
     Attributes:
         classes: Class of the largest logit [B, K + 1].
         probability: Probability of the class that the model gives in the end [B, K + 1].
-        settled: The time from which on the class no longer changes [B].
+        settled: The time from which on the class no longer changes [B]; NaN where a state is not finite.
         times: The times of the states [K + 1].
     """
     classes: Tensor
@@ -114,8 +116,8 @@ class ClassOverTime(PerImage):
     times: Tensor = dataclasses.field(metadata={'shared': True})
 
     def __repr__(self) -> str:
-        return (f'ClassOverTime({len(self.classes)} images, class settled at t = {self.settled.median():.3g} (median) '
-                f'of {self.times[-1]:.3g})')
+        return (f'ClassOverTime({len(self.classes)} images, class settled at t = {self.settled.nanmedian():.3g} of '
+                f'{self.times[-1]:.3g} (median))')
 
 
 @checks_keywords
@@ -143,7 +145,8 @@ def _class_over_time(flow: Flow) -> ClassOverTime:
     times = torch.tensor(flow.times, dtype=torch.float64)
     stays = (classes == classes[:, -1:]).flip(1).cumprod(dim=1).sum(dim=1)  # how many of the last states
     final = classes[:, -1:, None].expand(-1, classes.shape[1], 1)
-    return ClassOverTime(classes, probabilities.gather(2, final)[..., 0], times.to(classes.device)[-stays], times)
+    settled = times.to(classes.device)[-stays].masked_fill(~probabilities.isfinite().all(dim=(1, 2)), torch.nan)
+    return ClassOverTime(classes, probabilities.gather(2, final)[..., 0], settled, times)
 
 
 @dataclass(frozen=True, repr=False)
@@ -186,11 +189,16 @@ def distance_over_time(model: Any, images: Images = None, *, teacher: Any, batch
     return over_images(_distance_over_time, model, images, batch_size, teacher)
 
 
-def _distance_over_time(flow: Flow, other: Flow) -> DistanceOverTime:
+def check_comparable(flow: Flow, other: Flow) -> None:
+    """Raise ValueError for flows with states of different shapes, or that end at different times."""
     if flow.start.shape != other.start.shape or abs(flow.times[-1] - other.times[-1]) > 1e-3:
         raise ValueError(
             f'The states cannot be compared: {list(flow.start.shape)} until t = {flow.times[-1]:g}, and '
             f'{list(other.start.shape)} until t = {other.times[-1]:g}. Give the teacher that the student follows.')
+
+
+def _distance_over_time(flow: Flow, other: Flow) -> DistanceOverTime:
+    check_comparable(flow, other)
     states, theirs = flow.states(), other.states()
     found = []
     for t, x in zip(flow.times, states, strict=True):

@@ -1,5 +1,6 @@
-"""Charts that move with t, as Plotly figures with one frame per image and state."""
+"""Charts that move with the image and with t, as Plotly figures with frames."""
 from dataclasses import dataclass
+from html import escape
 from typing import Any, Dict, List, Optional, Sequence
 
 import torch
@@ -9,10 +10,10 @@ from ..dynamics.similarity import Similarity
 from .findings import Findings
 from .pictures import SHOWN
 
-__all__ = ['Chart', 'charts']
+__all__ = ['Chart', 'charts', 'plotly']
 
 SPANS = 3
-OURS, THEIRS, FAINT = '#3b82f6', '#ea8a0b', 'rgba(128,128,128,0.35)'
+OURS, THEIRS, BAR, CUT, FAINT = '#3b82f6', '#c2610c', '#808080', '#e11d48', 'rgba(128,128,128,0.5)'
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class Chart:
     Attributes:
         title: Its title.
         about: What it shows, in a sentence.
-        figure: Plotly figure; its frames are named 'image-state', such as 0-12.
+        figure: Plotly figure.
+        moves: How its frames are named, for image 3 at state 7: 'i' i3, 't' t7, 'b' 3-7; '' without frames.
         first: Whether it is on the first screen.
     """
     title: str
     about: str
     figure: Any
+    moves: str
     first: bool = False
 
 
@@ -69,18 +72,18 @@ def charts(found: Findings, names: Optional[Sequence[str]]) -> List[Chart]:
         line('Entropy of attention', 'In nats: low where a token attends to few others.',
              found.attention.times.tolist(), found.attention.entropy)
     running = found.exponents.running[..., 0]
-    line('Largest Lyapunov exponent', 'Up to t, per unit of time: above 0, small changes of the state grow.',
+    line('Largest Lyapunov exponent', 'Up to t, per unit of time: above 0, some small changes of the state grow.',
          found.exponents.times.tolist(), running)
     if found.recovery is not None:
         line('Recovery', 'What is left in the end of a random perturbation at t, relative to its size.',
              found.recovery.times.tolist(), found.recovery.factor)
-    if found.similarity is not None:
-        made += [_similarity(each, title) for each, title in zip(found.similarity, (
-            't', "t of the teacher's state"), strict=True) if each is not None]
+    made += [_similarity(each, title) for each, title in zip(found.similarity, (
+        't', "t of the teacher's state"), strict=True) if each is not None]
     return made
 
 
-def _plotly() -> Any:
+def plotly() -> Any:
+    """Plotly's figures; raises ImportError, which says what to type, without it."""
     try:
         import plotly.graph_objects as go
     except ImportError as e:
@@ -89,7 +92,7 @@ def _plotly() -> Any:
 
 
 def _figure(data: List[Any], frames: List[Any], **layout: Any) -> Any:
-    go = _plotly()
+    go = plotly()
     figure = go.Figure(data=data, frames=frames)
     figure.update_layout(
         template='none', margin=dict(l=52, r=12, t=8, b=40), height=260, paper_bgcolor='rgba(0,0,0,0)',
@@ -107,123 +110,122 @@ def _rounded(values: Any, digits: int = 4) -> List[Any]:
     return [None if value != value else float(f'{value:.{digits}g}') for value in values.tolist()]
 
 
-def _frames(found: Findings, of: Any) -> List[Any]:
-    """A frame for each image and state; `of` gives the changes for their indices."""
-    go = _plotly()
-    return [go.Frame(name=f'{i}-{k}', **of(i, k))
-            for i in range(len(found.plane.points)) for k in range(len(found.times))]
+def _frame(name: str, data: List[Any], first: int, **layout: Any) -> Any:
+    """A frame that replaces traces, from the `first` on, and parts of the layout."""
+    return plotly().Frame(name=name, data=data, traces=list(range(first, first + len(data))), layout=layout)
 
 
 def _plane(found: Findings) -> Chart:
-    go = _plotly()
+    go = plotly()
     ours, theirs = found.plane.points, found.plane.others
-    other_times = found.plane.other_times.tolist()
-    all_x, all_y = [], []
-    for path in ours:
-        all_x += [*_rounded(path[:, 0]), None]
-        all_y += [*_rounded(path[:, 1]), None]
-    taught = theirs.shape[1] > 0
+    taught, count = theirs.shape[1] > 0, len(ours)
+    near = [min(range(theirs.shape[1]), key=lambda n: abs(float(found.plane.other_times[n]) - t), default=0)
+            for t in found.times]
 
-    def traces(i: int, k: int) -> List[Any]:
-        made = [
-            go.Scatter(x=_rounded(ours[i, :, 0]), y=_rounded(ours[i, :, 1]), mode='lines+markers', name='model',
-                       line=dict(color=OURS, width=2), marker=dict(size=4), hoverinfo='skip'),
-            go.Scatter(x=_rounded(ours[i, k:k + 1, 0]), y=_rounded(ours[i, k:k + 1, 1]), mode='markers',
-                       marker=dict(color=OURS, size=14), showlegend=False, hoverinfo='skip')]
-        if taught:
-            near = min(range(len(other_times)), key=lambda n: abs(other_times[n] - found.times[k]))
-            made += [
-                go.Scatter(x=_rounded(theirs[i, :, 0]), y=_rounded(theirs[i, :, 1]), mode='lines', name='teacher',
-                           line=dict(color=THEIRS, width=2, dash='dash'), hoverinfo='skip'),
-                go.Scatter(x=_rounded(theirs[i, near:near + 1, 0]), y=_rounded(theirs[i, near:near + 1, 1]),
-                           mode='markers', marker=dict(color=THEIRS, size=14, symbol='circle-open', line=dict(width=3)),
-                           showlegend=False, hoverinfo='skip')]
-        return made
-    everything = go.Scatter(x=all_x, y=all_y, mode='lines', line=dict(color=FAINT, width=1), name='other images',
-                            hoverinfo='skip')
-    count = 5 if taught else 3
+    def line(points: Tensor, **kwargs: Any) -> Any:
+        return go.Scatter(x=_rounded(points[:, 0]), y=_rounded(points[:, 1]), hoverinfo='skip', **kwargs)
+
+    def ways(i: int) -> List[Any]:
+        made = [line(ours[i], mode='lines+markers', name='model', line=dict(color=OURS, width=2), marker=dict(size=4))]
+        return made if not taught else [*made, line(
+            theirs[i], mode='lines', name='teacher', line=dict(color=THEIRS, width=2, dash='dash'))]
+
+    def now(i: int, k: int) -> List[Any]:
+        made = [line(ours[i, k:k + 1], mode='markers', marker=dict(color=OURS, size=14), showlegend=False)]
+        return made if not taught else [*made, line(
+            theirs[i, near[k]:near[k] + 1], mode='markers', showlegend=False,
+            marker=dict(color=THEIRS, size=14, symbol='circle-open', line=dict(width=3)))]
+    gap = ours.new_full((count, 1, 2), torch.nan)
+    everything = line(torch.cat([ours, gap], dim=1).flatten(0, 1), mode='lines', name='other images',
+                      line=dict(color=FAINT, width=1))
+    first = 1 + len(ways(0))
     figure = _figure(
-        [everything, *traces(0, 0)],
-        _frames(found, lambda i, k: dict(data=traces(i, k), traces=list(range(1, count)))),
+        [everything, *ways(0), *now(0, 0)],
+        [*(_frame(f'i{i}', ways(i), 1) for i in range(count)),
+         *(_frame(f'{i}-{k}', now(i, k), first) for i in range(count) for k in range(len(found.times)))],
         xaxis=dict(showticklabels=False, title='first principal component'),
         yaxis=dict(showticklabels=False, title='second', scaleanchor='x'))
     figure.update_layout(height=300, margin=dict(l=30))
-    token = 'class token' if found.geometry[0].cosine.isfinite().any() else 'mean patch token'
-    about = f'The {token} in a plane that shows {100 * found.plane.explained:.0f} % of the variance.'
-    return Chart('Its way through the space of features', about, figure, True)
+    about = (f'The {found.token} in a plane that shows {100 * found.plane.explained:.0f} % of the variance.')
+    return Chart('Its way through the space of features', about, figure, 'ib', True)
 
 
 def _classes(found: Findings, names: Optional[Sequence[str]]) -> Chart:
-    go = _plotly()
+    go = plotly()
     probabilities: Any = found.probabilities
     taught = found.taught
     chosen = []
     for i, path in enumerate(probabilities):
-        best = (path.amax(dim=0) + 2 * path[-1]) if taught is None else path.amax(dim=0) + 2 * path[-1] + 2 * taught[i]
+        best = path.amax(dim=0) + 2 * path[-1] + (0 if taught is None else 2 * taught[i])
         best = best.topk(min(SHOWN, path.shape[1])).indices
         chosen.append(best[path[-1, best].argsort()].tolist())
-
-    def label(index: int) -> str:
-        return names[index].split(',')[0] if names else f'class {index}'
+    labels = [[escape(names[index] if names else f'class {index}') for index in best] for best in chosen]
 
     def traces(i: int, k: int) -> List[Any]:
-        shown = [label(index) for index in chosen[i]]
-        made = [go.Bar(x=_rounded(probabilities[i, k, chosen[i]]), y=shown, orientation='h', name='model',
-                       marker=dict(color=OURS), hovertemplate='%{y}: %{x:.1%}<extra></extra>')]
+        shown = dict(y=list(range(len(chosen[i]))), customdata=labels[i],
+                     hovertemplate='%{customdata}: %{x:.1%}<extra></extra>')
+        made = [go.Bar(x=_rounded(probabilities[i, k, chosen[i]]), orientation='h', name='model',
+                       marker=dict(color=OURS), **shown)]
         if taught is not None:
             made.append(go.Scatter(
-                x=_rounded(taught[i, chosen[i]]), y=shown, mode='markers', name='teacher, at the end',
-                marker=dict(color=THEIRS, size=12, symbol='line-ns-open', line=dict(width=3)),
-                hovertemplate='%{y}: %{x:.1%}<extra></extra>'))
+                x=_rounded(taught[i, chosen[i]]), mode='markers', name='teacher, at the end',
+                marker=dict(color=THEIRS, size=12, symbol='line-ns-open', line=dict(width=3)), **shown))
         return made
-    count = 1 if taught is None else 2
+
+    def ticks(i: int) -> Dict[str, Any]:
+        return dict(tickvals=list(range(len(labels[i]))), ticktext=[
+            label if len(label) <= 24 else f'{label[:22]}…' for label in labels[i]])
     figure = _figure(
-        traces(0, 0), _frames(found, lambda i, k: dict(data=traces(i, k), traces=list(range(count)))),
-        xaxis=dict(range=[0, 1], tickformat='.0%', tickvals=[0, 0.5, 1]), yaxis=dict(automargin=True))
-    figure.update_layout(height=300)
-    return Chart('What it would answer at t', 'Probabilities, if norm and head read the state at t.', figure, True)
+        traces(0, 0),
+        [*(_frame(f'i{i}', [], 0, yaxis=ticks(i)) for i in range(len(chosen))),
+         *(_frame(f'{i}-{k}', traces(i, k), 0) for i in range(len(chosen)) for k in range(len(found.times)))],
+        xaxis=dict(range=[0, 1], tickformat='.0%', tickvals=[0, 0.5, 1]), yaxis=dict(automargin=True, **ticks(0)))
+    figure.update_layout(height=300, margin=dict(r=30))
+    about = 'Probabilities, if norm and head read the state at t.'
+    return Chart('What it would answer at t', about, figure, 'ib', True)
 
 
 def _line(found: Findings, title: str, about: str, at: Sequence[float], ours: Tensor, theirs: Any) -> Chart:
-    go = _plotly()
-    at = list(at)
+    go = plotly()
+    at, hover = list(at), 't = %{x:.3g}: %{y:.3g}<extra></extra>'
 
     def own(i: int) -> Any:
         return go.Scatter(x=at, y=_rounded(ours[i]), mode='lines', line=dict(color=OURS, width=1, dash='dot'),
-                          name='this image', hovertemplate='t = %{x:.3g}: %{y:.3g}<extra></extra>')
+                          name='this image', hovertemplate=hover)
 
-    def now(k: int) -> Dict[str, Any]:
-        t = found.times[k]
-        return dict(shapes=[dict(type='line', x0=t, x1=t, y0=0, y1=1, yref='paper', line=dict(color=FAINT, width=3))])
+    def now(t: float) -> Dict[str, Any]:
+        return dict(shapes=[dict(type='line', x0=t, x1=t, y0=0, y1=1, yref='paper', line=dict(color=BAR, width=2))])
     data = [own(0), go.Scatter(x=at, y=_rounded(ours.nanmean(dim=0)), mode='lines+markers', name='model',
-                               line=dict(color=OURS, width=2), marker=dict(size=5),
-                               hovertemplate='t = %{x:.3g}: %{y:.3g}<extra></extra>')]
+                               line=dict(color=OURS, width=2), marker=dict(size=5), hovertemplate=hover)]
     if theirs is not None:
         times, values = theirs
         data.append(go.Scatter(x=list(map(float, times)), y=_rounded(values.nanmean(dim=0)), mode='lines',
-                               name='teacher', line=dict(color=THEIRS, width=2, dash='dash'),
-                               hovertemplate='t = %{x:.3g}: %{y:.3g}<extra></extra>'))
-    figure = _figure(data, _frames(found, lambda i, k: dict(data=[own(i)], traces=[0], layout=now(k))),
+                               name='teacher', line=dict(color=THEIRS, width=2, dash='dash'), hovertemplate=hover))
+    figure = _figure(data, [*(_frame(f'i{i}', [own(i)], 0) for i in range(len(ours))),
+                            *(_frame(f't{k}', [], 0, **now(t)) for k, t in enumerate(found.times))],
                      xaxis=dict(title='t', range=[found.times[0] - 0.2, found.times[-1] + 0.2]),
-                     yaxis=dict(rangemode='tozero' if bool((ours.nan_to_num() >= 0).all()) else 'normal'), **now(0))
-    return Chart(title, about, figure)
+                     yaxis=dict(rangemode='tozero' if bool((ours.nan_to_num() >= 0).all()) else 'normal'),
+                     **now(found.times[0]))
+    return Chart(title, about, figure, 'it')
 
 
 def _similarity(alike: Similarity, columns: str) -> Chart:
-    go = _plotly()
-    z = [_rounded(row, 3) for row in alike.cka]
+    go = plotly()
+    z = [_rounded(row, 3) for row in alike.values]
     heat = go.Heatmap(
         z=z, x=[f'{t:.3g}' for t in alike.other_times], y=[f'{t:.3g}' for t in alike.times], zmin=0, zmax=1,
         colorscale='Viridis', hovertemplate='t = %{y} and %{x}: %{z:.3f}<extra></extra>')
     figure = _figure([heat], [], xaxis=dict(title=columns, type='category'),
                      yaxis=dict(title='t', type='category', autorange='reversed'))
-    about = 'Linear CKA over the images, 1 for the same geometry.'
-    if columns != 't':
+    about = 'Mean cosine of each token with itself at another time, not below 0.'
+    if not alike.own:
         return Chart("Likeness to the teacher's states", f'{about} On a bright diagonal, they agree at the same time.',
-                     figure)
-    begins = alike.spans(min(SPANS, len(alike.cka)))
-    spans = [place - 0.5 for place, t in enumerate(alike.times.tolist()) if t in begins]
-    for place in spans:
-        figure.add_vline(place, line=dict(color='white', dash='dot'))
-        figure.add_hline(place, line=dict(color='white', dash='dot'))
-    return Chart('Spans of similar states', f'{about} Dotted: cut into {len(spans) + 1} spans.', figure)
+                     figure, '')
+    if alike.values.isfinite().all():
+        begins = alike.spans(min(SPANS, len(alike.values)))
+        about = f'{about} Dotted: cut into {len(begins) + 1} spans.'
+        for place, t in enumerate(alike.times.tolist()):
+            if t in begins:
+                figure.add_vline(place - 0.5, line=dict(color=CUT, dash='dot'))
+                figure.add_hline(place - 0.5, line=dict(color=CUT, dash='dot'))
+    return Chart('Spans of similar states', about, figure, '')

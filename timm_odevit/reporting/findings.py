@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..data.preprocessing import renormalisation
+from ..data.preprocessing import data_config, renormalisation
 from ..dynamics.attention import AttentionOverTime, attention_over_time, has_attention_maps
 from ..dynamics.contraction import Recovery, Region, contraction_regions, recovery
 from ..dynamics.flow import follow
@@ -18,6 +18,7 @@ from ..dynamics.trajectories import (
     ClassOverTime,
     DistanceOverTime,
     Geometry,
+    check_comparable,
     class_over_time,
     distance_over_time,
     trajectory_geometry,
@@ -44,7 +45,7 @@ class Findings:
         region: The region around the last state in which the class stays.
         exponents: The largest Lyapunov exponent.
         recovery: What is left in the end of a perturbation on the way.
-        similarity: CKA of the states with one another, and with the teacher's.
+        similarity: Cosines of the tokens at different times, with one another and with the teacher's.
         colours: Patch tokens as colours [B, K + 1, rows, columns, 3], of the model, and of the teacher at the same
             times.
         grid: Rows and columns of the patches.
@@ -61,29 +62,38 @@ class Findings:
     region: Optional[Region]
     exponents: Exponents
     recovery: Optional[Recovery]
-    similarity: Optional[Tuple[Similarity, Optional[Similarity]]]
+    similarity: Tuple[Similarity, Optional[Similarity]]
     colours: Optional[Tuple[Tensor, Optional[Tensor]]]
     grid: Optional[Tuple[int, int]]
+
+    @property
+    def token(self) -> str:
+        """Which token stands for an image."""
+        return 'class token' if self.geometry[0].cosine.isfinite().any() else 'mean patch token'
 
     def sentence(self) -> str:
         """What the model does, in a sentence."""
         count = len(self.plane.points)
-        images = 'image' if count == 1 else f'{count} images'
+        images = 'one image' if count == 1 else f'{count} images'
+        of = '' if count == 1 else f' (median of {images})'
         if self.followed is not None:
             off = (f"its last states differ from the teacher's by {100 * self.followed.distance[:, -1].median():.0f} % "
                    'of their norm')
             if self.taught is None or self.decided is None:
-                return f'{self.words}: {off} (median of {images}).'
+                return f'{self.words}: {off}{of}.'
             same = int((self.taught.argmax(dim=-1) == self.decided.classes[:, -1]).sum())
-            return (f"{self.words}, gives the teacher's class for {same} of {images}; {off} (median).")
+            found = f"the teacher's class for {same} of {images}"
+            if count == 1:
+                found = "the teacher's class" if same else 'another class than its teacher'
+            return f'{self.words}, gives {found}; {off}{of}.'
         largest = self.exponents.values[:, 0]
-        drift = (f'small changes of the state {"grow" if largest.nanmedian() > 0 else "shrink"} by a factor of '
+        drift = (f'small changes of the state grow at most by a factor of '
                  f'{math.exp(float(largest.nanmedian())):.2f} per block' if largest.isfinite().any() else
                  f'there are no exponents ({next(r for r in self.exponents.reasons if r)})')
         if self.decided is None:
-            return f'{self.words}: {drift} (median of {images}).'
-        return (f'{self.words}, has settled on its class at t = {self.decided.settled.median():.3g} of '
-                f'{self.times[-1]:.3g}; {drift} (medians of {images}).')
+            return f'{self.words}: {drift}{of}.'
+        return (f'{self.words}, has settled on its class at t = {self.decided.settled.nanmedian():.3g} of '
+                f'{self.times[-1]:.3g}; {drift}{of}.')
 
 
 def find(model: Any, images: Tensor, teacher: Any = None, progress: bool = True) -> Findings:
@@ -97,10 +107,9 @@ def find(model: Any, images: Tensor, teacher: Any = None, progress: bool = True)
 
     Raises:
         TypeError: A model has no single sequence of blocks.
-        ValueError: The teacher does not fit the model.
+        ValueError: The teacher does not fit the model, or the model is not in float32.
     """
-    if teacher is not None:
-        _check(model, teacher)
+    _check(model, images, teacher)
     has_head, has_maps, grid = _look(model, images)
     both: Dict[str, Any] = {} if teacher is None else {'other': teacher}
     steps: Dict[str, Callable[[], Any]] = {
@@ -116,13 +125,12 @@ def find(model: Any, images: Tensor, teacher: Any = None, progress: bool = True)
         'region': lambda: contraction_regions(model, images, directions=4) if has_head else None,
         'exponents': lambda: lyapunov_exponents(model, images),
         'recovery': lambda: recovery(model, images) if has_head else None,
-        'similarity': lambda: None if len(images) < 4 else (
-            state_similarity(model, images, batch_size=len(images)),
-            None if teacher is None else state_similarity(model, images, other=teacher, batch_size=len(images))),
+        'similarity': lambda: (state_similarity(model, images, kind='cosine'), None if teacher is None else
+                               state_similarity(model, images, other=teacher, kind='cosine')),
         'colours': lambda: None if grid is None else _colours(model, images, teacher, grid),
     }
     found: Dict[str, Any] = {}
-    with tqdm(steps, desc='report', disable=not progress) as bar:
+    with tqdm(steps, desc='report', disable=not progress) as bar, torch.autocast(images.device.type, enabled=False):
         for name in bar:
             bar.set_postfix_str(name)
             found[name] = _on_cpu(steps[name]())
@@ -139,13 +147,23 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
-def _check(model: Any, teacher: Any) -> None:
+def _check(model: Any, images: Tensor, teacher: Any) -> None:
+    for each in (model, teacher):
+        if each is not None and any(p.dtype != torch.float32 for p in each.parameters()):
+            raise ValueError(f'A report measures in float32, but this {type(each).__name__} is in '
+                             f'{next(each.parameters()).dtype}. Call float() on it first.')
+    if teacher is None:
+        return
     if renormalisation(model, teacher) != (None, None):
         raise ValueError('The teacher expects other images than the model: their mean and std differ. Give a teacher '
                          'with the same normalisation.')
-    if getattr(model, 'num_classes', None) != getattr(teacher, 'num_classes', None):
-        raise ValueError(f'The teacher has {teacher.num_classes} classes, the model {model.num_classes}. Give a '
-                         'teacher with the same classes.')
+    for what, of in (('classes', lambda m: getattr(m, 'num_classes', None)),
+                     ('input', lambda m: list(data_config(m)['input_size']))):
+        if of(model) != of(teacher):
+            raise ValueError(f'The teacher does not fit the model: {what} {of(teacher)} and {of(model)}. Give the '
+                             'teacher that the model was made from.')
+    with follow(model, images[:1]) as flow, follow(teacher, images[:1]) as other:
+        check_comparable(flow, other)
 
 
 def _look(model: Any, images: Tensor) -> Tuple[bool, bool, Optional[Tuple[int, int]]]:
@@ -182,10 +200,13 @@ def _nearest(times: Tuple[float, ...], t: float) -> int:
 def _words(model: Any) -> str:
     odes = find_ode_blocks(model)
     if not odes:
-        return f'{len(model.blocks)} blocks, applied once each'
+        count = len(model.blocks)
+        return f'{count} blocks, applied once each' if count > 1 else 'One block, applied once'
     ode = odes[0]
-    kept = len(ode.before) + len(ode.after)
-    shared = {1: 'One shared block'}.get(ode.config.phases, f'{ode.config.phases} shared blocks')
-    extra = f' (and {kept} blocks of the base)' if kept else ''
-    return f'{shared}{extra}, applied {ode.steps} times' + (
-        '' if ode.config.time == 'autonomous' else ' with weights that change with t')
+    kept, phases = len(ode.before) + len(ode.after), ode.config.phases
+    shared = 'One shared block' if phases == 1 else f'{phases} shared blocks'
+    extra = f" (and {kept} block{'s' if kept > 1 else ''} of the base)" if kept else ''
+    times = 'once' if ode.nfe == 1 else f'{ode.nfe:g} times'
+    by = '' if ode.nfe == ode.steps else f" by {ode.steps} step{'s' if ode.steps > 1 else ''} of {ode.method}"
+    return f'{shared}{extra}, applied {times}{by}' + (
+        '' if ode.config.time == 'autonomous' else ', with weights that change with t')

@@ -1,5 +1,7 @@
 """The page, report.json and the PNG files."""
 import json
+import re
+from contextlib import suppress
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -11,9 +13,11 @@ from torch import Tensor, nn
 
 from .._version import __version__
 from ..data.pictures import class_names
+from ..errors import shown
+from ..evaluation.results import new_figure
 from ..files import staged, to_json, write_text
 from ..settings import checks_keywords
-from .charts import Chart, charts
+from .charts import Chart, charts, plotly
 from .findings import Findings, find
 from .pictures import as_uri, draw_attention, draw_classes, draw_trajectories, photos, spotlight
 
@@ -60,18 +64,20 @@ def write_report(
         OSError: The folder cannot be written to.
     """
     if not isinstance(images, Tensor) or images.ndim != 4 or not 1 <= len(images) <= MOST:
-        shown = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f'images must be a tensor [B, C, H, W] of 1 to {MOST} images; got {shown}.')
-    for what, given in (('names', names), ('classes', classes)):
-        if given is not None and len(given) != len(images):
-            raise ValueError(f'There are {len(images)} images and {len(given)} {what}. Give one for each image.')
-    names = list(names or (f'image {i + 1}' for i in range(len(images))))
+        given = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f'images must be a tensor [B, C, H, W] of 1 to {MOST} images; got {given}.')
+    out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"'{out}' is a file. Give a folder to write to.")
+    plotly(), new_figure(1, 1)  # say what to install before anything is measured
+    names = [f'image {i + 1}' for i in range(len(images))] if names is None else _texts('names', names, len(images))
+    classes = None if classes is None else _texts('classes', classes, len(images))
     known = class_names(model)
-    title = title or _architecture(model)
+    title = _texts('title', [title], 1)[0] if title is not None else _architecture(model)
     found = find(model, images, teacher, progress)
     seen = photos(images, model)
     page = _page(title, found, seen, charts(found, known), names, classes, known)
-    out = Path(out)
+    numbers = to_json(_numbers(title, found, names, classes, known))
     pictures = {'trajectories.png': draw_trajectories(found.plane.points, found.plane.others, found.plane.explained)}
     for i in range(len(images)):
         if found.probabilities is not None:
@@ -79,12 +85,24 @@ def write_report(
         if found.attention is not None and found.grid is not None:
             pictures[f'attention-{i + 1}.png'] = draw_attention(
                 seen[i], _on_grid(found, found.attention.attention)[i], found.attention.times.tolist())
+    with suppress(FileNotFoundError):
+        (out / PAGE).unlink()  # an interrupted report has no page
     for name, figure in pictures.items():
         with staged(out, name) as aside:
             figure.savefig(aside / name, dpi=120)
-    write_text(out / 'report.json', to_json(_numbers(title, found, names, classes, known)))
+    for file in out.iterdir():
+        if re.fullmatch(r'(attention|classes)-\d+\.png', file.name) and file.name not in pictures:
+            file.unlink()  # of an earlier report
+    write_text(out / 'report.json', numbers)
     write_text(out / PAGE, page)
     return out / PAGE
+
+
+def _texts(what: str, given: Sequence[Any], count: int) -> List[str]:
+    """Strings, one per image, that can be written as UTF-8."""
+    if isinstance(given, str) or len(given) != count or not all(isinstance(text, str) for text in given):
+        raise ValueError(f'{what} must be {count} strings, one for each image; got {shown(given)}.')
+    return [text.encode(errors='replace').decode() for text in given]
 
 
 def _architecture(model: Any) -> str:
@@ -105,13 +123,16 @@ def _page(
 ) -> str:
     from plotly.offline import get_plotlyjs  # charts() has imported plotly
     pictures = [as_uri(picture) for picture in seen]
-    frames: Dict[str, Any] = {'times': [float(f'{t:.3g}') for t in found.times], 'photo': pictures}
+    frames: Dict[str, Any] = {'times': [float(f'{t:.3g}') for t in found.times], 'photo': pictures,
+                              'said': _said(found, names, known)}
     looks = [_figure('photo', 'what the model sees')]
     if found.attention is not None and found.grid is not None:
-        about = f"attention of the {'class token' if found.attention.prefix else 'tokens'}, in the next step"
+        token = 'class token' if found.attention.class_token else 'tokens'
+        about = f'attention of the {token} in the step that ends at t'
         for name, tokens, words in (('attention', found.attention.attention, about),
-                                    ('rollout', found.attention.rollout, 'all steps so far together (rollout)')):
-            frames[name] = [[as_uri(spotlight(x)) for x in image] for image in _on_grid(found, tokens)]
+                                    ('rollout', found.attention.rollout, 'all steps until t together (rollout)')):
+            frames[name] = [[as_uri(spotlight(torch.ones(found.grid))), *(as_uri(spotlight(x)) for x in image)]
+                            for image in _on_grid(found, tokens)]  # before the first step, there is none
             looks.append(_figure('photo', words, name))
     colours = []
     if found.colours is not None:
@@ -124,8 +145,9 @@ def _page(
     first = panels + [html for chart, html in zip(made, drawn, strict=True) if chart.first]
     others = [html for chart, html in zip(made, drawn, strict=True) if not chart.first]
     if colours:
-        others.insert(0, _panel('Patch tokens as colours', 'The first three principal components of all patch tokens: '
-                                'equal colours, equal tokens.', colours))
+        about = ('The first three principal components of the directions of all patch tokens, cut off at their 2nd and '
+                 '98th percentile.')
+        others.insert(0, _panel('Patch tokens as colours', about, colours))
     choices = ''.join(
         f'<label title="{escape(name)}"><input type="radio" name="image" value="{i}"{" checked" if i == 0 else ""} '
         f'aria-label="{escape(name)}"><img src="{picture}" alt=""></label>'
@@ -140,12 +162,21 @@ def _page(
                   'The numbers are in report.json.',
         'frames': json.dumps(frames).replace('<', '\\u003c'), 'plotly': get_plotlyjs(),
     }
-    text = files(__package__).joinpath('page.html').read_text()
+    text = files(__package__).joinpath('page.html').read_text(encoding='utf-8')
     before, *rest = text.split('{{')
     for piece in rest:  # in one pass, so that what is filled in is not filled in again
         name, after = piece.split('}}', 1)
         before += parts[name] + after
     return before
+
+
+def _said(found: Findings, names: Sequence[str], known: Optional[Sequence[str]]) -> List[List[str]]:
+    """What is written beside the slider, for each image and state."""
+    if found.probabilities is None:
+        return [[name] * len(found.times) for name in names]
+    best, index = found.probabilities.max(dim=-1)
+    return [[f'{name}: {_name(k, known)}, {100 * p:.0f} %' for p, k in zip(ps.tolist(), ks.tolist(), strict=True)]
+            for name, ps, ks in zip(names, best, index, strict=True)]
 
 
 def _panel(title: str, about: str, figures: List[str]) -> str:
@@ -154,16 +185,17 @@ def _panel(title: str, about: str, figures: List[str]) -> str:
 
 
 def _figure(under: str, caption: str, over: Optional[str] = None) -> str:
-    images = ''.join(f'<img data-of="{name}" alt="">' for name in (under, over) if name)
+    pairs = ((under, escape(caption)), (over, ''))
+    images = ''.join(f'<img data-of="{name}" alt="{alt}">' for name, alt in pairs if name)
     return f'<figure><div class="stack">{images}</div><figcaption>{escape(caption)}</figcaption></figure>'
 
 
 def _chart(i: int, chart: Chart) -> str:
     drawn = chart.figure.to_html(full_html=False, include_plotlyjs=False, auto_play=False, div_id=f'chart-{i}',
                                  config={'displayModeBar': False, 'responsive': True})
-    moves = ' moves' if chart.figure.frames else ''
-    return (f'<div class="panel{moves}"><h3>{escape(chart.title)}</h3><p class="about">{escape(chart.about)}</p>'
-            f'{drawn}</div>')
+    moves = f' data-moves="{chart.moves}"' if chart.moves else ''
+    return (f'<div class="panel"><h3>{escape(chart.title)}</h3><p class="about">{escape(chart.about)}</p>'
+            f'<div role="img" aria-label="{escape(chart.title)}"{moves}>{drawn}</div></div>')
 
 
 def _coloured(tokens: Tensor) -> Image.Image:
@@ -201,9 +233,10 @@ def _rows(found: Findings, names: Sequence[str], classes: Optional[Sequence[str]
 
 ABOUT = {
     'settled at t': 'the class no longer changes after this time',
-    'radius': 'how far the last state may move before the class changes, in the worst direction, over its norm',
+    'radius': 'how far the tokens that the head reads may move at the end before the class changes, in the worst '
+              'direction, over their norm',
     'exponent': 'largest finite-time Lyapunov exponent, per unit of time',
-    'distance': "of the last state from the teacher's, over its norm",
+    'distance': "of all last tokens from the teacher's, over the norm of the teacher's",
     "patches' cosine": "mean cosine of the patch tokens with the teacher's, at the end",
 }
 
@@ -214,7 +247,7 @@ def _table(found: Findings, names: Sequence[str], classes: Optional[Sequence[str
 
     def cell(value: Any) -> str:
         return f'<td class="n">{value:.3g}</td>' if isinstance(value, float) else f'<td>{escape(str(value))}</td>'
-    head = ''.join(f'<th title="{escape(ABOUT.get(name, ""))}">{escape(name)}</th>' for name in rows[0])
+    head = ''.join(f'<th scope="col" title="{escape(ABOUT.get(name, ""))}">{escape(name)}</th>' for name in rows[0])
     body = ''.join(f"<tr>{''.join(cell(value) for value in row.values())}</tr>" for row in rows)
     notes = ''.join(f'<p class="about">{escape(name)}: {escape(ABOUT[name])}.</p>' for name in rows[0] if name in ABOUT)
     return f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}'
@@ -242,7 +275,6 @@ def _numbers(title: str, found: Findings, names: Sequence[str], classes: Optiona
         'distance': None if found.followed is None else listed(found.followed.distance),
         'exponents': {'running': listed(found.exponents.running), 'reasons': list(found.exponents.reasons)},
         'recovery': None if found.recovery is None else listed(found.recovery.factor),
-        'cka': None if found.similarity is None else {
-            who: listed(each.cka) for who, each in zip(('model', 'teacher'), found.similarity, strict=True)
-            if each is not None},
+        'cosines': {who: listed(each.values) for who, each in zip(('model', 'teacher'), found.similarity, strict=True)
+                    if each is not None},
     }

@@ -5,7 +5,7 @@ from typing import Any, List, Optional, Sequence
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from ..data.preprocessing import data_config
@@ -51,10 +51,10 @@ def draw_classes(probabilities: Tensor, times: Sequence[float], names: Optional[
 
 
 def draw_attention(picture: Image.Image, attention: Tensor, times: Sequence[float]) -> Any:
-    """An image and what its class token attends to at five times, on one scale, from maps [K, rows, columns]."""
+    """An image, as the model sees it, and where its attention is at five times, on one scale [K, rows, columns]."""
     figure = new_figure(5, 3.6)
     first, *others = figure.subplots(2, 3).flat
-    first.imshow(ImageOps.fit(picture, (128, 128)))  # the model sees the centre
+    first.imshow(picture)
     first.set_title('image', fontsize=9)
     chosen = torch.linspace(0, len(attention) - 1, min(SHOWN, len(attention))).round().int().tolist()
     for axes, i in zip(others, chosen, strict=False):
@@ -62,7 +62,7 @@ def draw_attention(picture: Image.Image, attention: Tensor, times: Sequence[floa
         axes.set_title(f't = {times[i]:.3g}', fontsize=9)
     for axes in (first, *others):
         axes.axis('off')
-    figure.colorbar(drawn, ax=[first, *others], shrink=0.8, label='attention of the class token')
+    figure.colorbar(drawn, ax=[first, *others], shrink=0.8, label='attention')
     return figure
 
 
@@ -76,6 +76,6 @@ def draw_trajectories(points: Tensor, others: Tensor, explained: float) -> Any:
             axes.plot(*others[i].T.numpy(), '--', color=line.get_color(), label='teacher' if i == 0 else None)
         axes.plot(*path[-1].numpy(), 'o', color=line.get_color())
     axes.set(xlabel='first principal component', ylabel='second',
-             title=f'Trajectories of the class token, {100 * explained:.0f} % of the variance')
+             title=f'Trajectories, {100 * explained:.0f} % of the variance')
     axes.legend(frameon=False)
     return figure
