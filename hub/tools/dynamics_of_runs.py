@@ -41,7 +41,7 @@ def main():
     parser.add_argument('data')
     parser.add_argument('out', type=Path)
     parser.add_argument('--teacher', required=True)
-    parser.add_argument('--images', type=int, default=96)
+    parser.add_argument('--images', type=int, default=32)
     args = parser.parse_args()
     torch.set_num_threads(1)
     teacher = timm.create_model(args.teacher, pretrained=True).eval()

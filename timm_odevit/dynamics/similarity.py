@@ -85,7 +85,7 @@ def state_similarity(
     Source: CKA, arXiv 1905.00414; the unbiased estimate from batches, arXiv 2010.15327; cosines, Raptor, arXiv
     2512.19941.
     """
-    one_of(_KINDS)('kind', kind)
+    one_of(list(_KINDS))('kind', kind)
     compare = _KINDS[kind]
     totals: List[Tensor] = []
     times: Tuple[Tuple[float, ...], ...] = ()
