@@ -97,7 +97,8 @@ def costs():
             what = 'per model' if measure == 'spectral_norms' else 'per image'
             factor = counts[0] if measure == 'spectral_norms' else 1
             low, high = factor * min(times), factor * max(times)
-            lines.append([measure.replace('_', ' '), f'{low:.0f} to {high:.0f} ms {what}'])
+            times = f'{low:.0f}' if f'{low:.0f}' == f'{high:.0f}' else f'{low:.0f} to {high:.0f}'
+            lines.append([measure.replace('_', ' '), f'{times} ms {what}'])
     return rows(['measure', 'one core'], lines)
 
 
