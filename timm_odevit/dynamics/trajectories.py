@@ -2,12 +2,13 @@
 import dataclasses
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, List, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..recording import state_at
 from ..settings import checks_keywords
 from .flow import Flow, Images, PerImage, norms, over_images
 
@@ -202,17 +203,8 @@ def _distance_over_time(flow: Flow, other: Flow) -> DistanceOverTime:
     states, theirs = flow.states(), other.states()
     found = []
     for t, x in zip(flow.times, states, strict=True):
-        y = state_between(theirs, other.times, t)
+        y = state_at(theirs, other.times, t)
         found.append(norms(x - y) / norms(y))
     ours, wanted = (x[:, flow.prefix:].flatten(1, -2) if x.ndim > 2 else x[:, None] for x in (states[-1], theirs[-1]))
     return DistanceOverTime(torch.stack(found, dim=1), F.cosine_similarity(ours, wanted, dim=-1),
                             torch.tensor(flow.times, dtype=torch.float64))
-
-
-def state_between(states: List[Tensor], times: Sequence[float], t: float) -> Tensor:
-    """The state at t, linear between those at the given times."""
-    after = next((i for i, end in enumerate(times) if end >= t - 1e-6), len(times) - 1)
-    if after == 0 or abs(times[after] - t) < 1e-6:
-        return states[after]
-    share = (t - times[after - 1]) / (times[after] - times[after - 1])
-    return torch.lerp(states[after - 1], states[after], share)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -24,6 +25,7 @@ from ..dynamics.trajectories import (
     trajectory_geometry,
 )
 from ..ode.blocks import find_ode_blocks
+from ..recording import state_at
 
 __all__ = ['Findings', 'find']
 
@@ -181,20 +183,17 @@ def _probabilities(model: Any, images: Tensor) -> Tensor:
 
 
 def _colours(model: Any, images: Tensor, teacher: Any, grid: Tuple[int, int]) -> Tuple[Tensor, Optional[Tensor]]:
-    states = []
+    states: List[Tensor] = []
+    times: Tuple[float, ...] = ()
     for each in (model, teacher):
         if each is not None:
             with follow(each, images) as flow:
-                found = torch.stack([x[:, flow.prefix:] for x in flow.states()], dim=1)
-                states.append((flow.times, torch.nn.functional.normalize(found, dim=-1)))
-    times = states[0][0]
-    kept = [x if own == times else x[:, [_nearest(own, t) for t in times]] for own, x in states]
-    colours = [x.unflatten(2, grid) for x in token_colours(kept)]
+                times = times or flow.times  # the model's, also for its teacher
+                seen = flow.states()
+                found = torch.stack([state_at(seen, flow.times, t)[:, flow.prefix:] for t in times], dim=1)
+                states.append(F.normalize(found, dim=-1))
+    colours = [x.unflatten(2, grid) for x in token_colours(states)]
     return colours[0], colours[1] if len(colours) > 1 else None
-
-
-def _nearest(times: Tuple[float, ...], t: float) -> int:
-    return min(range(len(times)), key=lambda i: abs(times[i] - t))
 
 
 def _words(model: Any) -> str:

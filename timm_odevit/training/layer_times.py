@@ -1,5 +1,4 @@
 """Where on [0, T] the teacher's layers lie, and which of the student's steps is matched to which layer."""
-from bisect import bisect_right
 from itertools import pairwise
 from typing import Any, Iterable, List, Optional, Sequence, Tuple
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from ..hooks import evaluating
 from ..recording import watch_blocks
 
-__all__ = ['distance_times', 'hidden_states', 'match', 'softmax_times', 'state_at', 'uniform_times']
+__all__ = ['distance_times', 'hidden_states', 'match', 'softmax_times', 'uniform_times']
 
 
 def uniform_times(layers: int) -> List[float]:
@@ -110,22 +109,6 @@ def match(times: Sequence[float], steps: int) -> List[Tuple[int, int]]:
     if len(times) <= steps:
         return list(enumerate(_nearest(times, own)))
     return [(layer, step) for step, layer in enumerate(_nearest(own, times))]
-
-
-def state_at(states: Sequence[Tensor], times: Sequence[float], t: float) -> Tensor:
-    """The teacher's state at a relative time, interpolated linearly in time between two layers.
-
-    Args:
-        states: L + 1 states: the embedded tokens and the output of each layer.
-        times: Relative times in (0, 1] of the L layers, strictly increasing.
-        t: Relative time in [0, 1].
-    """
-    grid = [0., *times]
-    right = min(max(bisect_right(grid, t + 1e-6), 1), len(grid) - 1)
-    share = min((t - grid[right - 1]) / (grid[right] - grid[right - 1]), 1.)
-    if share < 1e-5:
-        return states[right - 1]
-    return states[right] if share > 1 - 1e-5 else torch.lerp(states[right - 1], states[right], share)
 
 
 def _nearest(few: Sequence[float], many: Sequence[float]) -> List[int]:

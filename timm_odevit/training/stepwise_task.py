@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from ..convert.block_kinds import find_sites
 from ..distributed import over_processes
 from ..ode.blocks import find_ode_blocks
-from ..recording import Seen, watch_blocks
+from ..recording import Seen, state_at, watch_blocks
 from ..settings import checks_keywords
 from .student_teacher import Renormalised, StudentTask, TrainingPass, check_apart, check_student
 
@@ -89,7 +89,7 @@ class _Steps(TrainingPass):
         again = torch.is_grad_enabled() and any(getattr(m, 'grad_checkpointing', False) for m in self.student.modules())
         for ode, (states, handed) in zip(find_ode_blocks(self.student), seen, strict=True):
             for step in ode.bound_steps:
-                start, end = _at(states, step.t), _at(states, step.t + step.h)
+                start, end = (state_at(states, range(len(states)), t) for t in (step.t, step.t + step.h))
                 args, kwargs = handed[int(step.t + 1e-6)]  # a base may pass different arguments to each layer
                 run = partial(checkpoint, step, use_reentrant=False) if again else step
                 error = (run(start, *args, **kwargs) - end).float().square().mean()
@@ -112,9 +112,3 @@ def check_converted_from(student: Any, teacher: Any) -> None:
         found = f': {names[0]} is {outside[0].get(names[0])} and {outside[1].get(names[0])}' if names else (
             f': a {type(student).__name__} and a {type(teacher).__name__}')
         raise ValueError(f'The student was not converted from this teacher{found}. Give the original model.')
-
-
-def _at(states: Sequence[Tensor], t: float) -> Tensor:
-    low = min(int(t + 1e-6), len(states) - 1)
-    share = t - low
-    return states[low] if share < 1e-6 else torch.lerp(states[low], states[low + 1], share)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ..convert.block_kinds import field_class
 from ..hooks import hooked
 from ..ode.blocks import OdeBlocks
-from ..recording import watch_blocks
+from ..recording import state_at, watch_blocks
 from ..settings import takes
 from .config import LossConfig
-from .layer_times import distance_times, hidden_states, match, state_at, uniform_times
+from .layer_times import distance_times, hidden_states, match, uniform_times
 from .losses import attention_loss, jasmin_loss, logit_loss, trajectory_loss
 from .student_teacher import Renormalised, StudentTask, TrainingPass, check_same_tokens, check_student
 
@@ -171,7 +171,7 @@ class TrajectoryDistillationTask(StudentTask):
         prefix, targets = 0, []
         if states:
             start, run = self._run(student)
-            targets = [state_at(states_t[start:], run, t) for t, _ in pairs]
+            targets = [state_at(states_t[start:], [0., *run], t) for t, _ in pairs]
             bare = states[0].shape[1] == student.patch_embed.num_patches  # the class token comes later, as in CaiT
             prefix = 0 if bare else student.num_prefix_tokens
         has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
@@ -241,7 +241,7 @@ class TrajectoryDistillationTask(StudentTask):
         segments = min(self.config.segments[int(share / self.config.forced * len(self.config.segments))], count)
         first, run = self._run(student)
         places = [round(i * count / segments) for i in range(1, segments)]
-        return {first + place: state_at(states[first:], run, place / count) for place in places}
+        return {first + place: state_at(states[first:], [0., *run], place / count) for place in places}
 
     def _leaves_parameters_unused(self) -> bool:
         shared = unwrap_model(self.trainable_module).student.blocks.shared
