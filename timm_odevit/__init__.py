@@ -41,6 +41,7 @@ from .dynamics.similarity import state_similarity
 from .dynamics.spectral_norms import spectral_norms
 from .dynamics.trajectories import class_over_time, distance_over_time, trajectory_geometry
 from .evaluation.accuracy import evaluate
+from .evaluation.halting import Halting, calibrate_halting
 from .evaluation.results import Evaluation, plot_accuracy
 from .ode.config import OdeConfig
 from .ode.integrate import integrate
@@ -56,13 +57,13 @@ from .training.stepwise_task import StepwiseTask
 from .training.trajectory_task import TrajectoryDistillationTask
 
 __all__ = [
-    'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'Flow', 'LossConfig', 'Merged', 'OdeConfig', 'Recipe',
-    'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'attention_over_time', 'calibrate_',
-    'check_convertible', 'choose_size', 'class_over_time', 'contraction_regions', 'convert_', 'discretisation_errors',
-    'distance_over_time', 'evaluate', 'fit', 'from_torchvision', 'integrate', 'lipschitz_constants', 'list_convertible',
-    'lyapunov_exponents', 'merge_', 'merged_bytes', 'plane', 'plot_accuracy', 'push_to_hub', 'recovery', 'relations',
-    'save_pretrained', 'signals', 'softmax_bounds', 'spectral_norms', 'state_similarity', 'train',
-    'trajectory_geometry', 'write_report',
+    'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'Flow', 'Halting', 'LossConfig', 'Merged',
+    'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'attention_over_time',
+    'calibrate_', 'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'contraction_regions',
+    'convert_', 'discretisation_errors', 'distance_over_time', 'evaluate', 'fit', 'from_torchvision', 'integrate',
+    'lipschitz_constants', 'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'plane',
+    'plot_accuracy', 'push_to_hub', 'recovery', 'relations', 'save_pretrained', 'signals', 'softmax_bounds',
+    'spectral_norms', 'state_similarity', 'train', 'trajectory_geometry', 'write_report',
 ]
 
 

@@ -77,7 +77,12 @@ def convert_(
         info = getattr(host, 'feature_info', None)
         listed = site.host is model and isinstance(info, list) and len(info) == len(blocks)
         feature = {k: v for k, v in info[first].items() if k != 'module'} if listed else None  # type: ignore[index]
-        ode = OdeBlocks(shared, settings, feature, float(first), blocks[:first], blocks[last + 1:])
+        own = site.host is model
+        readable = own and isinstance(getattr(host, 'norm', None), nn.Module) and hasattr(host, 'forward_head')
+        ode = OdeBlocks(
+            shared, settings, feature, float(first), blocks[:first], blocks[last + 1:],
+            readout=partial(_logits, model) if readable else None,
+            prefix=getattr(model, 'num_prefix_tokens', 0) if own else 0)
         built.append((site, ode.train(model.training), listed))
         layers += len(chosen)
     wanted: List[Any] = [(site.host, 'blocks', ode) for site, ode, _ in built]
@@ -104,6 +109,12 @@ def convert_(
     )
     replacements.put()
     return done
+
+
+def _logits(model: Any, state: Tensor) -> Tensor:
+    """The logits [B, classes] that a model gives for a last state [B, N, D]."""
+    found: Tensor = model.forward_head(model.norm(state))
+    return found
 
 
 def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,12 +1,17 @@
 """merge_: for deployment, merge the weights of every step into ordinary blocks, in place, and back."""
-from dataclasses import dataclass
-from typing import Any, List, Tuple
+from dataclasses import dataclass, replace
+from typing import Any, Iterator, List, Optional, Tuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from ..ode.adaptive import Measured
 from ..ode.blocks import OdeBlocks
+from ..ode.config import OdeConfig
+from ..ode.halting import Readout, can_halt, run_halting
 from ..ode.steps import Step
 from ..ode.time_dependence import TabulatedField
+from ..ode.tokens import pass_of
 from ..settings import checks_keywords
 from .replacements import Replacements
 
@@ -22,13 +27,46 @@ class MergedBlocks(nn.Sequential):
 
     Attributes:
         layers: For each block, the layer of the base, as in OdeBlocks.
+        merged: The settings of the OdeBlocks, of which tokens and halting still apply.
     """
     layers: List[int]
+    merged: OdeConfig
+    start: float
+    readout: Optional[Readout]
+    prefix: int
+    _measured: Measured
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        blocks = list(self)
+        if can_halt(self.merged, blocks, x):  # nothing is kept after steps that can halt
+            ahead = len(blocks) - self.merged.grid[0]
+            for block in blocks[:ahead]:
+                x = block(x)
+            pairs = [(step, step.field.context((), {})) for step in blocks[ahead:]]
+            x, taken = run_halting(pairs, x, self.merged, self.readout)
+            if not torch.compiler.is_compiling():
+                self._measured.steps = taken
+            return x
+        for block in blocks:
+            x = block(x)
+        return x
+
+    @property
+    def steps_taken(self) -> Optional[Tensor]:
+        """Steps of each image [B] in this thread's last forward pass in which images could halt; None before it."""
+        return self._measured.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        tokens = pass_of(self.merged, self.start, self.prefix)
+        for block in super().__iter__():
+            yield block.bound(block.field, tokens) if tokens is not None and isinstance(block, Step) else block
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
         if isinstance(index, slice):
             found.layers = self.layers[index]
+            found.merged, found.start = replace(self.merged, halting=None), self.start
+            found.readout, found.prefix, found._measured = None, self.prefix, Measured()
         return found
 
     def __getattr__(self, name: str) -> Any:
@@ -72,6 +110,8 @@ def merge_(model: nn.Module) -> 'Merged':
             step.requires_grad_(False)
         blocks = MergedBlocks(*ode.before, *steps, *ode.after)
         blocks.training, blocks.layers = ode.training, ode.layers
+        blocks.merged, blocks.start, blocks.readout, blocks.prefix = ode.config, ode.t, ode.readout, ode.prefix
+        blocks._measured = Measured()
         replacements.append((host, name, blocks))
     infos: List[Any] = []
     for host, name in hosts:

@@ -26,6 +26,9 @@ def scriptable_copy(model: nn.Module) -> nn.Module:
             raise ValueError(
                 f"TorchScript does not support the adaptive method '{blocks.method}'. Set a fixed-step method first, "
                 "such as model.blocks.method = 'rk4'.")
+        if blocks.config.tokens < 1 or blocks.config.halting is not None:
+            raise ValueError('TorchScript supports neither merged tokens nor halting. Set tokens=1 and halting=None '
+                             'first, or use torch.export.')
         chosen: Sequence[nn.Module] = [*blocks.before, *merged_steps(blocks), *blocks.after]
     elif isinstance(blocks, MergedBlocks):
         chosen = list(blocks)

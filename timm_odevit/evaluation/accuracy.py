@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..convert.merge import check_not_merged
+from ..convert.merge import MergedBlocks, check_not_merged
 from ..data.preprocessing import renormalisation
 from ..hooks import evaluating
-from ..ode.blocks import count_parameters, find_ode_blocks
+from ..ode.blocks import OdeBlocks, count_parameters, find_ode_blocks
+from ..ode.config import OdeConfig
+from ..ode.methods import METHODS
 from ..settings import checks_keywords
 from .results import Evaluation, Result
 
@@ -97,7 +99,8 @@ def evaluate(
 
 
 def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool, name: str, scale=None, shift=None):
-    blocks = find_ode_blocks(model)
+    blocks, halting = find_ode_blocks(model), _halting(model)
+    taken: List[Tensor] = []
     parameter = next(model.parameters())
     device = parameter.device
     autocast = torch.autocast(device.type, amp_dtype) if amp_dtype is not None else nullcontext()
@@ -131,7 +134,10 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
             correct1 += hits[:, 0].sum().item()
             correct5 += hits.any(dim=1).sum().item()
             loss += F.cross_entropy(logits, labels, reduction='sum').double().cpu()
-            nfe += len(labels) * sum(b.nfe for b in blocks)
+            if halting is None:
+                nfe += len(labels) * sum(b.nfe for b in blocks)
+            else:
+                taken.append(halting.steps_taken.cpu())
             labels_seen.append(labels.cpu())
             predicted.append(top[:, 0].cpu())
     if not labels_seen:
@@ -141,14 +147,31 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
     if without:
         warnings.warn(f'{name}: the logits of {without} of {n} images are NaN. They count as wrong.', RuntimeWarning,
                       stacklevel=4)
-    evaluations = None
+    evaluations = halted = None
     if blocks:
         evaluations = nfe / n if blocks[0].config.adaptive else sum(b.nfe for b in blocks)
+    if taken:
+        counts = torch.cat(taken).bincount()
+        halted = tuple((100 * counts / n).tolist()[1:])
+        settings = _settings(halting)
+        per_step = METHODS[settings.method].evaluations
+        evaluations = per_step * torch.cat(taken).double().mean().item()
     found = dict(
         steps=sum(b.steps for b in blocks) if blocks else None, nfe=evaluations, parameters=count_parameters(model),
         images=n, top1=100 * correct1 / n, top5=100 * correct5 / n, loss=loss.item() / n,
-        images_per_second=n / seconds)
+        images_per_second=n / seconds, halted=halted)
     return found, (seen, first)
+
+
+def _halting(model: nn.Module) -> Any:
+    """The blocks of a model whose images may halt, or None."""
+    found: List[Any] = [m for m in model.modules() if isinstance(m, (OdeBlocks, MergedBlocks))]
+    return next((blocks for blocks in found if _settings(blocks).halting is not None), None)
+
+
+def _settings(blocks: Any) -> OdeConfig:
+    settings: OdeConfig = blocks.merged if isinstance(blocks, MergedBlocks) else blocks.config
+    return settings
 
 
 def _synchronize(device: torch.device) -> None:

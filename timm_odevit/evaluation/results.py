@@ -19,7 +19,8 @@ class Result:
     Attributes:
         model: 'teacher', 'student' or 'model'.
         steps: Number of solver steps; None for a model that is not an ODE-ViT.
-        nfe: Field evaluations per image, their mean for an adaptive method; None if the model is not an ODE-ViT.
+        nfe: Field evaluations per image, their mean for an adaptive method or if images can halt; None if the model is
+            not an ODE-ViT.
         parameters: Number of parameters.
         images: Number of images.
         top1: Top-1 accuracy in percent.
@@ -28,6 +29,7 @@ class Result:
         agreement: Share of images whose top-1 class is the teacher's, in percent; None without a teacher.
         kept: Share of the teacher's top-1 accuracy, in percent; None without a teacher.
         images_per_second: Speed of the forward pass, without data loading.
+        halted: Share of the images that took 1, 2, ... steps, in percent; None if no image can halt.
     """
     model: str
     steps: Optional[int]
@@ -40,6 +42,7 @@ class Result:
     agreement: Optional[float]
     kept: Optional[float]
     images_per_second: float
+    halted: Optional[Tuple[float, ...]] = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,7 +141,10 @@ class Evaluation:
         return f"Evaluation({', '.join(names)}; {self.caption})"
 
     def __str__(self) -> str:
-        return f'{self.caption}\n\n{self.table()}'
+        stops = [f'steps taken with at most {r.steps or len(r.halted)}: ' + ', '.join(
+            f'{step} by {share:.1f} %' for step, share in enumerate(r.halted, start=1) if share)
+            for r in self.results if r.halted is not None]
+        return '\n'.join([self.caption, '', self.table(), *stops])
 
     def _repr_html_(self) -> str:
         head, *rows = self._rows()

@@ -8,6 +8,8 @@ time_dependence     fields whose weights depend on t
 skeleton            how a module runs with weights other than its own
 steps               one solver step, a class for each kind of method
 adaptive            torchdiffeq's adaptive methods
+tokens              token merging: alike patch tokens are computed once
+halting             images that leave the batch before the last step
 integrate           the solver for any field
 blocks              OdeBlocks, the sequence of steps that replaces a model's blocks
 """

@@ -1,7 +1,7 @@
 """Adaptive methods, which choose their own steps, by way of torchdiffeq."""
 import threading
 from itertools import pairwise
-from typing import Any, Dict, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,14 @@ __all__ = ['Measured', 'solve_adaptive']
 
 
 class Measured(threading.local):
-    """Field evaluations of an adaptive solution, counted per thread; a copy starts at 0."""
+    """What a forward pass has decided, per thread; a copy starts anew.
+
+    Attributes:
+        evaluations: Field evaluations of an adaptive solution.
+        steps: Steps of each image [B] before it halted.
+    """
     evaluations = 0
+    steps: Optional[Tensor] = None
 
     def __reduce__(self) -> Any:
         return Measured, ()

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .adaptive import Measured, solve_adaptive
-from .config import OdeConfig
+from .config import WITH_HEAD, OdeConfig
 from .fields import Context, Field
+from .halting import Readout, can_halt, run_halting
 from .methods import METHODS
 from .steps import Solver, Step
 
@@ -34,6 +35,8 @@ class OdeBlocks(nn.Module):
         t: Time at which the first step starts.
         before: Blocks of the base that are kept before the ODE.
         after: Blocks of the base that are kept after the ODE.
+        readout: The host's logits [B, classes] for a last state [B, N, D]; None if it has none.
+        prefix: How many tokens of the host come before those of the patches.
 
     Attributes:
         shared: The vector field.
@@ -54,10 +57,14 @@ class OdeBlocks(nn.Module):
             t: float = 0.,
             before: Sequence[nn.Module] = (),
             after: Sequence[nn.Module] = (),
+            readout: Optional[Readout] = None,
+            prefix: int = 0,
     ) -> None:
         super().__init__()
         self.shared = shared
         self.t = t
+        self.readout = readout
+        self.prefix = prefix
         self.before = nn.ModuleList(before)
         self.after = nn.ModuleList(after)
         self.feature_info = _FeatureInfo()  # shared with the host, so it stays correct when the steps change
@@ -68,6 +75,15 @@ class OdeBlocks(nn.Module):
         self._lay(config)
 
     def _lay(self, config: OdeConfig) -> None:
+        if config.tokens < 1 and not self.shared.has_attention_maps:
+            raise ValueError(f'tokens={config.tokens:g} needs attention without windows, RoPE or a position bias, '
+                             'which this block does not have. Set tokens=1.')
+        if config.halting is not None and self.after:
+            raise ValueError(f"halting='{config.halting}' skips the rest of the model, but blocks are kept after the "
+                             'ODE. Set halting=None.')
+        if config.halting in WITH_HEAD and self.readout is None:
+            raise ValueError(f"halting='{config.halting}' needs a model with one sequence of blocks, whose "
+                             "`forward_head(norm(state))` gives its logits. Use 'acceleration' or 'residual'.")
         self.solver = Solver(config, self.t).train(self.training)
         kinds = (('before', self.before), ('solver', self.solver), ('after', self.after))
         names = [f'{kind}.{i}' for kind, modules in kinds for i in range(len(modules))]
@@ -84,6 +100,9 @@ class OdeBlocks(nn.Module):
         """A DataParallel replica, in its own thread, runs the same solver as the thread that replicates."""
         replica: Any = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         replica._replicated = (self._running,)
+        if self.config.halting in WITH_HEAD:
+            raise ValueError(
+                f"halting='{self.config.halting}' does not work in DataParallel. Use one process per device.")
         return replica
 
     @property
@@ -166,7 +185,7 @@ class OdeBlocks(nn.Module):
     @property
     def bound_steps(self) -> List[Step]:
         """The steps that this thread runs, each bound to the field; the kept blocks of the base are left out."""
-        return list(self._running.bound(self.shared))
+        return list(self._running.bound(self.shared, self.prefix))
 
     @property
     def nfe(self) -> int:
@@ -177,6 +196,11 @@ class OdeBlocks(nn.Module):
         if self.config.adaptive:
             return self._measured.evaluations
         return self.steps * METHODS[self.config.method].evaluations
+
+    @property
+    def steps_taken(self) -> Optional[Tensor]:
+        """Steps of each image [B] in this thread's last forward pass in which images could halt; None before it."""
+        return self._measured.steps
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map the state before the first block [B, N, D] to the state after the last one [B, N, D].
@@ -190,6 +214,11 @@ class OdeBlocks(nn.Module):
             x = block(x, *args, **kwargs)
         if self.config.adaptive:
             x = self._solve(x, (self.t, self.end), args, kwargs)[-1]
+        elif can_halt(self.config, self._running, x):
+            pairs = list(self._in_context(args, kwargs))
+            x, taken = run_halting(pairs, x, self.config, self.readout)
+            if not torch.compiler.is_compiling():
+                self._measured.steps = taken
         else:
             for step, context in self._in_context(args, kwargs):
                 x = step(x, context)
@@ -246,10 +275,11 @@ class OdeBlocks(nn.Module):
         low, high = max(start - ahead, 0), min(stop - ahead, steps)
         if high <= low:
             return nn.Sequential(*chosen)
-        config = replace(self.config, steps=high - low, T=(high - low) * T / steps)
+        config = replace(self.config, steps=high - low, T=(high - low) * T / steps, halting=None)
         before, after = modules[start:ahead], modules[ahead + steps:stop]
         return OdeBlocks(
-            self.shared, config, self._feature, self.t + low * T / steps, before, after).train(self.training)
+            self.shared, config, self._feature, self.t + low * T / steps, before, after, None, self.prefix,
+        ).train(self.training)
 
     def extra_repr(self) -> str:
         return f'{self.method}, {self.steps} steps on [{self.t:g}, {self.end:g}]'

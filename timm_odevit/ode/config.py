@@ -8,10 +8,12 @@ from ..errors import suggest
 from ..settings import Settings, flag, many, number, one_of, refuse_unknown, setting, whole
 from .methods import METHODS, adaptive_methods
 
-__all__ = ['DEFAULT', 'FIELDS', 'PREFIX', 'TIMES', 'OdeConfig']
+__all__ = ['DEFAULT', 'FIELDS', 'HALTING', 'PREFIX', 'TIMES', 'WITH_HEAD', 'OdeConfig']
 
 FIELDS = ('lipschitz', 'native')
 TIMES = ('autonomous', 'vectors', 'low_rank')
+WITH_HEAD = ('entropy', 'confidence')  # halting rules that apply the model's norm and head to states along the way
+HALTING = (*WITH_HEAD, 'acceleration', 'residual')
 PREFIX = 'ode_'
 
 
@@ -87,12 +89,19 @@ class OdeConfig(Settings):
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
         adjoint: Backpropagate through an adaptive solution by the adjoint method: memory does not grow with the number
             of evaluations, and gradients are accurate to the tolerance (Chen et al., arXiv 1806.07366).
+        tokens: Share of the patch tokens that is left at T: between the steps, those that have become alike are merged,
+            and their number falls linearly in t. The state keeps its shape: merged tokens are equal. Only where
+            attention does not depend on positions: not with windows, RoPE or a position bias.
+        halting: Rule by which an image leaves the batch before the last step: 'entropy' of the class probabilities
+            along the way, 'confidence' in the class, 'acceleration' or 'residual' of the state; None for no halting. It
+            applies in eval mode, when the model runs all steps at once and no step has a hook.
+        halting_threshold: Largest score with which an image halts, dimensionless, see `calibrate_halting`.
 
     Raises:
         ValueError: A setting is out of range; the message names what is allowed.
 
     Source: ODE-ViT, arXiv 2511.16501; low_rank: Relaxed Recursive Transformers, arXiv 2410.20672; phases: Raptor,
-    arXiv 2512.19941.
+    arXiv 2512.19941; tokens: Token Merging, arXiv 2210.09461; halting by entropy: Loop-ViT, arXiv 2602.02156.
     """
     field: str = setting('native', one_of(FIELDS))
     method: str = setting('lie_trotter', _method)
@@ -107,6 +116,9 @@ class OdeConfig(Settings):
     rtol: float = setting(1e-3, number(0., open='('))
     atol: float = setting(1e-3, number(0., open='('))
     adjoint: bool = setting(False, flag)
+    tokens: float = setting(1., number(0., 1., open='('))
+    halting: Optional[str] = setting(None, one_of(HALTING, none='no halting'))
+    halting_threshold: float = setting(0., number(0.))
 
     def _check(self) -> None:
         if self.init is None:
@@ -128,6 +140,10 @@ class OdeConfig(Settings):
             raise ValueError(
                 f"adjoint needs an adaptive method ({', '.join(adaptive_methods())}); '{self.method}' has fixed steps. "
                 'To save memory with fixed steps, use model.set_grad_checkpointing().')
+        for name in ('tokens', 'halting'):
+            if self.adaptive and getattr(self, name) not in (None, 1.):
+                raise ValueError(f"{name} acts between fixed steps, but '{self.method}' chooses its own. Use one of "
+                                 f"{', '.join(METHODS)}.")
 
     @property
     def adaptive(self) -> bool:

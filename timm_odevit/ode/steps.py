@@ -8,6 +8,7 @@ from .adaptive import Measured, solve_adaptive
 from .config import OdeConfig
 from .fields import Context, Field
 from .methods import METHODS
+from .tokens import pass_of
 
 __all__ = ['Solver', 'Step']
 
@@ -29,6 +30,7 @@ class Step(nn.Module):
     t: float
     h: float
     nodes: Tuple[float, ...] = (0.,)
+    tokens = None  # of a bound step: the Tokens of its pass, if tokens are merged
     if TYPE_CHECKING:  # TorchScript reads the annotations of a module
         field: Any
 
@@ -41,21 +43,22 @@ class Step(nn.Module):
         """A step with the same settings."""
         return type(self)(self.t, self.h)
 
-    def bound(self, field):
+    def bound(self, field, tokens=None):
         """This step with a field: a new module for each use, with the same settings and hooks.
 
         Args:
             field: Vector field: field(t, x, context, part) with part 'attention', 'mlp' or '' for their sum.
+            tokens: The Tokens of the pass that the step is part of, if tokens are merged.
         """
         twin: Any
         if torch.compiler.is_dynamo_compiling():  # before torch 2.13, Dynamo can create modules only this way
             twin = self.again()
             for name in _HOOKS:
                 setattr(twin, name, getattr(self, name))
-            twin.field = field
+            twin.field, twin.tokens = field, tokens
         else:
             twin = object.__new__(type(self))
-            twin.__dict__.update(self.__dict__, _modules={'field': field}, _step=self)
+            twin.__dict__.update(self.__dict__, _modules={'field': field}, _step=self, tokens=tokens)
         return twin
 
     def apart(self):
@@ -82,7 +85,8 @@ class Step(nn.Module):
             raise RuntimeError('A step of `blocks.solver` has no field. Call the steps from `blocks` itself, such as '
                                'model.blocks[0] or `for step in model.blocks`.')
         ready = len(args) == 1 and isinstance(args[0], Context)  # from OdeBlocks, which folds once for all steps
-        return self.advance(x, args[0] if ready else self.field.context(args, kwargs))
+        context = args[0] if ready else self.field.context(args, kwargs)
+        return self.advance(x, context) if self.tokens is None else self.tokens.step(self, x, context)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -198,11 +202,17 @@ class Solver(nn.ModuleList):
         self.config = config
         self.t = t
 
-    def bound(self, field: Field) -> Iterator[Step]:
-        """The steps, each bound to the field that applies where it starts; adaptive steps get the whole field."""
+    def bound(self, field: Field, prefix: int = 0) -> Iterator[Step]:
+        """The steps, each bound to the field that applies where it starts; adaptive steps get the whole field.
+
+        Args:
+            field: Vector field.
+            prefix: How many tokens come before those of the patches, which may be merged.
+        """
         steps: Any = self
+        tokens = pass_of(self.config, self.t, prefix)
         for step in steps:
-            yield step.bound(field if self.config.adaptive else field.select(step.t))
+            yield step.bound(field if self.config.adaptive else field.select(step.t), tokens)
 
 
 _SPLITTING = {'lie_trotter': LieTrotterStep, 'strang': StrangStep}

@@ -1,0 +1,239 @@
+"""Images that leave the batch before the last step."""
+import copy
+import math
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+from timm_odevit import OdeConfig, calibrate_halting, convert_, evaluate, merge_, save_pretrained
+from timm_odevit.cli import main
+from timm_odevit.ode.config import HALTING
+from timm_odevit.ode.halting import Scores
+
+rules = pytest.mark.parametrize('rule', HALTING)
+
+
+def halting(vit, rule='entropy', threshold=None, steps=6, **kwargs):
+    """A model that halts at the median of its scores, so that images take different numbers of steps."""
+    model = vit()
+    convert_(model, steps=steps, **kwargs)
+    if threshold is None:
+        x = torch.randn(32, 3, 16, 16)
+        with torch.no_grad():
+            threshold = torch.cat([s for s in all_scores(model, x, rule) if s.isfinite().all()]).median().item()
+    model.blocks.config = replace(model.blocks.config, halting=rule, halting_threshold=threshold)
+    return model
+
+
+def all_scores(model, x, rule):
+    path = states(model, x)
+    scores = Scores(rule, model.blocks.readout)
+    return [scores(a, b, step.h) for a, b, step in zip(path, path[1:], model.blocks.bound_steps)]
+
+
+def states(model, x):
+    return model.blocks.trajectory(model.norm_pre(model._pos_embed(model.patch_embed(x))))
+
+
+def test_scores_with_known_answers():
+    before, after = torch.zeros(2, 3, 4), torch.ones(2, 3, 4)
+    logits = torch.tensor([[0., 0., 0., 0.], [100., 0., 0., 0.]])
+    torch.testing.assert_close(Scores('entropy', lambda _: logits)(before, after, 1.), torch.tensor([1., 0.]))
+    torch.testing.assert_close(Scores('confidence', lambda _: logits)(before, after, 1.), torch.tensor([0.75, 0.]))
+    torch.testing.assert_close(Scores('residual', None)(before, 2 * after, 0.5), torch.tensor([2., 2.]))
+    scores = Scores('acceleration', None)
+    path = [torch.full((1, 1, 1), v) for v in (1., 2., 3., 4., 6.)]  # velocity 1, 1, 1, 2
+    found = [scores(a, b, 1.).item() for a, b in zip(path, path[1:])]
+    assert found == pytest.approx([math.inf, math.inf, 0., 1 / 6])  # of two changes, so the first one is after step 3
+
+
+@rules
+def test_a_halted_image_has_the_answer_of_its_step_as_in_a_batch_of_one(vit, rule):
+    model = halting(vit, rule)
+    x = torch.randn(16, 3, 16, 16)
+    with torch.no_grad():
+        logits, taken = model(x), model.blocks.steps_taken
+        path = states(model, x)
+        scores = torch.stack(all_scores(model, x, rule), dim=1)
+        alone = torch.cat([model(image[None]) for image in x])
+    assert 1 < len(taken.unique()) and taken.shape == (16,)
+    done = scores <= model.blocks.config.halting_threshold
+    done[:, -1] = True
+    assert taken.tolist() == (done.int().argmax(dim=1) + 1).tolist()
+    expected = torch.stack([model.blocks.readout(path[k, i:i + 1])[0] for i, k in enumerate(taken.tolist())])
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_the_extremes(vit, images):
+    never, at_once = halting(vit, threshold=0.), halting(vit, threshold=10.)
+    plain = copy.deepcopy(never)
+    plain.blocks.config = replace(plain.blocks.config, halting=None)
+    assert torch.equal(never(images), plain(images)) and never.blocks.steps_taken.tolist() == [6, 6]
+    assert at_once(images).shape == (2, 5) and at_once.blocks.steps_taken.tolist() == [1, 1]
+    assert plain.blocks.steps_taken is None
+    assert never(images[:0]).shape == (0, 5)
+
+
+@rules
+def test_compiled_and_exported_it_gives_the_same_answers_with_fixed_shapes(vit, rule):
+    model = halting(vit, rule, steps=3)
+    x = torch.randn(8, 3, 16, 16)
+    with torch.no_grad():
+        expected = model(x)
+        compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+        torch.testing.assert_close(compiled(x), expected)
+        batch = torch.export.Dim('batch', max=64)
+        exported = torch.export.export(model, (x,), dynamic_shapes=({0: batch},)).module()
+        torch.testing.assert_close(exported(x[:3]), expected[:3])
+
+
+def test_steps_with_hooks_training_and_intermediates_see_all_images(vit, images):
+    model = halting(vit, threshold=10.)
+    seen = []
+    handle = model.blocks[4].register_forward_hook(lambda *args: seen.append(args[2].shape))
+    model(images)
+    assert seen == [(2, 17, 32)]
+    handle.remove()
+    assert len(model.forward_intermediates(images)[1]) == 6
+    model.train()
+    full = copy.deepcopy(model)
+    full.blocks.config = replace(full.blocks.config, halting=None)
+    assert torch.equal(model(images), full(images))
+
+
+def test_merged_tokens_and_merged_weights(vit):
+    model = halting(vit, time='low_rank', rank=2, tokens=0.5)
+    x = torch.randn(16, 3, 16, 16)
+    with torch.no_grad():
+        expected, taken = model(x), model.blocks.steps_taken
+        merged = merge_(model)
+        torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(model.blocks.steps_taken, taken) and len(taken.unique()) > 1
+        found = evaluate(model, (x, torch.zeros(16, dtype=torch.long))).results[0]
+        assert sum(found.halted) == pytest.approx(100)
+        assert [len(model.blocks[:2]), len(list(model.blocks[1:]))] == [2, 5]
+        merged.restore()
+    assert torch.equal(model(x), model(x))
+
+
+def test_two_threads(vit):
+    model = halting(vit)
+    inputs = {i: torch.randn(6, 3, 16, 16) for i in range(2)}
+    expected, found = {}, {}
+    with torch.no_grad():
+        for i, x in inputs.items():
+            expected[i] = (model(x), model.blocks.steps_taken)
+
+    def work(i):
+        with torch.no_grad():
+            found[i] = [(model(inputs[i]), model.blocks.steps_taken) for _ in range(20)]
+    threads = [threading.Thread(target=work, args=(i,)) for i in inputs]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    for i, results in found.items():
+        assert all(torch.equal(y, expected[i][0]) and torch.equal(k, expected[i][1]) for y, k in results)
+
+
+def test_evaluate_counts_the_evaluations_of_each_image(vit):
+    model = halting(vit, method='strang')
+    x, y = torch.randn(40, 3, 16, 16), torch.randint(5, (40,))
+    found = evaluate(model, (x, y))
+    result = found.results[0]
+    with torch.no_grad():
+        model(x)
+    taken = model.blocks.steps_taken
+    assert result.nfe == pytest.approx(3 * taken.double().mean().item())
+    assert list(result.halted) == pytest.approx((100 * taken.bincount()[1:] / 40).tolist())
+    assert 'steps taken with at most 6: ' in str(found) and '"halted"' in found.to_json()
+    assert evaluate(model, (x, y), steps=(3, 6)).results[1].halted == result.halted
+
+
+@rules
+@pytest.mark.parametrize('labelled', [True, False])
+def test_calibration_keeps_what_it_promises(vit, rule, labelled):
+    model = vit()
+    convert_(model, steps=6)
+    x = torch.randn(100, 3, 16, 16)
+    with torch.no_grad():
+        y = model(x).argmax(dim=1)
+    y[:30] = (y[:30] + 1) % 5
+    batches = [(x[i:i + 25], y[i:i + 25]) for i in range(0, 100, 25)]
+    found = calibrate_halting(model, batches if labelled else [b for b, _ in batches], rule=rule, max_drop=0.05)
+    assert model.blocks.config.halting is None and model.blocks.steps_taken is None
+    assert found.full_top1 == pytest.approx(70 if labelled else 100) and found.top1 >= found.full_top1 - 5.0001
+    assert found.nfe < found.full_nfe == 6 and sum(found.halted) == pytest.approx(100) and found.images == 100
+    found.apply_(model)
+    result = evaluate(model, batches).results[0]
+    assert result.nfe == pytest.approx(found.nfe) and list(result.halted)[:6] == pytest.approx(list(found.halted)[:len(result.halted)])
+    if labelled:
+        assert result.top1 == pytest.approx(found.top1)
+    stricter = calibrate_halting(model, batches, rule=rule, max_drop=0.)
+    assert stricter.nfe >= found.nfe - 1e-9 or not labelled
+    assert rule in str(found) and 'instead of 6' in str(found)
+
+
+def test_saved_with_the_model_and_off_by_default(tmp_path):
+    assert OdeConfig().halting is None
+    model = timm.create_model('odevit_tiny', img_size=32, num_classes=3, ode_halting='entropy', ode_halting_threshold=0.9)
+    model.eval()
+    save_pretrained(model, tmp_path / 'm')
+    again = timm.create_model(f'local-dir:{tmp_path / "m"}', pretrained=True).eval()
+    assert (again.blocks.config.halting, again.blocks.config.halting_threshold) == ('entropy', 0.9)
+    x = torch.randn(4, 3, 32, 32)
+    assert torch.equal(again(x), model(x)) and torch.equal(again.blocks.steps_taken, model.blocks.steps_taken)
+    other = copy.deepcopy(model)
+    other.head.bias.data.add_(1.)  # the copy reads its own head
+    state = torch.ones(1, 5, 192)
+    torch.testing.assert_close(other.blocks.readout(state), model.blocks.readout(state) + 1.)
+
+
+def test_what_is_refused(vit, images):
+    with pytest.raises(ValueError, match="Did you mean 'entropy'"):
+        OdeConfig(halting='entropie')
+    with pytest.raises(ValueError, match='chooses its own'):
+        OdeConfig(method='dopri5', halting='residual')
+    with pytest.raises(ValueError, match='kept after the ODE'):
+        convert_(vit(), blocks=(0, 1), halting='residual')
+    swin = timm.create_model('swin_tiny_patch4_window7_224', img_size=56, depths=(2, 2), embed_dim=24, num_heads=(2, 2))
+    with pytest.raises(ValueError, match='one sequence of blocks'):
+        convert_(swin, halting='entropy')
+    convert_(swin, halting='residual', halting_threshold=1e9)
+    with pytest.raises(TypeError, match='one sequence of blocks; this SwinTransformer has 2'):
+        calibrate_halting(swin, [images])
+    model = halting(vit)
+    with pytest.raises(ValueError, match='attn_mask'):
+        model.blocks(torch.randn(2, 17, 32), torch.ones(2, 1, 17, 17, dtype=torch.bool))
+    for bad, message in [(dict(rule='entropie'), 'Unknown rule'), (dict(max_drop=2.), 'max_drop must be'),
+                         (dict(max_dorp=0.1), "Did you mean 'max_drop'")]:
+        with pytest.raises((ValueError, TypeError), match=message):
+            calibrate_halting(model, [images], **bad)
+    with pytest.raises(ValueError, match='no images'):
+        calibrate_halting(model, [])
+    with pytest.raises(TypeError, match='has 0'):
+        calibrate_halting(vit(), [images])
+    merge_(low := halting(vit, time='low_rank', rank=1))
+    with pytest.raises(ValueError, match='merged'):
+        calibrate_halting(low, [images])
+
+
+def test_on_the_command_line(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    arrays = {f'{kind}_{part}': rng.integers(0, 256 if kind == 'x' else 3, (40, 16, 16, 3) if kind == 'x' else 40)
+              for kind in 'xy' for part in ('train', 'test')}
+    np.savez(tmp_path / 'data.npz', **{k: v.astype(np.uint8 if k[0] == 'x' else np.int64) for k, v in arrays.items()})
+    model = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=3)
+    convert_(model)
+    save_pretrained(model, tmp_path / 'student')
+    out = tmp_path / 'out'
+    options = [f'local-dir:{tmp_path / "student"}', str(tmp_path / 'data.npz')]
+    assert main(['halt', *options, str(out), '--rule', 'residual', '--max-drop', '1', '--device', 'cpu', '--quiet']) == 0
+    assert 'instead of 3' in capsys.readouterr().out
+    assert main(['evaluate', f'local-dir:{out}', options[1], '--device', 'cpu', '--quiet']) == 0
+    assert 'steps taken with at most 3: 1 by ' in capsys.readouterr().out
+    assert main(['halt', *options, str(out), '--device', 'cpu']) == 2
+    assert 'is not empty' in capsys.readouterr().err

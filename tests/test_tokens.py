@@ -1,0 +1,174 @@
+"""Token merging along t."""
+import copy
+import threading
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+
+from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_, merge_, save_pretrained
+from timm_odevit.dynamics.flow import follow
+from timm_odevit.ode.tokens import Tokens, tokens_at
+
+
+def embedded(model, images):
+    return model.norm_pre(model._pos_embed(model.patch_embed(images)))
+
+
+def with_tokens(vit, share=0.5, **kwargs):
+    model = vit()
+    convert_(model, **{'tokens': share, **kwargs})
+    return model
+
+
+@pytest.mark.parametrize('config', [
+    dict(), dict(method='strang'), dict(field='lipschitz', method='euler', init='mean'), dict(phases=3),
+    dict(time='low_rank', rank=4)], ids=str)
+def test_merging_equal_tokens_changes_nothing(vit, images, config):
+    """Known answer: tokens that are equal stay equal, and a group of n counts n times in attention."""
+    model = with_tokens(vit, 0.5, **config)
+    x = embedded(model, images)
+    x = torch.cat([x[:, :1], x[:, 1:9].repeat_interleave(2, dim=1)], dim=1)
+    merged = model.blocks(x)
+    model.blocks.config = replace(model.blocks.config, tokens=1.)
+    torch.testing.assert_close(merged, model.blocks(x), atol=1e-5, rtol=1e-5)
+
+
+def test_merging_different_tokens_changes_something_and_every_token_keeps_its_place(vit, images):
+    model = with_tokens(vit, 0.25)
+    x = embedded(model, images)
+    path = model.blocks.trajectory(x)
+    assert path.shape == (4, 2, 17, 32)
+    counts = [len(torch.unique(state[0].detach().round(decimals=4), dim=0)) for state in path[1:]]
+    # 16 patch tokens at t = 0, 12 at t = 1, 8 at t = 2, and the class token
+    assert counts == [17, 13, 9]
+    model.blocks.config = replace(model.blocks.config, tokens=1.)
+    whole = model.blocks.trajectory(x)
+    assert torch.equal(path[1], whole[1])  # before the first merge
+    assert not torch.allclose(path[-1], whole[-1])
+
+
+def test_a_group_is_the_mean_of_its_tokens():
+    tokens = Tokens(0.5, 1, (0., 2.))
+    x = torch.tensor([[[9., 9.], [1., 0.], [0., 1.], [0., 3.], [-1., 0.]]])  # a prefix token and 4 patch tokens
+    merged = tokens._merge(x, 5, 0.5)  # 3 of the 4 are left: the second and the third have the same direction
+    assert merged.tolist() == [[[9., 9.], [1., 0.], [0., 2.], [-1., 0.]]]
+    assert tokens.sizes.tolist() == [[1., 1., 2., 1.]]
+    assert tokens.groups.tolist() == [[0, 1, 2, 2, 3]] and tokens.first.tolist() == [[0, 1, 3, 4]]
+    merged = tokens._merge(merged, 5, 1.)  # 2 are left: the group of two goes on with both
+    assert tokens.sizes.sum() == 5 and merged.shape == (1, 3, 2)
+    for group in range(3):
+        torch.testing.assert_close(merged[0, group], x[0, tokens.groups[0] == group].mean(dim=0))
+
+
+@pytest.mark.parametrize('K', [2, 3, 6, 12])
+def test_the_number_of_tokens_depends_on_t_and_not_on_K(K):
+    assert [tokens_at(100, 0.4, i / K) for i in range(K + 1)][::K] == [100, 40]
+    assert tokens_at(100, 0.4, 0.5) == 70 and tokens_at(2, 0.1, 1.) == 1
+
+
+def test_prefix_tokens_are_never_merged(vit, images):
+    model = vit('vit_tiny_patch16_224', reg_tokens=2)
+    convert_(model, tokens=0.2)
+    x = embedded(model, images)
+    x[:, :3] = x[:, :1]  # even if they are equal
+    tokens = model.blocks.bound_steps[0].tokens
+    for step in model.blocks.bound_steps:
+        x = tokens.step(step, x, step.field.context((), {}))
+    assert tokens.groups[:, :3].tolist() == [[0, 1, 2]] * 2 and (tokens.groups[:, 3:] > 2).all()
+
+
+def test_the_state_of_every_step_has_all_tokens(vit, images):
+    model = with_tokens(vit, 0.25)
+    final, states = model.forward_intermediates(images, output_fmt='NLC', return_prefix_tokens=True)
+    torch.testing.assert_close(final, model.forward_features(images))
+    assert all(patches.shape == (2, 16, 32) for patches, _ in states)
+    with follow(model, images) as flow:
+        assert {tuple(state.shape) for state in flow.states()} == {(2, 17, 32)}
+
+
+def test_gradients_and_gradient_checkpointing(vit, images):
+    model = with_tokens(vit, 0.25).train()
+    plain = copy.deepcopy(model)
+    model.set_grad_checkpointing()
+    for each in (model, plain):
+        each(images).square().sum().backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, msg=name)
+    assert model.blocks.shared.block.mlp.fc1.weight.grad.abs().sum() > 0
+
+
+def test_distillation_with_merged_tokens_follows_all_tokens(vit, images):
+    teacher = vit()
+    student = copy.deepcopy(teacher)
+    convert_(student, tokens=0.5)
+    task = TrajectoryDistillationTask(student, teacher, verbose=False).train()
+    before = task(images, None)['loss']
+    optimizer = torch.optim.Adam(student.parameters(), 1e-3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = task(images, None)['loss']
+        loss.backward()
+        optimizer.step()
+    assert loss < before
+
+
+def test_compiled_exported_merged_saved_and_in_two_threads(vit, images, tmp_path):
+    model = with_tokens(vit, 0.4, time='low_rank', rank=2)
+    model.pretrained_cfg = {**model.pretrained_cfg, 'architecture': 'vit_tiny_patch16_224'}
+    with torch.no_grad():
+        expected = model(images)
+        compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+        torch.testing.assert_close(compiled(images), expected)
+        batch = torch.export.Dim('batch', max=64)
+        exported = torch.export.export(model, (images,), dynamic_shapes=({0: batch},)).module()
+        torch.testing.assert_close(exported(images.repeat(2, 1, 1, 1)), expected.repeat(2, 1))
+        merged = merge_(model)
+        torch.testing.assert_close(model(images), expected)
+        merged.restore()
+        found = {}
+        inputs = {i: torch.randn(3, 3, 16, 16) for i in range(2)}
+        alone = {i: model(x) for i, x in inputs.items()}
+
+        def work(i):
+            with torch.no_grad():
+                found[i] = [model(inputs[i]) for _ in range(20)]
+        threads = [threading.Thread(target=work, args=(i,)) for i in inputs]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        assert all(torch.equal(y, alone[i]) for i, ys in found.items() for y in ys)
+
+
+def test_saved_with_the_model(vit, images, tmp_path):
+    model = timm.create_model('odevit_tiny', img_size=32, num_classes=3, ode_tokens=0.5, ode_steps=2).eval()
+    save_pretrained(model, tmp_path / 'm')
+    again = timm.create_model(f'local-dir:{tmp_path / "m"}', pretrained=True).eval()
+    assert again.blocks.config.tokens == 0.5
+    x = torch.randn(1, 3, 32, 32)
+    assert torch.equal(again(x), model(x))
+
+
+@pytest.mark.parametrize('name, kwargs, message', [
+    ('swin_tiny_patch4_window7_224', dict(img_size=56, depths=(2, 2), embed_dim=24, num_heads=(2, 2)), 'windows, RoPE'),
+    ('eva02_tiny_patch14_224', dict(img_size=28, depth=2, embed_dim=48, num_heads=2), 'windows, RoPE'),
+])
+def test_refused_where_attention_depends_on_positions(name, kwargs, message):
+    model = timm.create_model(name, num_classes=3, **kwargs)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        convert_(model, tokens=0.5)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_refused_settings(vit, images):
+    with pytest.raises(ValueError, match='chooses its own'):
+        OdeConfig(method='dopri5', tokens=0.5)
+    for value in (0., 1.5, float('nan')):
+        with pytest.raises(ValueError, match='tokens must be'):
+            OdeConfig(tokens=value)
+    model = with_tokens(vit)
+    with pytest.raises(ValueError, match='attention mask'):
+        model(images, attn_mask=torch.ones(2, 1, 17, 17, dtype=torch.bool))
+    with pytest.raises(ValueError, match='TorchScript supports neither'):
+        torch.jit.script(model)

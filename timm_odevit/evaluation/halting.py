@@ -1,0 +1,156 @@
+"""calibrate_halting: the threshold at which images may halt without losing more accuracy than allowed."""
+from dataclasses import dataclass, replace
+from typing import Any, Iterable, List, Tuple
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ..convert.merge import check_not_merged
+from ..hooks import evaluating
+from ..ode.blocks import find_ode_blocks
+from ..ode.config import HALTING
+from ..ode.halting import Scores
+from ..ode.methods import METHODS
+from ..recording import watch_blocks
+from ..settings import checks_keywords, number, one_of
+
+__all__ = ['Halting', 'calibrate_halting']
+
+TRIED = 1000  # thresholds
+
+
+@dataclass(frozen=True)
+class Halting:
+    """A rule and a threshold for halting, and what they do to the images on which they were chosen.
+
+    Attributes:
+        rule: The rule, for `halting` of an OdeConfig.
+        threshold: The threshold, for its `halting_threshold`.
+        images: Number of images.
+        nfe: Mean field evaluations per image.
+        full_nfe: Field evaluations without halting.
+        top1: Top-1 accuracy in percent; without labels, agreement with the full run.
+        full_top1: The same without halting.
+        halted: Share of the images that took 1, 2, ... steps, in percent.
+    """
+    rule: str
+    threshold: float
+    images: int
+    nfe: float
+    full_nfe: int
+    top1: float
+    full_top1: float
+    halted: Tuple[float, ...]
+
+    def apply_(self, model: nn.Module) -> None:
+        """Turn halting on in a model, in place: its settings are saved with it."""
+        blocks = _blocks(model)
+        blocks.config = replace(blocks.config, halting=self.rule, halting_threshold=self.threshold)
+
+    def __str__(self) -> str:
+        return (f'{self.rule}: halts at {self.threshold:.4g} or less; {self.nfe:.2f} evaluations on average instead of '
+                f'{self.full_nfe}, top-1 {self.top1:.2f} % instead of {self.full_top1:.2f} % on {self.images:,} images')
+
+
+Halting.__init__ = checks_keywords(Halting.__init__)  # type: ignore[method-assign]
+
+
+@checks_keywords
+def calibrate_halting(
+        model: nn.Module,
+        loader: Iterable[Any],
+        *,
+        rule: str = 'entropy',
+        max_drop: float = 0.005,
+        progress: bool = False,
+) -> Halting:
+    """Find the threshold with the fewest evaluations that costs at most `max_drop` of the accuracy.
+
+    Each image runs through all steps once; from the scores and the answers after each of them, every threshold is
+    evaluated. Take images that were not trained on. The model does not change; see `Halting.apply_`.
+
+    Args:
+        model: ODE-ViT with one sequence of blocks, a fixed-step method and a head.
+        loader: Batches (images [B, C, H, W], labels [B]); or images alone, whose answers in the full run then count
+            as right.
+        rule: 'entropy', 'confidence', 'acceleration' or 'residual'; see `OdeConfig.halting`.
+        max_drop: Largest loss of top-1 accuracy, as a share of all images: 0.005 for half a percentage point.
+        progress: Show a progress bar.
+
+    Returns:
+        A Halting: print it; call its `apply_(model)` to turn halting on.
+
+    Raises:
+        TypeError: The model is not an ODE-ViT with one sequence of blocks.
+        ValueError: Its head cannot be applied to the states along the way, its method is adaptive, a setting is out of
+            range, or there are no images.
+
+    Source: entropy along the way: Loop-ViT, arXiv 2602.02156.
+    """
+    rule, max_drop = one_of(HALTING)('rule', rule), number(0., 1.)('max_drop', max_drop)
+    blocks = _blocks(model)
+    replace(blocks.config, halting=rule)  # refuses an adaptive method
+    if blocks.readout is None or blocks.after:
+        raise ValueError(f'The head of this {type(model).__name__} cannot be applied to the states along the way, so '
+                         'no image can halt.')
+    scores, right = (torch.cat(parts) for parts in zip(*_run(model, blocks, loader, rule, progress), strict=True))
+    found = scores[:, :-1].flatten().unique()
+    found = found[found.isfinite()]
+    chosen = torch.linspace(0, len(found) - 1, min(TRIED, len(found))).long()
+    full = right[:, -1].double().mean().item()
+    best = None
+    for threshold in [0., *found[chosen].tolist()]:
+        taken = _taken(scores, threshold)
+        top1 = right.gather(1, taken[:, None] - 1).double().mean().item()
+        if top1 >= full - max_drop and (best is None or taken.sum() < best[1].sum()):
+            best = threshold, taken, top1
+    if best is None:
+        raise ValueError(f"Even the smallest threshold of '{rule}' costs more than max_drop={max_drop:g}. Use another "
+                         'rule, or allow more.')
+    threshold, taken, top1 = best
+    per_step = METHODS[blocks.method].evaluations
+    return Halting(
+        rule=rule, threshold=threshold, images=len(right), nfe=per_step * taken.double().mean().item(),
+        full_nfe=blocks.nfe, top1=100 * top1, full_top1=100 * full,
+        halted=tuple((100 * taken.bincount(minlength=blocks.steps + 1)[1:] / len(taken)).tolist()))
+
+
+def _run(model: Any, blocks: Any, loader: Iterable[Any], rule: str, progress: bool) -> List[Tuple[Tensor, Tensor]]:
+    """For each batch, the scores [B, K] after each step, and whether the answer there is right [B, K]."""
+    found = []
+    parameter = next(model.parameters())
+    with evaluating(model), torch.inference_mode():
+        for batch in tqdm(loader, desc='halting', leave=False, disable=not progress):
+            images, labels = batch if isinstance(batch, (list, tuple)) else (batch, None)
+            with watch_blocks([list(blocks)]) as seen:
+                logits = model(images.to(parameter.device, parameter.dtype))
+            states = seen[0][0][len(blocks.before):]
+            score = Scores(rule, blocks.readout)
+            steps = list(zip(states[:-1], states[1:], blocks.bound_steps, strict=True))
+            scores = torch.stack([score(before, after, step.h) for before, after, step in steps], dim=1)
+            answers = torch.stack([blocks.readout(after).argmax(dim=-1) for _, after, _ in steps], dim=1)
+            if not torch.equal(answers[:, -1], logits.argmax(dim=-1)):
+                raise ValueError(f'This {type(model).__name__} does not apply its norm and head to the last state '
+                                 'alone, so no image can halt.')
+            truth = logits.argmax(dim=-1) if labels is None else labels.to(answers.device)
+            found.append((scores.cpu(), (answers == truth[:, None]).cpu()))
+    if not found:
+        raise ValueError('The loader gave no images.')
+    return found
+
+
+def _taken(scores: Tensor, threshold: float) -> Tensor:
+    """The steps [B] that images take: the first whose score is at most the threshold, or all."""
+    done = scores <= threshold
+    done[:, -1] = True
+    return done.int().argmax(dim=1) + 1
+
+
+def _blocks(model: nn.Module) -> Any:
+    check_not_merged(model)
+    found = find_ode_blocks(model)
+    if len(found) != 1:
+        raise TypeError('Halting needs an ODE-ViT with one sequence of blocks; this '
+                        f'{type(model).__name__} has {len(found)}.')
+    return found[0]
