@@ -10,6 +10,7 @@ import torch
 from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_, merge_, save_pretrained
 from timm_odevit.dynamics.flow import follow
 from timm_odevit.ode.tokens import Tokens, tokens_at
+from timm_odevit.recording import watch_blocks
 
 
 def embedded(model, images):
@@ -73,7 +74,7 @@ def test_prefix_tokens_are_never_merged(vit, images):
     convert_(model, tokens=0.2)
     x = embedded(model, images)
     x[:, :3] = x[:, :1]  # even if they are equal
-    tokens = model.blocks.bound_steps[0].tokens
+    tokens = model.blocks.bound_steps[0].shared_by_pass
     for step in model.blocks.bound_steps:
         x = tokens.step(step, x, step.field.context((), {}))
     assert tokens.groups[:, :3].tolist() == [[0, 1, 2]] * 2 and (tokens.groups[:, 3:] > 2).all()
@@ -84,8 +85,11 @@ def test_the_state_of_every_step_has_all_tokens(vit, images):
     final, states = model.forward_intermediates(images, output_fmt='NLC', return_prefix_tokens=True)
     torch.testing.assert_close(final, model.forward_features(images))
     assert all(patches.shape == (2, 16, 32) for patches, _ in states)
-    with follow(model, images) as flow:
-        assert {tuple(state.shape) for state in flow.states()} == {(2, 17, 32)}
+    with watch_blocks([list(model.blocks)]) as seen:
+        model(images)
+    assert [tuple(state.shape) for state in seen[0][0]] == [(2, 17, 32)] * 4
+    with pytest.raises(ValueError, match='tokens=1'), follow(model, images):
+        pass
 
 
 def test_gradients_and_gradient_checkpointing(vit, images):

@@ -9,9 +9,8 @@ from ..ode.adaptive import Measured
 from ..ode.blocks import OdeBlocks
 from ..ode.config import OdeConfig
 from ..ode.halting import Readout, can_halt, run_halting
-from ..ode.steps import Step
+from ..ode.steps import Step, pass_of
 from ..ode.time_dependence import TabulatedField
-from ..ode.tokens import pass_of
 from ..settings import checks_keywords
 from .replacements import Replacements
 
@@ -57,9 +56,9 @@ class MergedBlocks(nn.Sequential):
         return self._measured.steps
 
     def __iter__(self) -> Iterator[Any]:
-        tokens = pass_of(self.merged, self.start, self.prefix)
+        shared = pass_of(self.merged, self.start, self.prefix)
         for block in super().__iter__():
-            yield block.bound(block.field, tokens) if tokens is not None and isinstance(block, Step) else block
+            yield block.bound(block.field, shared) if shared is not None and isinstance(block, Step) else block
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)

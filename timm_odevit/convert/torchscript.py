@@ -26,9 +26,10 @@ def scriptable_copy(model: nn.Module) -> nn.Module:
             raise ValueError(
                 f"TorchScript does not support the adaptive method '{blocks.method}'. Set a fixed-step method first, "
                 "such as model.blocks.method = 'rk4'.")
-        if blocks.config.tokens < 1 or blocks.config.halting is not None:
-            raise ValueError('TorchScript supports neither merged tokens nor halting. Set tokens=1 and halting=None '
-                             'first, or use torch.export.')
+        config = blocks.config
+        if config.tokens < 1 or config.halting is not None or config.method == 'reversible':
+            raise ValueError("TorchScript supports neither merged tokens nor halting nor method 'reversible'. Set "
+                             'tokens=1, halting=None and another method first, or use torch.export.')
         chosen: Sequence[nn.Module] = [*blocks.before, *merged_steps(blocks), *blocks.after]
     elif isinstance(blocks, MergedBlocks):
         chosen = list(blocks)

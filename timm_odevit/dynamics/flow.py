@@ -93,7 +93,8 @@ def follow(model: Any, images: Any = None) -> Iterator[Flow]:
 
     Raises:
         TypeError: The model has no single sequence of blocks.
-        ValueError: The model solves its ODE with an adaptive method, which has no fixed steps.
+        ValueError: The model solves its ODE with an adaptive method, which has no fixed steps, or its steps are not
+            maps of the state alone (merged tokens, the reversible method).
     """
     if isinstance(model, Flow):
         yield model
@@ -146,7 +147,11 @@ def _sequence(model: Any) -> List[Any]:
     if odes and odes[0].config.adaptive:
         raise ValueError(f"'{odes[0].method}' chooses its own steps for each batch, so there is no fixed map to "
                          "follow. Set a fixed-step method first: model.blocks.method = 'rk4'.")
-    return list(blocks)
+    found = list(blocks)
+    if any(getattr(block, 'shared_by_pass', None) is not None for block in found):
+        raise ValueError("With merged tokens or method 'reversible', a step depends on the steps before it, not on the "
+                         'state alone. Set tokens=1 and another method first.')
+    return found
 
 
 def batches(images: Images, batch_size: int) -> Iterator[Tensor]:

@@ -7,6 +7,7 @@ lipschitz_field     the paper's block
 time_dependence     fields whose weights depend on t
 skeleton            how a module runs with weights other than its own
 steps               one solver step, a class for each kind of method
+reversible          the method whose steps can be undone, with its backward pass
 adaptive            torchdiffeq's adaptive methods
 tokens              token merging: alike patch tokens are computed once
 halting             images that leave the batch before the last step

@@ -12,6 +12,7 @@ from .config import WITH_HEAD, OdeConfig
 from .fields import Context, Field
 from .halting import Readout, can_halt, run_halting
 from .methods import METHODS
+from .reversible import run_reversibly
 from .steps import Solver, Step
 
 __all__ = ['OdeBlocks', 'count_parameters', 'find_ode_blocks']
@@ -219,12 +220,20 @@ class OdeBlocks(nn.Module):
             x, taken = run_halting(pairs, x, self.config, self.readout)
             if not torch.compiler.is_compiling():
                 self._measured.steps = taken
+        elif self.method == 'reversible' and self._trains(x) and not any(step.hooked for step in self._running):
+            x = run_reversibly(self.bound_steps, x, self.shared.context(args, kwargs), self.shared)
         else:
             for step, context in self._in_context(args, kwargs):
                 x = step(x, context)
         for block in self.after:
             x = block(x, *args, **kwargs)
         return x
+
+    def _trains(self, x: Any) -> bool:
+        """Whether a backward pass may follow, outside torch.compile and FX."""
+        if torch.compiler.is_compiling() or isinstance(x, torch.fx.Proxy) or not torch.is_grad_enabled():
+            return False
+        return bool(x.requires_grad) or any(p.requires_grad for p in self.shared.parameters())
 
     def trajectory(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """All states of the ODE.

@@ -68,8 +68,9 @@ class OdeConfig(Settings):
 
     Attributes:
         field: Vector field: 'native', the base model's own sub-layers, or 'lipschitz', the paper's.
-        method: Integration method: euler, midpoint, heun2, rk4, lie_trotter or strang (see METHODS), or an adaptive
-            method of the installed torchdiffeq, such as dopri5.
+        method: Integration method: euler, midpoint, heun2, rk4, lie_trotter, strang or reversible (see METHODS), or an
+            adaptive method of the installed torchdiffeq, such as dopri5. With 'reversible', the memory of training does
+            not grow with K.
         steps: Number K of steps on [0, T]; None for the number of converted layers; one number per stage for a model
             with stages (Swin). An adaptive method chooses its own steps; K is then the number of states it reports.
         T: End time, in blocks of the base model; None for the number of converted layers.
@@ -140,6 +141,9 @@ class OdeConfig(Settings):
             raise ValueError(
                 f"adjoint needs an adaptive method ({', '.join(adaptive_methods())}); '{self.method}' has fixed steps. "
                 'To save memory with fixed steps, use model.set_grad_checkpointing().')
+        if self.method == 'reversible' and self.tokens < 1:
+            raise ValueError(
+                "tokens cannot be merged with method 'reversible', whose steps could not be undone. Set tokens=1.")
         for name in ('tokens', 'halting'):
             if self.adaptive and getattr(self, name) not in (None, 1.):
                 raise ValueError(f"{name} acts between fixed steps, but '{self.method}' chooses its own. Use one of "

@@ -58,7 +58,7 @@ class Scores:
 def can_halt(config: OdeConfig, steps: Iterable[Any], x: Any) -> bool:
     """Whether images may halt in a pass: not in training mode, under FX, or while a step has a hook."""
     return config.halting is not None and not isinstance(x, torch.fx.Proxy) and not any(
-        step.training or step._forward_hooks or step._forward_pre_hooks for step in steps)
+        step.training or step.hooked for step in steps)
 
 
 def run_halting(
@@ -111,6 +111,6 @@ def run_halting(
             if not len(running):
                 break
             scores.keep(stay)
-            if step.tokens is not None:
-                step.tokens.keep(stay)
+            if step.shared_by_pass is not None:
+                step.shared_by_pass.keep(stay)
     return (x, taken) if fixed else (ended.index_copy(0, running, x), taken)

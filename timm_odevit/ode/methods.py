@@ -13,7 +13,7 @@ class Method:
         order: Order of convergence of the global error.
         evaluations: Field evaluations per step. A field is the sum of an attention and an MLP sub-flow, so one
             evaluation of one sub-flow counts as half.
-        a: Lower triangle of the Butcher matrix, one row per stage; empty for a splitting method.
+        a: Lower triangle of the Butcher matrix, one row per stage; empty for other methods.
         b: Butcher weights.
         c: Butcher nodes, dimensionless fractions of the step.
         splits: Whether the method advances the two sub-flows one after the other.
@@ -29,6 +29,7 @@ class Method:
 # Tableaux: Hairer, Nørsett & Wanner, Solving ODEs I, II.1; rk4 is the 3/8 rule, as in torchdiffeq.
 # Splitting: Hairer, Lubich & Wanner, Geometric Numerical Integration, II.5. A strang step advances the MLP by
 # h/2, attention by h and the MLP by h/2, each with one midpoint step: 2 + 2 + 2 halves = 3 evaluations.
+# reversible: McCallum & Foster, arXiv 2410.11648, with Euler steps.
 METHODS = {
     'euler': Method(1, 1, a=((),), b=(1.,), c=(0.,)),
     'midpoint': Method(2, 2, a=((), (1 / 2,)), b=(0., 1.), c=(0., 1 / 2)),
@@ -37,6 +38,7 @@ METHODS = {
         4, 4, a=((), (1 / 3,), (-1 / 3, 1.), (1., -1., 1.)), b=(1 / 8, 3 / 8, 3 / 8, 1 / 8), c=(0., 1 / 3, 2 / 3, 1.)),
     'lie_trotter': Method(1, 1, splits=True),
     'strang': Method(2, 3, splits=True),
+    'reversible': Method(1, 2),
 }
 
 

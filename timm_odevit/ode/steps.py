@@ -1,4 +1,5 @@
 """Solver steps, one module each, and their sequence."""
+from functools import partial
 from typing import TYPE_CHECKING, Any, Iterator, List, Tuple
 
 import torch
@@ -8,9 +9,10 @@ from .adaptive import Measured, solve_adaptive
 from .config import OdeConfig
 from .fields import Context, Field
 from .methods import METHODS
-from .tokens import pass_of
+from .reversible import Companion, step_forth
+from .tokens import Tokens
 
-__all__ = ['Solver', 'Step']
+__all__ = ['Solver', 'Step', 'pass_of']
 
 _HOOKS = ('_forward_hooks', '_forward_hooks_with_kwargs', '_forward_hooks_always_called', '_forward_pre_hooks',
           '_forward_pre_hooks_with_kwargs', '_backward_hooks', '_backward_pre_hooks', '_is_full_backward_hook')
@@ -30,7 +32,7 @@ class Step(nn.Module):
     t: float
     h: float
     nodes: Tuple[float, ...] = (0.,)
-    tokens = None  # of a bound step: the Tokens of its pass, if tokens are merged
+    shared_by_pass = None  # of a bound step: the Tokens or the Companion of its pass through the steps
     if TYPE_CHECKING:  # TorchScript reads the annotations of a module
         field: Any
 
@@ -43,22 +45,23 @@ class Step(nn.Module):
         """A step with the same settings."""
         return type(self)(self.t, self.h)
 
-    def bound(self, field, tokens=None):
+    def bound(self, field, shared_by_pass=None):
         """This step with a field: a new module for each use, with the same settings and hooks.
 
         Args:
             field: Vector field: field(t, x, context, part) with part 'attention', 'mlp' or '' for their sum.
-            tokens: The Tokens of the pass that the step is part of, if tokens are merged.
+            shared_by_pass: The Tokens or the Companion of the pass that the step is part of; see `pass_of`.
         """
         twin: Any
         if torch.compiler.is_dynamo_compiling():  # before torch 2.13, Dynamo can create modules only this way
             twin = self.again()
             for name in _HOOKS:
                 setattr(twin, name, getattr(self, name))
-            twin.field, twin.tokens = field, tokens
+            twin.field, twin.shared_by_pass = field, shared_by_pass
         else:
             twin = object.__new__(type(self))
-            twin.__dict__.update(self.__dict__, _modules={'field': field}, _step=self, tokens=tokens)
+            twin.__dict__.update(
+                self.__dict__, _modules={'field': field}, _step=self, shared_by_pass=shared_by_pass)
         return twin
 
     def apart(self):
@@ -86,12 +89,19 @@ class Step(nn.Module):
                                'model.blocks[0] or `for step in model.blocks`.')
         ready = len(args) == 1 and isinstance(args[0], Context)  # from OdeBlocks, which folds once for all steps
         context = args[0] if ready else self.field.context(args, kwargs)
-        return self.advance(x, context) if self.tokens is None else self.tokens.step(self, x, context)
+        run = self.advance if self.shared_by_pass is None else partial(self.shared_by_pass.step, self)
+        return run(x, context)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if '_step' in self.__dict__:  # an attribute set on a bound step is set on the step, too
             setattr(self._step, name, value)
+
+    @property
+    @torch.jit.unused
+    def hooked(self):
+        """Whether the step has forward hooks."""
+        return bool(self._forward_hooks or self._forward_pre_hooks)
 
     @property
     def attn(self) -> Any:
@@ -164,6 +174,14 @@ class StrangStep(Step):
         return torch.add(x, self.field(t + 0.25 * self.h, y, context, 'mlp'), alpha=0.5 * self.h)
 
 
+class ReversibleStep(Step):
+    """A step that can be undone. Its second state is that of its pass; a step alone starts from two equal states."""
+    nodes = (0., 1.)
+
+    def advance(self, x: Tensor, context: Context) -> Tensor:
+        return step_forth(self, x, x, context)[0]
+
+
 class AdaptiveStep(Step):
     """An adaptive solution over [t, t + h]."""
 
@@ -210,17 +228,30 @@ class Solver(nn.ModuleList):
             prefix: How many tokens come before those of the patches, which may be merged.
         """
         steps: Any = self
-        tokens = pass_of(self.config, self.t, prefix)
+        shared = pass_of(self.config, self.t, prefix)
         for step in steps:
-            yield step.bound(field if self.config.adaptive else field.select(step.t), tokens)
+            yield step.bound(field if self.config.adaptive else field.select(step.t), shared)
 
 
-_SPLITTING = {'lie_trotter': LieTrotterStep, 'strang': StrangStep}
+_OWN_CLASS = {'lie_trotter': LieTrotterStep, 'strang': StrangStep, 'reversible': ReversibleStep}
 
 
 def _step(config: OdeConfig, t: float, h: float) -> Step:
     if config.adaptive:
         return AdaptiveStep(config, t, h)
-    if METHODS[config.method].splits:
-        return _SPLITTING[config.method](t, h)
+    if config.method in _OWN_CLASS:
+        return _OWN_CLASS[config.method](t, h)
     return RungeKuttaStep(config.method, t, h)
+
+
+def pass_of(config: OdeConfig, t: float, prefix: int) -> Any:
+    """What the steps of one pass share: Tokens if tokens are merged, a Companion for the reversible method, or None.
+
+    Args:
+        config: Settings, resolved.
+        t: Time at which the first step starts.
+        prefix: How many tokens come before those of the patches.
+    """
+    if config.method == 'reversible':
+        return Companion(t)
+    return Tokens(config.tokens, prefix, (t, config.grid[1])) if config.tokens < 1 else None

@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .config import OdeConfig
 from .fields import Context
 
-__all__ = ['Tokens', 'pass_of', 'tokens_at']
+__all__ = ['Tokens', 'tokens_at']
 
 
 def tokens_at(patches: int, share: float, progress: float) -> int:
@@ -96,11 +95,6 @@ class Tokens:
         rows = (into + (G - count) * torch.arange(B, device=device)[:, None]).flatten()
         summed = x.new_zeros(B * (G - count), D).index_add(0, rows, (x * share[..., None]).flatten(0, 1))
         return summed.view(B, G - count, D)
-
-
-def pass_of(config: OdeConfig, t: float, prefix: int) -> Optional[Tokens]:
-    """The Tokens of one pass through the steps of a resolved configuration from time t; None if none are merged."""
-    return Tokens(config.tokens, prefix, (t, config.grid[1])) if config.tokens < 1 else None
 
 
 def _rows(x: Tensor, index: Optional[Tensor]) -> Tensor:

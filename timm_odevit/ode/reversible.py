@@ -1,0 +1,128 @@
+"""The reversible method: its steps can be undone, so that training keeps the last state instead of all of them."""
+from typing import Any, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .fields import Context, Field
+
+__all__ = ['Companion', 'run_reversibly', 'step_back', 'step_forth']
+
+COUPLING = 0.99  # lambda of the source; below 1, the two states are pulled together
+
+
+class Companion:
+    """The second state of a pass through reversible steps; it starts as a copy of the first.
+
+    Args:
+        start: Time at which the first step starts.
+    """
+
+    def __init__(self, start: float) -> None:
+        self.start = start
+        self.t, self.z = start, torch.empty(0)
+
+    def keep(self, images: Tensor) -> None:
+        """Keep only some of the images [B', as indices] of the batch."""
+        self.z = self.z[images]
+
+    def step(self, step: Any, x: Tensor, context: Context) -> Tensor:
+        """Run a step on the state x [B, N, D] and on its companion."""
+        if step.t <= self.start + 1e-6:
+            self.t, self.z = step.t, x
+        if abs(self.t - step.t) > 1e-6:
+            raise RuntimeError(
+                f"A 'reversible' step goes on where the one before it ended, at t = {self.t:g}; this one starts at "
+                f't = {step.t:g}. Run all steps in order, and without gradient checkpointing, which repeats single steps: '
+                'this method does not need it.')
+        x, self.z = step_forth(step, x, self.z, context)
+        self.t = step.t + step.h
+        return x
+
+
+def step_forth(step: Any, y: Tensor, z: Tensor, context: Context) -> Tuple[Tensor, Tensor]:
+    """Both states [B, N, D] at t + h from those at t."""
+    slope = step.field(step.t, z, context, '')
+    y = COUPLING * y + (1 - COUPLING) * z + step.h * slope
+    return y, z + step.h * step.field(step.t + step.h, y, context, '')
+
+
+def step_back(step: Any, y: Tensor, z: Tensor, context: Context) -> Tuple[Tensor, Tensor]:
+    """Both states [B, N, D] at t from those at t + h."""
+    z = z - step.h * step.field(step.t + step.h, y, context, '')
+    y = (y - (1 - COUPLING) * z - step.h * step.field(step.t, z, context, '')) / COUPLING
+    return y, z
+
+
+def run_reversibly(steps: Sequence[Any], x: Tensor, context: Context, field: Field) -> Tensor:
+    """Run all steps, and keep for the backward pass no state but the last one.
+
+    The gradients are those of the steps that were run, up to the rounding with which the states are reconstructed.
+
+    Args:
+        steps: Bound steps.
+        x: State before the first one [B, N, D].
+        context: What the host passes to its blocks.
+        field: The field, whose parameters get gradients.
+
+    Returns:
+        The state after the last step [B, N, D].
+
+    Raises:
+        ValueError: The field is random (dropout), so its states cannot be reconstructed.
+
+    Source: McCallum & Foster, arXiv 2410.11648, with Euler steps.
+    """
+    for name, module in field.named_modules():
+        rate = getattr(module, 'p', getattr(module, 'drop_prob', 0.))
+        if module.training and isinstance(rate, float) and rate > 0:
+            raise ValueError(
+                f"'reversible' reconstructs states in the backward pass, but {name} drops at random. Build the model "
+                'without dropout and drop path, or use another method.')
+    passed = {key: value for key, value in context.passed.items() if isinstance(value, Tensor)}
+    tensors = [*field.parameters(), *passed.values()]
+    found: Tensor = _Reversible.apply(x, steps, context._replace(weights=None), tuple(passed), *tensors)
+    return found
+
+
+class _Reversible(torch.autograd.Function):
+    @staticmethod
+    def forward(
+            ctx: Any, x: Tensor, steps: Sequence[Any], context: Context, names: Tuple[str, ...], *tensors: Tensor,
+    ) -> Tensor:
+        y = z = x
+        with torch.no_grad():
+            for step in steps:
+                y, z = step_forth(step, y, z, context)
+        ctx.steps, ctx.context, ctx.names = steps, context, names
+        ctx.cast = (x.device.type, torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type))
+        ctx.save_for_backward(y, z, *tensors)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        y, z, *tensors = ctx.saved_tensors
+        device, enabled, dtype = ctx.cast
+        wanted = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+        total: List[Optional[Tensor]] = [None] * len(tensors)
+        grad_y, grad_z = grads[0], torch.zeros_like(z)
+        handed = len(tensors) - len(ctx.names)
+        copies = [t.detach().requires_grad_(t.requires_grad) for t in tensors[handed:]]
+        context = ctx.context._replace(passed={**ctx.context.passed, **dict(zip(ctx.names, copies, strict=True))})
+        inputs = [*tensors[:handed], *copies]
+        with torch.autocast(device, dtype, enabled=enabled):
+            for step in reversed(ctx.steps):
+                with torch.no_grad():
+                    y, z = step_back(step, y, z, context)
+                with torch.enable_grad():
+                    start = y.detach().requires_grad_(), z.detach().requires_grad_()
+                    ends = step_forth(step, *start, context)
+                grad_y, grad_z, *more = torch.autograd.grad(
+                    ends, [*start, *(inputs[i] for i in wanted)], [grad_y, grad_z], allow_unused=True)
+                for i, grad in zip(wanted, more, strict=True):
+                    if grad is not None:
+                        so_far = total[i]
+                        total[i] = grad if so_far is None else so_far.add_(grad)
+        return grad_y + grad_z, None, None, None, *total
