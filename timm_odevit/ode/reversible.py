@@ -34,7 +34,7 @@ class Companion:
         if abs(self.t - step.t) > 1e-6:
             raise RuntimeError(
                 f"A 'reversible' step goes on where the one before it ended, at t = {self.t:g}; this one starts at "
-                f't = {step.t:g}. Run all steps in order, and without gradient checkpointing, which repeats single steps: '
+                f't = {step.t:g}. Run all steps in order, and without gradient checkpointing, which repeats steps: '
                 'this method does not need it.')
         x, self.z = step_forth(step, x, self.z, context)
         self.t = step.t + step.h
