@@ -10,14 +10,14 @@ import torch
 
 from .._version import __version__
 from ..errors import one_line
-from . import ablate, benchmark, calibrate, convert, distill, evaluate, finetune, predict, push, recipe, report
+from . import ablate, benchmark, calibrate, convert, distill, evaluate, export, finetune, predict, push, recipe, report
 from .arguments import whole_number
 
 __all__ = ['COMMANDS', 'main', 'parser']
 
 COMMANDS = {'finetune': finetune, 'convert': convert, 'calibrate': calibrate, 'distill': distill, 'evaluate': evaluate,
-            'predict': predict, 'report': report, 'push': push, 'recipe': recipe, 'ablate': ablate,
-            'benchmark': benchmark}
+            'predict': predict, 'report': report, 'export': export, 'push': push, 'recipe': recipe,
+            'ablate': ablate, 'benchmark': benchmark}
 
 
 def main(argv: Optional[List[str]] = None) -> int:
