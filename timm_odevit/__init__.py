@@ -15,6 +15,7 @@ evaluation          accuracy over step counts
 dynamics            what the states do along the way: exponents, Lipschitz constants, trajectories, attention
 training            distillation, calibration, recipes
 reporting           a page that shows what a model does to a few images
+deploy              models in files that run without this package
 benchmark           speed and memory
 cli                 the command line; the options of the ODE come from OdeConfig's docstring
 run                 timm's own scripts with the models registered
@@ -28,6 +29,7 @@ from .convert.convertible import check_convertible, list_convertible
 from .convert.merge import Merged, merge_, merged_bytes
 from .convert.sizing import choose_size
 from .convert.torchvision import from_torchvision
+from .deploy.export import export_model
 from .dynamics.attention import attention_over_time
 from .dynamics.contraction import contraction_regions, recovery
 from .dynamics.discretisation import discretisation_errors
@@ -60,10 +62,10 @@ __all__ = [
     'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'Flow', 'Halting', 'LossConfig', 'Merged',
     'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'attention_over_time',
     'calibrate_', 'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'contraction_regions',
-    'convert_', 'discretisation_errors', 'distance_over_time', 'evaluate', 'fit', 'from_torchvision', 'integrate',
-    'lipschitz_constants', 'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'plane',
-    'plot_accuracy', 'push_to_hub', 'recovery', 'relations', 'save_pretrained', 'signals', 'softmax_bounds',
-    'spectral_norms', 'state_similarity', 'train', 'trajectory_geometry', 'write_report',
+    'convert_', 'discretisation_errors', 'distance_over_time', 'evaluate', 'export_model', 'fit',
+    'from_torchvision', 'integrate', 'lipschitz_constants', 'list_convertible', 'lyapunov_exponents', 'merge_',
+    'merged_bytes', 'plane', 'plot_accuracy', 'push_to_hub', 'recovery', 'relations', 'save_pretrained', 'signals',
+    'softmax_bounds', 'spectral_norms', 'state_similarity', 'train', 'trajectory_geometry', 'write_report',
 ]
 
 

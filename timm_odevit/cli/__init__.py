@@ -17,6 +17,7 @@ from . import (
     convert,
     distill,
     evaluate,
+    export,
     finetune,
     halt,
     predict,
@@ -28,10 +29,9 @@ from .arguments import whole_number
 
 __all__ = ['COMMANDS', 'main', 'parser']
 
-COMMANDS = {'finetune': finetune, 'convert': convert, 'calibrate': calibrate, 'distill': distill,
-            'evaluate': evaluate, 'halt': halt,
-            'predict': predict, 'report': report, 'push': push, 'recipe': recipe, 'ablate': ablate,
-            'benchmark': benchmark}
+COMMANDS = {'finetune': finetune, 'convert': convert, 'calibrate': calibrate, 'distill': distill, 'evaluate': evaluate,
+            'halt': halt, 'predict': predict, 'report': report, 'export': export, 'push': push, 'recipe': recipe,
+            'ablate': ablate, 'benchmark': benchmark}
 
 
 def main(argv: Optional[List[str]] = None) -> int:

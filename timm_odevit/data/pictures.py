@@ -13,7 +13,7 @@ from .arrays import array_loaders
 from .folders import MODES
 from .preprocessing import data_config
 
-__all__ = ['Pictures', 'class_names', 'open_image', 'some_images']
+__all__ = ['Pictures', 'class_names', 'model_name', 'open_image', 'some_images']
 
 
 class Pictures(NamedTuple):
@@ -46,6 +46,13 @@ def class_names(model: Any) -> Optional[List[str]]:
     names: Any = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
     good = isinstance(names, (list, tuple)) and len(names) == model.num_classes  # timm allows other forms, too
     return list(map(str, names)) if good else None
+
+
+def model_name(model: Any) -> str:
+    """The timm name of a model with the tag of its weights, or else the name of its class."""
+    cfg = getattr(model, 'pretrained_cfg', None) or {}
+    name = cfg.get('architecture') or type(model).__name__
+    return f"{name}.{cfg['tag']}" if cfg.get('tag') else name
 
 
 def some_images(path: Union[str, Path], model: Any, count: int) -> Pictures:

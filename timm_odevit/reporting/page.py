@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..data.pictures import class_names
+from ..data.pictures import class_names, model_name
 from ..errors import shown
 from ..evaluation.results import new_figure
 from ..files import staged, to_json, write_text
@@ -73,7 +73,7 @@ def write_report(
     names = [f'image {i + 1}' for i in range(len(images))] if names is None else _texts('names', names, len(images))
     classes = None if classes is None else _texts('classes', classes, len(images))
     known = class_names(model)
-    title = _texts('title', [title], 1)[0] if title is not None else _architecture(model)
+    title = _texts('title', [title], 1)[0] if title is not None else model_name(model)
     found = find(model, images, teacher, progress)
     seen = photos(images, model)
     page = _page(title, found, seen, charts(found, known), names, classes, known)
@@ -103,12 +103,6 @@ def _texts(what: str, given: Sequence[Any], count: int) -> List[str]:
     if isinstance(given, str) or len(given) != count or not all(isinstance(text, str) for text in given):
         raise ValueError(f'{what} must be {count} strings, one for each image; got {shown(given)}.')
     return [text.encode(errors='replace').decode() for text in given]
-
-
-def _architecture(model: Any) -> str:
-    cfg = getattr(model, 'pretrained_cfg', None) or {}
-    name = cfg.get('architecture') or type(model).__name__
-    return f"{name}.{cfg['tag']}" if cfg.get('tag') else name
 
 
 def _on_grid(found: Findings, tokens: Tensor) -> Tensor:

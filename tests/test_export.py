@@ -1,0 +1,289 @@
+"""Exported files, run where this package cannot be imported. Tests of a package that is not installed are skipped: pip install -e '.[deploy]'."""
+import json
+import runpy
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import nn
+
+from timm_odevit import convert_, export_model, merge_, save_pretrained
+from timm_odevit.cli import main
+from timm_odevit.deploy import formats
+
+needs = {name: pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install -e '.[deploy]'")
+         for name in ('onnx', 'onnxscript', 'onnxruntime', 'torchao')}
+onnx_here = (needs['onnx'], needs['onnxscript'], needs['onnxruntime'])
+ODES = {'rank': dict(time='low_rank', rank=2, init='svd', steps=4), 'autonomous': dict(steps=4)}
+
+# each program reads a file and images, and may import neither this package nor what made the file
+READ = """
+import json, sys
+for name in sys.argv[3].split(): sys.modules[name] = None
+import numpy as np
+images = np.load(sys.argv[2])
+"""
+RUN = {
+    'onnx': """
+import onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1], providers=['CPUExecutionProvider'])
+about = session.get_modelmeta().custom_metadata_map
+outputs = [session.run(None, {'images': images[:n]})[0] for n in (1, len(images))]
+""",
+    'pt2': """
+import torch
+extra = {'metadata.json': ''}
+model = torch.export.load(sys.argv[1], extra_files=extra).module()
+about = json.loads(extra['metadata.json'])
+outputs = [model(torch.from_numpy(images[:n])).numpy() for n in (1, len(images))]
+""",
+    'aoti': """
+import torch
+model = torch._inductor.aoti_load_package(sys.argv[1])
+about = model.get_metadata()
+outputs = [model(torch.from_numpy(images[:n])).numpy() for n in (1, len(images))]
+""",
+}
+WRITE = """
+np.savez(sys.argv[2] + '.out.npz', *outputs)
+print(json.dumps({key: json.loads(value) for key, value in about.items() if not key.startswith(('AOTI_', 'onnx.'))}))
+"""
+BLOCKED = {'onnx': 'timm_odevit timm torch onnx', 'pt2': 'timm_odevit timm torchao', 'aoti': 'timm_odevit timm torchao'}
+
+
+def run_alone(format, path, images, tmp_path):
+    """The outputs for one image and for all, and the metadata, from a process without this package."""
+    np.save(tmp_path / 'images.npy', images.numpy())
+    done = subprocess.run([sys.executable, '-I', '-c', READ + RUN[format] + WRITE, str(path), str(tmp_path / 'images.npy'), BLOCKED[format]],
+                          capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [torch.from_numpy(output) for output in np.load(tmp_path / 'images.npy.out.npz').values()], json.loads(done.stdout)
+
+
+def snapshot(model):
+    """Everything of a model that an export could change."""
+    return ({name: tensor.clone() for name, tensor in model.state_dict().items()}, [(n, type(m), m.training) for n, m in model.named_modules()],
+            [(n, id(p), p.requires_grad) for n, p in model.named_parameters()])
+
+
+def same(one, other):
+    return one[1:] == other[1:] and one[0].keys() == other[0].keys() and all(torch.equal(t, other[0][k]) for k, t in one[0].items())
+
+
+def case(format, *rest, int8=False):
+    marks = [*(onnx_here if format == 'onnx' else ()), *([needs['torchao']] if int8 and format != 'onnx' else ())]
+    return pytest.param(format, *rest, marks=marks)
+
+
+@pytest.fixture
+def five():
+    return torch.randn(5, 3, 16, 16)
+
+
+@pytest.mark.parametrize('format, ode, merged', [
+    case('onnx', 'rank', True), case('onnx', 'rank', False), case('onnx', 'autonomous', True),
+    case('pt2', 'rank', True), case('pt2', 'rank', False), case('pt2', 'autonomous', True),
+    case('aoti', 'rank', True), case('aoti', 'autonomous', True)])
+def test_a_file_gives_the_models_outputs_without_this_package(vit, five, tmp_path, format, ode, merged):
+    model = vit()
+    model.pretrained_cfg['label_names'] = ['a', 'b', 'c', 'd', 'é']
+    convert_(model, init=ODES[ode].get('init', 'mean'), **{k: v for k, v in ODES[ode].items() if k != 'init'})
+    with torch.no_grad():
+        expected = model(five)
+    model.train()
+    before = snapshot(model)
+    path = export_model(model, tmp_path / f'model{formats.FORMATS[format].suffix}', format=format, merged=merged)
+    assert same(before, snapshot(model)) and model.blocks.steps == 4
+    (one, all_of_them), about = run_alone(format, path, five, tmp_path)
+    torch.testing.assert_close(one, expected[:1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(all_of_them, expected, atol=1e-4, rtol=0)
+    cfg = model.pretrained_cfg
+    assert about['steps'] == 4 and about['classes'] == ['a', 'b', 'c', 'd', 'é'] and about['input_size'] == [3, 16, 16]
+    assert about['mean'] == list(cfg['mean']) and about['std'] == list(cfg['std']) and about['model'].startswith('vit_tiny_patch16_224')
+
+
+@pytest.mark.parametrize('format', [case('onnx', int8=True), case('pt2', int8=True), case('aoti', int8=True)])
+def test_int8_is_close_and_smaller_and_needs_no_torchao(vit, five, tmp_path, format):
+    model = vit(embed_dim=128)
+    convert_(model, **ODES['rank'])
+    with torch.no_grad():
+        expected = model(five)
+    before = snapshot(model)
+    path = export_model(model, tmp_path / f'model{formats.FORMATS[format].suffix}', format=format, int8=True)
+    assert same(before, snapshot(model))
+    (_, found), about = run_alone(format, path, five, tmp_path)
+    error = (found - expected).norm() / expected.norm()
+    assert 1e-6 < error < 0.1 and about['int8'] is True  # 8 bits round; without rounding, it would be 1e-7
+    if format == 'pt2':
+        stored = [t for t in torch.export.load(path).state_dict.values() if t.dtype == torch.int8]
+        assert sum(t.numel() for t in stored) > 4 * 12 * 128 ** 2  # four merged blocks, each with 12 D^2 weights
+    if format == 'onnx':
+        import onnx
+        types = [node.op_type for node in onnx.load(path).graph.node]
+        assert types.count('MatMulInteger') == 4 * 4 + 1
+        assert path.stat().st_size < 2 * 4 * 12 * 128 ** 2  # as much as numbers of 16 bits would take, without the graph
+
+
+@pytest.mark.parametrize('format, merged', [case('onnx', False), case('pt2', True)])
+def test_a_shared_block_is_stored_once(vit, tmp_path, format, merged):
+    model = vit(embed_dim=256)
+    convert_(model, steps=6)
+    path = export_model(model, tmp_path / f'model{formats.FORMATS[format].suffix}', format=format, merged=merged)
+    assert path.stat().st_size < 1.6 * 4 * sum(p.numel() for p in model.parameters())  # six copies would take about five times as much
+
+
+MODELS = {
+    'stock ViT': lambda: timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=2, num_classes=5),
+    'stock Swin': lambda: timm.create_model('swin_tiny_patch4_window7_224', img_size=16, patch_size=2, window_size=4, embed_dim=16, depths=(2, 2),
+                                            num_heads=(1, 2), num_classes=5),
+    'stages': lambda: convert_(MODELS['stock Swin'](), phases=2).model,
+    'merged': lambda: merge_(convert_(MODELS['stock ViT'](), time='vectors', steps=3).model).model,
+}
+
+
+@pytest.mark.parametrize('format, name', [case(format, name) for name in MODELS for format in ('pt2', 'onnx')])
+def test_other_models(five, tmp_path, format, name):
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        expected = model(five)
+    path = export_model(model, tmp_path / f'model{formats.FORMATS[format].suffix}', format=format)
+    (one, found), about = run_alone(format, path, five, tmp_path)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(one, expected[:1], atol=1e-4, rtol=0)
+    assert about.get('steps') == {'stages': [2, 2], 'merged': 3}.get(name)
+
+
+def test_the_steps_of_a_with_block_count(vit, five, tmp_path):
+    model = vit()
+    convert_(model, time='vectors')
+    with model.blocks.at(7), torch.no_grad():
+        expected = model(five)
+        export_model(model, tmp_path / 'a.pt2', format='pt2')
+    extra = {formats.METADATA: ''}
+    torch.testing.assert_close(torch.export.load(tmp_path / 'a.pt2', extra_files=extra).module()(five), expected, atol=1e-4, rtol=0)
+    assert json.loads(json.loads(extra[formats.METADATA])['steps']) == 7 and model.blocks.steps == 3
+
+
+@pytest.mark.parametrize('where', ['torch.export.export', 'torch.export.save', 'shutil.copyfile'])
+@pytest.mark.parametrize('error', [KeyboardInterrupt, OSError('disk full')])
+def test_an_export_that_stops_leaves_no_file_and_the_model_as_it_was(vit, tmp_path, monkeypatch, where, error):
+    model = vit()
+    convert_(model, **ODES['rank'])
+    before = snapshot(model)
+
+    def stop(*args, **kwargs):
+        raise error
+    monkeypatch.setattr(where, stop)
+    with pytest.raises((KeyboardInterrupt, OSError, ValueError)):
+        export_model(model, tmp_path / 'a.pt2', format='pt2')
+    assert same(before, snapshot(model)) and not list(tmp_path.iterdir())
+
+
+def test_a_file_is_replaced_only_on_request_and_only_by_a_whole_one(vit, tmp_path, monkeypatch):
+    model, path = vit(depth=1), tmp_path / 'a.pt2'
+    path.write_text('old')
+    with pytest.raises(ValueError, match=r"a.pt2' exists. Give another file, or overwrite=True \(--overwrite\)"):
+        export_model(model, path, format='pt2')
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr('shutil.copyfile', lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        export_model(model, path, format='pt2', overwrite=True)
+    assert path.read_text() == 'old'
+    export_model(model, path, format='pt2', overwrite=True)
+    assert torch.export.load(path).module()(torch.randn(3, 3, 16, 16)).shape == (3, 5) and list(tmp_path.iterdir()) == [path]
+
+
+def ranked(model):
+    return convert_(model, **ODES['rank']).model
+
+
+@pytest.mark.parametrize('change, given, error, message', [
+    (None, dict(format='onx'), ValueError, "Unknown format 'onx'. Did you mean 'onnx'?"),
+    (None, dict(int8='yes'), ValueError, "int8 must be True or False; got 'yes'"),
+    (None, dict(path='a.onnx', format='aoti'), ValueError, 'in the format aoti ends in .pt2; got'),
+    (None, dict(path='nowhere/a.pt2'), ValueError, "There is no folder '"),
+    (None, dict(overwrit=True), TypeError, "unknown argument 'overwrit'. Did you mean 'overwrite'?"),
+    (lambda model: nn.Linear(2, 2), {}, TypeError, 'Cannot export Linear: it does not say what images it takes. Give a model made by timm'),
+    (lambda model: model.to('meta'), {}, ValueError, 'on the meta device, so it has no weights'),
+    (lambda model: convert_(model, method='dopri5').model, {}, ValueError, "Set a fixed-step method first, such as model.blocks.method = 'rk4'"),
+    (ranked, dict(merged=False, int8=True), ValueError, 'Leave out int8, or merged=False (--unmerged)'),
+    (lambda model: merge_(ranked(model)).model, dict(merged=False), ValueError, 'This model is merged. Call restore()'),
+    (lambda model: timm.create_model('test_resnet', num_classes=0), dict(int8=True), ValueError, 'no linear layers, so int8 has no effect'),
+])
+def test_what_cannot_be_exported_is_refused_and_nothing_is_written(vit, tmp_path, change, given, error, message):
+    model = vit() if change is None else change(vit())
+    with pytest.raises(error) as e:
+        export_model(model, tmp_path / given.pop('path', 'a.pt2'), **{'format': 'pt2', **given})
+    assert message in str(e.value) and not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_be_traced_is_one_message(vit, tmp_path):
+    model = vit()
+    model.norm.forward = lambda x: x if x.sum() > 0 else -x
+    with pytest.raises(ValueError, match='torch.export cannot export this VisionTransformer: ') as e:
+        export_model(model, tmp_path / 'a.pt2', format='pt2')
+    assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('format, missing, int8', [('onnx', 'onnxscript', False), ('onnx', 'onnxruntime', True), ('pt2', 'torchao', True)])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(vit, tmp_path, monkeypatch, format, missing, int8):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=rf"{format}.* needs .*{missing}.* Type: pip install 'timm-odevit\[deploy\]'"):
+        export_model(vit(), tmp_path / f'a{formats.FORMATS[format].suffix}', format=format, int8=int8)
+
+
+def test_a_missing_compiler_is_named(vit, tmp_path, monkeypatch):
+    monkeypatch.setattr('torch._inductor.config.cpp.cxx', ('no-such-compiler',))
+    with pytest.raises(OSError, match='no C\\+\\+ compiler was found. Install one, such as g\\+\\+'):
+        export_model(vit(), tmp_path / 'a.pt2', format='aoti')
+
+
+@needs['onnx']
+@needs['onnxscript']
+def test_weights_that_no_onnx_file_can_hold(vit, tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, 'LARGEST', 1000)
+    with pytest.raises(ValueError, match='an ONNX file holds at most 2 GB. Choose the format pt2'):
+        export_model(vit(), tmp_path / 'a.onnx')
+
+
+@pytest.mark.parametrize('format', [case('onnx'), case('pt2')])
+def test_the_example_runs_a_file_and_measures_it(vit, tmp_path, capsys, format):
+    model = vit(num_classes=3)
+    convert_(model, **ODES['rank'])
+    path = export_model(model, tmp_path / f'a{formats.FORMATS[format].suffix}', format=format)
+    x = np.random.default_rng(0).integers(0, 256, (20, 16, 16, 3), np.uint8)
+    prepared = (torch.from_numpy(x).permute(0, 3, 1, 2) / 255 - 0.5) / 0.5  # this model's mean and std
+    with torch.no_grad():
+        answers = model(prepared).argmax(1).numpy()
+    np.savez(tmp_path / 'data.npz', x_test=x, y_test=np.where(np.arange(20) < 15, answers, (answers + 1) % 3))
+    example = runpy.run_path(str(Path(__file__).parent.parent / 'examples' / 'exported.py'))
+    assert example['main'](str(path), tmp_path / 'data.npz', batch_size=8) == 75.
+    assert '4 steps, top-1 75.0 % of 20 images' in capsys.readouterr().out
+
+
+def test_the_command(vit, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = vit(num_classes=3)
+    convert_(model, **ODES['rank'])
+    model.pretrained_cfg.update(num_classes=3, label_names=['a', 'b', 'c'])
+    save_pretrained(model, 'student')
+    assert main(['export', 'local-dir:student', '--format', 'pt2', '--unmerged', '--steps', '2', '--img-size', '32', '--device', 'cpu']) == 0
+    assert capsys.readouterr().out == f"wrote student.pt2: {(tmp_path / 'student.pt2').stat().st_size / 1e6:.2f} MB\n"
+    extra = {formats.METADATA: ''}
+    loaded = torch.export.load('student.pt2', extra_files=extra).module()
+    about = {key: json.loads(value) for key, value in json.loads(extra[formats.METADATA]).items()}
+    assert about['steps'] == 2 and about['input_size'] == [3, 32, 32] and about['classes'] == ['a', 'b', 'c']
+    same_model = timm.create_model('local-dir:student', pretrained=True, img_size=32).eval()
+    same_model.blocks.steps = 2
+    images = torch.randn(3, 3, 32, 32)
+    torch.testing.assert_close(loaded(images), same_model(images), atol=1e-4, rtol=0)
+    assert main(['export', 'local-dir:student', '--format', 'pt2', '--device', 'cpu']) == 2
+    assert "'student.pt2' exists" in capsys.readouterr().err
+    assert main(['export', 'local-dir:student', '--format', 'pt2', '--overwrite', '-o', 'student.pt2', '--device', 'cpu']) == 0
+    monkeypatch.setitem(sys.modules, 'onnxscript', None)
+    assert main(['export', 'local-dir:student', '--device', 'cpu']) == 2
+    assert "Type: pip install 'timm-odevit[deploy]'" in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""export_model: write a model to a file that runs without this package."""
+import copy
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Dict, Union
+
+import torch
+from timm.utils import unwrap_model
+from torch import nn
+
+from .._version import __version__
+from ..convert.merge import MergedBlocks, check_not_merged, merge_
+from ..data.pictures import class_names, model_name
+from ..data.preprocessing import data_config
+from ..errors import one_line
+from ..files import staged
+from ..ode.blocks import OdeBlocks, find_ode_blocks
+from ..ode.steps import Step
+from ..settings import checks_keywords, flag, one_of
+from .formats import FORMATS, check_installed, round_weights
+
+__all__ = ['export_model']
+
+LARGEST_BATCH = 2 ** 20  # without a bound, torch.export objects that merged tokens could overflow an index
+
+
+@checks_keywords
+def export_model(
+        model: nn.Module,
+        path: Union[str, Path],
+        *,
+        format: str = 'onnx',
+        int8: bool = False,
+        merged: bool = True,
+        overwrite: bool = False,
+) -> Path:
+    """Write a model to a file that runs without this package and without timm, on batches of any size.
+
+    A copy is exported, so the model stays as it is. The file has the model's image size, its current steps, and
+    metadata, each value as JSON: the model's name, its steps, the names of its classes if it knows them, and how images
+    are prepared (input_size, mean, std, interpolation, crop_pct, crop_mode).
+
+    Args:
+        model: timm model, converted or not; merged or not. An 'aoti' or 'pt2' file runs on its device.
+        path: File to write; its folder must exist. It ends in .onnx, or in .pt2 for the other formats.
+        format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled by AOTInductor for
+            this kind of processor, for torch._inductor.aoti_load_package.
+        int8: Store the weights of linear layers as int8; in 'onnx', they are also multiplied as int8.
+        merged: Merge a block that depends on time, as `merge_` does: faster, but as large as one block per step.
+        overwrite: Replace an existing file.
+
+    Returns:
+        The path.
+
+    Raises:
+        ImportError: A package that the format needs is not installed; the message says what to type.
+        TypeError: The model is not a timm model of images.
+        ValueError: The file exists, or the model cannot be exported in this way; the message says what to change.
+        OSError: The file cannot be written, or there is no C++ compiler for 'aoti'.
+    """
+    suffix = FORMATS[one_of(tuple(FORMATS))('format', format)].suffix
+    for name, value in (('int8', int8), ('merged', merged), ('overwrite', overwrite)):
+        flag(name, value)
+    path, model = Path(path), unwrap_model(model)
+    if path.suffix != suffix:
+        raise ValueError(f"The name of a file in the format {format} ends in {suffix}; got '{path}'.")
+    if not path.parent.is_dir():
+        raise ValueError(f"There is no folder '{path.parent}' to write {path.name} to.")
+    if path.is_dir() or (path.exists() and not overwrite):
+        instead = '' if path.is_dir() else ', or overwrite=True (--overwrite)'
+        raise ValueError(f"'{path}' exists. Give another file{instead}.")
+    _check(model, int8, merged)
+    check_installed(format, int8)
+    copied = _frozen_copy(model, merged)
+    if format == 'onnx':
+        copied.cpu()
+    elif int8:
+        round_weights(copied)
+    like = next(p for p in model.parameters() if p.is_floating_point())
+    device = next(copied.parameters()).device
+    # two images: torch.export takes a size of 1 as fixed
+    images = torch.zeros(2, *data_config(model)['input_size'], dtype=like.dtype, device=device)
+    try:
+        exported = torch.export.export(copied, (images,), dynamic_shapes=({0: torch.export.Dim('batch', max=LARGEST_BATCH)},))
+    except Exception as e:  # whatever a model's own code leads to
+        raise ValueError(f'torch.export cannot export this {type(model).__name__}: {one_line(e)}') from e
+    for node in exported.graph.nodes:
+        node.meta.pop('stack_trace', None)  # names files of this machine
+    with tempfile.TemporaryDirectory() as temporary:
+        made = Path(temporary) / path.name
+        FORMATS[format].write(exported, made, _about(copied, int8), int8)
+        with staged(path.parent, path.name) as aside:
+            shutil.copyfile(made, aside / path.name)
+    return path
+
+
+def _check(model: Any, int8: bool, merged: bool) -> None:
+    if not hasattr(model, 'in_chans'):
+        raise TypeError(f'Cannot export {type(model).__name__}: it does not say what images it takes. Give a model '
+                        'made by timm.create_model.')
+    if any(tensor.is_meta for tensor in model.state_dict().values()):
+        raise ValueError('The model is on the meta device, so it has no weights. Build it on another device.')
+    blocks = find_ode_blocks(model)
+    if not merged:
+        check_not_merged(model)
+    for ode in blocks:
+        if ode.config.adaptive:
+            raise ValueError(f"'{ode.method}' chooses its own times while it runs, but a file has fixed steps. Set a "
+                             "fixed-step method first, such as model.blocks.method = 'rk4'.")
+    if int8 and not merged and any(ode.shared.depends_on_time for ode in blocks):
+        raise ValueError('A block that depends on time has no weights to store as int8 until it is merged. Leave out '
+                         'int8, or merged=False (--unmerged).')
+    if int8 and not any(isinstance(module, nn.Linear) for module in model.modules()):
+        raise ValueError(f'This {type(model).__name__} has no linear layers, so int8 has no effect. Leave it out.')
+
+
+def _frozen_copy(model: nn.Module, merged: bool) -> nn.Module:
+    """A copy in eval mode without gradients, with the steps that this thread runs, merged if asked."""
+    copied = copy.deepcopy(model).eval().requires_grad_(False)
+    blocks = find_ode_blocks(copied)
+    for own, other in zip(find_ode_blocks(model), blocks, strict=True):
+        if other.config != own.config:  # inside `at`
+            other.config = own.config
+    if merged and any(ode.shared.depends_on_time for ode in blocks):
+        merge_(copied)
+    return copied
+
+
+def _about(model: nn.Module, int8: bool) -> Dict[str, str]:
+    """The metadata; what is not known is left out."""
+    steps = [sum(isinstance(block, Step) for block in blocks) for blocks in model.modules()
+             if isinstance(blocks, (OdeBlocks, MergedBlocks))]
+    about = {'model': model_name(model), 'steps': steps[0] if len(steps) == 1 else steps,
+             'classes': class_names(model), **data_config(model), 'int8': int8, 'timm_odevit': __version__}
+    return {key: json.dumps(value) for key, value in about.items() if value not in (None, [])}
