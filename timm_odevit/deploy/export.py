@@ -83,7 +83,8 @@ def export_model(
     # two images: torch.export takes a size of 1 as fixed
     images = torch.zeros(2, *data_config(model)['input_size'], dtype=like.dtype, device=device)
     try:
-        exported = torch.export.export(copied, (images,), dynamic_shapes=({0: torch.export.Dim('batch', max=LARGEST_BATCH)},))
+        batch = torch.export.Dim('batch', max=LARGEST_BATCH)
+        exported = torch.export.export(copied, (images,), dynamic_shapes=({0: batch},))
     except Exception as e:  # whatever a model's own code leads to
         raise ValueError(f'torch.export cannot export this {type(model).__name__}: {one_line(e)}') from e
     for node in exported.graph.nodes:
