@@ -18,7 +18,7 @@ from .ode.blocks import count_parameters, find_ode_blocks
 from .ode.config import OdeConfig
 from .training.trajectory_task import TrajectoryDistillationTask
 
-__all__ = ['Timing', 'benchmark', 'benchmark_models', 'benchmark_training', 'peak_memory']
+__all__ = ['Timing', 'benchmark', 'benchmark_models', 'benchmark_training', 'peak_memory', 'peak_of']
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def peak_memory(model: nn.Module, images: Tensor, steps: Sequence[int]) -> Dict[
     for count in steps:
         with blocks.at(count):
             model(images)
-            peaks[count] = _peak(partial(model, images), str(images.device))
+            peaks[count] = peak_of(partial(model, images), str(images.device))
     return peaks
 
 
@@ -194,7 +194,7 @@ def benchmark_training(
         return loss
     candidates = {name: (partial(step, task.train()), task.get_eval_model(), against) for name, task in tasks.items()}
     timings = _in_turns(candidates, rounds, 1, device)
-    return timings, {name: _peak(call, device) for name, (call, _, _) in candidates.items()}
+    return timings, {name: peak_of(call, device) for name, (call, _, _) in candidates.items()}
 
 
 def _in_turns(candidates: Dict[str, tuple], rounds: int, warm_up: int, device: str) -> List[Timing]:
@@ -211,7 +211,7 @@ def _in_turns(candidates: Dict[str, tuple], rounds: int, warm_up: int, device: s
         for name, (_, module, against) in candidates.items()]
 
 
-def _peak(call: Callable[[], Any], device: str) -> int:
+def peak_of(call: Callable[[], Any], device: str) -> int:
     """Peak memory in bytes that a call allocates; it must have run once before."""
     if device.startswith('cuda'):
         torch.cuda.reset_peak_memory_stats()

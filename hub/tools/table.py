@@ -56,6 +56,25 @@ def ablation():
     return table(json.loads(path.read_text())) if path.exists() else ''
 
 
+def tokens():
+    record = json.loads((HUB / 'speed' / 'tokens.json').read_text())
+    rows = ['| tokens left at T | top-1 % | images/s | times as fast |', '| --- | --- | --- | --- |']
+    rows += [f"| {100 * r['tokens']:.0f} % | {r['top1']:.1f} | {r['images per second']:.1f} | "
+             f"{r['times as fast']:.2f} |" for r in record['found']]
+    return '\n'.join(rows) + '\n'
+
+
+def memory():
+    record = json.loads((HUB / 'speed' / 'memory.json').read_text())
+    heads = ['training step', 'T', 'K', 'evaluations', 'peak memory, MB', 'ms', 'error of the gradient']
+    rows = [f"| {' | '.join(heads)} |", '|' + ' --- |' * len(heads)]
+    for r in record['found']:
+        T, K = (r['steps'], '') if 'dopri5' in r['way'] else (12, r['steps'])
+        rows.append(f"| {r['way']} | {T} | {K} | {r['evaluations']} | {r['bytes'] / 1e6:.1f} | {r['ms']:.0f} | "
+                    f"{r['gradient error']:.0e} |")
+    return '\n'.join(rows) + '\n'
+
+
 def dial():
     records = _dials()
     if not records:
@@ -116,6 +135,7 @@ def figure(path):
 
 
 TABLES = {'models': (README, models), 'ablation': (RESULTS, ablation), 'dial': (RESULTS, dial),
+          'tokens': (RESULTS, tokens), 'memory': (RESULTS, memory),
           **{name: (DYNAMICS, make) for name, make in DYNAMICS_TABLES.items()}}
 
 

@@ -112,17 +112,27 @@ class _Reversible(torch.autograd.Function):
         copies = [t.detach().requires_grad_(t.requires_grad) for t in tensors[handed:]]
         context = ctx.context._replace(passed={**ctx.context.passed, **dict(zip(ctx.names, copies, strict=True))})
         inputs = [*tensors[:handed], *copies]
+
+        def slope(step: Any, t: float, x: Tensor) -> Tuple[Tensor, Any]:
+            """h times the slope at x, and a function that takes a gradient of it back to x and adds to `total`."""
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                out = step.h * step.field(t, x, context, '')
+
+            def back(grad: Tensor) -> Tensor:
+                found, *more = torch.autograd.grad(out, [x, *(inputs[i] for i in wanted)], grad, allow_unused=True)
+                for i, part in zip(wanted, more, strict=True):
+                    so_far = total[i]
+                    if part is not None:
+                        total[i] = part if so_far is None else so_far + part
+                return found
+            return out.detach(), back
         with torch.autocast(device, dtype, enabled=enabled):
-            for step in reversed(ctx.steps):
-                with torch.no_grad():
-                    y, z = step_back(step, y, z, context)
-                with torch.enable_grad():
-                    start = y.detach().requires_grad_(), z.detach().requires_grad_()
-                    ends = step_forth(step, *start, context)
-                grad_y, grad_z, *more = torch.autograd.grad(
-                    ends, [*start, *(inputs[i] for i in wanted)], [grad_y, grad_z], allow_unused=True)
-                for i, grad in zip(wanted, more, strict=True):
-                    if grad is not None:
-                        so_far = total[i]
-                        total[i] = grad if so_far is None else so_far.add_(grad)
+            for step in reversed(ctx.steps):  # step_back, with the gradients of step_forth
+                change, back = slope(step, step.t + step.h, y)
+                z = z - change
+                grad_y = grad_y + back(grad_z)
+                change, back = slope(step, step.t, z)
+                y = (y - (1 - COUPLING) * z - change) / COUPLING
+                grad_y, grad_z = COUPLING * grad_y, grad_z + (1 - COUPLING) * grad_y + back(grad_y)
         return grad_y + grad_z, None, None, None, *total
