@@ -3,7 +3,8 @@
     python hub/tools/memory.py hub/speed/memory.json --threads 1
 
 One forward and backward pass of cross-entropy on random images. Memory is the peak of what is allocated, beyond
-parameters and gradients. The error of a gradient is relative to plain back-propagation through the same steps, in float64.
+parameters and gradients. The error of a gradient is relative to plain back-propagation through the same steps, in
+float64.
 """
 import argparse
 import json
