@@ -216,6 +216,11 @@ def test_what_is_refused(vit, images):
         calibrate_halting(model, [])
     with pytest.raises(TypeError, match='has 0'):
         calibrate_halting(vit(), [images])
+    featureless = vit()
+    convert_(featureless)
+    featureless.reset_classifier(0)
+    with pytest.raises(ValueError, match='cannot be applied'):
+        calibrate_halting(featureless, [images])
     merge_(low := halting(vit, time='low_rank', rank=1))
     with pytest.raises(ValueError, match='merged'):
         calibrate_halting(low, [images])

@@ -91,7 +91,7 @@ def calibrate_halting(
     rule, max_drop = one_of(HALTING)('rule', rule), number(0., 1.)('max_drop', max_drop)
     blocks = _blocks(model)
     replace(blocks.config, halting=rule)  # refuses an adaptive method
-    if blocks.readout is None or blocks.after:
+    if blocks.readout is None or blocks.after or not getattr(model, 'num_classes', 0):
         raise ValueError(f'The head of this {type(model).__name__} cannot be applied to the states along the way, so '
                          'no image can halt.')
     scores, right = (torch.cat(parts) for parts in zip(*_run(model, blocks, loader, rule, progress), strict=True))
