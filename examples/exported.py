@@ -48,7 +48,7 @@ def prepare(images, about):
     size = about['input_size'][:0:-1]  # width, height
     pixels = np.stack([np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC)) for image in images])
     normal = (pixels / 255 - about['mean']) / about['std']
-    return normal.transpose(0, 3, 1, 2).astype(np.float32)
+    return np.ascontiguousarray(normal.transpose(0, 3, 1, 2), np.float32)  # aoti reads no other layout
 
 
 def main(file, data, limit=None, batch_size=50):
@@ -59,12 +59,12 @@ def main(file, data, limit=None, batch_size=50):
     found = np.concatenate([run(images[i:i + batch_size]) for i in range(0, len(x), batch_size)]).argmax(1)
     seconds = []
     for _ in range(50):
-        start = time.perf_counter()
+        start = time.process_time()  # of one thread, so that other programs matter less
         run(images[:1])
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     top1 = 100 * float((found == y).mean())
     print(f"{file}: {about['model']}, {about.get('steps')} steps, top-1 {top1:.1f} % of {len(x)} images, "
-          f'{1000 * np.median(seconds):.1f} ms for one image')
+          f'{1000 * np.median(seconds):.1f} ms of CPU time for one image')
     return top1
 
 

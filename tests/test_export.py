@@ -44,8 +44,15 @@ outputs = [model(torch.from_numpy(images[:n])).numpy() for n in (1, len(images))
 """,
     'aoti': """
 import torch
+import os
+os.environ['AOTI_RUNTIME_CHECK_INPUTS'] = '1'
 model = torch._inductor.aoti_load_package(sys.argv[1])
 about = model.get_metadata()
+try:
+    model(torch.from_numpy(images).to(memory_format=torch.channels_last))
+    sys.exit('a layout that it misreads was not refused')
+except RuntimeError as e:
+    assert 'unmatched stride' in str(e)
 outputs = [model(torch.from_numpy(images[:n])).numpy() for n in (1, len(images))]
 """,
 }

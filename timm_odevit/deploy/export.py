@@ -46,7 +46,8 @@ def export_model(
         model: timm model, converted or not; merged or not. An 'aoti' or 'pt2' file runs on its device.
         path: File to write; its folder must exist. It ends in .onnx, or in .pt2 for the other formats.
         format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled by AOTInductor for
-            this kind of processor, for torch._inductor.aoti_load_package.
+            this kind of processor, for torch._inductor.aoti_load_package. It takes contiguous images, and checks their
+            layout, size and dtype only if the environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
         int8: Store the weights of linear layers as int8; in 'onnx', they are also multiplied as int8.
         merged: Merge a block that depends on time, as `merge_` does: faster, but as large as one block per step.
         overwrite: Replace an existing file.

@@ -73,8 +73,11 @@ def _write_pt2(exported: ExportedProgram, path: Path, about: Dict[str, str], int
 
 
 def _write_aoti(exported: ExportedProgram, path: Path, about: Dict[str, str], int8: bool) -> None:
-    torch._inductor.aoti_compile_and_package(
-        exported, package_path=str(path), inductor_configs={'aot_inductor.metadata': about})
+    from torch._inductor import aoti_compile_and_package, config
+    configs: Dict[str, Any] = {'aot_inductor.metadata': about}
+    if hasattr(config.aot_inductor, 'check_lowerbound'):  # with AOTI_RUNTIME_CHECK_INPUTS=1, it would refuse one image
+        configs['aot_inductor.check_lowerbound'] = False
+    aoti_compile_and_package(exported, package_path=str(path), inductor_configs=configs)
 
 
 FORMATS = {
