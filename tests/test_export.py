@@ -19,7 +19,9 @@ from timm_odevit.deploy import formats
 needs = {name: pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install -e '.[deploy]'")
          for name in ('onnx', 'onnxscript', 'onnxruntime', 'torchao')}
 onnx_here = (needs['onnx'], needs['onnxscript'], needs['onnxruntime'])
-ODES = {'rank': dict(time='low_rank', rank=2, init='svd', steps=4), 'autonomous': dict(steps=4)}
+ODES = {'rank': dict(time='low_rank', rank=2, init='svd', steps=4), 'autonomous': dict(steps=4),
+        'early and fewer tokens': dict(steps=4, tokens=0.4, halting='entropy', halting_threshold=0.9),
+        'reversible': dict(steps=4, method='reversible')}
 
 # each program reads a file and images, and may import neither this package nor what made the file
 READ = """
@@ -95,6 +97,7 @@ def five():
 @pytest.mark.parametrize('format, ode, merged', [
     case('onnx', 'rank', True), case('onnx', 'rank', False), case('onnx', 'autonomous', True),
     case('pt2', 'rank', True), case('pt2', 'rank', False), case('pt2', 'autonomous', True),
+    case('onnx', 'early and fewer tokens', True), case('pt2', 'early and fewer tokens', True), case('pt2', 'reversible', True),
     case('aoti', 'rank', True), case('aoti', 'autonomous', True)])
 def test_a_file_gives_the_models_outputs_without_this_package(vit, five, tmp_path, format, ode, merged):
     model = vit()
