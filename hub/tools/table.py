@@ -56,6 +56,23 @@ def ablation():
     return table(json.loads(path.read_text())) if path.exists() else ''
 
 
+def minutes():
+    """One row per variant, the best first: top-1 after the minutes, by seed."""
+    records = [json.loads(line) for line in (HUB / 'minutes.jsonl').read_text().splitlines()]
+    found = {}
+    for r in records:
+        found.setdefault((r['minutes'], r['variant']), []).append(r)
+    rows = ['| minutes | variant | updates | top-1 % | at half K | at twice K |', '|' + ' --- |' * 6]
+
+    def order(item):
+        return item[0][0], -sum(r['K12'] for r in item[1]) / len(item[1])
+    for (time, name), runs in sorted(found.items(), key=order):
+        updates = ' + '.join(str(part['updates']) for part in runs[0]['parts'])
+        cells = [', '.join(f'{r[key]:.1f}' for r in runs) for key in ('K12', 'K6', 'K24')]
+        rows.append(f"| {time:g} | {name} | {updates} | {' | '.join(cells)} |")
+    return '\n'.join(rows) + '\n'
+
+
 def tokens():
     record = json.loads((HUB / 'speed' / 'tokens.json').read_text())
     rows = ['| tokens left at T | top-1 % | images/s | times as fast |', '| --- | --- | --- | --- |']
@@ -135,7 +152,7 @@ def figure(path):
 
 
 TABLES = {'models': (README, models), 'ablation': (RESULTS, ablation), 'dial': (RESULTS, dial),
-          'tokens': (RESULTS, tokens), 'memory': (RESULTS, memory),
+          'minutes': (RESULTS, minutes), 'tokens': (RESULTS, tokens), 'memory': (RESULTS, memory),
           **{name: (DYNAMICS, make) for name, make in DYNAMICS_TABLES.items()}}
 
 

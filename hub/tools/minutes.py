@@ -1,0 +1,260 @@
+"""What learns most in a few minutes of one core: variants of a calibration at equal CPU time, without labels.
+
+    python hub/tools/minutes.py cifar100.npz hub/minutes.jsonl --minutes 4 --variants base 'only unrolled'
+
+A variant is a list of parts (task, share of the minutes, options); a part makes as many updates as its share holds, by
+the CPU time of a few that are tried first. Writes one line per variant: CPU minutes, and top-1 in percent on 2 000
+training images held out, after each part with the student's own K, and at the end also with half and twice the steps.
+Variants that are already in the file are not repeated.
+"""
+import argparse
+import copy
+import json
+import time
+from pathlib import Path
+
+import timm
+import timm.optim.muon as muon
+import torch
+from closed_form import merged_copy, regress
+
+from timm_odevit import OdeConfig, StepwiseTask, TrajectoryDistillationTask, convert_, evaluate, fit
+from timm_odevit.convert.initialisation import _factors
+from timm_odevit.convert.measure import input_moments
+from timm_odevit.data.arrays import array_loaders
+from timm_odevit.data.mixup import MixupLoader
+from timm_odevit.training.budget import Stream
+from timm_odevit.training.losses import trajectory_loss
+
+RANDOM_K = (6, 6, 8, 12, 12, 16, 24)
+MOMENT_IMAGES, HELD_OUT, TRIED = 256, 2000, 8
+S = dict(opt='adamw', lr=3e-3)
+U = dict(opt='muon', lr=1e-3, kd_weight=0.1)
+L = {**U, 'layerwise': True}
+VARIANTS = {
+    'base': [('stepwise', .5, S), ('unrolled', .5, U)],
+    'only stepwise': [('stepwise', 1., S)],
+    'only unrolled': [('unrolled', 1., U)],
+    'stepwise first quarter': [('stepwise', .25, S), ('unrolled', .75, U)],
+    'stepwise three quarters': [('stepwise', .75, S), ('unrolled', .25, U)],
+    'stepwise lr 1e-2': [('stepwise', .5, {**S, 'lr': 1e-2}), ('unrolled', .5, U)],
+    'stepwise with Muon': [('stepwise', .5, dict(opt='muon', lr=1e-3)), ('unrolled', .5, U)],
+    'unrolled lr 5e-4': [('stepwise', .5, S), ('unrolled', .5, {**U, 'lr': 5e-4})],
+    'unrolled lr 2e-3': [('stepwise', .5, S), ('unrolled', .5, {**U, 'lr': 2e-3})],
+    'unrolled lr 3e-3': [('stepwise', .5, S), ('unrolled', .5, {**U, 'lr': 3e-3})],
+    'layerwise': [('stepwise', .5, S), ('unrolled', .5, L)],
+    'layerwise 3e-3': [('stepwise', .5, S), ('unrolled', .5, {**L, 'lr': 3e-3})],
+    'KL weight 1': [('stepwise', .5, S), ('unrolled', .5, {**U, 'kd_weight': 1.})],
+    'no KL': [('stepwise', .5, S), ('unrolled', .5, {**U, 'kd_weight': 0.})],
+    'half of the tokens stepwise': [('stepwise', .5, {**S, 'tokens': .5}), ('unrolled', .5, U)],
+    'half of the tokens first': [('stepwise', .5, {**S, 'tokens': .5}), ('unrolled', .25, {**U, 'tokens': .5}),
+                                 ('unrolled', .25, U)],
+    'quarter of the tokens stepwise': [('stepwise', .5, {**S, 'tokens': .25}), ('unrolled', .5, U)],
+    'growing horizon': [('stepwise', .5, S), ('horizon', .12, {**U, 'layers': 4}), ('horizon', .18, {**U, 'layers': 8}),
+                        ('unrolled', .2, U)],
+    'horizon instead of stepwise': [('horizon', .25, {**U, 'layers': 4}), ('horizon', .25, {**U, 'layers': 8}),
+                                    ('unrolled', .5, U)],
+    'random K': [('stepwise', .5, S), ('unrolled', .5, {**U, 'steps': RANDOM_K})],
+    'random K last': [('stepwise', .5, S), ('unrolled', .3, U), ('unrolled', .2, {**U, 'steps': RANDOM_K})],
+    'batch 32': [('stepwise', .5, {**S, 'batch': 32}), ('unrolled', .5, {**U, 'batch': 32})],
+    'batch 128': [('stepwise', .5, {**S, 'batch': 128}), ('unrolled', .5, {**U, 'batch': 128})],
+    'mixup': [('stepwise', .5, S), ('unrolled', .5, {**U, 'mixup': .5})],
+    'average of weights': [('stepwise', .5, S), ('unrolled', .5, {**U, 'ema_decay': .99})],
+    'rank 45 then 23': [('stepwise', .3, {**S, 'rank': 45}), ('stepwise', .2, {**S, 'rank': 23}), ('unrolled', .5, U)],
+    'rank 74, 45, 23': [('stepwise', .2, {**S, 'rank': 74}), ('stepwise', .2, {**S, 'rank': 45}),
+                        ('stepwise', .1, {**S, 'rank': 23}), ('unrolled', .5, U)],
+    'nothing shared': [('stepwise', .5, {**S, 'unshared': 35}), ('unrolled', .5, U)],
+    'regression only': [('regression', 1., {})],
+    'regression first': [('regression', .2, {}), ('stepwise', .4, S), ('unrolled', .4, U)],
+    'regression then unrolled': [('regression', .3, {}), ('unrolled', .7, U)],
+}
+
+
+class FewerTokens:
+    """A task that trains on a random share of the patch tokens, the same ones for student and teacher."""
+    share, patches = 1., 0
+    kept = None
+
+    def forward(self, input, target=None):
+        if self.training and self.share < 1:
+            chosen = torch.randperm(self.patches)[:round(self.share * self.patches)].sort().values
+            FewerTokens.kept = torch.cat([torch.zeros(1, dtype=torch.long), 1 + chosen])
+        try:
+            return super().forward(input, target)
+        finally:
+            FewerTokens.kept = None
+
+
+def keep(_, args, out):
+    """A hook after the embedding."""
+    return out if FewerTokens.kept is None else out[:, FewerTokens.kept]
+
+
+class Stepwise(FewerTokens, StepwiseTask):
+    pass
+
+
+class Unrolled(FewerTokens, TrajectoryDistillationTask):
+    pass
+
+
+class Horizon(StepwiseTask):
+    """The first `layers` steps unrolled; the teacher stops there too."""
+    layers = 4
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        student = self.trainable_module.student
+        self.trainable_module.forward = lambda images: self._states(student, images)
+
+    def _states(self, model, images):
+        found = model.forward_intermediates(
+            images, indices=list(range(self.layers)), stop_early=True, norm=False, output_fmt='NLC',
+            intermediates_only=True, return_prefix_tokens=True)
+        return [torch.cat([prefix, patches], 1) for patches, prefix in found]
+
+    def forward(self, input, target=None):
+        with torch.no_grad():
+            theirs = self._states(self.teacher, input)
+        losses = [trajectory_loss(s, t, 1, True, (.45, .1, .45))
+                  for s, t in zip(self.trainable_module(input), theirs, strict=True)]
+        return {'loss': torch.stack(losses).mean(), 'output': theirs[-1][:, 0]}
+
+
+TASKS = {'stepwise': Stepwise, 'unrolled': Unrolled, 'horizon': Horizon}
+
+
+class LayerwiseMuon:
+    """Muon for the factors of each layer, stored as [layers, rows, columns]; timm's own leaves them to AdamW."""
+
+    def __init__(self, on):
+        self.on, self.original = on, (muon._is_suitable_for_muon, muon.reshape_for_muon)
+
+    def __enter__(self):
+        suits, reshape = self.original
+        if self.on:
+            muon._is_suitable_for_muon = lambda p, *args, **kwargs: (
+                ((True, 'ok') if kwargs.get('return_reason') else True) if p.ndim == 3 and min(p.shape[1:]) >= 4
+                else suits(p, *args, **kwargs))
+            muon.reshape_for_muon = lambda x, mode='flatten': (x, x.shape) if x.ndim == 3 else reshape(x, mode)
+
+    def __exit__(self, *_):
+        muon._is_suitable_for_muon, muon.reshape_for_muon = self.original
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('data')
+    parser.add_argument('out', type=Path)
+    parser.add_argument('--minutes', type=float, default=4.)
+    parser.add_argument('--variants', nargs='+', choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--rank', type=int, default=23)
+    parser.add_argument('--teacher', default='deit_tiny_patch16_64.cifar100')
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = args.out.read_text().splitlines() if args.out.exists() else []
+    done = {tuple(json.loads(line)[key] for key in ('variant', 'seed', 'minutes', 'rank')) for line in lines}
+    for name in args.variants:
+        if (name, args.seed, args.minutes, args.rank) not in done:
+            head = {'variant': name, 'seed': args.seed, 'minutes': args.minutes, 'rank': args.rank}
+            record = json.dumps({**head, **run(args, name)})
+            with open(args.out, 'a') as file:
+                file.write(record + '\n')
+
+
+def run(args, name):
+    teacher = timm.create_model(args.teacher, pretrained=True).eval()
+    teacher.patch_drop.register_forward_hook(keep)
+    plain, val, _ = array_loaders(args.data, teacher, batch_size=64, held_out=.1, padding=0, flip=0.)
+    images = plain.prepare(plain.images[:MOMENT_IMAGES])
+    val.images, val.labels = val.images[:HELD_OUT], val.labels[:HELD_OUT]
+    spent, parts, student = 0., [], None
+    for kind, share, options in VARIANTS[name]:
+        options = dict(options)
+        rank, unshared = options.pop('rank', None), options.pop('unshared', None)
+        started = time.process_time()
+        if student is None or rank is not None:
+            student = converted(student, teacher, rank or args.rank, unshared, images, args.seed)
+        spent += time.process_time() - started  # conversion counts
+        if kind == 'regression':
+            started = time.process_time()
+            source = loader(args, teacher, 64, 0)
+            updates = regress(student, teacher, source, 60 * args.minutes * share - spent)
+            spent += time.process_time() - started
+        else:
+            student, updates, seconds = train(args, kind, 60 * args.minutes * share, options, student, teacher)
+            spent += seconds
+        top1 = evaluate(student.eval(), val).results[-1].top1
+        parts.append({'part': kind, 'updates': updates, 'cpu_minutes': round(spent / 60, 2), 'top1': round(top1, 2)})
+        print(name, parts[-1], flush=True)
+    K = student.blocks.steps
+    found = evaluate(student, val, steps=(K // 2, K, 2 * K)).results
+    parameters = sum(p.numel() for p in student.blocks.parameters() if p.requires_grad)
+    return {'cpu_minutes': round(spent / 60, 2), 'block_parameters': parameters,
+            **{f'K{r.steps}': round(r.top1, 2) for r in found}, 'parts': parts}
+
+
+def loader(args, teacher, batch, mixup):
+    train = array_loaders(args.data, teacher, batch_size=batch, held_out=.1, seed=args.seed)[0]
+    return MixupLoader(train, teacher.num_classes, mixup, 0., 0., .5) if mixup else train
+
+
+def train(args, kind, seconds, options, student, teacher):
+    """Train for some CPU seconds; returns the student, the number of updates and the CPU seconds they took."""
+    source = loader(args, teacher, options.pop('batch', 64), options.pop('mixup', 0))
+    share, layers = options.pop('tokens', 1.), options.pop('layers', None)
+    layerwise, ema_decay = options.pop('layerwise', False), options.pop('ema_decay', None)
+    how = dict(opt=options.pop('opt'), lr=options.pop('lr'), weight_decay=0., seed=args.seed, progress=False)
+    given = options if kind == 'unrolled' else {}
+
+    def task_of(model):
+        task = TASKS[kind](model, teacher, verbose=False, **given)
+        task.share, task.patches = share, teacher.patch_embed.num_patches
+        if layers is not None:
+            task.layers = layers
+        return task
+    with LayerwiseMuon(layerwise):
+        trial = task_of(copy.deepcopy(student))
+        fit(trial, Stream(source, 3), epochs=1, **how)
+        started = time.process_time()
+        fit(trial, Stream(source, TRIED), epochs=1, **how)
+        updates = max(1, round(seconds * TRIED / (time.process_time() - started)))
+        started = time.process_time()
+        task = task_of(student)
+        fit(task, Stream(source, updates), epochs=1, ema_decay=ema_decay, **how)
+    if ema_decay is not None:
+        student = task.get_eval_model(ema=True)
+    return student, updates, time.process_time() - started
+
+
+def converted(student, teacher, rank, unshared, images, seed):
+    """A student of the teacher, or one of another rank from a student."""
+    student = copy.deepcopy(teacher) if student is None else merged_copy(student, teacher)
+    torch.manual_seed(seed)
+    if unshared:
+        without_sharing(student, unshared, images)
+    else:
+        convert_(student, time='low_rank', rank=rank, init='svd_data', images=images, keep_original=False)
+    if not student.patch_drop._forward_hooks:
+        student.patch_drop.register_forward_hook(keep)
+    return student
+
+
+def without_sharing(vit, rank, images):
+    """Make the shared matrices 0 for good, and give each layer matrices of the rank, and vectors."""
+    original = copy.deepcopy(vit)
+    convert_(vit, OdeConfig(time='low_rank', rank=rank, init='svd_data'), images=images, keep_original=False)
+    field, moments = vit.blocks.shared, input_moments(original, list(original.blocks), images)
+    with torch.no_grad():
+        for name, p in field.base.named_parameters():
+            key = name.replace('.', '-')
+            if key in field.up:
+                p.zero_().requires_grad_(False)
+                for layer, block in enumerate(original.blocks):
+                    value = block.get_parameter(name.removeprefix('block.'))
+                    field.up[key][layer], field.down[key][layer] = _factors(value, rank, moments.get((layer, name)))
+
+
+if __name__ == '__main__':
+    main()
