@@ -153,6 +153,13 @@ def test_evaluate_counts_the_evaluations_of_each_image(vit):
     assert evaluate(model, (x, y), steps=(3, 6)).results[1].halted == result.halted
 
 
+def test_a_host_that_runs_the_steps_one_by_one_halts_nothing(vit, images):
+    model = halting(vit, threshold=10.)
+    model.set_grad_checkpointing()
+    result = evaluate(model, (images, torch.zeros(2, dtype=torch.long))).results[0]
+    assert result.nfe == 6 and result.halted == (0., 0., 0., 0., 0., 100.)
+
+
 @rules
 @pytest.mark.parametrize('labelled', [True, False])
 def test_calibration_keeps_what_it_promises(vit, rule, labelled):

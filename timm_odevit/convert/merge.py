@@ -52,8 +52,12 @@ class MergedBlocks(nn.Sequential):
 
     @property
     def steps_taken(self) -> Optional[Tensor]:
-        """Steps of each image [B] in this thread's last forward pass in which images could halt; None before it."""
+        """Steps of each image [B] in this thread's last forward pass in which images could halt; may be set to None."""
         return self._measured.steps
+
+    @steps_taken.setter
+    def steps_taken(self, steps: Optional[Tensor]) -> None:
+        self._measured.steps = steps
 
     def __iter__(self) -> Iterator[Any]:
         shared = pass_of(self.merged, self.start, self.prefix)

@@ -116,6 +116,8 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
             images, labels = images.to(device, dtype), labels.to(device)
             if scale is not None:
                 images = images * scale.to(images) + shift.to(images)
+            if halting is not None:
+                halting.steps_taken = None
             if not labels_seen:
                 model(images)  # the first pass is slower than the others, and is not timed
             _synchronize(device)
@@ -137,7 +139,8 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
             if halting is None:
                 nfe += len(labels) * sum(b.nfe for b in blocks)
             else:
-                taken.append(halting.steps_taken.cpu())
+                steps = halting.steps_taken  # None if the host runs them one by one, as with gradient checkpointing
+                taken.append(torch.full((len(labels),), _settings(halting).grid[0]) if steps is None else steps.cpu())
             labels_seen.append(labels.cpu())
             predicted.append(top[:, 0].cpu())
     if not labels_seen:

@@ -200,8 +200,12 @@ class OdeBlocks(nn.Module):
 
     @property
     def steps_taken(self) -> Optional[Tensor]:
-        """Steps of each image [B] in this thread's last forward pass in which images could halt; None before it."""
+        """Steps of each image [B] in this thread's last forward pass in which images could halt; may be set to None."""
         return self._measured.steps
+
+    @steps_taken.setter
+    def steps_taken(self, steps: Optional[Tensor]) -> None:
+        self._measured.steps = steps
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map the state before the first block [B, N, D] to the state after the last one [B, N, D].
