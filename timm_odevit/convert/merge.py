@@ -2,13 +2,12 @@
 from dataclasses import dataclass, replace
 from typing import Any, Iterator, List, Optional, Tuple
 
-import torch
 from torch import Tensor, nn
 
 from ..ode.adaptive import Measured
 from ..ode.blocks import OdeBlocks
 from ..ode.config import OdeConfig
-from ..ode.halting import Readout, can_halt, run_halting
+from ..ode.halting import Halts, Readout, can_halt
 from ..ode.steps import Step, pass_of
 from ..ode.time_dependence import TabulatedField
 from ..settings import checks_keywords
@@ -21,7 +20,7 @@ _MERGED = 'This model is merged. Call restore() on its Merged first.'
 _OF_ODE_BLOCKS = ('at', 'config', 'method', 'nfe', 'shared', 'solver', 'steps', 'trajectory')
 
 
-class MergedBlocks(nn.Sequential):
+class MergedBlocks(Halts, nn.Sequential):
     """The steps of a solver, each with frozen weights of its own: ordinary modules, called in sequence.
 
     Attributes:
@@ -33,7 +32,6 @@ class MergedBlocks(nn.Sequential):
     start: float
     readout: Optional[Readout]
     prefix: int
-    _measured: Measured
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         blocks = list(self)
@@ -42,22 +40,10 @@ class MergedBlocks(nn.Sequential):
             for block in blocks[:ahead]:
                 x = block(x)
             pairs = [(step, step.field.context((), {})) for step in blocks[ahead:]]
-            x, taken = run_halting(pairs, x, self.merged, self.readout)
-            if not torch.compiler.is_compiling():
-                self._measured.steps = taken
-            return x
+            return self.run_halting(pairs, x, self.merged, self.readout)
         for block in blocks:
             x = block(x)
         return x
-
-    @property
-    def steps_taken(self) -> Optional[Tensor]:
-        """Steps of each image [B] in this thread's last forward pass in which images could halt; may be set to None."""
-        return self._measured.steps
-
-    @steps_taken.setter
-    def steps_taken(self, steps: Optional[Tensor]) -> None:
-        self._measured.steps = steps
 
     def __iter__(self) -> Iterator[Any]:
         shared = pass_of(self.merged, self.start, self.prefix)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .adaptive import Measured, solve_adaptive
 from .config import WITH_HEAD, OdeConfig
 from .fields import Context, Field
-from .halting import Readout, can_halt, run_halting
+from .halting import Halts, Readout, can_halt
 from .methods import METHODS
 from .reversible import run_reversibly
 from .steps import Solver, Step
@@ -18,7 +18,7 @@ from .steps import Solver, Step
 __all__ = ['OdeBlocks', 'count_parameters', 'find_ode_blocks']
 
 
-class OdeBlocks(nn.Module):
+class OdeBlocks(Halts, nn.Module):
     """One shared block that a solver evaluates: a sequence of K steps that replaces L transformer blocks.
 
     The shared field is registered once, as `shared`; the steps are modules without parameters, 'solver.0' to
@@ -198,15 +198,6 @@ class OdeBlocks(nn.Module):
             return self._measured.evaluations
         return self.steps * METHODS[self.config.method].evaluations
 
-    @property
-    def steps_taken(self) -> Optional[Tensor]:
-        """Steps of each image [B] in this thread's last forward pass in which images could halt; may be set to None."""
-        return self._measured.steps
-
-    @steps_taken.setter
-    def steps_taken(self, steps: Optional[Tensor]) -> None:
-        self._measured.steps = steps
-
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map the state before the first block [B, N, D] to the state after the last one [B, N, D].
 
@@ -221,9 +212,7 @@ class OdeBlocks(nn.Module):
             x = self._solve(x, (self.t, self.end), args, kwargs)[-1]
         elif can_halt(self.config, self._running, x):
             pairs = list(self._in_context(args, kwargs))
-            x, taken = run_halting(pairs, x, self.config, self.readout)
-            if not torch.compiler.is_compiling():
-                self._measured.steps = taken
+            x = self.run_halting(pairs, x, self.config, self.readout)
         elif self.method == 'reversible' and self._trains(x) and not any(step.hooked for step in self._running):
             x = run_reversibly(self.bound_steps, x, self.shared.context(args, kwargs), self.shared)
         else:

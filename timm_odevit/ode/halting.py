@@ -4,10 +4,11 @@ from typing import Any, Callable, Iterable, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from .adaptive import Measured
 from .config import WITH_HEAD, OdeConfig
 from .fields import Context
 
-__all__ = ['Readout', 'Scores', 'can_halt', 'run_halting']
+__all__ = ['Halts', 'Readout', 'Scores', 'can_halt', 'run_halting']
 
 Readout = Callable[[Tensor], Tensor]
 
@@ -114,3 +115,30 @@ def run_halting(
             if step.shared_by_pass is not None:
                 step.shared_by_pass.keep(stay)
     return (x, taken) if fixed else (ended.index_copy(0, running, x), taken)
+
+
+class Halts:
+    """Blocks whose images may halt, and which know after how many steps they did."""
+    _measured: Measured
+
+    @property
+    def steps_taken(self) -> Optional[Tensor]:
+        """Steps of each image [B] in this thread's last forward pass in which images could halt; may be set to None."""
+        return self._measured.steps
+
+    @steps_taken.setter
+    def steps_taken(self, steps: Optional[Tensor]) -> None:
+        self._measured.steps = steps
+
+    def run_halting(
+            self,
+            steps: Sequence[Tuple[Any, Context]],
+            x: Tensor,
+            config: OdeConfig,
+            readout: Optional[Readout],
+    ) -> Tensor:
+        """See `run_halting`."""
+        x, taken = run_halting(steps, x, config, readout)
+        if not torch.compiler.is_compiling():
+            self._measured.steps = taken
+        return x
