@@ -144,6 +144,25 @@ def test_compiled_exported_merged_saved_and_in_two_threads(vit, images, tmp_path
         assert all(torch.equal(y, alone[i]) for i, ys in found.items() for y in ys)
 
 
+@pytest.mark.parametrize('merged', [False, True])
+def test_a_slice_merges_as_fast_as_the_whole(vit, images, merged):
+    model = with_tokens(vit, 0.3, steps=6, time='low_rank', rank=2).eval()
+    with torch.no_grad():
+        x, expected = embedded(model, images), model.forward_intermediates(
+            images, output_fmt='NLC', return_prefix_tokens=True, intermediates_only=True)
+        if merged:
+            merge_(model)
+        for count in range(1, 7):
+            patches, prefix = expected[count - 1]
+            y = model.blocks[:count](x)
+            torch.testing.assert_close(y, torch.cat([prefix[:, None] if prefix.ndim == 2 else prefix, patches], dim=1))
+        late = model.blocks[3:]
+        config = late.merged if merged else late.config
+        assert config.steps == 3 and config.tokens == pytest.approx(0.65)
+        assert (late.start if merged else late.t) == pytest.approx(config.T)
+        assert len(torch.unique(late(x)[0], dim=0)) == 1 + tokens_at(16, 0.65, 2 / 3)
+
+
 def test_saved_with_the_model(vit, images, tmp_path):
     model = timm.create_model('odevit_tiny', img_size=32, num_classes=3, ode_tokens=0.5, ode_steps=2).eval()
     save_pretrained(model, tmp_path / 'm')

@@ -1,5 +1,5 @@
 """merge_: for deployment, merge the weights of every step into ordinary blocks, in place, and back."""
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Iterator, List, Optional, Tuple
 
 from torch import Tensor, nn
@@ -53,8 +53,11 @@ class MergedBlocks(Halts, nn.Sequential):
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
         if isinstance(index, slice):
+            steps = [isinstance(block, Step) for block in super().__iter__()]
+            first, last = (sum(steps[:i]) for i in index.indices(len(steps))[:2])
             found.layers = self.layers[index]
-            found.merged, found.start = replace(self.merged, halting=None), self.start
+            found.merged = self.merged.part(first, last) if first < last else self.merged
+            found.start = self.start + first * self.merged.grid[1] / self.merged.grid[0]
             found.readout, found.prefix, found._measured = None, self.prefix, Measured()
         return found
 

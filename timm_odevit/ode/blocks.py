@@ -277,11 +277,10 @@ class OdeBlocks(Halts, nn.Module):
         low, high = max(start - ahead, 0), min(stop - ahead, steps)
         if high <= low:
             return nn.Sequential(*chosen)
-        config = replace(self.config, steps=high - low, T=(high - low) * T / steps, halting=None)
         before, after = modules[start:ahead], modules[ahead + steps:stop]
         return OdeBlocks(
-            self.shared, config, self._feature, self.t + low * T / steps, before, after, None, self.prefix,
-        ).train(self.training)
+            self.shared, self.config.part(low, high), self._feature, self.t + low * T / steps, before, after, None,
+            self.prefix).train(self.training)
 
     def extra_repr(self) -> str:
         return f'{self.method}, {self.steps} steps on [{self.t:g}, {self.end:g}]'

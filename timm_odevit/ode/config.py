@@ -175,6 +175,12 @@ class OdeConfig(Settings):
         steps = self.steps[stage] if isinstance(self.steps, tuple) else self.steps
         return replace(self, steps=depth if steps is None else steps, T=depth if self.T is None else self.T)
 
+    def part(self, first: int, last: int) -> 'OdeConfig':
+        """The settings of the steps from `first` up to but without `last`: tokens merge as fast, and nothing halts."""
+        steps, T = self.grid
+        share = (last - first) / steps
+        return replace(self, steps=last - first, T=share * T, tokens=1. - share * (1. - self.tokens), halting=None)
+
     def to_args(self) -> Dict[str, Any]:
         """The settings as `ode_*` keywords of `timm.create_model`, ready for JSON."""
         return {PREFIX + name: value for name, value in asdict(self).items()}

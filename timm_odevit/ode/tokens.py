@@ -18,7 +18,7 @@ def tokens_at(patches: int, share: float, progress: float) -> int:
         share: Share of them that is left at T.
         progress: t / T, from 0 to 1.
     """
-    return max(1, round(patches * (1. - (1. - share) * progress)))
+    return max(1, round(patches * (1. - (1. - share) * progress) + 1e-6))  # halves up, whatever the rounding of t
 
 
 class Tokens:
