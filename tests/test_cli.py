@@ -239,6 +239,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, ca
     (['evaluate', 'a', 'b', '--steps', '1,x'], "expected step counts, such as 1,2,4,12; got '1,x'"),
     (['evaluate', 'a', 'b', '--steps', '0'], "such as 1,2,4,12; got '0'"),
     (['distill', 'a', 'b', 'c', '--limit', '0'], "expected a whole number of at least 1; got '0'"),
+    (['benchmark', '--batch-size', '1,all'], "such as 1,8 or 1,max; got '1,all'"),
     ([], 'required'),
 ])
 def test_arguments(capsys, args, message):
@@ -269,21 +270,6 @@ def test_interrupted(folder, capsys, monkeypatch):
     monkeypatch.setattr('timm_odevit.cli.evaluate.evaluate', stop)
     assert run('evaluate', 'local-dir:student', 'images') == 130
     assert 'interrupted' in capsys.readouterr().err
-
-
-def test_benchmark(capsys):
-    assert run('benchmark', '--img-size', '32', '--batch-size', '2', '--rounds', '2', '--steps', '3') == 0
-    out = capsys.readouterr().out
-    assert out.count('| 1.000 |') == 2 and 'peak memory' in out
-    assert run('benchmark', '--train', '--img-size', '32', '--batch-size', '2', '--rounds', '2') == 0
-    out = capsys.readouterr().out
-    assert out.count('| 1.000 |') == 1 and out.count('distillation') == 4
-    ranked = 'odevit_tiny_native_r23_patch16_64.deit_tiny_cifar10'
-    assert run('benchmark', '--models', 'deit_tiny_patch16_64.cifar10', ranked, '--batch-size', '1', '--rounds', '2') == 0
-    rows = [line.split(' | ')[0] for line in capsys.readouterr().out.splitlines()[3:]]
-    assert rows == ['| deit_tiny_patch16_64.cifar10', f'| {ranked}', f'| {ranked}, merged']
-    assert run('benchmark', '--models', ranked, '--img-size', '32') == 2
-    assert run('benchmark', '--models', ranked, ranked) == 2
 
 
 def test_runs_as_a_module():
@@ -357,7 +343,10 @@ def test_recipes_are_listed_shown_and_checked(folder, capsys):
     (['distill', '--resume', 'images'], "There is no run to continue in 'images': it has no recipe.yaml"),
     (['distill', 'autonomous', 'images'], 'Expected RECIPE DATA OUT, or only --resume FOLDER; got autonomous images'),
     (['finetune', 'local-dir:teacher', 'images', 'out', '--recipe', 'autonomous'], 'odevit finetune trains on labels'),
-    (['benchmark', 'vit_tiny_patch16_224', '--models', 'local-dir:teacher'], 'Leave out the base'),
+    (['benchmark', 'local-dir:teacher', 'local-dir:teacher'], 'named twice'),
+    (['benchmark', 'local-dir:student', '--train'], 'Give a model that is not an ODE-ViT'),
+    (['benchmark', 'local-dir:teacher', '--train', '--steps', '2'], '--steps applies to forward passes only'),
+    (['benchmark', 'local-dir:teacher', '--json', 'nowhere/a.json'], "no folder 'nowhere'"),
 ])
 def test_options_that_mean_nothing_are_refused(folder, capsys, given, message):
     for part in ('train', 'val'):

@@ -6,8 +6,25 @@ from typing import Any, Callable, Iterator, Tuple, Union
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-__all__ = ['evaluating', 'hooked', 'random_states_kept', 'surely']
+__all__ = ['evaluating', 'hooked', 'on_meta', 'random_states_kept', 'surely']
+
+_INITIALISES = {'add_', 'clamp_', 'div_', 'erfinv_', 'fill_', 'mul_', 'normal_', 'sub_', 'uniform_', 'zero_'}
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Build modules on the meta device, without the arithmetic of their initialisation, which takes longest there."""
+    with torch.device('meta'), _Uninitialised():
+        yield
+
+
+class _Uninitialised(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, '__name__', '') in _INITIALISES and args and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

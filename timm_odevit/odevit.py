@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 import timm
-import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
 from timm.models.naflexvit import NaFlexVit
@@ -20,6 +19,7 @@ from .convert.conversion import convert_
 from .convert.convertible import check_convertible
 from .convert.initialisation import set_per_layer
 from .errors import one_line
+from .hooks import on_meta
 from .loading.find_weights import CONFIG, WEIGHTS, saved_in, weights_file
 from .loading.untrusted import check_args, check_size
 from .ode.config import PREFIX, OdeConfig
@@ -172,7 +172,7 @@ def _check_saved(variant: str, pretrained: bool, kwargs: Dict[str, Any]) -> Opti
     if where:
         plain = {k: v for k, v in cfg.items() if k not in ('source', 'file', 'hf_hub_id')}
         try:
-            with torch.device('meta'):
+            with on_meta():
                 described = timm.create_model(variant, pretrained_cfg=plain, **saved)
             check_size(described, file)
         except Exception as e:  # timm's models raise errors of all kinds for arguments they cannot take
@@ -213,16 +213,17 @@ def _shallow(base: str, kwargs: Dict[str, Any], config: OdeConfig) -> Any:
     Only blocks that will not be converted have tensors of their own. The base is first built on the meta device to
     inspect its blocks, and then with as few blocks as it allows, because all blocks of a ViT-L take a gigabyte.
     """
-    with torch.device('meta'):
+    with on_meta():
         whole: Any = timm.create_model(base, **{**kwargs, 'device': None})
     check_convertible(whole, OdeConfig(method='euler'))
     sites = find_sites(whole)
+    orders = [kinds(site.blocks) for site in sites]
     known = inspect.signature(type(whole).__init__).parameters
     key = next((k for k in ('depth', 'num_blocks', 'depths') if k in known), '')
     if isinstance(whole, NaFlexVit):
         key = 'depth'
     # how many blocks, counted from the first, include every kind
-    needed = [max(kinds(site.blocks).index(kind) for kind in set(kinds(site.blocks))) + 1 for site in sites]
+    needed = [max(order.index(kind) for kind in set(order)) + 1 for order in orders]
     model: Any = None
     if key:
         fewer = dict(kwargs, drop_path_rate=0.) if 'drop_path_rate' in kwargs else kwargs
@@ -232,8 +233,8 @@ def _shallow(base: str, kwargs: Dict[str, Any], config: OdeConfig) -> Any:
             model = None  # a base with per-block settings, which allows only one depth
     if model is None or _outside(model) != _outside(whole):
         model = timm.create_model(base, **kwargs)
-    for ours, theirs in zip(find_sites(model), sites, strict=True):
-        few, order = ours.blocks, kinds(theirs.blocks)
+    for ours, theirs, order in zip(find_sites(model), sites, orders, strict=True):
+        few = ours.blocks
         layers = []
         start, end = config.span(len(order))
         for i, (kind, whole_block) in enumerate(zip(order, theirs.blocks, strict=True)):

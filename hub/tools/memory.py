@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from timm_odevit import convert_
-from timm_odevit.benchmark import peak_of
+from timm_odevit.benchmark.timing import peak_of
 
 WAYS = {  # settings of the ODE, and whether each step is computed again in the backward pass
     'plain back-propagation': (dict(method='euler'), False),

@@ -3,11 +3,11 @@ from functools import cache
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import timm
-import torch
 from timm.layers import Attention
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from ..hooks import on_meta
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.fields import WholeField
@@ -171,7 +171,7 @@ def _convertible(filter: str) -> Dict[str, Tuple[bool, str]]:
         if name.startswith('odevit'):
             continue
         try:
-            with torch.device('meta'):
+            with on_meta():
                 model = timm.create_model(name)
         except Exception as e:  # such as a third-party model that cannot be built without its files
             found[name] = (False, f'Cannot be built from its name alone: {e}')

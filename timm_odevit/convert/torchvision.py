@@ -12,6 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchvision import models as tv
 from torchvision.models.vision_transformer import Encoder, EncoderBlock
 
+from ..hooks import on_meta
 from ..settings import checks_keywords
 
 __all__ = ['from_torchvision']
@@ -88,7 +89,7 @@ def from_torchvision(vit: nn.Module, *, weights: Optional[tv.WeightsEnum] = None
     name = _nearest(host.hidden_dim, args['patch_size'])
     overlay = dict(_NO_SOURCE, num_classes=args['num_classes'], **_preprocessing(host, weights))
     # on the meta device timm's random initialisation takes no time and draws no random numbers
-    with torch.device('meta'):
+    with on_meta():
         model: Any = timm.create_model(name, pretrained_cfg_overlay=overlay, **args)
 
     modules = _pair(host)

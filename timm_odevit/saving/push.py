@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import timm
-import torch
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from torch import nn
 
 from ..errors import one_line
+from ..hooks import on_meta
 from ..loading.find_weights import CONFIG, WEIGHTS, check_whole
 from ..settings import checks_keywords
 from .cards import model_card
@@ -129,7 +129,7 @@ def push_to_hub(
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise ValueError(f"'{folder}' must hold {CONFIG} and {WEIGHTS}. Create it with save_pretrained(model, folder).")
     check_whole(folder / WEIGHTS)
-    with torch.device('meta'):
+    with on_meta():
         timm.create_model(f'local-dir:{folder}')  # raises unless it describes a model
     return send(folder, replace_card=True)
 

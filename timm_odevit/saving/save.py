@@ -14,6 +14,7 @@ from torch import nn
 
 from ..convert.merge import check_not_merged
 from ..files import staged
+from ..hooks import on_meta
 from ..loading.find_weights import CONFIG, WEIGHTS
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import PREFIX, OdeConfig
@@ -121,7 +122,7 @@ def describe(
         args = json.loads(json.dumps(args))
     except TypeError as e:
         raise ValueError(f'A keyword of this model cannot be written as JSON ({e}). {hint}') from None
-    with torch.device('meta'):
+    with on_meta():
         rebuilt = timm.create_model(architecture, **args)
     difference = _first_difference(structure(model), structure(rebuilt))
     if difference:

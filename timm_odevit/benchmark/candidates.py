@@ -1,0 +1,169 @@
+"""What is compared: models at several step counts, merged, compiled; training steps."""
+import copy
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Callable, Dict, List, Optional, Sequence
+
+import torch
+from timm.task import ClassificationTask
+from torch import Tensor, nn
+
+from ..convert.conversion import convert_
+from ..convert.merge import MergedBlocks, merge_
+from ..data.preprocessing import data_config
+from ..ode.blocks import OdeBlocks, find_ode_blocks
+from ..ode.config import OdeConfig
+from ..ode.methods import METHODS
+from ..training.trajectory_task import TrajectoryDistillationTask
+from .products import products_of
+from .timing import Call, Setting
+
+__all__ = ['Candidate', 'Images', 'conversions', 'evaluations_of', 'forward_passes', 'noise', 'training_steps']
+
+Images = Callable[[nn.Module, int], Tensor]
+DIAL = (0.25, 0.5, 1., 2.)  # of a model's own step count
+CONVERSIONS = {
+    'ODE-ViT': OdeConfig(),
+    'ODE-ViT, rank 8': OdeConfig(time='low_rank', rank=8),
+    'ODE-ViT, lipschitz': OdeConfig(field='lipschitz', method='euler'),
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One call to be timed.
+
+    Attributes:
+        name: What is run.
+        against: Name of the candidate that it is compared with.
+        model: The model that runs.
+        prepare: Makes the call for a batch size.
+        setting: A context in which the call runs.
+    """
+    name: str
+    against: str
+    model: nn.Module
+    prepare: Callable[[int], Call]
+    setting: Setting = nullcontext
+
+
+def noise(model: nn.Module, batch_size: int) -> Tensor:
+    """Random images [B, C, H, W] that a model takes, in its dtype and on its device."""
+    like = next(p for p in model.parameters() if p.is_floating_point())
+    return torch.randn(batch_size, *data_config(model)['input_size'], dtype=like.dtype, device=like.device)
+
+
+def conversions(base: nn.Module) -> Dict[str, nn.Module]:
+    """A model, and ODE-ViTs converted from it: autonomous, with residuals per layer, and with the paper's block."""
+    made: Dict[str, nn.Module] = {}
+    for name, config in CONVERSIONS.items():
+        made[name] = copy.deepcopy(base)
+        convert_(made[name], config, keep_original=False)
+    return made
+
+
+def forward_passes(
+        models: Dict[str, nn.Module], images: Images, steps: Optional[Sequence[int]], compiled: Optional[str],
+) -> List[Candidate]:
+    """Forward passes of models, compared with the first one.
+
+    An ODE-ViT is also run with other numbers of steps, merged if its block depends on time, and without halting if it
+    halts. The products are those of the first model, and of the first ODE-ViT.
+
+    Args:
+        models: Models by name, in eval mode.
+        images: The images for a model and a batch size.
+        steps: Step counts; None for a quarter, half and twice those of a model whose block does not depend on time.
+        compiled: Mode of torch.compile, to run the models compiled, too; None for not.
+    """
+    against = next(iter(models))
+    found: List[Candidate] = []
+    with_products = {against, *[name for name, model in models.items() if find_ode_blocks(model)][:1]}
+
+    def add(name: str, model: nn.Module, call: Any = None, setting: Setting = nullcontext) -> None:
+        found.append(Candidate(
+            name, against, model, lambda size: partial(model if call is None else call, images(model, size)), setting))
+
+    for name, model in models.items():
+        add(name, model)
+        if name in with_products:
+            found.append(Candidate(f'{name}, products alone', against, model,
+                                   lambda size, model=model: products_of(model, images(model, size))))
+        blocks = find_ode_blocks(model)
+        for count in _dial(blocks, steps):
+            add(f'{name}, K = {count}', model, setting=partial(blocks[0].at, count))
+        if any(ode.config.halting for ode in blocks):
+            add(f'{name}, without halting', _without_halting(model))
+        if any(ode.shared.depends_on_time and not ode.config.adaptive for ode in blocks):
+            merged = copy.deepcopy(model)
+            merge_(merged)
+            add(f'{name}, merged', merged)
+        if compiled is not None:
+            own = copy.deepcopy(model)
+            add(f'{name}, compiled', own, torch.compile(own, mode=compiled))
+    return found
+
+
+def training_steps(base: nn.Module, name: str) -> List[Candidate]:
+    """Training steps of a model by cross-entropy and, compared with it, of ODE-ViTs by distillation from it."""
+    against, device = f'{name}, cross-entropy', next(base.parameters()).device
+    tasks: Dict[str, Any] = {against: ClassificationTask(
+        copy.deepcopy(base), nn.CrossEntropyLoss(), device=device, verbose=False)}
+    students = conversions(base)
+    students['ODE-ViT, gradient checkpointing'] = checkpointed = copy.deepcopy(students['ODE-ViT'])
+    checkpointed.set_grad_checkpointing(True)
+    for title, student in students.items():
+        tasks[f'{title}, distillation'] = TrajectoryDistillationTask(student, copy.deepcopy(base), verbose=False)
+
+    def prepare(task: Any, batch_size: int) -> Call:
+        images = noise(base, batch_size)
+        return partial(_step, task.train(), images, torch.zeros(batch_size, dtype=torch.long, device=device))
+    return [Candidate(title, against, task.get_eval_model(), partial(prepare, task)) for title, task in tasks.items()]
+
+
+def evaluations_of(model: nn.Module) -> Optional[float]:
+    """Blocks that an image went through in this thread's last forward pass, on average; None if not known."""
+    total, known = 0., False
+    for blocks in model.modules():
+        if isinstance(blocks, OdeBlocks):
+            config, kept = blocks.config, len(blocks.before) + len(blocks.after)
+        elif isinstance(blocks, MergedBlocks):
+            config, kept = blocks.merged, len(blocks) - blocks.merged.grid[0]
+        else:
+            continue
+        known, total = True, total + kept
+        if config.adaptive:
+            total += blocks.nfe
+        else:
+            taken = blocks.steps_taken if config.halting else None
+            steps = config.grid[0] if taken is None else float(taken.float().mean())
+            total += steps * METHODS[config.method].evaluations
+    plain = getattr(model, 'blocks', None)
+    if not known and isinstance(plain, (nn.Sequential, nn.ModuleList)):
+        return float(len(plain))
+    return total if known else None
+
+
+def _dial(blocks: Sequence[OdeBlocks], steps: Optional[Sequence[int]]) -> List[int]:
+    """The step counts, other than its own, with which a model is run."""
+    if len(blocks) != 1 or blocks[0].config.adaptive:
+        return []
+    own = blocks[0].steps
+    if steps is None and blocks[0].shared.depends_on_time:
+        return []
+    return sorted({*(steps or [max(1, round(own * share)) for share in DIAL])} - {own})
+
+
+def _without_halting(model: nn.Module) -> nn.Module:
+    own = copy.deepcopy(model)
+    for blocks in find_ode_blocks(own):
+        blocks.config = blocks.config.part(0, blocks.steps)
+    return own
+
+
+def _step(task: Any, images: Tensor, labels: Tensor) -> None:
+    for p in task.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+    task(images, labels)['loss'].backward()

@@ -1,0 +1,129 @@
+"""benchmark and benchmark_training: time, memory and size of models, measured side by side."""
+import statistics
+from typing import Dict, List, Optional, Sequence
+
+import torch
+from torch import nn
+
+from ..ode.blocks import count_parameters, find_ode_blocks
+from ..settings import checks_keywords
+from .candidates import Candidate, Images, conversions, evaluations_of, forward_passes, noise, training_steps
+from .files import load_seconds, weight_bytes
+from .tables import Benchmark, Timing, Weights, machine
+from .timing import free_memory, in_turns, peak_of
+
+__all__ = ['benchmark', 'benchmark_training']
+
+WARM_UP = 2
+LARGEST, SHARE = 1024, 0.8  # images of the largest batch; share of the free memory that it may fill
+
+
+@checks_keywords
+@torch.inference_mode()
+def benchmark(
+        models: Dict[str, nn.Module],
+        *,
+        batch_sizes: Sequence[Optional[int]] = (1, 8),
+        steps: Optional[Sequence[int]] = None,
+        rounds: int = 20,
+        compiled: Optional[str] = None,
+        images: Optional[Images] = None,
+        device: str = 'cpu',
+        progress: bool = False,
+) -> Benchmark:
+    """Time forward passes of models and of what they can be turned into, which take turns, against the first model.
+
+    A model that is alone and no ODE-ViT is compared with ODE-ViTs converted from it. Each ODE-ViT is also run at other
+    step counts, merged if its block depends on time, and without halting if it halts; of two models, the matrix
+    products and the attention are also run alone, which is the least time that a forward pass can take.
+
+    Args:
+        models: Models by name, in eval mode, with the dtype in which they are to run.
+        batch_sizes: Images per call; None for the largest power of two, up to 1024, that fits into memory.
+        steps: Step counts; None for a quarter, half and twice those of a model whose block does not depend on time.
+        rounds: Rounds, after two warm-up rounds.
+        compiled: Mode of torch.compile, to run each model compiled, too; None for not.
+        images: Function that gives the images [B, C, H, W] for a model and a batch size; None for random ones.
+        device: Device of the models.
+        progress: Show progress bars.
+
+    Returns:
+        A Benchmark: print it, or call its `to_dict()`.
+
+    Raises:
+        ValueError: A model halts image by image, and there are no images for which to time it.
+    """
+    if images is None:
+        for name, model in models.items():
+            if any(blocks.config.halting for blocks in find_ode_blocks(model)):
+                raise ValueError(f"'{name}' halts image by image, so that its time depends on the images. Give images "
+                                 '(--data).')
+    if len(models) == 1 and not any(find_ode_blocks(model) for model in models.values()):
+        models = {**models, **conversions(next(iter(models.values())))}
+    candidates = forward_passes(models, images or noise, steps, compiled)
+    timings = _time(candidates, batch_sizes, rounds, device, progress)
+    weights = [Weights(name, count_parameters(model), weight_bytes(model), load_seconds(model))
+               for name, model in models.items()]
+    dtype = next(next(iter(models.values())).parameters()).dtype
+    return Benchmark(machine(device, dtype, rounds), timings, weights)
+
+
+@checks_keywords
+def benchmark_training(
+        model: nn.Module,
+        name: str,
+        *,
+        batch_sizes: Sequence[Optional[int]] = (8,),
+        rounds: int = 20,
+        device: str = 'cpu',
+        progress: bool = False,
+) -> Benchmark:
+    """Time a training step of a model and distillation steps of ODE-ViTs, including the teacher's forward pass.
+
+    Args:
+        model: The model from which the ODE-ViTs are converted.
+        name: Its name.
+        batch_sizes: Images per step; None for the largest power of two, up to 1024, that fits into memory.
+        rounds: Rounds in which the steps take turns, after two warm-up rounds.
+        device: Device of the model.
+        progress: Show progress bars.
+
+    Returns:
+        A Benchmark: print it, or call its `to_dict()`.
+    """
+    timings = _time(training_steps(model, name), batch_sizes, rounds, device, progress)
+    return Benchmark(machine(device, next(model.parameters()).dtype, rounds), timings)
+
+
+def _time(
+        candidates: List[Candidate], batch_sizes: Sequence[Optional[int]], rounds: int, device: str, progress: bool,
+) -> List[Timing]:
+    found = []
+    for wanted in dict.fromkeys(batch_sizes):
+        size = _largest_batch(candidates, device) if wanted is None else wanted
+        calls = {c.name: (c.prepare(size), c.setting) for c in candidates}
+        times = in_turns(calls, rounds, WARM_UP, device, progress)
+        for c in candidates:
+            with c.setting():
+                peak = peak_of(calls[c.name][0], device)
+                evaluations = evaluations_of(c.model)
+            seconds = times[c.name]
+            low, _, high = statistics.quantiles(seconds, n=4) if rounds > 1 else 3 * seconds
+            ratio = statistics.median(a / b for a, b in zip(seconds, times[c.against], strict=True))
+            found.append(Timing(
+                c.name, size, statistics.median(seconds), low, high, ratio, c.against, evaluations, peak))
+    return found
+
+
+def _largest_batch(candidates: List[Candidate], device: str) -> int:
+    """The largest power of two that fits: memory grows in proportion to the batch."""
+    most = 1
+    for c in candidates:
+        call = c.prepare(2)
+        with c.setting():
+            call()
+            most = max(most, peak_of(call, device) // 2)
+    size = 1
+    while size < LARGEST and 2 * size * most <= SHARE * free_memory(device):
+        size *= 2
+    return size
