@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from timm_odevit import OdeConfig, calibrate_, convert_, integrate
-from timm_odevit.convert.initialisation import _factors, build_field
+from timm_odevit.convert.initialisation import build_field, factors
 from timm_odevit.convert.measure import input_moments, layer_distances, similarity_boundaries, split
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.ode.methods import METHODS
@@ -118,10 +118,10 @@ def test_data_weighted_residuals_serve_the_inputs_best(rank):
     moment = x.T @ x / 500
     values, vectors = torch.linalg.eigh(moment)
     tail = torch.linalg.svdvals(R @ (vectors * values.clamp_min(0).sqrt()))[rank:].square().sum()
-    up, down = _factors(R, rank, moment)
+    up, down = factors(R, rank, moment)
     error = (x @ (R - up @ down).T).square().sum() / 500
     torch.testing.assert_close(error, tail, rtol=2e-2, atol=1e-3)
-    plain = (x @ (R - torch.mm(*_factors(R, rank, None))).T).square().sum() / 500
+    plain = (x @ (R - torch.mm(*factors(R, rank, None))).T).square().sum() / 500
     assert error < 0.9 * plain
 
 

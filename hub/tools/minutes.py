@@ -18,8 +18,8 @@ import timm.optim.muon as muon
 import torch
 from closed_form import merged_copy, regress
 
-from timm_odevit import OdeConfig, StepwiseTask, TrajectoryDistillationTask, convert_, evaluate, fit
-from timm_odevit.convert.initialisation import _factors
+from timm_odevit import StepwiseTask, TrajectoryDistillationTask, convert_, evaluate, fit
+from timm_odevit.convert.initialisation import factors
 from timm_odevit.convert.measure import input_moments
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.data.mixup import MixupLoader
@@ -31,6 +31,13 @@ MOMENT_IMAGES, HELD_OUT, TRIED = 256, 2000, 8
 S = dict(opt='adamw', lr=3e-3)
 U = dict(opt='muon', lr=1e-3, kd_weight=0.1)
 L = {**U, 'layerwise': True}
+
+
+def begun_with(**how):
+    """The parts of 'base', with another conversion."""
+    return [('stepwise', .5, {**S, 'how': how}), ('unrolled', .5, U)]
+
+
 VARIANTS = {
     'base': [('stepwise', .5, S), ('unrolled', .5, U)],
     'only stepwise': [('stepwise', 1., S)],
@@ -60,10 +67,22 @@ VARIANTS = {
     'batch 128': [('stepwise', .5, {**S, 'batch': 128}), ('unrolled', .5, {**U, 'batch': 128})],
     'mixup': [('stepwise', .5, S), ('unrolled', .5, {**U, 'mixup': .5})],
     'average of weights': [('stepwise', .5, S), ('unrolled', .5, {**U, 'ema_decay': .99})],
-    'rank 45 then 23': [('stepwise', .3, {**S, 'rank': 45}), ('stepwise', .2, {**S, 'rank': 23}), ('unrolled', .5, U)],
-    'rank 74, 45, 23': [('stepwise', .2, {**S, 'rank': 74}), ('stepwise', .2, {**S, 'rank': 45}),
-                        ('stepwise', .1, {**S, 'rank': 23}), ('unrolled', .5, U)],
-    'nothing shared': [('stepwise', .5, {**S, 'unshared': 35}), ('unrolled', .5, U)],
+    'rank 45 then 23': [('stepwise', .3, {**S, 'how': {'rank': 45}}), ('stepwise', .2, {**S, 'how': {'rank': 23}}),
+                        ('unrolled', .5, U)],
+    'rank 74, 45, 23': [('stepwise', .2, {**S, 'how': {'rank': 74}}), ('stepwise', .2, {**S, 'how': {'rank': 45}}),
+                        ('stepwise', .1, {**S, 'how': {'rank': 23}}), ('unrolled', .5, U)],
+    # the same number of parameters, 25 % of the blocks, in other places
+    'nothing shared': begun_with(rank=35, unshared=('attn.', 'mlp.')),
+    'only the MLP shared': begun_with(rank=27, unshared=('attn.',)),
+    'only attention shared': begun_with(rank=31, unshared=('mlp.',)),
+    'two blocks, rank 11': begun_with(rank=11, phases=2),
+    'three blocks': begun_with(phases=3),
+    'first and last layer kept': begun_with(blocks=(1, 10)),
+    # one block for all of t
+    'autonomous': begun_with(),
+    'autonomous, K = 24': begun_with(steps=24),
+    'autonomous, MLP twice as wide': begun_with(mlp=2),
+    'autonomous, K = 6': begun_with(steps=6),
     'regression only': [('regression', 1., {})],
     'regression first': [('regression', .2, {}), ('stepwise', .4, S), ('unrolled', .4, U)],
     'regression then unrolled': [('regression', .3, {}), ('unrolled', .7, U)],
@@ -172,10 +191,10 @@ def run(args, name):
     spent, parts, student = 0., [], None
     for kind, share, options in VARIANTS[name]:
         options = dict(options)
-        rank, unshared = options.pop('rank', None), options.pop('unshared', None)
+        how = options.pop('how', None)
         started = time.process_time()
-        if student is None or rank is not None:
-            student = converted(student, teacher, rank or args.rank, unshared, images, args.seed)
+        if student is None or how is not None:
+            student = converted(student, teacher, {'rank': args.rank} if how is None else how, images, args.seed)
         spent += time.process_time() - started  # conversion counts
         if kind == 'regression':
             started = time.process_time()
@@ -189,10 +208,10 @@ def run(args, name):
         parts.append({'part': kind, 'updates': updates, 'cpu_minutes': round(spent / 60, 2), 'top1': round(top1, 2)})
         print(name, parts[-1], flush=True)
     K = student.blocks.steps
-    found = evaluate(student, val, steps=(K // 2, K, 2 * K)).results
+    half, own, twice = (r.top1 for r in evaluate(student, val, steps=(K // 2, K, 2 * K)).results)
     parameters = sum(p.numel() for p in student.blocks.parameters() if p.requires_grad)
     return {'cpu_minutes': round(spent / 60, 2), 'block_parameters': parameters,
-            **{f'K{r.steps}': round(r.top1, 2) for r in found}, 'parts': parts}
+            'steps': K, 'half K': round(half, 2), 'top1': round(own, 2), 'twice K': round(twice, 2), 'parts': parts}
 
 
 def loader(args, teacher, batch, mixup):
@@ -228,32 +247,45 @@ def train(args, kind, seconds, options, student, teacher):
     return student, updates, time.process_time() - started
 
 
-def converted(student, teacher, rank, unshared, images, seed):
+def converted(student, teacher, how, images, seed):
     """A student of the teacher, or one of another rank from a student."""
-    student = copy.deepcopy(teacher) if student is None else merged_copy(student, teacher)
+    how = dict(how)
+    unshared, mlp = how.pop('unshared', ()), how.pop('mlp', 1)
+    ranked = {'time': 'low_rank', 'init': 'svd_data'} if 'rank' in how else {}
+    original = copy.deepcopy(teacher) if student is None else merged_copy(student, teacher)
+    student = copy.deepcopy(original)
     torch.manual_seed(seed)
+    convert_(student, **ranked, **how, images=images if ranked else None, keep_original=False)
     if unshared:
-        without_sharing(student, unshared, images)
-    else:
-        convert_(student, time='low_rank', rank=rank, init='svd_data', images=images, keep_original=False)
+        no_longer_share(student, original, unshared, images)
+    if mlp > 1:
+        widen(student.blocks.shared.block.mlp, mlp)
     if not student.patch_drop._forward_hooks:
         student.patch_drop.register_forward_hook(keep)
     return student
 
 
-def without_sharing(vit, rank, images):
-    """Make the shared matrices 0 for good, and give each layer matrices of the rank, and vectors."""
-    original = copy.deepcopy(vit)
-    convert_(vit, OdeConfig(time='low_rank', rank=rank, init='svd_data'), images=images, keep_original=False)
-    field, moments = vit.blocks.shared, input_moments(original, list(original.blocks), images)
+def no_longer_share(student, original, parts, images):
+    """Make the shared matrices of some parts 0 for good; those of each layer take over."""
+    field, moments = student.blocks.shared, input_moments(original, list(original.blocks), images)
     with torch.no_grad():
         for name, p in field.base.named_parameters():
             key = name.replace('.', '-')
-            if key in field.up:
+            if key in field.up and any(part in name for part in parts):
                 p.zero_().requires_grad_(False)
+                rank = field.up[key].shape[-1]
                 for layer, block in enumerate(original.blocks):
                     value = block.get_parameter(name.removeprefix('block.'))
-                    field.up[key][layer], field.down[key][layer] = _factors(value, rank, moments.get((layer, name)))
+                    field.up[key][layer], field.down[key][layer] = factors(value, rank, moments.get((layer, name)))
+
+
+def widen(mlp, times):
+    """Repeat the hidden units, each with its share of the output, and a little noise to make them differ."""
+    with torch.no_grad():
+        for layer, dim in ((mlp.fc1, 0), (mlp.fc2, 1)):
+            weight = torch.cat([layer.weight] * times, dim=dim) / (times if dim else 1)
+            layer.weight = torch.nn.Parameter(weight + 0.01 * weight.std() * torch.randn_like(weight))
+        mlp.fc1.bias = torch.nn.Parameter(torch.cat([mlp.fc1.bias] * times))
 
 
 if __name__ == '__main__':

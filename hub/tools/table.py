@@ -65,10 +65,10 @@ def minutes():
     rows = ['| minutes | variant | updates | top-1 % | at half K | at twice K |', '|' + ' --- |' * 6]
 
     def order(item):
-        return item[0][0], -sum(r['K12'] for r in item[1]) / len(item[1])
+        return item[0][0], -sum(r['top1'] for r in item[1]) / len(item[1])
     for (time, name), runs in sorted(found.items(), key=order):
         updates = ' + '.join(str(part['updates']) for part in runs[0]['parts'])
-        cells = [', '.join(f'{r[key]:.1f}' for r in runs) for key in ('K12', 'K6', 'K24')]
+        cells = [', '.join(f'{r[key]:.1f}' for r in runs) for key in ('top1', 'half K', 'twice K')]
         rows.append(f"| {time:g} | {name} | {updates} | {' | '.join(cells)} |")
     return '\n'.join(rows) + '\n'
 

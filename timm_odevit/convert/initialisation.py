@@ -15,7 +15,7 @@ from ..ode.time_dependence import PhasedField, TimeField, matrix_shape
 from .alignment import Orders, aligning_orders, permuted
 from .block_kinds import field_class, kinds, per_layer
 
-__all__ = ['Moments', 'assignment', 'build_field', 'set_per_layer', 'spectral_']
+__all__ = ['Moments', 'assignment', 'build_field', 'factors', 'set_per_layer', 'spectral_']
 
 Moments = Dict[Tuple[int, str], Tensor]  # second moment of the inputs of a linear layer, by layer and parameter name
 
@@ -132,7 +132,7 @@ def _build(
                     if moment is not None and order is not None and order[1] is not None:
                         moment = permuted(moment, (order[1], order[1]))
                     residual = (permuted(values[name], order) - parameter).reshape(matrix_shape(parameter))
-                    field.up[key][row], field.down[key][row] = _factors(residual, field.up[key].shape[-1], moment)
+                    field.up[key][row], field.down[key][row] = factors(residual, field.up[key].shape[-1], moment)
     return field
 
 
@@ -195,7 +195,7 @@ def _spectral_init(field: Field) -> None:
             module.reset_parameters()
 
 
-def _factors(residual: Tensor, rank: int, moment: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+def factors(residual: Tensor, rank: int, moment: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
     """Factors [M, r] and [r, N] of the best approximation of a residual [M, N] by a matrix of rank r.
 
     Best in the Frobenius norm or, given the second moment of the inputs x [N, N], in the mean of |error x|^2.
