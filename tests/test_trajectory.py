@@ -297,9 +297,12 @@ def test_labels_may_be_missing_where_they_do_not_count(vit, batch):
 def test_refuses_dropped_patches_and_models_without_classes(vit):
     with pytest.raises(ValueError, match='Create it with patch_drop_rate=0'):
         TrajectoryDistillationTask(*pair(vit, patch_drop_rate=0.5))
-    with pytest.raises(ValueError, match='compare classes'):
-        TrajectoryDistillationTask(*pair(vit, num_classes=0))
-    TrajectoryDistillationTask(*pair(vit, num_classes=0), kd_weight=0.)
+    with pytest.raises(ValueError, match='task_weight compares classes'):
+        TrajectoryDistillationTask(*pair(vit, num_classes=0), task_weight=1.)
+    with pytest.raises(ValueError, match='task_weight compares classes'):
+        TrajectoryDistillationTask(*pair(vit), task_weight=1., embedding=True)
+    with pytest.raises(ValueError, match='relation_weight needs a teacher'):
+        TrajectoryDistillationTask(pair(vit)[0], None, trajectory_weight=0., kd_weight=0., relation_weight=1., task_weight=1.)
 
 
 def test_compiles(vit, batch):

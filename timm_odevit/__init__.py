@@ -43,6 +43,7 @@ from .dynamics.similarity import state_similarity
 from .dynamics.spectral_norms import spectral_norms
 from .dynamics.trajectories import class_over_time, distance_over_time, trajectory_geometry
 from .evaluation.accuracy import evaluate
+from .evaluation.embeddings import evaluate_embeddings
 from .evaluation.halting import Halting, calibrate_halting
 from .evaluation.results import Evaluation, plot_accuracy
 from .ode.config import OdeConfig
@@ -62,7 +63,7 @@ __all__ = [
     'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'Flow', 'Halting', 'LossConfig', 'Merged',
     'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'attention_over_time',
     'calibrate_', 'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'contraction_regions',
-    'convert_', 'discretisation_errors', 'distance_over_time', 'evaluate', 'export_model', 'fit',
+    'convert_', 'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
     'from_torchvision', 'integrate', 'lipschitz_constants', 'list_convertible', 'lyapunov_exponents', 'merge_',
     'merged_bytes', 'plane', 'plot_accuracy', 'push_to_hub', 'recovery', 'relations', 'save_pretrained', 'signals',
     'softmax_bounds', 'spectral_norms', 'state_similarity', 'train', 'trajectory_geometry', 'write_report',

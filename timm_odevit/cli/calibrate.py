@@ -3,10 +3,12 @@ import argparse
 import math
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..evaluation.accuracy import evaluate
+from ..evaluation.embeddings import evaluate_embeddings
 from ..saving.save import save_pretrained
 from ..training.calibrate import calibrate_
 from ..training.config import CalibrationConfig
@@ -36,10 +38,12 @@ def run(args: argparse.Namespace) -> None:
     loader, held = images_of(args.images, student, config.batch_size, args.workers)
     few = islice(held, math.ceil(HELD / config.batch_size))
     held = [(images, torch.zeros(len(images), dtype=torch.long)) for images, _ in few]
-    before = evaluate(student, held, teacher=teacher).results[-1]
+    measure, of = (evaluate, 'agreement') if student.num_classes else (evaluate_embeddings, 'neighbours')
+    before: Any = measure(student, held, teacher=teacher).results[-1]
     calibrate_(student, teacher, loader, out=args.out, resume=args.resume, progress=not args.quiet, config=config)
-    after = evaluate(student, held, teacher=teacher).results[-1]
-    print(f'agreement with the teacher on {after.images} images held out: {before.agreement:.1f} % before, '
-          f'{after.agreement:.1f} % after')
+    after: Any = measure(student, held, teacher=teacher).results[-1]
+    what = 'agreement with' if student.num_classes else 'nearest images as in'
+    print(f'{what} the teacher on {after.images} images held out: {getattr(before, of):.1f} % before, '
+          f'{getattr(after, of):.1f} % after')
     best = save_pretrained(student, Path(args.out) / BEST)
     print(f"saved {best}: timm.create_model('local-dir:{best}', pretrained=True)")

@@ -6,7 +6,9 @@ from typing import Any, Optional, Tuple
 from ..data.arrays import array_loaders
 from ..data.folders import folder_loader, folder_parts
 from ..data.preprocessing import data_config
-from ..evaluation.accuracy import AMP_DTYPES, evaluate
+from ..evaluation.accuracy import evaluate
+from ..evaluation.embeddings import evaluate_embeddings
+from ..evaluation.passes import AMP_DTYPES
 from ..ode.blocks import find_ode_blocks
 from ..training.recipe import Recipe
 from ..training.resume import RECIPE
@@ -28,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help='evaluate only on the share that training held out, if the data has no val/ (default: '
                              'val/ or test/ or all images of a folder, x_test of an .npz)')
     parser.add_argument('--seed', type=int, metavar='N', help='the seed of the training, for --held-out (default: 0)')
+    parser.add_argument('--embedding', action='store_true', help=(
+        'compare embeddings instead of classes: cosine, nearest images, and, of an .npz, what its labelled x_train '
+        'makes of them; always so for a model without classes'))
     parser.add_argument('--json', metavar='FILE', help='file to write the results to')
     workers(parser)
     quiet(parser)
@@ -53,9 +58,13 @@ def run(args: argparse.Namespace) -> None:
             'input size.')
     loader, data = _loader(args, model)
     blocks, recipe = find_ode_blocks(model), _recipe(model)
-    found = evaluate(
-        model, loader, steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet,
-        data=data, trained_at=recipe.trained_at(blocks[0].steps) if recipe is not None and len(blocks) == 1 else ())
+    options: Any = dict(
+        steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet, data=data,
+        trained_at=recipe.trained_at(blocks[0].steps) if recipe is not None and len(blocks) == 1 else ())
+    if args.embedding or not model.num_classes:
+        found = evaluate_embeddings(model, loader, labelled=_labelled(args, model), **options)
+    else:
+        found = evaluate(model, loader, **options)
     print(found)
     if args.json:
         found.to_json(args.json)
@@ -71,16 +80,27 @@ def _loader(args: argparse.Namespace, model: Any) -> Tuple[Any, str]:
             raise ValueError('--workers load images from folders, but an .npz is read at once. Leave it out.')
         if args.seed is not None:
             raise ValueError('--seed chooses images of folders; of an .npz, the last ones are held out. Leave it out.')
-        _, val, test = array_loaders(args.data, model, batch_size=args.batch_size, held_out=args.held_out or 0.1)
+        _, val, test = array_loaders(
+            args.data, model, batch_size=args.batch_size, held_out=args.held_out or 0.1, any_classes=args.embedding)
         return (val, f'{share}x_train of {args.data}') if share else (test, f'x_test of {args.data}')
     parts = folder_parts(args.data)
     if share and 'val' in parts:
         raise ValueError(f"'{args.data}' has {parts['val'].name}/, and training used that to validate, so it held "
                          'nothing else out. Leave --held-out out.')
     loader = folder_loader(args.data, model, batch_size=args.batch_size, held_out=args.held_out, seed=args.seed or 0,
-                           workers=2 if args.workers is None else args.workers)
+                           any_classes=args.embedding, workers=2 if args.workers is None else args.workers)
     used = parts.get('train') if share else parts.get('val') or parts.get('test')
     return loader, f'{share}{used or args.data}'
+
+
+def _labelled(args: argparse.Namespace, model: Any) -> Any:
+    """The training images, as they are, of what has any."""
+    if not Path(args.data).is_file():
+        return None
+    train = array_loaders(
+        args.data, model, batch_size=args.batch_size, held_out=args.held_out or 0.1, any_classes=True)[0]
+    train.train = False
+    return train
 
 
 def _recipe(model: Any) -> Optional[Recipe]:

@@ -30,6 +30,7 @@ def array_loaders(
         reprob: float = 0.,
         limit: Optional[int] = None,
         seed: int = 0,
+        any_classes: bool = False,
 ) -> Tuple['ArrayLoader', 'ArrayLoader', 'ArrayLoader']:
     """Make batches for training, validation and testing from images that stay in memory, on the model's device.
 
@@ -45,6 +46,7 @@ def array_loaders(
         reprob: Probability of erasing a part of an image.
         limit: Use only this many images of each part, for a rehearsal.
         seed: Seed of the image order.
+        any_classes: The labels need not be the model's classes; always so for a model without classes.
 
     Returns:
         Three loaders; the first one shuffles and augments, and gives each of several processes its own part.
@@ -56,12 +58,14 @@ def array_loaders(
     arrays = _read_arrays(path, keys)
     y, y_test = (_labels(path, arrays[key]) for key in ('y_train', 'y_test'))
     x, x_test = (_images(path, arrays[key], model, len(labels)) for key, labels in (('x_train', y), ('x_test', y_test)))
+    highest = max(int(labels.max()) for labels in (y, y_test))
+    classes = highest + 1 if any_classes or model.num_classes == 0 else model.num_classes
     for labels in (y, y_test):
-        if int(labels.max()) >= model.num_classes:
+        if int(labels.max()) >= classes:
             raise ValueError(f"'{path}' has label {int(labels.max())}, but the model has {model.num_classes} classes. "
                              "Give the data that the model was made for, or create the model with the data's classes.")
-    names = _names(path, arrays.get('classes'), model.num_classes - 1)
-    if names is not None and len(names) != model.num_classes:
+    names = _names(path, arrays.get('classes'), classes - 1)
+    if names is not None and len(names) != classes and classes == model.num_classes:
         raise ValueError(f"'{path}' names {len(names)} classes, but the model has {model.num_classes}. Give the data "
                          "that the model was made for, or create the model with the data's classes.")
     split = len(y) - count_held_out(len(y), held_out)

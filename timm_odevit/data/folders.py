@@ -26,6 +26,7 @@ def folder_loader(
         workers: int = 2,
         held_out: Optional[float] = None,
         seed: int = 0,
+        any_classes: bool = False,
 ) -> Any:
     """Make batches to evaluate on: images in one sub-folder per class, preprocessed as the model expects.
 
@@ -37,6 +38,7 @@ def folder_loader(
         held_out: Use val/ or, without one, only the share of each class that `folder_loaders` holds out of training
             with this share and seed. None for val/, or else test/, or else all images.
         seed: Seed of the choice of images held out.
+        any_classes: The folders need not be the model's classes; always so for a model without classes.
 
     Returns:
         A DataLoader of (images [B, C, H, W], labels [B]), in the order of the file names.
@@ -46,13 +48,13 @@ def folder_loader(
     """
     root, parts = _folder(root)
     if held_out is not None:
-        dataset = _validation(root, parts, model, held_out, seed)
+        dataset = _validation(root, parts, model, held_out, seed, any_classes=any_classes)
     elif set(parts) == {'train'}:
         raise ValueError(
             f"'{root}' has {parts['train'].name}/ but no val/ or test/ to evaluate on. Give the folder of classes "
             'itself, or the share that was held out of training.')
     else:
-        dataset = _dataset(parts.get('val') or parts.get('test') or root, model)
+        dataset = _dataset(parts.get('val') or parts.get('test') or root, model, any_classes=any_classes)
     return _loader(dataset, model, batch_size, workers, train=False)
 
 
@@ -66,6 +68,7 @@ def folder_loaders(
         auto_augment: Optional[str] = None,
         reprob: float = 0.,
         seed: int = 0,
+        any_classes: bool = False,
 ) -> Tuple[Any, Any]:
     """Make batches to train on (shuffled, augmented, an incomplete last one dropped) and batches to validate on.
 
@@ -82,6 +85,7 @@ def folder_loaders(
         auto_augment: timm's augmentation policy, such as 'rand-m9-mstd0.5-inc1' for RandAugment.
         reprob: Probability of erasing a part of an image.
         seed: Seed of the choice of images held out and, with several processes, of the image order.
+        any_classes: The folders need not be the model's classes; always so for a model without classes.
 
     Returns:
         Two DataLoaders of (images [B, C, H, W], labels [B]) that share no image; each of several processes trains on
@@ -92,8 +96,8 @@ def folder_loaders(
             whether folders are parts or classes; the message says what to do.
     """
     root, parts = _folder(root)
-    training = _dataset(_training(root, parts), model)
-    validation = _validation(root, parts, model, held_out, seed, set(training.reader.class_to_idx))
+    training = _dataset(_training(root, parts), model, any_classes=any_classes)
+    validation = _validation(root, parts, model, held_out, seed, set(training.reader.class_to_idx), any_classes)
     if 'val' not in parts:
         _keep_share(training, True, held_out, seed)
     if auto_augment is not None and model.in_chans == 4:
@@ -216,14 +220,21 @@ def _validation(
         share: float,
         seed: int,
         names: Optional[Set[str]] = None,
+        any_classes: bool = False,
 ) -> Any:
     """Return the images of val/, whose classes must be the names given, or else the share held out of training."""
     if 'val' in parts:
-        return _dataset(parts['val'], model, names)
-    return _keep_share(_dataset(_training(root, parts), model), False, share, seed)
+        return _dataset(parts['val'], model, names, any_classes=any_classes)
+    return _keep_share(_dataset(_training(root, parts), model, any_classes=any_classes), False, share, seed)
 
 
-def _dataset(folder: Path, model: Any, names: Optional[Set[str]] = None, labelled: bool = True) -> Any:
+def _dataset(
+        folder: Path,
+        model: Any,
+        names: Optional[Set[str]] = None,
+        labelled: bool = True,
+        any_classes: bool = False,
+) -> Any:
     mode = MODES.get(model.in_chans)
     if mode is None:
         raise ValueError(f'Image files are read with 1, 3 or 4 channels (grey, RGB, RGBA), but the model takes '
@@ -240,7 +251,7 @@ def _dataset(folder: Path, model: Any, names: Optional[Set[str]] = None, labelle
         raise ValueError(f"The training and validation folders of '{folder.parent}' have different classes. "
                          f"Only one of them has {', '.join(sorted(names ^ set(found))[:5])}.")
     classes = len(found)
-    if classes != model.num_classes:
+    if classes != model.num_classes and model.num_classes and not any_classes:
         raise ValueError(
             f"'{folder}' has {classes} classes (sub-folders), but the model has {model.num_classes}. "
             f'Give the folder that the model was made for, or create the model with num_classes={classes}.')

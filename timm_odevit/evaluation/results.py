@@ -2,14 +2,12 @@
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, List, Optional, Tuple, Union
+from typing import Any, ClassVar, List, Optional, Tuple, Union
 
 from ..files import to_json, write_text
 from ..settings import checks_keywords
 
-__all__ = ['Evaluation', 'Result', 'new_figure', 'plot_accuracy']
-
-_COLUMNS = ('model', 'steps', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'loss', 'agreement %', 'kept %', 'images/s')
+__all__ = ['EmbeddingResult', 'Evaluation', 'Result', 'new_figure', 'plot_accuracy']
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,54 @@ class Result:
     images_per_second: float
     halted: Optional[Tuple[float, ...]] = None
 
+    SCORE: ClassVar[Tuple[str, str]] = ('top1', 'top-1 accuracy, %')
+    COLUMNS: ClassVar[Tuple[str, ...]] = ('top-1 %', 'top-5 %', 'loss', 'agreement %', 'kept %')
+
+    def cells(self) -> List[str]:
+        """What a table shows in COLUMNS."""
+        return [f'{self.top1:.2f}', f'{self.top5:.2f}', f'{self.loss:.4f}', _text(self.agreement), _text(self.kept)]
+
+
+@dataclass(frozen=True)
+class EmbeddingResult:
+    """Results of one model without classes at one step count.
+
+    Attributes:
+        model: 'teacher', 'student' or 'model'.
+        steps: Number of solver steps; None for a model that is not an ODE-ViT.
+        nfe: Field evaluations per image, as in Result.
+        parameters: Number of parameters.
+        images: Number of images.
+        cosine: Mean cosine between the embedding of an image and the teacher's; None without a teacher.
+        error: Squared error relative to the variance of the teacher's embeddings; None without a teacher.
+        neighbours: Share of the images whose nearest other image is the one that the teacher finds, in percent; None
+            without a teacher.
+        knn: Top-1 accuracy of the nearest labelled images, in percent; None without labelled images.
+        probe: Top-1 accuracy of a linear classifier on the embeddings, in percent; None without labelled images.
+        images_per_second: Speed of the forward pass, without data loading.
+        halted: Share of the images that took 1, 2, ... steps, in percent; None if no image can halt.
+    """
+    model: str
+    steps: Optional[int]
+    nfe: Optional[float]
+    parameters: int
+    images: int
+    cosine: Optional[float]
+    error: Optional[float]
+    neighbours: Optional[float]
+    knn: Optional[float]
+    probe: Optional[float]
+    images_per_second: float
+    halted: Optional[Tuple[float, ...]] = None
+
+    SCORE: ClassVar[Tuple[str, str]] = ('cosine', "cosine with the teacher's embedding")
+    COLUMNS: ClassVar[Tuple[str, ...]] = ('cosine', 'error', 'neighbours %', 'k-NN %', 'probe %')
+
+    def cells(self) -> List[str]:
+        """What a table shows in COLUMNS."""
+        return [_text(self.cosine, 4), _text(self.error, 4), _text(self.neighbours), _text(self.knn, 2),
+                _text(self.probe, 2)]
+
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
@@ -54,7 +100,7 @@ class Evaluation:
         data: What the images are, in words.
         trained_at: Step counts that the model was trained with, if known.
     """
-    results: Tuple[Result, ...]
+    results: Tuple[Union[Result, EmbeddingResult], ...]
     data: str = ''
     trained_at: Tuple[int, ...] = ()
 
@@ -70,7 +116,7 @@ class Evaluation:
     def table(self) -> str:
         """Return the results as a Markdown table."""
         rows = self._rows()
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         rows.insert(1, ['-' * width for width in widths])
         return '\n'.join(
             f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows)
@@ -95,7 +141,7 @@ class Evaluation:
         return pandas.DataFrame([asdict(r) for r in self.results])
 
     def plot(self, path: Optional[Union[str, Path]] = None) -> Any:
-        """Plot top-1 accuracy against solver steps, with the teacher as a horizontal line.
+        """Plot the accuracy, or the agreement of embeddings, against solver steps; the teacher is a horizontal line.
 
         Args:
             path: Image file to write; its extension sets the format. None writes nothing.
@@ -108,7 +154,9 @@ class Evaluation:
             ValueError: No result has a step count.
         """
         figure = new_figure(6, 4)
-        points = sorted((r.steps, r.top1) for r in self.results if r.steps is not None and r.model != 'teacher')
+        score, name = self.results[0].SCORE if self.results else Result.SCORE
+        points = sorted((r.steps, getattr(r, score)) for r in self.results
+                        if r.steps is not None and r.model != 'teacher' and getattr(r, score) is not None)
         if not points:
             raise ValueError('There is no result of an ODE-ViT to plot. Evaluate one with steps=(1, 2, 4, ...).')
         axes = figure.subplots()
@@ -118,8 +166,8 @@ class Evaluation:
             axes.plot(*zip(*trained, strict=True), 'o', color=line.get_color(), label='K of its training')
         for r in self.results:
             if r.model == 'teacher':
-                axes.axhline(r.top1, color='gray', linestyle='--', label='teacher')
-        axes.set(xlabel='solver steps K', ylabel='top-1 accuracy, %', xscale='log', ylim=(0, None), title=self.data)
+                axes.axhline(getattr(r, score), color='gray', linestyle='--', label='teacher')
+        axes.set(xlabel='solver steps K', ylabel=name, xscale='log', ylim=(0, None), title=self.data)
         axes.set_xticks([k for k, _ in points], [str(k) for k, _ in points])
         axes.minorticks_off()
         axes.legend(loc='lower right')
@@ -128,12 +176,11 @@ class Evaluation:
         return figure
 
     def _rows(self) -> List[List[str]]:
-        rows = [list(_COLUMNS)]
+        columns = list((self.results[0] if self.results else Result).COLUMNS)
+        rows = [['model', 'steps', 'NFE', 'parameters', *columns, 'images/s']]
         for r in self.results:
             steps = f'**{r.steps}**' if r.steps in self.trained_at else _text(r.steps)
-            rows.append([
-                r.model, steps, _text(r.nfe), f'{r.parameters:,}', f'{r.top1:.2f}', f'{r.top5:.2f}', f'{r.loss:.4f}',
-                _text(r.agreement), _text(r.kept), f'{r.images_per_second:.0f}'])
+            rows.append([r.model, steps, _text(r.nfe), f'{r.parameters:,}', *r.cells(), f'{r.images_per_second:.0f}'])
         return rows
 
     def __repr__(self) -> str:
@@ -174,7 +221,7 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout='constrained')
 
 
-def _text(value: Optional[float]) -> str:
+def _text(value: Optional[float], digits: int = 1) -> str:
     if value is None:
         return '-'
-    return str(value) if isinstance(value, int) else f'{value:.1f}'
+    return str(value) if isinstance(value, int) else f'{value:.{digits}f}'

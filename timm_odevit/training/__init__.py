@@ -6,6 +6,7 @@ layer_times         where the teacher's layers lie in time, and its states betwe
 student_teacher     whether student and teacher match, and what both tasks share
 trajectory_task     TrajectoryDistillationTask: the whole trajectory, unrolled
 stepwise_task       StepwiseTask: each step on its own
+validation          what is measured after each epoch, and which of it chooses the best one
 first_batch         what fit checks before it trains
 monitor             what fit watches besides the loss
 fit                 the training loop

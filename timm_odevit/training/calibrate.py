@@ -68,10 +68,9 @@ def calibrate_(
     modes = [(module, module.training) for m in (model, teacher) for module in m.modules()]
     common: Dict[str, Any] = dict(amp=config.amp, seed=config.seed, weight_decay=0.)
     options = [{**common, 'lr': config.lr}, {**common, 'lr': config.unrolled_lr, 'opt': 'muon'}]
-    kd_weight = 0.1 if getattr(model, 'num_classes', 0) else 0.
     tasks: List[Callable[[nn.Module], TrainingTask]] = [
         lambda student: StepwiseTask(student, teacher, verbose=False),
-        lambda student: TrajectoryDistillationTask(student, teacher, kd_weight=kd_weight, verbose=False)]
+        lambda student: TrajectoryDistillationTask(student, teacher, kd_weight=0.1, verbose=False)]
     history: List[Dict[str, float]] = []
 
     def put_back() -> None:

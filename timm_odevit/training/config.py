@@ -7,7 +7,7 @@ from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 
 from ..errors import suggest
-from ..evaluation.accuracy import AMP_DTYPES
+from ..evaluation.passes import AMP_DTYPES
 from ..settings import Settings, flag, many, number, one_of, setting, whole
 
 __all__ = ['CalibrationConfig', 'DataConfig', 'FitConfig', 'LossConfig']
@@ -102,8 +102,12 @@ class LossConfig(Settings):
         jasmin_weight: Weight of the JaSMin loss of the shared block's attention.
         jasmin_k: k of JaSMin, 0 or at least 2.
         jasmin_evaluations: Number of states, evenly spaced along the trajectory, at which attention is recomputed.
-        kd_weight: Weight of the KL divergence between the logits.
+        kd_weight: Weight of the KL divergence between the logits or, of embeddings, of one minus their cosine plus
+            their squared error relative to the teacher's variance.
         kd_temperature: Temperature of both models' logits in the KL divergence.
+        embedding: Compare the models' outputs as embeddings, not as logits; always so for models without classes.
+        relation_weight: Weight of the squared difference between the cosines of all pairs of outputs in a batch and
+            the teacher's, relative to the variance of the latter.
         task_weight: Weight of the loss on the labels.
         attention_weight: Weight of the L1 distance between the attention maps of the last step and the last layer.
         exits: Relative times in (0, 1) at which norm and head are also applied, so that the student can stop there.
@@ -123,6 +127,8 @@ class LossConfig(Settings):
     jasmin_evaluations: int = setting(2, whole(1))
     kd_weight: float = setting(1., _weight)
     kd_temperature: float = setting(1., number(0., open='('))
+    embedding: bool = setting(False, flag)
+    relation_weight: float = setting(0., _weight)
     task_weight: float = setting(0., _weight)
     attention_weight: float = setting(0., _weight)
     exits: Tuple[float, ...] = setting(
@@ -132,6 +138,9 @@ class LossConfig(Settings):
     def _check(self) -> None:
         if not any(weight > 0 for weight in self.weights.values()):
             raise ValueError('All weights of the loss are 0, so there is nothing to learn. Set one of them above 0.')
+        if self.embedding and self.task_weight > 0:
+            raise ValueError('task_weight compares classes, but embedding=True takes the outputs as embeddings. Set '
+                             'task_weight=0, or embedding=False.')
         if self.jasmin_k == 1:
             raise ValueError('jasmin_k must be 0, or at least 2 (k = 1 makes the loss 0 for any attention); got 1.')
         if self.exits and not (self.kd_weight > 0 or self.task_weight > 0):
@@ -160,7 +169,7 @@ class LossConfig(Settings):
     @property
     def weights(self) -> Dict[str, float]:
         """The weights of the parts of the loss, by name."""
-        names = ('trajectory', 'jasmin', 'kd', 'task', 'attention', 'exit')
+        names = ('trajectory', 'jasmin', 'kd', 'relation', 'task', 'attention', 'exit')
         return {name: getattr(self, f'{name}_weight') for name in names}
 
     @property

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..convert.measure import check_images
-from ..evaluation.accuracy import evaluate
 from ..hooks import random_states_kept
 from .loaders import chain
 from .resume import models_of
+from .validation import validate
 
 __all__ = ['checked', 'fitting', 'look_at']
 
@@ -44,7 +44,7 @@ def look_at(val_loader: Any, task: TrainingTask, dtype: Optional[torch.dtype]) -
         for batch in val_loader:
             images, labels = checked('val_loader', batch, task)
             with fitting('val_loader', images, labels, task):
-                evaluate(models_of(task)['model'], [(images, labels)], amp_dtype=dtype)
+                validate(task, models_of(task)['model'], [(images, labels)], dtype)
             return
     raise ValueError('val_loader is empty. Give at least one batch, or None.')
 
@@ -64,7 +64,7 @@ def checked(name: str, batch: Any, task: TrainingTask) -> Any:
     except ValueError as e:
         raise ValueError(f'{name}: {e}') from None
     given, criterion = getattr(labels, 'labels', labels), getattr(task, 'criterion', None)
-    classes = getattr(models_of(task)['model'], 'num_classes', 0)
+    classes = 0 if getattr(task, 'embedding', False) else getattr(models_of(task)['model'], 'num_classes', 0)
     used = classes and (criterion is not None or name == 'val_loader')  # some tasks ignore labels
     if used and isinstance(given, Tensor) and given.ndim == 1 and not given.is_floating_point():
         wrong = given[((given < 0) | (given >= classes)) & (given != getattr(criterion, 'ignore_index', -100))]

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ..convert.merge import check_not_merged
 from ..distributed import alone_in, in_first_process, over_processes, rank_and_world
-from ..evaluation.accuracy import AMP_DTYPES, evaluate
+from ..evaluation.passes import AMP_DTYPES
 from ..files import to_json, write_text
 from ..hooks import hooked, random_states_kept
 from ..ode.blocks import find_ode_blocks
@@ -28,6 +28,7 @@ from .config import FitConfig
 from .first_batch import checked, fitting, look_at
 from .monitor import NormWatch, Scalars
 from .resume import BEST, HISTORY, LAST, check_unused, load_state, models_of, read_state, save_state, settings_to_resume
+from .validation import score_of, validate
 
 __all__ = ['count_updates', 'fit']
 
@@ -46,7 +47,8 @@ def fit(
     """Train a task; with `out`, save the last and the best state, so that an interrupted run can be resumed.
 
     `out/last.pt` is the whole training state after the last complete epoch, `out/best` the model with the best top-1
-    accuracy on `val_loader` (without one, the last model) in timm's format, `out/history.json` one record per epoch;
+    accuracy, or cosine with the teacher's embeddings, on `val_loader` (without one, the last model) in timm's format,
+    `out/history.json` one record per epoch;
     `out/tensorboard` the same for TensorBoard, if it is installed.
     Each file is written under another name and then renamed, so it is either complete or absent. While `fit` runs, no
     other process can use the folder.
@@ -74,7 +76,8 @@ def fit(
         config: Settings; or pass any of them as keywords, such as epochs=10; see FitConfig.
 
     Returns:
-        One record per epoch: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss.
+        One record per epoch: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss,
+        or, if the task follows embeddings, val_cosine, val_error and val_neighbours; see EmbeddingResult.
 
     Raises:
         FloatingPointError: The loss stopped being finite; the message says which step of an ODE-ViT diverged, and the
@@ -118,11 +121,11 @@ def fit(
             for epoch in range(len(history), config.epochs):
                 bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {config.epochs}")
                 record = run.epoch(epoch, bar.update)
-                best = max((before.get('val_top1', -math.inf) for before in history), default=-math.inf)
+                best = max((score_of(before, -math.inf) for before in history), default=-math.inf)
                 history.append(record)
                 if folder is not None and rank == 0:
                     try:
-                        if record.get('val_top1', math.inf) > best:
+                        if score_of(record, math.inf) > best:
                             save_pretrained(run.chosen, folder / BEST)
                         save_state(folder / LAST, task, run.optimizer, run.scaler, history, settings)
                         write_text(folder / HISTORY, to_json(history))
@@ -131,7 +134,8 @@ def fit(
                             f"Epoch {epoch + 1} could not be written to '{folder}': {str(e).splitlines()[0]}. Files "
                             'written earlier are intact; free some space, and resume.') from e
                 scalars.add(record)
-                bar.set_postfix({key: f'{record[key]:.4g}' for key in ('loss', 'val_top1') if key in record})
+                shown = ('loss', 'val_top1', 'val_cosine')
+                bar.set_postfix({key: f'{record[key]:.4g}' for key in shown if key in record})
         return history
 
 
@@ -200,8 +204,7 @@ class _Run:
                 f'The weights are not finite after epoch {epoch + 1}; files written earlier remain. '
                 'Start again in another folder with a lower lr, or with amp bfloat16 or None.')
         if self.val_loader is not None and self.rank == 0:
-            result = evaluate(self.chosen, self.val_loader, amp_dtype=self.dtype).results[-1]
-            record.update(val_top1=result.top1, val_top5=result.top5, val_loss=result.loss)
+            record.update(validate(self.task, self.chosen, self.val_loader, self.dtype))
         if self.world > 1:
             records = [record]
             dist.broadcast_object_list(records)  # the others also wait here while the first validates

@@ -19,6 +19,7 @@ def loaders(
         *,
         limit: Optional[int] = None,
         seed: int = 0,
+        any_classes: bool = False,
 ) -> Tuple[Any, Any]:
     """The loader of the training images, and that of the images held out for validation."""
     if not Path(data).exists():
@@ -33,13 +34,15 @@ def loaders(
         raise ValueError(f"limit applies only to an .npz, and '{data}' is a folder. Leave it out.")
     names = ('batch_size', 'held_out', 'reprob', *(('padding', 'flip') if arrays else ('auto_augment', 'workers')))
     options: Any = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    options.update(seed=seed, any_classes=any_classes)
     train_loader: Any
     if arrays:
-        train_loader, val_loader, _ = array_loaders(data, model, limit=limit, seed=seed, **options)
+        train_loader, val_loader, _ = array_loaders(data, model, limit=limit, **options)
     else:
-        train_loader, val_loader = folder_loaders(data, model, seed=seed, **options)
+        train_loader, val_loader = folder_loaders(data, model, **options)
     if config.mixes:
-        train_loader = MixupLoader(train_loader, model.num_classes, config.mixup, config.cutmix, config.smoothing,
+        classes = count_classes(data) if any_classes or not model.num_classes else model.num_classes
+        train_loader = MixupLoader(train_loader, classes, config.mixup, config.cutmix, config.smoothing,
                                    1. if config.prob is None else config.prob)
     return train_loader, val_loader
 

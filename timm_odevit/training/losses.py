@@ -8,7 +8,7 @@ from torch import Tensor
 from ..distributed import over_processes, rank_and_world
 from ..dynamics.lipschitz import log_softmax_bound
 
-__all__ = ['attention_loss', 'jasmin_loss', 'logit_loss', 'trajectory_loss']
+__all__ = ['attention_loss', 'embedding_loss', 'jasmin_loss', 'logit_loss', 'relation_loss', 'trajectory_loss']
 
 
 def trajectory_loss(
@@ -79,6 +79,49 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.) -> Ten
     s = F.log_softmax(student.float() / temperature, dim=-1)
     t = F.log_softmax(teacher.float() / temperature, dim=-1)
     return F.kl_div(s, t, reduction='batchmean', log_target=True) * temperature ** 2
+
+
+def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """One minus the cosine of two embeddings, plus their squared error relative to the teacher's variance.
+
+    The variance is one number for all dimensions, over the batch of all processes, so that a few dimensions with large
+    values keep their proportion, as PHI-S does; its rotation of the dimensions would not change a squared error.
+
+    Args:
+        student: Embeddings [B, E].
+        teacher: Embeddings [B, E].
+
+    Returns:
+        Mean over the images, dimensionless: 0 for equal embeddings.
+
+    Source: PHI-S, arXiv 2410.01680 (one scale for all dimensions).
+    """
+    s, t = student.float().flatten(1), teacher.float().flatten(1)
+    angle = 1. - F.cosine_similarity(s, t, dim=-1)
+    spread = _variance(t - over_processes(t.mean(dim=0)))
+    return angle.mean() + F.mse_loss(s, t) / spread.clamp_min(1e-12)
+
+
+def relation_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """How far the cosines between the embeddings of a batch's images lie from those between the teacher's.
+
+    Args:
+        student: Embeddings [B, E], of this process.
+        teacher: Embeddings [B, E].
+
+    Returns:
+        Mean squared difference over all pairs of different images, relative to the variance of the teacher's cosines,
+        dimensionless; 0 with fewer than three images.
+
+    Source: Relational Knowledge Distillation, arXiv 1904.05068 (with cosines in place of distances).
+    """
+    B = len(student)
+    if B < 3:
+        return (0. * student).sum()
+    pairs = torch.triu_indices(B, B, offset=1, device=student.device)
+    ours, theirs = ((unit @ unit.T)[pairs[0], pairs[1]] for unit in (
+        F.normalize(x.float().flatten(1), dim=-1) for x in (student, teacher)))
+    return F.mse_loss(ours, theirs) / theirs.var(correction=0).clamp_min(1e-12)
 
 
 def jasmin_loss(attention: Tensor, k: int = 0) -> Tensor:

@@ -171,6 +171,11 @@ class Recipe(Settings):
         """The settings of `fit` for a stage: the recipe's, overridden by its own."""
         return FitConfig(**{**(self.fit or {}), **(stage.fit or {})})
 
+    @property
+    def embeds(self) -> bool:
+        """Whether the outputs are embeddings, so that the labels of the data mean nothing to the model."""
+        return any(self.loss_of(stage).embedding for stage in self.stages)
+
     def trained_at(self, own: int) -> Tuple[int, ...]:
         """The numbers of steps that the last stage trains, for a student with `own` steps."""
         last = self.stages[-1]

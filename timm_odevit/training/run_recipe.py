@@ -93,7 +93,8 @@ def train(
         host: Any = student if student is not None else teacher
         if host is None:
             host = _create(recipe.model, recipe.model_args, recipe.seed).to(device)
-        train_loader, val_loader = loaders(recipe.batches, data, host, limit=limit, seed=recipe.seed)
+        train_loader, val_loader = loaders(
+            recipe.batches, data, host, limit=limit, seed=recipe.seed, any_classes=recipe.embeds)
         about = {
             'limit': limit, 'batches': len(train_loader), 'data sha256': hash_of_data(train_loader, val_loader), **{
                 f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
@@ -219,7 +220,8 @@ def _tasks(
             elif teacher is None:
                 raise ValueError("task 'stepwise' needs a teacher. Give one.")
             else:
-                yield StepwiseTask(student, teacher, device=device, verbose=False)
+                yield StepwiseTask(
+                    student, teacher, embedding=recipe.loss_of(stage).embedding, device=device, verbose=False)
         except (TypeError, ValueError) as e:
             raise ValueError(f'stages.{i}: {e}') from e
 

@@ -10,7 +10,7 @@ from ..convert.block_kinds import find_sites
 from ..distributed import over_processes
 from ..ode.blocks import find_ode_blocks
 from ..recording import Seen, state_at, watch_blocks
-from ..settings import checks_keywords
+from ..settings import checks_keywords, flag
 from .student_teacher import Renormalised, StudentTask, TrainingPass, check_apart, check_student
 
 __all__ = ['StepwiseTask', 'check_converted_from']
@@ -26,6 +26,7 @@ class StepwiseTask(StudentTask):
     Args:
         student: Converted model.
         teacher: The model that it was converted from; it is frozen and kept in eval mode.
+        embedding: The models' outputs are embeddings, not logits; always so for models without classes.
         device: Device of the task; by default the student's.
         verbose: Log timm's messages.
 
@@ -42,6 +43,7 @@ class StepwiseTask(StudentTask):
             student: nn.Module,
             teacher: nn.Module,
             *,
+            embedding: bool = False,
             device: Optional[torch.device] = None,
             verbose: bool = True,
     ) -> None:
@@ -54,6 +56,7 @@ class StepwiseTask(StudentTask):
                 raise ValueError(
                     f'The student runs over {ode.config.grid[1]:g} units of time plus {kept} kept layers, but the '
                     f'teacher has {len(blocks)} layers, so the steps do not end at its states. Convert with T=None.')
+        self.embedding = flag('embedding', embedding) or getattr(student, 'num_classes', None) == 0
         self.for_teacher = Renormalised(student, teacher, self.device)
         self.teacher = teacher.requires_grad_(False).eval()
         self.trainable_module: Any = _Steps(student)

@@ -16,7 +16,7 @@ from ..recording import state_at, watch_blocks
 from ..settings import takes
 from .config import LossConfig
 from .layer_times import distance_times, hidden_states, match, uniform_times
-from .losses import attention_loss, jasmin_loss, logit_loss, trajectory_loss
+from .losses import attention_loss, embedding_loss, jasmin_loss, logit_loss, relation_loss, trajectory_loss
 from .student_teacher import Renormalised, StudentTask, TrainingPass, check_same_tokens, check_student
 
 __all__ = ['TrajectoryDistillationTask', 'has_whole_sequence']
@@ -27,8 +27,8 @@ class TrajectoryDistillationTask(StudentTask):
 
     The teacher is frozen and stays in eval mode. Its layers lie at checkpoints in time. The student is compared with it
     at the ends of min(steps, layers) solver steps; between two layers, the teacher's state is interpolated
-    linearly in t. The loss is the weighted sum of its parts: trajectory, JaSMin, KL divergence of the logits,
-    cross-entropy, attention, and exits.
+    linearly in t. The loss is the weighted sum of its parts: trajectory, JaSMin, KL divergence of the logits or
+    distance of the embeddings, relations between images, cross-entropy, attention, and exits.
 
     Args:
         student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
@@ -87,9 +87,9 @@ class TrajectoryDistillationTask(StudentTask):
         tokens = host.patch_embed.num_patches + host.num_prefix_tokens
         if config.jasmin_k > tokens:
             raise ValueError(f'jasmin_k must be at most the number of tokens, {tokens}; got {config.jasmin_k}.')
-        if host.num_classes == 0 and (config.kd_weight > 0 or config.task_weight > 0):
-            raise ValueError(
-                'kd_weight and task_weight compare classes, but these models have none (num_classes=0). Set both to 0.')
+        self.embedding = config.embedding or host.num_classes == 0
+        if host.num_classes == 0 and config.task_weight > 0:
+            raise ValueError('task_weight compares classes, but these models have none (num_classes=0). Set it to 0.')
         self.teacher: Any = None
         if teacher is not None:
             self.times = _times(teacher, config, calibration, device)
@@ -122,7 +122,7 @@ class TrajectoryDistillationTask(StudentTask):
                              'Leave one of the two out.')
 
     def _check_alone(self) -> None:
-        for name in ('trajectory', 'kd', 'attention'):
+        for name in ('trajectory', 'kd', 'relation', 'attention'):
             if self.weights[name] > 0:
                 raise ValueError(f'{name}_weight needs a teacher. Give one, or set {name}_weight=0.')
         if self.config.segments:
@@ -145,9 +145,9 @@ class TrajectoryDistillationTask(StudentTask):
                 with the teacher's states; then the teacher is not run.
 
         Returns:
-            'loss', 'output' (the student's logits [B, classes]), and the parts before weighting: 'trajectory_loss',
-            'jasmin_loss', 'kd_loss', 'task_loss', and, if they have a weight, 'attention_loss' and 'exit_loss'. Parts
-            of weight 0 are computed for the record only, without a gradient.
+            'loss', 'output' (the student's logits [B, classes] or embeddings [B, E]), and the parts before weighting:
+            'trajectory_loss', 'jasmin_loss', 'kd_loss', 'task_loss', and, if they have a weight, 'relation_loss',
+            'attention_loss' and 'exit_loss'. Parts of weight 0 are computed for the record only, without a gradient.
         """
         student = unwrap_model(self.trainable_module).student
         count = student.blocks.steps
@@ -178,9 +178,14 @@ class TrajectoryDistillationTask(StudentTask):
         nothing = output.new_tensor(math.nan)
 
         def logits(of: Tensor) -> Dict[str, Any]:
-            return {
-                'kd': lambda: logit_loss(of, output_t, self.config.kd_temperature) if output_t is not None else nothing,
-                'task': lambda: self.criterion(of, labels) if labels is not None else nothing}
+            def followed() -> Tensor:
+                if output_t is None:
+                    return nothing
+                if self.embedding:
+                    return embedding_loss(of, output_t)
+                return logit_loss(of, output_t, self.config.kd_temperature)
+            classes = labels is not None and not self.embedding
+            return {'kd': followed, 'task': lambda: self.criterion(of, labels) if classes else nothing}
 
         def exit_loss() -> Tensor:
             parts = [self.weights[k] * part() for of in early for k, part in logits(of).items() if self.weights[k] > 0]
@@ -191,6 +196,8 @@ class TrajectoryDistillationTask(StudentTask):
                 for s, t in zip(states, targets, strict=True)]).mean() if states else nothing,
             **logits(output),
         }
+        if self.weights['relation'] > 0:
+            parts['relation'] = lambda: relation_loss(output, output_t)
         if self.weights['attention'] > 0:
             parts['attention'] = lambda: attention_loss(attention, last_map)
         if self.config.exits:
@@ -246,7 +253,8 @@ class TrajectoryDistillationTask(StudentTask):
     def _leaves_parameters_unused(self) -> bool:
         shared = unwrap_model(self.trainable_module).student.blocks.shared
         # few steps leave layers unused; no loss on the logits leaves the final norm and the head unused
-        return bool(shared.depends_on_time or shared.jumps or not (self.weights['kd'] or self.weights['task']))
+        return bool(shared.depends_on_time or shared.jumps or not any(
+            self.weights[name] for name in ('kd', 'relation', 'task')))
 
     def compile(self, backend: str = 'inductor', mode: Optional[str] = None, **compile_kwargs: Any) -> Any:
         """Compile the student's training pass and its evaluation; returns the eval model. The teacher is not compiled.

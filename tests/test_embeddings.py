@@ -1,0 +1,197 @@
+"""Embeddings: losses, what is measured, and training that follows them."""
+import copy
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import NearestNeighbors
+
+from timm_odevit import (
+    Recipe,
+    StepwiseTask,
+    TrajectoryDistillationTask,
+    convert_,
+    evaluate,
+    evaluate_embeddings,
+    fit,
+    save_pretrained,
+    train,
+)
+from timm_odevit.cli import main
+from timm_odevit.evaluation.embeddings import knn_accuracy, nearest, probe_accuracy
+from timm_odevit.training.losses import embedding_loss, relation_loss
+
+
+def batches(count=3, size=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(size, 3, 16, 16, generator=generator), torch.arange(size) % 3) for _ in range(count)]
+
+
+def pair(vit, **kwargs):
+    teacher = vit(num_classes=0)
+    student = copy.deepcopy(teacher)
+    convert_(student, **kwargs)
+    return student, teacher
+
+
+# --- losses
+
+def test_embedding_loss_is_the_angle_plus_the_relative_error():
+    teacher = torch.randn(64, 8) * torch.tensor([10., *[1.] * 7]) + 5
+    assert embedding_loss(teacher, teacher).item() == pytest.approx(0, abs=1e-6)
+    mean = teacher.mean(dim=0).expand_as(teacher)  # explains nothing: the squared error is the variance
+    angle = 1 - F.cosine_similarity(mean, teacher).mean()
+    torch.testing.assert_close(embedding_loss(mean, teacher), angle + 1)
+    torch.testing.assert_close(  # the angle does not see the length
+        embedding_loss(2 * teacher, teacher), F.mse_loss(2 * teacher, teacher) / (teacher - mean).square().mean())
+
+
+def test_a_rotation_of_the_dimensions_changes_no_embedding_loss():
+    """What PHI-S adds to one scale for all dimensions."""
+    student, teacher = torch.randn(2, 32, 8)
+    rotation = torch.linalg.qr(torch.randn(8, 8)).Q
+    torch.testing.assert_close(embedding_loss(student @ rotation, teacher @ rotation), embedding_loss(student, teacher))
+
+
+def test_relation_loss_compares_cosines_of_pairs():
+    teacher = torch.tensor([[1., 0.], [0., 1.], [-1., 0.]])  # cosines 0, -1, 0
+    assert relation_loss(3 * teacher, teacher) == 0
+    student = torch.tensor([[1., 0.], [1., 0.], [1., 0.]])  # cosines 1, 1, 1
+    assert relation_loss(student, teacher).item() == pytest.approx((1 + 4 + 1) / 3 / (2 / 9))
+    alone = torch.randn(2, 4, requires_grad=True)
+    relation_loss(alone, torch.randn(2, 4)).backward()
+    assert (alone.grad == 0).all()
+
+
+# --- what is measured
+
+def test_neighbours_k_nn_and_probe_agree_with_scikit_learn():
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(5, 6, generator=generator)
+    known, labels = torch.arange(1500) % 5, torch.arange(200) % 5
+    learned = centres[known] + torch.randn(1500, 6, generator=generator)
+    x = centres[labels] + torch.randn(200, 6, generator=generator)
+    found = NearestNeighbors(n_neighbors=21, metric='cosine').fit(learned.numpy())
+    distances, others = found.kneighbors(x.numpy(), 20)
+    assert (nearest(learned).numpy() == found.kneighbors(learned.numpy(), 2)[1][:, 1]).all()
+    votes = np.zeros((200, 5))
+    for i in range(200):
+        np.add.at(votes[i], known.numpy()[others[i]], np.exp((1 - distances[i]) / 0.07))
+    assert knn_accuracy(x, labels, learned, known) == pytest.approx(100 * (votes.argmax(1) == labels.numpy()).mean())
+    scaled = [(z - learned.mean(0)) / learned.std(0) for z in (learned, x)]
+    # scikit-learn's C weighs the sum over the images against half the squared weights
+    model = LogisticRegression(C=1 / (2 * 1e-3 * 1500), max_iter=1000).fit(scaled[0], known)
+    assert probe_accuracy(x, labels, learned, known) == pytest.approx(100 * model.score(scaled[1], labels), abs=0.51)
+
+
+def test_a_model_is_nearest_to_itself(vit):
+    student, teacher = pair(vit, phases=3)  # exactly the teacher
+    found = evaluate_embeddings(student, batches(), teacher=teacher, labelled=batches(seed=1), steps=(3, 1))
+    first, same, fewer = found.results
+    assert (first.model, first.cosine, first.error, first.neighbours) == ('teacher', 1, 0, 100)
+    assert same.cosine == pytest.approx(1) and same.error == pytest.approx(0, abs=1e-9) and same.neighbours == 100
+    assert same.knn == first.knn and same.probe == first.probe
+    assert fewer.cosine < 1 and fewer.error > 0 and fewer.steps == 1 and fewer.nfe == 1
+    assert student.blocks.steps == 3
+    text = str(found)
+    assert 'cosine' in text and 'top-1' not in text and '1.0000' in text
+    assert json.loads(found.to_json())[1]['neighbours'] == 100
+    assert found.plot().axes[0].get_ylabel() == "cosine with the teacher's embedding"
+    assert '<td>' in found._repr_html_()
+
+
+def test_without_a_teacher_and_without_labels_there_is_nothing_to_compare(vit):
+    found = evaluate_embeddings(vit(num_classes=0), batches()).results[0]
+    assert found.cosine is None and found.knn is None and found.images == 12 and found.images_per_second > 0
+
+
+def test_bad_input(vit):
+    student, teacher = pair(vit)
+    with pytest.raises(ValueError, match='evaluate_embeddings'):
+        evaluate(student, batches())
+    with pytest.raises(ValueError, match='gives embeddings .*32.*, the teacher .*5'):
+        evaluate_embeddings(student, batches(), teacher=vit())
+    with pytest.raises(ValueError, match='gave no images'):
+        evaluate_embeddings(student, [])
+
+    class Shuffled(list):
+        def __iter__(self):
+            self.reverse()
+            return super().__iter__()
+    with pytest.raises(ValueError, match='shuffle=False'):
+        evaluate_embeddings(student, Shuffled([(torch.randn(2, 3, 16, 16), torch.tensor([i, i])) for i in (0, 1)]), teacher=teacher)
+    assert evaluate_embeddings(student, batches(1, 1), teacher=teacher).results[-1].neighbours is None
+
+
+# --- training
+
+@pytest.mark.parametrize('settings', [{}, dict(relation_weight=0.5), dict(exits=(0.5,), exit_weight=0.5)], ids=str)
+def test_training_comes_nearer_to_the_teachers_embeddings(vit, settings, tmp_path):
+    student, teacher = pair(vit, time='low_rank', rank=2)
+    task = TrajectoryDistillationTask(student, teacher, **settings)
+    before = evaluate_embeddings(student, batches(), teacher=teacher).results[-1]
+    history = fit(task, batches(), batches(), out=tmp_path / 'run', epochs=8, lr=3e-3)
+    after = evaluate_embeddings(student, batches(), teacher=teacher).results[-1]
+    assert after.cosine > before.cosine and after.error < before.error
+    assert history[-1]['val_cosine'] == pytest.approx(after.cosine, abs=1e-6) and 'val_top1' not in history[-1]
+    assert ('relation_loss' in history[0]) == ('relation_weight' in settings)
+    best = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
+    chosen = evaluate_embeddings(best, batches(), teacher=teacher).results[-1].cosine
+    assert chosen == pytest.approx(max(record['val_cosine'] for record in history), abs=1e-6)
+
+
+def test_the_outputs_of_a_model_with_a_projection_are_embeddings_if_said_so(vit):
+    """CLIP's image towers have their projection where others have classes; labels then mean nothing."""
+    teacher = vit(num_classes=7)
+    student = copy.deepcopy(teacher)
+    convert_(student)
+    images, labels = torch.randn(4, 3, 16, 16), torch.full((4,), 99)
+    parts = TrajectoryDistillationTask(student, teacher, embedding=True)(images, labels)
+    torch.testing.assert_close(parts['kd_loss'], embedding_loss(student(images), teacher(images)))
+    assert parts['task_loss'].isnan()
+    for task in (TrajectoryDistillationTask(student, teacher, embedding=True), StepwiseTask(student, teacher, embedding=True)):
+        assert 'val_neighbours' in fit(task, [(images, labels)], [(images, labels)], epochs=1)[0]
+
+
+def test_stepwise_training_of_a_model_without_classes(vit):
+    student, teacher = pair(vit)
+    record = fit(StepwiseTask(student, teacher), batches(), batches(), epochs=1)[0]
+    assert 0 < record['val_cosine'] < 1
+
+
+@pytest.mark.parametrize('recipe, classes', [('embedding', 0), ('zero_shot', 6)])
+def test_recipes(vit, recipe, classes, tmp_path):
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / 'd.npz', **{f'{kind}_{part}': rng.integers(0, 256, (40, 16, 16, 3), dtype=np.uint8) if kind == 'x'
+                                    else np.arange(40) % 10 for kind in 'xy' for part in ('train', 'test')})
+    teacher = vit(num_classes=classes)
+    made = Recipe.load(recipe, ['ode.rank=2', 'data.batch_size=12', 'stages.0.fit.epochs=1', 'stages.1.fit.epochs=1'])
+    train(made, tmp_path / 'd.npz', tmp_path / 'run', teacher=teacher)
+    student = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
+    history = json.loads((tmp_path / 'run' / 'history.json').read_text())
+    assert all('val_cosine' in record for record in history)
+    outside = {name: p for name, p in teacher.state_dict().items() if 'blocks.' not in name}
+    kept = all(torch.equal(p, student.state_dict()[name]) for name, p in outside.items())
+    assert kept == (recipe == 'zero_shot')  # the texts need the rest as it is
+
+
+def test_commands(vit, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    student, teacher = pair(vit)
+    save_pretrained(student, 'student')
+    save_pretrained(teacher, 'teacher')
+    rng = np.random.default_rng(0)
+    np.savez('d.npz', **{f'{kind}_{part}': rng.integers(0, 256, (40, 16, 16, 3), dtype=np.uint8) if kind == 'x'
+                         else np.arange(40) % 10 for kind in 'xy' for part in ('train', 'test')})
+    given = ['local-dir:student', 'd.npz', '--teacher', 'local-dir:teacher', '--quiet']
+    assert main(['evaluate', *given, '--steps', '1,3', '--json', 'a.json']) == 0
+    assert 'k-NN %' in capsys.readouterr().out
+    rows = json.loads((tmp_path / 'a.json').read_text())
+    assert [row['steps'] for row in rows] == [None, 1, 3] and rows[0]['probe'] is not None
+    assert main(['calibrate', 'local-dir:student', 'd.npz', 'out', '--teacher', 'local-dir:teacher', '--epochs', '1,1',
+                 '--batch-size', '12', '--quiet']) == 0
+    assert 'nearest images as in the teacher on' in capsys.readouterr().out

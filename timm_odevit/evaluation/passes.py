@@ -1,0 +1,147 @@
+"""The images of a loader through a model, timed, at one or several step counts."""
+import time
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ..convert.merge import MergedBlocks, check_not_merged
+from ..hooks import evaluating
+from ..ode.blocks import OdeBlocks, count_parameters, find_ode_blocks
+from ..ode.config import OdeConfig
+from ..ode.methods import METHODS
+
+__all__ = ['AMP_DTYPES', 'Passes', 'in_batches', 'step_counts']
+
+AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
+BATCH = 64  # images of a pair of tensors that run at once
+
+
+def step_counts(
+        model: nn.Module, steps: Optional[Union[int, Sequence[int]]],
+) -> List[Tuple[str, Callable[[], AbstractContextManager]]]:
+    """A name and a context for each of the step counts, in which the model has it; its own one for None.
+
+    Raises:
+        ValueError: There are no counts, or the model has no steps to set.
+    """
+    blocks = find_ode_blocks(model)
+    if steps is None:
+        return [(f'{blocks[0].steps} steps' if len(blocks) == 1 else 'model', nullcontext)]
+    counts = [steps] if isinstance(steps, int) else list(steps)
+    if not counts:
+        raise ValueError('steps is empty. Give step counts, such as steps=(1, 6, 12), or None.')
+    check_not_merged(model)
+    if not blocks:
+        raise ValueError(
+            f'steps={counts} needs an ODE-ViT; this {type(model).__name__} is not one. Call convert_ first.')
+    if len(blocks) > 1:
+        raise ValueError(
+            f'steps={counts} is one number per run, but this {type(model).__name__} has {len(blocks)} stages. Set '
+            'the steps of each stage on the model, and leave steps out.')
+    return [(f'{count} steps', partial(blocks[0].at, count)) for count in counts]
+
+
+def in_batches(loader: Any) -> Any:
+    """A loader, or the batches of a pair of tensors: images [N, C, H, W] and labels [N]."""
+    if isinstance(loader, (tuple, list)) and len(loader) == 2 and all(isinstance(part, Tensor) for part in loader):
+        return list(zip(*(part.split(BATCH) for part in loader), strict=True))
+    return loader
+
+
+class Passes:
+    """The batches of a loader through a model in eval mode, on its device; empty batches are skipped.
+
+    Args:
+        model: Model, [B, C, H, W] to its outputs [B, ...].
+        loader: Batches (images [B, C, H, W], labels [B]).
+        amp_dtype: Run under autocast in this dtype; None for the model's own.
+        progress: Show a progress bar.
+        name: What it says.
+        renormalised: Scale and shift of the images; None twice to leave them.
+    """
+
+    def __init__(
+            self, model: nn.Module, loader: Iterable[Any], amp_dtype: Optional[torch.dtype], progress: bool, name: str,
+            renormalised: Tuple[Optional[Tensor], Optional[Tensor]] = (None, None),
+    ) -> None:
+        self.model, self.loader, self.dtype = model, loader, amp_dtype
+        self.progress, self.name, self.renormalised = progress, name, renormalised
+        self.images, self.seconds, self.evaluations = 0, 0., 0.
+        self.taken: List[Tensor] = []
+
+    def run(self, each: Callable[[Tensor, Tensor], Any]) -> Dict[str, Any]:
+        """Give the outputs in float32 [B, ...] and the labels [B] of each batch to `each`.
+
+        Returns:
+            Steps, evaluations, parameters, images, speed, and how many images halted when, as in a Result.
+
+        Raises:
+            ValueError: The loader gave no images.
+        """
+        model, blocks, halting = self.model, find_ode_blocks(self.model), _halting(self.model)
+        parameter = next(model.parameters())
+        device = parameter.device
+        scale, shift = self.renormalised
+        autocast = torch.autocast(device.type, self.dtype) if self.dtype is not None else nullcontext()
+        with evaluating(model), torch.inference_mode(), autocast:
+            for images, labels in tqdm(self.loader, desc=self.name, leave=False, disable=not self.progress):
+                if not len(images):
+                    continue
+                images = images.to(device, parameter.dtype if self.dtype is None else images.dtype)
+                if scale is not None and shift is not None:
+                    images = images * scale.to(images) + shift.to(images)
+                if halting is not None:
+                    halting.steps_taken = None
+                if not self.images:
+                    model(images)  # the first pass is slower than the others, and is not timed
+                _synchronize(device)
+                start = time.perf_counter()
+                outputs = model(images)
+                _synchronize(device)
+                self.seconds += time.perf_counter() - start
+                self.images += len(images)
+                if halting is None:
+                    self.evaluations += len(images) * sum(b.nfe for b in blocks)
+                else:
+                    steps = halting.steps_taken  # None if the host runs them one by one, as with checkpointing
+                    own = torch.full((len(images),), _settings(halting).grid[0])
+                    self.taken.append(own if steps is None else steps.cpu())
+                each(outputs.float(), labels.to(device))
+        if not self.images:
+            raise ValueError('The loader gave no images.')
+        return self._found()
+
+    def _found(self) -> Dict[str, Any]:
+        blocks = find_ode_blocks(self.model)
+        evaluations = halted = None
+        if blocks:
+            adaptive = blocks[0].config.adaptive
+            evaluations = self.evaluations / self.images if adaptive else sum(b.nfe for b in blocks)
+        if self.taken:
+            taken, settings = torch.cat(self.taken), _settings(_halting(self.model))
+            halted = tuple((100 * taken.bincount() / self.images).tolist()[1:])
+            evaluations = METHODS[settings.method].evaluations * taken.double().mean().item()
+        return dict(
+            steps=sum(b.steps for b in blocks) if blocks else None, nfe=evaluations,
+            parameters=count_parameters(self.model), images=self.images,
+            images_per_second=self.images / self.seconds, halted=halted)
+
+
+def _halting(model: nn.Module) -> Any:
+    """The blocks of a model whose images may halt, or None."""
+    found: List[Any] = [m for m in model.modules() if isinstance(m, (OdeBlocks, MergedBlocks))]
+    return next((blocks for blocks in found if _settings(blocks).halting is not None), None)
+
+
+def _settings(blocks: Any) -> OdeConfig:
+    settings: OdeConfig = blocks.merged if isinstance(blocks, MergedBlocks) else blocks.config
+    return settings
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
