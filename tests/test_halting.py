@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from timm.models import FeatureGraphNet
 
 from timm_odevit import OdeConfig, calibrate_halting, convert_, evaluate, merge_, save_pretrained
 from timm_odevit.cli import main
@@ -249,3 +250,92 @@ def test_on_the_command_line(tmp_path, capsys):
     assert 'steps taken with at most 3: 1 by ' in capsys.readouterr().out
     assert main(['halt', *options, str(out), '--device', 'cpu']) == 2
     assert 'is not empty' in capsys.readouterr().err
+
+
+# --- what a second pair of eyes found
+
+def test_merged_models_halt_when_compiled_and_with_kept_blocks(vit, images):
+    for settings in (dict(tokens=0.4), dict(method='reversible'), dict(blocks=(1, 2))):
+        model = vit()
+        convert_(model, time='vectors', steps=4, halting='residual', halting_threshold=0.5, **settings)
+        model.eval()
+        with torch.no_grad():
+            expected = model(images)
+            merge_(model)
+            torch.testing.assert_close(model(images), expected)
+            torch.testing.assert_close(torch.compile(model, fullgraph=True, backend='aot_eager')(images), expected)
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize('settings', [dict(tokens=0.4), dict(halting='residual', halting_threshold=1.), dict(method='reversible')], ids=str)
+def test_torchscript_refuses_what_it_would_drop(vit, settings):
+    model = vit()
+    convert_(model, time='vectors', **settings)
+    merge_(model)
+    with pytest.raises(ValueError, match='TorchScript supports neither'):
+        torch.jit.script(model)
+
+
+def test_halting_of_states_with_two_dimensions_of_tokens_is_the_same_when_compiled():
+    model = timm.create_model('samvit_base_patch16', img_size=64, depth=4, embed_dim=32, num_heads=2, num_classes=3, out_chans=32)
+    convert_(model, steps=6, halting='residual', halting_threshold=0.3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+        images = torch.randn(4, 3, 64, 64)
+        expected = model.eval()(images)
+        taken = model.blocks.steps_taken
+        model.blocks.config = replace(model.blocks.config, halting_threshold=model.blocks.config.halting_threshold)
+        torch.testing.assert_close(torch.compile(model, backend='aot_eager')(images), expected)
+    assert taken is not None
+    torch._dynamo.reset()
+
+
+def test_a_host_that_runs_its_blocks_one_by_one_is_refused():
+    model = timm.create_model('beit_base_patch16_224', img_size=32, depth=2, embed_dim=32, num_heads=2, num_classes=3).eval()
+    convert_(model)
+    with pytest.raises(ValueError, match='runs its blocks one by one'):
+        calibrate_halting(model, [(torch.randn(2, 3, 32, 32), torch.zeros(2, dtype=torch.long))])
+
+
+def test_a_model_without_classes_cannot_halt_by_them(vit, images):
+    model = vit(num_classes=0)
+    convert_(model, halting='entropy', halting_threshold=1.)
+    with pytest.raises(ValueError, match="'acceleration' or 'residual'"):
+        model.eval()(images)
+
+
+def test_evaluations_of_several_stages_are_counted_together():
+    model = timm.create_model('swin_tiny_patch4_window7_224', img_size=56, depths=(2, 4), embed_dim=24, num_heads=(2, 2),
+                              num_classes=3).eval()
+    convert_(model, halting='residual', halting_threshold=1e4)  # all halt after the first step of each stage
+    found = evaluate(model, [(torch.randn(2, 3, 56, 56), torch.zeros(2, dtype=torch.long))]).results[0]
+    assert found.nfe == 2 and found.halted is None
+
+
+def test_calibration_leaves_other_threads_alone(vit):
+    model = vit()
+    convert_(model, steps=6, halting='residual', halting_threshold=0.4)
+    model.eval()
+    x = torch.randn(8, 3, 16, 16)
+    with torch.no_grad():
+        expected, found, stop = model(x), [], threading.Event()
+
+    def run():
+        with torch.no_grad():
+            while not stop.is_set():
+                found.append(torch.equal(model(x), expected))
+    thread = threading.Thread(target=run)
+    thread.start()
+    calibrate_halting(model, [(torch.randn(8, 3, 16, 16), torch.arange(8) % 5) for _ in range(20)], max_drop=1.)
+    stop.set()
+    thread.join()
+    assert found and all(found)
+
+
+def test_fx_does_not_drop_halting_or_merged_tokens(vit):
+    for settings in (dict(halting='residual', halting_threshold=1.), dict(tokens=0.5)):
+        model = vit()
+        convert_(model, **settings)
+        with pytest.raises(ValueError, match='FX cannot trace'):
+            FeatureGraphNet(model.eval(), out_indices=(0,))

@@ -163,6 +163,19 @@ def test_a_slice_merges_as_fast_as_the_whole(vit, images, merged):
         assert len(torch.unique(late(x)[0], dim=0)) == 1 + tokens_at(16, 0.65, 2 / 3)
 
 
+def test_steps_that_are_kept_do_not_remember_another_batch(vit, images):
+    model = with_tokens(vit, 0.3, steps=6)
+    steps = list(model.blocks)
+    with torch.no_grad():
+        model.blocks(embedded(model, images))
+        x = torch.randn(3, 17, 32)
+        for step in steps:
+            step(torch.randn(2, 17, 32))
+        torch.testing.assert_close(steps[2](x), model.blocks[2](x))
+        torch.testing.assert_close(steps[2](x[:2]), model.blocks[2](x[:2]))
+        assert model(images[:0]).shape == (0, 5)
+
+
 def test_saved_with_the_model(vit, images, tmp_path):
     model = timm.create_model('odevit_tiny', img_size=32, num_classes=3, ode_tokens=0.5, ode_steps=2).eval()
     save_pretrained(model, tmp_path / 'm')

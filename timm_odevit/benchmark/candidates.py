@@ -10,11 +10,11 @@ from timm.task import ClassificationTask
 from torch import Tensor, nn
 
 from ..convert.conversion import convert_
-from ..convert.merge import MergedBlocks, merge_
+from ..convert.merge import merge_
 from ..data.preprocessing import data_config
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import OdeConfig
-from ..ode.methods import METHODS
+from ..ode.halting import Halts
 from ..training.trajectory_task import TrajectoryDistillationTask
 from .products import products_of
 from .timing import Call, Setting
@@ -124,25 +124,11 @@ def training_steps(base: nn.Module, name: str) -> List[Candidate]:
 
 def evaluations_of(model: nn.Module) -> Optional[float]:
     """Blocks that an image went through in this thread's last forward pass, on average; None if not known."""
-    total, known = 0., False
-    for blocks in model.modules():
-        if isinstance(blocks, OdeBlocks):
-            config, kept = blocks.config, len(blocks.before) + len(blocks.after)
-        elif isinstance(blocks, MergedBlocks):
-            config, kept = blocks.merged, len(blocks) - blocks.merged.grid[0]
-        else:
-            continue
-        known, total = True, total + kept
-        if config.adaptive:
-            total += blocks.nfe
-        else:
-            taken = blocks.steps_taken if config.halting else None
-            steps = config.grid[0] if taken is None else float(taken.float().mean())
-            total += steps * METHODS[config.method].evaluations
+    found = [module for module in model.modules() if isinstance(module, Halts)]
+    if found:
+        return sum(blocks.evaluations + len(blocks) - blocks.settings.grid[0] for blocks in found)
     plain = getattr(model, 'blocks', None)
-    if not known and isinstance(plain, (nn.Sequential, nn.ModuleList)):
-        return float(len(plain))
-    return total if known else None
+    return float(len(plain)) if isinstance(plain, (nn.Sequential, nn.ModuleList)) else None
 
 
 def _dial(blocks: Sequence[OdeBlocks], steps: Optional[Sequence[int]]) -> List[int]:

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     options = {} if args.img_size is None else {'img_size': args.img_size}
     model: Any = load(args.model, args, **options)
     set_steps(model, args.steps, args.model)
-    out = args.out or Path(args.model.split(':')[-1]).name + FORMATS[args.format].suffix
+    out = args.out or Path(args.model.split(':')[-1]).resolve().name + FORMATS[args.format].suffix
     path = export_model(
         model, out, format=args.format, int8=args.int8, merged=not args.unmerged, overwrite=args.overwrite)
     print(f'wrote {path}: {path.stat().st_size / 1e6:.2f} MB')

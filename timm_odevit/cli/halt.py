@@ -21,10 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--max-drop', type=float, metavar='SHARE', default=0.005,
                         help='largest loss of accuracy, as a share of all images (default: %(default)s)')
     parser.add_argument('--steps', type=whole_number(1), metavar='N', help='number of solver steps (default: as saved)')
-    parser.add_argument('--held-out', type=float, metavar='SHARE', default=0.1,
-                        help='share that training held out, if the data has no val/ (default: %(default)s)')
-    parser.add_argument('--seed', type=int, metavar='N', default=0,
-                        help='the seed of the training, for --held-out (default: %(default)s)')
+    parser.add_argument('--held-out', type=float, metavar='SHARE',
+                        help='share that training held out, if the data has no val/ (default: 0.1)')
+    parser.add_argument('--seed', type=int, metavar='N',
+                        help='the seed of the training, for the images held out of folders (default: 0)')
     parser.add_argument('--batch-size', type=whole_number(1), metavar='N', default=64,
                         help='images per batch (default: %(default)s)')
     workers(parser)
@@ -38,6 +38,9 @@ def run(args: argparse.Namespace) -> None:
     found = calibrate_halting(
         model, _held_out(args, model), rule=args.rule, max_drop=args.max_drop, progress=not args.quiet)
     print(found)
+    if found.nfe == found.full_nfe:
+        raise ValueError(f'No image can stop earlier at --max-drop {args.max_drop:g}, so nothing was saved. Allow '
+                         'more, use another --rule, or train a student with exits: odevit distill early_exit')
     found.apply_(model)
     folder = save_pretrained(model, args.out)
     print(f"saved {folder}: timm.create_model('local-dir:{folder}', pretrained=True)")
@@ -45,10 +48,18 @@ def run(args: argparse.Namespace) -> None:
 
 def _held_out(args: argparse.Namespace, model: Any) -> Any:
     """Images that training has not seen, but not the test images."""
+    share = 0.1 if args.held_out is None else args.held_out
+    if not Path(args.data).exists():
+        raise ValueError(f"There is no '{args.data}'. Give a folder of images or an .npz.")
     if Path(args.data).is_file():
-        if args.workers is not None:
-            raise ValueError('--workers load images from folders, but an .npz is read at once. Leave it out.')
-        return array_loaders(args.data, model, batch_size=args.batch_size, held_out=args.held_out)[1]
-    share = None if 'val' in folder_parts(args.data) else args.held_out
-    return folder_loader(args.data, model, batch_size=args.batch_size, held_out=share, seed=args.seed,
-                         workers=2 if args.workers is None else args.workers)
+        for option in ('workers', 'seed'):
+            if getattr(args, option) is not None:
+                raise ValueError(f'--{option} is for images in folders; an .npz is read at once, and its last images '
+                                 'are held out. Leave it out.')
+        return array_loaders(args.data, model, batch_size=args.batch_size, held_out=share)[1]
+    own = 'val' in folder_parts(args.data)
+    if own and (args.held_out is not None or args.seed is not None):
+        raise ValueError(f"'{args.data}' has a val/ of its own, so nothing else was held out. Leave out --held-out and "
+                         '--seed.')
+    return folder_loader(args.data, model, batch_size=args.batch_size, held_out=None if own else share,
+                         seed=args.seed or 0, workers=2 if args.workers is None else args.workers)

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
             top = model(pixels[None].to(args.device))[0].softmax(-1).topk(min(args.top, model.num_classes))
         classes = [{'label': int(i), 'name': names[i] if names else None, 'probability': round(float(p), 4)}
                    for p, i in zip(*top, strict=True)]
-        found.append({'image': file, 'evaluations': sum(b.nfe for b in find_ode_blocks(model)) or None,
+        found.append({'image': file, 'evaluations': sum(int(b.evaluations) for b in find_ode_blocks(model)) or None,
                       'classes': classes})
     if args.json:
         print(json.dumps(found, indent=2))

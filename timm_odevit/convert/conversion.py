@@ -113,6 +113,9 @@ def convert_(
 
 def _logits(model: Any, state: Tensor) -> Tensor:
     """The logits [B, classes] that a model gives for a last state [B, N, D]."""
+    if not model.num_classes:
+        raise ValueError("The model has no classes by whose 'entropy' or 'confidence' images could halt. Use the rule "
+                         "'acceleration' or 'residual', or set halting=None.")
     found: Tensor = model.forward_head(model.norm(state))
     return found
 

@@ -33,10 +33,15 @@ class MergedBlocks(Halts, nn.Sequential):
     readout: Optional[Readout]
     prefix: int
 
+    @property
+    def settings(self) -> OdeConfig:
+        """The settings that apply: `merged`."""
+        return self.merged
+
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         blocks = list(self)
-        if can_halt(self.merged, blocks, x):  # nothing is kept after steps that can halt
-            ahead = len(blocks) - self.merged.grid[0]
+        ahead = len(blocks) - self.merged.grid[0]  # nothing is kept after steps that can halt
+        if can_halt(self.merged, blocks[ahead:], x):
             for block in blocks[:ahead]:
                 x = block(x)
             pairs = [(step, step.field.context((), {})) for step in blocks[ahead:]]

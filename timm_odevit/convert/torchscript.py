@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ..ode.blocks import OdeBlocks
 from ..ode.fields import Context, Field
+from ..ode.halting import Halts
 from .merge import MergedBlocks, merged_steps
 
 __all__ = ['scriptable_copy']
@@ -21,15 +22,16 @@ def scriptable_copy(model: nn.Module) -> nn.Module:
         ValueError: The method is adaptive, or TorchScript does not support the blocks.
     """
     blocks: Any = model.blocks
+    if isinstance(blocks, Halts):
+        config = blocks.settings
+        if config.tokens < 1 or config.halting is not None or config.method == 'reversible':
+            raise ValueError("TorchScript supports neither merged tokens nor halting nor method 'reversible'. Set "
+                             'tokens=1, halting=None and another method first, or use torch.export.')
     if isinstance(blocks, OdeBlocks):
         if blocks.config.adaptive:
             raise ValueError(
                 f"TorchScript does not support the adaptive method '{blocks.method}'. Set a fixed-step method first, "
                 "such as model.blocks.method = 'rk4'.")
-        config = blocks.config
-        if config.tokens < 1 or config.halting is not None or config.method == 'reversible':
-            raise ValueError("TorchScript supports neither merged tokens nor halting nor method 'reversible'. Set "
-                             'tokens=1, halting=None and another method first, or use torch.export.')
         chosen: Sequence[nn.Module] = [*blocks.before, *merged_steps(blocks), *blocks.after]
     elif isinstance(blocks, MergedBlocks):
         chosen = list(blocks)

@@ -52,6 +52,8 @@ def model_name(model: Any) -> str:
     """The timm name of a model with the tag of its weights, or else the name of its class."""
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     name = cfg.get('architecture') or type(model).__name__
+    if name == 'odevit_converted':  # the tag is that of the base
+        return str(name)
     return f"{name}.{cfg['tag']}" if cfg.get('tag') else name
 
 

@@ -72,7 +72,7 @@ def export_model(
     if path.is_dir() or (path.exists() and not overwrite):
         instead = '' if path.is_dir() else ', or overwrite=True (--overwrite)'
         raise ValueError(f"'{path}' exists. Give another file{instead}.")
-    _check(model, int8, merged)
+    _check(model, format, int8, merged)
     check_installed(format, int8)
     copied = _frozen_copy(model, merged)
     if format == 'onnx':
@@ -98,7 +98,7 @@ def export_model(
     return path
 
 
-def _check(model: Any, int8: bool, merged: bool) -> None:
+def _check(model: Any, format: str, int8: bool, merged: bool) -> None:
     if not hasattr(model, 'in_chans'):
         raise TypeError(f'Cannot export {type(model).__name__}: it does not say what images it takes. Give a model '
                         'made by timm.create_model.')
@@ -111,6 +111,10 @@ def _check(model: Any, int8: bool, merged: bool) -> None:
         if ode.config.adaptive:
             raise ValueError(f"'{ode.method}' chooses its own times while it runs, but a file has fixed steps. Set a "
                              "fixed-step method first, such as model.blocks.method = 'rk4'.")
+    dtype = next(p for p in model.parameters() if p.is_floating_point()).dtype
+    if format == 'onnx' and dtype not in (torch.float32, torch.float16):
+        raise ValueError(f'The weights are {dtype}, which ONNX Runtime does not run. Call model.float() first, or '
+                         'choose the format pt2.')
     if int8 and not merged and any(ode.shared.depends_on_time for ode in blocks):
         raise ValueError('A block that depends on time has no weights to store as int8 until it is merged. Leave out '
                          'int8, or merged=False (--unmerged).')

@@ -1,4 +1,5 @@
 """calibrate_halting: the threshold at which images may halt without losing more accuracy than allowed."""
+import threading
 from dataclasses import dataclass, replace
 from typing import Any, Iterable, List, Tuple
 
@@ -7,13 +8,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..convert.merge import check_not_merged
-from ..hooks import evaluating
+from ..hooks import evaluating, hooked
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import HALTING
 from ..ode.halting import Scores
 from ..ode.methods import METHODS
-from ..recording import watch_blocks
 from ..settings import checks_keywords, number, one_of
+from .passes import in_batches
 
 __all__ = ['Halting', 'calibrate_halting']
 
@@ -72,8 +73,8 @@ def calibrate_halting(
 
     Args:
         model: ODE-ViT with one sequence of blocks, a fixed-step method and a head.
-        loader: Batches (images [B, C, H, W], labels [B]); or images alone, whose answers in the full run then count
-            as right.
+        loader: Batches (images [B, C, H, W], labels [B]), or one pair of tensors; or batches of images alone, whose
+            answers in the full run then count as right.
         rule: 'entropy', 'confidence', 'acceleration' or 'residual'; see `OdeConfig.halting`.
         max_drop: Largest loss of top-1 accuracy, as a share of all images: 0.005 for half a percentage point.
         progress: Show a progress bar.
@@ -83,8 +84,8 @@ def calibrate_halting(
 
     Raises:
         TypeError: The model is not an ODE-ViT with one sequence of blocks.
-        ValueError: Its head cannot be applied to the states along the way, its method is adaptive, a setting is out of
-            range, or there are no images.
+        ValueError: Its head cannot be applied to the states along the way, it runs its blocks one by one, its method
+            is adaptive, a setting is out of range, or there are no images.
 
     Source: entropy along the way: Loop-ViT, arXiv 2602.02156.
     """
@@ -94,7 +95,8 @@ def calibrate_halting(
     if blocks.readout is None or blocks.after or not getattr(model, 'num_classes', 0):
         raise ValueError(f'The head of this {type(model).__name__} cannot be applied to the states along the way, so '
                          'no image can halt.')
-    scores, right = (torch.cat(parts) for parts in zip(*_run(model, blocks, loader, rule, progress), strict=True))
+    scores, right = (torch.cat(parts) for parts in zip(
+        *_run(model, blocks, in_batches(loader), rule, progress), strict=True))
     found = scores[:, :-1].flatten().unique()
     found = found[found.isfinite()]
     chosen = torch.linspace(0, len(found) - 1, min(TRIED, len(found))).long()
@@ -120,20 +122,35 @@ def _run(model: Any, blocks: Any, loader: Iterable[Any], rule: str, progress: bo
     """For each batch, the scores [B, K] after each step, and whether the answer there is right [B, K]."""
     found = []
     parameter = next(model.parameters())
-    with evaluating(model), torch.inference_mode():
+    given: List[Any] = []  # what the host hands to its blocks; hooks on steps would keep other threads from halting
+
+    def watch(_: nn.Module, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() == this_thread:
+            given[:] = [args, kwargs]
+    this_thread = threading.get_ident()
+    with evaluating(model), torch.inference_mode(), hooked((blocks, 'before with keywords', watch)):
         for batch in tqdm(loader, desc='halting', leave=False, disable=not progress):
             images, labels = batch if isinstance(batch, (list, tuple)) else (batch, None)
-            with watch_blocks([list(blocks)]) as seen:
-                logits = model(images.to(parameter.device, parameter.dtype))
-            states = seen[0][0][len(blocks.before):]
+            given.clear()
+            logits = model(images.to(parameter.device, parameter.dtype))
+            if not given:
+                raise ValueError(f'A {type(model).__name__} runs its blocks one by one, so no image can leave the '
+                                 'batch between them.')
+            (x, *args), kwargs = given
+            for block in blocks.before:
+                x = block(x, *args, **kwargs)
+            states = blocks.trajectory(x, *args, **kwargs)
             score = Scores(rule, blocks.readout)
             steps = list(zip(states[:-1], states[1:], blocks.bound_steps, strict=True))
             scores = torch.stack([score(before, after, step.h) for before, after, step in steps], dim=1)
             answers = torch.stack([blocks.readout(after).argmax(dim=-1) for _, after, _ in steps], dim=1)
-            if not torch.equal(answers[:, -1], logits.argmax(dim=-1)):
+            last = answers[:, -1]
+            if blocks.config.halting is None and not torch.equal(last, logits.argmax(dim=-1)):
                 raise ValueError(f'This {type(model).__name__} does not apply its norm and head to the last state '
                                  'alone, so no image can halt.')
-            truth = logits.argmax(dim=-1) if labels is None else labels.to(answers.device)
+            truth = last if labels is None else labels.to(last.device)
+            if truth.shape != last.shape:
+                raise ValueError(f'Labels must be classes [B]; got {list(truth.shape)} for {len(last)} images.')
             found.append((scores.cpu(), (answers == truth[:, None]).cpu()))
     if not found:
         raise ValueError('The loader gave no images.')

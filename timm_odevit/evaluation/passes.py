@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..convert.merge import MergedBlocks, check_not_merged
+from ..convert.merge import check_not_merged
 from ..hooks import evaluating
-from ..ode.blocks import OdeBlocks, count_parameters, find_ode_blocks
-from ..ode.config import OdeConfig
-from ..ode.methods import METHODS
+from ..ode.blocks import count_parameters, find_ode_blocks
+from ..ode.halting import Halts
 
 __all__ = ['AMP_DTYPES', 'Passes', 'in_batches', 'step_counts']
 
@@ -71,7 +70,7 @@ class Passes:
         self.model, self.loader, self.dtype = model, loader, amp_dtype
         self.progress, self.name, self.renormalised = progress, name, renormalised
         self.images, self.seconds, self.evaluations = 0, 0., 0.
-        self.taken: List[Tensor] = []
+        self.taken: List[Tensor] = []  # steps of each image, if one sequence of blocks can halt
 
     def run(self, each: Callable[[Tensor, Tensor], Any]) -> Dict[str, Any]:
         """Give the outputs in float32 [B, ...] and the labels [B] of each batch to `each`.
@@ -82,7 +81,8 @@ class Passes:
         Raises:
             ValueError: The loader gave no images.
         """
-        model, blocks, halting = self.model, find_ode_blocks(self.model), _halting(self.model)
+        model = self.model
+        sequences: List[Any] = [module for module in model.modules() if isinstance(module, Halts)]
         parameter = next(model.parameters())
         device = parameter.device
         scale, shift = self.renormalised
@@ -94,8 +94,8 @@ class Passes:
                 images = images.to(device, parameter.dtype if self.dtype is None else images.dtype)
                 if scale is not None and shift is not None:
                     images = images * scale.to(images) + shift.to(images)
-                if halting is not None:
-                    halting.steps_taken = None
+                for blocks in sequences:
+                    blocks.steps_taken = None  # and so it stays if the host runs the steps one by one
                 if not self.images:
                     model(images)  # the first pass is slower than the others, and is not timed
                 _synchronize(device)
@@ -104,42 +104,27 @@ class Passes:
                 _synchronize(device)
                 self.seconds += time.perf_counter() - start
                 self.images += len(images)
-                if halting is None:
-                    self.evaluations += len(images) * sum(b.nfe for b in blocks)
-                else:
-                    steps = halting.steps_taken  # None if the host runs them one by one, as with checkpointing
-                    own = torch.full((len(images),), _settings(halting).grid[0])
-                    self.taken.append(own if steps is None else steps.cpu())
+                self.evaluations += len(images) * sum(blocks.evaluations for blocks in sequences)
+                if len(sequences) == 1 and sequences[0].settings.halting is not None:
+                    steps, most = sequences[0].steps_taken, sequences[0].settings.grid[0]
+                    self.taken.append(torch.full((len(images),), most) if steps is None else steps.cpu())
                 each(outputs.float(), labels.to(device))
         if not self.images:
             raise ValueError('The loader gave no images.')
-        return self._found()
-
-    def _found(self) -> Dict[str, Any]:
-        blocks = find_ode_blocks(self.model)
-        evaluations = halted = None
-        if blocks:
-            adaptive = blocks[0].config.adaptive
-            evaluations = self.evaluations / self.images if adaptive else sum(b.nfe for b in blocks)
+        evaluations: Optional[float] = None
+        if sequences:
+            evaluations = self.evaluations / self.images
+            if not any(blocks.settings.adaptive or blocks.settings.halting for blocks in sequences):
+                evaluations = round(evaluations)
+        halted = None
         if self.taken:
-            taken, settings = torch.cat(self.taken), _settings(_halting(self.model))
-            halted = tuple((100 * taken.bincount() / self.images).tolist()[1:])
-            evaluations = METHODS[settings.method].evaluations * taken.double().mean().item()
+            counts = torch.cat(self.taken).bincount(minlength=sequences[0].settings.grid[0] + 1)
+            halted = tuple((100 * counts / self.images).tolist()[1:])
+        steps = find_ode_blocks(model)
         return dict(
-            steps=sum(b.steps for b in blocks) if blocks else None, nfe=evaluations,
-            parameters=count_parameters(self.model), images=self.images,
+            steps=sum(b.steps for b in steps) if steps else None, nfe=evaluations,
+            parameters=count_parameters(model), images=self.images,
             images_per_second=self.images / self.seconds, halted=halted)
-
-
-def _halting(model: nn.Module) -> Any:
-    """The blocks of a model whose images may halt, or None."""
-    found: List[Any] = [m for m in model.modules() if isinstance(m, (OdeBlocks, MergedBlocks))]
-    return next((blocks for blocks in found if _settings(blocks).halting is not None), None)
-
-
-def _settings(blocks: Any) -> OdeConfig:
-    settings: OdeConfig = blocks.merged if isinstance(blocks, MergedBlocks) else blocks.config
-    return settings
 
 
 def _synchronize(device: torch.device) -> None:

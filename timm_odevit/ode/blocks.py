@@ -12,7 +12,7 @@ from .config import WITH_HEAD, OdeConfig
 from .fields import Context, Field
 from .halting import Halts, Readout, can_halt
 from .methods import METHODS
-from .reversible import run_reversibly
+from .reversible import can_reverse, run_reversibly
 from .steps import Solver, Step
 
 __all__ = ['OdeBlocks', 'count_parameters', 'find_ode_blocks']
@@ -77,8 +77,8 @@ class OdeBlocks(Halts, nn.Module):
 
     def _lay(self, config: OdeConfig) -> None:
         if config.tokens < 1 and not self.shared.has_attention_maps:
-            raise ValueError(f'tokens={config.tokens:g} needs attention without windows, RoPE or a position bias, '
-                             'which this block does not have. Set tokens=1.')
+            raise ValueError(f"tokens={config.tokens:g} needs timm's plain attention, without windows, RoPE or a "
+                             'position bias, and this block has another. Set tokens=1.')
         if config.halting is not None and self.after:
             raise ValueError(f"halting='{config.halting}' skips the rest of the model, but blocks are kept after the "
                              'ODE. Set halting=None.')
@@ -110,6 +110,11 @@ class OdeBlocks(Halts, nn.Module):
     def config(self) -> OdeConfig:
         """Settings; setting them creates new steps."""
         return self._running.config
+
+    @property
+    def settings(self) -> OdeConfig:
+        """The settings that apply: `config`."""
+        return self.config
 
     @config.setter
     def config(self, config: OdeConfig) -> None:
@@ -192,7 +197,8 @@ class OdeBlocks(Halts, nn.Module):
     def nfe(self) -> int:
         """Field evaluations of a forward pass; for an adaptive method, of this thread's last one, or 0 before it.
 
-        If a host calls adaptive steps one by one, each counts its own: `sum(s.evaluations for s in blocks)`.
+        Of images that halt earlier, `evaluations` has the mean in this thread's last pass. If a host calls adaptive
+        steps one by one, each counts its own: `sum(s.evaluations for s in blocks)`.
         """
         if self.config.adaptive:
             return self._measured.evaluations
@@ -213,7 +219,7 @@ class OdeBlocks(Halts, nn.Module):
         elif can_halt(self.config, self._running, x):
             pairs = list(self._in_context(args, kwargs))
             x = self.run_halting(pairs, x, self.config, self.readout)
-        elif self.method == 'reversible' and self._trains(x) and not any(step.hooked for step in self._running):
+        elif self._reverses(x):
             x = run_reversibly(self.bound_steps, x, self.shared.context(args, kwargs), self.shared)
         else:
             for step, context in self._in_context(args, kwargs):
@@ -222,9 +228,11 @@ class OdeBlocks(Halts, nn.Module):
             x = block(x, *args, **kwargs)
         return x
 
-    def _trains(self, x: Any) -> bool:
-        """Whether a backward pass may follow, outside torch.compile and FX."""
-        if torch.compiler.is_compiling() or isinstance(x, torch.fx.Proxy) or not torch.is_grad_enabled():
+    def _reverses(self, x: Any) -> bool:
+        """Whether a backward pass may follow that undoes the steps: outside torch.compile and FX, and without hooks."""
+        if self.method != 'reversible' or torch.compiler.is_compiling() or isinstance(x, torch.fx.Proxy):
+            return False
+        if not torch.is_grad_enabled() or any(step.hooked for step in self._running) or not can_reverse(self.shared):
             return False
         return bool(x.requires_grad) or any(p.requires_grad for p in self.shared.parameters())
 

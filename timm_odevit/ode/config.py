@@ -70,7 +70,7 @@ class OdeConfig(Settings):
         field: Vector field: 'native', the base model's own sub-layers, or 'lipschitz', the paper's.
         method: Integration method: euler, midpoint, heun2, rk4, lie_trotter, strang or reversible (see METHODS), or an
             adaptive method of the installed torchdiffeq, such as dopri5. With 'reversible', the memory of training does
-            not grow with K.
+            not grow with K where the host runs all blocks at once, as timm's VisionTransformer does.
         steps: Number K of steps on [0, T]; None for the number of converted layers; one number per stage for a model
             with stages (Swin). An adaptive method chooses its own steps; K is then the number of states it reports.
         T: End time, in blocks of the base model; None for the number of converted layers.
@@ -95,7 +95,8 @@ class OdeConfig(Settings):
             attention does not depend on positions: not with windows, RoPE or a position bias.
         halting: Rule by which an image leaves the batch before the last step: 'entropy' of the class probabilities
             along the way, 'confidence' in the class, 'acceleration' or 'residual' of the state; None for no halting. It
-            applies in eval mode, when the model runs all steps at once and no step has a hook.
+            applies in eval mode, where the host runs all blocks at once, as timm's VisionTransformer does, and no step
+            has a hook. By the first two rules, norm and head run after every step.
         halting_threshold: Largest score with which an image halts, dimensionless, see `calibrate_halting`.
 
     Raises:

@@ -7,6 +7,7 @@ from torch import Tensor
 from .adaptive import Measured
 from .config import WITH_HEAD, OdeConfig
 from .fields import Context
+from .methods import METHODS
 
 __all__ = ['Halts', 'Readout', 'Scores', 'can_halt', 'run_halting']
 
@@ -57,9 +58,12 @@ class Scores:
 
 
 def can_halt(config: OdeConfig, steps: Iterable[Any], x: Any) -> bool:
-    """Whether images may halt in a pass: not in training mode, under FX, or while a step has a hook."""
-    return config.halting is not None and not isinstance(x, torch.fx.Proxy) and not any(
-        step.training or step.hooked for step in steps)
+    """Whether images may halt in a pass: not in training mode, or while a step has a hook."""
+    if config.halting is None:
+        return False
+    if isinstance(x, torch.fx.Proxy):
+        raise ValueError('FX cannot trace halting. Set halting=None, or use torch.export.')
+    return not any(step.training or step.hooked for step in steps)
 
 
 def run_halting(
@@ -95,7 +99,7 @@ def run_halting(
     for i, (step, context) in enumerate(steps):
         after = step(x, context)
         if fixed:
-            after = torch.where(halted[:, None, None], x, after)
+            after = torch.where(halted.view(-1, *[1] * (x.ndim - 1)), x, after)
         if i == len(steps) - 1:
             x = after
             break
@@ -120,6 +124,21 @@ def run_halting(
 class Halts:
     """Blocks whose images may halt, and which know after how many steps they did."""
     _measured: Measured
+
+    @property
+    def settings(self) -> OdeConfig:
+        """The settings that apply."""
+        raise NotImplementedError
+
+    @property
+    def evaluations(self) -> float:
+        """Field evaluations of this thread's last forward pass, on average over its images."""
+        settings = self.settings
+        if settings.adaptive:
+            return self._measured.evaluations
+        taken = self.steps_taken if settings.halting is not None else None
+        steps = settings.grid[0] if taken is None else float(taken.float().mean())
+        return steps * METHODS[settings.method].evaluations
 
     @property
     def steps_taken(self) -> Optional[Tensor]:

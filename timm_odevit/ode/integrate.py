@@ -40,6 +40,8 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
     Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.1; ODE-ViT, arXiv 2511.16501.
     """
     steps, T = config.grid
+    if config.tokens < 1 or config.halting is not None:
+        raise ValueError('tokens and halting apply to the blocks of a model, not to integrate. Leave them out.')
     if not config.adaptive and METHODS[config.method].splits and not hasattr(field, 'attention'):
         raise ValueError(
             f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does not have. "
@@ -79,6 +81,8 @@ class _Callable(Field):
 
 def _check_finite(x: Tensor, step: int, config: OdeConfig) -> None:
     steps, T = config.grid
+    if config.tokens < 1 or config.halting is not None:
+        raise ValueError('tokens and halting apply to the blocks of a model, not to integrate. Leave them out.')
     if not torch.isfinite(x).all():
         raise FloatingPointError(
             f'The state is not finite after step {step} of {steps} '

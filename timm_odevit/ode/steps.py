@@ -57,7 +57,7 @@ class Step(nn.Module):
             twin = self.again()
             for name in _HOOKS:
                 setattr(twin, name, getattr(self, name))
-            twin.field, twin.shared_by_pass = field, shared_by_pass
+            twin.field, twin.shared_by_pass, twin.training = field, shared_by_pass, self.training
         else:
             twin = object.__new__(type(self))
             twin.__dict__.update(

@@ -18,7 +18,7 @@ def tokens_at(patches: int, share: float, progress: float) -> int:
         share: Share of them that is left at T.
         progress: t / T, from 0 to 1.
     """
-    return max(1, round(patches * (1. - (1. - share) * progress) + 1e-6))  # halves up, whatever the rounding of t
+    return max(1, round(int(patches) * (1. - (1. - share) * progress) + 1e-6))  # halves up, whatever the rounding of t
 
 
 class Tokens:
@@ -44,16 +44,23 @@ class Tokens:
         self.sizes: Optional[Tensor] = None  # tokens in each group [B, G]
         self.first: Optional[Tensor] = None  # one token of each group [B, G]
         self.entered: Dict[float, Any] = {}  # these three before each step, for gradient checkpointing
+        self.t, self.images = self.start, 0  # where the last step ended, and the size of its batch
 
     def step(self, step: Any, x: Tensor, context: Context) -> Tensor:
         """Run a step from t to t + h on the groups of the state x [B, N, D]; returns a state of all tokens."""
+        if isinstance(x, torch.fx.Proxy):
+            raise ValueError('FX cannot trace the merging of tokens. Set tokens=1, or use torch.export.')
         if context.passed.get('attn_mask') is not None or context.is_causal:
             raise ValueError(
                 'Tokens cannot be merged under an attention mask, which names them by position. Set tokens=1.')
-        if step.t <= self.start + 1e-6:  # a new pass
-            self.groups = self.sizes = self.first = None
-            self.entered.clear()
-        self.groups, self.sizes, self.first = self.entered.setdefault(step.t, (self.groups, self.sizes, self.first))
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # in a backward pass
+            self.groups, self.sizes, self.first = self.entered[step.t]
+        else:
+            if step.t <= self.start + 1e-6 or abs(step.t - self.t) > 1e-6 or x.shape[0] != self.images:  # a new pass
+                self.groups = self.sizes = self.first = None
+                self.entered.clear()
+            self.entered[step.t] = self.groups, self.sizes, self.first
+            self.t, self.images = step.t + step.h, x.shape[0]
         small = x if self.first is None else _rows(x, self.first)
         small = self._merge(small, x.shape[1], (step.t - self.start) / self.T)
         if self.sizes is None:
@@ -64,6 +71,7 @@ class Tokens:
 
     def keep(self, images: Tensor) -> None:
         """Keep only some of the images [B', as indices] of the batch."""
+        self.images = len(images)
         if self.groups is not None and self.sizes is not None and self.first is not None:
             self.groups, self.sizes, self.first = (x[images] for x in (self.groups, self.sizes, self.first))
 
@@ -102,4 +110,4 @@ def _rows(x: Tensor, index: Optional[Tensor]) -> Tensor:
     assert index is not None
     B, N, D = x.shape
     flat = (index + N * torch.arange(B, device=x.device)[:, None]).flatten()
-    return x.flatten(0, 1).index_select(0, flat).view(B, -1, D)
+    return x.flatten(0, 1).index_select(0, flat).view(B, index.shape[1], D)
