@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
+from timm.models import FeatureGraphNet
 
 from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_, merge_, save_pretrained
 from timm_odevit.dynamics.flow import follow
@@ -161,6 +162,11 @@ def test_a_slice_merges_as_fast_as_the_whole(vit, images, merged):
         assert config.steps == 3 and config.tokens == pytest.approx(0.65)
         assert (late.start if merged else late.t) == pytest.approx(config.T)
         assert len(torch.unique(late(x)[0], dim=0)) == 1 + tokens_at(16, 0.65, 2 / 3)
+
+
+def test_fx_does_not_drop_merged_tokens(vit):
+    with pytest.raises(ValueError, match='FX cannot trace'):
+        FeatureGraphNet(with_tokens(vit).eval(), out_indices=(0,))
 
 
 def test_steps_that_are_kept_do_not_remember_another_batch(vit, images):

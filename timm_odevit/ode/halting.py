@@ -58,12 +58,9 @@ class Scores:
 
 
 def can_halt(config: OdeConfig, steps: Iterable[Any], x: Any) -> bool:
-    """Whether images may halt in a pass: not in training mode, or while a step has a hook."""
-    if config.halting is None:
-        return False
-    if isinstance(x, torch.fx.Proxy):
-        raise ValueError('FX cannot trace halting. Set halting=None, or use torch.export.')
-    return not any(step.training or step.hooked for step in steps)
+    """Whether images may halt in a pass: not in training mode, under FX, or while a step has a hook."""
+    return config.halting is not None and not isinstance(x, torch.fx.Proxy) and not any(
+        step.training or step.hooked for step in steps)
 
 
 def run_halting(
