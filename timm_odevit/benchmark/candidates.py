@@ -88,8 +88,7 @@ def forward_passes(
     for name, model in models.items():
         add(name, model)
         if name in with_products:
-            found.append(Candidate(f'{name}, products alone', against, model,
-                                   lambda size, model=model: products_of(model, images(model, size))))
+            found.append(Candidate(f'{name}, products alone', against, model, partial(_products, model, images)))
         blocks = find_ode_blocks(model)
         for count in _dial(blocks, steps):
             add(f'{name}, K = {count}', model, setting=partial(blocks[0].at, count))
@@ -110,7 +109,7 @@ def training_steps(base: nn.Module, name: str) -> List[Candidate]:
     against, device = f'{name}, cross-entropy', next(base.parameters()).device
     tasks: Dict[str, Any] = {against: ClassificationTask(
         copy.deepcopy(base), nn.CrossEntropyLoss(), device=device, verbose=False)}
-    students = conversions(base)
+    students: Dict[str, Any] = dict(conversions(base))
     students['ODE-ViT, gradient checkpointing'] = checkpointed = copy.deepcopy(students['ODE-ViT'])
     checkpointed.set_grad_checkpointing(True)
     for title, student in students.items():
@@ -124,7 +123,7 @@ def training_steps(base: nn.Module, name: str) -> List[Candidate]:
 
 def evaluations_of(model: nn.Module) -> Optional[float]:
     """Blocks that an image went through in this thread's last forward pass, on average; None if not known."""
-    found = [module for module in model.modules() if isinstance(module, Halts)]
+    found: List[Any] = [module for module in model.modules() if isinstance(module, Halts)]
     if found:
         return sum(blocks.evaluations + len(blocks) - blocks.settings.grid[0] for blocks in found)
     plain = getattr(model, 'blocks', None)
@@ -139,6 +138,10 @@ def _dial(blocks: Sequence[OdeBlocks], steps: Optional[Sequence[int]]) -> List[i
     if steps is None and blocks[0].shared.depends_on_time:
         return []
     return sorted({*(steps or [max(1, round(own * share)) for share in DIAL])} - {own})
+
+
+def _products(model: nn.Module, images: Images, batch_size: int) -> Call:
+    return products_of(model, images(model, batch_size))
 
 
 def _without_halting(model: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from ..data.preprocessing import data_config
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..evaluation.passes import AMP_DTYPES
+from ..evaluation.results import Evaluation
 from ..ode.blocks import find_ode_blocks
 from ..training.recipe import Recipe
 from ..training.resume import RECIPE
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet, data=data,
         trained_at=recipe.trained_at(blocks[0].steps) if recipe is not None and len(blocks) == 1 else ())
     if args.embedding or not model.num_classes:
-        found = evaluate_embeddings(model, loader, labelled=_labelled(args, model), **options)
+        found: Evaluation[Any] = evaluate_embeddings(model, loader, labelled=_labelled(args, model), **options)
     else:
         found = evaluate(model, loader, **options)
     print(found)

@@ -27,7 +27,7 @@ def evaluate(
         progress: bool = False,
         data: str = '',
         trained_at: Sequence[int] = (),
-) -> Evaluation:
+) -> Evaluation[Result]:
     """Measure accuracy per image, at several step counts, on the model's device.
 
     Afterwards, or when interrupted, the model's steps with their hooks and both models' modes are restored.

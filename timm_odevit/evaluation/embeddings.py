@@ -29,7 +29,7 @@ def evaluate_embeddings(
         progress: bool = False,
         data: str = '',
         trained_at: Sequence[int] = (),
-) -> Evaluation:
+) -> Evaluation[EmbeddingResult]:
     """Measure the embeddings of a model without classes, or of any other's outputs, at several step counts.
 
     The counterpart of `evaluate` for what has no classes. Without labels, embeddings are compared with the teacher's:

@@ -2,7 +2,7 @@
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, ClassVar, List, Optional, Tuple, Union
+from typing import Any, ClassVar, Generic, List, Optional, Tuple, TypeVar, Union
 
 from ..files import to_json, write_text
 from ..settings import checks_keywords
@@ -91,8 +91,11 @@ class EmbeddingResult:
                 _text(self.probe, 2)]
 
 
+AnyResult = TypeVar('AnyResult', bound=Union[Result, EmbeddingResult])
+
+
 @dataclass(frozen=True, repr=False)
-class Evaluation:
+class Evaluation(Generic[AnyResult]):
     """Results in the order in which they were measured: the teacher first, then one per step count.
 
     Attributes:
@@ -100,7 +103,7 @@ class Evaluation:
         data: What the images are, in words.
         trained_at: Step counts that the model was trained with, if known.
     """
-    results: Tuple[Union[Result, EmbeddingResult], ...]
+    results: Tuple[AnyResult, ...]
     data: str = ''
     trained_at: Tuple[int, ...] = ()
 
@@ -202,7 +205,7 @@ class Evaluation:
 
 
 @checks_keywords
-def plot_accuracy(evaluation: Evaluation, path: Union[str, Path]) -> Path:
+def plot_accuracy(evaluation: Evaluation[Any], path: Union[str, Path]) -> Path:
     """Write the plot of `evaluation.plot` to an image file, and return its path."""
     evaluation.plot(path)
     return Path(path)

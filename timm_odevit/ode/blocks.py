@@ -111,11 +111,6 @@ class OdeBlocks(Halts, nn.Module):
         """Settings; setting them creates new steps."""
         return self._running.config
 
-    @property
-    def settings(self) -> OdeConfig:
-        """The settings that apply: `config`."""
-        return self.config
-
     @config.setter
     def config(self, config: OdeConfig) -> None:
         if self in _AT.get():
@@ -130,6 +125,11 @@ class OdeBlocks(Halts, nn.Module):
                 raise ValueError(
                     f'{name}={now!r} is fixed at conversion; got {wanted!r}. Convert the original model again.')
         self._lay(config)
+
+    @property
+    def settings(self) -> OdeConfig:
+        """The settings that apply: `config`."""
+        return self.config
 
     @property
     def steps(self) -> int:

@@ -197,7 +197,7 @@ class TrajectoryDistillationTask(StudentTask):
             **logits(output),
         }
         if self.weights['relation'] > 0:
-            parts['relation'] = lambda: relation_loss(output, output_t)
+            parts['relation'] = lambda: relation_loss(output, output_t) if output_t is not None else nothing
         if self.weights['attention'] > 0:
             parts['attention'] = lambda: attention_loss(attention, last_map)
         if self.config.exits:

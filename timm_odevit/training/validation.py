@@ -14,7 +14,7 @@ def validate(task: Any, model: nn.Module, loader: Any, dtype: Optional[torch.dty
     """Accuracy; of a task that follows embeddings, how near they are to the teacher's."""
     if not getattr(task, 'embedding', False):
         top = evaluate(model, loader, amp_dtype=dtype).results[-1]
-        return {'val_top1': top.top1, 'val_top5': top.top5, 'val_loss': top.loss}  # type: ignore[union-attr]
+        return {'val_top1': top.top1, 'val_top5': top.top5, 'val_loss': top.loss}
     teacher = getattr(task.teacher, 'model', task.teacher)
     found: Any = evaluate_embeddings(model, loader, teacher=teacher, amp_dtype=dtype).results[-1]
     return {f'val_{key}': getattr(found, key) for key in ('cosine', 'error', 'neighbours')
