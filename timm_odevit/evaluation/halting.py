@@ -134,8 +134,10 @@ def _run(model: Any, blocks: Any, loader: Iterable[Any], rule: str, progress: bo
             given.clear()
             logits = model(images.to(parameter.device, parameter.dtype))
             if not given:
-                raise ValueError(f'A {type(model).__name__} runs its blocks one by one, so no image can leave the '
-                                 'batch between them.')
+                why = ' Call model.set_grad_checkpointing(False) first.' if getattr(
+                    model, 'grad_checkpointing', False) else ''
+                raise ValueError(f'This {type(model).__name__} runs its blocks one by one, so no image can leave the '
+                                 f'batch between them.{why}')
             (x, *args), kwargs = given
             for block in blocks.before:
                 x = block(x, *args, **kwargs)

@@ -2,7 +2,9 @@
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, ClassVar, Generic, List, Optional, Tuple, TypeVar, Union
+from typing import Any, ClassVar, Generic, List, Optional, Tuple, Union
+
+from typing_extensions import TypeVar
 
 from ..files import to_json, write_text
 from ..settings import checks_keywords
@@ -91,7 +93,7 @@ class EmbeddingResult:
                 _text(self.probe, 2)]
 
 
-AnyResult = TypeVar('AnyResult', bound=Union[Result, EmbeddingResult])
+AnyResult = TypeVar('AnyResult', bound=Union[Result, EmbeddingResult], default=Result)
 
 
 @dataclass(frozen=True, repr=False)
