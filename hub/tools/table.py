@@ -12,6 +12,7 @@ from pathlib import Path
 from cards import dataset_of
 from dynamics_tables import TABLES as DYNAMICS_TABLES
 
+from timm_odevit.benchmark.tables import Benchmark, Timing, Weights
 from timm_odevit.training.ablate import table
 
 HUB = Path(__file__).parent.parent
@@ -79,6 +80,23 @@ def tokens():
     rows += [f"| {100 * r['tokens']:.0f} % | {r['top1']:.1f} | {r['images per second']:.1f} | "
              f"{r['times as fast']:.2f} |" for r in record['found']]
     return '\n'.join(rows) + '\n'
+
+
+def benchmarks():
+    """What `odevit benchmark` printed, from its JSON."""
+    def shown(name):
+        record = json.loads((HUB / 'speed' / f'{name}.json').read_text())
+        return str(Benchmark(record['machine'], [Timing(**t) for t in record['timings']],
+                             [Weights(**w) for w in record['weights']]))
+    return '\n\n'.join(f'`{command}`\n\n{shown(name)}' for name, command in {
+        'tiny224': 'odevit benchmark --threads 1',
+        'tiny64': 'odevit benchmark deit_tiny_patch16_224 --img-size 64 --batch-size 1,16,64 --threads 1',
+        'published': 'odevit benchmark deit_tiny_patch16_64.cifar100 odevit_tiny_native_patch16_64.deit_tiny_cifar100 '
+                     'odevit_tiny_patch16_64.deit_tiny_cifar100 odevit_tiny_native_r23_patch16_64.deit_tiny_cifar100 '
+                     '--batch-size 1 --rounds 100 --threads 1',
+        'large': 'odevit benchmark vit_large_patch16_224 --img-size 64 --batch-size 1 --rounds 8 --threads 1',
+        'train': 'odevit benchmark deit_tiny_patch16_224 --train --img-size 64 --batch-size 64 --rounds 8 --threads 1',
+    }.items()) + '\n'
 
 
 def memory():
@@ -153,6 +171,7 @@ def figure(path):
 
 TABLES = {'models': (README, models), 'ablation': (RESULTS, ablation), 'dial': (RESULTS, dial),
           'minutes': (RESULTS, minutes), 'tokens': (RESULTS, tokens), 'memory': (RESULTS, memory),
+          'benchmark': (RESULTS, benchmarks),
           **{name: (DYNAMICS, make) for name, make in DYNAMICS_TABLES.items()}}
 
 
