@@ -19,7 +19,7 @@ from timm_odevit.benchmark.candidates import evaluations_of, forward_passes, noi
 from timm_odevit.benchmark.files import weight_bytes
 from timm_odevit.benchmark.measure import benchmark, benchmark_training
 from timm_odevit.benchmark.products import products_of
-from timm_odevit.benchmark.timing import in_turns, peak_of
+from timm_odevit.benchmark.timing import free_memory, in_turns, peak_of
 from timm_odevit.cli import main
 
 QUICK = dict(rounds=2, batch_sizes=(2,))
@@ -152,6 +152,25 @@ def test_the_largest_batch_that_fits(tiny, monkeypatch):
     found = benchmark({'base': tiny, 'again': copy.deepcopy(tiny)}, batch_sizes=(None,), rounds=1)
     assert {timing.batch_size for timing in found.timings} == {8}
     assert found.timings[0].low == found.timings[0].seconds
+
+
+def test_what_cannot_be_timed_is_refused_before_anything_is_timed(tiny, monkeypatch):
+    monkeypatch.setattr('timm_odevit.benchmark.measure.in_turns', None)
+    with pytest.raises(ValueError, match='nothing to time'):
+        benchmark({})
+    halting = copy.deepcopy(tiny)
+    convert_(halting, time='vectors', halting='residual')
+    merge_(halting)
+    with pytest.raises(ValueError, match='--data'):
+        benchmark({'merged': halting})
+    with pytest.raises(ValueError, match='merged'):
+        benchmark({'merged': halting}, images=noise)
+
+
+def test_a_system_that_does_not_say_how_much_memory_is_free(monkeypatch):
+    monkeypatch.delattr('os.sysconf')
+    with pytest.raises(ValueError, match='--batch-size 1,64'):
+        free_memory('cpu')
 
 
 def test_training_steps(tiny):

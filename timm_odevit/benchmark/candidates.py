@@ -1,7 +1,7 @@
 """What is compared: models at several step counts, merged, compiled; training steps."""
 import copy
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
@@ -22,7 +22,7 @@ from .timing import Call, Setting
 __all__ = ['Candidate', 'Images', 'conversions', 'evaluations_of', 'forward_passes', 'noise', 'training_steps']
 
 Images = Callable[[nn.Module, int], Tensor]
-DIAL = (0.25, 0.5, 1., 2.)  # of a model's own step count
+DIAL = (0.25, 0.5, 2.)  # of a model's own step count
 CONVERSIONS = {
     'ODE-ViT': OdeConfig(),
     'ODE-ViT, rank 8': OdeConfig(time='low_rank', rank=8),
@@ -55,7 +55,7 @@ def noise(model: nn.Module, batch_size: int) -> Tensor:
 
 
 def conversions(base: nn.Module) -> Dict[str, nn.Module]:
-    """A model, and ODE-ViTs converted from it: autonomous, with residuals per layer, and with the paper's block."""
+    """ODE-ViTs converted from a model: autonomous, with residuals per layer, and with the paper's block."""
     made: Dict[str, nn.Module] = {}
     for name, config in CONVERSIONS.items():
         made[name] = copy.deepcopy(base)
@@ -147,7 +147,7 @@ def _products(model: nn.Module, images: Images, batch_size: int) -> Call:
 def _without_halting(model: nn.Module) -> nn.Module:
     own = copy.deepcopy(model)
     for blocks in find_ode_blocks(own):
-        blocks.config = blocks.config.part(0, blocks.steps)
+        blocks.config = replace(blocks.config, halting=None)
     return own
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..ode.blocks import count_parameters, find_ode_blocks
+from ..ode.halting import Halts
 from ..settings import checks_keywords
 from .candidates import Candidate, Images, conversions, evaluations_of, forward_passes, noise, training_steps
 from .files import load_seconds, weight_bytes
@@ -51,19 +52,21 @@ def benchmark(
         A Benchmark: print it, or call its `to_dict()`.
 
     Raises:
-        ValueError: A model halts image by image, and there are no images for which to time it.
+        ValueError: There are no models; one halts image by image, and there are no images for which to time it; or one
+            cannot be saved.
     """
+    if not models:
+        raise ValueError("There is nothing to time. Give models by name, such as {'student': student}.")
     if images is None:
         for name, model in models.items():
-            if any(blocks.config.halting for blocks in find_ode_blocks(model)):
+            if any(isinstance(module, Halts) and module.settings.halting for module in model.modules()):
                 raise ValueError(f"'{name}' halts image by image, so that its time depends on the images. Give images "
                                  '(--data).')
     if len(models) == 1 and not any(find_ode_blocks(model) for model in models.values()):
         models = {**models, **conversions(next(iter(models.values())))}
-    candidates = forward_passes(models, images or noise, steps, compiled)
-    timings = _time(candidates, batch_sizes, rounds, device, progress)
     weights = [Weights(name, count_parameters(model), weight_bytes(model), load_seconds(model))
-               for name, model in models.items()]
+               for name, model in models.items()]  # first, because not every model can be saved
+    timings = _time(forward_passes(models, images or noise, steps, compiled), batch_sizes, rounds, device, progress)
     dtype = next(next(iter(models.values())).parameters()).dtype
     return Benchmark(machine(device, dtype, rounds), timings, weights)
 

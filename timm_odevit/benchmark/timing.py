@@ -58,10 +58,18 @@ def peak_of(call: Call, device: str) -> int:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that are free on a device."""
+    """Bytes that are free on a device.
+
+    Raises:
+        ValueError: The operating system does not say.
+    """
     if device.startswith('cuda'):
         return torch.cuda.mem_get_info()[0]
-    return os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    try:
+        return os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    except (AttributeError, OSError, ValueError):
+        raise ValueError('This operating system does not say how much memory is free, so the largest batch is not '
+                         'known. Give numbers, such as --batch-size 1,64.') from None
 
 
 def _wait(device: str) -> None:

@@ -48,7 +48,8 @@ def evaluate(
         images; these count as wrong.
 
     Raises:
-        ValueError: The model has no steps to set, the loader is empty or shuffled, or labels do not fit the classes.
+        ValueError: The model has no classes, or no steps to set; the loader is empty or shuffled; or labels do not fit
+            the classes.
     """
     if getattr(model, 'num_classes', None) == 0:
         raise ValueError(f'This {type(model).__name__} has no classes, so it has no accuracy. Measure its embeddings '

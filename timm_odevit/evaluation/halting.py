@@ -68,8 +68,8 @@ def calibrate_halting(
 ) -> Halting:
     """Find the threshold with the fewest evaluations that costs at most `max_drop` of the accuracy.
 
-    Each image runs through all steps once; from the scores and the answers after each of them, every threshold is
-    evaluated. Take images that were not trained on. The model does not change; see `Halting.apply_`.
+    From the scores and the answers of each image after every step, every threshold is evaluated. Take images that were
+    not trained on. The model does not change; see `Halting.apply_`.
 
     Args:
         model: ODE-ViT with one sequence of blocks, a fixed-step method and a head.
