@@ -30,12 +30,13 @@ RANDOM_K = (6, 6, 8, 12, 12, 16, 24)
 MOMENT_IMAGES, HELD_OUT, TRIED = 256, 2000, 8
 S = dict(opt='adamw', lr=3e-3)
 U = dict(opt='muon', lr=1e-3, kd_weight=0.1)
+N = {**U, 'kd_weight': 0.}
 L = {**U, 'layerwise': True}
 
 
 def begun_with(**how):
-    """The parts of 'base', with another conversion."""
-    return [('stepwise', .5, {**S, 'how': how}), ('unrolled', .5, U)]
+    """The parts of 'no KL', with another conversion."""
+    return [('stepwise', .5, {**S, 'how': how}), ('unrolled', .5, N)]
 
 
 VARIANTS = {
@@ -52,12 +53,13 @@ VARIANTS = {
     'layerwise': [('stepwise', .5, S), ('unrolled', .5, L)],
     'layerwise 3e-3': [('stepwise', .5, S), ('unrolled', .5, {**L, 'lr': 3e-3})],
     'KL weight 1': [('stepwise', .5, S), ('unrolled', .5, {**U, 'kd_weight': 1.})],
-    'no KL': [('stepwise', .5, S), ('unrolled', .5, {**U, 'kd_weight': 0.})],
-    'no KL, lr 2e-3': [('stepwise', .5, S), ('unrolled', .5, {**U, 'lr': 2e-3, 'kd_weight': 0.})],
-    'no KL, half of the tokens stepwise': [('stepwise', .5, {**S, 'tokens': .5}),
-                                           ('unrolled', .5, {**U, 'kd_weight': 0.})],
-    'no KL, only unrolled': [('unrolled', 1., {**U, 'kd_weight': 0.})],
-    'KL in the last quarter': [('stepwise', .5, S), ('unrolled', .25, {**U, 'kd_weight': 0.}), ('unrolled', .25, U)],
+    'no KL': [('stepwise', .5, S), ('unrolled', .5, N)],
+    'no KL, lr 2e-3': [('stepwise', .5, S), ('unrolled', .5, {**N, 'lr': 2e-3})],
+    'no KL, half of the tokens stepwise': [('stepwise', .5, {**S, 'tokens': .5}), ('unrolled', .5, N)],
+    'no KL, layerwise': [('stepwise', .5, S), ('unrolled', .5, {**N, 'layerwise': True})],
+    'no KL, random K last': [('stepwise', .5, S), ('unrolled', .3, N), ('unrolled', .2, {**N, 'steps': RANDOM_K})],
+    'no KL, only unrolled': [('unrolled', 1., N)],
+    'KL in the last quarter': [('stepwise', .5, S), ('unrolled', .25, N), ('unrolled', .25, U)],
     'half of the tokens stepwise': [('stepwise', .5, {**S, 'tokens': .5}), ('unrolled', .5, U)],
     'half of the tokens first': [('stepwise', .5, {**S, 'tokens': .5}), ('unrolled', .25, {**U, 'tokens': .5}),
                                  ('unrolled', .25, U)],
