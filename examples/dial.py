@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import timm_odevit
 from timm_odevit import calibrate_, choose_size, convert_, evaluate
 
-SHARES = (0.10, 0.15, 0.25, 0.40, 0.60, 1.00)
+SHARES = (0.10, 0.15, 0.25, 0.50, 1.00)
 MOMENT_IMAGES = 64  # for init svd_data
 
 

@@ -35,8 +35,7 @@ def calibrate_(
     """Fit a converted model in place to the model that it was converted from, in minutes, on images without labels.
 
     First, each step learns on its own, from the teacher's state to the teacher's next state (StepwiseTask); then the
-    unrolled steps learn the whole trajectory and the output (TrajectoryDistillationTask), each in half of the time; a
-    model without a sequence of tokens to follow as a whole (Swin, SAM, NaFlexViT, MLP-Mixer) has the first part alone.
+    unrolled steps learn the whole trajectory (TrajectoryDistillationTask), each in half of the time; a model without a sequence of tokens to follow as a whole (Swin, SAM, NaFlexViT, MLP-Mixer) has the first part alone.
     Only the shared blocks learn. At the end, even after an interruption, the modes and requires_grad of both models are
     restored; the learned weights stay.
 
@@ -70,7 +69,7 @@ def calibrate_(
     options = [{**common, 'lr': config.lr}, {**common, 'lr': config.unrolled_lr, 'opt': 'muon'}]
     tasks: List[Callable[[nn.Module], TrainingTask]] = [
         lambda student: StepwiseTask(student, teacher, verbose=False),
-        lambda student: TrajectoryDistillationTask(student, teacher, kd_weight=0.1, verbose=False)]
+        lambda student: TrajectoryDistillationTask(student, teacher, kd_weight=0., verbose=False)]
     history: List[Dict[str, float]] = []
 
     def put_back() -> None:
