@@ -167,6 +167,14 @@ def test_captum():
     assert attributions.shape == (1, 3, 64, 64) and abs(error) < 0.5
 
 
+def test_image_text():
+    pytest.importorskip('open_clip')
+    pytest.importorskip('transformers')
+    found = example('image_text')()
+    assert set(found) == {'open_clip', 'transformers'}
+    assert all(result.cosine > 0.5 and 0 <= result.zero_shot <= 100 for result in found.values())
+
+
 def test_run_registers_the_models_first(tmp_path, capsys, monkeypatch):
     (tmp_path / 'helper.py').write_text('NAME = "odevit_tiny"\n')
     script = tmp_path / 'script.py'

@@ -17,7 +17,8 @@ from torchvision.models import vision_transformer as tv
 from torchvision.models.vision_transformer import ConvStemConfig
 
 from timm_odevit import OdeConfig, convert_, save_pretrained
-from timm_odevit.convert.torchvision import _NAMES, _WEIGHTS, _ratio, from_torchvision
+from timm_odevit.interop.torchvision import _WEIGHTS, from_torchvision
+from timm_odevit.interop.transplant import NAMES, mlp_ratio
 
 TINY = dict(image_size=32, patch_size=8, num_layers=3, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=5)
 # float32: both compute the same sums, in another order
@@ -146,7 +147,7 @@ def test_every_builder_of_torchvision_has_a_timm_name_of_its_own(name, image_siz
 
 
 def test_every_name_of_the_table_is_of_the_size_it_stands_for():
-    for (width, patch_size), name in _NAMES.items():
+    for (width, patch_size), name in NAMES.items():
         with torch.device('meta'):
             model = timm.create_model(name)
         assert (model.embed_dim, model.patch_embed.patch_size[0]) == (width, patch_size)
@@ -162,7 +163,7 @@ def test_building_draws_no_random_numbers(build):
 def test_every_mlp_width_survives_the_ratio():
     for width in (3, 30, 192, 1280):
         for hidden in range(1, 700):
-            ratio = _ratio(hidden, width)
+            ratio = mlp_ratio(hidden, width)
             assert int(width * ratio) == hidden and ratio == pytest.approx(hidden / width, rel=1e-15)
 
 

@@ -7,6 +7,7 @@ files, distributed  files that are complete or absent; several processes of one 
 hooks, recording    hooks and modes that are restored; the hidden states of a model while it runs
 ode                 the mathematics
 convert             from a pretrained transformer to an ODE-ViT, and back
+interop             vision transformers of other libraries, as timm's, and back into their programs
 loading             saved weights, found and checked; what is accepted from an untrusted config.json
 odevit              the registered models
 saving              models in files and on the Hub
@@ -28,7 +29,6 @@ from .convert.conversion import Conversion, convert_
 from .convert.convertible import check_convertible, list_convertible
 from .convert.merge import Merged, merge_, merged_bytes
 from .convert.sizing import choose_size
-from .convert.torchvision import from_torchvision
 from .deploy.export import export_model
 from .dynamics.attention import attention_over_time
 from .dynamics.contraction import contraction_regions, recovery
@@ -46,6 +46,10 @@ from .evaluation.accuracy import evaluate
 from .evaluation.embeddings import evaluate_embeddings
 from .evaluation.halting import Halting, calibrate_halting
 from .evaluation.results import Evaluation, plot_accuracy
+from .interop.open_clip import from_open_clip
+from .interop.put_tower import put_tower_
+from .interop.torchvision import from_torchvision
+from .interop.transformers import from_transformers
 from .ode.config import OdeConfig
 from .ode.integrate import integrate
 from .reporting.page import write_report
@@ -61,12 +65,13 @@ from .training.trajectory_task import TrajectoryDistillationTask
 
 __all__ = [
     'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'Flow', 'Halting', 'LossConfig', 'Merged',
-    'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'attention_over_time',
-    'calibrate_', 'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'contraction_regions',
-    'convert_', 'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
-    'from_torchvision', 'integrate', 'lipschitz_constants', 'list_convertible', 'lyapunov_exponents', 'merge_',
-    'merged_bytes', 'plane', 'plot_accuracy', 'push_to_hub', 'recovery', 'relations', 'save_pretrained', 'signals',
-    'softmax_bounds', 'spectral_norms', 'state_similarity', 'train', 'trajectory_geometry', 'write_report',
+    'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__',
+    'attention_over_time', 'calibrate_', 'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time',
+    'contraction_regions', 'convert_', 'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings',
+    'export_model', 'fit', 'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate',
+    'lipschitz_constants', 'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'plane', 'plot_accuracy',
+    'push_to_hub', 'put_tower_', 'recovery', 'relations', 'save_pretrained', 'signals', 'softmax_bounds',
+    'spectral_norms', 'state_similarity', 'train', 'trajectory_geometry', 'write_report',
 ]
 
 

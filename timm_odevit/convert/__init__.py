@@ -10,5 +10,4 @@ merge               merge_, for deployment, and restore() to undo it
 replacements        attributes that are replaced together and restored together
 sizing              choose_size: the phases and the rank for a number of parameters
 torchscript         what torch.jit.script needs
-torchvision         from_torchvision: a torchvision ViT as timm's
 """

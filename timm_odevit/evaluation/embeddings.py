@@ -23,6 +23,7 @@ def evaluate_embeddings(
         loader: Iterable[Any],
         *,
         labelled: Optional[Iterable[Any]] = None,
+        class_embeddings: Optional[Tensor] = None,
         steps: Optional[Union[int, Sequence[int]]] = None,
         teacher: Optional[nn.Module] = None,
         amp_dtype: Optional[torch.dtype] = None,
@@ -34,13 +35,16 @@ def evaluate_embeddings(
 
     The counterpart of `evaluate` for what has no classes. Without labels, embeddings are compared with the teacher's:
     cosine, squared error, and whether an image has the same nearest image. With labelled images to learn from, the
-    images of `loader` are also classified, by their 20 nearest labelled images and by a linear classifier.
+    images of `loader` are also classified, by their 20 nearest labelled images and by a linear classifier; with one
+    embedding per class, such as those of the classes' names from the text tower of a CLIP, by the class of the largest
+    cosine (zero-shot classification).
 
     Args:
         model: Model to measure, [B, C, H, W] to embeddings [B, E].
         loader: Batches (images [B, C, H, W], labels [B]), in the same order each time; the labels count only with
-            `labelled`. Or one pair of tensors, images [N, C, H, W] and labels [N].
+            `labelled` or `class_embeddings`. Or one pair of tensors, images [N, C, H, W] and labels [N].
         labelled: The same kind of batches, of other images, whose labels are used; such as the training images.
+        class_embeddings: Embedding of each class [classes, E], of any length.
         steps: Step counts to measure; None for the model as it is. Only for an ODE-ViT.
         teacher: Model to compare with; measured first, on the same images, normalised for it.
         amp_dtype: Run under autocast in this dtype, such as torch.bfloat16.
@@ -52,8 +56,8 @@ def evaluate_embeddings(
         An Evaluation with one EmbeddingResult for the teacher, if any, and one for each step count.
 
     Raises:
-        ValueError: The model has no steps to set, the loader is empty or shuffled, or the teacher's embeddings have
-            another size.
+        ValueError: The model has no steps to set, the loader is empty or shuffled, or the embeddings of the teacher or
+            of the classes have another size, or are not as many as the labels need.
 
     Source: k-NN with weights: arXiv 1805.01978; both protocols: DINO, arXiv 2104.14294.
     """
@@ -66,13 +70,14 @@ def evaluate_embeddings(
         if reference is not None and not torch.equal(labels, reference[1]):
             raise ValueError('The loader gives images in a different order each time. Make it with shuffle=False.')
         knn = probe = None
+        zero_shot = None if class_embeddings is None else _zero_shot(embeddings, labels, class_embeddings)
         if labelled is not None:
             learned, known, _ = _embed(of, labelled, amp_dtype, progress, f'{name}, labelled', renormalised)
             knn = knn_accuracy(embeddings, labels, learned, known)
             probe = probe_accuracy(embeddings, labels, learned, known)
         compared: Any = dict(cosine=1., error=0., neighbours=100.) if kind == 'teacher' else _compared(
             embeddings, None if reference is None else reference[0])
-        found.append(EmbeddingResult(model=kind, knn=knn, probe=probe, **compared, **about))
+        found.append(EmbeddingResult(model=kind, knn=knn, probe=probe, zero_shot=zero_shot, **compared, **about))
         return embeddings, labels
 
     if teacher is not None:
@@ -125,6 +130,15 @@ def probe_accuracy(embeddings: Tensor, labels: Tensor, learned: Tensor, known: T
     with torch.no_grad():
         right = logits((embeddings - mean) / std).argmax(dim=-1) == labels
     return 100 * right.double().mean().item()
+
+
+def _zero_shot(embeddings: Tensor, labels: Tensor, classes: Tensor) -> float:
+    if classes.ndim != 2 or classes.shape[1] != embeddings.shape[1] or len(classes) <= int(labels.max()):
+        raise ValueError(
+            f'class_embeddings have the shape {list(classes.shape)}; expected one row for each of the labels 0 to '
+            f'{int(labels.max())} or more, [classes, {embeddings.shape[1]}].')
+    cosines = embeddings @ F.normalize(classes.detach().to(embeddings), dim=-1).T
+    return 100 * (cosines.argmax(dim=-1) == labels).double().mean().item()
 
 
 def nearest(embeddings: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ class EmbeddingResult:
             without a teacher.
         knn: Top-1 accuracy of the nearest labelled images, in percent; None without labelled images.
         probe: Top-1 accuracy of a linear classifier on the embeddings, in percent; None without labelled images.
+        zero_shot: Top-1 accuracy of the class embedding with the largest cosine, in percent; None without them.
         images_per_second: Speed of the forward pass, without data loading.
         halted: Share of the images that took 1, 2, ... steps, in percent; None if no image can halt.
     """
@@ -81,16 +82,17 @@ class EmbeddingResult:
     neighbours: Optional[float]
     knn: Optional[float]
     probe: Optional[float]
+    zero_shot: Optional[float]
     images_per_second: float
     halted: Optional[Tuple[float, ...]] = None
 
     SCORE: ClassVar[Tuple[str, str]] = ('cosine', "cosine with the teacher's embedding")
-    COLUMNS: ClassVar[Tuple[str, ...]] = ('cosine', 'error', 'neighbours %', 'k-NN %', 'probe %')
+    COLUMNS: ClassVar[Tuple[str, ...]] = ('cosine', 'error', 'neighbours %', 'k-NN %', 'probe %', 'zero-shot %')
 
     def cells(self) -> List[str]:
         """What a table shows in COLUMNS."""
         return [_text(self.cosine, 4), _text(self.error, 4), _text(self.neighbours), _text(self.knn, 2),
-                _text(self.probe, 2)]
+                _text(self.probe, 2), _text(self.zero_shot, 2)]
 
 
 AnyResult = TypeVar('AnyResult', bound=Union[Result, EmbeddingResult], default=Result)

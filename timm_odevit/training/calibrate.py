@@ -35,9 +35,10 @@ def calibrate_(
     """Fit a converted model in place to the model that it was converted from, in minutes, on images without labels.
 
     First, each step learns on its own, from the teacher's state to the teacher's next state (StepwiseTask); then the
-    unrolled steps learn the whole trajectory (TrajectoryDistillationTask), each in half of the time; a model without a sequence of tokens to follow as a whole (Swin, SAM, NaFlexViT, MLP-Mixer) has the first part alone.
-    Only the shared blocks learn. At the end, even after an interruption, the modes and requires_grad of both models are
-    restored; the learned weights stay.
+    unrolled steps learn the whole trajectory (TrajectoryDistillationTask), each in half of the time; a model without a
+    sequence of tokens to follow as a whole (Swin, SAM, NaFlexViT, MLP-Mixer) has the first part alone. Only the shared
+    blocks learn. At the end, even after an interruption, the modes and requires_grad of both models are restored; the
+    learned weights stay.
 
     Args:
         model: Converted model.

@@ -1,0 +1,316 @@
+"""Image towers of open_clip and transformers as timm's, and back in their programs."""
+import copy
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+
+from timm_odevit import (
+    calibrate_,
+    convert_,
+    evaluate_embeddings,
+    from_open_clip,
+    from_transformers,
+    put_tower_,
+    save_pretrained,
+)
+
+open_clip = pytest.importorskip('open_clip', reason="open_clip is not installed: pip install 'timm-odevit[ecosystem]'")
+transformers = pytest.importorskip('transformers', reason='transformers is not installed')
+
+CLOSE = dict(rtol=0, atol=1e-5)
+VISION = dict(layers=3, width=64, head_width=16, patch_size=8, image_size=32)
+TEXT = dict(context_length=16, vocab_size=49408, width=32, heads=2, layers=2)
+HF = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=32, patch_size=8)
+HF_TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
+
+
+def shaken(model):
+    """No parameter left at zero or one."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def clip(mutate=lambda model: None, quick_gelu=False, **vision):
+    model = open_clip.CLIP(32, {**VISION, **vision}, TEXT, quick_gelu=quick_gelu)
+    mutate(model)
+    return shaken(model)
+
+
+def hf_clip(**vision):
+    config = transformers.CLIPConfig(vision_config={**HF, **vision}, text_config=HF_TEXT, projection_dim=24)
+    return shaken(transformers.CLIPModel(config))
+
+
+def hf_siglip(**vision):
+    text = {**HF_TEXT, 'projection_size': 32}
+    return shaken(transformers.SiglipModel(transformers.SiglipConfig(vision_config={**HF, **vision}, text_config=text)))
+
+
+@pytest.fixture
+def images():
+    return torch.randn(2, 3, 32, 32)
+
+
+def state(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def embedding_of(model, images):
+    with torch.no_grad():
+        if isinstance(model, open_clip.CLIP):
+            return model.encode_image(images)
+        out = model.get_image_features(images)
+        return out if isinstance(out, torch.Tensor) else out.pooler_output
+
+
+PROGRAMS = {
+    'open_clip': (clip, from_open_clip),
+    'open_clip-quickgelu': (lambda: clip(quick_gelu=True), from_open_clip),
+    'open_clip-average': (lambda: clip(pool_type='avg'), from_open_clip),
+    'open_clip-norm-after-average': (lambda: clip(pool_type='avg', final_ln_after_pool=True), from_open_clip),
+    'open_clip-no-first-norm': (lambda: clip(no_ln_pre=True), from_open_clip),
+    'open_clip-layer-scale': (lambda: clip(ls_init_value=0.1), from_open_clip),
+    'open_clip-sincos': (lambda: clip(pos_embed_type='sin_cos_2d'), from_open_clip),
+    'open_clip-wide': (lambda: clip(image_size=(32, 48), mlp_ratio=3.7), from_open_clip),
+    'open_clip-patch-dropout': (lambda: clip(patch_dropout=0.5), from_open_clip),
+    'transformers-clip': (hf_clip, from_transformers),
+    'transformers-clip-gelu': (lambda: hf_clip(hidden_act='gelu', intermediate_size=77), from_transformers),
+    'transformers-siglip': (hf_siglip, from_transformers),
+}
+
+
+@pytest.mark.parametrize('build, map_', PROGRAMS.values(), ids=PROGRAMS)
+def test_the_same_embedding_and_gradients_saved_reloaded_and_put_back(build, map_, tmp_path):
+    program = build()
+    before = state(program)
+    tower = map_(program)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in program.state_dict().items())
+    assert not {p.data_ptr() for p in tower.parameters()} & {p.data_ptr() for p in program.parameters()}
+    images = torch.randn(2, *tower.pretrained_cfg['input_size'])
+    expected = embedding_of(program, images)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(tower(images), expected, **CLOSE)
+    # the projection has no bias in its program, so the gradient by the images shows every parameter's use
+    a = images.clone().requires_grad_()
+    tower(a).square().sum().backward()
+    assert a.grad.abs().max() > 0
+
+    save_pretrained(tower, tmp_path / 'tower')
+    again = timm.create_model(f'local-dir:{tmp_path / "tower"}', pretrained=True).eval()
+    assert torch.equal(again(images), tower(images))
+
+    put = put_tower_(program, again)
+    torch.testing.assert_close(embedding_of(program, images), expected, **CLOSE)
+    put.restore()
+    put.restore()
+    assert program.state_dict().keys() == before.keys()
+    assert torch.equal(embedding_of(program, images), expected)
+
+
+@pytest.mark.parametrize('build, map_', [PROGRAMS['open_clip'], PROGRAMS['transformers-clip'],
+                                         PROGRAMS['transformers-siglip']], ids=['open_clip', 'clip', 'siglip'])
+def test_converted_calibrated_saved_reloaded_and_put_back(build, map_, tmp_path):
+    program = build()
+    tower = map_(program)
+    images = torch.randn(8, 3, 32, 32)
+    teacher = copy.deepcopy(tower)
+    convert_(tower, time='low_rank', rank=2, init='svd')
+    put_tower_(program, tower)  # it is used as it is, so that it may learn in its program
+    first = F.cosine_similarity(embedding_of(program, images), teacher(images)).mean()
+    calibrate_(tower, teacher, images, epochs=(20, 20), batch_size=4, progress=False)
+    assert F.cosine_similarity(embedding_of(program, images), teacher(images)).mean() > first
+    save_pretrained(tower, tmp_path / 'student')
+    again = timm.create_model(f'local-dir:{tmp_path / "student"}', pretrained=True).eval()
+    assert torch.equal(again(images), tower(images))
+
+
+def test_what_a_tower_of_transformers_gives_beside_the_embedding(images):
+    for program in (hf_clip(), hf_siglip()):
+        with torch.no_grad():
+            expected = program.vision_model(images)
+            put_tower_(program, from_transformers(program))
+            found = program.vision_model(pixel_values=images)
+            torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, rtol=0, atol=1e-4)
+            torch.testing.assert_close(found.pooler_output, expected.pooler_output, **CLOSE)
+            ids = torch.randint(0, 99, (3, 7))
+            out = program(input_ids=ids, pixel_values=images)
+            assert out.logits_per_image.shape == (2, 3)
+            for wrong in ('output_hidden_states', 'output_attentions'):
+                with pytest.raises(ValueError, match=f'{wrong}=True.*forward_intermediates'):
+                    program.vision_model(images, **{wrong: True})
+            with pytest.raises(ValueError, match='dynamic_img_size=True'):
+                program.vision_model(images, interpolate_pos_encoding=True)
+
+
+def test_towers_alone_and_with_a_projection(images):
+    config = transformers.CLIPVisionConfig(**HF, projection_dim=24)
+    for cls in (transformers.CLIPVisionModel, transformers.CLIPVisionModelWithProjection):
+        model = shaken(cls(config))
+        with torch.no_grad():
+            out = model(images)
+        expected = out.pooler_output if cls is transformers.CLIPVisionModel else out.image_embeds
+        torch.testing.assert_close(from_transformers(model)(images), expected, **CLOSE)
+    put_tower_(model, from_transformers(model))
+    torch.testing.assert_close(model(images).image_embeds, expected, **CLOSE)
+    siglip = hf_siglip()
+    torch.testing.assert_close(
+        from_transformers(siglip.vision_model)(images), embedding_of(siglip, images), **CLOSE)
+    visual = clip().visual
+    torch.testing.assert_close(from_open_clip(visual)(images), visual(images), **CLOSE)
+
+
+def test_a_tower_without_classes_leaves_the_projection_to_the_program(images):
+    program = hf_clip()
+    expected = embedding_of(program, images)
+    projection = program.visual_projection
+    put_tower_(program, from_transformers(program.vision_model))
+    assert program.visual_projection is projection
+    torch.testing.assert_close(embedding_of(program, images), expected, **CLOSE)
+
+
+def test_towers_of_open_clip_that_are_timms_are_converted_where_they_are(images, tmp_path):
+    program = shaken(open_clip.CLIP(24, dict(timm_model_name='vit_tiny_patch16_224', image_size=32, timm_pool='',
+                                             timm_proj='linear', timm_model_pretrained=False), TEXT))
+    with pytest.raises(TypeError, match=r'use model\.visual\.trunk as it is'):
+        from_open_clip(program)
+    images = torch.randn(2, 3, 224, 224)
+    trunk, expected = program.visual.trunk, embedding_of(program, images)
+    exact = convert_(trunk, phases=12)
+    torch.testing.assert_close(embedding_of(program, images), expected, **CLOSE)
+    save_pretrained(trunk, tmp_path / 'trunk')
+    again = timm.create_model(f'local-dir:{tmp_path / "trunk"}', pretrained=True).eval()
+    exact.restore()
+    program.visual.trunk = again
+    torch.testing.assert_close(embedding_of(program, images), expected, **CLOSE)
+
+
+def test_modes_dtypes_and_requires_grad_carry_over(images):
+    program = clip().double()
+    program.visual.requires_grad_(False)
+    program.visual.transformer.resblocks[1].attn.requires_grad_(True)
+    program.visual.transformer.train()
+    tower = from_open_clip(program)
+    assert {p.dtype for p in tower.parameters()} == {torch.float64}
+    assert {n for n, p in tower.named_parameters() if p.requires_grad} == {
+        f'blocks.1.attn.{n}' for n in ('qkv.weight', 'qkv.bias', 'proj.weight', 'proj.bias')}
+    assert tower.blocks[0].mlp.fc1.training and not tower.norm.training
+    torch.testing.assert_close(tower(images.double()), program.encode_image(images.double()), rtol=0, atol=1e-12)
+    half = hf_clip().half().to('meta')
+    assert {(p.device.type, p.dtype) for p in from_transformers(half).parameters()} == {('meta', torch.float16)}
+
+
+def test_preprocessing_is_that_of_open_clip():
+    program = clip()
+    assert from_open_clip(program).pretrained_cfg['mean'] == open_clip.OPENAI_DATASET_MEAN
+    open_clip.factory.set_model_preprocess_cfg(program, dict(
+        mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5), interpolation='bilinear', resize_mode='squash', size=32))
+    cfg = from_open_clip(program).pretrained_cfg
+    assert (cfg['mean'], cfg['interpolation'], cfg['crop_mode']) == ((0.1, 0.2, 0.3), 'bilinear', 'squash')
+    put_tower_(program, from_open_clip(program))
+    assert program.visual.preprocess_cfg['resize_mode'] == 'squash' and tuple(program.visual.image_size) == (32, 32)
+
+
+def no_bias(model):
+    model.visual.transformer.resblocks[0].attn = nn.MultiheadAttention(64, 4, bias=False, batch_first=True)
+
+
+def relu(model):
+    model.visual.transformer.resblocks[1].mlp.gelu = nn.ReLU()
+
+
+def adapter(model):
+    model.visual.adapter = nn.Linear(4, 4)
+
+
+def frozen_query(model):
+    model.vision_model.encoder.layers[1].self_attn.q_proj.weight.requires_grad_(False)
+
+
+def no_key_bias(model):
+    model.vision_model.encoder.layers[1].self_attn.k_proj = nn.Linear(32, 32, bias=False)
+
+
+@pytest.mark.parametrize('build, map_, error, message', [
+    (lambda: clip(attentional_pool=True), from_open_clip, ValueError, 'it has attentional pooling'),
+    (lambda: clip(qk_norm=True), from_open_clip, ValueError, 'its block 0 is a CustomResidualAttentionBlock'),
+    (lambda: clip(relu), from_open_clip, ValueError, 'its activations are GELU, ReLU'),
+    (lambda: clip(adapter), from_open_clip, ValueError, 'timm has no place for adapter.weight'),
+    (lambda: clip(no_bias), from_open_clip, ValueError, r'in place of blocks\.0\.attn\.qkv'),
+    (lambda: open_clip.CLIP(32, dict(layers=(1, 1, 1, 1), width=8, head_width=8, image_size=32), TEXT),
+     from_open_clip, TypeError, "expected open_clip's own VisionTransformer"),
+    (lambda: nn.Linear(2, 2), from_open_clip, TypeError, 'from_open_clip got a Linear'),
+    (lambda: nn.Linear(2, 2), from_transformers, TypeError, 'expected CLIPModel, SiglipModel'),
+    (lambda: hf_clip(hidden_act='relu'), from_transformers, ValueError, "its activation is 'relu'; supported: gelu"),
+    (lambda: hf_siglip(vision_use_head=False), from_transformers, ValueError, 'no pooling head'),
+])
+def test_what_timm_lacks_is_refused(build, map_, error, message):
+    program = build()
+    before = state(program)
+    with pytest.raises(error, match=message):
+        map_(program)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in program.state_dict().items())
+
+
+@pytest.mark.parametrize('mutate, message', [
+    (frozen_query, 'only a part requires gradients'), (no_key_bias, r'in place of blocks\.1\.attn\.qkv has no bias')])
+def test_parts_that_do_not_fit_into_one_layer_are_refused(mutate, message):
+    program = hf_clip()
+    mutate(program)
+    with pytest.raises(ValueError, match=message):
+        from_transformers(program)
+
+
+def test_a_tower_that_does_not_fit_is_not_put_in(images):
+    other = timm.create_model('vit_tiny_patch16_224', img_size=32, num_classes=7)
+    for program in (clip(), hf_clip(), hf_siglip()):
+        expected, names = embedding_of(program, images), list(program.state_dict())
+        with pytest.raises(ValueError, match='The tower gives embeddings of width 7; this model compares'):
+            put_tower_(program, other)
+        assert torch.equal(embedding_of(program, images), expected) and list(program.state_dict()) == names
+    with pytest.raises(TypeError, match='put_tower_ got a VisionTransformer: expected an open_clip model'):
+        put_tower_(other, other)
+
+
+NAMES = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
+
+
+def test_a_student_is_classified_by_the_untouched_text_tower():
+    """A miniature CLIP learns to read digits; its tower, converted and calibrated, is used through its text tower."""
+    torch.manual_seed(0)
+    digits = load_digits()
+    pixels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
+    x, y = F.interpolate(pixels, size=32).expand(-1, 3, -1, -1).contiguous(), torch.tensor(digits.target)
+    program = open_clip.CLIP(32, {**VISION, 'layers': 4}, {**TEXT, 'layers': 1})
+    tokens = open_clip.get_tokenizer('ViT-B-32', context_length=16)([f'the digit {name}' for name in NAMES])
+    program.token_embedding.requires_grad_(False)  # most of the time of an update
+    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-3)
+    for _ in range(240):
+        index = torch.randint(0, 1500, (64,))
+        images, texts, scale = program(x[index], tokens)
+        optimizer.zero_grad()
+        F.cross_entropy(scale * images @ texts.T, y[index]).backward()
+        optimizer.step()
+    program.eval()
+    with torch.no_grad():
+        names = program.encode_text(tokens)
+    teacher = from_open_clip(program)
+    tower = copy.deepcopy(teacher)
+    convert_(tower, time='low_rank', rank=8, init='svd')
+    held_out = (x[1500:], y[1500:])
+    untrained = evaluate_embeddings(tower, held_out, class_embeddings=names).results[0].zero_shot
+    calibrate_(tower, teacher, x[:1500], epochs=(2, 2), batch_size=64, progress=False)
+    theirs, ours = evaluate_embeddings(tower, held_out, class_embeddings=names, teacher=teacher).results
+    assert theirs.zero_shot > 75 and ours.zero_shot > 0.8 * theirs.zero_shot and ours.zero_shot > untrained
+    # the same through the program
+    put_tower_(program, tower)
+    with torch.no_grad():
+        logits = program.get_logits(x[1500:], tokens)[0]
+    assert 100 * (logits.argmax(-1) == y[1500:]).double().mean().item() == pytest.approx(ours.zero_shot, abs=0.7)
+    with pytest.raises(ValueError, match=r'class_embeddings have the shape \[9, 32\]; expected one row for each'):
+        evaluate_embeddings(tower, held_out, class_embeddings=names[:9])

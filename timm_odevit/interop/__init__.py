@@ -1,0 +1,8 @@
+"""Vision transformers of other libraries, as timm's, and back into their programs.
+
+transplant       a timm model with the parameters of another library's modules
+torchvision      from_torchvision: a torchvision VisionTransformer
+open_clip        from_open_clip: the image tower of an open_clip model
+transformers     from_transformers: the image tower of a CLIP or SigLIP of transformers
+put_tower        put_tower_: a timm model as the image tower of such a model
+"""
