@@ -6,6 +6,10 @@ A variant is a list of parts (task, share of the minutes, options); a part makes
 the CPU time of a few that are tried first. Writes one line per variant: CPU minutes, and top-1 in percent on 2 000
 training images held out, after each part with the student's own K, and at the end also with half and twice the steps.
 Variants that are already in the file are not repeated.
+
+On a machine whose speed varies, variants whose updates cost the same are compared at equal updates instead:
+
+    python hub/tools/minutes.py cifar100.npz hub/controls.jsonl --updates 130 110 --variants 'no KL' 'nothing shared'
 """
 import argparse
 import copy
@@ -173,11 +177,14 @@ def main():
     parser.add_argument('data')
     parser.add_argument('out', type=Path)
     parser.add_argument('--minutes', type=float, default=4.)
+    parser.add_argument('--updates', type=int, nargs='+', help='of each part, instead of minutes')
     parser.add_argument('--variants', nargs='+', choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--rank', type=int, default=23)
     parser.add_argument('--teacher', default='deit_tiny_patch16_64.cifar100')
     args = parser.parse_args()
+    if args.updates:
+        args.minutes = None
     torch.set_num_threads(1)
     lines = args.out.read_text().splitlines() if args.out.exists() else []
     done = {tuple(json.loads(line)[key] for key in ('variant', 'seed', 'minutes', 'rank')) for line in lines}
@@ -196,7 +203,8 @@ def run(args, name):
     images = plain.prepare(plain.images[:MOMENT_IMAGES])
     val.images, val.labels = val.images[:HELD_OUT], val.labels[:HELD_OUT]
     spent, parts, student = 0., [], None
-    for kind, share, options in VARIANTS[name]:
+    for i, (kind, share, options) in enumerate(VARIANTS[name]):
+        budget = 60 * (args.minutes or 0.) * share
         options = dict(options)
         how = options.pop('how', None)
         started = time.process_time()
@@ -206,10 +214,10 @@ def run(args, name):
         if kind == 'regression':
             started = time.process_time()
             source = loader(args, teacher, 64, 0)
-            updates = regress(student, teacher, source, 60 * args.minutes * share - spent)
+            updates = regress(student, teacher, source, budget - spent)
             spent += time.process_time() - started
         else:
-            student, updates, seconds = train(args, kind, 60 * args.minutes * share, options, student, teacher)
+            student, updates, seconds = train(args, kind, args.updates[i] if args.updates else None, budget, options, student, teacher)
             spent += seconds
         top1 = evaluate(student.eval(), val).results[-1].top1
         parts.append({'part': kind, 'updates': updates, 'cpu_minutes': round(spent / 60, 2), 'top1': round(top1, 2)})
@@ -226,8 +234,8 @@ def loader(args, teacher, batch, mixup):
     return MixupLoader(train, teacher.num_classes, mixup, 0., 0., .5) if mixup else train
 
 
-def train(args, kind, seconds, options, student, teacher):
-    """Train for some CPU seconds; returns the student, the number of updates and the CPU seconds they took."""
+def train(args, kind, updates, seconds, options, student, teacher):
+    """Make some updates, or train for some CPU seconds; returns the student, the updates and the CPU seconds taken."""
     source = loader(args, teacher, options.pop('batch', 64), options.pop('mixup', 0))
     share, layers = options.pop('tokens', 1.), options.pop('layers', None)
     layerwise, ema_decay = options.pop('layerwise', False), options.pop('ema_decay', None)
@@ -241,11 +249,12 @@ def train(args, kind, seconds, options, student, teacher):
             task.layers = layers
         return task
     with LayerwiseMuon(layerwise):
-        trial = task_of(copy.deepcopy(student))
-        fit(trial, Stream(source, 3), epochs=1, **how)
-        started = time.process_time()
-        fit(trial, Stream(source, TRIED), epochs=1, **how)
-        updates = max(1, round(seconds * TRIED / (time.process_time() - started)))
+        if updates is None:
+            trial = task_of(copy.deepcopy(student))
+            fit(trial, Stream(source, 3), epochs=1, **how)
+            started = time.process_time()
+            fit(trial, Stream(source, TRIED), epochs=1, **how)
+            updates = max(1, round(seconds * TRIED / (time.process_time() - started)))
         started = time.process_time()
         task = task_of(student)
         fit(task, Stream(source, updates), epochs=1, ema_decay=ema_decay, **how)
