@@ -217,7 +217,8 @@ def run(args, name):
             updates = regress(student, teacher, source, budget - spent)
             spent += time.process_time() - started
         else:
-            student, updates, seconds = train(args, kind, args.updates[i] if args.updates else None, budget, options, student, teacher)
+            updates = args.updates[i] if args.updates else None
+            student, updates, seconds = train(args, kind, updates, budget, options, student, teacher)
             spent += seconds
         top1 = evaluate(student.eval(), val).results[-1].top1
         parts.append({'part': kind, 'updates': updates, 'cpu_minutes': round(spent / 60, 2), 'top1': round(top1, 2)})

@@ -3,9 +3,10 @@
 config              the settings of fit, of calibrate_, of the loss and of the data, with their defaults
 losses              the parts of the loss
 layer_times         where the teacher's layers lie in time, and its states between them
+runs                the sequences of blocks that a student follows, and when it is to reach which state
 student_teacher     whether student and teacher match, and what both tasks share
-trajectory_task     TrajectoryDistillationTask: the whole trajectory, unrolled
 stepwise_task       StepwiseTask: each step on its own
+trajectory_task     TrajectoryDistillationTask: the whole trajectory, unrolled
 validation          what is measured after each epoch, and which of it chooses the best one
 first_batch         what fit checks before it trains
 monitor             what fit watches besides the loss

@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from itertools import pairwise
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 from torch import nn
 
@@ -60,19 +60,17 @@ def updates_in(
         options: Settings of `fit` for each part.
 
     Returns:
-        For each part, the number of updates, a multiple of EPOCHS or less than it; 0 for a share of 0.
+        For each part, the number of updates, a multiple of EPOCHS or less than it.
     """
     started = time.perf_counter()
     trial = copy.deepcopy(model)
-    seconds: List[Optional[float]] = []
-    for make, share, kwargs in zip(tasks, shares, options, strict=True):
+    seconds: List[float] = []
+    for make, kwargs in zip(tasks, options, strict=True):
         stream = Stream(loader, TRIED + 1)
-        if share:
-            fit(make(trial), stream, epochs=1, **{**kwargs, 'out': None, 'progress': False})
-        stamps = stream.yielded
-        seconds.append(statistics.median(b - a for a, b in pairwise(stamps)) if share else None)
+        fit(make(trial), stream, epochs=1, **{**kwargs, 'out': None, 'progress': False})
+        seconds.append(statistics.median(b - a for a, b in pairwise(stream.yielded)))
     left = max(0., 60 * minutes - (time.perf_counter() - started))
-    return [0 if each is None else _rounded(share * left / each) for share, each in zip(shares, seconds, strict=True)]
+    return [_rounded(share * left / each) for share, each in zip(shares, seconds, strict=True)]
 
 
 def _rounded(updates: float) -> int:

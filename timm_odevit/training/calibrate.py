@@ -16,7 +16,7 @@ from .config import CalibrationConfig
 from .fit import fit
 from .resume import check_calibration, planned
 from .stepwise_task import StepwiseTask, check_converted_from
-from .trajectory_task import TrajectoryDistillationTask, has_whole_sequence
+from .trajectory_task import TrajectoryDistillationTask
 
 __all__ = ['calibrate_']
 
@@ -35,8 +35,7 @@ def calibrate_(
     """Fit a converted model in place to the model that it was converted from, in minutes, on images without labels.
 
     First, each step learns on its own, from the teacher's state to the teacher's next state (StepwiseTask); then the
-    unrolled steps learn the whole trajectory (TrajectoryDistillationTask), each in half of the time; a model without a
-    sequence of tokens to follow as a whole (Swin, SAM, NaFlexViT, MLP-Mixer) has the first part alone. Only the shared
+    unrolled steps learn the whole trajectory (TrajectoryDistillationTask), each in half of the time. Only the shared
     blocks learn. At the end, even after an interruption, the modes and requires_grad of both models are restored; the
     learned weights stay.
 
@@ -80,8 +79,7 @@ def calibrate_(
             module.training = mode
 
     def plan() -> List[int]:
-        shares = (0.5, 0.5) if has_whole_sequence(model) else (1., 0.)
-        return updates_in(config.minutes or 0., model, loader, tasks, shares, options)
+        return updates_in(config.minutes or 0., model, loader, tasks, (0.5, 0.5), options)
     with alone_in(None if out is None else Path(out)):
         try:
             made = [make(model) for make, count in zip(tasks, config.epochs or (0, 0), strict=True) if count]

@@ -229,9 +229,8 @@ class CalibrationConfig(Settings):
 
     Attributes:
         minutes: Time to spend, half of it on each part; the number of updates is found by trying a few. None for 5.
-        epochs: Epochs of the first part, step by step, and of the second, unrolled, instead of minutes; the second must
-            be 0 for a model that has no sequence of tokens to follow as a whole (Swin, SAM, NaFlexViT, MLP-Mixer). None
-            for minutes.
+        epochs: Epochs of the first part, step by step, and of the second, unrolled, instead of minutes. None for
+            minutes.
         batch_size: Images per update.
         lr: Peak learning rate of the first part (AdamW), on a cosine schedule.
         unrolled_lr: Peak learning rate of the second part (Muon).

@@ -1,7 +1,7 @@
 """TrajectoryDistillationTask: the student's states follow the teacher's hidden states."""
 import math
 import random
-from itertools import pairwise
+from contextlib import ExitStack
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -11,15 +11,17 @@ from torch import Tensor, nn
 
 from ..convert.block_kinds import field_class
 from ..hooks import hooked
-from ..ode.blocks import OdeBlocks
-from ..recording import state_at, watch_blocks
+from ..ode.blocks import OdeBlocks, find_ode_blocks
+from ..recording import watch_blocks
 from ..settings import takes
 from .config import LossConfig
-from .layer_times import distance_times, hidden_states, match, uniform_times
+from .layer_times import hidden_states
 from .losses import attention_loss, embedding_loss, jasmin_loss, logit_loss, relation_loss, trajectory_loss
+from .runs import Run, runs_of
+from .stepwise_task import check_converted_from
 from .student_teacher import Renormalised, StudentTask, TrainingPass, check_same_tokens, check_student
 
-__all__ = ['TrajectoryDistillationTask', 'has_whole_sequence']
+__all__ = ['TrajectoryDistillationTask']
 
 
 class TrajectoryDistillationTask(StudentTask):
@@ -29,6 +31,10 @@ class TrajectoryDistillationTask(StudentTask):
     at the ends of min(steps, layers) solver steps; between two layers, the teacher's state is interpolated
     linearly in t. The loss is the weighted sum of its parts: trajectory, JaSMin, KL divergence of the logits or
     distance of the embeddings, relations between images, cross-entropy, attention, and exits.
+
+    A model with stages (Swin) follows its teacher in each of them. Where the tokens are not one sequence, prefix tokens
+    first (Swin, SAM, NaFlexViT, MLP-Mixer), all tokens count alike, the teacher must be the model that the student was
+    converted from, and attention, JaSMin, exits and segments are not available.
 
     Args:
         student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
@@ -66,47 +72,44 @@ class TrajectoryDistillationTask(StudentTask):
         check_student(student)
         device = device or next(student.parameters()).device
         host: Any = student
-        if not has_whole_sequence(student):
-            raise TypeError(
-                f'A {type(student).__name__} has no sequence of tokens whose states could be followed as a whole. '
-                'Train it step by step only: task: stepwise in a recipe, epochs=(8, 0) in calibrate_, or odevit '
-                'calibrate --epochs 8,0.')
         super().__init__(device=device, dtype=dtype, verbose=verbose)
+        self.whole = _has_whole_sequence(student)
         self.config = config
         self.weights = config.weights
-        self.steps = config.counts(host.blocks.steps)
-        self._check(host)
+        odes = find_ode_blocks(student)
+        self.steps = config.counts(odes[-1].steps)
+        if self.whole:
+            self._check(host)
+        else:
+            self._check_parts(host, odes)
         self._check_hooks(host)
         if isinstance(teacher, str):
             teacher = DistillationTeacher(
                 teacher, num_classes=host.num_classes, in_chans=host.in_chans, device=device, dtype=dtype).model
         if teacher is None:
             self._check_alone()
-        else:
+        elif self.whole:
             check_same_tokens(student, teacher)
-        tokens = host.patch_embed.num_patches + host.num_prefix_tokens
-        if config.jasmin_k > tokens:
-            raise ValueError(f'jasmin_k must be at most the number of tokens, {tokens}; got {config.jasmin_k}.')
+        else:
+            check_converted_from(student, teacher)
+        if self.whole:
+            tokens = host.patch_embed.num_patches + host.num_prefix_tokens
+            if config.jasmin_k > tokens:
+                raise ValueError(f'jasmin_k must be at most the number of tokens, {tokens}; got {config.jasmin_k}.')
         self.embedding = config.embedding or host.num_classes == 0
         if host.num_classes == 0 and config.task_weight > 0:
             raise ValueError('task_weight compares classes, but these models have none (num_classes=0). Set it to 0.')
         self.teacher: Any = None
         if teacher is not None:
-            self.times = _times(teacher, config, calibration, device)
-            last = host.blocks.config.span(len(self.times))[1]
-            block: Any = teacher.get_submodule(f'blocks.{last}')
-            fields = [field_class(block)(block), host.blocks.shared]
-            self._last = (last, fields[:1])  # a list keeps the block from becoming a submodule
-            if config.attention_weight > 0 and not all(field.has_attention_maps for field in fields):
-                raise ValueError(
-                    f'attention_weight={config.attention_weight} compares attention maps, but a '
-                    f'{type(block).__name__} does not provide them. Set it to 0.')
+            self.runs: List[Run] = runs_of(teacher, config, calibration, device)
+            if self.whole:
+                self._last = self._last_attention(host, teacher)
             # everything fits: only now change the teacher
             self.teacher = DistillationTeacher(teacher, device=device, dtype=dtype)
             self.teacher.requires_grad_(False).eval()
-        self.trainable_module: Any = _Unrolled(student, config.jasmin_k, config.jasmin_evaluations)
+        self.trainable_module: Any = _Unrolled(student, self.whole, config.jasmin_k, config.jasmin_evaluations)
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
-        self.update, self.updates, self.seed, self.drawn = 0, 0, 0, host.blocks.steps
+        self.update, self.updates, self.seed, self.drawn = 0, 0, 0, odes[-1].steps
         self.for_teacher: Any = None if teacher is None else Renormalised(student, teacher, device, dtype)
 
     def _check(self, host: Any) -> None:
@@ -115,6 +118,32 @@ class TrajectoryDistillationTask(StudentTask):
                 f'exits need a final norm, but a {type(host).__name__} has none called norm. Leave exits out.')
         if self.config.attention_weight > 0 and min(self.steps or (host.blocks.steps,)) < 2:
             raise ValueError('attention_weight uses the state before the last step, so it needs at least 2 steps.')
+
+    def _check_parts(self, host: Any, odes: Sequence[OdeBlocks]) -> None:
+        name = type(host).__name__
+        for setting in ('jasmin_weight', 'attention_weight', 'exit_weight', 'segments'):
+            if getattr(self.config, setting):
+                raise ValueError(
+                    f'{setting} needs one sequence of tokens with the prefix tokens first, but a {name} has none. '
+                    'Leave it out.')
+        if len(odes) > 1 and any(isinstance(k, int) for k in self.config.steps or ()):
+            raise ValueError(
+                f'steps={self.config.steps}: a {name} has {len(odes)} stages with step counts of their own. Give '
+                'shares of them, such as [0.5, 1.0, 2.0].')
+        if any(ode.config.adaptive for ode in odes):
+            raise ValueError(
+                f"'{odes[0].method}' gives no states to follow in a {name}. Set a fixed-step method first.")
+
+    def _last_attention(self, host: Any, teacher: Any) -> Tuple[int, List[Any]]:
+        """The last converted layer, and a field with its attention map."""
+        last = host.blocks.config.span(len(teacher.blocks))[1]
+        block: Any = teacher.get_submodule(f'blocks.{last}')
+        fields = [field_class(block)(block), host.blocks.shared]
+        if self.config.attention_weight > 0 and not all(field.has_attention_maps for field in fields):
+            raise ValueError(
+                f'attention_weight={self.config.attention_weight} compares attention maps, but a '
+                f'{type(block).__name__} does not provide them. Set it to 0.')
+        return last, fields[:1]  # a list keeps the block from becoming a submodule
 
     def _check_hooks(self, student: Any) -> None:
         if self.config.segments and getattr(student, 'grad_checkpointing', False):
@@ -150,28 +179,26 @@ class TrajectoryDistillationTask(StudentTask):
             'attention_loss' and 'exit_loss'. Parts of weight 0 are computed for the record only, without a gradient.
         """
         student = unwrap_model(self.trainable_module).student
-        count = student.blocks.steps
-        if self.training and self.steps is not None:  # from the update, so that all processes draw the same
-            count = random.Random(f'{self.seed} {self.update}').choice(self.steps)
-            self.update += 0 if self.updates else 1
-        self.drawn = count
+        odes = find_ode_blocks(student)
+        counts = self._draw(odes)
         output_t, states_t, last_map = self._teach(input, target)
         labels = getattr(target, 'labels', target)
-        with student.blocks.at(count):
-            first = len(student.blocks.before)
-            pairs = self._pairs(student) if states_t is not None else []
-            forced = self._forced(student, states_t) if states_t is not None else {}
+        with ExitStack() as stack:
+            for ode, count in zip(odes, counts, strict=True):
+                stack.enter_context(ode.at(count))
+            followed = list(zip(self.runs, odes, states_t, strict=True)) if states_t is not None else []
+            pairs = [run.pairs(ode) for run, ode, _ in followed]
+            targets = [run.target(ode, states, t) for (run, ode, states), times in zip(followed, pairs, strict=True)
+                       for t, _ in times]
+            stack.enter_context(self._starting_from_teacher(followed))
             self._check_hooks(student)
-            places = [min(max(round(t * count), 1), count - 1) for t in self.config.exits] if count > 1 else []
-            exits = [first + place - 1 for place in places]
-            with _starting_from(student, forced):
-                output, states, jasmin, attention, early = self.trainable_module(
-                    input, [step for _, step in pairs], self.weights['jasmin'] > 0, self.weights['attention'] > 0,
-                    exits)
-        prefix, targets = 0, []
-        if states:
-            start, run = self._run(student)
-            targets = [state_at(states_t[start:], [0., *run], t) for t, _ in pairs]
+            exits = [len(odes[-1].before) + min(max(round(t * counts[-1]), 1), counts[-1] - 1) - 1
+                     for t in self.config.exits] if counts[-1] > 1 else []
+            output, states, jasmin, attention, early = self.trainable_module(
+                input, [[step for _, step in times] for times in pairs], self.weights['jasmin'] > 0,
+                self.weights['attention'] > 0, exits)
+        prefix = 0
+        if states and self.whole:
             bare = states[0].shape[1] == student.patch_embed.num_patches  # the class token comes later, as in CaiT
             prefix = 0 if bare else student.num_prefix_tokens
         has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
@@ -211,49 +238,49 @@ class TrajectoryDistillationTask(StudentTask):
         return {'loss': loss, 'output': output,
                 **{f'{name}_loss': found[name] for name in self.weights if name in found}}
 
+    def _draw(self, odes: Sequence[OdeBlocks]) -> List[int]:
+        """The number of steps of each OdeBlocks in this update; the same in all processes."""
+        counts = [ode.steps for ode in odes]
+        if self.training and self.config.steps is not None:  # from the update, so that all processes draw the same
+            chosen = random.Random(f'{self.seed} {self.update}').randrange(len(self.config.steps))
+            self.update += 0 if self.updates else 1
+            counts = [(self.config.counts(own) or ())[chosen] for own in counts]
+        self.drawn = counts[-1]
+        return counts
+
     @torch.no_grad()
     def _teach(self, input: Tensor, target: Any) -> Tuple[Optional[Tensor], Any, Any]:
-        """The teacher's logits, its states from the embedded tokens to the last layer's, and its last attention map."""
+        """The teacher's outputs, its states before the first and after each block of each run, its last attention."""
         if self.teacher is None:
             return None, None, None
         if hasattr(target, 'states'):
-            output, states = target.output, target.states
+            output, states = target.output, [target.states]
         else:
-            teacher: Any = self.teacher.model
-            with watch_blocks([list(teacher.blocks)]) as seen:
-                output = teacher(self.for_teacher(input))
-            states = seen[0][0]
+            with watch_blocks([run.blocks for run in self.runs]) as seen:
+                output = self.teacher.model(self.for_teacher(input))
+            states = [each for each, _ in seen]
+        if not self.weights['attention'] > 0:
+            return output, states, None
         last, fields = self._last
-        wanted = self.weights['attention'] > 0
-        return output, states, fields[0].attention_map(float(last), states[last]) if wanted else None
+        return output, states, fields[0].attention_map(float(last), states[0][last])
 
-    def _run(self, student: Any) -> Tuple[int, List[float]]:
-        """The first converted layer, and the times of the converted layers, relative to their run."""
-        first, last = student.blocks.config.span(len(self.times))
-        start = self.times[first - 1] if first else 0.
-        return first, [(time - start) / (self.times[last] - start) for time in self.times[first:last + 1]]
-
-    def _pairs(self, student: Any) -> List[Tuple[float, int]]:
-        """Relative times at which the student is compared, and the indices in its blocks of the steps ending there."""
-        first, run = self._run(student)
-        count = student.blocks.steps
-        return [((step + 1) / count, first + step) for _, step in match(run, count)]
-
-    def _forced(self, student: Any, states: Sequence[Tensor]) -> Dict[int, Tensor]:
-        """The teacher's states from which steps start in this update, by the index of the step in the blocks."""
+    def _starting_from_teacher(self, followed: Sequence[Any]) -> Any:
+        """Make the steps at which segments start in this update start from the teacher's states."""
         share = self.update / self.updates if self.updates and self.training else 1.
-        if not self.config.segments or share >= self.config.forced:
-            return {}
-        count = student.blocks.steps
-        segments = min(self.config.segments[int(share / self.config.forced * len(self.config.segments))], count)
-        first, run = self._run(student)
-        places = [round(i * count / segments) for i in range(1, segments)]
-        return {first + place: state_at(states[first:], [0., *run], place / count) for place in places}
+        if not self.config.segments or share >= self.config.forced or not followed:
+            return hooked()
+        segments = self.config.segments[int(share / self.config.forced * len(self.config.segments))]
+        run, ode, states = followed[0]
+
+        def start(state: Tensor):
+            return lambda _, args: (state.to(args[0].dtype), *args[1:])
+        forced = run.forced(ode, states, segments)
+        return hooked(*((ode[place], 'before', start(state)) for place, state in forced.items()))
 
     def _leaves_parameters_unused(self) -> bool:
-        shared = unwrap_model(self.trainable_module).student.blocks.shared
+        odes = find_ode_blocks(unwrap_model(self.trainable_module).student)
         # few steps leave layers unused; no loss on the logits leaves the final norm and the head unused
-        return bool(shared.depends_on_time or shared.jumps or not any(
+        return bool(any(ode.shared.depends_on_time or ode.shared.jumps for ode in odes) or not any(
             self.weights[name] for name in ('kd', 'relation', 'task')))
 
     def compile(self, backend: str = 'inductor', mode: Optional[str] = None, **compile_kwargs: Any) -> Any:
@@ -271,22 +298,34 @@ class TrajectoryDistillationTask(StudentTask):
         return self.eval_model
 
 
-def has_whole_sequence(student: Any) -> bool:
-    """Whether the states of an ODE-ViT can be followed as a whole, from the embedded tokens to the last step."""
+def _has_whole_sequence(student: Any) -> bool:
+    """Whether an ODE-ViT's tokens are one sequence, prefix tokens first, from the embedding to the last step."""
     tokens = all(hasattr(student, name) for name in ('patch_embed', 'num_prefix_tokens'))
     return isinstance(getattr(student, 'blocks', None), OdeBlocks) and tokens
 
 
 class _Unrolled(TrainingPass):
-    def __init__(self, student: nn.Module, jasmin_k: int, jasmin_evaluations: int) -> None:
+    def __init__(self, student: nn.Module, whole: bool, jasmin_k: int, jasmin_evaluations: int) -> None:
         super().__init__(student)
+        self.whole = whole
         self.jasmin_k = jasmin_k
         self.jasmin_evaluations = jasmin_evaluations
 
     def forward(
+            self, images: Tensor, steps: Sequence[Sequence[int]], train_jasmin: bool, want_attention: bool,
+            exits: Sequence[int],
+    ) -> Tuple[Tensor, List[Tensor], Tensor, Optional[Tensor], List[Tensor]]:
+        """Outputs, states after `steps` of each run, JaSMin, the last step's attention map, outputs after `exits`."""
+        if self.whole:
+            return self._whole(images, steps[0] if steps else (), train_jasmin, want_attention, exits)
+        with watch_blocks([list(ode) for ode in find_ode_blocks(self.student)]) as seen:
+            output = self.student(images)
+        states = [after[step + 1] for (after, _), wanted in zip(seen, steps, strict=False) for step in wanted]
+        return output, states, output.new_tensor(math.nan), None, []
+
+    def _whole(
             self, images: Tensor, steps: Sequence[int], train_jasmin: bool, want_attention: bool, exits: Sequence[int],
     ) -> Tuple[Tensor, List[Tensor], Tensor, Optional[Tensor], List[Tensor]]:
-        """Logits, states after `steps`, JaSMin, the last step's attention map, and the logits after `exits`."""
         blocks: Any = self.student.blocks
         first = len(blocks.before)
         before_last = first + max(blocks.steps - 2, 0)  # no step starts from the last state; used if the only one
@@ -305,26 +344,3 @@ class _Unrolled(TrainingPass):
             attention = blocks.shared.attention_map(last.t, by_step[before_last])
         early = [self.student.forward_head(self.student.norm(by_step[i])) for i in exits]
         return self.student.forward_head(features), [by_step[i] for i in steps], jasmin, attention, early
-
-
-def _starting_from(student: Any, forced: Dict[int, Tensor]) -> Any:
-    """Make steps, by their index in the blocks, start from given states."""
-    def start(state: Tensor):
-        return lambda _, args: (state.to(args[0].dtype), *args[1:])
-    return hooked(*((student.blocks[place], 'before', start(state)) for place, state in forced.items()))
-
-
-def _times(teacher: Any, config: LossConfig, calibration: Any, device: torch.device) -> List[float]:
-    layers = len(teacher.blocks)
-    if config.checkpoints == 'uniform':
-        return uniform_times(layers)
-    if config.checkpoints == 'distance':
-        batches = (images.to(device) for images in calibration or ())
-        return distance_times(teacher, batches, config.checkpoint_temperature)
-    times: List[float] = list(config.checkpoints)  # type: ignore[arg-type]
-    increasing = all(a < b for a, b in pairwise([0., *times]))
-    if len(times) != layers or not increasing or times[-1] > 1.:
-        raise ValueError(
-            f'checkpoints must be {layers} strictly increasing times in (0, 1], one for each layer of the teacher; '
-            f'got {times}.')
-    return times

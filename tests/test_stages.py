@@ -1,0 +1,165 @@
+"""Trajectory distillation of models whose tokens are not one sequence: stages, windows, mixers, native sizes."""
+import copy
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+from timm_odevit import Recipe, TrajectoryDistillationTask, convert_, fit, train
+
+VIT = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=4, num_classes=5)
+SWIN = dict(img_size=32, patch_size=2, embed_dim=8, depths=(2, 4), num_heads=(2, 4), window_size=4, num_classes=5)
+MODELS = {
+    'swin_tiny_patch4_window7_224': SWIN,
+    'swinv2_tiny_window8_256': SWIN,
+    'samvit_base_patch16': dict(VIT, window_size=2, global_attn_indexes=(1, 3), neck_chans=8),
+    'naflexvit_base_patch16_gap': {k: v for k, v in VIT.items() if k != 'img_size'},
+    'mixer_s32_224': dict(img_size=64, num_classes=5),
+}
+
+
+def build(name):
+    torch.manual_seed(0)
+    model = timm.create_model(name, **MODELS[name]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model, torch.randn(8, 3, *[MODELS[name].get('img_size', 16)] * 2)
+
+
+def converted(teacher, **settings):
+    student = copy.deepcopy(teacher)
+    method = 'euler' if 'Mixer' in type(teacher).__name__ else 'lie_trotter'
+    convert_(student, method=method, **settings)
+    return student
+
+
+@pytest.fixture(params=MODELS)
+def pair(request):
+    teacher, images = build(request.param)
+    return teacher, images
+
+
+def task_of(student, teacher, **settings):
+    return TrajectoryDistillationTask(student, teacher, verbose=False, **settings)
+
+
+def test_the_model_itself_follows_its_teacher_exactly(pair):
+    teacher, images = pair
+    phases = len(teacher.blocks) if hasattr(teacher, 'blocks') else 4
+    found = task_of(converted(teacher, phases=phases), teacher)(images, None)
+    assert found['trajectory_loss'] < 1e-6 and found['kd_loss'] < 1e-6
+    found = task_of(converted(teacher), teacher)(images, None)
+    assert found['trajectory_loss'] > 0.01 and found['jasmin_loss'].isnan()
+
+
+def test_the_trajectory_loss_is_the_mean_over_the_states_of_all_stages():
+    teacher, images = build('swin_tiny_patch4_window7_224')
+    student = converted(teacher)
+    task = task_of(student, teacher, kd_weight=0.)
+
+    def states(model):
+        seen = []
+        handles = [block.register_forward_hook(lambda m, args, out: seen.append(out))
+                   for stage in model.layers for block in stage.blocks]
+        with torch.no_grad():
+            model(images)
+        for handle in handles:
+            handle.remove()
+        return seen
+    ours, theirs = states(student), states(teacher)
+    assert len(ours) == len(theirs) == 6
+    expected = torch.stack([(a - b).square().mean() / b.var(correction=0) for a, b in zip(ours, theirs, strict=True)]).mean()
+    torch.testing.assert_close(task(images, None)['trajectory_loss'].detach(), expected)
+
+
+def test_fewer_steps_meet_the_teacher_where_they_end():
+    teacher, images = build('swin_tiny_patch4_window7_224')
+    student = converted(teacher, time='vectors', steps=(1, 2))
+    task = task_of(student, teacher)
+    odes = [stage.blocks for stage in student.layers]
+    assert [run.pairs(ode) for run, ode in zip(task.runs, odes, strict=True)] == [[(1., 0)], [(.5, 0), (1., 1)]]
+    states = [torch.full((1,), float(i)) for i in range(5)]
+    assert [task.runs[1].target(odes[1], states, t).item() for t in (.5, 1.)] == [2., 4.]
+
+
+def test_it_learns_in_every_stage(pair):
+    teacher, images = pair
+    student = converted(teacher)
+    task = task_of(student, teacher, kd_weight=0.)
+    first = task(images, None)
+    first['loss'].backward()
+    for name, p in student.named_parameters():
+        if '.shared.' in name and 'bias' not in name:
+            assert p.grad is not None and p.grad.abs().max() > 0, name
+    assert all(p.grad is None for p in teacher.parameters())
+    student.zero_grad()
+    fit(task, [(images, torch.zeros(8, dtype=torch.long))], epochs=30, lr=1e-3, weight_decay=0., progress=False)
+    assert task(images, None)['trajectory_loss'] < 0.8 * first['trajectory_loss']
+
+
+def test_shares_of_the_steps_are_drawn_for_every_stage():
+    teacher, images = build('swin_tiny_patch4_window7_224')
+    student = converted(teacher)
+    task = task_of(student, teacher, steps=(0.5, 1.0, 2.0)).train()
+    seen, odes = set(), [stage.blocks for stage in student.layers]
+    for ode in odes:
+        ode.register_forward_pre_hook(lambda ode, args: seen.add((id(ode), ode.steps)))
+    for update in range(12):
+        task.begin_update(update, 12)
+        task(images, None)
+    assert seen == {(id(odes[0]), k) for k in (1, 2, 4)} | {(id(odes[1]), k) for k in (2, 4, 8)}
+    assert [ode.steps for ode in odes] == [2, 4]
+
+
+def test_gradients_with_checkpointing_are_the_same():
+    teacher, images = build('swin_tiny_patch4_window7_224')
+    found, students = [], [converted(teacher), converted(teacher)]
+    for again, student in enumerate(students):
+        student.set_grad_checkpointing(bool(again))
+        torch.manual_seed(0)  # stochastic depth
+        task_of(student, teacher).train()(images, None)['loss'].backward()
+        found.append([p.grad for p in student.layers[1].blocks.shared.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize('settings, message', [
+    (dict(jasmin_weight=1.), 'jasmin_weight needs one sequence of tokens with the prefix tokens first, but a Swin'),
+    (dict(attention_weight=1.), 'attention_weight needs one sequence'),
+    (dict(exits=(0.5,), exit_weight=1.), 'exit_weight needs one sequence'),
+    (dict(segments=(2,)), 'segments needs one sequence'),
+    (dict(steps=(3,)), r'SwinTransformer has 2 stages with step counts of their own. Give shares of them, such as \[0.5'),
+    (dict(checkpoints='distance'), "checkpoints='distance' applies to models with one sequence of blocks"),
+])
+def test_what_needs_one_sequence_is_refused(settings, message):
+    teacher, _ = build('swin_tiny_patch4_window7_224')
+    flags = [p.requires_grad for p in teacher.parameters()]
+    with pytest.raises(ValueError, match=message):
+        task_of(converted(teacher), teacher, **settings)
+    assert [p.requires_grad for p in teacher.parameters()] == flags
+
+
+def test_other_teachers_and_adaptive_methods_are_refused():
+    teacher, _ = build('swin_tiny_patch4_window7_224')
+    other = timm.create_model('swin_tiny_patch4_window7_224', **{**SWIN, 'embed_dim': 16})
+    with pytest.raises(ValueError, match='The student was not converted from this teacher'):
+        task_of(converted(teacher), other)
+    mixer, _ = build('mixer_s32_224')
+    student = copy.deepcopy(mixer)
+    convert_(student, method='dopri5')
+    with pytest.raises(ValueError, match="'dopri5' gives no states to follow in a MlpMixer. Set a fixed-step method"):
+        task_of(student, mixer)
+
+
+def test_a_swin_is_trained_by_a_recipe_and_saved(tmp_path):
+    teacher, _ = build('swin_tiny_patch4_window7_224')
+    pixels = torch.randint(0, 256, (60, 32, 32, 3), dtype=torch.uint8).numpy()
+    labels = np.arange(60) % 5
+    np.savez(tmp_path / 'data.npz', x_train=pixels, y_train=labels, x_test=pixels[:10], y_test=labels[:10])
+    recipe = Recipe.load('autonomous', ['stages.0.fit.epochs=2', 'stages.1.fit.epochs=1', 'data.batch_size=12'])
+    history = train(recipe, tmp_path / 'data.npz', tmp_path / 'run', teacher=teacher, progress=False)
+    assert history[1]['trajectory_loss'] < history[0]['trajectory_loss']
+    again = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
+    assert [stage.blocks.steps for stage in again.layers] == [2, 4]
