@@ -77,7 +77,7 @@ def test_compiled_models_stay_compiled(tiny):
     own = copy.deepcopy(tiny)
     convert_(own)
     candidates = forward_passes({'base': tiny, 'ode': own}, noise, None, 'default')
-    compiled = {c.name: c.prepare(2).func for c in candidates if c.name.endswith('compiled')}
+    compiled = {c.name: c.prepare(2)[0].func for c in candidates if c.name.endswith('compiled')}
     assert list(compiled) == ['base, compiled', 'ode, compiled']
     assert all(hasattr(call, '_orig_mod') for call in compiled.values())
 
@@ -147,7 +147,7 @@ def test_the_largest_batch_that_fits(tiny, monkeypatch):
     """Known answer: with room for 13 times what an image needs, 8 images fit."""
     candidates = forward_passes({'base': tiny}, noise, None, None)
     with torch.inference_mode():
-        each = max(peak_of(c.prepare(2), 'cpu') // 2 for c in candidates)
+        each = max(peak_of(c.prepare(2)[0], 'cpu') // 2 for c in candidates)
     monkeypatch.setattr('timm_odevit.benchmark.measure.free_memory', lambda device: 13 * each / 0.8)
     found = benchmark({'base': tiny, 'again': copy.deepcopy(tiny)}, batch_sizes=(None,), rounds=1)
     assert {timing.batch_size for timing in found.timings} == {8}

@@ -33,6 +33,11 @@ def card(folder):
     few = f' It was trained for {epochs} epochs only, and would gain from more.' if epochs and epochs < 20 else ''
     if record['trained_at'] and len(record['trained_at']) == 1:
         few += f" It was trained with K = {record['trained_at'][0]} only: with any other K it is less accurate."
+    stops = record.get('halting')
+    early = '' if stops is None else (
+        f" With `ode_halting='{stops['rule']}', ode_halting_threshold={stops['threshold']:.4f}`, chosen to cost half a "
+        f"point on images held out, an image takes {stops['nfe']:.2f} evaluations on average and top-1 is "
+        f"{stops['top1']:.2f} %.")
     training = (f"On {record['device']}, {record['minutes']:.0f} minutes, {record['versions']}; the recipes are in "
                 f"this folder:\n\n```bash\n{record['command']}\n```")
     return model_card(
@@ -42,7 +47,7 @@ def card(folder):
         results=record['test'],
         dataset=dataset,
         protocol=f'{images:,} test images of {dataset} at {pixels} pixels; the epoch was chosen on training images '
-                 'held out.',
+                 f'held out.{early}',
         trained_at=record['trained_at'],
         training=training,
         limits=f'Trained on {dataset} only, 32-pixel photos of its classes enlarged to {pixels}; it knows no '

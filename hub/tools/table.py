@@ -44,7 +44,7 @@ def models():
         trained, found = record['trained_at'], {r['steps']: r for r in record['test'] if r['model'] != 'teacher'}
         cells = [f"**{found[k]['top1']:.2f}**" if k in trained else f"{found[k]['top1']:.2f}" if k in found else '-'
                  for k in STEPS] if None not in found else ['', '', f"{found[None]['top1']:.2f}", '', '']
-        row = found.get(12) or found[None]
+        row = found.get(12) or found.get(None) or found[trained[0]]
         kept = '' if row['kept'] is None else f"{row['kept']:.1f}"
         rows.append(f"| `{name}` | {dataset} | {row['parameters']:,} | {' | '.join(cells)} | {kept} |")
     for name, dataset, parameters, top1, kept in OTHERS:
@@ -94,6 +94,7 @@ def benchmarks():
         'published': 'odevit benchmark deit_tiny_patch16_64.cifar100 odevit_tiny_native_patch16_64.deit_tiny_cifar100 '
                      'odevit_tiny_patch16_64.deit_tiny_cifar100 odevit_tiny_native_r23_patch16_64.deit_tiny_cifar100 '
                      '--batch-size 1 --rounds 100 --threads 1',
+        'exit': 'odevit benchmark local-dir:out/early --batch-size 1,256 --data cifar10.npz --rounds 12 --threads 1',
         'large': 'odevit benchmark vit_large_patch16_224 --img-size 64 --batch-size 1 --rounds 8 --threads 1',
         'train': 'odevit benchmark deit_tiny_patch16_224 --train --img-size 64 --batch-size 64 --rounds 8 --threads 1',
     }.items()) + '\n'

@@ -23,6 +23,7 @@ __all__ = ['Candidate', 'Images', 'conversions', 'evaluations_of', 'forward_pass
 
 Images = Callable[[nn.Module, int], Tensor]
 DIAL = (0.25, 0.5, 2.)  # of a model's own step count
+SAMPLE = 32  # images over which a time is averaged, if it depends on the images
 CONVERSIONS = {
     'ODE-ViT': OdeConfig(),
     'ODE-ViT, rank 8': OdeConfig(time='low_rank', rank=8),
@@ -38,13 +39,13 @@ class Candidate:
         name: What is run.
         against: Name of the candidate that it is compared with.
         model: The model that runs.
-        prepare: Makes the call for a batch size.
+        prepare: Makes the calls for a batch size, over whose times the mean is taken: one, or one per batch of images.
         setting: A context in which the call runs.
     """
     name: str
     against: str
     model: nn.Module
-    prepare: Callable[[int], Call]
+    prepare: Callable[[int], List[Call]]
     setting: Setting = nullcontext
 
 
@@ -64,7 +65,10 @@ def conversions(base: nn.Module) -> Dict[str, nn.Module]:
 
 
 def forward_passes(
-        models: Dict[str, nn.Module], images: Images, steps: Optional[Sequence[int]], compiled: Optional[str],
+        models: Dict[str, nn.Module],
+        images: Optional[Images],
+        steps: Optional[Sequence[int]],
+        compiled: Optional[str],
 ) -> List[Candidate]:
     """Forward passes of models, compared with the first one.
 
@@ -73,7 +77,7 @@ def forward_passes(
 
     Args:
         models: Models by name, in eval mode.
-        images: The images for a model and a batch size.
+        images: The images for a model and a number; None for one batch of random ones.
         steps: Step counts; None for a quarter, half and twice those of a model whose block does not depend on time.
         compiled: Mode of torch.compile, to run the models compiled, too; None for not.
     """
@@ -82,13 +86,18 @@ def forward_passes(
     with_products = {against, *[name for name, model in models.items() if find_ode_blocks(model)][:1]}
 
     def add(name: str, model: nn.Module, call: Any = None, setting: Setting = nullcontext) -> None:
+        run = model if call is None else call
         found.append(Candidate(
-            name, against, model, lambda size: partial(model if call is None else call, images(model, size)), setting))
+            name, against, model, lambda size: [partial(run, x) for x in batches(model, size)], setting))
+
+    def batches(model: nn.Module, size: int) -> Sequence[Tensor]:
+        return [noise(model, size)] if images is None else images(model, max(size, SAMPLE // size * size)).split(size)
 
     for name, model in models.items():
         add(name, model)
         if name in with_products:
-            found.append(Candidate(f'{name}, products alone', against, model, partial(_products, model, images)))
+            found.append(Candidate(f'{name}, products alone', against, model, lambda size, model=model: [  # type: ignore[misc]
+                products_of(model, batches(model, size)[0])]))
         blocks = find_ode_blocks(model)
         for count in _dial(blocks, steps):
             add(f'{name}, K = {count}', model, setting=partial(blocks[0].at, count))
@@ -115,9 +124,9 @@ def training_steps(base: nn.Module, name: str) -> List[Candidate]:
     for title, student in students.items():
         tasks[f'{title}, distillation'] = TrajectoryDistillationTask(student, copy.deepcopy(base), verbose=False)
 
-    def prepare(task: Any, batch_size: int) -> Call:
+    def prepare(task: Any, batch_size: int) -> List[Call]:
         images = noise(base, batch_size)
-        return partial(_step, task.train(), images, torch.zeros(batch_size, dtype=torch.long, device=device))
+        return [partial(_step, task.train(), images, torch.zeros(batch_size, dtype=torch.long, device=device))]
     return [Candidate(title, against, task.get_eval_model(), partial(prepare, task)) for title, task in tasks.items()]
 
 
@@ -138,10 +147,6 @@ def _dial(blocks: Sequence[OdeBlocks], steps: Optional[Sequence[int]]) -> List[i
     if steps is None and blocks[0].shared.depends_on_time:
         return []
     return sorted({*(steps or [max(1, round(own * share)) for share in DIAL])} - {own})
-
-
-def _products(model: nn.Module, images: Images, batch_size: int) -> Call:
-    return products_of(model, images(model, batch_size))
 
 
 def _without_halting(model: nn.Module) -> nn.Module:

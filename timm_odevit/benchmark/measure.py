@@ -1,5 +1,6 @@
 """benchmark and benchmark_training: time, memory and size of models, measured side by side."""
 import statistics
+from functools import partial
 from typing import Dict, List, Optional, Sequence
 
 import torch
@@ -8,10 +9,10 @@ from torch import nn
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.halting import Halts
 from ..settings import checks_keywords
-from .candidates import Candidate, Images, conversions, evaluations_of, forward_passes, noise, training_steps
+from .candidates import Candidate, Images, conversions, evaluations_of, forward_passes, training_steps
 from .files import load_seconds, weight_bytes
 from .tables import Benchmark, Timing, Weights, machine
-from .timing import free_memory, in_turns, peak_of
+from .timing import Call, free_memory, in_turns, peak_of
 
 __all__ = ['benchmark', 'benchmark_training']
 
@@ -44,7 +45,8 @@ def benchmark(
         steps: Step counts; None for a quarter, half and twice those of a model whose block does not depend on time.
         rounds: Rounds, after two warm-up rounds.
         compiled: Mode of torch.compile, to run each model compiled, too; None for not.
-        images: Function that gives the images [B, C, H, W] for a model and a batch size; None for random ones.
+        images: Function that gives images [N, C, H, W] for a model and a number N; None for random ones. Small batches
+            are averaged over 32 images.
         device: Device of the models.
         progress: Show progress bars.
 
@@ -66,7 +68,7 @@ def benchmark(
         models = {**models, **conversions(next(iter(models.values())))}
     weights = [Weights(name, count_parameters(model), weight_bytes(model), load_seconds(model))
                for name, model in models.items()]  # first, because not every model can be saved
-    timings = _time(forward_passes(models, images or noise, steps, compiled), batch_sizes, rounds, device, progress)
+    timings = _time(forward_passes(models, images, steps, compiled), batch_sizes, rounds, device, progress)
     dtype = next(next(iter(models.values())).parameters()).dtype
     return Benchmark(machine(device, dtype, rounds), timings, weights)
 
@@ -104,25 +106,39 @@ def _time(
     found = []
     for wanted in dict.fromkeys(batch_sizes):
         size = _largest_batch(candidates, device) if wanted is None else wanted
-        calls = {c.name: (c.prepare(size), c.setting) for c in candidates}
-        times = in_turns(calls, rounds, WARM_UP, device, progress)
+        calls = {c.name: c.prepare(size) for c in candidates}
+        times = in_turns({c.name: (partial(_all, calls[c.name]), c.setting) for c in candidates},
+                         rounds, WARM_UP, device, progress)
         for c in candidates:
             with c.setting():
                 peak = peak_of(calls[c.name][0], device)
-                evaluations = evaluations_of(c.model)
-            seconds = times[c.name]
+                evaluations = _mean_evaluations(c.model, calls[c.name])
+            seconds, reference = ([each / len(calls[name]) for each in times[name]] for name in (c.name, c.against))
             low, _, high = statistics.quantiles(seconds, n=4) if rounds > 1 else 3 * seconds
-            ratio = statistics.median(a / b for a, b in zip(seconds, times[c.against], strict=True))
+            ratio = statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
             found.append(Timing(
                 c.name, size, statistics.median(seconds), low, high, ratio, c.against, evaluations, peak))
     return found
+
+
+def _all(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def _mean_evaluations(model: nn.Module, calls: Sequence[Call]) -> Optional[float]:
+    found = []
+    for call in calls:
+        call()
+        found.append(evaluations_of(model))
+    return None if None in found else statistics.mean(found)  # type: ignore[type-var]
 
 
 def _largest_batch(candidates: List[Candidate], device: str) -> int:
     """The largest power of two that fits: memory grows in proportion to the batch."""
     most = 1
     for c in candidates:
-        call = c.prepare(2)
+        call = c.prepare(2)[0]
         with c.setting():
             call()
             most = max(most, peak_of(call, device) // 2)

@@ -1,4 +1,5 @@
 """Halting: images whose answer no longer changes leave the batch before the last step."""
+import math
 from typing import Any, Callable, Iterable, Optional, Sequence, Tuple
 
 import torch
@@ -37,10 +38,10 @@ class Scores:
         """The scores [B] after a step of length h from one state [B, N, D] to another."""
         if self.rule in WITH_HEAD:
             assert self.readout is not None
-            log_p = self.readout(after).float().log_softmax(dim=-1)
+            p = self.readout(after).softmax(dim=-1, dtype=torch.float32)
             if self.rule == 'confidence':
-                return 1. - log_p.exp().amax(dim=-1)
-            return -(log_p.exp() * log_p).sum(dim=-1) / torch.tensor(float(log_p.shape[-1])).log().to(log_p)
+                return 1. - p.amax(dim=-1)
+            return torch.special.entr(p).sum(dim=-1) / math.log(max(p.shape[-1], 2))
         velocity = ((after - before) / h).flatten(1).float()
         norm = after.flatten(1).float().norm(dim=-1)
         if self.rule == 'residual':
