@@ -9,6 +9,7 @@ ode                 the mathematics
 convert             from a pretrained transformer to an ODE-ViT, and back
 interop             vision transformers of other libraries, as timm's, and back into their programs
 loading             saved weights, found and checked; what is accepted from an untrusted config.json
+pyramid             features at given times
 odevit              the registered models
 saving              models in files and on the Hub
 data                images and labels in batches
@@ -45,6 +46,7 @@ from .dynamics.trajectories import class_over_time, distance_over_time, trajecto
 from .evaluation.accuracy import evaluate
 from .evaluation.embeddings import evaluate_embeddings
 from .evaluation.halting import Halting, calibrate_halting
+from .evaluation.patches import patch_agreement
 from .evaluation.results import Evaluation, plot_accuracy
 from .interop.open_clip import from_open_clip
 from .interop.put_tower import put_tower_
@@ -65,13 +67,13 @@ from .training.trajectory_task import TrajectoryDistillationTask
 
 __all__ = [
     'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'Flow', 'Halting', 'LossConfig', 'Merged',
-    'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__',
-    'attention_over_time', 'calibrate_', 'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time',
-    'contraction_regions', 'convert_', 'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings',
-    'export_model', 'fit', 'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate',
-    'lipschitz_constants', 'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'plane', 'plot_accuracy',
-    'push_to_hub', 'put_tower_', 'recovery', 'relations', 'save_pretrained', 'signals', 'softmax_bounds',
-    'spectral_norms', 'state_similarity', 'train', 'trajectory_geometry', 'write_report',
+    'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'attention_over_time',
+    'calibrate_', 'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'contraction_regions',
+    'convert_', 'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
+    'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate', 'lipschitz_constants', 'list_convertible',
+    'lyapunov_exponents', 'merge_', 'merged_bytes', 'patch_agreement', 'plane', 'plot_accuracy', 'push_to_hub',
+    'put_tower_', 'recovery', 'relations', 'save_pretrained', 'signals', 'softmax_bounds', 'spectral_norms',
+    'state_similarity', 'train', 'trajectory_geometry', 'write_report',
 ]
 
 

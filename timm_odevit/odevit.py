@@ -24,6 +24,7 @@ from .loading.find_weights import CONFIG, WEIGHTS, saved_in, weights_file
 from .loading.untrusted import check_args, check_size
 from .ode.config import PREFIX, OdeConfig
 from .ode.time_dependence import MATRICES, VECTORS
+from .pyramid import FeaturesAtTimes, check_times
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
 
@@ -147,13 +148,18 @@ def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained
         config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
         arguments.append(config)
         levels = min(levels, len(config.steps) if isinstance(config.steps, tuple) else config.steps or levels)
+    features: Dict[str, Any] = dict(out_indices=kwargs.pop('out_indices', levels), feature_cls='getter')
+    if 'out_times' in kwargs:
+        features = dict(out_times=check_times(kwargs.pop('out_times')), out_indices=(), feature_cls=FeaturesAtTimes)
+        if not kwargs.get('features_only'):
+            raise ValueError('out_times chooses features. Give features_only=True with it.')
     try:
         return build_model_with_cfg(
             partial(build, *arguments),
             variant,
             pretrained,
             pretrained_filter_fn=partial(_filter, base),
-            feature_cfg=dict(out_indices=kwargs.pop('out_indices', levels), feature_cls='getter'),
+            feature_cfg=features,
             **kwargs,
         )
     except RuntimeError as e:

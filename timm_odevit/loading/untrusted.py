@@ -22,9 +22,9 @@ _NESTED, _LONGEST = 4, 10_000
 # keywords that choose files, or how a model is made: only the caller may give them
 _CALLER = (
     'build', 'cache_dir', 'checkpoint_path', 'device', 'dtype', 'exportable', 'feature_cfg', 'feature_cls',
-    'features_only', 'file', 'kwargs_filter', 'named', 'no_jit', 'out_indices', 'pretrained', 'pretrained_cfg',
-    'pretrained_cfg_overlay', 'pretrained_filter_fn', 'pretrained_model_args', 'pretrained_strict', 'pruned',
-    'scriptable', 'state_dict', 'url', 'variant')
+    'features_only', 'file', 'kwargs_filter', 'named', 'no_jit', 'out_indices', 'out_times', 'pretrained',
+    'pretrained_cfg', 'pretrained_cfg_overlay', 'pretrained_filter_fn', 'pretrained_model_args', 'pretrained_strict',
+    'pruned', 'scriptable', 'state_dict', 'url', 'variant')
 _ABOUT_FILES = ('url', 'state_dict', 'hf_hub_filename', 'custom_load')
 _MODES = {'interpolation': ('bicubic', 'bilinear', 'nearest', 'lanczos', 'box', 'hamming', 'random'),
           'crop_mode': ('center', 'squash', 'border', 'random')}

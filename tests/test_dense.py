@@ -1,0 +1,107 @@
+"""Dense features: maps at given times, and the agreement of patches."""
+import copy
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+from timm_odevit import convert_, patch_agreement, save_pretrained
+
+SMALL = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, ode_steps=6)
+
+
+def build(**kwargs):
+    torch.manual_seed(0)
+    return timm.create_model('odevit_tiny', **{**SMALL, **kwargs}).eval()
+
+
+@pytest.fixture
+def images():
+    return torch.randn(3, 3, 16, 16)
+
+
+@pytest.mark.parametrize('steps, indices', [(4, (0, 1, 3)), (6, (1, 2, 5)), (12, (2, 5, 11))])
+def test_maps_at_given_times_whatever_the_number_of_steps(images, steps, indices):
+    plain = build()
+    maps = build(features_only=True, out_times=(0.25, 0.5, 1.0))
+    plain.blocks.steps = steps
+    expected = plain.forward_intermediates(images, indices=indices, intermediates_only=True)
+    with maps.model.blocks.at(steps):
+        found = maps(images)
+    assert all(f.shape == (3, 32, 4, 4) for f in found)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert maps.feature_info.channels() == [32] * 3 and maps.feature_info.reduction() == [4] * 3
+
+
+def test_they_are_kept_blocks_aside_saved_and_scaled_to_other_sizes(tmp_path, images):
+    model = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2).eval()
+    convert_(model, blocks=(3, 8))
+    save_pretrained(model, tmp_path / 'model')
+    maps = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True, features_only=True, out_times=(0.5, 1.)).eval()
+    expected = model.forward_intermediates(images, indices=(5, 8), intermediates_only=True)
+    assert all(torch.equal(a, b) for a, b in zip(maps(images), expected, strict=True))
+
+
+@pytest.mark.parametrize('kwargs, message', [
+    (dict(out_times=(0.5, 0.25)), r'out_times must be strictly increasing relative times, such as \(0.25, 0.5, 1.0\)'),
+    (dict(out_times=()), 'out_times must be strictly increasing'),
+    (dict(out_times=(0., 1.)), 'out_times must be strictly increasing'),
+    (dict(out_times=0.5), 'out_times must be strictly increasing'),
+    (dict(out_times=(0.95, 1.)), 'with 6 steps, two of these times are nearest to the end of one step. Give times at least 0.167'),
+    (dict(out_times=(0.5,), features_only=False), 'out_times chooses features. Give features_only=True'),
+])
+def test_bad_times_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        build(**{'features_only': True, **kwargs})
+
+
+def test_stages_have_no_common_time(tmp_path):
+    model = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, patch_size=2, embed_dim=8, depths=(2, 4),
+                              num_heads=(2, 4), window_size=4)
+    convert_(model)
+    save_pretrained(model, tmp_path / 'model')
+    with pytest.raises(ValueError, match='out_times needs one sequence of blocks, but this SwinTransformer has 2 stages'):
+        timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True, features_only=True, out_times=(1.,))
+
+
+def test_a_model_agrees_with_itself(images):
+    model = build()
+    found, = patch_agreement(model, copy.deepcopy(model), (images, torch.zeros(3)))
+    assert found.cosine == pytest.approx(1, abs=1e-5) and found.match == 100 and found.images == 3
+    assert found.map.shape == (4, 4) and '6 steps: cosine 1.0000' in str(found)
+
+
+def test_agreement_is_the_mean_cosine_and_the_same_nearest_patch(images):
+    model, teacher = build(), timm.create_model(
+        'vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2).eval()
+    found = patch_agreement(model, teacher, [(images[:2], None), (images[2:], None)], steps=[2, 6])
+    for steps, result in zip((2, 6), found, strict=True):
+        with torch.no_grad(), model.blocks.at(steps):
+            ours, theirs = (m.forward_features(images)[:, 1:] for m in (model, teacher))
+        cosine = F.cosine_similarity(ours, theirs, dim=-1)
+        assert result.cosine == pytest.approx(cosine.mean().item(), abs=1e-5)
+        torch.testing.assert_close(result.map.flatten(), cosine.mean(dim=0))
+        same = 0
+        for a, b in zip(ours, theirs, strict=True):
+            for i in range(16):
+                near = [F.cosine_similarity(x[i], x, dim=-1) for x in (a, b)]
+                same += len({int(torch.cat([n[:i], torch.tensor([-2.]), n[i + 1:]]).argmax()) for n in near}) == 1
+        assert result.match == pytest.approx(100 * same / 48)
+
+
+def test_other_grids_are_refused(images):
+    other = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=32, num_heads=2)
+    with pytest.raises(ValueError, match=r'features \[3, 32, 4, 4\], the teacher \[3, 32, 2, 2\]'):
+        patch_agreement(build(), other, (images, torch.zeros(3)))
+    with pytest.raises(ValueError, match='no images'):
+        patch_agreement(build(), build(), [])
+
+
+def test_swin_too():
+    model = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, patch_size=2, embed_dim=8, depths=(2, 4),
+                              num_heads=(2, 4), window_size=4).eval()
+    teacher = copy.deepcopy(model)
+    convert_(model)
+    found, = patch_agreement(model, teacher, (torch.randn(2, 3, 32, 32), torch.zeros(2)))
+    assert -1 <= found.cosine <= 1 and found.map.shape == (8, 8)

@@ -1,0 +1,68 @@
+"""Features of an ODE-ViT at given times, for dense prediction."""
+from itertools import pairwise
+from typing import Any, List, Tuple
+
+from timm.models._features import FeatureGetterNet
+from torch import Tensor, nn
+
+from .ode.blocks import find_ode_blocks
+from .settings import many, number
+
+__all__ = ['FeaturesAtTimes', 'check_times']
+
+
+def check_times(times: Any) -> Tuple[float, ...]:
+    """Relative times in (0, 1], strictly increasing.
+
+    Raises:
+        ValueError: They are not.
+    """
+    what = 'strictly increasing relative times, such as (0.25, 0.5, 1.0)'
+    found: Tuple[float, ...] = many(number(0., 1., open='('), what)('out_times', times)
+    if not found or any(a >= b for a, b in pairwise(found)):
+        raise ValueError(f'out_times must be {what}; got {times!r}.')
+    return found
+
+
+class FeaturesAtTimes(FeatureGetterNet):
+    """Maps [B, D, H, W] of the patch tokens at relative times of the ODE, whatever the number of steps.
+
+    `timm.create_model(..., features_only=True, out_times=(0.25, 0.5, 1.0))` makes one. A time stands for the end of the
+    nearest step; `model.blocks.steps` and `model.blocks.at(K)` may change between calls.
+
+    Args:
+        model: ODE-ViT with one sequence of blocks.
+        out_times: Relative times in (0, 1], strictly increasing.
+        norm: Apply the model's last norm to each state.
+
+    Raises:
+        ValueError: The model has several sequences of blocks, or two times lie at the end of one step.
+    """
+
+    def __init__(self, model: nn.Module, out_times: Tuple[float, ...], norm: bool = False, **kwargs: Any) -> None:
+        odes = find_ode_blocks(model)
+        if len(odes) != 1:
+            raise ValueError(
+                f'out_times needs one sequence of blocks, but this {type(model).__name__} has {len(odes)} stages. Give '
+                'out_indices.')
+        times = check_times(out_times)
+        super().__init__(model, out_indices=_indices(model, times), norm=norm, prune=False)
+        self.times = times
+
+    def forward(self, x: Tensor) -> List[Tensor]:
+        """Maps [B, D, H, W] of images [B, C, H, W], one per time."""
+        model: Any = self.model
+        found: List[Tensor] = model.forward_intermediates(
+            x, indices=_indices(model, self.times), norm=self.norm, output_fmt='NCHW', intermediates_only=True)
+        return found
+
+
+def _indices(model: Any, times: Tuple[float, ...]) -> Tuple[int, ...]:
+    """The indices in the blocks of the steps that end nearest to some times."""
+    blocks = model.blocks
+    ends = [max(1, round(t * blocks.steps)) for t in times]
+    if len(set(ends)) < len(ends):
+        raise ValueError(
+            f'out_times={times}: with {blocks.steps} steps, two of these times are nearest to the end of one step. '
+            f'Give times at least {1 / blocks.steps:.3g} apart, or more steps.')
+    return tuple(len(blocks.before) + end - 1 for end in ends)
