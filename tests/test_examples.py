@@ -73,6 +73,18 @@ def test_pages_have_the_tables_of_the_results(monkeypatch):
     assert '-->\n<!-- end' not in (ROOT / 'README.md').read_text()  # a place without its table
 
 
+def test_segmentation(tmp_path, monkeypatch, capsys):
+    script = load(ROOT / 'examples' / 'segmentation.py')
+    for name, value in (('TRAIN', 48), ('TEST', 16), ('UPDATES', 60)):
+        monkeypatch.setattr(script, name, value)
+    scores = script.main(tmp_path, names=(script.TEACHER, script.STUDENTS[0]))
+    assert all(20 < score < 80 for score in scores.values()) and capsys.readouterr().out.count('IoU') == 2
+    assert (tmp_path / 'segmentation.png').stat().st_size > 10_000
+    images, masks = script.scenes(2, True, seed=0)
+    again = script.scenes(2, True, seed=0)
+    assert torch.equal(images, again[0]) and 0.02 < masks.mean() < 0.4 and set(masks.unique().tolist()) == {0., 1.}
+
+
 def test_dial(tmp_path, monkeypatch, capsys, vit):
     rng = np.random.default_rng(0)
     np.savez(tmp_path / 'data.npz', x_train=rng.integers(0, 256, (40, 20, 20, 3), dtype=np.uint8),

@@ -1,10 +1,11 @@
-"""A DeiT-tiny without its head as the teacher of embeddings: k-NN accuracy of students with and without the relation term.
+"""A DeiT-tiny without its head as the teacher of embeddings: k-NN accuracy, with and without the relation term.
 
     python hub/tools/embeddings.py cifar100.npz hub/embeddings.json
 
-The teacher is the published one of CIFAR-100; its embedding is the class token after the final norm. The students are trained without labels, on the training images, for the same number of updates: half of them step by
-step, half unrolled. Embeddings of 2,000 training images that were held out are classified by 10,000 others. Rows that
-are already in the file are not repeated.
+The teacher is the published one of CIFAR-100; its embedding is the class token after the final norm. The students are
+trained without labels, on the training images, for the same number of updates: half of them step by step, half
+unrolled. Embeddings of 2,000 training images that were held out are classified by 10,000 others. Rows that are already
+in the file are not repeated.
 """
 import argparse
 import copy
