@@ -66,6 +66,21 @@ def test_a_plain_model_goes_too(hub, vit, images):
     assert torch.equal(load('org/teacher')(images), model(images))
 
 
+def test_a_model_on_the_hub_is_converted_by_the_command_line(hub, vit, images, tmp_path, capsys):
+    model = vit()
+    push_to_hub(model, 'org/teacher')
+    out = str(tmp_path / 'exact')
+    assert cli.main(['convert', 'hf-hub:org/teacher', out, '--phases', '3']) == 0, capsys.readouterr().err
+    again = timm.create_model(f'local-dir:{out}', pretrained=True).eval()
+    torch.testing.assert_close(again(images), model(images))
+    small = str(tmp_path / 'small')
+    assert cli.main(['convert', 'hf-hub:org/teacher', small, '--target-params', '100kB']) == 0, capsys.readouterr().err
+    assert (tmp_path / 'small' / 'model.safetensors').stat().st_size < 110_000
+    assert cli.main(['convert', 'hf-hub:org/nothing', str(tmp_path / 'none')]) == 2
+    error = capsys.readouterr().err
+    assert 'org/nothing' in error and 'Traceback' not in error and not (tmp_path / 'none').exists()
+
+
 def test_what_is_there_is_not_sent_again(hub, student, vit):
     push_to_hub(student, 'org/student')
     commits = len(hub.sent('POST', '/commit/'))

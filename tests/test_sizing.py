@@ -1,8 +1,9 @@
 import pytest
 import timm
+import torch
 
-from timm_odevit import OdeConfig, choose_size, convert_
-from timm_odevit.convert.sizing import predict_parameters
+from timm_odevit import OdeConfig, choose_size, convert_, save_pretrained
+from timm_odevit.convert.sizing import parse_size, predict_parameters
 from timm_odevit.ode.blocks import count_parameters
 
 
@@ -37,15 +38,39 @@ def test_ends_of_the_dial():
     with pytest.raises(ValueError, match=r'570,000 parameters are too few: one shared block .* take 823,912 of 5,717,416 \(14.4 %\)'):
         choose_size(model, 570_000)
     for wrong in (0, -1, True, 'a', None):
-        with pytest.raises(ValueError, match='number of parameters, or a share'):
+        with pytest.raises(ValueError, match='number of parameters, (such as 3M, )?a share'):
             choose_size(model, wrong)
     part = choose_size(model, 1.0, OdeConfig(blocks=(2, 4)))
     assert part.phases == 3
     convert_(model, part).restore()
     for wrong in (1.5, float('inf')):
-        with pytest.raises(ValueError, match='number of parameters, or a share'):
+        with pytest.raises(ValueError, match='number of parameters, (such as 3M, )?a share'):
             choose_size(model, wrong)
     with pytest.raises(ValueError, match='A size can be chosen only without boundaries'):
         choose_size(model, 0.5, OdeConfig(boundaries=(3,)))
     with pytest.raises(TypeError, match='Cannot convert ResNet'):
         choose_size(timm.create_model('resnet18', device='meta'), 0.5)
+
+
+@pytest.mark.parametrize('text, expected', [
+    ('3M', 3_000_000), ('250k', 250_000), ('1.5M', 1_500_000), ('25%', 0.25), ('0.25', 0.25), ('1e6', 1_000_000), ('900_000', 900_000),
+    ('10MB', 2_500_000), ('500 kB', 125_000), ('1GB', 250_000_000), ('2B', 2_000_000_000)])
+def test_sizes_in_words(text, expected):
+    found = parse_size(text)
+    assert found == pytest.approx(expected) and type(found) is type(expected)
+
+
+@pytest.mark.parametrize('text', ['', 'many', '-3', '101%', '0', '3Q', '1.2.3', '10 bytes', 'nan', '1MBB'])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match=f"3M, a share, such as 25%, or bytes, such as 10MB; got '{text}'"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
+def test_bytes_are_those_of_the_file(dtype, tmp_path):
+    model = timm.create_model('vit_tiny_patch16_224', depth=6).to(dtype)
+    convert_(model, choose_size(model, '4MB'), keep_original=False)
+    save_pretrained(model, tmp_path / 'model')
+    assert 3_600_000 < (tmp_path / 'model' / 'model.safetensors').stat().st_size < 4_020_000
+    assert choose_size(timm.create_model('vit_tiny_patch16_224', depth=6), '50%').rank == choose_size(
+        timm.create_model('vit_tiny_patch16_224', depth=6), 0.5).rank

@@ -58,6 +58,8 @@ _PUBLISHED: Dict[str, Any] = {
     'odevit_tiny_native_patch16_64': (*_DEIT_64, _NATIVE, _TAGS),
     'odevit_tiny_native_r23_patch16_64': (
         *_DEIT_64, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 23, 'ode_init': 'svd'}, _TAGS),
+    'odevit_tiny_native_r23_dial_patch16_64': (
+        *_DEIT_64, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 23, 'ode_init': 'svd'}, {'deit_tiny_cifar100': 100}),
     'odevit_tiny_native_exit_patch16_64': (
         *_DEIT_64, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12.}, {'deit_tiny_cifar10': 10}),
     'odevit_tiny_patch16_64': (*_DEIT_64, _PAPER, {'deit_tiny_cifar100': 100}),

@@ -1,12 +1,11 @@
 """odevit convert"""
 import argparse
-import math
-from typing import Any, Union
+from typing import Any
 
 import torch
 
 from ..convert.conversion import convert_
-from ..convert.sizing import choose_size
+from ..convert.sizing import choose_size, parse_size
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import OdeConfig
 from ..saving.save import save_pretrained
@@ -26,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help='number of classes; if it differs, the head is new')
     parser.add_argument('--img-size', type=whole_number(1), metavar='N', help='image size in pixels')
     parser.add_argument('--target-params', type=_amount, metavar='SIZE',
-                        help=f"parameters of the result, such as 3M or 25%%; chooses {', '.join(_SIZE)}")
+                        help=f"size of the result, such as 3M parameters, 25%% or 10MB; chooses {', '.join(_SIZE)}")
     parser.add_argument('--images', metavar='IMAGES',
                         help=f'{IMAGES}; for boundaries similarity and init svd_data, which --target-params then uses')
     parser.add_argument('--seed', type=int, metavar='N', default=0,
@@ -63,14 +62,9 @@ def run(args: argparse.Namespace) -> None:
     print(f"  saved       {args.out}: timm.create_model('local-dir:{args.out}', pretrained=True)")
 
 
-def _amount(text: str) -> Union[int, float]:
-    units = {'k': 1e3, 'K': 1e3, 'M': 1e6, 'G': 1e9, 'B': 1e9, '%': 1e-2}
+def _amount(text: str) -> str:
     try:
-        value = float(text[:-1]) * units[text[-1]] if text[-1:] in units else float(text)
-    except ValueError:
-        value = 0.
-    share = '%' in text or ('.' in text and value <= 1)
-    if not 0 < value < math.inf or (share and value > 1):
-        raise argparse.ArgumentTypeError(
-            f"expected a number of parameters, such as 3M, or a share, such as 25%; got '{text}'")
-    return value if share else int(value)
+        parse_size(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+    return text

@@ -1,5 +1,6 @@
 """Choose phases and rank for a given number of parameters."""
 import math
+import re
 from bisect import bisect_right
 from dataclasses import replace
 from typing import Union
@@ -14,7 +15,7 @@ from .block_kinds import find_sites
 from .convertible import check_convertible
 from .initialisation import assignment
 
-__all__ = ['choose_size', 'predict_parameters']
+__all__ = ['choose_size', 'parse_size', 'predict_parameters']
 
 
 def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
@@ -37,7 +38,7 @@ def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
 @checks_keywords
 def choose_size(
         model: nn.Module,
-        target: Union[int, float],
+        target: Union[int, float, str],
         config: OdeConfig = DEFAULT,
         *,
         init: str = 'svd',
@@ -49,8 +50,8 @@ def choose_size(
 
     Args:
         model: Model that can be converted.
-        target: Largest number of parameters of the converted model: a whole number, or a share of the model's, such
-            as 0.25.
+        target: Largest size of the converted model: a number of parameters, such as 3_000_000 or '3M'; a share of the
+            model's, such as 0.25 or '25%'; or what they take in the model's dtype, such as '10MB' or '500kB'.
         config: All other settings; time, rank, phases and init are chosen for you.
         init: How residuals are filled: 'svd', or 'svd_data', which keeps more but needs images to convert.
 
@@ -67,7 +68,7 @@ def choose_size(
     if config.field != 'native':
         raise ValueError("A size can be chosen only for field='native'. For another field, set time, rank and phases.")
     total = count_parameters(model)
-    wanted = _target(target, total)
+    wanted = _target(target, total, model)
     smallest = predict_parameters(model, plain)
     if wanted < smallest:
         raise ValueError(
@@ -99,9 +100,37 @@ def _residual(block: nn.Module, rank: int) -> int:
     return size
 
 
-def _target(target: Union[int, float], total: int) -> int:
+def parse_size(text: str, bytes_each: float = 4.) -> Union[int, float]:
+    """A size in words as a number of parameters or, of a share, as a float.
+
+    Args:
+        text: Such as '3M', '25%', '0.25' or '10MB'.
+        bytes_each: Bytes that a parameter takes.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    found = re.fullmatch(r'([0-9][0-9_.]*(?:e[0-9]+)?) ?(%|[kKMGB]|[kKMG]B)?', text.strip())
+    try:
+        value = float(found[1]) if found else 0.
+    except ValueError:
+        value = 0.
+    unit = (found[2] or '') if found else ''
+    share = unit == '%' or ('.' in text and not unit and value <= 1)
+    value *= {'%': 1e-2, 'k': 1e3, 'K': 1e3, 'M': 1e6, 'G': 1e9, 'B': 1e9}.get(unit[:1], 1.)
+    if len(unit) == 2:
+        value /= bytes_each
+    if not 0 < value < math.inf or (share and value > 1):
+        raise ValueError(
+            f"expected a number of parameters, such as 3M, a share, such as 25%, or bytes, such as 10MB; got '{text}'")
+    return value if share else int(value)
+
+
+def _target(target: Union[int, float, str], total: int, model: nn.Module) -> int:
+    if isinstance(target, str):
+        target = parse_size(target, next(model.parameters()).element_size())
     whole = isinstance(target, int) or (isinstance(target, float) and (target <= 1 or target.is_integer()))
     if isinstance(target, bool) or not whole or not 0 < target < math.inf:
         raise ValueError(
-            f'target must be a number of parameters, or a share of the model such as 0.25; got {target!r}.')
+            f"target must be a number of parameters, a share of the model such as 0.25, or '10MB'; got {target!r}.")
     return int(target * total) if isinstance(target, float) and target <= 1 else int(target)
