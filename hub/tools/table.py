@@ -19,6 +19,8 @@ HUB = Path(__file__).parent.parent
 README, RESULTS, DYNAMICS = HUB.parent / 'README.md', HUB / 'RESULTS.md', HUB / 'DYNAMICS.md'
 DIALS = {'imagenet_sample': '500 photos of ImageNet', 'cifar100': 'CIFAR-100'}
 STEPS = (6, 8, 12, 16, 24)
+CONTROLS = {'no KL': 'everything shared, rank 23', 'nothing shared': 'nothing shared, rank 35',
+            'only the MLP shared': 'only the MLP shared, rank 27', 'only attention shared': 'only attention shared, rank 31'}
 # what others kept of their teachers, from their papers
 OTHERS = [
     ('ODE-ViT Base, arXiv 2511.16501: of a ViT-B', 'CIFAR-100', '7 M', '72.1', '81.8'),
@@ -71,6 +73,19 @@ def minutes():
         updates = ' + '.join(str(part['updates']) for part in runs[0]['parts'])
         cells = [', '.join(f'{r[key]:.1f}' for r in runs) for key in ('top1', 'half K', 'twice K')]
         rows.append(f"| {time:g} | {name} | {updates} | {' | '.join(cells)} |")
+    return '\n'.join(rows) + '\n'
+
+
+def controls():
+    """The same number of parameters and updates, shared in other places: top-1 by seed, the best first."""
+    found = {}
+    for line in (HUB / 'controls.jsonl').read_text().splitlines():
+        record = json.loads(line)
+        found.setdefault(record['variant'], []).append(record)
+    rows = ['| variant | block parameters | top-1 % | at half K | at twice K | minutes |', '|' + ' --- |' * 6]
+    for name, runs in sorted(found.items(), key=lambda item: -sum(r['top1'] for r in item[1]) / len(item[1])):
+        cells = [', '.join(f'{r[key]:.1f}' for r in runs) for key in ('top1', 'half K', 'twice K', 'cpu_minutes')]
+        rows.append(f"| {CONTROLS.get(name, name)} | {runs[0]['block_parameters']:,} | {' | '.join(cells)} |")
     return '\n'.join(rows) + '\n'
 
 
@@ -171,7 +186,8 @@ def figure(path):
 
 
 TABLES = {'models': (README, models), 'ablation': (RESULTS, ablation), 'dial': (RESULTS, dial),
-          'minutes': (RESULTS, minutes), 'tokens': (RESULTS, tokens), 'memory': (RESULTS, memory),
+          'minutes': (RESULTS, minutes), 'controls': (RESULTS, controls),
+          'tokens': (RESULTS, tokens), 'memory': (RESULTS, memory),
           'benchmark': (RESULTS, benchmarks),
           **{name: (DYNAMICS, make) for name, make in DYNAMICS_TABLES.items()}}
 
