@@ -266,6 +266,26 @@ def test_parts_that_do_not_fit_into_one_layer_are_refused(mutate, message):
         from_transformers(program)
 
 
+def test_a_program_with_a_tower_is_copied_and_saved_by_its_own_means(images, tmp_path):
+    for program in (hf_clip(), hf_siglip()):
+        put_tower_(program, from_transformers(program))
+        expected = embedding_of(program, images)
+        names = [name for name, _ in program.named_parameters()]
+        assert len(set(names)) == len(names) == len(list(program.parameters()))
+        program.save_pretrained(tmp_path / 'saved')
+        assert torch.equal(embedding_of(copy.deepcopy(program), images), expected)
+        with torch.no_grad():
+            program.vision_model.tower.norm.weight.mul_(2)
+        assert not torch.equal(embedding_of(program, images), expected)
+
+
+def test_a_program_that_uses_the_tokens_keeps_its_tower():
+    program = clip()
+    program.visual.output_tokens = True
+    with pytest.raises(TypeError, match='A CLIP also uses the tokens of its image tower'):
+        put_tower_(program, from_open_clip(program))
+
+
 def test_a_tower_that_does_not_fit_is_not_put_in(images):
     other = timm.create_model('vit_tiny_patch16_224', img_size=32, num_classes=7)
     for program in (clip(), hf_clip(), hf_siglip()):

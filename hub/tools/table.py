@@ -19,8 +19,9 @@ HUB = Path(__file__).parent.parent
 README, RESULTS, DYNAMICS = HUB.parent / 'README.md', HUB / 'RESULTS.md', HUB / 'DYNAMICS.md'
 DIALS = {'imagenet_sample': '500 photos of ImageNet', 'cifar100': 'CIFAR-100'}
 STEPS = (6, 8, 12, 16, 24)
-CONTROLS = {'no KL': 'everything shared, rank 23', 'nothing shared': 'nothing shared, rank 35',
-            'only the MLP shared': 'only the MLP shared, rank 27', 'only attention shared': 'only attention shared, rank 31'}
+CONTROLS = {
+    'no KL': 'everything shared, rank 23', 'nothing shared': 'nothing shared, rank 35',
+    'only the MLP shared': 'only the MLP shared, rank 27', 'only attention shared': 'only attention shared, rank 31'}
 # what others kept of their teachers, from their papers
 OTHERS = [
     ('ODE-ViT Base, arXiv 2511.16501: of a ViT-B', 'CIFAR-100', '7 M', '72.1', '81.8'),

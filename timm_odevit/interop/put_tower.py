@@ -76,6 +76,9 @@ def _width(tower: Any) -> int:
 
 def _in_open_clip(program: Any, old: Any, tower: Any) -> List[Tuple[Any, str, Any]]:
     from open_clip.timm_model import TimmModel
+    if getattr(old, 'output_tokens', False):
+        raise TypeError(
+            f'A {type(program).__name__} also uses the tokens of its image tower; a tower of embeddings gives none.')
     projection = getattr(getattr(old, 'head', None), 'proj', None)
     if isinstance(old, TimmModel):
         width = _width(old.trunk) if projection is None else projection.out_features
@@ -102,12 +105,25 @@ def _in_transformers(program: Any, tower: Any) -> List[Tuple[Any, str, Any]]:
     width = hidden if projection is None else projection.out_features
     wanted = [(program, 'vision_model', _VisionModel(tower, normed=projection is None).train(old.training))]
     if tower.num_classes and projection is not None and tower.num_classes == width:
-        wanted.append((program, 'visual_projection', tower.head))
+        wanted.append((program, 'visual_projection', _Head(tower)))
     elif tower.num_classes or tower.num_features != hidden:
         raise ValueError(
             f'The tower gives embeddings of width {_width(tower)}; this model compares {width}'
             + (f', or projects {hidden} to them.' if projection is not None else '.'))
     return wanted
+
+
+class _Head(nn.Module):
+    """The head of a tower that the program owns already: its parameters are registered there, once."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self._tower = [tower]  # a list keeps it from being registered here, too
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        tower: Any = self._tower[0]
+        found: Tensor = tower.head(pooled)
+        return found
 
 
 class _VisionModel(nn.Module):
