@@ -90,6 +90,18 @@ def controls():
     return '\n'.join(rows) + '\n'
 
 
+def families():
+    rows = ['| family | tried as | same after saving | stepwise | unrolled | same in its program |', '|' + ' --- |' * 6]
+
+    def shown(value):
+        return '-' if value is None else ('yes' if value else 'no') if isinstance(value, bool) else (
+            'yes' if isinstance(value, float) and value < 1e-4 else value)
+    for r in json.loads((HUB / 'families.json').read_text()):
+        cells = [shown(r.get(key)) for key in ('round trip', 'stepwise', 'unrolled', 'in its program')]
+        rows.append(f"| {r['family']} | `{r['model']}` | {' | '.join(cells)} |")
+    return '\n'.join(rows) + '\n'
+
+
 def tokens():
     record = json.loads((HUB / 'speed' / 'tokens.json').read_text())
     rows = ['| tokens left at T | top-1 % | images/s | times as fast |', '| --- | --- | --- | --- |']
@@ -187,7 +199,7 @@ def figure(path):
 
 
 TABLES = {'models': (README, models), 'ablation': (RESULTS, ablation), 'dial': (RESULTS, dial),
-          'minutes': (RESULTS, minutes), 'controls': (RESULTS, controls),
+          'minutes': (RESULTS, minutes), 'controls': (RESULTS, controls), 'families': (RESULTS, families),
           'tokens': (RESULTS, tokens), 'memory': (RESULTS, memory),
           'benchmark': (RESULTS, benchmarks),
           **{name: (DYNAMICS, make) for name, make in DYNAMICS_TABLES.items()}}
