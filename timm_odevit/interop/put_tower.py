@@ -103,7 +103,9 @@ def _in_transformers(program: Any, tower: Any) -> List[Tuple[Any, str, Any]]:
     hidden = program.config.hidden_size if kind_of(program) == 'CLIPVisionModelWithProjection' else (
         program.config.vision_config.hidden_size)
     width = hidden if projection is None else projection.out_features
-    wanted = [(program, 'vision_model', _VisionModel(tower, normed=projection is None).train(old.training))]
+    visual = _VisionModel(tower, normed=projection is None)
+    visual.training = old.training  # the tower keeps its own mode
+    wanted: List[Tuple[Any, str, Any]] = [(program, 'vision_model', visual)]
     if tower.num_classes and projection is not None and tower.num_classes == width:
         wanted.append((program, 'visual_projection', _Head(tower)))
     elif tower.num_classes or tower.num_features != hidden:
