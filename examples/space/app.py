@@ -22,7 +22,8 @@ matplotlib.use('Agg')
 matplotlib.rcParams.update({  # readable on a light and on a dark page
     'figure.facecolor': 'none', 'axes.facecolor': 'none', 'savefig.facecolor': 'none', 'axes.edgecolor': '#888888',
     **dict.fromkeys(('text.color', 'axes.labelcolor', 'axes.titlecolor', 'xtick.color', 'ytick.color'), '#888888')})
-KINDS = {'native_r23': 'larger', 'native': 'smaller', '': "the paper's"}
+KINDS = {'native_r23': 'larger', 'native_r23_dial': 'larger, for any number of steps', 'native': 'smaller',
+         'native_exit': 'smaller, with exits', '': "the paper's"}
 IMAGES = Path(gr.__file__).parent / 'media_assets' / 'images'
 EXAMPLES = [str(IMAGES / name) for name in ('cheetah1.jpg', 'tower.jpg', 'lion.jpg')]
 
@@ -37,13 +38,14 @@ def load(name):
 def title(name):
     """What a student is, in words."""
     architecture, tag = name.split('.')
-    kind = KINDS[architecture.removeprefix('odevit_tiny').removesuffix('_patch16_64').strip('_')]
+    variant = architecture.removeprefix('odevit_tiny').removesuffix('_patch16_64').strip('_')
+    kind = KINDS.get(variant, variant)
     count = sum(p.numel() for p in load(name)[0].parameters()) / 1e6
     return f"{tag.rsplit('_', 1)[-1].replace('cifar', 'CIFAR-')}, {kind}, {count:.1f} M"
 
 
 STUDENTS = {title(name): name for name in timm.list_models('odevit_*', pretrained=True) if '.' in name}
-FIRST = next(words for words in STUDENTS if words.startswith('CIFAR-100, larger'))
+FIRST = next(words for words in STUDENTS if words.startswith('CIFAR-100, larger, for any'))
 
 
 def teacher_of(name):
