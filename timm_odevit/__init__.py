@@ -59,6 +59,7 @@ from .saving.push import push_to_hub
 from .saving.save import save_pretrained
 from .training.calibrate import calibrate_
 from .training.config import CalibrationConfig, FitConfig, LossConfig
+from .training.find_size import SizeSearch, find_size
 from .training.fit import fit
 from .training.recipe import Recipe
 from .training.run_recipe import train
@@ -67,13 +68,14 @@ from .training.trajectory_task import TrajectoryDistillationTask
 
 __all__ = [
     'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'Flow', 'Halting', 'LossConfig', 'Merged',
-    'OdeConfig', 'Recipe', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'attention_over_time',
-    'calibrate_', 'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'contraction_regions',
-    'convert_', 'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
-    'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate', 'lipschitz_constants', 'list_convertible',
-    'lyapunov_exponents', 'merge_', 'merged_bytes', 'patch_agreement', 'plane', 'plot_accuracy', 'push_to_hub',
-    'put_tower_', 'recovery', 'relations', 'save_pretrained', 'signals', 'softmax_bounds', 'spectral_norms',
-    'state_similarity', 'train', 'trajectory_geometry', 'write_report',
+    'OdeConfig', 'Recipe', 'SizeSearch', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__',
+    'attention_over_time', 'calibrate_', 'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time',
+    'contraction_regions', 'convert_', 'discretisation_errors', 'distance_over_time', 'evaluate',
+    'evaluate_embeddings', 'export_model', 'find_size', 'fit', 'from_open_clip', 'from_torchvision',
+    'from_transformers', 'integrate', 'lipschitz_constants', 'list_convertible', 'lyapunov_exponents', 'merge_',
+    'merged_bytes', 'patch_agreement', 'plane', 'plot_accuracy', 'push_to_hub', 'put_tower_', 'recovery', 'relations',
+    'save_pretrained', 'signals', 'softmax_bounds', 'spectral_norms', 'state_similarity', 'train',
+    'trajectory_geometry', 'write_report',
 ]
 
 

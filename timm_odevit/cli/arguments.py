@@ -1,13 +1,16 @@
 """What several commands share: argument types, models by name, folders to write to."""
 import argparse
 import json
+import math
 import re
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Callable, Dict, List, Optional, Tuple, Type
 
 import timm
+import torch
 from safetensors import SafetensorError
 from timm.models import load_state_dict, parse_model_name
 from torch import nn
@@ -21,7 +24,7 @@ from ..ode.blocks import find_ode_blocks
 from ..settings import Settings
 
 __all__ = [
-    'DATA', 'IMAGES', 'MODEL', 'add_settings', 'check_name', 'given', 'images_of', 'load', 'quiet',
+    'DATA', 'IMAGES', 'MODEL', 'add_settings', 'check_name', 'few', 'given', 'images_of', 'load', 'quiet',
     'refuse_existing', 'set_steps', 'step_counts', 'whole_number', 'workers',
 ]
 
@@ -29,6 +32,7 @@ MODEL = "a timm name, such as deit_tiny_patch16_224, or 'local-dir:FOLDER' for a
 DATA = ('folder with one sub-folder of images per class, or with train/ and val/ folders of that kind; or an .npz of '
         'small images: x_train, y_train, x_test, y_test')
 IMAGES = 'folder of images, or an .npz of small images; labels are ignored'
+HELD = 512  # images to measure agreement on
 
 
 def add_settings(parser: Any, kind: Type[Settings]) -> None:
@@ -63,6 +67,12 @@ def images_of(path: str, model: nn.Module, batch_size: int = 64, workers: Option
             raise ValueError('--workers load images from folders, but an .npz is read at once. Leave it out.')
         return array_images(path, model, batch_size=batch_size)
     return image_loaders(path, model, batch_size=batch_size, workers=2 if workers is None else workers)
+
+
+def few(held: Any, batch_size: int) -> Any:
+    """The batches of the first 512 images of some that were held out, with labels 0."""
+    batches = islice(held, math.ceil(HELD / batch_size))
+    return [(images, torch.zeros(len(images), dtype=torch.long)) for images, _ in batches]
 
 
 def workers(parser: argparse.ArgumentParser) -> None:

@@ -1,11 +1,7 @@
 """odevit calibrate"""
 import argparse
-import math
-from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
@@ -13,9 +9,8 @@ from ..saving.save import save_pretrained
 from ..training.calibrate import calibrate_
 from ..training.config import CalibrationConfig
 from ..training.resume import BEST
-from .arguments import IMAGES, MODEL, add_settings, given, images_of, load, quiet, refuse_existing, workers
+from .arguments import IMAGES, MODEL, add_settings, few, given, images_of, load, quiet, refuse_existing, workers
 
-HELD = 512  # images to measure agreement on
 HELP = 'Fit a converted model to its teacher, on images without labels.'
 
 
@@ -36,8 +31,7 @@ def run(args: argparse.Namespace) -> None:
         refuse_existing(args.out, '--resume')
     student, teacher = load(args.student, args), load(args.teacher, args)
     loader, held = images_of(args.images, student, config.batch_size, args.workers)
-    few = islice(held, math.ceil(HELD / config.batch_size))
-    held = [(images, torch.zeros(len(images), dtype=torch.long)) for images, _ in few]
+    held = few(held, config.batch_size)
     measure, of = (evaluate, 'agreement') if student.num_classes else (evaluate_embeddings, 'neighbours')
     before: Any = measure(student, held, teacher=teacher).results[-1]
     calibrate_(student, teacher, loader, out=args.out, resume=args.resume, progress=not args.quiet, config=config)

@@ -14,6 +14,7 @@ fit                 the training loop
 resume              what a run saves, and what must be the same when it continues
 calibrate           calibrate_: minutes of training, without labels
 budget              how many updates fit into some minutes
+find_size           find_size: the smallest student that keeps a share of its teacher
 hashes, cache       how models and data are recognised; a teacher's states on disk
 recipe, read_yaml   recipes (those of the package are in recipes/), and YAML from untrusted sources
 loaders             the data of a recipe

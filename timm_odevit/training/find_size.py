@@ -1,0 +1,175 @@
+"""find_size: the smallest student that keeps a share of its teacher after a short calibration."""
+import copy
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Iterable, List, Optional, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+from ..convert.conversion import convert_
+from ..convert.measure import check_images
+from ..convert.sizing import choose_size, parse_size, predict_parameters
+from ..evaluation.accuracy import evaluate
+from ..evaluation.embeddings import evaluate_embeddings
+from ..ode.blocks import count_parameters
+from ..ode.config import DEFAULT, OdeConfig
+from ..settings import checks_keywords, takes, whole
+from .calibrate import calibrate_
+from .config import CalibrationConfig
+
+BATCH = 64  # held-out images that run at once, and images for init svd_data
+
+__all__ = ['SizeSearch', 'SizeTried', 'find_size']
+
+
+@dataclass(frozen=True)
+class SizeTried:
+    """One size that a search tried.
+
+    Attributes:
+        config: Settings of the conversion.
+        parameters: Parameters of the student.
+        kept: Agreement with the teacher after calibration, or mean cosine of the embeddings, in percent.
+    """
+    config: OdeConfig
+    parameters: int
+    kept: float
+
+
+@dataclass(frozen=True)
+class SizeSearch:
+    """What `find_size` found; print it for a table.
+
+    Attributes:
+        student: The smallest student that kept enough, calibrated; if none did, one phase per layer, which is the
+            model itself unless other steps or another method were asked for.
+        config: Its settings.
+        keep: What was asked for, as a share.
+        measure: What was kept: 'agreement' or 'cosine'.
+        images: Number of images that it was measured on.
+        total: Parameters of the teacher.
+        tried: All sizes, in the order in which they were tried.
+    """
+    student: nn.Module
+    config: OdeConfig
+    keep: float
+    measure: str
+    images: int
+    total: int
+    tried: Tuple[SizeTried, ...]
+
+    def __str__(self) -> str:
+        lines = [f'| parameters | of the teacher | phases | rank | {self.measure} |', '| --- | --- | --- | --- | --- |']
+        lines += [
+            f'| {row.parameters:,} | {100 * row.parameters / self.total:.1f} % | {row.config.phases} | '
+            f"{row.config.rank if row.config.time == 'low_rank' else '-'} | {row.kept:.1f} % |"
+            for row in sorted(self.tried, key=lambda row: row.parameters)]
+        parameters = count_parameters(self.student)
+        what = 'agreement with the teacher' if self.measure == 'agreement' else "cosine with the teacher's embeddings"
+        found = ('nothing smaller than the teacher' if parameters >= self.total else
+                 f'{parameters:,} parameters, {100 * parameters / self.total:.1f} % of the teacher')
+        return '\n'.join([*lines, f'{100 * self.keep:g} % {what} on {self.images:,} images held out: {found}'])
+
+
+SizeSearch.__init__ = checks_keywords(SizeSearch.__init__)  # type: ignore[method-assign]
+
+
+@takes(CalibrationConfig)
+def find_size(
+        model: nn.Module,
+        images: Union[Tensor, Iterable[Any]],
+        held_out: Union[Tensor, Iterable[Any]],
+        *,
+        keep: Union[float, str] = 0.95,
+        trials: int = 4,
+        ode: OdeConfig = DEFAULT,
+        progress: bool = True,
+        config: CalibrationConfig,
+) -> SizeSearch:
+    """Search for the smallest student that keeps a share of the model, by calibrating one student of each size.
+
+    A binary search over the number of parameters, between one shared block and the model itself. What is kept is the
+    share of the held-out images with the teacher's top-1 class or, without classes, the mean cosine between both
+    embeddings; no labels are needed. Agreement is stricter than accuracy: a student with 97 % of its teacher's accuracy
+    may agree with it on 80 % of the images.
+
+    Args:
+        model: Model that can be converted; it is left as it is.
+        images: Images [N, C, H, W], normalised for the model, or a loader with a length, as for `calibrate_`.
+        held_out: Other images [N, C, H, W], or batches of them, to measure on.
+        keep: Share to keep, above 0 and below 1, such as 0.95 or '95%'.
+        trials: Sizes to try; each halves the range that is left. 4 find the size to 5 % of the teacher's parameters.
+        ode: All other settings of the student, as for `choose_size`.
+        progress: Show the progress bars of the calibrations.
+        config: Settings of each calibration; or pass any of them as keywords, such as minutes=1, the time for one size.
+
+    Returns:
+        A SizeSearch, with the student, calibrated.
+
+    Raises:
+        TypeError: The model cannot be converted.
+        ValueError: A setting or the images are invalid.
+        FloatingPointError: The loss stopped being finite.
+    """
+    share, trials = _share(keep), whole(1)('trials', trials)
+    held = _batches(held_out)
+    first: Any = images if isinstance(images, Tensor) else next(iter(images), None)
+    first = first[0] if isinstance(first, (list, tuple)) else first
+    check_images(first)
+    some = first[:BATCH].to(next(model.parameters()).device)
+    best: Optional[Tuple[nn.Module, OdeConfig]] = None
+    tried: List[SizeTried] = []
+
+    def attempt(chosen: OdeConfig, calibrated: bool) -> bool:
+        nonlocal best
+        student = copy.deepcopy(model)
+        convert_(student, chosen, images=some, keep_original=False)
+        if calibrated:
+            calibrate_(student, model, images, progress=progress, config=config)
+        tried.append(SizeTried(chosen, count_parameters(student), _kept(student, model, held)))
+        enough = tried[-1].kept >= 100 * share
+        if enough or not calibrated:
+            best = student, chosen
+        return enough
+    exact = choose_size(model, 1., ode)
+    low, high = predict_parameters(model, replace(exact, phases=1)), count_parameters(model)
+    for _ in range(trials):
+        middle = (low + high) // 2
+        chosen = choose_size(model, middle, ode, init='svd_data')
+        if chosen == exact or any(chosen == row.config for row in tried):
+            break  # nothing lies between
+        if attempt(chosen, calibrated=True):
+            high = tried[-1].parameters
+        else:
+            low = middle
+    if best is None:
+        attempt(exact, calibrated=False)
+        assert best is not None
+    measure = 'agreement' if getattr(model, 'num_classes', 0) else 'cosine'
+    return SizeSearch(*best, share, measure, sum(len(x) for x, _ in held), count_parameters(model), tuple(tried))
+
+
+def _kept(student: nn.Module, teacher: nn.Module, held: List[Tuple[Tensor, Tensor]]) -> float:
+    """Agreement of the classes, or mean cosine of the embeddings, in percent."""
+    if getattr(teacher, 'num_classes', 0):
+        agreement = evaluate(student, held, teacher=teacher).results[-1].agreement
+        return math.nan if agreement is None else agreement
+    cosine = evaluate_embeddings(student, held, teacher=teacher).results[-1].cosine
+    return math.nan if cosine is None else 100 * cosine
+
+
+def _batches(images: Any) -> List[Tuple[Tensor, Tensor]]:
+    """Batches of images, with labels that do not matter."""
+    batches = images.split(BATCH) if isinstance(images, Tensor) else images
+    found = [batch[0] if isinstance(batch, (list, tuple)) else batch for batch in batches]
+    for batch in found or [None]:
+        check_images(batch)
+    return [(batch, torch.zeros(len(batch), dtype=torch.long)) for batch in found]
+
+
+def _share(keep: Union[float, str]) -> float:
+    share = parse_size(keep) if isinstance(keep, str) else keep
+    if isinstance(share, bool) or not isinstance(share, float) or not 0 < share < 1:
+        raise ValueError(f"keep must be a share above 0 and below 1, such as 0.95 or '95%'; got {keep!r}.")
+    return share
