@@ -6,7 +6,7 @@
 A model that is no ODE-ViT is converted exactly (one phase per block), with nothing trained. The .npz holds uint8 images
 x_test [N, S, S, 3], of which the centre is used if they are too large, and labels y_test. The settings take turns on
 each batch, so that whatever else the machine does slows all of them; speed is images per second of CPU time, the median
-over the batches.
+over the batches. Operations are multiplications with addition per image, counted on the first batch.
 """
 import argparse
 import json
@@ -20,6 +20,7 @@ import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from timm_odevit import convert_
@@ -62,13 +63,19 @@ def main():
                 taken = model.blocks.steps_taken if config.halting else None
                 evaluations[setting].append(
                     model.blocks.nfe * (1. if taken is None else taken.float().mean().item() / config.steps))
+        batch, operations = prepared(images[:args.batch_size], model), {}
+        for setting, config in settings.items():
+            model.blocks.config = config
+            with FlopCounterMode(display=False) as counted:
+                model(batch)
+            operations[setting] = counted.get_total_flops() / 2 / len(batch)
     each = {setting: statistics.median(found) for setting, found in seconds.items()}
     first = each[next(iter(settings))]
     record = {'model': args.model, 'images': len(images), 'batch size': args.batch_size, 'torch': torch.__version__,
               'halting': args.halting, 'found': [
                   {'steps': K, 'tokens': tokens, 'threshold': threshold, 'top1': 100 * right[key] / len(images),
-                   'evaluations': statistics.mean(evaluations[key]), 'images per second': 1 / each[key],
-                   'times as fast': first / each[key]}
+                   'evaluations': statistics.mean(evaluations[key]), 'operations': operations[key],
+                   'images per second': 1 / each[key], 'times as fast': first / each[key]}
                   for key in settings for K, tokens, threshold in [key]]}
     with open(args.out, 'w') as file:
         file.write(json.dumps(record, indent=2) + '\n')

@@ -29,7 +29,8 @@ def main():
     parser.add_argument('data')
     parser.add_argument('out', type=Path)
     parser.add_argument('--updates', type=int, default=300)
-    parser.add_argument('--weights', type=float, nargs='+', default=[0., 1.], help='of the relation term')
+    parser.add_argument('--weights', type=float, nargs='+', default=[0., 0.1], help='of the relation term')
+    parser.add_argument('--kd-weight', type=float, default=0.1, help='of direction and value of the embedding')
     parser.add_argument('--seed', type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -45,10 +46,11 @@ def main():
                 continue
             student, minutes = learn(teacher, train, how, weight, args)
             theirs, ours = evaluate_embeddings(student, val, labelled=known, teacher=teacher).results
-            rows.append({'student': name, 'relation_weight': weight, 'updates': args.updates, 'minutes': minutes,
-                         'parameters': ours.parameters, 'cosine': ours.cosine, 'neighbours': ours.neighbours,
-                         'knn': ours.knn, 'probe': ours.probe, 'teacher knn': theirs.knn, 'teacher probe': theirs.probe,
-                         'teacher parameters': theirs.parameters})
+            rows.append({
+                'student': name, 'kd_weight': args.kd_weight, 'relation_weight': weight, 'updates': args.updates,
+                'minutes': minutes, 'parameters': ours.parameters, 'cosine': ours.cosine, 'neighbours': ours.neighbours,
+                'knn': ours.knn, 'probe': ours.probe, 'teacher knn': theirs.knn, 'teacher probe': theirs.probe,
+                'teacher parameters': theirs.parameters})
             args.out.write_text(json.dumps(rows, indent=2) + '\n')
             print(rows[-1], flush=True)
 
@@ -62,7 +64,7 @@ def learn(teacher, train, how, weight, args):
     common = dict(epochs=1, weight_decay=0., seed=args.seed, progress=False)
     half = Stream(train, args.updates // 2)
     fit(StepwiseTask(student, teacher, verbose=False), half, opt='adamw', lr=3e-3, **common)
-    task = TrajectoryDistillationTask(student, teacher, kd_weight=1., relation_weight=weight, verbose=False)
+    task = TrajectoryDistillationTask(student, teacher, kd_weight=args.kd_weight, relation_weight=weight, verbose=False)
     fit(task, half, opt='muon', lr=1e-3, **common)
     return student.eval(), (time.process_time() - started) / 60
 
