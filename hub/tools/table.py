@@ -1,7 +1,8 @@
 """Write the tables of README.md, hub/RESULTS.md and hub/DYNAMICS.md from the records in hub/.
 
     python hub/tools/table.py            print them
-    python hub/tools/table.py --write    put them between their marks, and draw hub/kept.png and hub/dial/dial.png
+    python hub/tools/table.py --write    put them between their marks, and draw hub/kept.png, hub/speed/dials.png
+                                         and hub/dial/dial.png
 """
 import importlib.util
 import json
@@ -35,6 +36,8 @@ REPORTED = [
     ('ODE-ViT Base of a ViT-B, CIFAR-100 and -10 (arXiv 2511.16501)', 'D', [(8.1, 81.8), (8.1, 95.9)]),
     ('Raptor of a DINOv2-B, ImageNet-1k probe (arXiv 2512.19941)', '^', [(18.1, 96.), (26.3, 98.)]),
 ]
+# DeiT-Ti with tokens merged and nothing trained (ToMe, arXiv 2210.09461): GMACs and top-1
+TOME = [(1.3, 72.2), (0.9, 71.7), (0.8, 71.4), (0.6, 70.7)]
 
 
 def models():
@@ -102,11 +105,32 @@ def families():
     return '\n'.join(rows) + '\n'
 
 
+def embeddings():
+    """An embedding teacher and students trained for equal updates; the same relation weight in neighbouring rows."""
+    rows = ['| model | parameters | relation term | minutes | cosine | same nearest image % | k-NN % | probe % |',
+            '|' + ' --- |' * 8]
+    records = json.loads((HUB / 'embeddings.json').read_text())
+    for r in records:
+        rows.append(f"| {r['student']} | {r['parameters']:,} | {r['relation_weight']:g} | {r['minutes']:.1f} | "
+                    f"{r['cosine']:.3f} | {r['neighbours']:.1f} | {r['knn']:.1f} | {r['probe']:.1f} |")
+    r = {key.removeprefix('teacher '): value for key, value in records[0].items() if key.startswith('teacher ')}
+    rows.append(f"| teacher | {r['parameters']:,} | | | | | {r['knn']:.1f} | {r['probe']:.1f} |")
+    return '\n'.join(rows) + '\n'
+
+
+def paper():
+    record = json.loads((HUB / 'speed' / 'paper.json').read_text())
+    rows = ['| | ms | times as fast | peak memory, MB | from outside, MB |', '|' + ' --- |' * 5]
+    rows += [f"| {r['what']}, {r['model']} | {r['ms']:.0f} | {r['ratio']:.2f} | {r['bytes'] / 1e6:.0f} | "
+             f"{r['resident'] / 1e6:.0f} |" for r in record['found']]
+    return '\n'.join(rows) + '\n'
+
+
 def tokens():
     record = json.loads((HUB / 'speed' / 'tokens.json').read_text())
-    rows = ['| tokens left at T | top-1 % | images/s | times as fast |', '| --- | --- | --- | --- |']
-    rows += [f"| {100 * r['tokens']:.0f} % | {r['top1']:.1f} | {r['images per second']:.1f} | "
-             f"{r['times as fast']:.2f} |" for r in record['found']]
+    rows = ['| tokens left at T | top-1 % | GMACs | images/s | times as fast |', '|' + ' --- |' * 5]
+    rows += [f"| {100 * r['tokens']:.0f} % | {r['top1']:.1f} | {r['operations'] / 1e9:.2f} | "
+             f"{r['images per second']:.1f} | {r['times as fast']:.2f} |" for r in record['found']]
     return '\n'.join(rows) + '\n'
 
 
@@ -198,10 +222,40 @@ def figure(path):
     drawing.savefig(path, dpi=150)
 
 
+def dials_figure(path):
+    """Accuracy against speed: tokens beside ToMe's figures, and the three dials of a student with exits."""
+    from matplotlib.figure import Figure
+    drawing = Figure(figsize=(10, 3.8), layout='constrained')
+    left, right = drawing.subplots(1, 2)
+    found = json.loads((HUB / 'speed' / 'tokens.json').read_text())['found']
+    whole = found[0]
+    drop = [r['top1'] - whole['top1'] for r in found]
+    left.plot([r['times as fast'] for r in found], drop, 'o-', label='merged along t: images/s, measured')
+    left.plot([whole['operations'] / r['operations'] for r in found], drop, 'o:', label='merged along t: operations')
+    left.plot([TOME[0][0] / gmacs for gmacs, _ in TOME], [top1 - TOME[0][1] for _, top1 in TOME], '^--',
+              label='ToMe, its paper: operations')
+    left.set(title='DeiT-tiny, converted exactly, 224 px, not trained', xlabel='times fewer operations, times as fast',
+             ylabel='top-1, points lost')
+    found = json.loads((HUB / 'speed' / 'dials.json').read_text())['found']
+    most = max(r['steps'] for r in found)
+    for label, style, chosen in [
+            ('fewer steps K', 'o-', lambda r: r['tokens'] == 1 and not r['threshold']),
+            ('fewer tokens', 's-', lambda r: r['steps'] == most and not r['threshold']),
+            ('early exit', '^-', lambda r: r['steps'] == most and r['tokens'] == 1),
+            ('early exit and half of the tokens', 'v--', lambda r: r['steps'] == most and r['tokens'] == 0.5)]:
+        rows = sorted((r for r in found if chosen(r)), key=lambda r: r['times as fast'])
+        right.plot([r['times as fast'] for r in rows], [r['top1'] for r in rows], style, label=label)
+    right.set(title='student with exits, CIFAR-10, 64 px', xlabel='times as fast, measured', ylabel='top-1 %')
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    drawing.savefig(path, dpi=150)
+
+
 TABLES = {'models': (README, models), 'ablation': (RESULTS, ablation), 'dial': (RESULTS, dial),
           'minutes': (RESULTS, minutes), 'controls': (RESULTS, controls), 'families': (RESULTS, families),
-          'tokens': (RESULTS, tokens), 'memory': (RESULTS, memory),
-          'benchmark': (RESULTS, benchmarks),
+          'embeddings': (RESULTS, embeddings), 'tokens': (RESULTS, tokens), 'paper': (RESULTS, paper),
+          'memory': (RESULTS, memory), 'benchmark': (RESULTS, benchmarks),
           **{name: (DYNAMICS, make) for name, make in DYNAMICS_TABLES.items()}}
 
 
@@ -216,6 +270,7 @@ def main():
             raise SystemExit(f'{path.name} has no place for the table {name}: {marks.pattern}')
         path.write_text(text)
     figure(HUB / 'kept.png')
+    dials_figure(HUB / 'speed' / 'dials.png')
     if _dials():
         _example().plot(_dials(), HUB / 'dial' / 'dial.png')
 
