@@ -144,7 +144,7 @@ def main():
         record = json.loads(path.read_text())
     else:
         record = {
-            'teacher': {'name': args.teacher.split(':')[0], 'parameters': sum(p.numel() for p in teacher.parameters()),
+            'teacher': {'name': Path(args.teacher).name, 'parameters': sum(p.numel() for p in teacher.parameters()),
                         'top1': evaluate(teacher, test).results[-1].top1},
             'images': {'calibration': len(x), 'test': len(x_test), 'size': args.img_size},
             'device': 'one CPU thread' if torch.get_num_threads() == 1 else f'{torch.get_num_threads()} CPU threads',

@@ -25,6 +25,7 @@ from timm_odevit import (
     put_tower_,
     save_pretrained,
 )
+from timm_odevit.convert.block_kinds import find_sites
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=32, num_heads=2, depth=4, num_classes=0)
 NATIVE = {key: value for key, value in VIT.items() if key != 'img_size'}
@@ -49,6 +50,9 @@ FAMILIES = {
     'Sapiens-2': ('vit_base_patch16_sapiens2', dict(VIT, num_heads=4, num_kv_heads=(4, 2, 2, 4))),
     'LingBot': ('vit_base_patch16_lingbot', VIT),
     'SAM': ('samvit_base_patch16', WINDOWS),
+    'Qwen3-VL, Qwen3.5': ('qwen3_vit_88m', dict(VIT, img_size=64)),
+    'DeepSeek-OCR': ('deepseek_vit_412m', dict(VIT, img_size=48)),
+    'Gemma 4': ('gemma4_vit_167m', dict(NATIVE, img_size=48, head_dim=16, intermediate_size=64)),
 }
 
 
@@ -96,7 +100,10 @@ def falls(task, batch, **options):
 
 
 def pixels(model):
-    sizes = getattr(getattr(model, 'patch_embed', None), 'img_size', None)
+    host = find_sites(model)[0].host
+    sizes = getattr(getattr(host, 'patch_embed', None), 'img_size', None)
+    if sizes is None and isinstance(getattr(host, 'patch_size', None), tuple):
+        sizes = tuple(6 * side for side in host.patch_size)
     return sizes or timm.data.resolve_model_data_config(model)['input_size'][1:]
 
 
@@ -119,7 +126,7 @@ def tried(model):
             found[name] = what()
         except Exception as e:
             found[name] = f'{type(e).__name__}: {str(e).splitlines()[0][:200]}'
-    depth = len(model.blocks) if hasattr(model, 'blocks') else 1
+    depth = len(find_sites(model)[0].blocks)
     method = 'lie_trotter'
 
     def converted(**how):

@@ -52,7 +52,7 @@ HINT = 'See timm_odevit.list_convertible().'
 
 
 class Site(NamedTuple):
-    """A sequence of blocks in a model: `host.blocks`, and the host's name in the model."""
+    """A sequence of blocks in a model: `host.blocks`, and the host's name in the model ('' for the model itself)."""
     host: Any
     name: str
 
@@ -70,8 +70,11 @@ def find_sites(model: nn.Module) -> List[Site]:
     for cls, name in STAGES.items():
         if isinstance(model, cls):
             return [Site(stage, f'{name}.{i}') for i, stage in enumerate(getattr(model, name))]
-    if isinstance(getattr(model, 'blocks', None), (nn.Sequential, nn.ModuleList)) and len(model.blocks):  # type: ignore
-        return [Site(model, '')]
+    encoder: Any = getattr(model, 'encoder', None)  # of the classifiers around the encoders of language models
+    for host, name in ((model, ''), (encoder, 'encoder')):
+        blocks = getattr(host, 'blocks', None)
+        if isinstance(blocks, (nn.Sequential, nn.ModuleList)) and len(blocks):
+            return [Site(host, name)]
     raise TypeError(f'Cannot convert {type(model).__name__}: it has no sequence of transformer blocks. {HINT}')
 
 
