@@ -19,6 +19,8 @@ from timm_odevit.training.ablate import table
 HUB = Path(__file__).parent.parent
 README, RESULTS, DYNAMICS = HUB.parent / 'README.md', HUB / 'RESULTS.md', HUB / 'DYNAMICS.md'
 DIALS = {'imagenet_sample': '500 photos of ImageNet', 'cifar100': 'CIFAR-100'}
+# the share of the blocks' parameters at which the time and the number of images vary
+BUDGETS = {'imagenet': ('photos of ImageNet', 0.5), 'cifar100': ('CIFAR-100', 0.25)}
 STEPS = (6, 8, 12, 16, 24)
 CONTROLS = {
     'no KL': 'everything shared, rank 23', 'nothing shared': 'nothing shared, rank 35',
@@ -175,7 +177,17 @@ def dial():
             f"{title}: DeiT-tiny at {images['size']} px, {teacher['top1']:.1f} % top-1 on {images['test']:,} test "
             f"images; calibrated on {images['calibration']:,} images without labels, at most {minutes:.0f} minutes per "
             f"point ({record['device']}).", '', _example().table(record), '']
-    return '\n'.join(text)
+    text += ['What more time and more images give:', '',
+             '| data | parameters of the blocks | images | minutes | kept |', '|' + ' --- |' * 5]
+    found = []
+    for path in (HUB / 'dial').glob('*.json'):
+        record, (data, share) = json.loads(path.read_text()), BUDGETS[path.stem.split('_')[0]]
+        images, teacher = record['images']['calibration'], record['teacher']['top1']
+        found += [(data, share, images, row['minutes'], row['top1'] / teacher)
+                  for row in record['rows'] if row['share'] == share]
+    text += [f'| {data} | {100 * share:.0f} % | {images:,} | {minutes:.0f} | {100 * kept:.1f} % |'
+             for data, share, images, minutes, kept in sorted(found)]
+    return '\n'.join(text) + '\n'
 
 
 def _example():
