@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from timm_odevit import convert_, patch_agreement, save_pretrained
+from timm_odevit.pyramid import FeaturesAtTimes
 
 SMALL = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, ode_steps=6)
 
@@ -49,11 +50,26 @@ def test_they_are_kept_blocks_aside_saved_and_scaled_to_other_sizes(tmp_path, im
     (dict(out_times=(0., 1.)), 'out_times must be strictly increasing'),
     (dict(out_times=0.5), 'out_times must be strictly increasing'),
     (dict(out_times=(0.95, 1.)), 'with 6 steps, two of these times are nearest to the end of one step. Give times at least 0.167'),
+    (dict(out_times=(0.5,), out_indices=(0,)), 'out_times and out_indices both choose features'),
     (dict(out_times=(0.5,), features_only=False), 'out_times chooses features. Give features_only=True'),
 ])
 def test_bad_times_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         build(**{'features_only': True, **kwargs})
+
+
+def test_what_timm_says_of_the_maps_follows_the_steps(images):
+    for norm in (False, True):
+        maps = FeaturesAtTimes(build(), (0.5, 1.), norm=norm)
+        assert maps.feature_info.module_name() == ['blocks.solver.2', 'blocks.solver.5']
+        maps.model.blocks.steps = 2
+        assert maps.feature_info.module_name() == ['blocks.solver.0', 'blocks.solver.1']
+        assert copy.deepcopy(maps).feature_info.channels() == [x.shape[1] for x in maps(images)]
+
+
+def test_times_are_of_an_ode():
+    with pytest.raises(ValueError, match='out_times needs an ODE-ViT, and this VisionTransformer is none'):
+        timm.create_model('deit_tiny_patch16_64.cifar10', features_only=True, out_times=(0.5,))
 
 
 def test_stages_have_no_common_time(tmp_path):

@@ -1,6 +1,7 @@
 """Embeddings: losses, what is measured, and training that follows them."""
 import copy
 import json
+import math
 
 import numpy as np
 import pytest
@@ -125,6 +126,37 @@ def test_bad_input(vit):
     with pytest.raises(ValueError, match='shuffle=False'):
         evaluate_embeddings(student, Shuffled([(torch.randn(2, 3, 16, 16), torch.tensor([i, i])) for i in (0, 1)]), teacher=teacher)
     assert evaluate_embeddings(student, batches(1, 1), teacher=teacher).results[-1].neighbours is None
+    dummies = torch.utils.data.TensorDataset(torch.randn(20, 3, 16, 16), torch.zeros(20))
+    with pytest.raises(ValueError, match='another order, each time. Make it with shuffle=False'):
+        evaluate_embeddings(student, torch.utils.data.DataLoader(dummies, 4, shuffle=True), teacher=teacher)
+    for options, message in [
+            (dict(labelled=batches(1, 1)), 'labelled has one image'),
+            (dict(labelled=[(x, y - 1) for x, y in batches()]), 'The data has the label -1'),
+            (dict(class_embeddings=[1.]), r'class_embeddings must be a tensor \[classes, E\]; got list'),
+            (dict(class_embeddings=torch.full((3, 32), math.nan)), 'class_embeddings must be finite')]:
+        with pytest.raises(ValueError, match=message):
+            evaluate_embeddings(student, batches(), **options)
+
+
+def test_embeddings_that_are_not_finite_are_never_right(vit):
+    student, teacher = pair(vit)
+    x, y = torch.randn(12, 3, 16, 16), torch.zeros(12, dtype=torch.long)
+    with torch.no_grad():
+        student.norm.weight.fill_(math.nan)
+    with pytest.warns(RuntimeWarning, match='the embeddings of 12 of 12 images are not finite'):
+        found = evaluate_embeddings(student, (x, y), labelled=(x, y), class_embeddings=torch.randn(3, 32), teacher=teacher)
+    bad = found.results[-1]
+    assert (bad.knn, bad.probe, bad.zero_shot, bad.neighbours, bad.cosine) == (0., 0., 0., 0., 0.)
+    assert found.results[0].knn == found.results[0].probe == 100.
+
+
+@pytest.mark.parametrize('dtype', [torch.uint8, torch.int32])
+def test_labels_of_any_integer_type_inside_inference_mode(vit, dtype):
+    model, labelled = vit(num_classes=0), [(x, y.to(dtype)) for x, y in batches(seed=1)]
+    expected = evaluate_embeddings(model, batches(), labelled=batches(seed=1)).results[0]
+    with torch.inference_mode():
+        found = evaluate_embeddings(model, [(x, y.to(dtype)) for x, y in batches()], labelled=labelled).results[0]
+    assert (found.knn, found.probe) == (expected.knn, expected.probe)
 
 
 # --- training

@@ -69,6 +69,11 @@ def embedding_of(model, images):
         return out if isinstance(out, torch.Tensor) else out.pooler_output
 
 
+def embedding_of_any(model, images):
+    with torch.no_grad():
+        return model.encode_image(images)
+
+
 PROGRAMS = {
     'open_clip': (clip, from_open_clip),
     'open_clip-quickgelu': (lambda: clip(quick_gelu=True), from_open_clip),
@@ -108,7 +113,8 @@ def test_the_same_embedding_and_gradients_saved_reloaded_and_put_back(build, map
     put = put_tower_(program, again)
     torch.testing.assert_close(embedding_of(program, images), expected, **CLOSE)
     put.restore()
-    put.restore()
+    with pytest.raises(ValueError, match='no longer holds this tower'):
+        put.restore()
     assert program.state_dict().keys() == before.keys()
     assert torch.equal(embedding_of(program, images), expected)
 
@@ -228,6 +234,33 @@ def adapter(model):
     model.visual.adapter = nn.Linear(4, 4)
 
 
+def fewer_heads(model):
+    attention = model.visual.transformer.resblocks[1].attn
+    attention.num_heads, attention.head_dim = 2, 32
+
+
+def more_in_mlp(model):
+    model.visual.transformer.resblocks[1].mlp.add_module('last', nn.Tanh())
+
+
+def more_dropout(model):
+    model.visual.transformer.resblocks[1].attn.dropout = 0.9
+
+
+def without_projection(model):
+    model.visual.proj = None
+
+
+def norms_in_double(model):
+    model.visual.ln_post.double()
+
+
+def changed(model, name, value):
+    owner, _, key = name.rpartition('.')
+    setattr(model.vision_model.encoder.layers[1].get_submodule(owner), key, value)
+    return model
+
+
 def frozen_query(model):
     model.vision_model.encoder.layers[1].self_attn.q_proj.weight.requires_grad_(False)
 
@@ -239,7 +272,16 @@ def no_key_bias(model):
 @pytest.mark.parametrize('build, map_, error, message', [
     (lambda: clip(attentional_pool=True), from_open_clip, ValueError, 'it has attentional pooling'),
     (lambda: clip(qk_norm=True), from_open_clip, ValueError, 'its block 0 is a CustomResidualAttentionBlock'),
-    (lambda: clip(relu), from_open_clip, ValueError, 'its activations are GELU, ReLU'),
+    (lambda: clip(relu), from_open_clip, ValueError, "its activations are GELU\\(approximate='none'\\), ReLU"),
+    (lambda: clip(act_kwargs={'approximate': 'tanh'}), from_open_clip, ValueError, "GELU\\(approximate='tanh'\\); supported"),
+    (lambda: clip(fewer_heads), from_open_clip, ValueError, 'its layers differ in num_heads: 4 in layer 0, 2 in layer 1'),
+    (lambda: clip(more_in_mlp), from_open_clip, ValueError, 'the MLP of its block 1 has other parts'),
+    (lambda: clip(more_dropout), from_open_clip, ValueError, 'its layers differ in the dropout of the attention'),
+    (lambda: clip(without_projection), from_open_clip, ValueError, 'it has no projection'),
+    (lambda: clip(pool_type='none'), from_open_clip, ValueError, "it has pool_type='none'"),
+    (lambda: clip(norms_in_double), from_open_clip, ValueError, r'several dtypes \(torch.float32, torch.float64\)'),
+    (lambda: changed(hf_clip(), 'self_attn.num_heads', 1), from_transformers, ValueError, 'its layers differ in num_heads'),
+    (lambda: changed(hf_siglip(), 'mlp.activation_fn', nn.Tanh()), from_transformers, ValueError, 'differ in the activation'),
     (lambda: clip(adapter), from_open_clip, ValueError, 'timm has no place for adapter.weight'),
     (lambda: clip(no_bias), from_open_clip, ValueError, r'in place of blocks\.0\.attn\.qkv'),
     (lambda: open_clip.CLIP(32, dict(layers=(1, 1, 1, 1), width=8, head_width=8, image_size=32), TEXT),
@@ -290,11 +332,79 @@ def test_a_tower_that_does_not_fit_is_not_put_in(images):
     other = timm.create_model('vit_tiny_patch16_224', img_size=32, num_classes=7)
     for program in (clip(), hf_clip(), hf_siglip()):
         expected, names = embedding_of(program, images), list(program.state_dict())
-        with pytest.raises(ValueError, match='The tower gives embeddings of width 7; this model compares'):
+        with pytest.raises(ValueError, match='width 7; this model compares 32|192 features and 7 classes; this'):
             put_tower_(program, other)
+        for wrong in (None, 'vit', nn.Linear(3, 32)):
+            with pytest.raises(TypeError, match='The tower must be a timm model'):
+                put_tower_(program, wrong)
+        fitting = from_open_clip(program) if isinstance(program, open_clip.CLIP) else from_transformers(program)
+        with pytest.raises(ValueError, match=r'The tower is torch.float64, the tower of this model torch.float32'):
+            put_tower_(program, fitting.double())
         assert torch.equal(embedding_of(program, images), expected) and list(program.state_dict()) == names
     with pytest.raises(TypeError, match='put_tower_ got a VisionTransformer: expected an open_clip model'):
         put_tower_(other, other)
+
+
+def test_a_tower_with_two_heads_is_refused_where_one_is_applied():
+    distilled = timm.create_model('deit_tiny_distilled_patch16_224', img_size=32, num_classes=24)
+    with pytest.raises(ValueError, match='has two heads'):
+        put_tower_(hf_clip(), distilled)
+
+
+@pytest.mark.parametrize('how', [dict(halting='residual', halting_threshold=0.5), dict(method='dopri5'), dict(tokens=0.5)], ids=str)
+@pytest.mark.parametrize('build, map_', [PROGRAMS['open_clip'], PROGRAMS['transformers-clip'],
+                                         PROGRAMS['transformers-siglip']], ids=['open_clip', 'clip', 'siglip'])
+def test_a_tower_computes_in_its_program_what_it_computes_alone(build, map_, how, images):
+    program = build()
+    tower = map_(program)
+    convert_(tower, **how)
+    with torch.no_grad():
+        alone = tower.eval()(images)
+        put_tower_(program, tower)
+        torch.testing.assert_close(embedding_of(program, images), alone, **CLOSE)
+    if 'halting' in how:
+        assert (tower.blocks.steps_taken < tower.blocks.steps).any()
+
+
+@pytest.mark.parametrize('name', ['swin_tiny_patch4_window7_224', 'resnet18', 'vit_tiny_patch16_224'])
+def test_towers_of_other_kinds_give_their_embeddings(name):
+    sizes = dict(img_size=32, class_token=False, global_pool='avg') if name.startswith('vit') else {}
+    tower = shaken(timm.create_model(name, num_classes=24, **sizes))
+    program, images = hf_clip(), torch.randn(1, 3, *[32 if sizes else 224] * 2)
+    with torch.no_grad():
+        alone = tower(images)
+        put_tower_(program, tower)
+        torch.testing.assert_close(embedding_of(program, images) / alone.abs().max(), alone / alone.abs().max(), **CLOSE)
+        assert isinstance(program.vision_model(images, return_dict=False), tuple)
+
+
+@pytest.mark.parametrize('projection', ['linear', 'mlp'])
+def test_the_projection_of_a_timm_tower_of_open_clip_stays(projection):
+    program = open_clip.CustomTextCLIP(192, dict(
+        timm_model_name='vit_tiny_patch16_224', image_size=224, timm_pool='', timm_proj=projection,
+        timm_model_pretrained=False), TEXT).eval()
+    images = torch.randn(1, 3, 224, 224)
+    expected = embedding_of_any(program, images)
+    put = put_tower_(program, copy.deepcopy(program.visual.trunk))
+    torch.testing.assert_close(embedding_of_any(program, images), expected, **CLOSE)
+    put.restore()
+    with pytest.raises(ValueError, match='no classes and 384 features; this model projects 192 to 192'):
+        put_tower_(program, timm.create_model('vit_small_patch16_224', num_classes=0))
+    put_tower_(program, timm.create_model('vit_tiny_patch16_224', num_classes=192))
+
+
+def test_towers_are_restored_in_the_opposite_order(images):
+    program = clip()
+    original = program.visual
+    first, second = from_open_clip(program), from_open_clip(program)
+    one = put_tower_(program, first)
+    two = put_tower_(program, second)
+    with pytest.raises(ValueError, match='another one was put in since and has to be restored first'):
+        one.restore()
+    assert program.visual.trunk is second
+    two.restore()
+    one.restore()
+    assert program.visual is original
 
 
 NAMES = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')

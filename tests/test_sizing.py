@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import timm
 import torch
@@ -43,7 +44,9 @@ def test_ends_of_the_dial():
     part = choose_size(model, 1.0, OdeConfig(blocks=(2, 4)))
     assert part.phases == 3
     convert_(model, part).restore()
-    for wrong in (1.5, float('inf')):
+    assert choose_size(model, np.int64(3_000_000)) == choose_size(model, 3_000_000)
+    assert choose_size(model, np.float32(0.5)) == choose_size(model, 0.5)
+    for wrong in (1.5, '1.5', '3.0', float('inf')):
         with pytest.raises(ValueError, match='number of parameters, (such as 3M, )?a share'):
             choose_size(model, wrong)
     with pytest.raises(ValueError, match='A size can be chosen only without boundaries'):

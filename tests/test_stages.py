@@ -153,6 +153,14 @@ def test_other_teachers_and_adaptive_methods_are_refused():
         task_of(student, mixer)
 
 
+def test_dropped_patches_are_refused():
+    teacher = timm.create_model('naflexvit_base_patch16_gap', patch_size=4, embed_dim=32, num_heads=2, depth=4, patch_drop_rate=0.5)
+    student = copy.deepcopy(teacher)
+    convert_(student)
+    with pytest.raises(ValueError, match='Create it with patch_drop_rate=0'):
+        task_of(student, teacher)
+
+
 def test_a_swin_is_trained_by_a_recipe_and_saved(tmp_path):
     teacher, _ = build('swin_tiny_patch4_window7_224')
     pixels = torch.randint(0, 256, (60, 32, 32, 3), dtype=torch.uint8).numpy()

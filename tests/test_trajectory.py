@@ -305,6 +305,37 @@ def test_refuses_dropped_patches_and_models_without_classes(vit):
         TrajectoryDistillationTask(pair(vit)[0], None, trajectory_weight=0., kd_weight=0., relation_weight=1., task_weight=1.)
 
 
+def test_the_class_token_is_known_at_any_image_size():
+    teacher = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=4,
+                                num_classes=5, dynamic_img_size=True).eval()
+    student = copy.deepcopy(teacher)
+    convert_(student, method='euler')
+    weights = LossConfig().token_weights
+    for size in ((16, 16), (12, 20)):  # of both, one has as many tokens as the other has patches
+        images = torch.randn(2, 3, *size)
+        found = TrajectoryDistillationTask(student, teacher, kd_weight=0., verbose=False)(images, None)['trajectory_loss']
+        with torch.no_grad():
+            (_, ours), (_, theirs) = (m.forward_intermediates(images, output_fmt='NLC', return_prefix_tokens=True) for m in (student, teacher))
+        expected = torch.stack([trajectory_loss(torch.cat([cls, x], 1), torch.cat([cls_t, t], 1), 1, True, weights)
+                                for (x, cls), (t, cls_t) in zip(ours, theirs, strict=True)]).mean()
+        torch.testing.assert_close(found, expected)
+
+
+def test_logits_along_the_way_need_the_class_token_there():
+    cait = timm.create_model('cait_xxs24_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=4, num_classes=5)
+    student = copy.deepcopy(cait)
+    with pytest.raises(ValueError, match="halting='entropy' needs a model with one sequence of blocks"):
+        convert_(student, method='euler', halting='entropy')
+    convert_(student, method='euler')
+    with pytest.raises(ValueError, match="which a Cait's do not fit. Leave exits out"):
+        TrajectoryDistillationTask(student, cait, exits=(0.5,), exit_weight=1., verbose=False)
+
+
+def test_states_of_other_shapes_are_refused():
+    with pytest.raises(ValueError, match=r'The student has a state \[2, 3, 4\], the teacher \[2, 5, 4\]'):
+        trajectory_loss(torch.randn(2, 3, 4), torch.randn(2, 5, 4), 1, True, (1., 1., 1.))
+
+
 def test_compiles(vit, batch):
     task = TrajectoryDistillationTask(*pair(vit))
     expected = task(*batch)['loss']

@@ -150,6 +150,8 @@ def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained
         config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
         arguments.append(config)
         levels = min(levels, len(config.steps) if isinstance(config.steps, tuple) else config.steps or levels)
+    if 'out_times' in kwargs and 'out_indices' in kwargs:
+        raise ValueError('out_times and out_indices both choose features. Give one of them.')
     features: Dict[str, Any] = dict(out_indices=kwargs.pop('out_indices', levels), feature_cls='getter')
     if 'out_times' in kwargs:
         features = dict(out_times=check_times(kwargs.pop('out_times')), out_indices=(), feature_cls=FeaturesAtTimes)

@@ -2,7 +2,7 @@
 from itertools import pairwise
 from typing import Any, List, Tuple
 
-from timm.models._features import FeatureGetterNet
+from timm.models._features import FeatureGetterNet, FeatureInfo
 from torch import Tensor, nn
 
 from .ode.blocks import find_ode_blocks
@@ -28,7 +28,7 @@ class FeaturesAtTimes(FeatureGetterNet):
     """Maps [B, D, H, W] of the patch tokens at relative times of the ODE, whatever the number of steps.
 
     `timm.create_model(..., features_only=True, out_times=(0.25, 0.5, 1.0))` makes one. A time stands for the end of the
-    nearest step; `model.blocks.steps` and `model.blocks.at(K)` may change between calls.
+    nearest step; `model.model.blocks.steps` may change between calls, and `feature_info` with it.
 
     Args:
         model: ODE-ViT with one sequence of blocks.
@@ -39,8 +39,13 @@ class FeaturesAtTimes(FeatureGetterNet):
         ValueError: The model has several sequences of blocks, or two times lie at the end of one step.
     """
 
+    times: Tuple[float, ...]
+    _first: FeatureInfo
+
     def __init__(self, model: nn.Module, out_times: Tuple[float, ...], norm: bool = False, **kwargs: Any) -> None:
         odes = find_ode_blocks(model)
+        if not odes:
+            raise ValueError(f'out_times needs an ODE-ViT, and this {type(model).__name__} is none. Give out_indices.')
         if len(odes) != 1:
             raise ValueError(
                 f'out_times needs one sequence of blocks, but this {type(model).__name__} has {len(odes)} stages. Give '
@@ -48,6 +53,18 @@ class FeaturesAtTimes(FeatureGetterNet):
         times = check_times(out_times)
         super().__init__(model, out_indices=_indices(model, times), norm=norm, prune=False)
         self.times = times
+
+    @property
+    def feature_info(self) -> FeatureInfo:
+        """timm's description of the maps, at the present number of steps."""
+        model: Any = self._modules.get('model')
+        if model is None:  # while timm's constructor runs
+            return self._first
+        return FeatureInfo([dict(info) for info in model.feature_info], _indices(model, self.times))
+
+    @feature_info.setter
+    def feature_info(self, value: FeatureInfo) -> None:
+        self._first = value  # at the first number of steps
 
     def forward(self, x: Tensor) -> List[Tensor]:
         """Maps [B, D, H, W] of images [B, C, H, W], one per time."""

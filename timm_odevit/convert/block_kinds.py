@@ -4,9 +4,11 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Type
 
 import torch
 from timm.models import beit, eva, vision_transformer, vision_transformer_relpos, vision_transformer_sam
+from timm.models.cait import Cait
 from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
 from timm.models.swin_transformer_v2 import SwinTransformerV2, SwinTransformerV2Block
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr, SwinTransformerV2CrBlock
+from timm.models.xcit import Xcit
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -23,7 +25,10 @@ from ..ode.fields import (
     WholeField,
 )
 
-__all__ = ['HINT', 'Site', 'check_blocks', 'field_class', 'find_sites', 'kinds', 'per_layer']
+__all__ = [
+    'HINT', 'Site', 'check_blocks', 'class_token_comes_later', 'field_class', 'find_sites', 'kinds', 'per_layer',
+    'prefix_tokens',
+]
 
 # By class object, since several timm modules have a class called Block. Blocks not listed here are used whole.
 FIELD_OF: Dict[Type[nn.Module], Type[NativeField]] = {
@@ -76,6 +81,16 @@ def find_sites(model: nn.Module) -> List[Site]:
         if isinstance(blocks, (nn.Sequential, nn.ModuleList)) and len(blocks):
             return [Site(host, name)]
     raise TypeError(f'Cannot convert {type(model).__name__}: it has no sequence of transformer blocks. {HINT}')
+
+
+def class_token_comes_later(model: Any) -> bool:
+    """Whether a class token is added to the tokens only after the blocks, in blocks of its own."""
+    return isinstance(model, (Cait, Xcit))
+
+
+def prefix_tokens(model: Any) -> int:
+    """How many tokens, such as a class token and registers, come before those of the patches in the blocks' states."""
+    return 0 if class_token_comes_later(model) else int(getattr(model, 'num_prefix_tokens', 0))
 
 
 def field_class(block: nn.Module) -> Type[NativeField]:

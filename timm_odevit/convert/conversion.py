@@ -12,6 +12,7 @@ from ..ode.blocks import OdeBlocks, count_parameters
 from ..ode.config import OdeConfig
 from ..ode.methods import METHODS
 from ..settings import takes
+from .block_kinds import class_token_comes_later, prefix_tokens
 from .convertible import check_all, count_in_words
 from .initialisation import build_field
 from .measure import input_moments, similarity_boundaries
@@ -78,11 +79,12 @@ def convert_(
         listed = site.host is model and isinstance(info, list) and len(info) == len(blocks)
         feature = {k: v for k, v in info[first].items() if k != 'module'} if listed else None  # type: ignore[index]
         own = site.host is model
-        readable = own and isinstance(getattr(host, 'norm', None), nn.Module) and hasattr(host, 'forward_head')
+        readable = own and isinstance(getattr(host, 'norm', None), nn.Module) and hasattr(host, 'forward_head') and (
+            not class_token_comes_later(model))
         ode = OdeBlocks(
             shared, settings, feature, float(first), blocks[:first], blocks[last + 1:],
             readout=partial(_logits, model) if readable else None,
-            prefix=getattr(model, 'num_prefix_tokens', 0) if own else 0)
+            prefix=prefix_tokens(model) if own else 0)
         built.append((site, ode.train(model.training), listed))
         layers += len(chosen)
     wanted: List[Any] = [(site.host, 'blocks', ode) for site, ode, _ in built]

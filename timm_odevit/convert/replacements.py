@@ -33,6 +33,11 @@ class Replacements:
             self._put_back()
             raise
 
+    @property
+    def stand(self) -> bool:
+        """Whether the attributes have the new values."""
+        return all(_own(owner, name) is value for owner, name, value in self._wanted)
+
     def take_off(self) -> None:
         """Restore the attributes as they were at construction; if interrupted, replace them again."""
         try:

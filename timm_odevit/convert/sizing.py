@@ -3,6 +3,7 @@ import math
 import re
 from bisect import bisect_right
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import Union
 
 from torch import nn
@@ -120,14 +121,19 @@ def parse_size(text: str, bytes_each: float = 4.) -> Union[int, float]:
     value *= {'%': 1e-2, 'k': 1e3, 'K': 1e3, 'M': 1e6, 'G': 1e9, 'B': 1e9}.get(unit[:1], 1.)
     if len(unit) == 2:
         value /= bytes_each
-    if not 0 < value < math.inf or (share and value > 1):
+    whole = '.' not in text or unit
+    if not 0 < value < math.inf or (share and value > 1) or not (share or whole):
         raise ValueError(
             f"expected a number of parameters, such as 3M, a share, such as 25%, or bytes, such as 10MB; got '{text}'")
     return value if share else int(value)
 
 
 def _target(target: Union[int, float, str], total: int, model: nn.Module) -> int:
-    if isinstance(target, str):
+    if isinstance(target, Integral) and not isinstance(target, bool):  # NumPy's numbers too
+        target = int(target)
+    elif isinstance(target, Real) and not isinstance(target, bool):
+        target = float(target)
+    elif isinstance(target, str):
         target = parse_size(target, next(model.parameters()).element_size())
     whole = isinstance(target, int) or (isinstance(target, float) and (target <= 1 or target.is_integer()))
     if isinstance(target, bool) or not whole or not 0 < target < math.inf:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.overrides import TorchFunctionMode
 
+from ..convert.block_kinds import prefix_tokens
 from ..hooks import evaluating
 from ..ode.blocks import find_ode_blocks
 from ..ode.steps import Step
@@ -119,7 +120,7 @@ def follow(model: Any, images: Any = None) -> Iterator[Flow]:
             same = model.forward_head(model.norm(states[-1]))
             if same.shape == logits.shape and torch.allclose(same, logits, rtol=1e-3, atol=1e-4, equal_nan=True):
                 head = partial(_head, model)
-        prefix = _prefix(model, states[0])
+        prefix = prefix_tokens(model)
         has_class = prefix > 0 and getattr(model, 'cls_token', None) is not None
         yield Flow(states[0], maps, tuple(times), head, tuple(blocks), prefix, has_class)
 
@@ -130,11 +131,6 @@ def _call(block: Any, args: Tuple[Any, ...], kwargs: Any, x: Tensor) -> Tensor:
 
 def _head(model: Any, x: Tensor) -> Tensor:
     return model.forward_head(model.norm(x))
-
-
-def _prefix(model: Any, x: Tensor) -> int:
-    bare = x.shape[1] == getattr(getattr(model, 'patch_embed', None), 'num_patches', None)  # it comes later, as in CaiT
-    return 0 if bare else getattr(model, 'num_prefix_tokens', 0)
 
 
 def _sequence(model: Any) -> List[Any]:

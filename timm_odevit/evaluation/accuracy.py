@@ -8,12 +8,10 @@ from torch import Tensor, nn
 
 from ..data.preprocessing import renormalisation
 from ..settings import checks_keywords
-from .passes import Passes, in_batches, step_counts
+from .passes import NOTHING, Passes, check_same_images, in_batches, step_counts
 from .results import Evaluation, Result
 
 __all__ = ['evaluate']
-
-NOTHING = -1  # the prediction for an image whose logits are NaN
 
 
 @checks_keywords
@@ -63,11 +61,10 @@ def evaluate(
         results.append(Result(model='teacher', agreement=None, kept=100., **found))
     for name, setting in counts:
         with setting():
-            found, (labels, predicted) = _measure(model, loader, amp_dtype, progress, name)
+            found, (marks, predicted) = _measure(model, loader, amp_dtype, progress, name)
         agreement = kept = None
         if reference is not None:
-            if not torch.equal(labels, reference[0]):
-                raise ValueError('The loader gives images in a different order each time. Make it with shuffle=False.')
+            check_same_images([reference[0], marks])
             agreement = 100 * ((predicted == reference[1]) & (predicted != NOTHING)).double().mean().item()
             kept = 100 * found['top1'] / results[0].top1 if results[0].top1 else None
         results.append(Result(
@@ -79,7 +76,6 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
     passes = Passes(model, loader, amp_dtype, progress, name, (scale, shift))
     correct1 = correct5 = 0.
     loss = torch.zeros((), dtype=torch.float64)
-    labels_seen: List[Tensor] = []
     predicted: List[Tensor] = []
 
     def each(logits: Tensor, labels: Tensor) -> None:
@@ -94,13 +90,12 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
         correct1 += hits[:, 0].sum().item()
         correct5 += hits.any(dim=1).sum().item()
         loss += F.cross_entropy(logits, labels, reduction='sum').double().cpu()
-        labels_seen.append(labels.cpu())
         predicted.append(top[:, 0].cpu())
     common = passes.run(each)
-    seen, first = torch.cat(labels_seen), torch.cat(predicted)
-    n, without = len(seen), int((first == NOTHING).sum())
+    first = torch.cat(predicted)
+    n, without = len(first), int((first == NOTHING).sum())
     if without:
         warnings.warn(f'{name}: the logits of {without} of {n} images are NaN. They count as wrong.', RuntimeWarning,
                       stacklevel=4)
     found = dict(top1=100 * correct1 / n, top5=100 * correct5 / n, loss=loss.item() / n, **common)
-    return found, (seen, first)
+    return found, (passes.marks, first)

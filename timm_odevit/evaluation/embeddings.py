@@ -1,4 +1,5 @@
 """Embeddings of a model, ODE-ViT or not, over several step counts: how near the teacher's, and how useful."""
+import warnings
 from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 
 from ..data.preprocessing import renormalisation
 from ..settings import checks_keywords
-from .passes import Passes, in_batches, step_counts
+from .passes import NOTHING, Passes, check_same_images, in_batches, step_counts
 from .results import EmbeddingResult, Evaluation
 
 __all__ = ['evaluate_embeddings', 'knn_accuracy', 'nearest', 'probe_accuracy']
@@ -66,19 +67,26 @@ def evaluate_embeddings(
     reference: Any = None
 
     def measure(of: nn.Module, name: str, kind: str, renormalised: Any = (None, None)) -> Any:
-        embeddings, labels, about = _embed(of, loader, amp_dtype, progress, name, renormalised)
-        if reference is not None and not torch.equal(labels, reference[1]):
-            raise ValueError('The loader gives images in a different order each time. Make it with shuffle=False.')
+        embeddings, labels, finite, marks, about = _embed(of, loader, amp_dtype, progress, name, renormalised)
+        if reference is not None:
+            check_same_images([reference[1], marks])
+        if labelled is not None or class_embeddings is not None:
+            _check_labels(labels)
+        labels = labels.masked_fill(~finite, NOTHING)
         knn = probe = None
         zero_shot = None if class_embeddings is None else _zero_shot(embeddings, labels, class_embeddings)
         if labelled is not None:
-            learned, known, _ = _embed(of, labelled, amp_dtype, progress, f'{name}, labelled', renormalised)
+            learned, known, usable, _, _ = _embed(of, labelled, amp_dtype, progress, f'{name}, labelled', renormalised)
+            _check_labels(known)
+            if len(known) < 2:
+                raise ValueError('labelled has one image. Give two or more, such as the training images.')
+            learned, known = (learned[usable], known[usable]) if usable.any() else (learned, known)
             knn = knn_accuracy(embeddings, labels, learned, known)
             probe = probe_accuracy(embeddings, labels, learned, known)
         compared: Any = dict(cosine=1., error=0., neighbours=100.) if kind == 'teacher' else _compared(
-            embeddings, None if reference is None else reference[0])
+            embeddings, None if reference is None else reference[0], finite)
         found.append(EmbeddingResult(model=kind, knn=knn, probe=probe, zero_shot=zero_shot, **compared, **about))
-        return embeddings, labels
+        return embeddings, marks
 
     if teacher is not None:
         reference = measure(teacher, 'teacher', 'teacher', renormalisation(model, teacher))
@@ -111,28 +119,32 @@ def probe_accuracy(embeddings: Tensor, labels: Tensor, learned: Tensor, known: T
 
     Args: those of `knn_accuracy`.
     """
-    mean, std = learned.mean(dim=0), learned.std(dim=0).clamp_min(1e-6)
-    x, y = (learned - mean) / std, known
     classes = int(max(known.max(), labels.max())) + 1
-    weight = torch.zeros(classes, x.shape[1] + 1, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weight], max_iter=ITERATIONS, line_search_fn='strong_wolfe')
+    with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
+        embeddings, labels, learned, y = (given.clone() for given in (embeddings, labels, learned, known))
+        mean, std = learned.mean(dim=0), learned.std(dim=0, correction=0).clamp_min(1e-6)
+        x = (learned - mean) / std
+        weight = torch.zeros(classes, x.shape[1] + 1, requires_grad=True)
+        optimizer = torch.optim.LBFGS([weight], max_iter=ITERATIONS, line_search_fn='strong_wolfe')
 
-    def logits(z: Tensor) -> Tensor:
-        return F.linear(z, weight[:, 1:], weight[:, 0])
+        def logits(z: Tensor) -> Tensor:
+            return F.linear(z, weight[:, 1:], weight[:, 0])
 
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        value = F.cross_entropy(logits(x), y) + PENALTY * weight[:, 1:].square().sum()
-        value.backward()
-        return value
-    with torch.enable_grad():
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            value = F.cross_entropy(logits(x), y) + PENALTY * weight[:, 1:].square().sum()
+            value.backward()
+            return value
         optimizer.step(loss)
-    with torch.no_grad():
         right = logits((embeddings - mean) / std).argmax(dim=-1) == labels
     return 100 * right.double().mean().item()
 
 
 def _zero_shot(embeddings: Tensor, labels: Tensor, classes: Tensor) -> float:
+    if not isinstance(classes, Tensor):
+        raise ValueError(f'class_embeddings must be a tensor [classes, E]; got {type(classes).__name__}.')
+    if not classes.isfinite().all():
+        raise ValueError('class_embeddings must be finite; some values are not.')
     if classes.ndim != 2 or classes.shape[1] != embeddings.shape[1] or len(classes) <= int(labels.max()):
         raise ValueError(
             f'class_embeddings have the shape {list(classes.shape)}; expected one row for each of the labels 0 to '
@@ -152,27 +164,40 @@ def nearest(embeddings: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def _compared(ours: Tensor, theirs: Optional[Tensor]) -> dict:
+def _check_labels(labels: Tensor) -> None:
+    if int(labels.min()) < 0:
+        raise ValueError(f'The data has the label {int(labels.min())}. Labels are numbers from 0.')
+
+
+def _compared(ours: Tensor, theirs: Optional[Tensor], finite: Tensor) -> dict:
     if theirs is None:
         return dict(cosine=None, error=None, neighbours=None)
     if ours.shape != theirs.shape:
         raise ValueError(f'The model gives embeddings {list(ours.shape)}, the teacher {list(theirs.shape)}. Give a '
                          'teacher with the same output.')
     spread = (theirs - theirs.mean(dim=0)).square().mean().clamp_min(1e-12)
-    same = 100 * (nearest(ours) == nearest(theirs)).double().mean().item() if len(ours) > 1 else None
+    same = None
+    if len(ours) > 1:
+        same = 100 * ((nearest(ours) == nearest(theirs)) & finite).double().mean().item()
     return dict(cosine=F.cosine_similarity(ours, theirs, dim=-1).mean().item(),
                 error=(F.mse_loss(ours, theirs) / spread).item(), neighbours=same)
 
 
 def _embed(
         model: nn.Module, loader: Any, amp_dtype: Any, progress: bool, name: str, renormalised: Any,
-) -> Tuple[Tensor, Tensor, Any]:
-    """The embeddings [N, E] and labels [N] of all images, on the CPU, and what the passes took."""
+) -> Tuple[Tensor, Tensor, Tensor, Any, Any]:
+    """Embeddings [N, E] and labels [N] of all images, on the CPU; which are finite; the images' marks; what it took."""
     embeddings: List[Tensor] = []
     labels: List[Tensor] = []
 
     def each(outputs: Tensor, given: Tensor) -> None:
         embeddings.append(outputs.flatten(1).cpu())
-        labels.append(given.cpu())
-    about = Passes(model, loader, amp_dtype, progress, name, renormalised).run(each)
-    return torch.cat(embeddings), torch.cat(labels), about
+        labels.append(given.cpu().long())
+    passes = Passes(model, loader, amp_dtype, progress, name, renormalised)
+    about = passes.run(each)
+    found = torch.cat(embeddings)
+    finite = found.isfinite().all(dim=1)
+    if not finite.all():
+        warnings.warn(f'{name}: the embeddings of {int((~finite).sum())} of {len(found)} images are not finite. They '
+                      'count as 0, and as wrong.', RuntimeWarning, stacklevel=4)
+    return found.masked_fill(~finite[:, None], 0.), torch.cat(labels), finite, passes.marks, about

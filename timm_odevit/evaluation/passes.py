@@ -13,9 +13,10 @@ from ..hooks import evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.halting import Halts
 
-__all__ = ['AMP_DTYPES', 'Passes', 'in_batches', 'step_counts']
+__all__ = ['AMP_DTYPES', 'NOTHING', 'Passes', 'check_same_images', 'in_batches', 'step_counts']
 
 AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
+NOTHING = -1  # the class of an image whose outputs are not finite, which is never right
 BATCH = 64  # images of a pair of tensors that run at once
 
 
@@ -44,6 +45,15 @@ def step_counts(
     return [(f'{count} steps', partial(blocks[0].at, count)) for count in counts]
 
 
+def check_same_images(marks: Sequence[Sequence[Tensor]]) -> None:
+    """Raise ValueError unless several passes had the same images in the same order, by their marks."""
+    first, *others = (torch.cat(list(each)) for each in marks)
+    same = dict(rtol=1e-4, atol=1e-6, equal_nan=True)
+    if any(other.shape != first.shape or not torch.allclose(other, first, **same) for other in others):  # type: ignore
+        raise ValueError('The loader gives other images, or in another order, each time. Make it with shuffle=False '
+                         'and without augmentation.')
+
+
 def in_batches(loader: Any) -> Any:
     """A loader, or the batches of a pair of tensors: images [N, C, H, W] and labels [N]."""
     if isinstance(loader, (tuple, list)) and len(loader) == 2 and all(isinstance(part, Tensor) for part in loader):
@@ -70,6 +80,7 @@ class Passes:
         self.model, self.loader, self.dtype = model, loader, amp_dtype
         self.progress, self.name, self.renormalised = progress, name, renormalised
         self.images, self.seconds, self.evaluations = 0, 0., 0.
+        self.marks: List[Tensor] = []  # the mean of each image, by which a shuffled loader is noticed
         self.taken: List[Tensor] = []  # steps of each image, if one sequence of blocks can halt
 
     def run(self, each: Callable[[Tensor, Tensor], Any]) -> Dict[str, Any]:
@@ -91,6 +102,7 @@ class Passes:
             for images, labels in tqdm(self.loader, desc=self.name, leave=False, disable=not self.progress):
                 if not len(images):
                     continue
+                self.marks.append(images.float().flatten(1).mean(dim=1).cpu())
                 images = images.to(device, parameter.dtype if self.dtype is None else images.dtype)
                 if scale is not None and shift is not None:
                     images = images * scale.to(images) + shift.to(images)

@@ -70,7 +70,7 @@ def patch_agreement(
                 continue
             images = images.to(next(model.parameters()))
             same = images if scale is None or shift is None else images * scale.to(images) + shift.to(images)
-            theirs = _features(teacher, same)
+            theirs = _features(teacher, same.to(next(teacher.parameters()).dtype))
             images_seen += len(images)
             for i, (_, setting) in enumerate(counts):
                 with setting():
@@ -80,6 +80,9 @@ def patch_agreement(
                                      'Give a teacher with the same width and the same grid of patches.')
                 found = torch.stack([F.cosine_similarity(ours, theirs, dim=1).double().sum(dim=0).cpu(),
                                      (_nearest(ours) == _nearest(theirs)).double().sum(dim=0).cpu()])
+                if sums[i] is not None and sums[i].shape != found.shape:
+                    raise ValueError(f'The images have grids of {list(sums[i].shape[1:])} and {list(found.shape[1:])} '
+                                     'patches. Give images of one size.')
                 sums[i] = found if sums[i] is None else sums[i] + found
     if not images_seen:
         raise ValueError('The loader gave no images.')

@@ -40,7 +40,7 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
             queries; the message names it.
     """
     host: Any = unwrap_model(model)
-    host = getattr(host, 'visual', host)
+    host = unwrap_model(getattr(host, 'visual', host))
     kind = f'{type(host).__module__}.{type(host).__qualname__}'
     if kind == 'open_clip.timm_model.TimmModel':
         raise TypeError('The image tower of this open_clip model is a timm model: use model.visual.trunk as it is.')
@@ -55,12 +55,20 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
     for i, block in enumerate(blocks):
         if type(block) is not theirs.ResidualAttentionBlock:
             raise parts.refusal(f'its block {i} is a {type(block).__name__}, not a ResidualAttentionBlock')
+        if [name for name, _ in block.mlp.named_children()] != ['c_fc', 'gelu', 'c_proj']:
+            raise parts.refusal(f'the MLP of its block {i} has other parts than c_fc, gelu and c_proj')
     if host.attn_pool is not None or host.pool_type not in ('tok', 'avg'):
-        raise parts.refusal('it has attentional pooling. Supported: the class token, or the average of the patches')
+        pooling = 'attentional pooling' if host.attn_pool is not None else f"pool_type='{host.pool_type}'"
+        raise parts.refusal(f'it has {pooling}. Supported: the class token, or the average of the patches')
+    if host.proj is None:
+        raise parts.refusal('it has no projection (proj is None), so it gives no embedding')
     acts = {nn.GELU: 'gelu', theirs.QuickGELU: 'quick_gelu'}
     kinds = {type(block.mlp.gelu) for block in blocks}
-    if len(kinds) != 1 or not kinds <= acts.keys() or getattr(blocks[0].mlp.gelu, 'approximate', 'none') != 'none':
-        raise parts.refusal(f"its activations are {', '.join(sorted(k.__name__ for k in kinds))}; supported: one GELU")
+    shown = {str(block.mlp.gelu).removesuffix('()') for block in blocks}
+    if len(kinds) != 1 or not kinds <= acts.keys() or not shown <= {"GELU(approximate='none')", 'QuickGELU'}:
+        raise parts.refusal(f"its activations are {', '.join(sorted(shown))}; supported: one exact GELU, or QuickGELU")
+    parts.same_in_each('num_heads', [block.attn.num_heads for block in blocks])
+    parts.same_in_each('the dropout of the attention', [block.attn.dropout for block in blocks])
 
     first, average = blocks[0], host.pool_type == 'avg'
     width, classes = host.transformer.width, host.proj.shape[1]
@@ -123,5 +131,5 @@ def _preprocessing(host: Any, classes: int) -> Dict[str, Any]:
         std=tuple(cfg.get('std') or OPENAI_CLIP_STD),
         interpolation=cfg.get('interpolation') or 'bicubic',
         crop_pct=1.0,
-        crop_mode='squash' if cfg.get('resize_mode') == 'squash' else 'center',
+        crop_mode={'squash': 'squash', 'longest': 'border'}.get(cfg.get('resize_mode', ''), 'center'),
     )

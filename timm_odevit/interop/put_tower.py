@@ -1,13 +1,14 @@
 """put_tower_: a timm model as the image tower of an open_clip or transformers model."""
+from contextlib import nullcontext
+from threading import get_ident
 from typing import Any, List, Tuple
 
-import torch
 from timm.layers import to_2tuple
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..convert.replacements import Replacements
-from ..hooks import on_meta
+from ..hooks import hooked, on_meta
 from ..settings import checks_keywords
 from .transformers import HOLDERS, kind_of
 
@@ -29,7 +30,14 @@ class PutTower:
         self._replacements = replacements
 
     def restore(self) -> None:
-        """Put back the tower that was there before; further calls change nothing."""
+        """Put back the tower that was there before.
+
+        Raises:
+            ValueError: The program no longer holds this tower: it was restored, or another one was put in.
+        """
+        if not self._replacements.stand:
+            raise ValueError('The program no longer holds this tower: it was restored, or another one was put in since '
+                             'and has to be restored first.')
         self._replacements.take_off()
 
     def __repr__(self) -> str:
@@ -40,9 +48,10 @@ class PutTower:
 def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
     """Make a timm model the image tower of an open_clip or transformers model, in place; the text tower is left alone.
 
-    The tower comes from `from_open_clip` or `from_transformers`, or was trained for the same embeddings. In
-    transformers, one without classes leaves the projection to the model. It is used as it is, not copied. The program
-    saves it with the rest, but cannot rebuild it: save it by `save_pretrained`, and put it in again after loading.
+    The tower comes from `from_open_clip` or `from_transformers`, or was trained for the same embeddings. One without
+    classes leaves the projection to the program, if it has one outside the tower that it had. It is used as it is, not
+    copied. The program saves it with the rest, but cannot rebuild it: save it by `save_pretrained`, and put it in again
+    after loading.
 
     Args:
         model: open_clip CLIP or CustomTextCLIP; or transformers CLIPModel, CLIPVisionModelWithProjection, SiglipModel.
@@ -52,22 +61,32 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
         PutTower, whose restore() puts the former tower back.
 
     Raises:
-        TypeError: The model has no image tower that could be replaced.
-        ValueError: The tower's embeddings have another width.
+        TypeError: The model has no image tower that could be replaced, or the tower is no timm model.
+        ValueError: The tower's embeddings have another width, or its parameters another dtype.
     """
     program: Any = unwrap_model(model)
-    visual = getattr(program, 'visual', None)
+    visual = unwrap_model(program.visual) if isinstance(getattr(program, 'visual', None), nn.Module) else None
+    if not all(hasattr(tower, name) for name in ('forward_features', 'forward_head', 'num_classes', 'num_features')):
+        raise TypeError(f'The tower must be a timm model; got {type(tower).__name__}. See from_open_clip and '
+                        'from_transformers.')
     if f'{type(visual).__module__}.{type(visual).__qualname__}' in _OPEN_CLIP:
         wanted = _in_open_clip(program, visual, tower)
     elif kind_of(program) in HOLDERS:
         wanted = _in_transformers(program, tower)
     else:
+        has = '' if visual is None else f' whose visual is a {type(visual).__module__}.{type(visual).__qualname__}'
         raise TypeError(
-            f'put_tower_ got a {type(program).__name__}: expected an open_clip model with a visual, or one of '
-            f"transformers ({', '.join(HOLDERS)}).")
+            f'put_tower_ got a {type(program).__name__}{has}: expected an open_clip model whose visual is its '
+            f"VisionTransformer or a TimmModel, or one of transformers ({', '.join(HOLDERS)}).")
     replacements = Replacements(wanted)
     replacements.put()
     return PutTower(tower, replacements)
+
+
+def _check_dtype(old: nn.Module, tower: nn.Module) -> None:
+    wanted, found = (next((p.dtype for p in m.parameters()), None) for m in (old, tower))
+    if wanted != found:
+        raise ValueError(f'The tower is {found}, the tower of this model {wanted}. Call tower.to({wanted}) first.')
 
 
 def _width(tower: Any) -> int:
@@ -79,16 +98,23 @@ def _in_open_clip(program: Any, old: Any, tower: Any) -> List[Tuple[Any, str, An
     if getattr(old, 'output_tokens', False):
         raise TypeError(
             f'A {type(program).__name__} also uses the tokens of its image tower; a tower of embeddings gives none.')
-    projection = getattr(getattr(old, 'head', None), 'proj', None)
+    _check_dtype(old, tower)
+    head, width = None, getattr(old, 'output_dim', 0)
     if isinstance(old, TimmModel):
-        width = _width(old.trunk) if projection is None else projection.out_features
-    else:
-        width = old.output_dim
-    if _width(tower) != width:
+        layers = [module for module in old.head.modules() if isinstance(module, nn.Linear)]
+        width = layers[-1].out_features if layers else _width(old.trunk)
+        if layers and 'pool' not in dict(old.head.named_children()) and not tower.num_classes:
+            head = old.head
+            if tower.num_features != layers[0].in_features:
+                raise ValueError(f'The tower has no classes and {tower.num_features} features; this model projects '
+                                 f'{layers[0].in_features} to {width}.')
+    if head is None and _width(tower) != width:
         raise ValueError(f'The tower gives embeddings of width {_width(tower)}; this model compares {width}.')
     with on_meta():  # open_clip's own wrapper, which builds a model of its own by name
         visual = TimmModel('test_vit', width, pool='', proj='none')
     visual.trunk = tower
+    if head is not None:
+        visual.head = head
     visual.image_size = to_2tuple(tower.patch_embed.img_size) if hasattr(tower, 'patch_embed') else old.image_size
     for key in _KEPT:
         if hasattr(old, key):
@@ -99,6 +125,10 @@ def _in_open_clip(program: Any, old: Any, tower: Any) -> List[Tuple[Any, str, An
 
 def _in_transformers(program: Any, tower: Any) -> List[Tuple[Any, str, Any]]:
     old = program.vision_model
+    _check_dtype(old, tower)
+    if getattr(tower, 'head_dist', None) is not None:
+        raise ValueError(f'This {type(tower).__name__} has two heads (head and head_dist), but one is applied here. '
+                         'Call tower.reset_classifier(0) if the program is to project its features.')
     projection = getattr(program, 'visual_projection', None)
     hidden = program.config.hidden_size if kind_of(program) == 'CLIPVisionModelWithProjection' else (
         program.config.vision_config.hidden_size)
@@ -109,9 +139,10 @@ def _in_transformers(program: Any, tower: Any) -> List[Tuple[Any, str, Any]]:
     if tower.num_classes and projection is not None and tower.num_classes == width:
         wanted.append((program, 'visual_projection', _Head(tower)))
     elif tower.num_classes or tower.num_features != hidden:
-        raise ValueError(
-            f'The tower gives embeddings of width {_width(tower)}; this model compares {width}'
-            + (f', or projects {hidden} to them.' if projection is not None else '.'))
+        takes = f'{hidden} features without classes (num_classes=0)' + (
+            f', which it projects to {width}, or a head of {width} classes.' if projection is not None else '.')
+        raise ValueError(f'The tower has {tower.num_features} features and {tower.num_classes} classes; this '
+                         f'{type(program).__name__} takes {takes}')
     return wanted
 
 
@@ -124,7 +155,7 @@ class _Head(nn.Module):
 
     def forward(self, pooled: Tensor) -> Tensor:
         tower: Any = self._tower[0]
-        found: Tensor = tower.head(pooled)
+        found: Tensor = tower.get_classifier()(pooled)
         return found
 
 
@@ -149,8 +180,16 @@ class _VisionModel(nn.Module):
                 'dynamic_img_size=True.')
         tower: Any = self.tower
         images = pixel_values.to(next(tower.parameters()).dtype)
-        features, states = tower.forward_intermediates(
-            images, indices=1, norm=False, output_fmt='NLC', return_prefix_tokens=True)
-        last = features if self.normed else torch.cat(states[0][::-1], dim=1)
-        return BaseModelOutputWithPooling(
-            last_hidden_state=last, pooler_output=tower.forward_head(features, pre_logits=True))
+        before_norm: List[Tensor] = []
+        thread = get_ident()  # hooks also fire when other threads run the model
+
+        def keep(_: nn.Module, args: Any) -> None:
+            if get_ident() == thread:
+                before_norm.append(args[0])
+        norm = None if self.normed else getattr(tower, 'norm', None)
+        with hooked((norm, 'before', keep)) if isinstance(norm, nn.Module) else nullcontext():
+            features = tower.forward_features(images)
+        found = BaseModelOutputWithPooling(
+            last_hidden_state=before_norm[-1] if before_norm else features,
+            pooler_output=tower.forward_head(features, pre_logits=True))
+        return found.to_tuple() if kwargs.get('return_dict') is False else found

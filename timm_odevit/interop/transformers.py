@@ -28,7 +28,7 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
     of transformers does not change. `put_tower_` puts the timm model, converted or not, into that model.
 
     A model does not record its preprocessing: CLIP's mean and standard deviation are assumed for CLIP, and 0.5 for
-    SigLIP, both with bicubic resizing and no cropping.
+    SigLIP, both with bicubic resizing: of the shorter side and a crop of the centre for CLIP, of both sides for SigLIP.
 
     Args:
         model: CLIPModel, CLIPVisionModelWithProjection, CLIPVisionModel, SiglipModel or SiglipVisionModel, which a
@@ -47,6 +47,7 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
         raise TypeError(
             f'from_transformers got a {type(host).__module__}.{type(host).__qualname__}: expected CLIPModel, '
             'SiglipModel or the vision model of one, such as transformers.CLIPModel.from_pretrained(...).')
+    from transformers.activations import ACT2FN
     from transformers.models.clip.modeling_clip import CLIPEncoderLayer  # there, since the model is from it
     from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
     kind = kind_of(host)
@@ -58,6 +59,11 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
             raise parts.refusal(f'its layer {i} is a {type(layer).__name__}')
     if cfg.hidden_act not in _ACTS:
         raise parts.refusal(f"its activation is '{cfg.hidden_act}'; supported: {', '.join(_ACTS)}")
+    parts.same_in_each('num_heads', [layer.self_attn.num_heads for layer in layers])
+    parts.same_in_each('the dropout of the attention', [layer.self_attn.dropout for layer in layers])
+    parts.same_in_each('the activation', [str(layer.mlp.activation_fn) for layer in layers])
+    if str(layers[0].mlp.activation_fn) != str(ACT2FN[cfg.hidden_act]):
+        raise parts.refusal(f"its activation is {layers[0].mlp.activation_fn}, not '{cfg.hidden_act}' as in its config")
 
     positions = embeddings.position_embedding.weight
     parts.module('', host)
@@ -102,11 +108,11 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
         num_classes=classes,
         embed_dim=cfg.hidden_size,
         depth=len(layers),
-        num_heads=cfg.num_attention_heads,
+        num_heads=layers[0].self_attn.num_heads,
         mlp_ratio=mlp_ratio(cfg.intermediate_size, cfg.hidden_size),
         global_pool='token' if clip else 'map',
         act_layer=_ACTS[cfg.hidden_act],
-        attn_drop_rate=cfg.attention_dropout,
+        attn_drop_rate=layers[0].self_attn.dropout,
     )
 
 

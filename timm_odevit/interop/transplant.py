@@ -58,6 +58,13 @@ class Transplant:
         self._tensors: Dict[str, Tensor] = {}
         self._sources: Dict[int, Tuple[Tensor, ...]] = {}  # of a tensor that is made from others
 
+    def same_in_each(self, what: str, values: Sequence[Any]) -> None:
+        """Refuse a host whose layers differ in a setting."""
+        other = [i for i, value in enumerate(values) if value != values[0]]
+        if other:
+            found = f'{values[0]} in layer 0, {values[other[0]]} in layer {other[0]}'
+            raise self.refusal(f'its layers differ in {what}: {found}')
+
     def refusal(self, reason: str) -> ValueError:
         return ValueError(f'Cannot build a timm model from this {self.kind}: {reason}.')
 
@@ -99,13 +106,18 @@ class Transplant:
     def _made(self, tensor: Tensor, sources: Sequence[Tensor]) -> nn.Parameter:
         learns = {source.requires_grad for source in sources}
         if len(learns) > 1:
-            raise self.refusal('of some parameters that are one in timm, only a part requires gradients')
+            names = [name for name, p in self.host.named_parameters() if any(p is source for source in sources)]
+            raise self.refusal(f"of {', '.join(names)}, which are one in timm, only a part requires gradients")
         parameter = nn.Parameter(tensor, requires_grad=learns.pop())
         self._sources[id(parameter)] = tuple(sources)
         return parameter
 
     def build(self, name: str, overlay: Mapping[str, Any], **args: Any) -> VisionTransformer:
         """The timm model `name` with some keywords, and everything that was collected."""
+        dtypes = {p.dtype for p in self.host.parameters()}
+        if len(dtypes) > 1:
+            raise self.refusal(f"its parameters are of several dtypes ({', '.join(sorted(map(str, dtypes)))}), which "
+                               'timm does not mix. Call model.float() first, or model.half()')
         # on the meta device timm's random initialisation takes no time and draws no random numbers
         with on_meta():
             model: Any = timm.create_model(name, pretrained_cfg_overlay={**_NO_SOURCE, **overlay}, **args)

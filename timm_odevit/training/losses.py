@@ -30,6 +30,9 @@ def trajectory_loss(
     Returns:
         Weighted mean of the groups, dimensionless: 0 for equal states, 1 for a student that explains nothing.
     """
+    if student.shape != teacher.shape:
+        raise ValueError(f'The student has a state {list(student.shape)}, the teacher {list(teacher.shape)}. Give both '
+                         'the same images and the same tokens.')
     cls = 1 if has_class_token else 0
     bounds = ((0, cls), (cls, num_prefix_tokens), (num_prefix_tokens, student.shape[1]))
     loss, total = student.new_zeros((), dtype=torch.float32), 0.

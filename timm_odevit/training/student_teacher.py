@@ -7,9 +7,12 @@ from torch import Tensor, nn
 
 from ..convert.merge import check_not_merged
 from ..data.preprocessing import renormalisation
-from ..ode.blocks import find_ode_blocks
+from ..ode.blocks import OdeBlocks, find_ode_blocks
 
-__all__ = ['Renormalised', 'StudentTask', 'TrainingPass', 'check_apart', 'check_same_tokens', 'check_student']
+__all__ = [
+    'Renormalised', 'StudentTask', 'TrainingPass', 'check_apart', 'check_keeps_patches', 'check_same_tokens',
+    'check_student', 'has_whole_sequence',
+]
 
 Task = TypeVar('Task', bound='StudentTask')
 
@@ -76,6 +79,12 @@ class StudentTask(TrainingTask):
         return inner.student if inner is not None else found
 
 
+def has_whole_sequence(student: Any) -> bool:
+    """Whether an ODE-ViT's tokens are one sequence, prefix tokens first, from the embedding to the last step."""
+    tokens = all(hasattr(student, name) for name in ('patch_embed', 'num_prefix_tokens'))
+    return isinstance(getattr(student, 'blocks', None), OdeBlocks) and tokens
+
+
 def check_student(student: Any) -> None:
     """Raise TypeError for a student that is not an ODE-ViT, ValueError for one that is merged."""
     if isinstance(student, nn.Module):
@@ -92,11 +101,16 @@ def check_apart(student: nn.Module, teacher: nn.Module) -> None:
                          'Make the teacher with copy.deepcopy(model) before convert_.')
 
 
-def check_same_tokens(student: Any, teacher: Any) -> None:
-    check_apart(student, teacher)
+def check_keeps_patches(student: Any) -> None:
+    """Raise ValueError for a student that drops patches in training."""
     if not isinstance(getattr(student, 'patch_drop', None) or nn.Identity(), nn.Identity):
         raise ValueError(
             "The student drops patches, so its tokens do not match the teacher's. Create it with patch_drop_rate=0.")
+
+
+def check_same_tokens(student: Any, teacher: Any) -> None:
+    check_apart(student, teacher)
+    check_keeps_patches(student)
     for name in ('embed_dim', 'in_chans', 'num_prefix_tokens', 'num_classes'):
         ours, theirs = getattr(student, name, None), getattr(teacher, name, None)
         if ours != theirs:

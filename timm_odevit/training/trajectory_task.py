@@ -9,7 +9,7 @@ from timm.task import DistillationTeacher
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..convert.block_kinds import field_class
+from ..convert.block_kinds import class_token_comes_later, field_class, prefix_tokens
 from ..hooks import hooked
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..recording import watch_blocks
@@ -19,7 +19,15 @@ from .layer_times import hidden_states
 from .losses import attention_loss, embedding_loss, jasmin_loss, logit_loss, relation_loss, trajectory_loss
 from .runs import Run, runs_of
 from .stepwise_task import check_converted_from
-from .student_teacher import Renormalised, StudentTask, TrainingPass, check_same_tokens, check_student
+from .student_teacher import (
+    Renormalised,
+    StudentTask,
+    TrainingPass,
+    check_keeps_patches,
+    check_same_tokens,
+    check_student,
+    has_whole_sequence,
+)
 
 __all__ = ['TrajectoryDistillationTask']
 
@@ -73,7 +81,7 @@ class TrajectoryDistillationTask(StudentTask):
         device = device or next(student.parameters()).device
         host: Any = student
         super().__init__(device=device, dtype=dtype, verbose=verbose)
-        self.whole = _has_whole_sequence(student)
+        self.whole = has_whole_sequence(student)
         self.config = config
         self.weights = config.weights
         odes = find_ode_blocks(student)
@@ -92,6 +100,7 @@ class TrajectoryDistillationTask(StudentTask):
             check_same_tokens(student, teacher)
         else:
             check_converted_from(student, teacher)
+            check_keeps_patches(student)
         if self.whole:
             tokens = host.patch_embed.num_patches + host.num_prefix_tokens
             if config.jasmin_k > tokens:
@@ -113,9 +122,11 @@ class TrajectoryDistillationTask(StudentTask):
         self.for_teacher: Any = None if teacher is None else Renormalised(student, teacher, device, dtype)
 
     def _check(self, host: Any) -> None:
-        if self.config.exits and not isinstance(getattr(host, 'norm', None), nn.Module):
+        if self.config.exits and (
+                class_token_comes_later(host) or not isinstance(getattr(host, 'norm', None), nn.Module)):
             raise ValueError(
-                f'exits need a final norm, but a {type(host).__name__} has none called norm. Leave exits out.')
+                f"exits apply the last norm and the head to states along the way, which a {type(host).__name__}'s do "
+                'not fit. Leave exits out.')
         if self.config.attention_weight > 0 and min(self.steps or (host.blocks.steps,)) < 2:
             raise ValueError('attention_weight uses the state before the last step, so it needs at least 2 steps.')
 
@@ -197,10 +208,7 @@ class TrajectoryDistillationTask(StudentTask):
             output, states, jasmin, attention, early = self.trainable_module(
                 input, [[step for _, step in times] for times in pairs], self.weights['jasmin'] > 0,
                 self.weights['attention'] > 0, exits)
-        prefix = 0
-        if states and self.whole:
-            bare = states[0].shape[1] == student.patch_embed.num_patches  # the class token comes later, as in CaiT
-            prefix = 0 if bare else student.num_prefix_tokens
+        prefix = prefix_tokens(student) if self.whole else 0
         has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
         nothing = output.new_tensor(math.nan)
 
@@ -296,12 +304,6 @@ class TrajectoryDistillationTask(StudentTask):
         self.eval_model = torch.compile(unwrap_model(self.trainable_module).student, **options)
         self.trainable_module = torch.compile(self.trainable_module, **options)
         return self.eval_model
-
-
-def _has_whole_sequence(student: Any) -> bool:
-    """Whether an ODE-ViT's tokens are one sequence, prefix tokens first, from the embedding to the last step."""
-    tokens = all(hasattr(student, name) for name in ('patch_embed', 'num_prefix_tokens'))
-    return isinstance(getattr(student, 'blocks', None), OdeBlocks) and tokens
 
 
 class _Unrolled(TrainingPass):
