@@ -108,6 +108,10 @@ def test_a_model_is_nearest_to_itself(vit):
 def test_without_a_teacher_and_without_labels_there_is_nothing_to_compare(vit):
     found = evaluate_embeddings(vit(num_classes=0), batches()).results[0]
     assert found.cosine is None and found.knn is None and found.images == 12 and found.images_per_second > 0
+    with pytest.raises(ValueError, match='have no cosine.*Evaluate with teacher='):
+        evaluate_embeddings(pair(vit)[0], batches(), steps=(1, 2)).plot()
+    with pytest.raises(ValueError, match=r'Got images without labels. Give a pair \(images, labels\)'):
+        evaluate_embeddings(vit(num_classes=0), torch.randn(4, 3, 16, 16))
 
 
 def test_bad_input(vit):

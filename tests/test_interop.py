@@ -147,6 +147,10 @@ def test_what_a_tower_of_transformers_gives_beside_the_embedding(images):
             ids = torch.randint(0, 99, (3, 7))
             out = program(input_ids=ids, pixel_values=images)
             assert out.logits_per_image.shape == (2, 3)
+            program.gradient_checkpointing_enable()
+            assert program.vision_model.tower.grad_checkpointing and program.vision_model.gradient_checkpointing
+            program.gradient_checkpointing_disable()
+            assert not program.vision_model.tower.grad_checkpointing
             for wrong in ('output_hidden_states', 'output_attentions'):
                 with pytest.raises(ValueError, match=f'{wrong}=True.*forward_intermediates'):
                     program.vision_model(images, **{wrong: True})

@@ -56,6 +56,9 @@ def check_same_images(marks: Sequence[Sequence[Tensor]]) -> None:
 
 def in_batches(loader: Any) -> Any:
     """A loader, or the batches of a pair of tensors: images [N, C, H, W] and labels [N]."""
+    if isinstance(loader, Tensor):
+        raise ValueError('Got images without labels. Give a pair (images, labels), or batches of such pairs; where '
+                         'labels do not count, any will do.')
     if isinstance(loader, (tuple, list)) and len(loader) == 2 and all(isinstance(part, Tensor) for part in loader):
         return list(zip(*(part.split(BATCH) for part in loader), strict=True))
     return loader

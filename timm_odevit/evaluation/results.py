@@ -164,6 +164,8 @@ class Evaluation(Generic[AnyResult]):
         score, name = self.results[0].SCORE if self.results else Result.SCORE
         points = sorted((r.steps, getattr(r, score)) for r in self.results
                         if r.steps is not None and r.model != 'teacher' and getattr(r, score) is not None)
+        if not points and any(r.steps is not None for r in self.results):
+            raise ValueError(f'These results have no {name}. Evaluate with teacher=.')
         if not points:
             raise ValueError('There is no result of an ODE-ViT to plot. Evaluate one with steps=(1, 2, 4, ...).')
         axes = figure.subplots()

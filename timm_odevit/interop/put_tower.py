@@ -133,7 +133,7 @@ def _in_transformers(program: Any, tower: Any) -> List[Tuple[Any, str, Any]]:
     hidden = program.config.hidden_size if kind_of(program) == 'CLIPVisionModelWithProjection' else (
         program.config.vision_config.hidden_size)
     width = hidden if projection is None else projection.out_features
-    visual = _VisionModel(tower, normed=projection is None)
+    visual = _VisionModel(tower, projection is None, program.config)
     visual.training = old.training  # the tower keeps its own mode
     wanted: List[Tuple[Any, str, Any]] = [(program, 'vision_model', visual)]
     if tower.num_classes and projection is not None and tower.num_classes == width:
@@ -162,15 +162,26 @@ class _Head(nn.Module):
 class _VisionModel(nn.Module):
     """A timm tower with the arguments and the outputs of a vision model of transformers."""
 
-    def __init__(self, tower: nn.Module, normed: bool) -> None:
+    def __init__(self, tower: nn.Module, normed: bool, config: Any) -> None:
         super().__init__()
         self.tower = tower
+        self.config = config
         self.normed = normed  # whether last_hidden_state is after the last norm: in SigLIP, but not in CLIP
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """What `gradient_checkpointing_enable()` of transformers sets."""
+        return bool(getattr(self.tower, 'grad_checkpointing', False))
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, enable: bool) -> None:
+        tower: Any = self.tower
+        tower.set_grad_checkpointing(enable)
 
     def forward(self, pixel_values: Tensor, interpolate_pos_encoding: bool = False, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPooling
         for key in ('output_hidden_states', 'output_attentions'):
-            if kwargs.get(key):
+            if kwargs.get(key, getattr(self.config, key, False)):
                 raise ValueError(
                     f'{key}=True: a timm tower has none in the form of transformers. Use '
                     'model.vision_model.tower.forward_intermediates(images) or attention_over_time.')
