@@ -34,6 +34,7 @@ def test_the_smallest_that_keeps_enough(model, monkeypatch, needed):
     rank = 4 * (2 * (32 + 32) + (32 + 96) + 2 * (32 + 128))  # at most, of all layers, for one more rank
     assert size <= max(needed * total, smallest) + (total - smallest) / 2 ** 6 + rank or found.config.phases == 4
     assert [row.kept for row in found.tried if row.config == found.config] == [100.]
+    assert all(row.calibrated is None for row in found.tried if row.initialised == 100.)
     assert len({row.config for row in found.tried}) == len(found.tried) <= 7
 
 
@@ -48,12 +49,25 @@ def test_what_is_found_was_measured(model):
     assert row.kept == pytest.approx(100 * same) and row.kept >= 60 and row.parameters == count_parameters(found.student)
     text = str(found)
     assert f'{row.parameters:,}' in text and '60% agreement with the teacher on 24 images held out' in text.replace(' %', '%')
+    assert row.calibrated is None or row.calibrated > row.initialised
     smaller = [other for other in found.tried if other.parameters < row.parameters]
     assert all(other.kept < 60 for other in smaller)
 
 
+def test_only_what_does_not_keep_enough_as_initialised_is_calibrated(model, monkeypatch):
+    spoiled = []
+    monkeypatch.setattr(module, 'calibrate_', lambda student, *rest, **kwargs: spoiled.append(student))
+    answers = iter([50., 40., 100.])
+    monkeypatch.setattr(module, '_kept', lambda *args: next(answers))
+    found = find_size(model, images(), images(8), keep=0.9, trials=2, **QUICK)
+    first, second = found.tried
+    assert len(spoiled) == 1 and (first.initialised, first.calibrated, first.kept) == (50., 40., 50.)
+    assert second.calibrated is None and found.config == second.config
+
+
 def test_nothing_smaller_keeps_enough(model, monkeypatch):
-    monkeypatch.setattr(module, 'calibrate_', lambda student, *rest, **kwargs: [p.data.zero_() for p in student.parameters()])
+    measured = module._kept
+    monkeypatch.setattr(module, '_kept', lambda student, *rest: measured(student, *rest) * (count_parameters(student) >= count_parameters(model)))
     found = find_size(model, images(), images(24), keep=0.999, trials=1, **QUICK)
     assert found.config == choose_size(model, 1.) and found.tried[-1].kept == 100.
     assert str(found).endswith('nothing smaller than the teacher')

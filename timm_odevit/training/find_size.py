@@ -30,11 +30,18 @@ class SizeTried:
     Attributes:
         config: Settings of the conversion.
         parameters: Parameters of the student.
-        kept: Agreement with the teacher after calibration, or mean cosine of the embeddings, in percent.
+        initialised: Agreement with the teacher, or mean cosine of the embeddings, before calibration, in percent.
+        calibrated: The same after calibration; None if none was needed.
     """
     config: OdeConfig
     parameters: int
-    kept: float
+    initialised: float
+    calibrated: Optional[float]
+
+    @property
+    def kept(self) -> float:
+        """The better of both."""
+        return self.initialised if self.calibrated is None else max(self.initialised, self.calibrated)
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,8 @@ class SizeSearch:
     """What `find_size` found; print it for a table.
 
     Attributes:
-        student: The smallest student that kept enough, calibrated; if none did, one phase per layer, which is the
-            model itself unless other steps or another method were asked for.
+        student: The smallest student that kept enough, calibrated if it did not as initialised; if none did, one phase
+            per layer, which is the model itself unless other steps or another method were asked for.
         config: Its settings.
         keep: What was asked for, as a share.
         measure: What was kept: 'agreement' or 'cosine'.
@@ -60,10 +67,12 @@ class SizeSearch:
     tried: Tuple[SizeTried, ...]
 
     def __str__(self) -> str:
-        lines = [f'| parameters | of the teacher | phases | rank | {self.measure} |', '| --- | --- | --- | --- | --- |']
+        heads = ['parameters', 'of the teacher', 'phases', 'rank', f'{self.measure}, initialised', 'calibrated']
+        lines = [f"| {' | '.join(heads)} |", '|' + ' --- |' * len(heads)]
         lines += [
             f'| {row.parameters:,} | {100 * row.parameters / self.total:.1f} % | {row.config.phases} | '
-            f"{row.config.rank if row.config.time == 'low_rank' else '-'} | {row.kept:.1f} % |"
+            f"{row.config.rank if row.config.time == 'low_rank' else '-'} | {row.initialised:.1f} % | "
+            f"{'-' if row.calibrated is None else f'{row.calibrated:.1f} %'} |"
             for row in sorted(self.tried, key=lambda row: row.parameters)]
         parameters = count_parameters(self.student)
         what = 'agreement with the teacher' if self.measure == 'agreement' else "cosine with the teacher's embeddings"
@@ -87,12 +96,13 @@ def find_size(
         progress: bool = True,
         config: CalibrationConfig,
 ) -> SizeSearch:
-    """Search for the smallest student that keeps a share of the model, by calibrating one student of each size.
+    """Search for the smallest student that keeps a share of the model, by trying one student of each size.
 
-    A binary search over the number of parameters, between one shared block and the model itself. What is kept is the
-    share of the held-out images with the teacher's top-1 class or, without classes, the mean cosine between both
-    embeddings; no labels are needed. Agreement is stricter than accuracy: a student with 97 % of its teacher's accuracy
-    may agree with it on 80 % of the images.
+    A binary search over the number of parameters, between one shared block and the model itself. A student that does
+    not keep enough as initialised is calibrated. What is kept is the share of the held-out images with the teacher's
+    top-1 class or, without classes, the mean cosine between both embeddings; no labels are needed. Agreement is
+    stricter than accuracy: of the teacher's accuracy on CIFAR-100, a published student with 27 % of the parameters has
+    96.6 %, and the teacher's class for 82.2 % of the images.
 
     Args:
         model: Model that can be converted; it is left as it is.
@@ -105,7 +115,7 @@ def find_size(
         config: Settings of each calibration; or pass any of them as keywords, such as minutes=1, the time for one size.
 
     Returns:
-        A SizeSearch, with the student, calibrated.
+        A SizeSearch, with the student.
 
     Raises:
         TypeError: The model cannot be converted.
@@ -125,9 +135,11 @@ def find_size(
         nonlocal best
         student = copy.deepcopy(model)
         convert_(student, chosen, images=some, keep_original=False)
-        if calibrated:
+        found, after = _kept(student, model, held), None
+        if found < 100 * share and calibrated:
             calibrate_(student, model, images, progress=progress, config=config)
-        tried.append(SizeTried(chosen, count_parameters(student), _kept(student, model, held)))
+            after = _kept(student, model, held)
+        tried.append(SizeTried(chosen, count_parameters(student), found, after))
         enough = tried[-1].kept >= 100 * share
         if enough or not calibrated:
             best = student, chosen
