@@ -51,6 +51,7 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
     from open_clip import transformer as theirs  # optional, and there, since the model is from it
     alike: Dict[Any, Any] = {theirs.LayerNorm: nn.LayerNorm, theirs.LayerNormFp32: nn.LayerNorm}
     parts = Transplant('open_clip VisionTransformer', host, alike)
+    parts.one_dtype()
     blocks = list(host.transformer.resblocks)
     for i, block in enumerate(blocks):
         if type(block) is not theirs.ResidualAttentionBlock:

@@ -53,6 +53,7 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
     kind = kind_of(host)
     clip = kind == 'CLIPVisionModel'
     parts = Transplant(kind, host)
+    parts.one_dtype()
     cfg, embeddings, layers = host.config, host.embeddings, list(host.encoder.layers)
     for i, layer in enumerate(layers):
         if type(layer) is not (CLIPEncoderLayer if clip else SiglipEncoderLayer):

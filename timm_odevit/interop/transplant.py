@@ -58,6 +58,13 @@ class Transplant:
         self._tensors: Dict[str, Tensor] = {}
         self._sources: Dict[int, Tuple[Tensor, ...]] = {}  # of a tensor that is made from others
 
+    def one_dtype(self) -> None:
+        """Refuse a host whose norms and layers differ in dtype, between which it casts as timm does not."""
+        dtypes = {p.dtype for p in self.host.parameters()}
+        if len(dtypes) > 1:
+            raise self.refusal(f"its parameters are of several dtypes ({', '.join(sorted(map(str, dtypes)))}), which "
+                               'timm does not mix. Call model.float() first, or model.half()')
+
     def same_in_each(self, what: str, values: Sequence[Any]) -> None:
         """Refuse a host whose layers differ in a setting."""
         other = [i for i, value in enumerate(values) if value != values[0]]
@@ -114,10 +121,6 @@ class Transplant:
 
     def build(self, name: str, overlay: Mapping[str, Any], **args: Any) -> VisionTransformer:
         """The timm model `name` with some keywords, and everything that was collected."""
-        dtypes = {p.dtype for p in self.host.parameters()}
-        if len(dtypes) > 1:
-            raise self.refusal(f"its parameters are of several dtypes ({', '.join(sorted(map(str, dtypes)))}), which "
-                               'timm does not mix. Call model.float() first, or model.half()')
         # on the meta device timm's random initialisation takes no time and draws no random numbers
         with on_meta():
             model: Any = timm.create_model(name, pretrained_cfg_overlay={**_NO_SOURCE, **overlay}, **args)
