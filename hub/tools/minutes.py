@@ -94,6 +94,7 @@ VARIANTS = {
     'autonomous, K = 24': begun_with(steps=24),
     'autonomous, MLP twice as wide': begun_with(mlp=2),
     'autonomous, K = 6': begun_with(steps=6),
+    'autonomous, 10 registers': begun_with(registers=10),
     'regression only': [('regression', 1., {})],
     'regression first': [('regression', .2, {}), ('stepwise', .4, S), ('unrolled', .4, U)],
     'regression then unrolled': [('regression', .3, {}), ('unrolled', .7, U)],
@@ -120,8 +121,41 @@ def keep(_, args, out):
     return out if FewerTokens.kept is None else out[:, FewerTokens.kept]
 
 
+class Registers:
+    """Tokens beside those of the model, which the steps pass on: hooks of the steps, in training and evaluation.
+
+    A step that learns on its own starts from their learned first values, for the teacher has none.
+    """
+    alone, states = False, None
+
+    @classmethod
+    def add(cls, student, count):
+        field = student.blocks.shared
+        field.registers = torch.nn.Parameter(0.02 * torch.randn(1, count, student.embed_dim))
+        for step in student.blocks.solver:
+            step.register_forward_pre_hook(cls.enter)
+            step.register_forward_hook(cls.leave)
+
+    @classmethod
+    def enter(cls, step, args):
+        first = step.field.registers.expand(len(args[0]), -1, -1)
+        states = first if cls.alone or step.t < 1e-6 else cls.states
+        return torch.cat([args[0], states], 1), *args[1:]
+
+    @classmethod
+    def leave(cls, step, _, out):
+        tokens = out.shape[1] - step.field.registers.shape[1]
+        cls.states = out[:, tokens:]
+        return out[:, :tokens]
+
+
 class Stepwise(FewerTokens, StepwiseTask):
-    pass
+    def forward(self, input, target=None):
+        Registers.alone = True
+        try:
+            return super().forward(input, target)
+        finally:
+            Registers.alone = False
 
 
 class Unrolled(FewerTokens, TrajectoryDistillationTask):
@@ -224,10 +258,11 @@ def run(args, name):
         parts.append({'part': kind, 'updates': updates, 'cpu_minutes': round(spent / 60, 2), 'top1': round(top1, 2)})
         print(name, parts[-1], flush=True)
     K = student.blocks.steps
-    half, own, twice = (r.top1 for r in evaluate(student, val, steps=(K // 2, K, 2 * K)).results)
+    counts = (K,) if hasattr(student.blocks.shared, 'registers') else (K, K // 2, 2 * K)  # other steps have no hooks
+    own, half, twice = (*(round(r.top1, 2) for r in evaluate(student, val, steps=counts).results), None, None)[:3]
     parameters = sum(p.numel() for p in student.blocks.parameters() if p.requires_grad)
     return {'cpu_minutes': round(spent / 60, 2), 'block_parameters': parameters,
-            'steps': K, 'half K': round(half, 2), 'top1': round(own, 2), 'twice K': round(twice, 2), 'parts': parts}
+            'steps': K, 'half K': half, 'top1': own, 'twice K': twice, 'parts': parts}
 
 
 def loader(args, teacher, batch, mixup):
@@ -267,7 +302,7 @@ def train(args, kind, updates, seconds, options, student, teacher):
 def converted(student, teacher, how, images, seed):
     """A student of the teacher, or one of another rank from a student."""
     how = dict(how)
-    unshared, mlp = how.pop('unshared', ()), how.pop('mlp', 1)
+    unshared, mlp, registers = how.pop('unshared', ()), how.pop('mlp', 1), how.pop('registers', 0)
     ranked = {'time': 'low_rank', 'init': 'svd_data'} if 'rank' in how else {}
     original = copy.deepcopy(teacher) if student is None else merged_copy(student, teacher)
     student = copy.deepcopy(original)
@@ -277,6 +312,8 @@ def converted(student, teacher, how, images, seed):
         no_longer_share(student, original, unshared, images)
     if mlp > 1:
         widen(student.blocks.shared.block.mlp, mlp)
+    if registers:
+        Registers.add(student, registers)
     if not student.patch_drop._forward_hooks:
         student.patch_drop.register_forward_hook(keep)
     return student

@@ -7,6 +7,7 @@
 import importlib.util
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -24,7 +25,8 @@ BUDGETS = {'imagenet': ('photos of ImageNet', 0.5), 'cifar100': ('CIFAR-100', 0.
 STEPS = (6, 8, 12, 16, 24)
 CONTROLS = {
     'no KL': 'everything shared, rank 23', 'nothing shared': 'nothing shared, rank 35',
-    'only the MLP shared': 'only the MLP shared, rank 27', 'only attention shared': 'only attention shared, rank 31'}
+    'only the MLP shared': 'only the MLP shared, rank 27', 'only attention shared': 'only attention shared, rank 31',
+    'three blocks': 'three blocks, rank 0', 'first and last layer kept': 'first and last layer kept, one block between'}
 # what others kept of their teachers, from their papers
 OTHERS = [
     ('ODE-ViT Base, arXiv 2511.16501: of a ViT-B', 'CIFAR-100', '7 M', '72.1', '81.8'),
@@ -83,16 +85,34 @@ def minutes():
 
 
 def controls():
-    """The same number of parameters and updates, shared in other places: top-1 by seed, the best first."""
+    """The same number of parameters and updates, shared in other places, the best first."""
+    return _variants(lambda record: not record['variant'].startswith('autonomous'))
+
+
+def autonomous():
+    """One block for all of t, with more capacity in other places, the best first."""
+    return _variants(lambda record: record['variant'].startswith('autonomous'))
+
+
+def _variants(belongs):
     found = {}
     for line in (HUB / 'controls.jsonl').read_text().splitlines():
         record = json.loads(line)
-        found.setdefault(record['variant'], []).append(record)
-    rows = ['| variant | block parameters | top-1 % | at half K | at twice K | minutes |', '|' + ' --- |' * 6]
-    for name, runs in sorted(found.items(), key=lambda item: -sum(r['top1'] for r in item[1]) / len(item[1])):
-        cells = [', '.join(f'{r[key]:.1f}' for r in runs) for key in ('top1', 'half K', 'twice K', 'cpu_minutes')]
-        rows.append(f"| {CONTROLS.get(name, name)} | {runs[0]['block_parameters']:,} | {' | '.join(cells)} |")
+        if belongs(record):
+            found.setdefault(record['variant'], []).append(record)
+    rows = ['| variant | block parameters | top-1 % | at half K | at twice K | minutes | seeds |', '|' + ' --- |' * 7]
+    for name, runs in sorted(found.items(), key=lambda item: -statistics.mean(r['top1'] for r in item[1])):
+        cells = [_spread([r[key] for r in runs]) for key in ('top1', 'half K', 'twice K', 'cpu_minutes')]
+        rows.append(f"| {CONTROLS.get(name, name)} | {runs[0]['block_parameters']:,} | {' | '.join(cells)} | "
+                    f'{len(runs)} |')
     return '\n'.join(rows) + '\n'
+
+
+def _spread(values):
+    if None in values:
+        return '-'
+    spread = f' ± {statistics.stdev(values):.1f}' if len(values) > 1 else ''
+    return f'{statistics.mean(values):.1f}{spread}'
 
 
 def families():
@@ -150,7 +170,7 @@ def benchmarks():
                      '--batch-size 1 --rounds 100 --threads 1',
         'exit': 'odevit benchmark local-dir:out/early --batch-size 1,256 --data cifar10.npz --rounds 12 --threads 1',
         'large': 'odevit benchmark vit_large_patch16_224 --img-size 64 --batch-size 1 --rounds 8 --threads 1',
-        'train': 'odevit benchmark deit_tiny_patch16_224 --train --img-size 64 --batch-size 64 --rounds 8 --threads 1',
+        'train': 'odevit benchmark deit_tiny_patch16_224 --img-size 64 --batch-size 64 --train --rounds 20 --threads 1',
     }.items()) + '\n'
 
 
@@ -265,7 +285,8 @@ def dials_figure(path):
 
 
 TABLES = {'models': (README, models), 'ablation': (RESULTS, ablation), 'dial': (RESULTS, dial),
-          'minutes': (RESULTS, minutes), 'controls': (RESULTS, controls), 'families': (RESULTS, families),
+          'minutes': (RESULTS, minutes), 'controls': (RESULTS, controls), 'autonomous': (RESULTS, autonomous),
+         'families': (RESULTS, families),
           'embeddings': (RESULTS, embeddings), 'tokens': (RESULTS, tokens), 'paper': (RESULTS, paper),
           'memory': (RESULTS, memory), 'benchmark': (RESULTS, benchmarks),
           **{name: (DYNAMICS, make) for name, make in DYNAMICS_TABLES.items()}}

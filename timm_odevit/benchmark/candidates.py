@@ -15,6 +15,8 @@ from ..data.preprocessing import data_config
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import OdeConfig
 from ..ode.halting import Halts
+from ..training.cache import record
+from ..training.stepwise_task import StepwiseTask
 from ..training.trajectory_task import TrajectoryDistillationTask
 from .products import products_of
 from .timing import Call, Setting
@@ -114,20 +116,34 @@ def forward_passes(
 
 
 def training_steps(base: nn.Module, name: str) -> List[Candidate]:
-    """Training steps of a model by cross-entropy and, compared with it, of ODE-ViTs by distillation from it."""
-    against, device = f'{name}, cross-entropy', next(base.parameters()).device
-    tasks: Dict[str, Any] = {against: ClassificationTask(
-        copy.deepcopy(base), nn.CrossEntropyLoss(), device=device, verbose=False)}
-    students: Dict[str, Any] = dict(conversions(base))
-    students['ODE-ViT, gradient checkpointing'] = checkpointed = copy.deepcopy(students['ODE-ViT'])
-    checkpointed.set_grad_checkpointing(True)
-    for title, student in students.items():
-        tasks[f'{title}, distillation'] = TrajectoryDistillationTask(student, copy.deepcopy(base), verbose=False)
+    """Training steps: of a model by cross-entropy and, compared with it, of ODE-ViTs that follow it.
 
-    def prepare(task: Any, batch_size: int) -> List[Call]:
-        images = noise(base, batch_size)
-        return [partial(_step, task.train(), images, torch.zeros(batch_size, dtype=torch.long, device=device))]
-    return [Candidate(title, against, task.get_eval_model(), partial(prepare, task)) for title, task in tasks.items()]
+    Of the autonomous ODE-ViT also with gradient checkpointing, step by step, and with the states of its teacher cached.
+    """
+    against, device = f'{name}, cross-entropy', next(base.parameters()).device
+    found: List[Candidate] = []
+
+    def add(title: str, task: Any, cached: bool = False) -> None:
+        def prepare(batch_size: int) -> List[Call]:
+            images, target = noise(base, batch_size), torch.zeros(batch_size, dtype=torch.long, device=device)
+            return [partial(_step, task.train(), images, record(base, images, target) if cached else target)]
+        found.append(Candidate(title, against, task.get_eval_model(), prepare))
+
+    add(against, ClassificationTask(copy.deepcopy(base), nn.CrossEntropyLoss(), device=device, verbose=False))
+    for title, student in conversions(base).items():
+        add(f'{title}, distillation', TrajectoryDistillationTask(student, copy.deepcopy(base), verbose=False))
+    for title, kind, way in (('distillation', TrajectoryDistillationTask, 'gradient checkpointing'),
+                             ('distillation', TrajectoryDistillationTask, 'cached states'),
+                             ('stepwise', StepwiseTask, ''), ('stepwise', StepwiseTask, 'cached states')):
+        if way == 'cached states' and not hasattr(base, 'blocks'):
+            continue  # a pyramid's states are not kept
+        own: Any = copy.deepcopy(base)
+        convert_(own, keep_original=False)
+        if way == 'gradient checkpointing':
+            own.set_grad_checkpointing(True)
+        task = kind(own, copy.deepcopy(base), verbose=False)
+        add(', '.join(filter(None, ('ODE-ViT', title, way))), task, way == 'cached states')
+    return found
 
 
 def evaluations_of(model: nn.Module) -> Optional[float]:
@@ -156,8 +172,8 @@ def _without_halting(model: nn.Module) -> nn.Module:
     return own
 
 
-def _step(task: Any, images: Tensor, labels: Tensor) -> None:
+def _step(task: Any, images: Tensor, target: Any) -> None:
     for p in task.parameters():
         if p.grad is not None:
             p.grad.zero_()
-    task(images, labels)['loss'].backward()
+    task(images, target)['loss'].backward()

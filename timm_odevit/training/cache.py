@@ -21,7 +21,7 @@ from ..hooks import evaluating
 from ..recording import watch_blocks
 from .hashes import fingerprint, hash_of
 
-__all__ = ['CachedLoader', 'Recorded']
+__all__ = ['CachedLoader', 'Recorded', 'record']
 
 STATES, LOGITS, ABOUT = 'states.npy', 'logits.npy', 'about.json'
 
@@ -45,6 +45,20 @@ class Recorded:
             x = x.to(device, non_blocking=non_blocking)
             return x.float() if x.is_floating_point() else x
         return Recorded(move(self.labels), move(self.output), [move(s) for s in self.states])
+
+
+@torch.no_grad()
+def record(teacher: Any, images: Tensor, labels: Tensor) -> Recorded:
+    """Run a teacher on a batch and keep what it gives.
+
+    Args:
+        teacher: Model with one sequence `blocks`.
+        images: Images [B, C, H, W], normalised for the teacher.
+        labels: Labels [B].
+    """
+    with evaluating(teacher), watch_blocks([list(teacher.blocks)]) as seen:
+        output = teacher(images)
+    return Recorded(labels, output, seen[0][0])
 
 
 class CachedLoader:
@@ -87,12 +101,12 @@ class CachedLoader:
         self.loader, self.views = loader, views
         self.epoch = 0
         with _seeded(0, 0):
-            output, states = _ask(teacher, loader.prepare(loader.images[:1]))
-        _half(states)  # fail now rather than after an hour
-        n = len(loader.labels)
-        self.shape = (views, n, len(states), *states[0].shape[1:])
-        size = 2 * int(np.prod(self.shape)) + 4 * views * n * output.shape[1]
-        about = {'shape': list(self.shape), 'classes': output.shape[1], 'images': hash_of([loader.images]),
+            first = record(teacher, loader.prepare(loader.images[:1]), loader.labels[:1])
+        _half(first.states)  # fail now rather than after an hour
+        n, classes = len(loader.labels), first.output.shape[1]
+        self.shape = (views, n, len(first.states), *first.states[0].shape[1:])
+        size = 2 * int(np.prod(self.shape)) + 4 * views * n * classes
+        about = {'shape': list(self.shape), 'classes': classes, 'images': hash_of([loader.images]),
                  'teacher': fingerprint(teacher),
                  'augmentation': [loader.padding, loader.flip, loader.reprob], 'size': list(loader.size),
                  'preprocessing': [loader.mean.flatten().tolist(), loader.std.flatten().tolist(), loader.interpolation]}
@@ -100,7 +114,7 @@ class CachedLoader:
         if not self._there(about):
             if progress:
                 print(f"cache: {size / 1e9:.2f} GB in '{self.folder}': {views} x {n:,} images, "
-                      f'{len(states)} states each')
+                      f'{len(first.states)} states each')
             free = shutil.disk_usage(next(p for p in self.folder.absolute().parents if p.exists())).free
             if size > 0.95 * free:
                 raise OSError(f"The cache needs {size / 1e9:.2f} GB, but '{folder}' has only {free / 1e9:.2f} GB free. "
@@ -109,7 +123,7 @@ class CachedLoader:
             with FileLock(f'{self.folder}.lock'):  # one run fills it, and the others wait
                 if not self._there(about):
                     try:
-                        self._fill(teacher, output.shape[1], about, progress)
+                        self._fill(teacher, classes, about, progress)
                     except BaseException:  # a partial cache may be large, and is useless
                         shutil.rmtree(self.folder, ignore_errors=True)
                         raise
@@ -136,9 +150,9 @@ class CachedLoader:
             for view in range(views):
                 for start in range(0, n, batch):
                     index = torch.arange(start, min(start + batch, n))
-                    output, found = _ask(teacher, self._images(index, view))
-                    states[view, start:start + len(index)] = _half(found).cpu().numpy()
-                    logits[view, start:start + len(index)] = output.float().cpu().numpy()
+                    found = record(teacher, self._images(index, view), self.loader.labels[index])
+                    states[view, start:start + len(index)] = _half(found.states).cpu().numpy()
+                    logits[view, start:start + len(index)] = found.output.float().cpu().numpy()
                     bar.update(len(index))
         states.flush()
         logits.flush()
@@ -178,13 +192,6 @@ def _seeded(view: int, image: int) -> Iterator[None]:
         yield
     finally:
         torch.random.set_rng_state(state)
-
-
-@torch.no_grad()
-def _ask(teacher: Any, images: Tensor) -> Tuple[Tensor, List[Tensor]]:
-    with evaluating(teacher), watch_blocks([list(teacher.blocks)]) as seen:
-        output = teacher(images)
-    return output, seen[0][0]
 
 
 def _half(states: List[Tensor]) -> Tensor:
