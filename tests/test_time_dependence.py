@@ -371,7 +371,7 @@ def test_minutes_are_spent_on_both_parts(vit, tmp_path, monkeypatch):
     monkeypatch.setattr(budget, 'time', SimpleNamespace(perf_counter=lambda: next(ticks) / 10))
     history = calibrate_(student, teacher, data, minutes=0.1, batch_size=8, progress=False, out=tmp_path)
     plan = json.loads((tmp_path / 'plan.json').read_text())
-    assert plan == {'minutes': 0.1, 'updates': [20, 20]} and len(history) == 20
+    assert plan == {'minutes': 0.1, 'updates': [20, 20], 'share': 1.} and len(history) == 20
     assert history[0]['loss'] > history[9]['loss'] and 'kd_loss' in history[10]
     again = copy.deepcopy(teacher)  # as after a crash
     convert_(again, OdeConfig(time='low_rank', rank=2))
@@ -384,6 +384,32 @@ def test_minutes_are_spent_on_both_parts(vit, tmp_path, monkeypatch):
                        'epochs' not in wrong else dict(resume=True, **wrong))
     with pytest.raises(ValueError, match='Give minutes or epochs, not both'):
         calibrate_(again, teacher, data, minutes=1., epochs=(1, 1))
+
+
+def test_a_student_that_has_little_to_learn_learns_slowly(vit, tmp_path):
+    teacher, data = vit(), torch.randn(8, 3, 16, 16)
+    settings = dict(epochs=(1, 1), batch_size=4, progress=False)
+
+    def rates(name, config, **chosen):
+        student = copy.deepcopy(teacher)
+        convert_(student, config, images=data if config.rank else None)
+        history = calibrate_(student, teacher, data, out=tmp_path / name, **settings, **chosen)
+        return json.loads((tmp_path / name / 'plan.json').read_text())['share'], [record['lr'] for record in history]
+    whole, first = rates('small', OdeConfig())
+    share, second = rates('large', OdeConfig(time='low_rank', rank=15, init='svd_data'))
+    assert whole == 1. and 0. < share < 0.5
+    assert second == pytest.approx([share * lr for lr in first], rel=0.02)  # the schedule ends at 1e-6
+    assert rates('exact', OdeConfig(phases=3))[0] < 1e-9
+    assert rates('given', OdeConfig(time='low_rank', rank=15, init='svd_data'), lr=3e-3, unrolled_lr=1e-3) == (1., first)
+    (tmp_path / 'large' / 'unrolled' / 'last.pt').unlink()  # as if interrupted: it goes on with the same share
+    student = copy.deepcopy(teacher)
+    convert_(student, OdeConfig(time='low_rank', rank=2))
+    with pytest.raises(ValueError, match='holds another model'):
+        calibrate_(student, teacher, data, out=tmp_path / 'large', resume=True, **settings)
+    student = copy.deepcopy(teacher)
+    convert_(student, OdeConfig(time='low_rank', rank=15, init='svd_data'), images=data)
+    history = calibrate_(student, teacher, data, out=tmp_path / 'large', resume=True, **settings)
+    assert [record['lr'] for record in history] == second
 
 
 def test_a_run_for_epochs_is_not_resumed_for_minutes(vit, tmp_path):

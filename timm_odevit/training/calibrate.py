@@ -1,4 +1,5 @@
 """calibrate_: fit the shared blocks to the teacher in minutes, on images without labels."""
+from itertools import islice
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
 
@@ -7,8 +8,8 @@ from timm.task import TrainingTask
 from torch import Tensor, nn
 
 from ..convert.measure import check_images
-from ..distributed import alone_in
-from ..hooks import surely
+from ..distributed import alone_in, over_processes
+from ..hooks import evaluating, surely
 from ..ode.blocks import find_ode_blocks
 from ..settings import takes
 from .budget import EPOCHS, Stream, updates_in
@@ -19,6 +20,9 @@ from .stepwise_task import StepwiseTask, check_converted_from
 from .trajectory_task import TrajectoryDistillationTask
 
 __all__ = ['calibrate_']
+
+HIGHEST_LR = (3e-3, 1e-3)  # of the two parts
+TRIED = 3  # batches
 
 
 @takes(CalibrationConfig)
@@ -65,8 +69,6 @@ def calibrate_(
     own = {id(p) for ode in find_ode_blocks(model) for p in ode.shared.parameters()}
     flags = [(p, p.requires_grad) for m in (model, teacher) for p in m.parameters()]
     modes = [(module, module.training) for m in (model, teacher) for module in m.modules()]
-    common: Dict[str, Any] = dict(amp=config.amp, seed=config.seed, weight_decay=0.)
-    options = [{**common, 'lr': config.lr}, {**common, 'lr': config.unrolled_lr, 'opt': 'muon'}]
     tasks: List[Callable[[nn.Module], TrainingTask]] = [
         lambda student: StepwiseTask(student, teacher, verbose=False),
         lambda student: TrajectoryDistillationTask(student, teacher, kd_weight=0., verbose=False)]
@@ -78,25 +80,44 @@ def calibrate_(
         for module, mode in modes:
             module.training = mode
 
-    def plan() -> List[int]:
-        return updates_in(config.minutes or 0., model, loader, tasks, (0.5, 0.5), options)
+    def options(share: float) -> List[Dict[str, Any]]:
+        lrs = [highest * share if lr is None else lr
+               for lr, highest in zip((config.lr, config.unrolled_lr), HIGHEST_LR, strict=True)]
+        common: Dict[str, Any] = dict(amp=config.amp, seed=config.seed, weight_decay=0.)
+        return [{**common, 'lr': lrs[0]}, {**common, 'lr': lrs[1], 'opt': 'muon'}]
+
+    def plan() -> Dict[str, Any]:
+        measured = None in (config.lr, config.unrolled_lr) and (config.epochs is None or config.epochs[0] > 0)
+        share = min(1., 3. * _error_of_a_step(model, teacher, loader)) if measured else 1.
+        updates = config.minutes and updates_in(config.minutes, model, loader, tasks, (0.5, 0.5), options(share))
+        return {'minutes': config.minutes, 'updates': updates, 'share': share}
     with alone_in(None if out is None else Path(out)):
         try:
             made = [make(model) for make, count in zip(tasks, config.epochs or (0, 0), strict=True) if count]
             for p, flag in flags:
                 p.requires_grad_(flag and id(p) in own)
+            noted = planned(out, plan)
             if config.epochs is not None:
                 parts: List[Tuple[Any, int]] = [(loader, count) for count in config.epochs]
             else:
-                parts = [(Stream(loader, max(1, count // EPOCHS)), min(count, EPOCHS))
-                         for count in planned(out, config.minutes or 0., plan)]
-            for make, folder, (batches, count), chosen in zip(tasks, folders, parts, options, strict=True):
+                parts = [(Stream(loader, max(1, count // EPOCHS)), min(count, EPOCHS)) for count in noted['updates']]
+            for make, folder, (batches, count), chosen in zip(
+                    tasks, folders, parts, options(noted['share']), strict=True):
                 if count:
                     task = made.pop(0) if made else make(model)
                     history += fit(task, batches, epochs=count, out=folder, resume=resume, progress=progress, **chosen)
         finally:
             surely(put_back)
     return history
+
+
+@torch.no_grad()
+def _error_of_a_step(model: nn.Module, teacher: nn.Module, loader: Any) -> float:
+    """StepwiseTask's loss on a few batches: how much there is to learn, 0 for nothing, 1 for everything."""
+    task = StepwiseTask(model, teacher, verbose=False)
+    with evaluating(model):
+        errors = [over_processes(task(images)['loss']) for images, _ in islice(loader, TRIED)]
+    return torch.stack(errors).mean().item() if errors else 1.
 
 
 class _Batches:

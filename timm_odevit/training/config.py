@@ -232,17 +232,18 @@ class CalibrationConfig(Settings):
         epochs: Epochs of the first part, step by step, and of the second, unrolled, instead of minutes. None for
             minutes.
         batch_size: Images per update.
-        lr: Peak learning rate of the first part (AdamW), on a cosine schedule. The defaults suit small students; one
-            that keeps most of its teacher as initialised learns better with a tenth of both rates.
-        unrolled_lr: Peak learning rate of the second part (Muon).
+        lr: Peak learning rate of the first part (AdamW), on a cosine schedule. None for 3e-3, or a share of it for a
+            student that has little to learn: three times its loss in StepwiseTask before training, if less than 1.
+        unrolled_lr: Peak learning rate of the second part (Muon). None for 1e-3, or the same share of it; 1e-3 if
+            there is no first part.
         amp: Mixed precision: 'bfloat16' or 'float16'; None for full precision.
         seed: Seed for the order of the images.
     """
     minutes: Optional[float] = setting(None, number(0., open='(', none='5'))
     epochs: Optional[Tuple[int, int]] = setting(None, _epochs)
     batch_size: int = setting(16, whole(1))
-    lr: float = setting(3e-3, number(0.))
-    unrolled_lr: float = setting(1e-3, number(0.))
+    lr: Optional[float] = setting(None, number(0., none='chosen by what there is to learn'))
+    unrolled_lr: Optional[float] = setting(None, number(0., none='chosen by what there is to learn'))
     amp: Optional[str] = setting(None, _amp)
     seed: int = setting(0, whole(None))
 

@@ -2,7 +2,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Optional, Sequence, Union
 
 import torch
 import yaml
@@ -165,12 +165,13 @@ def check_calibration(
             'another folder.')
 
 
-def planned(out: Union[str, Path, None], minutes: float, plan: Callable[[], List[int]]) -> List[int]:
-    """The updates of both parts of a calibration for some minutes: those of the folder, or planned and noted there."""
+def planned(out: Union[str, Path, None], plan: Callable[[], Dict[str, Any]]) -> Dict[str, Any]:
+    """The plan of a calibration: that of its folder, or a new one, which is noted there."""
     path = None if out is None else Path(out) / PLAN
     if path is not None and path.exists():
-        return list(json.loads(path.read_text())['updates'])
-    updates = plan()
+        noted: Dict[str, Any] = json.loads(path.read_text())
+        return noted
+    found = plan()
     if path is not None:
-        write_text(path, to_json({'minutes': minutes, 'updates': updates}))
-    return updates
+        write_text(path, to_json(found))
+    return found
