@@ -7,7 +7,8 @@ the CPU time of a few that are tried first. Writes one line per variant: CPU min
 training images held out, after each part with the student's own K, and at the end also with half and twice the steps.
 Variants that are already in the file are not repeated.
 
-On a machine whose speed varies, variants whose updates cost the same are compared at equal updates instead:
+On a machine whose speed varies, variants whose updates cost the same are compared at equal updates instead. A variant
+with averaged residuals needs a process of its own.
 
     python hub/tools/minutes.py cifar100.npz hub/controls.jsonl --updates 130 110 --variants 'no KL' 'nothing shared'
 """
@@ -27,6 +28,8 @@ from timm_odevit.convert.initialisation import factors
 from timm_odevit.convert.measure import input_moments
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.data.mixup import MixupLoader
+from timm_odevit.ode.steps import LieTrotterStep
+from timm_odevit.ode.time_dependence import TimeField
 from timm_odevit.training.budget import Stream
 from timm_odevit.training.losses import trajectory_loss
 
@@ -62,6 +65,9 @@ VARIANTS = {
     'no KL, half of the tokens stepwise': [('stepwise', .5, {**S, 'tokens': .5}), ('unrolled', .5, N)],
     'no KL, layerwise': [('stepwise', .5, S), ('unrolled', .5, {**N, 'layerwise': True})],
     'no KL, random K last': [('stepwise', .5, S), ('unrolled', .3, N), ('unrolled', .2, {**N, 'steps': RANDOM_K})],
+    'no KL, random K': [('stepwise', .5, S), ('unrolled', .5, {**N, 'steps': RANDOM_K})],
+    'no KL, random K, averaged': [('stepwise', .5, {**S, 'averaged': True}),
+                                  ('unrolled', .5, {**N, 'steps': RANDOM_K, 'averaged': True})],
     'no KL, only unrolled': [('unrolled', 1., N)],
     'KL in the last quarter': [('stepwise', .5, S), ('unrolled', .25, N), ('unrolled', .25, U)],
     'half of the tokens stepwise': [('stepwise', .5, {**S, 'tokens': .5}), ('unrolled', .5, U)],
@@ -147,6 +153,26 @@ class Registers:
         tokens = out.shape[1] - step.field.registers.shape[1]
         cls.states = out[:, tokens:]
         return out[:, :tokens]
+
+
+class Averaged:
+    """Residuals averaged over the interval of a step, in place of those where it starts."""
+    h = 1.
+
+    @classmethod
+    def on(cls):
+        advance = LieTrotterStep.advance
+
+        def with_length(step, x, context):
+            cls.h = step.h
+            return advance(step, x, context)
+        LieTrotterStep.advance = with_length
+        TimeField._knots = lambda field, t: cls.knots(field, t)
+
+    @classmethod
+    def knots(cls, field, t):
+        shares = [max(0., min(t + cls.h, layer + 1) - max(t, layer)) / cls.h for layer in field.layers]
+        return [(i, share) for i, share in enumerate(shares) if share > 1e-6]
 
 
 class Stepwise(FewerTokens, StepwiseTask):
@@ -274,6 +300,8 @@ def train(args, kind, updates, seconds, options, student, teacher):
     """Make some updates, or train for some CPU seconds; returns the student, the updates and the CPU seconds taken."""
     source = loader(args, teacher, options.pop('batch', 64), options.pop('mixup', 0))
     share, layers = options.pop('tokens', 1.), options.pop('layers', None)
+    if options.pop('averaged', False):
+        Averaged.on()  # for the rest of the process, and so for the measurements
     layerwise, ema_decay = options.pop('layerwise', False), options.pop('ema_decay', None)
     how = dict(opt=options.pop('opt'), lr=options.pop('lr'), weight_decay=0., seed=args.seed, progress=False)
     given = options if kind == 'unrolled' else {}
