@@ -95,6 +95,11 @@ VARIANTS = {
     'two blocks, rank 11': begun_with(rank=11, phases=2),
     'three blocks': begun_with(phases=3),
     'first and last layer kept': begun_with(blocks=(1, 10)),
+    # half of the parameters
+    'half: one block': begun_with(rank=59),
+    'half: two blocks': begun_with(rank=47, phases=2),
+    'half: three blocks': begun_with(rank=35, phases=3),
+    'half: four blocks': begun_with(rank=23, phases=4),
     # one block for all of t
     'autonomous': begun_with(),
     'autonomous, K = 24': begun_with(steps=24),
