@@ -5,6 +5,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from timm_odevit.benchmark.measure import benchmark, benchmark_training
 from timm_odevit.benchmark.products import products_of
 from timm_odevit.benchmark.timing import free_memory, in_turns, peak_of
 from timm_odevit.cli import main
+from timm_odevit.ode.halting import Scores
 
 QUICK = dict(rounds=2, batch_sizes=(2,))
 
@@ -92,6 +94,23 @@ def test_halting_is_timed_on_images(tiny):
     rows = {timing.name: timing.evaluations for timing in found.timings}
     assert rows['ode'] == 1 and rows['ode, without halting'] == 4  # every image halts after the first step
     assert own.blocks.config.halting == 'residual'
+
+
+def test_the_products_are_those_of_the_same_images(tiny):
+    model = copy.deepcopy(tiny)
+    convert_(model)
+    x = torch.randn(32, 3, 32, 32)
+    with torch.no_grad():
+        scores = [Scores('residual', None)(a, b, 1.) for a, b in pairwise(model.blocks.trajectory(model._pos_embed(model.patch_embed(x))))]
+    model.blocks.config = replace(model.blocks.config, halting='residual', halting_threshold=scores[0].median().item())
+    with torch.no_grad():
+        model(x)
+    order = model.blocks.steps_taken.argsort()
+    for images in (x[order], x[order.flip(0)]):
+        found = benchmark({'model': model}, images=lambda model, n, images=images: images[:n], rounds=1, batch_sizes=(1,))
+        rows = {timing.name: timing for timing in found.timings}
+        assert 1 < rows['model'].evaluations < 4
+        assert rows['model, products alone'].evaluations == rows['model'].evaluations
 
 
 def test_evaluations_count_kept_blocks_and_stages_of_a_method(tiny):
@@ -167,6 +186,17 @@ def test_what_cannot_be_timed_is_refused_before_anything_is_timed(tiny, monkeypa
         benchmark({'merged': halting}, images=noise)
 
 
+@pytest.mark.parametrize('given, message', [
+    (dict(rounds=0), 'rounds must be a whole number of at least 1; got 0'), (dict(batch_sizes=(0,)), 'batch_sizes'),
+    (dict(compiled='fast'), "Unknown compiled 'fast'")])
+def test_settings_out_of_range_are_refused(tiny, given, message):
+    with pytest.raises(ValueError, match=message):
+        benchmark({'base': tiny}, **given)
+    if 'compiled' not in given:
+        with pytest.raises(ValueError, match=message):
+            benchmark_training(tiny, 'base', **given)
+
+
 def test_a_system_that_does_not_say_how_much_memory_is_free(monkeypatch):
     monkeypatch.delattr('os.sysconf')
     with pytest.raises(ValueError, match='--batch-size 1,64'):
@@ -186,6 +216,7 @@ def test_training_steps(tiny):
 
 def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    assert main(['benchmark', '--json', str(tmp_path)]) == 2 and 'is a folder' in capsys.readouterr().err
     assert main(['benchmark', '--img-size', '32', '--batch-size', '2', '--rounds', '1', '--quiet', '--json', 'a.json']) == 0
     out, record = capsys.readouterr(), json.loads((tmp_path / 'a.json').read_text())
     assert '| ODE-ViT, K = 24 |' in out.out and not out.err

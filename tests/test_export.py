@@ -228,6 +228,7 @@ def ranked(model):
     (lambda model: convert_(model, method='dopri5').model, {}, ValueError, "Set a fixed-step method first, such as model.blocks.method = 'rk4'"),
     (ranked, dict(merged=False, int8=True), ValueError, 'Leave out int8, or merged=False (--unmerged)'),
     (lambda model: merge_(ranked(model)).model, dict(merged=False), ValueError, 'This model is merged. Call restore()'),
+    (lambda model: convert_(model, halting='entropy').model.half(), dict(path='a.onnx', format='onnx', int8=True), ValueError, 'Call model.float() first'),
     (lambda model: timm.create_model('test_resnet', num_classes=0), dict(int8=True), ValueError, 'no linear layers, so int8 has no effect'),
 ])
 def test_what_cannot_be_exported_is_refused_and_nothing_is_written(vit, tmp_path, change, given, error, message):

@@ -106,6 +106,44 @@ def test_steps_with_hooks_training_and_intermediates_see_all_images(vit, images)
     assert torch.equal(model(images), full(images))
 
 
+def test_evaluations_are_those_of_the_last_pass(vit, images):
+    model = halting(vit, threshold=10., time='vectors')  # every image halts after its first step
+    for of in (model, copy.deepcopy(model)):
+        if of is not model:
+            merge_(of)
+        of(images)
+        assert of.blocks.evaluations == 1
+        assert of(images[:0]).shape == (0, 5) and of.blocks.evaluations == 6
+        of(images)
+        of.train()(images)
+        assert of.blocks.evaluations == 6 and of.blocks.steps_taken is None
+        of.eval()(images)
+        assert of.blocks.evaluations == 1
+
+
+def test_calibration_refuses_what_it_cannot_use(vit, images):
+    model, labels = halting(vit), torch.zeros(2, dtype=torch.long)
+    for loader, message in (
+            ([(images[:0], labels[:0])], 'gave no images'), ((images, labels + 10), 'label 10, but the model has 5 classes'),
+            ((images, labels - 1), 'label -1'), ((images * torch.nan, labels), 'not finite')):
+        with pytest.raises(ValueError, match=message):
+            calibrate_halting(model, loader)
+    for loader, message in (([(images.numpy(), labels)], 'images of type ndarray'), ([{'image': images}], 'images of type dict'),
+                            ('cifar.npz', 'images of type str'), ([(images, [0, 1])], 'labels of type list')):
+        with pytest.raises(TypeError, match=message):
+            calibrate_halting(model, loader)
+    with pytest.raises(TypeError, match='got NoneType'):
+        calibrate_halting(None, (images, labels))
+
+
+def test_a_threshold_lies_between_two_scores(vit):
+    model, x = halting(vit), torch.randn(32, 3, 16, 16)
+    found = calibrate_halting(model, [x], max_drop=0.05)
+    with torch.no_grad():
+        scores = torch.stack(all_scores(model, x, 'entropy')[:-1])
+    assert (scores - found.threshold).abs().min() > 0 and 0 < (scores <= found.threshold).sum() < scores.numel()
+
+
 def test_merged_tokens_and_merged_weights(vit):
     model = halting(vit, time='low_rank', rank=2, tokens=0.5)
     x = torch.randn(16, 3, 16, 16)

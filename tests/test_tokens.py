@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from timm.models import FeatureGraphNet
+from torch.utils.checkpoint import checkpoint
 
 from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_, merge_, save_pretrained
 from timm_odevit.dynamics.flow import follow
@@ -102,6 +103,20 @@ def test_gradients_and_gradient_checkpointing(vit, images):
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         torch.testing.assert_close(p.grad, q.grad, msg=name)
     assert model.blocks.shared.block.mlp.fc1.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_a_whole_forward_pass_may_run_inside_a_backward_pass(vit, images, reentrant):
+    model = with_tokens(vit, 0.3)
+    x = images.clone().requires_grad_()
+    model(x).square().sum().backward()
+    expected, x.grad = x.grad, None
+    checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+    seen, out = [], model(x)
+    out.register_hook(lambda gradient: seen.append(model(images)))
+    out.sum().backward()
+    torch.testing.assert_close(seen[0], model(images))
 
 
 def test_distillation_with_merged_tokens_follows_all_tokens(vit, images):

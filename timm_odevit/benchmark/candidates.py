@@ -43,12 +43,14 @@ class Candidate:
         model: The model that runs.
         prepare: Makes the calls for a batch size, over whose times the mean is taken: one, or one per batch of images.
         setting: A context in which the call runs.
+        part_of: Name of the candidate whose passes these calls are a part of, and whose evaluations they have.
     """
     name: str
     against: str
     model: nn.Module
     prepare: Callable[[int], List[Call]]
     setting: Setting = nullcontext
+    part_of: str = ''
 
 
 def noise(model: nn.Module, batch_size: int) -> Tensor:
@@ -99,7 +101,7 @@ def forward_passes(
         add(name, model)
         if name in with_products:
             found.append(Candidate(f'{name}, products alone', against, model, lambda size, model=model: [  # type: ignore[misc]
-                products_of(model, batches(model, size)[0])]))
+                products_of(model, x) for x in batches(model, size)], part_of=name))
         blocks = find_ode_blocks(model)
         for count in _dial(blocks, steps):
             add(f'{name}, K = {count}', model, setting=partial(blocks[0].at, count))

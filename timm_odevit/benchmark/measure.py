@@ -8,15 +8,16 @@ from torch import nn
 
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.halting import Halts
-from ..settings import checks_keywords
+from ..settings import checks_keywords, many, one_of, whole
 from .candidates import Candidate, Images, conversions, evaluations_of, forward_passes, training_steps
 from .files import load_seconds, weight_bytes
 from .tables import Benchmark, Timing, Weights, machine
 from .timing import Call, free_memory, in_turns, peak_of
 
-__all__ = ['benchmark', 'benchmark_training']
+__all__ = ['MODES', 'benchmark', 'benchmark_training']
 
 WARM_UP = 2
+MODES = ('default', 'reduce-overhead', 'max-autotune')  # of torch.compile
 LARGEST, SHARE = 1024, 0.8  # images of the largest batch; share of the free memory that it may fill
 
 
@@ -54,9 +55,11 @@ def benchmark(
         A Benchmark: print it, or call its `to_dict()`.
 
     Raises:
-        ValueError: There are no models; one halts image by image, and there are no images for which to time it; or one
-            cannot be saved.
+        ValueError: A setting is out of range; there are no models; one halts image by image, and there are no images
+            for which to time it; or one cannot be saved.
     """
+    _check(batch_sizes, rounds)
+    one_of(MODES, none='not compiled')('compiled', compiled)
     if not models:
         raise ValueError("There is nothing to time. Give models by name, such as {'student': student}.")
     if images is None:
@@ -95,15 +98,24 @@ def benchmark_training(
 
     Returns:
         A Benchmark: print it, or call its `to_dict()`.
+
+    Raises:
+        ValueError: A setting is out of range.
     """
+    _check(batch_sizes, rounds)
     timings = _time(training_steps(model, name), batch_sizes, rounds, device, progress)
     return Benchmark(machine(device, next(model.parameters()).dtype, rounds), timings)
+
+
+def _check(batch_sizes: Sequence[Optional[int]], rounds: int) -> None:
+    whole(1)('rounds', rounds)
+    many(whole(1, none='the largest that fits'), 'batch sizes')('batch_sizes', batch_sizes)
 
 
 def _time(
         candidates: List[Candidate], batch_sizes: Sequence[Optional[int]], rounds: int, device: str, progress: bool,
 ) -> List[Timing]:
-    found = []
+    found: List[Timing] = []
     for wanted in dict.fromkeys(batch_sizes):
         size = _largest_batch(candidates, device) if wanted is None else wanted
         calls = {c.name: c.prepare(size) for c in candidates}
@@ -112,7 +124,8 @@ def _time(
         for c in candidates:
             with c.setting():
                 peak = peak_of(calls[c.name][0], device)
-                evaluations = _mean_evaluations(c.model, calls[c.name])
+                evaluations = next((t.evaluations for t in found if (t.name, t.batch_size) == (c.part_of, size)),
+                                   None) if c.part_of else _mean_evaluations(c.model, calls[c.name])
             seconds, reference = ([each / len(calls[name]) for each in times[name]] for name in (c.name, c.against))
             low, _, high = statistics.quantiles(seconds, n=4) if rounds > 1 else 3 * seconds
             ratio = statistics.median(a / b for a, b in zip(seconds, reference, strict=True))

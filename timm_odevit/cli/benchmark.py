@@ -9,14 +9,13 @@ import torch
 from timm.models import parse_model_name
 from torch import Tensor, nn
 
-from ..benchmark.measure import benchmark, benchmark_training
+from ..benchmark.measure import MODES, benchmark, benchmark_training
 from ..files import to_json, write_text
 from ..ode.blocks import find_ode_blocks
 from .arguments import IMAGES, MODEL, check_name, images_of, load, quiet, step_counts, whole_number
 
 HELP = 'Time models, and measure their memory and size, side by side in one run.'
 _BASE, _SIZES, _DTYPES = 'vit_tiny_patch16_224', (1, 8), ('float32', 'bfloat16', 'float16')
-_MODES = ('default', 'reduce-overhead', 'max-autotune')
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         'on time)'))
     parser.add_argument('--rounds', type=whole_number(1), metavar='N', default=20,
                         help='rounds in which all take turns (default: %(default)s)')
-    parser.add_argument('--compile', choices=_MODES, nargs='?', const=_MODES[0], metavar='MODE',
-                        help=f"also compiled by torch.compile: {', '.join(_MODES)}")
+    parser.add_argument('--compile', choices=MODES, nargs='?', const=MODES[0], metavar='MODE',
+                        help=f"also compiled by torch.compile: {', '.join(MODES)}")
     parser.add_argument('--dtype', choices=_DTYPES, default=_DTYPES[0], metavar='DTYPE',
                         help=f"{', '.join(_DTYPES)} (default: %(default)s)")
     parser.add_argument('--data', help=f'{IMAGES} (default: noise)')
@@ -46,6 +45,8 @@ def run(args: argparse.Namespace) -> None:
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # read when the profiler first starts: lower levels are noise
     if len({*args.models}) < len(args.models):
         raise ValueError('A model is named twice. Give each one once.')
+    if args.json is not None and args.json.is_dir():
+        raise ValueError(f"'{args.json}' is a folder. Give a file to write the figures to.")
     if args.json is not None and not args.json.parent.is_dir():
         raise ValueError(f"There is no folder '{args.json.parent}' to write {args.json.name} to.")
     models = {name: _model(name, args) for name in args.models}

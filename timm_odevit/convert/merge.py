@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..ode.adaptive import Measured
 from ..ode.blocks import OdeBlocks
 from ..ode.config import OdeConfig
-from ..ode.halting import Halts, Readout, can_halt
+from ..ode.halting import Halts, Readout
 from ..ode.steps import Step, pass_of
 from ..ode.time_dependence import TabulatedField
 from ..settings import checks_keywords
@@ -41,7 +41,7 @@ class MergedBlocks(Halts, nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         blocks = list(self)
         ahead = len(blocks) - self.merged.grid[0]  # nothing is kept after steps that can halt
-        if can_halt(self.merged, blocks[ahead:], x):
+        if self.can_halt(blocks[ahead:], x):
             for block in blocks[:ahead]:
                 x = block(x)
             pairs = [(step, step.field.context((), {})) for step in blocks[ahead:]]

@@ -17,6 +17,8 @@ from ..data.preprocessing import data_config
 from ..errors import one_line
 from ..files import staged
 from ..ode.blocks import OdeBlocks, find_ode_blocks
+from ..ode.config import WITH_HEAD
+from ..ode.halting import Halts
 from ..ode.steps import Step
 from ..settings import checks_keywords, flag, one_of
 from .formats import FORMATS, check_installed, round_weights
@@ -118,6 +120,10 @@ def _check(model: Any, format: str, int8: bool, merged: bool) -> None:
     if int8 and not merged and any(ode.shared.depends_on_time for ode in blocks):
         raise ValueError('A block that depends on time has no weights to store as int8 until it is merged. Leave out '
                          'int8, or merged=False (--unmerged).')
+    if int8 and format == 'onnx' and dtype == torch.float16 and any(
+            of.settings.halting in WITH_HEAD for of in model.modules() if isinstance(of, Halts)):
+        raise ValueError('ONNX Runtime cannot store the weights of a head as int8 that is float16 and used after every '
+                         'step. Call model.float() first, leave out int8, or choose the format pt2.')
     if int8 and not any(isinstance(module, nn.Linear) for module in model.modules()):
         raise ValueError(f'This {type(model).__name__} has no linear layers, so int8 has no effect. Leave it out.')
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..data.preprocessing import renormalisation
 from ..settings import checks_keywords
-from .passes import NOTHING, Passes, check_same_images, in_batches, step_counts
+from .passes import NOTHING, Passes, check_labels, check_same_images, in_batches, step_counts
 from .results import Evaluation, Result
 
 __all__ = ['evaluate']
@@ -80,10 +80,7 @@ def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool,
 
     def each(logits: Tensor, labels: Tensor) -> None:
         nonlocal correct1, correct5, loss
-        if int(labels.max()) >= logits.shape[1]:
-            raise ValueError(
-                f'The data has label {int(labels.max())}, but the model has {logits.shape[1]} classes. '
-                'Create the model with the num_classes of the data.')
+        check_labels(labels, logits.shape[1])
         nan = logits.isnan().any(dim=1, keepdim=True)  # topk takes NaN for the largest
         top = logits.topk(min(5, logits.shape[1])).indices.masked_fill(nan, NOTHING)
         hits = top.eq(labels[:, None])

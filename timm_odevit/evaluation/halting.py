@@ -14,7 +14,7 @@ from ..ode.config import HALTING
 from ..ode.halting import Scores
 from ..ode.methods import METHODS
 from ..settings import checks_keywords, number, one_of
-from .passes import in_batches
+from .passes import check_labels, in_batches
 
 __all__ = ['Halting', 'calibrate_halting']
 
@@ -83,9 +83,10 @@ def calibrate_halting(
         A Halting: print it; call its `apply_(model)` to turn halting on.
 
     Raises:
-        TypeError: The model is not an ODE-ViT with one sequence of blocks.
+        TypeError: The model is not an ODE-ViT with one sequence of blocks, or the loader gives no tensors.
         ValueError: Its head cannot be applied to the states along the way, it runs its blocks one by one, its method
-            is adaptive, a setting is out of range, or there are no images.
+            is adaptive, its logits are not finite, labels do not fit the classes, a setting is out of range, or there
+            are no images.
 
     Source: entropy along the way: Loop-ViT, arXiv 2602.02156.
     """
@@ -99,6 +100,7 @@ def calibrate_halting(
         *_run(model, blocks, in_batches(loader), rule, progress), strict=True))
     found = scores[:, :-1].flatten().unique()
     found = found[found.isfinite()]
+    found = torch.cat([(found[:-1] + found[1:]) / 2, found[-1:]])  # between two scores, where rounding changes nothing
     chosen = torch.linspace(0, len(found) - 1, min(TRIED, len(found))).long()
     full = right[:, -1].double().mean().item()
     best = None
@@ -131,6 +133,12 @@ def _run(model: Any, blocks: Any, loader: Iterable[Any], rule: str, progress: bo
     with evaluating(model), torch.inference_mode(), hooked((blocks, 'before with keywords', watch)):
         for batch in tqdm(loader, desc='halting', leave=False, disable=not progress):
             images, labels = batch if isinstance(batch, (list, tuple)) else (batch, None)
+            for name, part in (('images', images), ('labels', labels)):
+                if not isinstance(part, Tensor) and part is not None:
+                    raise TypeError(f'The loader must give tensors: images [B, C, H, W], or (images, labels); got '
+                                    f'{name} of type {type(part).__name__}.')
+            if not len(images):
+                continue
             given.clear()
             logits = model(images.to(parameter.device, parameter.dtype))
             if not given:
@@ -147,12 +155,15 @@ def _run(model: Any, blocks: Any, loader: Iterable[Any], rule: str, progress: bo
             scores = torch.stack([score(before, after, step.h) for before, after, step in steps], dim=1)
             answers = torch.stack([blocks.readout(after).argmax(dim=-1) for _, after, _ in steps], dim=1)
             last = answers[:, -1]
+            if not logits.isfinite().all():
+                raise ValueError(f'The logits of this {type(model).__name__} are not finite for some images.')
             if blocks.config.halting is None and not torch.equal(last, logits.argmax(dim=-1)):
                 raise ValueError(f'This {type(model).__name__} does not apply its norm and head to the last state '
                                  'alone, so no image can halt.')
             truth = last if labels is None else labels.to(last.device)
             if truth.shape != last.shape:
                 raise ValueError(f'Labels must be classes [B]; got {list(truth.shape)} for {len(last)} images.')
+            check_labels(truth, logits.shape[1])
             found.append((scores.cpu(), (answers == truth[:, None]).cpu()))
     if not found:
         raise ValueError('The loader gave no images.')
@@ -166,7 +177,9 @@ def _taken(scores: Tensor, threshold: float) -> Tensor:
     return done.int().argmax(dim=1) + 1
 
 
-def _blocks(model: nn.Module) -> Any:
+def _blocks(model: Any) -> Any:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f'Halting needs a model; got {type(model).__name__}. Build one with timm.create_model.')
     check_not_merged(model)
     found = find_ode_blocks(model)
     if len(found) != 1:

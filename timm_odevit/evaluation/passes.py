@@ -13,7 +13,7 @@ from ..hooks import evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.halting import Halts
 
-__all__ = ['AMP_DTYPES', 'NOTHING', 'Passes', 'check_same_images', 'in_batches', 'step_counts']
+__all__ = ['AMP_DTYPES', 'NOTHING', 'Passes', 'check_labels', 'check_same_images', 'in_batches', 'step_counts']
 
 AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
 NOTHING = -1  # the class of an image whose outputs are not finite, which is never right
@@ -52,6 +52,14 @@ def check_same_images(marks: Sequence[Sequence[Tensor]]) -> None:
     if any(other.shape != first.shape or not torch.allclose(other, first, **same) for other in others):  # type: ignore
         raise ValueError('The loader gives other images, or in another order, each time. Make it with shuffle=False '
                          'and without augmentation.')
+
+
+def check_labels(labels: Tensor, classes: int) -> None:
+    """Raise ValueError unless all labels are classes of the model."""
+    for label in (int(labels.min()), int(labels.max())) if len(labels) else ():
+        if not 0 <= label < classes:
+            raise ValueError(f'The data has label {label}, but the model has {classes} classes. Create the model with '
+                             'the num_classes of the data.')
 
 
 def in_batches(loader: Any) -> Any:

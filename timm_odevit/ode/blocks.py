@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .adaptive import Measured, solve_adaptive
 from .config import WITH_HEAD, OdeConfig
 from .fields import Context, Field
-from .halting import Halts, Readout, can_halt
+from .halting import Halts, Readout
 from .methods import METHODS
 from .reversible import can_reverse, run_reversibly
 from .steps import Solver, Step
@@ -216,7 +216,7 @@ class OdeBlocks(Halts, nn.Module):
             x = block(x, *args, **kwargs)
         if self.config.adaptive:
             x = self._solve(x, (self.t, self.end), args, kwargs)[-1]
-        elif can_halt(self.config, self._running, x):
+        elif self.can_halt(self._running, x):
             pairs = list(self._in_context(args, kwargs))
             x = self.run_halting(pairs, x, self.config, self.readout)
         elif self._reverses(x):

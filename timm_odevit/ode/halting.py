@@ -10,7 +10,7 @@ from .config import WITH_HEAD, OdeConfig
 from .fields import Context
 from .methods import METHODS
 
-__all__ = ['Halts', 'Readout', 'Scores', 'can_halt', 'run_halting']
+__all__ = ['Halts', 'Readout', 'Scores', 'run_halting']
 
 Readout = Callable[[Tensor], Tensor]
 
@@ -56,12 +56,6 @@ class Scores:
         """Keep only some of the images [B', as indices] of the batch."""
         if self.velocity is not None and self.change is not None:
             self.velocity, self.change = self.velocity[images], self.change[images]
-
-
-def can_halt(config: OdeConfig, steps: Iterable[Any], x: Any) -> bool:
-    """Whether images may halt in a pass: not in training mode, under FX, or while a step has a hook."""
-    return config.halting is not None and not isinstance(x, torch.fx.Proxy) and not any(
-        step.training or step.hooked for step in steps)
 
 
 def run_halting(
@@ -130,12 +124,15 @@ class Halts:
 
     @property
     def evaluations(self) -> float:
-        """Field evaluations of this thread's last forward pass, on average over its images."""
+        """Field evaluations of this thread's last forward pass, on average over its images.
+
+        A pass in which the host calls the steps one by one, as for intermediate states, does not count.
+        """
         settings = self.settings
         if settings.adaptive:
             return self._measured.evaluations
         taken = self.steps_taken if settings.halting is not None else None
-        steps = settings.grid[0] if taken is None else float(taken.float().mean())
+        steps = settings.grid[0] if taken is None or not len(taken) else float(taken.float().mean())
         return steps * METHODS[settings.method].evaluations
 
     @property
@@ -146,6 +143,16 @@ class Halts:
     @steps_taken.setter
     def steps_taken(self, steps: Optional[Tensor]) -> None:
         self._measured.steps = steps
+
+    def can_halt(self, steps: Iterable[Any], x: Any) -> bool:
+        """Whether images may halt in a pass: not in training mode, under FX, or while a step has a hook."""
+        if self.settings.halting is None or isinstance(x, torch.fx.Proxy):
+            return False
+        if not any(step.training or step.hooked for step in steps):
+            return True
+        if not torch.compiler.is_compiling():
+            self._measured.steps = None  # those of an earlier pass
+        return False
 
     def run_halting(
             self,

@@ -53,7 +53,8 @@ class Tokens:
         if context.passed.get('attn_mask') is not None or context.is_causal:
             raise ValueError(
                 'Tokens cannot be merged under an attention mask, which names them by position. Set tokens=1.')
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # in a backward pass
+        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # in a backward pass
+        if again and step.t in self.entered:
             self.groups, self.sizes, self.first = self.entered[step.t]
         else:
             if step.t <= self.start + 1e-6 or abs(step.t - self.t) > 1e-6 or x.shape[0] != self.images:  # a new pass
