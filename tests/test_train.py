@@ -358,15 +358,15 @@ def test_states_beyond_half_precision_are_refused_and_leave_no_file(vit, data, t
     with pytest.raises(ValueError, match=r'The states of the teacher reach 1e\+05, but cache keeps them in half precision, whose largest value is 65504'):
         caching(data, tmp_path, teacher)
     before = set((tmp_path / 'cache').rglob('*'))
-    ask, calls = cache._ask, []
+    record, calls = cache.record, []
 
     def late(*args):
-        output, states = ask(*args)
+        found = record(*args)
         calls.append(1)
-        return output, [1e5 + state if len(calls) == 2 else state for state in states]
+        return replace(found, states=[1e5 + state if len(calls) == 2 else state for state in found.states])
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         teacher.blocks[1].mlp.fc2.bias[3] = 1.
-        patch.setattr(cache, '_ask', late)  # an image that the first look does not see
+        patch.setattr(cache, 'record', late)  # an image that the first look does not see
         with pytest.raises(ValueError, match='The states of the teacher reach 1e'):
             caching(data, tmp_path, teacher)
     assert len(calls) == 2 and not [p for p in set((tmp_path / 'cache').rglob('*')) - before if p.suffix != '.lock']

@@ -5,11 +5,12 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 from timm.task import TrainingTask
+from timm.utils import random_seed
 from torch import Tensor, nn
 
 from ..convert.measure import check_images
 from ..distributed import alone_in, over_processes
-from ..hooks import evaluating, surely
+from ..hooks import evaluating, random_states_kept, surely
 from ..ode.blocks import find_ode_blocks
 from ..settings import takes
 from .budget import EPOCHS, Stream, updates_in
@@ -88,7 +89,7 @@ def calibrate_(
 
     def plan() -> Dict[str, Any]:
         measured = None in (config.lr, config.unrolled_lr) and (config.epochs is None or config.epochs[0] > 0)
-        share = min(1., 3. * _error_of_a_step(model, teacher, loader)) if measured else 1.
+        share = min(1., 3. * _error_of_a_step(model, teacher, loader, config.seed)) if measured else 1.
         updates = config.minutes and updates_in(config.minutes, model, loader, tasks, (0.5, 0.5), options(share))
         return {'minutes': config.minutes, 'updates': updates, 'share': share}
     with alone_in(None if out is None else Path(out)):
@@ -112,10 +113,11 @@ def calibrate_(
 
 
 @torch.no_grad()
-def _error_of_a_step(model: nn.Module, teacher: nn.Module, loader: Any) -> float:
+def _error_of_a_step(model: nn.Module, teacher: nn.Module, loader: Any, seed: int) -> float:
     """StepwiseTask's loss on a few batches: how much there is to learn, 0 for nothing, 1 for everything."""
     task = StepwiseTask(model, teacher, verbose=False)
-    with evaluating(model):
+    with random_states_kept(next(model.parameters()).device), evaluating(model):
+        random_seed(seed)
         errors = [over_processes(task(images)['loss']) for images, _ in islice(loader, TRIED)]
     return torch.stack(errors).mean().item() if errors else 1.
 
