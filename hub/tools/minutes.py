@@ -8,7 +8,7 @@ training images held out, after each part with the student's own K, and at the e
 Variants that are already in the file are not repeated.
 
 On a machine whose speed varies, variants whose updates cost the same are compared at equal updates instead. A variant
-with averaged residuals needs a process of its own.
+with averaged residuals or mixed blocks needs a process of its own.
 
     python hub/tools/minutes.py cifar100.npz hub/controls.jsonl --updates 130 110 --variants 'no KL' 'nothing shared'
 """
@@ -94,6 +94,7 @@ VARIANTS = {
     'only attention shared': begun_with(rank=31, unshared=('mlp.',)),
     'two blocks, rank 11': begun_with(rank=11, phases=2),
     'three blocks': begun_with(phases=3),
+    'three blocks, mixed': begun_with(time='vectors', mixed=3),
     'first and last layer kept': begun_with(blocks=(1, 10)),
     # half of the parameters
     'half: one block': begun_with(rank=59),
@@ -158,6 +159,41 @@ class Registers:
         tokens = out.shape[1] - step.field.registers.shape[1]
         cls.states = out[:, tokens:]
         return out[:, :tokens]
+
+
+class Mixed:
+    """Each layer's matrices as a mixture of a few full ones: the mean, and others with learned shares per layer.
+
+    The others begin as the first principal components of the layers' matrices.
+    """
+    at = TimeField.at
+
+    @classmethod
+    def add(cls, student, original, count):
+        field = student.blocks.shared
+        field.others, field.shares = torch.nn.ParameterDict(), torch.nn.ParameterDict()
+        for name, p in field.base.named_parameters():
+            if p.ndim > 1:
+                key = name.replace('.', '-')
+                layers = [block.get_parameter(name.removeprefix('block.')) for block in original.blocks]
+                shares, sizes, others = torch.linalg.svd(
+                    torch.stack(layers).detach().flatten(1) - p.detach().flatten(), full_matrices=False)
+                scale = len(layers) ** 0.5
+                field.shares[key] = torch.nn.Parameter(scale * shares[:, :count - 1])
+                for i in range(count - 1):  # one by one, because Muon takes matrices
+                    field.others[f'{key}-{i}'] = torch.nn.Parameter((sizes[i] / scale * others[i]).view_as(p))
+        TimeField.at = lambda field, t, part='': cls.mixed(field, t, part)
+
+    @classmethod
+    def mixed(cls, field, t, part):
+        merged = cls.at(field, t, part)
+        for name, p in field.base.named_parameters():
+            key = name.replace('.', '-')
+            wanted = not part or name.startswith(field.base.attention_prefixes) == (part == 'attention')
+            if wanted and key in field.shares:
+                shares = sum(w * field.shares[key][i] for i, w in field._knots(float(t)))
+                merged[name] = p + sum(share * field.others[f'{key}-{i}'] for i, share in enumerate(shares))
+        return merged
 
 
 class Averaged:
@@ -336,6 +372,7 @@ def converted(student, teacher, how, images, seed):
     """A student of the teacher, or one of another rank from a student."""
     how = dict(how)
     unshared, mlp, registers = how.pop('unshared', ()), how.pop('mlp', 1), how.pop('registers', 0)
+    mixed = how.pop('mixed', 0)
     ranked = {'time': 'low_rank', 'init': 'svd_data'} if 'rank' in how else {}
     original = copy.deepcopy(teacher) if student is None else merged_copy(student, teacher)
     student = copy.deepcopy(original)
@@ -343,6 +380,8 @@ def converted(student, teacher, how, images, seed):
     convert_(student, **ranked, **how, images=images if ranked else None, keep_original=False)
     if unshared:
         no_longer_share(student, original, unshared, images)
+    if mixed:
+        Mixed.add(student, original, mixed)
     if mlp > 1:
         widen(student.blocks.shared.block.mlp, mlp)
     if registers:
