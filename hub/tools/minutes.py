@@ -8,13 +8,14 @@ training images held out, after each part with the student's own K, and at the e
 Variants that are already in the file are not repeated.
 
 On a machine whose speed varies, variants whose updates cost the same are compared at equal updates instead. A variant
-with averaged residuals or mixed blocks needs a process of its own.
+with averaged residuals, mixed blocks or the length as an input needs a process of its own.
 
     python hub/tools/minutes.py cifar100.npz hub/controls.jsonl --updates 130 110 --variants 'no KL' 'nothing shared'
 """
 import argparse
 import copy
 import json
+import math
 import time
 from pathlib import Path
 
@@ -68,6 +69,11 @@ VARIANTS = {
     'no KL, random K': [('stepwise', .5, S), ('unrolled', .5, {**N, 'steps': RANDOM_K})],
     'no KL, random K, averaged': [('stepwise', .5, {**S, 'averaged': True}),
                                   ('unrolled', .5, {**N, 'steps': RANDOM_K, 'averaged': True})],
+    'no KL, random K, length of the step as an input': [
+        ('stepwise', .5, {**S, 'how': {'rank': 23, 'by_length': True}}), ('unrolled', .5, {**N, 'steps': RANDOM_K})],
+    'no KL, half of K last': [('stepwise', .5, S), ('unrolled', .3, N), ('unrolled', .2, {**N, 'steps': (6,)})],
+    'no KL, half of K last, from itself': [
+        ('stepwise', .5, S), ('unrolled', .3, N), ('unrolled', .2, {**N, 'steps': (6,), 'itself': True})],
     'no KL, only unrolled': [('unrolled', 1., N)],
     'KL in the last quarter': [('stepwise', .5, S), ('unrolled', .25, N), ('unrolled', .25, U)],
     'half of the tokens stepwise': [('stepwise', .5, {**S, 'tokens': .5}), ('unrolled', .5, U)],
@@ -196,23 +202,51 @@ class Mixed:
         return merged
 
 
+class Length:
+    """The length h of the step that is being made."""
+    h, advance = 1., LieTrotterStep.advance
+
+    @classmethod
+    def note(cls):
+        def noted(step, x, context):
+            cls.h = step.h
+            return cls.advance(step, x, context)
+        LieTrotterStep.advance = noted
+
+
+class LengthAsInput:
+    """Vectors that also depend on log h: nothing at h = 1."""
+    at = TimeField.at
+
+    @classmethod
+    def add(cls, student):
+        field = student.blocks.shared
+        field.by_length = torch.nn.ParameterDict(
+            {key: torch.nn.Parameter(torch.zeros_like(values[0])) for key, values in field.vectors.items()})
+        Length.note()
+        TimeField.at = lambda field, t, part='': cls.with_length(field, t, part)
+
+    @classmethod
+    def with_length(cls, field, t, part):
+        merged = cls.at(field, t, part)
+        for name in merged:
+            key = name.replace('.', '-')
+            if key in field.by_length:
+                merged[name] = merged[name] + math.log(Length.h) * field.by_length[key]
+        return merged
+
+
 class Averaged:
     """Residuals averaged over the interval of a step, in place of those where it starts."""
-    h = 1.
 
     @classmethod
     def on(cls):
-        advance = LieTrotterStep.advance
-
-        def with_length(step, x, context):
-            cls.h = step.h
-            return advance(step, x, context)
-        LieTrotterStep.advance = with_length
-        TimeField._knots = lambda field, t: cls.knots(field, t)
+        Length.note()
+        TimeField._knots = lambda field, t: cls.knots(field, t, Length.h)
 
     @classmethod
-    def knots(cls, field, t):
-        shares = [max(0., min(t + cls.h, layer + 1) - max(t, layer)) / cls.h for layer in field.layers]
+    def knots(cls, field, t, h):
+        shares = [max(0., min(t + h, layer + 1) - max(t, layer)) / h for layer in field.layers]
         return [(i, share) for i, share in enumerate(shares) if share > 1e-6]
 
 
@@ -343,6 +377,8 @@ def train(args, kind, updates, seconds, options, student, teacher):
     share, layers = options.pop('tokens', 1.), options.pop('layers', None)
     if options.pop('averaged', False):
         Averaged.on()  # for the rest of the process, and so for the measurements
+    if options.pop('itself', False):
+        teacher = merged_copy(student, teacher).eval()
     layerwise, ema_decay = options.pop('layerwise', False), options.pop('ema_decay', None)
     how = dict(opt=options.pop('opt'), lr=options.pop('lr'), weight_decay=0., seed=args.seed, progress=False)
     given = options if kind == 'unrolled' else {}
@@ -372,7 +408,7 @@ def converted(student, teacher, how, images, seed):
     """A student of the teacher, or one of another rank from a student."""
     how = dict(how)
     unshared, mlp, registers = how.pop('unshared', ()), how.pop('mlp', 1), how.pop('registers', 0)
-    mixed = how.pop('mixed', 0)
+    mixed, by_length = how.pop('mixed', 0), how.pop('by_length', False)
     ranked = {'time': 'low_rank', 'init': 'svd_data'} if 'rank' in how else {}
     original = copy.deepcopy(teacher) if student is None else merged_copy(student, teacher)
     student = copy.deepcopy(original)
@@ -382,6 +418,8 @@ def converted(student, teacher, how, images, seed):
         no_longer_share(student, original, unshared, images)
     if mixed:
         Mixed.add(student, original, mixed)
+    if by_length:
+        LengthAsInput.add(student)
     if mlp > 1:
         widen(student.blocks.shared.block.mlp, mlp)
     if registers:
