@@ -303,7 +303,8 @@ def test_calibration_refuses_another_teacher(vit):
     student = copy.deepcopy(teacher)
     convert_(student)
     for other, message in ((vit(embed_dim=64), 'was not converted from this teacher: cls_token is'),
-                           (vit(depth=5), 'the teacher has 5 layers'), (student, 'The teacher is itself converted'),
+                           (vit(depth=5), 'the teacher has 5 layers'), (copy.deepcopy(student), 'The teacher is itself converted'),
+                           (student, 'share parameters'),
                            ('vit_tiny_patch16_224', 'The teacher must be a model; got str')):
         with pytest.raises((TypeError, ValueError), match=message):
             calibrate_(student, other, GOOD, progress=False)

@@ -11,7 +11,7 @@ from ..distributed import over_processes
 from ..ode.blocks import find_ode_blocks
 from ..recording import Seen, state_at, watch_blocks
 from ..settings import checks_keywords, flag
-from .student_teacher import Renormalised, StudentTask, TrainingPass, check_apart, check_student
+from .student_teacher import Renormalised, StudentTask, TrainingPass, check_student, check_teacher
 
 __all__ = ['StepwiseTask', 'check_converted_from']
 
@@ -105,9 +105,7 @@ def check_converted_from(student: Any, teacher: Any) -> None:
     check_student(student)
     if not isinstance(teacher, nn.Module):
         raise TypeError(f'The teacher must be a model; got {type(teacher).__name__}. Build it with timm.create_model.')
-    if find_ode_blocks(teacher):
-        raise TypeError('The teacher is itself converted. Give the model that the student was converted from.')
-    check_apart(student, teacher)
+    check_teacher(student, teacher)
     outside = [{name: tuple(p.shape) for name, p in m.named_parameters() if '.blocks.' not in f'.{name}'}
                for m in (student, teacher)]
     if type(student) is not type(teacher) or outside[0] != outside[1]:

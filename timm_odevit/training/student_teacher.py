@@ -10,8 +10,8 @@ from ..data.preprocessing import renormalisation
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 
 __all__ = [
-    'Renormalised', 'StudentTask', 'TrainingPass', 'check_apart', 'check_keeps_patches', 'check_same_tokens',
-    'check_student', 'has_whole_sequence',
+    'Renormalised', 'StudentTask', 'TrainingPass', 'check_keeps_patches', 'check_same_tokens', 'check_student',
+    'check_teacher', 'has_whole_sequence',
 ]
 
 Task = TypeVar('Task', bound='StudentTask')
@@ -94,11 +94,14 @@ def check_student(student: Any) -> None:
             f'The student must be an ODE-ViT; this {type(student).__name__} is not one. Call convert_ first.')
 
 
-def check_apart(student: nn.Module, teacher: nn.Module) -> None:
-    """Raise ValueError for a student and a teacher that share parameters."""
+def check_teacher(student: nn.Module, teacher: nn.Module) -> None:
+    """Raise ValueError for a teacher that shares parameters with the student, TypeError for one that is converted."""
     if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
         raise ValueError('Student and teacher share parameters, so training would change the teacher. '
                          'Make the teacher with copy.deepcopy(model) before convert_.')
+    if find_ode_blocks(teacher):
+        raise TypeError('The teacher is itself converted. Give an ordinary model, such as the one that the student was '
+                        'converted from.')
 
 
 def check_keeps_patches(student: Any) -> None:
@@ -109,7 +112,7 @@ def check_keeps_patches(student: Any) -> None:
 
 
 def check_same_tokens(student: Any, teacher: Any) -> None:
-    check_apart(student, teacher)
+    check_teacher(student, teacher)
     check_keeps_patches(student)
     for name in ('embed_dim', 'in_chans', 'num_prefix_tokens', 'num_classes'):
         ours, theirs = getattr(student, name, None), getattr(teacher, name, None)
