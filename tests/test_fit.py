@@ -1,9 +1,12 @@
 import copy
 import json
+import math
 import random
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -86,6 +89,13 @@ def test_resume_gives_the_weights_of_an_undisturbed_run(vit, tmp_path, monkeypat
     assert strip == [{k: v for k, v in r.items() if k != 'seconds'} for r in expected]
 
 
+def test_without_gradients_nothing_is_trained(vit):
+    task = build(vit)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off(), pytest.raises(RuntimeError, match='Gradients are off, as in torch.no_grad'):
+            run(task, epochs=1)
+
+
 def test_muon_multiplies_in_float32_on_a_cpu(vit, monkeypatch):
     seen, original = [], muon.zeropower_via_newtonschulz
 
@@ -96,6 +106,18 @@ def test_muon_multiplies_in_float32_on_a_cpu(vit, monkeypatch):
     history = run(build(vit), opt='muon')
     assert set(seen) == {torch.float32} and history[-1]['loss'] < history[0]['loss']
     assert muon.zeropower_via_newtonschulz is spy  # as it was
+    seen.clear()
+    inside = threading.Barrier(2)
+
+    class Waiting(list):  # both fits are at their first batch before either goes on
+        def __iter__(self):
+            inside.wait(timeout=60)
+            return super().__iter__()
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(fit, build(vit), Waiting([(X[:8], Y[:8])] * count), epochs=1, opt='muon', lr=3e-3, progress=False)
+                 for count in (1, 6)]
+        assert all(math.isfinite(future.result()[0]['loss']) for future in found)
+    assert set(seen) == {torch.float32} and muon.zeropower_via_newtonschulz is spy
 
 
 @pytest.mark.parametrize('ema_decay', [None, 0.5])

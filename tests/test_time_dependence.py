@@ -1,15 +1,19 @@
 import copy
 import itertools
 import json
+import shutil
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from timm_odevit import OdeConfig, calibrate_, convert_, integrate
+from timm_odevit import OdeConfig, StepwiseTask, calibrate_, convert_, integrate
 from timm_odevit.convert.initialisation import build_field, factors
 from timm_odevit.convert.measure import input_moments, layer_distances, similarity_boundaries, split
+from timm_odevit.data.arrays import array_images
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.ode.methods import METHODS
 from timm_odevit.ode.time_dependence import PhasedField, TimeField
@@ -372,7 +376,7 @@ def test_minutes_are_spent_on_both_parts(vit, tmp_path, monkeypatch):
     monkeypatch.setattr(budget, 'time', SimpleNamespace(perf_counter=lambda: next(ticks) / 10))
     history = calibrate_(student, teacher, data, minutes=0.1, batch_size=8, progress=False, out=tmp_path)
     plan = json.loads((tmp_path / 'plan.json').read_text())
-    assert plan == {'minutes': 0.1, 'updates': [20, 20], 'share': 1.} and len(history) == 20
+    assert plan['minutes'] == 0.1 and plan['updates'] == [20, 20] and plan['share'] == 1. and len(history) == 20
     assert history[0]['loss'] > history[9]['loss'] and 'kd_loss' in history[10]
     again = copy.deepcopy(teacher)  # as after a crash
     convert_(again, OdeConfig(time='low_rank', rank=2))
@@ -442,3 +446,95 @@ def test_no_time_is_one_update_of_each_part_and_what_does_not_fit_is_refused_fir
     with pytest.raises(ValueError, match='the steps do not end at its states'):
         calibrate_(shorter, teacher, GOOD, minutes=1., progress=False)
     assert all(torch.equal(a, b) for a, b in zip(before, shorter.parameters()))
+
+
+def test_a_calibration_is_resumed_only_with_the_same_models_and_images(vit, tmp_path):
+    def pair(seed):
+        torch.manual_seed(seed)
+        teacher = vit()
+        student = copy.deepcopy(teacher)
+        convert_(student)
+        return student, teacher
+    (student, teacher), (other, others_teacher) = pair(0), pair(1)
+    settings = dict(out=tmp_path, batch_size=2, progress=False)
+    calibrate_(student, teacher, GOOD, epochs=(2, 1), **settings)
+    before = copy.deepcopy(other.state_dict())
+    for wrong, name in (((other, others_teacher, GOOD), 'student'), ((student, others_teacher, GOOD), 'teacher'),
+                        ((student, teacher, GOOD + 1), 'images'), ((student, teacher, GOOD[:-1]), 'images'),
+                        ((student, teacher, [GOOD[:2], GOOD[2:]]), 'images')):
+        with pytest.raises(ValueError, match=f'was made with {name} sha256 .*Resume with what the first run had'):
+            calibrate_(*wrong, epochs=(2, 2), resume=True, **settings)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), other.state_dict().values(), strict=True))
+    assert len(calibrate_(student, teacher, GOOD, epochs=(2, 2), resume=True, **settings)) == 4  # though it has learned
+    plan = json.loads((tmp_path / 'plan.json').read_text())
+    (tmp_path / 'plan.json').write_text(json.dumps({'minutes': None, 'updates': None}))  # of an earlier version
+    assert len(calibrate_(student, teacher, GOOD, epochs=(2, 3), resume=True, **settings)) == 5
+    (tmp_path / 'plan.json').write_text(json.dumps(plan))
+    shutil.rmtree(tmp_path / 'stepwise')
+    shutil.rmtree(tmp_path / 'unrolled')  # as if interrupted in the first epoch
+    with pytest.raises(ValueError, match='was calibrated with epochs, but this call has minutes=0.01'):
+        calibrate_(student, teacher, GOOD, minutes=0.01, resume=True, **settings)
+
+
+def test_an_exact_student_takes_no_time(vit, tmp_path):
+    teacher = vit()
+    student = copy.deepcopy(teacher)
+    convert_(student, OdeConfig(phases=3))
+    started = time.perf_counter()
+    assert calibrate_(student, teacher, GOOD, minutes=1., batch_size=2, progress=False, out=tmp_path) == []
+    assert calibrate_(student, teacher, GOOD, minutes=1., batch_size=2, progress=False, out=tmp_path, resume=True) == []
+    assert time.perf_counter() - started < 30
+
+
+@pytest.mark.parametrize('images, options, error, message', [
+    (torch.randn(4, 3, 24, 24), {}, ValueError, r'The first batch of train_loader \(images torch.float32 \[2, 3, 24, 24\]'),
+    (torch.randn(4, 1, 16, 16), {}, ValueError, 'does not fit the model'),
+    (torch.randn(4, 3, 16, 16).double(), {}, ValueError, 'does not fit the model'),
+])
+def test_images_that_do_not_fit_are_named(vit, images, options, error, message):
+    teacher = vit()
+    student = copy.deepcopy(teacher)
+    convert_(student)
+    with pytest.raises(error, match=message):
+        calibrate_(student, teacher, images, epochs=(1, 1), batch_size=2, progress=False, **options)
+
+
+def test_calibration_moves_images_to_the_device_and_takes_any_seed(vit, monkeypatch):
+    teacher = vit().to(torch.bfloat16)
+    student = copy.deepcopy(teacher)
+    convert_(student)
+    settings = dict(epochs=(1, 0), batch_size=2, progress=False)
+    calibrate_(student, teacher, GOOD, amp='bfloat16', seed=-1, **settings)  # float32 images
+    calibrate_(student, teacher, GOOD, amp='bfloat16', seed=2 ** 40, **settings)
+    on_meta, others = copy.deepcopy(student).to('meta'), copy.deepcopy(teacher).to('meta')
+    seen = []
+    monkeypatch.setattr(StepwiseTask, 'forward', lambda self, images, target=None: seen.append(images.device.type) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        calibrate_(on_meta, others, GOOD, **settings)
+    assert seen == ['meta']
+
+
+def test_each_pass_over_an_array_has_an_order_of_its_own(vit, tmp_path):
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / 'd.npz', x_train=rng.integers(0, 255, (20, 16, 16, 3), np.uint8))
+    teacher, seen = vit(), []
+
+    def orders(seed, **settings):
+        student = copy.deepcopy(teacher)
+        convert_(student)
+        loader = array_images(tmp_path / 'd.npz', teacher, batch_size=8, seed=seed)[0]
+        indices = loader.indices
+        loader.indices = lambda: [seen.append(index.tolist()) or index for index in indices()]
+        seen.clear()
+        calibrate_(student, teacher, loader, progress=False, lr=1e-3, unrolled_lr=1e-3, **settings)
+        return [tuple(batch) for batch in seen]
+    first, other = orders(0, epochs=(3, 1)), orders(1, epochs=(3, 1))
+    assert len(set(first)) == 6 and first[6:8] == first[:2] and set(first).isdisjoint(other)
+    assert len({i for batch in first for i in batch}) == 18  # all but those that are held out
+    stream = Stream(array_images(tmp_path / 'd.npz', teacher, batch_size=8)[0], 3)
+    batches = [*stream, *stream]
+    assert not torch.equal(batches[0][0], batches[2][0]) and stream.passes == 3
+    late = Stream(stream.loader, 3)
+    late.set_epoch(4)  # 12 batches before, 2 in each pass
+    next(iter(late))
+    assert stream.loader.epoch == 6 and late.passes == 7

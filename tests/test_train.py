@@ -24,7 +24,7 @@ from timm_odevit.data.arrays import array_loaders
 from timm_odevit.files import locked
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.training import cache
-from timm_odevit.training.ablate import load_recipes, table
+from timm_odevit.training.ablate import ablate, load_recipes, table
 from timm_odevit.training.cache import CachedLoader
 from timm_odevit.training.config import DataConfig, LossConfig
 from timm_odevit.training.hashes import fingerprint
@@ -377,6 +377,15 @@ def test_a_model_with_batch_norm_is_trained_too(data, tmp_path):
     run(recipe(ode=None, stages=[{'task': 'labels'}]), data, tmp_path / 'run', student=model)
 
 
+def test_a_damaged_cache_is_made_again(vit, data, tmp_path):
+    teacher = vit()
+    whole = np.array(caching(data, tmp_path, teacher).states)
+    path = next((tmp_path / 'cache').rglob('states.npy'))
+    for damage in (lambda: path.write_bytes(path.read_bytes()[:200]), path.unlink, lambda: path.write_bytes(b'')):
+        damage()
+        assert np.array_equal(caching(data, tmp_path, teacher).states, whole)
+
+
 # --- faults
 
 def command(out, *changes):
@@ -613,6 +622,16 @@ def test_ablations_make_one_table_and_go_on(place, monkeypatch, capsys):
                           ('variants: {a: [seed=3]}', "'a' has seed 3, but ablations set their own")):
         (place / 'list.yaml').write_text(f'{{base: quick.yaml, {text}}}')
         assert main(args) == 2 and message in capsys.readouterr().err
+
+
+def test_ablations_need_recipes_and_seeds(tmp_path):
+    with pytest.raises(ValueError, match='There are no recipes'):
+        ablate({}, 'data.npz', tmp_path / 'out')
+    with pytest.raises(ValueError, match='seeds must be a whole number of at least 1; got 0'):
+        ablate({'a': Recipe.load('low_rank')}, 'data.npz', tmp_path / 'out', seeds=0)
+    with pytest.raises(TypeError, match=r"recipe must be a Recipe; got 'low_rank'. Recipe.load"):
+        train('low_rank', 'data.npz', tmp_path / 'out')
+    assert not (tmp_path / 'out').exists()
 
 
 def test_the_table_says_which_seeds_diverged():

@@ -60,12 +60,14 @@ def quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--quiet', action='store_true', help='show no progress bars')
 
 
-def images_of(path: str, model: nn.Module, batch_size: int = 64, workers: Optional[int] = None) -> Tuple[Any, Any]:
+def images_of(
+        path: str, model: nn.Module, batch_size: int = 64, workers: Optional[int] = None, seed: int = 0,
+) -> Tuple[Any, Any]:
     """Make batches of images whose labels do not matter, from a folder or an .npz: to calibrate on, and held out."""
     if Path(path).is_file():
         if workers is not None:
             raise ValueError('--workers load images from folders, but an .npz is read at once. Leave it out.')
-        return array_images(path, model, batch_size=batch_size)
+        return array_images(path, model, batch_size=batch_size, seed=seed)
     return image_loaders(path, model, batch_size=batch_size, workers=2 if workers is None else workers)
 
 

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     if not args.resume:
         refuse_existing(args.out, '--resume')
     student, teacher = load(args.student, args), load(args.teacher, args)
-    loader, held = images_of(args.images, student, config.batch_size, args.workers)
+    loader, held = images_of(args.images, student, config.batch_size, args.workers, config.seed)
     held = few(held, config.batch_size)
     measure, of = (evaluate, 'agreement') if student.num_classes else (evaluate_embeddings, 'neighbours')
     before: Any = measure(student, held, teacher=teacher).results[-1]

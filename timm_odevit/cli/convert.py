@@ -11,7 +11,7 @@ from ..ode.blocks import find_ode_blocks
 from ..ode.config import OdeConfig
 from ..saving.save import save_pretrained
 from ..training.find_size import find_size
-from .arguments import IMAGES, MODEL, add_settings, few, given, images_of, load, refuse_existing, whole_number
+from .arguments import IMAGES, MODEL, add_settings, few, given, images_of, load, quiet, refuse_existing, whole_number
 
 BATCH = 16  # images per update of the calibrations
 HELP = 'Convert a pretrained model and save it.'
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--seed', type=int, metavar='N', default=0,
                         help='seed of the choice of images (default: %(default)s)')
     parser.add_argument('--force', action='store_true', help='write into a folder that is not empty')
+    quiet(parser)
     add_settings(parser.add_argument_group('the ODE'), OdeConfig)
 
 
@@ -66,9 +67,10 @@ def run(args: argparse.Namespace) -> None:
     if min(getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (1,)) < 1:
         raise ValueError(f'--img-size {args.img_size} is less than one patch of this model.')
     if args.keep is not None:
-        loader, held = images_of(args.images, model, BATCH)
+        loader, held = images_of(args.images, model, BATCH, seed=args.seed)
         minutes = 1. if args.minutes is None else args.minutes
-        search = find_size(model, loader, few(held, BATCH), keep=args.keep, ode=config, minutes=minutes, seed=args.seed)
+        search = find_size(model, loader, few(held, BATCH), keep=args.keep, ode=config, minutes=minutes, seed=args.seed,
+                           progress=not args.quiet)
         print(search)
         _save(search.student, args.out)
         return
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
     images = None
     if args.images:
         torch.manual_seed(args.seed)
-        images = next(iter(images_of(args.images, model)[0]))[0].to(args.device)
+        images = next(iter(images_of(args.images, model, seed=args.seed)[0]))[0].to(args.device)
     print(convert_(model, config, images=images, keep_original=False))
     classes = model.pretrained_cfg['num_classes']
     if not args.random and classes != model.num_classes:

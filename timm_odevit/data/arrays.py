@@ -88,14 +88,15 @@ def array_classes(path: Union[str, Path]) -> int:
 
 
 def array_images(
-        path: Union[str, Path], model: Any, *, batch_size: int = 64, held_out: float = 0.1,
+        path: Union[str, Path], model: Any, *, batch_size: int = 64, held_out: float = 0.1, seed: int = 0,
 ) -> Tuple['ArrayLoader', 'ArrayLoader']:
     """Make batches of the images x_train of an .npz, with labels 0: to calibrate on (augmented), and held out."""
     images = _images(path, _read_arrays(path, ('x_train',))['x_train'], model)
     split = len(images) - count_held_out(len(images), held_out)
     parts = (images[:split], images[split:]) if split < len(images) else (images, images)
-    first, second = (ArrayLoader(part, np.zeros(len(part), int), model, min(batch_size, len(part)), train=i == 0)
-                     for i, part in enumerate(parts))
+    first, second = (
+        ArrayLoader(part, np.zeros(len(part), int), model, min(batch_size, len(part)), train=i == 0, seed=seed)
+        for i, part in enumerate(parts))
     return first, second
 
 

@@ -15,6 +15,7 @@ from ..evaluation.accuracy import evaluate
 from ..files import to_json, write_text
 from ..loading.find_weights import WEIGHTS
 from ..ode.blocks import count_parameters, find_ode_blocks
+from ..settings import whole
 from .loaders import loaders
 from .read_yaml import read_yaml
 from .recipe import Recipe
@@ -94,9 +95,12 @@ def ablate(
         of steps, at half that number and at twice that number.
 
     Raises:
+        ValueError: There are no recipes, a seed or name is unsuitable, or as `train`.
         OSError: Another process uses the folder.
     """
-    folder = Path(out)
+    folder, seeds = Path(out), whole(1)('seeds', seeds)
+    if not recipes:
+        raise ValueError("There are no recipes. Give some by name, such as {'rank 8': Recipe.load('low_rank')}.")
     by_slug = {_slug(name): name for name in recipes}
     for name, recipe in recipes.items():
         if recipe.seed:

@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence
 from torch import nn
 
 from .fit import fit
+from .loaders import set_epoch
 
 __all__ = ['EPOCHS', 'Stream', 'updates_in']
 
@@ -17,12 +18,21 @@ TRIED = 5  # updates
 
 
 class Stream:
-    """The batches of a loader, over and over: `count` of them at a time, the next ones each time."""
+    """The batches of a loader, over and over: `count` of them at a time, the next ones each time.
+
+    Each pass over the loader is an epoch of the loader, with an order of its own.
+    """
 
     def __init__(self, loader: Any, count: int) -> None:
         self.loader, self.count = loader, count
         self.rest: Iterator[Any] = iter(())
+        self.passes = 0
         self.yielded: List[float] = []  # when each of the last batches was asked for, in seconds
+
+    def set_epoch(self, epoch: int) -> None:
+        """Note how many times `count` batches were taken before, also by the run that this one resumes."""
+        if self.passes == 0:
+            self.passes = epoch * self.count // max(1, len(self.loader))
 
     def __len__(self) -> int:
         return self.count
@@ -38,7 +48,9 @@ class Stream:
             elif fresh:
                 return  # an empty loader
             else:
+                set_epoch(self.loader, self.passes)
                 self.rest, fresh = iter(self.loader), True
+                self.passes += 1
 
 
 def updates_in(

@@ -131,10 +131,11 @@ class CachedLoader:
         self.logits = np.load(self.folder / LOGITS, mmap_mode='r')
 
     def _there(self, about: Any) -> bool:
-        path = self.folder / ABOUT
         try:
-            return path.is_file() and json.loads(path.read_text()) == about
-        except ValueError:  # truncated JSON
+            shapes = [np.load(self.folder / name, mmap_mode='r').shape for name in (STATES, LOGITS)]
+            same: bool = json.loads((self.folder / ABOUT).read_text()) == about
+            return same and shapes == [self.shape, (*self.shape[:2], about['classes'])]
+        except (EOFError, FileNotFoundError, ValueError):  # missing or truncated
             return False
 
     def _fill(self, teacher: nn.Module, classes: int, about: Any, progress: bool) -> None:

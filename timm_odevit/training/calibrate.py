@@ -1,4 +1,5 @@
 """calibrate_: fit the shared blocks to the teacher in minutes, on images without labels."""
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
@@ -10,12 +11,16 @@ from torch import Tensor, nn
 
 from ..convert.measure import check_images
 from ..distributed import alone_in, over_processes
-from ..hooks import evaluating, random_states_kept, surely
+from ..evaluation.passes import AMP_DTYPES
+from ..hooks import evaluating, surely
 from ..ode.blocks import find_ode_blocks
 from ..settings import takes
 from .budget import EPOCHS, Stream, updates_in
 from .config import CalibrationConfig
+from .first_batch import fitting, undisturbed
 from .fit import fit
+from .hashes import made_of
+from .loaders import set_epoch
 from .resume import check_calibration, planned
 from .stepwise_task import StepwiseTask, check_converted_from
 from .trajectory_task import TrajectoryDistillationTask
@@ -24,6 +29,7 @@ __all__ = ['calibrate_']
 
 HIGHEST_LR = (3e-3, 1e-3)  # of the two parts
 TRIED = 3  # batches
+EXACT = 1e-6  # a loss that is rounding
 
 
 @takes(CalibrationConfig)
@@ -42,7 +48,7 @@ def calibrate_(
     First, each step learns on its own, from the teacher's state to the teacher's next state (StepwiseTask); then the
     unrolled steps learn the whole trajectory (TrajectoryDistillationTask), each in half of the time. Only the shared
     blocks learn. At the end, even after an interruption, the modes and requires_grad of both models are restored; the
-    learned weights stay.
+    learned weights stay. A student that is exact has nothing to learn, and takes no time.
 
     Args:
         model: Converted model.
@@ -50,7 +56,7 @@ def calibrate_(
         images: Images [N, C, H, W], normalised for the model; or a loader with a length that yields such batches, or
             (images, labels), whose labels are ignored.
         out: Folder for checkpoints ('stepwise/' and 'unrolled/'), so that an interrupted call can be resumed.
-        resume: Resume from `out`.
+        resume: Resume from `out`, with the same student as converted, teacher, images and settings.
         progress: Show a progress bar.
         config: Settings; or pass any of them as keywords, such as minutes=10; see CalibrationConfig.
 
@@ -59,7 +65,8 @@ def calibrate_(
 
     Raises:
         TypeError: The model is not converted.
-        ValueError: Model and teacher do not match, or a setting, the images or the folder is invalid.
+        ValueError: Model and teacher do not match; or a setting, the images or the folder is invalid, or the folder was
+            made with another student, teacher or images.
         FloatingPointError: The loss stopped being finite.
         OSError: Another process uses the folder.
     """
@@ -89,15 +96,19 @@ def calibrate_(
 
     def plan() -> Dict[str, Any]:
         measured = None in (config.lr, config.unrolled_lr) and (config.epochs is None or config.epochs[0] > 0)
-        share = min(1., 3. * _error_of_a_step(model, teacher, loader, config.seed)) if measured else 1.
-        updates = config.minutes and updates_in(config.minutes, model, loader, tasks, (0.5, 0.5), options(share))
+        share = min(1., 3. * _error_of_a_step(model, tasks[0](model), loader, config)) if measured else 1.
+        updates = None
+        if config.minutes is not None and share > EXACT:
+            updates = updates_in(config.minutes, model, loader, tasks, (0.5, 0.5), options(share))
         return {'minutes': config.minutes, 'updates': updates, 'share': share}
     with alone_in(None if out is None else Path(out)):
         try:
             made = [make(model) for make, count in zip(tasks, config.epochs or (0, 0), strict=True) if count]
             for p, flag in flags:
                 p.requires_grad_(flag and id(p) in own)
-            noted = planned(out, plan)
+            noted = planned(out, plan, lambda: made_of(model, teacher, images))
+            if noted['share'] < EXACT:
+                return history
             if config.epochs is not None:
                 parts: List[Tuple[Any, int]] = [(loader, count) for count in config.epochs]
             else:
@@ -113,12 +124,16 @@ def calibrate_(
 
 
 @torch.no_grad()
-def _error_of_a_step(model: nn.Module, teacher: nn.Module, loader: Any, seed: int) -> float:
+def _error_of_a_step(model: nn.Module, task: TrainingTask, loader: Any, config: CalibrationConfig) -> float:
     """StepwiseTask's loss on a few batches: how much there is to learn, 0 for nothing, 1 for everything."""
-    task = StepwiseTask(model, teacher, verbose=False)
-    with random_states_kept(next(model.parameters()).device), evaluating(model):
-        random_seed(seed)
-        errors = [over_processes(task(images)['loss']) for images, _ in islice(loader, TRIED)]
+    device, dtype = torch.device(task.device), AMP_DTYPES[config.amp]
+    errors = []
+    with undisturbed(loader, device), evaluating(model):
+        random_seed(config.seed * 10_007 % 2 ** 31)
+        for images, labels in islice(loader, TRIED):
+            with fitting('train_loader', images, labels, task), torch.autocast(
+                    device.type, dtype) if dtype is not None else nullcontext():
+                errors.append(over_processes(task(images.to(device))['loss']))
     return torch.stack(errors).mean().item() if errors else 1.
 
 
@@ -133,6 +148,10 @@ class _Batches:
         elif not hasattr(images, '__len__') or not hasattr(images, '__iter__') or hasattr(images, 'dtype'):
             raise ValueError(
                 f'images must be a tensor [N, C, H, W], or a loader with a length; got {type(images).__name__}.')
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass it on."""
+        set_epoch(self.source, epoch)
 
     def __len__(self) -> int:
         return len(self.source) // self.batch_size if isinstance(self.source, Tensor) else len(self.source)

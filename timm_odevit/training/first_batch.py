@@ -13,11 +13,11 @@ from .loaders import chain
 from .resume import models_of
 from .validation import validate
 
-__all__ = ['checked', 'fitting', 'look_at']
+__all__ = ['checked', 'fitting', 'look_at', 'undisturbed']
 
 
 @contextmanager
-def _undisturbed(loader: Any, device: torch.device) -> Iterator[None]:
+def undisturbed(loader: Any, device: torch.device) -> Iterator[None]:
     """Restore what an extra iteration changes: random states, and the persistent workers of a DataLoader."""
     parts = chain(loader)
     owners = [owner for part in parts for owner in (
@@ -40,7 +40,7 @@ def _undisturbed(loader: Any, device: torch.device) -> Iterator[None]:
 
 def look_at(val_loader: Any, task: TrainingTask, dtype: Optional[torch.dtype]) -> None:
     """Validate one batch, and leave everything as it was."""
-    with _undisturbed(val_loader, task.device):
+    with undisturbed(val_loader, task.device):
         for batch in val_loader:
             images, labels = checked('val_loader', batch, task)
             with fitting('val_loader', images, labels, task):

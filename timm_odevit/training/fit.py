@@ -1,9 +1,9 @@
 """The training loop, built from timm's parts: it trains any `timm.task.TrainingTask`."""
 import math
+import threading
 import time
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Union
 
@@ -26,6 +26,7 @@ from ..saving.save import describe, save_pretrained
 from ..settings import takes
 from .config import FitConfig
 from .first_batch import checked, fitting, look_at
+from .loaders import set_epoch
 from .monitor import NormWatch, Scalars
 from .resume import BEST, HISTORY, LAST, check_unused, load_state, models_of, read_state, save_state, settings_to_resume
 from .validation import score_of, validate
@@ -58,7 +59,8 @@ def fit(
     arrives, so that the training data is not read an extra time. A refusal leaves weights, buffers and modes as they
     were, and neither check changes a result.
 
-    The seed is local: afterwards, the global random states are what they were.
+    The seed is local: afterwards, the global random states are what they were. Two calls in two threads at once draw
+    from the same random states, so that neither result can be repeated; use processes for that.
 
     Under torch.distributed, the task is wrapped by its `prepare_distributed`, the first process validates and writes,
     and all processes read `out/last.pt` to resume, so they must share a file system.
@@ -93,6 +95,8 @@ def fit(
             raise ValueError(f'{name} is a {type(loader).__name__}, which gives its batches only once, but it is read '
                              'in every epoch. Give a list of batches, or a DataLoader.')
     check_not_merged(models_of(task)['model'])
+    if not torch.is_grad_enabled():
+        raise RuntimeError('Gradients are off, as in torch.no_grad() or torch.inference_mode(). Train outside of it.')
     trainable: Any = task.get_trainable_module()
     if not any(p.requires_grad for p in trainable.parameters()):
         raise ValueError(
@@ -117,7 +121,7 @@ def fit(
         rank = rank_and_world()[0]
         bar = tqdm(total=config.epochs * updates, initial=len(history) * updates, unit='update',
                    disable=not progress or rank > 0 or len(history) == config.epochs)
-        with bar, _muon_for(run.device), Scalars(folder if rank == 0 else None) as scalars:
+        with bar, _muon_in_float32(), Scalars(folder if rank == 0 else None) as scalars:
             for epoch in range(len(history), config.epochs):
                 bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {config.epochs}")
                 record = run.epoch(epoch, bar.update)
@@ -192,10 +196,7 @@ class _Run:
     def epoch(self, epoch: int, done: Callable[[], Any]) -> Dict[str, float]:
         """Train for one epoch and validate; returns its record, which depends only on the seed and the state."""
         random_seed((self.config.seed * 10_007 + epoch) * self.world % 2 ** 31, self.rank)
-        parts: Any = (self.train_loader, getattr(self.train_loader, 'sampler', None))
-        for part in parts:
-            if hasattr(part, 'set_epoch'):
-                part.set_epoch(epoch)
+        set_epoch(self.train_loader, epoch)
         started = time.perf_counter()
         record: Dict[str, float] = {'epoch': epoch + 1, **self._train(epoch, done)}
         record['seconds'] = time.perf_counter() - started
@@ -241,7 +242,8 @@ class _Run:
                     found = ', '.join(f'{key} {part.item():.4g}' for key, part in values.items())
                     raise FloatingPointError(
                         f'The loss is not finite in epoch {epoch + 1}, batch {i + 1} ({found}). '
-                        f'{_diverging(task, images, dtype)}Lower lr, or use amp bfloat16 or None.')
+                        f'{_diverging(task, images, dtype)}Lower lr, or use amp bfloat16 or None and a '
+                        'model that is not in float16.')
                 scaler.scale(loss / accumulate).backward()
             for key, part in values.items():
                 sums[key] = sums[key] + part  # stays on the device: one wait per batch is enough
@@ -265,16 +267,30 @@ class _Run:
                 **{key: float(value) for key, value in means.items() if not value.isnan()}, **self.watch.take()}
 
 
+_lock, _fits = threading.Lock(), 0  # in progress, in all threads
+_newtonschulz: Any = None  # timm's own, during these
+
+
 @contextmanager
-def _muon_for(device: torch.device) -> Iterator[None]:
+def _muon_in_float32() -> Iterator[None]:
     """Make timm's Muon multiply in float32 on a CPU: most CPUs emulate bfloat16, which is 30 times slower."""
-    original = muon.zeropower_via_newtonschulz
-    if device.type == 'cpu':
-        muon.zeropower_via_newtonschulz = partial(original, dtype=torch.float32)
+    global _fits, _newtonschulz
+    with _lock:
+        if _fits == 0:
+            _newtonschulz = muon.zeropower_via_newtonschulz
+            muon.zeropower_via_newtonschulz = _in_float32
+        _fits += 1
     try:
         yield
     finally:
-        muon.zeropower_via_newtonschulz = original
+        with _lock:
+            _fits -= 1
+            if _fits == 0:
+                muon.zeropower_via_newtonschulz = _newtonschulz
+
+
+def _in_float32(G: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _newtonschulz(G, *args, **({'dtype': torch.float32, **kwargs} if G.device.type == 'cpu' else kwargs))
 
 
 @torch.no_grad()

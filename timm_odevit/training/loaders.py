@@ -9,7 +9,7 @@ from ..data.folders import folder_classes, folder_loaders
 from ..data.mixup import MixupLoader
 from .config import DataConfig
 
-__all__ = ['chain', 'count_classes', 'draw_sample', 'label_names', 'loaders']
+__all__ = ['chain', 'count_classes', 'draw_sample', 'label_names', 'loaders', 'set_epoch']
 
 
 def loaders(
@@ -54,6 +54,14 @@ def chain(loader: Any) -> List[Any]:
         parts.append(loader)
         loader = getattr(loader, 'loader', getattr(loader, 'source', None))
     return parts
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader and its sampler which epoch comes next, if they ask for it."""
+    parts: Any = (loader, getattr(loader, 'sampler', None))
+    for part in parts:
+        if hasattr(part, 'set_epoch'):
+            part.set_epoch(epoch)
 
 
 def count_classes(data: Union[str, Path]) -> int:

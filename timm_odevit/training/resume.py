@@ -133,11 +133,14 @@ def _without_end(recipe: Recipe) -> Any:
 def check_about(folder: Path, about: Dict[str, Any]) -> None:
     """Refuse to resume with different data or models."""
     if (folder / RUN).exists():
-        before = json.loads((folder / RUN).read_text())
-        for name, value in about.items():
-            if before.get(name) != value:
-                raise ValueError(f"'{folder}' was made with {name} {before.get(name)}, but this run has {value}. "
-                                 'Resume with what the first run had, or give another folder.')
+        _check_same(folder, json.loads((folder / RUN).read_text()), about)
+
+
+def _check_same(folder: Path, before: Dict[str, Any], about: Dict[str, Any]) -> None:
+    for name, value in about.items():
+        if before.get(name) != value:
+            raise ValueError(f"'{folder}' was made with {name} {before.get(name)}, but this run has {value}. "
+                             'Resume with what the first run had, or give another folder.')
 
 
 def check_calibration(
@@ -151,9 +154,9 @@ def check_calibration(
     if first is None or second is None:
         return
     check_unused(first.parent, resume, first.parent / PLAN, first / LAST, second / LAST)
-    before = json.loads((first.parent / PLAN).read_text())['minutes'] if (first.parent / PLAN).exists() else None
-    started = before is not None or (first / LAST).exists() or (second / LAST).exists()
-    if (started and (before is None) != (epochs is not None)) or before not in (None, minutes):
+    plan = first.parent / PLAN
+    before = json.loads(plan.read_text())['minutes'] if plan.exists() else None
+    if before != minutes and any(file.exists() for file in (plan, first / LAST, second / LAST)):
         then = 'epochs' if before is None else f'minutes={before:g}'
         now = f'minutes={minutes}' if epochs is None else f'epochs={tuple(epochs)}'
         raise ValueError(f"'{first.parent}' was calibrated with {then}, but this call has {now}. Resume with what the "
@@ -165,13 +168,16 @@ def check_calibration(
             'another folder.')
 
 
-def planned(out: Union[str, Path, None], plan: Callable[[], Dict[str, Any]]) -> Dict[str, Any]:
-    """The plan of a calibration: that of its folder, or a new one, which is noted there."""
+def planned(
+        out: Union[str, Path, None], plan: Callable[[], Dict[str, Any]], about: Callable[[], Dict[str, Any]],
+) -> Dict[str, Any]:
+    """The plan of a calibration: that of its folder, if it is about the same things, or a new one, noted there."""
     path = None if out is None else Path(out) / PLAN
     if path is not None and path.exists():
-        noted: Dict[str, Any] = json.loads(path.read_text())
+        noted: Dict[str, Any] = {'share': 1., **json.loads(path.read_text())}
+        _check_same(path.parent, noted, {name: value for name, value in about().items() if name in noted})
         return noted
-    found = plan()
+    found = {**plan(), **(about() if path is not None else {})}
     if path is not None:
         write_text(path, to_json(found))
     return found

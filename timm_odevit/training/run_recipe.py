@@ -16,7 +16,7 @@ from ..convert.conversion import convert_
 from ..data.arrays import ArrayLoader
 from ..data.preprocessing import renormalisation
 from ..distributed import alone_in, rank_and_world
-from ..errors import one_line
+from ..errors import one_line, shown
 from ..files import staged, to_json, write_text
 from ..hooks import random_states_kept
 from ..loading.find_weights import CONFIG, WEIGHTS
@@ -77,11 +77,14 @@ def train(
         The records of all epochs, as returned by `fit`, each with its stage.
 
     Raises:
+        TypeError: The recipe is not a Recipe.
         ValueError: Recipe, models, data and folder do not fit together; nothing has been trained.
         FloatingPointError: The loss stopped being finite; the files of the previous epoch remain.
         OSError: A file could not be written (files written earlier remain); or another process uses the folder.
     """
     folder = Path(out)
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f'recipe must be a Recipe; got {shown(recipe)}. Recipe.load(...) reads one, by name or file.')
     if student is not None:
         recipe = replace(recipe, ode=None)
     for model in (teacher, student):
