@@ -26,7 +26,10 @@ STEPS = (6, 8, 12, 16, 24)
 CONTROLS = {
     'no KL': 'everything shared, rank 23', 'nothing shared': 'nothing shared, rank 35',
     'only the MLP shared': 'only the MLP shared, rank 27', 'only attention shared': 'only attention shared, rank 31',
-    'three blocks': 'three blocks, rank 0', 'first and last layer kept': 'first and last layer kept, one block between'}
+    'three blocks': 'three blocks, rank 0', 'three blocks, mixed': 'three blocks, mixed for each layer',
+    'first and last layer kept': 'first and last layer kept, one block between',
+    'half: one block': 'one block, rank 59', 'half: two blocks': 'two blocks, rank 47',
+    'half: three blocks': 'three blocks, rank 35', 'half: four blocks': 'four blocks, rank 23'}
 # what others kept of their teachers, from their papers
 OTHERS = [
     ('ODE-ViT Base, arXiv 2511.16501: of a ViT-B', 'CIFAR-100', '7 M', '72.1', '81.8'),
@@ -86,19 +89,24 @@ def minutes():
 
 def controls():
     """The same number of parameters and updates, shared in other places, the best first."""
-    return _variants(lambda record: not record['variant'].startswith('autonomous'))
+    return _variants(lambda name: not name.startswith(('autonomous', 'half', 'no KL,')))
+
+
+def halves():
+    """The same with half of the block parameters."""
+    return _variants(lambda name: name.startswith('half'))
 
 
 def autonomous():
     """One block for all of t, with more capacity in other places, the best first."""
-    return _variants(lambda record: record['variant'].startswith('autonomous'))
+    return _variants(lambda name: name.startswith('autonomous'))
 
 
 def _variants(belongs):
     found = {}
     for line in (HUB / 'controls.jsonl').read_text().splitlines():
         record = json.loads(line)
-        if belongs(record):
+        if belongs(record['variant']):
             found.setdefault(record['variant'], []).append(record)
     rows = ['| variant | block parameters | top-1 % | at half K | at twice K | minutes | seeds |', '|' + ' --- |' * 7]
     for name, runs in sorted(found.items(), key=lambda item: -statistics.mean(r['top1'] for r in item[1])):
@@ -285,7 +293,8 @@ def dials_figure(path):
 
 
 TABLES = {'models': (README, models), 'ablation': (RESULTS, ablation), 'dial': (RESULTS, dial),
-          'minutes': (RESULTS, minutes), 'controls': (RESULTS, controls), 'autonomous': (RESULTS, autonomous),
+          'minutes': (RESULTS, minutes), 'controls': (RESULTS, controls), 'halves': (RESULTS, halves),
+          'autonomous': (RESULTS, autonomous),
          'families': (RESULTS, families),
           'embeddings': (RESULTS, embeddings), 'tokens': (RESULTS, tokens), 'paper': (RESULTS, paper),
           'memory': (RESULTS, memory), 'benchmark': (RESULTS, benchmarks),
