@@ -107,6 +107,11 @@ VARIANTS = {
     'half: two blocks': begun_with(rank=47, phases=2),
     'half: three blocks': begun_with(rank=35, phases=3),
     'half: four blocks': begun_with(rank=23, phases=4),
+    # a fifth, and a third
+    'fifth: one block': begun_with(rank=16),
+    'fifth: two blocks': begun_with(rank=4, phases=2),
+    'third: one block': begun_with(rank=37),
+    'third: two blocks': begun_with(rank=25, phases=2),
     # one block for all of t
     'autonomous': begun_with(),
     'autonomous, K = 24': begun_with(steps=24),
