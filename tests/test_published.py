@@ -50,7 +50,9 @@ def test_a_published_folder_is_whole(folder):
     assert all(r['images'] == 10000 for r in rows)
     for line in record['command'].splitlines():
         args = cli.parser().parse_args(shlex.split(line.split('now: ')[-1])[1:])
-        assert Recipe.load(HUB.parent / args.recipe if 'hub/' in args.recipe else args.recipe, args.set).stages
+        recipe = args.recipe or 'finetune'
+        recipe = Recipe.load(HUB.parent / recipe if 'hub/' in recipe else recipe, args.set)
+        assert recipe.stages and (recipe.model is not None or not args.checkpoint or getattr(args, 'model', None))
     Recipe.load(folder / 'recipe.yaml')
 
 
