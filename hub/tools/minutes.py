@@ -75,6 +75,8 @@ VARIANTS = {
     'no KL, half of K last, from itself': [
         ('stepwise', .5, S), ('unrolled', .3, N), ('unrolled', .2, {**N, 'steps': (6,), 'itself': True})],
     'no KL, only unrolled': [('unrolled', 1., N)],
+    'no KL, only unrolled, half of K first': [('unrolled', .7, {**N, 'steps': (6,)}), ('unrolled', .3, N)],
+    'no KL, half of K first': [('stepwise', .3, S), ('unrolled', .4, {**N, 'steps': (6,)}), ('unrolled', .3, N)],
     'KL in the last quarter': [('stepwise', .5, S), ('unrolled', .25, N), ('unrolled', .25, U)],
     'half of the tokens stepwise': [('stepwise', .5, {**S, 'tokens': .5}), ('unrolled', .5, U)],
     'half of the tokens first': [('stepwise', .5, {**S, 'tokens': .5}), ('unrolled', .25, {**U, 'tokens': .5}),

@@ -295,7 +295,7 @@ def dials_figure(path):
 TABLES = {'models': (README, models), 'ablation': (RESULTS, ablation), 'dial': (RESULTS, dial),
           'minutes': (RESULTS, minutes), 'controls': (RESULTS, controls), 'halves': (RESULTS, halves),
           'autonomous': (RESULTS, autonomous),
-         'families': (RESULTS, families),
+          'families': (RESULTS, families),
           'embeddings': (RESULTS, embeddings), 'tokens': (RESULTS, tokens), 'paper': (RESULTS, paper),
           'memory': (RESULTS, memory), 'benchmark': (RESULTS, benchmarks),
           **{name: (DYNAMICS, make) for name, make in DYNAMICS_TABLES.items()}}

@@ -145,13 +145,16 @@ class Halts:
         self._measured.steps = steps
 
     def can_halt(self, steps: Iterable[Any], x: Any) -> bool:
-        """Whether images may halt in a pass: not in training mode, under FX, or while a step has a hook."""
+        """Whether images may halt in a pass: not in training mode, under FX, or while a step has a hook.
+
+        If not, the steps that they took in an earlier pass are forgotten.
+        """
         if self.settings.halting is None or isinstance(x, torch.fx.Proxy):
             return False
         if not any(step.training or step.hooked for step in steps):
             return True
         if not torch.compiler.is_compiling():
-            self._measured.steps = None  # those of an earlier pass
+            self._measured.steps = None
         return False
 
     def run_halting(

@@ -2,7 +2,7 @@
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
+from typing import Any, Callable, ContextManager, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 from timm.task import TrainingTask
@@ -131,8 +131,8 @@ def _error_of_a_step(model: nn.Module, task: TrainingTask, loader: Any, config: 
     with undisturbed(loader, device), evaluating(model):
         random_seed(config.seed * 10_007 % 2 ** 31)
         for images, labels in islice(loader, TRIED):
-            with fitting('train_loader', images, labels, task), torch.autocast(
-                    device.type, dtype) if dtype is not None else nullcontext():
+            cast: ContextManager[Any] = nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+            with fitting('train_loader', images, labels, task), cast:
                 errors.append(over_processes(task(images.to(device))['loss']))
     return torch.stack(errors).mean().item() if errors else 1.
 
