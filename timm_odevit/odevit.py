@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 import timm
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
 from timm.models.naflexvit import NaFlexVit
 from torch import nn
@@ -29,12 +28,13 @@ from .pyramid import FeaturesAtTimes, check_times
 __all__ = ['default_cfgs']  # register_model adds the entry points
 
 
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
+def _cfg(base: str = 'vit_tiny_patch16_224', img_size: int = 224, **_: Any) -> Dict[str, Any]:
+    """The configuration of a model with this base and these arguments of it: normalised as the base's images are."""
+    cfg: Any = timm.get_pretrained_cfg(base)
     return dict(
-        input_size=(3, 224, 224), num_classes=1000, pool_size=None, crop_pct=0.9, interpolation='bicubic',
-        fixed_input_size=True, mean=IMAGENET_INCEPTION_MEAN, std=IMAGENET_INCEPTION_STD,
-        first_conv='patch_embed.proj', classifier='head', license='apache-2.0', paper_ids='arXiv:2511.16501',
-        paper_name='ODE-ViT', **kwargs)
+        input_size=(3, img_size, img_size), num_classes=1000, pool_size=None, crop_pct=0.9 if img_size == 224 else 1.0,
+        interpolation='bicubic', fixed_input_size=True, mean=cfg.mean, std=cfg.std, first_conv='patch_embed.proj',
+        classifier='head', license='apache-2.0', paper_ids='arXiv:2511.16501', paper_name='ODE-ViT')
 
 
 # name: (base that supplies width, stem and head; extra arguments of the base)
@@ -68,10 +68,9 @@ _PUBLISHED: Dict[str, Any] = {
 _HUB = 'timm-odevit'
 
 
-def _published_cfg(name: str, classes: int) -> Dict[str, Any]:
+def _published_cfg(name: str, cfg: Dict[str, Any], classes: int) -> Dict[str, Any]:
     """The configuration of a published model; its weights are in this package or, if not there, on the Hub."""
-    cfg = {**_cfg(), 'input_size': (3, 64, 64), 'crop_pct': 1.0, 'num_classes': classes, 'hf_hub_id': f'{_HUB}/{name}',
-           'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD}
+    cfg = {**cfg, 'num_classes': classes, 'hf_hub_id': f'{_HUB}/{name}'}
     here = Path(__file__).parent
     for folder in (here / 'published', here.parent / 'hub'):  # in an installed package, in a checkout
         if (folder / name / WEIGHTS).is_file():
@@ -82,11 +81,10 @@ def _published_cfg(name: str, classes: int) -> Dict[str, Any]:
 
 
 default_cfgs = generate_default_cfgs({
-    **{name: {**_cfg(), **({'input_size': (3, 32, 32), 'crop_pct': 1.0} if name.endswith('_32') else {}),
-              **({'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD} if name.endswith('_reg4') else {})}
-       for name in (*_MODELS, 'odevit_converted')},
-    **{f'{name}.{tag}': _published_cfg(f'{name}.{tag}', classes)
-       for name, (*_, tags) in _PUBLISHED.items() for tag, classes in tags.items()},
+    **{name: _cfg(base, **base_args) for name, (base, base_args) in _MODELS.items()},
+    'odevit_converted': _cfg(),
+    **{f'{name}.{tag}': _published_cfg(f'{name}.{tag}', _cfg(base, **base_args), classes)
+       for name, (base, base_args, _, tags) in _PUBLISHED.items() for tag, classes in tags.items()},
 })
 
 

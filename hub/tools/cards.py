@@ -24,9 +24,12 @@ def card(folder):
     model = timm.create_model(f'local-dir:{folder}')
     dataset = dataset_of(folder.name)
     pixels, images, epochs = model.patch_embed.img_size[0], record['test'][0]['images'], record.get('epochs')
+    scratch = not any(row['model'] == 'teacher' for row in record['test']) and bool(find_ode_blocks(model))
     if find_ode_blocks(model):
+        origin = f'trained from scratch on the labels of {dataset}.' if scratch else (
+            f'distilled from a DeiT-tiny that was fine-tuned on {dataset}.')
         summary = ('One shared transformer block that an ODE solver evaluates K times (ODE-ViT, arXiv 2511.16501), '
-                   f'distilled from a DeiT-tiny that was fine-tuned on {dataset}.')
+                   f'{origin}')
     else:
         summary = (f'DeiT-tiny, fine-tuned on {dataset} at {pixels} pixels: the teacher of the `odevit_*` students of '
                    f'{dataset}.')
@@ -38,6 +41,10 @@ def card(folder):
         f" With `ode_halting='{stops['rule']}', ode_halting_threshold={stops['threshold']:.4f}`, chosen to cost half a "
         f"point on images held out, an image takes {stops['nfe']:.2f} evaluations on average and top-1 is "
         f"{stops['top1']:.2f} %.")
+    enlarged = f' enlarged to {pixels}' if pixels > 32 else ''
+    pretrained = '' if scratch else (
+        '`deit_tiny_patch16_224` (Facebook Research, Apache-2.0; LayerNorm parameters rounded to steps of 1/32 or '
+        '1/64) and ')
     training = (f"On {record['device']}, {record['minutes']:.0f} minutes, {record['versions']}; the recipes are in "
                 f"this folder:\n\n```bash\n{record['command']}\n```")
     return model_card(
@@ -50,10 +57,8 @@ def card(folder):
                  f'held out.{early}',
         trained_at=record['trained_at'],
         training=training,
-        limits=f'Trained on {dataset} only, 32-pixel photos of its classes enlarged to {pixels}; it knows no '
-               f'other images.{few}',
-        provenance='Made from `deit_tiny_patch16_224` (Facebook Research, Apache-2.0; LayerNorm parameters rounded to '
-                   f'steps of 1/32 or 1/64) and {dataset} (Krizhevsky 2009).',
+        limits=f'Trained on {dataset} only, 32-pixel photos of its classes{enlarged}; it knows no other images.{few}',
+        provenance=f'Made from {pretrained}{dataset} (Krizhevsky 2009).',
     )
 
 
