@@ -121,16 +121,17 @@ def _time(
         calls = {c.name: c.prepare(size) for c in candidates}
         times = in_turns({c.name: (partial(_all, calls[c.name]), c.setting) for c in candidates},
                          rounds, WARM_UP, device, progress)
+        evaluations: Dict[str, Optional[float]] = {}
         for c in candidates:
             with c.setting():
                 peak = peak_of(calls[c.name][0], device)
-                evaluations = next((t.evaluations for t in found if (t.name, t.batch_size) == (c.part_of, size)),
-                                   None) if c.part_of else _mean_evaluations(c.model, calls[c.name])
+                evaluations[c.name] = (
+                    evaluations[c.part_of] if c.part_of else _mean_evaluations(c.model, calls[c.name]))
             seconds, reference = ([each / len(calls[name]) for each in times[name]] for name in (c.name, c.against))
             low, _, high = statistics.quantiles(seconds, n=4) if rounds > 1 else 3 * seconds
             ratio = statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
             found.append(Timing(
-                c.name, size, statistics.median(seconds), low, high, ratio, c.against, evaluations, peak))
+                c.name, size, statistics.median(seconds), low, high, ratio, c.against, evaluations[c.name], peak))
     return found
 
 
