@@ -9,6 +9,7 @@ import json
 import re
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 from cards import dataset_of
@@ -23,13 +24,27 @@ DIALS = {'imagenet_sample': '500 photos of ImageNet', 'cifar100': 'CIFAR-100'}
 # the share of the blocks' parameters at which the time and the number of images vary
 BUDGETS = {'imagenet': ('photos of ImageNet', 0.5), 'cifar100': ('CIFAR-100', 0.25)}
 STEPS = (6, 8, 12, 16, 24)
+# variants of hub/controls.jsonl, as the tables of RESULTS.md name them
 CONTROLS = {
-    'no KL': 'everything shared, rank 23', 'nothing shared': 'nothing shared, rank 35',
-    'only the MLP shared': 'only the MLP shared, rank 27', 'only attention shared': 'only attention shared, rank 31',
-    'three blocks': 'three blocks, rank 0', 'three blocks, mixed': 'three blocks, mixed for each layer',
-    'first and last layer kept': 'first and last layer kept, one block between',
-    'half: one block': 'one block, rank 59', 'half: two blocks': 'two blocks, rank 47',
-    'half: three blocks': 'three blocks, rank 35', 'half: four blocks': 'four blocks, rank 23'}
+    'two blocks, rank 11': 'two blocks, rank 11', 'no KL': 'everything shared, rank 23',
+    'only the MLP shared': 'only the MLP shared, rank 27', 'nothing shared': 'nothing shared, rank 35',
+    'only attention shared': 'only attention shared, rank 31', 'three blocks': 'three blocks, rank 0',
+    'three blocks, mixed': 'three blocks, mixed for each layer',
+    'first and last layer kept': 'first and last layer kept, one block between'}
+SHARES = {
+    'fifth: one block': 'a fifth: one block, rank 16', 'fifth: two blocks': 'a fifth: two blocks, rank 4',
+    'no KL': 'a quarter: one block, rank 23', 'two blocks, rank 11': 'a quarter: two blocks, rank 11',
+    'third: one block': 'a third: one block, rank 37', 'third: two blocks': 'a third: two blocks, rank 25',
+    'half: one block': 'half: one block, rank 59', 'half: two blocks': 'half: two blocks, rank 47',
+    'half: three blocks': 'half: three blocks, rank 35', 'half: four blocks': 'half: four blocks, rank 23'}
+STEP_COUNTS = {
+    'no KL': 'K = 12', 'no KL, random K': 'random K', 'no KL, random K last': 'random K last',
+    'no KL, half of K last': 'K = 6 last', 'no KL, half of K last, from itself': 'K = 6 last, from itself',
+    'no KL, random K, averaged': 'random K, residuals averaged over the step',
+    'no KL, random K, length of the step as an input': 'random K, length of the step as an input'}
+AUTONOMOUS = {
+    'autonomous': 'one block', 'autonomous, K = 24': 'K = 24', 'autonomous, MLP twice as wide': 'MLP twice as wide',
+    'autonomous, 10 registers': '10 registers'}
 # what others kept of their teachers, from their papers
 OTHERS = [
     ('ODE-ViT Base, arXiv 2511.16501: of a ViT-B', 'CIFAR-100', '7 M', '72.1', '81.8'),
@@ -87,32 +102,15 @@ def minutes():
     return '\n'.join(rows) + '\n'
 
 
-def controls():
-    """The same number of parameters and updates, shared in other places, the best first."""
-    return _variants(lambda name: not name.startswith(('autonomous', 'half', 'no KL,')))
-
-
-def halves():
-    """The same with half of the block parameters."""
-    return _variants(lambda name: name.startswith('half'))
-
-
-def autonomous():
-    """One block for all of t, with more capacity in other places, the best first."""
-    return _variants(lambda name: name.startswith('autonomous'))
-
-
-def _variants(belongs):
-    found = {}
-    for line in (HUB / 'controls.jsonl').read_text().splitlines():
-        record = json.loads(line)
-        if belongs(record['variant']):
-            found.setdefault(record['variant'], []).append(record)
+def variants(names):
+    """One row per variant, with mean and standard deviation over the seeds."""
+    records = [json.loads(line) for line in (HUB / 'controls.jsonl').read_text().splitlines()]
     rows = ['| variant | block parameters | top-1 % | at half K | at twice K | minutes | seeds |', '|' + ' --- |' * 7]
-    for name, runs in sorted(found.items(), key=lambda item: -statistics.mean(r['top1'] for r in item[1])):
-        cells = [_spread([r[key] for r in runs]) for key in ('top1', 'half K', 'twice K', 'cpu_minutes')]
-        rows.append(f"| {CONTROLS.get(name, name)} | {runs[0]['block_parameters']:,} | {' | '.join(cells)} | "
-                    f'{len(runs)} |')
+    for name, shown in names.items():
+        runs = [record for record in records if record['variant'] == name]
+        if runs:
+            cells = [_spread([r[key] for r in runs]) for key in ('top1', 'half K', 'twice K', 'cpu_minutes')]
+            rows.append(f"| {shown} | {runs[0]['block_parameters']:,} | {' | '.join(cells)} | {len(runs)} |")
     return '\n'.join(rows) + '\n'
 
 
@@ -293,9 +291,9 @@ def dials_figure(path):
 
 
 TABLES = {'models': (README, models), 'ablation': (RESULTS, ablation), 'dial': (RESULTS, dial),
-          'minutes': (RESULTS, minutes), 'controls': (RESULTS, controls), 'halves': (RESULTS, halves),
-          'autonomous': (RESULTS, autonomous),
-          'families': (RESULTS, families),
+          'minutes': (RESULTS, minutes), 'controls': (RESULTS, partial(variants, CONTROLS)),
+          'shares': (RESULTS, partial(variants, SHARES)), 'step counts': (RESULTS, partial(variants, STEP_COUNTS)),
+          'autonomous': (RESULTS, partial(variants, AUTONOMOUS)), 'families': (RESULTS, families),
           'embeddings': (RESULTS, embeddings), 'tokens': (RESULTS, tokens), 'paper': (RESULTS, paper),
           'memory': (RESULTS, memory), 'benchmark': (RESULTS, benchmarks),
           **{name: (DYNAMICS, make) for name, make in DYNAMICS_TABLES.items()}}
