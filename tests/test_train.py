@@ -2,14 +2,18 @@ import copy
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -389,8 +393,8 @@ def test_a_damaged_cache_is_made_again(vit, data, tmp_path):
 # --- faults
 
 def command(out, *changes):
-    return [sys.executable, '-m', 'timm_odevit.cli', 'distill', 'quick.yaml', 'data.npz', out, '--teacher', 'local-dir:teacher',
-            '--device', 'cpu', '--threads', '1', '--quiet', *(word for change in changes for word in ('--set', change))]
+    return ['distill', 'quick.yaml', 'data.npz', out, '--teacher', 'local-dir:teacher', '--device', 'cpu', '--threads', '1',
+            '--quiet', *(word for change in changes for word in ('--set', change))]
 
 
 @pytest.fixture
@@ -404,21 +408,36 @@ def weights(folder):
     return torch.load(folder / 'stage1' / 'last.pt', weights_only=True)['model']
 
 
-def test_killed_at_any_moment_a_run_goes_on_to_the_same_weights(place):
+def forked(args, before=lambda: None, printed='printed'):
+    """Run a command in a process of its own, which need not import torch again; what it prints goes to a file."""
+    def child():
+        with open(printed, 'w') as file:
+            sys.stdout = sys.stderr = file
+            before()
+            code = main(args)
+        os._exit(code)
+    process = multiprocessing.get_context('fork').Process(target=child)
+    process.start()
+    return process
+
+
+def test_killed_at_any_moment_a_run_goes_on_to_the_same_weights(place, monkeypatch):
+    monkeypatch.chdir(place)
     changes = ['fit.epochs=6', 'fit.ema_decay=0.9']
-    subprocess.run(command('whole', *changes), cwd=place, check=True)
+    assert main(command('whole', *changes)) == 0
     kills = 0
     for wait in ('stage0/last.pt', 'stage0/history.json', 'stage1/last.pt', None):
-        process = subprocess.Popen([*command('killed', *changes), *(['--resume'] if kills else [])], cwd=place)
+        process = forked([*command('killed', *changes), *(['--resume'] if kills else [])])
         if wait is None:
-            assert process.wait() == 0
+            process.join()
+            assert process.exitcode == 0
             break
-        while not (place / 'killed' / wait).exists() and process.poll() is None:
+        while not (place / 'killed' / wait).exists() and process.is_alive():
             time.sleep(0.002)
         time.sleep(0.03 * kills)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        kills += 1
+        process.kill()
+        process.join()
+        kills += process.exitcode == -signal.SIGKILL
     ours, theirs = weights(place / 'killed'), weights(place / 'whole')
     assert kills == 3 and all(torch.equal(ours[k], theirs[k]) for k in theirs)
     strip = [[{k: v for k, v in r.items() if k != 'seconds'} for r in json.loads((place / name / 'history.json').read_text())]
@@ -426,18 +445,20 @@ def test_killed_at_any_moment_a_run_goes_on_to_the_same_weights(place):
     assert json.dumps(strip[0]) == json.dumps(strip[1])
 
 
-def test_a_disk_that_is_full_stops_with_a_message_and_keeps_the_last_state(place):
-    subprocess.run(command('run', 'fit.epochs=1'), cwd=place, check=True)
+def test_a_disk_that_is_full_stops_with_a_message_and_keeps_the_last_state(place, monkeypatch):
+    monkeypatch.chdir(place)
+    assert main(command('run', 'fit.epochs=1')) == 0
     before = {p: p.read_bytes() for p in (place / 'run').rglob('*') if p.is_file()}
     room = (place / 'run' / 'stage1' / 'last.pt').stat().st_size // 2
 
     def small():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-    done = subprocess.run([*command('run', 'fit.epochs=1', 'stages.1.fit.epochs=2'), '--resume'], cwd=place, preexec_fn=small,
-                          capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert "Epoch 2 could not be written to 'run/stage1'" in done.stderr and done.stderr.count('\n') == 1
+    process = forked([*command('run', 'fit.epochs=1', 'stages.1.fit.epochs=2'), '--resume'], before=small)
+    process.join()
+    printed = (place / 'printed').read_text()
+    assert process.exitcode == 2, printed
+    assert "Epoch 2 could not be written to 'run/stage1'" in printed and printed.count('\n') == 1
     after = {p: p.read_bytes() for p in (place / 'run').rglob('*') if p.is_file()}
     changed = {str(p.relative_to(place)) for p in after if after[p] != before.get(p)}
     assert changed <= {'run/recipe.yaml', *(f'run/stage1/best/{n}' for n in ('config.json', 'model.safetensors'))}
@@ -449,7 +470,7 @@ def test_a_run_in_use_is_refused_by_every_command(place, monkeypatch, capsys):
     (place / 'images' / 'a').mkdir(parents=True)
     Image.fromarray(images).save(place / 'images' / 'a' / 'a.png')
     assert main(['convert', 'local-dir:teacher', 'student', '--device', 'cpu']) == 0
-    commands = [command('run')[3:], [*command('run')[3:], '--resume'],
+    commands = [command('run'), [*command('run'), '--resume'],
                 ['ablate', 'quick.yaml', 'data.npz', 'run', '--teacher', 'local-dir:teacher', '--device', 'cpu', '--quiet'],
                 ['calibrate', 'local-dir:student', 'images', 'run', '--teacher', 'local-dir:teacher', '--device', 'cpu', '--quiet']]
     with locked(place / 'run'):
@@ -559,17 +580,35 @@ def test_tuples_are_lists_and_fewer_epochs_are_refused(vit, data, tmp_path):
 
 # --- several processes
 
-@pytest.mark.parametrize('more', [[], ['stages=[{task: trajectory, fit: {ema_decay: 0.9}}, {task: trajectory, loss: {steps: [2, 3]}}]',
-                                       'ode={time: low_rank, rank: 2}'], ['stages.0.task=stepwise', 'stages.0.loss=null']],
-                         ids=['autonomous', 'low rank', 'stepwise'])
-def test_two_processes_give_the_losses_of_one_with_the_doubled_batch(place, more):
-    changes = [*more, 'data.padding=0', 'data.flip=0', 'loss.jasmin_weight=0.1', 'loss.task_weight=0.5']
-    subprocess.run(command('one', *changes, 'data.batch_size=8'), cwd=place, check=True)
-    two = command('two', *changes, 'data.batch_size=4')
-    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', *two[1:]]
-    done = subprocess.run(launch, cwd=place, capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+def by_torchrun(args):
+    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', '-m', 'timm_odevit.cli', *args]
+    done = subprocess.run(launch, capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count('saved two/best') == 1
+    return done.stdout
+
+
+def by_fork(args):
+    """As torchrun does it, in processes that need not import torch again."""
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        where = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free.getsockname()[1]), 'WORLD_SIZE': '2'}
+    processes = [forked(args, partial(os.environ.update, where, RANK=rank, LOCAL_RANK=rank), f'printed {rank}') for rank in '01']
+    for process in processes:
+        process.join()
+    printed = ''.join(Path(f'printed {rank}').read_text() for rank in '01')
+    assert [process.exitcode for process in processes] == [0, 0], printed
+    return printed
+
+
+@pytest.mark.parametrize(('start', 'more'), [
+    (by_torchrun, []),
+    (by_fork, ['stages=[{task: trajectory, fit: {ema_decay: 0.9}}, {task: trajectory, loss: {steps: [2, 3]}}]', 'ode={time: low_rank, rank: 2}']),
+    (by_fork, ['stages.0.task=stepwise', 'stages.0.loss=null'])], ids=['autonomous', 'low rank', 'stepwise'])
+def test_two_processes_give_the_losses_of_one_with_the_doubled_batch(place, monkeypatch, start, more):
+    monkeypatch.chdir(place)
+    changes = [*more, 'data.padding=0', 'data.flip=0', 'loss.jasmin_weight=0.1', 'loss.task_weight=0.5']
+    assert main(command('one', *changes, 'data.batch_size=8')) == 0
+    assert start(command('two', *changes, 'data.batch_size=4')).count('saved two/best') == 1
     histories = [json.loads((place / name / 'history.json').read_text()) for name in ('one', 'two')]
     for ours, theirs in zip(*histories, strict=True):
         for key in ours:
@@ -582,7 +621,7 @@ def test_two_processes_give_the_losses_of_one_with_the_doubled_batch(place, more
 
 def test_rehearsal_from_the_command_line(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
-    assert main(command('run', 'fit.epochs=1', 'data.batch_size=4')[3:] + ['--limit', '8']) == 0
+    assert main(command('run', 'fit.epochs=1', 'data.batch_size=4') + ['--limit', '8']) == 0
     assert 'saved run/best' in capsys.readouterr().out
 
 
