@@ -1,9 +1,10 @@
 import copy
 import json
 import math
+import multiprocessing
 import random
-import subprocess
-import sys
+import resource
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from timm_odevit import (
     spectral_norms,
     train,
 )
-from timm_odevit.files import locked, write_text
+from timm_odevit.files import locked, staged, write_text
 from timm_odevit.training.first_batch import look_at
 
 X, Y = torch.randn(40, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 5
@@ -349,16 +350,25 @@ def test_another_size_of_the_batches_is_not_a_resumption(vit, tmp_path):
 # --- one run at a time
 
 def test_a_folder_in_use_is_refused_at_once_and_a_killed_run_does_not_block(vit, tmp_path):
-    code = ('import sys, time\nfrom timm_odevit.files import locked\n'
-            "with locked(sys.argv[1]):\n    print('locked', flush=True)\n    time.sleep(1000)")
-    with subprocess.Popen([sys.executable, '-c', code, str(tmp_path / 'run')], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == 'locked\n'
+    fork = multiprocessing.get_context('fork')
+    holding = fork.Event()
+
+    def hold():
+        with locked(tmp_path / 'run'):
+            holding.set()
+            time.sleep(1000)
+    other = fork.Process(target=hold)
+    other.start()
+    try:
+        assert holding.wait(60)
         for resume in (False, True):
             started = time.perf_counter()
             with pytest.raises(OSError, match=r"run' is in use by another process. Wait until it is done, or give another folder\.$"):
                 run(build(vit), tmp_path / 'run', resume=resume)
             assert time.perf_counter() - started < 2
+    finally:
         other.kill()
+        other.join()
     run(build(vit), tmp_path / 'run', epochs=1)
     assert {p.name for p in (tmp_path / 'run').iterdir()} - {'tensorboard'} == {'best', 'history.json', 'last.pt'}
 
@@ -388,12 +398,24 @@ def test_temporary_files_have_names_of_their_own(tmp_path):
 
 
 def test_a_disk_that_fills_up_while_torch_saves_is_an_os_error(tmp_path):
-    code = ('import resource, signal, torch\nfrom pathlib import Path\nfrom timm_odevit.files import staged\n'
-            'signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000))\n'
-            "try:\n    with staged(Path('run'), 'last.pt') as aside:\n        torch.save(torch.zeros(100000), aside / 'last.pt')\n"
-            "except OSError as e:\n    assert \"'run/last.pt' could not be written: \" in str(e) and '\\n' not in str(e), e\n"
-            "else:\n    raise SystemExit('written')\n")
-    subprocess.run([sys.executable, '-c', code], cwd=tmp_path, check=True)
+    fork = multiprocessing.get_context('fork')
+    said = fork.SimpleQueue()
+
+    def save():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000))
+        try:
+            with staged(tmp_path / 'run', 'last.pt') as aside:
+                torch.save(torch.zeros(100000), aside / 'last.pt')
+        except OSError as e:
+            said.put(str(e))
+        else:
+            said.put('written')
+    process = fork.Process(target=save)
+    process.start()
+    process.join()
+    message = said.get()
+    assert f"{tmp_path / 'run' / 'last.pt'}' could not be written: " in message and '\n' not in message
     assert not (tmp_path / 'run').exists()
 
 
