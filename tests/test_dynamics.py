@@ -103,7 +103,7 @@ def test_the_largest_exponent_is_that_of_the_deployed_map(vit, images, method):
     with follow(model, images[:1]) as flow:
         def whole(x):
             return model.blocks(x.view_as(flow.start)).flatten()
-        sigma = torch.linalg.matrix_norm(torch.autograd.functional.jacobian(whole, flow.start.flatten(), vectorize=True), ord=2)
+        sigma = torch.linalg.matrix_norm(torch.autograd.functional.jacobian(whole, flow.start.flatten()), ord=2)
     found = lyapunov_exponents(model, images[:1], sweeps=20)
     assert float(found.values) == pytest.approx(math.log(sigma) / 3, abs=2e-3)
 
@@ -134,7 +134,7 @@ def test_the_lipschitz_constants_are_those_of_the_jacobian(vit, images):
     field, each = (lipschitz_constants(model, images[:1].double(), of=of, iterations=80).values for of in ('field', 'step'))
     with follow(model, images[:1].double()) as flow:
         for k, (step, x) in enumerate(zip(flow.maps, flow.states(), strict=False)):
-            J = torch.autograd.functional.jacobian(lambda v, step=step, x=x: step(v.view_as(x)).flatten(), x.flatten(), vectorize=True)
+            J = torch.autograd.functional.jacobian(lambda v, step=step, x=x: step(v.view_as(x)).flatten(), x.flatten())
             assert float(each[0, k]) == pytest.approx(float(torch.linalg.svdvals(J)[0]), rel=1e-3)
             assert float(field[0, k]) == pytest.approx(float(torch.linalg.svdvals(J - torch.eye(len(J)))[0]), rel=1e-3)
 
