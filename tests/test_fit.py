@@ -414,6 +414,7 @@ def test_a_disk_that_fills_up_while_torch_saves_is_an_os_error(tmp_path):
     process = fork.Process(target=save)
     process.start()
     process.join()
+    assert process.exitcode == 0
     message = said.get()
     assert f"{tmp_path / 'run' / 'last.pt'}' could not be written: " in message and '\n' not in message
     assert not (tmp_path / 'run').exists()

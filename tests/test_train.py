@@ -411,12 +411,10 @@ def weights(folder):
 def forked(args, before=lambda: None, printed='printed'):
     """Run a command in a process of its own, which need not import torch again; what it prints goes to a file."""
     def child():
-        with open(printed, 'w') as file:
-            sys.stdout = sys.stderr = file
-            before()
-            code = main(args)
-        os._exit(code)
-    process = multiprocessing.get_context('fork').Process(target=child)
+        sys.stdout = sys.stderr = open(printed, 'w')  # also for what an exception says
+        before()
+        sys.exit(main(args))
+    process = multiprocessing.get_context('fork').Process(target=child, daemon=True)
     process.start()
     return process
 

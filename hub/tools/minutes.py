@@ -75,7 +75,6 @@ VARIANTS = {
     'no KL, half of K last, from itself': [
         ('stepwise', .5, S), ('unrolled', .3, N), ('unrolled', .2, {**N, 'steps': (6,), 'itself': True})],
     'no KL, stepwise with Muon': [('stepwise', .5, dict(opt='muon', lr=1e-3)), ('unrolled', .5, N)],
-    'no KL, stepwise with Muon, lr 3e-3': [('stepwise', .5, dict(opt='muon', lr=3e-3)), ('unrolled', .5, N)],
     'no KL, stepwise three quarters': [('stepwise', .75, S), ('unrolled', .25, N)],
     'no KL, only unrolled': [('unrolled', 1., N)],
     'no KL, only unrolled, half of K first': [('unrolled', .7, {**N, 'steps': (6,)}), ('unrolled', .3, N)],
