@@ -1,15 +1,13 @@
 """Flow: what a model does to the tokens of some images, as a sequence of maps."""
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, pairwise
-from threading import Lock
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple, TypeVar, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.overrides import TorchFunctionMode
 
 from ..convert.block_kinds import prefix_tokens
@@ -20,8 +18,8 @@ from ..recording import watch_blocks
 from ..settings import checks_keywords
 
 __all__ = [
-    'Flow', 'Images', 'PerImage', 'along', 'batches', 'follow', 'noise', 'norms', 'over_images',
-    'plain_attention', 'pull', 'push', 'unit',
+    'Flow', 'Images', 'Jacobian', 'PerImage', 'along', 'batches', 'follow', 'noise', 'norms', 'over_images',
+    'plain_attention', 'unit',
 ]
 
 Images = Union[Tensor, Iterable[Any], None]
@@ -227,26 +225,35 @@ def noise(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(x.shape[1:], generator=generator).to(x).expand_as(x)
 
 
-def push(step: Callable[[Tensor], Tensor], state: Tensor, vector: Tensor) -> Tensor:
-    """J v: the product of the Jacobian of a map at a state with a vector, both [B, ...], by forward-mode AD."""
-    with _FORWARD_MODE, _PlainAttention(), dual_level():
-        found = unpack_dual(step(make_dual(state, vector))).tangent
-    return torch.zeros_like(vector) if found is None else found
+class Jacobian:
+    """The Jacobian J of a map at a state [B, ...], which is never built: its products with vectors [B, ...].
 
+    The map is run once for all products. J v is a product with a transposed Jacobian, too: that of J^T u, which is
+    linear in u. Forward-mode AD takes as long for one product, and repeats the map for each.
+    """
 
-def pull(step: Callable[[Tensor], Tensor], state: Tensor, *vectors: Tensor) -> Tuple[Tensor, ...]:
-    """J^T v: the products of the transposed Jacobian of a map at a state with vectors, all [B, ...]."""
-    with torch.enable_grad():
-        x = state.detach().requires_grad_()
-        y = step(x)
-    return tuple(torch.autograd.grad(y, x, v, retain_graph=True)[0] for v in vectors)
+    def __init__(self, step: Callable[[Tensor], Tensor], state: Tensor) -> None:
+        with _PlainAttention(), torch.enable_grad():
+            self._before = state.detach().requires_grad_()
+            self._after = step(self._before)
 
+    @cached_property
+    def _transposed(self) -> Tuple[Tensor, Tensor]:
+        u = torch.zeros_like(self._after, requires_grad=True)
+        return u, torch.autograd.grad(self._after, self._before, u, create_graph=True)[0]
 
-_FORWARD_MODE = Lock()  # torch keeps the level of forward mode for all threads together
+    def push(self, vector: Tensor) -> Tensor:
+        """J v."""
+        u, product = self._transposed
+        return torch.autograd.grad(product, u, vector, retain_graph=True)[0]
+
+    def pull(self, vector: Tensor) -> Tensor:
+        """J^T v."""
+        return torch.autograd.grad(self._after, self._before, vector, retain_graph=True)[0]
 
 
 class _PlainAttention(TorchFunctionMode):  # of one thread
-    """Attention as two products and a softmax: the fused kernels have no forward mode."""
+    """Attention as two products and a softmax: the fused kernels cannot be differentiated twice."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:

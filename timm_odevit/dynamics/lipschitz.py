@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..settings import checks_keywords
 from .attention import attention_maps
-from .flow import Flow, Images, PerImage, noise, norms, over_images, pull, push, unit
+from .flow import Flow, Images, Jacobian, PerImage, noise, norms, over_images, unit
 
 __all__ = ['LipschitzConstants', 'SoftmaxBounds', 'largest_singular_value', 'lipschitz_constants', 'log_softmax_bound',
            'softmax_bounds']
@@ -42,8 +42,8 @@ def lipschitz_constants(
     """The largest singular value of the Jacobian of a model's field, at the states that the model passes through.
 
     The field is what the deployed method sees: the increment of the state over a step, per unit of time, with all
-    tokens as one vector. The Jacobian is never built: the power method needs only products with it (forward mode)
-    and with its transpose (reverse mode); it starts from the vector found at the step before.
+    tokens as one vector. The Jacobian is never built: the power method needs only products with it and with its
+    transpose; it starts from the vector found at the step before.
 
     Args:
         model: timm model with one sequence of blocks, an ODE-ViT or an ordinary ViT; or a Flow, without images.
@@ -91,12 +91,12 @@ def largest_singular_value(
     Returns:
         The singular values [B], and the right singular vectors [B, ...].
     """
-    sigma = state.new_zeros(len(state))
+    J, sigma = Jacobian(step, state), state.new_zeros(len(state))
     for _ in range(iterations):
         vector = unit(vector)
-        moved = push(step, state, vector) - shift * vector
+        moved = J.push(vector) - shift * vector
         sigma = norms(moved)
-        vector = pull(step, state, moved)[0] - shift * moved
+        vector = J.pull(moved) - shift * moved
     return sigma, torch.nan_to_num(vector)
 
 

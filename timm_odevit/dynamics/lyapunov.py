@@ -1,13 +1,13 @@
 """Finite-time Lyapunov exponents of the map that is deployed."""
 import math
 from dataclasses import dataclass, field
-from typing import Any, List, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ..settings import checks_keywords
-from .flow import Flow, Images, PerImage, over_images, pull, push
+from .flow import Flow, Images, Jacobian, PerImage, over_images
 
 __all__ = ['Exponents', 'lyapunov_exponents']
 
@@ -106,10 +106,9 @@ def _exponents(flow: Flow, count: int, only_class: bool, sweeps: int, seed: int)
     states = flow.states()
     for _ in range(sweeps):
         for step, state in zip(flow.maps, states, strict=False):
-            Q, _ = _orthogonal(_push(step, state, Q))
+            Q, _ = _orthogonal(_products(Jacobian(step, state).push, state, Q))
         for step, state in reversed(list(zip(flow.maps, states, strict=False))):
-            columns = pull(step, state, *(_whole(v, state) for v in Q.unbind(-1)))
-            Q, _ = _orthogonal(torch.stack([v.flatten(1)[:, :size] for v in columns], dim=-1))
+            Q, _ = _orthogonal(_products(Jacobian(step, state).pull, state, Q))
     return _measure(flow, states, Q)
 
 
@@ -119,7 +118,7 @@ def _measure(flow: Flow, states: List[Tensor], Q: Tensor) -> Exponents:
     running: List[Tensor] = []
     reasons: List[Optional[str]] = [None] * B
     for step, before, after, t in zip(flow.maps, states, states[1:], flow.times[1:], strict=False):
-        moved = _push(step, before, Q)
+        moved = _products(Jacobian(step, before).push, before, Q)
         Q, growth = _orthogonal(moved)
         whole = moved.isfinite().flatten(1).all(1) & after.isfinite().flatten(1).all(1)
         _explain(reasons, ~whole, f'the state or its tangent vectors are not finite at t = {t:g}')
@@ -134,10 +133,10 @@ def _measure(flow: Flow, states: List[Tensor], Q: Tensor) -> Exponents:
     return Exponents(path[:, -1], path, drift, tuple(reasons), times)
 
 
-def _push(step: Any, state: Tensor, Q: Tensor) -> Tensor:
-    """J Q: the product of a step's Jacobian with tangent vectors [B, n, m]."""
+def _products(product: Callable[[Tensor], Tensor], state: Tensor, Q: Tensor) -> Tensor:
+    """The products of a step's Jacobian, or of its transpose, with tangent vectors [B, n, m]."""
     size = Q.shape[1]
-    return torch.stack([push(step, state, _whole(v, state)).flatten(1)[:, :size] for v in Q.unbind(-1)], dim=-1)
+    return torch.stack([product(_whole(v, state)).flatten(1)[:, :size] for v in Q.unbind(-1)], dim=-1)
 
 
 def _whole(v: Tensor, state: Tensor) -> Tensor:
