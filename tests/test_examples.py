@@ -42,7 +42,7 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
         exec(compile(block, page, 'exec'), names)
 
 
-@pytest.mark.parametrize('page', ['README.md', 'examples/README.md', 'hub/RESULTS.md', 'hub/TRAINING.md'])
+@pytest.mark.parametrize('page', ['README.md', 'examples/README.md', 'hub/RESULTS.md', 'hub/SPEED.md', 'hub/DYNAMICS.md', 'hub/TRAINING.md'])
 def test_links_lead_somewhere(page):
     path = ROOT / page
     for target in re.findall(r'\]\((?!http)(.*?)\)', path.read_text()):

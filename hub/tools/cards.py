@@ -3,12 +3,14 @@
     python hub/tools/cards.py
 """
 import json
+import re
 from pathlib import Path
 
 import timm
 
 from timm_odevit.ode.blocks import find_ode_blocks
 from timm_odevit.saving.cards import model_card
+from timm_odevit.saving.push import EARLIER
 
 HUB = Path(__file__).parent.parent
 DATASETS = {'cifar100': 'CIFAR-100', 'cifar10': 'CIFAR-10'}
@@ -33,7 +35,9 @@ def card(folder):
     else:
         summary = (f'DeiT-tiny, fine-tuned on {dataset} at {pixels} pixels: the teacher of the `odevit_*` students of '
                    f'{dataset}.')
-    few = f' It was trained for {epochs} epochs only, and would gain from more.' if epochs and epochs < 20 else ''
+    continued = re.search(r'--student local-dir:hub/(\S+)', record['command'].splitlines()[0])
+    few = f' It continues `{continued[1]}` for {epochs} epochs.' if continued else ''
+
     if record['trained_at'] and len(record['trained_at']) == 1:
         few += f" It was trained with K = {record['trained_at'][0]} only: with any other K it is less accurate."
     stops = record.get('halting')
@@ -45,8 +49,9 @@ def card(folder):
     pretrained = '' if scratch else (
         '`deit_tiny_patch16_224` (Facebook Research, Apache-2.0; LayerNorm parameters rounded to steps of 1/32 or '
         '1/64) and ')
-    training = (f"On {record['device']}, {record['minutes']:.0f} minutes, {record['versions']}; the recipes are in "
-                f"this folder:\n\n```bash\n{record['command']}\n```")
+    recipes = 'recipes are' if (folder / EARLIER[0]).exists() else 'recipe is'
+    training = (f"On {record['device']}, {record['minutes']:.0f} minutes, {record['versions']}; the {recipes} in this "
+                f"folder:\n\n```bash\n{record['command']}\n```")
     return model_card(
         folder.name,
         model,

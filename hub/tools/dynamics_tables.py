@@ -31,7 +31,8 @@ def exponents():
         whole, token = (measures[key]['found'] for key in ('exponents', 'class_token'))
         lines.append([f'`{name}`', spread(whole), f"{whole['drift']:.2f}", spread(token), f"{token['drift']:.2f}",
                       str(whole['without'])])
-    return rows(['model', 'largest exponent', 'drift', 'of the class token alone', 'drift', 'images without'], lines)
+    heads = ['model', 'largest exponent', 'drift', 'of the class token alone', 'drift', 'images without an exponent']
+    return rows(heads, lines)
 
 
 def constants():
@@ -139,7 +140,7 @@ def violations():
     lines = [[row['kind'], {'rotated': f"{row['degree']:g}°", 'displaced': f"{row['degree']:g} of the norm",
                             'exchanged': f"{100 * row['degree']:g} % of the images"}.get(row['kind'], '-'),
               f"{row['inside']:.1f}", f"{row['top1']:.1f}"] for row in _runs('violations')]
-    return rows(['trajectories', 'by', 'ends with the right class %', 'student, top-1 %'], lines)
+    return rows(['trajectories', 'by', "ends with the teacher's class %", 'student, top-1 %'], lines)
 
 
 TABLES = {f'dynamics {name}': make for name, make in {

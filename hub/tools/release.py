@@ -4,7 +4,7 @@ r"""Make the folder of a published model from a finished run: weights, config, r
         --teacher hub/deit_tiny_patch16_64.cifar100 --device-name "one core" \
         --command "odevit distill autonomous cifar100.npz out/run ..."
 
-Only this script uses the test images. Weights are stored in half precision, unless that costs more than 0.05 points of
+Training never sees the test images. Weights are stored in half precision, unless that costs more than 0.05 points of
 top-1 on the images held out of training.
 """
 import argparse

@@ -24,7 +24,7 @@ from .save import CARD, REFERENCE, save_pretrained, save_reference
 __all__ = ['EARLIER', 'Pushed', 'push_to_hub']
 
 # recipes of the runs before the last one, in order
-EARLIER = ('earlier.yaml', 'earlier2.yaml', 'earlier3.yaml')
+EARLIER = ('earlier.yaml', 'earlier2.yaml', 'earlier3.yaml', 'earlier4.yaml')
 # the files of a model's folder that are sent; never a pickle
 _SENT = (WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', *EARLIER, 'results.json')
 
