@@ -1,6 +1,7 @@
 """What the dynamics do: known answers, and the same measures on ODE-ViTs and on ordinary ViTs."""
 import math
 import threading
+from dataclasses import replace
 
 import pytest
 import timm
@@ -188,6 +189,8 @@ def test_the_observed_order_and_the_bound(vit, images, method, order):
     convert_(model)
     errors = discretisation_errors(model, images.double(), methods=[method], steps=[6, 12, 24], fine=16, iterations=5)
     assert observed_order(errors) == pytest.approx(order, abs=0.35)
+    assert observed_order([*errors, replace(errors[0], error=0 * errors[0].error)]) == observed_order(errors)
+    assert observed_order([errors[0], replace(errors[1], error=0 * errors[1].error)]) is None
     for found in errors:
         assert (found.error < found.error.new_tensor(1.)).all() and found.local.shape == (3, found.steps)
         assert (found.bound >= 0.99 * found.error).all()
@@ -330,6 +333,47 @@ def test_batches_and_threads_and_modes_change_nothing(vit, images):
     assert all(torch.equal(found[i], whole) for i in range(3))
 
 
+@pytest.mark.parametrize(('step', 'sigma'), [
+    (torch.round, 0.), (torch.ones_like, 0.), (lambda x: 0 * x.detach() + torch.ones(3, requires_grad=True), 0.), (lambda x: x, 1.),
+    (lambda x: x.mul_(2), 2.), (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1) * 3, 3.)])
+def test_maps_that_are_constant_or_change_their_input(step, sigma):
+    flow = Flow(torch.rand(2, 3), (step,), (0., 1.))
+    found = lipschitz_constants(flow, of='step', iterations=5).values
+    torch.testing.assert_close(found, torch.full((2, 1), sigma))
+    expected = torch.full((2, 1), math.log(sigma) if sigma else math.nan, dtype=torch.float64)
+    torch.testing.assert_close(lyapunov_exponents(flow, sweeps=0).values, expected, equal_nan=True)
+
+
+def test_attention_of_torch_itself_is_measured(images):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True).double().eval()
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    found = lipschitz_constants(Flow(x, (layer,), (0., 1.)), of='step', iterations=200).values[:, 0]
+    for state, sigma in zip(x, found):
+        J = torch.autograd.functional.jacobian(lambda v: layer(v.view(1, 5, 8)).flatten(), state.flatten())
+        assert float(sigma) == pytest.approx(float(torch.linalg.svdvals(J)[0]), rel=1e-3)
+
+
+def test_bfloat16_and_inference_mode(vit, images):
+    model = vit().to(torch.bfloat16)
+    assert lyapunov_exponents(model, images.to(torch.bfloat16)).values.isfinite().all()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r'Use torch\.no_grad\(\) instead'):
+        lyapunov_exponents(model, images.to(torch.bfloat16))
+
+
+def test_spectral_norms_of_layers_that_a_library_wraps(vit):
+    model = vit()
+    convert_(model, time='low_rank', rank=3, init='svd')
+    expected = spectral_norms(model)
+
+    class Wrapped(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.base_layer = layer
+    block = model.blocks.shared.base.block
+    block.mlp.fc1, block.attn.qkv = Wrapped(block.mlp.fc1), Wrapped(block.attn.qkv)
+    assert spectral_norms(model) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(('wrong', 'message'), [
     (dict(count=0), 'count must be a whole number'), (dict(sweeps=-1), 'sweeps must'), (dict(tokens='cls'), "tokens must be 'all' or 'class'"),
     (dict(count=10 ** 6), 'at most the number of dimensions')])
@@ -346,6 +390,7 @@ def test_more_wrong_arguments(vit, images):
             (lambda: discretisation_errors(model, images, steps=[]), r'got \[\]'),
             (lambda: discretisation_errors(model, images, iterations=0), 'iterations must be'),
             (lambda: discretisation_errors(model, images, methods='eulre'), "Unknown fixed-step method 'eulre'"),
+            (lambda: discretisation_errors(model, images, methods='reversible'), "Unknown fixed-step method 'reversible'"),
             (lambda: discretisation_errors(model, images, fine=3), 'fine must be an even number'),
             (lambda: lipschitz_constants(model, images, batch_size=0), 'batch_size must be'),
             (lambda: softmax_bounds(model, images, k=99), 'k must be 1 to'),

@@ -1,6 +1,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -42,6 +43,7 @@ def test_steps_are_measured_and_put_back(vit, data):
     found = evaluate(model, batches(data, 8), steps=(1, 2, 6))
     assert [(r.steps, r.nfe) for r in found.results] == [(1, 4), (2, 8), (6, 24)]
     assert model.blocks.steps == 3 and model.training and not model.blocks.training
+    assert [r.steps for r in evaluate(model, batches(data, 8), steps=np.int64(2)).results] == [2]
     model.blocks.steps = 6
     assert evaluate(model, batches(data, 8)).results[0].loss == found.results[-1].loss
 

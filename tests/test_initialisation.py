@@ -104,8 +104,9 @@ def test_alignment_undoes_a_permutation_and_leaves_the_function_alone(vit, image
     torch.testing.assert_close(model(images), before, rtol=1e-4, atol=1e-5)  # nothing is left for the residuals to do
 
 
-def test_alignment_keeps_each_layer_what_it_computes(vit, images):
-    model = vit(init_values=0.1)
+@pytest.mark.parametrize('base', [dict(init_values=0.1), dict(scale_attn_norm=True), dict(scale_mlp_norm=True)], ids=str)
+def test_alignment_keeps_each_layer_what_it_computes(vit, images, base):
+    model = vit(**base)
     before = model(images)
     convert_(model, OdeConfig(time='low_rank', rank=32, init='svd_data'), images=images)
     torch.testing.assert_close(model(images), before, rtol=1e-3, atol=1e-4)

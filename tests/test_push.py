@@ -190,6 +190,12 @@ def test_cards_have_metadata_that_the_hub_understands_and_code_that_runs(hub, st
     assert '- Base: `vit_tiny_patch16_224`' in card.text and '@article' in card.text
 
 
+def test_a_model_without_classes_gives_embeddings(student):
+    student.reset_classifier(0)
+    text = model_card('x', student)
+    assert 'pipeline_tag: image-feature-extraction' in text and 'embedding = model(' in text and 'classification' not in text
+
+
 def test_results_need_a_dataset(student):
     with pytest.raises(ValueError, match='Results need the name of their data'):
         model_card('x', student, results=[{'model': 'model'}])

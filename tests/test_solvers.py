@@ -5,7 +5,7 @@ import torch
 import torchdiffeq
 from torch import nn
 
-from timm_odevit import OdeConfig, integrate
+from timm_odevit import OdeConfig, convert_, integrate
 from timm_odevit.ode.methods import METHODS, adaptive_methods
 
 FIXED = list(METHODS)
@@ -134,6 +134,18 @@ def test_adaptive_keeps_the_states_asked_for():
     states = integrate(Linear(), X, OdeConfig(method='dopri5', steps=4, T=2., rtol=1e-8, atol=1e-8), keep=True)
     for i, state in enumerate(states):
         torch.testing.assert_close(state, Linear().exact(X, 0.5 * i), rtol=1e-6, atol=1e-6)
+
+
+def test_adaptive_keeps_states_at_times_that_rounding_moves_off_a_jump(vit):
+    model = vit()
+    convert_(model, OdeConfig(phases=3, method='bosh3', steps=94, rtol=1e-2, atol=1e-2))
+    x = torch.randn(1, 17, 32)
+    states = model.blocks.trajectory(x)
+    assert len(states) == 95 and states.isfinite().all()
+    torch.testing.assert_close(states[-1], model.blocks(x), rtol=0.05, atol=0.05)
+    for step in model.blocks:
+        x = step(x)
+    torch.testing.assert_close(states[-1], x, rtol=0.05, atol=0.05)
 
 
 def test_divergence_names_step_and_time():

@@ -87,7 +87,7 @@ def test_gradients_of_the_merged_weights(vit):
 
     def run(*given):
         return torch.func.functional_call(field, dict(zip(names, given, strict=True)), (0.3, x))
-    assert torch.autograd.gradcheck(run, values)
+    assert torch.autograd.gradcheck(run, values, fast_mode=True)
 
 
 def test_zero_residuals_are_the_autonomous_field(vit, images):
@@ -430,6 +430,34 @@ def test_a_stream_gives_all_batches_before_any_comes_again():
     stream = Stream(list(range(5)), 3)
     assert [list(stream) for _ in range(4)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3], [4, 0, 1]]
     assert list(Stream([], 3)) == [] and len(stream) == 3
+
+
+@pytest.mark.parametrize('kind', ['tensor', 'loader'])
+def test_a_calibration_in_minutes_that_is_interrupted_goes_on_with_the_batches_that_are_due(vit, tmp_path, monkeypatch, kind):
+    teacher = vit()
+    start = copy.deepcopy(teacher)
+    convert_(start)
+    images = torch.randn(28, 3, 16, 16)
+    if kind == 'loader':
+        images = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images), batch_size=4, shuffle=True)
+    monkeypatch.setattr('timm_odevit.training.calibrate.updates_in', lambda *args: [20, 20])  # of 7 batches in each pass
+    settings = dict(minutes=1., batch_size=4, progress=False, lr=1e-3, unrolled_lr=1e-3)
+    whole, interrupted = copy.deepcopy(start), copy.deepcopy(start)
+    calibrate_(whole, teacher, images, **settings)
+    calls, forward = [], StepwiseTask.forward
+
+    def stop(task, *args):
+        calls.append(None)
+        if len(calls) == 12:  # in the middle of the second pass, and of an epoch
+            raise KeyboardInterrupt
+        return forward(task, *args)
+    monkeypatch.setattr(StepwiseTask, 'forward', stop)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_(interrupted, teacher, images, out=tmp_path, **settings)
+    torch.rand(7)  # as any other program would
+    resumed = copy.deepcopy(start)
+    calibrate_(resumed, teacher, images, out=tmp_path, resume=True, **settings)
+    assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True))
 
 
 def test_no_time_is_one_update_of_each_part_and_what_does_not_fit_is_refused_first(vit):

@@ -24,19 +24,20 @@ def over_processes(x: Tensor) -> Tensor:
     return reduce_tensor(x, world) if world > 1 else x
 
 
-def in_first_process(do: Callable[[], Any]) -> None:
-    """Call a function in the first process only. If it raises OSError or ValueError, all processes raise it."""
+def in_first_process(do: Callable[[], Any]) -> Any:
+    """Call a function in the first process only; all get what it returns, and raise its OSError or ValueError."""
     rank, world = rank_and_world()
-    refused: List[Any] = [None]
+    found: List[Any] = [None, None]
     if rank == 0:
         try:
-            do()
+            found[0] = do()
         except (OSError, ValueError) as e:
-            refused = [e]
+            found[1] = e
     if world > 1:
-        dist.broadcast_object_list(refused)
-    if refused[0] is not None:
-        raise refused[0]
+        dist.broadcast_object_list(found)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import Any, Callable, Dict, List, Tuple
 import torch
 from tqdm import tqdm
 
+from ..evaluation.passes import wait_for
+
 __all__ = ['free_memory', 'in_turns', 'peak_of']
 
 Call = Callable[[], Any]
@@ -32,10 +34,10 @@ def in_turns(
     for _ in tqdm(range(warm_up + rounds), unit='round', leave=False, disable=not progress):
         for name, (call, setting) in calls.items():
             with setting():
-                _wait(device)
+                wait_for(device)
                 start = time.perf_counter()
                 call()
-                _wait(device)
+                wait_for(device)
                 times[name].append(time.perf_counter() - start)
     return {name: seconds[warm_up:] for name, seconds in times.items()}
 
@@ -43,10 +45,10 @@ def in_turns(
 def peak_of(call: Call, device: str) -> int:
     """Peak memory in bytes that a call allocates; it must have run once before."""
     if device.startswith('cuda'):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         call()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated(device) - before
     with torch.profiler.profile(profile_memory=True) as profile:
         call()
     now = peak = 0
@@ -64,14 +66,9 @@ def free_memory(device: str) -> int:
         ValueError: The operating system does not say.
     """
     if device.startswith('cuda'):
-        return torch.cuda.mem_get_info()[0]
+        return torch.cuda.mem_get_info(device)[0]
     try:
         return os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     except (AttributeError, OSError, ValueError):
         raise ValueError('This operating system does not say how much memory is free, so the largest batch is not '
                          'known. Give numbers, such as --batch-size 1,64.') from None
-
-
-def _wait(device: str) -> None:
-    if device.startswith('cuda'):
-        torch.cuda.synchronize()

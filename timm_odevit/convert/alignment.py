@@ -31,7 +31,7 @@ def aligning_orders(layers: Sequence[Dict[str, Tensor]], block: Any) -> List[Ord
     orders: List[Orders] = [{} for _ in layers]
     if len(layers) < 2:
         return orders
-    if type(attn) is Attention:
+    if type(attn) is Attention and isinstance(attn.norm, torch.nn.Identity) and getattr(attn, 'gate', None) is None:
         _align_heads(layers, orders, attn.num_heads)
     if type(mlp) is Mlp and isinstance(mlp.norm, torch.nn.Identity):
         _align_neurons(layers, orders)

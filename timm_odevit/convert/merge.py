@@ -1,5 +1,5 @@
 """merge_: for deployment, merge the weights of every step into ordinary blocks, in place, and back."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Iterator, List, Optional, Tuple
 
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ class MergedBlocks(Halts, nn.Sequential):
             steps = [isinstance(block, Step) for block in super().__iter__()]
             first, last = (sum(steps[:i]) for i in index.indices(len(steps))[:2])
             found.layers = self.layers[index]
-            found.merged = self.merged.part(first, last) if first < last else self.merged
+            found.merged = self.merged.part(first, last) if first < last else replace(self.merged, halting=None)
             found.start = self.start + first * self.merged.grid[1] / self.merged.grid[0]
             found.readout, found.prefix, found._measured = None, self.prefix, Measured()
         return found

@@ -7,7 +7,7 @@ from typing import Any, List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..settings import checks_keywords
+from ..settings import checks_keywords, whole
 from .flow import Flow, Images, PerImage, along, noise, norms, over_images, unit
 
 __all__ = ['Recovery', 'Region', 'contraction_regions', 'recovery']
@@ -84,8 +84,7 @@ def contraction_regions(
 
     Source: the contraction region of ODE-ViT, arXiv 2511.16501; DeepFool, arXiv 1511.04599.
     """
-    if type(directions) is not int or directions < 1:
-        raise ValueError(f'directions must be a whole number of at least 1; got {directions!r}.')
+    directions = whole(1)('directions', directions)
     if not (isinstance(limit, (int, float)) and 0 < limit < math.inf):
         raise ValueError(f'limit must be a number above 0; got {limit!r}.')
 

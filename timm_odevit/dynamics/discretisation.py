@@ -3,6 +3,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from numbers import Integral
 from typing import Any, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -92,13 +93,14 @@ def discretisation_errors(
         raise TypeError(f'A {type(model).__name__} has no ODE whose solution could be compared. Convert it first.')
     own = odes[0]
     chosen = [methods] if isinstance(methods, str) else [own.method] if methods is None else list(methods)
+    allowed = [method for method in METHODS if method != 'reversible']  # a map of the state alone
     for method in chosen:
-        if method not in METHODS:
-            raise ValueError(f"Unknown fixed-step method '{method}'. Allowed: {', '.join(METHODS)}.")
+        if method not in allowed:
+            raise ValueError(f"Unknown fixed-step method '{method}'. Allowed: {', '.join(allowed)}.")
     usual = sorted({max(own.steps // 2, 1), own.steps, 2 * own.steps})
-    counts = [steps] if isinstance(steps, int) else usual if steps is None else list(steps)
+    counts = [int(steps)] if isinstance(steps, (int, Integral)) else usual if steps is None else list(steps)
     for name, values in (('steps', counts), ('iterations', [iterations])):
-        if not values or any(type(value) is not int or value < 1 for value in values):
+        if not values or any(isinstance(v, bool) or not isinstance(v, Integral) or v < 1 for v in values):
             raise ValueError(f'{name} must be whole numbers of at least 1; got {values}.')
     if type(fine) is not int or fine < 2 or fine % 2:
         raise ValueError(f'fine must be an even number of at least 2; got {fine!r}.')
@@ -112,8 +114,9 @@ def discretisation_errors(
 
 def observed_order(errors: Sequence[DiscretisationError]) -> Optional[float]:
     """The order of convergence that the errors of one method show: the slope of log error against log h, by least
-    squares; None with fewer than two numbers of steps.
+    squares; None with fewer than two numbers of steps whose error is not 0.
     """
+    errors = [e for e in errors if e.error.mean() > 0]
     if len({e.steps for e in errors}) < 2:
         return None
     x = torch.tensor([-math.log(e.steps) for e in errors], dtype=torch.float64)

@@ -15,7 +15,7 @@ from ..hooks import evaluating
 from ..ode.blocks import find_ode_blocks
 from ..ode.steps import Step
 from ..recording import watch_blocks
-from ..settings import checks_keywords
+from ..settings import checks_keywords, whole
 
 __all__ = [
     'Flow', 'Images', 'Jacobian', 'PerImage', 'along', 'batches', 'follow', 'noise', 'norms', 'over_images',
@@ -156,8 +156,7 @@ def batches(images: Images, batch_size: int) -> Iterator[Tensor]:
     """
     if isinstance(images, (tuple, list)) and [getattr(part, 'ndim', 0) for part in images] == [4, 1]:
         images = images[0]
-    if type(batch_size) is not int or batch_size < 1:
-        raise ValueError(f'batch_size must be a whole number of at least 1; got {batch_size!r}.')
+    batch_size = whole(1)('batch_size', batch_size)
     if isinstance(images, Tensor) and images.ndim != 4:
         raise ValueError(f'Expected images [B, C, H, W], or batches of them; got a tensor {list(images.shape)}.')
     found = 0
@@ -233,23 +232,34 @@ class Jacobian:
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor], state: Tensor) -> None:
+        if torch.is_inference_mode_enabled() or state.is_inference():
+            raise RuntimeError('Derivatives cannot be computed in inference mode. Use torch.no_grad() instead.')
         with _PlainAttention(), torch.enable_grad():
             self._before = state.detach().requires_grad_()
-            self._after = step(self._before)
+            self._after = step(self._before.clone())  # the map may change its input in place
 
     @cached_property
     def _transposed(self) -> Tuple[Tensor, Tensor]:
         u = torch.zeros_like(self._after, requires_grad=True)
-        return u, torch.autograd.grad(self._after, self._before, u, create_graph=True)[0]
+        return u, _product(self._after, self._before, u, create_graph=True)
 
     def push(self, vector: Tensor) -> Tensor:
         """J v."""
         u, product = self._transposed
-        return torch.autograd.grad(product, u, vector, retain_graph=True)[0]
+        return _product(product, u, vector)
 
     def pull(self, vector: Tensor) -> Tensor:
         """J^T v."""
-        return torch.autograd.grad(self._after, self._before, vector, retain_graph=True)[0]
+        return _product(self._after, self._before, vector)
+
+
+def _product(outputs: Tensor, inputs: Tensor, vector: Tensor, create_graph: bool = False) -> Tensor:
+    """The gradient of <outputs, vector> with respect to the inputs; 0 for constant outputs."""
+    if not outputs.requires_grad:
+        return torch.zeros_like(inputs)
+    return torch.autograd.grad(
+        outputs, inputs, vector, retain_graph=True, create_graph=create_graph, allow_unused=True,
+        materialize_grads=True)[0]
 
 
 class _PlainAttention(TorchFunctionMode):  # of one thread
@@ -259,6 +269,9 @@ class _PlainAttention(TorchFunctionMode):  # of one thread
         if func is F.scaled_dot_product_attention:
             probabilities, value = plain_attention(*args, **(kwargs or {}))
             return probabilities @ value
+        if func is F.multi_head_attention_forward:  # with weights, it computes them without a fused kernel
+            out, _ = func(*args, **{**(kwargs or {}), 'need_weights': True})
+            return out, None
         return func(*args, **(kwargs or {}))
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..settings import checks_keywords
+from ..settings import checks_keywords, whole
 from .attention import attention_maps
 from .flow import Flow, Images, Jacobian, PerImage, noise, norms, over_images, unit
 
@@ -62,8 +62,7 @@ def lipschitz_constants(
     """
     if of not in ('field', 'step'):
         raise ValueError(f"of must be 'field' or 'step'; got {of!r}.")
-    if type(iterations) is not int or iterations < 1:
-        raise ValueError(f'iterations must be a whole number of at least 1; got {iterations!r}.')
+    iterations = whole(1)('iterations', iterations)
     shift = 1. if of == 'field' else 0.
 
     def measure(flow: Flow) -> LipschitzConstants:

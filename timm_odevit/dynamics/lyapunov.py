@@ -6,7 +6,7 @@ from typing import Any, Callable, List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..settings import checks_keywords
+from ..settings import checks_keywords, whole
 from .flow import Flow, Images, Jacobian, PerImage, over_images
 
 __all__ = ['Exponents', 'lyapunov_exponents']
@@ -69,7 +69,8 @@ def lyapunov_exponents(
             exponents are measured. 0 leaves them random at the start: for times so long that they align by themselves.
         tokens: 'all' for the whole state; 'class' for perturbations of the class token alone, held to it after each
             step, so that what passes through the other tokens is left out.
-        batch_size: Images at a time; more need more memory, for m + 1 states and the inside of a block each.
+        batch_size: Images at a time; more need more memory, for all states, m tangent vectors, and what two backward
+            passes through a step need.
         seed: Seed of the first tangent vectors.
 
     Returns:
@@ -84,9 +85,7 @@ def lyapunov_exponents(
     """
     if tokens not in ('all', 'class'):
         raise ValueError(f"tokens must be 'all' or 'class'; got {tokens!r}.")
-    for name, value, least in (('count', count, 1), ('sweeps', sweeps, 0)):
-        if type(value) is not int or value < least:
-            raise ValueError(f'{name} must be a whole number of at least {least}; got {value!r}.')
+    count, sweeps = whole(1)('count', count), whole()('sweeps', sweeps)
 
     def measure(flow: Flow) -> Exponents:
         return _exponents(flow, count, tokens == 'class', sweeps, seed)
@@ -101,8 +100,8 @@ def _exponents(flow: Flow, count: int, only_class: bool, sweeps: int, seed: int)
     if count > size:
         raise ValueError(f'count must be at most the number of dimensions, {size}; got {count}.')
     generator = torch.Generator().manual_seed(seed)
-    first = torch.randn(size, count, generator=generator, dtype=torch.float64).to(x)  # the same for every image
-    Q = torch.linalg.qr(first)[0].expand(B, size, count)
+    first = torch.randn(size, count, generator=generator, dtype=torch.float64)  # the same for every image
+    Q = torch.linalg.qr(first)[0].to(x).expand(B, size, count)
     states = flow.states()
     for _ in range(sweeps):
         for step, state in zip(flow.maps, states, strict=False):
@@ -147,8 +146,9 @@ def _whole(v: Tensor, state: Tensor) -> Tensor:
 
 def _orthogonal(vectors: Tensor) -> Tuple[Tensor, Tensor]:
     """An orthonormal basis of vectors [B, n, m], and how long each vector was, beyond those before it [B, m]."""
-    Q, R = torch.linalg.qr(torch.nan_to_num(vectors, posinf=0., neginf=0.))
-    return Q, R.diagonal(dim1=-2, dim2=-1).abs()
+    wide = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
+    Q, R = torch.linalg.qr(torch.nan_to_num(wide, posinf=0., neginf=0.))
+    return Q.to(vectors.dtype), R.diagonal(dim1=-2, dim2=-1).abs()
 
 
 def _explain(reasons: List[Optional[str]], where: Tensor, reason: str) -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ode.blocks import find_ode_blocks
-from ..ode.time_dependence import TimeField
-from ..settings import checks_keywords
+from ..ode.time_dependence import TimeField, bare_name, residual_key
+from ..settings import checks_keywords, whole
 
 __all__ = ['SpectralNorms', 'spectral_norms']
 
@@ -58,8 +58,7 @@ class SpectralNorms:
     @torch.no_grad()
     def update(self, iterations: int = 1) -> Dict[str, float]:
         """Iterate, and return the norms by the name of the weight, a lower bound that converges from below."""
-        if type(iterations) is not int or iterations < 1:
-            raise ValueError(f'iterations must be a whole number of at least 1; got {iterations!r}.')
+        iterations = whole(1)('iterations', iterations)
         found = {}
         for weight in _weights(self.model):
             v = self.vectors.get(weight.name)
@@ -105,11 +104,10 @@ def _weights(model: Any) -> List[_Weight]:
         for name, p in (owner.base if timed else owner).named_parameters():
             if p.ndim != 2:
                 continue
-            key = name.replace('.', '-')
+            key, short = residual_key(name), bare_name(name).removeprefix('block.')
             up, down = (owner.up[key], owner.down[key]) if timed and key in owner.up else (None, None)
-            short = name.removeprefix('block.')
             label = short if len(owners) == 1 else f'blocks.{i}.{short}'
-            thirds = ('queries', 'keys', 'values') if name.endswith('qkv.weight') else ('',)
+            thirds = ('queries', 'keys', 'values') if short.endswith('qkv.weight') else ('',)
             size = len(p) // len(thirds)
             for j, third in enumerate(thirds):
                 rows = slice(j * size, (j + 1) * size)

@@ -2,6 +2,7 @@
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from numbers import Integral
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -13,7 +14,9 @@ from ..hooks import evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.halting import Halts
 
-__all__ = ['AMP_DTYPES', 'NOTHING', 'Passes', 'check_labels', 'check_same_images', 'in_batches', 'step_counts']
+__all__ = [
+    'AMP_DTYPES', 'NOTHING', 'Passes', 'check_labels', 'check_same_images', 'in_batches', 'step_counts', 'wait_for',
+]
 
 AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
 NOTHING = -1  # the class of an image whose outputs are not finite, which is never right
@@ -31,7 +34,7 @@ def step_counts(
     blocks = find_ode_blocks(model)
     if steps is None:
         return [(f'{blocks[0].steps} steps' if len(blocks) == 1 else 'model', nullcontext)]
-    counts = [steps] if isinstance(steps, int) else list(steps)
+    counts = [int(steps)] if isinstance(steps, (int, Integral)) else list(steps)
     if not counts:
         raise ValueError('steps is empty. Give step counts, such as steps=(1, 6, 12), or None.')
     check_not_merged(model)
@@ -121,10 +124,10 @@ class Passes:
                     blocks.steps_taken = None  # and so it stays if the host runs the steps one by one
                 if not self.images:
                     model(images)  # the first pass is slower than the others, and is not timed
-                _synchronize(device)
+                wait_for(device)
                 start = time.perf_counter()
                 outputs = model(images)
-                _synchronize(device)
+                wait_for(device)
                 self.seconds += time.perf_counter() - start
                 self.images += len(images)
                 self.evaluations += len(images) * sum(blocks.evaluations for blocks in sequences)
@@ -150,6 +153,7 @@ class Passes:
             images_per_second=self.images / self.seconds, halted=halted)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
+def wait_for(device: Union[str, torch.device]) -> None:
+    """Wait until a device has done what it was given."""
+    if torch.device(device).type not in ('cpu', 'meta'):
+        torch.accelerator.synchronize(device)

@@ -12,6 +12,8 @@ from .methods import METHODS
 
 __all__ = ['Measured', 'solve_adaptive']
 
+_SAME = 1e-6  # times that differ by rounding
+
 
 class Measured(threading.local):
     """What a forward pass has decided, per thread; a copy starts anew.
@@ -57,7 +59,9 @@ def solve_adaptive(
     if not x0.numel():  # an empty state has no error to measure
         return x0.expand(len(times), *x0.shape), 0
     # no error estimate holds across a jump of the field, so each piece between two jumps is solved separately
-    bounds = [times[0], *(t for t in field.jumps if times[0] < t < times[-1]), times[-1]]
+    jumps = [t for t in field.jumps if times[0] + _SAME < t < times[-1] - _SAME]
+    times = [next((jump for jump in jumps if abs(jump - t) < _SAME), t) for t in times]
+    bounds = [times[0], *jumps, times[-1]]
     x, states, evaluations = x0, [x0], 0
     for start, end in pairwise(bounds):
         wanted = [t for t in times[1:] if start < t <= end]

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from .fields import Context, Field
 from .skeleton import copy_module, run_with, skeleton
 
-__all__ = ['MATRICES', 'VECTORS', 'PhasedField', 'TabulatedField', 'TimeField', 'matrix_shape']
+__all__ = [
+    'MATRICES', 'VECTORS', 'PhasedField', 'TabulatedField', 'TimeField', 'bare_name', 'matrix_shape', 'residual_key',
+]
 
 # attributes of a TimeField: the residuals of vectors, and the factors of the residuals of matrices
 VECTORS, MATRICES = ('vectors',), ('up', 'down')
@@ -84,7 +86,7 @@ class TimeField(Field):
         merged = {}
         found = 0
         for name, p in _named_parameters(self.base):
-            key = _key(name)
+            key = residual_key(name)
             found += key in self.vectors or key in self.up
             if part and name.startswith(self.base.attention_prefixes) != (part == 'attention'):
                 continue
@@ -95,7 +97,7 @@ class TimeField(Field):
                 down = torch.cat([self.down[key][i] for i, _ in knots])
                 merged[name] = torch.addmm(p.flatten(1), up, down).view_as(p)
         if found < len(self.vectors) + len(self.up):
-            there = {_key(name) for name, _ in _named_parameters(self.base)}
+            there = {residual_key(name) for name, _ in _named_parameters(self.base)}
             names = ', '.join(k for k in (*self.vectors, *self.up) if k not in there).replace('-', '.')
             raise RuntimeError(f'{names}: these parameters have residuals but are no longer in the '
                                'shared block. Put back the part that was replaced, or convert again.')
@@ -225,9 +227,14 @@ def _named_parameters(module: nn.Module) -> Iterator[Tuple[str, Tensor]]:
             for key, p in inner._former_parameters.items())  # type: ignore[operator, union-attr]
 
 
-def _key(name: str) -> str:
-    """The key of a parameter's residual; peft's layers hold the layer that they wrap as `base_layer`."""
-    return name.replace('.base_layer.', '.').replace('.', '-')
+def bare_name(name: str) -> str:
+    """The name of a parameter without wrappers: peft's layers hold the layer that they wrap as `base_layer`."""
+    return name.replace('.base_layer.', '.')
+
+
+def residual_key(name: str) -> str:
+    """The key of a parameter's residual."""
+    return bare_name(name).replace('.', '-')
 
 
 def _number(t: Union[float, Tensor]) -> float:

@@ -73,8 +73,8 @@ def model_card(
     metadata = ModelCardData(
         license=license,
         library_name='timm',
-        pipeline_tag='image-classification',
-        tags=['image-classification', 'timm', *(['ode-vit'] if blocks else [])],
+        pipeline_tag=(kind := 'image-classification' if model.num_classes else 'image-feature-extraction'),
+        tags=[kind, 'timm', *(['ode-vit'] if blocks else [])],
         datasets=[_id(dataset)] if dataset else None,
         model_name=name.rsplit('/', 1)[-1].removeprefix('hf-hub:') if rows else None,
         eval_results=[_metadata_of(r, dataset) for r in rows] or None,
@@ -121,7 +121,7 @@ import timm, timm_odevit, torch
 model = timm.create_model('{name}', pretrained=True).eval()
 data = timm.data.resolve_model_data_config(model)
 transform = timm.data.create_transform(**data, is_training=False)    # of a PIL image
-logits = model(torch.rand(1, *data['input_size'])){dial}
+{'logits' if model.num_classes else 'embedding'} = model(torch.rand(1, *data['input_size'])){dial}
 ```"""
 
 

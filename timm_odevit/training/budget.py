@@ -3,11 +3,14 @@ import copy
 import math
 import statistics
 import time
-from itertools import pairwise
-from typing import Any, Callable, Dict, Iterator, List, Sequence
+from itertools import chain, islice, pairwise
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Union
 
+import torch
+from timm.utils import random_seed
 from torch import nn
 
+from ..hooks import random_states_kept
 from .fit import fit
 from .loaders import set_epoch
 
@@ -20,37 +23,54 @@ TRIED = 5  # updates
 class Stream:
     """The batches of a loader, over and over: `count` of them at a time, the next ones each time.
 
-    Each pass over the loader is an epoch of the loader, with an order of its own.
+    Each pass over the loader is an epoch of the loader, whose order depends on the seed and on the number of the pass
+    alone, so that a run can be resumed in the middle of it.
+
+    Args:
+        loader: Loader with a length.
+        count: Batches at a time.
+        seed: Seed of the orders.
+        device: Device on which the loader draws random numbers, besides the CPU.
     """
 
-    def __init__(self, loader: Any, count: int) -> None:
-        self.loader, self.count = loader, count
+    def __init__(self, loader: Any, count: int, seed: int = 0, device: Union[str, torch.device] = 'cpu') -> None:
+        self.loader, self.count, self.seed, self.device = loader, count, seed, device
         self.rest: Iterator[Any] = iter(())
-        self.passes = 0
+        self.taken = self.passes = 0  # batches; passes that have begun
         self.yielded: List[float] = []  # when each of the last batches was asked for, in seconds
 
     def set_epoch(self, epoch: int) -> None:
-        """Note how many times `count` batches were taken before, also by the run that this one resumes."""
-        if self.passes == 0:
-            self.passes = epoch * self.count // max(1, len(self.loader))
+        """Go on after `epoch` times `count` batches, also where a run ended that this one resumes."""
+        if self.taken != epoch * self.count:
+            self.taken = epoch * self.count
+            self.passes, given = divmod(self.taken, max(1, len(self.loader)))
+            self.rest = self._pass(given)
 
     def __len__(self) -> int:
         return self.count
 
     def __iter__(self) -> Iterator[Any]:
-        self.yielded, fresh = [], False
+        self.yielded = []
         while len(self.yielded) < self.count:
             batch = next(self.rest, None)
-            if batch is not None:
-                fresh = False
-                self.yielded.append(time.perf_counter())
-                yield batch
-            elif fresh:
+            if batch is None:
+                self.rest = self._pass()
+                batch = next(self.rest, None)
+            if batch is None:
                 return  # an empty loader
-            else:
-                set_epoch(self.loader, self.passes)
-                self.rest, fresh = iter(self.loader), True
-                self.passes += 1
+            self.yielded.append(time.perf_counter())
+            self.taken += 1
+            yield batch
+
+    def _pass(self, given: int = 0) -> Iterator[Any]:
+        """The batches of the next pass, without those that were given before."""
+        set_epoch(self.loader, self.passes)
+        with random_states_kept(self.device):
+            random_seed((self.seed * 10_007 + self.passes) % 2 ** 31)
+            rest = iter(self.loader)
+            begun = list(islice(rest, given + 1))  # most loaders draw their order with the first batch
+        self.passes += 1
+        return chain(begun[given:], rest)
 
 
 def updates_in(

@@ -112,7 +112,9 @@ def calibrate_(
             if config.epochs is not None:
                 parts: List[Tuple[Any, int]] = [(loader, count) for count in config.epochs]
             else:
-                parts = [(Stream(loader, max(1, count // EPOCHS)), min(count, EPOCHS)) for count in noted['updates']]
+                device = next(model.parameters()).device
+                parts = [(Stream(loader, max(1, count // EPOCHS), config.seed, device), min(count, EPOCHS))
+                         for count in noted['updates']]
             for make, folder, (batches, count), chosen in zip(
                     tasks, folders, parts, options(noted['share']), strict=True):
                 if count:

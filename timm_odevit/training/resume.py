@@ -10,6 +10,7 @@ from timm.task import TrainingTask
 from timm.utils import unwrap_model
 from torch import nn
 
+from ..distributed import in_first_process
 from ..files import staged, to_json, write_text
 from .config import FitConfig
 from .loaders import chain
@@ -171,13 +172,25 @@ def check_calibration(
 def planned(
         out: Union[str, Path, None], plan: Callable[[], Dict[str, Any]], about: Callable[[], Dict[str, Any]],
 ) -> Dict[str, Any]:
-    """The plan of a calibration: that of its folder, if it is about the same things, or a new one, noted there."""
+    """The plan of a calibration: that of its folder, if it is about the same things, or a new one, noted there.
+
+    With several processes, all of them make a plan, because they train together to do so; that of the first counts.
+    """
     path = None if out is None else Path(out) / PLAN
-    if path is not None and path.exists():
-        noted: Dict[str, Any] = {'share': 1., **json.loads(path.read_text())}
-        _check_same(path.parent, noted, {name: value for name, value in about().items() if name in noted})
-        return noted
-    found = {**plan(), **(about() if path is not None else {})}
-    if path is not None:
-        write_text(path, to_json(found))
-    return found
+
+    def noted() -> Optional[Dict[str, Any]]:
+        if path is None or not path.exists():
+            return None
+        found: Dict[str, Any] = {'share': 1., **json.loads(path.read_text())}
+        _check_same(path.parent, found, {name: value for name, value in about().items() if name in found})
+        return found
+
+    def note() -> Dict[str, Any]:
+        if path is not None:
+            write_text(path, to_json({**made, **about()}))
+        return made
+    found: Any = in_first_process(noted)
+    if found is None:
+        made = plan()
+        found = in_first_process(note)
+    return dict(found)

@@ -90,7 +90,7 @@ class TrajectoryDistillationTask(StudentTask):
             self._check(host)
         else:
             self._check_parts(host, odes)
-        self._check_hooks(host)
+        self._check_segments(host)
         if isinstance(teacher, str):
             teacher = DistillationTeacher(
                 teacher, num_classes=host.num_classes, in_chans=host.in_chans, device=device, dtype=dtype).model
@@ -156,10 +156,12 @@ class TrajectoryDistillationTask(StudentTask):
                 f'{type(block).__name__} does not provide them. Set it to 0.')
         return last, fields[:1]  # a list keeps the block from becoming a submodule
 
-    def _check_hooks(self, student: Any) -> None:
-        if self.config.segments and getattr(student, 'grad_checkpointing', False):
-            raise ValueError('segments rely on hooks, which gradient checkpointing skips when it reruns the steps. '
-                             'Leave one of the two out.')
+    def _check_segments(self, student: Any) -> None:
+        if self.config.segments and (getattr(student, 'grad_checkpointing', False) or any(
+                step.shared_by_pass is not None for step in student.blocks.bound_steps)):
+            raise ValueError('segments rely on hooks, which gradient checkpointing skips when it reruns the steps, and '
+                             "on steps that depend on their state alone, unlike those of merged tokens and 'reversible'"
+                             '. Leave one of the two out.')
 
     def _check_alone(self) -> None:
         for name in ('trajectory', 'kd', 'relation', 'attention'):
@@ -202,7 +204,7 @@ class TrajectoryDistillationTask(StudentTask):
             targets = [run.target(ode, states, t) for (run, ode, states), times in zip(followed, pairs, strict=True)
                        for t, _ in times]
             stack.enter_context(self._starting_from_teacher(followed))
-            self._check_hooks(student)
+            self._check_segments(student)
             exits = [len(odes[-1].before) + min(max(round(t * counts[-1]), 1), counts[-1] - 1) - 1
                      for t in self.config.exits] if counts[-1] > 1 else []
             output, states, jasmin, attention, early = self.trainable_module(
