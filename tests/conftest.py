@@ -30,7 +30,7 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture
+@pytest.fixture(scope='session')
 def vit():
     """Builds a small pretrained-like ViT: 3 blocks, 17 tokens of 32 channels, 5 classes."""
     def build(name='vit_tiny_patch16_224', **kwargs):

@@ -71,7 +71,7 @@ def test_every_family_reloads_bit_for_bit(vit, images, tmp_path, name, config):
 def test_every_family_compiles_exports_and_gives_features(vit, images, name, config):
     model = vit(name)
     convert_(model, config)
-    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+    compiled = torch.compile(model, fullgraph=True, backend='eager')  # whether it is one graph; export looks inside it
     torch.testing.assert_close(compiled(images), model(images))
     torch._dynamo.reset()
     torch.testing.assert_close(torch.export.export(model, (images,)).module()(images), model(images))

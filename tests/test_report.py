@@ -22,18 +22,21 @@ QUIET = ('--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '-
          '--disable-component-update', '--disable-sync')
 
 
-@pytest.fixture
+@pytest.fixture(scope='module')
 def images():
     return torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
-@pytest.fixture
-def pair(vit):
-    """A student and its teacher."""
+def student_and_teacher(vit):
     teacher, student = vit(), vit()
     student.load_state_dict(teacher.state_dict())
     convert_(student, OdeConfig(time='low_rank', rank=2))
     return student.eval(), teacher
+
+
+@pytest.fixture
+def pair(vit):
+    return student_and_teacher(vit)
 
 
 def written(folder):
@@ -238,13 +241,20 @@ def test_images_of_an_npz_come_with_their_classes(vit, tmp_path):
 
 # --- as a person sees it ---
 
+@pytest.fixture(scope='module')
+def page(vit, images, tmp_path_factory):
+    torch.manual_seed(0)
+    student, teacher = student_and_teacher(vit)
+    return write_report(student, images, tmp_path_factory.mktemp('report'), teacher=teacher, progress=False)
+
+
 @pytest.fixture(params=['light', 'dark'])
-def shown(request, pair, images, tmp_path):
+def shown(request):
     """The open page, and what it complained about or asked for."""
     sync_playwright = pytest.importorskip('playwright.sync_api').sync_playwright
     if CHROMIUM is None:
         pytest.skip('needs a Chromium on the PATH')
-    page = write_report(pair[0], images, tmp_path, teacher=pair[1], progress=False)
+    page = request.getfixturevalue('page')
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(QUIET))
         tab = browser.new_page(viewport={'width': 1280, 'height': 900}, color_scheme=request.param)

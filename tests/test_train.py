@@ -1,5 +1,6 @@
 import copy
 import hashlib
+import importlib
 import json
 import math
 import multiprocessing
@@ -22,7 +23,7 @@ import torch
 import yaml
 from PIL import Image
 
-from timm_odevit import Recipe, save_pretrained, train
+from timm_odevit import Recipe, calibrate_, convert_, save_pretrained, train
 from timm_odevit.cli import main
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.files import locked
@@ -421,7 +422,7 @@ def forked(args, before=lambda: None, printed='printed'):
 
 def test_killed_at_any_moment_a_run_goes_on_to_the_same_weights(place, monkeypatch):
     monkeypatch.chdir(place)
-    changes = ['fit.epochs=6', 'fit.ema_decay=0.9']
+    changes = ['fit.epochs=4', 'fit.ema_decay=0.9']
     assert main(command('whole', *changes)) == 0
     kills = 0
     for wait in ('stage0/last.pt', 'stage0/history.json', 'stage1/last.pt', None):
@@ -578,6 +579,31 @@ def test_tuples_are_lists_and_fewer_epochs_are_refused(vit, data, tmp_path):
 
 # --- several processes
 
+def calibrate_as(rank, folder, teacher, student, images):
+    torch.distributed.init_process_group('gloo', init_method=f'file://{folder}/meeting', rank=rank, world_size=2)
+    calibrate = importlib.import_module('timm_odevit.training.calibrate')
+    calibrate.updates_in = lambda *args: [10 + 10 * rank, 10]  # each process measures for itself
+    calibrate_(student, teacher, images[rank], minutes=1., batch_size=2, progress=False, out=folder / 'out')
+    torch.save(student.state_dict(), folder / f'{rank}.pt')
+
+
+def test_processes_that_calibrate_together_follow_the_plan_of_the_first(vit, tmp_path):
+    teacher = vit()
+    student = copy.deepcopy(teacher)
+    convert_(student)
+    images = torch.randn(2, 8, 3, 16, 16)
+    fork = multiprocessing.get_context('fork')
+    processes = [fork.Process(target=calibrate_as, args=(rank, tmp_path, teacher, student, images), daemon=True) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert json.loads((tmp_path / 'out' / 'plan.json').read_text())['updates'] == [10, 10]
+    first, second = (torch.load(tmp_path / f'{rank}.pt') for rank in (0, 1))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
 def by_torchrun(args):
     launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', '-m', 'timm_odevit.cli', *args]
     done = subprocess.run(launch, capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
@@ -604,7 +630,7 @@ def by_fork(args):
     (by_fork, ['stages.0.task=stepwise', 'stages.0.loss=null'])], ids=['autonomous', 'low rank', 'stepwise'])
 def test_two_processes_give_the_losses_of_one_with_the_doubled_batch(place, monkeypatch, start, more):
     monkeypatch.chdir(place)
-    changes = [*more, 'data.padding=0', 'data.flip=0', 'loss.jasmin_weight=0.1', 'loss.task_weight=0.5']
+    changes = [*more, 'fit.epochs=1', 'data.padding=0', 'data.flip=0', 'loss.jasmin_weight=0.1', 'loss.task_weight=0.5']
     assert main(command('one', *changes, 'data.batch_size=8')) == 0
     assert start(command('two', *changes, 'data.batch_size=4')).count('saved two/best') == 1
     histories = [json.loads((place / name / 'history.json').read_text()) for name in ('one', 'two')]

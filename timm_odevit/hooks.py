@@ -10,7 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ['evaluating', 'hooked', 'on_meta', 'random_states_kept', 'surely']
 
-_INITIALISES = {'add_', 'clamp_', 'div_', 'erfinv_', 'fill_', 'mul_', 'normal_', 'sub_', 'uniform_', 'zero_'}
+_INITIALISES = {'add_', 'clamp_', 'div_', 'erfinv_', 'fill_', 'mul_', 'normal_', 'sub_', 'uniform_', 'zero_',
+                *(name for name in dir(nn.init) if name.endswith('_') and not name.startswith('_'))}
 
 
 @contextmanager
@@ -22,9 +23,12 @@ def on_meta() -> Iterator[None]:
 
 class _Uninitialised(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, '__name__', '') in _INITIALISES and args and args[0].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if getattr(func, '__name__', '') in _INITIALISES:
+            tensor = args[0] if args else kwargs.get('tensor')
+            if getattr(tensor, 'is_meta', False):
+                return tensor
+        return func(*args, **kwargs)
 
 
 @contextmanager
