@@ -327,6 +327,18 @@ def test_predict_gives_json_and_refuses_what_is_no_image(folder, capsys):
     assert '--steps needs an ODE-ViT' in capsys.readouterr().err
 
 
+def test_evaluate_holds_something_out_and_says_whose_classes_it_counts(folder, capsys):
+    x, y = np.zeros((9, 16, 16, 3), np.uint8), np.arange(9) % 3
+    np.savez('d.npz', x_train=x, y_train=y, x_test=x, y_test=y, classes=['c2', 'c1', 'c0'])
+    assert main(['evaluate', 'local-dir:teacher', 'd.npz', '--held-out', '0', '--quiet']) == 2
+    assert 'The share held out must lie between 0 and 1; got 0.0' in capsys.readouterr().err
+    config = json.loads((folder / 'teacher' / 'config.json').read_text())
+    (folder / 'teacher' / 'config.json').write_text(json.dumps({**config, 'label_names': ['c0', 'c1', 'c3']}))
+    for data in ('d.npz', 'images'):
+        with pytest.warns(RuntimeWarning, match=f"The classes of '{data}' are not those of the model"):
+            assert main(['evaluate', 'local-dir:teacher', data, '--quiet', *(['--workers', '0'] if data == 'images' else [])]) == 0
+
+
 def test_recipes_are_listed_shown_and_checked(folder, capsys):
     assert run('recipe', 'list') == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == builtin_recipes()
@@ -339,6 +351,7 @@ def test_recipes_are_listed_shown_and_checked(folder, capsys):
 
 @pytest.mark.parametrize('given, message', [
     (['evaluate', 'local-dir:teacher', 'images', '--seed', '1'], '--seed chooses the images of --held-out'),
+    (['convert', 'vit_tiny_patch16_224', 'new', '--random', '--checkpoint', 'teacher/model.safetensors'], '--random loads no weights'),
     (['evaluate', 'local-dir:teacher', 'parts', '--held-out', '0.1'], "'parts' has val/, and training used that to validate"),
     (['distill', '--resume', 'images'], "There is no run to continue in 'images': it has no recipe.yaml"),
     (['distill', 'autonomous', 'images'], 'Expected RECIPE DATA OUT, or only --resume FOLDER; got autonomous images'),
@@ -366,7 +379,7 @@ def test_a_run_is_continued_from_anywhere(folder, capsys, monkeypatch):
     assert main(['finetune', '--resume', '../tuned', '--recipe', 'finetune', '--quiet']) == 2
     assert '--recipe finetune has no effect' in capsys.readouterr().err
     assert main(['distill', '--resume', '../tuned', '--quiet']) == 2
-    assert "'../tuned' is not a run of this command. Try the other one" in capsys.readouterr().err
+    assert "'../tuned' is not a run of odevit distill. Type: odevit finetune --resume ../tuned" in capsys.readouterr().err
     monkeypatch.chdir(folder)
     assert main(['finetune', 'local-dir:teacher', 'images', '--resume', 'tuned', '--set', 'fit.epochs=2', '--set', 'fit.lr=1', *quick]) == 2
     assert 'a different recipe: fit.lr was 0.0005 and is 1. Resume' in capsys.readouterr().err

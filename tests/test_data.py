@@ -1,6 +1,8 @@
 import io
 import shutil
 import tracemalloc
+import warnings
+from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
@@ -13,6 +15,7 @@ from timm.utils import random_seed
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.data.folders import folder_loader, folder_loaders, image_loaders
 from timm_odevit.data.mixup import MixupLoader
+from timm_odevit.data.preprocessing import warn_of_other_classes
 
 
 @pytest.fixture
@@ -24,6 +27,36 @@ def folder(tmp_path):
                 Image.new('RGB', (20, 20), (40 * label, 9 * i, 0)).save(root / f'class{label}' / f'{i}.png')
         return root
     return build, tmp_path
+
+
+@pytest.mark.parametrize('embed', [False, True])
+def test_classes_that_a_model_knows_by_name_get_its_labels(vit, folder, embed):
+    build, path = folder
+    build(path / 'images')
+    model = vit()
+    names = [f'class{i}' for i in (3, 1, 4, 0, 2)]
+    model.pretrained_cfg = {**model.pretrained_cfg, 'label_names': names}
+    loader = folder_loader(path / 'images', model, workers=0, any_classes=embed)
+    seen = {(Path(file).parent.name, label) for file, label in loader.dataset.reader.samples}
+    assert seen == {(name, i) for i, name in enumerate(sorted(names) if embed else names)}
+    assert [loader.dataset.reader.class_to_idx[name] for name in (sorted(names) if embed else names)] == list(range(5))
+    x, y = np.zeros((10, 16, 16, 3), np.uint8), np.arange(10) % 5
+    np.savez(path / 'd.npz', x_train=x, y_train=y, x_test=x, y_test=y, classes=sorted(names))
+    test = array_loaders(path / 'd.npz', model, any_classes=embed)[2]
+    assert [test.label_names[label] for label in test.labels] == [f'class{i}' for i in y]
+    assert test.label_names == (sorted(names) if embed else names)
+
+
+def test_other_classes_than_those_of_the_model_are_said(vit):
+    model = vit()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        warn_of_other_classes(model, list('abcde'), 'images')  # it knows no names
+        model.pretrained_cfg = {**model.pretrained_cfg, 'label_names': list('abcde')}
+        warn_of_other_classes(model, list('abcde'), 'images')
+        warn_of_other_classes(model, None, 'images')
+    with pytest.warns(RuntimeWarning, match="of 'images' are not those of the model, .* 'x' counts as 'd'"):
+        warn_of_other_classes(model, list('abcxe'), 'images')
 
 
 def files(loader):

@@ -36,6 +36,25 @@ def test_figures_are_per_image_whatever_the_batches(vit, data, size):
     assert s.parameters == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize(('given', 'kwargs', 'message'), [
+    (lambda x, y: iter([(x, y)]), dict(steps=(1, 2)), 'gives its batches only once'),
+    (lambda x, y: iter([(x, y)]), dict(teacher=True), 'gives its batches only once'),
+    (lambda x, y: [(x, F.one_hot(y))], {}, r'labels \[B\]; got torch.float32 \[8, 3, 16, 16\], torch.int64 \[8, 5\]'),
+    (lambda x, y: [(x, y.float())], {}, 'whole numbers; got torch.float32'), (lambda x, y: [(x, y[:3])], {}, r'labels \[B\]; got'),
+    (lambda x, y: [{'x': x, 'y': y}], {}, r'labels \[B\]; got dict'), (lambda x, y: [x], {}, r'labels \[B\]; got torch.float32')])
+def test_what_is_no_batch_of_images_and_labels_is_said(vit, given, kwargs, message):
+    x, y = torch.randn(8, 3, 16, 16), torch.arange(8) % 5
+    model = vit()
+    convert_(model)
+    with pytest.raises(ValueError, match=message):
+        evaluate(model, given(x, y), **{**kwargs, **({'teacher': vit()} if 'teacher' in kwargs else {})})
+    assert evaluate(model, iter([(x, y)])).results[0].images == 8
+    with pytest.raises(ValueError, match='The teacher has 7 classes, the model 5'):
+        evaluate(model, [(x, y)], teacher=vit(num_classes=7))
+    with pytest.raises(TypeError, match="Expected a timm model; got 'odevit_tiny'"):
+        evaluate('odevit_tiny', [(x, y)])
+
+
 def test_steps_are_measured_and_put_back(vit, data):
     model = vit().train()
     convert_(model, OdeConfig(field='lipschitz', method='rk4', init='spectral'))

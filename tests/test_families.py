@@ -217,6 +217,42 @@ def test_the_image_size_may_change_after_conversion(name):
     torch.testing.assert_close(converted(x), resized(x), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize('name', [
+    'deit_tiny_distilled_patch16_224', 'beit_base_patch16_224', 'eva02_tiny_patch14_224', 'vit_relpos_small_patch16_224',
+    'vit_srelpos_small_patch16_224', 'swin_tiny_patch4_window7_224'])
+def test_the_original_blocks_follow_a_change_of_the_image_size(name):
+    size = 2 * MODELS[name]['img_size']
+    model, kwargs = build(name), {'window_size': 8} if 'swin' in name else {}
+    resized = copy.deepcopy(model)
+    resized.set_input_size((size, size), **kwargs)
+    done = convert_(model, config_for(name))
+    model.set_input_size((size, size), **kwargs)
+    done.restore()
+    x = torch.randn(1, 3, size, size)
+    assert torch.equal(model(x), resized(x))
+    assert model.state_dict().keys() == resized.state_dict().keys()
+
+
+def test_a_merged_model_changes_its_image_size_wholly_or_not_at_all():
+    swin, vit = build('swin_tiny_patch4_window7_224'), build('deit_tiny_distilled_patch16_224')
+    for model, name in ((swin, 'swin_tiny_patch4_window7_224'), (vit, 'deit_tiny_distilled_patch16_224')):
+        convert_(model, config_for(name, time='vectors'))
+        size = model.patch_embed.img_size
+        other = tuple(2 * side for side in size)
+        expected = copy.deepcopy(model)
+        merged = merge_(model)
+        if model is swin:
+            with pytest.raises(ValueError, match=r'Call restore\(\) on its Merged first'):
+                model.set_input_size(other)
+            assert model.patch_embed.img_size == size
+        else:
+            expected.set_input_size(other)
+            model.set_input_size(other)
+        merged.restore()
+        x = torch.randn(1, 3, *model.patch_embed.img_size)
+        torch.testing.assert_close(model(x), expected(x))
+
+
 def test_a_position_bias_that_depends_on_time_keeps_its_size():
     model = build('beit_base_patch16_224')
     convert_(model, OdeConfig(time='low_rank', rank=2))

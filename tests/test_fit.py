@@ -130,6 +130,15 @@ def test_trains_a_teacher_with_timms_own_task(vit, tmp_path, ema_decay):
     assert again.num_classes == 5
 
 
+def test_images_that_are_not_finite_are_named_and_a_model_is_no_task(vit):
+    model = vit()
+    task = ClassificationTask(model, torch.nn.CrossEntropyLoss(), verbose=False)
+    with pytest.raises(FloatingPointError, match='Images of batch 2 in epoch 1 are not finite, nor is the loss. Check the data'):
+        fit(task, [(X[:4], Y[:4]), (X[:4] / 0, Y[:4])], epochs=1, progress=False)
+    with pytest.raises(TypeError, match=r'fit trains a task; got a VisionTransformer. Give one, such as Traj'):
+        fit(model, [(X[:4], Y[:4])], epochs=1)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(vit, tmp_path):
     task = build(vit)
     run(task, tmp_path / 'run', epochs=1)
@@ -180,7 +189,7 @@ def test_refuses(vit, tmp_path):
     with pytest.raises(ValueError, match='is not a state saved by fit'):
         run(build(vit), tmp_path / 'run', epochs=2, resume=True)
     (tmp_path / 'run' / 'last.pt').write_bytes(b'cut off')
-    with pytest.raises(ValueError, match='cannot be read .* Delete it to start again'):
+    with pytest.raises(ValueError, match='cannot be read; it may be truncated. Delete it to start again'):
         run(build(vit), tmp_path / 'run', epochs=2, resume=True)
 
 
@@ -382,7 +391,7 @@ def test_of_several_processes_the_first_has_the_lock_and_all_refuse(tmp_path, mo
     with locked(tmp_path / 'run'):
         with pytest.raises(OSError, match='in use'), distributed.alone_in(tmp_path / 'run'):
             pass
-    process(1, lambda values: values.__setitem__(0, sent[0]))
+    process(1, lambda values: values.__setitem__(slice(None), sent))
     with pytest.raises(OSError, match='in use'), distributed.alone_in(tmp_path / 'run'):
         pass
     process(1, lambda values: None)

@@ -212,6 +212,13 @@ def test_from_scratch_without_a_teacher(data, tmp_path):
     assert not (tmp_path / 'new').exists()
 
 
+def test_from_scratch_it_has_the_classes_of_the_data(data, tmp_path):
+    tiny = {key: value for key, value in TINY.items() if key != 'num_classes'}
+    made = Recipe.load('scratch', ['fit.epochs=1', 'data={batch_size: 8}', f'model_args={json.dumps(tiny)}'])
+    run(made, data, tmp_path / 'run')
+    assert timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True).num_classes == 5
+
+
 @pytest.mark.parametrize('channels', [1, 4])
 def test_from_scratch_on_other_channels(tmp_path, monkeypatch, channels):
     monkeypatch.chdir(tmp_path)

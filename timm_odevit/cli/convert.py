@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> None:
     if args.minutes is not None and args.keep is None:
         raise ValueError('--minutes is the time for each size that --keep tries. Give --keep too, or leave it out; '
                          'odevit calibrate calibrates a converted model.')
+    if args.random and args.checkpoint is not None:
+        raise ValueError('--random loads no weights, and --checkpoint does. Leave one of them out.')
     config = OdeConfig(**settings)
     options = {k: v for k, v in (('num_classes', args.num_classes), ('img_size', args.img_size)) if v is not None}
     model: Any = load(args.model, args, checkpoint=args.checkpoint, pretrained=not args.random, **options)

@@ -5,12 +5,13 @@ from typing import Any, Optional, Tuple
 
 from ..data.arrays import array_loaders
 from ..data.folders import folder_loader, folder_parts
-from ..data.preprocessing import data_config
+from ..data.preprocessing import data_config, warn_of_other_classes
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..evaluation.passes import AMP_DTYPES
 from ..evaluation.results import Evaluation
 from ..ode.blocks import find_ode_blocks
+from ..training.loaders import label_names
 from ..training.recipe import Recipe
 from ..training.resume import RECIPE
 from .arguments import DATA, MODEL, load, quiet, step_counts, whole_number, workers
@@ -82,7 +83,9 @@ def _loader(args: argparse.Namespace, model: Any) -> Tuple[Any, str]:
         if args.seed is not None:
             raise ValueError('--seed chooses images of folders; of an .npz, the last ones are held out. Leave it out.')
         _, val, test = array_loaders(
-            args.data, model, batch_size=args.batch_size, held_out=args.held_out or 0.1, any_classes=args.embedding)
+            args.data, model, batch_size=args.batch_size, held_out=_share(args), any_classes=args.embedding)
+        if not args.embedding:
+            warn_of_other_classes(model, test.label_names, args.data)
         return (val, f'{share}x_train of {args.data}') if share else (test, f'x_test of {args.data}')
     parts = folder_parts(args.data)
     if share and 'val' in parts:
@@ -90,8 +93,14 @@ def _loader(args: argparse.Namespace, model: Any) -> Tuple[Any, str]:
                          'nothing else out. Leave --held-out out.')
     loader = folder_loader(args.data, model, batch_size=args.batch_size, held_out=args.held_out, seed=args.seed or 0,
                            any_classes=args.embedding, workers=2 if args.workers is None else args.workers)
+    if not args.embedding:
+        warn_of_other_classes(model, label_names(loader), args.data)
     used = parts.get('train') if share else parts.get('val') or parts.get('test')
     return loader, f'{share}{used or args.data}'
+
+
+def _share(args: argparse.Namespace) -> float:
+    return 0.1 if args.held_out is None else args.held_out  # type: ignore[no-any-return]
 
 
 def _labelled(args: argparse.Namespace, model: Any) -> Any:
@@ -99,7 +108,7 @@ def _labelled(args: argparse.Namespace, model: Any) -> Any:
     if not Path(args.data).is_file():
         return None
     train = array_loaders(
-        args.data, model, batch_size=args.batch_size, held_out=args.held_out or 0.1, any_classes=True)[0]
+        args.data, model, batch_size=args.batch_size, held_out=_share(args), any_classes=True)[0]
     train.train = False
     return train
 

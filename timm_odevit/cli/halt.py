@@ -5,9 +5,11 @@ from typing import Any
 
 from ..data.arrays import array_loaders
 from ..data.folders import folder_loader, folder_parts
+from ..data.preprocessing import warn_of_other_classes
 from ..evaluation.halting import calibrate_halting
 from ..ode.config import HALTING
 from ..saving.save import save_pretrained
+from ..training.loaders import label_names
 from .arguments import DATA, MODEL, load, quiet, refuse_existing, set_steps, whole_number, workers
 
 HELP = 'Choose when an image may stop before the last step, and save the model with this setting.'
@@ -35,8 +37,10 @@ def run(args: argparse.Namespace) -> None:
     refuse_existing(args.out, 'remove it')
     model = load(args.model, args)
     set_steps(model, args.steps, args.model)
+    held_out = _held_out(args, model)
+    warn_of_other_classes(model, label_names(held_out), args.data)
     found = calibrate_halting(
-        model, _held_out(args, model), rule=args.rule, max_drop=args.max_drop, progress=not args.quiet)
+        model, held_out, rule=args.rule, max_drop=args.max_drop, progress=not args.quiet)
     print(found)
     if found.nfe == found.full_nfe:
         raise ValueError(f'No image can stop earlier at --max-drop {args.max_drop:g}, so nothing was saved. Allow '

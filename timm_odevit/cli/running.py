@@ -52,9 +52,8 @@ def sort_arguments(args: argparse.Namespace, *names: str) -> Optional[Recipe]:
         if not command:
             raise ValueError(f"'{folder / RUN}' does not say how the run was started. Give the whole command, with "
                              '--resume at its end.')
-        if command.pop('command', args.command) != args.command:
-            raise ValueError(f"'{folder}' is not a run of this command. Try the other one: odevit distill --resume "
-                             f'{folder}, or odevit finetune --resume {folder}.')
+        if (made := command.pop('command', args.command)) != args.command:
+            raise ValueError(f"'{folder}' is not a run of odevit {args.command}. Type: odevit {made} --resume {folder}")
         for name, value in command.items():
             if getattr(args, name, None) is None:
                 setattr(args, name, value)

@@ -5,6 +5,7 @@ from html import escape
 from types import SimpleNamespace
 from typing import Any, Callable, List, Optional, Tuple
 
+import torch
 from timm.models import group_parameters
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from .convertible import check_all, count_in_words
 from .initialisation import build_field
 from .measure import input_moments, similarity_boundaries
 from .merge import check_not_merged
-from .replacements import Replacements
+from .replacements import Replacements, image_size, resize_again
 from .torchscript import scriptable_copy
 
 __all__ = ['Conversion', 'convert_']
@@ -54,7 +55,13 @@ def convert_(
 
     Source: ODE-ViT, arXiv 2511.16501.
     """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError('Parameters made in inference mode can never be trained. Convert outside of it.')
     sites = check_all(model, config, images)
+    for site in sites:
+        for name, p in site.host.blocks.named_parameters():
+            if not p.is_meta and not torch.isfinite(p).all():
+                raise ValueError(f'The weights blocks.{name} of this model are not finite. Load others.')
     host: Any = model
     before = count_parameters(model)
     original = sum(count_parameters(site.host.blocks) for site in sites)
@@ -108,6 +115,7 @@ def convert_(
         _replacements=replacements if keep_original else None,
         _training=model.training,
         _grids=tuple((ode.steps, ode.t, ode.end) for _, ode, _ in built),
+        _size=image_size(model),
     )
     replacements.put()
     return done
@@ -168,9 +176,12 @@ class Conversion:
     _replacements: Optional[Replacements]
     _training: bool
     _grids: Tuple[Tuple[int, float, float], ...]
+    _size: Any
 
     def restore(self) -> None:
         """Put the original blocks back, bit for bit, on the model's current device and in its current mode.
+
+        If `set_input_size` was called since, their position biases and windows follow.
 
         Everything else keeps its current weights: blocks that were not converted, embeddings, final norm and head. If
         they were trained since, they no longer fit the original blocks; to be able to undo that too, keep a
@@ -201,6 +212,7 @@ class Conversion:
             if self.model.training != self._training:
                 original.train(self.model.training)
         self._replacements.take_off()
+        resize_again(self.model, self._size)
 
     def __repr__(self) -> str:
         return (f'Conversion({type(self.model).__name__}: {self.layers} blocks -> {count_in_words(self.blocks)}, '

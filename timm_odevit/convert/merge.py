@@ -2,6 +2,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Iterator, List, Optional, Tuple
 
+import torch
 from torch import Tensor, nn
 
 from ..ode.adaptive import Measured
@@ -11,7 +12,7 @@ from ..ode.halting import Halts, Readout
 from ..ode.steps import Step, pass_of
 from ..ode.time_dependence import TabulatedField
 from ..settings import checks_keywords
-from .replacements import Replacements
+from .replacements import Replacements, image_size, resize_again
 
 __all__ = ['Merged', 'MergedBlocks', 'check_not_merged', 'merge_', 'merged_bytes', 'merged_steps']
 
@@ -98,6 +99,8 @@ def merge_(model: nn.Module) -> 'Merged':
         TypeError: The model is not an ODE-ViT.
         ValueError: It is already merged, its block does not depend on time, or the method is adaptive.
     """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError('Parameters made in inference mode work nowhere else. Merge outside of it.')
     hosts = _hosts(model)
     after, replacements = merged_bytes(model), []
     for host, name in hosts:
@@ -116,7 +119,9 @@ def merge_(model: nn.Module) -> 'Merged':
         if info is getattr(host, name).feature_info:
             infos.append((host, 'feature_info', [{**f, 'module': f'{name}.{i}'} for i, f in enumerate(info)]))
     merged = tuple(blocks for *_, blocks in replacements)
-    done = Merged(model, merged, _bytes(model), after, Replacements([*replacements, *infos]))
+    if any(hasattr(part, 'set_input_size') for host, name in hosts for part in getattr(host, name).shared.modules()):
+        infos.append((model, 'set_input_size', _refuse_size))  # before the model has changed anything else
+    done = Merged(model, merged, _bytes(model), after, Replacements([*replacements, *infos]), image_size(model))
     done._replacements.put()
     return done
 
@@ -136,9 +141,10 @@ class Merged:
     bytes_before: int
     bytes_after: int
     _replacements: Replacements
+    _size: Any
 
     def restore(self) -> None:
-        """Put the OdeBlocks back, with the parameters they had, on the model's device.
+        """Put the OdeBlocks back, with the parameters they had, on the model's device and for its image size.
 
         Raises:
             ValueError: The model no longer holds these merged blocks, or its dtype has changed.
@@ -155,6 +161,7 @@ class Merged:
         for ode in originals:
             ode.to(now.device).train(self.blocks[0].training)
         self._replacements.take_off()
+        resize_again(self.model, self._size)
 
     def __repr__(self) -> str:
         return f'Merged({type(self.model).__name__}, {self.bytes_before:,} -> {self.bytes_after:,} bytes)'
@@ -217,6 +224,10 @@ def _hosts(model: nn.Module) -> List[Tuple[nn.Module, str]]:
         if not ode.shared.depends_on_time:
             raise ValueError('There is nothing to merge: the shared block does not depend on time.')
     return found
+
+
+def _refuse_size(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(_MERGED)
 
 
 def _bytes(model: nn.Module) -> int:

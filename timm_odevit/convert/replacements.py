@@ -3,7 +3,7 @@ from typing import Any, List, Sequence, Tuple
 
 from torch import nn
 
-__all__ = ['Replacements']
+__all__ = ['Replacements', 'image_size', 'resize_again']
 
 
 class _Absent:
@@ -53,6 +53,17 @@ class Replacements:
                 setattr(owner, name, before)
             elif _own(owner, name) is not _Absent:
                 delattr(owner, name)
+
+
+def image_size(model: Any) -> Any:
+    """The size of the images that a model takes, if it has a fixed one."""
+    return getattr(getattr(model, 'patch_embed', None), 'img_size', None)
+
+
+def resize_again(model: Any, size: Any) -> None:
+    """Let blocks that are put back follow a change of the image size, from `size`, that they missed."""
+    if image_size(model) != size:
+        model.set_input_size(img_size=image_size(model))
 
 
 def _own(owner: Any, name: str) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..distributed import rank_and_world
 from ..errors import one_line
-from .preprocessing import count_held_out, data_config
+from .preprocessing import count_held_out, data_config, labels_by_name
 
 __all__ = ['ArrayLoader', 'array_classes', 'array_images', 'array_loaders']
 
@@ -37,7 +37,7 @@ def array_loaders(
     Args:
         path: .npz with uint8 images x_train and x_test [N, S, S, C] and labels y_train and y_test [N]; S may differ
             from the size that the model takes, and grey images may be [N, S, S]. It may also hold classes, the names of
-            the classes.
+            the classes; if the model names the same, it decides their labels.
         model: timm model that will see the images.
         batch_size: Images per batch.
         held_out: Share of the training images held out, taken from the end.
@@ -64,10 +64,14 @@ def array_loaders(
         if int(labels.max()) >= classes:
             raise ValueError(f"'{path}' has label {int(labels.max())}, but the model has {model.num_classes} classes. "
                              "Give the data that the model was made for, or create the model with the data's classes.")
-    names = _names(path, arrays.get('classes'), classes - 1)
+    names = _names(path, arrays.get('classes'), highest)
     if names is not None and len(names) != classes and classes == model.num_classes:
         raise ValueError(f"'{path}' names {len(names)} classes, but the model has {model.num_classes}. Give the data "
                          "that the model was made for, or create the model with the data's classes.")
+    order = None if any_classes else labels_by_name(model, names)
+    if order is not None and names is not None:
+        y, y_test = (np.asarray(order)[labels] for labels in (y, y_test))
+        names = [name for _, name in sorted(zip(order, names, strict=True))]
     split = len(y) - count_held_out(len(y), held_out)
     if split == len(y):
         raise ValueError(f"'{path}' has one image to train on, so none can be held out. Give more.")

@@ -8,7 +8,7 @@ from timm.data import create_dataset, create_loader, is_img_extension
 from torch.utils.data import DistributedSampler
 
 from ..distributed import rank_and_world
-from .preprocessing import count_held_out, data_config
+from .preprocessing import count_held_out, data_config, labels_by_name
 
 __all__ = ['MODES', 'folder_classes', 'folder_loader', 'folder_loaders', 'folder_parts', 'image_loaders']
 
@@ -32,7 +32,8 @@ def folder_loader(
 
     Args:
         root: The folder of classes, or one that holds it as val/ or test/; see `folder_loaders`.
-        model: timm model that will see the images.
+        model: timm model that will see the images. If it knows the names of its classes and the folders have the same,
+            they get its labels; else the labels follow the alphabet.
         batch_size: Images per batch.
         workers: Worker processes.
         held_out: Use val/ or, without one, only the share of each class that `folder_loaders` holds out of training
@@ -255,6 +256,10 @@ def _dataset(
         raise ValueError(
             f"'{folder}' has {classes} classes (sub-folders), but the model has {model.num_classes}. "
             f'Give the folder that the model was made for, or create the model with num_classes={classes}.')
+    order = None if any_classes else labels_by_name(model, list(found))
+    if order is not None:  # the model need not have its classes in alphabetical order
+        dataset.reader.class_to_idx = dict(sorted(zip(found, order, strict=True), key=lambda pair: pair[1]))
+        dataset.reader.samples = [(file, order[label]) for file, label in dataset.reader.samples]
     return dataset
 
 

@@ -1,17 +1,41 @@
 """How a model expects its images."""
-from typing import Any, Dict, Optional, Tuple
+import warnings
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from timm.data import resolve_input_data_config
 from torch import Tensor
 
-__all__ = ['count_held_out', 'data_config', 'renormalisation']
+__all__ = ['count_held_out', 'data_config', 'labels_by_name', 'renormalisation', 'warn_of_other_classes']
 
 
 def data_config(model: Any) -> Dict[str, Any]:
     cfg = resolve_input_data_config(model)  # mean and std have as many values as the model has channels
     size = getattr(getattr(model, 'patch_embed', None), 'img_size', None)  # pretrained_cfg may have an older one
     return {**cfg, 'input_size': (model.in_chans, *(size or cfg['input_size'][1:]))}
+
+
+def labels_by_name(model: Any, names: Optional[Sequence[str]]) -> Optional[List[int]]:
+    """The label that a model has for each class of a data set, if both name the same classes in different orders."""
+    own = _label_names(model)
+    if names is None or own is None or own == list(names) or len(set(own)) < len(own) or sorted(own) != sorted(names):
+        return None
+    return [own.index(name) for name in names]
+
+
+def warn_of_other_classes(model: Any, names: Optional[Sequence[str]], data: Any) -> None:
+    """Warn if a data set has as many classes as a model, but names others."""
+    own = _label_names(model)
+    if names is None or own is None or own == list(names):
+        return
+    here, there = next((pair for pair in zip(names, own, strict=False) if pair[0] != pair[1]), (names[-1], own[-1]))
+    warnings.warn(f"The classes of '{data}' are not those of the model, so labels are compared by number: '{here}' "
+                  f"counts as '{there}'.", RuntimeWarning, stacklevel=3)
+
+
+def _label_names(model: Any) -> Optional[List[str]]:
+    names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
+    return list(names) if isinstance(names, (list, tuple)) and len(names) == model.num_classes else None
 
 
 def count_held_out(count: int, share: float) -> int:

@@ -1,12 +1,13 @@
 """Accuracy of a model, ODE-ViT or not, over several step counts."""
 import warnings
-from typing import Any, Iterable, List, Optional, Sequence, Union
+from typing import Any, Iterable, Iterator, List, Optional, Sequence, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.preprocessing import renormalisation
+from ..errors import shown
 from ..settings import checks_keywords
 from .passes import NOTHING, Passes, check_labels, check_same_images, in_batches, step_counts
 from .results import Evaluation, Result
@@ -49,10 +50,19 @@ def evaluate(
         ValueError: The model has no classes, or no steps to set; the loader is empty or shuffled; or labels do not fit
             the classes.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f'Expected a timm model; got {shown(model)}. Build it with timm.create_model.')
     if getattr(model, 'num_classes', None) == 0:
         raise ValueError(f'This {type(model).__name__} has no classes, so it has no accuracy. Measure its embeddings '
                          'with evaluate_embeddings.')
     counts, loader = step_counts(model, steps), in_batches(loader)
+    if isinstance(loader, Iterator) and len(counts) + (teacher is not None) > 1:
+        raise ValueError(f'loader is a {type(loader).__name__}, which gives its batches only once, but it is read for '
+                         'each number of steps and for the teacher. Give a list of batches, or a DataLoader.')
+    classes = [getattr(each, 'num_classes', None) for each in (model, model if teacher is None else teacher)]
+    if classes[0] != classes[1]:
+        raise ValueError(f'The teacher has {classes[1]} classes, the model {classes[0]}. Give a teacher with the same '
+                         'classes.')
     results: List[Result] = []
     reference = None
     if teacher is not None:

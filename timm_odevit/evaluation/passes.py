@@ -58,7 +58,9 @@ def check_same_images(marks: Sequence[Sequence[Tensor]]) -> None:
 
 
 def check_labels(labels: Tensor, classes: int) -> None:
-    """Raise ValueError unless all labels are classes of the model."""
+    """Raise ValueError unless all labels [B] are classes of the model."""
+    if labels.is_floating_point():
+        raise ValueError(f'Labels must be whole numbers; got {labels.dtype}.')
     for label in (int(labels.min()), int(labels.max())) if len(labels) else ():
         if not 0 <= label < classes:
             raise ValueError(f'The data has label {label}, but the model has {classes} classes. Create the model with '
@@ -113,7 +115,8 @@ class Passes:
         scale, shift = self.renormalised
         autocast = torch.autocast(device.type, self.dtype) if self.dtype is not None else nullcontext()
         with evaluating(model), torch.inference_mode(), autocast:
-            for images, labels in tqdm(self.loader, desc=self.name, leave=False, disable=not self.progress):
+            for batch in tqdm(self.loader, desc=self.name, leave=False, disable=not self.progress):
+                images, labels = _pair(batch)
                 if not len(images):
                     continue
                 self.marks.append(images.float().flatten(1).mean(dim=1).cpu())
@@ -151,6 +154,16 @@ class Passes:
             steps=sum(b.steps for b in steps) if steps else None, nfe=evaluations,
             parameters=count_parameters(model), images=self.images,
             images_per_second=self.images / self.seconds, halted=halted)
+
+
+def _pair(batch: Any) -> Tuple[Tensor, Tensor]:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
+        images, labels = batch
+        if images.ndim == 4 and labels.shape == images.shape[:1]:
+            return images, labels
+    parts = batch if isinstance(batch, (tuple, list)) else [batch]
+    found = ', '.join(f'{p.dtype} {list(p.shape)}' if isinstance(p, Tensor) else type(p).__name__ for p in parts)
+    raise ValueError(f'Expected batches of images [B, C, H, W] and labels [B]; got {found}.')
 
 
 def wait_for(device: Union[str, torch.device]) -> None:

@@ -89,6 +89,9 @@ def fit(
         TypeError: A keyword is unknown.
         ValueError: A setting, a loader or the folder is unsuitable, or no description to save the model by was found.
     """
+    if not isinstance(task, TrainingTask):
+        raise TypeError(f'fit trains a task; got a {type(task).__name__}. Give one, such as '
+                        'TrajectoryDistillationTask(model, teacher) or timm.task.ClassificationTask(model, criterion).')
     updates = count_updates(train_loader, config.accumulate)
     for name, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
         if isinstance(loader, Iterator):
@@ -239,6 +242,10 @@ class _Run:
                 values = {key: part.detach().float() for key, part in parts.items() if key != 'output'}
                 value = values['loss'].item()
                 if not math.isfinite(value):
+                    if not torch.isfinite(images).all():
+                        raise FloatingPointError(
+                            f'Images of batch {i + 1} in epoch {epoch + 1} are not finite, nor is the loss. Check the '
+                            'data.')
                     found = ', '.join(f'{key} {part.item():.4g}' for key, part in values.items())
                     raise FloatingPointError(
                         f'The loss is not finite in epoch {epoch + 1}, batch {i + 1} ({found}). '

@@ -61,7 +61,7 @@ def read_state(path: Path, device: torch.device, settings: Dict[str, Any], epoch
     try:
         state = torch.load(path, map_location=device, weights_only=True)
     except Exception as e:
-        raise ValueError(f"'{path}' cannot be read ({str(e).splitlines()[0]}). Delete it to start again.") from e
+        raise ValueError(f"'{path}' cannot be read; it may be truncated. Delete it to start again.") from e
     if not isinstance(state, dict) or 'settings' not in state:
         raise ValueError(f"'{path}' is not a state saved by fit(). Give the folder of a run, or a new folder.")
     # a setting that did not exist when the file was written counts as unchanged

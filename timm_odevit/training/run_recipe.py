@@ -14,7 +14,7 @@ from torch import nn
 
 from ..convert.conversion import convert_
 from ..data.arrays import ArrayLoader
-from ..data.preprocessing import renormalisation
+from ..data.preprocessing import renormalisation, warn_of_other_classes
 from ..distributed import alone_in, rank_and_world
 from ..errors import one_line, shown
 from ..files import staged, to_json, write_text
@@ -26,7 +26,7 @@ from ..settings import checks_keywords
 from .cache import CachedLoader
 from .fit import count_updates, fit
 from .hashes import hash_of, hash_of_data
-from .loaders import chain, draw_sample, label_names, loaders
+from .loaders import chain, count_classes, draw_sample, label_names, loaders
 from .recipe import PARTS, Recipe
 from .resume import BEST, HISTORY, RECIPE, RUN, check_about, check_recipe
 from .stepwise_task import StepwiseTask
@@ -95,9 +95,11 @@ def train(
         _check_models(recipe, teacher, student)
         host: Any = student if student is not None else teacher
         if host is None:
-            host = _create(recipe.model, recipe.model_args, recipe.seed).to(device)
+            host = _create(recipe, count_classes(data)).to(device)
         train_loader, val_loader = loaders(
             recipe.batches, data, host, limit=limit, seed=recipe.seed, any_classes=recipe.embeds)
+        if teacher is not None and not recipe.embeds:
+            warn_of_other_classes(host, label_names(train_loader), data)
         about = {
             'limit': limit, 'batches': len(train_loader), 'data sha256': hash_of_data(train_loader, val_loader), **{
                 f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
@@ -190,14 +192,15 @@ def _check_models(recipe: Recipe, teacher: Optional[nn.Module], student: Optiona
                              'checkpoints uniform or a list.')
 
 
-def _create(name: Optional[str], args: Optional[Dict[str, Any]], seed: int) -> nn.Module:
-    if name is None:
+def _create(recipe: Recipe, classes: int) -> nn.Module:
+    """The recipe's model, with the classes of the data unless it says otherwise."""
+    if recipe.model is None:
         raise ValueError('The recipe names no model, and there is no teacher. Give --teacher, or model in the recipe.')
-    torch.manual_seed(seed)  # so that a new head is the same each time
+    torch.manual_seed(recipe.seed)  # so that a new head is the same each time
     try:
-        return timm.create_model(name, **(args or {}))
+        return timm.create_model(recipe.model, **{'num_classes': classes, **(recipe.model_args or {})})
     except OSError as e:
-        raise OSError(f"The weights of '{name}' could not be loaded: {one_line(e)} Without a "
+        raise OSError(f"The weights of '{recipe.model}' could not be loaded: {one_line(e)} Without a "
                       'network, give --checkpoint FILE, or model_args.pretrained=false to train from random weights.'
                       ) from e
 
