@@ -327,6 +327,12 @@ def test_predict_gives_json_and_refuses_what_is_no_image(folder, capsys):
     assert '--steps needs an ODE-ViT' in capsys.readouterr().err
 
 
+def test_an_unknown_option_names_the_closest_one(capsys):
+    with pytest.raises(SystemExit):
+        main(['convert', 'vit_tiny_patch16_224', 'new', '--metod=euler'])
+    assert "unrecognized arguments: --metod=euler. Did you mean '--method'? See odevit convert --help" in capsys.readouterr().err
+
+
 def test_evaluate_holds_something_out_and_says_whose_classes_it_counts(folder, capsys):
     x, y = np.zeros((9, 16, 16, 3), np.uint8), np.arange(9) % 3
     np.savez('d.npz', x_train=x, y_train=y, x_test=x, y_test=y, classes=['c2', 'c1', 'c0'])
@@ -351,6 +357,7 @@ def test_recipes_are_listed_shown_and_checked(folder, capsys):
 
 @pytest.mark.parametrize('given, message', [
     (['evaluate', 'local-dir:teacher', 'images', '--seed', '1'], '--seed chooses the images of --held-out'),
+    (['push', 'local-dir:teacher', 'org/name', '--results', 'none.json'], "There is no results file 'none.json'. Make one: odevit evaluate"),
     (['convert', 'vit_tiny_patch16_224', 'new', '--random', '--checkpoint', 'teacher/model.safetensors'], '--random loads no weights'),
     (['evaluate', 'local-dir:teacher', 'parts', '--held-out', '0.1'], "'parts' has val/, and training used that to validate"),
     (['distill', '--resume', 'images'], "There is no run to continue in 'images': it has no recipe.yaml"),

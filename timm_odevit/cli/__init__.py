@@ -9,7 +9,7 @@ from typing import List, Optional
 import torch
 
 from .._version import __version__
-from ..errors import one_line
+from ..errors import one_line, suggest
 from . import (
     ablate,
     benchmark,
@@ -36,7 +36,11 @@ COMMANDS = {'finetune': finetune, 'convert': convert, 'calibrate': calibrate, 'd
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Run the command line; return the exit code: 0, 2 for a mistake in the input, 130 if interrupted."""
-    args = parser().parse_args(argv)
+    whole = parser()
+    args, unknown = whole.parse_known_args(argv)
+    if unknown:
+        known = suggest(unknown[0].split('=')[0], args.options)
+        whole.error(f"unrecognized arguments: {' '.join(unknown)}. {known}See odevit {args.command} --help")
     if args.threads:
         torch.set_num_threads(args.threads)
     try:
@@ -77,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
                              help='torch device (default: %(default)s)')
         command.add_argument('--threads', type=whole_number(1), metavar='N',
                              help="CPU threads (default: torch's own choice)")
+        command.set_defaults(options=[text for action in command._actions for text in action.option_strings])
     return whole
 
 

@@ -28,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     rows = []
     if args.results:
+        if not Path(args.results).is_file():
+            raise ValueError(f"There is no results file '{args.results}'. Make one: odevit evaluate {args.model} DATA "
+                             f'--json {args.results}')
         try:
             rows = json.loads(Path(args.results).read_text())
         except ValueError as e:
