@@ -371,7 +371,7 @@ def test_recipes_are_listed_shown_and_checked(folder, capsys):
 def test_options_that_mean_nothing_are_refused(folder, capsys, given, message):
     for part in ('train', 'val'):
         shutil.copytree('images', f'parts/{part}')
-    assert main([*given, *([] if given[0] == 'benchmark' else ['--quiet'])]) == 2
+    assert main([*given, *([] if given[0] in ('benchmark', 'push') else ['--quiet'])]) == 2
     assert message in capsys.readouterr().err
 
 
