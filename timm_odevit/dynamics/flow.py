@@ -269,10 +269,11 @@ class _PlainAttention(TorchFunctionMode):  # of one thread
         if func is F.scaled_dot_product_attention:
             probabilities, value = plain_attention(*args, **(kwargs or {}))
             return probabilities @ value
-        if func is F.multi_head_attention_forward:  # with weights, it computes them without a fused kernel
-            out, _ = func(*args, **{**(kwargs or {}), 'need_weights': True})
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward and not kwargs.get('need_weights', True):
+            out, _ = func(*args, **{**kwargs, 'need_weights': True})  # with weights, it uses no fused kernel
             return out, None
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def plain_attention(
