@@ -47,6 +47,18 @@ def test_classes_that_a_model_knows_by_name_get_its_labels(vit, folder, embed):
     assert test.label_names == (sorted(names) if embed else names)
 
 
+def test_what_is_held_out_does_not_depend_on_the_labels_of_the_model(vit, folder):
+    build, path = folder
+    build(path / 'images')
+    found = []
+    for names, embed in ((None, False), ([f'class{i}' for i in (3, 1, 4, 0, 2)], False), ([f'class{i}' for i in (3, 1, 4, 0, 2)], True)):
+        model = vit()
+        model.pretrained_cfg = {**model.pretrained_cfg, 'label_names': names}
+        found.append([files(loader) for loader in folder_loaders(path / 'images', model, held_out=0.3, workers=0, any_classes=embed)])
+        assert files(folder_loader(path / 'images', model, held_out=0.3, workers=0, any_classes=embed)) == found[-1][1]
+    assert found[0] == found[1] == found[2] and not found[0][0] & found[0][1]
+
+
 def test_other_classes_than_those_of_the_model_are_said(vit):
     model = vit()
     with warnings.catch_warnings():

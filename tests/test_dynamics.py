@@ -390,7 +390,7 @@ def test_more_wrong_arguments(vit, images):
             (lambda: discretisation_errors(model, images, steps=[]), r'got \[\]'),
             (lambda: discretisation_errors(model, images, iterations=0), 'iterations must be'),
             (lambda: discretisation_errors(model, images, methods='eulre'), "Unknown fixed-step method 'eulre'"),
-            (lambda: discretisation_errors(model, images, methods='reversible'), "Unknown fixed-step method 'reversible'"),
+            (lambda: discretisation_errors(model, images, methods='reversible'), "A step of 'reversible' is not a map of the state alone"),
             (lambda: discretisation_errors(model, images, fine=3), 'fine must be an even number'),
             (lambda: lipschitz_constants(model, images, batch_size=0), 'batch_size must be'),
             (lambda: softmax_bounds(model, images, k=99), 'k must be 1 to'),

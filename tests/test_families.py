@@ -233,6 +233,18 @@ def test_the_original_blocks_follow_a_change_of_the_image_size(name):
     assert model.state_dict().keys() == resized.state_dict().keys()
 
 
+def test_the_original_blocks_follow_a_change_of_the_patches_and_of_the_windows():
+    beit, swin = build('beit_base_patch16_224'), build('swin_tiny_patch4_window7_224')
+    for model, change in ((beit, dict(patch_size=(2, 2))), (swin, dict(window_size=8))):
+        expected = copy.deepcopy(model)
+        expected.set_input_size(**change)
+        done = convert_(model, config_for('beit_base_patch16_224' if model is beit else 'swin_tiny_patch4_window7_224'))
+        model.set_input_size(**change)
+        done.restore()
+        x = torch.randn(1, 3, *model.patch_embed.img_size)
+        torch.testing.assert_close(model(x), expected(x), rtol=1e-3, atol=1e-4)
+
+
 def test_a_merged_model_changes_its_image_size_wholly_or_not_at_all():
     swin, vit = build('swin_tiny_patch4_window7_224'), build('deit_tiny_distilled_patch16_224')
     for model, name in ((swin, 'swin_tiny_patch4_window7_224'), (vit, 'deit_tiny_distilled_patch16_224')):

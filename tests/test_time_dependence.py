@@ -432,7 +432,7 @@ def test_a_stream_gives_all_batches_before_any_comes_again():
     assert list(Stream([], 3)) == [] and len(stream) == 3
 
 
-@pytest.mark.parametrize('kind', ['tensor', 'loader'])
+@pytest.mark.parametrize('kind', ['tensor', 'loader', 'augmented'])
 def test_a_calibration_in_minutes_that_is_interrupted_goes_on_with_the_batches_that_are_due(vit, tmp_path, monkeypatch, kind):
     teacher = vit()
     start = copy.deepcopy(teacher)
@@ -440,6 +440,9 @@ def test_a_calibration_in_minutes_that_is_interrupted_goes_on_with_the_batches_t
     images = torch.randn(28, 3, 16, 16)
     if kind == 'loader':
         images = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images), batch_size=4, shuffle=True)
+    if kind == 'augmented':
+        np.savez(tmp_path / 'd.npz', x_train=np.random.default_rng(0).integers(0, 255, (32, 16, 16, 3), np.uint8))
+        images = array_images(tmp_path / 'd.npz', teacher, batch_size=4)[0]
     monkeypatch.setattr('timm_odevit.training.calibrate.updates_in', lambda *args: [20, 20])  # of 7 batches in each pass
     settings = dict(minutes=1., batch_size=4, progress=False, lr=1e-3, unrolled_lr=1e-3)
     whole, interrupted = copy.deepcopy(start), copy.deepcopy(start)
@@ -453,10 +456,10 @@ def test_a_calibration_in_minutes_that_is_interrupted_goes_on_with_the_batches_t
         return forward(task, *args)
     monkeypatch.setattr(StepwiseTask, 'forward', stop)
     with pytest.raises(KeyboardInterrupt):
-        calibrate_(interrupted, teacher, images, out=tmp_path, **settings)
+        calibrate_(interrupted, teacher, images, out=tmp_path / 'run', **settings)
     torch.rand(7)  # as any other program would
     resumed = copy.deepcopy(start)
-    calibrate_(resumed, teacher, images, out=tmp_path, resume=True, **settings)
+    calibrate_(resumed, teacher, images, out=tmp_path / 'run', resume=True, **settings)
     assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True))
 
 

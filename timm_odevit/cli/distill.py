@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import torch
 
-from ..training.loaders import count_classes
 from ..training.recipe import Recipe, builtin_recipes
 from .arguments import DATA, MODEL, check_name, load
 from .running import add_run_arguments, command_of, sort_arguments, train_and_report
@@ -43,6 +42,5 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError('--checkpoint is for a model that is not converted. To convert one: odevit convert '
                              f'MODEL OUT --checkpoint {args.checkpoint}, then distill with --student local-dir:OUT.')
         torch.manual_seed(recipe.seed)  # a new head is the same each time
-        options = {'num_classes': count_classes(args.data), **(recipe.model_args or {})}
-        student = load(recipe.model, args, checkpoint=args.checkpoint, **options)
+        student = load(recipe.model, args, checkpoint=args.checkpoint, **(recipe.model_args or {}))
     train_and_report(recipe, args, command, teacher, student)

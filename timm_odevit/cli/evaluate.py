@@ -1,7 +1,7 @@
 """odevit evaluate"""
 import argparse
 from pathlib import Path
-from typing import Any, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 from ..data.arrays import array_loaders
 from ..data.folders import folder_loader, folder_parts
@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f'The teacher takes images of {_size(teacher)}, the model of {_size(model)}. Give a teacher with the same '
             'input size.')
-    loader, data = _loader(args, model)
+    loader, data, names = _loader(args, model)
+    for each in () if args.embedding else (model, *([] if teacher is None else [teacher])):
+        warn_of_other_classes(each, names, args.data)
     blocks, recipe = find_ode_blocks(model), _recipe(model)
     options: Any = dict(
         steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet, data=data,
@@ -72,8 +74,8 @@ def run(args: argparse.Namespace) -> None:
         found.to_json(args.json)
 
 
-def _loader(args: argparse.Namespace, model: Any) -> Tuple[Any, str]:
-    """The images, and what they are in words."""
+def _loader(args: argparse.Namespace, model: Any) -> Tuple[Any, str, Optional[List[str]]]:
+    """The images, what they are in words, and the names of their classes."""
     if args.seed is not None and args.held_out is None:
         raise ValueError('--seed chooses the images of --held-out. Give both, or leave --seed out.')
     share = '' if args.held_out is None else f'the share {args.held_out:g} held out of training of '
@@ -84,19 +86,16 @@ def _loader(args: argparse.Namespace, model: Any) -> Tuple[Any, str]:
             raise ValueError('--seed chooses images of folders; of an .npz, the last ones are held out. Leave it out.')
         _, val, test = array_loaders(
             args.data, model, batch_size=args.batch_size, held_out=_share(args), any_classes=args.embedding)
-        if not args.embedding:
-            warn_of_other_classes(model, test.label_names, args.data)
-        return (val, f'{share}x_train of {args.data}') if share else (test, f'x_test of {args.data}')
+        loader, what = (val, 'x_train') if share else (test, 'x_test')
+        return loader, f'{share}{what} of {args.data}', loader.label_names
     parts = folder_parts(args.data)
     if share and 'val' in parts:
         raise ValueError(f"'{args.data}' has {parts['val'].name}/, and training used that to validate, so it held "
                          'nothing else out. Leave --held-out out.')
     loader = folder_loader(args.data, model, batch_size=args.batch_size, held_out=args.held_out, seed=args.seed or 0,
                            any_classes=args.embedding, workers=2 if args.workers is None else args.workers)
-    if not args.embedding:
-        warn_of_other_classes(model, label_names(loader), args.data)
     used = parts.get('train') if share else parts.get('val') or parts.get('test')
-    return loader, f'{share}{used or args.data}'
+    return loader, f'{share}{used or args.data}', label_names(loader)
 
 
 def _share(args: argparse.Namespace) -> float:

@@ -5,7 +5,6 @@ from html import escape
 from types import SimpleNamespace
 from typing import Any, Callable, List, Optional, Tuple
 
-import torch
 from timm.models import group_parameters
 from torch import Tensor, nn
 
@@ -55,13 +54,7 @@ def convert_(
 
     Source: ODE-ViT, arXiv 2511.16501.
     """
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError('Parameters made in inference mode can never be trained. Convert outside of it.')
     sites = check_all(model, config, images)
-    for site in sites:
-        for name, p in site.host.blocks.named_parameters():
-            if not p.is_meta and not torch.isfinite(p).all():
-                raise ValueError(f'The weights blocks.{name} of this model are not finite. Load others.')
     host: Any = model
     before = count_parameters(model)
     original = sum(count_parameters(site.host.blocks) for site in sites)

@@ -3,6 +3,7 @@ from functools import cache
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import timm
+import torch
 from timm.layers import Attention
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
@@ -52,6 +53,9 @@ def check_all(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> 
         raise TypeError(f'Cannot convert {name}: its RoPE tables are generated one per block as it runs. {HINT}')
     for site in sites:
         check_blocks(model, site.blocks)
+        for key, p in site.host.blocks.named_parameters():
+            if not p.is_meta and not torch.isfinite(p).all():
+                raise ValueError(f'Cannot convert {name}: its weights blocks.{key} are not finite. Load others.')
     _check_structure(name, sites, config)
     if len(sites) > 1:
         for setting, value in (('blocks', config.blocks is None), ('T', config.T is None),

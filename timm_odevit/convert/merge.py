@@ -2,7 +2,6 @@
 from dataclasses import dataclass, replace
 from typing import Any, Iterator, List, Optional, Tuple
 
-import torch
 from torch import Tensor, nn
 
 from ..ode.adaptive import Measured
@@ -99,8 +98,6 @@ def merge_(model: nn.Module) -> 'Merged':
         TypeError: The model is not an ODE-ViT.
         ValueError: It is already merged, its block does not depend on time, or the method is adaptive.
     """
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError('Parameters made in inference mode work nowhere else. Merge outside of it.')
     hosts = _hosts(model)
     after, replacements = merged_bytes(model), []
     for host, name in hosts:

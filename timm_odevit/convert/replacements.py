@@ -56,14 +56,16 @@ class Replacements:
 
 
 def image_size(model: Any) -> Any:
-    """The size of the images that a model takes, if it has a fixed one."""
-    return getattr(getattr(model, 'patch_embed', None), 'img_size', None)
+    """What `set_input_size` sets outside of a model's blocks: the sizes of the images, of the grid and of windows."""
+    embed = getattr(model, 'patch_embed', None)
+    return tuple(getattr(of, name, None) for of, name in (
+        (embed, 'img_size'), (embed, 'grid_size'), (model, '_ref_window_sizes')))
 
 
 def resize_again(model: Any, size: Any) -> None:
     """Let blocks that are put back follow a change of the image size, from `size`, that they missed."""
     if image_size(model) != size:
-        model.set_input_size(img_size=image_size(model))
+        model.set_input_size(img_size=model.patch_embed.img_size)
 
 
 def _own(owner: Any, name: str) -> Any:

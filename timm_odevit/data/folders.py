@@ -258,7 +258,7 @@ def _dataset(
             f'Give the folder that the model was made for, or create the model with num_classes={classes}.')
     order = None if any_classes else labels_by_name(model, list(found))
     if order is not None:  # the model need not have its classes in alphabetical order
-        dataset.reader.class_to_idx = dict(sorted(zip(found, order, strict=True), key=lambda pair: pair[1]))
+        dataset.reader.class_to_idx = dict(zip(found, order, strict=True))  # in the order of the folders
         dataset.reader.samples = [(file, order[label]) for file, label in dataset.reader.samples]
     return dataset
 
@@ -309,8 +309,9 @@ def _keep_share(dataset: Any, train: bool, share: float, seed: int) -> Any:
     for sample in dataset.reader.samples:
         by_class.setdefault(sample[1], []).append(sample)
     part = []
-    for label, members in sorted(by_class.items()):
-        order = torch.randperm(len(members), generator=torch.Generator().manual_seed(seed + label)).tolist()
+    for place, label in enumerate(dataset.reader.class_to_idx.values()):  # whatever labels a model has for them
+        members = by_class.get(label, [])
+        order = torch.randperm(len(members), generator=torch.Generator().manual_seed(seed + place)).tolist()
         held = count_held_out(len(members), share)
         part += [members[i] for i in sorted(order[held:] if train else order[:held])]
     if not part:

@@ -18,9 +18,10 @@ def data_config(model: Any) -> Dict[str, Any]:
 def labels_by_name(model: Any, names: Optional[Sequence[str]]) -> Optional[List[int]]:
     """The label that a model has for each class of a data set, if both name the same classes in different orders."""
     own = _label_names(model)
-    if names is None or own is None or own == list(names) or len(set(own)) < len(own) or sorted(own) != sorted(names):
+    places = {name: i for i, name in enumerate(own or ())}
+    if names is None or own is None or own == list(names) or sorted(places) != sorted(names):
         return None
-    return [own.index(name) for name in names]
+    return [places[name] for name in names]
 
 
 def warn_of_other_classes(model: Any, names: Optional[Sequence[str]], data: Any) -> None:

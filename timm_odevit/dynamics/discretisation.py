@@ -3,7 +3,6 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from numbers import Integral
 from typing import Any, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -13,7 +12,7 @@ from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Context
 from ..ode.methods import METHODS
 from ..ode.steps import Solver, Step
-from ..settings import checks_keywords
+from ..settings import checks_keywords, many, whole
 from .flow import Flow, Images, PerImage, noise, norms, over_images
 from .lipschitz import largest_singular_value
 
@@ -95,13 +94,17 @@ def discretisation_errors(
     chosen = [methods] if isinstance(methods, str) else [own.method] if methods is None else list(methods)
     allowed = [method for method in METHODS if method != 'reversible']  # a map of the state alone
     for method in chosen:
+        if method == 'reversible':
+            raise ValueError("A step of 'reversible' is not a map of the state alone. Give other methods: "
+                             f"{', '.join(allowed)}.")
         if method not in allowed:
             raise ValueError(f"Unknown fixed-step method '{method}'. Allowed: {', '.join(allowed)}.")
     usual = sorted({max(own.steps // 2, 1), own.steps, 2 * own.steps})
-    counts = [int(steps)] if isinstance(steps, (int, Integral)) else usual if steps is None else list(steps)
-    for name, values in (('steps', counts), ('iterations', [iterations])):
-        if not values or any(isinstance(v, bool) or not isinstance(v, Integral) or v < 1 for v in values):
-            raise ValueError(f'{name} must be whole numbers of at least 1; got {values}.')
+    given: Any = usual if steps is None else steps if isinstance(steps, (list, tuple)) else [steps]
+    counts = many(whole(1), 'whole numbers of at least 1')('steps', given)
+    if not counts:
+        raise ValueError('steps must be whole numbers of at least 1; got [].')
+    iterations = whole(1)('iterations', iterations)
     if type(fine) is not int or fine < 2 or fine % 2:
         raise ValueError(f'fine must be an even number of at least 2; got {fine!r}.')
 

@@ -1,6 +1,6 @@
 """Accuracy of a model, ODE-ViT or not, over several step counts."""
 import warnings
-from typing import Any, Iterable, Iterator, List, Optional, Sequence, Union
+from typing import Any, Iterable, List, Optional, Sequence, Union
 
 import torch
 import torch.nn.functional as F
@@ -55,12 +55,10 @@ def evaluate(
     if getattr(model, 'num_classes', None) == 0:
         raise ValueError(f'This {type(model).__name__} has no classes, so it has no accuracy. Measure its embeddings '
                          'with evaluate_embeddings.')
-    counts, loader = step_counts(model, steps), in_batches(loader)
-    if isinstance(loader, Iterator) and len(counts) + (teacher is not None) > 1:
-        raise ValueError(f'loader is a {type(loader).__name__}, which gives its batches only once, but it is read for '
-                         'each number of steps and for the teacher. Give a list of batches, or a DataLoader.')
+    counts = step_counts(model, steps)
+    loader = in_batches(loader, len(counts) + (teacher is not None))
     classes = [getattr(each, 'num_classes', None) for each in (model, model if teacher is None else teacher)]
-    if classes[0] != classes[1]:
+    if None not in classes and classes[0] != classes[1]:
         raise ValueError(f'The teacher has {classes[1]} classes, the model {classes[0]}. Give a teacher with the same '
                          'classes.')
     results: List[Result] = []

@@ -62,7 +62,8 @@ def evaluate_embeddings(
 
     Source: k-NN with weights: arXiv 1805.01978; both protocols: DINO, arXiv 2104.14294.
     """
-    counts, loader, labelled = step_counts(model, steps), in_batches(loader), in_batches(labelled)
+    counts = step_counts(model, steps)
+    loader, labelled = (in_batches(each, len(counts) + (teacher is not None)) for each in (loader, labelled))
     found: List[EmbeddingResult] = []
     reference: Any = None
 

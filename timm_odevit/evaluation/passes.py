@@ -3,7 +3,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from numbers import Integral
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +67,11 @@ def check_labels(labels: Tensor, classes: int) -> None:
                              'the num_classes of the data.')
 
 
-def in_batches(loader: Any) -> Any:
-    """A loader, or the batches of a pair of tensors: images [N, C, H, W] and labels [N]."""
+def in_batches(loader: Any, passes: int = 1) -> Any:
+    """A loader that is read several times, or the batches of a pair of tensors: images [N, C, H, W] and labels [N]."""
+    if isinstance(loader, Iterator) and passes > 1:
+        raise ValueError(f'loader is a {type(loader).__name__}, which gives its batches only once, but it is read for '
+                         'each number of steps and for the teacher. Give a list of batches, or a DataLoader.')
     if isinstance(loader, Tensor):
         raise ValueError('Got images without labels. Give a pair (images, labels), or batches of such pairs; where '
                          'labels do not count, any will do.')

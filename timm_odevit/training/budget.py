@@ -10,6 +10,7 @@ import torch
 from timm.utils import random_seed
 from torch import nn
 
+from ..distributed import rank_and_world
 from ..hooks import random_states_kept
 from .fit import fit
 from .loaders import set_epoch
@@ -24,7 +25,7 @@ class Stream:
     """The batches of a loader, over and over: `count` of them at a time, the next ones each time.
 
     Each pass over the loader is an epoch of the loader, whose order depends on the seed and on the number of the pass
-    alone, so that a run can be resumed in the middle of it.
+    alone (unless the loader has a generator of its own), so that a run can be resumed in the middle of it.
 
     Args:
         loader: Loader with a length.
@@ -66,11 +67,14 @@ class Stream:
         """The batches of the next pass, without those that were given before."""
         set_epoch(self.loader, self.passes)
         with random_states_kept(self.device):
-            random_seed((self.seed * 10_007 + self.passes) % 2 ** 31)
+            rank, world = rank_and_world()
+            random_seed((self.seed * 10_007 + self.passes) * world % 2 ** 31, rank)
             rest = iter(self.loader)
-            begun = list(islice(rest, given + 1))  # most loaders draw their order with the first batch
+            for _ in islice(rest, given):
+                pass
+            begun = list(islice(rest, 0 if given else 1))  # most loaders draw their order with the first batch
         self.passes += 1
-        return chain(begun[given:], rest)
+        return chain(begun, rest)
 
 
 def updates_in(

@@ -72,7 +72,10 @@ def count_classes(data: Union[str, Path]) -> int:
 def label_names(loader: Any) -> Optional[List[str]]:
     """The names of the classes, in the order of their labels: those of an .npz, or of the folders."""
     plain = chain(loader)[-1]
-    return plain.label_names if isinstance(plain, ArrayLoader) else list(plain.dataset.reader.class_to_idx)
+    if isinstance(plain, ArrayLoader):
+        return plain.label_names
+    labels = plain.dataset.reader.class_to_idx
+    return sorted(labels, key=labels.__getitem__)
 
 
 def draw_sample(loader: Any, count: int, seed: int) -> torch.Tensor:

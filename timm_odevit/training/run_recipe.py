@@ -98,8 +98,9 @@ def train(
             host = _create(recipe, count_classes(data)).to(device)
         train_loader, val_loader = loaders(
             recipe.batches, data, host, limit=limit, seed=recipe.seed, any_classes=recipe.embeds)
-        if teacher is not None and not recipe.embeds:
-            warn_of_other_classes(host, label_names(train_loader), data)
+        if teacher is not None and not recipe.embeds and rank_and_world()[0] == 0:
+            for model in (host, teacher):
+                warn_of_other_classes(model, label_names(train_loader), data)
         about = {
             'limit': limit, 'batches': len(train_loader), 'data sha256': hash_of_data(train_loader, val_loader), **{
                 f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
@@ -193,12 +194,15 @@ def _check_models(recipe: Recipe, teacher: Optional[nn.Module], student: Optiona
 
 
 def _create(recipe: Recipe, classes: int) -> nn.Module:
-    """The recipe's model, with the classes of the data unless it says otherwise."""
+    """The recipe's model; one without weights has the classes of the data, unless the recipe says otherwise."""
     if recipe.model is None:
         raise ValueError('The recipe names no model, and there is no teacher. Give --teacher, or model in the recipe.')
+    args = dict(recipe.model_args or {})
+    if not args.get('pretrained'):
+        args.setdefault('num_classes', classes)
     torch.manual_seed(recipe.seed)  # so that a new head is the same each time
     try:
-        return timm.create_model(recipe.model, **{'num_classes': classes, **(recipe.model_args or {})})
+        return timm.create_model(recipe.model, **args)
     except OSError as e:
         raise OSError(f"The weights of '{recipe.model}' could not be loaded: {one_line(e)} Without a "
                       'network, give --checkpoint FILE, or model_args.pretrained=false to train from random weights.'
