@@ -62,6 +62,9 @@ _PUBLISHED: Dict[str, Any] = {
         *_DEIT_64, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 23, 'ode_init': 'svd'}, {'deit_tiny_cifar100': 100}),
     'odevit_tiny_native_exit_patch16_64': (
         *_DEIT_64, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12.}, {'deit_tiny_cifar10': 10}),
+    'odevit_tiny_native_patch4_32': (
+        *_MODELS['odevit_tiny_patch4_32'], {**_NATIVE, 'ode_init': 'spectral', 'ode_steps': 6, 'ode_T': 6.},
+        {'cifar100': 100}),
     'odevit_tiny_patch16_64': (*_DEIT_64, _PAPER, {'deit_tiny_cifar100': 100}),
     'deit_tiny_patch16_64': (*_DEIT_64, None, {'cifar100': 100, 'cifar10': 10}),
 }

@@ -50,6 +50,7 @@ AUTONOMOUS = {
 OTHERS = [
     ('ODE-ViT Base, arXiv 2511.16501: of a ViT-B', 'CIFAR-100', '7 M', '72.1', '81.8'),
     ('ODE-ViT Base, arXiv 2511.16501: of a ViT-B', 'CIFAR-10', '7 M', '88.5', '95.9'),
+    ('ODE-ViT, arXiv 2511.16501: from scratch', 'CIFAR-100', '4.2 M', '57.9', '-'),
     ('Raptor, arXiv 2512.19941: of a DINOv2-B, 2 blocks', 'ImageNet-1k probe', '-', '-', '96'),
     ('Raptor, arXiv 2512.19941: of a DINOv2-B, 3 blocks', 'ImageNet-1k probe', '-', '-', '98'),
 ]
@@ -66,7 +67,7 @@ TOME = [(1.3, 72.2), (0.9, 71.7), (0.8, 71.4), (0.6, 70.7)]
 def models():
     heads = ['model', 'data', 'parameters', *(f'K = {steps}' for steps in STEPS), 'kept %']
     rows = [f"| {' | '.join(heads)} |", '|' + ' --- |' * len(heads)]
-    paths = sorted(HUB.glob('*/results.json'), key=lambda path: (path.parent.name.split('_')[-1], path.parent.name))
+    paths = sorted(HUB.glob('*/results.json'), key=lambda path: (dataset_of(path.parent.name), path.parent.name))
     for path in paths:
         name, record = path.parent.name, json.loads(path.read_text())
         dataset = dataset_of(name)
