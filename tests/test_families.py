@@ -233,6 +233,23 @@ def test_the_original_blocks_follow_a_change_of_the_image_size(name):
     assert model.state_dict().keys() == resized.state_dict().keys()
 
 
+def test_an_interrupt_while_the_original_blocks_are_resized_leaves_the_converted_model(monkeypatch):
+    model = build('beit_base_patch16_224')
+    done = convert_(model)
+    model.set_input_size((32, 32))
+    blocks, x = model.blocks, torch.randn(1, 3, 32, 32)
+    expected = model(x)
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(model), 'set_input_size', interrupt)
+        done.restore()
+    assert model.blocks is blocks and torch.equal(model(x), expected)
+    done.restore()
+    assert len(model.blocks) == MODELS['beit_base_patch16_224']['depth'] and model(x).isfinite().all()
+
+
 def test_the_original_blocks_follow_a_change_of_the_patches_and_of_the_windows():
     beit, swin = build('beit_base_patch16_224'), build('swin_tiny_patch4_window7_224')
     for model, change in ((beit, dict(patch_size=(2, 2))), (swin, dict(window_size=8))):

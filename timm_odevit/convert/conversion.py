@@ -204,8 +204,7 @@ class Conversion:
                 original.to(now.device)
             if self.model.training != self._training:
                 original.train(self.model.training)
-        self._replacements.take_off()
-        resize_again(self.model, self._size)
+        self._replacements.take_off(partial(resize_again, self.model, self._size))
 
     def __repr__(self) -> str:
         return (f'Conversion({type(self.model).__name__}: {self.layers} blocks -> {count_in_words(self.blocks)}, '

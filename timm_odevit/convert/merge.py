@@ -1,5 +1,6 @@
 """merge_: for deployment, merge the weights of every step into ordinary blocks, in place, and back."""
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Iterator, List, Optional, Tuple
 
 from torch import Tensor, nn
@@ -157,8 +158,7 @@ class Merged:
                 f'The model is now {now.dtype}, its shared block is {then.dtype}. Call model.to({then.dtype}) first.')
         for ode in originals:
             ode.to(now.device).train(self.blocks[0].training)
-        self._replacements.take_off()
-        resize_again(self.model, self._size)
+        self._replacements.take_off(partial(resize_again, self.model, self._size))
 
     def __repr__(self) -> str:
         return f'Merged({type(self.model).__name__}, {self.bytes_before:,} -> {self.bytes_after:,} bytes)'

@@ -1,5 +1,5 @@
 """Attributes of a model that are replaced together and restored together."""
-from typing import Any, List, Sequence, Tuple
+from typing import Any, Callable, List, Sequence, Tuple
 
 from torch import nn
 
@@ -38,10 +38,11 @@ class Replacements:
         """Whether the attributes have the new values."""
         return all(_own(owner, name) is value for owner, name, value in self._wanted)
 
-    def take_off(self) -> None:
-        """Restore the attributes as they were at construction; if interrupted, replace them again."""
+    def take_off(self, then: Callable[[], Any] = lambda: None) -> None:
+        """Restore the attributes as they were at construction, and call `then`; if interrupted, replace them again."""
         try:
             self._put_back()
+            then()
         except BaseException:
             for owner, name, value in self._wanted:
                 setattr(owner, name, value)
