@@ -72,6 +72,22 @@ class Settings:
         return {name: found.get(name, '') for name in cls.names()}
 
     @classmethod
+    def from_keywords(cls: Type[Kind], config: Optional[Kind], given: Mapping[str, Any], caller: str) -> Kind:
+        """The settings that a function was given, either as `config` or as keywords.
+
+        Raises:
+            TypeError: Both were given, `config` is of another type, or a keyword is unknown or missing.
+            ValueError: A value is out of range.
+        """
+        if config is None:
+            return cls.of(given, caller)
+        if given:
+            raise TypeError(f"{caller} got both config and '{next(iter(given))}', which is part of it. Give only one.")
+        if not isinstance(config, cls):
+            raise TypeError(f'config of {caller} must be of type {cls.__name__}; got {type(config).__name__}.')
+        return config
+
+    @classmethod
     def of(cls: Type[Kind], given: Mapping[str, Any], caller: str) -> Kind:
         """Settings from keywords.
 
