@@ -3,11 +3,12 @@ import dataclasses
 import pytest
 
 from timm_odevit import OdeConfig
-from timm_odevit.ode.methods import METHODS, adaptive_methods
+from timm_odevit.ode.config import adaptive_methods
+from timm_odevit.ode.steps import METHODS
 
 
 def test_is_frozen_and_round_trips_through_model_args():
-    config = OdeConfig(field='lipschitz', method='dopri5', steps=4, T=3, init='block:2', rtol=1e-2, adjoint=True)
+    config = OdeConfig(field='lipschitz', method='dopri5', steps=4, T=3, init='spectral', rtol=1e-2, adjoint=True)
     assert OdeConfig.from_args(config.to_args(), 'odevit_small') == config
     assert all(name.startswith('ode_') for name in config.to_args())
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -27,7 +28,7 @@ def test_takes_every_method(method):
 @pytest.mark.parametrize('setting, message', [
     (dict(method='heun'), "Unknown method 'heun'. Did you mean 'heun2'? Allowed: euler, midpoint, heun2, rk4"),
     (dict(field='lipshitz'), "Unknown field 'lipshitz'. Did you mean 'lipschitz'? Allowed: lipschitz, native."),
-    (dict(init='median'), "Unknown init 'median'. Allowed: mean, spectral, block:<i>"),
+    (dict(init='median'), "Unknown init 'median'. Did you mean 'mean'? Allowed: mean, spectral, svd, svd_data"),
     (dict(steps=0), 'steps must be a whole number of at least 1'),
     (dict(steps=2.5), 'got 2.5'),
     (dict(steps=True), 'got True'),

@@ -52,6 +52,7 @@ from .interop.open_clip import from_open_clip
 from .interop.put_tower import put_tower_
 from .interop.torchvision import from_torchvision
 from .interop.transformers import from_transformers
+from .ode.blocks import with_steps
 from .ode.config import OdeConfig
 from .ode.integrate import integrate
 from .reporting.page import write_report
@@ -75,7 +76,7 @@ __all__ = [
     'from_transformers', 'integrate', 'lipschitz_constants', 'list_convertible', 'lyapunov_exponents', 'merge_',
     'merged_bytes', 'patch_agreement', 'plane', 'plot_accuracy', 'push_to_hub', 'put_tower_', 'recovery', 'relations',
     'save_pretrained', 'signals', 'softmax_bounds', 'spectral_norms', 'state_similarity', 'train',
-    'trajectory_geometry', 'write_report',
+    'trajectory_geometry', 'with_steps', 'write_report',
 ]
 
 

@@ -14,7 +14,7 @@ from ..convert.merge import merge_
 from ..data.preprocessing import data_config
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import OdeConfig
-from ..ode.halting import Halts
+from ..ode.blocks import OdeBlocks as Halts
 from ..training.cache import record
 from ..training.stepwise_task import StepwiseTask
 from ..training.trajectory_task import TrajectoryDistillationTask
@@ -152,7 +152,7 @@ def evaluations_of(model: nn.Module) -> Optional[float]:
     """Blocks that an image went through in this thread's last forward pass, on average; None if not known."""
     found: List[Any] = [module for module in model.modules() if isinstance(module, Halts)]
     if found:
-        return sum(blocks.evaluations + len(blocks) - blocks.settings.grid[0] for blocks in found)
+        return sum(blocks.evaluations + len(blocks) - blocks.config.grid[0] for blocks in found)
     plain = getattr(model, 'blocks', None)
     return float(len(plain)) if isinstance(plain, (nn.Sequential, nn.ModuleList)) else None
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..ode.blocks import count_parameters, find_ode_blocks
-from ..ode.halting import Halts
+from ..ode.blocks import OdeBlocks as Halts
 from ..settings import checks_keywords, many, one_of, whole
 from .candidates import Candidate, Images, conversions, evaluations_of, forward_passes, training_steps
 from .files import load_seconds, weight_bytes
@@ -64,7 +64,7 @@ def benchmark(
         raise ValueError("There is nothing to time. Give models by name, such as {'student': student}.")
     if images is None:
         for name, model in models.items():
-            if any(isinstance(module, Halts) and module.settings.halting for module in model.modules()):
+            if any(isinstance(module, Halts) and module.config.halting for module in model.modules()):
                 raise ValueError(f"'{name}' halts image by image, so that its time depends on the images. Give images "
                                  '(--data).')
     if len(models) == 1 and not any(find_ode_blocks(model) for model in models.values()):

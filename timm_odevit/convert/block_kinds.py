@@ -14,6 +14,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from ..ode.config import OdeConfig
 from ..ode.fields import (
     GammaField,
     NativeField,
@@ -62,8 +63,13 @@ class Site(NamedTuple):
     name: str
 
     @property
-    def blocks(self) -> List[Any]:
+    def blocks(self) -> list[Any]:
         return list(self.host.blocks)
+
+    def layers(self, config: OdeConfig) -> int:
+        """How many of the blocks a conversion replaces."""
+        first, last = config.span(len(self.host.blocks))
+        return last - first + 1
 
 
 def find_sites(model: nn.Module) -> List[Site]:

@@ -1,35 +1,34 @@
 """convert_: turn a pretrained transformer into an ODE-ViT, in place, and back."""
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from types import SimpleNamespace
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any
 
 from timm.models import group_parameters
 from torch import Tensor, nn
 
 from ..ode.blocks import OdeBlocks, count_parameters
 from ..ode.config import OdeConfig
-from ..ode.methods import METHODS
-from ..settings import takes
-from .block_kinds import class_token_comes_later, prefix_tokens
+from ..ode.steps import METHODS
+from .block_kinds import Site, class_token_comes_later, prefix_tokens
 from .convertible import check_all, count_in_words
 from .initialisation import build_field
 from .measure import input_moments, similarity_boundaries
 from .merge import check_not_merged
 from .replacements import Replacements, image_size, resize_again
-from .torchscript import scriptable_copy
 
 __all__ = ['Conversion', 'convert_']
 
 
-@takes(OdeConfig)
 def convert_(
         model: nn.Module,
-        config: OdeConfig,
+        config: OdeConfig | None = None,
         *,
-        images: Optional[Tensor] = None,
+        images: Tensor | None = None,
         keep_original: bool = True,
+        **settings: Any,
 ) -> 'Conversion':
     """Replace the blocks of a transformer with shared blocks that an ODE solver evaluates K times, in place.
 
@@ -38,12 +37,12 @@ def convert_(
 
     Args:
         model: A timm model with a sequence of blocks of one width, or with stages (Swin); see `list_convertible()`.
-        config: Settings, of which steps and T default to the number of converted layers; or pass any of them as
-            keywords, such as steps=6; see OdeConfig.
+        config: Settings; steps and T default to the number of converted layers.
         images: Calibration images [B, C, H, W], normalised for the model, for boundaries 'similarity' and init
             'svd_data'; a few dozen suffice. 'svd_data' keeps the second moments of the inputs of all linear layers of
             a sequence in memory: a ViT-L needs 2 GB and takes minutes.
         keep_original: Keep the original blocks, so that `restore()` can bring them back; False frees their memory.
+        **settings: Instead of `config`, any of its settings, such as steps=6; see OdeConfig.
 
     Returns:
         A Conversion: print it for a report, call its `restore()` to undo.
@@ -54,64 +53,73 @@ def convert_(
 
     Source: ODE-ViT, arXiv 2511.16501.
     """
+    config = OdeConfig.from_keywords(config, settings, 'convert_')
     sites = check_all(model, config, images)
-    host: Any = model
     before = count_parameters(model)
     original = sum(count_parameters(site.host.blocks) for site in sites)
-    built, layers = [], 0
-    for stage, site in enumerate(sites):
-        blocks = site.blocks
-        first, last = config.span(len(blocks))
-        chosen = blocks[first:last + 1]
-        settings = config.resolve(len(chosen), stage)
-        if settings.boundaries == 'similarity' and settings.phases == 1:
-            settings = replace(settings, boundaries='uniform')
-        elif settings.boundaries == 'similarity':
-            assert images is not None
-            cuts = similarity_boundaries(model, chosen, images, settings.phases)
-            settings = replace(settings, boundaries=tuple(first + cut for cut in cuts))
-        moments = None
-        if settings.init == 'svd_data':
-            assert images is not None
-            moments = input_moments(model, chosen, images, first)
-        shared = build_field(settings, chosen, first, moments)
-        info = getattr(host, 'feature_info', None)
-        listed = site.host is model and isinstance(info, list) and len(info) == len(blocks)
-        feature = {k: v for k, v in info[first].items() if k != 'module'} if listed else None  # type: ignore[index]
-        own = site.host is model
-        readable = own and isinstance(getattr(host, 'norm', None), nn.Module) and hasattr(host, 'forward_head') and (
-            not class_token_comes_later(model))
-        ode = OdeBlocks(
-            shared, settings, feature, float(first), blocks[:first], blocks[last + 1:],
-            readout=partial(_logits, model) if readable else None,
-            prefix=prefix_tokens(model) if own else 0)
-        built.append((site, ode.train(model.training), listed))
-        layers += len(chosen)
-    wanted: List[Any] = [(site.host, 'blocks', ode) for site, ode, _ in built]
-    wanted += [(host, 'feature_info', ode.feature_info) for _, ode, listed in built if listed]
-    if sites[0].host is model:
-        # TorchScript looks for this attribute; nothing else reads it
-        wanted.append((host, '__prepare_scriptable__', partial(scriptable_copy, model)))
-        if getattr(host, 'rope_mixed', False):
-            wanted.append((host.rope, 'get_embed', partial(_rope_of_steps, model)))
-    if hasattr(host, 'group_matcher'):
-        wanted.append((host, 'group_matcher', partial(_group_matcher, model)))
-    replacements = Replacements(wanted)
+    built = tuple(_build(model, site, config.resolve(site.layers(config), stage), images)
+                  for stage, site in enumerate(sites))
+    replacements = Replacements(_replacements(model, sites, built))
     done = Conversion(
         model=model,
-        blocks=tuple(ode for _, ode, _ in built),
-        layers=layers,
-        config=built[0][1].config if len(built) == 1 else config,
+        blocks=built,
+        layers=sum(site.layers(config) for site in sites),
+        config=built[0].config if len(built) == 1 else config,
         parameters_before=before,
-        parameters_after=before - original + sum(count_parameters(ode) for _, ode, _ in built),
+        parameters_after=before - original + sum(count_parameters(ode) for ode in built),
         _hosts=tuple(site.host for site in sites),
         _replacements=replacements if keep_original else None,
         _training=model.training,
-        _grids=tuple((ode.steps, ode.t, ode.end) for _, ode, _ in built),
+        _grids=tuple((ode.steps, ode.t, ode.end) for ode in built),
         _size=image_size(model),
     )
     replacements.put()
     return done
+
+
+def _build(model: Any, site: Site, config: OdeConfig, images: Tensor | None) -> OdeBlocks:
+    """The OdeBlocks for one sequence of blocks; nothing is changed."""
+    blocks = site.blocks
+    first, last = config.span(len(blocks))
+    chosen = blocks[first:last + 1]
+    if config.boundaries == 'similarity' and config.phases == 1:
+        config = replace(config, boundaries='uniform')
+    elif config.boundaries == 'similarity':
+        assert images is not None
+        cuts = similarity_boundaries(model, chosen, images, config.phases)
+        config = replace(config, boundaries=tuple(first + cut for cut in cuts))
+    moments = None
+    if config.init == 'svd_data':
+        assert images is not None
+        moments = input_moments(model, chosen, images, first)
+    shared = build_field(config, chosen, first, moments)
+    own = site.host is model
+    feature = {k: v for k, v in model.feature_info[first].items() if k != 'module'} if _is_listed(model, site) else None
+    readable = own and isinstance(getattr(model, 'norm', None), nn.Module) and hasattr(model, 'forward_head') and (
+        not class_token_comes_later(model))
+    ode = OdeBlocks(
+        shared, config, feature, float(first), blocks[:first], blocks[last + 1:],
+        readout=partial(_logits, model) if readable else None,
+        prefix=prefix_tokens(model) if own else 0)
+    return ode.train(model.training)
+
+
+def _is_listed(model: Any, site: Site) -> bool:
+    """Whether the model's feature_info has an entry for each block."""
+    info = getattr(model, 'feature_info', None)
+    return site.host is model and isinstance(info, list) and len(info) == len(site.blocks)
+
+
+def _replacements(model: Any, sites: Sequence[Site], built: Sequence[OdeBlocks]) -> list[tuple[Any, str, Any]]:
+    """Owner, attribute and new value of everything that a conversion changes in a model."""
+    wanted: list[tuple[Any, str, Any]] = [(site.host, 'blocks', ode) for site, ode in zip(sites, built, strict=True)]
+    wanted += [(model, 'feature_info', ode.feature_info) for site, ode in zip(sites, built, strict=True)
+               if _is_listed(model, site)]
+    if sites[0].host is model and getattr(model, 'rope_mixed', False):
+        wanted.append((model.rope, 'get_embed', partial(_rope_of_steps, model)))
+    if hasattr(model, 'group_matcher'):
+        wanted.append((model, 'group_matcher', partial(_group_matcher, model)))
+    return wanted
 
 
 def _logits(model: Any, state: Tensor) -> Tensor:
@@ -160,15 +168,15 @@ class Conversion:
         parameters_after: Number of parameters of the model after.
     """
     model: Any
-    blocks: Tuple[OdeBlocks, ...]
+    blocks: tuple[OdeBlocks, ...]
     layers: int
     config: OdeConfig
     parameters_before: int
     parameters_after: int
-    _hosts: Tuple[nn.Module, ...]
-    _replacements: Optional[Replacements]
+    _hosts: tuple[nn.Module, ...]
+    _replacements: Replacements | None
     _training: bool
-    _grids: Tuple[Tuple[int, float, float], ...]
+    _grids: tuple[tuple[int, float, float], ...]
     _size: Any
 
     def restore(self) -> None:
@@ -204,7 +212,7 @@ class Conversion:
                 original.to(now.device)
             if self.model.training != self._training:
                 original.train(self.model.training)
-        self._replacements.take_off(partial(resize_again, self.model, self._size))
+        self._replacements.undo(partial(resize_again, self.model, self._size))
 
     def __repr__(self) -> str:
         return (f'Conversion({type(self.model).__name__}: {self.layers} blocks -> {count_in_words(self.blocks)}, '

@@ -12,25 +12,23 @@ from ..hooks import on_meta
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.fields import WholeField
-from ..ode.methods import METHODS
-from ..settings import checks_keywords, takes
+from ..ode.steps import METHODS
 from .block_kinds import HINT, Site, check_blocks, field_class, find_sites, kinds
-from .initialisation import assignment
 from .measure import check_images
 from .merge import check_not_merged
 
 __all__ = ['check_all', 'check_convertible', 'convertibility', 'count_in_words', 'list_convertible']
 
 
-@takes(OdeConfig)
-def check_convertible(model: nn.Module, config: OdeConfig, *, images: Optional[Tensor] = None) -> None:
+def check_convertible(
+        model: nn.Module, config: OdeConfig | None = None, *, images: Tensor | None = None, **settings: Any) -> None:
     """Raise what `convert_` with the same arguments would raise, and change nothing.
 
     Raises:
         TypeError: The model has no blocks that can be converted.
         ValueError: The model is already converted, or the settings do not fit it.
     """
-    check_all(model, config, images)
+    check_all(model, OdeConfig.from_keywords(config, settings, 'check_convertible'), images)
 
 
 def check_all(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> List[Site]:
@@ -45,7 +43,7 @@ def check_all(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> 
         raise ValueError(
             f'This model is already converted ({count_in_words(converted)}, {now.method}, {now.steps} steps). '
             'Call restore() on its Conversion first.')
-    for wrapper, inner in (('_orig_mod', 'torch.compile'), ('module', 'DataParallel or DistributedDataParallel')):
+    for wrapper, inner in (('_orig_mod', 'torch.compile'), ('module', 'DistributedDataParallel')):
         if isinstance(getattr(model, wrapper, None), nn.Module):
             raise TypeError(f'Cannot convert {name}: convert the model before you wrap it in {inner}.')
     sites = find_sites(model)
@@ -59,8 +57,7 @@ def check_all(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> 
     _check_structure(name, sites, config)
     if len(sites) > 1:
         for setting, value in (('blocks', config.blocks is None), ('T', config.T is None),
-                               ('boundaries', config.boundaries == 'uniform'),
-                               ('init', not str(config.init).startswith('block:'))):
+                               ('boundaries', config.boundaries == 'uniform')):
             if not value:
                 raise ValueError(
                     f'{setting}={getattr(config, setting)!r} applies only to models with one sequence of blocks, but '
@@ -120,14 +117,6 @@ def _check_layers(name: str, blocks: Sequence[nn.Module], config: OdeConfig) -> 
     if isinstance(config.boundaries, tuple) and not all(first < b <= last for b in config.boundaries):
         raise ValueError(
             f'boundaries={config.boundaries}: each must be a layer from {first + 1} to {last}, where a span can start.')
-    if str(config.init).startswith('block:'):
-        index = int(str(config.init)[6:])
-        if not first <= index <= last:
-            raise ValueError(
-                f"init '{config.init}': this model has {len(blocks)} blocks. "
-                f'Allowed: block:{first} to block:{last}, mean, spectral.')
-        if config.boundaries == 'similarity' or max(assignment(config, blocks[first:last + 1], first)) > 0:
-            raise ValueError(f"init '{config.init}' fills one shared block, but there would be several. Use 'mean'.")
 
 
 def _check_lipschitz(name: str, blocks: Sequence[Any], config: OdeConfig) -> None:
@@ -150,11 +139,10 @@ def _check_lipschitz(name: str, blocks: Sequence[Any], config: OdeConfig) -> Non
 
 
 def count_in_words(blocks: Sequence[OdeBlocks]) -> str:
-    count = sum(len(b.shared.parts) for b in blocks)
+    count = sum(len(b.shared.phases) for b in blocks)
     return f"{count} shared block{'s' if count > 1 else ''}"
 
 
-@checks_keywords
 def list_convertible(filter: str = '', *, refused: bool = False) -> Dict[str, str]:
     """The timm models that `convert_` accepts, found by building each on the meta device.
 

@@ -11,8 +11,8 @@ from ..ode.config import OdeConfig
 from ..ode.fields import Field
 from ..ode.lipschitz_field import LipschitzField
 from ..ode.skeleton import copy_module
-from ..ode.time_dependence import PhasedField, TimeField, matrix_shape
-from .alignment import Orders, aligning_orders, permuted
+from ..ode.time_dependence import PhasedField, TimeField, matrix_shape, residual_key
+from .alignment import aligning_orders, permuted
 from .block_kinds import field_class, kinds, per_layer
 
 __all__ = ['Moments', 'assignment', 'build_field', 'factors', 'set_per_layer', 'spectral_']
@@ -93,47 +93,58 @@ def set_per_layer(block: nn.Module, others: Sequence[nn.Module]) -> None:
 
 
 def _build(
-        group: List[int], config: OdeConfig, blocks: Sequence[nn.Module], first: int, moments: Optional[Moments],
+        group: list[int], config: OdeConfig, blocks: Sequence[nn.Module], first: int, moments: Moments | None,
 ) -> Field:
     """The field for the blocks with the given indices."""
-    init = str(config.init)
     members = [blocks[i] for i in group]
-    chosen = [blocks[int(init[6:]) - first]] if init.startswith('block:') else members
     base = _structure(config.field, members)
-    orders: List[Orders] = [{} for _ in members]
-    if init == 'svd_data' and not next(base.parameters()).is_meta:
-        orders = aligning_orders([_values(config.field, block) for block in members], members[0])
-    if init == 'spectral':
+    if config.init == 'spectral':
         _spectral_init(base)
     else:
-        layers = [_values(config.field, block) for block in chosen]
+        layers = [_values(config.field, block) for block in members]
+        if config.init == 'svd_data' and not next(base.parameters()).is_meta:
+            layers, moments = _aligned(layers, members[0], group, first, moments)
         for name, parameter in base.named_parameters():
-            if len(chosen) == len(members):
-                parameter.copy_(_mean([permuted(v[name], o.get(name)) for v, o in zip(layers, orders, strict=True)]))
-            else:
-                parameter.copy_(layers[0][name])
+            parameter.copy_(_mean([values[name] for values in layers]))
         for name, buffer in _statistics(base):
-            buffer.copy_(_mean([_buffer(config.field, block, name) for block in chosen]))
+            buffer.copy_(_mean([block.get_buffer(name.removeprefix('block.')) for block in members]))
     if config.time == 'autonomous':
         return base
     field = TimeField(base, [first + i for i in group], config.rank).train(base.training)
-    if init != 'spectral':
+    if config.init != 'spectral':
+        _fill_residuals(field, layers, config, moments)
         for name, buffer in _statistics(base):
-            field.add_statistics(name, torch.stack([_buffer(config.field, b, name) - buffer for b in members]))
-    if init != 'spectral':
-        for row, index in enumerate(group):
-            values = _values(config.field, blocks[index])
-            for name, parameter in base.named_parameters():
-                key, order = name.replace('.', '-'), orders[row].get(name)
-                if key in field.vectors:
-                    field.vectors[key][row] = permuted(values[name], order) - parameter
-                elif key in field.up and init in ('svd', 'svd_data') and not parameter.is_meta:
-                    moment = (moments or {}).get((first + index, name))
-                    if moment is not None and order is not None and order[1] is not None:
-                        moment = permuted(moment, (order[1], order[1]))
-                    residual = (permuted(values[name], order) - parameter).reshape(matrix_shape(parameter))
-                    field.up[key][row], field.down[key][row] = factors(residual, field.up[key].shape[-1], moment)
+            inner = name.removeprefix('block.')
+            field.add_statistics(name, torch.stack([block.get_buffer(inner) - buffer for block in members]))
     return field
+
+
+def _aligned(
+        layers: list[dict[str, Tensor]], block: nn.Module, group: list[int], first: int, moments: Moments | None,
+) -> tuple[list[dict[str, Tensor]], Moments]:
+    """The layers' values and the moments of their inputs, with heads and neurons in a common order."""
+    orders = aligning_orders(layers, block)
+    moments = dict(moments or {})
+    for index, order in zip(group, orders, strict=True):
+        for name, (_, columns) in order.items():
+            if columns is not None and (first + index, name) in moments:
+                moments[first + index, name] = permuted(moments[first + index, name], (columns, columns))
+    return [{name: permuted(p, order.get(name)) for name, p in values.items()}
+            for values, order in zip(layers, orders, strict=True)], moments
+
+
+def _fill_residuals(
+        field: TimeField, layers: list[dict[str, Tensor]], config: OdeConfig, moments: Moments | None) -> None:
+    """Set the residuals of a field to the layers' values, those of matrices truncated to the field's rank."""
+    for row, (layer, values) in enumerate(zip(field.layers, layers, strict=True)):
+        for name, parameter in field.base.named_parameters():
+            key = residual_key(name)
+            if key in field.vectors:
+                field.vectors[key][row] = values[name] - parameter
+            elif key in field.up and config.init in ('svd', 'svd_data') and not parameter.is_meta:
+                residual = (values[name] - parameter).reshape(matrix_shape(parameter))
+                found = factors(residual, field.up[key].shape[-1], (moments or {}).get((layer, name)))
+                field.up[key][row], field.down[key][row] = found
 
 
 def _structure(kind: str, members: Sequence[Any]) -> Field:
@@ -178,11 +189,6 @@ def _statistics(field: Field) -> List[Tuple[str, Tensor]]:
     """Saved buffers that are not counts: running means and variances."""
     saved = field.state_dict()
     return [(name, b) for name, b in field.named_buffers() if name in saved and b.is_floating_point()]
-
-
-def _buffer(kind: str, block: nn.Module, name: str) -> Tensor:
-    assert kind == 'native'  # the lipschitz field has none
-    return block.get_buffer(name.removeprefix('block.'))
 
 
 def _spectral_init(field: Field) -> None:

@@ -34,11 +34,11 @@ class Replacements:
             raise
 
     @property
-    def stand(self) -> bool:
+    def in_place(self) -> bool:
         """Whether the attributes have the new values."""
         return all(_own(owner, name) is value for owner, name, value in self._wanted)
 
-    def take_off(self, then: Callable[[], Any] = lambda: None) -> None:
+    def undo(self, then: Callable[[], Any] = lambda: None) -> None:
         """Restore the attributes as they were at construction, and call `then`; if interrupted, replace them again."""
         try:
             self._put_back()

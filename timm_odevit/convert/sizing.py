@@ -11,7 +11,6 @@ from torch import nn
 from ..ode.blocks import count_parameters
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.time_dependence import matrix_shape
-from ..settings import checks_keywords
 from .block_kinds import find_sites
 from .convertible import check_convertible
 from .initialisation import assignment
@@ -36,7 +35,6 @@ def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
     return total
 
 
-@checks_keywords
 def choose_size(
         model: nn.Module,
         target: Union[int, float, str],

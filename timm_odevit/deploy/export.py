@@ -11,14 +11,14 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from .._version import __version__
-from ..convert.merge import MergedBlocks, check_not_merged, merge_
+from ..convert.merge import check_not_merged, merge_
 from ..data.pictures import class_names, model_name
 from ..data.preprocessing import data_config
 from ..errors import one_line
 from ..files import staged
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import WITH_HEAD
-from ..ode.halting import Halts
+from ..ode.blocks import OdeBlocks as Halts
 from ..ode.steps import Step
 from ..settings import checks_keywords, flag, one_of
 from .formats import FORMATS, check_installed, round_weights
@@ -121,7 +121,7 @@ def _check(model: Any, format: str, int8: bool, merged: bool) -> None:
         raise ValueError('A block that depends on time has no weights to store as int8 until it is merged. Leave out '
                          'int8, or merged=False (--unmerged).')
     if int8 and format == 'onnx' and dtype == torch.float16 and any(
-            of.settings.halting in WITH_HEAD for of in model.modules() if isinstance(of, Halts)):
+            of.config.halting in WITH_HEAD for of in model.modules() if isinstance(of, Halts)):
         raise ValueError('ONNX Runtime cannot store the weights of a head as int8 that is float16 and used after every '
                          'step. Call model.float() first, leave out int8, or choose the format pt2.')
     if int8 and not any(isinstance(module, nn.Linear) for module in model.modules()):
@@ -143,7 +143,7 @@ def _frozen_copy(model: nn.Module, merged: bool) -> nn.Module:
 def _about(model: nn.Module, int8: bool) -> Dict[str, str]:
     """The metadata; what is not known is left out."""
     steps = [sum(isinstance(block, Step) for block in blocks) for blocks in model.modules()
-             if isinstance(blocks, (OdeBlocks, MergedBlocks))]
+             if isinstance(blocks, OdeBlocks)]
     about = {'model': model_name(model), 'steps': steps[0] if len(steps) == 1 else steps,
              'classes': class_names(model), **data_config(model), 'int8': int8, 'timm_odevit': __version__}
     return {key: json.dumps(value) for key, value in about.items() if value not in (None, [])}

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Context
-from ..ode.methods import METHODS
-from ..ode.steps import Solver, Step
+from ..ode.steps import METHODS
+from ..ode.blocks import Solver
+from ..ode.steps import Step
 from ..settings import checks_keywords, many, whole
 from .flow import Flow, Images, PerImage, noise, norms, over_images
 from .lipschitz import largest_singular_value
@@ -144,8 +145,8 @@ class _Solutions:
 
     def maps(self, method: str, steps: int, t: float, end: float) -> List[Any]:
         config = replace(self.ode.config, method=method, steps=steps, T=end - t, adjoint=False)
-        solver = Solver(config, t)
-        bound = list(solver.bound(self.ode.shared))
+        solver = Solver(config, self.ode.shared, t)
+        bound = list(solver)
         return [partial(_step, step, step.field.context((), self.passed, step.field.fold())) for step in bound]
 
     def run(self, x: Tensor, t: float, end: float, fine: int) -> Tensor:

@@ -142,7 +142,7 @@ def _sequence(model: Any) -> List[Any]:
         raise ValueError(f"'{odes[0].method}' chooses its own steps for each batch, so there is no fixed map to "
                          "follow. Set a fixed-step method first: model.blocks.method = 'rk4'.")
     found = list(blocks)
-    if any(getattr(block, 'shared_by_pass', None) is not None for block in found):
+    if any(getattr(block, 'merging', None) is not None for block in found):
         raise ValueError("With merged tokens or method 'reversible', a step depends on the steps before it, not on the "
                          'state alone. Set tokens=1 and another method first.')
     return found

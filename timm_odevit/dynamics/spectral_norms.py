@@ -96,7 +96,7 @@ def spectral_norms(model: nn.Module, *, iterations: int = 100) -> Dict[str, floa
 
 def _weights(model: Any) -> List[_Weight]:
     odes = find_ode_blocks(model)
-    shared: List[Any] = [part for ode in odes for part in ode.shared.parts]
+    shared: List[Any] = [part for ode in odes for part in ode.shared.phases]
     owners = shared if odes else list(getattr(model, 'blocks', ()))
     found = []
     for i, owner in enumerate(owners):

@@ -12,7 +12,7 @@ from ..hooks import evaluating, hooked
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import HALTING
 from ..ode.halting import Scores
-from ..ode.methods import METHODS
+from ..ode.steps import METHODS
 from ..settings import checks_keywords, number, one_of
 from .passes import check_labels, in_batches
 
@@ -151,7 +151,7 @@ def _run(model: Any, blocks: Any, loader: Iterable[Any], rule: str, progress: bo
                 x = block(x, *args, **kwargs)
             states = blocks.trajectory(x, *args, **kwargs)
             score = Scores(rule, blocks.readout)
-            steps = list(zip(states[:-1], states[1:], blocks.bound_steps, strict=True))
+            steps = list(zip(states[:-1], states[1:], blocks.solver, strict=True))
             scores = torch.stack([score(before, after, step.h) for before, after, step in steps], dim=1)
             answers = torch.stack([blocks.readout(after).argmax(dim=-1) for _, after, _ in steps], dim=1)
             last = answers[:, -1]

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from ..convert.merge import check_not_merged
 from ..hooks import evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks
-from ..ode.halting import Halts
+from ..ode.blocks import OdeBlocks as Halts
 
 __all__ = [
     'AMP_DTYPES', 'NOTHING', 'Passes', 'check_labels', 'check_same_images', 'in_batches', 'step_counts', 'wait_for',
@@ -137,8 +137,8 @@ class Passes:
                 self.seconds += time.perf_counter() - start
                 self.images += len(images)
                 self.evaluations += len(images) * sum(blocks.evaluations for blocks in sequences)
-                if len(sequences) == 1 and sequences[0].settings.halting is not None:
-                    steps, most = sequences[0].steps_taken, sequences[0].settings.grid[0]
+                if len(sequences) == 1 and sequences[0].config.halting is not None:
+                    steps, most = sequences[0].steps_taken, sequences[0].config.grid[0]
                     self.taken.append(torch.full((len(images),), most) if steps is None else steps.cpu())
                 each(outputs.float(), labels.to(device))
         if not self.images:
@@ -146,11 +146,11 @@ class Passes:
         evaluations: Optional[float] = None
         if sequences:
             evaluations = self.evaluations / self.images
-            if not any(blocks.settings.adaptive or blocks.settings.halting for blocks in sequences):
+            if not any(blocks.config.adaptive or blocks.config.halting for blocks in sequences):
                 evaluations = round(evaluations)
         halted = None
         if self.taken:
-            counts = torch.cat(self.taken).bincount(minlength=sequences[0].settings.grid[0] + 1)
+            counts = torch.cat(self.taken).bincount(minlength=sequences[0].config.grid[0] + 1)
             halted = tuple((100 * counts / self.images).tolist()[1:])
         steps = find_ode_blocks(model)
         return dict(

@@ -1,13 +1,11 @@
 """The mathematics, independent of timm's models: a vector field, a solver, and OdeBlocks, which holds both.
 
 config              OdeConfig: every setting of an ODE-ViT
-methods             the fixed-step methods as a table, and the names of the adaptive ones
 fields              what is integrated: the sub-layers of a transformer block, one class per kind of block
 lipschitz_field     the paper's block
 time_dependence     fields whose weights depend on t
 skeleton            how a module runs with weights other than its own
-steps               one solver step, a class for each kind of method
-reversible          the method whose steps can be undone, with its backward pass
+steps               one solver step, a class for each method
 adaptive            torchdiffeq's adaptive methods
 tokens              token merging: alike patch tokens are computed once
 halting             images that leave the batch before the last step

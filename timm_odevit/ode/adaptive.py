@@ -1,32 +1,54 @@
 """Adaptive methods, which choose their own steps, by way of torchdiffeq."""
 import threading
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .config import OdeConfig
 from .fields import Context, Field
-from .methods import METHODS
+from .steps import METHODS, Step
 
-__all__ = ['Measured', 'solve_adaptive']
+__all__ = ['AdaptiveStep', 'Counts', 'solve_adaptive']
 
 _SAME = 1e-6  # times that differ by rounding
 
 
-class Measured(threading.local):
-    """What a forward pass has decided, per thread; a copy starts anew.
+class Counts(threading.local):
+    """What the last forward pass of each thread took; a copy starts anew.
 
     Attributes:
         evaluations: Field evaluations of an adaptive solution.
         steps: Steps of each image [B] before it halted.
     """
     evaluations = 0
-    steps: Optional[Tensor] = None
+    steps: Tensor | None = None
 
     def __reduce__(self) -> Any:
-        return Measured, ()
+        return Counts, ()
+
+
+class AdaptiveStep(Step):
+    """An adaptive solution over [t, t + h]."""
+    nodes = ()
+
+    def __init__(self, field: Field, t: float, h: float, config: OdeConfig) -> None:
+        super().__init__(field, t, h)
+        self.config = config
+        self._counts = Counts()
+
+    @property
+    def evaluations(self) -> int:  # type: ignore[override]
+        """Field evaluations of the last call in this thread."""
+        return self._counts.evaluations
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        x, context = self.enter(x, args, kwargs)
+        states, self._counts.evaluations = solve_adaptive(
+            self.field, x, (self.t, self.t + self.h), self.config, context)
+        return states[-1]
 
 
 def solve_adaptive(
@@ -35,14 +57,14 @@ def solve_adaptive(
         times: Sequence[float],
         config: OdeConfig,
         context: Context,
-) -> Tuple[Tensor, int]:
+) -> tuple[Tensor, int]:
     """Solve with an adaptive method of torchdiffeq.
 
     Args:
         field: Vector field, called as field(t, x, context, '') with t a 0-dim tensor.
         x0: State at times[0] [B, N, D], float32 or float64.
         times: Increasing times at which the state is wanted.
-        config: Method, tolerances, adjoint.
+        config: Method, tolerances and adjoint.
         context: What the host passes to its blocks besides the state.
 
     Returns:
@@ -74,13 +96,13 @@ def solve_adaptive(
 
 def _solve_smooth(
         field: Field, x0: Tensor, times: Sequence[float], config: OdeConfig, context: Context,
-) -> Tuple[Tensor, int]:
+) -> tuple[Tensor, int]:
     import torchdiffeq
 
     # the adjoint evaluates the field again in the backward pass, outside autocast; there it folds its own weights
     counted = _Counted(field, context._replace(weights=None if config.adjoint else field.fold()))
     grid = torch.tensor(times, dtype=x0.dtype, device=x0.device)
-    options: Dict[str, Any] = dict(rtol=config.rtol, atol=config.atol, method=config.method)
+    options: dict[str, Any] = dict(rtol=config.rtol, atol=config.atol, method=config.method)
     try:
         if config.adjoint:
             handed = [v for v in context.passed.values() if isinstance(v, Tensor) and v.requires_grad]

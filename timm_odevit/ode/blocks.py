@@ -1,31 +1,62 @@
 """OdeBlocks: the drop-in replacement for `model.blocks`."""
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .adaptive import Measured, solve_adaptive
+from .adaptive import AdaptiveStep, Counts, solve_adaptive
 from .config import WITH_HEAD, OdeConfig
 from .fields import Context, Field
-from .halting import Halts, Readout
-from .methods import METHODS
-from .reversible import can_reverse, run_reversibly
-from .steps import Solver, Step
+from .halting import Readout, run_halting
+from .skeleton import shallow_copy, tied_to
+from .steps import METHODS, Step
+from .time_dependence import MERGED, TabulatedField
+from .tokens import Merging
 
-__all__ = ['OdeBlocks', 'count_parameters', 'find_ode_blocks']
+__all__ = ['OdeBlocks', 'Solver', 'count_parameters', 'find_ode_blocks', 'with_steps']
 
 
-class OdeBlocks(Halts, nn.Module):
+class Solver(nn.ModuleList):
+    """The K steps of a resolved configuration on [t, t + T].
+
+    Args:
+        config: Method, steps and T, resolved.
+        field: Vector field; a step holds the one that applies where it starts, an adaptive step the whole one.
+        t: Time at which the first step starts.
+        prefix: How many tokens come before those of the patches, which may be merged.
+    """
+
+    def __init__(self, config: OdeConfig, field: Field, t: float = 0., prefix: int = 0) -> None:
+        steps, T = config.grid
+        merging = Merging(config.tokens, prefix, (t, T)) if config.tokens < 1 else None
+        h, starts = T / steps, [t + i * (T / steps) for i in range(steps)]
+        super().__init__(
+            AdaptiveStep(field, start, h, config) if config.adaptive
+            else METHODS[config.method](field, start, h, merging) for start in starts)
+        self.merging = merging
+        self.hold(field)
+
+    def hold(self, field: Field) -> None:
+        """Let every step hold a field, or the one of its phases that applies where the step starts."""
+        fields = [field if isinstance(step, AdaptiveStep) else field.select(step.t) for step in self]
+        for step, held in zip(self, fields, strict=True):
+            step.field = held
+        self.which = tuple(fields.index(held) for held in fields)  # equal for steps with the same field
+
+    def _apply(self, *args: Any, **kwargs: Any) -> 'Solver':
+        return self  # all parameters are the shared field's
+
+
+class OdeBlocks(nn.Module):
     """One shared block that a solver evaluates: a sequence of K steps that replaces L transformer blocks.
 
-    The shared field is registered once, as `shared`; the steps are modules without parameters, 'solver.0' to
-    'solver.K-1', so hooks, feature extraction and FX find K layers. A step receives the field each time it is used: in
-    `forward`, and in iteration and indexing, whose steps can be called as the host calls its blocks. `steps`, `method`
-    and `config` may be set after training; this creates new steps (hooks on the old ones are lost). An adaptive method
-    solves [0, T] in one call, and runs the steps only if the host asks for intermediate states.
+    The steps are modules, 'solver.0' to 'solver.K-1', so hooks, feature extraction and FX find K layers. Each holds the
+    shared field, which is registered before them, as `shared`: there its parameters have their names, and only there a
+    state dict has them. `steps`, `method` and `config` may be set after training; this creates new steps (hooks on the
+    old ones are lost). For another number of steps in another thread, or for a while, see `with_steps`. An adaptive
+    method solves [0, T] in one call, and runs the steps only if the host asks for intermediate states.
 
     A forward pass changes nothing in the module, so several threads may run it at the same time.
 
@@ -41,7 +72,7 @@ class OdeBlocks(Halts, nn.Module):
 
     Attributes:
         shared: The vector field.
-        solver: The registered steps, without the field.
+        solver: The steps.
         before: The blocks of the base before the ODE.
         after: The blocks of the base after the ODE.
 
@@ -54,11 +85,11 @@ class OdeBlocks(Halts, nn.Module):
             self,
             shared: Field,
             config: OdeConfig,
-            feature: Optional[Dict[str, Any]] = None,
+            feature: dict[str, Any] | None = None,
             t: float = 0.,
             before: Sequence[nn.Module] = (),
             after: Sequence[nn.Module] = (),
-            readout: Optional[Readout] = None,
+            readout: Readout | None = None,
             prefix: int = 0,
     ) -> None:
         super().__init__()
@@ -69,13 +100,13 @@ class OdeBlocks(Halts, nn.Module):
         self.before = nn.ModuleList(before)
         self.after = nn.ModuleList(after)
         self.feature_info = _FeatureInfo()  # shared with the host, so it stays correct when the steps change
-        self._feature = dict(feature or {})
-        self._measured = Measured()
-        self._traced: Tuple[Solver, ...] = ()
-        self._replicated: Tuple[Solver, ...] = ()
-        self._lay(config)
+        self.feature = dict(feature or {})
+        self._counts = Counts()
+        self._make_steps(config)
+        self.register_state_dict_post_hook(_drop_repeats)
+        self.register_load_state_dict_post_hook(_forgive_repeats)
 
-    def _lay(self, config: OdeConfig) -> None:
+    def _make_steps(self, config: OdeConfig) -> None:
         if config.tokens < 1 and not self.shared.has_attention_maps:
             raise ValueError(f"tokens={config.tokens:g} needs timm's plain attention, without windows, RoPE or a "
                              'position bias, and this block has another. Set tokens=1.')
@@ -85,36 +116,29 @@ class OdeBlocks(Halts, nn.Module):
         if config.halting in WITH_HEAD and self.readout is None:
             raise ValueError(f"halting='{config.halting}' needs a model with one sequence of blocks, whose "
                              "`forward_head(norm(state))` gives its logits. Use 'acceleration' or 'residual'.")
-        self.solver = Solver(config, self.t).train(self.training)
+        solver = Solver(config, self.shared, self.t, self.prefix)
+        solver.training = self.training
+        for step in solver:
+            step.training = self.training
+        self.solver, self._config = solver, config
         kinds = (('before', self.before), ('solver', self.solver), ('after', self.after))
         names = [f'{kind}.{i}' for kind, modules in kinds for i in range(len(modules))]
-        self.feature_info[:] = [{**self._feature, 'module': f'blocks.{name}'} for name in names]
+        self.feature_info[:] = [{**self.feature, 'module': f'blocks.{name}'} for name in names]
 
-    @property
-    def _running(self) -> Solver:
-        """The solver of this thread: inside `at`, the one that `at` made."""
-        traced = torch.compiler.is_dynamo_compiling() and not _DYNAMO_READS_CONTEXT
-        chosen = self._traced if traced else _AT.get().get(self, self._replicated)
-        return chosen[-1] if chosen else self.solver
-
-    def _replicate_for_data_parallel(self) -> Any:
-        """A DataParallel replica, in its own thread, runs the same solver as the thread that replicates."""
-        replica: Any = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        replica._replicated = (self._running,)
-        if self.config.halting in WITH_HEAD:
-            raise ValueError(
-                f"halting='{self.config.halting}' does not work in DataParallel. Use one process per device.")
-        return replica
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == 'shared' and 'solver' in self._modules:  # such as a wrapper: the steps hold it from now on
+            self.solver.hold(value)
 
     @property
     def config(self) -> OdeConfig:
         """Settings; setting them creates new steps."""
-        return self._running.config
+        return self._config
 
     @config.setter
     def config(self, config: OdeConfig) -> None:
-        if self in _AT.get():
-            raise ValueError('Steps, method and config cannot be set inside `with blocks.at(...)`. Leave it first.')
+        if self.merged:
+            raise ValueError(MERGED)
         if config.field != self.config.field:
             raise ValueError(
                 f"The shared block is a '{self.config.field}' field and cannot become '{config.field}'. Convert the "
@@ -124,16 +148,11 @@ class OdeBlocks(Halts, nn.Module):
             if now != wanted:
                 raise ValueError(
                     f'{name}={now!r} is fixed at conversion; got {wanted!r}. Convert the original model again.')
-        self._lay(config)
-
-    @property
-    def settings(self) -> OdeConfig:
-        """The settings that apply: `config`."""
-        return self.config
+        self._make_steps(config)
 
     @property
     def steps(self) -> int:
-        """Number K of steps of the ODE: the compute dial."""
+        """Number K of steps of the ODE; setting it trades accuracy for compute."""
         return self.config.grid[0]
 
     @steps.setter
@@ -141,29 +160,6 @@ class OdeBlocks(Halts, nn.Module):
         if steps is None:
             raise ValueError('steps must be a whole number of at least 1; got None.')
         self.config = replace(self.config, steps=steps)
-
-    @contextmanager
-    def at(self, steps: int) -> Iterator[None]:
-        """Temporarily use another number of steps, in this thread only; hooks on the original steps do not fire.
-
-        A backward pass that repeats the whole forward pass, as torch.utils.checkpoint around a model does, must also
-        run inside; the gradient checkpointing of timm's models works per step and is not affected.
-        """
-        if steps is None:
-            raise ValueError('steps must be a whole number of at least 1; got None.')
-        solver = Solver(replace(self.config, steps=steps), self.t).train(self.training)
-        if steps == self.steps:
-            solver = self._running  # with its hooks
-        try:
-            _AT.set({**_AT.get(), self: (*_AT.get().get(self, ()), solver)})
-            if not _DYNAMO_READS_CONTEXT:
-                self._traced = (*self._traced, solver)
-            yield
-        finally:
-            inside = _without(_AT.get().get(self, ()), solver)
-            others = {module: solvers for module, solvers in _AT.get().items() if module is not self}
-            _AT.set({**others, self: inside} if inside else others)
-            self._traced = _without(self._traced, solver)
 
     @property
     def method(self) -> str:
@@ -181,17 +177,17 @@ class OdeBlocks(Halts, nn.Module):
         return self.t + self.config.grid[1]
 
     @property
-    def layers(self) -> List[int]:
-        """The base's layer for each block of the sequence: the one in which a step starts, or a kept block's own."""
-        last = self.config.blocks[1] if self.config.blocks else 0
-        steps = [int(step.t + 1e-6) for step in self.bound_steps]
-        return [*range(int(self.t) - len(self.before), int(self.t)), *steps,
-                *range(last + 1, last + 1 + len(self.after))]
+    def merged(self) -> bool:
+        """Whether every step has merged weights of its own, see `merge_`."""
+        return isinstance(self.shared, TabulatedField)
 
     @property
-    def bound_steps(self) -> List[Step]:
-        """The steps that this thread runs, each bound to the field; the kept blocks of the base are left out."""
-        return list(self._running.bound(self.shared, self.prefix))
+    def layers(self) -> list[int]:
+        """The base's layer for each block of the sequence: the one in which a step starts, or a kept block's own."""
+        last = self.config.blocks[1] if self.config.blocks else 0
+        steps = [int(step.t + 1e-6) for step in self.solver]
+        return [*range(int(self.t) - len(self.before), int(self.t)), *steps,
+                *range(last + 1, last + 1 + len(self.after))]
 
     @property
     def nfe(self) -> int:
@@ -201,8 +197,28 @@ class OdeBlocks(Halts, nn.Module):
         steps one by one, each counts its own: `sum(s.evaluations for s in blocks)`.
         """
         if self.config.adaptive:
-            return self._measured.evaluations
+            return self._counts.evaluations
         return self.steps * METHODS[self.config.method].evaluations
+
+    @property
+    def evaluations(self) -> float:
+        """Field evaluations of this thread's last forward pass, on average over its images.
+
+        A pass in which the host calls the steps one by one, as for intermediate states, does not count.
+        """
+        taken = self.steps_taken
+        if self.config.adaptive or self.config.halting is None or taken is None or not len(taken):
+            return self.nfe
+        return float(taken.float().mean()) * METHODS[self.config.method].evaluations
+
+    @property
+    def steps_taken(self) -> Tensor | None:
+        """Steps of each image [B] in this thread's last forward pass in which images could halt; may be set to None."""
+        return self._counts.steps
+
+    @steps_taken.setter
+    def steps_taken(self, steps: Tensor | None) -> None:
+        self._counts.steps = steps
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map the state before the first block [B, N, D] to the state after the last one [B, N, D].
@@ -216,25 +232,16 @@ class OdeBlocks(Halts, nn.Module):
             x = block(x, *args, **kwargs)
         if self.config.adaptive:
             x = self._solve(x, (self.t, self.end), args, kwargs)[-1]
-        elif self.can_halt(self._running, x):
-            pairs = list(self._in_context(args, kwargs))
-            x = self.run_halting(pairs, x, self.config, self.readout)
-        elif self._reverses(x):
-            x = run_reversibly(self.bound_steps, x, self.shared.context(args, kwargs), self.shared)
+        elif self.config.halting is not None and self._can_halt(x):
+            x, taken = run_halting(list(self._in_context(args, kwargs)), x, self.config, self.readout)
+            if not torch.compiler.is_compiling():
+                self.steps_taken = taken
         else:
             for step, context in self._in_context(args, kwargs):
                 x = step(x, context)
         for block in self.after:
             x = block(x, *args, **kwargs)
         return x
-
-    def _reverses(self, x: Any) -> bool:
-        """Whether a backward pass may follow that undoes the steps: outside torch.compile and FX, and without hooks."""
-        if self.method != 'reversible' or torch.compiler.is_compiling() or isinstance(x, torch.fx.Proxy):
-            return False
-        if not torch.is_grad_enabled() or any(step.hooked for step in self._running) or not can_reverse(self.shared):
-            return False
-        return bool(x.requires_grad) or any(p.requires_grad for p in self.shared.parameters())
 
     def trajectory(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """All states of the ODE.
@@ -248,32 +255,50 @@ class OdeBlocks(Halts, nn.Module):
             The states at t = 0, T/K, ..., T [K + 1, B, N, D].
         """
         if self.config.adaptive:
-            return self._solve(x, [*(step.t for step in self.bound_steps), self.end], args, kwargs)
+            return self._solve(x, [*(step.t for step in self.solver), self.end], args, kwargs)
         path = [x]
         for step, context in self._in_context(args, kwargs):
             path.append(step(path[-1], context))
         return torch.stack(path)
 
-    def _in_context(self, args: Any, kwargs: Any) -> Iterator[Tuple[Step, Context]]:
-        """Each step with the context that it is called with; every field is folded once."""
-        contexts: Dict[int, Context] = {}
-        for step in self.bound_steps:
-            if id(step.field) not in contexts:
-                contexts[id(step.field)] = step.field.context(args, kwargs, step.field.fold())
-            yield step, contexts[id(step.field)]
+    def _in_context(self, args: Any, kwargs: Any) -> Iterator[tuple[Step, Context]]:
+        """Each step with the context that it is called with in one pass; every field is folded once."""
+        tokens = None if self.solver.merging is None else self.solver.merging.start()
+        contexts: dict[int, Context] = {}
+        for step, which in zip(self.solver, self.solver.which, strict=True):
+            if which not in contexts:
+                contexts[which] = step.field.context(args, kwargs, step.field.fold())._replace(tokens=tokens)
+            yield step, contexts[which]
 
     def _solve(self, x: Tensor, times: Sequence[float], args: Any, kwargs: Any) -> Tensor:
-        states, self._measured.evaluations = solve_adaptive(
+        states, self._counts.evaluations = solve_adaptive(
             self.shared, x, times, self.config, self.shared.context(args, kwargs))
         return states
 
+    def _can_halt(self, x: Any) -> bool:
+        """Whether images may halt in this pass; if not, the steps that they took in an earlier one are forgotten."""
+        if isinstance(x, torch.fx.Proxy):
+            return False
+        if not self.training and not any(step._forward_hooks or step._forward_pre_hooks for step in self.solver):
+            return True
+        if not torch.compiler.is_compiling():
+            self.steps_taken = None
+        return False
+
+    def with_config(self, config: OdeConfig) -> 'OdeBlocks':
+        """A shallow copy that shares the field and the kept blocks, but has steps of its own; see `with_steps`."""
+        twin = shallow_copy(self)
+        twin._counts, twin.feature_info = Counts(), _FeatureInfo()
+        twin.config = config
+        return twin
+
     def __len__(self) -> int:
-        return len(self.before) + len(self._running) + len(self.after)
+        return len(self.before) + len(self.solver) + len(self.after)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([*self.before, *self.bound_steps, *self.after])
+        return iter([*self.before, *self.solver, *self.after])
 
-    def __getitem__(self, index: Union[int, slice]) -> Any:
+    def __getitem__(self, index: int | slice) -> Any:
         modules = list(self)
         if not isinstance(index, slice):
             return modules[index]
@@ -287,32 +312,87 @@ class OdeBlocks(Halts, nn.Module):
             return nn.Sequential(*chosen)
         before, after = modules[start:ahead], modules[ahead + steps:stop]
         return OdeBlocks(
-            self.shared, self.config.part(low, high), self._feature, self.t + low * T / steps, before, after, None,
+            self.shared, self.config.part(low, high), self.feature, self.t + low * T / steps, before, after, None,
             self.prefix).train(self.training)
 
     def extra_repr(self) -> str:
         return f'{self.method}, {self.steps} steps on [{self.t:g}, {self.end:g}]'
 
 
-def _without(solvers: Tuple[Solver, ...], solver: Solver) -> Tuple[Solver, ...]:
-    """The solvers, without the last occurrence of one of them."""
-    last = max((i for i, other in enumerate(solvers) if other is solver), default=-1)
-    return tuple(other for i, other in enumerate(solvers) if i != last)
+def _drop_repeats(module: OdeBlocks, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Keep the tensors of the shared field only under its own name."""
+    for key in [key for key in state if key.startswith(f'{prefix}solver.')]:
+        del state[key]
 
 
-# The solvers that `at` uses instead of a module's own, per thread and per asyncio task; the last one is active
-_AT: ContextVar[Mapping[OdeBlocks, Tuple[Solver, ...]]] = ContextVar('at', default={})  # noqa: B039 (never changed in place)
-# Before 2.15, torch.compile cannot read it: compiled models then follow the last `at` entered in any thread
-_DYNAMO_READS_CONTEXT = tuple(int(part) for part in torch.__version__.split('.')[:2]) >= (2, 15)
+def _forgive_repeats(module: OdeBlocks, keys: Any) -> None:
+    """A state dict has the tensors of the shared field only under its own name."""
+    keys.missing_keys[:] = [key for key in keys.missing_keys if '.solver.' not in f'.{key}']
 
 
 class _FeatureInfo(list):
     """A list with a type of its own, because torch.export replaces the plain lists of a module with copies."""
 
 
-def find_ode_blocks(model: nn.Module) -> List[OdeBlocks]:
+def find_ode_blocks(model: nn.Module) -> list[OdeBlocks]:
     """The OdeBlocks of a model, in order; empty for a model that is not an ODE-ViT."""
     return [module for module in model.modules() if isinstance(module, OdeBlocks)]
+
+
+def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
+    """A view of an ODE-ViT with another number of steps: it shares all weights, but has steps of its own.
+
+    The view follows every later change of the weights. Several threads may each use a view with another number of steps
+    at the same time. Its modules without steps are the model's own, so their mode (training or evaluation) is the
+    model's; the others start in the model's mode. Hooks on the model's steps do not fire. A view of a compiled model is
+    not compiled.
+
+    Args:
+        model: An ODE-ViT; it does not change.
+        steps: Number K of steps, or one for each stage.
+
+    Returns:
+        A shallow copy of the model, of the same class.
+
+    Raises:
+        TypeError: The model is not an ODE-ViT.
+        ValueError: The number of steps is not allowed, or the model is merged.
+
+    Example:
+        >>> half = with_steps(model, model.blocks.steps // 2)
+        >>> agreement = (half(images).argmax(1) == model(images).argmax(1)).float().mean()
+    """
+    model = getattr(model, '_orig_mod', model)
+    blocks = find_ode_blocks(model)
+    if not blocks:
+        raise TypeError(f'{type(model).__name__} has no steps: it is not an ODE-ViT. Give a converted model.')
+    counts = list(steps) if isinstance(steps, (list, tuple)) else [steps] * len(blocks)
+    if len(counts) != len(blocks) or None in counts:
+        raise ValueError(f'steps must be a whole number of at least 1, or one for each of {len(blocks)} stages; got '
+                         f'{steps!r}.')
+    views = {ode: ode.with_config(replace(ode.config, steps=count))
+             for ode, count in zip(blocks, counts, strict=True)}
+    return _view(model, views)
+
+
+def _view(module: Any, views: dict[OdeBlocks, OdeBlocks]) -> Any:
+    """A shallow copy of a module in which OdeBlocks are replaced; the module itself if it has none."""
+    if module in views:
+        return views[module]
+    changed = {name: _view(child, views) for name, child in module.named_children()}
+    if all(child is module._modules[name] for name, child in changed.items()):
+        return module
+    twin = shallow_copy(module)
+    twin._modules.update(changed)
+    for ode, view in views.items():
+        if module.__dict__.get('feature_info') is ode.feature_info:
+            twin.feature_info = view.feature_info
+    for name, child in changed.items():  # such as RoPE, whose tables are those of the host's steps
+        tied = {key: tied_to(twin, module, value) for key, value in child.__dict__.items()}
+        if child is module._modules[name] and any(tied[key] is not value for key, value in child.__dict__.items()):
+            twin._modules[name] = shallow_copy(child)
+            twin._modules[name].__dict__.update(tied)
+    return twin
 
 
 def count_parameters(model: nn.Module) -> int:

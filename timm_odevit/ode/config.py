@@ -1,20 +1,27 @@
 """OdeConfig: the settings that turn a stack of transformer blocks into an ODE; frozen, validated, serialisable."""
-import re
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import Any
 
 from ..errors import suggest
 from ..settings import Settings, flag, many, number, one_of, refuse_unknown, setting, whole
-from .methods import METHODS, adaptive_methods
+from .steps import METHODS
 
-__all__ = ['DEFAULT', 'FIELDS', 'HALTING', 'PREFIX', 'TIMES', 'WITH_HEAD', 'OdeConfig']
+__all__ = ['DEFAULT', 'FIELDS', 'HALTING', 'PREFIX', 'TIMES', 'WITH_HEAD', 'OdeConfig', 'adaptive_methods']
 
 FIELDS = ('lipschitz', 'native')
+INITS = ('mean', 'spectral', 'svd', 'svd_data')
 TIMES = ('autonomous', 'vectors', 'low_rank')
 WITH_HEAD = ('entropy', 'confidence')  # halting rules that apply the model's norm and head to states along the way
 HALTING = (*WITH_HEAD, 'acceleration', 'residual')
 PREFIX = 'ode_'
+
+
+def adaptive_methods() -> list[str]:
+    """Names of the adaptive methods that the installed torchdiffeq offers (imports torchdiffeq)."""
+    from torchdiffeq._impl.odeint import SOLVERS  # torchdiffeq publishes no list of its methods
+    from torchdiffeq._impl.solvers import AdaptiveStepsizeODESolver
+    return sorted(name for name, cls in SOLVERS.items() if issubclass(cls, AdaptiveStepsizeODESolver))
 
 
 def _method(name: str, value: Any) -> str:
@@ -42,13 +49,6 @@ def _boundaries(name: str, value: Any) -> Any:
     return found
 
 
-def _init(name: str, value: Any) -> Any:
-    if value is not None and not re.fullmatch(r'mean|svd|svd_data|spectral|block:\d+', str(value)):
-        raise ValueError(
-            f"Unknown {name} '{value}'. Allowed: mean, spectral, block:<i> (such as block:5), svd, svd_data.")
-    return value
-
-
 def _blocks(name: str, value: Any) -> Any:
     if value is None:
         return None
@@ -68,9 +68,8 @@ class OdeConfig(Settings):
 
     Attributes:
         field: Vector field: 'native', the base model's own sub-layers, or 'lipschitz', the paper's.
-        method: Integration method: euler, midpoint, heun2, rk4, lie_trotter, strang or reversible (see METHODS), or an
-            adaptive method of the installed torchdiffeq, such as dopri5. With 'reversible', the memory of training does
-            not grow with K where the host runs all blocks at once, as timm's VisionTransformer does.
+        method: Integration method: euler, midpoint, heun2, rk4, lie_trotter or strang (see METHODS), or an adaptive
+            method of the installed torchdiffeq, such as dopri5.
         steps: Number K of steps on [0, T]; None for the number of converted layers; one number per stage for a model
             with stages (Swin). An adaptive method chooses its own steps; K is then the number of states it reports.
         T: End time, in blocks of the base model; None for the number of converted layers.
@@ -81,10 +80,9 @@ class OdeConfig(Settings):
         phases: Number of shared blocks, one per span of consecutive layers.
         boundaries: First layer of each span except the first, such as (7, 10); 'uniform' for spans of equal length;
             'similarity' for spans of similar hidden states, measured on images when a model is converted.
-        init: Weights of a shared block: 'mean' of its layers' blocks; 'block:<i>', one of them; 'svd', the mean, plus
-            each layer's residual from it truncated to `rank`; 'svd_data', the same, by least squares over the layer's
-            inputs; 'spectral', random, every weight matrix with spectral norm 1. None for 'svd' with low_rank, else
-            'mean'.
+        init: Weights of a shared block: 'mean' of its layers' blocks; 'svd', the mean, plus each layer's residual from
+            it truncated to `rank`; 'svd_data', the same, by least squares over the layer's inputs; 'spectral', random,
+            every weight matrix with spectral norm 1. None for 'svd' with low_rank, else 'mean'.
         blocks: First and last layer to convert, such as (3, 9); None for all.
         rtol: Relative tolerance of an adaptive method, dimensionless.
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
@@ -107,19 +105,19 @@ class OdeConfig(Settings):
     """
     field: str = setting('native', one_of(FIELDS))
     method: str = setting('lie_trotter', _method)
-    steps: Union[int, Tuple[int, ...], None] = setting(None, _steps)
-    T: Optional[float] = setting(None, number(0., open='(', none='the number of converted layers'))
+    steps: int | tuple[int, ...] | None = setting(None, _steps)
+    T: float | None = setting(None, number(0., open='(', none='the number of converted layers'))
     time: str = setting('autonomous', one_of(TIMES))
     rank: int = setting(0, whole(0))
     phases: int = setting(1, whole(1))
-    boundaries: Union[str, Tuple[int, ...]] = setting('uniform', _boundaries)
-    init: Optional[str] = setting(None, _init)
-    blocks: Optional[Tuple[int, int]] = setting(None, _blocks)
+    boundaries: str | tuple[int, ...] = setting('uniform', _boundaries)
+    init: str | None = setting(None, one_of(INITS, none="'svd' with low_rank, else 'mean'"))
+    blocks: tuple[int, int] | None = setting(None, _blocks)
     rtol: float = setting(1e-3, number(0., open='('))
     atol: float = setting(1e-3, number(0., open='('))
     adjoint: bool = setting(False, flag)
     tokens: float = setting(1., number(0., 1., open='('))
-    halting: Optional[str] = setting(None, one_of(HALTING, none='no halting'))
+    halting: str | None = setting(None, one_of(HALTING, none='no halting'))
     halting_threshold: float = setting(0., number(0.))
 
     def _check(self) -> None:
@@ -142,9 +140,6 @@ class OdeConfig(Settings):
             raise ValueError(
                 f"adjoint needs an adaptive method ({', '.join(adaptive_methods())}); '{self.method}' has fixed steps. "
                 'To save memory with fixed steps, use model.set_grad_checkpointing().')
-        if self.method == 'reversible' and self.tokens < 1:
-            raise ValueError(
-                "tokens cannot be merged with method 'reversible', whose steps could not be undone. Set tokens=1.")
         for name in ('tokens', 'halting'):
             if self.adaptive and getattr(self, name) not in (None, 1.):
                 raise ValueError(f"{name} acts between fixed steps, but '{self.method}' chooses its own. Use one of "
@@ -156,7 +151,7 @@ class OdeConfig(Settings):
         return self.method not in METHODS
 
     @property
-    def grid(self) -> Tuple[int, float]:
+    def grid(self) -> tuple[int, float]:
         """Number K of steps and end time T.
 
         Raises:
@@ -167,7 +162,7 @@ class OdeConfig(Settings):
                 f'steps and T are needed here; got {self.steps} and {self.T}. Set both: OdeConfig(steps=12, T=12).')
         return self.steps, self.T
 
-    def span(self, depth: int) -> Tuple[int, int]:
+    def span(self, depth: int) -> tuple[int, int]:
         """The first and the last converted layer of a sequence of `depth` layers."""
         return self.blocks or (0, depth - 1)
 
@@ -182,12 +177,12 @@ class OdeConfig(Settings):
         share = (last - first) / steps
         return replace(self, steps=last - first, T=share * T, tokens=1. - share * (1. - self.tokens), halting=None)
 
-    def to_args(self) -> Dict[str, Any]:
+    def to_args(self) -> dict[str, Any]:
         """The settings as `ode_*` keywords of `timm.create_model`, ready for JSON."""
         return {PREFIX + name: value for name, value in asdict(self).items()}
 
     @classmethod
-    def from_args(cls, args: Dict[str, Any], model: str) -> 'OdeConfig':
+    def from_args(cls, args: dict[str, Any], model: str) -> 'OdeConfig':
         """Build a configuration from `ode_*` keywords.
 
         Args:
@@ -198,6 +193,8 @@ class OdeConfig(Settings):
             TypeError: A keyword is unknown; the message names the closest match.
         """
         refuse_unknown(args, [PREFIX + name for name in cls.names()], model)
+        if str(args.get(f'{PREFIX}init')).startswith('block:'):  # as 0.1.0 saved it; the weights are loaded anyway
+            args = {**args, f'{PREFIX}init': 'mean'}
         return cls(**{name[len(PREFIX):]: value for name, value in args.items()})
 
 

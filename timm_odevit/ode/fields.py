@@ -1,6 +1,7 @@
 """Vector fields: what the solver integrates. A field is the sum of an attention and an MLP sub-flow."""
 import inspect
-from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import Attention
@@ -19,15 +20,13 @@ class Context(NamedTuple):
     """What a field is called with, besides the time and the state.
 
     Attributes:
-        attn_mask: Attention mask of the host.
-        is_causal: Causal attention.
+        passed: What the host passes to its blocks, by name: masks, RoPE tables, shared position bias, ...
         weights: What `fold()` returned for this forward pass.
-        passed: Everything that the host passes to its blocks, by name: masks, RoPE tables, shared position bias, ...
+        tokens: The merged tokens of this forward pass, if any.
     """
-    attn_mask: Optional[Tensor]
-    is_causal: bool
-    weights: Optional[List[Tensor]]
-    passed: Dict[str, Tensor]
+    passed: dict[str, Any]
+    weights: list[Tensor] | None = None
+    tokens: Any = None
 
 
 class Field(nn.Module):
@@ -40,28 +39,29 @@ class Field(nn.Module):
       evaluation, or None; passed back as `context.weights`;
     - `attention_map(t, x)`: the attention probabilities [B, heads, N, N] in float32, before dropout;
     - `select(t)`, `jumps`, `depends_on_time`, `snapshot(t)`: how it depends on time;
-    - `parts`: the fields that it consists of, one for each phase;
+    - `phases`: the fields that it consists of, one per phase;
     - `resizable()`: the block of the base, for a host that changes its image size.
 
     t is a float, or a 0-dim tensor from an adaptive method.
-    """
-    if TYPE_CHECKING:  # TorchScript reads the annotations of a module
-        names: Tuple[str, ...]  # what a host's blocks take after the state, in order
-        attention_prefixes: Tuple[str, ...]  # prefixes of the parameters of G; all others belong to F
-        depends_on_time: bool  # within a phase
-        jumps: Sequence[float]  # times at which it is not continuous, increasing
-        scriptable: bool  # TorchScript supports it
-        attention: Any  # of a field that can be split
-        mlp: Any
-    names = ('attn_mask', 'is_causal')
-    attention_prefixes = ()
-    depends_on_time = False
-    jumps = ()
-    scriptable = True
 
-    def forward(self, t: float, x: Tensor, context: Optional[Context] = None, part: str = '') -> Tensor:
+    Attributes:
+        names: What a host's blocks take after the state, in order.
+        attention_prefixes: Prefixes of the parameters of G; all others belong to F.
+        depends_on_time: Whether it depends on t within a phase.
+        jumps: Times at which it is not continuous, increasing.
+        has_attention_maps: Whether `attention_map` works.
+    """
+    names: tuple[str, ...] = ('attn_mask', 'is_causal')
+    attention_prefixes: tuple[str, ...] = ()
+    depends_on_time: bool = False
+    jumps: Sequence[float] = ()
+    has_attention_maps: bool = False
+    attention: Any  # of a field that can be split
+    mlp: Any
+
+    def forward(self, t: float, x: Tensor, context: Context | None = None, part: str = '') -> Tensor:
         if context is None:
-            context = Context(None, False, None, {})
+            context = Context({})
         if part == 'attention':
             return self.attention(t, x, context)
         if part == 'mlp':
@@ -71,37 +71,29 @@ class Field(nn.Module):
     def both(self, t: float, x: Tensor, context: Context) -> Tensor:
         return self.attention(t, x, context) + self.mlp(t, x, context)
 
-    @property
-    @torch.jit.unused
-    def has_attention_maps(self):
-        """Whether `attention_map` works."""
-        return False
-
-    def context(self, args, kwargs, weights=None):
+    def context(self, args: Sequence[Any], kwargs: dict[str, Any], weights: list[Tensor] | None = None) -> Context:
         """Build a Context from what a host passes to its blocks after the state, and from what `fold()` returned."""
-        passed = {**dict(zip(self.names[:len(args)], args, strict=False)), **kwargs}
-        return Context(passed.get('attn_mask'), passed.get('is_causal', False), weights, passed)
+        return Context({**dict(zip(self.names[:len(args)], args, strict=False)), **kwargs}, weights)
 
-    def fold(self):
+    def fold(self) -> list[Tensor] | None:
         return None
 
-    def select(self, t):
+    def select(self, t: float) -> Any:
         """The field that applies at t."""
         return self
 
     @property
-    @torch.jit.unused
-    def parts(self):
+    def phases(self) -> list[Any]:
         return [self]
 
-    def snapshot(self, t):
+    def snapshot(self, t: float) -> Any:
         """A copy of the field as it is at t, with weights of its own; it does not depend on time."""
         return copy_module(self, hooks=True)
 
-    def resizable(self):
+    def resizable(self) -> Any:
         return self.block
 
-    def attention_map(self, t, x):
+    def attention_map(self, t: float, x: Tensor) -> Tensor:
         raise ValueError(f'{type(self).__name__} has no attention maps. Set jasmin_weight to 0.')
 
 
@@ -113,8 +105,7 @@ class NativeField(Field):
             subclasses take the other kinds.
     """
     attention_prefixes = ('block.norm1', 'block.attn', 'block.ls1', 'block.gamma_1')
-    if TYPE_CHECKING:  # TorchScript reads the annotations of a module
-        block: Any
+    block: Any
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -122,23 +113,12 @@ class NativeField(Field):
         self.names = tuple(inspect.signature(type(block).forward).parameters)[2:]
 
     def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
-        return self.block.drop_path1(self.block.ls1(self._attend(self.block.norm1(x), context)))
+        return self.block.drop_path1(self.block.ls1(self.block.attn(self.block.norm1(x), **context.passed)))
 
     def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
         return self.block.drop_path2(self.block.ls2(self.block.mlp(self.block.norm2(x))))
 
-    def _attend(self, x: Tensor, context: Context) -> Tensor:
-        if torch.jit.is_scripting():
-            return self.block.attn(x, attn_mask=context.attn_mask, is_causal=context.is_causal)
-        else:
-            return self._attend_passing_all(x, context)
-
-    @torch.jit.unused
-    def _attend_passing_all(self, x, context):  # TorchScript cannot even parse **
-        return self.block.attn(x, **context.passed)
-
     @property
-    @torch.jit.unused
     def has_attention_maps(self):
         # in other blocks, RoPE, a position bias or windows are part of attention
         return type(self) is NativeField and type(self.block.attn) is Attention
@@ -156,7 +136,7 @@ class PostNormField(NativeField):
     """A block whose norms follow its sub-layers: ResPostBlock, EvaBlockPostNorm, ResPostRelPosBlock."""
 
     def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
-        return self.block.drop_path1(self.block.norm1(self._attend(x, context)))
+        return self.block.drop_path1(self.block.norm1(self.block.attn(x, **context.passed)))
 
     def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
         return self.block.drop_path2(self.block.norm2(self.block.mlp(x)))
@@ -164,10 +144,9 @@ class PostNormField(NativeField):
 
 class GammaField(NativeField):
     """A pre-norm block with LayerScale as plain parameters gamma_1 and gamma_2, or without LayerScale: EVA, BEiT."""
-    scriptable = False
 
     def attention(self, t, x, context):
-        y = self._attend(self.block.norm1(x), context)
+        y = self.block.attn(self.block.norm1(x), **context.passed)
         return self.block.drop_path1(y if self.block.gamma_1 is None else self.block.gamma_1 * y)
 
     def mlp(self, t, x, context):
@@ -177,8 +156,7 @@ class GammaField(NativeField):
 
 class ParallelField(NativeField):
     """Several attentions side by side, then several MLPs side by side: ParallelThingsBlock."""
-    scriptable = False
-    attention_prefixes = ('block.attns',)  # type: ignore[assignment]
+    attention_prefixes = ('block.attns',)
 
     def attention(self, t, x, context):
         return torch.stack([
@@ -190,7 +168,6 @@ class ParallelField(NativeField):
 
 class SamField(NativeField):
     """SAM's block on a map of tokens [B, H, W, D], within windows or global."""
-    scriptable = False
 
     def attention(self, t, x, context):
         block, (H, W) = self.block, x.shape[1:3]
@@ -204,7 +181,6 @@ class SamField(NativeField):
 
 class ShiftedWindowField(NativeField):
     """Swin's block on a map of tokens [B, H, W, D]."""
-    scriptable = False
 
     def attention(self, t, x, context):
         return self.block.drop_path1(self.block._attn(self.block.norm1(x)))
@@ -225,7 +201,6 @@ class ShiftedPostNormField(ShiftedWindowField):
 
 class WholeField(NativeField):
     """psi(x) = block(x) - x: a block that is not split, for the unsplit methods only."""
-    scriptable = False
 
     def attention(self, t, x, context):
         raise ValueError(

@@ -1,16 +1,15 @@
 """Halting: images whose answer no longer changes leave the batch before the last step."""
 import math
-from typing import Any, Callable, Iterable, Optional, Sequence, Tuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .adaptive import Measured
 from .config import WITH_HEAD, OdeConfig
 from .fields import Context
-from .methods import METHODS
 
-__all__ = ['Halts', 'Readout', 'Scores', 'run_halting']
+__all__ = ['Readout', 'Scores', 'run_halting']
 
 Readout = Callable[[Tensor], Tensor]
 
@@ -29,10 +28,10 @@ class Scores:
     Source: entropy of the head along the way: Loop-ViT, arXiv 2602.02156.
     """
 
-    def __init__(self, rule: str, readout: Optional[Readout]) -> None:
+    def __init__(self, rule: str, readout: Readout | None) -> None:
         self.rule, self.readout = rule, readout
-        self.velocity: Optional[Tensor] = None
-        self.change: Optional[Tensor] = None
+        self.velocity: Tensor | None = None
+        self.change: Tensor | None = None
 
     def __call__(self, before: Tensor, after: Tensor, h: float) -> Tensor:
         """The scores [B] after a step of length h from one state [B, N, D] to another."""
@@ -59,48 +58,43 @@ class Scores:
 
 
 def run_halting(
-        steps: Sequence[Tuple[Any, Context]],
+        steps: Sequence[tuple[Any, Context]],
         x: Tensor,
         config: OdeConfig,
-        readout: Optional[Readout],
-) -> Tuple[Tensor, Tensor]:
+        readout: Readout | None,
+) -> tuple[Tensor, Tensor]:
     """Run the steps; an image whose score is at most the threshold keeps its state and leaves the batch.
 
     Under torch.compile, torch.export and tracing, shapes cannot depend on values: every image then goes through all
     steps, with the same result, and no time is saved.
 
     Args:
-        steps: Bound steps, each with its context.
+        steps: The steps, each with its context.
         x: State before the first step [B, N, D].
         config: The rule and the threshold.
         readout: Logits [B, classes] for a state [B, N, D]; needed by 'entropy' and 'confidence'.
 
     Returns:
         The last state of each image [B, N, D], and how many steps it took [B].
+
+    Raises:
+        ValueError: The model passes its blocks something for each image, such as an attention mask.
     """
     for name, value in steps[0][1].passed.items():
         if isinstance(value, Tensor) and (value.ndim > 2 or name == 'attn_mask'):
             raise ValueError(
                 f'Images cannot leave a batch for which the model passes its blocks a {name}. Set halting=None.')
     scores = Scores(str(config.halting), readout)
-    fixed = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    B = x.shape[0]
-    taken = torch.full((B,), len(steps), device=x.device)
-    halted = torch.zeros(B, dtype=torch.bool, device=x.device)
-    running, ended = torch.arange(B, device=x.device), x
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return _run_all(steps, x, scores, config.halting_threshold)
+    taken = torch.full((len(x),), len(steps), device=x.device)
+    running, ended = torch.arange(len(x), device=x.device), x
     for i, (step, context) in enumerate(steps):
-        after = step(x, context)
-        if fixed:
-            after = torch.where(halted.view(-1, *[1] * (x.ndim - 1)), x, after)
+        before, x = x, step(x, context)
         if i == len(steps) - 1:
-            x = after
             break
-        done = scores(x, after, step.h) <= config.halting_threshold
-        x = after
-        if fixed:
-            taken = torch.where(done & ~halted, i + 1, taken)
-            halted = halted | done
-        elif done.any():
+        done = scores(before, x, step.h) <= config.halting_threshold
+        if done.any():
             where, stay = running[done], (~done).nonzero()[:, 0]
             taken[where] = i + 1
             ended = ended.index_copy(0, where, x[done])
@@ -108,64 +102,21 @@ def run_halting(
             if not len(running):
                 break
             scores.keep(stay)
-            if step.shared_by_pass is not None:
-                step.shared_by_pass.keep(stay)
-    return (x, taken) if fixed else (ended.index_copy(0, running, x), taken)
+            if context.tokens is not None:
+                context.tokens.keep(stay, x)
+    return ended.index_copy(0, running, x), taken
 
 
-class Halts:
-    """Blocks whose images may halt, and which know after how many steps they did."""
-    _measured: Measured
-
-    @property
-    def settings(self) -> OdeConfig:
-        """The settings that apply."""
-        raise NotImplementedError
-
-    @property
-    def evaluations(self) -> float:
-        """Field evaluations of this thread's last forward pass, on average over its images.
-
-        A pass in which the host calls the steps one by one, as for intermediate states, does not count.
-        """
-        settings = self.settings
-        if settings.adaptive:
-            return self._measured.evaluations
-        taken = self.steps_taken if settings.halting is not None else None
-        steps = settings.grid[0] if taken is None or not len(taken) else float(taken.float().mean())
-        return steps * METHODS[settings.method].evaluations
-
-    @property
-    def steps_taken(self) -> Optional[Tensor]:
-        """Steps of each image [B] in this thread's last forward pass in which images could halt; may be set to None."""
-        return self._measured.steps
-
-    @steps_taken.setter
-    def steps_taken(self, steps: Optional[Tensor]) -> None:
-        self._measured.steps = steps
-
-    def can_halt(self, steps: Iterable[Any], x: Any) -> bool:
-        """Whether images may halt in a pass: not in training mode, under FX, or while a step has a hook.
-
-        If not, the steps that they took in an earlier pass are forgotten.
-        """
-        if self.settings.halting is None or isinstance(x, torch.fx.Proxy):
-            return False
-        if not any(step.training or step.hooked for step in steps):
-            return True
-        if not torch.compiler.is_compiling():
-            self._measured.steps = None
-        return False
-
-    def run_halting(
-            self,
-            steps: Sequence[Tuple[Any, Context]],
-            x: Tensor,
-            config: OdeConfig,
-            readout: Optional[Readout],
-    ) -> Tensor:
-        """See `run_halting`."""
-        x, taken = run_halting(steps, x, config, readout)
-        if not torch.compiler.is_compiling():
-            self._measured.steps = taken
-        return x
+def _run_all(
+        steps: Sequence[tuple[Any, Context]], x: Tensor, scores: Scores, threshold: float) -> tuple[Tensor, Tensor]:
+    """The same result in shapes that do not depend on values."""
+    taken = torch.full((len(x),), len(steps), device=x.device)
+    halted = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    for i, (step, context) in enumerate(steps):
+        after = torch.where(halted.view(-1, *[1] * (x.ndim - 1)), x, step(x, context))
+        if i < len(steps) - 1:
+            done = scores(x, after, step.h) <= threshold
+            taken = torch.where(done & ~halted, i + 1, taken)
+            halted = halted | done
+        x = after
+    return x, taken

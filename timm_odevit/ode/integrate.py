@@ -4,17 +4,15 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from ..settings import checks_keywords
 from .adaptive import solve_adaptive
+from .blocks import Solver
 from .config import OdeConfig
 from .fields import Field
-from .methods import METHODS
-from .steps import Solver
+from .steps import METHODS
 
 __all__ = ['integrate']
 
 
-@checks_keywords
 def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, keep: bool = False) -> Tensor:
     """Solve dx/dt = field(t, x) from t = 0 to config.T.
 
@@ -54,7 +52,7 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
         _check_finite(found[-1], steps, config)
         return found if keep else found[-1]
     x, states = x0, [x0]
-    for i, step in enumerate(Solver(config).bound(module)):
+    for i, step in enumerate(Solver(config, module)):
         x = step(x)
         _check_finite(x, i + 1, config)
         if keep:

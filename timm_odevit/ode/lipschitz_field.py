@@ -1,11 +1,8 @@
 """The paper's Lipschitz field."""
-from typing import List
-
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
 from torch import Tensor, nn
-from torch.jit import Final
 
 from .fields import Context, Field, attention_probabilities
 
@@ -37,7 +34,7 @@ class CenterNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * (self.scale * (x - x.mean(dim=-1, keepdim=True))) + self.bias
 
-    def fold(self, projection: Tensor) -> List[Tensor]:
+    def fold(self, projection: Tensor) -> list[Tensor]:
         """Weight [M, D] and bias [M] of the one linear map that equals this norm followed by a projection [M, D]."""
         w = projection * (self.weight * self.scale)
         return [w - w.mean(dim=1, keepdim=True), F.linear(self.bias, projection)]
@@ -63,7 +60,7 @@ class LipschitzField(Field):
     Source: ODE-ViT, arXiv 2511.16501.
     """
     attention_prefixes = ('norm1', 'qkv', 'proj')
-    fused_attn: Final[bool]
+    has_attention_maps = True
 
     def __init__(
             self,
@@ -98,7 +95,7 @@ class LipschitzField(Field):
         self.proj_drop = nn.Dropout(proj_drop)
         self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
 
-    def fold(self) -> List[Tensor]:
+    def fold(self) -> list[Tensor]:
         """The products of norms and projections: w_in [3A + M, D], b_in [3A + M], w_out [D, A + M]; A = attn_dim."""
         w_attn, b_attn = self.norm1.fold(self.qkv.weight)
         w_mlp, b_mlp = self.norm2.fold(self.fc1.weight)
@@ -124,16 +121,11 @@ class LipschitzField(Field):
         y = self.drop_path(self.proj_drop(self.act(y)))
         return self.proj_drop(F.linear(torch.cat([a, y], dim=-1), w_out))
 
-    @property
-    @torch.jit.unused
-    def has_attention_maps(self):
-        return True
-
     def attention_map(self, t, x):
         q, k, _ = self._heads(self.qkv(self.norm1(x))).unbind(0)
         return attention_probabilities(q, k, self.scale)
 
-    def _weights(self, context: Context) -> List[Tensor]:
+    def _weights(self, context: Context) -> list[Tensor]:
         weights = context.weights
         return self.fold() if weights is None else weights
 
@@ -143,16 +135,17 @@ class LipschitzField(Field):
 
     def _attend(self, qkv: Tensor, context: Context) -> Tensor:
         q, k, v = self._heads(qkv).unbind(0)
+        mask, causal = context.passed.get('attn_mask'), context.passed.get('is_causal', False)
         if self.fused_attn:
             y = F.scaled_dot_product_attention(
                 q, k, v,
-                attn_mask=context.attn_mask,
+                attn_mask=mask,
                 dropout_p=self.attn_drop.p if self.training else 0.,
-                is_causal=context.is_causal,
+                is_causal=causal,
             )
         else:
             attn = (q * self.scale) @ k.transpose(-2, -1)
-            bias = resolve_self_attn_mask(attn.shape[-1], attn, context.attn_mask, context.is_causal)
+            bias = resolve_self_attn_mask(attn.shape[-1], attn, mask, causal)
             attn = maybe_add_mask(attn, bias)
             y = self.attn_drop(attn.softmax(dim=-1)) @ v
         return y.transpose(1, 2).flatten(2)

@@ -5,22 +5,23 @@ a skeleton is created for that call, filled, used and discarded.
 """
 import copy
 from collections import OrderedDict
+from collections.abc import Mapping
 from functools import partial
 from types import MethodType
-from typing import Any, Dict, Mapping, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-__all__ = ['copy_module', 'run_with', 'skeleton']
+__all__ = ['copy_module', 'run_with', 'shallow_copy', 'skeleton', 'tied_to']
 
 Module = TypeVar('Module', bound=nn.Module)
 
 
 def run_with(module: nn.Module, tensors: Mapping[str, Tensor], *args: Any) -> Any:
     """Call a module with other tensors; see `skeleton`."""
-    if torch.compiler.is_dynamo_compiling():  # simulates the swap of tensors; before 2.13, it cannot create modules
+    if torch.compiler.is_compiling():  # simulates the swap of tensors; before 2.13, it cannot create modules
         return functional_call(module, dict(tensors), args, tie_weights=False)
     return skeleton(module, tensors)(*args)
 
@@ -40,18 +41,10 @@ def skeleton(module: Module, tensors: Mapping[str, Tensor]) -> Module:
     Raises:
         RuntimeError: The `forward` of an affected module was replaced by a function that is tied to that module.
     """
-    twin: Any = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__)
-    if 'forward' in module.__dict__:
-        twin.__dict__.update({name: _tied_to(twin, module, value) for name, value in module.__dict__.items()})
-        if twin.__dict__['forward'] is module.__dict__['forward']:
-            raise RuntimeError(
-                f'The forward of this {type(module).__name__} was replaced by a function, which may use the weights of '
-                'the module it was made for. Use a method, a functools.partial that takes the module, or a hook.')
-    twin.__dict__['_compiled_call_impl'] = None  # module.compile() ties it to the original module
-    for kind in ('_parameters', '_buffers', '_modules'):
+    twin: Any = shallow_copy(module)
+    for kind in ('_parameters', '_buffers'):
         twin.__dict__[kind] = module.__dict__[kind].copy()
-    below: Dict[str, Dict[str, Tensor]] = {}
+    below: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         first, dot, rest = name.partition('.')
         if dot:
@@ -60,13 +53,31 @@ def skeleton(module: Module, tensors: Mapping[str, Tensor]) -> Module:
             twin._buffers[first] = tensor
         else:
             twin._parameters[first] = tensor
-            twin.__dict__.pop(first, None)  # where a DataParallel replica keeps it
     for first, inner in below.items():
         twin._modules[first] = skeleton(module._modules[first], inner)  # type: ignore[type-var]
     return twin
 
 
-def _tied_to(twin: Any, module: Any, value: Any) -> Any:
+def shallow_copy(module: Module) -> Module:
+    """A module of the same class with the same settings, hooks and tensors, but submodules that can be replaced.
+
+    Raises:
+        RuntimeError: The `forward` of the module was replaced by a function that is tied to that module.
+    """
+    twin: Any = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    if 'forward' in module.__dict__:
+        twin.__dict__.update({name: tied_to(twin, module, value) for name, value in module.__dict__.items()})
+        if twin.__dict__['forward'] is module.__dict__['forward']:
+            raise RuntimeError(
+                f'The forward of this {type(module).__name__} was replaced by a function, which may use the weights of '
+                'the module it was made for. Use a method, a functools.partial that takes the module, or a hook.')
+    twin.__dict__['_compiled_call_impl'] = None  # module.compile() ties it to the original module
+    twin.__dict__['_modules'] = module.__dict__['_modules'].copy()
+    return twin
+
+
+def tied_to(twin: Any, module: Any, value: Any) -> Any:
     """Rebind a method of a module, or a partial that takes it (Accelerate's), to its twin; return others as is."""
     if isinstance(value, MethodType) and value.__self__ is module:
         return MethodType(value.__func__, twin)
@@ -82,7 +93,7 @@ def copy_module(module: Module, hooks: bool) -> Module:
         module: Any module.
         hooks: Whether the copy has the same hooks; otherwise it has none.
     """
-    memo: Dict[int, Any] = {}
+    memo: dict[int, Any] = {}
     for inner in module.modules():
         memo.update({id(value): value.copy() if hooks else OrderedDict() for name, value in vars(inner).items()
                      if '_hooks' in name and isinstance(value, dict)})

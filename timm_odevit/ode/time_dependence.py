@@ -1,20 +1,22 @@
 """Fields that depend on time: parameters with a value per layer, and phases with a block each."""
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from .fields import Context, Field
+from .fields import Field
 from .skeleton import copy_module, run_with, skeleton
 
 __all__ = [
-    'MATRICES', 'VECTORS', 'PhasedField', 'TabulatedField', 'TimeField', 'bare_name', 'matrix_shape', 'residual_key',
+    'MATRICES', 'MERGED', 'VECTORS', 'PhasedField', 'TabulatedField', 'TimeField', 'bare_name', 'matrix_shape',
+    'residual_key',
 ]
 
 # attributes of a TimeField: the residuals of vectors, and the factors of the residuals of matrices
 VECTORS, MATRICES = ('vectors',), ('up', 'down')
+MERGED = 'This model is merged. Call `.restore()` on the object that `merge_()` returned.'
 
 
 @register_notrace_module  # FX would look up the parameters in the base field and miss the residuals
@@ -80,12 +82,12 @@ class TimeField(Field):
     def attention_map(self, t, x):
         return skeleton(self.base, self.at(t, 'attention')).attention_map(t, x)
 
-    def at(self, t: float, part: str = '') -> Dict[str, Tensor]:
+    def at(self, t: float, part: str = '') -> dict[str, Tensor]:
         """The parameters of the base at t, by name: those of its attention, of its MLP, or all."""
         knots = self._knots(_number(t))
         merged = {}
         found = 0
-        for name, p in _named_parameters(self.base):
+        for name, p in self.base.named_parameters():
             key = residual_key(name)
             found += key in self.vectors or key in self.up
             if part and name.startswith(self.base.attention_prefixes) != (part == 'attention'):
@@ -97,7 +99,7 @@ class TimeField(Field):
                 down = torch.cat([self.down[key][i] for i, _ in knots])
                 merged[name] = torch.addmm(p.flatten(1), up, down).view_as(p)
         if found < len(self.vectors) + len(self.up):
-            there = {residual_key(name) for name, _ in _named_parameters(self.base)}
+            there = {residual_key(name) for name, _ in self.base.named_parameters()}
             names = ', '.join(k for k in (*self.vectors, *self.up) if k not in there).replace('-', '.')
             raise RuntimeError(f'{names}: these parameters have residuals but are no longer in the '
                                'shared block. Put back the part that was replaced, or convert again.')
@@ -106,7 +108,7 @@ class TimeField(Field):
             merged[name] = self.base.get_buffer(name) + sum(w * residuals[i] for i, w in knots)
         return merged
 
-    def _knots(self, t: float) -> List[Tuple[int, float]]:
+    def _knots(self, t: float) -> list[tuple[int, float]]:
         """Indices and weights of the layers between which t lies."""
         right = sum(layer <= t + 1e-6 for layer in self.layers)  # bisect does not compile
         if right == 0 or right == len(self.layers):
@@ -162,7 +164,7 @@ class PhasedField(Field):
         return [float(self.first + i) for i, (before, after) in pairs if before != after]
 
     @property
-    def parts(self):
+    def phases(self):
         return list(self.fields)
 
     def select(self, t):
@@ -187,7 +189,7 @@ class PhasedField(Field):
 
 
 class TabulatedField(Field):
-    """A field that depends on time, stored at the few times at which a step evaluates it; the nearest one is used.
+    """A field stored at a few times; the nearest one is used.
 
     Args:
         fields: The field at these times.
@@ -197,34 +199,28 @@ class TabulatedField(Field):
     def __init__(self, fields: Sequence[Field], times: Sequence[float]) -> None:
         super().__init__()
         self.fields = nn.ModuleList(fields)
-        self.times = list(times)
+        self.times = tuple(times)
         self.names = fields[0].names
 
-    def forward(self, t: float, x: Tensor, context: Optional[Context] = None, part: str = '') -> Tensor:
-        nearest = 0
-        for i in range(len(self.times)):
-            if abs(self.times[i] - t) < abs(self.times[nearest] - t):
-                nearest = i
-        found = x
-        for i, field in enumerate(self.fields):  # TorchScript cannot index modules in any other way
-            if i == nearest:
-                found = field(t, x, context, part)
-        return found
+    def select(self, t):
+        distances = [abs(time - _number(t)) for time in self.times]
+        return self.fields[distances.index(min(distances))]
+
+    def forward(self, t, x, context=None, part=''):
+        return self.select(t)(t, x, context, part)
+
+    @property
+    def has_attention_maps(self):
+        return all(field.has_attention_maps for field in self.fields)
+
+    def attention_map(self, t, x):
+        return self.select(t).attention_map(t, x)
 
     def resizable(self):
-        # an AttributeError, because TorchScript reads every attribute
-        raise AttributeError('This model is merged. Call restore() on its Merged first.')
+        raise ValueError(MERGED)
 
     def extra_repr(self) -> str:
         return f'times={self.times}'
-
-
-def _named_parameters(module: nn.Module) -> Iterator[Tuple[str, Tensor]]:
-    if not getattr(module, '_is_replica', False):
-        return module.named_parameters()
-    # DataParallel gives its replicas plain tensors instead of parameters, and lists them here
-    return ((f'{name}.{key}', p) for name, inner in module.named_modules()
-            for key, p in inner._former_parameters.items())  # type: ignore[operator, union-attr]
 
 
 def bare_name(name: str) -> str:
@@ -237,11 +233,11 @@ def residual_key(name: str) -> str:
     return bare_name(name).replace('.', '-')
 
 
-def _number(t: Union[float, Tensor]) -> float:
+def _number(t: float | Tensor) -> float:
     """t as a number: an adaptive method gives a tensor, which may require a gradient."""
     return float(t.detach()) if isinstance(t, Tensor) else t
 
 
-def matrix_shape(p: Tensor) -> Tuple[int, int]:
+def matrix_shape(p: Tensor) -> tuple[int, int]:
     """Rows and columns of a parameter of two or more dimensions, viewed as a matrix."""
     return p.shape[0], p[0].numel()

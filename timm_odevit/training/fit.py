@@ -320,7 +320,7 @@ def _watch(model: nn.Module, images: Tensor, dtype: Optional[torch.dtype]) -> st
                 found.append(where)
         return hook
     hooks = [(step, 'after', look(f'step {i + 1} of {ode.steps}, from t = {step.t:g} to {step.t + step.h:g}'))
-             for ode in find_ode_blocks(model) for i, step in enumerate(ode.bound_steps)]
+             for ode in find_ode_blocks(model) for i, step in enumerate(ode.solver)]
     if not all(torch.isfinite(p).all() for p in model.parameters()):
         return 'The weights of the model are not finite. '
     with hooked(*hooks), torch.autocast(images.device.type, dtype) if dtype is not None else nullcontext():

@@ -91,9 +91,9 @@ class _Steps(TrainingPass):
         losses = []
         again = torch.is_grad_enabled() and any(getattr(m, 'grad_checkpointing', False) for m in self.student.modules())
         for ode, (states, handed) in zip(find_ode_blocks(self.student), seen, strict=True):
-            for i, step in enumerate(ode.bound_steps):
-                if step.shared_by_pass is not None:  # it would go on where the step before it ended
-                    step = ode.bound_steps[i]
+            for i, step in enumerate(ode.solver):
+                if step.merging is not None:  # it would go on where the step before it ended
+                    step = ode.solver[i]
                 start, end = (state_at(states, range(len(states)), t) for t in (step.t, step.t + step.h))
                 args, kwargs = handed[int(step.t + 1e-6)]  # a base may pass different arguments to each layer
                 run = partial(checkpoint, step, use_reentrant=False) if again else step

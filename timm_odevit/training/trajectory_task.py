@@ -158,7 +158,7 @@ class TrajectoryDistillationTask(StudentTask):
 
     def _check_segments(self, student: Any) -> None:
         if self.config.segments and (getattr(student, 'grad_checkpointing', False) or any(
-                step.shared_by_pass is not None for step in student.blocks.bound_steps)):
+                step.merging is not None for step in student.blocks.solver)):
             raise ValueError('segments rely on hooks, which gradient checkpointing skips when it reruns the steps, and '
                              "on steps that depend on their state alone, unlike those of merged tokens and 'reversible'"
                              '. Leave one of the two out.')
