@@ -18,6 +18,17 @@ def test_prediction_is_what_conversion_leaves(name, settings):
     assert predicted == convert_(model, OdeConfig(**settings)).parameters_after == count_parameters(model)
 
 
+def test_parameters_tied_between_blocks_count_once(vit):
+    model = vit()
+    for block in model.blocks[1:]:
+        block.mlp.fc1.weight = model.blocks[0].mlp.fc1.weight
+    target = int(0.7 * count_parameters(model))
+    config = choose_size(model, target)
+    predicted = predict_parameters(model, config)
+    convert_(model, config)
+    assert predicted == count_parameters(model) <= target
+
+
 @pytest.mark.parametrize('target', [0.16, 0.25, 0.6, 900_000, 3_000_000])
 def test_the_largest_that_fits(target):
     model = timm.create_model('deit_tiny_patch16_224', device='meta')

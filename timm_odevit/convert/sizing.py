@@ -20,19 +20,22 @@ __all__ = ['choose_size', 'parse_size', 'predict_parameters']
 
 def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
     """Parameters left after `convert_(model, config)`, for native fields and boundaries that are not measured."""
-    total = count_parameters(model)
+    replaced: list[str] = []
+    total = 0
     for stage, site in enumerate(find_sites(model)):
         blocks = site.blocks
         first, last = config.span(len(blocks))
         chosen = blocks[first:last + 1]
+        replaced += [f'{site.name}.blocks.{i}.'.lstrip('.') for i in range(first, last + 1)]
         assigned = assignment(config.resolve(len(chosen), stage), chosen, first)
-        total -= sum(count_parameters(block) for block in chosen)
         for index in set(assigned):
             members = [block for block, o in zip(chosen, assigned, strict=True) if o == index]
             total += count_parameters(members[0])
             if config.time != 'autonomous':
                 total += len(members) * _residual(members[0], config.rank)
-    return total
+    # parameters may be tied, between blocks or with others
+    kept = {id(p): p for name, p in model.named_parameters(remove_duplicate=False) if not name.startswith(tuple(replaced))}
+    return total + sum(p.numel() for p in kept.values())
 
 
 def choose_size(
