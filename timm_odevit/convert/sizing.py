@@ -33,9 +33,9 @@ def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
             total += count_parameters(members[0])
             if config.time != 'autonomous':
                 total += len(members) * _residual(members[0], config.rank)
-    # parameters may be tied, between blocks or with others
-    kept = {id(p): p for name, p in model.named_parameters(remove_duplicate=False) if not name.startswith(tuple(replaced))}
-    return total + sum(p.numel() for p in kept.values())
+    everything = model.named_parameters(remove_duplicate=False)  # they may be tied, between blocks or with others
+    kept = {p: p.numel() for name, p in everything if not name.startswith(tuple(replaced))}
+    return total + sum(kept.values())
 
 
 def choose_size(
