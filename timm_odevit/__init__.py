@@ -52,9 +52,9 @@ from .interop.open_clip import from_open_clip
 from .interop.put_tower import put_tower_
 from .interop.torchvision import from_torchvision
 from .interop.transformers import from_transformers
-from .ode.blocks import with_steps
 from .ode.config import OdeConfig
 from .ode.integrate import integrate
+from .ode.views import with_steps
 from .reporting.page import write_report
 from .saving.push import push_to_hub
 from .saving.save import save_pretrained

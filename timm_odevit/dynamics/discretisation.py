@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Context
 from ..ode.steps import METHODS
-from ..ode.blocks import Solver
+from ..ode.solver import Solver
 from ..ode.steps import Step
 from ..settings import checks_keywords, many, whole
 from .flow import Flow, Images, PerImage, noise, norms, over_images

@@ -7,8 +7,10 @@ time_dependence     fields whose weights depend on t
 skeleton            how a module runs with weights other than its own
 steps               one solver step, a class for each method
 adaptive            torchdiffeq's adaptive methods
+solver              the sequence of steps that a configuration asks for
 tokens              token merging: alike patch tokens are computed once
 halting             images that leave the batch before the last step
 integrate           the solver for any field
 blocks              OdeBlocks, the sequence of steps that replaces a model's blocks
+views               with_steps, a model with another number of steps and the same weights
 """

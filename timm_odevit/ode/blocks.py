@@ -6,47 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adaptive import AdaptiveStep, Counts, solve_adaptive
+from .adaptive import Counts, solve_adaptive
 from .config import WITH_HEAD, OdeConfig
 from .fields import Context, Field
 from .halting import Readout, run_halting
-from .skeleton import shallow_copy, tied_to
+from .skeleton import shallow_copy
+from .solver import Solver
 from .steps import METHODS, Step
 from .time_dependence import MERGED, TabulatedField
-from .tokens import Merging
 
-__all__ = ['OdeBlocks', 'Solver', 'count_parameters', 'find_ode_blocks', 'with_steps']
-
-
-class Solver(nn.ModuleList):
-    """The K steps of a resolved configuration on [t, t + T].
-
-    Args:
-        config: Method, steps and T, resolved.
-        field: Vector field; a step holds the one that applies where it starts, an adaptive step the whole one.
-        t: Time at which the first step starts.
-        prefix: How many tokens come before those of the patches, which may be merged.
-    """
-
-    def __init__(self, config: OdeConfig, field: Field, t: float = 0., prefix: int = 0) -> None:
-        steps, T = config.grid
-        merging = Merging(config.tokens, prefix, (t, T)) if config.tokens < 1 else None
-        h, starts = T / steps, [t + i * (T / steps) for i in range(steps)]
-        super().__init__(
-            AdaptiveStep(field, start, h, config) if config.adaptive
-            else METHODS[config.method](field, start, h, merging) for start in starts)
-        self.merging = merging
-        self.hold(field)
-
-    def hold(self, field: Field) -> None:
-        """Let every step hold a field, or the one of its phases that applies where the step starts."""
-        fields = [field if isinstance(step, AdaptiveStep) else field.select(step.t) for step in self]
-        for step, held in zip(self, fields, strict=True):
-            step.field = held
-        self.which = tuple(fields.index(held) for held in fields)  # equal for steps with the same field
-
-    def _apply(self, *args: Any, **kwargs: Any) -> 'Solver':
-        return self  # all parameters are the shared field's
+__all__ = ['OdeBlocks', 'count_parameters', 'find_ode_blocks']
 
 
 class OdeBlocks(nn.Module):
@@ -337,62 +306,6 @@ class _FeatureInfo(list):
 def find_ode_blocks(model: nn.Module) -> list[OdeBlocks]:
     """The OdeBlocks of a model, in order; empty for a model that is not an ODE-ViT."""
     return [module for module in model.modules() if isinstance(module, OdeBlocks)]
-
-
-def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
-    """A view of an ODE-ViT with another number of steps: it shares all weights, but has steps of its own.
-
-    The view follows every later change of the weights. Several threads may each use a view with another number of steps
-    at the same time. Its modules without steps are the model's own, so their mode (training or evaluation) is the
-    model's; the others start in the model's mode. Hooks on the model's steps do not fire. A view of a compiled model is
-    not compiled.
-
-    Args:
-        model: An ODE-ViT; it does not change.
-        steps: Number K of steps, or one for each stage.
-
-    Returns:
-        A shallow copy of the model, of the same class.
-
-    Raises:
-        TypeError: The model is not an ODE-ViT.
-        ValueError: The number of steps is not allowed, or the model is merged.
-
-    Example:
-        >>> half = with_steps(model, model.blocks.steps // 2)
-        >>> agreement = (half(images).argmax(1) == model(images).argmax(1)).float().mean()
-    """
-    model = getattr(model, '_orig_mod', model)
-    blocks = find_ode_blocks(model)
-    if not blocks:
-        raise TypeError(f'{type(model).__name__} has no steps: it is not an ODE-ViT. Give a converted model.')
-    counts = list(steps) if isinstance(steps, (list, tuple)) else [steps] * len(blocks)
-    if len(counts) != len(blocks) or None in counts:
-        raise ValueError(f'steps must be a whole number of at least 1, or one for each of {len(blocks)} stages; got '
-                         f'{steps!r}.')
-    views = {ode: ode.with_config(replace(ode.config, steps=count))
-             for ode, count in zip(blocks, counts, strict=True)}
-    return _view(model, views)
-
-
-def _view(module: Any, views: dict[OdeBlocks, OdeBlocks]) -> Any:
-    """A shallow copy of a module in which OdeBlocks are replaced; the module itself if it has none."""
-    if module in views:
-        return views[module]
-    changed = {name: _view(child, views) for name, child in module.named_children()}
-    if all(child is module._modules[name] for name, child in changed.items()):
-        return module
-    twin = shallow_copy(module)
-    twin._modules.update(changed)
-    for ode, view in views.items():
-        if module.__dict__.get('feature_info') is ode.feature_info:
-            twin.feature_info = view.feature_info
-    for name, child in changed.items():  # such as RoPE, whose tables are those of the host's steps
-        tied = {key: tied_to(twin, module, value) for key, value in child.__dict__.items()}
-        if child is module._modules[name] and any(tied[key] is not value for key, value in child.__dict__.items()):
-            twin._modules[name] = shallow_copy(child)
-            twin._modules[name].__dict__.update(tied)
-    return twin
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from .adaptive import solve_adaptive
-from .blocks import Solver
 from .config import OdeConfig
 from .fields import Field
+from .solver import Solver
 from .steps import METHODS
 
 __all__ = ['integrate']

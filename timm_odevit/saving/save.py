@@ -18,7 +18,7 @@ from ..hooks import on_meta
 from ..loading.find_weights import CONFIG, WEIGHTS
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import PREFIX, OdeConfig
-from ..ode.blocks import Solver
+from ..ode.solver import Solver
 from ..ode.steps import Step
 from ..settings import checks_keywords
 

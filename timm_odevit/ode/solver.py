@@ -1,0 +1,43 @@
+"""Solver: the sequence of steps that a configuration asks for."""
+from typing import Any
+
+from torch import nn
+
+from .adaptive import AdaptiveStep
+from .config import OdeConfig
+from .fields import Field
+from .steps import METHODS
+from .tokens import Merging
+
+__all__ = ['Solver']
+
+
+class Solver(nn.ModuleList):
+    """The K steps of a resolved configuration on [t, t + T].
+
+    Args:
+        config: Method, steps and T, resolved.
+        field: Vector field; a step holds the one that applies where it starts, an adaptive step the whole one.
+        t: Time at which the first step starts.
+        prefix: How many tokens come before those of the patches, which may be merged.
+    """
+
+    def __init__(self, config: OdeConfig, field: Field, t: float = 0., prefix: int = 0) -> None:
+        steps, T = config.grid
+        merging = Merging(config.tokens, prefix, (t, T)) if config.tokens < 1 else None
+        h, starts = T / steps, [t + i * (T / steps) for i in range(steps)]
+        super().__init__(
+            AdaptiveStep(field, start, h, config) if config.adaptive
+            else METHODS[config.method](field, start, h, merging) for start in starts)
+        self.merging = merging
+        self.hold(field)
+
+    def hold(self, field: Field) -> None:
+        """Let every step hold a field, or the one of its phases that applies where the step starts."""
+        fields = [field if isinstance(step, AdaptiveStep) else field.select(step.t) for step in self]
+        for step, held in zip(self, fields, strict=True):
+            step.field = held
+        self.which = tuple(fields.index(held) for held in fields)  # equal for steps with the same field
+
+    def _apply(self, *args: Any, **kwargs: Any) -> 'Solver':
+        return self  # all parameters are the shared field's
