@@ -42,6 +42,11 @@ class Elsewhere(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return run(func, *args, **kwargs or {})
 
+    def __deepcopy__(self, memo):
+        copied = self.detach().clone()
+        memo[id(self)] = torch.nn.Parameter(copied, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copied
+        return memo[id(self)]
+
     def data_ptr(self):
         return self.held.data_ptr()
 
