@@ -20,7 +20,6 @@ reporting           a page that shows what a model does to a few images
 deploy              models in files that run without this package
 benchmark           speed and memory
 cli                 the command line; the options of the ODE come from OdeConfig's docstring
-run                 timm's own scripts with the models registered
 """
 from typing import List as _List
 

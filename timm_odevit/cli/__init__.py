@@ -1,6 +1,13 @@
-"""odevit: the command line. Each command is a module here, which holds its arguments and what it does.
+"""odevit: the command line. Each command is a pair of functions: one adds its arguments, the other runs it.
 
-Options that are settings (of OdeConfig, of CalibrationConfig) are made from those, by `arguments.add_settings`.
+arguments           what several commands share: argument types, models by name, images, folders to write to
+train               finetune, distill, recipe
+convert             convert, calibrate
+evaluate            evaluate, halt
+predict             predict, report
+export              export, push
+benchmark           benchmark
+script              script
 """
 import argparse
 import sys
@@ -10,37 +17,33 @@ import torch
 
 from .._version import __version__
 from ..errors import one_line, suggest
-from . import (
-    ablate,
-    benchmark,
-    calibrate,
-    convert,
-    distill,
-    evaluate,
-    export,
-    finetune,
-    halt,
-    predict,
-    push,
-    recipe,
-    report,
-)
-from .arguments import whole_number
+from . import benchmark, convert, evaluate, export, predict, train
+from .arguments import add_number
+from .script import add_script, script
 
 __all__ = ['COMMANDS', 'main', 'parser']
 
-COMMANDS = {'finetune': finetune, 'convert': convert, 'calibrate': calibrate, 'distill': distill, 'evaluate': evaluate,
-            'halt': halt, 'predict': predict, 'report': report, 'export': export, 'push': push, 'recipe': recipe,
-            'ablate': ablate, 'benchmark': benchmark}
+# name: the function that runs it, whose docstring is its help, and the one that adds its arguments
+COMMANDS = {
+    'finetune': (train.finetune, train.add_finetune), 'convert': (convert.convert, convert.add_convert),
+    'calibrate': (convert.calibrate, convert.add_calibrate), 'distill': (train.distill, train.add_distill),
+    'evaluate': (evaluate.evaluate, evaluate.add_evaluate), 'halt': (evaluate.halt, evaluate.add_halt),
+    'predict': (predict.predict, predict.add_predict), 'report': (predict.report, predict.add_report),
+    'export': (export.export, export.add_export), 'push': (export.push, export.add_push),
+    'recipe': (train.recipe, train.add_recipe), 'benchmark': (benchmark.benchmark, benchmark.add_benchmark),
+    'script': (script, add_script),
+}
 
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Run the command line; return the exit code: 0, 2 for a mistake in the input, 130 if interrupted."""
-    whole = parser()
-    args, unknown = whole.parse_known_args(argv)
+    top = parser()
+    args, unknown = top.parse_known_args(argv)
     if unknown:
         known = suggest(unknown[0].split('=')[0], args.options)
-        whole.error(f"unrecognized arguments: {' '.join(unknown)}. {known}See odevit {args.command} --help")
+        top.error(f"unrecognized arguments: {' '.join(unknown)}. {known}See odevit {args.command} --help")
+    if args.command == 'script':  # its device is its own, and so are its errors
+        return script(args)
     if args.threads:
         torch.set_num_threads(args.threads)
     try:
@@ -62,7 +65,7 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of all commands."""
-    whole = argparse.ArgumentParser(
+    top = argparse.ArgumentParser(
         prog='odevit',
         description='Turn a pretrained vision transformer into one shared block that an ODE solver evaluates.',
         epilog='A complete run on images of your own, in one folder per class:\n'
@@ -71,18 +74,18 @@ def parser() -> argparse.ArgumentParser:
                '  odevit evaluate local-dir:run/best images --held-out 0.1 --teacher local-dir:tuned/best\n'
                '  odevit predict local-dir:run/best photo.jpg',
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    whole.add_argument('--version', action='version', version=f'odevit {__version__}')
-    commands = whole.add_subparsers(title='commands', metavar='COMMAND', required=True)
-    for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
-        command.set_defaults(run=module.run, command=name)
-        module.add_arguments(command)
-        command.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu',
-                             help='torch device (default: %(default)s)')
-        command.add_argument('--threads', type=whole_number(1), metavar='N',
-                             help="CPU threads (default: torch's own choice)")
-        command.set_defaults(options=[text for action in command._actions for text in action.option_strings])
-    return whole
+    top.add_argument('--version', action='version', version=f'odevit {__version__}')
+    commands = top.add_subparsers(title='commands', metavar='COMMAND', required=True)
+    for name, (run, add_arguments) in COMMANDS.items():
+        command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
+        add_arguments(command)
+        if name != 'script':
+            command.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu',
+                                 help='torch device (default: %(default)s)')
+            add_number(command, '--threads', "CPU threads (default: torch's own choice)")
+        options = [text for action in command._actions for text in action.option_strings]
+        command.set_defaults(run=run, command=name, options=options)
+    return top
 
 
 def _check_device(device: str) -> None:

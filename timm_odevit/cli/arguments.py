@@ -1,4 +1,4 @@
-"""What several commands share: argument types, models by name, folders to write to."""
+"""What several commands share: arguments and their types, models by name, images, folders to write to."""
 import argparse
 import json
 import math
@@ -21,25 +21,27 @@ from ..errors import one_line, suggest
 from ..files import OWN, repair
 from ..loading.find_weights import CONFIG
 from ..ode.blocks import find_ode_blocks
+from ..saving.save import save_pretrained
 from ..settings import Settings
 
 __all__ = [
-    'DATA', 'IMAGES', 'MODEL', 'add_settings', 'check_name', 'few', 'given', 'images_of', 'load', 'quiet',
-    'refuse_existing', 'set_steps', 'step_counts', 'whole_number', 'workers',
+    'DATA', 'IMAGES', 'MODEL', 'add_number', 'add_quiet', 'add_settings', 'add_steps', 'add_workers', 'check_file',
+    'check_name', 'first_held_out', 'given', 'images_of', 'load', 'refuse_existing', 'save', 'set_steps', 'step_counts',
+    'whole_number',
 ]
 
 MODEL = "a timm name, such as deit_tiny_patch16_224, or 'local-dir:FOLDER' for a saved model"
 DATA = ('folder with one sub-folder of images per class, or with train/ and val/ folders of that kind; or an .npz of '
         'small images: x_train, y_train, x_test, y_test')
 IMAGES = 'folder of images, or an .npz of small images; labels are ignored'
-HELD = 512  # images to measure agreement on
+HELD_OUT = 512  # images to measure agreement on
 
 
 def add_settings(parser: Any, kind: Type[Settings]) -> None:
     """Add an option for each setting; its help and default come from the settings."""
     about = kind.about()
     for f in fields(kind):
-        text, default = about[f.name], _text(f.default)
+        text, default = about[f.name], ','.join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
         if f.default is None:  # the description says what None stands for
             default = ''.join(re.findall(r'None for ([^;.]+)', text))
             text = re.sub(r'[;.] None for [^;.]+', '', text)
@@ -54,55 +56,6 @@ def add_settings(parser: Any, kind: Type[Settings]) -> None:
 def given(args: argparse.Namespace, kind: Type[Settings]) -> Dict[str, Any]:
     """Return the settings given on the command line."""
     return {name: value for name in kind.names() if (value := getattr(args, name, None)) is not None}
-
-
-def quiet(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--quiet', action='store_true', help='show no progress bars')
-
-
-def images_of(
-        path: str, model: nn.Module, batch_size: int = 64, workers: Optional[int] = None, seed: int = 0,
-) -> Tuple[Any, Any]:
-    """Make batches of images whose labels do not matter, from a folder or an .npz: to calibrate on, and held out."""
-    if Path(path).is_file():
-        if workers is not None:
-            raise ValueError('--workers load images from folders, but an .npz is read at once. Leave it out.')
-        return array_images(path, model, batch_size=batch_size, seed=seed)
-    return image_loaders(path, model, batch_size=batch_size, workers=2 if workers is None else workers)
-
-
-def few(held: Any, batch_size: int) -> Any:
-    """The batches of the first 512 images of some that were held out, with labels 0."""
-    batches = islice(held, math.ceil(HELD / batch_size))
-    return [(images, torch.zeros(len(images), dtype=torch.long)) for images, _ in batches]
-
-
-def workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--workers', type=whole_number(0), metavar='N', help='processes that load images (default: 2)')
-
-
-def whole_number(least: int) -> Callable[[str], int]:
-    """Return an argument type: a whole number of at least `least`."""
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}; got '{text}'")
-        return value
-    return parse
-
-
-def step_counts(text: str) -> List[int]:
-    """Parse a list of step counts, such as 1,2,4,12."""
-    try:
-        counts = [int(part) for part in text.split(',')]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"expected step counts, such as 1,2,4,12; got '{text}'")
-    return counts
 
 
 def _value(text: str) -> Any:
@@ -120,8 +73,56 @@ def _value(text: str) -> Any:
     return text
 
 
-def _text(value: Any) -> str:
-    return ','.join(map(str, value)) if isinstance(value, tuple) else str(value)
+def add_number(parser: Any, name: str, text: str, least: int = 1, default: Optional[int] = None) -> None:
+    """Add an option that takes a whole number."""
+    parser.add_argument(name, type=whole_number(least), metavar='N', default=default, help=(
+        text if default is None else f'{text} (default: %(default)s)'))
+
+
+def add_steps(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, '--steps', 'number of solver steps (default: as saved)')
+
+
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--quiet', action='store_true', help='show no progress bars')
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, '--workers', 'processes that load images (default: 2)', 0)
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """Return an argument type: a whole number of at least `least`."""
+    def parse(text: str) -> int:
+        if not re.fullmatch(r'\d+', text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}; got '{text}'")
+        return int(text)
+    return parse
+
+
+def step_counts(text: str) -> List[int]:
+    """Parse a list of step counts, such as 1,2,4,12."""
+    try:
+        return [whole_number(1)(part) for part in text.split(',')]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"expected step counts, such as 1,2,4,12; got '{text}'") from None
+
+
+def images_of(
+        path: str, model: nn.Module, batch_size: int = 64, workers: Optional[int] = None, seed: int = 0,
+) -> Tuple[Any, Any]:
+    """Make batches of images whose labels do not matter, from a folder or an .npz: to calibrate on, and held out."""
+    if Path(path).is_file():
+        if workers is not None:
+            raise ValueError('--workers load images from folders, but an .npz is read at once. Leave it out.')
+        return array_images(path, model, batch_size=batch_size, seed=seed)
+    return image_loaders(path, model, batch_size=batch_size, workers=2 if workers is None else workers)
+
+
+def first_held_out(held_out: Any, batch_size: int) -> Any:
+    """The batches of the first 512 images of some that were held out, with labels 0."""
+    batches = islice(held_out, math.ceil(HELD_OUT / batch_size))
+    return [(images, torch.zeros(len(images), dtype=torch.long)) for images, _ in batches]
 
 
 def load(
@@ -167,15 +168,16 @@ def check_name(name: str) -> None:
     source, model = parse_model_name(name)
     if source == 'local-dir':
         repair(model)
-        if not Path(model, CONFIG).is_file():
+        config = Path(model, CONFIG)
+        if not config.is_file():
             raise ValueError(
                 f"There is no saved model in '{model}': it has no {CONFIG}. Make one: odevit convert MODEL {model}")
         try:
-            config = json.loads(Path(model, CONFIG).read_text())
-        except ValueError as e:
-            raise ValueError(f"'{Path(model, CONFIG)}' is not valid JSON: {one_line(e)}") from None
-        if not isinstance(config, dict) or not isinstance(config.get('architecture'), str):
-            raise ValueError(f"'{Path(model, CONFIG)}' names no architecture. Write it with save_pretrained.")
+            known = isinstance(json.loads(config.read_text())['architecture'], str)
+        except (ValueError, TypeError, KeyError):
+            known = False
+        if not known:
+            raise ValueError(f"'{config}' names no architecture. Write it with save_pretrained.")
     elif source is None and not timm.is_model(name.split('.')[0]):
         raise ValueError(f"Unknown model '{name}'. {suggest(name, timm.list_models())}See timm.list_models().")
 
@@ -188,6 +190,19 @@ def set_steps(model: nn.Module, steps: Optional[int], name: str) -> None:
     if len(blocks) != 1:
         raise ValueError(f"--steps needs an ODE-ViT with one sequence of blocks; '{name}' is not one. Leave it out.")
     blocks[0].steps = steps
+
+
+def save(model: nn.Module, out: str) -> None:
+    save_pretrained(model, out)
+    print(f"saved {out}: timm.create_model('local-dir:{out}', pretrained=True)")
+
+
+def check_file(file: Optional[Path]) -> None:
+    """Raise ValueError if a file cannot be written."""
+    if file is not None and file.is_dir():
+        raise ValueError(f"'{file}' is a folder. Give a file to write to.")
+    if file is not None and not file.parent.is_dir():
+        raise ValueError(f"There is no folder '{file.parent}' to write {file.name} to.")
 
 
 def refuse_existing(out: str, instead: str) -> None:

@@ -1,4 +1,4 @@
-"""odevit convert"""
+"""odevit convert and calibrate"""
 import argparse
 from typing import Any
 
@@ -7,27 +7,43 @@ from torch import nn
 
 from ..convert.conversion import convert_
 from ..convert.sizing import choose_size, parse_size
+from ..evaluation.accuracy import evaluate
+from ..evaluation.embeddings import evaluate_embeddings
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import OdeConfig
-from ..saving.save import save_pretrained
+from ..training.calibrate import calibrate_
+from ..training.config import CalibrationConfig
 from ..training.find_size import find_size
-from .arguments import IMAGES, MODEL, add_settings, few, given, images_of, load, quiet, refuse_existing, whole_number
+from .arguments import (
+    IMAGES,
+    MODEL,
+    add_number,
+    add_quiet,
+    add_settings,
+    add_workers,
+    first_held_out,
+    given,
+    images_of,
+    load,
+    refuse_existing,
+    save,
+)
+
+__all__ = ['add_calibrate', 'add_convert', 'calibrate', 'convert']
 
 BATCH = 16  # images per update of the calibrations
-HELP = 'Convert a pretrained model and save it.'
 _SIZE = ('time', 'rank', 'phases', 'boundaries', 'init')  # what a size determines
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', help=MODEL)
     parser.add_argument('out', help='folder to save to')
     parser.add_argument('--checkpoint', metavar='FILE',
                         help='file with the weights of the model, instead of a download')
     parser.add_argument('--random', action='store_true', help='do not load weights')
-    parser.add_argument('--num-classes', type=whole_number(0), metavar='N',
-                        help='number of classes; if it differs, the head is new')
-    parser.add_argument('--img-size', type=whole_number(1), metavar='N', help='image size in pixels')
-    parser.add_argument('--target-params', type=_amount, metavar='SIZE',
+    add_number(parser, '--num-classes', 'number of classes; if it differs, the head is new', 0)
+    add_number(parser, '--img-size', 'image size in pixels')
+    parser.add_argument('--target-params', type=_size, metavar='SIZE',
                         help=f"size of the result, such as 3M parameters, 25%% or 10MB; chooses {', '.join(_SIZE)}")
     parser.add_argument('--keep', metavar='SHARE',
                         help='the smallest size that keeps this share, such as 95%%, after a short calibration: '
@@ -35,19 +51,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--minutes', type=float, metavar='M',
                         help='time for each of the 4 sizes that --keep tries (default: 1)')
     parser.add_argument('--images', metavar='IMAGES',
-                        help=f'{IMAGES}; for --keep, boundaries similarity and init svd_data, which --target-params '
-                             'then uses')
+                        help=f'{IMAGES}; for --keep and init svd_data, which --target-params then uses')
     parser.add_argument('--seed', type=int, metavar='N', default=0,
                         help='seed of the choice of images (default: %(default)s)')
     parser.add_argument('--force', action='store_true', help='write into a folder that is not empty')
-    quiet(parser)
+    add_quiet(parser)
     add_settings(parser.add_argument_group('the ODE'), OdeConfig)
 
 
-def run(args: argparse.Namespace) -> None:
+def convert(args: argparse.Namespace) -> None:
+    """Convert a pretrained model and save it."""
     if not args.force:
         refuse_existing(args.out, '--force')
     settings = given(args, OdeConfig)
+    _check_convert(args, settings)
+    config = OdeConfig(**settings)
+    options = {k: v for k, v in (('num_classes', args.num_classes), ('img_size', args.img_size)) if v is not None}
+    model: Any = load(args.model, args, checkpoint=args.checkpoint, pretrained=not args.random, **options)
+    if find_ode_blocks(model):
+        raise ValueError(f"'{args.model}' has already been converted. Convert the model that it was made from.")
+    if min(getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (1,)) < 1:
+        raise ValueError(f'--img-size {args.img_size} is less than one patch of this model.')
+    if args.keep is not None:
+        save(_smallest(model, config, args), args.out)
+        return
+    if args.target_params is not None:
+        config = choose_size(model, args.target_params, config, init='svd_data' if args.images else 'svd')
+    images = None
+    if args.images:
+        torch.manual_seed(args.seed)
+        images = next(iter(images_of(args.images, model, seed=args.seed)[0]))[0].to(args.device)
+    print(convert_(model, config, images=images, keep_original=False))
+    classes = model.pretrained_cfg['num_classes']
+    if not args.random and classes != model.num_classes:
+        print(f'  head        new and random, for {model.num_classes} classes: the weights have {classes}')
+    save(model, args.out)
+
+
+def _check_convert(args: argparse.Namespace, settings: Any) -> None:
+    """Raise ValueError for options that contradict each other."""
     chooses = '--target-params' if args.target_params is not None else '--keep' if args.keep is not None else ''
     both = [name for name in _SIZE if name in settings and chooses]
     if both:
@@ -61,42 +103,48 @@ def run(args: argparse.Namespace) -> None:
                          'odevit calibrate calibrates a converted model.')
     if args.random and args.checkpoint is not None:
         raise ValueError('--random loads no weights, and --checkpoint does. Leave one of them out.')
-    config = OdeConfig(**settings)
-    options = {k: v for k, v in (('num_classes', args.num_classes), ('img_size', args.img_size)) if v is not None}
-    model: Any = load(args.model, args, checkpoint=args.checkpoint, pretrained=not args.random, **options)
-    if find_ode_blocks(model):
-        raise ValueError(f"'{args.model}' has already been converted. Convert the model that it was made from.")
-    if min(getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (1,)) < 1:
-        raise ValueError(f'--img-size {args.img_size} is less than one patch of this model.')
-    if args.keep is not None:
-        loader, held = images_of(args.images, model, BATCH, seed=args.seed)
-        minutes = 1. if args.minutes is None else args.minutes
-        search = find_size(model, loader, few(held, BATCH), keep=args.keep, ode=config, minutes=minutes, seed=args.seed,
-                           progress=not args.quiet)
-        print(search)
-        _save(search.student, args.out)
-        return
-    if args.target_params is not None:
-        config = choose_size(model, args.target_params, config, init='svd_data' if args.images else 'svd')
-    images = None
-    if args.images:
-        torch.manual_seed(args.seed)
-        images = next(iter(images_of(args.images, model, seed=args.seed)[0]))[0].to(args.device)
-    print(convert_(model, config, images=images, keep_original=False))
-    classes = model.pretrained_cfg['num_classes']
-    if not args.random and classes != model.num_classes:
-        print(f'  head        new and random, for {model.num_classes} classes: the weights have {classes}')
-    _save(model, args.out)
 
 
-def _save(model: nn.Module, out: str) -> None:
-    save_pretrained(model, out)
-    print(f"  saved       {out}: timm.create_model('local-dir:{out}', pretrained=True)")
+def _smallest(model: nn.Module, config: OdeConfig, args: argparse.Namespace) -> nn.Module:
+    """The smallest student that keeps the share asked for."""
+    loader, held_out = images_of(args.images, model, BATCH, seed=args.seed)
+    search = find_size(
+        model, loader, first_held_out(held_out, BATCH), keep=args.keep, ode=config,
+        minutes=1. if args.minutes is None else args.minutes, seed=args.seed, progress=not args.quiet)
+    print(search)
+    return search.student
 
 
-def _amount(text: str) -> str:
+def _size(text: str) -> str:
     try:
         parse_size(text)
     except ValueError as e:
         raise argparse.ArgumentTypeError(str(e)) from None
     return text
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('student', help="'local-dir:FOLDER' of a converted model")
+    parser.add_argument('images', help=IMAGES)
+    parser.add_argument('out', help='folder to save to; must be new')
+    parser.add_argument('--teacher', metavar='MODEL', required=True, help=MODEL)
+    add_settings(parser, CalibrationConfig)
+    add_workers(parser)
+    add_quiet(parser)
+
+
+def calibrate(args: argparse.Namespace) -> None:
+    """Fit a converted model to its teacher, on images without labels."""
+    config = CalibrationConfig(**given(args, CalibrationConfig))
+    refuse_existing(args.out, 'remove it')
+    student, teacher = load(args.student, args), load(args.teacher, args)
+    loader, held_out = images_of(args.images, student, config.batch_size, args.workers, config.seed)
+    held_out = first_held_out(held_out, config.batch_size)
+    measure, of = (evaluate, 'agreement') if student.num_classes else (evaluate_embeddings, 'neighbours')
+    before: Any = measure(student, held_out, teacher=teacher).results[-1]
+    calibrate_(student, teacher, loader, progress=not args.quiet, config=config)
+    after: Any = measure(student, held_out, teacher=teacher).results[-1]
+    what = 'agreement with' if student.num_classes else 'nearest images as in'
+    print(f'{what} the teacher on {after.images} images held out: {getattr(before, of):.1f} % before, '
+          f'{getattr(after, of):.1f} % after')
+    save(student, args.out)

@@ -1,113 +1,91 @@
-"""odevit evaluate"""
+"""odevit evaluate and halt"""
 import argparse
 from pathlib import Path
-from typing import Any, List, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 from ..data.arrays import array_loaders
 from ..data.folders import folder_loader, folder_parts
 from ..data.preprocessing import data_config, warn_of_other_classes
-from ..evaluation.accuracy import evaluate
+from ..evaluation.accuracy import evaluate as measure_accuracy
 from ..evaluation.embeddings import evaluate_embeddings
+from ..evaluation.halting import calibrate_halting
 from ..evaluation.passes import AMP_DTYPES
 from ..evaluation.results import Evaluation
 from ..ode.blocks import find_ode_blocks
+from ..ode.config import HALTING
 from ..training.loaders import label_names
 from ..training.recipe import Recipe
 from ..training.resume import RECIPE
-from .arguments import DATA, MODEL, load, quiet, step_counts, whole_number, workers
+from .arguments import (
+    DATA,
+    MODEL,
+    add_number,
+    add_quiet,
+    add_steps,
+    add_workers,
+    check_file,
+    load,
+    refuse_existing,
+    save,
+    set_steps,
+    step_counts,
+)
 
-HELP = 'Measure accuracy and speed at several step counts.'
+__all__ = ['add_evaluate', 'add_halt', 'evaluate', 'halt']
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', help=MODEL)
     parser.add_argument('data', help=DATA)
     parser.add_argument('--steps', type=step_counts, metavar='K,K,...',
                         help='step counts, such as 1,2,4,12 (default: as saved)')
     parser.add_argument('--teacher', metavar='MODEL', help='model to compare with: ' + MODEL)
-    parser.add_argument('--batch-size', type=whole_number(1), metavar='N', default=64,
-                        help='images per batch (default: %(default)s)')
     parser.add_argument('--amp', choices=[name for name in AMP_DTYPES if name], help='mixed precision')
-    parser.add_argument('--held-out', type=float, metavar='SHARE',
-                        help='evaluate only on the share that training held out, if the data has no val/ (default: '
-                             'val/ or test/ or all images of a folder, x_test of an .npz)')
-    parser.add_argument('--seed', type=int, metavar='N', help='the seed of the training, for --held-out (default: 0)')
     parser.add_argument('--embedding', action='store_true', help=(
         'compare embeddings instead of classes: cosine, nearest images, and, of an .npz, what its labelled x_train '
         'makes of them; always so for a model without classes'))
-    parser.add_argument('--json', metavar='FILE', help='file to write the results to')
-    workers(parser)
-    quiet(parser)
+    parser.add_argument('--json', type=Path, metavar='FILE', help='file to write the results to')
+    _add_images(parser, 'evaluate only on the share that training held out, if the data has no val/ (default: val/ or '
+                        'test/ or all images of a folder, x_test of an .npz)')
 
 
-def run(args: argparse.Namespace) -> None:
-    if args.json and not Path(args.json).resolve().parent.is_dir():
-        raise ValueError(f"There is no folder '{Path(args.json).parent}' to write {Path(args.json).name} to.")
-    if args.json and Path(args.json).is_dir():
-        raise ValueError(f"'{args.json}' is a folder. Give a file to write to.")
+def evaluate(args: argparse.Namespace) -> None:
+    """Measure accuracy and speed at several step counts."""
+    check_file(args.json)
     model = load(args.model, args)
     teacher = load(args.teacher, args) if args.teacher else None
-    if teacher is not None and teacher.num_classes != model.num_classes:
-        raise ValueError(
-            f'The teacher has {teacher.num_classes} classes, the model {model.num_classes}. Give a teacher with the '
-            'same classes.')
-    if args.steps and not find_ode_blocks(model):
+    blocks = find_ode_blocks(model)
+    if args.steps and not blocks:
         raise ValueError(
             f"--steps needs an ODE-ViT, but '{args.model}' is not one. Run: odevit convert {args.model} OUT")
-    if teacher is not None and _size(teacher) != _size(model):
-        raise ValueError(
-            f'The teacher takes images of {_size(teacher)}, the model of {_size(model)}. Give a teacher with the same '
-            'input size.')
-    loader, data, names = _loader(args, model)
+    sizes = [' x '.join(map(str, data_config(each)['input_size'])) for each in (model, teacher or model)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f'The teacher takes images of {sizes[1]}, the model of {sizes[0]}. Give a teacher with the '
+                         'same input size.')
+    if args.seed is not None and args.held_out is None:
+        raise ValueError('--seed chooses the images of --held-out. Give both, or leave --seed out.')
+    loader, data = _images(args, model, args.held_out, args.embedding)
     for each in () if args.embedding else (model, *([] if teacher is None else [teacher])):
-        warn_of_other_classes(each, names, args.data)
-    blocks, recipe = find_ode_blocks(model), _recipe(model)
+        warn_of_other_classes(each, label_names(loader), args.data)
+    recipe = _recipe(model)
     options: Any = dict(
         steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet, data=data,
         trained_at=recipe.trained_at(blocks[0].steps) if recipe is not None and len(blocks) == 1 else ())
     if args.embedding or not model.num_classes:
         found: Evaluation[Any] = evaluate_embeddings(model, loader, labelled=_labelled(args, model), **options)
     else:
-        found = evaluate(model, loader, **options)
+        found = measure_accuracy(model, loader, **options)
     print(found)
     if args.json:
         found.to_json(args.json)
-
-
-def _loader(args: argparse.Namespace, model: Any) -> Tuple[Any, str, Optional[List[str]]]:
-    """The images, what they are in words, and the names of their classes."""
-    if args.seed is not None and args.held_out is None:
-        raise ValueError('--seed chooses the images of --held-out. Give both, or leave --seed out.')
-    share = '' if args.held_out is None else f'the share {args.held_out:g} held out of training of '
-    if Path(args.data).is_file():
-        if args.workers is not None:
-            raise ValueError('--workers load images from folders, but an .npz is read at once. Leave it out.')
-        if args.seed is not None:
-            raise ValueError('--seed chooses images of folders; of an .npz, the last ones are held out. Leave it out.')
-        _, val, test = array_loaders(
-            args.data, model, batch_size=args.batch_size, held_out=_share(args), any_classes=args.embedding)
-        loader, what = (val, 'x_train') if share else (test, 'x_test')
-        return loader, f'{share}{what} of {args.data}', loader.label_names
-    parts = folder_parts(args.data)
-    if share and 'val' in parts:
-        raise ValueError(f"'{args.data}' has {parts['val'].name}/, and training used that to validate, so it held "
-                         'nothing else out. Leave --held-out out.')
-    loader = folder_loader(args.data, model, batch_size=args.batch_size, held_out=args.held_out, seed=args.seed or 0,
-                           any_classes=args.embedding, workers=2 if args.workers is None else args.workers)
-    used = parts.get('train') if share else parts.get('val') or parts.get('test')
-    return loader, f'{share}{used or args.data}', label_names(loader)
-
-
-def _share(args: argparse.Namespace) -> float:
-    return 0.1 if args.held_out is None else args.held_out  # type: ignore[no-any-return]
 
 
 def _labelled(args: argparse.Namespace, model: Any) -> Any:
     """The training images, as they are, of what has any."""
     if not Path(args.data).is_file():
         return None
-    train = array_loaders(
-        args.data, model, batch_size=args.batch_size, held_out=_share(args), any_classes=True)[0]
+    train = array_loaders(args.data, model, batch_size=args.batch_size, held_out=args.held_out or 0.1,
+                          any_classes=True)[0]
     train.train = False
     return train
 
@@ -122,5 +100,63 @@ def _recipe(model: Any) -> Optional[Recipe]:
         return None
 
 
-def _size(model: Any) -> str:
-    return ' x '.join(str(size) for size in data_config(model)['input_size'])
+def add_halt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('model', help=MODEL)
+    parser.add_argument('data', help=DATA)
+    parser.add_argument('out', help='folder to save the model to; must be new')
+    parser.add_argument('--rule', choices=HALTING, default='entropy', help='what is compared (default: %(default)s)')
+    parser.add_argument('--max-drop', type=float, metavar='SHARE', default=0.005,
+                        help='largest loss of accuracy, as a share of all images (default: %(default)s)')
+    add_steps(parser)
+    _add_images(parser, 'share that training held out, if the data has no val/ (default: 0.1)')
+
+
+def halt(args: argparse.Namespace) -> None:
+    """Choose when an image may stop before the last step, and save the model with this setting."""
+    refuse_existing(args.out, 'remove it')
+    model = load(args.model, args)
+    set_steps(model, args.steps, args.model)
+    has_val = Path(args.data).is_dir() and 'val' in folder_parts(args.data)
+    share = 0.1 if args.held_out is None and not has_val else args.held_out
+    held_out, _ = _images(args, model, share)  # not the test images
+    warn_of_other_classes(model, label_names(held_out), args.data)
+    found = calibrate_halting(
+        model, held_out, rule=args.rule, max_drop=args.max_drop, progress=not args.quiet)
+    print(found)
+    if found.nfe == found.full_nfe:
+        raise ValueError(f'No image can stop earlier at --max-drop {args.max_drop:g}, so nothing was saved. Allow '
+                         'more, use another --rule, or train a student with exits: odevit distill early_exit')
+    found.apply_(model)
+    save(model, args.out)
+
+
+def _add_images(parser: argparse.ArgumentParser, held_out: str) -> None:
+    parser.add_argument('--held-out', type=float, metavar='SHARE', help=held_out)
+    parser.add_argument('--seed', type=int, metavar='N', help='the seed of the training, for --held-out (default: 0)')
+    add_number(parser, '--batch-size', 'images per batch', default=64)
+    add_workers(parser)
+    add_quiet(parser)
+
+
+def _images(
+        args: argparse.Namespace, model: Any, held_out: Optional[float], any_classes: bool = False) -> Tuple[Any, str]:
+    """Labelled images, and what they are in words: the share held out of training, else val/, test/, x_test or all."""
+    share = '' if held_out is None else f'the share {held_out:g} held out of training of '
+    if Path(args.data).is_file():
+        for option in ('workers', 'seed'):
+            if getattr(args, option) is not None:
+                raise ValueError(f'--{option} is for images in folders; an .npz is read at once, and its last images '
+                                 'are held out. Leave it out.')
+        _, val, test = array_loaders(
+            args.data, model, batch_size=args.batch_size, held_out=0.1 if held_out is None else held_out,
+            any_classes=any_classes)
+        loader, part = (val, 'x_train') if share else (test, 'x_test')
+        return loader, f'{share}{part} of {args.data}'
+    parts = folder_parts(args.data)
+    if 'val' in parts and (held_out is not None or args.seed is not None):
+        raise ValueError(f"'{args.data}' has {parts['val'].name}/, and training used that to validate, so it held "
+                         'nothing else out. Leave out --held-out and --seed.')
+    loader = folder_loader(args.data, model, batch_size=args.batch_size, held_out=held_out, seed=args.seed or 0,
+                           any_classes=any_classes, workers=2 if args.workers is None else args.workers)
+    used = parts.get('train') if share else parts.get('val') or parts.get('test')
+    return loader, f'{share}{used or args.data}'

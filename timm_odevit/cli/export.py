@@ -1,16 +1,19 @@
-"""odevit export"""
+"""odevit export and push"""
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 from ..deploy.export import export_model
 from ..deploy.formats import FORMATS
-from .arguments import MODEL, load, set_steps, whole_number
+from ..files import write_text
+from ..saving.push import push_to_hub
+from .arguments import MODEL, add_number, add_steps, load, set_steps
 
-HELP = 'Write a model to a file that runs without this package.'
+__all__ = ['add_export', 'add_push', 'export', 'push']
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', help=MODEL)
     parser.add_argument('--format', choices=list(FORMATS), default='onnx',
                         help='onnx, for ONNX Runtime and others; pt2, for torch.export.load; or aoti, compiled for '
@@ -20,13 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--int8', action='store_true', help='store the weights of linear layers as int8')
     parser.add_argument('--unmerged', action='store_true',
                         help='do not merge a block that depends on time: a smaller file that may be slower')
-    parser.add_argument('--steps', type=whole_number(1), metavar='K', help='number of solver steps (default: as saved)')
-    parser.add_argument('--img-size', type=whole_number(1), metavar='N',
-                        help="image size in pixels (default: the model's)")
+    add_steps(parser)
+    add_number(parser, '--img-size', "image size in pixels (default: the model's)")
     parser.add_argument('--overwrite', action='store_true', help='replace an existing file')
 
 
-def run(args: argparse.Namespace) -> None:
+def export(args: argparse.Namespace) -> None:
+    """Write a model to a file that runs without this package."""
     options = {} if args.img_size is None else {'img_size': args.img_size}
     model: Any = load(args.model, args, **options)
     set_steps(model, args.steps, args.model)
@@ -34,3 +37,37 @@ def run(args: argparse.Namespace) -> None:
     path = export_model(
         model, out, format=args.format, int8=args.int8, merged=not args.unmerged, overwrite=args.overwrite)
     print(f'wrote {path}: {path.stat().st_size / 1e6:.2f} MB')
+
+
+def add_push(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('model', help="'local-dir:FOLDER' of a saved model")
+    parser.add_argument('repo', help="repository, 'org/name'; created if it does not exist")
+    parser.add_argument('--results', metavar='FILE', help='results from odevit evaluate --json, for the card')
+    parser.add_argument('--dataset', default='', metavar='NAME',
+                        help='name of the dataset of the results, such as CIFAR-100')
+    parser.add_argument('--license', metavar='ID',
+                        help="the Hub's identifier of a licence, for the card (default: that of the base's weights)")
+    parser.add_argument('--card', metavar='FILE', help='file to write the card to, to read it before it is sent')
+    parser.add_argument('--private', action='store_true', help='make the repository private')
+    parser.add_argument('--revision', default='main', metavar='BRANCH', help='branch (default: %(default)s)')
+    parser.add_argument('--create-pr', action='store_true', help='open a pull request')
+    parser.add_argument('--dry-run', action='store_true', help='send nothing; show what would be sent')
+
+
+def push(args: argparse.Namespace) -> None:
+    """Send a saved model to the Hugging Face Hub, with a card."""
+    rows = []
+    if args.results:
+        if not Path(args.results).is_file():
+            raise ValueError(f"There is no results file '{args.results}'. Make one: odevit evaluate {args.model} DATA "
+                             f'--json {args.results}')
+        try:
+            rows = json.loads(Path(args.results).read_text())
+        except ValueError as e:
+            raise ValueError(f"'{args.results}' is not what odevit evaluate --json writes: {e}") from None
+    pushed = push_to_hub(
+        load(args.model, args), args.repo, results=rows, dataset=args.dataset, license=args.license,
+        private=args.private or None, revision=args.revision, create_pr=args.create_pr, dry_run=args.dry_run)
+    print(pushed)
+    if args.card:
+        write_text(Path(args.card), pushed.card)

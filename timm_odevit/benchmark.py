@@ -1,0 +1,211 @@
+"""Time, memory and size of models, measured side by side; what `odevit benchmark` does."""
+import copy
+import platform
+import statistics
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Sequence, Union
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.utils.benchmark import Measurement, Timer
+from tqdm import tqdm
+
+from ._version import __version__
+from .convert.merge import merge_
+from .data.preprocessing import data_config
+from .ode.blocks import count_parameters, find_ode_blocks, with_steps
+from .settings import many, one_of, whole
+
+__all__ = ['MODES', 'Benchmark', 'Timing', 'benchmark', 'peak_of']
+
+Images = Callable[[nn.Module, int], Tensor]
+MODES = ('default', 'reduce-overhead', 'max-autotune')  # of torch.compile
+CALLS = 2  # in a round, after two that are not timed
+SAMPLE = 32  # images over which a time is averaged, if it depends on the images
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A model that was timed with batches of one size.
+
+    Attributes:
+        name: The model, and in which state it ran.
+        batch_size: Images per call.
+        seconds: Median time of a call.
+        iqr: Interquartile range of the times.
+        ratio: Median over the rounds of its time divided by that of the first model.
+        evaluations: Evaluations of the shared block for an image, on average; None for a model without one.
+        peak: Peak memory in bytes that a call allocates, beyond the parameters.
+        parameters: Number of parameters, each counted once.
+        size: Bytes of the weights.
+    """
+    name: str
+    batch_size: int
+    seconds: float
+    iqr: float
+    ratio: float
+    evaluations: Optional[float]
+    peak: int
+    parameters: int
+    size: int
+
+    def row(self) -> str:
+        evaluations = '-' if self.evaluations is None else f'{self.evaluations:.3g}'
+        return (f'| {self.name} | {evaluations} | {1000 * self.seconds:.1f} ± {50 * self.iqr / self.seconds:.0f} % | '
+                f'{self.ratio:.3f} | {self.batch_size / self.seconds:.1f} | {self.peak / 1e6:.1f} | '
+                f'{self.parameters:,} | {self.size / 1e6:.1f} |')
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What `benchmark` measured; `print` gives a Markdown table for each batch size.
+
+    Attributes:
+        machine: Processor, threads, versions, number of rounds.
+        timings: One Timing for each model and batch size.
+    """
+    machine: Dict[str, Any]
+    timings: List[Timing]
+
+    def to_dict(self) -> Dict[str, Any]:
+        """Everything as dicts and lists, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        tables = [', '.join(f'{key} {value}' for key, value in self.machine.items())]
+        for size in dict.fromkeys(timing.batch_size for timing in self.timings):
+            rows = [timing.row() for timing in self.timings if timing.batch_size == size]
+            heads = f'| batch {size} | evaluations | ms | ratio | images/s | peak memory, MB | parameters | MB |'
+            tables.append('\n'.join([heads, '|' + ' --- |' * 8, *rows]))
+        return '\n\n'.join(tables)
+
+
+@torch.inference_mode()
+def benchmark(
+        models: Dict[str, nn.Module],
+        *,
+        batch_sizes: Sequence[int] = (1, 8),
+        steps: Sequence[int] = (),
+        rounds: int = 10,
+        compiled: Optional[str] = None,
+        images: Optional[Images] = None,
+        progress: bool = False,
+) -> Benchmark:
+    """Time forward passes of models, which take turns in every round, so that all share the machine's moods.
+
+    An ODE-ViT whose block depends on time is also timed merged.
+
+    Args:
+        models: Models by name, in eval mode, on one device and with the dtype in which they are to run; the others are
+            compared with the first one.
+        batch_sizes: Images per call.
+        steps: Other step counts with which ODE-ViTs of one stage are timed, too.
+        rounds: Rounds in which each model is called twice, after two calls that are not timed.
+        compiled: Mode of torch.compile, to time each model compiled, too; None for not.
+        images: Function that gives images [N, C, H, W] for a model and a number N; None for random ones. Small batches
+            are averaged over 32 images.
+        progress: Show progress bars.
+
+    Returns:
+        A Benchmark: print it, or call its `to_dict()`.
+
+    Raises:
+        ValueError: A setting is out of range; there are no models; or one halts image by image, and there are no images
+            for which to time it.
+    """
+    whole(1)('rounds', rounds)
+    many(whole(1), 'batch sizes')('batch_sizes', list(batch_sizes))
+    one_of(MODES, none='not compiled')('compiled', compiled)
+    if not models:
+        raise ValueError("There is nothing to time. Give models by name, such as {'student': student}.")
+    candidates: Dict[str, nn.Module] = {}
+    for name, model in models.items():
+        if images is None and any(ode.config.halting for ode in find_ode_blocks(model)):
+            raise ValueError(f"'{name}' halts image by image, so that its time depends on the images. Give images "
+                             '(--data).')
+        candidates.update(_states(name, model, steps, compiled))
+    timings = [timing for size in dict.fromkeys(batch_sizes)
+               for timing in _time(candidates, size, rounds, images, progress)]
+    parameter = next(next(iter(models.values())).parameters())
+    return Benchmark(_machine(parameter.device, parameter.dtype, rounds), timings)
+
+
+def _states(name: str, model: nn.Module, steps: Sequence[int], compiled: Optional[str]) -> Dict[str, nn.Module]:
+    """A model as it is, with other step counts, merged and compiled."""
+    found, blocks = {name: model}, find_ode_blocks(model)
+    if len(blocks) == 1 and not blocks[0].merged and not blocks[0].config.adaptive:
+        found.update({f'{name}, K = {count}': with_steps(model, count) for count in steps if count != blocks[0].steps})
+    if any(ode.shared.depends_on_time and not ode.merged and not ode.config.adaptive for ode in blocks):
+        found[f'{name}, merged'] = merged = copy.deepcopy(model)
+        merge_(merged)
+    if compiled is not None:
+        found[f'{name}, compiled'] = torch.compile(copy.deepcopy(model), mode=compiled)  # type: ignore[assignment]
+    return found
+
+
+def _time(
+        candidates: Dict[str, nn.Module], size: int, rounds: int, images: Optional[Images], progress: bool,
+) -> List[Timing]:
+    """Time all candidates with batches of one size."""
+    batches = {name: _batches(model, size, images) for name, model in candidates.items()}
+    timers = {name: Timer('for x in batches: model(x)', globals={'model': model, 'batches': batches[name]},
+                          num_threads=torch.get_num_threads()) for name, model in candidates.items()}
+    turns: Dict[str, List[Measurement]] = {name: [] for name in candidates}
+    for _ in tqdm(range(rounds), unit='round', leave=False, disable=not progress):
+        for name, timer in timers.items():
+            turns[name].append(timer.timeit(CALLS))
+    timings: List[Timing] = []
+    first = [turn.median for turn in next(iter(turns.values()))]
+    for name, model in candidates.items():
+        found, evaluations = Measurement.merge(turns[name])[0], []
+        for batch in batches[name]:
+            model(batch)
+            evaluations.append(sum(float(ode.evaluations) for ode in find_ode_blocks(model)))
+        weights, count = list(model.state_dict().values()), len(batches[name])
+        timings.append(Timing(
+            name, size, found.median / count, found.iqr / count,
+            statistics.median(turn.median / other for turn, other in zip(turns[name], first, strict=True)),
+            statistics.mean(evaluations) or None, peak_of(partial(model, batch), batch.device),
+            count_parameters(model), sum(w.numel() * w.element_size() for w in weights)))
+    return timings
+
+
+def _batches(model: nn.Module, size: int, images: Optional[Images]) -> Sequence[Tensor]:
+    if images is not None:
+        return images(model, max(size, SAMPLE // size * size)).split(size)
+    like = next(p for p in model.parameters() if p.is_floating_point())
+    return [torch.randn(size, *data_config(model)['input_size'], dtype=like.dtype, device=like.device)]
+
+
+def peak_of(call: Callable[[], Any], device: Union[str, torch.device]) -> int:
+    """Peak memory in bytes that a call allocates; it must have run once before."""
+    if torch.device(device).type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(profile_memory=True) as profile:
+        call()
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == '[memory]':
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def _machine(device: torch.device, dtype: torch.dtype, rounds: int) -> Dict[str, Any]:
+    """What the figures depend on."""
+    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else _processor()
+    return {'device': name, 'threads': torch.get_num_threads(), 'dtype': str(dtype).removeprefix('torch.'),
+            'torch': torch.__version__, 'timm': timm.__version__, 'timm-odevit': __version__, 'rounds': rounds}
+
+
+def _processor() -> str:
+    path = Path('/proc/cpuinfo')
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(':', 1)[1].strip() for line in lines if line.startswith('model name')]
+    return names[0] if names else platform.processor() or platform.machine()
