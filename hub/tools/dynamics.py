@@ -15,17 +15,7 @@ from pathlib import Path
 import timm
 import torch
 
-from timm_odevit import (
-    contraction_regions,
-    discretisation_errors,
-    lipschitz_constants,
-    lyapunov_exponents,
-    recovery,
-    relations,
-    signals,
-    softmax_bounds,
-    spectral_norms,
-)
+import timm_odevit as odevit
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.dynamics.discretisation import observed_order
 from timm_odevit.files import to_json, write_text
@@ -39,53 +29,59 @@ def spread(values):
     return {'mean': float(values.mean()), 'sd': float(values.std()) if len(values) > 1 else math.nan}
 
 
+def exponents(model, images, tokens='all'):
+    found = odevit.lyapunov_exponents(model, images, tokens=tokens)
+    return {**spread(found.values[:, 0]), 'drift': float(found.drift.mean()),
+            'running': found.running[..., 0].mean(0).tolist(),
+            'without': sum(reason is not None for reason in found.reasons)}
+
+
+def lipschitz(model, images):
+    found = odevit.lipschitz_constants(model, images, iterations=8)
+    return {'along': found.values.mean(0).tolist(), 'largest': float(found.values.max()),
+            **spread(found.values.mean(1))}
+
+
+def softmax(model, images):
+    found = odevit.softmax_bounds(model, images)
+    return {'along': found.values.mean((0, 2)).tolist(), **spread(found.values.mean((1, 2)))}
+
+
+def region(model, teacher, images):
+    found = odevit.contraction_regions(teacher, images, student=None if model is teacher else model)
+    radii = {'worst': found.worst, 'distance': found.distance, 'towards': found.towards,
+             'random': found.random.median(dim=1).values}
+    return {**{name: float((radius / found.norm).median()) for name, radius in radii.items()},
+            'inside': 100 * float(found.inside.double().mean()), 'same': 100 * float(found.same.double().mean())}
+
+
+def recovery(model, images):
+    found = odevit.recovery(model, images)
+    return {'factor': found.factor.mean(0).tolist(), 'same': (100 * found.same.double().mean(0)).tolist()}
+
+
+def relations(model, teacher, loader):
+    found = odevit.relations(*odevit.signals(model, loader, teacher=None if model is teacher else teacher))
+    return [{**asdict(r), 'related': r.related} for r in found]
+
+
+def discretisation(model, images):
+    methods = dict.fromkeys([find_ode_blocks(model)[0].method, 'strang', 'rk4'])
+    found = [odevit.discretisation_errors(model, images, methods=[method], fine=4, iterations=3) for method in methods]
+    return [{'method': e.method, 'steps': e.steps, 'error': float(e.error.mean()), 'bound': float(e.bound.mean()),
+             'reference': float(e.reference.mean()), 'local': e.local.mean(0).tolist(), 'order': observed_order(each)}
+            for each in found for e in each]
+
+
 def measures(model, teacher, images, loader):
     """The measures of one model, by name; each a function without arguments that returns what goes into JSON."""
-    def exponents():
-        found = lyapunov_exponents(model, images, sweeps=4)
-        return {**spread(found.values[:, 0]), 'drift': float(found.drift.mean()),
-                'running': found.running[..., 0].mean(0).tolist(),
-                'without': sum(reason is not None for reason in found.reasons)}
-
-    def class_exponents():
-        found = lyapunov_exponents(model, images, sweeps=4, tokens='class')
-        return {**spread(found.values[:, 0]), 'drift': float(found.drift.mean())}
-
-    def lipschitz():
-        found = lipschitz_constants(model, images, iterations=8)
-        return {'along': found.values.mean(0).tolist(), 'largest': float(found.values.max()),
-                **spread(found.values.mean(1))}
-
-    def softmax():
-        found = softmax_bounds(model, images)
-        return {'along': found.values.mean((0, 2)).tolist(), **spread(found.values.mean((1, 2)))}
-
-    def region():
-        found = contraction_regions(teacher, images, student=None if model is teacher else model)
-        radii = {'worst': found.worst, 'distance': found.distance, 'towards': found.towards,
-                 'random': found.random.median(dim=1).values}
-        return {**{name: float((radius / found.norm).median()) for name, radius in radii.items()},
-                'inside': 100 * float(found.inside.double().mean()), 'same': 100 * float(found.same.double().mean())}
-
-    def taken_back():
-        found = recovery(model, images)
-        return {'factor': found.factor.mean(0).tolist(), 'same': (100 * found.same.double().mean(0)).tolist()}
-
-    def related():
-        found = relations(*signals(model, loader, teacher=None if model is teacher else teacher))
-        return [{**asdict(r), 'related': r.related} for r in found]
-
-    def error():
-        own = find_ode_blocks(model)[0].method
-        found = [discretisation_errors(model, images[:FEW], methods=[method], fine=4, iterations=3)
-                 for method in dict.fromkeys([own, 'strang', 'rk4'])]
-        return [{'method': e.method, 'steps': e.steps, 'error': float(e.error.mean()), 'bound': float(e.bound.mean()),
-                 'reference': float(e.reference.mean()), 'local': e.local.mean(0).tolist(),
-                 'order': observed_order(each)} for each in found for e in each]
-    chosen = {'spectral norms': lambda: spectral_norms(model), 'exponents': exponents, 'class token': class_exponents,
-              'softmax': softmax, 'region': region, 'recovery': taken_back, 'relations': related,
-              'lipschitz': lipschitz}
-    return {**chosen, 'discretisation': error} if find_ode_blocks(model) else chosen
+    chosen = {
+        'spectral_norms': lambda: odevit.spectral_norms(model), 'exponents': lambda: exponents(model, images),
+        'class_token': lambda: exponents(model, images, 'class'), 'softmax': lambda: softmax(model, images),
+        'region': lambda: region(model, teacher, images), 'recovery': lambda: recovery(model, images),
+        'relations': lambda: relations(model, teacher, loader), 'lipschitz': lambda: lipschitz(model, images),
+        'discretisation': lambda: discretisation(model, images[:FEW])}
+    return {name: run for name, run in chosen.items() if name != 'discretisation' or find_ode_blocks(model)}
 
 
 def main():
@@ -104,7 +100,7 @@ def main():
         loader = list(array_loaders(args.data, model, batch_size=50, limit=args.images)[2])
         images = torch.cat([batch for batch, _ in loader])
         for measure, run in measures(model, teacher, images, loader).items():
-            path = args.out / name / f'{measure.replace(" ", "_")}.json'
+            path = args.out / name / f'{measure}.json'
             count = min(FEW, len(images)) if measure == 'discretisation' else len(images)
             if path.exists() and json.loads(path.read_text())['images'] == count:
                 continue

@@ -15,25 +15,20 @@ import statistics
 import subprocess
 import sys
 import types
-from contextlib import nullcontext
 from pathlib import Path
 
 import timm
 import torch
 import torch.nn.functional as F
+from torch.utils.benchmark import Measurement, Timer
 
 import timm_odevit
-from timm_odevit.benchmark.timing import in_turns, peak_of
+from timm_odevit.benchmark import peak_of
 
 PAPER = "the paper's code"
 SIZE, WIDTH, HEADS, STEPS, REGISTERS, CLASSES = 224, 192, 3, 12, 4, 100
-OURS = {
-    'ours': dict(),
-    'ours, K = 6': dict(ode_steps=6, ode_T=12.),
-    'ours, each step computed again': dict(checkpointed=True),
-    'ours, reversible': dict(ode_method='reversible'),
-    'vit_tiny, 12 blocks': None,
-}
+HALF, AGAIN, VIT = 'ours, K = 6', 'ours, activation checkpointing', 'vit_tiny, 12 blocks'
+NAMES = {'inference': (PAPER, 'ours', HALF, VIT), 'training': (PAPER, 'ours', AGAIN, VIT)}
 
 
 def main():
@@ -47,19 +42,22 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.only:
-        print(resident(*args.only, args))
+        print(resident(call_of(*args.only, args)))
         return
     found = []
-    for what in ('inference', 'training'):
-        calls = {name: call_of(name, what, args) for name in names(what)}
-        times = in_turns({name: (call, nullcontext) for name, call in calls.items()}, args.rounds, 2, 'cpu', True)
+    for what, names in NAMES.items():
+        calls = {name: call_of(name, what, args) for name in names}
+        turns = {name: [] for name in names}
+        for _ in range(args.rounds):
+            for name, call in calls.items():
+                turns[name].append(Timer('call()', globals={'call': call}, num_threads=args.threads).timeit(1))
         for name, call in calls.items():
-            ratio = statistics.median(a / b for a, b in zip(times[PAPER], times[name], strict=True))
+            ratio = statistics.median(a.median / b.median for a, b in zip(turns[PAPER], turns[name], strict=True))
             outside = subprocess.run([sys.executable, __file__, args.code, args.out, '--only', name, what, '--threads',
                                       str(args.threads), '--batch-size', str(args.batch_size)],
                                      check=True, capture_output=True, text=True).stdout
-            found.append({'what': what, 'model': name, 'ms': 1000 * statistics.median(times[name]), 'ratio': ratio,
-                          'bytes': peak_of(call, 'cpu'), 'resident': int(outside)})
+            found.append({'what': what, 'model': name, 'ms': 1000 * Measurement.merge(turns[name])[0].median,
+                          'ratio': ratio, 'bytes': peak_of(call, 'cpu'), 'resident': int(outside)})
             print(json.dumps(found[-1]), flush=True)
     record = {
         'width': WIDTH, 'steps': STEPS, 'tokens': 1 + (SIZE // 16) ** 2 + REGISTERS, 'batch size': args.batch_size,
@@ -67,14 +65,9 @@ def main():
     args.out.write_text(json.dumps(record, indent=2) + '\n')
 
 
-def names(what):
-    last = ['ours, K = 6'] if what == 'inference' else list(OURS)[2:4]
-    return [PAPER, 'ours', *last, 'vit_tiny, 12 blocks']
-
-
 def call_of(name, what, args):
     torch.manual_seed(0)
-    model = paper(args.code) if name == PAPER else ours(OURS[name])
+    model = build(name, args.code)
     images = torch.randn(args.batch_size, 3, SIZE, SIZE)
     if what == 'inference':
         model.eval()
@@ -91,40 +84,34 @@ def call_of(name, what, args):
     return step
 
 
-def paper(code):
-    sys.modules.setdefault('utils', types.ModuleType('utils'))
-    spec = importlib.util.spec_from_file_location('paper', code / 'models' / 'ode_transformer_gpt.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.ViTNeuralODE(
-        img_size=SIZE, patch_size=16, num_classes=CLASSES, embed_dim=WIDTH, num_heads=HEADS, time_interval=12.,
-        num_eval_steps=STEPS + 1, solver='euler', register_tokens=REGISTERS)  # a grid of K + 1 points has K steps
-
-
-def ours(options):
+def build(name, code):
+    if name == PAPER:
+        sys.modules.setdefault('utils', types.ModuleType('utils'))
+        spec = importlib.util.spec_from_file_location('paper', code / 'models' / 'ode_transformer_gpt.py')
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.ViTNeuralODE(
+            img_size=SIZE, patch_size=16, num_classes=CLASSES, embed_dim=WIDTH, num_heads=HEADS, time_interval=12.,
+            num_eval_steps=STEPS + 1, solver='euler', register_tokens=REGISTERS)  # a grid of K + 1 points has K steps
     common = dict(num_classes=CLASSES, reg_tokens=REGISTERS)
-    if options is None:
+    if name == VIT:
         return timm.create_model('vit_tiny_patch16_224', **common)
-    options = dict(options)
-    checkpointed = options.pop('checkpointed', False)
-    model = timm.create_model('odevit_tiny', **common, **options)
-    model.set_grad_checkpointing(checkpointed)
+    model = timm.create_model('odevit_tiny', **common, **(dict(ode_steps=6, ode_T=12.) if name == HALF else {}))
+    model.set_grad_checkpointing(name == AGAIN)
     return model
 
 
-def resident(name, what, args):
-    call = call_of(name, what, args)
+def resident(call):
+    """Bytes by which three calls raise the highest resident set of this process."""
     Path('/proc/self/clear_refs').write_text('5')  # the highest resident set is now the present one
-    before = status('VmHWM')
+
+    def highest():
+        lines = Path('/proc/self/status').read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith('VmHWM'))
+    before = highest()
     for _ in range(3):
         call()
-    return status('VmHWM') - before
-
-
-def status(key):
-    """A figure of this process as Linux knows it, in bytes."""
-    lines = Path('/proc/self/status').read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key))
+    return highest() - before
 
 
 if __name__ == '__main__':

@@ -13,7 +13,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import timm
 import torch
 from cards import card
@@ -44,11 +43,6 @@ def halved(model):
     return other
 
 
-def _names(data):
-    with np.load(data) as arrays:
-        return {'label_names': [str(name) for name in arrays['classes']]} if 'classes' in arrays else {}
-
-
 def trained(rows, model):
     blocks = find_ode_blocks(model)
     return next(r for r in rows if r['model'] != 'teacher' and (not blocks or r['steps'] == blocks[0].steps))
@@ -64,38 +58,27 @@ def halting(model, rule, val, test):
     return {'rule': rule, 'threshold': found.threshold, **{key: row[key] for key in ('nfe', 'top1', 'halted')}}
 
 
-def minutes_of(history):
-    return sum(r['seconds'] for r in history) / 60
-
-
-def before(published, between):
-    """Commands, recipes, epochs and minutes of the runs before this one."""
-    commands, recipes, epochs, minutes = [], [], 0, 0.
-    if published:
-        record = json.loads((published / 'results.json').read_text())
-        recipes = [path.read_text() for path in (*sorted(published.glob('earlier*.yaml')), published / 'recipe.yaml')]
-        last = EARLIER[len(recipes) - 1]
-        commands = [record['command'].replace(f'{published.name}/recipe.yaml', f'{published.name}/{last}')]
-        epochs, minutes = record['epochs'], record['minutes']
-    for run, command in between:
-        history = json.loads((Path(run) / 'history.json').read_text())
-        commands, recipes = [*commands, command], [*recipes, (Path(run) / 'recipe.yaml').read_text()]
-        epochs, minutes = epochs + len(history), minutes + minutes_of(history)
+def before(published):
+    """Commands, recipes, epochs and minutes of the student that a run continued."""
+    if published is None:
+        return [], [], 0, 0.
+    record = json.loads((published / 'results.json').read_text())
+    recipes = [path.read_text() for path in (*sorted(published.glob('earlier*.yaml')), published / 'recipe.yaml')]
     if len(recipes) > len(EARLIER):
         raise SystemExit(f'{len(recipes)} earlier recipes are too many; at most {len(EARLIER)} are kept.')
-    return commands, recipes, epochs, minutes
+    last = EARLIER[len(recipes) - 1]
+    commands = [record['command'].replace(f'{published.name}/recipe.yaml', f'{published.name}/{last}')]
+    return commands, recipes, record['epochs'], record['minutes']
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('run', help='folder that odevit distill wrote')
+    parser.add_argument('run', type=Path, help='folder that odevit distill wrote')
     parser.add_argument('name', help='name of the published model and of its folder')
     parser.add_argument('data')
     parser.add_argument('--teacher', help='folder of the teacher')
     parser.add_argument('--command', required=True, help='the command that trained it, for the card')
     parser.add_argument('--earlier', type=Path, help='folder of the published student that the run continued')
-    parser.add_argument('--between', nargs=2, action='append', default=[], metavar=('RUN', 'COMMAND'),
-                        help='folder and command of an unpublished run after that student and before this run')
     parser.add_argument('--device-name', required=True, help='hardware, for the card')
     parser.add_argument('--batch-size', type=int, default=128)
     parser.add_argument('--threads', type=int, default=1)
@@ -104,41 +87,40 @@ def main():
     parser.add_argument('--hub', type=Path, default=HUB)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    run, folder = Path(args.run), args.hub / args.name
+    run, folder = args.run, args.hub / args.name
     if json.loads((run / 'run.json').read_text())['limit'] is not None:
         raise SystemExit(f"'{run}' is a rehearsal on a part of the images. Give a run on all of them.")
-    history = json.loads((run / 'history.json').read_text())
     model = timm.create_model(f'local-dir:{run / "best"}', pretrained=True).eval()
     teacher = timm.create_model(f'local-dir:{args.teacher}', pretrained=True).eval() if args.teacher else None
-    steps = args.steps if find_ode_blocks(model) else None
-    recipe = Recipe.load(run / 'recipe.yaml')
-    trained_at = list(recipe.trained_at(model.blocks.steps)) if steps else []
-    if steps and model.blocks.steps not in trained_at:
-        model.blocks.steps = trained_at[-1]
-    held_out = recipe.batches.held_out
-    _, val, test = array_loaders(args.data, model, batch_size=args.batch_size, held_out=held_out)
+    recipe, steps, trained_at = Recipe.load(run / 'recipe.yaml'), None, []
+    if find_ode_blocks(model):
+        steps, trained_at = args.steps, list(recipe.trained_at(model.blocks.steps))
+        if model.blocks.steps not in trained_at:
+            model.blocks.steps = trained_at[-1]
+    _, val, test = array_loaders(
+        args.data, model, batch_size=args.batch_size, held_out=recipe.batches.held_out)
     half = halved(model)
     full, rounded = (trained(measure(m, val), m)['top1'] for m in (model, half))
     stored, measured = (copy.deepcopy(half).half(), half) if rounded >= full - 0.05 else (model, model)
     rows = measure(measured, test, teacher, steps)
+    commands, recipes, epochs, minutes = before(args.earlier)
     folder.mkdir(parents=True, exist_ok=True)
     # the images are used whole, without cropping
-    stored.pretrained_cfg = {**stored.pretrained_cfg, 'crop_pct': 1.0, **_names(args.data)}
+    names = {'label_names': test.label_names} if test.label_names else {}
+    stored.pretrained_cfg = {**stored.pretrained_cfg, 'crop_pct': 1.0, **names}
     save_pretrained(stored, folder)
-    model = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
     size = (folder / 'model.safetensors').stat().st_size
     if size > LIMIT:
         raise SystemExit(f'The weights take {size / 2 ** 20:.1f} MiB; at most 16 MiB are allowed.')
-    commands, recipes, epochs, minutes = before(args.earlier, args.between)
-    epochs, minutes = epochs + len(history), minutes + minutes_of(history)
     for name, text in zip(EARLIER, recipes, strict=False):
         (folder / name).write_text(text)
     (folder / 'recipe.yaml').write_text(recipe.to_yaml())
     for r in rows:
         del r['images_per_second']  # the machine was not idle
+    history = json.loads((run / 'history.json').read_text())
     record = {
-        'command': '\n'.join([*commands, args.command]), 'epochs': epochs, 'device': args.device_name,
-        'minutes': minutes,
+        'command': '\n'.join([*commands, args.command]), 'epochs': epochs + len(history), 'device': args.device_name,
+        'minutes': minutes + sum(r['seconds'] for r in history) / 60,
         'versions': f'timm_odevit {timm_odevit.__version__}, torch {torch.__version__}, timm {timm.__version__}',
         'trained_at': trained_at,
         'held_out_top1': max(r['val_top1'] for r in history if r['stage'] == history[-1]['stage']), 'test': rows,
@@ -146,7 +128,7 @@ def main():
     if args.halting:
         record['halting'] = halting(measured, args.halting, val, test)
     (folder / 'results.json').write_text(json.dumps(record, indent=2) + '\n')
-    save_reference(model, folder)
+    save_reference(timm.create_model(f'local-dir:{folder}', pretrained=True).eval(), folder)
     (folder / 'README.md').write_text(card(folder))
     print(f'{folder}: {size / 2 ** 20:.2f} MiB, {trained(rows, model)}')
 

@@ -1,7 +1,7 @@
 """Send the published models, hub/*, to the Hugging Face Hub: one repository each.
 
-    python hub/publish.py                   say what would be sent: new, changed or the same for each file
-    python hub/publish.py --send            send it, after `hf auth login`
+    python hub/tools/publish.py                   say what would be sent: new, changed or the same for each file
+    python hub/tools/publish.py --send            send it, after `hf auth login`
 
 Files that are already there are not sent again, so after an interruption simply run it again.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from timm_odevit import push_to_hub
 
-HUB = Path(__file__).parent
+HUB = Path(__file__).parent.parent
 
 
 def main():
