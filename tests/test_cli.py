@@ -43,7 +43,7 @@ def run(*args):
 
 
 def test_convert_distill_evaluate(folder, capsys):
-    assert run('convert', 'local-dir:teacher', 'new', '--steps', '6', '--init', 'block:1') == 0
+    assert run('convert', 'local-dir:teacher', 'new', '--steps', '6') == 0
     assert '6 steps on [0, 3], 6 evaluations' in capsys.readouterr().out
     assert timm.create_model('local-dir:new').blocks.steps == 6
     distill = ['distill', 'autonomous', 'images', 'run', '--student', 'local-dir:new', '--teacher', 'local-dir:teacher',
@@ -70,18 +70,16 @@ def test_convert_to_a_size_and_calibrate(folder, capsys):
     assert 55 < share <= 60
     assert run('calibrate', 'local-dir:new', 'images', 'run', '--teacher', 'local-dir:teacher', '--epochs', '2,1',
                '--batch-size', '8') == 0
-    assert 'saved run/best' in capsys.readouterr().out
-    again = timm.create_model('local-dir:run/best', pretrained=True)
+    assert 'saved run' in capsys.readouterr().out
+    again = timm.create_model('local-dir:run', pretrained=True)
     assert again.blocks.config == timm.create_model('local-dir:new').blocks.config
     assert not torch.equal(again.blocks.shared.up['block-attn-qkv-weight'],
                            timm.create_model('local-dir:new', pretrained=True).blocks.shared.up['block-attn-qkv-weight'])
 
 
 def test_convert_in_phases_and_in_part(folder, capsys):
-    assert run('convert', 'local-dir:teacher', 'a', '--time', 'vectors', '--boundaries', '1', '--images', 'images') == 0
+    assert run('convert', 'local-dir:teacher', 'a', '--time', 'vectors', '--boundaries', '1') == 0
     assert timm.create_model('local-dir:a').blocks.config.boundaries == (1,)
-    assert run('convert', 'local-dir:teacher', 'b', '--phases', '2', '--boundaries', 'similarity', '--images', 'images') == 0
-    assert len(timm.create_model('local-dir:b').blocks.config.boundaries) == 1
     assert run('convert', 'local-dir:teacher', 'c', '--blocks', '1,2') == 0
     assert 'blocks 1-2 -> 1 shared block' in capsys.readouterr().out
     assert timm.create_model('local-dir:c', pretrained=True).blocks.config.blocks == (1, 2)
@@ -91,8 +89,10 @@ def test_convert_in_phases_and_in_part(folder, capsys):
     (['--target-params', '60%', '--rank', '3'], '--target-params chooses time, rank, phases, boundaries, init. Leave out --rank'),
     (['--target-params', '100'], '100 parameters are too few'),
     (['--rank', '3'], "rank applies only to time='low_rank'"),
-    (['--boundaries', 'similar'], "Unknown boundaries 'similar'. Did you mean 'similarity'? Allowed: uniform, similarity, or layers"),
-    (['--phases', '2', '--boundaries', 'similarity'], 'is measured on images. Pass'),
+    (['--random', '--checkpoint', 'teacher/model.safetensors'], '--random loads no weights'),
+    (['--metod', 'euler'], "unrecognized arguments: --metod euler. Did you mean '--method'? See odevit convert --help"),
+    (['--target-params', 'many'], "many"),
+    (['--method', 'heun'], "Did you mean 'heun2'?"),
     (['--images', 'nowhere'], "There is no folder 'nowhere'"),
     (['--blocks', '1,7'], 'VisionTransformer has blocks 0 to 2'),
     (['--blocks', '3'], 'blocks must be the first and the last layer to convert, such as (3, 9); got 3'),
@@ -101,15 +101,12 @@ def test_convert_in_phases_and_in_part(folder, capsys):
     (['--T', '1' + '0' * 400], 'T must be a number above 0'),
 ])
 def test_convert_refuses(folder, capsys, options, message):
-    assert run('convert', 'local-dir:teacher', 'new', *options) == 2
+    try:
+        assert run('convert', 'local-dir:teacher', 'new', *options) == 2
+    except SystemExit as e:  # of argparse
+        assert e.code == 2
     assert message in capsys.readouterr().err
     assert not (folder / 'new').exists()
-
-
-@pytest.mark.parametrize('options', [['--target-params', 'many'], ['--target-params', '-3']])
-def test_convert_refuses_what_is_no_number(folder, capsys, options):
-    with pytest.raises(SystemExit):
-        run('convert', 'local-dir:teacher', 'new', *options)
 
 
 def test_a_fine_tuned_head_is_kept(folder, capsys):
@@ -136,14 +133,13 @@ def test_convert_other_settings(folder, capsys):
     capsys.readouterr()
 
 
-@pytest.mark.parametrize('content, message', [
-    ('{', "config.json' is not valid JSON"), ('[1]', "config.json' names no architecture. Write it with save_pretrained."),
-    ('{}', "config.json' names no architecture"), ('{"architecture": 1}', "config.json' names no architecture")])
-def test_a_config_that_describes_no_model(tmp_path, capsys, content, message):
+@pytest.mark.parametrize('content', [
+    '{', '[1]', '{}', '{"architecture": 1}'])
+def test_a_config_that_describes_no_model(tmp_path, capsys, content):
     (tmp_path / 'config.json').write_text(content)
     assert main(['convert', f'local-dir:{tmp_path}', str(tmp_path / 'new')]) == 2
     error = capsys.readouterr().err
-    assert message in error and error.count('\n') == 1
+    assert "config.json' names no architecture. Write it with save_pretrained." in error and error.count('\n') == 1
 
 
 MISTAKES = [
@@ -153,9 +149,6 @@ MISTAKES = [
     (['convert', 'ftp:x', 'new'], "Unknown model source 'ftp'"),
     (['convert', 'resnet10t', 'new', '--random'], 'Cannot convert ResNet'),
     (['convert', 'local-dir:student', 'new'], 'has already been converted. Convert the model that it was made from'),
-    (['convert', 'local-dir:teacher', 'new', '--method', 'heun'], "Did you mean 'heun2'?"),
-    (['convert', 'local-dir:teacher', 'new', '--init', 'block:3'], 'this model has 3 blocks'),
-    (['convert', 'local-dir:teacher', 'new', '--T', '-1'], 'T must be a number above 0, or None'),
     (['convert', 'local-dir:teacher', 'student'], "'student' is not empty"),
     (['convert', 'local-dir:teacher', 'teacher/config.json'], 'is a file. Give a folder'),
     (['convert', 'local-dir:cut', 'new'], "The weights of 'local-dir:cut' cannot be read. The file may be truncated"),
@@ -175,7 +168,6 @@ MISTAKES = [
     (['distill', 'autonomos', 'images', 'new', '--teacher', 'local-dir:teacher'], "There is no recipe 'autonomos'. Did you mean 'autonomous'?"),
     (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:student', '--teacher', 'local-dir:teacher', '--set', 'ode.rank=4'],
      "'ode.rank=4' says how to make a student, but --student gives one"),
-    (['ablate', 'autonomous', 'nowhere', 'new', '--teacher', 'local-dir:teacher'], "There is no 'nowhere'"),
     (['distill', 'list.yaml', 'images', 'new', '--teacher', 'local-dir:teacher'], 'list.yaml must hold keys and values'),
     (['distill', 'bad.yaml', 'images', 'new', '--teacher', 'local-dir:teacher'], "'bad.yaml' is not valid YAML"),
     (['distill', 'scratch', 'images', 'new', '--set', 'model=vit_tinny'], "Unknown model 'vit_tinny'"),
@@ -197,8 +189,7 @@ MISTAKES = [
         ('ode.feld=native', "ode has an unknown key 'feld'. Did you mean 'field'?"),
         ('loss.jasmin_k=500', 'at most the number of tokens, 17'),
         ('loss.forced=2', 'forced must be a number from 0 to 1; got 2'),
-        ('data.held_out=0', 'must lie between 0 and 1'),
-        ('cache=-1', 'cache must be a whole number'))),
+        ('data.held_out=0', 'must lie between 0 and 1'))),
     (['evaluate', 'local-dir:teacher', 'images', '--steps', '1,2'], '--steps needs an ODE-ViT'),
     (['evaluate', 'local-dir:student', 'two'], "'two' has 2 classes"),
     (['evaluate', 'local-dir:student', 'images', '--teacher', 'local-dir:other'], 'The teacher has 7 classes, the model 3'),
@@ -239,7 +230,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, ca
     (['evaluate', 'a', 'b', '--steps', '1,x'], "expected step counts, such as 1,2,4,12; got '1,x'"),
     (['evaluate', 'a', 'b', '--steps', '0'], "such as 1,2,4,12; got '0'"),
     (['distill', 'a', 'b', 'c', '--limit', '0'], "expected a whole number of at least 1; got '0'"),
-    (['benchmark', '--batch-size', '1,all'], "such as 1,8 or 1,max; got '1,all'"),
+    (['benchmark', 'a', '--batch-size', '1,all'], "got '1,all'"),
     ([], 'required'),
 ])
 def test_arguments(capsys, args, message):
@@ -250,7 +241,7 @@ def test_arguments(capsys, args, message):
 
 @pytest.mark.parametrize('device', ['nowhere', 'cuda:99'])
 def test_a_device_that_is_not_there(capsys, device):
-    assert main(['benchmark', '--device', device]) == 2
+    assert main(['benchmark', 'a', '--device', device]) == 2
     err = capsys.readouterr().err
     assert f"--device '{device}' cannot be used here" in err and err.count('\n') == 1
 
@@ -267,7 +258,7 @@ def test_help_names_every_option_with_a_word_on_it(capsys):
 def test_interrupted(folder, capsys, monkeypatch):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
-    monkeypatch.setattr('timm_odevit.cli.evaluate.evaluate', stop)
+    monkeypatch.setattr('timm_odevit.cli.evaluate.measure_accuracy', stop)
     assert run('evaluate', 'local-dir:student', 'images') == 130
     assert 'interrupted' in capsys.readouterr().err
 
@@ -327,12 +318,6 @@ def test_predict_gives_json_and_refuses_what_is_no_image(folder, capsys):
     assert '--steps needs an ODE-ViT' in capsys.readouterr().err
 
 
-def test_an_unknown_option_names_the_closest_one(capsys):
-    with pytest.raises(SystemExit):
-        main(['convert', 'vit_tiny_patch16_224', 'new', '--metod=euler'])
-    assert "unrecognized arguments: --metod=euler. Did you mean '--method'? See odevit convert --help" in capsys.readouterr().err
-
-
 def test_evaluate_holds_something_out_and_says_whose_classes_it_counts(folder, capsys):
     x, y = np.zeros((9, 16, 16, 3), np.uint8), np.arange(9) % 3
     np.savez('d.npz', x_train=x, y_train=y, x_test=x, y_test=y, classes=['c2', 'c1', 'c0'])
@@ -358,14 +343,11 @@ def test_recipes_are_listed_shown_and_checked(folder, capsys):
 @pytest.mark.parametrize('given, message', [
     (['evaluate', 'local-dir:teacher', 'images', '--seed', '1'], '--seed chooses the images of --held-out'),
     (['push', 'local-dir:teacher', 'org/name', '--results', 'none.json'], "There is no results file 'none.json'. Make one: odevit evaluate"),
-    (['convert', 'vit_tiny_patch16_224', 'new', '--random', '--checkpoint', 'teacher/model.safetensors'], '--random loads no weights'),
     (['evaluate', 'local-dir:teacher', 'parts', '--held-out', '0.1'], "'parts' has val/, and training used that to validate"),
     (['distill', '--resume', 'images'], "There is no run to continue in 'images': it has no recipe.yaml"),
     (['distill', 'autonomous', 'images'], 'Expected RECIPE DATA OUT, or only --resume FOLDER; got autonomous images'),
     (['finetune', 'local-dir:teacher', 'images', 'out', '--recipe', 'autonomous'], 'odevit finetune trains on labels'),
     (['benchmark', 'local-dir:teacher', 'local-dir:teacher'], 'named twice'),
-    (['benchmark', 'local-dir:student', '--train'], 'Give a model that is not an ODE-ViT'),
-    (['benchmark', 'local-dir:teacher', '--train', '--steps', '2'], '--steps applies to forward passes only'),
     (['benchmark', 'local-dir:teacher', '--json', 'nowhere/a.json'], "no folder 'nowhere'"),
 ])
 def test_options_that_mean_nothing_are_refused(folder, capsys, given, message):

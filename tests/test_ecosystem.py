@@ -16,7 +16,7 @@ from timm.optim import create_optimizer_v2
 from timm.task import FeatureDistillationTask, LogitDistillationTask
 from timm.utils import AttentionExtract, ModelEmaV3
 
-from timm_odevit import run
+from timm_odevit import cli
 from timm_odevit.recording import watch_blocks
 
 EXAMPLES = Path(__file__).parent.parent / 'examples' / 'ecosystem'
@@ -175,17 +175,20 @@ def test_image_text():
     assert all(result.cosine > 0.5 and 0 <= result.zero_shot <= 100 for result in found.values())
 
 
-def test_run_registers_the_models_first(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize('launcher', [[], ['torch.distributed.run', '--standalone', '--nproc-per-node', '2', '-m']])
+def test_a_script_runs_with_the_models_registered(launcher, tmp_path):
     (tmp_path / 'helper.py').write_text('NAME = "odevit_tiny"\n')
     script = tmp_path / 'script.py'
     script.write_text('import sys, timm\nfrom helper import NAME\nif __name__ == "__main__":\n'
-                      '    print(timm.is_model(NAME), sys.argv[1:])\n    sys.exit(3)\n')
-    command = [sys.executable, '-m', 'timm_odevit.run', str(script), '--model', 'x']
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 3 and done.stdout == "True ['--model', 'x']\n", done.stderr
-    assert run.main([str(tmp_path / 'none.py')]) == 2 and "There is no script '" in capsys.readouterr().err
-    assert run.main(['--help']) == 0 and 'validate.py' in capsys.readouterr().out
-    assert run.main([]) == 2
+                      '    print(timm.is_model(NAME), sys.argv[1:], flush=True)\n    sys.exit(0 if "--device" in sys.argv else 3)\n')
+    command = [sys.executable, '-m', *launcher, 'timm_odevit.cli', 'script', str(script), '--help', '--model', 'x']
+    done = subprocess.run([*command, '--device', 'gpu'], capture_output=True, text=True)
+    assert done.stdout == (2 if launcher else 1) * "True ['--help', '--model', 'x', '--device', 'gpu']\n", done.stderr
+    assert launcher or subprocess.run(command, capture_output=True).returncode == 3
+
+
+def test_a_script_that_is_not_there(capsys):
+    assert cli.main(['script', 'none.py']) == 2 and "There is no script 'none.py'" in capsys.readouterr().err
 
 
 def test_every_example_has_a_test():

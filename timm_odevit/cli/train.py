@@ -129,6 +129,7 @@ def _start_or_resume(args: argparse.Namespace, *names: str) -> Optional[Recipe]:
     words = [word for name in names if (word := getattr(args, name)) is not None]
     recipe = None
     if args.resume and len(words) == 1:
+        setattr(args, names[0], None)
         recipe = _read_run(args, Path(words[0]))
         words = [*(getattr(args, name) for name in names[:-1]), words[0]]
     if len(words) != len(names):
