@@ -10,7 +10,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from timm_odevit import OdeConfig, convert_, with_steps
-from timm_odevit.benchmark.timing import peak_of
+from timm_odevit.benchmark import peak_of
 from timm_odevit.ode.fields import Field
 from timm_odevit.ode.steps import METHODS
 

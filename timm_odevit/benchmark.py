@@ -138,7 +138,7 @@ def _states(name: str, model: nn.Module, steps: Sequence[int], compiled: Optiona
     found, blocks = {name: model}, find_ode_blocks(model)
     if len(blocks) == 1 and not blocks[0].merged and not blocks[0].config.adaptive:
         found.update({f'{name}, K = {count}': with_steps(model, count) for count in steps if count != blocks[0].steps})
-    if any(ode.shared.depends_on_time and not ode.merged and not ode.config.adaptive for ode in blocks):
+    if any(not ode.merged and ode.shared.depends_on_time and not ode.config.adaptive for ode in blocks):
         found[f'{name}, merged'] = merged = copy.deepcopy(model)
         merge_(merged)
     if compiled is not None:

@@ -14,6 +14,7 @@ import timm
 import torch
 from PIL import ImageOps
 
+from timm_odevit import with_steps
 from timm_odevit.dynamics.attention import attention_over_time
 from timm_odevit.dynamics.flow import follow as flow_of
 from timm_odevit.reporting.pictures import SHOWN, draw_attention, draw_classes
@@ -55,7 +56,8 @@ def teacher_of(name):
 def follow(image, name, steps):
     """Probabilities [K + 1, classes] at t = 0 ... T, attention of the class token [K, side, side], times [K + 1]."""
     model, _, transform = load(name)
-    with model.blocks.at(int(steps)), flow_of(model, transform(image)[None]) as flow:
+    model = with_steps(model, int(steps))
+    with flow_of(model, transform(image)[None]) as flow:
         probabilities = torch.cat([flow.logits(x).softmax(-1) for x in flow.states()])
         seen = attention_over_time(flow)
     attention = seen.attention[0, :, seen.prefix:].unflatten(1, model.patch_embed.grid_size)
