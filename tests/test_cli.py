@@ -39,7 +39,7 @@ def run(*args):
              'distill': ['--quiet']}.get(args[0], [])
     if args[0] == 'distill' and not any(a.endswith('.npz') or a.endswith('.pth') for a in args):
         quick = ['--quiet', '--set', 'data.workers=0']
-    return main([*args, *quick, '--device', 'cpu'])
+    return main([*args, *([] if args[0] == 'calibrate' and '--workers' in args else quick), '--device', 'cpu'])
 
 
 def test_convert_distill_evaluate(folder, capsys):
@@ -199,6 +199,19 @@ MISTAKES = [
     (['evaluate', 'local-dir:student', 'images', '--teacher', 'local-dir:large'], 'The teacher takes images of 3 x 32 x 32, the model of 3 x 16 x 16'),
     (['evaluate', 'local-dir:student', 'images', '--json', 'images'], "'images' is a folder"),
     (['benchmark', 'vit_tinny'], "Unknown model 'vit_tinny'"),
+    (['benchmark', 'local-dir:teacher', 'local-dir:teacher'], 'named twice'),
+    (['benchmark', 'local-dir:teacher', '--json', 'nowhere/a.json'], "no folder 'nowhere'"),
+    (['evaluate', 'local-dir:teacher', 'images', '--seed', '1'], '--seed chooses the images of --held-out'),
+    (['evaluate', 'local-dir:teacher', 'parts', '--held-out', '0.1'], "'parts' has val/, and training used that to validate"),
+    (['push', 'local-dir:teacher', 'org/name', '--results', 'none.json'], "There is no results file 'none.json'. Make one: odevit evaluate"),
+    (['distill', '--resume', 'images'], "There is no run to continue in 'images': it has no recipe.yaml"),
+    (['distill', 'autonomous', 'images'], 'Expected RECIPE DATA OUT, or only --resume FOLDER; got autonomous images'),
+    (['finetune', 'local-dir:teacher', 'images', 'out', '--recipe', 'autonomous'], 'odevit finetune trains on labels'),
+    (['recipe', 'show'], 'Expected: odevit recipe list'),
+    (['predict', 'local-dir:teacher', 'images/c0/0.png', '--steps', '6'], '--steps needs an ODE-ViT'),
+    (['predict', 'local-dir:teacher', 'images/c0/0.png', 'list.yaml'], "'list.yaml' cannot be read as an image"),
+    (['predict', 'local-dir:teacher', 'bomb.png'], "'bomb.png' cannot be read as an image"),
+    (['calibrate', 'local-dir:student', 'two.npz', 'new', '--teacher', 'local-dir:teacher', '--workers', '2'], '--workers load images from folders'),
 ]
 
 
@@ -219,6 +232,9 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, ca
     np.savez(folder / 'two.npz', a=np.zeros(2))
     (folder / 'list.yaml').write_text('[1, 2]')
     (folder / 'bad.yaml').write_text('a: [')
+    Image.new('1', (20_000, 20_000)).save(folder / 'bomb.png')  # of absurd size
+    for part in ('train', 'val'):
+        shutil.copytree(folder / 'images', folder / 'parts' / part)
     before = sorted(folder.rglob('*'))
     assert run(*args) == 2
     err = capsys.readouterr().err
@@ -303,19 +319,14 @@ def test_the_whole_chain_on_ones_own_images(folder, capsys):
     assert 'license: apache-2.0' in (folder / 'card.md').read_text()
 
 
-def test_predict_gives_json_and_refuses_what_is_no_image(folder, capsys):
+def test_predict_gives_json(folder, capsys):
     assert run('predict', 'local-dir:student', 'images/c0/0.png', '--steps', '6', '--json') == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found['evaluations'] == 6 and [entry['name'] for entry in found['classes']] == [None] * 3
     assert sum(entry['probability'] for entry in found['classes']) == pytest.approx(1, abs=1e-3)
-    (folder / 'text.png').write_text('no image')
-    assert run('predict', 'local-dir:student', 'images/c0/0.png', 'text.png') == 2
-    assert "'text.png' cannot be read as an image" in capsys.readouterr().err
     config = json.loads((folder / 'student' / 'config.json').read_text())
     (folder / 'student' / 'config.json').write_text(json.dumps({**config, 'label_names': ['one']}))  # anyone's
     assert run('predict', 'local-dir:student', 'images/c0/0.png') == 0 and '%  class ' in capsys.readouterr().out
-    assert run('predict', 'local-dir:teacher', 'images/c0/0.png', '--steps', '6') == 2
-    assert '--steps needs an ODE-ViT' in capsys.readouterr().err
 
 
 def test_evaluate_holds_something_out_and_says_whose_classes_it_counts(folder, capsys):
@@ -337,24 +348,6 @@ def test_recipes_are_listed_shown_and_checked(folder, capsys):
     (folder / 'mine.yaml').write_text(capsys.readouterr().out)
     assert run('recipe', 'check', 'mine.yaml') == 0
     assert capsys.readouterr().out == "'mine.yaml' is a valid recipe: 3 stages, 60 epochs.\n"
-    assert run('recipe', 'show') == 2 and 'Expected: odevit recipe list' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize('given, message', [
-    (['evaluate', 'local-dir:teacher', 'images', '--seed', '1'], '--seed chooses the images of --held-out'),
-    (['push', 'local-dir:teacher', 'org/name', '--results', 'none.json'], "There is no results file 'none.json'. Make one: odevit evaluate"),
-    (['evaluate', 'local-dir:teacher', 'parts', '--held-out', '0.1'], "'parts' has val/, and training used that to validate"),
-    (['distill', '--resume', 'images'], "There is no run to continue in 'images': it has no recipe.yaml"),
-    (['distill', 'autonomous', 'images'], 'Expected RECIPE DATA OUT, or only --resume FOLDER; got autonomous images'),
-    (['finetune', 'local-dir:teacher', 'images', 'out', '--recipe', 'autonomous'], 'odevit finetune trains on labels'),
-    (['benchmark', 'local-dir:teacher', 'local-dir:teacher'], 'named twice'),
-    (['benchmark', 'local-dir:teacher', '--json', 'nowhere/a.json'], "no folder 'nowhere'"),
-])
-def test_options_that_mean_nothing_are_refused(folder, capsys, given, message):
-    for part in ('train', 'val'):
-        shutil.copytree('images', f'parts/{part}')
-    assert main([*given, *([] if given[0] in ('benchmark', 'push') else ['--quiet'])]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_run_is_continued_from_anywhere(folder, capsys, monkeypatch):
@@ -370,7 +363,7 @@ def test_a_run_is_continued_from_anywhere(folder, capsys, monkeypatch):
     assert main(['distill', '--resume', '../tuned', '--quiet']) == 2
     assert "'../tuned' is not a run of odevit distill. Type: odevit finetune --resume ../tuned" in capsys.readouterr().err
     monkeypatch.chdir(folder)
-    assert main(['finetune', 'local-dir:teacher', 'images', '--resume', 'tuned', '--set', 'fit.epochs=2', '--set', 'fit.lr=1', *quick]) == 2
+    assert main(['finetune', 'local-dir:teacher', 'images', 'tuned', '--resume', '--set', 'fit.epochs=2', '--set', 'fit.lr=1', *quick]) == 2
     assert 'a different recipe: fit.lr was 0.0005 and is 1. Resume' in capsys.readouterr().err
 
 
@@ -379,8 +372,6 @@ def test_arrays_without_labels_calibrate_and_convert(folder, capsys):
     assert run('convert', 'local-dir:teacher', 'new', '--time', 'low_rank', '--rank', '2', '--init', 'svd_data', '--images', 'few.npz') == 0
     assert main(['calibrate', 'local-dir:new', 'few.npz', 'fitted', '--teacher', 'local-dir:teacher', '--epochs', '1,1', '--quiet']) == 0
     assert 'agreement with the teacher on 1 images held out' in capsys.readouterr().out
-    assert main(['calibrate', 'local-dir:new', 'few.npz', 'other', '--teacher', 'local-dir:teacher', '--workers', '2']) == 2
-    assert '--workers load images from folders' in capsys.readouterr().err
 
 
 def test_the_names_of_other_classes_go(folder, capsys):
@@ -394,23 +385,3 @@ def test_the_names_of_other_classes_go(folder, capsys):
                  '--quiet']) == 0
     config = json.loads((folder / 'unnamed' / 'best' / 'config.json').read_text())
     assert 'label_names' not in config and 'tag' not in config['pretrained_cfg']
-
-
-@pytest.mark.parametrize('changed, message', [
-    ({'classes': np.array('cat')}, r'must hold classes, a name for each label from 0 to 2; got <U3 \[\]'),
-    ({'classes': np.array(['a', 'b'])}, r'must hold classes, a name for each label from 0 to 2; got <U1 \[2\]'),
-    ({'classes': np.zeros(40_000_000, 'U1')}, 'which images never do'),
-    ({'y_train': np.array([], int)}, r'must hold labels \[N\], whole numbers from 0; got int64 \[0\]'),
-    ({'y_train': np.array(['a'] * 9)}, r'must hold labels \[N\], whole numbers from 0; got <U1 \[9\]'),
-])
-def test_arrays_that_make_no_sense_are_one_message(folder, capsys, changed, message):
-    images, labels = np.zeros((9, 16, 16, 3), np.uint8), np.arange(9) % 3
-    np.savez_compressed('bad.npz', **{'x_train': images, 'y_train': labels, 'x_test': images, 'y_test': labels, **changed})
-    assert main(['finetune', 'local-dir:teacher', 'bad.npz', 'out', '--quiet']) == 2
-    assert re.search(message, capsys.readouterr().err)
-
-
-def test_a_picture_of_absurd_size_is_one_message(folder, capsys):
-    Image.new('1', (20_000, 20_000)).save('bomb.png')
-    assert run('predict', 'local-dir:teacher', 'bomb.png') == 2
-    assert "'bomb.png' cannot be read as an image" in capsys.readouterr().err

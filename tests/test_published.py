@@ -52,7 +52,7 @@ def test_a_published_folder_is_whole(folder):
         args = cli.parser().parse_args(shlex.split(line.split('now: ')[-1])[1:])
         recipe = args.recipe or 'finetune'
         recipe = Recipe.load(HUB.parent / recipe if 'hub/' in recipe else recipe, args.set)
-        assert recipe.stages and (recipe.model is not None or not args.checkpoint or getattr(args, 'model', None))
+        assert recipe.stages and (recipe.model is not None or not getattr(args, 'checkpoint', None) or getattr(args, 'model', None))
     Recipe.load(folder / 'recipe.yaml')
 
 

@@ -14,8 +14,6 @@ from ..benchmark import benchmark as measure
 from ..files import to_json, write_text
 from .arguments import IMAGES, MODEL, add_number, add_quiet, check_file, check_name, images_of, load, step_counts
 
-__all__ = ['add_benchmark', 'benchmark']
-
 DTYPES = ('float32', 'bfloat16', 'float16')
 
 

@@ -29,8 +29,6 @@ from .arguments import (
     save,
 )
 
-__all__ = ['add_calibrate', 'add_convert', 'calibrate', 'convert']
-
 BATCH = 16  # images per update of the calibrations
 _SIZE = ('time', 'rank', 'phases', 'boundaries', 'init')  # what a size determines
 

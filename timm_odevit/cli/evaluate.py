@@ -31,8 +31,6 @@ from .arguments import (
     step_counts,
 )
 
-__all__ = ['add_evaluate', 'add_halt', 'evaluate', 'halt']
-
 
 def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', help=MODEL)

@@ -10,8 +10,6 @@ from ..files import write_text
 from ..saving.push import push_to_hub
 from .arguments import MODEL, add_number, add_steps, load, set_steps
 
-__all__ = ['add_export', 'add_push', 'export', 'push']
-
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', help=MODEL)

@@ -12,8 +12,6 @@ from ..reporting.page import write_report
 from ..training.resume import BEST
 from .arguments import MODEL, add_number, add_quiet, add_steps, load, refuse_existing, set_steps
 
-__all__ = ['add_predict', 'add_report', 'predict', 'report']
-
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', help=MODEL)

@@ -4,8 +4,6 @@ import runpy
 import sys
 from pathlib import Path
 
-__all__ = ['add_script', 'script']
-
 
 def add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('script', help="a Python script, such as timm's own train.py, validate.py or inference.py")

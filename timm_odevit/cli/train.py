@@ -17,8 +17,6 @@ from ..training.resume import BEST, RECIPE, RUN
 from ..training.run_recipe import train
 from .arguments import DATA, MODEL, add_number, add_quiet, check_name, load, refuse_existing
 
-__all__ = ['add_distill', 'add_finetune', 'add_recipe', 'distill', 'finetune', 'recipe']
-
 
 def add_finetune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', nargs='?', help=MODEL)
@@ -53,13 +51,12 @@ def add_distill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--teacher', metavar='MODEL', help=MODEL)
     parser.add_argument('--student', metavar='MODEL',
                         help="'local-dir:FOLDER' of a model to start from, instead of a new one")
-    parser.add_argument('--checkpoint', metavar='FILE', help="weights of the recipe's model")
 
 
 def distill(args: argparse.Namespace) -> None:
     """Train by a recipe: distil a teacher or, without one, train from scratch. Also runs under torchrun."""
     recipe = _start_or_resume(args, 'recipe', 'data', 'out')
-    command = _to_resume(args, 'recipe', 'data', 'teacher', 'student', 'checkpoint', 'limit')
+    command = _to_resume(args, 'recipe', 'data', 'teacher', 'student', 'limit')
     for change in args.set if args.student else []:
         if change.partition('=')[0].split('.')[0].strip() in ('ode', 'model', 'model_args'):
             raise ValueError(f"'{change}' says how to make a student, but --student gives one. Leave one of them out.")
@@ -70,14 +67,6 @@ def distill(args: argparse.Namespace) -> None:
     teacher = load(args.teacher, args) if args.teacher else None
     if teacher is None and student is None and recipe.model:
         check_name(recipe.model)
-    if args.checkpoint is not None:
-        if recipe.model is None:
-            raise ValueError('--checkpoint is for a recipe that names a model, without --student. Leave it out.')
-        if recipe.ode is not None:
-            raise ValueError('--checkpoint is for a model that is not converted. To convert one: odevit convert '
-                             f'MODEL OUT --checkpoint {args.checkpoint}, then distill with --student local-dir:OUT.')
-        torch.manual_seed(recipe.seed)  # a new head is the same each time
-        student = load(recipe.model, args, checkpoint=args.checkpoint, **(recipe.model_args or {}))
     _train(recipe, args, command, teacher, student)
 
 
