@@ -91,7 +91,7 @@ def test_convert_in_phases_and_in_part(folder, capsys):
     (['--rank', '3'], "rank applies only to time='low_rank'"),
     (['--random', '--checkpoint', 'teacher/model.safetensors'], '--random loads no weights'),
     (['--metod', 'euler'], "unrecognized arguments: --metod euler. Did you mean '--method'? See odevit convert --help"),
-    (['--target-params', 'many'], "many"),
+    (['--target-params', 'many'], 'many'),
     (['--method', 'heun'], "Did you mean 'heun2'?"),
     (['--images', 'nowhere'], "There is no folder 'nowhere'"),
     (['--blocks', '1,7'], 'VisionTransformer has blocks 0 to 2'),
