@@ -34,7 +34,7 @@ class PutTower:
         Raises:
             ValueError: The program no longer holds this tower: it was restored, or another one was put in.
         """
-        if not self._replacements.stand:
+        if not self._replacements.in_place:
             raise ValueError('The program no longer holds this tower: it was restored, or another one was put in since '
                              'and has to be restored first.')
         now = next(self.tower.parameters())
@@ -42,7 +42,7 @@ class PutTower:
             module.to(now.device)
             if next(module.parameters(), now).dtype != now.dtype:  # some programs keep their norms in another one
                 module.to(now.dtype)
-        self._replacements.take_off()
+        self._replacements.undo()
 
     def __repr__(self) -> str:
         return f'{type(self).__name__}({type(self.tower).__name__})'
