@@ -167,24 +167,6 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(body={'id': name, 'modelId': name, 'sha': oid, 'private': repo.private, 'tags': [], 'downloads': 0,
                          'siblings': [{'rfilename': path} for path in sorted(files)]})
 
-    def paths(self, name, revision, query):
-        asked = self.body().decode()
-        wanted = json.loads(asked)['paths'] if asked.startswith('{') else parse_qs(asked)['paths']
-        repo = self.repo(name)
-        if repo is not None:
-            files = repo.at(revision)[1]
-            if files is None:
-                return self.fail(404, 'RevisionNotFound', f'Invalid rev id: {revision}')
-            self.reply(body=[about(path, files[path]) for path in wanted if path in files])
-
-    def tree(self, name, revision, query):
-        repo = self.repo(name)
-        if repo is not None:
-            files = repo.at(revision)[1]
-            if files is None:
-                return self.fail(404, 'RevisionNotFound', f'Invalid rev id: {revision}')
-            self.reply(body=[about(path, content) for path, content in sorted(files.items())])
-
     def branch(self, name, branch, query):
         repo = self.repo(name, write=True)
         self.body()
@@ -300,8 +282,6 @@ ROUTES = [
     ('POST', '/api/validate-yaml', 'validate'),
     ('GET', f'/api/models/{NAME}', 'info'),
     ('GET', f'/api/models/{NAME}/revision/{REV}', 'info'),
-    ('POST', f'/api/models/{NAME}/paths-info/{REV}', 'paths'),
-    ('GET', f'/api/models/{NAME}/tree/{REV}', 'tree'),
     ('POST', f'/api/models/{NAME}/branch/{REV}', 'branch'),
     ('POST', f'/api/models/{NAME}/preupload/{REV}', 'preupload'),
     ('POST', f'/{NAME}\\.git/info/lfs/objects/batch', 'batch'),

@@ -14,7 +14,7 @@ import timm
 import torch
 from torch import nn
 
-from timm_odevit import convert_, export_model, merge_, save_pretrained
+from timm_odevit import convert_, export_model, merge_, save_pretrained, with_steps
 from timm_odevit.cli import main
 from timm_odevit.deploy import formats
 
@@ -23,8 +23,7 @@ needs = {name: pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is no
 compiler = pytest.mark.skipif(shutil.which(os.environ.get('CXX', 'g++')) is None, reason='there is no C++ compiler: apt install g++')
 onnx_here = (needs['onnx'], needs['onnxscript'], needs['onnxruntime'])
 ODES = {'rank': dict(time='low_rank', rank=2, init='svd', steps=4), 'autonomous': dict(steps=4),
-        'early and fewer tokens': dict(steps=4, tokens=0.4, halting='entropy', halting_threshold=0.9),
-        'reversible': dict(steps=4, method='reversible')}
+        'early and fewer tokens': dict(steps=4, tokens=0.4, halting='entropy', halting_threshold=0.9)}
 
 # each program reads a file and images, and may import neither this package nor what made the file
 READ = """
@@ -103,7 +102,7 @@ def five():
 @pytest.mark.parametrize('format, ode, merged', [
     case('onnx', 'rank', True), case('onnx', 'rank', False), case('onnx', 'autonomous', True),
     case('pt2', 'rank', True), case('pt2', 'rank', False), case('pt2', 'autonomous', True),
-    case('onnx', 'early and fewer tokens', True), case('pt2', 'early and fewer tokens', True), case('pt2', 'reversible', True),
+    case('onnx', 'early and fewer tokens', True), case('pt2', 'early and fewer tokens', True),
     case('aoti', 'rank', True), case('aoti', 'autonomous', True)])
 def test_a_file_gives_the_models_outputs_without_this_package(vit, five, tmp_path, format, ode, merged):
     model = vit()
@@ -145,12 +144,16 @@ def test_int8_is_close_and_smaller_and_needs_no_torchao(vit, five, tmp_path, for
         assert path.stat().st_size < 2 * 4 * 12 * 128 ** 2  # as much as numbers of 16 bits would take, without the graph
 
 
-@pytest.mark.parametrize('format, merged', [case('onnx', False), case('pt2', True)])
-def test_a_shared_block_is_stored_once(vit, tmp_path, format, merged):
-    model = vit(embed_dim=256)
-    convert_(model, steps=6)
+@pytest.mark.parametrize('format', [case('onnx'), case('pt2')])
+@pytest.mark.parametrize('ode, merged', [({}, True), (dict(time='low_rank', rank=2), False), (dict(phases=3), True)])
+def test_each_tensor_is_stored_once(vit, tmp_path, format, ode, merged):
+    model = vit(embed_dim=256, depth=12)
+    convert_(model, steps=12, **ode)
     path = export_model(model, tmp_path / f'model{formats.FORMATS[format].suffix}', format=format, merged=merged)
-    assert path.stat().st_size < 1.6 * 4 * sum(p.numel() for p in model.parameters())  # six copies would take about five times as much
+    weights = save_pretrained(model, tmp_path / 'model') / 'model.safetensors'
+    assert path.stat().st_size < 1.3 * weights.stat().st_size  # twelve copies would take about ten times as much
+    if format == 'pt2':
+        assert len(torch.export.load(path).state_dict) == len(model.state_dict())
 
 
 MODELS = {
@@ -174,14 +177,15 @@ def test_other_models(five, tmp_path, format, name):
     assert about.get('steps') == {'stages': [2, 2], 'merged': 3}.get(name)
 
 
-def test_the_steps_of_a_with_block_count(vit, five, tmp_path):
+def test_a_view_is_exported_with_its_own_steps(vit, five, tmp_path):
     model = vit()
     convert_(model, time='vectors')
-    with model.blocks.at(7), torch.no_grad():
-        expected = model(five)
-        export_model(model, tmp_path / 'a.pt2', format='pt2')
+    view = with_steps(model, 7)
+    export_model(view, tmp_path / 'a.pt2', format='pt2')
     extra = {formats.METADATA: ''}
-    torch.testing.assert_close(torch.export.load(tmp_path / 'a.pt2', extra_files=extra).module()(five), expected, atol=1e-4, rtol=0)
+    found = torch.export.load(tmp_path / 'a.pt2', extra_files=extra).module()(five)
+    with torch.no_grad():
+        torch.testing.assert_close(found, view(five), atol=1e-4, rtol=0)
     assert json.loads(json.loads(extra[formats.METADATA])['steps']) == 7 and model.blocks.steps == 3
 
 
@@ -222,12 +226,11 @@ def ranked(model):
     (None, dict(int8='yes'), ValueError, "int8 must be True or False; got 'yes'"),
     (None, dict(path='a.onnx', format='aoti'), ValueError, 'in the format aoti ends in .pt2; got'),
     (None, dict(path='nowhere/a.pt2'), ValueError, "There is no folder '"),
-    (None, dict(overwrit=True), TypeError, "unknown argument 'overwrit'. Did you mean 'overwrite'?"),
     (lambda model: nn.Linear(2, 2), {}, TypeError, 'Cannot export Linear: it does not say what images it takes. Give a model made by timm'),
     (lambda model: model.to('meta'), {}, ValueError, 'on the meta device, so it has no weights'),
     (lambda model: convert_(model, method='dopri5').model, {}, ValueError, "Set a fixed-step method first, such as model.blocks.method = 'rk4'"),
     (ranked, dict(merged=False, int8=True), ValueError, 'Leave out int8, or merged=False (--unmerged)'),
-    (lambda model: merge_(ranked(model)).model, dict(merged=False), ValueError, 'This model is merged. Call restore()'),
+    (lambda model: merge_(ranked(model)).model, dict(merged=False), ValueError, 'merged'),
     (lambda model: convert_(model, halting='entropy').model.half(), dict(path='a.onnx', format='onnx', int8=True), ValueError, 'Call model.float() first'),
     (lambda model: timm.create_model('test_resnet', num_classes=0), dict(int8=True), ValueError, 'no linear layers, so int8 has no effect'),
 ])

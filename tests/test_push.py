@@ -2,13 +2,12 @@
 import json
 import runpy
 from pathlib import Path
-from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
 import timm
 import torch
-from hub_server import TOKEN, Handler, HubServer
+from hub_server import TOKEN, HubServer
 from huggingface_hub import ModelCard
 from safetensors.torch import load as read
 from safetensors.torch import load_file, save
@@ -48,24 +47,6 @@ def cached(tmp_path):
     return sorted(p.name for p in (tmp_path / 'cache').rglob('*') if p.is_file() and 'blobs' in p.parts)
 
 
-def test_there_and_back_gives_the_same_logits(hub, student, images):
-    done = push_to_hub(student, 'org/student')
-    assert set(done.files) == {'README.md', 'config.json', 'model.safetensors', 'test/tensors.safetensors'}
-    assert set(done.files.values()) == {'new'} and done.url.startswith(f'{hub.url}/org/student/commit/')
-    again = load('org/student')
-    assert torch.equal(again(images), student(images)) and again.blocks.config == student.blocks.config
-    stored = read(hub.repos['org/student'].at('main')[1]['test/tensors.safetensors'])
-    assert torch.equal(again(stored['input']), stored['output'])
-    assert load('org/student', num_classes=3)(images).shape == (2, 3)
-    assert load('org/student', features_only=True)(images)
-
-
-def test_a_plain_model_goes_too(hub, vit, images):
-    model = vit()
-    push_to_hub(model, 'org/teacher')
-    assert torch.equal(load('org/teacher')(images), model(images))
-
-
 def test_a_model_on_the_hub_is_converted_by_the_command_line(hub, vit, images, tmp_path, capsys):
     model = vit()
     push_to_hub(model, 'org/teacher')
@@ -81,100 +62,6 @@ def test_a_model_on_the_hub_is_converted_by_the_command_line(hub, vit, images, t
     assert 'org/nothing' in error and 'Traceback' not in error and not (tmp_path / 'none').exists()
 
 
-def test_what_is_there_is_not_sent_again(hub, student, vit):
-    push_to_hub(student, 'org/student')
-    commits = len(hub.sent('POST', '/commit/'))
-    again = push_to_hub(student, 'org/student')
-    assert again.url is None and set(again.files.values()) == {'same'} and len(hub.sent('POST', '/commit/')) == commits
-    uploads = len(hub.sent('PUT', '/lfs/'))
-    student.blocks.steps = 3
-    third = push_to_hub(student, 'org/student')
-    assert third.files['config.json'] == 'changed' and third.files['model.safetensors'] == 'same'
-    assert len(hub.sent('PUT', '/lfs/')) == uploads + 1  # the stored output
-
-
-def test_a_dry_run_sends_nothing(hub, student):
-    done = push_to_hub(student, 'org/student', dry_run=True)
-    assert done.url is None and set(done.files.values()) == {'new'} and 'nothing was sent' in str(done) and not hub.repos
-    assert not hub.sent('POST', 'create')
-
-
-def test_private_and_another_branch_and_a_pull_request(hub, student, tmp_path, monkeypatch):
-    push_to_hub(student, 'org/student', private=True)
-    assert hub.repos['org/student'].private
-    student.blocks.steps = 3
-    push_to_hub(student, 'org/student', revision='fast')
-    assert load('org/student').blocks.steps == 6 and load('org/student@fast').blocks.steps == 3
-    student.blocks.steps = 2
-    done = push_to_hub(student, 'org/student', create_pr=True)
-    assert done.url == f'{hub.url}/org/student/discussions/1'
-    assert load('org/student').blocks.steps == 6 and load('org/student@refs/pr/1').blocks.steps == 2
-    monkeypatch.setenv('HF_TOKEN', 'hf_other')
-    with pytest.raises(huggingface_hub.errors.RepositoryNotFoundError):
-        load('org/student', cache_dir=tmp_path / 'another')  # what one has, one keeps
-    with pytest.raises(OSError, match='org/student on the Hub: .*401') as e:
-        push_to_hub(student, 'org/student')
-    assert '\n' not in str(e.value)
-
-
-def test_a_card_that_is_there_is_kept(hub, student, images):
-    push_to_hub(student, 'org/student')
-    repo = hub.repos['org/student']
-    repo.commit('main', {**repo.at('main')[1], 'README.md': b'---\nlicense: mit\n---\nmine\n'})
-    student.blocks.steps = 3
-    assert push_to_hub(student, 'org/student').files['README.md'] == 'same'
-    assert repo.at('main')[1]['README.md'].endswith(b'mine\n')
-    rows = json.loads(evaluate(student, [(images, torch.tensor([0, 1]))], steps=(3, 6)).to_json())
-    assert push_to_hub(student, 'org/student', results=rows, dataset='CIFAR-10').files['README.md'] == 'changed'
-    assert b'of CIFAR-10' in repo.at('main')[1]['README.md']
-
-
-def test_a_folder_is_sent_as_it_is(hub, student, images, tmp_path):
-    folder = save_pretrained(student, tmp_path / 'student')
-    push_to_hub(folder, 'org/student')
-    assert hub.repos['org/student'].at('main')[1]['config.json'] == (folder / 'config.json').read_bytes()
-    assert torch.equal(load('org/student')(images), student(images))
-    with pytest.raises(ValueError, match='A folder is sent as it is, so card has no effect'):
-        push_to_hub(folder, 'org/student', card='mine')
-    (folder / 'pytorch_model.bin').touch()
-    with pytest.raises(ValueError, match=r'holds pytorch_model.bin; only model.safetensors, .* are sent'):
-        push_to_hub(folder, 'org/student')
-    with pytest.raises(ValueError, match='must hold config.json and model.safetensors'):
-        push_to_hub(tmp_path / 'empty', 'org/student')
-
-
-def test_a_card_that_the_hub_would_refuse_stops_before_anything_is_sent(hub, student):
-    with pytest.raises((OSError, ValueError), match='license'):
-        push_to_hub(student, 'org/student', license='no-such-licence')
-    assert not hub.sent('PUT', '/lfs/') and not hub.sent('POST', '/commit/')
-
-
-def test_the_licence_is_that_of_the_weights(hub, student):
-    student.pretrained_cfg = {**student.pretrained_cfg, 'license': 'cc-by-nc-4.0'}
-    push_to_hub(student, 'org/student')
-    assert ModelCard(hub.repos['org/student'].at('main')[1]['README.md'].decode()).data.license == 'cc-by-nc-4.0'
-    student.pretrained_cfg['license'] = None
-    with pytest.raises(ValueError, match='The licence of these weights is not known. Give license='):
-        push_to_hub(student, 'org/other')
-    assert 'org/other' not in hub.repos
-
-
-def test_a_refusal_is_one_line_and_no_branch_is_not_asked_for_again(hub, student, monkeypatch):
-    refusal = huggingface_hub.errors.RevisionNotFoundError('no main', response=Mock(headers={}))
-    asked = []
-    monkeypatch.setattr(huggingface_hub.HfApi, 'get_paths_info', lambda *args, revision, **kwargs: asked.append(revision) or throw(refusal))
-    push_to_hub(student, 'org/student', revision='fast', dry_run=True)
-    assert asked == ['fast', 'main']
-    bad = huggingface_hub.errors.BadRequestError('many\nlines', response=Mock(headers={}))
-    monkeypatch.setattr(huggingface_hub.HfApi, 'get_paths_info', lambda *args, **kwargs: throw(bad))
-    with pytest.raises(OSError, match='^org/student on the Hub: many lines$'):
-        push_to_hub(student, 'org/student', dry_run=True)
-
-
-def throw(error):
-    raise error
-
-
 def test_cards_have_metadata_that_the_hub_understands_and_code_that_runs(hub, student, images, monkeypatch):
     rows = json.loads(evaluate(student, [(images, torch.tensor([0, 1]))], steps=(3, 6), teacher=student).to_json())
     push_to_hub(student, 'org/student', results=rows, dataset='CIFAR-10', license='mit')
@@ -188,17 +75,6 @@ def test_cards_have_metadata_that_the_hub_understands_and_code_that_runs(hub, st
     exec(code, names)
     assert names['logits'].shape == (1, 5) and len(names['model'].blocks) == 3  # half of 6, and merged
     assert '- Base: `vit_tiny_patch16_224`' in card.text and '@article' in card.text
-
-
-def test_a_model_without_classes_gives_embeddings(student):
-    student.reset_classifier(0)
-    text = model_card('x', student)
-    assert 'pipeline_tag: image-feature-extraction' in text and 'embedding = model(' in text and 'classification' not in text
-
-
-def test_results_need_a_dataset(student):
-    with pytest.raises(ValueError, match='Results need the name of their data'):
-        model_card('x', student, results=[{'model': 'model'}])
 
 
 def test_a_gated_a_missing_and_an_empty_repository(hub, student, monkeypatch):
@@ -258,32 +134,6 @@ def test_a_changed_byte_is_seen_and_downloaded_again_or_refused(hub, student, im
     assert torch.equal(load('org/student')(images), student(images))
 
 
-def test_a_file_that_rotted_in_the_cache_is_downloaded_again(hub, student, images, tmp_path):
-    push_to_hub(student, 'org/student')
-    load('org/student')
-    blob = next((tmp_path / 'cache').rglob('model.safetensors')).resolve()
-    content = bytearray(blob.read_bytes())
-    content[-1] ^= 1
-    blob.write_bytes(content)
-    assert torch.equal(load('org/student')(images), student(images))
-
-
-def test_offline_from_the_cache(hub, student, images, monkeypatch):
-    push_to_hub(student, 'org/student')
-    expected = load('org/student')(images)
-    requests = len(hub.log)
-    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
-    assert torch.equal(load('org/student')(images), expected) and len(hub.log) == requests
-    with pytest.raises(OSError):
-        load('org/other')
-
-
-def test_cache_dir(hub, student, images, tmp_path):
-    push_to_hub(student, 'org/student')
-    assert torch.equal(load('org/student', cache_dir=tmp_path / 'mine')(images), student(images))
-    assert list((tmp_path / 'mine').rglob('model.safetensors')) and not (tmp_path / 'cache').exists()
-
-
 def test_a_published_model_is_downloaded_where_its_file_is_absent(hub, student, images, monkeypatch):
     folder = HUB / 'odevit_tiny_native_patch16_64.deit_tiny_cifar100'
     push_to_hub(folder, f'timm-odevit/{folder.name}')
@@ -293,20 +143,6 @@ def test_a_published_model_is_downloaded_where_its_file_is_absent(hub, student, 
     model = timm.create_model(folder.name.split('.')[0], pretrained=True, pretrained_cfg=cfg).eval()
     torch.testing.assert_close(model(stored['input']), stored['output'], rtol=1e-3, atol=1e-3)
     assert hub.sent('GET', 'model.safetensors')
-
-
-def test_a_new_branch_keeps_the_card_of_main(hub, student):
-    push_to_hub(student, 'org/student')
-    repo = hub.repos['org/student']
-    repo.commit('main', {**repo.at('main')[1], 'README.md': b'---\nlicense: mit\n---\nmine\n'})
-    student.blocks.steps = 3
-    done = push_to_hub(student, 'org/student', revision='fast')
-    assert done.files['README.md'] == done.files['model.safetensors'] == 'same' and done.files['config.json'] == 'changed'
-    assert repo.at('fast')[1]['README.md'].endswith(b'mine\n')
-    assert push_to_hub(student, 'org/student', revision='copy').url and repo.at('copy')[1]
-    with pytest.raises(ValueError, match="org/student has no branch 'new'"):
-        push_to_hub(student, 'org/student', revision='new', create_pr=True)
-    assert 'new' not in repo.refs
 
 
 def test_another_file_of_a_repository(hub, student, vit, images):
@@ -321,72 +157,146 @@ def test_another_file_of_a_repository(hub, student, vit, images):
         load('org/student', pretrained_cfg_overlay={'hf_hub_filename': 'other.bin'})
 
 
-def test_damage_is_said_offline_too(hub, student, tmp_path, monkeypatch):
+def test_there_and_back_gives_the_same_logits(hub, student, vit, images, tmp_path):
+    url = push_to_hub(student, 'org/student')
+    oid, files = hub.repos['org/student'].at('main')
+    assert url == f'{hub.url}/org/student/commit/{oid}'
+    assert set(files) == {'README.md', 'config.json', 'model.safetensors', 'test/tensors.safetensors'}
+    again = load('org/student', cache_dir=tmp_path / 'mine')
+    assert list((tmp_path / 'mine').rglob('model.safetensors')) and not (tmp_path / 'cache').exists()
+    assert torch.equal(again(images), student(images)) and again.blocks.config == student.blocks.config
+    stored = read(files['test/tensors.safetensors'])
+    assert torch.equal(again(stored['input']), stored['output'])
+    assert load('org/student', num_classes=3)(images).shape == (2, 3)
+    assert load('org/student', features_only=True)(images)
+    plain = vit()
+    push_to_hub(plain, 'org/teacher')
+    assert torch.equal(load('org/teacher')(images), plain(images))
+
+
+def test_what_is_there_is_not_sent_again(hub, student):
+    first = push_to_hub(student, 'org/student')
+    commits, uploads = (len(hub.sent(*what)) for what in (('POST', '/commit/'), ('PUT', '/lfs/')))
+    assert push_to_hub(student, 'org/student') == first and len(hub.sent('POST', '/commit/')) == commits
+    student.blocks.steps = 3
     push_to_hub(student, 'org/student')
-    load('org/student')
-    blob = next((tmp_path / 'cache').rglob('model.safetensors')).resolve()
-    blob.write_bytes(blob.read_bytes()[:-1] + b'x')
-    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
-    with pytest.raises(OSError, match=r'is damaged: .* could not be downloaded again'):
-        load('org/student')
+    assert len(hub.sent('PUT', '/lfs/')) == uploads + 1  # the stored output
 
 
-def test_a_page_in_the_place_of_an_answer(hub, student, monkeypatch):
-    monkeypatch.setattr(Handler, 'paths', lambda self, *args, **kwargs: (self.body(), self.reply(body=b'<html>log in</html>')))
-    with pytest.raises(OSError, match='org/student on the Hub: '):
+def test_private_and_another_branch_and_a_pull_request(hub, student, tmp_path, monkeypatch):
+    push_to_hub(student, 'org/student', private=True)
+    assert hub.repos['org/student'].private
+    for steps, options, name in ((3, dict(revision='fast'), 'fast'), (2, dict(create_pr=True), 'refs/pr/1')):
+        student.blocks.steps = steps
+        url = push_to_hub(student, 'org/student', **options)
+        assert load('org/student').blocks.steps == 6 and load(f'org/student@{name}').blocks.steps == steps
+    assert url == f'{hub.url}/org/student/discussions/1'
+    monkeypatch.setenv('HF_TOKEN', 'hf_other')
+    with pytest.raises(huggingface_hub.errors.RepositoryNotFoundError):
+        load('org/student', cache_dir=tmp_path / 'another')  # what one has, one keeps
+    with pytest.raises(OSError, match='org/student on the Hub: .*401') as e:
         push_to_hub(student, 'org/student')
+    assert '\n' not in str(e.value)
 
 
-def test_what_cannot_be_sent(hub, student, vit, tmp_path):
+@pytest.mark.parametrize('revision', ['main', 'fast'])
+def test_a_card_that_is_there_is_kept(hub, student, images, revision):
+    push_to_hub(student, 'org/student')
+    repo = hub.repos['org/student']
+    repo.commit('main', {**repo.at('main')[1], 'README.md': b'---\nlicense: mit\n---\nmine\n'})
+    student.blocks.steps = 3
+    push_to_hub(student, 'org/student', revision=revision)
+    assert repo.at(revision)[1]['README.md'].endswith(b'mine\n') and load(f'org/student@{revision}').blocks.steps == 3
+    rows = json.loads(evaluate(student, [(images, torch.tensor([0, 1]))], steps=(3, 6)).to_json())
+    push_to_hub(student, 'org/student', results=rows, dataset='CIFAR-10', revision=revision)
+    assert b'of CIFAR-10' in repo.at(revision)[1]['README.md']
+
+
+def test_a_folder_is_sent_as_it_is_without_what_is_not_the_models(hub, student, images, tmp_path):
     folder = save_pretrained(student, tmp_path / 'student')
-    (folder / '.cache').mkdir()
-    (folder / '.cache' / 'note').touch()
-    (folder / '.gitattributes').touch()
-    assert set(push_to_hub(folder, 'org/a', dry_run=True).files) == {'config.json', 'model.safetensors'}
-    for i in range(100):
-        (folder / f'{i}.txt').touch()
-    with pytest.raises(ValueError, match=r'and 95 more; only'):
-        push_to_hub(folder, 'org/a')
+    for name in ('pytorch_model.bin', 'notes.txt', '.secret'):
+        (folder / name).write_bytes(b'\x80')
+    (folder / 'README.md').write_text('---\nlicense: mit\n---\nmine\n')
+    push_to_hub(folder, 'org/student')
+    files = hub.repos['org/student'].at('main')[1]
+    assert set(files) == {'README.md', 'config.json', 'model.safetensors'}
+    assert all(content == (folder / name).read_bytes() for name, content in files.items())
+    assert torch.equal(load('org/student')(images), student(images))
+
+
+def test_what_cannot_be_sent(hub, student, tmp_path):
+    folder = save_pretrained(student, tmp_path / 'student')
+    with pytest.raises(ValueError, match='A folder is sent as it is'):
+        push_to_hub(folder, 'org/a', license='mit')
+    with pytest.raises(ValueError, match='must hold config.json and model.safetensors'):
+        push_to_hub(tmp_path / 'empty', 'org/a')
     for name, content, message in (('model.safetensors', b'junk', 'not a valid'), ('config.json', b'{', 'Expecting')):
         folder = save_pretrained(student, tmp_path / name)
         (folder / name).write_bytes(content)
         with pytest.raises(ValueError, match=message):
             push_to_hub(folder, 'org/a')
+    for given, message in ((dict(results=[{'top1': 1}], dataset='x'), 'results must be rows'),
+                           (dict(results={'top1': 1}, dataset='x'), 'results must be rows'),
+                           (dict(results=[{'model': 'model'}]), 'Results need the name of their dataset')):
+        with pytest.raises(ValueError, match=message):
+            push_to_hub(student, 'org/a', **given)
+    student.pretrained_cfg = {**student.pretrained_cfg, 'license': None}
+    with pytest.raises(ValueError, match='The licence of these weights is not known. Give license='):
+        push_to_hub(student, 'org/a')
     with torch.device('meta'):
         meta = timm.create_model('odevit_tiny')
     with pytest.raises(ValueError, match='meta device'):
         push_to_hub(meta, 'org/a')
-    for rows in ([{'top1': 1}], {'top1': 1}):
-        with pytest.raises(ValueError, match='results must be rows'):
-            push_to_hub(student, 'org/a', results=rows, dataset='x')
     assert not hub.repos
+    with pytest.raises(OSError, match='org/a on the Hub: .*license'):
+        push_to_hub(student, 'org/a', license='no-such-licence')
+    assert not hub.sent('PUT', '/lfs/') and not hub.sent('POST', '/commit/')
 
 
-def test_a_link_out_of_the_folder_is_not_followed(hub, student, tmp_path):
-    folder = save_pretrained(student, tmp_path / 'student')
-    (tmp_path / 'link').symlink_to('student')
-    assert push_to_hub(tmp_path / 'link', 'org/a', dry_run=True).files.keys() == {'config.json', 'model.safetensors'}
-    (tmp_path / 'secret').write_text('mine')
-    (tmp_path / 'secrets').mkdir()
-    for name, target in (('README.md', 'secret'), ('test', 'secrets'), ('results.json', 'nowhere'), ('earlier.yaml', 'earlier.yaml')):
-        (folder / name).symlink_to(tmp_path / target if target != name else name)
-        with pytest.raises(ValueError, match=f"'{folder / name}' is a link to '.*', which is not in the folder. Replace the link with a copy"):
-            push_to_hub(folder, 'org/a')
-        (folder / name).unlink()
-    weights = (folder / 'model.safetensors').rename(tmp_path / 'weights')
-    (folder / 'model.safetensors').symlink_to(weights)
-    with pytest.raises(ValueError, match="model.safetensors' is a link to '.*weights', which is not in the folder"):
-        push_to_hub(folder, 'org/a')
-    assert not hub.repos
+def test_names_of_classes_cannot_forge_a_section_or_html(student):
+    names = ['a\n\n## Licence\n\nMIT', '<img src=x onerror=alert(1)>', 'b\r\u2028# c', '[x](http://y) *b* _i_ `k`', 'maple_tree']
+    student.pretrained_cfg.update(num_classes=5, label_names=names, license='cc-by-nc-4.0')
+    text = model_card('x', student)
+    assert ModelCard(text).data.license == 'cc-by-nc-4.0' and '\n## Licence\n' not in text and '<img' not in text
+    line = next(line for line in text.splitlines() if line.startswith('Its 5 classes: '))
+    assert r'a \#\# Licence MIT, &lt;img src=x onerror=alert(1)&gt;, b \# c, \[x\](http://y) \*b\* \_i\_ \`k\`, maple_tree.' in line
+
+
+def test_a_model_without_classes_gives_embeddings(student):
+    student.reset_classifier(0)
+    text = model_card('x', student)
+    assert 'pipeline_tag: image-feature-extraction' in text and 'embedding = model(' in text and 'classification' not in text
+
+
+def test_weights_that_rotted_in_the_cache_are_downloaded_again_or_refused_offline(hub, student, images, tmp_path, monkeypatch):
+    push_to_hub(student, 'org/student')
+    load('org/student')
+    requests = len(hub.log)
+    blob = next((tmp_path / 'cache').rglob('model.safetensors')).resolve()
+    content = blob.read_bytes()
+    for offline in (False, True):
+        blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', offline)
+        if offline:
+            requests = len(hub.log)
+            with pytest.raises(OSError, match=r'is damaged: .* could not be downloaded again'):
+                load('org/student')
+        else:
+            assert torch.equal(load('org/student')(images), student(images)) and len(hub.log) > requests
+    blob.write_bytes(content)
+    assert torch.equal(load('org/student')(images), student(images)) and len(hub.log) == requests
+    with pytest.raises(OSError):
+        load('org/other')
 
 
 def test_the_command_line(hub, student, images, tmp_path, capsys):
     save_pretrained(student, tmp_path / 'student')
     push = ['push', f"local-dir:{tmp_path / 'student'}", 'org/student']
-    assert cli.main([*push, '--dry-run']) == 0 and 'nothing was sent' in capsys.readouterr().out and not hub.repos
+    assert cli.main([*push, '--card', str(tmp_path / 'card.md')]) == 0 and 'nothing was sent' in capsys.readouterr().out
+    assert not hub.repos and 'hf-hub:org/student' in (tmp_path / 'card.md').read_text()
     evaluate(student, [(images, torch.tensor([0, 1]))]).to_json(tmp_path / 'results.json')
     assert cli.main([*push, '--results', str(tmp_path / 'results.json'), '--dataset', 'CIFAR-10', '--private']) == 0
-    assert 'org/student (main), sent: http' in capsys.readouterr().out and hub.repos['org/student'].private
+    assert 'sent: http' in capsys.readouterr().out and hub.repos['org/student'].private
     assert torch.equal(load('org/student')(images), student(images))
     for args, message in ((['--results', str(tmp_path / 'results.json')], 'Results need the name of their data'),
                           (['--results', str(tmp_path / 'none.json')], 'none.json'),
@@ -395,7 +305,7 @@ def test_the_command_line(hub, student, images, tmp_path, capsys):
     assert cli.main([*push[:2], 'a/b/c']) == 2 and 'a/b/c' in capsys.readouterr().err
 
 
-def test_publish_says_first_and_sends_what_is_new(hub, tmp_path, capsys, monkeypatch):
+def test_publish_says_first_and_sends_on_request(hub, capsys, monkeypatch):
     publish = runpy.run_path(str(HUB / 'publish.py'))
     names = sorted(path.parent.name for path in HUB.glob('*/model.safetensors'))
     monkeypatch.setattr('sys.argv', ['publish.py'])
@@ -403,16 +313,11 @@ def test_publish_says_first_and_sends_what_is_new(hub, tmp_path, capsys, monkeyp
     assert not hub.repos and capsys.readouterr().out.count('nothing was sent') == len(names)
     monkeypatch.setattr('sys.argv', ['publish.py', names[0], '--send'])
     publish['main']()
-    assert list(hub.repos) == [f'timm-odevit/{names[0]}'] and 'sent: ' in capsys.readouterr().out
-    publish['main']()
-    assert 'nothing was sent' in capsys.readouterr().out
+    assert list(hub.repos) == [f'timm-odevit/{names[0]}'] and '/commit/' in capsys.readouterr().out
     monkeypatch.setattr('sys.argv', ['publish.py', 'odevit_x', '--send'])
     with pytest.raises(SystemExit, match='Not in hub/: odevit_x'):
         publish['main']()
-    monkeypatch.setattr('sys.argv', ['publish.py'])
-    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
-    publish['main']()
-    assert capsys.readouterr().out.count('The Hub could not be reached') == len(names)
     monkeypatch.setattr('sys.argv', ['publish.py', names[0], '--send'])
+    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
     with pytest.raises(SystemExit, match=f'timm-odevit/{names[0]} on the Hub: Cannot reach'):
         publish['main']()

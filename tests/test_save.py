@@ -44,10 +44,10 @@ def test_a_named_model_keeps_its_name_and_its_settings_of_the_moment(images, tmp
 
 
 @pytest.mark.parametrize('config', [
-    OdeConfig(init='block:2'), OdeConfig(field='lipschitz', method='dopri5', steps=1, T=2.5), OdeConfig(init='spectral')],
-    ids=lambda c: c.init)
+    OdeConfig(field='lipschitz', method='dopri5', steps=1, T=2.5), OdeConfig(init='spectral'),
+    OdeConfig(time='low_rank', rank=2, tokens=0.5, halting='entropy', halting_threshold=0.7)], ids=repr)
 def test_every_setting_survives(vit, images, tmp_path, config):
-    model = vit(act_layer='relu', norm_layer='layernorm', qk_norm=True, global_pool='avg')
+    model = vit(act_layer='relu', norm_layer='layernorm', qk_norm=True)
     convert_(model, config)
     save_pretrained(model, tmp_path / 'a')
     again = load(tmp_path / 'a')
@@ -56,6 +56,18 @@ def test_every_setting_survives(vit, images, tmp_path, config):
     save_pretrained(again, tmp_path / 'b')
     for name in ('config.json', 'model.safetensors'):
         assert (tmp_path / 'a' / name).read_bytes() == (tmp_path / 'b' / name).read_bytes()
+
+
+def test_names_of_classes_are_saved_whatever_the_source_had(vit, tmp_path):
+    model, names = vit(), ['a', 'b', 'c', 'd', 'e']
+    model.pretrained_cfg['label_names'] = names
+    assert model.pretrained_cfg['num_classes'] == 1000  # the source's
+    save_pretrained(model, tmp_path / 'a')
+    again = load(tmp_path / 'a')
+    assert again.pretrained_cfg['label_names'] == names and again.pretrained_cfg['num_classes'] == 5
+    again.reset_classifier(7)  # whose classes nobody has named
+    save_pretrained(again, tmp_path / 'b')
+    assert not load(tmp_path / 'b').pretrained_cfg.get('label_names')
 
 
 def test_other_classes_and_another_image_size(vit, tmp_path):
@@ -247,14 +259,7 @@ def test_an_interrupt_at_any_operation_leaves_the_old_or_the_new_model(two, tmp_
             except KeyboardInterrupt:
                 pass
         seen.add(pair(folder))
-        if how == 'from':
-            assert seen <= {*allowed, None}, n
-            if folder.exists():
-                files.repair(folder)
-            if n % 2:  # and the other half by the next save alone
-                assert pair(folder) in allowed and (not folder.exists() or set(os.listdir(folder)) <= {*PAIR, '.odevit-save.lock'})
-        else:
-            assert seen <= allowed, n
+        assert seen <= (allowed | {None} if how == 'from' else allowed), n
         save_pretrained(new, folder)
         assert pair(folder) == (steps, 5.) and sorted(os.listdir(folder)) == PAIR
     # Python 3.10's pathlib holds on to the functions of os that it imported, so that fewer operations are seen there
@@ -262,26 +267,15 @@ def test_an_interrupt_at_any_operation_leaves_the_old_or_the_new_model(two, tmp_
     assert (None in seen) == (case == 'new folder' or (how, case) == ('from', 'other settings'))
 
 
-def test_killed_at_any_moment_the_folder_holds_a_model_that_belongs_together(tmp_path, monkeypatch):
-    models = []
-    for steps in (3, 5):
-        model = timm.create_model('odevit_tiny', img_size=16, patch_size=4, embed_dim=32, num_heads=2, ode_steps=steps)
-        torch.nn.init.constant_(model.head.bias, float(steps))
-        models.append(model)
-    known = {id(model): save.describe(model) for model in models}
-    monkeypatch.setattr(save, 'describe', lambda model, *args: known[id(model)])  # so that most of the time is spent on files
-    folder = tmp_path / 'model'
-
-    def belongs_together():
-        steps = json.loads((folder / 'config.json').read_text())['model_args']['ode_steps']
-        return load_file(folder / 'model.safetensors')['head.bias'][0] == steps
+def test_killed_at_any_moment_the_folder_holds_a_model_that_belongs_together(two, tmp_path):
+    models, folder = two(5), tmp_path / 'model'
 
     def save_again_and_again():
         for model in itertools.cycle(models):
             save_pretrained(model, folder)
     save_pretrained(models[0], folder)
     left = 0
-    for i in range(25):
+    for i in range(15):
         child = multiprocessing.get_context('fork').Process(target=save_again_and_again, daemon=True)
         child.start()
         time.sleep(0.05 + 0.0113 * i)
@@ -290,10 +284,7 @@ def test_killed_at_any_moment_the_folder_holds_a_model_that_belongs_together(tmp
         assert child.exitcode == -signal.SIGKILL
         names = [name for name in os.listdir(folder) if name.startswith('.odevit-save-')]
         left += len(names)
-        assert len(names) <= 1, names
-        assert not (folder / 'config.json').exists() or belongs_together()
-        files.repair(folder)
-        assert belongs_together()
+        assert len(names) <= 1 and pair(folder) in (None, (3, 3.), (5, 5.)), names
     save_pretrained(models[1], folder)
     assert left > 3 and sorted(os.listdir(folder)) == PAIR
     assert load(folder).blocks.steps == 5
@@ -357,36 +348,6 @@ def test_what_a_killed_convert_left_is_no_hindrance(vit, tmp_path):
     assert sorted(os.listdir(tmp_path / 'b')) == PAIR
 
 
-def test_the_command_line_repairs_what_a_killed_save_left(vit, tmp_path):
-    folder = save_pretrained(vit(), tmp_path / 'a')
-    (folder / '.odevit-save-x' / 'before').mkdir(parents=True)
-    for name in PAIR:  # new ones, of which none is in place yet
-        (folder / '.odevit-save-x' / name).write_text('')
-    os.replace(folder / 'config.json', folder / '.odevit-save-x' / 'before' / 'config.json')
-    assert cli.main(['convert', f'local-dir:{folder}', str(tmp_path / 'b'), '--device', 'cpu']) == 0
-    assert sorted(os.listdir(folder)) == PAIR
-
-
-def test_what_is_interrupted_twice_does_not_become_a_model(tmp_path):
-    for n in range(1, 100):
-        folder = tmp_path / str(n)
-        (folder / '.odevit-save-x' / 'before').mkdir(parents=True)
-        for name in PAIR:  # of which none was in place, nor anything before
-            (folder / '.odevit-save-x' / name).write_text('new')
-        (folder / 'model.safetensors').write_text("somebody else's")
-        with pytest.MonkeyPatch.context() as patch:
-            stop_at(patch, n, 'from')
-            try:
-                files.repair(folder)
-                break
-            except KeyboardInterrupt:
-                pass
-        files.repair(folder)
-        assert (folder / 'model.safetensors').read_text() == "somebody else's"
-        assert set(os.listdir(folder)) <= {'model.safetensors', '.odevit-save.lock'}
-    assert n > 5 and os.listdir(folder) == ['model.safetensors']
-
-
 @pytest.mark.parametrize('error', [NotImplementedError('no flock'), OSError(errno.ENOLCK, 'No locks available')],
                          ids=lambda e: type(e).__name__)
 def test_without_locks_there_is_a_warning_and_nothing_of_others_is_removed(vit, tmp_path, monkeypatch, error):
@@ -394,7 +355,7 @@ def test_without_locks_there_is_a_warning_and_nothing_of_others_is_removed(vit, 
         raise error
     monkeypatch.setattr(FileLock, 'acquire', acquire)
     (tmp_path / 'a' / '.odevit-save-x').mkdir(parents=True)
-    with pytest.warns(UserWarning, match=r"The file system of '.*a' has no locks"):
+    with pytest.warns(UserWarning, match=r"'.*a' has no locks"):
         save_pretrained(vit(), tmp_path / 'a')
     assert sorted(os.listdir(tmp_path / 'a')) == ['.odevit-save-x', *PAIR]
 

@@ -1,4 +1,4 @@
-"""What a user would put on a GPU, on a second device that every machine has; it runs in a process of its own."""
+"""What a user would put on a GPU, on a second device that every machine has, in a process of its own."""
 import json
 import subprocess
 import sys
@@ -10,41 +10,41 @@ import timm
 import torch
 from conftest import TINY
 from torch.utils import backend_registration
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from timm_odevit import convert_, evaluate, merge_, with_steps
 
-SET_UP = '_setup_privateuseone_for_python_backend'
-SETTINGS = {
-    'lie_trotter': {}, 'rk4': dict(method='rk4'), 'strang': dict(method='strang'), 'dopri5': dict(method='dopri5'),
-    'kept blocks': dict(blocks=(1, 1)), 'lipschitz': dict(field='lipschitz', T=1.), 'vectors': dict(time='vectors'),
-    'low_rank': dict(time='low_rank', rank=2), 'low_rank rk4': dict(time='low_rank', rank=2, method='rk4'),
-    'svd_data': dict(time='low_rank', rank=4, init='svd_data'), 'spectral': dict(init='spectral'),
-    'similarity': dict(phases=2, boundaries='similarity'),
-    'tokens': dict(tokens=0.5), 'tokens low_rank': dict(tokens=0.5, time='low_rank', rank=2),
-    **{f'{rule} {tokens:g}': dict(halting=rule, halting_threshold=threshold, tokens=tokens, steps=6)
-       for rule, threshold in (('residual', 0.3), ('acceleration', 0.3), ('entropy', 0.8), ('confidence', 0.6)) for tokens in (1., 0.5)},
+set_up = getattr(backend_registration, '_setup_privateuseone_for_python_backend', None)
+FACTORIES = ('empty.memory_format', 'empty_strided', 'arange', 'arange.start', 'arange.start_step', 'eye', 'eye.m')
+CASES = {
+    'autonomous': {}, 'rk4': dict(method='rk4'), 'adaptive': dict(method='dopri5'), 'lipschitz': dict(field='lipschitz', T=1.),
+    'vectors': dict(time='vectors', method='midpoint'), 'low rank, svd': dict(time='low_rank', rank=2),
+    'low rank, svd on data': dict(time='low_rank', rank=2, init='svd_data'), 'random': dict(init='spectral'),
+    'phases': dict(phases=2, boundaries='similarity'), 'tokens': dict(tokens=0.5, time='low_rank', rank=2),
+    'residual': dict(halting='residual', halting_threshold=0.068, steps=6),
+    'residual and tokens': dict(halting='residual', halting_threshold=0.068, steps=6, tokens=0.5),
+    'acceleration': dict(halting='acceleration', halting_threshold=0.0031, steps=6),
+    'entropy': dict(halting='entropy', halting_threshold=0.9825, steps=6),
 }
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor on the device 'second': nothing but its operations can read the one that it holds, on the CPU."""
+    """A tensor on the device 'second': it holds one on the CPU, which only its own operations can reach."""
 
     @staticmethod
     def __new__(cls, held):
-        return torch.Tensor._make_wrapper_subclass(
+        self = torch.Tensor._make_wrapper_subclass(
             cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=torch.device('second', 0))
-
-    def __init__(self, held):
         self.held = held
+        return self
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return run(func, *args, **kwargs or {})
 
     def __deepcopy__(self, memo):
-        copied = self.detach().clone()
-        memo[id(self)] = torch.nn.Parameter(copied, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copied
+        twin = self.detach().clone()
+        memo[id(self)] = torch.nn.Parameter(twin, self.requires_grad) if isinstance(self, torch.nn.Parameter) else twin
         return memo[id(self)]
 
     def data_ptr(self):
@@ -54,71 +54,121 @@ class Elsewhere(torch.Tensor):
         return self.held.tolist()
 
 
-class Backend:
-    """torch.second: a device whose random numbers are not the CPU's."""
-    generator = torch.Generator()
-    current_device, device_count = lambda self: 0, lambda self: 1
-    is_available = is_initialized = lambda self: True
-    _is_in_bad_fork = lambda self: False
+class Backend(getattr(backend_registration, '_DummyBackendModule', object)):
+    """torch.second: a device with random numbers of its own."""
+    state = torch.get_rng_state()
 
     def get_rng_state(self, device=None):
-        return self.generator.get_state()
+        return Backend.state
 
     def set_rng_state(self, state, device=None):
-        self.generator.set_state(state)
+        Backend.state = state
 
     def manual_seed(self, seed):
-        self.generator.manual_seed(seed)
+        Backend.state = torch.Generator().manual_seed(seed).get_state()
+
     manual_seed_all = manual_seed
 
 
 def run(func, *args, **kwargs):
-    """Compute an operation on the CPU, unless it would mix devices as no GPU can."""
-    parts = func.decompose(*args, **kwargs)  # as without inference mode, such as a `to` with two devices
+    """Compute an operation on the CPU, unless it mixes devices as no GPU can."""
+    parts = func.decompose(*args, **kwargs)  # in inference mode; else torch has done it
     if parts is not NotImplemented:
         return parts
     given, structure = tree_flatten((args, kwargs))
-    for i, value in enumerate(given):
-        if type(value) in (torch.Tensor, torch.nn.Parameter) and func is not torch.ops.aten.copy_.default:
-            if value.ndim or (func._schema.is_mutable and i == 0):
-                raise RuntimeError(f'{func} mixes the CPU with the second device')
-    there = {id(value.held): value for value in given if isinstance(value, Elsewhere)}
-    held = [value.held if isinstance(value, Elsewhere) else value for value in given]
-    to = next((value for value in given if isinstance(value, torch.device)), torch.device('second'))
-    args, kwargs = tree_unflatten([torch.device('cpu') if isinstance(v, torch.device) else v for v in held], structure)
-    if any(argument.name == 'generator' for argument in func._schema.arguments):
-        kwargs['generator'] = Backend.generator
-    found = func(*args, **kwargs)
-    return found if to.type == 'cpu' else tree_map_only(
-        torch.Tensor, lambda one: there[id(one)] if id(one) in there else Elsewhere(one), found)
+    there = {id(v.held): v for v in given if isinstance(v, Elsewhere)}
+    here = [v for v in given if isinstance(v, torch.Tensor) and not isinstance(v, Elsewhere)]
+    written = args[:1] if func._schema.is_mutable else ()
+    if func is not torch.ops.aten.copy_.default and any(v.ndim or any(v is w for w in written) for v in here):
+        raise RuntimeError(f'{func} mixes a tensor of the CPU with one of the second device')
+    target = next((v.type for v in given if isinstance(v, torch.device)), 'second')
+    held_args, held_kwargs = tree_unflatten([torch.device('cpu') if isinstance(v, torch.device) else getattr(v, 'held', v)
+                                             for v in given], structure)
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    with torch.random.fork_rng([], random), torch.inference_mode(False):  # in which a view of a parameter has no wrapper
+        if random:
+            torch.set_rng_state(Backend.state)
+        found = func(*held_args, **held_kwargs)
+        if random:
+            Backend.state = torch.get_rng_state()
+        if torch.Tag.inplace_view in func.tags:  # such as squeeze_: the wrapper gets the new shape too
+            with torch._C._DisableTorchDispatch():
+                func(*args, **kwargs)
+        return found if target == 'cpu' else tree_map_only(
+            torch.Tensor, lambda one: there[id(one)] if id(one) in there else Elsewhere(one), found)
 
 
 def journey(device, settings):
-    """What a user does with a model on a device; the name and the result of each step."""
+    """What a user does with a model on a device: the name and the result of each step."""
     torch.manual_seed(0)
     model = timm.create_model('vit_tiny_patch16_224', **TINY).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    images, labels = torch.randn(6, 3, 16, 16), torch.arange(6) % 5
-    here = images.to(device)
-    model.to(device)
-    yield 'base', model(here)
-    done = convert_(model, images=here if {'init', 'boundaries'} & set(settings) else None, **settings)
-    yield 'forward', model(here)
+    data = torch.randn(6, 3, 16, 16).double(), torch.arange(6) % 5
+    model.to(device, torch.double)  # so that only rounding in float64 differs
+    images = data[0].to(device)
+    yield 'base', model(images)
+    torch.manual_seed(0)  # of all devices
+    done = convert_(model, images=images if {'init', 'boundaries'} & set(settings) else None, **settings)
+    yield 'converted', model(images)
     yield 'steps of each image', model.blocks.steps_taken
-    found = evaluate(model, (images, labels), steps=(2, 3))
-    yield 'evaluate', torch.tensor([[each.top1, each.loss, each.nfe] for each in found], device=device)
-    yield 'with_steps', with_steps(model, 2)(here)
+    result = evaluate(model, data).results[0]
+    yield 'evaluate', torch.tensor([result.top1, result.loss, result.nfe], device=device)
+    yield 'a view with 2 steps', with_steps(model, 2)(images)
     model.blocks.steps = 5
-    yield 'steps', model(here)
-    yield 'forward_intermediates', model.forward_intermediates(here)
-    model(here).square().mean().backward()
+    yield '5 steps', model(images)
+    yield 'intermediate states', model.forward_intermediates(images)
+    model(images).square().mean().backward()
     yield 'gradients', {name: parameter.grad for name, parameter in model.named_parameters()}
     if model.blocks.shared.depends_on_time:
         merged = merge_(model)
-        yield 'merge_', model(here)
+        yield 'merged', model(images)
         merged.restore()
-        yield 'restored from merge_', model(here)
+        yield 'no longer merged', model(images)
     done.restore()
-    yield 'restored', model(here)
+    yield 'restored', model(images)
+    done = convert_(model.cpu())
+    model.to(device)
+    done.restore()
+    yield 'restored after a move', model(images)
+
+
+def compare(settings):
+    """Raise where a journey gives another result on the second device, or one on another device."""
+    for (step, expected), (_, found) in zip(journey('cpu', settings), journey('second', settings), strict=True):
+        assert {t.device.type for t in tree_leaves(found) if t is not None} <= {'second'}, step
+        found = tree_map_only(torch.Tensor, torch.Tensor.cpu, found)
+        torch.testing.assert_close(found, expected, msg=lambda text, step=step: f'{step}: {text}')
+
+
+@pytest.mark.skipif(set_up is None, reason='this torch has no device with a backend in Python')
+def test_another_device_gives_the_cpus_answers_and_no_tensor_is_made_on_the_cpu_instead():
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == dict.fromkeys(CASES, '')
+
+
+def main():
+    set_up('second', Backend())
+    library = torch.library.Library('aten', 'IMPL', 'PrivateUse1')
+    for name in FACTORIES:
+        packet, _, overload = name.partition('.')
+        library.impl(name, partial(run, getattr(getattr(torch.ops.aten, packet), overload or 'default')))
+    library.impl('_copy_from', lambda source, into, *_: run(torch.ops.aten.copy_.default, into, source))
+    torch.accelerator.synchronize = lambda device: None  # torch's own cannot be given to such a device
+    for mixed in (lambda: torch.ones(2, device='second') + torch.ones(2),
+                  lambda: torch.zeros(()).add_(torch.ones((), device='second'))):
+        with pytest.raises(RuntimeError, match='mixes'):
+            mixed()
+    failures = dict.fromkeys(CASES, '')
+    for name, settings in CASES.items():
+        try:
+            compare(settings)
+        except Exception:
+            failures[name] = traceback.format_exc()[-2000:]
+    print(json.dumps(failures))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,4 +1,3 @@
-import copy
 import json
 from collections import OrderedDict
 from functools import partial
@@ -12,13 +11,13 @@ from PIL import Image
 from timm.data import create_transform, resolve_data_config
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 from torchvision.models import vision_transformer as tv
 from torchvision.models.vision_transformer import ConvStemConfig
 
 from timm_odevit import OdeConfig, convert_, save_pretrained
+from timm_odevit.interop.build_vit import NAMES, mlp_ratio
 from timm_odevit.interop.torchvision import _WEIGHTS, from_torchvision
-from timm_odevit.interop.transplant import NAMES, mlp_ratio
 
 TINY = dict(image_size=32, patch_size=8, num_layers=3, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=5)
 # float32: both compute the same sums, in another order
@@ -193,43 +192,17 @@ def test_mode_dtype_and_requires_grad_carry_over(build, dtype, training):
         'blocks.1.attn.qkv.bias', 'head.weight', 'head.bias']
 
 
-def test_modes_and_dtypes_of_single_parts_carry_over(build):
-    vit = build().train()
-    vit.encoder.layers[0].eval()
-    vit.encoder.ln.eval()
-    vit.heads.double()
-    model = from_torchvision(vit)
-    assert model.training and model.blocks[1].attn.qkv.training and not model.norm.training
-    # what timm has more of in a block are identities
-    assert {type(m) for m in model.blocks[0].modules() if m.training} == {nn.Identity}
-    assert model.head.weight.dtype == torch.float64 and model.norm.weight.dtype == torch.float32
-
-
 def test_rates_of_dropout_carry_over(build):
     vit = build(dropout_heads, dropout=0.1, attention_dropout=0.2).train()
     vit.encoder.dropout.p = 0.4
-    vit.encoder.layers[2].dropout.p = 0.5
-    vit.encoder.layers[2].self_attention.dropout = 0.6
     model = from_torchvision(vit)
     rates = {name: m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
     expected = {'pos_drop': 0.4, 'head_drop': 0.3}
     for i in range(3):
         expected.update({f'blocks.{i}.attn.attn_drop': 0.2, f'blocks.{i}.attn.proj_drop': 0.1,
                          f'blocks.{i}.mlp.drop1': 0.1, f'blocks.{i}.mlp.drop2': 0.1})
-    expected.update({'blocks.2.attn.proj_drop': 0.5, 'blocks.2.attn.attn_drop': 0.6})
     assert rates == expected
     assert model._model_args['proj_drop_rate'] == 0.1 and model._model_args['attn_drop_rate'] == 0.2
-
-
-def test_dropout_has_the_same_mean_and_spread(build, images):
-    vit = build(dropout=0.2, attention_dropout=0.2).train()
-    model = from_torchvision(vit)
-    with torch.no_grad():
-        many = images[:1].expand(4000, -1, -1, -1)
-        theirs, ours = vit(many), model(many)
-    # 4000 draws: the mean is known to 0.016 standard deviations, the spread to about 1.1 %; five of each
-    assert ((ours.mean(0) - theirs.mean(0)) / theirs.std(0)).abs().max() < 5 * 0.016 * 2 ** 0.5
-    assert (ours.std(0) / theirs.std(0) - 1).abs().max() < 5 * 0.011 * 2 ** 0.5
 
 
 def test_meta_stays_meta_with_dtype_and_requires_grad(build):
@@ -323,48 +296,20 @@ def overlapping_stem(vit):
     vit.conv_proj = nn.Conv2d(3, 32, 8, stride=4)
 
 
-def other_layer(vit):
-    vit.encoder.layers[1] = nn.Identity()
-
-
 def no_layers(vit):
     vit.encoder.layers = nn.Sequential()
-
-
-def other_attention(vit):
-    vit.encoder.layers[1].self_attention = nn.Identity()
 
 
 def zero_attention(vit):
     vit.encoder.layers[1].self_attention.add_zero_attn = True
 
 
-def batch_second(vit):
-    vit.encoder.layers[2].self_attention.batch_first = False
-
-
 def other_number_of_heads(vit):
     vit.encoder.layers[2].self_attention = nn.MultiheadAttention(32, 4, batch_first=True)
 
 
-def key_bias(vit):
-    vit.encoder.layers[0].self_attention = nn.MultiheadAttention(32, 2, batch_first=True, add_bias_kv=True)
-
-
 def no_attention_bias(vit):
     vit.encoder.layers[0].self_attention = nn.MultiheadAttention(32, 2, batch_first=True, bias=False)
-
-
-def separate_projections(vit):
-    vit.encoder.layers[0].self_attention = nn.MultiheadAttention(32, 2, batch_first=True, kdim=16)
-
-
-def longer_mlp(vit):
-    vit.encoder.layers[0].mlp.append(nn.ReLU())
-
-
-def other_mlp(vit):
-    vit.encoder.layers[0].mlp = nn.Identity()
 
 
 def narrower_mlp(vit):
@@ -383,10 +328,6 @@ def other_norm(vit):
     vit.encoder.ln = nn.RMSNorm(32)
 
 
-def plain_norm(vit):
-    vit.encoder.ln = nn.LayerNorm(32, elementwise_affine=False)
-
-
 def more_positions(vit):
     vit.encoder.pos_embedding = nn.Parameter(torch.zeros(1, 26, 32))
 
@@ -403,37 +344,27 @@ def weight_norm(vit):
     parametrizations.weight_norm(vit.encoder.layers[1].mlp[0])
 
 
-def pruned(vit):
-    prune.identity(vit.heads.head, 'weight')
+OTHER = "its output for a random image differs from timm's"
 
 
 @pytest.mark.parametrize('mutate, message', [
-    (pre_logits, r'pre-logits layer \(representation_size=8\).*Set vit.heads = torch.nn.Identity\(\)'),
-    (two_heads, 'its heads are Linear, ReLU, Linear. Supported: Linear; Dropout, Linear; Identity'),
-    (no_head_bias, 'in place of head, which is .*bias=True.* in timm, it has .*bias=False'),
-    (other_stem, 'its conv_proj is a Identity, not a Conv2d'),
-    (overlapping_stem, r'patch_embed.proj, which is .*stride=\(8, 8\).*stride=\(4, 4\)'),
-    (other_layer, 'its encoder layer 1 is a Identity, not an EncoderBlock'),
-    (no_layers, 'its encoder is not an Encoder with at least one layer'),
-    (other_attention, 'its encoder layer 1 has a Identity unlike the MultiheadAttention'),
-    (zero_attention, 'its encoder layer 1 has a MultiheadAttention unlike'),
-    (batch_second, 'its encoder layer 2 has a MultiheadAttention unlike'),
-    (other_number_of_heads, 'its encoder layer 2 has 4 heads, layer 0 has 2'),
-    (key_bias, 'timm has no place for encoder.layers.encoder_layer_0.self_attention.bias_k'),
-    (no_attention_bias, 'in place of blocks.0.attn'),
-    (separate_projections, 'timm has no place for encoder.layers.encoder_layer_0.self_attention.q_proj_weight'),
-    (longer_mlp, 'its encoder layer 0 has a MLPBlock unlike the MLPBlock that torchvision builds'),
-    (other_mlp, 'its encoder layer 0 has a Identity unlike the MLPBlock'),
-    (narrower_mlp, 'blocks.1.mlp.fc1, which is .*out_features=64.*out_features=16'),
-    (relu, r'blocks.1.mlp.act, which is GELU\(.*it has ReLU'),
-    (tanh_gelu, "blocks.1.mlp.act, which is GELU.*'none'.*it has GELU.*'tanh'"),
-    (other_norm, r'in place of norm, which is LayerNorm\(.*it has RMSNorm\('),
-    (plain_norm, 'in place of norm, .*elementwise_affine=False'),
-    (more_positions, r'pos_embed, which is \[1, 17, 32\] in timm, it has \[1, 26, 32\]'),
-    (adapter, 'timm has no place for encoder.layers.encoder_layer_1.adapter.weight'),
+    (pre_logits, r'its heads are Linear, Tanh, Linear.*Set vit.heads = torch.nn.Identity\(\)'),
+    (two_heads, 'its heads are Linear, ReLU, Linear; supported: Linear; Dropout, Linear; Identity'),
+    (no_head_bias, 'in place of head.bias, which is .5. in timm, it has nothing'),
+    (other_stem, 'its conv_proj is a Identity; only a single patch convolution'),
+    (overlapping_stem, 'it does not compute an embedding of a random image|in place of pos_embed'),
+    (no_layers, 'its encoder does not start with an EncoderBlock'),
+    (zero_attention, OTHER),
+    (other_number_of_heads, OTHER),
+    (no_attention_bias, 'in place of blocks.0.attn.qkv.bias, which is .96. in timm, it has nothing'),
+    (narrower_mlp, r'in place of blocks.1.mlp.fc1.weight, which is \[64, 32\] in timm, it has \[16, 32\]'),
+    (relu, OTHER),
+    (tanh_gelu, OTHER),
+    (other_norm, 'in place of norm.bias, which is .32. in timm, it has nothing'),
+    (more_positions, 'it does not compute an embedding of a random image|in place of pos_embed'),
+    (adapter, 'timm has no place for blocks.1.adapter.weight'),
     (buffer, 'timm has no place for mask'),
-    (weight_norm, 'blocks.1.mlp.fc1, which is Linear.*it has ParametrizedLinear'),
-    (pruned, 'timm has no place for heads.head.weight_mask'),
+    (weight_norm, 'timm has no place for blocks.1.mlp.fc1.parametrizations'),
 ], ids=lambda x: x.__name__ if callable(x) else '')
 def test_what_timm_lacks_is_refused_and_nothing_is_changed(build, mutate, message):
     vit = build(mutate)
@@ -445,10 +376,10 @@ def test_what_timm_lacks_is_refused_and_nothing_is_changed(build, mutate, messag
 
 def test_what_torchvision_itself_builds_and_timm_lacks_is_refused(build):
     stem = [ConvStemConfig(8, 3, 2), ConvStemConfig(8, 3, 2), ConvStemConfig(8, 3, 2)]
-    with pytest.raises(ValueError, match='a convolutional stem of 4 modules.*conv_stem_configs=None'):
+    with pytest.raises(ValueError, match='its conv_proj is a Sequential.*conv_stem_configs=None'):
         from_torchvision(build(conv_stem_configs=stem))
     vit = build(representation_size=8)
-    with pytest.raises(ValueError, match=r'pre-logits layer \(representation_size=8\)'):
+    with pytest.raises(ValueError, match='its heads are Linear, Tanh, Linear'):
         from_torchvision(vit)
     vit.heads = nn.Identity()  # as the message says
     x = torch.randn(1, 3, 32, 32)
@@ -477,9 +408,3 @@ def test_weights_of_another_kind_are_refused(build, weights):
         from_torchvision(build(), weights=weights)
 
 
-def test_a_layer_in_two_places_stays_one(build, images):
-    vit = build()
-    vit.encoder.layers[2] = vit.encoder.layers[0]
-    model = from_torchvision(copy.deepcopy(vit))
-    assert model.blocks[2].attn.qkv.weight is model.blocks[0].attn.qkv.weight
-    torch.testing.assert_close(model(images), vit(images), **CLOSE)

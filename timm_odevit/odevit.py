@@ -19,8 +19,7 @@ from .convert.convertible import check_convertible
 from .convert.initialisation import set_per_layer
 from .errors import one_line
 from .hooks import on_meta
-from .loading.find_weights import CONFIG, WEIGHTS, saved_in, weights_file
-from .loading.untrusted import check_args, check_size
+from .loading.find_weights import CONFIG, WEIGHTS, check_args, check_size, saved_in, weights_file
 from .ode.config import PREFIX, OdeConfig
 from .ode.time_dependence import MATRICES, VECTORS
 from .pyramid import FeaturesAtTimes, check_times

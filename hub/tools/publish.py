@@ -1,6 +1,6 @@
 """Send the published models, hub/*, to the Hugging Face Hub: one repository each.
 
-    python hub/tools/publish.py                   say what would be sent: new, changed or the same for each file
+    python hub/tools/publish.py                   say what would be sent
     python hub/tools/publish.py --send            send it, after `hf auth login`
 
 Files that are already there are not sent again, so after an interruption simply run it again.
@@ -26,10 +26,12 @@ def main():
         raise SystemExit(f"Not in hub/: {', '.join(sorted(unknown))}. Available: {', '.join(f.name for f in folders)}.")
     for folder in folders:
         if not args.names or folder.name in args.names:
+            repo = f'{args.org}/{folder.name}'
             try:
-                print(push_to_hub(folder, f'{args.org}/{folder.name}', create_pr=args.create_pr, dry_run=not args.send))
+                sent = push_to_hub(folder, repo, create_pr=args.create_pr) if args.send else 'nothing was sent'
             except (OSError, ValueError) as e:
                 raise SystemExit(f'{e}') from None
+            print(f'{repo}: {sent}')
 
 
 if __name__ == '__main__':

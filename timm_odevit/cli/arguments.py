@@ -18,7 +18,7 @@ from torch import nn
 from ..data.arrays import array_images
 from ..data.folders import image_loaders
 from ..errors import one_line, suggest
-from ..files import OWN, repair
+from ..files import OWN
 from ..loading.find_weights import CONFIG
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import save_pretrained
@@ -167,7 +167,6 @@ def check_name(name: str) -> None:
         raise ValueError(f"'{name}' is a folder. For a saved model, type local-dir:{name}")
     source, model = parse_model_name(name)
     if source == 'local-dir':
-        repair(model)
         config = Path(model, CONFIG)
         if not config.is_file():
             raise ValueError(

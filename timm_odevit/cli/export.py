@@ -7,6 +7,7 @@ from typing import Any
 from ..deploy.export import export_model
 from ..deploy.formats import FORMATS
 from ..files import write_text
+from ..saving.cards import model_card
 from ..saving.push import push_to_hub
 from .arguments import MODEL, add_number, add_steps, load, set_steps
 
@@ -45,11 +46,10 @@ def add_push(parser: argparse.ArgumentParser) -> None:
                         help='name of the dataset of the results, such as CIFAR-100')
     parser.add_argument('--license', metavar='ID',
                         help="the Hub's identifier of a licence, for the card (default: that of the base's weights)")
-    parser.add_argument('--card', metavar='FILE', help='file to write the card to, to read it before it is sent')
+    parser.add_argument('--card', metavar='FILE', help='write the card to a file, to read it, and send nothing')
     parser.add_argument('--private', action='store_true', help='make the repository private')
     parser.add_argument('--revision', default='main', metavar='BRANCH', help='branch (default: %(default)s)')
     parser.add_argument('--create-pr', action='store_true', help='open a pull request')
-    parser.add_argument('--dry-run', action='store_true', help='send nothing; show what would be sent')
 
 
 def push(args: argparse.Namespace) -> None:
@@ -63,9 +63,11 @@ def push(args: argparse.Namespace) -> None:
             rows = json.loads(Path(args.results).read_text())
         except ValueError as e:
             raise ValueError(f"'{args.results}' is not what odevit evaluate --json writes: {e}") from None
-    pushed = push_to_hub(
-        load(args.model, args), args.repo, results=rows, dataset=args.dataset, license=args.license,
-        private=args.private or None, revision=args.revision, create_pr=args.create_pr, dry_run=args.dry_run)
-    print(pushed)
+    model, about = load(args.model, args), dict(results=rows, dataset=args.dataset, license=args.license)
     if args.card:
-        write_text(Path(args.card), pushed.card)
+        write_text(Path(args.card), model_card(f'hf-hub:{args.repo}', model, **about))
+        print(f'wrote {args.card}; nothing was sent')
+        return
+    url = push_to_hub(model, args.repo, private=args.private or None, revision=args.revision, create_pr=args.create_pr,
+                      **about)
+    print(f'sent: {url}')

@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, Union
+from typing import Any
 
 import torch
 from timm.utils import unwrap_model
@@ -16,11 +16,9 @@ from ..data.pictures import class_names, model_name
 from ..data.preprocessing import data_config
 from ..errors import one_line
 from ..files import staged
-from ..ode.blocks import OdeBlocks, find_ode_blocks
+from ..ode.blocks import find_ode_blocks
 from ..ode.config import WITH_HEAD
-from ..ode.blocks import OdeBlocks as Halts
-from ..ode.steps import Step
-from ..settings import checks_keywords, flag, one_of
+from ..settings import flag, one_of
 from .formats import FORMATS, check_installed, round_weights
 
 __all__ = ['export_model']
@@ -28,10 +26,9 @@ __all__ = ['export_model']
 LARGEST_BATCH = 2 ** 20  # without a bound, torch.export objects that merged tokens could overflow an index
 
 
-@checks_keywords
 def export_model(
         model: nn.Module,
-        path: Union[str, Path],
+        path: str | Path,
         *,
         format: str = 'onnx',
         int8: bool = False,
@@ -121,7 +118,7 @@ def _check(model: Any, format: str, int8: bool, merged: bool) -> None:
         raise ValueError('A block that depends on time has no weights to store as int8 until it is merged. Leave out '
                          'int8, or merged=False (--unmerged).')
     if int8 and format == 'onnx' and dtype == torch.float16 and any(
-            of.config.halting in WITH_HEAD for of in model.modules() if isinstance(of, Halts)):
+            ode.config.halting in WITH_HEAD for ode in blocks):
         raise ValueError('ONNX Runtime cannot store the weights of a head as int8 that is float16 and used after every '
                          'step. Call model.float() first, leave out int8, or choose the format pt2.')
     if int8 and not any(isinstance(module, nn.Linear) for module in model.modules()):
@@ -129,21 +126,20 @@ def _check(model: Any, format: str, int8: bool, merged: bool) -> None:
 
 
 def _frozen_copy(model: nn.Module, merged: bool) -> nn.Module:
-    """A copy in eval mode without gradients, with the steps that this thread runs, merged if asked."""
+    """A copy in eval mode without gradients, merged if asked, in which the steps do not register their field."""
     copied = copy.deepcopy(model).eval().requires_grad_(False)
     blocks = find_ode_blocks(copied)
-    for own, other in zip(find_ode_blocks(model), blocks, strict=True):
-        if other.config != own.config:  # inside `at`
-            other.config = own.config
     if merged and any(ode.shared.depends_on_time for ode in blocks):
         merge_(copied)
+    for ode in find_ode_blocks(copied):
+        for step in ode.solver:  # as plain attributes, so that a file lists the parameters of the shared field once
+            vars(step)['field'] = step._modules.pop('field')
     return copied
 
 
-def _about(model: nn.Module, int8: bool) -> Dict[str, str]:
+def _about(model: nn.Module, int8: bool) -> dict[str, str]:
     """The metadata; what is not known is left out."""
-    steps = [sum(isinstance(block, Step) for block in blocks) for blocks in model.modules()
-             if isinstance(blocks, OdeBlocks)]
+    steps = [ode.steps for ode in find_ode_blocks(model)]
     about = {'model': model_name(model), 'steps': steps[0] if len(steps) == 1 else steps,
              'classes': class_names(model), **data_config(model), 'int8': int8, 'timm_odevit': __version__}
     return {key: json.dumps(value) for key, value in about.items() if value not in (None, [])}

@@ -2,7 +2,7 @@
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Callable, Dict, NamedTuple, Tuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import nn
@@ -17,9 +17,9 @@ LARGEST = 2_000_000_000  # bytes of weights; an ONNX file is a protobuf message,
 class Format(NamedTuple):
     """A format: the ending of its files, the packages that it needs, those that int8 needs too, and its writer."""
     suffix: str
-    packages: Tuple[str, ...]
-    int8_packages: Tuple[str, ...]
-    write: Callable[[ExportedProgram, Path, Dict[str, str], bool], Any]
+    packages: tuple[str, ...]
+    int8_packages: tuple[str, ...]
+    write: Callable[[ExportedProgram, Path, dict[str, str], bool], Any]
 
 
 def check_installed(name: str, int8: bool) -> None:
@@ -48,7 +48,7 @@ def round_weights(model: nn.Module) -> None:
     unwrap_tensor_subclass(model)  # otherwise the file holds pickled classes of torchao, and needs it to be read
 
 
-def _write_onnx(exported: ExportedProgram, path: Path, about: Dict[str, str], int8: bool) -> None:
+def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
     import onnx
     size = sum(tensor.numel() * tensor.element_size() for tensor in exported.state_dict.values())
     if size > LARGEST:
@@ -68,13 +68,13 @@ def _write_onnx(exported: ExportedProgram, path: Path, about: Dict[str, str], in
     onnx.save(model, path)
 
 
-def _write_pt2(exported: ExportedProgram, path: Path, about: Dict[str, str], int8: bool) -> None:
+def _write_pt2(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
     torch.export.save(exported, path, extra_files={METADATA: json.dumps(about)})
 
 
-def _write_aoti(exported: ExportedProgram, path: Path, about: Dict[str, str], int8: bool) -> None:
+def _write_aoti(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
     from torch._inductor import aoti_compile_and_package, config
-    configs: Dict[str, Any] = {'aot_inductor.metadata': about}
+    configs: dict[str, Any] = {'aot_inductor.metadata': about}
     if hasattr(config.aot_inductor, 'check_lowerbound'):  # with AOTI_RUNTIME_CHECK_INPUTS=1, it would refuse one image
         configs['aot_inductor.check_lowerbound'] = False
     aoti_compile_and_package(exported, package_path=str(path), inductor_configs=configs)

@@ -1,6 +1,6 @@
 """Vision transformers of other libraries, as timm's, and back into their programs.
 
-transplant       a timm model with the parameters of another library's modules
+build_vit        a timm model with another library's weights, compared with its model
 torchvision      from_torchvision: a torchvision VisionTransformer
 open_clip        from_open_clip: the image tower of an open_clip model
 transformers     from_transformers: the image tower of a CLIP or SigLIP of transformers

@@ -1,7 +1,7 @@
 """put_tower_: a timm model as the image tower of an open_clip or transformers model."""
 from contextlib import nullcontext
 from threading import get_ident
-from typing import Any, List, Tuple
+from typing import Any
 
 from timm.layers import to_2tuple
 from timm.utils import unwrap_model
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ..convert.replacements import Replacements
 from ..hooks import hooked, on_meta
-from ..settings import checks_keywords
 from .transformers import HOLDERS, kind_of
 
 __all__ = ['PutTower', 'put_tower_']
@@ -30,21 +29,25 @@ class PutTower:
         self._replacements = replacements
 
     def restore(self) -> None:
-        """Put back the tower that was there before.
+        """Put back the tower that was there before, on the device and in the dtype that the program has now.
 
         Raises:
             ValueError: The program no longer holds this tower: it was restored, or another one was put in.
         """
-        if not self._replacements.stand:
+        if not self._replacements.in_place:
             raise ValueError('The program no longer holds this tower: it was restored, or another one was put in since '
                              'and has to be restored first.')
-        self._replacements.take_off()
+        now = next(self.tower.parameters())
+        for module in self._replacements.before:
+            module.to(now.device)
+            if next(module.parameters(), now).dtype != now.dtype:  # some programs keep their norms in another one
+                module.to(now.dtype)
+        self._replacements.undo()
 
     def __repr__(self) -> str:
         return f'{type(self).__name__}({type(self.tower).__name__})'
 
 
-@checks_keywords
 def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
     """Make a timm model the image tower of an open_clip or transformers model, in place; the text tower is left alone.
 
@@ -93,7 +96,7 @@ def _width(tower: Any) -> int:
     return tower.num_classes or tower.num_features
 
 
-def _in_open_clip(program: Any, old: Any, tower: Any) -> List[Tuple[Any, str, Any]]:
+def _in_open_clip(program: Any, old: Any, tower: Any) -> list[tuple[Any, str, Any]]:
     from open_clip.timm_model import TimmModel
     if getattr(old, 'output_tokens', False):
         raise TypeError(
@@ -123,7 +126,7 @@ def _in_open_clip(program: Any, old: Any, tower: Any) -> List[Tuple[Any, str, An
     return [(program, 'visual', visual)]
 
 
-def _in_transformers(program: Any, tower: Any) -> List[Tuple[Any, str, Any]]:
+def _in_transformers(program: Any, tower: Any) -> list[tuple[Any, str, Any]]:
     old = program.vision_model
     _check_dtype(old, tower)
     if getattr(tower, 'head_dist', None) is not None:
@@ -135,7 +138,7 @@ def _in_transformers(program: Any, tower: Any) -> List[Tuple[Any, str, Any]]:
     width = hidden if projection is None else projection.out_features
     visual = _VisionModel(tower, projection is None, program.config)
     visual.training = old.training  # the tower keeps its own mode
-    wanted: List[Tuple[Any, str, Any]] = [(program, 'vision_model', visual)]
+    wanted: list[tuple[Any, str, Any]] = [(program, 'vision_model', visual)]
     if tower.num_classes and projection is not None and tower.num_classes == width:
         wanted.append((program, 'visual_projection', _Head(tower)))
     elif tower.num_classes or tower.num_features != hidden:
@@ -191,7 +194,7 @@ class _VisionModel(nn.Module):
                 'dynamic_img_size=True.')
         tower: Any = self.tower
         images = pixel_values.to(next(tower.parameters()).dtype)
-        before_norm: List[Tensor] = []
+        before_norm: list[Tensor] = []
         thread = get_ident()  # hooks also fire when other threads run the model
 
         def keep(_: nn.Module, args: Any) -> None:

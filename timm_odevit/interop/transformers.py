@@ -5,27 +5,33 @@ import torch
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from timm.models.vision_transformer import VisionTransformer
 from timm.utils import unwrap_model
-from torch import nn
+from torch import Tensor, nn
 
-from ..settings import checks_keywords
-from .transplant import Transplant, mlp_ratio
+from .build_vit import build_vit, mlp_ratio, refusal, renamed
 
 __all__ = ['HOLDERS', 'from_transformers', 'kind_of']
 
 # classes of transformers, by name, because transformers is optional: those that hold a tower, and the towers
 HOLDERS = ('CLIPModel', 'CLIPVisionModelWithProjection', 'SiglipModel')
 TOWERS = {'CLIPVisionModel': 'vit_base_patch16_clip_224', 'SiglipVisionModel': 'vit_base_patch16_siglip_224'}
+_NAMES = {
+    'embeddings.class_embedding': 'cls_token', 'embeddings.patch_embedding': 'patch_embed.proj',
+    'embeddings.position_embedding.weight': 'pos_embed', 'pre_layrnorm': 'norm_pre', 'post_layernorm': 'norm',
+    'encoder.layers.': 'blocks.', 'layer_norm': 'norm', 'self_attn.out_proj': 'attn.proj', 'self_attn.': 'attn.',
+    'head.probe': 'attn_pool.latent', 'head.attention.out_proj': 'attn_pool.proj', 'head.attention.': 'attn_pool.',
+    'head.layernorm': 'attn_pool.norm', 'head.mlp.': 'attn_pool.mlp.'}
 _ACTS = {'gelu': 'gelu', 'quick_gelu': 'quick_gelu', 'gelu_pytorch_tanh': 'gelu_tanh'}
 
 
-@checks_keywords
+@torch.enable_grad()
 def from_transformers(model: nn.Module) -> VisionTransformer:
     """Build a timm VisionTransformer that computes the same image embedding as a CLIP or SigLIP of transformers.
 
     It maps images [B, C, S, S] to the embedding [B, dim], not normalised: with the projection where the model has one
     (CLIPModel, CLIPVisionModelWithProjection), whose bias is 0 in timm; else the pooled output, `pooler_output`.
-    Embeddings agree up to rounding. Device, dtype, mode and requires_grad carry over. Parameters are copies: the model
-    of transformers does not change. `put_tower_` puts the timm model, converted or not, into that model.
+    Embeddings agree up to rounding, which is checked on a random image. Device, dtype, mode and requires_grad carry
+    over. Parameters are copies: the model of transformers does not change. `put_tower_` puts the timm model, converted
+    or not, into that model.
 
     A model does not record its preprocessing: CLIP's mean and standard deviation are assumed for CLIP, and 0.5 for
     SigLIP, both with bicubic resizing: of the shorter side and a crop of the centre for CLIP, of both sides for SigLIP.
@@ -39,7 +45,7 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
 
     Raises:
         TypeError: The model is none of these.
-        ValueError: The tower has a part that timm's VisionTransformer lacks; the message names it.
+        ValueError: The tower has a part that timm's VisionTransformer lacks.
     """
     outer: Any = unwrap_model(model)
     host = outer.vision_model if kind_of(outer) in HOLDERS else outer
@@ -47,74 +53,41 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
         raise TypeError(
             f'from_transformers got a {type(host).__module__}.{type(host).__qualname__}: expected CLIPModel, '
             'SiglipModel or the vision model of one, such as transformers.CLIPModel.from_pretrained(...).')
-    from transformers.activations import ACT2FN
-    from transformers.models.clip.modeling_clip import CLIPEncoderLayer  # there, since the model is from it
-    from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
-    kind = kind_of(host)
-    clip = kind == 'CLIPVisionModel'
-    parts = Transplant(kind, host)
-    parts.one_dtype()
-    cfg, embeddings, layers = host.config, host.embeddings, list(host.encoder.layers)
-    for i, layer in enumerate(layers):
-        if type(layer) is not (CLIPEncoderLayer if clip else SiglipEncoderLayer):
-            raise parts.refusal(f'its layer {i} is a {type(layer).__name__}')
+    kind, cfg = kind_of(host), host.config
+    clip, projection = kind == 'CLIPVisionModel', getattr(outer, 'visual_projection', None)
     if cfg.hidden_act not in _ACTS:
-        raise parts.refusal(f"its activation is '{cfg.hidden_act}'; supported: {', '.join(_ACTS)}")
-    parts.same_in_each('num_heads', [layer.self_attn.num_heads for layer in layers])
-    parts.same_in_each('the dropout of the attention', [layer.self_attn.dropout for layer in layers])
-    parts.same_in_each('the activation', [str(layer.mlp.activation_fn) for layer in layers])
-    if str(layers[0].mlp.activation_fn) != str(ACT2FN[cfg.hidden_act]):
-        raise parts.refusal(f"its activation is {layers[0].mlp.activation_fn}, not '{cfg.hidden_act}' as in its config")
-
-    positions = embeddings.position_embedding.weight
-    parts.module('', host)
-    parts.module('patch_embed.proj', embeddings.patch_embedding)
-    parts.tensor('pos_embed', positions[None], positions)
-    parts.module('norm', host.post_layernorm)
+        raise refusal(host, f"its activation is '{cfg.hidden_act}'; supported: {', '.join(_ACTS)}")
+    if not clip and not host.use_head:
+        raise refusal(host, 'it has no pooling head (vision_use_head=False), so it has no embedding')
+    state = renamed(host.state_dict(keep_vars=True), _NAMES)
+    state['pos_embed'] = state['pos_embed'][None]
     if clip:
-        parts.tensor('cls_token', embeddings.class_embedding.reshape(1, 1, -1), embeddings.class_embedding)
-        parts.module('norm_pre', host.pre_layrnorm)
+        state['cls_token'] = state['cls_token'].reshape(1, 1, -1)
     else:
-        if not host.use_head:
-            raise parts.refusal('it has no pooling head (vision_use_head=False), so it has no embedding')
-        pool = host.head
-        parts.tensor('attn_pool.latent', pool.probe)
-        parts.attention('attn_pool', pool.attention, split=True)
-        parts.module('attn_pool.norm', pool.layernorm)
-        parts.module('attn_pool.mlp.fc1', pool.mlp.fc1)
-        parts.module('attn_pool.mlp.fc2', pool.mlp.fc2)
-    projection = getattr(outer, 'visual_projection', None)
+        for key in ('weight', 'bias'):
+            query, *others = state.pop(f'attn_pool.in_proj_{key}').chunk(3)
+            state[f'attn_pool.q.{key}'], state[f'attn_pool.kv.{key}'] = query, torch.cat(others)
+    for name in [name for name in state if '.q_proj.' in name]:
+        three = [name.replace('.q_proj.', f'.{part}_proj.') for part in 'qkv']
+        if all(other in state for other in three):  # otherwise timm has no place for those that are there
+            state[name.replace('.q_proj.', '.qkv.')] = torch.cat([state.pop(other) for other in three])
+    classes = 0
     if projection is not None:
-        weight = projection.weight
-        parts.tensor('head.weight', weight)
-        parts.tensor('head.bias', torch.zeros_like(weight[:, 0]), weight)
-    for i, layer in enumerate(layers):
-        name, attention = f'blocks.{i}', layer.self_attn
-        parts.module(name, layer)
-        parts.module(f'{name}.norm1', layer.layer_norm1)
-        parts.joined(f'{name}.attn.qkv', [attention.q_proj, attention.k_proj, attention.v_proj])
-        parts.module(f'{name}.attn.proj', attention.out_proj)
-        parts.module(f'{name}.norm2', layer.layer_norm2)
-        parts.module(f'{name}.mlp.fc1', layer.mlp.fc1)
-        parts.module(f'{name}.mlp.fc2', layer.mlp.fc2)
-    classes = 0 if projection is None else projection.out_features
+        state['head.weight'], classes = projection.weight, projection.out_features
     mean, std = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if clip else (IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD)
-    return parts.build(
-        TOWERS[kind],
+
+    def embedding(images: Tensor) -> list[Tensor]:
+        pooled = host(images).pooler_output
+        return [pooled if projection is None else projection(pooled)]
+    return build_vit(
+        host, TOWERS[kind], state, embedding,
         dict(input_size=(cfg.num_channels, cfg.image_size, cfg.image_size), num_classes=classes, mean=tuple(mean),
              std=tuple(std), interpolation='bicubic', crop_pct=1.0, crop_mode='center' if clip else 'squash'),
-        img_size=cfg.image_size,
-        patch_size=cfg.patch_size,
-        in_chans=cfg.num_channels,
-        num_classes=classes,
-        embed_dim=cfg.hidden_size,
-        depth=len(layers),
-        num_heads=layers[0].self_attn.num_heads,
-        mlp_ratio=mlp_ratio(cfg.intermediate_size, cfg.hidden_size),
-        global_pool='token' if clip else 'map',
-        act_layer=_ACTS[cfg.hidden_act],
-        attn_drop_rate=layers[0].self_attn.dropout,
-    )
+        without_bias=() if projection is None else ('head',),
+        img_size=cfg.image_size, patch_size=cfg.patch_size, in_chans=cfg.num_channels, num_classes=classes,
+        embed_dim=cfg.hidden_size, depth=cfg.num_hidden_layers, num_heads=cfg.num_attention_heads,
+        mlp_ratio=mlp_ratio(cfg.intermediate_size, cfg.hidden_size), global_pool='token' if clip else 'map',
+        act_layer=_ACTS[cfg.hidden_act], attn_drop_rate=cfg.attention_dropout)
 
 
 def kind_of(model: Any) -> str:

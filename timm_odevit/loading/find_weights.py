@@ -1,29 +1,65 @@
-"""Find, download and check the weights of a saved model."""
+"""Find, download and check the weights of a saved model; check what its config.json, maybe a stranger's, asks for."""
 import hashlib
+import math
 import re
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Dict, Iterable, Optional, Union
+from typing import Any, Callable, Iterable, Iterator
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from timm.models import PretrainedCfg
+from torch import nn
 
-from ..errors import one_line
+from ..errors import one_line, shown
+from ..ode.config import PREFIX
 
-__all__ = ['CONFIG', 'WEIGHTS', 'check_whole', 'saved_in', 'weights_file']
+__all__ = ['CONFIG', 'WEIGHTS', 'check_args', 'check_size', 'saved_in', 'weights_file']
 
 CONFIG, WEIGHTS = 'config.json', 'model.safetensors'
+# no timm model comes near these; numbers of any other name are at most _LARGEST_NUMBER
+_LARGEST = {'depth': 256, 'depths': 64, 'num_blocks': 256, 'layers': 256, f'{PREFIX}steps': 10_000,
+            f'{PREFIX}phases': 256, 'num_classes': 10_000_000}
+_LARGEST_NUMBER = 100_000
+_LARGEST_MODEL = 2 ** 31  # numbers in all tensors together
 
 
-def saved_in(cfg: Union[str, Dict[str, Any], PretrainedCfg, None]) -> str:
+def _numbers(values: Any, least: float, most: float, kinds: tuple[type, ...] = (int, float)) -> bool:
+    return isinstance(values, (list, tuple)) and len(values) > 0 and all(
+        type(value) in kinds and least <= value <= most for value in values)  # NaN is not
+
+
+_MODES = {'interpolation': ('bicubic', 'bilinear', 'nearest', 'lanczos', 'box', 'hamming', 'random'),
+          'crop_mode': ('center', 'squash', 'border', 'random')}
+# what an entry of pretrained_cfg must be, where building a model does not check it
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    'input_size': (lambda v: _numbers(v, 1, _LARGEST_NUMBER, (int,)) and len(v) == 3,
+                   f'three sizes from 1 to {_LARGEST_NUMBER:,}'),
+    'mean': (lambda v: _numbers(v, -_LARGEST_NUMBER, _LARGEST_NUMBER), 'a number for each channel'),
+    'std': (lambda v: _numbers(v, 1e-9, _LARGEST_NUMBER), 'a number above 0 for each channel'),
+    'crop_pct': (lambda v: _numbers([v], 0.1, 2), 'a number from 0.1 to 2'),
+    **{name: (lambda v, words=words: v in words, ', '.join(words)) for name, words in _MODES.items()},
+    'num_classes': (lambda v: _numbers([v], -1, _LARGEST['num_classes'], (int,)), 'a number of classes'),
+    'label_names': (lambda v: isinstance(v, (list, tuple, dict)), 'a name for each class'),
+}
+_ABOUT_FILES = ('url', 'state_dict', 'hf_hub_filename', 'custom_load')
+# keywords that choose files, or how a model is made: only the caller may give them
+_CALLER = (
+    'build', 'cache_dir', 'checkpoint_path', 'device', 'dtype', 'exportable', 'feature_cfg', 'feature_cls',
+    'features_only', 'file', 'kwargs_filter', 'named', 'no_jit', 'out_indices', 'out_times', 'pretrained',
+    'pretrained_cfg', 'pretrained_cfg_overlay', 'pretrained_filter_fn', 'pretrained_model_args', 'pretrained_strict',
+    'pruned', 'scriptable', 'state_dict', 'url', 'variant')
+
+
+def saved_in(cfg: str | dict[str, Any] | PretrainedCfg | None) -> str:
     """Return the folder or Hub repository whose config.json describes a model; '' for a registered model."""
     if not isinstance(cfg, dict):
         return ''
     return str(cfg.get({'hf-hub': 'hf_hub_id', 'local-dir': 'file'}.get(cfg.get('source') or '', ''), ''))
 
 
-def weights_file(cfg: Dict[str, Any], cache_dir: Union[str, Path, None] = None) -> Optional[str]:
+def weights_file(cfg: dict[str, Any], cache_dir: str | Path | None = None) -> str | None:
     """Return the file with a model's weights, downloaded if necessary and checked for damage.
 
     Only safetensors are read from a saved folder or from the Hub: reading a pickle can run code.
@@ -45,11 +81,11 @@ def weights_file(cfg: Dict[str, Any], cache_dir: Union[str, Path, None] = None) 
         path = Path(str(file)) / name
         if not path.is_file():
             raise ValueError(f"'{file}' holds no {name}. {_no_pickle(Path(str(file)).glob('*'))}")
-        check_whole(path)
+        _check_weights(path)
         return str(path)
     if source != 'hf-hub' and (cfg.get('state_dict') or file):
         if file and str(file).endswith('.safetensors'):
-            check_whole(Path(str(file)))
+            _check_weights(Path(str(file)))
         return None
     if not repo:
         return None
@@ -57,14 +93,14 @@ def weights_file(cfg: Dict[str, Any], cache_dir: Union[str, Path, None] = None) 
         raise ValueError(f"'{name}' of {repo} is not read, only .safetensors files are. {_no_pickle([])}")
     path = _download(str(repo), name, cache_dir)
     try:
-        check_whole(path)
+        _check_weights(path)
     except ValueError as damage:
         try:
             path = _download(str(repo), name, cache_dir, force_download=True)
         except OSError as e:
             raise OSError(f'{damage} It could not be downloaded again: {one_line(e)}') from e
         try:
-            check_whole(path)
+            _check_weights(path)
         except ValueError as e:
             for file in {path, path.resolve()}:
                 file.unlink()
@@ -72,7 +108,7 @@ def weights_file(cfg: Dict[str, Any], cache_dir: Union[str, Path, None] = None) 
     return str(path)
 
 
-def _download(repo: str, file: str, cache_dir: Union[str, Path, None], **kwargs: Any) -> Path:
+def _download(repo: str, file: str, cache_dir: str | Path | None, **kwargs: Any) -> Path:
     name, _, revision = repo.partition('@')
     try:
         return Path(hf_hub_download(name, file, revision=revision or None, cache_dir=cache_dir, **kwargs))
@@ -86,7 +122,7 @@ def _download(repo: str, file: str, cache_dir: Union[str, Path, None], **kwargs:
         raise OSError(f'{file} of {repo} could not be downloaded: {one_line(e)}') from e
 
 
-def check_whole(path: Path) -> None:
+def _check_weights(path: Path) -> None:
     """Raise ValueError for a damaged safetensors file.
 
     Only its header is read; but for a download, whose name in the cache is its SHA-256 on the Hub, every byte is.
@@ -106,6 +142,69 @@ def check_whole(path: Path) -> None:
                 found.update(block)
         if found.hexdigest() != expected:
             raise ValueError(f"'{path}' is damaged: its SHA-256 is {found.hexdigest()}, but on the Hub {expected}.")
+
+
+def check_args(where: str, cfg: dict[str, Any], args: Any) -> None:
+    """Refuse a config.json that would choose files, or that would build something that no saved model is.
+
+    Building the model, on the meta device, refuses what it does not know; `check_size` refuses what is too large.
+
+    Args:
+        where: Folder or repository, for messages.
+        cfg: Its `pretrained_cfg`.
+        args: Its `model_args`.
+
+    Raises:
+        ValueError: An entry is unknown, too large, or one that only the caller may give.
+    """
+    def refused(why: str) -> ValueError:
+        return ValueError(f"The config.json of '{where}' {why}. No saved model has that, so nothing was built.")
+    known = {field.name for field in fields(PretrainedCfg)}
+    for name, value in cfg.items():
+        if name not in known:
+            raise refused(f'has an unknown entry {shown(name)} in pretrained_cfg')
+        if name in _ABOUT_FILES and value:
+            raise refused(f"says where the weights are or how to read them ('{name}')")
+        good, expected = _EXPECTED.get(re.sub('^(test|min)_', '', name), (lambda v: True, ''))
+        if (value is not None and not good(value)) or (name == 'num_classes' and value is None):
+            raise refused(f'has {name} {shown(value)}; expected {expected}')
+    if not isinstance(args, dict) or not isinstance(args.get('base_args') or {}, dict):
+        raise refused(f'has {shown(args)} instead of keywords')
+    for name, value in _entries(args):
+        largest = _LARGEST.get(name, _LARGEST_NUMBER)
+        if name in _CALLER:
+            raise refused(f"gives '{name}', which only the caller of timm.create_model may give")
+        if isinstance(value, (int, float)) and not 0 <= value <= largest:  # nor NaN
+            raise refused(f'has {name} {shown(value)}; numbers from 0 to {largest:,} are allowed')
+        if isinstance(value, (list, dict)) and len(value) > 10_000:
+            raise refused(f'has {len(value)} entries in {name}')
+        if any(isinstance(text, str) and (len(text) > 500 or not text.isprintable()) for text in (name, value)):
+            raise refused(f'has {shown(name)} {shown(value)}')
+
+
+def _entries(tree: Any, name: str = '') -> Iterator[tuple[str, Any]]:
+    """The name and the value of everything in keywords; entries of a list have its name."""
+    yield name, tree
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        yield from _entries(value, key)
+    for value in tree if isinstance(tree, list) else ():
+        yield from _entries(value, name)
+
+
+def check_size(model: nn.Module, file: str | None) -> None:
+    """Refuse a model, built on the meta device, that is larger than its weights or, without them, than any of timm's.
+
+    Raises:
+        ValueError: Its tensors hold more than 2 ** 31 numbers, or more than twice the file's plus 10 ** 6.
+    """
+    total, limit = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())), _LARGEST_MODEL
+    if file:
+        with safe_open(file, framework='pt') as f:
+            stored = sum(math.prod(f.get_slice(name).get_shape()) for name in f.keys())
+        limit = min(limit, 2 * stored + 10 ** 6)  # some buffers are not stored
+    if total > limit:
+        raise ValueError(f'The model has {total:,} numbers in its tensors; at most {limit:,} are allowed for '
+                         'these weights.')
 
 
 def _no_pickle(names: Iterable[Path]) -> str:

@@ -109,9 +109,9 @@ def run_halting(
 
 def _run_all(
         steps: Sequence[tuple[Any, Context]], x: Tensor, scores: Scores, threshold: float) -> tuple[Tensor, Tensor]:
-    """The same result in shapes that do not depend on values."""
-    taken = torch.full((len(x),), len(steps), device=x.device)
-    halted = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    """The same result in shapes that do not depend on values; len(x) would fix the number of images in an export."""
+    taken = torch.full((x.shape[0],), len(steps), device=x.device)
+    halted = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
     for i, (step, context) in enumerate(steps):
         after = torch.where(halted.view(-1, *[1] * (x.ndim - 1)), x, step(x, context))
         if i < len(steps) - 1:

@@ -1,5 +1,7 @@
 """Model cards: README.md of a model's folder and of its page on the Hub, with metadata that the Hub understands."""
-from typing import Any, Mapping, Optional, Sequence
+import re
+from html import escape
+from typing import Any, Mapping, Sequence
 
 from huggingface_hub import EvalResult, ModelCardData
 from timm.data import resolve_model_data_config
@@ -20,6 +22,10 @@ _CITATION = """```bibtex
   url = {https://arxiv.org/abs/2511.16501},
 }
 ```"""
+_ODE_VIT = ('A vision transformer whose blocks are one shared block that an ODE solver evaluates K times (ODE-ViT, '
+            'arXiv 2511.16501).')
+_COST = ('K evaluations of the shared block cost what K blocks cost: it has fewer parameters than a plain transformer, '
+         'not less compute.')
 _SETTINGS = ('field', 'method', 'steps', 'T', 'time', 'rank', 'phases', 'blocks', 'init')
 _KEYS = {'agreement', 'images', 'kept', 'model', 'nfe', 'parameters', 'steps', 'top1', 'top5'}
 _COLUMNS = ('model', 'K', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'kept %', 'agreement %')
@@ -36,7 +42,7 @@ def model_card(
         trained_at: Sequence[int] = (),
         training: str = '',
         limits: str = '',
-        license: str = 'apache-2.0',
+        license: str | None = None,
         provenance: str = '',
 ) -> str:
     """Return a model's card: Markdown, preceded by metadata.
@@ -51,15 +57,20 @@ def model_card(
         trained_at: Step counts that the model was trained with; bold in the table.
         training: How it was trained, in Markdown.
         limits: What it cannot do, in Markdown.
-        license: The Hub's identifier of the licence.
+        license: The Hub's identifier of the licence; None for that of the weights from which the model was made.
         provenance: Where the weights and data come from, in Markdown.
 
     Returns:
         The text of README.md.
 
     Raises:
-        ValueError: The results have no dataset name, or are not rows of `Evaluation.to_json`.
+        ValueError: The licence is not known, or the results have no dataset name or are not rows of
+            `Evaluation.to_json`.
     """
+    cfg = getattr(model, 'pretrained_cfg', None) or {}
+    license = license or cfg.get('license')
+    if not license:
+        raise ValueError("The licence of these weights is not known. Give license=, such as 'apache-2.0'.")
     if results and not dataset:
         raise ValueError("Results need the name of their dataset, such as dataset='CIFAR-100'.")
     if not all(isinstance(row, Mapping) and _KEYS <= set(row) for row in results):
@@ -68,50 +79,44 @@ def model_card(
     blocks = find_ode_blocks(model)
     own = blocks[0].steps if len(blocks) == 1 else None
     rows = [r for r in results if r['model'] != 'teacher']
-    if rows and not summary:
-        summary = f'An image classifier for {dataset}.'
+    kind = 'image-classification' if model.num_classes else 'image-feature-extraction'
     metadata = ModelCardData(
         license=license,
         library_name='timm',
-        pipeline_tag=(kind := 'image-classification' if model.num_classes else 'image-feature-extraction'),
+        pipeline_tag=kind,
         tags=[kind, 'timm', *(['ode-vit'] if blocks else [])],
         datasets=[_id(dataset)] if dataset else None,
         model_name=name.rsplit('/', 1)[-1].removeprefix('hf-hub:') if rows else None,
         eval_results=[_metadata_of(r, dataset) for r in rows] or None,
     )
-    parts = [f'---\n{metadata.to_yaml()}\n---', f"# {name.removeprefix('hf-hub:')}", summary or _summary(model)]
-    dial = not trained_at or set(trained_at) != {own}  # one K in training leaves no choice afterwards
-    names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
-    if isinstance(names, (list, tuple)) and names:
+    if not summary:
+        summary = (f'An image classifier for {dataset}.' if rows else _ODE_VIT if blocks else
+                   f'A timm {type(model).__name__}.')
+    sections = {
+        'Use': _usage(name, model, None if set(trained_at) == {own} else own),  # one K in training leaves no choice
+        'The model': _about(model) if blocks else '',
+        'Results': f"""{protocol or f"On {rows[0]['images']:,} images of {dataset}."}{
+            ' It was trained with the K in bold.' if trained_at else ''}\n\n{
+            _table(results, own, trained_at)}""" if rows else '',
+        'How it was trained': training,
+        'Limits': f"{limits} {_COST if blocks else ''}".strip(),
+        'Licence and provenance': f'Licence: {_plain(license)}. {provenance}'.strip(),
+        'Citation': f'Made with timm-odevit {__version__}, after:\n\n{_CITATION}' if blocks else '',
+    }
+    start = [f'---\n{metadata.to_yaml()}\n---', f"# {name.removeprefix('hf-hub:')}", summary]
+    if isinstance(names := cfg.get('label_names'), (list, tuple)) and names:
         more = f', and {len(names) - 20} more' if len(names) > 20 else ''
-        parts.append(f"Its {len(names)} classes: {', '.join(map(str, names[:20]))}{more}.")
-    parts += ['## Use', _usage(name, model, own if dial else None)]
-    if blocks:
-        parts += ['## The model', _about(model)]
-    if rows:
-        bold = ' It was trained with the K in bold.' if trained_at else ''
-        how = protocol or f"On {rows[0]['images']:,} images of {dataset}."
-        parts += ['## Results', f'{how}{bold}', _table(results, own, trained_at)]
-    if training:
-        parts += ['## How it was trained', training]
-    limits = ' '.join((limits, *(['K evaluations of the shared block cost what K blocks cost: it has fewer parameters '
-                                  'than a plain transformer, not less compute.'] if blocks else []))).strip()
-    if limits:
-        parts += ['## Limits', limits]
-    parts += ['## Licence and provenance', f'Licence: {license}. {provenance}'.strip()]
-    if blocks:
-        parts += ['## Citation', f'Made with timm-odevit {__version__}, after:', _CITATION]
-    return '\n\n'.join(parts) + '\n'
+        start.append(f"Its {len(names)} classes: {', '.join(map(_plain, names[:20]))}{more}.")
+    return '\n\n'.join([*start, *(f'## {title}\n\n{text}' for title, text in sections.items() if text)]) + '\n'
 
 
-def _summary(model: nn.Module) -> str:
-    if not find_ode_blocks(model):
-        return f'A timm {type(model).__name__}.'
-    return ('A vision transformer whose blocks are one shared block that an ODE solver evaluates K times (ODE-ViT, '
-            'arXiv 2511.16501).')
+def _plain(text: Any) -> str:
+    """Text that is neither Markdown nor HTML, on one line; an underscore within a word is not Markdown."""
+    line = escape(' '.join(str(text).split()), quote=False)
+    return re.sub(r'[\\`*\[\]#|~]|(?<![^\W_])_|_(?![^\W_])', r'\\\g<0>', line)
 
 
-def _usage(name: str, model: nn.Module, own: Optional[int]) -> str:
+def _usage(name: str, model: nn.Module, own: int | None) -> str:
     dial = f'\nmodel.blocks.steps = {max(1, own // 2)}    # the compute dial: {own} as saved' if own else ''
     if any(blocks.shared.depends_on_time and not blocks.config.adaptive for blocks in find_ode_blocks(model)):
         dial += '\ntimm_odevit.merge_(model)    # for inference: as fast as a plain ViT; this fixes the number of steps'
@@ -135,13 +140,13 @@ def _about(model: nn.Module) -> str:
     return '\n'.join([*lines, f"- ODE: {', '.join(shown)}"])
 
 
-def _table(results: Sequence[Mapping[str, Any]], own: Optional[int], trained_at: Sequence[int]) -> str:
+def _table(results: Sequence[Mapping[str, Any]], own: int | None, trained_at: Sequence[int]) -> str:
     lines = [f"| {' | '.join(_COLUMNS)} |", '|' + ' --- |' * len(_COLUMNS)]
     for r in results:
         steps = f"**{r['steps']}**" if r['steps'] in trained_at else str(r['steps'] or '-')
         mark = ' (as saved)' if own and r['steps'] == own else ''
         shares = [f'{r[key]:.2f}' if r[key] is not None else '-' for key in ('top1', 'top5', 'kept', 'agreement')]
-        cells = [r['model'], steps + mark, str(r['nfe'] or '-'), f"{r['parameters']:,}", *shares]
+        cells = [_plain(r['model']), steps + mark, str(r['nfe'] or '-'), f"{r['parameters']:,}", *shares]
         lines.append(f"| {' | '.join(cells)} |")
     return '\n'.join(lines)
 

@@ -2,7 +2,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any
 
 import timm
 import torch
@@ -20,7 +20,6 @@ from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import PREFIX, OdeConfig
 from ..ode.solver import Solver
 from ..ode.steps import Step
-from ..settings import checks_keywords
 
 __all__ = ['CARD', 'REFERENCE', 'describe', 'save_pretrained', 'save_reference', 'structure']
 
@@ -30,13 +29,12 @@ _RUNTIME = ('training', 'grad_checkpointing', 'fused_attn', 'distilled_training'
 _TOP = ('img_size', 'num_classes', 'in_chans', 'global_pool')  # arguments that a caller may override when loading
 
 
-@checks_keywords
 def save_pretrained(
         model: nn.Module,
-        folder: Union[str, Path],
+        folder: str | Path,
         *,
-        base: Optional[str] = None,
-        base_args: Optional[Dict[str, Any]] = None,
+        base: str | None = None,
+        base_args: dict[str, Any] | None = None,
 ) -> Path:
     """Save an ODE-ViT, or any timm model, in timm's own format: config.json and model.safetensors.
 
@@ -62,7 +60,9 @@ def save_pretrained(
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ValueError('The model is on the meta device, so it has no weights to save. Build it on another device.')
     architecture, args, rebuilt = describe(model, base, base_args)
-    rebuilt.pretrained_cfg = getattr(model, 'pretrained_cfg', None) or rebuilt.pretrained_cfg
+    cfg = dict(getattr(model, 'pretrained_cfg', None) or rebuilt.pretrained_cfg)
+    names = cfg.pop('label_names', None)
+    rebuilt.pretrained_cfg = cfg
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     folder = Path(folder)
     with staged(folder, WEIGHTS, CONFIG) as aside:
@@ -73,8 +73,8 @@ def save_pretrained(
         config = json.loads(path.read_text())
         # timm reads the number of classes at the top level, and transformers reads it only there
         config.update(architecture=architecture, model_args={k: v for k, v in args.items() if k != 'num_classes'})
-        if 'label_names' in config['pretrained_cfg']:  # where others look for them
-            config['label_names'] = config['pretrained_cfg'].pop('label_names')
+        if names and len(names) == rebuilt.num_classes:  # otherwise they are those of an earlier head
+            config['label_names'] = names
         path.write_text(json.dumps(config, indent=2) + '\n')
         (aside / WEIGHTS).chmod(path.stat().st_mode)  # safetensors lets only the owner read it
     return folder
@@ -91,9 +91,9 @@ def save_reference(model: nn.Module, folder: Path) -> None:
 
 def describe(
         model: nn.Module,
-        base: Optional[str] = None,
-        base_args: Optional[Dict[str, Any]] = None,
-) -> Tuple[str, Dict[str, Any], Any]:
+        base: str | None = None,
+        base_args: dict[str, Any] | None = None,
+) -> tuple[str, dict[str, Any], Any]:
     """Return the architecture and keywords with which `timm.create_model` rebuilds a model, and the rebuilt model.
 
     The rebuilt model is on the meta device. `base` and `base_args` are those of `save_pretrained`.
@@ -131,7 +131,7 @@ def describe(
     return architecture, args, rebuilt
 
 
-def _settings(blocks: List[OdeBlocks]) -> OdeConfig:
+def _settings(blocks: list[OdeBlocks]) -> OdeConfig:
     """Return the settings from which all of a model's OdeBlocks can be rebuilt."""
     config = blocks[0].config
     if len(blocks) > 1:  # stages: leave out what each derives from its own depth
@@ -139,7 +139,7 @@ def _settings(blocks: List[OdeBlocks]) -> OdeConfig:
     return config
 
 
-def structure(model: nn.Module) -> List[str]:
+def structure(model: nn.Module) -> list[str]:
     """List type and settings of every module except dropout, and the shape of every tensor, in order."""
     lines = []
     for name, module in model.named_modules():
@@ -153,7 +153,7 @@ def structure(model: nn.Module) -> List[str]:
     return lines
 
 
-def _first_difference(ours: List[str], theirs: List[str]) -> str:
+def _first_difference(ours: list[str], theirs: list[str]) -> str:
     for a, b in zip(ours, theirs, strict=False):
         if a != b:
             return f'it has {a}, the rebuilt one {b}'
