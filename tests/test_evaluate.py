@@ -7,7 +7,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from timm_odevit import OdeConfig, convert_, evaluate, plot_accuracy
+from timm_odevit import OdeConfig, convert_, evaluate
 
 
 @pytest.fixture
@@ -216,15 +216,16 @@ def test_table_json_and_plot(vit, data, tmp_path):
     records = json.loads(found.to_json(tmp_path / 'r.json'))
     assert records == json.loads((tmp_path / 'r.json').read_text())
     assert [r['steps'] for r in records] == [None, 1, 3]
-    assert plot_accuracy(found, tmp_path / 'plot.png').stat().st_size > 1000
+    found.plot(tmp_path / 'plot.png')
+    assert (tmp_path / 'plot.png').stat().st_size > 1000
     with pytest.raises(ValueError, match='no result of an ODE-ViT'):
-        plot_accuracy(evaluate(vit(), batches(data, 8)), tmp_path / 'other.png')
+        evaluate(vit(), batches(data, 8)).plot()
 
 
-def test_plots_say_what_to_install(vit, data, tmp_path, monkeypatch):
+def test_plots_say_what_to_install(vit, data, monkeypatch):
     monkeypatch.setitem(__import__('sys').modules, 'matplotlib.figure', None)
     with pytest.raises(ImportError, match=r"pip install 'timm-odevit\[examples\]'"):
-        plot_accuracy(evaluate(vit(), batches(data, 8)), tmp_path / 'plot.png')
+        evaluate(vit(), batches(data, 8)).plot()
 
 
 def test_a_model_with_stages_counts_all_of_them():
@@ -237,6 +238,13 @@ def test_a_model_with_stages_counts_all_of_them():
     assert result.steps == result.nfe == 6
     with pytest.raises(ValueError, match='this SwinTransformer has 2 stages. Set the steps of each stage'):
         evaluate(model, loader, steps=3)
+
+
+@pytest.mark.parametrize('dtype', [torch.int32, torch.int16, torch.uint8, torch.bool])
+def test_labels_of_any_integer_type(vit, dtype):
+    model, images, labels = vit(num_classes=2), torch.randn(6, 3, 16, 16), torch.arange(6) % 2
+    found = evaluate(model, (images, labels.to(dtype))).results[0]
+    assert found.loss == evaluate(model, (images, labels)).results[0].loss
 
 
 def test_a_pair_of_tensors_is_a_data_set(vit, data):

@@ -7,7 +7,7 @@ from typing import Any, List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..settings import checks_keywords, whole
+from ..settings import number, whole
 from .flow import Flow, Images, PerImage, along, noise, norms, over_images, unit
 
 __all__ = ['Recovery', 'Region', 'contraction_regions', 'recovery']
@@ -19,7 +19,8 @@ class Region(PerImage):
     tokens that the head reads.
 
     Attributes:
-        random: Radius along each random direction [B, directions]; infinite where the class never changes.
+        random: Radius along each random direction [B, directions]; infinite where the class never changes, NaN where
+            the state or its logits are not finite.
         worst: Radius along the worst direction that was found: an upper bound on the distance to the boundary [B].
         norm: Norm of the last state [B], for comparison.
         distance: Distance of the student's last state [B]; NaN without one.
@@ -38,16 +39,7 @@ class Region(PerImage):
         """Whether the student's last state is nearer than the boundary in the worst direction [B]."""
         return self.distance < self.worst
 
-    def __repr__(self) -> str:
-        shown = (f'Region({len(self.worst)} images, radius {self.worst.median():.3g} at worst, '
-                 f'{self.random.median():.3g} at random')
-        if self.distance.isnan().all():
-            return shown + ')'
-        return (f'{shown}; student at {self.distance.median():.3g}, {100 * self.inside.double().mean():.1f} % inside, '
-                f'{100 * self.same.double().mean():.1f} % of the same class)')
 
-
-@checks_keywords
 def contraction_regions(
         model: Any,
         images: Images = None,
@@ -64,14 +56,10 @@ def contraction_regions(
     teacher's head, whatever its error looks like.
 
     Args:
-        model: timm model with one sequence of blocks and a head, such as the teacher; or a Flow with a head, without
-            images.
-        images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
-        student: A model of the same width, tokens and normalisation of images, whose distance is compared with the
-            region; for a Flow, another Flow.
+        model, images, batch_size: See `timm_odevit.dynamics`; the model, such as the teacher, has a head.
+        student: A model of the same width and tokens, whose distance is compared with the region.
         directions: Number of random directions.
         limit: Largest radius that is tried, in units of the norm of the state.
-        batch_size: Images at a time.
         seed: Seed of the directions.
 
     Returns:
@@ -79,14 +67,12 @@ def contraction_regions(
         come next.
 
     Raises:
-        TypeError: The model has no single sequence of blocks, or no head for a state.
+        TypeError: The model has no head for a state.
         ValueError: An argument is out of range, or student and model have states of different shapes.
 
     Source: the contraction region of ODE-ViT, arXiv 2511.16501; DeepFool, arXiv 1511.04599.
     """
-    directions = whole(1)('directions', directions)
-    if not (isinstance(limit, (int, float)) and 0 < limit < math.inf):
-        raise ValueError(f'limit must be a number above 0; got {limit!r}.')
+    directions, limit = whole(1)('directions', directions), number(open='(')('limit', limit)
 
     def measure(flow: Flow, other: Optional[Flow] = None) -> Region:
         return _region(flow, other, directions, limit, seed)
@@ -137,12 +123,11 @@ def _radius(flow: Flow, x: Tensor, direction: Tensor, label: Tensor, limit: Tens
         new = high.isinf() & changed(r)
         high = torch.where(new, r, high)
         low = torch.where(high.isinf(), r, low)
-    found = high.isfinite()
-    for _ in range(12):
-        middle = torch.where(found, (low + high) / 2, low)
-        beyond = changed(middle)
-        low, high = torch.where(beyond, low, middle), torch.where(beyond & found, middle, high)
-    return torch.where(found, high, math.inf)
+    for _ in range(12):  # where the class never changes, high stays infinite
+        middle = torch.where(high.isfinite(), (low + high) / 2, low)
+        beyond = changed(middle) & high.isfinite()
+        low, high = torch.where(beyond, low, middle), torch.where(beyond, middle, high)
+    return high.where(flow.logits(x).isfinite().all(dim=1) & limit.isfinite(), torch.nan)
 
 
 def _worst(flow: Flow, x: Tensor, label: Tensor, mask: Tensor, rounds: int = 6) -> Tensor:
@@ -183,33 +168,22 @@ class Recovery(PerImage):
     same: Tensor
     times: Tensor = dataclasses.field(metadata={'shared': True})
 
-    def __repr__(self) -> str:
-        return (f'Recovery({len(self.factor)} images, factor {self.factor[:, 0].mean():.3g} for the first time, '
-                f'{self.factor[:, -1].mean():.3g} for the last; class kept {100 * self.same.double().mean():.1f} %)')
 
-
-@checks_keywords
 def recovery(model: Any, images: Images = None, *, size: float = 0.1, batch_size: int = 64, seed: int = 0) -> Recovery:
     """Perturb the state at random at the start of each step, and see what is left of it at the end.
 
     Args:
-        model: timm model with one sequence of blocks and a head; or a Flow with a head, without images.
-        images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
+        model, images, batch_size: See `timm_odevit.dynamics`; the model has a head.
         size: Norm of the perturbation of all tokens, relative to the norm of the state.
-        batch_size: Images at a time.
         seed: Seed of the perturbations.
 
-    Returns:
-        Recovery.
-
     Raises:
-        TypeError: The model has no single sequence of blocks, or no head for a state.
-        ValueError: size is not above 0, or there are no images.
+        TypeError: The model has no head for a state.
+        ValueError: size is not above 0.
 
     Source: self-correction, Raptor, arXiv 2512.19941.
     """
-    if not (isinstance(size, (int, float)) and 0 < size < math.inf):
-        raise ValueError(f'size must be a number above 0; got {size!r}.')
+    size = number(open='(')('size', size)
 
     def measure(flow: Flow) -> Recovery:
         generator = torch.Generator().manual_seed(seed)

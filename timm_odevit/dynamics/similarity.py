@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..convert.measure import split
-from ..settings import checks_keywords, one_of
+from ..settings import one_of
 from .flow import Flow, Images, batches, follow
 
 __all__ = ['Similarity', 'state_similarity']
@@ -32,27 +31,12 @@ class Similarity:
     kind: str
     own: bool
 
-    def spans(self, count: int) -> List[float]:
-        """The times at which spans of similar states begin, but for the first, if the states are cut into `count`.
-
-        Raises:
-            ValueError: The matrix compares two models, is not finite, or has fewer rows than spans.
-        """
-        if not self.own:
-            raise ValueError('Spans are those of one model. Compare it with itself: state_similarity(model, images).')
-        if not self.values.isfinite().all():
-            raise ValueError('Some states have no likeness (NaN), so there are no spans. Leave out what diverges.')
-        if type(count) is not int or not 1 <= count <= len(self.values):
-            raise ValueError(f'count must be 1 to {len(self.values)}, the number of states; got {count!r}.')
-        return [float(self.times[i]) for i in split(1 - self.values, count)]
-
     def __repr__(self) -> str:
         rows, columns = self.values.shape
         return (f'Similarity({self.kind}, {self.images} images, {rows} x {columns} states; the last two '
                 f'{self.values[-1, -1]:.3f}, the first and the last {self.values[0, -1]:.3f})')
 
 
-@checks_keywords
 def state_similarity(
         model: Any,
         images: Images = None,
@@ -68,17 +52,12 @@ def state_similarity(
     mean cosine of each token with itself at the other time, from any number of images.
 
     Args:
-        model: timm model with one sequence of blocks, an ODE-ViT or an ordinary ViT; or a Flow, without images.
-        images: Images [B, C, H, W], normalised for both models, on their device; or a loader of such batches.
-        other: Another model of the same normalisation of images; for a Flow, another Flow. None for the model itself.
+        model, images: See `timm_odevit.dynamics`.
+        other: Another model; None for the model itself.
         kind: 'cka' or 'cosine'.
         batch_size: Images at a time; for 'cka' at least 4, and a last batch of fewer than 4 is left out.
 
-    Returns:
-        Similarity.
-
     Raises:
-        TypeError: A model has no single sequence of blocks.
         ValueError: kind is unknown; there are fewer than 4 images in a batch ('cka'); or the two models have states of
             different shapes ('cosine').
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ..ode.blocks import find_ode_blocks
 from ..ode.time_dependence import TimeField, bare_name, residual_key
-from ..settings import checks_keywords, whole
+from ..settings import whole
 
 __all__ = ['SpectralNorms', 'spectral_norms']
 
@@ -76,7 +76,6 @@ class SpectralNorms:
         return found
 
 
-@checks_keywords
 def spectral_norms(model: nn.Module, *, iterations: int = 100) -> Dict[str, float]:
     """The largest singular value of every weight matrix in the blocks of a model.
 

@@ -12,8 +12,7 @@ from .pictures import SHOWN
 
 __all__ = ['Chart', 'charts', 'plotly']
 
-SPANS = 3
-OURS, THEIRS, BAR, CUT, FAINT = '#3b82f6', '#c2610c', '#808080', '#e11d48', 'rgba(128,128,128,0.5)'
+OURS, THEIRS, BAR, FAINT = '#3b82f6', '#c2610c', '#808080', 'rgba(128,128,128,0.5)'
 
 
 @dataclass(frozen=True)
@@ -221,11 +220,4 @@ def _similarity(alike: Similarity, columns: str) -> Chart:
     if not alike.own:
         return Chart("Likeness to the teacher's states", f'{about} On a bright diagonal, they agree at the same time.',
                      figure, '')
-    if alike.values.isfinite().all():
-        begins = alike.spans(min(SPANS, len(alike.values)))
-        about = f'{about} Dotted: cut into {len(begins) + 1} spans.'
-        for place, t in enumerate(alike.times.tolist()):
-            if t in begins:
-                figure.add_vline(place - 0.5, line=dict(color=CUT, dash='dot'))
-                figure.add_hline(place - 0.5, line=dict(color=CUT, dash='dot'))
-    return Chart('Spans of similar states', about, figure, '')
+    return Chart('Likeness of its states', about, figure, '')

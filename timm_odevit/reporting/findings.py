@@ -13,15 +13,17 @@ from ..dynamics.attention import AttentionOverTime, attention_over_time, has_att
 from ..dynamics.contraction import Recovery, Region, contraction_regions, recovery
 from ..dynamics.flow import follow
 from ..dynamics.lyapunov import Exponents, lyapunov_exponents
-from ..dynamics.projections import Plane, plane, token_colours
 from ..dynamics.similarity import Similarity, state_similarity
 from ..dynamics.trajectories import (
     ClassOverTime,
     DistanceOverTime,
     Geometry,
+    Plane,
     check_comparable,
     class_over_time,
     distance_over_time,
+    plane,
+    token_colours,
     trajectory_geometry,
 )
 from ..ode.blocks import find_ode_blocks
