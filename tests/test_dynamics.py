@@ -164,7 +164,7 @@ def test_spectral_norms(vit, options):
     shared = model.blocks.shared
     with torch.no_grad():
         parts = [part.at(float(layer)) if part.depends_on_time else {k: p.data for k, p in part.named_parameters()}
-                 for part in shared.parts for layer in (range(3) if part.depends_on_time else (0,))]
+                 for part in shared.phases for layer in (range(3) if part.depends_on_time else (0,))]
     for name in ('attn.proj.weight', 'mlp.fc1.weight') if 'field' not in options else ('proj.weight', 'fc1.weight'):
         largest = max(float(torch.linalg.matrix_norm(w, ord=2)) for part in parts for key, w in part.items() if key.endswith(name))
         assert max(value for key, value in found.items() if name in key) == pytest.approx(largest, rel=1e-3)

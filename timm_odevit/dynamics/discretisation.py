@@ -95,7 +95,9 @@ def discretisation_errors(
         one_of(list(METHODS))('method', method)
     usual = sorted({max(own.steps // 2, 1), own.steps, 2 * own.steps})
     given: Any = usual if steps is None else steps if isinstance(steps, (list, tuple)) else [steps]
-    counts = many(whole(1), 'whole numbers of at least 1')('steps', given or None)
+    counts = many(whole(1), 'whole numbers of at least 1')('steps', given)
+    if not counts:
+        raise ValueError('steps must be whole numbers of at least 1; got [].')
     iterations = whole(1)('iterations', iterations)
     if type(fine) is not int or fine < 2 or fine % 2:
         raise ValueError(f'fine must be an even number of at least 2; got {fine!r}.')
