@@ -52,18 +52,6 @@ def test_classes_that_a_model_knows_by_name_get_its_labels(vit, folder, embed):
     assert test.label_names == (sorted(names) if embed else names)
 
 
-def test_what_is_held_out_does_not_depend_on_the_labels_of_the_model(vit, folder):
-    build, path = folder
-    build(path / 'images')
-    found = []
-    for names, embed in ((None, False), ([f'class{i}' for i in (3, 1, 4, 0, 2)], False), ([f'class{i}' for i in (3, 1, 4, 0, 2)], True)):
-        model = vit()
-        model.pretrained_cfg = {**model.pretrained_cfg, 'label_names': names}
-        found.append([files(loader) for loader in folder_loaders(path / 'images', model, held_out=0.3, workers=0, any_classes=embed)])
-        assert files(folder_loader(path / 'images', model, held_out=0.3, workers=0, any_classes=embed)) == found[-1][1]
-    assert found[0] == found[1] == found[2] and not found[0][0] & found[0][1]
-
-
 def test_other_classes_than_those_of_the_model_are_said(vit):
     model = vit()
     with warnings.catch_warnings():
@@ -84,57 +72,35 @@ def all_files(loaders):
     return set().union(*map(files, loaders))
 
 
-def test_holds_a_share_of_each_class_out(vit, folder):
+@pytest.mark.parametrize('layout', ['images', 'images/train'])
+def test_a_share_of_each_class_is_held_out_whatever_the_labels_of_the_model(vit, folder, layout):
     build, path = folder
-    root = build(path / 'images')
-    train, val = folder_loaders(root, vit(), held_out=0.3, batch_size=4, workers=0)
-    assert len(files(val)) == 10 and len(files(train)) == 20 and not files(train) & files(val)
+    build(path / layout)
+    found = []
+    for names, embed in ((None, False), ([f'class{i}' for i in (3, 1, 4, 0, 2)], False), ([f'class{i}' for i in (3, 1, 4, 0, 2)], True)):
+        model = vit()
+        model.pretrained_cfg = {**model.pretrained_cfg, 'label_names': names}
+        options = dict(held_out=0.3, batch_size=4, workers=0, seed=3, any_classes=embed)
+        train, val = folder_loaders(path / 'images', model, **options)
+        found.append((files(train), files(val)))
+        assert files(folder_loader(path / 'images', model, **options)) == files(val)
+    assert found[0] == found[1] == found[2] and [len(part) for part in found[0]] == [20, 10] and not found[0][0] & found[0][1]
     assert sorted(label for _, label in val.dataset.reader.samples) == sorted(2 * list(range(5)))
-    again = folder_loaders(root, vit(), held_out=0.3, batch_size=4, workers=0)[1]
-    assert files(again) == files(val)
     images, labels = next(iter(train))
-    assert images.shape == (4, 3, 16, 16) and labels.shape == (4,)
-    assert len(folder_loader(root, vit(), batch_size=4, workers=0).dataset) == 30
-    assert sum(len(labels) for _, labels in val) == 10
-
-
-def test_uses_the_folders_own_split(vit, folder):
-    build, path = folder
-    build(path / 'images' / 'train')
-    build(path / 'images' / 'val', count=2)
-    train, val = folder_loaders(path / 'images', vit(), batch_size=4, workers=0)
-    assert (len(files(train)), len(files(val))) == (30, 10)
-
-
-@pytest.mark.parametrize('name', ['valid', 'validation'])
-def test_evaluates_on_any_usual_name(vit, folder, name):
-    build, path = folder
-    build(path / 'images' / 'training')
-    build(path / 'images' / name, count=2)
-    train, val = folder_loaders(path / 'images', vit(), batch_size=4, workers=0)
-    assert (len(files(train)), len(files(val))) == (30, 10) and not files(train) & files(val)
-    assert files(folder_loader(path / 'images', vit(), workers=0)) == files(val)
+    assert images.shape == (4, 3, 16, 16) and labels.shape == (4,) and sum(len(labels) for _, labels in val) == 10
 
 
 def test_a_test_folder_is_for_the_final_number_only(vit, folder):
     build, path = folder
-    build(path / 'images' / 'train')
+    build(path / 'images' / 'training')
     build(path / 'images' / 'test', count=2)
-    train, val = folder_loaders(path / 'images', vit(), batch_size=4, workers=0)
+    train, val = folder_loaders(path / 'images', vit(), workers=0)
     assert len(files(val)) == 5 and not any('/test/' in str(f) for f in files(train) | files(val))
     assert len(files(folder_loader(path / 'images', vit(), workers=0))) == 10
     assert files(folder_loader(path / 'images', vit(), workers=0, held_out=0.1)) == files(val)
-
-
-def test_train_alone_is_split_and_not_evaluated_on_whole(vit, folder):
-    build, path = folder
-    build(path / 'images' / 'train')
-    train, val = folder_loaders(path / 'images', vit(), held_out=0.2, batch_size=4, workers=0, seed=3)
-    assert len(files(train)) == 25 and len(files(val)) == 5 and not files(train) & files(val)
-    again = folder_loader(path / 'images', vit(), held_out=0.2, workers=0, seed=3)
-    assert files(again) == files(val)
-    with pytest.raises(ValueError, match='has train/ but no val/'):
-        folder_loader(path / 'images', vit())
+    build(path / 'images' / 'validation', count=2)
+    assert files(folder_loaders(path / 'images', vit(), workers=0)[1]) == files(folder_loader(path / 'images', vit(), workers=0))
+    assert files(folder_loader(path / 'images', vit(), workers=0)).pop().split('/')[-3] == 'validation'
 
 
 def test_halves_that_do_not_fit(vit, folder):
@@ -172,16 +138,6 @@ def test_a_class_may_be_called_as_a_part_is(vit, tmp_path, name):
     assert files(folder_loader(tmp_path, vit(), workers=0, held_out=0.25)) == files(val)
     assert all_files(image_loaders(tmp_path, vit(), workers=0)) == files(train) | files(val)
     assert files(folder_loader(tmp_path, vit(), workers=0)) == files(train) | files(val)
-
-
-def test_a_part_may_have_a_class_called_as_a_part_is(vit, tmp_path):
-    for part in ('train', 'val'):
-        for label in (*CLASSES, 'train'):
-            picture(tmp_path / part / label / '0.png')
-    train, val = folder_loaders(tmp_path, vit(), workers=0)
-    assert len(files(train)) == len(files(val)) == 5 and not files(train) & files(val)
-    assert all_files(image_loaders(tmp_path, vit(), workers=0)) == files(train)
-    assert files(folder_loader(tmp_path / 'train', vit(), workers=0)) == files(train)
 
 
 LAYOUTS = {  # images, and what is trained on and evaluated on: a part, or what the message holds

@@ -41,14 +41,8 @@ class Region(PerImage):
 
 
 def contraction_regions(
-        model: Any,
-        images: Images = None,
-        *,
-        student: Any = None,
-        directions: int = 16,
-        limit: float = 10.,
-        batch_size: int = 64,
-        seed: int = 0,
+        model: Any, images: Images = None, *, student: Any = None, directions: int = 16, limit: float = 10.,
+        batch_size: int = 64, seed: int = 0,
 ) -> Region:
     """How far the last state of each image may be moved before norm and head give another class.
 
@@ -88,8 +82,7 @@ def _region(flow: Flow, other: Optional[Flow], directions: int, limit: float, se
     random = [_radius(flow, x, unit(noise(x, generator) * mask), label, limit * norm)
               for _ in range(directions)]
     worst = _radius(flow, x, unit(_worst(flow, x, label, mask)), label, limit * norm)
-    nothing = torch.full_like(norm, math.nan)
-    distance = towards = nothing
+    distance = towards = torch.full_like(norm, math.nan)
     same = torch.zeros_like(label, dtype=torch.bool)
     if other is not None:
         y = other.states()[-1]
@@ -106,8 +99,8 @@ def _region(flow: Flow, other: Optional[Flow], directions: int, limit: float, se
 
 def _read_by_the_head(flow: Flow, x: Tensor) -> Tensor:
     """1 for the parts of the state that norm and head read, such as the class token, and 0 for the others [1, ...]."""
-    with torch.enable_grad():
-        state = x[:1].detach().requires_grad_()
+    with torch.enable_grad():  # at a random state: those of the images may not be finite
+        state = noise(x[:1], torch.Generator().manual_seed(0)).requires_grad_()
         gradient, = torch.autograd.grad(flow.logits(state).square().sum(), state)
     return (gradient != 0).any(dim=-1, keepdim=True).to(x)
 
@@ -115,8 +108,7 @@ def _read_by_the_head(flow: Flow, x: Tensor) -> Tensor:
 def _radius(flow: Flow, x: Tensor, direction: Tensor, label: Tensor, limit: Tensor) -> Tensor:
     """The smallest radius found at which the class is another: on a grid of 24 radii, then by bisection [B]."""
     def changed(r: Tensor) -> Tensor:
-        moved = x + along(r, x) * direction
-        return flow.logits(moved).argmax(dim=1) != label
+        return flow.logits(x + along(r, x) * direction).argmax(dim=1) != label
     low, high = torch.zeros_like(limit), torch.full_like(limit, math.inf)
     for exponent in torch.linspace(-9, 0, 24).tolist():
         r = limit * 2. ** exponent
