@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from timm.task import ClassificationTask
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_odevit import TrajectoryDistillationTask, convert_, evaluate, fit, plot_accuracy, save_pretrained
+from timm_odevit import TrajectoryDistillationTask, convert_, evaluate, fit, save_pretrained
 
 STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 EPOCHS = (25, 40)  # of the ViT, of the distillation
@@ -61,7 +61,7 @@ def main(folder):
     again = timm.create_model(f'local-dir:{folder / "model"}', pretrained=True).eval()
     images, _ = next(iter(test))
     assert torch.equal(again(images), student.eval()(images))
-    plot_accuracy(found, folder / 'accuracy.png')
+    found.plot(folder / 'accuracy.png')
     print(f"saved {folder}/accuracy.png and {folder}/model, which timm.create_model('local-dir:{folder}/model', "
           f'pretrained=True) loads, with the same logits ({time.perf_counter() - start:.0f} s in all)')
 

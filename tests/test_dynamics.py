@@ -501,27 +501,17 @@ def test_equal_tokens_have_equal_colours():
         token_colours([x, x[..., :4]])
 
 
-def test_cka_is_the_unbiased_estimate_and_has_spans(vit):
-    model = vit().eval()
-    images = torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    found = state_similarity(model, images, batch_size=6)
-    assert found.images == 12 and torch.allclose(found.values.diagonal(), torch.ones(len(found.values), dtype=torch.float64))
-
-    def hsic(k, l):  # noqa: E741  as in the paper, term by term
-        n = len(k)
-        k, l = (m - torch.diag(m.diagonal()) for m in (k, l))  # noqa: E741
-        return ((k @ l).trace() + k.sum() * l.sum() / ((n - 1) * (n - 2)) - 2 * (k @ l).sum() / (n - 2)) / (n * (n - 3))
-    both = [0., 0., 0.]
-    for batch in images.split(6):
-        with follow(model, batch) as flow:
-            x, y = (flow.states()[i].flatten(1).double() for i in (0, 2))
-        k, l = x @ x.T, y @ y.T  # noqa: E741
-        both = [a + b for a, b in zip(both, (hsic(k, l), hsic(k, k), hsic(l, l)))]
-    assert float(found.values[0, 2]) == pytest.approx(float(both[0] / (both[1] * both[2]) ** 0.5), rel=1e-6)
-    other = state_similarity(model, images, other=vit(depth=2).eval(), batch_size=6)
-    assert other.values.shape == (len(found.values), 3)
-    with pytest.raises(ValueError, match='at least 4 images'):
-        state_similarity(model, images[:3])
+def test_likeness_of_states_is_the_mean_cosine_of_their_tokens(vit, images):
+    model, other = vit().eval(), vit(depth=2).eval()
+    found = state_similarity(model, images, batch_size=2)
+    torch.testing.assert_close(found.values.diagonal(dim1=1, dim2=2), torch.ones(3, 4))
+    between = state_similarity(model, images, other=other)
+    with follow(model, images) as flow, follow(other, images) as theirs:
+        expected = torch.cosine_similarity(flow.states()[3], theirs.states()[1], dim=-1).mean(dim=1)
+    torch.testing.assert_close(between.values[:, 3, 1], expected)
+    assert between.values.shape == (3, 4, 3) and between.other_times.tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match='Give a model of the same width and tokens'):
+        state_similarity(model, images, other=vit(embed_dim=64))
 
 
 # --- attention over time ---

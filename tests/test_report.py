@@ -65,7 +65,7 @@ def test_the_page_says_what_was_measured(pair, images, tmp_path):
     assert [row['model'] for row in rows] == [f'class {i}' for i in ours.argmax(-1).tolist()]
     assert [row['teacher'] for row in rows] == [f'class {i}' for i in theirs.argmax(-1).tolist()]
     assert [row['probability'] for row in rows] == pytest.approx(ours.amax(-1).tolist(), rel=1e-4)
-    assert numbers['times'] == [0, 1, 2, 3] and np.array(numbers['similarity'][1]['values']).shape == (4, 4)
+    assert numbers['times'] == [0, 1, 2, 3] and np.array(numbers['similarity'][1]['values']).shape == (4, 4, 4)
     assert {file.name for file in tmp_path.iterdir()} == {'index.html', 'report.json'}
 
 

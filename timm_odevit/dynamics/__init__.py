@@ -15,5 +15,5 @@ contraction         how far the last state may move before the class changes; re
 discretisation      the distance from the solution of the ODE
 trajectories        speed, angles, likeness of tokens; distance from another model; the class; in a plane; as colours
 attention           attention maps of each step, rollout, and the bound on their softmax
-similarity          CKA of the states at all pairs of times
+similarity          cosines of the states at all pairs of times
 """

@@ -203,7 +203,7 @@ def _line(found: Findings, title: str, about: str, measured: Any, taught: Any) -
 
 def _similarity(alike: Similarity, columns: str) -> Chart:
     go = plotly()
-    z = [_rounded(row, 3) for row in alike.values]
+    z = [_rounded(row, 3) for row in alike.values.nanmean(dim=0)]
     heat = go.Heatmap(
         z=z, x=[f'{t:.3g}' for t in alike.other_times], y=[f'{t:.3g}' for t in alike.times], zmin=0, zmax=1,
         colorscale='Viridis', hovertemplate='t = %{y} and %{x}: %{z:.3f}<extra></extra>')

@@ -127,8 +127,8 @@ def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool 
         'region': lambda: contraction_regions(model, images, directions=4) if has_head else None,
         'exponents': lambda: lyapunov_exponents(model, images),
         'recovery': lambda: recovery(model, images) if has_head else None,
-        'similarity': lambda: (state_similarity(model, images, kind='cosine'), None if teacher is None else
-                               state_similarity(model, images, other=teacher, kind='cosine')),
+        'similarity': lambda: (state_similarity(model, images),
+                               None if teacher is None else state_similarity(model, images, **both)),
         'colours': lambda: None if grid is None else _colours(model, images, teacher, grid),
     }
     found: dict[str, Any] = {}
