@@ -9,20 +9,21 @@ import argparse
 import json
 import math
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import timm
 import torch
-from relations import relations
-from signals import signals
 
 from timm_odevit import (
-    attention_over_time,
     contraction_regions,
     discretisation_errors,
     lipschitz_constants,
     lyapunov_exponents,
     recovery,
+    relations,
+    signals,
+    softmax_bounds,
     spectral_norms,
 )
 from timm_odevit.data.arrays import array_loaders
@@ -41,14 +42,13 @@ def spread(values):
 def measures(model, teacher, images, loader):
     """The measures of one model, by name; each a function without arguments that returns what goes into JSON."""
     def exponents():
-        found = lyapunov_exponents(model, images)
+        found = lyapunov_exponents(model, images, sweeps=4)
         return {**spread(found.values[:, 0]), 'drift': float(found.drift.mean()),
-                'residual': float(found.residual.max()),
                 'running': found.running[..., 0].mean(0).tolist(),
                 'without': sum(reason is not None for reason in found.reasons)}
 
     def class_exponents():
-        found = lyapunov_exponents(model, images, tokens='class')
+        found = lyapunov_exponents(model, images, sweeps=4, tokens='class')
         return {**spread(found.values[:, 0]), 'drift': float(found.drift.mean())}
 
     def lipschitz():
@@ -57,8 +57,8 @@ def measures(model, teacher, images, loader):
                 **spread(found.values.mean(1))}
 
     def softmax():
-        found = attention_over_time(model, images).softmax_bound
-        return {'along': found.mean((0, 2)).tolist(), **spread(found.mean((1, 2)))}
+        found = softmax_bounds(model, images)
+        return {'along': found.values.mean((0, 2)).tolist(), **spread(found.values.mean((1, 2)))}
 
     def region():
         found = contraction_regions(teacher, images, student=None if model is teacher else model)
@@ -72,7 +72,8 @@ def measures(model, teacher, images, loader):
         return {'factor': found.factor.mean(0).tolist(), 'same': (100 * found.same.double().mean(0)).tolist()}
 
     def related():
-        return relations(*signals(model, loader, teacher=None if model is teacher else teacher))
+        found = relations(*signals(model, loader, teacher=None if model is teacher else teacher))
+        return [{**asdict(r), 'related': r.related} for r in found]
 
     def error():
         own = find_ode_blocks(model)[0].method
