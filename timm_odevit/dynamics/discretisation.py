@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..convert.merge import check_not_merged
-from ..ode.blocks import OdeBlocks, Solver, find_ode_blocks
+from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Context
+from ..ode.solver import Solver
 from ..ode.steps import METHODS, Step
 from ..settings import many, one_of, whole
 from .flow import Flow, Images, PerImage, noise, norms, over_images
