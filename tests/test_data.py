@@ -1,5 +1,8 @@
 import io
+import os
 import shutil
+import subprocess
+import sys
 import tracemalloc
 import warnings
 from pathlib import Path
@@ -12,9 +15,11 @@ from PIL import Image
 from timm.data import resolve_input_data_config
 from timm.utils import random_seed
 
+from timm_odevit import evaluate
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.data.folders import folder_loader, folder_loaders, image_loaders
 from timm_odevit.data.mixup import MixupLoader
+from timm_odevit.data.pictures import open_image, read_image
 from timm_odevit.data.preprocessing import warn_of_other_classes
 
 
@@ -47,18 +52,6 @@ def test_classes_that_a_model_knows_by_name_get_its_labels(vit, folder, embed):
     assert test.label_names == (sorted(names) if embed else names)
 
 
-def test_what_is_held_out_does_not_depend_on_the_labels_of_the_model(vit, folder):
-    build, path = folder
-    build(path / 'images')
-    found = []
-    for names, embed in ((None, False), ([f'class{i}' for i in (3, 1, 4, 0, 2)], False), ([f'class{i}' for i in (3, 1, 4, 0, 2)], True)):
-        model = vit()
-        model.pretrained_cfg = {**model.pretrained_cfg, 'label_names': names}
-        found.append([files(loader) for loader in folder_loaders(path / 'images', model, held_out=0.3, workers=0, any_classes=embed)])
-        assert files(folder_loader(path / 'images', model, held_out=0.3, workers=0, any_classes=embed)) == found[-1][1]
-    assert found[0] == found[1] == found[2] and not found[0][0] & found[0][1]
-
-
 def test_other_classes_than_those_of_the_model_are_said(vit):
     model = vit()
     with warnings.catch_warnings():
@@ -79,57 +72,35 @@ def all_files(loaders):
     return set().union(*map(files, loaders))
 
 
-def test_holds_a_share_of_each_class_out(vit, folder):
+@pytest.mark.parametrize('layout', ['images', 'images/train'])
+def test_a_share_of_each_class_is_held_out_whatever_the_labels_of_the_model(vit, folder, layout):
     build, path = folder
-    root = build(path / 'images')
-    train, val = folder_loaders(root, vit(), held_out=0.3, batch_size=4, workers=0)
-    assert len(files(val)) == 10 and len(files(train)) == 20 and not files(train) & files(val)
+    build(path / layout)
+    found = []
+    for names, embed in ((None, False), ([f'class{i}' for i in (3, 1, 4, 0, 2)], False), ([f'class{i}' for i in (3, 1, 4, 0, 2)], True)):
+        model = vit()
+        model.pretrained_cfg = {**model.pretrained_cfg, 'label_names': names}
+        options = dict(held_out=0.3, batch_size=4, workers=0, seed=3, any_classes=embed)
+        train, val = folder_loaders(path / 'images', model, **options)
+        found.append((files(train), files(val)))
+        assert files(folder_loader(path / 'images', model, **options)) == files(val)
+    assert found[0] == found[1] == found[2] and [len(part) for part in found[0]] == [20, 10] and not found[0][0] & found[0][1]
     assert sorted(label for _, label in val.dataset.reader.samples) == sorted(2 * list(range(5)))
-    again = folder_loaders(root, vit(), held_out=0.3, batch_size=4, workers=0)[1]
-    assert files(again) == files(val)
     images, labels = next(iter(train))
-    assert images.shape == (4, 3, 16, 16) and labels.shape == (4,)
-    assert len(folder_loader(root, vit(), batch_size=4, workers=0).dataset) == 30
-    assert sum(len(labels) for _, labels in val) == 10
-
-
-def test_uses_the_folders_own_split(vit, folder):
-    build, path = folder
-    build(path / 'images' / 'train')
-    build(path / 'images' / 'val', count=2)
-    train, val = folder_loaders(path / 'images', vit(), batch_size=4, workers=0)
-    assert (len(files(train)), len(files(val))) == (30, 10)
-
-
-@pytest.mark.parametrize('name', ['valid', 'validation'])
-def test_evaluates_on_any_usual_name(vit, folder, name):
-    build, path = folder
-    build(path / 'images' / 'training')
-    build(path / 'images' / name, count=2)
-    train, val = folder_loaders(path / 'images', vit(), batch_size=4, workers=0)
-    assert (len(files(train)), len(files(val))) == (30, 10) and not files(train) & files(val)
-    assert files(folder_loader(path / 'images', vit(), workers=0)) == files(val)
+    assert images.shape == (4, 3, 16, 16) and labels.shape == (4,) and sum(len(labels) for _, labels in val) == 10
 
 
 def test_a_test_folder_is_for_the_final_number_only(vit, folder):
     build, path = folder
-    build(path / 'images' / 'train')
+    build(path / 'images' / 'training')
     build(path / 'images' / 'test', count=2)
-    train, val = folder_loaders(path / 'images', vit(), batch_size=4, workers=0)
+    train, val = folder_loaders(path / 'images', vit(), workers=0)
     assert len(files(val)) == 5 and not any('/test/' in str(f) for f in files(train) | files(val))
     assert len(files(folder_loader(path / 'images', vit(), workers=0))) == 10
     assert files(folder_loader(path / 'images', vit(), workers=0, held_out=0.1)) == files(val)
-
-
-def test_train_alone_is_split_and_not_evaluated_on_whole(vit, folder):
-    build, path = folder
-    build(path / 'images' / 'train')
-    train, val = folder_loaders(path / 'images', vit(), held_out=0.2, batch_size=4, workers=0, seed=3)
-    assert len(files(train)) == 25 and len(files(val)) == 5 and not files(train) & files(val)
-    again = folder_loader(path / 'images', vit(), held_out=0.2, workers=0, seed=3)
-    assert files(again) == files(val)
-    with pytest.raises(ValueError, match='has train/ but no val/'):
-        folder_loader(path / 'images', vit())
+    build(path / 'images' / 'validation', count=2)
+    assert files(folder_loaders(path / 'images', vit(), workers=0)[1]) == files(folder_loader(path / 'images', vit(), workers=0))
+    assert files(folder_loader(path / 'images', vit(), workers=0)).pop().split('/')[-3] == 'validation'
 
 
 def test_halves_that_do_not_fit(vit, folder):
@@ -167,16 +138,6 @@ def test_a_class_may_be_called_as_a_part_is(vit, tmp_path, name):
     assert files(folder_loader(tmp_path, vit(), workers=0, held_out=0.25)) == files(val)
     assert all_files(image_loaders(tmp_path, vit(), workers=0)) == files(train) | files(val)
     assert files(folder_loader(tmp_path, vit(), workers=0)) == files(train) | files(val)
-
-
-def test_a_part_may_have_a_class_called_as_a_part_is(vit, tmp_path):
-    for part in ('train', 'val'):
-        for label in (*CLASSES, 'train'):
-            picture(tmp_path / part / label / '0.png')
-    train, val = folder_loaders(tmp_path, vit(), workers=0)
-    assert len(files(train)) == len(files(val)) == 5 and not files(train) & files(val)
-    assert all_files(image_loaders(tmp_path, vit(), workers=0)) == files(train)
-    assert files(folder_loader(tmp_path / 'train', vit(), workers=0)) == files(train)
 
 
 LAYOUTS = {  # images, and what is trained on and evaluated on: a part, or what the message holds
@@ -274,7 +235,7 @@ def test_channels(vit, folder, tmp_path, channels, overlay):
 def test_channels_that_files_of_images_cannot_have(vit, folder):
     build, path = folder
     root = build(path / 'images')
-    with pytest.raises(ValueError, match='1, 3 or 4 channels.*the model takes 2. Train it on an .npz'):
+    with pytest.raises(ValueError, match='1, 3 or 4 channels.*the model takes 2. Use an .npz'):
         folder_loader(root, vit(in_chans=2))
     with pytest.raises(ValueError, match='auto_augment cannot handle an alpha channel'):
         folder_loaders(root, vit(in_chans=4), auto_augment='rand-m9-mstd0.5-inc1', workers=0)
@@ -292,6 +253,60 @@ def test_grey_arrays_need_no_axis_of_channels(arrays, vit, tmp_path):
     assert images.shape == (8, 1, 16, 16)
     with pytest.raises(ValueError, match=r'got uint8 \[100, 5, 5, 1\] and 100 labels. Give such images, or create the model with in_chans=1'):
         array_loaders(tmp_path / 'flat.npz', vit())
+
+
+def test_classes_that_sort_alike_have_an_order(tmp_path):
+    for name in ('Cat', 'cat', '1', '01', 'CAT', '001'):
+        picture(tmp_path / name / 'A1.png')
+        picture(tmp_path / name / 'a01.png')
+    code = ("import sys\nfrom timm_odevit.data.folders import folder_classes, image_loaders\nimport timm\n"
+            "model = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=4, depth=1, embed_dim=8, num_heads=2)\n"
+            f"print(folder_classes({str(tmp_path)!r}), [s[0] for s in image_loaders({str(tmp_path)!r}, model)[1].dataset.reader.samples])")
+    found = {subprocess.run([sys.executable, '-c', code], env={**os.environ, 'PYTHONHASHSEED': str(seed)}, check=True,
+                            capture_output=True, text=True).stdout for seed in range(4)}
+    assert len(found) == 1 and "['001', '01', '1', 'CAT', 'Cat', 'cat']" in found.pop()
+
+
+@pytest.mark.parametrize('dtype', [np.uint16, '>u2'])
+def test_16_bits_are_scaled_and_pixels_of_unknown_range_refused(vit, tmp_path, dtype):
+    deep = np.arange(0, 65536, 164, dtype=dtype)[:400].reshape(20, 20)
+    Image.fromarray(deep).save(tmp_path / 'deep.tiff')
+    Image.fromarray(deep.astype(np.uint16)).save(tmp_path / 'deep.png')
+    for name in ('deep.tiff', 'deep.png'):
+        assert np.abs(np.asarray(read_image(tmp_path / name, 'RGB'))[..., 0] - deep / 257.).max() <= 0.5
+    for kind in (np.int32, np.float32):
+        Image.fromarray(deep.astype(kind)).save(tmp_path / 'x.tiff')
+        with pytest.raises(ValueError, match="x.tiff' cannot be read as an image: pixels of mode '[IF]' have no known range"):
+            open_image(tmp_path / 'x.tiff', vit())
+
+
+def test_images_are_turned_upright(vit, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees
+    Image.fromarray(np.arange(200, dtype=np.uint8).reshape(10, 20)).save(tmp_path / 'x.png', exif=exif)
+    assert read_image(tmp_path / 'x.png', 'L').size == (10, 20)
+
+
+def test_files_that_are_no_images_are_counted_and_left_out(vit, folder):
+    build, path = folder
+    root = build(path / 'images')
+    image = io.BytesIO()
+    Image.new('RGB', (64, 64), (9, 99, 200)).save(image, 'avif')
+    (root / 'class1' / '0.png').write_bytes(image.getvalue()[:-20])  # Pillow raises SyntaxError
+    (root / 'class1' / '1.png').write_bytes(b'')
+    for file in (root / 'class4').iterdir():
+        file.write_bytes(b'no image')
+    with pytest.raises(ValueError, match=r"0.png' cannot be read as an image: Failed to decode"):
+        open_image(root / 'class1' / '0.png', vit())
+    for workers in (0, 1):
+        loader = folder_loader(root, vit(), batch_size=4, workers=workers)
+        with pytest.warns(RuntimeWarning, match=r"8 of 30 images cannot be read and are left out, such as '.*class1/0.png'"):
+            labels = torch.cat([labels for _, labels in loader])
+        assert labels.bincount(minlength=5).tolist() == [6, 4, 6, 6, 0]
+    with pytest.warns(RuntimeWarning, match='8 of 30'):
+        assert evaluate(vit(), folder_loader(root, vit(), batch_size=4, workers=0)).results[0].images == 22
+    train, val = folder_loaders(root, vit(), held_out=0.2, batch_size=4, workers=0)
+    assert all(label >= 0 for _, labels in train for label in labels)  # another image takes the place
 
 
 @pytest.mark.parametrize('workers', [0, 1])
@@ -386,6 +401,8 @@ def test_arrays_that_do_not_fit(arrays, vit, tmp_path):
         np.savez(tmp_path / 'bad.npz', x_train=x, y_train=labels, x_test=x, y_test=y)
         with pytest.raises(ValueError, match=f'must hold labels .*got {found}'):
             array_loaders(tmp_path / 'bad.npz', vit())
+    np.savez(tmp_path / 'good.npz', x_train=x, y_train=y.astype('>i8'), x_test=x, y_test=y.astype('>i2'))
+    assert array_loaders(tmp_path / 'good.npz', vit())[2].labels.tolist() == [0, 1, 2, 3]
     np.savez(tmp_path / 'bad.npz', x_train=x, y_train=y[0], x_test=x, y_test=y)
     with pytest.raises(ValueError, match=r'must hold labels .*got int64 \[\]'):
         array_loaders(tmp_path / 'bad.npz', vit())

@@ -7,7 +7,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from timm_odevit import OdeConfig, convert_, evaluate, plot_accuracy
+from timm_odevit import OdeConfig, convert_, evaluate
 
 
 @pytest.fixture
@@ -33,35 +33,21 @@ def test_figures_are_per_image_whatever_the_batches(vit, data, size):
     assert s.loss == pytest.approx(F.cross_entropy(logits, data[1]).item(), rel=1e-5)
     assert s.agreement == pytest.approx(100 * (logits.argmax(1) == target.argmax(1)).double().mean().item())
     assert s.kept == pytest.approx(100 * s.top1 / t.top1) and s.images_per_second > 0
+    same = evaluate(model, data, teacher=model).results[1]  # a pair of tensors is a data set, too
+    assert (same.agreement, same.kept, same.images, same.top1) == (100, pytest.approx(100), 23, pytest.approx(s.top1))
     assert s.parameters == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize(('given', 'kwargs', 'message'), [
-    (lambda x, y: iter([(x, y)]), dict(steps=(1, 2)), 'gives its batches only once'),
-    (lambda x, y: iter([(x, y)]), dict(teacher=True), 'gives its batches only once'),
-    (lambda x, y: [(x, F.one_hot(y))], {}, r'labels \[B\]; got torch.float32 \[8, 3, 16, 16\], torch.int64 \[8, 5\]'),
-    (lambda x, y: [(x, y.float())], {}, 'whole numbers; got torch.float32'), (lambda x, y: [(x, y[:3])], {}, r'labels \[B\]; got'),
-    (lambda x, y: [{'x': x, 'y': y}], {}, r'labels \[B\]; got dict'), (lambda x, y: [x], {}, r'labels \[B\]; got torch.float32')])
-def test_what_is_no_batch_of_images_and_labels_is_said(vit, given, kwargs, message):
-    x, y = torch.randn(8, 3, 16, 16), torch.arange(8) % 5
-    model = vit()
-    convert_(model)
-    with pytest.raises(ValueError, match=message):
-        evaluate(model, given(x, y), **{**kwargs, **({'teacher': vit()} if 'teacher' in kwargs else {})})
-    assert evaluate(model, iter([(x, y)])).results[0].images == 8
-    with pytest.raises(ValueError, match='The teacher has 7 classes, the model 5'):
-        evaluate(model, [(x, y)], teacher=vit(num_classes=7))
-    with pytest.raises(TypeError, match="Expected a timm model; got 'odevit_tiny'"):
-        evaluate('odevit_tiny', [(x, y)])
-
-
-def test_steps_are_measured_and_put_back(vit, data):
+def test_steps_are_those_of_views_and_the_model_does_not_change(vit, data):
     model = vit().train()
     convert_(model, OdeConfig(field='lipschitz', method='rk4', init='spectral'))
     model.blocks.eval()
+    calls, step = [], model.blocks[1]
+    step.register_forward_hook(lambda *_: calls.append(1))
     found = evaluate(model, batches(data, 8), steps=(1, 2, 6))
     assert [(r.steps, r.nfe) for r in found.results] == [(1, 4), (2, 8), (6, 24)]
     assert model.blocks.steps == 3 and model.training and not model.blocks.training
+    assert model.blocks[1] is step and len(model.feature_info) == 3 and not calls
     assert [r.steps for r in evaluate(model, batches(data, 8), steps=np.int64(2)).results] == [2]
     model.blocks.steps = 6
     assert evaluate(model, batches(data, 8)).results[0].loss == found.results[-1].loss
@@ -74,16 +60,16 @@ def test_steps_are_measured_and_put_back(vit, data):
     assert model.blocks.steps == 6 and model.training
 
 
-def test_hooks_on_the_steps_survive(vit, data):
-    model = vit()
+def test_the_steps_of_all_stages_are_counted():
+    model = timm.create_model(
+        'swin_tiny_patch4_window7_224', img_size=32, patch_size=2, embed_dim=8, depths=(2, 4), num_heads=(2, 4),
+        window_size=4, num_classes=5)
     convert_(model)
-    calls, step = [], model.blocks[1]
-    step.register_forward_hook(lambda *_: calls.append(1))
-    evaluate(model, batches(data, 8), steps=(1, 3, 6))
-    assert model.blocks[1] == step and len(model.feature_info) == 3
-    calls.clear()
-    model(data[0])
-    assert len(calls) == 1
+    loader = [(torch.randn(4, 3, 32, 32), torch.arange(4))]
+    result = evaluate(model, loader).results[-1]
+    assert result.steps == result.nfe == 6
+    with pytest.raises(ValueError, match='this SwinTransformer has 2 stages. Set the steps of each stage'):
+        evaluate(model, loader, steps=3)
 
 
 def test_adaptive_evaluations_are_a_mean_over_images(vit, data):
@@ -99,28 +85,17 @@ def test_adaptive_evaluations_are_a_mean_over_images(vit, data):
     assert evaluate(model, parts).results[0].nfe == pytest.approx(expected)
 
 
-def test_images_are_normalised_for_the_teacher(vit, data):
-    model, teacher = vit(), vit()
-    convert_(model)
-    expected = evaluate(model, batches(data, 8), teacher=teacher).results[0].loss
-    teacher.pretrained_cfg = {**teacher.pretrained_cfg, 'mean': (0.1, 0.2, 0.3), 'std': (0.3, 0.2, 0.1)}
-    mean, std, mean_t, std_t = (torch.tensor(cfg[key]).view(1, 3, 1, 1) for cfg in (
-        model.pretrained_cfg, teacher.pretrained_cfg) for key in ('mean', 'std'))
-    found = evaluate(model, batches(data, 8), teacher=teacher).results[0].loss
-    logits = teacher((data[0] * std + mean - mean_t) / std_t)
-    assert found == pytest.approx(F.cross_entropy(logits, data[1]).item(), rel=1e-5) != expected
-
-
-@pytest.mark.parametrize('channels', [1, 4])
-def test_images_of_other_channels_are_normalised_for_the_teacher(vit, channels):
+@pytest.mark.parametrize('channels', [1, 3, 4])
+def test_images_are_normalised_for_the_teacher(vit, channels):
     data = torch.randn(23, channels, 16, 16), torch.randint(0, 5, (23,))
-    model, teacher = vit(in_chans=channels), vit(in_chans=channels)
-    teacher.pretrained_cfg = {**teacher.pretrained_cfg, 'mean': (0.1, 0.2, 0.3), 'std': (0.3, 0.2, 0.1)}
-    found = evaluate(model, batches(data, 8), teacher=teacher).results[0].loss  # the model's: 0.5, 0.5
-    expected = F.cross_entropy(teacher((data[0] * 0.5 + 0.5 - 0.2) / 0.2), data[1]).item()
-    assert found == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(ValueError, match=f'The teacher takes images with 3 channels, the model with {channels}'):
-        evaluate(model, batches(data, 8), teacher=vit())
+    model, teacher = (vit(in_chans=channels) for _ in range(2))  # mean and std of the model: 0.5
+    mean, std = ((0.1, 0.2, 0.3), (0.3, 0.2, 0.1)) if channels == 3 else ((0.2,) * channels, (0.2,) * channels)
+    teacher.pretrained_cfg = {**teacher.pretrained_cfg, 'mean': mean, 'std': std}
+    found = evaluate(model, batches(data, 8), teacher=teacher).results[0].loss
+    mean, std = (torch.tensor(values).view(1, channels, 1, 1) for values in (mean, std))
+    assert found == pytest.approx(F.cross_entropy(teacher((data[0] * 0.5 + 0.5 - mean) / std), data[1]).item(), rel=1e-5)
+    with pytest.raises(ValueError, match=f'The teacher takes images with {channels % 4 + 1} channels, the model with {channels}'):
+        evaluate(model, batches(data, 8), teacher=vit(in_chans=channels % 4 + 1))
 
 
 class Spoiled(torch.nn.Module):
@@ -158,13 +133,9 @@ def test_logits_that_are_nan_are_named_and_never_right(vit, data, tmp_path):
         same = evaluate(spoiled, batches((images, labels), 8), teacher=spoiled).results[1]
     assert same.agreement == pytest.approx(100 * 14 / 23)
     assert [str(w.message).split(':')[0] for w in warned] == ['teacher', 'model']
-
-
-def test_a_loss_that_is_infinite_is_null_in_json(vit, data):
-    model = vit()
     with torch.no_grad():
         model.head.bias[1] = -math.inf
-    found = evaluate(model, [(data[0], torch.ones(23, dtype=torch.long))])
+    found = evaluate(model, [(images, torch.ones(23, dtype=torch.long))])
     assert found.results[0].loss == math.inf and json.loads(found.to_json())[0]['loss'] is None
 
 
@@ -181,33 +152,7 @@ def test_batches_of_no_images_are_left_out(vit, data, made, place):
         evaluate(model, [(data[0][:0], data[1][:0])])
 
 
-def test_a_teacher_as_its_own_student_agrees_with_itself(vit, data):
-    model = vit()
-    result = evaluate(model, batches(data, 8), teacher=model).results[1]
-    assert result.agreement == 100 and result.kept == pytest.approx(100)
-
-
-def test_refuses(vit, data):
-    model = vit()
-    with pytest.raises(ValueError, match='needs an ODE-ViT'):
-        evaluate(model, batches(data, 8), steps=(1, 2))
-    convert_(converted := vit())
-    with pytest.raises(ValueError, match='steps is empty'):
-        evaluate(converted, batches(data, 8), steps=())
-    with pytest.raises(ValueError, match='gave no images'):
-        evaluate(model, [])
-    with pytest.raises(ValueError, match='label 7, but the model has 5 classes'):
-        evaluate(model, [(data[0], torch.full((23,), 7))])
-
-    class Shuffled:
-        def __iter__(self):
-            order = torch.randperm(23)
-            yield data[0][order], data[1][order]
-    with pytest.raises(ValueError, match='shuffle=False'):
-        evaluate(model, Shuffled(), teacher=vit())
-
-
-def test_table_json_and_plot(vit, data, tmp_path):
+def test_table_json_and_plot(vit, data, tmp_path, monkeypatch):
     model = vit()
     convert_(model)
     found = evaluate(model, batches(data, 8), steps=(1, 3), teacher=vit())
@@ -216,30 +161,50 @@ def test_table_json_and_plot(vit, data, tmp_path):
     records = json.loads(found.to_json(tmp_path / 'r.json'))
     assert records == json.loads((tmp_path / 'r.json').read_text())
     assert [r['steps'] for r in records] == [None, 1, 3]
-    assert plot_accuracy(found, tmp_path / 'plot.png').stat().st_size > 1000
+    found.plot(tmp_path / 'plot.png')
+    assert (tmp_path / 'plot.png').stat().st_size > 1000
     with pytest.raises(ValueError, match='no result of an ODE-ViT'):
-        plot_accuracy(evaluate(vit(), batches(data, 8)), tmp_path / 'other.png')
-
-
-def test_plots_say_what_to_install(vit, data, tmp_path, monkeypatch):
+        evaluate(vit(), batches(data, 8)).plot()
     monkeypatch.setitem(__import__('sys').modules, 'matplotlib.figure', None)
     with pytest.raises(ImportError, match=r"pip install 'timm-odevit\[examples\]'"):
-        plot_accuracy(evaluate(vit(), batches(data, 8)), tmp_path / 'plot.png')
+        found.plot()
 
 
-def test_a_model_with_stages_counts_all_of_them():
-    model = timm.create_model(
-        'swin_tiny_patch4_window7_224', img_size=32, patch_size=2, embed_dim=8, depths=(2, 4), num_heads=(2, 4),
-        window_size=4, num_classes=5)
-    convert_(model)
-    loader = [(torch.randn(4, 3, 32, 32), torch.arange(4))]
-    result = evaluate(model, loader).results[-1]
-    assert result.steps == result.nfe == 6
-    with pytest.raises(ValueError, match='this SwinTransformer has 2 stages. Set the steps of each stage'):
-        evaluate(model, loader, steps=3)
+@pytest.mark.parametrize('dtype', [torch.int32, torch.int16, torch.uint8, torch.bool])
+def test_labels_of_any_integer_type(vit, dtype):
+    model, images, labels = vit(num_classes=2), torch.randn(6, 3, 16, 16), torch.arange(6) % 2
+    found = evaluate(model, (images, labels.to(dtype))).results[0]
+    assert found.loss == evaluate(model, (images, labels)).results[0].loss
 
 
-def test_a_pair_of_tensors_is_a_data_set(vit, data):
+class Shuffled:
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __iter__(self):
+        order = torch.randperm(len(self.x))
+        yield self.x[order], self.y[order]
+
+
+@pytest.mark.parametrize(('given', 'options', 'message'), [
+    (lambda x, y: iter([(x, y)]), dict(steps=(1, 2)), 'gives its batches only once'),
+    (lambda x, y: iter([(x, y)]), dict(teacher={}), 'gives its batches only once'),
+    (lambda x, y: [(x, F.one_hot(y))], {}, r'labels \[B\]; got torch.float32 \[8, 3, 16, 16\], torch.int64 \[8, 5\]'),
+    (lambda x, y: [(x, y.float())], {}, 'whole numbers; got torch.float32'), (lambda x, y: [(x, y[:3])], {}, r'labels \[B\]; got'),
+    (lambda x, y: [{'x': x, 'y': y}], {}, r'labels \[B\]; got dict'), (lambda x, y: [x], {}, r'labels \[B\]; got torch.float32'),
+    (lambda x, y: [(x, y + 3)], {}, 'label 7, but the model has 5 classes'), (lambda x, y: [], {}, 'gave no images'),
+    (Shuffled, dict(teacher={}), 'shuffle=False'), (lambda x, y: [(x, y)], dict(steps=()), 'steps is empty'),
+    (lambda x, y: [(x, y)], dict(teacher=dict(num_classes=7)), 'The teacher has 7 classes, the model 5')])
+def test_what_cannot_be_measured_is_said(vit, given, options, message):
+    x, y = torch.randn(8, 3, 16, 16), torch.arange(8) % 5
     model = vit()
-    pair, in_batches = evaluate(model, data), evaluate(model, batches(data, 7))
-    assert (pair.results[0].images, pair.results[0].top1) == (23, in_batches.results[0].top1)
+    convert_(model)
+    if 'teacher' in options:
+        options = dict(teacher=vit(**options['teacher']))
+    with pytest.raises(ValueError, match=message):
+        evaluate(model, given(x, y), **options)
+    assert evaluate(model, iter([(x, y)])).results[0].images == 8
+    with pytest.raises(ValueError, match='needs an ODE-ViT'):
+        evaluate(vit(), [(x, y)], steps=(1, 2))
+    with pytest.raises(TypeError, match="Expected a timm model; got 'odevit_tiny'"):
+        evaluate('odevit_tiny', [(x, y)])

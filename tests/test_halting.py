@@ -32,7 +32,7 @@ def halting(vit, rule='entropy', threshold=None, steps=6, **kwargs):
 def all_scores(model, x, rule):
     path = states(model, x)
     scores = Scores(rule, model.blocks.readout)
-    return [scores(a, b, step.h) for a, b, step in zip(path, path[1:], model.blocks.bound_steps)]
+    return [scores(a, b, step.h) for a, b, step in zip(path, path[1:], model.blocks.solver)]
 
 
 def states(model, x):
@@ -121,27 +121,16 @@ def test_evaluations_are_those_of_the_last_pass(vit, images):
         assert of.blocks.evaluations == 1
 
 
-def test_calibration_refuses_what_it_cannot_use(vit, images):
-    model, labels = halting(vit), torch.zeros(2, dtype=torch.long)
-    for loader, message in (
-            ([(images[:0], labels[:0])], 'gave no images'), ((images, labels + 10), 'label 10, but the model has 5 classes'),
-            ((images, labels - 1), 'label -1'), ((images * torch.nan, labels), 'not finite')):
-        with pytest.raises(ValueError, match=message):
-            calibrate_halting(model, loader)
-    for loader, message in (([(images.numpy(), labels)], 'images of type ndarray'), ([{'image': images}], 'images of type dict'),
-                            ('cifar.npz', 'images of type str'), ([(images, [0, 1])], 'labels of type list')):
-        with pytest.raises(TypeError, match=message):
-            calibrate_halting(model, loader)
-    with pytest.raises(TypeError, match='got NoneType'):
-        calibrate_halting(None, (images, labels))
-
-
-def test_a_threshold_lies_between_two_scores(vit):
+def test_a_threshold_lies_between_two_scores_or_above_all(vit):
     model, x = halting(vit), torch.randn(32, 3, 16, 16)
-    found = calibrate_halting(model, [x], max_drop=0.05)
     with torch.no_grad():
         scores = torch.stack(all_scores(model, x, 'entropy')[:-1])
+    found = calibrate_halting(model, [x], max_drop=0.05)
     assert (scores - found.threshold).abs().min() > 0 and 0 < (scores <= found.threshold).sum() < scores.numel()
+    found = calibrate_halting(model, [x], max_drop=1.)  # all halt at once, also the image of the largest score
+    assert found.threshold > scores.max() and found.nfe == 1
+    two = calibrate_halting(model, list(x.split(16)), max_drop=1.)  # two batches of images are no images and labels
+    assert two.images == 32 and two.threshold == pytest.approx(found.threshold)
 
 
 def test_merged_tokens_and_merged_weights(vit):
@@ -191,6 +180,13 @@ def test_evaluate_counts_the_evaluations_of_each_image(vit):
     assert evaluate(model, (x, y), steps=(3, 6)).results[1].halted == result.halted
 
 
+def test_a_model_in_train_mode_halts_at_every_number_of_steps(vit):
+    model, data = halting(vit, 'residual', threshold=10.), (torch.randn(8, 3, 16, 16), torch.arange(8) % 5)
+    expected = [r.halted for r in evaluate(model.eval(), data, steps=(3, 6, 12)).results]
+    assert [r.halted for r in evaluate(model.train(), data, steps=(3, 6, 12)).results] == expected
+    assert [halted[0] for halted in expected] == [100.] * 3 and all(m.training for m in model.modules())
+
+
 def test_a_host_that_runs_the_steps_one_by_one_halts_nothing(vit, images):
     model = halting(vit, threshold=10.)
     model.set_grad_checkpointing()
@@ -237,40 +233,6 @@ def test_saved_with_the_model_and_off_by_default(tmp_path):
     torch.testing.assert_close(other.blocks.readout(state), model.blocks.readout(state) + 1.)
 
 
-def test_what_is_refused(vit, images):
-    with pytest.raises(ValueError, match="Did you mean 'entropy'"):
-        OdeConfig(halting='entropie')
-    with pytest.raises(ValueError, match='chooses its own'):
-        OdeConfig(method='dopri5', halting='residual')
-    with pytest.raises(ValueError, match='kept after the ODE'):
-        convert_(vit(), blocks=(0, 1), halting='residual')
-    swin = timm.create_model('swin_tiny_patch4_window7_224', img_size=56, depths=(2, 2), embed_dim=24, num_heads=(2, 2))
-    with pytest.raises(ValueError, match='one sequence of blocks'):
-        convert_(swin, halting='entropy')
-    convert_(swin, halting='residual', halting_threshold=1e9)
-    with pytest.raises(TypeError, match='one sequence of blocks; this SwinTransformer has 2'):
-        calibrate_halting(swin, [images])
-    model = halting(vit)
-    with pytest.raises(ValueError, match='attn_mask'):
-        model.blocks(torch.randn(2, 17, 32), torch.ones(2, 1, 17, 17, dtype=torch.bool))
-    for bad, message in [(dict(rule='entropie'), 'Unknown rule'), (dict(max_drop=2.), 'max_drop must be'),
-                         (dict(max_dorp=0.1), "Did you mean 'max_drop'")]:
-        with pytest.raises((ValueError, TypeError), match=message):
-            calibrate_halting(model, [images], **bad)
-    with pytest.raises(ValueError, match='no images'):
-        calibrate_halting(model, [])
-    with pytest.raises(TypeError, match='has 0'):
-        calibrate_halting(vit(), [images])
-    featureless = vit()
-    convert_(featureless)
-    featureless.reset_classifier(0)
-    with pytest.raises(ValueError, match='cannot be applied'):
-        calibrate_halting(featureless, [images])
-    merge_(low := halting(vit, time='low_rank', rank=1))
-    with pytest.raises(ValueError, match='merged'):
-        calibrate_halting(low, [images])
-
-
 def test_on_the_command_line(tmp_path, capsys):
     rng = np.random.default_rng(0)
     arrays = {f'{kind}_{part}': rng.integers(0, 256 if kind == 'x' else 3, (40, 16, 16, 3) if kind == 'x' else 40)
@@ -289,10 +251,8 @@ def test_on_the_command_line(tmp_path, capsys):
     assert 'is not empty' in capsys.readouterr().err
 
 
-# --- what a second pair of eyes found
-
 def test_merged_models_halt_when_compiled_and_with_kept_blocks(vit, images):
-    for settings in (dict(tokens=0.4), dict(method='reversible'), dict(blocks=(1, 2))):
+    for settings in (dict(tokens=0.4), dict(blocks=(1, 2))):
         model = vit()
         convert_(model, time='vectors', steps=4, halting='residual', halting_threshold=0.5, **settings)
         model.eval()
@@ -313,15 +273,6 @@ def test_the_kept_blocks_alone_of_a_merged_model(vit, images):
     torch.testing.assert_close(model.blocks[:1](x), expected)
 
 
-@pytest.mark.parametrize('settings', [dict(tokens=0.4), dict(halting='residual', halting_threshold=1.), dict(method='reversible')], ids=str)
-def test_torchscript_refuses_what_it_would_drop(vit, settings):
-    model = vit()
-    convert_(model, time='vectors', **settings)
-    merge_(model)
-    with pytest.raises(ValueError, match='TorchScript supports neither'):
-        torch.jit.script(model)
-
-
 def test_halting_of_states_with_two_dimensions_of_tokens_is_the_same_when_compiled():
     model = timm.create_model('samvit_base_patch16', img_size=64, depth=4, embed_dim=32, num_heads=2, num_classes=3)
     convert_(model, steps=6, halting='residual', halting_threshold=0.3)
@@ -335,20 +286,6 @@ def test_halting_of_states_with_two_dimensions_of_tokens_is_the_same_when_compil
         torch.testing.assert_close(torch.compile(model, backend='eager')(images), expected)
     assert taken is not None
     torch._dynamo.reset()
-
-
-def test_a_host_that_runs_its_blocks_one_by_one_is_refused():
-    model = timm.create_model('beit_base_patch16_224', img_size=32, depth=2, embed_dim=32, num_heads=2, num_classes=3).eval()
-    convert_(model)
-    with pytest.raises(ValueError, match='runs its blocks one by one'):
-        calibrate_halting(model, [(torch.randn(2, 3, 32, 32), torch.zeros(2, dtype=torch.long))])
-
-
-def test_a_model_without_classes_cannot_halt_by_them(vit, images):
-    model = vit(num_classes=0)
-    convert_(model, halting='entropy', halting_threshold=1.)
-    with pytest.raises(ValueError, match="'acceleration' or 'residual'"):
-        model.eval()(images)
 
 
 def test_evaluations_of_several_stages_are_counted_together():
@@ -377,3 +314,49 @@ def test_calibration_leaves_other_threads_alone(vit):
     stop.set()
     thread.join()
     assert found and all(found)
+
+
+# --- what is refused
+
+def test_settings_that_cannot_halt(vit, images):
+    with pytest.raises(ValueError, match="Did you mean 'entropy'"):
+        OdeConfig(halting='entropie')
+    with pytest.raises(ValueError, match='chooses its own'):
+        OdeConfig(method='dopri5', halting='residual')
+    with pytest.raises(ValueError, match='kept after the ODE'):
+        convert_(vit(), blocks=(0, 1), halting='residual')
+    with pytest.raises(ValueError, match='one sequence of blocks'):
+        convert_(timm.create_model('swin_tiny_patch4_window7_224', img_size=56, depths=(2, 2), embed_dim=24, num_heads=(2, 2)), halting='entropy')
+    with pytest.raises(ValueError, match='attn_mask'):
+        halting(vit).blocks(torch.randn(2, 17, 32), torch.ones(2, 1, 17, 17, dtype=torch.bool))
+    model = vit(num_classes=0)
+    convert_(model, halting='entropy', halting_threshold=1.)
+    with pytest.raises(ValueError, match="'acceleration' or 'residual'"):
+        model.eval()(images)
+
+
+def test_data_and_settings_that_calibration_cannot_use(vit, images):
+    model, labels = halting(vit), torch.zeros(2, dtype=torch.long)
+    for loader, options, message in (
+            ([(images[:0], labels[:0])], {}, 'gave no images'), ([], {}, 'gave no images'),
+            ((images, labels + 10), {}, 'label 10, but the model has 5 classes'), ((images, labels - 1), {}, 'label -1'),
+            ((images * torch.nan, labels), {}, 'not finite'), ([images], dict(rule='entropie'), 'Unknown rule'),
+            ([images], dict(max_drop=2.), 'max_drop must be'), ([(images.numpy(), labels)], {}, 'images of type ndarray'),
+            ([{'image': images}], {}, 'images of type dict'), ('cifar.npz', {}, 'images of type str'), ([(images, [0, 1])], {}, 'labels of type list')):
+        with pytest.raises((TypeError, ValueError), match=message):
+            calibrate_halting(model, loader, **options)
+
+
+def test_models_that_calibration_cannot_use(vit, images):
+    stages = timm.create_model('swin_tiny_patch4_window7_224', img_size=56, depths=(2, 2), embed_dim=24, num_heads=(2, 2))
+    convert_(stages)
+    featureless, merged = vit(), halting(vit, time='low_rank', rank=1)
+    convert_(featureless)
+    featureless.reset_classifier(0)
+    merge_(merged)
+    one_by_one = timm.create_model('beit_base_patch16_224', img_size=16, depth=2, embed_dim=32, num_heads=2, num_classes=3).eval()
+    convert_(one_by_one)
+    for model, message in ((stages, 'one sequence of blocks; this SwinTransformer has 2'), (vit(), 'has 0'), (None, 'got NoneType'),
+                           (featureless, 'cannot be applied'), (merged, 'merged'), (one_by_one, 'runs its blocks one by one')):
+        with pytest.raises((TypeError, ValueError), match=message):
+            calibrate_halting(model, [images])

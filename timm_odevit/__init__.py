@@ -34,19 +34,15 @@ from .dynamics.attention import attention_over_time
 from .dynamics.contraction import contraction_regions, recovery
 from .dynamics.discretisation import discretisation_errors
 from .dynamics.flow import Flow
-from .dynamics.lipschitz import lipschitz_constants, softmax_bounds
+from .dynamics.lipschitz import lipschitz_constants
 from .dynamics.lyapunov import lyapunov_exponents
-from .dynamics.projections import plane
-from .dynamics.relations import relations
-from .dynamics.signals import signals
 from .dynamics.similarity import state_similarity
 from .dynamics.spectral_norms import spectral_norms
-from .dynamics.trajectories import class_over_time, distance_over_time, trajectory_geometry
+from .dynamics.trajectories import class_over_time, distance_over_time, plane, trajectory_geometry
 from .evaluation.accuracy import evaluate
-from .evaluation.embeddings import evaluate_embeddings
+from .evaluation.embeddings import evaluate_embeddings, patch_agreement
 from .evaluation.halting import Halting, calibrate_halting
-from .evaluation.patches import patch_agreement
-from .evaluation.results import Evaluation, plot_accuracy
+from .evaluation.results import Evaluation
 from .interop.open_clip import from_open_clip
 from .interop.put_tower import put_tower_
 from .interop.torchvision import from_torchvision
@@ -73,9 +69,8 @@ __all__ = [
     'contraction_regions', 'convert_', 'discretisation_errors', 'distance_over_time', 'evaluate',
     'evaluate_embeddings', 'export_model', 'find_size', 'fit', 'from_open_clip', 'from_torchvision',
     'from_transformers', 'integrate', 'lipschitz_constants', 'list_convertible', 'lyapunov_exponents', 'merge_',
-    'merged_bytes', 'patch_agreement', 'plane', 'plot_accuracy', 'push_to_hub', 'put_tower_', 'recovery', 'relations',
-    'save_pretrained', 'signals', 'softmax_bounds', 'spectral_norms', 'state_similarity', 'train',
-    'trajectory_geometry', 'with_steps', 'write_report',
+    'merged_bytes', 'patch_agreement', 'plane', 'push_to_hub', 'put_tower_', 'recovery', 'save_pretrained',
+    'spectral_norms', 'state_similarity', 'train', 'trajectory_geometry', 'with_steps', 'write_report',
 ]
 
 

@@ -12,12 +12,11 @@ import gradio as gr
 import matplotlib
 import timm
 import torch
+from matplotlib.figure import Figure
 from PIL import ImageOps
 
-from timm_odevit import with_steps
-from timm_odevit.dynamics.attention import attention_over_time
+from timm_odevit import attention_over_time, with_steps
 from timm_odevit.dynamics.flow import follow as flow_of
-from timm_odevit.reporting.pictures import SHOWN, draw_attention, draw_classes
 
 matplotlib.use('Agg')
 matplotlib.rcParams.update({  # readable on a light and on a dark page
@@ -26,6 +25,7 @@ matplotlib.rcParams.update({  # readable on a light and on a dark page
 KINDS = {'native_r23': 'larger', 'native_r23_dial': 'larger, for any number of steps', 'native': 'smaller',
          'native_exit': 'smaller, with exits', '': "the paper's"}
 IMAGES = Path(gr.__file__).parent / 'media_assets' / 'images'
+SHOWN = 5  # classes, and times
 EXAMPLES = [str(IMAGES / name) for name in ('cheetah1.jpg', 'tower.jpg', 'lion.jpg')]
 
 
@@ -56,12 +56,38 @@ def teacher_of(name):
 def follow(image, name, steps):
     """Probabilities [K + 1, classes] at t = 0 ... T, attention of the class token [K, side, side], times [K + 1]."""
     model, _, transform = load(name)
-    model = with_steps(model, int(steps))
-    with flow_of(model, transform(image)[None]) as flow:
+    with flow_of(with_steps(model, int(steps)), transform(image)[None]) as flow:
         probabilities = torch.cat([flow.logits(x).softmax(-1) for x in flow.states()])
         seen = attention_over_time(flow)
     attention = seen.attention[0, :, seen.prefix:].unflatten(1, model.patch_embed.grid_size)
     return probabilities, attention, flow.times
+
+
+def draw_classes(probabilities, times, names):
+    """The classes of the last state along the way, from probabilities [K + 1, classes]."""
+    figure = Figure(figsize=(5, 3.6), layout='constrained')
+    axes = figure.subplots()
+    for index in probabilities[-1].topk(min(SHOWN, probabilities.shape[1])).indices.tolist():
+        axes.plot(times, probabilities[:, index].numpy(), marker='.', label=names[index])
+    axes.set(xlabel='t', ylabel='probability', ylim=(0, 1.02), title='Classes, if the head read the state at t')
+    axes.legend(frameon=False)
+    return figure
+
+
+def draw_attention(picture, attention, times):
+    """An image, and where its attention is at five times, on one scale [K, rows, columns]."""
+    figure = Figure(figsize=(5, 3.6), layout='constrained')
+    first, *others = figure.subplots(2, 3).flat
+    first.imshow(picture)
+    first.set_title('image', fontsize=9)
+    chosen = torch.linspace(0, len(attention) - 1, min(SHOWN, len(attention))).round().int().tolist()
+    for axes, i in zip(others, chosen, strict=False):
+        drawn = axes.imshow(attention[i].numpy(), cmap='magma', vmin=0, vmax=float(attention.max()))
+        axes.set_title(f't = {times[i]:.3g}', fontsize=9)
+    for axes in (first, *others):
+        axes.axis('off')
+    figure.colorbar(drawn, ax=[first, *others], shrink=0.8, label='attention')
+    return figure
 
 
 def answer(image, student, steps):

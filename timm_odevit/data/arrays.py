@@ -112,9 +112,9 @@ def _read_arrays(path: Union[str, Path], keys: Tuple[str, ...]) -> Dict[str, Any
             missing = [key for key in keys if key not in members]
             if not missing:
                 wanted = [key for key in (*keys, 'classes') if key in members]
-                packed, whole = os.path.getsize(path), sum(members[key].file_size for key in wanted)
-                if whole > 100 * packed + 2 ** 27:  # photos compress to a half, black-and-white drawings to a tenth
-                    raise ValueError(f'its {packed:,} bytes unpack to {whole:,}, which images never do')
+                packed, size = os.path.getsize(path), sum(members[key].file_size for key in wanted)
+                if size > 100 * packed + 2 ** 27:  # photos compress to a half, black-and-white drawings to a tenth
+                    raise ValueError(f'its {packed:,} bytes unpack to {size:,}, which images never do')
                 return {key: _read_array(archive, members[key]) for key in wanted}
     except Exception as e:  # a foreign file can raise anything
         raise ValueError(f"'{path}' cannot be read as .npz: {one_line(e)}") from e
@@ -125,7 +125,7 @@ def _labels(path: Union[str, Path], labels: Any) -> Any:
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or not len(labels) or labels.min() < 0:
         raise ValueError(f"'{path}' must hold labels [N], whole numbers from 0; got {labels.dtype} "
                          f'{list(labels.shape)}. If they are [N, 1], use labels.reshape(-1).')
-    return labels
+    return labels.astype(np.int64)  # torch takes no big-endian numbers
 
 
 def _images(path: Union[str, Path], images: Any, model: Any, labels: Optional[int] = None) -> Any:
@@ -176,26 +176,14 @@ class ArrayLoader:
         model: timm model that will see the images; they are kept on its device.
         batch_size: Images per batch of this process.
         train: Shuffle and augment.
-        padding: See `array_loaders`.
-        flip: See `array_loaders`.
-        reprob: See `array_loaders`.
+        padding, flip, reprob: See `array_loaders`.
         seed: Seed of the image order.
         label_names: Names of the classes, if known.
     """
 
     def __init__(
-            self,
-            images: Any,
-            labels: Any,
-            model: Any,
-            batch_size: int,
-            *,
-            train: bool = False,
-            padding: int = 4,
-            flip: float = 0.5,
-            reprob: float = 0.,
-            seed: int = 0,
-            label_names: Optional[List[str]] = None,
+            self, images: Any, labels: Any, model: Any, batch_size: int, *, train: bool = False, padding: int = 4,
+            flip: float = 0.5, reprob: float = 0., seed: int = 0, label_names: Optional[List[str]] = None,
     ) -> None:
         cfg = data_config(model)
         device = next(model.parameters()).device
@@ -228,9 +216,8 @@ class ArrayLoader:
         order = torch.arange(n)
         if self.train:  # the same for all processes
             order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch))
-        for i in range(len(self)):
-            whole = order[i * self.batch_size * world:(i + 1) * self.batch_size * world]
-            yield whole[rank::world].to(self.labels.device)
+        for batch in order.split(self.batch_size * world)[:len(self)]:
+            yield batch[rank::world].to(self.labels.device)
 
     def prepare(self, images: Tensor) -> Tensor:
         """Turn uint8 images [B, C, S, S] into the input [B, C, H, W] that the model expects."""

@@ -4,30 +4,25 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Set, Tuple, Union
 
 import torch
-from timm.data import create_dataset, create_loader, is_img_extension
+from timm.data import create_loader, create_transform, is_img_extension
+from timm.utils import natural_key
 from torch.utils.data import DistributedSampler
 
 from ..distributed import rank_and_world
-from .preprocessing import count_held_out, data_config, labels_by_name
+from .pictures import EvaluationLoader, ImageFiles
+from .preprocessing import count_held_out, data_config, image_mode, labels_by_name
 
-__all__ = ['MODES', 'folder_classes', 'folder_loader', 'folder_loaders', 'folder_parts', 'image_loaders']
+__all__ = ['folder_classes', 'folder_loader', 'folder_loaders', 'folder_parts', 'image_loaders']
 
 # the parts of a data set, by the names of their folders
 _PARTS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'eval': 'val',
           'evaluation': 'val', 'test': 'test'}
-MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's modes, by the model's number of channels
 
 
 def folder_loader(
-        root: Union[str, Path],
-        model: Any,
-        *,
-        batch_size: int = 64,
-        workers: int = 2,
-        held_out: Optional[float] = None,
-        seed: int = 0,
-        any_classes: bool = False,
-) -> Any:
+        root: Union[str, Path], model: Any, *, batch_size: int = 64, workers: int = 2,
+        held_out: Optional[float] = None, seed: int = 0, any_classes: bool = False,
+) -> EvaluationLoader:
     """Make batches to evaluate on: images in one sub-folder per class, preprocessed as the model expects.
 
     Args:
@@ -42,35 +37,28 @@ def folder_loader(
         any_classes: The folders need not be the model's classes; always so for a model without classes.
 
     Returns:
-        A DataLoader of (images [B, C, H, W], labels [B]), in the order of the file names.
+        A DataLoader of (images [B, C, H, W], labels [B]), in the order of the file names, without the files that cannot
+        be read as images: a warning says how many.
 
     Raises:
         ValueError: There are no images, or their classes are not the model's; the message says what to do.
     """
     root, parts = _folder(root)
     if held_out is not None:
-        dataset = _validation(root, parts, model, held_out, seed, any_classes=any_classes)
+        dataset = _validation(root, parts, model, held_out, seed, any_classes)
     elif set(parts) == {'train'}:
         raise ValueError(
             f"'{root}' has {parts['train'].name}/ but no val/ or test/ to evaluate on. Give the folder of classes "
             'itself, or the share that was held out of training.')
     else:
-        dataset = _dataset(parts.get('val') or parts.get('test') or root, model, any_classes=any_classes)
-    return _loader(dataset, model, batch_size, workers, train=False)
+        dataset = _dataset(parts.get('val') or parts.get('test') or root, model, any_classes)
+    return _evaluation_loader(dataset, model, batch_size, workers)
 
 
 def folder_loaders(
-        root: Union[str, Path],
-        model: Any,
-        *,
-        batch_size: int = 64,
-        workers: int = 2,
-        held_out: float = 0.1,
-        auto_augment: Optional[str] = None,
-        reprob: float = 0.,
-        seed: int = 0,
-        any_classes: bool = False,
-) -> Tuple[Any, Any]:
+        root: Union[str, Path], model: Any, *, batch_size: int = 64, workers: int = 2, held_out: float = 0.1,
+        auto_augment: Optional[str] = None, reprob: float = 0., seed: int = 0, any_classes: bool = False,
+) -> Tuple[Any, EvaluationLoader]:
     """Make batches to train on (shuffled, augmented, an incomplete last one dropped) and batches to validate on.
 
     Folders are parts of a data set, not classes, if they are called train, val or test (or training, valid, validation,
@@ -90,29 +78,27 @@ def folder_loaders(
 
     Returns:
         Two DataLoaders of (images [B, C, H, W], labels [B]) that share no image; each of several processes trains on
-        its own part.
+        its own part. A file that cannot be read is replaced by the next one in training, and left out of validation.
 
     Raises:
         ValueError: There are no images, their classes are not the model's, none can be held out, or it is unclear
             whether folders are parts or classes; the message says what to do.
     """
     root, parts = _folder(root)
-    training = _dataset(_training(root, parts), model, any_classes=any_classes)
-    validation = _validation(root, parts, model, held_out, seed, set(training.reader.class_to_idx), any_classes)
+    training = _dataset(_training(root, parts), model, any_classes)
+    validation = _validation(root, parts, model, held_out, seed, any_classes, set(training.reader.class_to_idx))
     if 'val' not in parts:
         _keep_share(training, True, held_out, seed)
     if auto_augment is not None and model.in_chans == 4:
         raise ValueError("timm's auto_augment cannot handle an alpha channel, and the model takes 4 channels. "
                          'Leave it out.')
     try:
-        train_loader = _loader(
-            training, model, batch_size, workers, train=True, auto_augment=auto_augment, re_prob=reprob)
+        train_loader = _training_loader(
+            training, model, batch_size, workers, seed, auto_augment=auto_augment, re_prob=reprob)
     except (AssertionError, AttributeError, TypeError, ValueError) as e:  # how timm rejects an unknown policy
         raise ValueError(f"Unknown auto_augment '{auto_augment}'. Give a timm policy, such as 'rand-m9-mstd0.5-inc1' "
                          "or 'original'.") from e
-    if isinstance(train_loader.sampler, DistributedSampler):
-        train_loader.sampler.seed = seed
-    return train_loader, _loader(validation, model, batch_size, workers, train=False)
+    return train_loader, _evaluation_loader(validation, model, batch_size, workers)
 
 
 def folder_classes(root: Union[str, Path]) -> List[str]:
@@ -126,21 +112,13 @@ def folder_parts(root: Union[str, Path]) -> Dict[str, Path]:
 
 
 def image_loaders(
-        root: Union[str, Path],
-        model: Any,
-        *,
-        batch_size: int = 64,
-        workers: int = 2,
-        held_out: float = 0.1,
-) -> Tuple[Any, Any]:
+        root: Union[str, Path], model: Any, *, batch_size: int = 64, workers: int = 2, held_out: float = 0.1,
+) -> Tuple[Any, EvaluationLoader]:
     """Make batches of images to calibrate on (shuffled, augmented), and others, from any folders: labels are ignored.
 
     Args:
-        root: A folder of images, or of folders of images; if it has a train/ of classes, only that is used (see
-            `folder_loaders`).
-        model: timm model that will see the images.
-        batch_size: Images per batch; fewer if there are fewer images.
-        workers: Worker processes.
+        root: A folder of images, or of folders of images; of one with a train/ of classes, only that is used.
+        model, batch_size, workers: As in `folder_loaders`; a batch has no more images than there are.
         held_out: Share of the images held out.
 
     Returns:
@@ -148,20 +126,18 @@ def image_loaders(
         held out. With one image, both have it.
 
     Raises:
-        ValueError: There are no images, or it is unclear whether folders are parts or classes; the message says what
-            to do.
+        ValueError: There are no images, or it is unclear whether folders are parts or classes.
     """
     root, parts = _folder(root)
-    datasets = [_dataset(parts.get('train', root), model, labelled=False) for _ in range(2)]
+    datasets = [_read(parts.get('train', root), image_mode(model)) for _ in range(2)]
     samples = datasets[0].reader.samples
     if len(samples) > 1:
         order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
         held = count_held_out(len(samples), held_out)
         for dataset, chosen in zip(datasets, (order[held:], order[:held]), strict=True):
             dataset.reader.samples = [samples[i] for i in sorted(chosen)]
-    size = min(batch_size, len(datasets[0]))
-    return (_loader(datasets[0], model, size, workers, train=True),
-            _loader(datasets[1], model, batch_size, workers, train=False))
+    return (_training_loader(datasets[0], model, min(batch_size, len(datasets[0])), workers),
+            _evaluation_loader(datasets[1], model, batch_size, workers))
 
 
 def _folder(root: Union[str, Path]) -> Tuple[Path, Dict[str, Path]]:
@@ -215,35 +191,19 @@ def _training(root: Path, parts: Dict[str, Path]) -> Path:
 
 
 def _validation(
-        root: Path,
-        parts: Dict[str, Path],
-        model: Any,
-        share: float,
-        seed: int,
+        root: Path, parts: Dict[str, Path], model: Any, share: float, seed: int, any_classes: bool,
         names: Optional[Set[str]] = None,
-        any_classes: bool = False,
-) -> Any:
+) -> ImageFiles:
     """Return the images of val/, whose classes must be the names given, or else the share held out of training."""
     if 'val' in parts:
-        return _dataset(parts['val'], model, names, any_classes=any_classes)
-    return _keep_share(_dataset(_training(root, parts), model, any_classes=any_classes), False, share, seed)
+        return _dataset(parts['val'], model, any_classes, names)
+    return _keep_share(_dataset(_training(root, parts), model, any_classes), False, share, seed)
 
 
-def _dataset(
-        folder: Path,
-        model: Any,
-        names: Optional[Set[str]] = None,
-        labelled: bool = True,
-        any_classes: bool = False,
-) -> Any:
-    mode = MODES.get(model.in_chans)
-    if mode is None:
-        raise ValueError(f'Image files are read with 1, 3 or 4 channels (grey, RGB, RGBA), but the model takes '
-                         f'{model.in_chans}. Train it on an .npz.')
-    dataset = _read(folder, mode)
+def _dataset(folder: Path, model: Any, any_classes: bool, names: Optional[Set[str]] = None) -> ImageFiles:
+    """The images of a folder of classes, with the labels that the model has for them."""
+    dataset = _read(folder, image_mode(model))
     found = dataset.reader.class_to_idx
-    if not labelled:
-        return dataset
     if '' in found:
         file = next(Path(file).name for file, label in dataset.reader.samples if label == found[''])
         raise ValueError(f"'{folder}' holds images that are in no class folder, such as {file}. Put each image into "
@@ -263,11 +223,14 @@ def _dataset(
     return dataset
 
 
-def _read(folder: Path, mode: str) -> Any:
-    """A data set of all images of a folder but hidden ones; its classes are the folders that hold any."""
+def _read(folder: Path, mode: str) -> ImageFiles:
+    """A data set of all images of a folder but hidden ones; its classes are the folders that hold any.
+
+    timm sorts by natural_key, by which '1' and '01' are equal: then the name decides, not the order of a set.
+    """
     nothing = f"There are no images in '{folder}'. Give a folder with one sub-folder of images per class."
     try:
-        dataset = create_dataset('', str(folder), search_split=False, input_img_mode=mode)
+        dataset = ImageFiles(str(folder), input_img_mode=mode)
     except RuntimeError as e:
         raise ValueError(nothing) from e
     reader = dataset.reader
@@ -275,35 +238,44 @@ def _read(folder: Path, mode: str) -> Any:
     seen = [(file, names[label]) for file, label in reader.samples if f'{os.sep}.' not in file[len(str(folder)):]]
     if not seen:
         raise ValueError(nothing)
-    found = {name for _, name in seen}
-    reader.class_to_idx = {name: i for i, name in enumerate(name for name in names if name in found)}
-    reader.samples = [(file, reader.class_to_idx[name]) for file, name in seen]
+    classes = sorted({name for _, name in seen}, key=_order)
+    reader.class_to_idx = {name: i for i, name in enumerate(classes)}
+    reader.samples = [(file, reader.class_to_idx[name]) for file, name in sorted(seen, key=lambda s: _order(s[0]))]
     return dataset
 
 
-def _loader(dataset: Any, model: Any, batch_size: int, workers: int, train: bool, **augmentation: Any) -> Any:
-    cfg = data_config(model)
-    return create_loader(
+def _order(name: str) -> Tuple[Any, str]:
+    return natural_key(name), name
+
+
+def _training_loader(
+        dataset: ImageFiles, model: Any, batch_size: int, workers: int, seed: int = 0, **augmentation: Any,
+) -> Any:
+    dataset.training = True
+    loader = create_loader(
         dataset,
-        input_size=cfg['input_size'],
+        **data_config(model),
         batch_size=batch_size,
-        is_training=train,
-        scale=(0.35, 1.) if train else None,
-        interpolation=cfg['interpolation'],
-        mean=cfg['mean'],
-        std=cfg['std'],
-        crop_pct=cfg['crop_pct'],
-        crop_mode=cfg['crop_mode'],
+        is_training=True,
+        scale=(0.35, 1.),
         num_workers=workers,
-        distributed=train and rank_and_world()[1] > 1,
+        distributed=rank_and_world()[1] > 1,
         persistent_workers=False,  # each epoch seeds new workers, so that a resumed run sees the same images
         device=torch.device('cpu'),
         use_prefetcher=False,
         **augmentation,
     )
+    if isinstance(loader.sampler, DistributedSampler):
+        loader.sampler.seed = seed
+    return loader
 
 
-def _keep_share(dataset: Any, train: bool, share: float, seed: int) -> Any:
+def _evaluation_loader(dataset: ImageFiles, model: Any, batch_size: int, workers: int) -> EvaluationLoader:
+    dataset.transform = create_transform(**data_config(model), is_training=False)
+    return EvaluationLoader(dataset, batch_size, num_workers=workers)
+
+
+def _keep_share(dataset: ImageFiles, train: bool, share: float, seed: int) -> ImageFiles:
     """Keep only the images to train on, or only each class's share held out; at least one per class is trained on."""
     by_class: Dict[int, List[Tuple[str, int]]] = {}
     for sample in dataset.reader.samples:

@@ -21,12 +21,7 @@ class MixupLoader:
     """
 
     def __init__(
-            self,
-            loader: Any,
-            classes: int,
-            mixup: float = 0.,
-            cutmix: float = 0.,
-            smoothing: float = 0.,
+            self, loader: Any, classes: int, mixup: float = 0., cutmix: float = 0., smoothing: float = 0.,
             prob: float = 1.,
     ) -> None:
         size = getattr(loader, 'batch_size', None)

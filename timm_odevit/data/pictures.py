@@ -1,19 +1,81 @@
-"""A few images to look at: files of images, or some of a folder or of an .npz."""
+"""Image files: one by one, as a data set, and a few to look at."""
+import logging
 import os
+import warnings
 from pathlib import Path
-from typing import Any, List, NamedTuple, Optional, Union
+from typing import Any, Iterator, List, NamedTuple, Optional, Tuple, Union
 
+import numpy as np
 import torch
-from PIL import Image
-from timm.data import create_transform, is_img_extension
+from PIL import Image, ImageOps
+from timm.data import ImageDataset, create_transform, is_img_extension
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ..errors import one_line
 from .arrays import array_loaders
-from .folders import MODES
-from .preprocessing import data_config
+from .preprocessing import class_names, data_config, image_mode
 
-__all__ = ['Pictures', 'class_names', 'model_name', 'open_image', 'some_images']
+__all__ = ['EvaluationLoader', 'ImageFiles', 'Pictures', 'class_names', 'model_name', 'open_image', 'read_image',
+           'some_images']
+
+_UNREADABLE = -1  # the label of an image file that cannot be read
+_logger = logging.getLogger(__name__)
+
+
+def read_image(file: Union[str, Path], mode: str) -> Image.Image:
+    """An image file in Pillow's mode 'L', 'RGB' or 'RGBA', turned upright; 16 bits are scaled to 8.
+
+    Raises:
+        ValueError: The file cannot be read as an image, or its pixels are numbers without a known range.
+    """
+    try:
+        with Image.open(file) as image:
+            deep = image.mode.startswith('I;16') or (image.mode == 'I' and image.format in ('PNG', 'PPM'))
+            if image.mode in ('I', 'F') and not deep:
+                raise ValueError(f"pixels of mode '{image.mode}' have no known range; save it with 8 or 16 bits")
+            upright = ImageOps.exif_transpose(image)
+            if deep:
+                upright = Image.fromarray((np.asarray(upright) / 257).round().astype(np.uint8))
+            return upright.convert(mode)
+    except Exception as e:  # a foreign file can raise anything
+        raise ValueError(f"'{file}' cannot be read as an image: {one_line(e)}") from None
+
+
+class ImageFiles(ImageDataset):
+    """timm's data set of a folder, whose files are read by `read_image`.
+
+    The next readable image takes the place of one that cannot be read. It keeps its label to train on; otherwise its
+    label is -1, by which an EvaluationLoader leaves it out.
+    """
+    training = False
+
+    def __getitem__(self, index: int) -> Tuple[Any, int]:
+        samples = self.reader.samples
+        for i in (*range(index, len(samples)), *range(index)):
+            file, label = samples[i]
+            try:
+                image = read_image(file, self.input_img_mode)
+            except ValueError as e:
+                _logger.warning(str(e))
+                continue
+            return self.transform(image), label if i == index or self.training else _UNREADABLE
+        raise ValueError(f"None of the images in '{self.reader.root}' can be read.")
+
+
+class EvaluationLoader(DataLoader):
+    """A DataLoader of ImageFiles in order, without the images that cannot be read: a warning says how many."""
+
+    def __iter__(self) -> Iterator[Any]:
+        unreadable: List[int] = []
+        for i, (images, labels) in enumerate(super().__iter__()):
+            good = labels != _UNREADABLE
+            unreadable += [i * int(self.batch_size or 1) + int(j) for j in (~good).nonzero()]
+            yield (images, labels) if good.all() else (images[good], labels[good])
+        if unreadable:
+            first = self.dataset.reader.samples[unreadable[0]][0]
+            warnings.warn(f'{len(unreadable)} of {len(self.dataset)} images cannot be read and are left out, such as '
+                          f"'{first}'.", RuntimeWarning, stacklevel=2)
 
 
 class Pictures(NamedTuple):
@@ -29,23 +91,8 @@ def open_image(file: Union[str, Path], model: Any) -> Tensor:
     Raises:
         ValueError: The file cannot be read as an image, or the model takes other images.
     """
-    mode = MODES.get(model.in_chans)
-    if mode is None:
-        raise ValueError(f'Image files are read with 1, 3 or 4 channels (grey, RGB, RGBA), but the model takes '
-                         f'{model.in_chans}.')
     transform: Any = create_transform(**data_config(model), is_training=False)
-    try:
-        with Image.open(file) as image:
-            return transform(image.convert(mode))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
-        raise ValueError(f"'{file}' cannot be read as an image: {one_line(e)}") from None
-
-
-def class_names(model: Any) -> Optional[List[str]]:
-    """The names of a model's classes, if it has them."""
-    names: Any = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
-    good = isinstance(names, (list, tuple)) and len(names) == model.num_classes  # timm allows other forms, too
-    return list(map(str, names)) if good else None
+    return transform(read_image(file, image_mode(model)))
 
 
 def model_name(model: Any) -> str:
@@ -84,8 +131,8 @@ def some_images(path: Union[str, Path], model: Any, count: int) -> Pictures:
     files = [files[i] for i in _spread(len(files), count)]
     labels = [file.parent.name for file in files]
     images = torch.stack([open_image(file, model) for file in files])
-    device = next(model.parameters()).device
-    return Pictures(images.to(device), [os.fsencode(file.relative_to(path)).decode(errors='replace') for file in files],
+    return Pictures(images.to(next(model.parameters()).device),
+                    [os.fsencode(file.relative_to(path)).decode(errors='replace') for file in files],
                     labels if known is not None and set(labels) <= set(known) else None)
 
 

@@ -1,4 +1,4 @@
-"""How a model expects its images."""
+"""How a model expects its images, and which label it has for each class."""
 import warnings
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -6,37 +6,54 @@ import torch
 from timm.data import resolve_input_data_config
 from torch import Tensor
 
-__all__ = ['count_held_out', 'data_config', 'labels_by_name', 'renormalisation', 'warn_of_other_classes']
+__all__ = ['class_names', 'count_held_out', 'data_config', 'image_mode', 'labels_by_name', 'renormalisation',
+           'warn_of_other_classes']
+
+_MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's modes, by the model's number of channels
 
 
 def data_config(model: Any) -> Dict[str, Any]:
+    """timm's settings for the images of a model: size [C, H, W], mean, std, interpolation and crop."""
     cfg = resolve_input_data_config(model)  # mean and std have as many values as the model has channels
     size = getattr(getattr(model, 'patch_embed', None), 'img_size', None)  # pretrained_cfg may have an older one
     return {**cfg, 'input_size': (model.in_chans, *(size or cfg['input_size'][1:]))}
 
 
+def image_mode(model: Any) -> str:
+    """Pillow's mode of the images that a model takes.
+
+    Raises:
+        ValueError: There is no mode with as many channels.
+    """
+    if model.in_chans not in _MODES:
+        raise ValueError(f'Image files are read with 1, 3 or 4 channels (grey, RGB, RGBA), but the model takes '
+                         f'{model.in_chans}. Use an .npz.')
+    return _MODES[model.in_chans]
+
+
+def class_names(model: Any) -> Optional[List[str]]:
+    """The names of a model's classes, if it has them."""
+    names: Any = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
+    good = isinstance(names, (list, tuple)) and len(names) == model.num_classes  # timm allows other forms, too
+    return list(map(str, names)) if good else None
+
+
 def labels_by_name(model: Any, names: Optional[Sequence[str]]) -> Optional[List[int]]:
     """The label that a model has for each class of a data set, if both name the same classes in different orders."""
-    own = _label_names(model)
-    places = {name: i for i, name in enumerate(own or ())}
-    if names is None or own is None or own == list(names) or sorted(places) != sorted(names):
+    own = class_names(model)
+    if names is None or own is None or own == list(names) or sorted(set(own)) != sorted(names):
         return None
-    return [places[name] for name in names]
+    return [own.index(name) for name in names]
 
 
 def warn_of_other_classes(model: Any, names: Optional[Sequence[str]], data: Any) -> None:
     """Warn if a data set has as many classes as a model, but names others."""
-    own = _label_names(model)
+    own = class_names(model)
     if names is None or own is None or own == list(names):
         return
     here, there = next((pair for pair in zip(names, own, strict=False) if pair[0] != pair[1]), (names[-1], own[-1]))
     warnings.warn(f"The classes of '{data}' are not those of the model, so labels are compared by number: '{here}' "
                   f"counts as '{there}'.", RuntimeWarning, stacklevel=3)
-
-
-def _label_names(model: Any) -> Optional[List[str]]:
-    names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
-    return list(names) if isinstance(names, (list, tuple)) and len(names) == model.num_classes else None
 
 
 def count_held_out(count: int, share: float) -> int:
@@ -57,9 +74,9 @@ def renormalisation(model: Any, teacher: Any) -> Tuple[Optional[Tensor], Optiona
     """
     if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in (model, teacher) for key in ('mean', 'std')):
         return None, None
-    cfgs = [resolve_input_data_config(m) for m in (model, teacher)]
-    mean, mean_t = (torch.tensor(cfg['mean']).view(1, -1, 1, 1) for cfg in cfgs)
-    std, std_t = (torch.tensor(cfg['std']).view(1, -1, 1, 1) for cfg in cfgs)
+    (mean, mean_t), (std, std_t) = (
+        [torch.tensor(resolve_input_data_config(m)[key]).view(1, -1, 1, 1) for m in (model, teacher)]
+        for key in ('mean', 'std'))
     if mean.shape != mean_t.shape:
         raise ValueError(f'The teacher takes images with {mean_t.shape[1]} channels, the model with {mean.shape[1]}. '
                          'Give a teacher with as many channels as the model.')

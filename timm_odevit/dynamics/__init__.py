@@ -1,15 +1,19 @@
 """What the states do along the way, measured on the map that is deployed; every measure also takes an ordinary ViT.
 
-flow                a model as a sequence of maps of a state; products with their Jacobians
+Every measure takes `model`: a timm model with one sequence of blocks, an ODE-ViT or an ordinary ViT; or a Flow, without
+images. And `images` [B, C, H, W], normalised for the model, on its device; or a loader of such batches. `batch_size`
+is how many images are measured at a time. Other models have the same normalisation of images; of a Flow, they are
+Flows. A measure raises TypeError for a model without a single sequence of blocks, and ValueError for an adaptive
+method, or without images.
+
+flow                a model as a sequence of maps of a state; measures, batch by batch
+jacobian            products with the Jacobian of a map
 lyapunov            finite-time Lyapunov exponents
-lipschitz           local Lipschitz constants, and JaSMin's bound on softmax
+lipschitz           local Lipschitz constants; JaSMin's bound on the Jacobian of softmax
 spectral_norms      the largest singular value of every weight, cheap enough to watch in training
 contraction         how far the last state may move before the class changes; recovery from perturbations
-relations           which numbers go with the model being right: AUROC with bootstrap intervals
-signals             such numbers, from the logits and from the dynamics
 discretisation      the distance from the solution of the ODE
-trajectories        speed, angles, likeness of tokens; distance from another model; the class along the way
-attention           attention maps of each step, and rollout
-similarity          CKA of the states at all pairs of times
-projections         trajectories in a plane, tokens as colours
+trajectories        speed, angles, likeness of tokens; distance from another model; the class; in a plane; as colours
+attention           attention maps of each step, rollout, and the bound on their softmax
+similarity          cosines of the states at all pairs of times
 """

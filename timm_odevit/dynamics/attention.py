@@ -1,6 +1,5 @@
 """Attention maps along the way, recomputed from the states: the model itself runs with fused attention."""
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, Iterator, List, Optional
 
@@ -9,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..settings import checks_keywords
-from .flow import Flow, Images, PerImage, over_images, plain_attention
+from .flow import Flow, Images, PerImage, over_images
+from .jacobian import plain_attention
+from .lipschitz import log_softmax_bound
 
 __all__ = ['AttentionOverTime', 'attention_maps', 'attention_over_time', 'has_attention_maps']
 
@@ -74,6 +74,8 @@ class AttentionOverTime(PerImage):
             Without a class token, the mean over all tokens.
         rollout: The same for all steps so far together, which counts the residual connections [B, K, N].
         entropy: Mean entropy of the rows of the maps, in nats, at most log N [B, K].
+        softmax_bound: JaSMin's g_1 of each head, the largest over the query rows, between 0 and 1/2 [B, K, heads]: a
+            bound on the Jacobian of softmax, see `log_softmax_bound`.
         times: The times at which the steps start [K].
         prefix: How many of the tokens come before those of the patches.
         class_token: Whether it is the attention of a class token.
@@ -81,33 +83,22 @@ class AttentionOverTime(PerImage):
     attention: Tensor
     rollout: Tensor
     entropy: Tensor
+    softmax_bound: Tensor
     times: Tensor = dataclasses.field(metadata={'shared': True})
     prefix: int = dataclasses.field(metadata={'shared': True})
     class_token: bool = dataclasses.field(metadata={'shared': True})
 
-    def __repr__(self) -> str:
-        most = math.log(self.attention.shape[-1])
-        return (f'AttentionOverTime({len(self.attention)} images, {self.attention.shape[1]} steps; entropy '
-                f'{self.entropy[:, 0].mean():.3g} at first, {self.entropy[:, -1].mean():.3g} at last, of {most:.3g})')
 
-
-@checks_keywords
 def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 64) -> AttentionOverTime:
     """What the class token attends to at each step, and through all steps together (attention rollout).
 
     The maps of one step at a time are held.
 
     Args:
-        model: timm model with one sequence of blocks, an ODE-ViT or an ordinary ViT; or a Flow, without images.
-        images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
-        batch_size: Images at a time.
-
-    Returns:
-        AttentionOverTime.
+        model, images, batch_size: See `timm_odevit.dynamics`.
 
     Raises:
-        TypeError: The model has no single sequence of blocks.
-        ValueError: There are no images, or the blocks have no attention of all tokens over all tokens.
+        ValueError: The blocks have no attention of all tokens over all tokens.
 
     Source: attention rollout, arXiv 2005.00928.
     """
@@ -118,14 +109,16 @@ def _attention_over_time(flow: Flow) -> AttentionOverTime:
     attention: List[Tensor] = []
     rollout: List[Tensor] = []
     entropy: List[Tensor] = []
+    bound: List[Tensor] = []
     through: Any = None
     for heads in attention_maps(flow):
         entropy.append(torch.special.entr(heads).sum(dim=-1).mean(dim=(1, 2)))
+        bound.append(log_softmax_bound(heads, 1)[..., 0].amax(dim=-1).exp())
         mean = heads.mean(dim=1)
         mixed = (mean + torch.eye(mean.shape[-1]).to(mean)) / 2
         through = mixed if through is None else mixed @ through
         for rows, found in ((mean, attention), (through, rollout)):
             found.append(rows[:, 0] if flow.class_token else rows.mean(dim=1))
     return AttentionOverTime(
-        torch.stack(attention, 1), torch.stack(rollout, 1), torch.stack(entropy, 1),
+        torch.stack(attention, 1), torch.stack(rollout, 1), torch.stack(entropy, 1), torch.stack(bound, 1),
         torch.tensor(flow.times[:-1], dtype=torch.float64), flow.prefix, flow.class_token)

@@ -7,7 +7,7 @@ from typing import Any, List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..settings import checks_keywords, whole
+from ..settings import number, whole
 from .flow import Flow, Images, PerImage, along, noise, norms, over_images, unit
 
 __all__ = ['Recovery', 'Region', 'contraction_regions', 'recovery']
@@ -19,7 +19,8 @@ class Region(PerImage):
     tokens that the head reads.
 
     Attributes:
-        random: Radius along each random direction [B, directions]; infinite where the class never changes.
+        random: Radius along each random direction [B, directions]; infinite where the class never changes, NaN where
+            the state or its logits are not finite.
         worst: Radius along the worst direction that was found: an upper bound on the distance to the boundary [B].
         norm: Norm of the last state [B], for comparison.
         distance: Distance of the student's last state [B]; NaN without one.
@@ -38,25 +39,10 @@ class Region(PerImage):
         """Whether the student's last state is nearer than the boundary in the worst direction [B]."""
         return self.distance < self.worst
 
-    def __repr__(self) -> str:
-        shown = (f'Region({len(self.worst)} images, radius {self.worst.median():.3g} at worst, '
-                 f'{self.random.median():.3g} at random')
-        if self.distance.isnan().all():
-            return shown + ')'
-        return (f'{shown}; student at {self.distance.median():.3g}, {100 * self.inside.double().mean():.1f} % inside, '
-                f'{100 * self.same.double().mean():.1f} % of the same class)')
 
-
-@checks_keywords
 def contraction_regions(
-        model: Any,
-        images: Images = None,
-        *,
-        student: Any = None,
-        directions: int = 16,
-        limit: float = 10.,
-        batch_size: int = 64,
-        seed: int = 0,
+        model: Any, images: Images = None, *, student: Any = None, directions: int = 16, limit: float = 10.,
+        batch_size: int = 64, seed: int = 0,
 ) -> Region:
     """How far the last state of each image may be moved before norm and head give another class.
 
@@ -64,14 +50,10 @@ def contraction_regions(
     teacher's head, whatever its error looks like.
 
     Args:
-        model: timm model with one sequence of blocks and a head, such as the teacher; or a Flow with a head, without
-            images.
-        images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
-        student: A model of the same width, tokens and normalisation of images, whose distance is compared with the
-            region; for a Flow, another Flow.
+        model, images, batch_size: See `timm_odevit.dynamics`; the model, such as the teacher, has a head.
+        student: A model of the same width and tokens, whose distance is compared with the region.
         directions: Number of random directions.
         limit: Largest radius that is tried, in units of the norm of the state.
-        batch_size: Images at a time.
         seed: Seed of the directions.
 
     Returns:
@@ -79,14 +61,12 @@ def contraction_regions(
         come next.
 
     Raises:
-        TypeError: The model has no single sequence of blocks, or no head for a state.
+        TypeError: The model has no head for a state.
         ValueError: An argument is out of range, or student and model have states of different shapes.
 
     Source: the contraction region of ODE-ViT, arXiv 2511.16501; DeepFool, arXiv 1511.04599.
     """
-    directions = whole(1)('directions', directions)
-    if not (isinstance(limit, (int, float)) and 0 < limit < math.inf):
-        raise ValueError(f'limit must be a number above 0; got {limit!r}.')
+    directions, limit = whole(1)('directions', directions), number(open='(')('limit', limit)
 
     def measure(flow: Flow, other: Optional[Flow] = None) -> Region:
         return _region(flow, other, directions, limit, seed)
@@ -102,8 +82,7 @@ def _region(flow: Flow, other: Optional[Flow], directions: int, limit: float, se
     random = [_radius(flow, x, unit(noise(x, generator) * mask), label, limit * norm)
               for _ in range(directions)]
     worst = _radius(flow, x, unit(_worst(flow, x, label, mask)), label, limit * norm)
-    nothing = torch.full_like(norm, math.nan)
-    distance = towards = nothing
+    distance = towards = torch.full_like(norm, math.nan)
     same = torch.zeros_like(label, dtype=torch.bool)
     if other is not None:
         y = other.states()[-1]
@@ -120,8 +99,8 @@ def _region(flow: Flow, other: Optional[Flow], directions: int, limit: float, se
 
 def _read_by_the_head(flow: Flow, x: Tensor) -> Tensor:
     """1 for the parts of the state that norm and head read, such as the class token, and 0 for the others [1, ...]."""
-    with torch.enable_grad():
-        state = x[:1].detach().requires_grad_()
+    with torch.enable_grad():  # at a random state: those of the images may not be finite
+        state = noise(x[:1], torch.Generator().manual_seed(0)).requires_grad_()
         gradient, = torch.autograd.grad(flow.logits(state).square().sum(), state)
     return (gradient != 0).any(dim=-1, keepdim=True).to(x)
 
@@ -129,20 +108,18 @@ def _read_by_the_head(flow: Flow, x: Tensor) -> Tensor:
 def _radius(flow: Flow, x: Tensor, direction: Tensor, label: Tensor, limit: Tensor) -> Tensor:
     """The smallest radius found at which the class is another: on a grid of 24 radii, then by bisection [B]."""
     def changed(r: Tensor) -> Tensor:
-        moved = x + along(r, x) * direction
-        return flow.logits(moved).argmax(dim=1) != label
+        return flow.logits(x + along(r, x) * direction).argmax(dim=1) != label
     low, high = torch.zeros_like(limit), torch.full_like(limit, math.inf)
     for exponent in torch.linspace(-9, 0, 24).tolist():
         r = limit * 2. ** exponent
         new = high.isinf() & changed(r)
         high = torch.where(new, r, high)
         low = torch.where(high.isinf(), r, low)
-    found = high.isfinite()
-    for _ in range(12):
-        middle = torch.where(found, (low + high) / 2, low)
-        beyond = changed(middle)
-        low, high = torch.where(beyond, low, middle), torch.where(beyond & found, middle, high)
-    return torch.where(found, high, math.inf)
+    for _ in range(12):  # where the class never changes, high stays infinite
+        middle = torch.where(high.isfinite(), (low + high) / 2, low)
+        beyond = changed(middle) & high.isfinite()
+        low, high = torch.where(beyond, low, middle), torch.where(beyond, middle, high)
+    return high.where(flow.logits(x).isfinite().all(dim=1) & limit.isfinite(), torch.nan)
 
 
 def _worst(flow: Flow, x: Tensor, label: Tensor, mask: Tensor, rounds: int = 6) -> Tensor:
@@ -183,33 +160,22 @@ class Recovery(PerImage):
     same: Tensor
     times: Tensor = dataclasses.field(metadata={'shared': True})
 
-    def __repr__(self) -> str:
-        return (f'Recovery({len(self.factor)} images, factor {self.factor[:, 0].mean():.3g} for the first time, '
-                f'{self.factor[:, -1].mean():.3g} for the last; class kept {100 * self.same.double().mean():.1f} %)')
 
-
-@checks_keywords
 def recovery(model: Any, images: Images = None, *, size: float = 0.1, batch_size: int = 64, seed: int = 0) -> Recovery:
     """Perturb the state at random at the start of each step, and see what is left of it at the end.
 
     Args:
-        model: timm model with one sequence of blocks and a head; or a Flow with a head, without images.
-        images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
+        model, images, batch_size: See `timm_odevit.dynamics`; the model has a head.
         size: Norm of the perturbation of all tokens, relative to the norm of the state.
-        batch_size: Images at a time.
         seed: Seed of the perturbations.
 
-    Returns:
-        Recovery.
-
     Raises:
-        TypeError: The model has no single sequence of blocks, or no head for a state.
-        ValueError: size is not above 0, or there are no images.
+        TypeError: The model has no head for a state.
+        ValueError: size is not above 0.
 
     Source: self-correction, Raptor, arXiv 2512.19941.
     """
-    if not (isinstance(size, (int, float)) and 0 < size < math.inf):
-        raise ValueError(f'size must be a number above 0; got {size!r}.')
+    size = number(open='(')('size', size)
 
     def measure(flow: Flow) -> Recovery:
         generator = torch.Generator().manual_seed(seed)

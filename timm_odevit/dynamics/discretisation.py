@@ -8,12 +8,12 @@ from typing import Any, List, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor, nn
 
+from ..convert.merge import check_not_merged
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Context
-from ..ode.steps import METHODS
 from ..ode.solver import Solver
-from ..ode.steps import Step
-from ..settings import checks_keywords, many, whole
+from ..ode.steps import METHODS, Step
+from ..settings import many, one_of, whole
 from .flow import Flow, Images, PerImage, noise, norms, over_images
 from .lipschitz import largest_singular_value
 
@@ -49,11 +49,10 @@ class DiscretisationError(PerImage):
 
 
 @dataclass(frozen=True, repr=False)
-class _All(PerImage):
+class _Batches(PerImage):
     rows: Tuple[Tuple[DiscretisationError, ...], ...]  # for each batch, one per method and number of steps
 
 
-@checks_keywords
 def discretisation_errors(
         model: Any,
         images: Images,
@@ -71,35 +70,30 @@ def discretisation_errors(
 
     Args:
         model: ODE-ViT with one sequence of blocks. Its own method and steps stay as they are.
-        images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
+        images, batch_size: See `timm_odevit.dynamics`.
         methods: Fixed-step method or methods; None for the model's own.
         steps: Number or numbers of steps; None for half, all and twice the model's own.
         fine: Steps of the reference per unit of time, an even number. It takes 6 fine T evaluations per image, and
             every method and number of steps 4 fine T more.
         iterations: Iterations of the power method for `bound`.
-        batch_size: Images at a time.
 
     Returns:
         One DiscretisationError per method and number of steps, in this order.
 
     Raises:
         TypeError: The model is not an ODE-ViT.
-        ValueError: An argument is out of range, or there are no images.
+        ValueError: An argument is out of range, or the model is merged.
 
     Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.3 (the error estimate with the transport of local errors).
     """
     odes = find_ode_blocks(model) if isinstance(model, nn.Module) else []
     if len(odes) != 1:
         raise TypeError(f'A {type(model).__name__} has no ODE whose solution could be compared. Convert it first.')
+    check_not_merged(model)
     own = odes[0]
     chosen = [methods] if isinstance(methods, str) else [own.method] if methods is None else list(methods)
-    allowed = [method for method in METHODS if method != 'reversible']  # a map of the state alone
     for method in chosen:
-        if method == 'reversible':
-            raise ValueError("A step of 'reversible' is not a map of the state alone. Give other methods: "
-                             f"{', '.join(allowed)}.")
-        if method not in allowed:
-            raise ValueError(f"Unknown fixed-step method '{method}'. Allowed: {', '.join(allowed)}.")
+        one_of(list(METHODS))('method', method)
     usual = sorted({max(own.steps // 2, 1), own.steps, 2 * own.steps})
     given: Any = usual if steps is None else steps if isinstance(steps, (list, tuple)) else [steps]
     counts = many(whole(1), 'whole numbers of at least 1')('steps', given)
@@ -109,11 +103,11 @@ def discretisation_errors(
     if type(fine) is not int or fine < 2 or fine % 2:
         raise ValueError(f'fine must be an even number of at least 2; got {fine!r}.')
 
-    def measure(flow: Flow) -> _All:
-        solve = _Solutions(own, flow, fine)
-        return _All((tuple(solve.compare(method, count, iterations) for method in chosen for count in counts),))
+    def measure(flow: Flow) -> _Batches:
+        solutions = _Solutions(own, flow, fine)
+        return _Batches((tuple(solutions.compare(method, count, iterations) for method in chosen for count in counts),))
     found = over_images(measure, model, images, batch_size)
-    return [DiscretisationError.joined(list(parts)) for parts in zip(*found.rows, strict=True)]
+    return [DiscretisationError.joined(list(batches)) for batches in zip(*found.rows, strict=True)]
 
 
 def observed_order(errors: Sequence[DiscretisationError]) -> Optional[float]:
@@ -129,28 +123,29 @@ def observed_order(errors: Sequence[DiscretisationError]) -> Optional[float]:
 
 
 class _Solutions:
-    """Solutions of one model's ODE for some images, with any method and number of steps."""
+    """Solutions of one model's ODE for some images, with any method and number of steps.
+
+    Distances are relative to that between the states of the exact solution at its start and its end.
+    """
 
     def __init__(self, ode: OdeBlocks, flow: Flow, fine: int) -> None:
         self.ode, self.fine = ode, fine
-        places = [i for i, block in enumerate(flow.blocks) if isinstance(block, Step)]
-        args, kwargs = flow.maps[places[0]].args[1:]  # type: ignore[attr-defined]
-        first: Any = flow.blocks[places[0]]
-        ready = len(args) == 1 and isinstance(args[0], Context)
-        self.passed = args[0].passed if ready else first.field.context(args, kwargs).passed
-        self.start = flow.states()[places[0]]
-        self.exact = self.run(self.start, ode.t, ode.end, fine)
-        self.half = norms(self.run(self.start, ode.t, ode.end, fine // 2) - self.exact)
-        self.way = norms(self.start - self.exact).clamp_min(torch.finfo(self.start.dtype).tiny)
+        first = len(ode.before)
+        args, kwargs = flow.maps[first].args[1:]  # type: ignore[attr-defined]
+        given = len(args) == 1 and isinstance(args[0], Context)
+        self.passed = args[0].passed if given else ode.shared.context(args, kwargs).passed
+        self.start = flow.states()[first]
+        self.exact = self.reference(self.start, ode.t, ode.end, fine)
+        self.half = norms(self.reference(self.start, ode.t, ode.end, fine // 2) - self.exact)
+        self.path = norms(self.start - self.exact).clamp_min(torch.finfo(self.start.dtype).tiny)
 
     def maps(self, method: str, steps: int, t: float, end: float) -> List[Any]:
         config = replace(self.ode.config, method=method, steps=steps, T=end - t, adjoint=False)
-        solver = Solver(config, self.ode.shared, t)
-        bound = list(solver)
-        return [partial(_step, step, step.field.context((), self.passed, step.field.fold())) for step in bound]
+        return [partial(_step, step, step.field.context((), self.passed, step.field.fold()))
+                for step in Solver(config, self.ode.shared, t)]
 
-    def run(self, x: Tensor, t: float, end: float, fine: int) -> Tensor:
-        """The reference: it starts anew where the field jumps, and has a step end at every layer."""
+    def reference(self, x: Tensor, t: float, end: float, fine: int) -> Tensor:
+        """It starts anew where the field jumps, and has a step end at every layer."""
         stops = [t, *(float(s) for s in range(math.floor(t + 1e-6) + 1, math.ceil(end - 1e-6))), end]
         for a, b in pairwise(stops):
             for step in self.maps('rk4', max(1, math.ceil(fine * (b - a) - 1e-6)), a, b):
@@ -158,22 +153,19 @@ class _Solutions:
         return x
 
     def compare(self, method: str, steps: int, iterations: int) -> DiscretisationError:
-        maps = self.maps(method, steps, self.ode.t, self.ode.end)
-        h = (self.ode.end - self.ode.t) / steps
+        times = torch.linspace(self.ode.t, self.ode.end, steps + 1, dtype=torch.float64)
         x, bound, local = self.start, self.start.new_zeros(len(self.start)), []
         vector = noise(x, torch.Generator().manual_seed(0))
-        for i, step in enumerate(maps):
-            t = self.ode.t + i * h
+        for step, (t, end) in zip(self.maps(method, steps, self.ode.t, self.ode.end), pairwise(times.tolist()),
+                                  strict=True):
             after = step(x)
-            made = norms(after - self.run(x, t, t + h, self.fine)) / self.way
+            local.append(norms(after - self.reference(x, t, end, self.fine)) / self.path)
             factor, vector = largest_singular_value(step, x, vector, 0., iterations)
-            bound = factor * bound + made
-            local.append(made)
+            bound = factor * bound + local[-1]
             x = after
-        times = torch.tensor([self.ode.t + (i + 1) * h for i in range(steps)], dtype=torch.float64)
-        error, reference = norms(x - self.exact) / self.way, self.half / self.way
-        return DiscretisationError(error, torch.stack(local, 1), bound, reference, method, steps, times)
+        return DiscretisationError(norms(x - self.exact) / self.path, torch.stack(local, 1), bound,
+                                   self.half / self.path, method, steps, times[1:])
 
 
-def _step(step: Any, context: Any, x: Tensor) -> Tensor:
+def _step(step: Step, context: Context, x: Tensor) -> Tensor:
     return step(x, context)

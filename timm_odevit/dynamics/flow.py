@@ -1,26 +1,22 @@
-"""Flow: what a model does to the tokens of some images, as a sequence of maps."""
+"""Flow: what a model does to the tokens of some images, as a sequence of maps; measures, batch by batch."""
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple, TypeVar, Union
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..convert.block_kinds import prefix_tokens
+from ..evaluation.passes import is_pair
 from ..hooks import evaluating
 from ..ode.blocks import find_ode_blocks
 from ..ode.steps import Step
 from ..recording import watch_blocks
-from ..settings import checks_keywords, whole
+from ..settings import whole
 
-__all__ = [
-    'Flow', 'Images', 'Jacobian', 'PerImage', 'along', 'batches', 'follow', 'noise', 'norms', 'over_images',
-    'plain_attention', 'unit',
-]
+__all__ = ['Flow', 'Images', 'PerImage', 'along', 'batches', 'follow', 'noise', 'norms', 'over_images', 'unit']
 
 Images = Union[Tensor, Iterable[Any], None]
 Found = TypeVar('Found', bound='PerImage')
@@ -76,9 +72,6 @@ class Flow:
         return [after - before for before, after in pairwise(self.times)]
 
 
-Flow.__init__ = checks_keywords(Flow.__init__)  # type: ignore[method-assign]
-
-
 @contextmanager
 def follow(model: Any, images: Any = None) -> Iterator[Flow]:
     """The flow of a model for some images, in eval mode and without gradients; a Flow is its own.
@@ -92,8 +85,8 @@ def follow(model: Any, images: Any = None) -> Iterator[Flow]:
 
     Raises:
         TypeError: The model has no single sequence of blocks.
-        ValueError: The model solves its ODE with an adaptive method, which has no fixed steps, or its steps are not
-            maps of the state alone (merged tokens, the reversible method).
+        ValueError: The model solves its ODE with an adaptive method, which has no fixed steps, or merges tokens, so
+            that its steps are not maps of the state alone.
     """
     if isinstance(model, Flow):
         yield model
@@ -112,23 +105,27 @@ def follow(model: Any, images: Any = None) -> Iterator[Flow]:
         times = [0.]
         for block in blocks:
             times.append(times[-1] + (block.h if isinstance(block, Step) else 1.))
-        head = None
-        classes = getattr(model, 'num_classes', 0)
-        if classes and isinstance(getattr(model, 'norm', None), nn.Module) and hasattr(model, 'forward_head'):
-            same = model.forward_head(model.norm(states[-1]))
-            if same.shape == logits.shape and torch.allclose(same, logits, rtol=1e-3, atol=1e-4, equal_nan=True):
-                head = partial(_head, model)
+        head = _head(model, states[-1], logits)
         prefix = prefix_tokens(model)
         has_class = prefix > 0 and getattr(model, 'cls_token', None) is not None
         yield Flow(states[0], maps, tuple(times), head, tuple(blocks), prefix, has_class)
 
 
+def _head(model: Any, last: Tensor, logits: Tensor) -> Optional[Callable[[Tensor], Tensor]]:
+    """The norm and head of a model, if they give its logits for its last state."""
+    if not getattr(model, 'num_classes', 0) or not isinstance(getattr(model, 'norm', None), nn.Module) or not hasattr(
+            model, 'forward_head'):
+        return None
+
+    def head(x: Tensor) -> Tensor:
+        return model.forward_head(model.norm(x))
+    found = head(last)
+    same = found.shape == logits.shape and torch.allclose(found, logits, rtol=1e-3, atol=1e-4, equal_nan=True)
+    return head if same else None
+
+
 def _call(block: Any, args: Tuple[Any, ...], kwargs: Any, x: Tensor) -> Tensor:
     return block(x, *args, **kwargs)
-
-
-def _head(model: Any, x: Tensor) -> Tensor:
-    return model.forward_head(model.norm(x))
 
 
 def _sequence(model: Any) -> List[Any]:
@@ -141,11 +138,10 @@ def _sequence(model: Any) -> List[Any]:
     if odes and odes[0].config.adaptive:
         raise ValueError(f"'{odes[0].method}' chooses its own steps for each batch, so there is no fixed map to "
                          "follow. Set a fixed-step method first: model.blocks.method = 'rk4'.")
-    found = list(blocks)
-    if any(getattr(block, 'merging', None) is not None for block in found):
-        raise ValueError("With merged tokens or method 'reversible', a step depends on the steps before it, not on the "
-                         'state alone. Set tokens=1 and another method first.')
-    return found
+    if odes and odes[0].config.tokens < 1:
+        raise ValueError('With merged tokens, a step depends on the steps before it, not on the state alone. Set '
+                         'tokens=1 first.')
+    return list(blocks)
 
 
 def batches(images: Images, batch_size: int) -> Iterator[Tensor]:
@@ -154,8 +150,7 @@ def batches(images: Images, batch_size: int) -> Iterator[Tensor]:
     Raises:
         ValueError: There are no images, or batch_size is out of range.
     """
-    if isinstance(images, (tuple, list)) and [getattr(part, 'ndim', 0) for part in images] == [4, 1]:
-        images = images[0]
+    images = images[0] if is_pair(images) else images  # type: ignore[index]
     batch_size = whole(1)('batch_size', batch_size)
     if isinstance(images, Tensor) and images.ndim != 4:
         raise ValueError(f'Expected images [B, C, H, W], or batches of them; got a tensor {list(images.shape)}.')
@@ -175,7 +170,13 @@ class PerImage:
 
     @classmethod
     def per_image(cls) -> Tuple[str, ...]:
+        """The names of the fields that have a row for each image."""
         return tuple(f.name for f in fields(cls) if not f.metadata.get('shared'))
+
+    def __repr__(self) -> str:
+        values = {name: getattr(self, name) for name in self.per_image()}
+        means = [f'{name} {float(x.double().nanmean()):.3g}' for name, x in values.items() if isinstance(x, Tensor)]
+        return f'{type(self).__name__}({len(next(iter(values.values())))} images; on average {", ".join(means)})'
 
     @classmethod
     def joined(cls, parts: List[Any]) -> Any:
@@ -222,69 +223,3 @@ def unit(x: Tensor) -> Tensor:
 def noise(x: Tensor, generator: torch.Generator) -> Tensor:
     """Normal random numbers in the shape of x [B, ...], the same for every state."""
     return torch.randn(x.shape[1:], generator=generator).to(x).expand_as(x)
-
-
-class Jacobian:
-    """The Jacobian J of a map at a state [B, ...], which is never built: its products with vectors [B, ...].
-
-    The map is run once for all products. J v is a product with a transposed Jacobian, too: that of J^T u, which is
-    linear in u. Forward-mode AD takes as long for one product, and repeats the map for each.
-    """
-
-    def __init__(self, step: Callable[[Tensor], Tensor], state: Tensor) -> None:
-        if torch.is_inference_mode_enabled() or state.is_inference():
-            raise RuntimeError('Derivatives cannot be computed in inference mode. Use torch.no_grad() instead.')
-        with _PlainAttention(), torch.enable_grad():
-            self._before = state.detach().requires_grad_()
-            self._after = step(self._before.clone())  # the map may change its input in place
-
-    @cached_property
-    def _transposed(self) -> Tuple[Tensor, Tensor]:
-        u = torch.zeros_like(self._after, requires_grad=True)
-        return u, _product(self._after, self._before, u, create_graph=True)
-
-    def push(self, vector: Tensor) -> Tensor:
-        """J v."""
-        u, product = self._transposed
-        return _product(product, u, vector)
-
-    def pull(self, vector: Tensor) -> Tensor:
-        """J^T v."""
-        return _product(self._after, self._before, vector)
-
-
-def _product(outputs: Tensor, inputs: Tensor, vector: Tensor, create_graph: bool = False) -> Tensor:
-    """The gradient of <outputs, vector> with respect to the inputs; 0 for constant outputs."""
-    if not outputs.requires_grad:
-        return torch.zeros_like(inputs)
-    return torch.autograd.grad(
-        outputs, inputs, vector, retain_graph=True, create_graph=create_graph, allow_unused=True,
-        materialize_grads=True)[0]
-
-
-class _PlainAttention(TorchFunctionMode):  # of one thread
-    """Attention as two products and a softmax: the fused kernels cannot be differentiated twice."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            probabilities, value = plain_attention(*args, **(kwargs or {}))
-            return probabilities @ value
-        kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward and not kwargs.get('need_weights', True):
-            out, _ = func(*args, **{**kwargs, 'need_weights': True})  # with weights, it uses no fused kernel
-            return out, None
-        return func(*args, **kwargs)
-
-
-def plain_attention(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Optional[Tensor] = None, dropout_p: float = 0.,
-        is_causal: bool = False, scale: Optional[float] = None, **_: Any,
-) -> Tuple[Tensor, Tensor]:
-    """The attention probabilities and the values that `F.scaled_dot_product_attention` multiplies."""
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None:
-        masked = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if masked else scores + attn_mask
-    return scores.softmax(dim=-1), value

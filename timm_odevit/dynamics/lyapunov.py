@@ -6,10 +6,13 @@ from typing import Any, Callable, List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..settings import checks_keywords, whole
-from .flow import Flow, Images, Jacobian, PerImage, over_images
+from ..settings import whole
+from .flow import Flow, Images, PerImage, over_images
+from .jacobian import Jacobian
 
 __all__ = ['Exponents', 'lyapunov_exponents']
+
+SETTLED = 1e-5  # change of the exponents in a sweep, per unit of time
 
 
 @dataclass(frozen=True, repr=False)
@@ -19,6 +22,8 @@ class Exponents(PerImage):
     Attributes:
         values: The leading exponents at the end [B, m], descending in the limit of a long time; NaN if there are none.
         running: The exponents up to each time [B, K, m].
+        residual: How much the last sweep changed the exponents [B], at most 1e-5 if they settled; NaN without two
+            sweeps.
         drift: How far the running values of the last half of the time lie from the final ones [B, m]: near 0 for
             exponents that have converged. A dozen steps give finite-time values, not limits.
         reasons: For each image, why there are no exponents; None if there are.
@@ -26,6 +31,7 @@ class Exponents(PerImage):
     """
     values: Tensor
     running: Tensor
+    residual: Tensor
     drift: Tensor
     reasons: Tuple[Optional[str], ...]
     times: Tensor = field(metadata={'shared': True})
@@ -36,19 +42,18 @@ class Exponents(PerImage):
         missing = len(largest) - len(good)
         spread = f' ± {good.std():.4f}' if len(good) > 1 else ''
         shown = f', largest {good.mean():.4f}{spread} per block' if len(good) else ''
-        return f"Exponents({len(largest)} images{shown}{f', {missing} without: {self._reason()}' if missing else ''})"
+        unsettled = int((self.residual > SETTLED).sum())
+        shown += f', {unsettled} not settled: more sweeps' if unsettled else ''
+        reason = next((reason for reason in self.reasons if reason), None)
+        return f"Exponents({len(largest)} images{shown}{f', {missing} without: {reason}' if missing else ''})"
 
-    def _reason(self) -> str:
-        return next(reason for reason in self.reasons if reason is not None)
 
-
-@checks_keywords
 def lyapunov_exponents(
         model: Any,
         images: Images = None,
         *,
         count: int = 1,
-        sweeps: int = 2,
+        sweeps: int = 100,
         tokens: str = 'all',
         batch_size: int = 16,
         seed: int = 0,
@@ -62,11 +67,11 @@ def lyapunov_exponents(
     largest singular value s of the Jacobian of the whole map.
 
     Args:
-        model: timm model with one sequence of blocks, an ODE-ViT or an ordinary ViT; or a Flow, without images.
-        images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
+        model, images: See `timm_odevit.dynamics`.
         count: Number m of exponents, the largest first.
-        sweeps: How often the tangent vectors are carried to the end and, by the transposed Jacobians, back, before the
-            exponents are measured. 0 leaves them random at the start: for times so long that they align by themselves.
+        sweeps: How often, at most, the tangent vectors are carried to the end and, by the transposed Jacobians, back,
+            before the exponents are measured; an image is done when a sweep changes its exponents by at most 1e-5.
+            0 leaves the vectors random at the start: for times so long that they align by themselves.
         tokens: 'all' for the whole state; 'class' for perturbations of the class token alone, held to it after each
             step, so that what passes through the other tokens is left out.
         batch_size: Images at a time; more need more memory, for all states, m tangent vectors, and what two backward
@@ -77,8 +82,7 @@ def lyapunov_exponents(
         Exponents. For an image whose state or tangent vectors are not finite or vanish, they are NaN, with a reason.
 
     Raises:
-        TypeError: The model has no single sequence of blocks.
-        ValueError: An argument is out of range, there are no images, or the method is adaptive.
+        ValueError: An argument is out of range.
 
     Source: Benettin et al., Meccanica 15 (1980), by QR decomposition; Dieci, Russell & Van Vleck, SIAM J. Numer. Anal.
     34 (1997).
@@ -93,7 +97,7 @@ def lyapunov_exponents(
 
 
 def _exponents(flow: Flow, count: int, only_class: bool, sweeps: int, seed: int) -> Exponents:
-    x = flow.start
+    x, states, T = flow.start, flow.states(), flow.times[-1] - flow.times[0]
     if only_class and x.ndim != 3:
         raise ValueError(f"tokens='class' needs states [B, N, D]; these have the shape {list(x.shape)}.")
     B, size = len(x), x[0, :1].numel() if only_class else x[0].numel()
@@ -102,46 +106,53 @@ def _exponents(flow: Flow, count: int, only_class: bool, sweeps: int, seed: int)
     generator = torch.Generator().manual_seed(seed)
     first = torch.randn(size, count, generator=generator, dtype=torch.float64)  # the same for every image
     Q = torch.linalg.qr(first)[0].to(x).expand(B, size, count)
-    states = flow.states()
-    for _ in range(sweeps):
-        for step, state in zip(flow.maps, states, strict=False):
-            Q, _ = _orthogonal(_products(Jacobian(step, state).push, state, Q))
-        for step, state in reversed(list(zip(flow.maps, states, strict=False))):
-            Q, _ = _orthogonal(_products(Jacobian(step, state).pull, state, Q))
-    return _measure(flow, states, Q)
+    last = residual = torch.full((B,), math.nan, dtype=torch.float64, device=x.device)
+    turning = torch.ones(B, dtype=torch.bool, device=x.device)
+    for i in range(sweeps):
+        moved, growth = _forwards(flow, states, Q)
+        exponents = growth.log().sum(dim=1) / T
+        if i:
+            residual = residual.where(~turning, (exponents - last).abs().amax(dim=1))
+            turning = turning & (residual > SETTLED)  # False also for NaN
+        if not turning.any():
+            break
+        last, Q = exponents, torch.where(turning[:, None, None], _backwards(flow, states, moved), Q)
+    _, growth = _forwards(flow, states, Q)
+    elapsed = torch.tensor(flow.times[1:], dtype=torch.float64, device=x.device) - flow.times[0]
+    running = growth.log().cumsum(dim=1) / elapsed[:, None]
+    reasons = [_reason(each, flow.times[1:]) for each in growth]
+    running[torch.tensor([reason is not None for reason in reasons])] = math.nan
+    drift = (running[:, elapsed >= T / 2] - running[:, -1:]).abs().amax(dim=1)
+    return Exponents(running[:, -1], running, residual, drift, tuple(reasons), elapsed.cpu() + flow.times[0])
 
 
-def _measure(flow: Flow, states: List[Tensor], Q: Tensor) -> Exponents:
-    B, _, count = Q.shape
-    total = torch.zeros(B, count, dtype=torch.float64, device=Q.device)
-    running: List[Tensor] = []
-    reasons: List[Optional[str]] = [None] * B
-    for step, before, after, t in zip(flow.maps, states, states[1:], flow.times[1:], strict=False):
+def _forwards(flow: Flow, states: List[Tensor], Q: Tensor) -> Tuple[Tensor, Tensor]:
+    """Tangent vectors [B, n, m] at the end, and how much each step stretched them [B, K, m]; NaN if not finite."""
+    growth: List[Tensor] = []
+    for step, before, after in zip(flow.maps, states, states[1:], strict=False):
         moved = _products(Jacobian(step, before).push, before, Q)
-        Q, growth = _orthogonal(moved)
-        whole = moved.isfinite().flatten(1).all(1) & after.isfinite().flatten(1).all(1)
-        _explain(reasons, ~whole, f'the state or its tangent vectors are not finite at t = {t:g}')
-        _explain(reasons, (growth == 0).any(1), f'the tangent vectors vanish at t = {t:g}')
-        total = total + growth.double().log()
-        running.append(total / (t - flow.times[0]))
-    path = torch.stack(running, dim=1)
-    path[torch.tensor([reason is not None for reason in reasons])] = math.nan
-    times = torch.tensor(flow.times[1:], dtype=torch.float64)
-    late = times - flow.times[0] >= (times[-1] - flow.times[0]) / 2
-    drift = (path[:, late] - path[:, -1:]).abs().amax(dim=1)
-    return Exponents(path[:, -1], path, drift, tuple(reasons), times)
+        finite = moved.isfinite().flatten(1).all(dim=1) & after.isfinite().flatten(1).all(dim=1)
+        Q, stretch = _orthogonal(moved)
+        growth.append(stretch.double().where(finite[:, None], torch.nan))
+    return Q, torch.stack(growth, dim=1)
+
+
+def _backwards(flow: Flow, states: List[Tensor], Q: Tensor) -> Tensor:
+    """Tangent vectors [B, n, m] at the end, carried back to the start by the transposed Jacobians."""
+    for step, state in reversed(list(zip(flow.maps, states, strict=False))):
+        Q, _ = _orthogonal(_products(Jacobian(step, state).pull, state, Q))
+    return Q
 
 
 def _products(product: Callable[[Tensor], Tensor], state: Tensor, Q: Tensor) -> Tensor:
-    """The products of a step's Jacobian, or of its transpose, with tangent vectors [B, n, m]."""
-    size = Q.shape[1]
-    return torch.stack([product(_whole(v, state)).flatten(1)[:, :size] for v in Q.unbind(-1)], dim=-1)
+    """The products of a step's Jacobian, or of its transpose, with tangent vectors [B, n, m].
 
-
-def _whole(v: Tensor, state: Tensor) -> Tensor:
-    """Vectors [B, n] in the shape of a state; those of the class token alone are 0 in the other tokens."""
-    missing = state[0].numel() - v.shape[1]
-    return torch.cat([v, v.new_zeros(len(v), missing)], dim=1).view_as(state)
+    Vectors of the class token alone are 0 in the other tokens.
+    """
+    B, size, _ = Q.shape
+    zeros = Q.new_zeros(B, state[0].numel() - size)
+    return torch.stack([product(torch.cat([v, zeros], dim=1).view_as(state)).flatten(1)[:, :size]
+                        for v in Q.unbind(-1)], dim=-1)
 
 
 def _orthogonal(vectors: Tensor) -> Tuple[Tensor, Tensor]:
@@ -151,7 +162,11 @@ def _orthogonal(vectors: Tensor) -> Tuple[Tensor, Tensor]:
     return Q.to(vectors.dtype), R.diagonal(dim1=-2, dim2=-1).abs()
 
 
-def _explain(reasons: List[Optional[str]], where: Tensor, reason: str) -> None:
-    """Give a reason to the images that have none yet."""
-    for i in where.nonzero().flatten().tolist():
-        reasons[i] = reasons[i] or reason
+def _reason(growth: Tensor, times: Tuple[float, ...]) -> Optional[str]:
+    """Why there are no exponents, of one image's growth [K, m]; None if there are."""
+    for stretch, t in zip(growth, times, strict=True):
+        if stretch.isnan().any():
+            return f'the state or its tangent vectors are not finite at t = {t:g}'
+        if (stretch == 0).any():
+            return f'the tangent vectors vanish at t = {t:g}'
+    return None

@@ -1,37 +1,14 @@
 """Spectral norms of the weights of a vector field, cheap enough to watch in training."""
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..ode.blocks import find_ode_blocks
-from ..ode.time_dependence import TimeField, bare_name, residual_key
-from ..settings import checks_keywords, whole
+from ..ode.time_dependence import TimeField, bare_name
+from ..settings import whole
 
 __all__ = ['SpectralNorms', 'spectral_norms']
-
-
-class _Weight(NamedTuple):
-    """Rows of a matrix that has a value for each layer: shared [M, N] + up [L, M, r] down [L, r, N]."""
-    name: str
-    shared: Tensor
-    up: Optional[Tensor]
-    down: Optional[Tensor]
-    rows: slice
-
-    def times(self, v: Tensor) -> Tensor:
-        """W v for v [L, N]."""
-        found = v @ self.shared[self.rows].T
-        if self.up is None or self.down is None:
-            return found
-        return found + (self.up[:, self.rows] @ (self.down @ v[..., None]))[..., 0]
-
-    def transposed_times(self, u: Tensor) -> Tensor:
-        """W^T u for u [L, M]."""
-        found = u @ self.shared[self.rows]
-        if self.up is None or self.down is None:
-            return found
-        return found + (self.down.mT @ (self.up[:, self.rows].mT @ u[..., None]))[..., 0]
 
 
 class SpectralNorms:
@@ -51,33 +28,28 @@ class SpectralNorms:
 
     def __init__(self, model: nn.Module, seed: int = 0) -> None:
         self.model, self.seed = model, seed
-        self.vectors: Dict[str, Tensor] = {}
+        self.vectors: dict[str, Tensor] = {}
         if not isinstance(model, nn.Module) or not _weights(model):
             raise TypeError(f'A {type(model).__name__} has no blocks with weight matrices.')
 
     @torch.no_grad()
-    def update(self, iterations: int = 1) -> Dict[str, float]:
+    def update(self, iterations: int = 1) -> dict[str, float]:
         """Iterate, and return the norms by the name of the weight, a lower bound that converges from below."""
         iterations = whole(1)('iterations', iterations)
         found = {}
-        for weight in _weights(self.model):
-            v = self.vectors.get(weight.name)
-            if v is None:
-                generator = torch.Generator().manual_seed(self.seed)
-                layers = 1 if weight.up is None else len(weight.up)
-                v = torch.randn(layers, weight.shared.shape[1], generator=generator)
-            v = v.to(weight.shared)
+        for name, weight in _weights(self.model).items():
+            first = torch.randn(weight.shape[::2], generator=torch.Generator().manual_seed(self.seed))
+            v = self.vectors.get(name, first).to(weight)[..., None]  # [L, N, 1]
             for _ in range(iterations):
                 v = v / v.norm(dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
-                u = weight.times(v)
-                norm, v = u.norm(dim=1), weight.transposed_times(u)
-            self.vectors[weight.name] = v
-            found[weight.name] = float(norm.max())
+                u = weight @ v
+                norm, v = u.norm(dim=1), weight.mT @ u
+            self.vectors[name] = v[..., 0]
+            found[name] = float(norm.max())
         return found
 
 
-@checks_keywords
-def spectral_norms(model: nn.Module, *, iterations: int = 100) -> Dict[str, float]:
+def spectral_norms(model: nn.Module, *, iterations: int = 100) -> dict[str, float]:
     """The largest singular value of every weight matrix in the blocks of a model.
 
     Args:
@@ -94,22 +66,25 @@ def spectral_norms(model: nn.Module, *, iterations: int = 100) -> Dict[str, floa
     return SpectralNorms(model).update(iterations)
 
 
-def _weights(model: Any) -> List[_Weight]:
+@torch.no_grad()
+def _weights(model: Any) -> dict[str, Tensor]:
+    """Every matrix, with a value for each layer [L, M, N]; L is 1 without residuals."""
     odes = find_ode_blocks(model)
-    shared: List[Any] = [part for ode in odes for part in ode.shared.phases]
-    owners = shared if odes else list(getattr(model, 'blocks', ()))
-    found = []
-    for i, owner in enumerate(owners):
-        timed = isinstance(owner, TimeField)
-        for name, p in (owner.base if timed else owner).named_parameters():
+    blocks: list[Any] = [field for ode in odes for field in ode.shared.phases] if odes else list(
+        getattr(model, 'blocks', ()))
+    found = {}
+    for i, block in enumerate(blocks):
+        timed = isinstance(block, TimeField)
+        layers = [block.at(layer) for layer in block.layers] if timed else []
+        for name, p in (block.base if timed else block).named_parameters():
             if p.ndim != 2:
                 continue
-            key, short = residual_key(name), bare_name(name).removeprefix('block.')
-            up, down = (owner.up[key], owner.down[key]) if timed and key in owner.up else (None, None)
-            label = short if len(owners) == 1 else f'blocks.{i}.{short}'
-            thirds = ('queries', 'keys', 'values') if short.endswith('qkv.weight') else ('',)
-            size = len(p) // len(thirds)
-            for j, third in enumerate(thirds):
-                rows = slice(j * size, (j + 1) * size)
-                found.append(_Weight(f'{label} ({third})' if third else label, p, up, down, rows))
+            values = torch.stack([layer.get(name, p) for layer in layers]) if layers else p[None]
+            short = bare_name(name).removeprefix('block.')
+            label = short if len(blocks) == 1 else f'blocks.{i}.{short}'
+            if short.endswith('qkv.weight'):
+                found.update({f'{label} ({what})': part for what, part in zip(
+                    ('queries', 'keys', 'values'), values.chunk(3, dim=1), strict=True)})
+            else:
+                found[label] = values
     return found

@@ -1,20 +1,19 @@
-"""The states of each image along the way: how they move, how far from another model's, and which class they lead to."""
+"""The states of each image along the way: how they move, how far from another model's, to which class; in a plane."""
 import dataclasses
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..recording import state_at
-from ..settings import checks_keywords
 from .flow import Flow, Images, PerImage, norms, over_images
 
 __all__ = [
-    'ClassOverTime', 'DistanceOverTime', 'Geometry', 'check_comparable', 'class_over_time', 'distance_over_time',
-    'trajectory_geometry',
+    'ClassOverTime', 'DistanceOverTime', 'Geometry', 'Plane', 'check_comparable', 'class_over_time',
+    'distance_over_time', 'plane', 'token_colours', 'trajectory_geometry',
 ]
 
 
@@ -39,26 +38,13 @@ class Geometry(PerImage):
     anisotropy: Tensor
     times: Tensor = dataclasses.field(metadata={'shared': True})
 
-    def __repr__(self) -> str:
-        return (f'Geometry({len(self.speed)} images, {self.speed.shape[1]} steps; relative speed '
-                f'{(self.speed / self.norm[:, 1:]).mean():.3g}, angle between steps {self.angle.mean():.0f} degrees)')
 
-
-@checks_keywords
 def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 64) -> Geometry:
     """How the states of each image move: speed, turns, and how alike the tokens become.
 
     Args:
-        model: timm model with one sequence of blocks, an ODE-ViT or an ordinary ViT; or a Flow, without images.
-        images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
-        batch_size: Images at a time.
+        model, images, batch_size: See `timm_odevit.dynamics`.
 
-    Returns:
-        Geometry.
-
-    Raises:
-        TypeError: The model has no single sequence of blocks.
-        ValueError: There are no images.
     """
     return over_images(_geometry, model, images, batch_size)
 
@@ -116,26 +102,15 @@ class ClassOverTime(PerImage):
     settled: Tensor
     times: Tensor = dataclasses.field(metadata={'shared': True})
 
-    def __repr__(self) -> str:
-        return (f'ClassOverTime({len(self.classes)} images, class settled at t = {self.settled.nanmedian():.3g} of '
-                f'{self.times[-1]:.3g} (median))')
 
-
-@checks_keywords
 def class_over_time(model: Any, images: Images = None, *, batch_size: int = 64) -> ClassOverTime:
     """Read each state with the model's final norm and head, as if it were the last one.
 
     Args:
-        model: timm model with one sequence of blocks and a head; or a Flow with a head, without images.
-        images: Images [B, C, H, W], normalised for the model, on its device; or a loader of such batches.
-        batch_size: Images at a time.
-
-    Returns:
-        ClassOverTime.
+        model, images, batch_size: See `timm_odevit.dynamics`; the model has a head.
 
     Raises:
-        TypeError: The model has no single sequence of blocks, or no head for a state.
-        ValueError: There are no images.
+        TypeError: The model has no head for a state.
     """
     return over_images(_class_over_time, model, images, batch_size)
 
@@ -163,29 +138,18 @@ class DistanceOverTime(PerImage):
     patches: Tensor
     times: Tensor = dataclasses.field(metadata={'shared': True})
 
-    def __repr__(self) -> str:
-        return (f'DistanceOverTime({len(self.distance)} images, at the end {self.distance[:, -1].median():.3g} of the '
-                f"norm (median), patch tokens' cosine {self.patches.mean():.3f})")
 
-
-@checks_keywords
 def distance_over_time(model: Any, images: Images = None, *, teacher: Any, batch_size: int = 64) -> DistanceOverTime:
     """How closely a student follows its teacher, at the times of the student's states.
 
     Between two layers, the teacher's state is interpolated linearly in t.
 
     Args:
-        model: timm model with one sequence of blocks; or a Flow, without images.
-        images: Images [B, C, H, W], normalised for both models, on their device; or a loader of such batches.
-        teacher: A model of the same width, tokens and normalisation of images; for a Flow, another Flow.
-        batch_size: Images at a time.
-
-    Returns:
-        DistanceOverTime.
+        model, images, batch_size: See `timm_odevit.dynamics`.
+        teacher: A model of the same width and tokens.
 
     Raises:
-        TypeError: A model has no single sequence of blocks.
-        ValueError: There are no images, or the two have states of different shapes, or end at different times.
+        ValueError: The two have states of different shapes, or end at different times.
     """
     return over_images(_distance_over_time, model, images, batch_size, teacher)
 
@@ -208,3 +172,96 @@ def _distance_over_time(flow: Flow, other: Flow) -> DistanceOverTime:
     ours, wanted = (x[:, flow.prefix:].flatten(1, -2) if x.ndim > 2 else x[:, None] for x in (states[-1], theirs[-1]))
     return DistanceOverTime(torch.stack(found, dim=1), F.cosine_similarity(ours, wanted, dim=-1),
                             torch.tensor(flow.times, dtype=torch.float64))
+
+
+@dataclass(frozen=True, repr=False)
+class Plane(PerImage):
+    """The trajectories of one token of B images in the plane of their two first principal components.
+
+    Attributes:
+        points: Coordinates of the model's states [B, K + 1, 2].
+        others: Coordinates of the other model's states [B, L + 1, 2]; without another model, L + 1 is 0.
+        times: The times of the states [K + 1].
+        other_times: The times of the other model's states [L + 1].
+        explained: Share of the variance that the plane shows.
+    """
+    points: Tensor
+    others: Tensor
+    times: Tensor = dataclasses.field(metadata={'shared': True})
+    other_times: Tensor = dataclasses.field(metadata={'shared': True})
+    explained: float = dataclasses.field(metadata={'shared': True}, default=0.)
+
+
+def plane(model: Any, images: Images = None, *, other: Any = None, batch_size: int = 64) -> Plane:
+    """The trajectories of the class token, of a model and of another, in one plane for all images.
+
+    Args:
+        model, images, batch_size: See `timm_odevit.dynamics`.
+        other: A model of the same width, such as the teacher.
+
+    Returns:
+        Plane. Without a class token, it shows the mean of the patch tokens.
+
+    Raises:
+        ValueError: The two models differ in width.
+    """
+    found = over_images(_tokens, model, images, batch_size, *([] if other is None else [other]))
+    if other is not None and found.points.shape[-1] != found.others.shape[-1]:
+        raise ValueError(f'Tokens of different width do not lie in one plane: {found.points.shape[-1]} and '
+                         f'{found.others.shape[-1]}. Give a model of the same width.')
+    everything = [found.points.flatten(0, 1), *([] if other is None else [found.others.flatten(0, 1)])]
+    mean, axes, share = _principal(torch.cat(everything), 2)
+    points = (found.points - mean) @ axes
+    others = points[:, :0] if other is None else (found.others - mean) @ axes
+    return dataclasses.replace(found, points=points, others=others, explained=share)
+
+
+def _tokens(flow: Flow, other: Optional[Flow] = None) -> Plane:
+    first = _token_path(flow)
+    return Plane(first, first[:, :0] if other is None else _token_path(other),
+                 torch.tensor(flow.times, dtype=torch.float64),
+                 torch.tensor(() if other is None else other.times, dtype=torch.float64))
+
+
+def _token_path(flow: Flow) -> Tensor:
+    rows = [x if x.ndim == 2 else x[:, 0] if x.ndim == 3 and flow.class_token else x.flatten(1, -2).mean(dim=1)
+            for x in flow.states()]
+    return torch.stack(rows, dim=1)
+
+
+def _principal(rows: Tensor, count: int) -> Tuple[Tensor, Tensor, float]:
+    """The mean [D], the first principal axes [D, count] and the share of the variance along them, of rows [n, D].
+
+    Rows that are not finite do not count. Each axis points so that its largest entry is positive.
+    """
+    rows = rows[rows.isfinite().all(dim=-1)]
+    mean = rows.sum(dim=0, dtype=torch.float64) / max(len(rows), 1)
+    spread = torch.zeros(len(mean), len(mean), dtype=torch.float64, device=rows.device)
+    for part in rows.split(8192):
+        part = part.double() - mean
+        spread += part.T @ part
+    values, axes = torch.linalg.eigh(spread)  # ascending
+    values, axes = values.flip(0).clamp_min(0.), axes.flip(1)[:, :count]
+    axes = F.pad(axes, (0, max(0, count - axes.shape[1])))
+    largest = axes.gather(0, axes.abs().argmax(dim=0, keepdim=True))
+    share = float(values[:count].sum() / values.sum().clamp_min(1e-30))
+    return mean.to(rows.dtype), (axes * largest.sign()).to(rows.dtype), share
+
+
+def token_colours(states: Sequence[Tensor]) -> List[Tensor]:
+    """Tokens [..., D] as colours between 0 and 1 [..., 3], the same for equal tokens of all the given states.
+
+    The three channels are the first principal components of the tokens of all states, cut off at their 2nd and 98th
+    percentile. Tokens that are not finite are grey.
+
+    Raises:
+        ValueError: There are no states, or they differ in width.
+    """
+    if not states or len({x.shape[-1] for x in states}) > 1:
+        raise ValueError(f'Give one or more states of the same width; got widths {[x.shape[-1] for x in states]}.')
+    rows = torch.cat([x.flatten(0, -2).float() for x in states])
+    mean, axes, _ = _principal(rows, 3)
+    seen = (rows[rows.isfinite().all(dim=-1)] - mean) @ axes
+    low, high = seen.quantile(torch.tensor([0.02, 0.98]).to(mean), dim=0) if len(seen) else (mean[:3] * 0, mean[:3] * 0)
+    span = (high - low).clamp_min(1e-12)
+    return [(((x.float() - mean) @ axes - low) / span).nan_to_num(0.5).clamp(0, 1) for x in states]

@@ -1,6 +1,6 @@
 """Accuracy of a model, ODE-ViT or not, over several step counts."""
 import warnings
-from typing import Any, Iterable, List, Optional, Sequence, Union
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -8,14 +8,12 @@ from torch import Tensor, nn
 
 from ..data.preprocessing import renormalisation
 from ..errors import shown
-from ..settings import checks_keywords
-from .passes import NOTHING, Passes, check_labels, check_same_images, in_batches, step_counts
+from .passes import NO_CLASS, check_labels, check_same_images, in_batches, run_batches, views
 from .results import Evaluation, Result
 
 __all__ = ['evaluate']
 
 
-@checks_keywords
 def evaluate(
         model: nn.Module,
         loader: Iterable[Any],
@@ -29,7 +27,7 @@ def evaluate(
 ) -> Evaluation[Result]:
     """Measure accuracy per image, at several step counts, on the model's device.
 
-    Afterwards, or when interrupted, the model's steps with their hooks and both models' modes are restored.
+    The model is not changed: each other number of steps is that of a view, and modes are restored.
 
     Args:
         model: Model to measure, [B, C, H, W] to logits [B, classes].
@@ -55,52 +53,50 @@ def evaluate(
     if getattr(model, 'num_classes', None) == 0:
         raise ValueError(f'This {type(model).__name__} has no classes, so it has no accuracy. Measure its embeddings '
                          'with evaluate_embeddings.')
-    counts = step_counts(model, steps)
-    loader = in_batches(loader, len(counts) + (teacher is not None))
+    measured = views(model, steps)
+    loader = in_batches(loader, len(measured) + (teacher is not None))
     classes = [getattr(each, 'num_classes', None) for each in (model, model if teacher is None else teacher)]
     if None not in classes and classes[0] != classes[1]:
         raise ValueError(f'The teacher has {classes[1]} classes, the model {classes[0]}. Give a teacher with the same '
                          'classes.')
+    common: Dict[str, Any] = dict(amp_dtype=amp_dtype, progress=progress)
     results: List[Result] = []
-    reference = None
+    taught, marks = torch.empty(0), torch.empty(0)
     if teacher is not None:
-        scale, shift = renormalisation(model, teacher)
-        found, reference = _measure(teacher, loader, amp_dtype, progress, 'teacher', scale, shift)
+        found, taught, marks = _measure(
+            teacher, loader, name='teacher', normalisation=renormalisation(model, teacher), **common)
         results.append(Result(model='teacher', agreement=None, kept=100., **found))
-    for name, setting in counts:
-        with setting():
-            found, (marks, predicted) = _measure(model, loader, amp_dtype, progress, name)
+    for name, view in measured:
+        found, predicted, seen = _measure(view, loader, name=name, **common)
         agreement = kept = None
-        if reference is not None:
-            check_same_images([reference[0], marks])
-            agreement = 100 * ((predicted == reference[1]) & (predicted != NOTHING)).double().mean().item()
+        if teacher is not None:
+            check_same_images(marks, seen)
+            agreement = 100 * ((predicted == taught) & (predicted != NO_CLASS)).double().mean().item()
             kept = 100 * found['top1'] / results[0].top1 if results[0].top1 else None
         results.append(Result(
             model='model' if teacher is None else 'student', agreement=agreement, kept=kept, **found))
     return Evaluation(tuple(results), data, tuple(trained_at))
 
 
-def _measure(model: nn.Module, loader: Iterable[Any], amp_dtype, progress: bool, name: str, scale=None, shift=None):
-    passes = Passes(model, loader, amp_dtype, progress, name, (scale, shift))
-    correct1 = correct5 = 0.
-    loss = torch.zeros((), dtype=torch.float64)
-    predicted: List[Tensor] = []
+def _measure(model: nn.Module, loader: Iterable[Any], name: str, **options: Any) -> Tuple[dict, Tensor, Tensor]:
+    """What a Result says of a model; the class of each image [N], and the images' marks [N]."""
+    top: List[Tensor] = []  # [B, 5], best first
+    right: List[Tensor] = []
+    loss = 0.
 
     def each(logits: Tensor, labels: Tensor) -> None:
-        nonlocal correct1, correct5, loss
-        check_labels(labels, logits.shape[1])
+        nonlocal loss
+        labels = check_labels(labels, logits.shape[1])
         nan = logits.isnan().any(dim=1, keepdim=True)  # topk takes NaN for the largest
-        top = logits.topk(min(5, logits.shape[1])).indices.masked_fill(nan, NOTHING)
-        hits = top.eq(labels[:, None])
-        correct1 += hits[:, 0].sum().item()
-        correct5 += hits.any(dim=1).sum().item()
-        loss += F.cross_entropy(logits, labels, reduction='sum').double().cpu()
-        predicted.append(top[:, 0].cpu())
-    common = passes.run(each)
-    first = torch.cat(predicted)
-    n, without = len(first), int((first == NOTHING).sum())
+        best = logits.topk(min(5, logits.shape[1])).indices.masked_fill(nan, NO_CLASS)
+        top.append(best.cpu())
+        right.append(best.eq(labels[:, None]).cpu())
+        loss += F.cross_entropy(logits, labels, reduction='sum').item()
+    about, marks = run_batches(model, loader, each, name=name, **options)
+    predicted, hits = torch.cat(top)[:, 0], torch.cat(right)
+    n, without = len(predicted), int((predicted == NO_CLASS).sum())
     if without:
         warnings.warn(f'{name}: the logits of {without} of {n} images are NaN. They count as wrong.', RuntimeWarning,
-                      stacklevel=4)
-    found = dict(top1=100 * correct1 / n, top5=100 * correct5 / n, loss=loss.item() / n, **common)
-    return found, (passes.marks, first)
+                      stacklevel=3)
+    return dict(top1=100 * hits[:, 0].sum().item() / n, top5=100 * hits.sum().item() / n, loss=loss / n,
+                **about), predicted, marks

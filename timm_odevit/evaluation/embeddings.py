@@ -1,24 +1,24 @@
-"""Embeddings of a model, ODE-ViT or not, over several step counts: how near the teacher's, and how useful."""
+"""Embeddings and features of a model, ODE-ViT or not, over several step counts: how near the teacher's, how useful."""
 import warnings
-from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union
+from dataclasses import dataclass
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.preprocessing import renormalisation
-from ..settings import checks_keywords
-from .passes import NOTHING, Passes, check_same_images, in_batches, step_counts
+from ..hooks import evaluating
+from .passes import NO_CLASS, check_same_images, in_batches, run_batches, views
 from .results import EmbeddingResult, Evaluation
 
-__all__ = ['evaluate_embeddings', 'knn_accuracy', 'nearest', 'probe_accuracy']
+__all__ = ['PatchAgreement', 'evaluate_embeddings', 'knn_accuracy', 'nearest', 'patch_agreement', 'probe_accuracy']
 
 CHUNK = 1024  # images that are compared with all others at once
 NEIGHBOURS, TEMPERATURE = 20, 0.07
 PENALTY, ITERATIONS = 1e-3, 100
 
 
-@checks_keywords
 def evaluate_embeddings(
         model: nn.Module,
         loader: Iterable[Any],
@@ -46,12 +46,7 @@ def evaluate_embeddings(
             `labelled` or `class_embeddings`. Or one pair of tensors, images [N, C, H, W] and labels [N].
         labelled: The same kind of batches, of other images, whose labels are used; such as the training images.
         class_embeddings: Embedding of each class [classes, E], of any length.
-        steps: Step counts to measure; None for the model as it is. Only for an ODE-ViT.
-        teacher: Model to compare with; measured first, on the same images, normalised for it.
-        amp_dtype: Run under autocast in this dtype, such as torch.bfloat16.
-        progress: Show a progress bar.
-        data: What the images are, for tables and plots.
-        trained_at: Step counts that the model was trained with, to be marked in tables and plots.
+        steps, teacher, amp_dtype, progress, data, trained_at: As in `evaluate`.
 
     Returns:
         An Evaluation with one EmbeddingResult for the teacher, if any, and one for each step count.
@@ -62,39 +57,101 @@ def evaluate_embeddings(
 
     Source: k-NN with weights: arXiv 1805.01978; both protocols: DINO, arXiv 2104.14294.
     """
-    counts = step_counts(model, steps)
-    loader, labelled = (in_batches(each, len(counts) + (teacher is not None)) for each in (loader, labelled))
-    found: List[EmbeddingResult] = []
-    reference: Any = None
+    measured = views(model, steps)
+    loader, labelled = (in_batches(each, len(measured) + (teacher is not None)) for each in (loader, labelled))
+    common: Dict[str, Any] = dict(amp_dtype=amp_dtype, progress=progress)
+    results: List[EmbeddingResult] = []
 
-    def measure(of: nn.Module, name: str, kind: str, renormalised: Any = (None, None)) -> Any:
-        embeddings, labels, finite, marks, about = _embed(of, loader, amp_dtype, progress, name, renormalised)
-        if reference is not None:
-            check_same_images([reference[1], marks])
+    def measure(of: nn.Module, name: str, kind: str, theirs: Any = None, **options: Any) -> '_Embedded':
+        ours = _embed(of, loader, name=name, **common, **options)
+        if theirs is not None:
+            check_same_images(theirs.marks, ours.marks)
+        knn = probe = zero_shot = None
         if labelled is not None or class_embeddings is not None:
-            _check_labels(labels)
-        labels = labels.masked_fill(~finite, NOTHING)
-        knn = probe = None
-        zero_shot = None if class_embeddings is None else _zero_shot(embeddings, labels, class_embeddings)
+            _check_labels(ours.labels)
+        labels = ours.labels.masked_fill(~ours.finite, NO_CLASS)
+        if class_embeddings is not None:
+            zero_shot = _zero_shot(ours.values, labels, class_embeddings)
         if labelled is not None:
-            learned, known, usable, _, _ = _embed(of, labelled, amp_dtype, progress, f'{name}, labelled', renormalised)
-            _check_labels(known)
-            if len(known) < 2:
-                raise ValueError('labelled has one image. Give two or more, such as the training images.')
-            learned, known = (learned[usable], known[usable]) if usable.any() else (learned, known)
-            knn = knn_accuracy(embeddings, labels, learned, known)
-            probe = probe_accuracy(embeddings, labels, learned, known)
-        compared: Any = dict(cosine=1., error=0., neighbours=100.) if kind == 'teacher' else _compared(
-            embeddings, None if reference is None else reference[0], finite)
-        found.append(EmbeddingResult(model=kind, knn=knn, probe=probe, zero_shot=zero_shot, **compared, **about))
-        return embeddings, marks
+            learned, known = _memory(_embed(of, labelled, name=f'{name}, labelled', **common, **options))
+            knn = knn_accuracy(ours.values, labels, learned, known)
+            probe = probe_accuracy(ours.values, labels, learned, known)
+        results.append(EmbeddingResult(model=kind, knn=knn, probe=probe, zero_shot=zero_shot,
+                                       **_compared(ours, ours if kind == 'teacher' else theirs), **ours.about))
+        return ours
 
+    reference = None
     if teacher is not None:
-        reference = measure(teacher, 'teacher', 'teacher', renormalisation(model, teacher))
-    for name, setting in counts:
-        with setting():
-            measure(model, name, 'model' if teacher is None else 'student')
-    return Evaluation(tuple(found), data, tuple(trained_at))
+        reference = measure(teacher, 'teacher', 'teacher', normalisation=renormalisation(model, teacher))
+    for name, view in measured:
+        measure(view, name, 'model' if teacher is None else 'student', reference)
+    return Evaluation(tuple(results), data, tuple(trained_at))
+
+
+class _Embedded(NamedTuple):
+    """Embeddings [N, E] and labels [N] of all images, on the CPU; which are finite; the images' marks; what it took."""
+    values: Tensor
+    labels: Tensor
+    finite: Tensor
+    marks: Tensor
+    about: Dict[str, Any]
+
+
+def _embed(model: nn.Module, loader: Any, name: str, **options: Any) -> _Embedded:
+    embeddings: List[Tensor] = []
+    labels: List[Tensor] = []
+
+    def each(outputs: Tensor, given: Tensor) -> None:
+        embeddings.append(outputs.flatten(1).cpu())
+        labels.append(given.cpu().long())
+    about, marks = run_batches(model, loader, each, name=name, **options)
+    values = torch.cat(embeddings)
+    finite = values.isfinite().all(dim=1)
+    if not finite.all():
+        warnings.warn(f'{name}: the embeddings of {int((~finite).sum())} of {len(values)} images are not finite. They '
+                      'count as 0, and as wrong.', RuntimeWarning, stacklevel=4)
+    return _Embedded(values.masked_fill(~finite[:, None], 0.), torch.cat(labels), finite, marks, about)
+
+
+def _memory(labelled: _Embedded) -> Tuple[Tensor, Tensor]:
+    """Embeddings and labels to learn from: those that are finite, if any is."""
+    _check_labels(labelled.labels)
+    if len(labelled.labels) < 2:
+        raise ValueError('labelled has one image. Give two or more, such as the training images.')
+    used = labelled.finite if labelled.finite.any() else ~labelled.finite
+    return labelled.values[used], labelled.labels[used]
+
+
+def _check_labels(labels: Tensor) -> None:
+    if int(labels.min()) < 0:
+        raise ValueError(f'The data has the label {int(labels.min())}. Labels are numbers from 0.')
+
+
+def _compared(ours: _Embedded, theirs: Optional[_Embedded]) -> Dict[str, Optional[float]]:
+    """How near the embeddings are; None where there is nothing to compare: one image has no variance, no neighbour."""
+    if theirs is None:
+        return dict(cosine=None, error=None, neighbours=None)
+    a, b = ours.values, theirs.values
+    if a.shape != b.shape:
+        raise ValueError(f'The model gives embeddings {list(a.shape)}, the teacher {list(b.shape)}. Give a teacher '
+                         'with the same output.')
+    cosine = 1. if ours is theirs else F.cosine_similarity(a, b, dim=-1).mean().item()
+    if len(a) < 2:
+        return dict(cosine=cosine, error=None, neighbours=None)
+    variance = (b - b.mean(dim=0)).square().mean().clamp_min(1e-12)
+    same = (nearest(a) == nearest(b)) & (ours.finite | (ours is theirs))
+    return dict(cosine=cosine, error=(F.mse_loss(a, b) / variance).item(), neighbours=100 * same.double().mean().item())
+
+
+def nearest(embeddings: Tensor) -> Tensor:
+    """The index [N] of the image whose embedding has the largest cosine with that of each other image [N, E]."""
+    unit, found = F.normalize(embeddings, dim=-1), []
+    for start in range(0, len(unit), CHUNK):
+        cosines = unit[start:start + CHUNK] @ unit.T
+        rows = torch.arange(len(cosines))
+        cosines[rows, start + rows] = -torch.inf
+        found.append(cosines.argmax(dim=-1))
+    return torch.cat(found)
 
 
 def knn_accuracy(embeddings: Tensor, labels: Tensor, learned: Tensor, known: Tensor) -> float:
@@ -154,51 +211,90 @@ def _zero_shot(embeddings: Tensor, labels: Tensor, classes: Tensor) -> float:
     return 100 * (cosines.argmax(dim=-1) == labels).double().mean().item()
 
 
-def nearest(embeddings: Tensor) -> Tensor:
-    """The index [N] of the image whose embedding has the largest cosine with that of each other image [N, E]."""
-    unit, found = F.normalize(embeddings, dim=-1), []
-    for start in range(0, len(unit), CHUNK):
-        cosines = unit[start:start + CHUNK] @ unit.T
-        rows = torch.arange(len(cosines))
-        cosines[rows, start + rows] = -torch.inf
-        found.append(cosines.argmax(dim=-1))
-    return torch.cat(found)
+@dataclass(frozen=True, eq=False)
+class PatchAgreement:
+    """The agreement of the patches' features at one step count.
+
+    Attributes:
+        name: The step count, in words.
+        images: Number of images.
+        cosine: Mean cosine between the feature of a patch and the teacher's.
+        match: Share of the patches whose most similar other patch in the image is the one that the teacher finds, in
+            percent: what correspondence and grouping depend on.
+        map: The mean cosine at each place [H, W].
+    """
+    name: str
+    images: int
+    cosine: float
+    match: float
+    map: Tensor
+
+    def __str__(self) -> str:
+        return (f'{self.name}: cosine {self.cosine:.4f}, the same nearest patch for {self.match:.1f} % of the patches '
+                f'of {self.images:,} images')
 
 
-def _check_labels(labels: Tensor) -> None:
-    if int(labels.min()) < 0:
-        raise ValueError(f'The data has the label {int(labels.min())}. Labels are numbers from 0.')
+def patch_agreement(
+        model: nn.Module, teacher: nn.Module, loader: Iterable[Any], *,
+        steps: Optional[Union[int, Sequence[int]]] = None,
+) -> Tuple[PatchAgreement, ...]:
+    """Compare the last features of all patches, after the final norm, with the teacher's at the same places.
+
+    Args:
+        model: Student, or any timm model with `forward_intermediates`.
+        teacher: timm model with the same grid of patches.
+        loader: Batches (images [B, C, H, W], labels), normalised for the model; labels are ignored. Or one pair of
+            tensors.
+        steps: Step counts to measure; None for the model as it is. Only for an ODE-ViT.
+
+    Returns:
+        A PatchAgreement per step count.
+
+    Raises:
+        ValueError: The model has no steps to set, the grids or the features differ in shape, or there are no images.
+    """
+    measured = views(model, steps)
+    scale, shift = renormalisation(model, teacher)
+    sums: List[List[Tensor]] = [[] for _ in measured]  # for each batch, the sums over its images [2, H, W]
+    count = 0
+    with evaluating(model), evaluating(teacher), torch.inference_mode():
+        for images, _ in in_batches(loader):
+            if not len(images):
+                continue
+            images = images.to(next(model.parameters()))
+            same = images if scale is None or shift is None else images * scale.to(images) + shift.to(images)
+            theirs = _features(teacher, same.to(next(teacher.parameters()).dtype))
+            count += len(images)
+            for found, (_, view) in zip(sums, measured, strict=True):
+                with evaluating(view):
+                    found.append(_agreement(_features(view, images), theirs))
+                if found[0].shape != found[-1].shape:
+                    raise ValueError(f'The images have grids of {list(found[0].shape[1:])} and '
+                                     f'{list(found[-1].shape[1:])} patches. Give images of one size.')
+    if not count:
+        raise ValueError('The loader gave no images.')
+    means = [torch.stack(found).sum(dim=0) / count for found in sums]
+    return tuple(PatchAgreement(name, count, mean[0].mean().item(), 100 * mean[1].mean().item(), mean[0].float())
+                 for (name, _), mean in zip(measured, means, strict=True))
 
 
-def _compared(ours: Tensor, theirs: Optional[Tensor], finite: Tensor) -> dict:
-    if theirs is None:
-        return dict(cosine=None, error=None, neighbours=None)
+def _features(model: Any, images: Tensor) -> Tensor:
+    """The last features of the patches [B, D, H, W]."""
+    found: Tensor = model.forward_intermediates(
+        images, indices=1, norm=True, output_fmt='NCHW', intermediates_only=True)[-1]
+    return found.float()
+
+
+def _agreement(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Cosines, and whether the most similar other patch is the same, summed over the images [2, H, W]."""
     if ours.shape != theirs.shape:
-        raise ValueError(f'The model gives embeddings {list(ours.shape)}, the teacher {list(theirs.shape)}. Give a '
-                         'teacher with the same output.')
-    spread = (theirs - theirs.mean(dim=0)).square().mean().clamp_min(1e-12)
-    same = None
-    if len(ours) > 1:
-        same = 100 * ((nearest(ours) == nearest(theirs)) & finite).double().mean().item()
-    return dict(cosine=F.cosine_similarity(ours, theirs, dim=-1).mean().item(),
-                error=(F.mse_loss(ours, theirs) / spread).item(), neighbours=same)
+        raise ValueError(f'The model gives features {list(ours.shape)}, the teacher {list(theirs.shape)}. Give a '
+                         'teacher with the same width and the same grid of patches.')
 
-
-def _embed(
-        model: nn.Module, loader: Any, amp_dtype: Any, progress: bool, name: str, renormalised: Any,
-) -> Tuple[Tensor, Tensor, Tensor, Any, Any]:
-    """Embeddings [N, E] and labels [N] of all images, on the CPU; which are finite; the images' marks; what it took."""
-    embeddings: List[Tensor] = []
-    labels: List[Tensor] = []
-
-    def each(outputs: Tensor, given: Tensor) -> None:
-        embeddings.append(outputs.flatten(1).cpu())
-        labels.append(given.cpu().long())
-    passes = Passes(model, loader, amp_dtype, progress, name, renormalised)
-    about = passes.run(each)
-    found = torch.cat(embeddings)
-    finite = found.isfinite().all(dim=1)
-    if not finite.all():
-        warnings.warn(f'{name}: the embeddings of {int((~finite).sum())} of {len(found)} images are not finite. They '
-                      'count as 0, and as wrong.', RuntimeWarning, stacklevel=4)
-    return found.masked_fill(~finite[:, None], 0.), torch.cat(labels), finite, passes.marks, about
+    def most_similar(features: Tensor) -> Tensor:
+        unit = F.normalize(features.flatten(2), dim=1)
+        cosines = unit.transpose(1, 2) @ unit
+        cosines.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
+        return cosines.argmax(dim=-1).unflatten(1, features.shape[2:])
+    cosine, same = F.cosine_similarity(ours, theirs, dim=1), most_similar(ours) == most_similar(theirs)
+    return torch.stack([cosine.double().sum(dim=0), same.double().sum(dim=0)]).cpu()

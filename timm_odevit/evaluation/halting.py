@@ -1,7 +1,7 @@
 """calibrate_halting: the threshold at which images may halt without losing more accuracy than allowed."""
 import threading
 from dataclasses import dataclass, replace
-from typing import Any, Iterable, List, Tuple
+from typing import Any, Iterable, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from ..ode.blocks import find_ode_blocks
 from ..ode.config import HALTING
 from ..ode.halting import Scores
 from ..ode.steps import METHODS
-from ..settings import checks_keywords, number, one_of
+from ..settings import number, one_of
 from .passes import check_labels, in_batches
 
 __all__ = ['Halting', 'calibrate_halting']
@@ -54,10 +54,6 @@ class Halting:
                 f'{self.full_nfe}, top-1 {self.top1:.2f} % instead of {self.full_top1:.2f} % on {self.images:,} images')
 
 
-Halting.__init__ = checks_keywords(Halting.__init__)  # type: ignore[method-assign]
-
-
-@checks_keywords
 def calibrate_halting(
         model: nn.Module,
         loader: Iterable[Any],
@@ -96,15 +92,18 @@ def calibrate_halting(
     if blocks.readout is None or blocks.after or not getattr(model, 'num_classes', 0):
         raise ValueError(f'The head of this {type(model).__name__} cannot be applied to the states along the way, so '
                          'no image can halt.')
-    scores, right = (torch.cat(parts) for parts in zip(
-        *_run(model, blocks, in_batches(loader), rule, progress), strict=True))
-    found = scores[:, :-1].flatten().unique()
-    found = found[found.isfinite()]
-    found = torch.cat([(found[:-1] + found[1:]) / 2, found[-1:]])  # between two scores, where rounding changes nothing
-    chosen = torch.linspace(0, len(found) - 1, min(TRIED, len(found))).long()
+    found = []
+    with evaluating(model), torch.inference_mode():
+        for batch in tqdm(in_batches(loader), desc='halting', leave=False, disable=not progress):
+            images, labels = _images_and_labels(batch)
+            if len(images):
+                found.append(_scores(model, blocks, images, labels, rule))
+    if not found:
+        raise ValueError('The loader gave no images.')
+    scores, right = (torch.cat(batches) for batches in zip(*found, strict=True))
     full = right[:, -1].double().mean().item()
     best = None
-    for threshold in [0., *found[chosen].tolist()]:
+    for threshold in _thresholds(scores[:, :-1]):
         taken = _taken(scores, threshold)
         top1 = right.gather(1, taken[:, None] - 1).double().mean().item()
         if top1 >= full - max_drop and (best is None or taken.sum() < best[1].sum()):
@@ -113,61 +112,70 @@ def calibrate_halting(
         raise ValueError(f"Even the smallest threshold of '{rule}' costs more than max_drop={max_drop:g}. Use another "
                          'rule, or allow more.')
     threshold, taken, top1 = best
-    per_step = METHODS[blocks.method].evaluations
     return Halting(
-        rule=rule, threshold=threshold, images=len(right), nfe=per_step * taken.double().mean().item(),
+        rule=rule, threshold=threshold, images=len(right),
+        nfe=METHODS[blocks.method].evaluations * taken.double().mean().item(),
         full_nfe=blocks.nfe, top1=100 * top1, full_top1=100 * full,
         halted=tuple((100 * taken.bincount(minlength=blocks.steps + 1)[1:] / len(taken)).tolist()))
 
 
-def _run(model: Any, blocks: Any, loader: Iterable[Any], rule: str, progress: bool) -> List[Tuple[Tensor, Tensor]]:
-    """For each batch, the scores [B, K] after each step, and whether the answer there is right [B, K]."""
-    found = []
-    parameter = next(model.parameters())
-    given: List[Any] = []  # what the host hands to its blocks; hooks on steps would keep other threads from halting
+def _images_and_labels(batch: Any) -> Tuple[Tensor, Optional[Tensor]]:
+    images, labels = batch if isinstance(batch, (list, tuple)) else (batch, None)
+    for name, part in (('images', images), ('labels', labels)):
+        if not isinstance(part, Tensor) and part is not None:
+            raise TypeError(f'The loader must give tensors: images [B, C, H, W], or (images, labels); got {name} of '
+                            f'type {type(part).__name__}.')
+    return images, labels
+
+
+def _scores(
+        model: Any, blocks: Any, images: Tensor, labels: Optional[Tensor], rule: str,
+) -> Tuple[Tensor, Tensor]:
+    """The scores [B, K] after each step, and whether the answer there is right [B, K]."""
+    logits, states = _run(model, blocks, images)
+    if not logits.isfinite().all():
+        raise ValueError(f'The logits of this {type(model).__name__} are not finite for some images.')
+    score = Scores(rule, blocks.readout)
+    scores = [score(before, after, step.h) for before, after, step in zip(
+        states[:-1], states[1:], blocks.solver, strict=True)]
+    answers = torch.stack([blocks.readout(state).argmax(dim=-1) for state in states[1:]], dim=1)
+    last = answers[:, -1]
+    if blocks.config.halting is None and not torch.equal(last, logits.argmax(dim=-1)):
+        raise ValueError(f'This {type(model).__name__} does not apply its norm and head to the last state alone, so no '
+                         'image can halt.')
+    truth = last if labels is None else labels.to(last.device)
+    if truth.shape != last.shape:
+        raise ValueError(f'Labels must be classes [B]; got {list(truth.shape)} for {len(last)} images.')
+    truth = check_labels(truth, logits.shape[1])
+    return torch.stack(scores, dim=1).cpu(), (answers == truth[:, None]).cpu()
+
+
+def _run(model: Any, blocks: Any, images: Tensor) -> Tuple[Tensor, List[Tensor]]:
+    """The logits [B, classes] of a model, and the states before the first and after each step, without halting."""
+    this_thread = threading.get_ident()
+    passed: List[Any] = []  # what the host hands to its blocks; hooks on steps would keep other threads from halting
 
     def watch(_: nn.Module, args: Any, kwargs: Any) -> None:
         if threading.get_ident() == this_thread:
-            given[:] = [args, kwargs]
-    this_thread = threading.get_ident()
-    with evaluating(model), torch.inference_mode(), hooked((blocks, 'before with keywords', watch)):
-        for batch in tqdm(loader, desc='halting', leave=False, disable=not progress):
-            images, labels = batch if isinstance(batch, (list, tuple)) else (batch, None)
-            for name, part in (('images', images), ('labels', labels)):
-                if not isinstance(part, Tensor) and part is not None:
-                    raise TypeError(f'The loader must give tensors: images [B, C, H, W], or (images, labels); got '
-                                    f'{name} of type {type(part).__name__}.')
-            if not len(images):
-                continue
-            given.clear()
-            logits = model(images.to(parameter.device, parameter.dtype))
-            if not given:
-                why = ' Call model.set_grad_checkpointing(False) first.' if getattr(
-                    model, 'grad_checkpointing', False) else ''
-                raise ValueError(f'This {type(model).__name__} runs its blocks one by one, so no image can leave the '
-                                 f'batch between them.{why}')
-            (x, *args), kwargs = given
-            for block in blocks.before:
-                x = block(x, *args, **kwargs)
-            states = blocks.trajectory(x, *args, **kwargs)
-            score = Scores(rule, blocks.readout)
-            steps = list(zip(states[:-1], states[1:], blocks.solver, strict=True))
-            scores = torch.stack([score(before, after, step.h) for before, after, step in steps], dim=1)
-            answers = torch.stack([blocks.readout(after).argmax(dim=-1) for _, after, _ in steps], dim=1)
-            last = answers[:, -1]
-            if not logits.isfinite().all():
-                raise ValueError(f'The logits of this {type(model).__name__} are not finite for some images.')
-            if blocks.config.halting is None and not torch.equal(last, logits.argmax(dim=-1)):
-                raise ValueError(f'This {type(model).__name__} does not apply its norm and head to the last state '
-                                 'alone, so no image can halt.')
-            truth = last if labels is None else labels.to(last.device)
-            if truth.shape != last.shape:
-                raise ValueError(f'Labels must be classes [B]; got {list(truth.shape)} for {len(last)} images.')
-            check_labels(truth, logits.shape[1])
-            found.append((scores.cpu(), (answers == truth[:, None]).cpu()))
-    if not found:
-        raise ValueError('The loader gave no images.')
-    return found
+            passed[:] = [args, kwargs]
+    with hooked((blocks, 'before with keywords', watch)):
+        logits = model(images.to(next(model.parameters())))
+    if not passed:
+        why = ' Call model.set_grad_checkpointing(False) first.' if getattr(model, 'grad_checkpointing', False) else ''
+        raise ValueError(f'This {type(model).__name__} runs its blocks one by one, so no image can leave the batch '
+                         f'between them.{why}')
+    (x, *args), kwargs = passed
+    for block in blocks.before:
+        x = block(x, *args, **kwargs)
+    return logits, blocks.trajectory(x, *args, **kwargs)
+
+
+def _thresholds(scores: Tensor) -> List[float]:
+    """0, and thresholds between two scores each, where rounding changes nothing; the last lies above all scores."""
+    found = scores.flatten().unique()
+    found = found[found.isfinite()]
+    between = torch.cat([(found[:-1] + found[1:]) / 2, 1.01 * found[-1:] + 1e-6])
+    return [0., *between[torch.linspace(0, len(between) - 1, min(TRIED, len(between))).long()].tolist()]
 
 
 def _taken(scores: Tensor, threshold: float) -> Tensor:

@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Generic, List, Optional, Tuple, Union
 from typing_extensions import TypeVar
 
 from ..files import to_json, write_text
-from ..settings import checks_keywords
 
-__all__ = ['EmbeddingResult', 'Evaluation', 'Result', 'new_figure', 'plot_accuracy']
+__all__ = ['EmbeddingResult', 'Evaluation', 'Result', 'new_figure']
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,7 @@ class EmbeddingResult:
     """Results of one model without classes at one step count.
 
     Attributes:
-        model: 'teacher', 'student' or 'model'.
-        steps: Number of solver steps; None for a model that is not an ODE-ViT.
-        nfe: Field evaluations per image, as in Result.
-        parameters: Number of parameters.
-        images: Number of images.
+        model, steps, nfe, parameters, images, images_per_second, halted: As in Result.
         cosine: Mean cosine between the embedding of an image and the teacher's; None without a teacher.
         error: Squared error relative to the variance of the teacher's embeddings; None without a teacher.
         neighbours: Share of the images whose nearest other image is the one that the teacher finds, in percent; None
@@ -69,8 +64,6 @@ class EmbeddingResult:
         knn: Top-1 accuracy of the nearest labelled images, in percent; None without labelled images.
         probe: Top-1 accuracy of a linear classifier on the embeddings, in percent; None without labelled images.
         zero_shot: Top-1 accuracy of the class embedding with the largest cosine, in percent; None without them.
-        images_per_second: Speed of the forward pass, without data loading.
-        halted: Share of the images that took 1, 2, ... steps, in percent; None if no image can halt.
     """
     model: str
     steps: Optional[int]
@@ -141,10 +134,7 @@ class Evaluation(Generic[AnyResult]):
         Raises:
             ImportError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as e:
-            raise ImportError('A data frame needs pandas. Type: pip install pandas') from e
+        import pandas  # not one of this package's dependencies
         return pandas.DataFrame([asdict(r) for r in self.results])
 
     def plot(self, path: Optional[Union[str, Path]] = None) -> Any:
@@ -170,8 +160,7 @@ class Evaluation(Generic[AnyResult]):
             raise ValueError('There is no result of an ODE-ViT to plot. Evaluate one with steps=(1, 2, 4, ...).')
         axes = figure.subplots()
         line, = axes.plot(*zip(*points, strict=True), marker='o', markerfacecolor='white', label='ODE-ViT')
-        trained = [point for point in points if point[0] in self.trained_at]
-        if trained:
+        if trained := [point for point in points if point[0] in self.trained_at]:
             axes.plot(*zip(*trained, strict=True), 'o', color=line.get_color(), label='K of its training')
         for r in self.results:
             if r.model == 'teacher':
@@ -208,13 +197,6 @@ class Evaluation(Generic[AnyResult]):
         return (f'<table><caption>{escape(self.caption.removesuffix(", in bold"))}</caption>'
                 f"<tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>"
                 f"{''.join(f'<tr>{line}</tr>' for line in lines)}</table>")
-
-
-@checks_keywords
-def plot_accuracy(evaluation: Evaluation[Any], path: Union[str, Path]) -> Path:
-    """Write the plot of `evaluation.plot` to an image file, and return its path."""
-    evaluation.plot(path)
-    return Path(path)
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -1,7 +1,7 @@
-"""A page that shows what a model does to a few images.
+"""A page that shows what a model does to a few images, with a slider over t.
 
-findings     everything that the page shows, measured
-pictures     images, attention and tokens as PNG; static plots with matplotlib
-charts       charts that move with t, with Plotly
-page         the page itself, report.json and the PNG files
+findings            everything that a report shows, measured
+charts              charts that move with the image and with t
+page                write_report: the page and report.json
+page.html           its template
 """

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from ..dynamics.similarity import Similarity
 from .findings import Findings
-from .pictures import SHOWN
 
 __all__ = ['Chart', 'charts', 'plotly']
 
-SPANS = 3
-OURS, THEIRS, BAR, CUT, FAINT = '#3b82f6', '#c2610c', '#808080', '#e11d48', 'rgba(128,128,128,0.5)'
+SHOWN = 5  # classes
+OURS, THEIRS, BAR, FAINT = '#3b82f6', '#c2610c', '#808080', 'rgba(128,128,128,0.5)'
 
 
 @dataclass(frozen=True)
@@ -44,39 +43,32 @@ def charts(found: Findings, names: Optional[Sequence[str]]) -> List[Chart]:
     Raises:
         ImportError: plotly is not installed.
     """
+    own, other = found.geometry
     made = [_plane(found)]
     if found.probabilities is not None:
         made.append(_classes(found, names))
-    own, other = found.geometry
-    times, between = found.times, found.times[1:-1]
-    steps = found.times[1:]
-
-    def line(title: str, about: str, at: Sequence[float], ours: Tensor, theirs: Any = None) -> None:
-        if ours.numel() and not bool(ours.isnan().all()):
-            made.append(_line(found, title, about, at, ours, theirs))
-    if found.followed is not None:
-        line('Distance from the teacher', "Relative to the norm of the teacher's state, over all tokens.", times,
-             found.followed.distance)
-    if found.decided is not None:
-        line('Probability of the final class', 'If norm and head read the state at t.', times,
-             found.decided.probability)
-    line('Speed', 'Length of a step over the norm of the state, per unit of time.', steps, own.speed / own.norm[:, 1:],
-         None if other is None else (other.times[1:], other.speed / other.norm[:, 1:]))
-    line('Angle between steps', 'In degrees: 0 is straight on, 90 a right angle.', between, own.angle,
-         None if other is None else (other.times[1:-1], other.angle))
-    line('Class token and patches', 'Cosine of the class token and the mean patch token.', times, own.cosine,
-         None if other is None else (other.times, other.cosine))
-    line('Likeness of the patches', 'Mean cosine of two patch tokens (anisotropy): 1 if all point the same way.', times,
-         own.anisotropy, None if other is None else (other.times, other.anisotropy))
-    if found.attention is not None:
-        line('Entropy of attention', 'In nats: low where a token attends to few others.',
-             found.attention.times.tolist(), found.attention.entropy)
-    running = found.exponents.running[..., 0]
-    line('Largest Lyapunov exponent', 'Up to t, per unit of time: above 0, some small changes of the state grow.',
-         found.exponents.times.tolist(), running)
-    if found.recovery is not None:
-        line('Recovery', 'What is left in the end of a random perturbation at t, relative to its size.',
-             found.recovery.times.tolist(), found.recovery.factor)
+    rows: List[Any] = [  # title, what it shows, the model's measures [B, times] and the teacher's
+        ('Distance from the teacher', "Relative to the norm of the teacher's state, over all tokens.",
+         found.followed, lambda m: (m.times, m.distance), None),
+        ('Probability of the final class', 'If norm and head read the state at t.',
+         found.decided, lambda m: (m.times, m.probability), None),
+        ('Speed', 'Length of a step over the norm of the state, per unit of time.',
+         own, lambda m: (m.times[1:], m.speed / m.norm[:, 1:]), other),
+        ('Angle between steps', 'In degrees: 0 is straight on, 90 a right angle.',
+         own, lambda m: (m.times[1:-1], m.angle), other),
+        ('Class token and patches', 'Cosine of the class token and the mean patch token.',
+         own, lambda m: (m.times, m.cosine), other),
+        ('Likeness of the patches', 'Mean cosine of two patch tokens (anisotropy): 1 if all point the same way.',
+         own, lambda m: (m.times, m.anisotropy), other),
+        ('Entropy of attention', 'In nats: low where a token attends to few others.',
+         found.attention, lambda m: (m.times, m.entropy), None),
+        ('Largest Lyapunov exponent', 'Up to t, per unit of time: above 0, some small changes of the state grow.',
+         found.exponents, lambda m: (m.times, m.running[..., 0]), None),
+        ('Recovery', 'What is left in the end of a random perturbation at t, relative to its size.',
+         found.recovery, lambda m: (m.times, m.factor), None)]
+    for title, about, ours, of, theirs in rows:
+        if ours is not None and not bool(of(ours)[1].isnan().all()):
+            made.append(_line(found, title, about, of(ours), None if theirs is None else of(theirs)))
     made += [_similarity(each, title) for each, title in zip(found.similarity, (
         't', "t of the teacher's state"), strict=True) if each is not None]
     return made
@@ -185,22 +177,22 @@ def _classes(found: Findings, names: Optional[Sequence[str]]) -> Chart:
     return Chart('What it would answer at t', about, figure, 'ib', True)
 
 
-def _line(found: Findings, title: str, about: str, at: Sequence[float], ours: Tensor, theirs: Any) -> Chart:
-    go = plotly()
-    at, hover = list(at), 't = %{x:.3g}: %{y:.3g}<extra></extra>'
+def _line(found: Findings, title: str, about: str, measured: Any, taught: Any) -> Chart:
+    """A line over t from times [T] and values [B, T] of the model, and perhaps of the teacher."""
+    go, ours = plotly(), measured[1]
+
+    def line(times: Tensor, values: Tensor, mode: str, name: str, **style: Any) -> Any:
+        return go.Scatter(x=_rounded(times), y=_rounded(values), mode=mode, name=name, line=style, marker=dict(size=5),
+                          hovertemplate='t = %{x:.3g}: %{y:.3g}<extra></extra>')
 
     def own(i: int) -> Any:
-        return go.Scatter(x=at, y=_rounded(ours[i]), mode='lines', line=dict(color=OURS, width=1, dash='dot'),
-                          name='this image', hovertemplate=hover)
+        return line(measured[0], ours[i], 'lines', 'this image', color=OURS, width=1, dash='dot')
 
     def now(t: float) -> Dict[str, Any]:
         return dict(shapes=[dict(type='line', x0=t, x1=t, y0=0, y1=1, yref='paper', line=dict(color=BAR, width=2))])
-    data = [own(0), go.Scatter(x=at, y=_rounded(ours.nanmean(dim=0)), mode='lines+markers', name='model',
-                               line=dict(color=OURS, width=2), marker=dict(size=5), hovertemplate=hover)]
-    if theirs is not None:
-        times, values = theirs
-        data.append(go.Scatter(x=list(map(float, times)), y=_rounded(values.nanmean(dim=0)), mode='lines',
-                               name='teacher', line=dict(color=THEIRS, width=2, dash='dash'), hovertemplate=hover))
+    data = [own(0), line(measured[0], ours.nanmean(dim=0), 'lines+markers', 'model', color=OURS, width=2)]
+    if taught is not None:
+        data.append(line(taught[0], taught[1].nanmean(dim=0), 'lines', 'teacher', color=THEIRS, width=2, dash='dash'))
     figure = _figure(data, [*(_frame(f'i{i}', [own(i)], 0) for i in range(len(ours))),
                             *(_frame(f't{k}', [], 0, **now(t)) for k, t in enumerate(found.times))],
                      xaxis=dict(title='t', range=[found.times[0] - 0.2, found.times[-1] + 0.2]),
@@ -211,21 +203,14 @@ def _line(found: Findings, title: str, about: str, at: Sequence[float], ours: Te
 
 def _similarity(alike: Similarity, columns: str) -> Chart:
     go = plotly()
-    z = [_rounded(row, 3) for row in alike.values]
+    z = [_rounded(row, 3) for row in alike.values.nanmean(dim=0)]
     heat = go.Heatmap(
         z=z, x=[f'{t:.3g}' for t in alike.other_times], y=[f'{t:.3g}' for t in alike.times], zmin=0, zmax=1,
         colorscale='Viridis', hovertemplate='t = %{y} and %{x}: %{z:.3f}<extra></extra>')
     figure = _figure([heat], [], xaxis=dict(title=columns, type='category'),
                      yaxis=dict(title='t', type='category', autorange='reversed'))
     about = 'Mean cosine of each token with itself at another time, not below 0.'
-    if not alike.own:
+    if columns != 't':
         return Chart("Likeness to the teacher's states", f'{about} On a bright diagonal, they agree at the same time.',
                      figure, '')
-    if alike.values.isfinite().all():
-        begins = alike.spans(min(SPANS, len(alike.values)))
-        about = f'{about} Dotted: cut into {len(begins) + 1} spans.'
-        for place, t in enumerate(alike.times.tolist()):
-            if t in begins:
-                figure.add_vline(place - 0.5, line=dict(color=CUT, dash='dot'))
-                figure.add_hline(place - 0.5, line=dict(color=CUT, dash='dot'))
-    return Chart('Spans of similar states', about, figure, '')
+    return Chart('Likeness of its states', about, figure, '')

@@ -1,7 +1,8 @@
 """Findings: everything that a report shows, measured on a few images."""
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,21 +14,23 @@ from ..dynamics.attention import AttentionOverTime, attention_over_time, has_att
 from ..dynamics.contraction import Recovery, Region, contraction_regions, recovery
 from ..dynamics.flow import follow
 from ..dynamics.lyapunov import Exponents, lyapunov_exponents
-from ..dynamics.projections import Plane, plane, token_colours
 from ..dynamics.similarity import Similarity, state_similarity
 from ..dynamics.trajectories import (
     ClassOverTime,
     DistanceOverTime,
     Geometry,
+    Plane,
     check_comparable,
     class_over_time,
     distance_over_time,
+    plane,
+    token_colours,
     trajectory_geometry,
 )
 from ..ode.blocks import find_ode_blocks
 from ..recording import state_at
 
-__all__ = ['Findings', 'find']
+__all__ = ['Findings', 'measure_all']
 
 
 @dataclass(frozen=True)
@@ -53,20 +56,20 @@ class Findings:
         grid: Rows and columns of the patches.
     """
     words: str
-    times: List[float]
-    probabilities: Optional[Tensor]
-    taught: Optional[Tensor]
-    decided: Optional[ClassOverTime]
-    geometry: Tuple[Geometry, Optional[Geometry]]
-    attention: Optional[AttentionOverTime]
+    times: list[float]
+    probabilities: Tensor | None
+    taught: Tensor | None
+    decided: ClassOverTime | None
+    geometry: tuple[Geometry, Geometry | None]
+    attention: AttentionOverTime | None
     plane: Plane
-    followed: Optional[DistanceOverTime]
-    region: Optional[Region]
+    followed: DistanceOverTime | None
+    region: Region | None
     exponents: Exponents
-    recovery: Optional[Recovery]
-    similarity: Tuple[Similarity, Optional[Similarity]]
-    colours: Optional[Tuple[Tensor, Optional[Tensor]]]
-    grid: Optional[Tuple[int, int]]
+    recovery: Recovery | None
+    similarity: tuple[Similarity, Similarity | None]
+    colours: list[Tensor] | None
+    grid: tuple[int, int] | None
 
     @property
     def token(self) -> str:
@@ -84,21 +87,18 @@ class Findings:
             if self.taught is None or self.decided is None:
                 return f'{self.words}: {off}{of}.'
             same = int((self.taught.argmax(dim=-1) == self.decided.classes[:, -1]).sum())
-            found = f"the teacher's class for {same} of {images}"
-            if count == 1:
-                found = "the teacher's class" if same else 'another class than its teacher'
-            return f'{self.words}, gives {found}; {off}{of}.'
+            return f"{self.words}, gives the teacher's class for {same} of {images}; {off}{of}."
         largest = self.exponents.values[:, 0]
-        drift = (f'small changes of the state grow at most by a factor of '
-                 f'{math.exp(float(largest.nanmedian())):.2f} per block' if largest.isfinite().any() else
-                 f'there are no exponents ({next(r for r in self.exponents.reasons if r)})')
+        growth = (f'small changes of the state grow at most by a factor of '
+                  f'{math.exp(float(largest.nanmedian())):.2f} per block' if largest.isfinite().any() else
+                  f'there are no exponents ({next(r for r in self.exponents.reasons if r)})')
         if self.decided is None:
-            return f'{self.words}: {drift}{of}.'
+            return f'{self.words}: {growth}{of}.'
         return (f'{self.words}, has settled on its class at t = {self.decided.settled.nanmedian():.3g} of '
-                f'{self.times[-1]:.3g}; {drift}{of}.')
+                f'{self.times[-1]:.3g}; {growth}{of}.')
 
 
-def find(model: Any, images: Tensor, teacher: Any = None, progress: bool = True) -> Findings:
+def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool = True) -> Findings:
     """Measure everything that a report shows.
 
     Args:
@@ -112,12 +112,12 @@ def find(model: Any, images: Tensor, teacher: Any = None, progress: bool = True)
         ValueError: The teacher does not fit the model, or the model is not in float32.
     """
     _check(model, images, teacher)
-    has_head, has_maps, grid = _look(model, images)
-    both: Dict[str, Any] = {} if teacher is None else {'other': teacher}
-    steps: Dict[str, Callable[[], Any]] = {
-        'probabilities': lambda: _probabilities(model, images) if has_head else None,
-        'taught': lambda: _probabilities(teacher, images)[:, -1] if teacher is not None and has_head and
-        _look(teacher, images)[0] else None,
+    with follow(model, images[:1]) as flow:
+        has_head, has_maps, grid = flow.head is not None, has_attention_maps(flow), _grid(model, flow)
+    both: dict[str, Any] = {} if teacher is None else {'other': teacher}
+    measures: dict[str, Callable[[], Any]] = {
+        'probabilities': lambda: _probabilities(model, images),
+        'taught': lambda: None if teacher is None or not has_head else _probabilities(teacher, images),
         'decided': lambda: class_over_time(model, images) if has_head else None,
         'geometry': lambda: (trajectory_geometry(model, images),
                              None if teacher is None else trajectory_geometry(teacher, images)),
@@ -127,23 +127,25 @@ def find(model: Any, images: Tensor, teacher: Any = None, progress: bool = True)
         'region': lambda: contraction_regions(model, images, directions=4) if has_head else None,
         'exponents': lambda: lyapunov_exponents(model, images),
         'recovery': lambda: recovery(model, images) if has_head else None,
-        'similarity': lambda: (state_similarity(model, images, kind='cosine'), None if teacher is None else
-                               state_similarity(model, images, other=teacher, kind='cosine')),
+        'similarity': lambda: (state_similarity(model, images),
+                               None if teacher is None else state_similarity(model, images, **both)),
         'colours': lambda: None if grid is None else _colours(model, images, teacher, grid),
     }
-    found: Dict[str, Any] = {}
-    with tqdm(steps, desc='report', disable=not progress) as bar, torch.autocast(images.device.type, enabled=False):
+    found: dict[str, Any] = {}
+    with tqdm(measures, desc='report', disable=not progress) as bar, torch.autocast(images.device.type, enabled=False):
         for name in bar:
             bar.set_postfix_str(name)
-            found[name] = _on_cpu(steps[name]())
+            found[name] = _on_cpu(measures[name]())
+    if found['taught'] is not None:
+        found['taught'] = found['taught'][:, -1]
     return Findings(words=_words(model), times=found['geometry'][0].times.tolist(), grid=grid, **found)
 
 
 def _on_cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.cpu()
-    if isinstance(value, tuple):
-        return tuple(map(_on_cpu, value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_on_cpu, value))
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: _on_cpu(getattr(value, f.name)) for f in fields(value)})
     return value
@@ -168,23 +170,23 @@ def _check(model: Any, images: Tensor, teacher: Any) -> None:
         check_comparable(flow, other)
 
 
-def _look(model: Any, images: Tensor) -> Tuple[bool, bool, Optional[Tuple[int, int]]]:
-    """Whether states have classes, and maps of attention, and the grid of the patches."""
-    with follow(model, images[:1]) as flow:
-        grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
-        tokens = flow.start.shape[1] - flow.prefix
-        fits = grid is not None and flow.start.ndim == 3 and grid[0] * grid[1] == tokens
-        return flow.head is not None, has_attention_maps(flow), tuple(grid) if fits else None  # type: ignore
+def _grid(model: Any, flow: Any) -> tuple[int, int] | None:
+    """Rows and columns of the patches, if the tokens are one for each of them."""
+    grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
+    fits = grid is not None and flow.start.ndim == 3 and grid[0] * grid[1] == flow.start.shape[1] - flow.prefix
+    return (grid[0], grid[1]) if fits else None
 
 
-def _probabilities(model: Any, images: Tensor) -> Tensor:
+def _probabilities(model: Any, images: Tensor) -> Tensor | None:
     with follow(model, images) as flow:
+        if flow.head is None:
+            return None
         return torch.stack([flow.logits(x).softmax(dim=-1) for x in flow.states()], dim=1)
 
 
-def _colours(model: Any, images: Tensor, teacher: Any, grid: Tuple[int, int]) -> Tuple[Tensor, Optional[Tensor]]:
-    states: List[Tensor] = []
-    times: Tuple[float, ...] = ()
+def _colours(model: Any, images: Tensor, teacher: Any, grid: tuple[int, int]) -> list[Tensor]:
+    states: list[Tensor] = []
+    times: tuple[float, ...] = ()
     for each in (model, teacher):
         if each is not None:
             with follow(each, images) as flow:
@@ -192,8 +194,7 @@ def _colours(model: Any, images: Tensor, teacher: Any, grid: Tuple[int, int]) ->
                 seen = flow.states()
                 found = torch.stack([state_at(seen, flow.times, t)[:, flow.prefix:] for t in times], dim=1)
                 states.append(F.normalize(found, dim=-1))
-    colours = [x.unflatten(2, grid) for x in token_colours(states)]
-    return colours[0], colours[1] if len(colours) > 1 else None
+    return [x.unflatten(2, grid) for x in token_colours(states)]
 
 
 def _words(model: Any) -> str:

@@ -1,33 +1,33 @@
-"""The page, report.json and the PNG files."""
+"""write_report: the page and report.json."""
+import base64
 import json
-import re
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from html import escape
 from importlib.resources import files
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Union
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
 from .._version import __version__
 from ..data.pictures import class_names, model_name
+from ..data.preprocessing import data_config
 from ..errors import shown
-from ..evaluation.results import new_figure
-from ..files import staged, to_json, write_text
-from ..settings import checks_keywords
+from ..files import to_json, write_text
 from .charts import Chart, charts, plotly
-from .findings import Findings, find
-from .pictures import as_uri, draw_attention, draw_classes, draw_trajectories, photos, spotlight
+from .findings import Findings, measure_all
 
-__all__ = ['PAGE', 'write_report']
+__all__ = ['PAGE', 'photos', 'spotlight', 'write_report']
 
 PAGE = 'index.html'
 MOST = 64  # images; a page grows with each
 
 
-@checks_keywords
 def write_report(
         model: nn.Module,
         images: Tensor,
@@ -42,12 +42,12 @@ def write_report(
     """Show what a model does to a few images: one page that needs no network and no server.
 
     A slider over t moves attention, the state in a plane, and the probabilities of the classes together. Beside the
-    page, report.json has the numbers, and there are plots as PNG.
+    page, report.json has the numbers.
 
     Args:
         model: timm model with one sequence of blocks: an ODE-ViT or an ordinary ViT.
         images: 1 to 64 images [B, C, H, W], normalised for the model, on its device.
-        out: Folder for index.html, report.json and the PNG files; files of these names are replaced.
+        out: Folder for index.html and report.json; files of these names are replaced.
         teacher: Model to compare with, of the same width, tokens, classes and normalisation of images.
         names: Names of the images.
         classes: True class of each image, for the table.
@@ -58,7 +58,7 @@ def write_report(
         The path of index.html.
 
     Raises:
-        ImportError: plotly or matplotlib is not installed; the message says what to type.
+        ImportError: plotly is not installed; the message says what to type.
         TypeError: A model has no single sequence of blocks.
         ValueError: The images are not a batch of 1 to 64, names do not fit, or the teacher does not fit the model.
         OSError: The folder cannot be written to.
@@ -69,33 +69,32 @@ def write_report(
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"'{out}' is a file. Give a folder to write to.")
-    plotly(), new_figure(1, 1)  # say what to install before anything is measured
+    plotly()  # say what to install before anything is measured
     names = [f'image {i + 1}' for i in range(len(images))] if names is None else _texts('names', names, len(images))
     classes = None if classes is None else _texts('classes', classes, len(images))
     known = class_names(model)
     title = _texts('title', [title], 1)[0] if title is not None else model_name(model)
-    found = find(model, images, teacher, progress)
-    seen = photos(images, model)
-    page = _page(title, found, seen, charts(found, known), names, classes, known)
-    numbers = to_json(_numbers(title, found, names, classes, known))
-    pictures = {'trajectories.png': draw_trajectories(found.plane.points, found.plane.others, found.plane.explained)}
-    for i in range(len(images)):
-        if found.probabilities is not None:
-            pictures[f'classes-{i + 1}.png'] = draw_classes(found.probabilities[i], found.times, known)
-        if found.attention is not None and found.grid is not None:
-            pictures[f'attention-{i + 1}.png'] = draw_attention(
-                seen[i], _on_grid(found, found.attention.attention)[i], found.attention.times.tolist())
+    found = measure_all(model, images, teacher, progress)
+    page = _page(title, found, photos(images, model), charts(found, known), names, classes, known)
+    numbers = to_json({
+        'title': title, 'sentence': found.sentence(), 'version': __version__, 'torch': torch.__version__,
+        'images': _rows(found, names, classes, known), **{
+            f.name: _plain(getattr(found, f.name)) for f in fields(found)
+            if f.name not in ('probabilities', 'taught', 'colours')}})
     with suppress(FileNotFoundError):
         (out / PAGE).unlink()  # an interrupted report has no page
-    for name, figure in pictures.items():
-        with staged(out, name) as aside:
-            figure.savefig(aside / name, dpi=120)
-    for file in out.iterdir():
-        if re.fullmatch(r'(attention|classes)-\d+\.png', file.name) and file.name not in pictures:
-            file.unlink()  # of an earlier report
     write_text(out / 'report.json', numbers)
     write_text(out / PAGE, page)
     return out / PAGE
+
+
+def _plain(value: Any) -> Any:
+    """Measurements as lists and dicts, for JSON."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return {f.name: _plain(getattr(value, f.name)) for f in fields(value)} if is_dataclass(value) else value
 
 
 def _texts(what: str, given: Sequence[Any], count: int) -> List[str]:
@@ -116,7 +115,7 @@ def _page(
         classes: Optional[Sequence[str]], known: Optional[Sequence[str]],
 ) -> str:
     from plotly.offline import get_plotlyjs  # charts() has imported plotly
-    pictures = [as_uri(picture) for picture in seen]
+    pictures = [_uri(picture) for picture in seen]
     frames: Dict[str, Any] = {'times': [float(f'{t:.3g}') for t in found.times], 'photo': pictures,
                               'said': _said(found, names, known)}
     looks = [_figure('photo', 'what the model sees')]
@@ -125,15 +124,15 @@ def _page(
         about = f'attention of the {token} in the step that ends at t'
         for name, tokens, words in (('attention', found.attention.attention, about),
                                     ('rollout', found.attention.rollout, 'all steps until t together (rollout)')):
-            frames[name] = [[as_uri(spotlight(torch.ones(found.grid))), *(as_uri(spotlight(x)) for x in image)]
+            frames[name] = [[_uri(spotlight(torch.ones(found.grid))), *(_uri(spotlight(x)) for x in image)]
                             for image in _on_grid(found, tokens)]  # before the first step, there is none
             looks.append(_figure('photo', words, name))
     colours = []
     if found.colours is not None:
-        for name, states in zip(('model', 'teacher'), found.colours, strict=True):
-            if states is not None:
-                frames[name] = [[as_uri(_coloured(x)) for x in image] for image in states]
-                colours.append(_figure(name, name))
+        for name, states in zip(('model', 'teacher'), found.colours, strict=False):
+            frames[name] = [[_uri(Image.fromarray(x.numpy())) for x in image]
+                            for image in (states * 255).round().byte()]
+            colours.append(_figure(name, name))
     panels = [_panel('What it looks at', 'The image is dark where there is little attention.', looks)]
     drawn = [_chart(i, chart) for i, chart in enumerate(made)]
     first = panels + [html for chart, html in zip(made, drawn, strict=True) if chart.first]
@@ -192,10 +191,6 @@ def _chart(i: int, chart: Chart) -> str:
             f'<div role="img" aria-label="{escape(chart.title)}"{moves}>{drawn}</div></div>')
 
 
-def _coloured(tokens: Tensor) -> Image.Image:
-    return Image.fromarray((tokens * 255).round().byte().numpy())
-
-
 def _name(index: Any, known: Optional[Sequence[str]]) -> str:
     return known[int(index)] if known else f'class {int(index)}'
 
@@ -247,28 +242,23 @@ def _table(found: Findings, names: Sequence[str], classes: Optional[Sequence[str
     return f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}'
 
 
-def _numbers(title: str, found: Findings, names: Sequence[str], classes: Optional[Sequence[str]],
-             known: Optional[Sequence[str]]) -> Dict[str, Any]:
-    """The numbers of the page, for report.json."""
-    def listed(x: Any) -> Any:
-        return None if x is None else x.tolist()
-    own, other = found.geometry
-    shapes = {who: {name: listed(getattr(each, name)) for name in ('speed', 'norm', 'angle', 'curvature', 'cosine',
-                                                                    'anisotropy', 'times')}
-              for who, each in (('model', own), ('teacher', other)) if each is not None}
-    return {
-        'title': title, 'sentence': found.sentence(), 'version': __version__, 'torch': torch.__version__,
-        'images': _rows(found, names, classes, known), 'times': found.times, 'geometry': shapes,
-        'plane': {'points': listed(found.plane.points), 'teacher': listed(found.plane.others),
-                  'explained': found.plane.explained},
-        'classes': None if found.decided is None else {
-            'classes': listed(found.decided.classes), 'probability': listed(found.decided.probability)},
-        'attention': None if found.attention is None else {
-            'attention': listed(found.attention.attention), 'rollout': listed(found.attention.rollout),
-            'entropy': listed(found.attention.entropy)},
-        'distance': None if found.followed is None else listed(found.followed.distance),
-        'exponents': {'running': listed(found.exponents.running), 'reasons': list(found.exponents.reasons)},
-        'recovery': None if found.recovery is None else listed(found.recovery.factor),
-        'cosines': {who: listed(each.values) for who, each in zip(('model', 'teacher'), found.similarity, strict=True)
-                    if each is not None},
-    }
+def photos(images: Tensor, model: Any) -> List[Image.Image]:
+    """What a model sees: images [B, C, H, W], normalised for it, as pictures; grey with less than three channels."""
+    cfg = data_config(model)
+    mean, std = (torch.tensor(cfg[key]).view(1, -1, 1, 1) for key in ('mean', 'std'))
+    pixels = ((images.cpu().float() * std + mean).clamp(0, 1) * 255).round().byte()
+    pixels = pixels[:, :3] if pixels.shape[1] >= 3 else pixels[:, :1].expand(-1, 3, -1, -1)
+    return [Image.fromarray(x.permute(1, 2, 0).contiguous().numpy()) for x in pixels]
+
+
+def spotlight(attention: Tensor) -> Image.Image:
+    """A veil over an image [rows, columns], the more transparent the more attention a patch gets."""
+    alpha = (200 * (1 - attention / attention.max().clamp_min(1e-12))).round().byte().numpy()
+    return Image.fromarray(np.dstack([np.zeros((*alpha.shape, 3), np.uint8), alpha]))
+
+
+def _uri(image: Image.Image) -> str:
+    """A picture as a PNG inside of a page."""
+    file = BytesIO()
+    image.save(file, 'png', optimize=True)
+    return f'data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}'
