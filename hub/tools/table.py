@@ -16,7 +16,7 @@ from cards import dataset_of
 from dynamics_tables import TABLES as DYNAMICS_TABLES
 
 from timm_odevit.benchmark.tables import Benchmark, Timing, Weights
-from timm_odevit.training.ablate import table
+from ablate import table
 
 HUB = Path(__file__).parent.parent
 README, RESULTS, SPEED, DYNAMICS = (

@@ -11,7 +11,6 @@ import torch
 from .._version import __version__
 from ..errors import one_line, suggest
 from . import (
-    ablate,
     benchmark,
     calibrate,
     convert,
@@ -31,7 +30,7 @@ __all__ = ['COMMANDS', 'main', 'parser']
 
 COMMANDS = {'finetune': finetune, 'convert': convert, 'calibrate': calibrate, 'distill': distill, 'evaluate': evaluate,
             'halt': halt, 'predict': predict, 'report': report, 'export': export, 'push': push, 'recipe': recipe,
-            'ablate': ablate, 'benchmark': benchmark}
+            'benchmark': benchmark}
 
 
 def main(argv: Optional[List[str]] = None) -> int:
