@@ -17,9 +17,8 @@ HELP = 'Fit a converted model to its teacher, on images without labels.'
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('student', help="'local-dir:FOLDER' of a converted model")
     parser.add_argument('images', help=IMAGES)
-    parser.add_argument('out', help='folder for checkpoints, and for the result in best/')
+    parser.add_argument('out', help='folder for the result, in best/')
     parser.add_argument('--teacher', metavar='MODEL', required=True, help=MODEL)
-    parser.add_argument('--resume', action='store_true', help='continue the run in the folder')
     add_settings(parser, CalibrationConfig)
     workers(parser)
     quiet(parser)
@@ -27,14 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     config = CalibrationConfig(**given(args, CalibrationConfig))
-    if not args.resume:
-        refuse_existing(args.out, '--resume')
+    refuse_existing(args.out, 'empty it')
     student, teacher = load(args.student, args), load(args.teacher, args)
     loader, held = images_of(args.images, student, config.batch_size, args.workers, config.seed)
     held = few(held, config.batch_size)
     measure, of = (evaluate, 'agreement') if student.num_classes else (evaluate_embeddings, 'neighbours')
     before: Any = measure(student, held, teacher=teacher).results[-1]
-    calibrate_(student, teacher, loader, out=args.out, resume=args.resume, progress=not args.quiet, config=config)
+    calibrate_(student, teacher, loader, progress=not args.quiet, config=config)
     after: Any = measure(student, held, teacher=teacher).results[-1]
     what = 'agreement with' if student.num_classes else 'nearest images as in'
     print(f'{what} the teacher on {after.images} images held out: {getattr(before, of):.1f} % before, '
