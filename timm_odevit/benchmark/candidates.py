@@ -15,9 +15,7 @@ from ..data.preprocessing import data_config
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import OdeConfig
 from ..ode.blocks import OdeBlocks as Halts
-from ..training.cache import record
-from ..training.stepwise_task import StepwiseTask
-from ..training.trajectory_task import TrajectoryDistillationTask
+from ..training.tasks import StepwiseTask, TrajectoryDistillationTask
 from .products import products_of
 from .timing import Call, Setting
 
@@ -120,31 +118,28 @@ def forward_passes(
 def training_steps(base: nn.Module, name: str) -> List[Candidate]:
     """Training steps: of a model by cross-entropy and, compared with it, of ODE-ViTs that follow it.
 
-    Of the autonomous ODE-ViT also with gradient checkpointing, step by step, and with the states of its teacher cached.
+    Of the autonomous ODE-ViT also with gradient checkpointing, and step by step.
     """
     against, device = f'{name}, cross-entropy', next(base.parameters()).device
     found: List[Candidate] = []
 
-    def add(title: str, task: Any, cached: bool = False) -> None:
+    def add(title: str, task: Any) -> None:
         def prepare(batch_size: int) -> List[Call]:
             images, target = noise(base, batch_size), torch.zeros(batch_size, dtype=torch.long, device=device)
-            return [partial(_step, task.train(), images, record(base, images, target) if cached else target)]
+            return [partial(_step, task.train(), images, target)]
         found.append(Candidate(title, against, task.get_eval_model(), prepare))
 
     add(against, ClassificationTask(copy.deepcopy(base), nn.CrossEntropyLoss(), device=device, verbose=False))
     for title, student in conversions(base).items():
         add(f'{title}, distillation', TrajectoryDistillationTask(student, copy.deepcopy(base), verbose=False))
     for title, kind, way in (('distillation', TrajectoryDistillationTask, 'gradient checkpointing'),
-                             ('distillation', TrajectoryDistillationTask, 'cached states'),
-                             ('stepwise', StepwiseTask, ''), ('stepwise', StepwiseTask, 'cached states')):
-        if way == 'cached states' and not hasattr(base, 'blocks'):
-            continue  # a pyramid's states are not kept
+                             ('stepwise', StepwiseTask, '')):
         own: Any = copy.deepcopy(base)
         convert_(own, keep_original=False)
         if way == 'gradient checkpointing':
             own.set_grad_checkpointing(True)
         task = kind(own, copy.deepcopy(base), verbose=False)
-        add(', '.join(filter(None, ('ODE-ViT', title, way))), task, way == 'cached states')
+        add(', '.join(filter(None, ('ODE-ViT', title, way))), task)
     return found
 
 
