@@ -21,7 +21,7 @@ import torch
 
 from timm_odevit import OdeConfig, calibrate_, convert_, merge_, save_pretrained
 from timm_odevit.odevit import default_cfgs
-from timm_odevit.training.hashes import hash_of
+from timm_odevit.training.resume import hash_of
 
 COUNTS = (6, 8, 10, 12, 14, 16, 20, 24)
 

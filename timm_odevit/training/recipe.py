@@ -1,8 +1,9 @@
 """Recipes: what to train, on what data and how, in one validated YAML file."""
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from html import escape
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any
 
 import yaml
 
@@ -18,7 +19,7 @@ FOLDER = Path(__file__).parent / 'recipes'
 TASKS = ('stepwise', 'trajectory', 'labels')
 FIT = [name for name in FitConfig.names() if name != 'seed']  # the recipe has its own
 # the parts of a model that a stage may train, and what the names of their parameters contain
-PARTS: Dict[str, Tuple[str, ...]] = {
+PARTS: dict[str, tuple[str, ...]] = {
     'all': ('',),
     'blocks': ('blocks.',),
     'base': ('blocks.shared.base.', '.base.'),
@@ -32,7 +33,17 @@ PARTS: Dict[str, Tuple[str, ...]] = {
 }
 
 
-def _section(known: Optional[Sequence[str]] = None) -> Check:
+# settings that version 0.1.0 had, and what to do instead
+GONE = {
+    'cache': "The teacher's states are no longer kept on disk",
+    'segments': 'Start with a stage of task stepwise instead',
+    'forced': '',  # had no effect without segments
+    'attention_weight': 'Follow the states (trajectory_weight) instead',
+    'relation_weight': 'Follow the outputs (kd_weight) instead',
+}
+
+
+def _section(known: Sequence[str] | None = None) -> Check:
     """Keys and values, of which the keys are known; or None."""
     def check(name: str, value: Any) -> Any:
         if value is not None and not isinstance(value, dict):
@@ -51,7 +62,7 @@ def _task(name: str, value: Any) -> str:
     return value
 
 
-def _parts(name: str, value: Any) -> Tuple[str, ...]:
+def _parts(name: str, value: Any) -> tuple[str, ...]:
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)):
         raise ValueError(f'{name} must be a list of parts; got {parts!r}. Allowed: {", ".join(PARTS)}.')
@@ -63,7 +74,7 @@ def _parts(name: str, value: Any) -> Tuple[str, ...]:
     return tuple(parts)
 
 
-def _stages(name: str, value: Any) -> Tuple['Stage', ...]:
+def _stages(name: str, value: Any) -> tuple['Stage', ...]:
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError(f'{name} must be a list of at least one stage, such as [{{task: trajectory}}].')
     found = []
@@ -89,9 +100,9 @@ class Stage(Settings):
         fit: Keywords of `fit`; they override the recipe's.
     """
     task: str = setting('trajectory', _task)
-    train: Tuple[str, ...] = setting(('all',), _parts)
-    loss: Optional[Dict[str, Any]] = setting(None, _section(LossConfig.names()))
-    fit: Optional[Dict[str, Any]] = setting(None, _section(FIT))
+    train: tuple[str, ...] = setting(('all',), _parts)
+    loss: dict[str, Any] | None = setting(None, _section(LossConfig.names()))
+    fit: dict[str, Any] | None = setting(None, _section(FIT))
 
     def _check(self) -> None:
         if self.task != 'trajectory' and self.loss:
@@ -113,33 +124,28 @@ class Recipe(Settings):
         fit: Keywords of `fit` for all stages.
         stages: The stages, in order; each starts from the last weights of the previous one.
         grad_checkpointing: Recompute activations in the backward pass, step by step.
-        cache: Views of each image for which the teacher's states are computed once and kept on disk; 0 for none.
         seed: Seed of the run.
 
     Raises:
         ValueError: A key is unknown or a value is out of range; the message says what is allowed.
     """
-    ode: Optional[Dict[str, Any]] = setting(None, _section(OdeConfig.names()))
-    model: Optional[str] = None
-    model_args: Optional[Dict[str, Any]] = setting(None, _section())
-    data: Optional[Dict[str, Any]] = setting(None, _section(DataConfig.names()))
-    loss: Optional[Dict[str, Any]] = setting(None, _section(LossConfig.names()))
-    fit: Optional[Dict[str, Any]] = setting(None, _section(FIT))
-    stages: Tuple[Stage, ...] = setting((), _stages)
+    ode: dict[str, Any] | None = setting(None, _section(OdeConfig.names()))
+    model: str | None = None
+    model_args: dict[str, Any] | None = setting(None, _section())
+    data: dict[str, Any] | None = setting(None, _section(DataConfig.names()))
+    loss: dict[str, Any] | None = setting(None, _section(LossConfig.names()))
+    fit: dict[str, Any] | None = setting(None, _section(FIT))
+    stages: tuple[Stage, ...] = setting((), _stages)
     grad_checkpointing: bool = setting(False, flag)
-    cache: int = setting(0, whole(0))
     seed: int = setting(0, whole(0))
 
     def _check(self) -> None:
         try:
-            batches = self.batches
+            self.batches  # noqa: B018 (raises if a setting is invalid)
         except ValueError as e:
             raise ValueError(f'data.{e}') from None
-        if self.cache and batches.mixes:
-            raise ValueError("cache keeps the teacher's outputs for unchanged images, but data.mixup, data.cutmix and "
-                             'data.smoothing change images or labels. Set cache to 0, or leave those out.')
         if self.ode is not None:
-            self.config  # noqa: B018 (raises if a setting is invalid)
+            self.config  # noqa: B018 (likewise)
         for i, stage in enumerate(self.stages):
             if 'epochs' not in {**(self.fit or {}), **(stage.fit or {})}:
                 raise ValueError(
@@ -176,14 +182,14 @@ class Recipe(Settings):
         """Whether the outputs are embeddings, so that the labels of the data mean nothing to the model."""
         return any(self.loss_of(stage).embedding for stage in self.stages)
 
-    def trained_at(self, own: int) -> Tuple[int, ...]:
+    def trained_at(self, own: int) -> tuple[int, ...]:
         """The numbers of steps that the last stage trains, for a student with `own` steps."""
         last = self.stages[-1]
         counts = self.loss_of(last).counts(own) if last.task == 'trajectory' else None
         return tuple(sorted(set(counts or (own,))))
 
     @classmethod
-    def load(cls, name: Union[str, Path], changes: Sequence[str] = ()) -> 'Recipe':
+    def load(cls, name: str | Path, changes: Sequence[str] = ()) -> 'Recipe':
         """Read a recipe.
 
         Args:
@@ -216,7 +222,7 @@ class Recipe(Settings):
             if len(path) > DEEPEST:
                 raise ValueError(f"'{shown}' has {len(path)} levels, but a recipe has at most {DEEPEST}.")
             _set(tree, path, parse_yaml(text, shown, 'has a value that is not valid YAML'), shown)
-        tree = _section(cls.names())(name, tree)
+        tree = _section(cls.names())(name, _without_gone(name, tree))
         try:
             recipe = cls(**tree)
         except (TypeError, ValueError) as e:
@@ -232,7 +238,7 @@ class Recipe(Settings):
 
     def to_yaml(self) -> str:
         """The recipe as YAML, without default values."""
-        def tree(of: Any) -> Dict[str, Any]:
+        def tree(of: Any) -> dict[str, Any]:
             return {f.name: getattr(of, f.name) for f in fields(of) if getattr(of, f.name) not in (None, f.default)}
         whole = tree(self)
         whole['stages'] = [tree(stage) for stage in self.stages]
@@ -242,12 +248,24 @@ class Recipe(Settings):
         return f'<pre>{escape(self.to_yaml())}</pre>'
 
 
-def builtin_recipes() -> List[str]:
+def _without_gone(name: str, tree: Any) -> Any:
+    """A recipe without settings that are gone, if they are off."""
+    if isinstance(tree, list):
+        return [_without_gone(name, entry) for entry in tree]
+    if not isinstance(tree, dict):
+        return tree
+    for key, instead in GONE.items():
+        if tree.get(key) and instead:
+            raise ValueError(f'{name}: {key} is gone since version 0.2. {instead}, and leave {key} out.')
+    return {key: _without_gone(name, value) for key, value in tree.items() if key not in GONE}
+
+
+def builtin_recipes() -> list[str]:
     """Names of the recipes that come with the package."""
     return sorted(path.stem for path in FOLDER.glob('*.yaml'))
 
 
-def _set(tree: Any, path: List[str], value: Any, change: str) -> None:
+def _set(tree: Any, path: list[str], value: Any, change: str) -> None:
     *parents, last = path
     for name in parents:
         if isinstance(tree, list):
@@ -267,7 +285,7 @@ def _set(tree: Any, path: List[str], value: Any, change: str) -> None:
         tree[last] = value
 
 
-def _item(items: List[Any], name: str, change: str) -> Any:
+def _item(items: list[Any], name: str, change: str) -> Any:
     if not name.isdigit() or int(name) >= len(items):
         raise ValueError(f"'{change}': there is no entry '{name}'; the entries are 0 to {len(items) - 1}.")
     return items[int(name)]
