@@ -362,6 +362,23 @@ def test_steps_may_be_shares_and_are_drawn_by_the_seed(vit, images):
     assert set(first) == {1, 3, 6} and first == drawn(0) != drawn(1)
 
 
+def test_views_with_other_numbers_of_steps_have_the_modes_of_the_student(vit, images):
+    student, teacher = pair(vit, drop_rate=0.5)
+    task = TrajectoryDistillationTask(student, teacher, steps=(2, 5)).eval()
+    task(images, None)
+    assert task.drawn == [3]  # in eval mode, its own number
+    for mode in (True, False):
+        task.train()
+        student.train(mode)
+        for update in range(12):
+            task.begin_update(update)
+            task(images, None)
+        views = list(task._views.values())
+        assert sorted(view.blocks.steps for view in views) == [2, 5]
+        assert all(module.training == mode for view in views for module in view.modules())
+    assert student.blocks.steps == 3 and len(list(task.get_trainable_module().parameters())) == len(list(student.parameters()))
+
+
 def test_layer_decay_reaches_the_stepwise_task(vit):
     student, teacher = pair(vit)
     optimizer = create_optimizer_v2(StepwiseTask(student, teacher).get_trainable_module(), opt='adamw', lr=1., layer_decay=0.5)

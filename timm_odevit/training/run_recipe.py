@@ -100,7 +100,9 @@ def train(
         check_about(folder, about)
         calibration = draw_sample(val_loader, SAMPLE, recipe.seed).to(device)
         student = _student(recipe, host, calibration)
-        tasks = list(_tasks(recipe, student, teacher, calibration, len(train_loader)))
+        tasks = list(_tasks(recipe, student, teacher, calibration))
+        for stage in recipe.stages:
+            count_updates(train_loader, recipe.fit_of(stage).accumulate)
         if rank_and_world()[1] > 1:
             dist.barrier()  # all check the folder before the first process writes to it
         if rank == 0 and not (folder / RECIPE).exists():
@@ -218,14 +220,13 @@ def _create(recipe: Recipe, classes: int) -> nn.Module:
 
 
 def _tasks(
-        recipe: Recipe, student: nn.Module, teacher: nn.Module | None, calibration: Tensor, batches: int,
+        recipe: Recipe, student: nn.Module, teacher: nn.Module | None, calibration: Tensor,
 ) -> Iterator[TrainingTask]:
     """The task of each stage, which is checked before anything is written."""
     device = next(student.parameters()).device
     criterion = SoftTargetCrossEntropy() if recipe.batches.mixes else nn.CrossEntropyLoss()
     for i, stage in enumerate(recipe.stages):
         _names_of(student, stage.train, f'stages.{i}.train')
-        count_updates(range(batches), recipe.fit_of(stage).accumulate)
         try:
             if stage.task == 'labels':
                 yield ClassificationTask(student, criterion, device=device, verbose=False)
