@@ -92,7 +92,7 @@ def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
     (dict(grad_checkpointing=1), 'grad_checkpointing must be True or False'),
     (dict(data={'prob': 0.5}), 'data.prob is the share of the batches that are mixed'),
     (dict(seed=1.5), 'seed must be a whole number'),
-    (dict(stages=[{'train': 3}]), 'stages.0.train must be a list of parts; got 3'),
+    (dict(stages=[{'train': 3}]), 'stages.0.train must be a list of at least one part; got 3'),
     (dict(loss={'kd_weight': 1}, stages=[{'task': 'labels'}]), 'loss applies only to stages with task trajectory'),
     (dict(fit={'epochs': 1, 'clip_grad': 'abc'}), "clip_grad must be a number above 0, or None for no clipping; got 'abc'"),
     (dict(fit={'epochs': 1, 'amp': ['a']}), "Unknown amp '['a']'"),
@@ -453,7 +453,7 @@ def test_weights_that_are_not_finite_are_not_written(vit, data, tmp_path, monkey
 @pytest.mark.parametrize('made, message', [
     (lambda: recipe('model=vit_tiny_patch16_224'), 'The recipe names a model'),
     (lambda: recipe('ode=null', 'stages.0.task=labels'), 'the teacher itself would be trained'),
-    (lambda: recipe('stages.0.train=[]'), 'stages.0.train is empty'),
+    (lambda: recipe('stages.0.train=[]'), 'stages.0.train must be a list of at least one part; got []'),
     (lambda: recipe('stages=[{}, {train: [low_rank]}]'), "stages.1.train: the model has no parameters of the part 'low_rank'"),
     (lambda: recipe('stages.0.task=stepwise', 'stages.0.loss={kd_weight: 1}'), 'has no loss settings'),
     (lambda: recipe('loss={exits: [0.5], exit_weight: 1, kd_weight: 0}'), 'exits are trained by kd_weight and task_weight'),

@@ -165,10 +165,11 @@ def find_size(
 def _kept(student: nn.Module, teacher: nn.Module, held: list[tuple[Tensor, Tensor]]) -> float:
     """Agreement of the classes, or mean cosine of the embeddings, in percent."""
     if getattr(teacher, 'num_classes', 0):
-        agreement = evaluate(student, held, teacher=teacher).results[-1].agreement
-        return math.nan if agreement is None else agreement
-    cosine = evaluate_embeddings(student, held, teacher=teacher).results[-1].cosine
-    return math.nan if cosine is None else 100 * cosine
+        kept = evaluate(student, held, teacher=teacher).results[-1].agreement
+    else:
+        cosine = evaluate_embeddings(student, held, teacher=teacher).results[-1].cosine
+        kept = None if cosine is None else 100 * cosine
+    return math.nan if kept is None else kept
 
 
 def _batches(images: Any) -> list[tuple[Tensor, Tensor]]:

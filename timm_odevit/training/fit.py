@@ -23,7 +23,7 @@ from ..hooks import random_states_kept
 from ..saving.save import describe, save_pretrained
 from .config import FitConfig
 from .loaders import set_epoch
-from .monitor import NormWatch, Scalars, autocast, check_loss_is_finite, muon_in_float32
+from .monitor import NormWatch, autocast, check_loss_is_finite, muon_in_float32, scalars
 from .resume import BEST, HISTORY, LAST, check_unused, load_state, models_of, read_state, save_state, settings_to_resume
 from .validation import check_batch, must_fit, score_of, try_one_batch, validate
 
@@ -108,7 +108,7 @@ def fit(
         del state
         bar = tqdm(total=config.epochs * updates, initial=len(history) * updates, unit='update',
                    disable=not progress or rank > 0 or not left)
-        with bar, muon_in_float32(), Scalars(folder if rank == 0 else None) as scalars:
+        with bar, muon_in_float32(), scalars(folder if rank == 0 else None) as add_scalars:
             for epoch in left:
                 bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {config.epochs}")
                 record = trainer.epoch(epoch, val_loader, bar.update)
@@ -116,7 +116,7 @@ def fit(
                 history.append(record)
                 if folder is not None and rank == 0:
                     trainer.save(folder, history, kept, best=score_of(record, math.inf) > best)
-                scalars.add(record)
+                add_scalars(record)
                 shown = ('loss', 'val_top1', 'val_cosine')
                 bar.set_postfix({key: f'{record[key]:.4g}' for key in shown if key in record})
     return history

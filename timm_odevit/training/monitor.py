@@ -17,7 +17,7 @@ from ..hooks import evaluating, hooked
 from ..ode.blocks import find_ode_blocks, with_steps
 from .resume import models_of
 
-__all__ = ['NormWatch', 'Scalars', 'autocast', 'check_loss_is_finite', 'muon_in_float32']
+__all__ = ['NormWatch', 'autocast', 'check_loss_is_finite', 'muon_in_float32', 'scalars']
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -122,28 +122,24 @@ class NormWatch:
         return found
 
 
-class Scalars:
-    """Records of epochs for TensorBoard, in the folder 'tensorboard' of a run; nothing if it is not installed."""
+@contextmanager
+def scalars(folder: Path | None) -> Iterator[Callable[[dict[str, float]], None]]:
+    """Yields a function that adds the record of an epoch to `folder/tensorboard`, if TensorBoard is installed."""
+    writer: Any = None
 
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder if find_spec('tensorboard') is not None else None
-        self.writer: Any = None
-
-    def __enter__(self) -> 'Scalars':
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self.writer is not None:
-            self.writer.close()
-
-    def add(self, record: dict[str, float]) -> None:
-        """Add the record of an epoch."""
-        if self.folder is None:
+    def add(record: dict[str, float]) -> None:
+        nonlocal writer
+        if folder is None or find_spec('tensorboard') is None:
             return
-        if self.writer is None:
+        if writer is None:
             from torch.utils.tensorboard import SummaryWriter
-            self.writer = SummaryWriter(self.folder / 'tensorboard')  # type: ignore[no-untyped-call]
+            writer = SummaryWriter(folder / 'tensorboard')  # type: ignore[no-untyped-call]
         for name, value in record.items():
             if name != 'epoch':
-                self.writer.add_scalar(name.replace(' of ', '/'), value, record['epoch'])
-        self.writer.flush()
+                writer.add_scalar(name.replace(' of ', '/'), value, record['epoch'])
+        writer.flush()
+    try:
+        yield add
+    finally:
+        if writer is not None:
+            writer.close()

@@ -1,7 +1,6 @@
 """Recipes: what to train, on what data and how, in one validated YAML file."""
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import yaml
 
 from ..errors import suggest
 from ..ode.config import OdeConfig
-from ..settings import Check, Settings, flag, setting, whole
+from ..settings import Check, Settings, flag, one_of, setting, whole
 from .config import DataConfig, FitConfig, LossConfig
 from .read_yaml import DEEPEST, parse_yaml, read_yaml
 
@@ -56,22 +55,11 @@ def _section(known: Sequence[str] | None = None) -> Check:
     return check
 
 
-def _task(name: str, value: Any) -> str:
-    if value not in TASKS:
-        raise ValueError(f"{name}: unknown task '{value}'. {suggest(str(value), TASKS)}Allowed: {', '.join(TASKS)}.")
-    return value
-
-
 def _parts(name: str, value: Any) -> tuple[str, ...]:
     parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, (list, tuple)):
-        raise ValueError(f'{name} must be a list of parts; got {parts!r}. Allowed: {", ".join(PARTS)}.')
-    if not parts:
-        raise ValueError(f"{name} is empty. Allowed: {', '.join(PARTS)}.")
-    for part in parts:
-        if part not in list(PARTS):
-            raise ValueError(f"{name}: unknown part '{part}'. {suggest(str(part), PARTS)}Allowed: {', '.join(PARTS)}.")
-    return tuple(parts)
+    if not isinstance(parts, (list, tuple)) or not parts:
+        raise ValueError(f"{name} must be a list of at least one part; got {parts!r}. Parts: {', '.join(PARTS)}.")
+    return tuple(one_of(tuple(PARTS))('part', part) for part in parts)
 
 
 def _stages(name: str, value: Any) -> tuple['Stage', ...]:
@@ -79,12 +67,11 @@ def _stages(name: str, value: Any) -> tuple['Stage', ...]:
         raise ValueError(f'{name} must be a list of at least one stage, such as [{{task: trajectory}}].')
     found = []
     for i, given in enumerate(value):
+        keywords = given if isinstance(given, Stage) else _section(Stage.names())(f'{name}.{i}', given) or {}
         try:
-            found.append(given if isinstance(given, Stage) else Stage(
-                **(_section(Stage.names())(f'{name}.{i}', given) or {})))
+            found.append(keywords if isinstance(keywords, Stage) else Stage(**keywords))
         except ValueError as e:
-            inside = str(e).split(maxsplit=1)[0].rstrip(':') in Stage.names()
-            raise ValueError(f'{name}.{i}.{e}' if inside else str(e)) from None
+            raise ValueError(f"{name}.{i}{'.' if str(e)[0].islower() else ': '}{e}") from None
     return tuple(found)
 
 
@@ -99,7 +86,7 @@ class Stage(Settings):
         loss: Keywords of TrajectoryDistillationTask; they override the recipe's.
         fit: Keywords of `fit`; they override the recipe's.
     """
-    task: str = setting('trajectory', _task)
+    task: str = setting('trajectory', one_of(TASKS))
     train: tuple[str, ...] = setting(('all',), _parts)
     loss: dict[str, Any] | None = setting(None, _section(LossConfig.names()))
     fit: dict[str, Any] | None = setting(None, _section(FIT))
@@ -238,15 +225,10 @@ class Recipe(Settings):
 
     def to_yaml(self) -> str:
         """The recipe as YAML, without default values."""
-        def tree(of: Any) -> dict[str, Any]:
+        def changed(of: Any) -> dict[str, Any]:
             return {f.name: getattr(of, f.name) for f in fields(of) if getattr(of, f.name) not in (None, f.default)}
-        whole = tree(self)
-        whole['stages'] = [tree(stage) for stage in self.stages]
-        return yaml.safe_dump(_plain(whole), sort_keys=False, default_flow_style=None, width=120)
-
-    def _repr_html_(self) -> str:
-        return f'<pre>{escape(self.to_yaml())}</pre>'
-
+        tree = {**changed(self), 'stages': [changed(stage) for stage in self.stages]}
+        return yaml.safe_dump(_plain(tree), sort_keys=False, default_flow_style=None, width=120)
 
 def _without_gone(name: str, tree: Any) -> Any:
     """A recipe without settings that are gone, if they are off."""
@@ -266,29 +248,21 @@ def builtin_recipes() -> list[str]:
 
 
 def _set(tree: Any, path: list[str], value: Any, change: str) -> None:
-    *parents, last = path
-    for name in parents:
-        if isinstance(tree, list):
-            tree = _item(tree, name, change)
-        else:
-            if tree.get(name) is None:
-                tree[name] = {}
-            tree = tree[name]
+    """Set the entry at a path of keys and indices; None removes it."""
+    for name, below in zip(path, [*path[1:], None], strict=True):
+        if isinstance(tree, list) and (not name.isdigit() or int(name) >= len(tree)):
+            raise ValueError(f"'{change}': there is no entry '{name}'; the entries are 0 to {len(tree) - 1}.")
         if not isinstance(tree, (dict, list)):
-            raise ValueError(f"'{change}': '{name}' has no keys below it.")
-    if isinstance(tree, list):
-        _item(tree, last, change)
-        tree[int(last)] = value
-    elif value is None:
-        tree.pop(last, None)
-    else:
-        tree[last] = value
-
-
-def _item(items: list[Any], name: str, change: str) -> Any:
-    if not name.isdigit() or int(name) >= len(items):
-        raise ValueError(f"'{change}': there is no entry '{name}'; the entries are 0 to {len(items) - 1}.")
-    return items[int(name)]
+            raise ValueError(f"'{change}': there are no keys above '{name}'.")
+        key: Any = int(name) if isinstance(tree, list) else name
+        if below is not None:
+            if isinstance(tree, dict) and tree.get(key) is None:
+                tree[key] = {}
+            tree = tree[key]
+        elif value is None and isinstance(tree, dict):
+            tree.pop(key, None)
+        else:
+            tree[key] = value
 
 
 def _plain(tree: Any) -> Any:

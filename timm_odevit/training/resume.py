@@ -2,7 +2,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..data.arrays import ArrayLoader
 from ..files import staged
 from .config import FitConfig
 from .loaders import loader_chain
-from .recipe import Recipe, Stage
+from .recipe import Recipe
 
 __all__ = [
     'BEST', 'HISTORY', 'LAST', 'RECIPE', 'RUN', 'check_about', 'check_recipe', 'check_unused', 'hash_of',
@@ -93,12 +93,11 @@ def check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
     check_unused(folder, resume, folder / RECIPE)
     if not (folder / RECIPE).exists():
         return
-    before = Recipe.load(folder / RECIPE)
-    if _without_end(before) != _without_end(recipe):
-        then, now = (_flat(yaml.safe_load(of.to_yaml())) for of in (before, recipe))
-        may_grow = (f'stages.{len(recipe.stages) - 1}.fit.epochs', 'fit.epochs' if len(recipe.stages) == 1 else '')
-        other = [f'{key} was {then.get(key, "unset")} and is {now.get(key, "unset")}'
-                 for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key) and key not in may_grow]
+    then, now = (_flat(yaml.safe_load(of.to_yaml())) for of in (Recipe.load(folder / RECIPE), recipe))
+    may_grow = (f'stages.{len(recipe.stages) - 1}.fit.epochs', 'fit.epochs' if len(recipe.stages) == 1 else '')
+    other = [f'{key} was {then.get(key, "unset")} and is {now.get(key, "unset")}'
+             for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key) and key not in may_grow]
+    if other:
         raise ValueError(f"'{folder / RECIPE}' is a different recipe: {'; '.join(other)}. Resume with that, or give "
                          'another folder.')
 
@@ -109,14 +108,6 @@ def _flat(tree: Any, at: str = '') -> dict[str, Any]:
         return {at: tree}
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
     return {k: v for key, entry in pairs for k, v in _flat(entry, f'{at}.{key}'.lstrip('.')).items()}
-
-
-def _without_end(recipe: Recipe) -> Any:
-    """A recipe without the epochs of its last stage, which may be increased on resuming."""
-    stages = [(stage.task, stage.train, asdict(recipe.fit_of(stage)),
-               asdict(recipe.loss_of(stage)) if stage.task == 'trajectory' else None) for stage in recipe.stages]
-    del stages[-1][2]['epochs']
-    return replace(recipe, fit={'epochs': 1}, loss=None, stages=(Stage(),)), stages
 
 
 def check_about(folder: Path, about: dict[str, Any]) -> None:

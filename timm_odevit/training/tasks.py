@@ -1,7 +1,7 @@
 """The tasks in which a student learns from its teacher: each step on its own, or the whole trajectory."""
 import random
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from timm.task import DistillationTeacher, TrainingTask
@@ -26,9 +26,8 @@ Task = TypeVar('Task', bound='StudentTask')
 
 class StudentTask(TrainingTask):
     """A task that trains a student inside a TrainingPass, with a frozen teacher that stays in eval mode."""
-    if TYPE_CHECKING:
-        teacher: Any
-        trainable_module: Any
+    teacher: Any
+    trainable_module: Any
 
     def train(self: Task, mode: bool = True) -> Task:
         """Set the mode of the student; the teacher stays in eval mode."""
@@ -50,8 +49,7 @@ class StudentTask(TrainingTask):
 
     def get_eval_model(self, module: nn.Module | None = None, ema: bool = False) -> nn.Module | None:
         """The student itself, without the wrapper of the training pass."""
-        found = super().get_eval_model(module=module, ema=ema)
-        inner = found
+        found = inner = super().get_eval_model(module=module, ema=ema)
         while inner is not None and not isinstance(inner, TrainingPass):
             inner = getattr(inner, 'module', None)
         return inner.student if inner is not None else found
@@ -136,9 +134,8 @@ class TrajectoryDistillationTask(StudentTask):
     """Teach an ODE-ViT to follow the hidden states of a pretrained ViT; a `timm.task.TrainingTask`.
 
     The teacher is frozen and stays in eval mode. Its layers lie at checkpoints in time. The student is compared with it
-    at the ends of min(steps, layers) solver steps; between two layers, the teacher's state is interpolated
-    linearly in t. The loss is the weighted sum of its parts: trajectory, JaSMin, KL divergence of the logits or
-    distance of the embeddings, cross-entropy, and exits.
+    at the ends of min(steps, layers) solver steps; between two layers, the teacher's state is interpolated linearly in
+    t. The loss is the weighted sum of its parts: trajectory, JaSMin, logits or embeddings, labels, and exits.
 
     A model with stages (Swin) follows its teacher in each of them. Where the tokens are not one sequence, prefix tokens
     first (Swin, SAM, NaFlexViT, MLP-Mixer), all tokens count alike, the teacher must be the model that the student was
@@ -194,9 +191,10 @@ class TrajectoryDistillationTask(StudentTask):
         self.embedding = config.embedding or host.num_classes == 0
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
         self.teacher: Any = None
+        self.for_teacher: Any = None
         if teacher is not None:
             self.teacher = DistillationTeacher(teacher, device=device, dtype=dtype).requires_grad_(False).eval()
-        self.for_teacher = None if teacher is None else _Renormalised(student, teacher, device, dtype)
+            self.for_teacher = _Renormalised(student, teacher, device, dtype)
         self.trainable_module: Any = TrajectoryPass(student, config)
         odes = find_ode_blocks(student)
         self.steps = config.counts(odes[-1].steps)
@@ -224,15 +222,14 @@ class TrajectoryDistillationTask(StudentTask):
             record, and with a weight 'jasmin_loss' and 'exit_loss'.
         """
         student = self._student_of_update()
-        odes = find_ode_blocks(student)
         wanted, states = self._teach(input)
-        pairs = [stage.pairs(ode) for stage, ode in zip(self.stages, odes, strict=True)] if self.stages else []
-        output, reached, jasmin, early = self.trainable_module(
-            student, input, [[step for _, step in each] for each in pairs])
-        targets = [stage.target(ode, path, t) for stage, ode, path, each in zip(
-            self.stages, odes, states, pairs, strict=True) for t, _ in each] if self.stages else []
+        stages = list(zip(self.stages, find_ode_blocks(student), strict=True)) if self.stages else []
+        pairs = [stage.pairs(ode) for stage, ode in stages]
+        targets = [stage.target(ode, path, t) for (stage, ode), path, each in zip(stages, states, pairs, strict=True)
+                   for t, _ in each]
+        output, reached, jasmin, early = self.trainable_module(student, input, [[k for _, k in each] for each in pairs])
         parts = {
-            'trajectory': self._trajectory_loss(student, reached, targets),
+            'trajectory': self._trajectory_loss(student, reached, targets) if targets else None,
             'jasmin': jasmin,
             **self._output_losses(output, wanted, target),
             'exit': self._exit_loss(early, wanted, target),
@@ -269,15 +266,14 @@ class TrajectoryDistillationTask(StudentTask):
         if self.teacher is None:
             return None, []
         with watch_blocks([stage.blocks for stage in self.stages]) as seen:
-            output = self.teacher.model(self.for_teacher(input))  # type: ignore[misc]
+            output = self.teacher.model(self.for_teacher(input))
         return output, [states for states, _ in seen]
 
-    def _trajectory_loss(self, student: Any, reached: list[Tensor], targets: list[Tensor]) -> Tensor | None:
+    def _trajectory_loss(self, student: Any, reached: list[Tensor], targets: list[Tensor]) -> Tensor:
         prefix = prefix_tokens(student) if is_one_sequence(student) else 0
         has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
-        losses = [trajectory_loss(ours, theirs, prefix, has_cls, self.config.token_weights)
-                  for ours, theirs in zip(reached, targets, strict=True)]
-        return torch.stack(losses).mean() if losses else None
+        return torch.stack([trajectory_loss(ours, theirs, prefix, has_cls, self.config.token_weights)
+                            for ours, theirs in zip(reached, targets, strict=True)]).mean()
 
     def _output_losses(self, output: Tensor, wanted: Tensor | None, target: Any) -> dict[str, Tensor | None]:
         """The distances of logits or embeddings from the teacher's (kd) and from the labels (task)."""
@@ -301,7 +297,7 @@ class TrajectoryDistillationTask(StudentTask):
 
     def compile(self, backend: str = 'inductor', mode: str | None = None, **compile_kwargs: Any) -> Any:
         """Compile the student's training pass and its evaluation, but not the teacher; returns the eval model."""
-        options: Any = dict(backend=backend, mode=mode, **compile_kwargs)
-        self.eval_model = torch.compile(unwrap_model(self.trainable_module).student, **options)
-        self.trainable_module = torch.compile(self.trainable_module, **options)
+        self.eval_model, self.trainable_module = (
+            torch.compile(module, backend=backend, mode=mode, **compile_kwargs)
+            for module in (unwrap_model(self.trainable_module).student, self.trainable_module))
         return self.eval_model
