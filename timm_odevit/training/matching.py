@@ -8,7 +8,7 @@ from ..convert.merge import check_not_merged
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from .config import LossConfig
 
-__all__ = ['check_converted_from', 'check_loss', 'check_models', 'check_student', 'is_one_sequence']
+__all__ = ['check_converted_from', 'check_loss', 'check_models', 'check_same_time', 'check_student', 'is_one_sequence']
 
 
 def is_one_sequence(student: Any) -> bool:
@@ -39,6 +39,15 @@ def check_converted_from(student: Any, teacher: Any) -> None:
         found = f': {names[0]} is {outside[0].get(names[0])} and {outside[1].get(names[0])}' if names else (
             f': a {type(student).__name__} and a {type(teacher).__name__}')
         raise ValueError(f'The student was not converted from this teacher{found}. Give the original model.')
+
+
+def check_same_time(student: nn.Module, stages: list[list[nn.Module]]) -> None:
+    """Raise ValueError unless the student's steps end at the states after the blocks of the teacher's stages."""
+    for ode, blocks in zip(find_ode_blocks(student), stages, strict=True):
+        kept, T = len(ode.before) + len(ode.after), ode.config.grid[1]
+        if kept + T != len(blocks):
+            raise ValueError(f'The student runs over {T:g} units of time plus {kept} kept layers, but the teacher has '
+                             f'{len(blocks)} layers, so the steps do not end at its states. Convert with T=None.')
 
 
 def check_models(student: Any, teacher: Any) -> None:

@@ -93,7 +93,8 @@ def check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
     check_unused(folder, resume, folder / RECIPE)
     if not (folder / RECIPE).exists():
         return
-    then, now = (_flat(yaml.safe_load(of.to_yaml())) for of in (Recipe.load(folder / RECIPE), recipe))
+    then, now = ({'stages': len(of.stages), **_flat(yaml.safe_load(of.to_yaml()))}
+                 for of in (Recipe.load(folder / RECIPE), recipe))
     may_grow = (f'stages.{len(recipe.stages) - 1}.fit.epochs', 'fit.epochs' if len(recipe.stages) == 1 else '')
     other = [f'{key} was {then.get(key, "unset")} and is {now.get(key, "unset")}'
              for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key) and key not in may_grow]
@@ -104,7 +105,7 @@ def check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
 
 def _flat(tree: Any, at: str = '') -> dict[str, Any]:
     """A tree of dicts and lists as one dict, with keys such as stages.0.fit.lr."""
-    if not isinstance(tree, (dict, list)) or not tree:
+    if not isinstance(tree, (dict, list)):
         return {at: tree}
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
     return {k: v for key, entry in pairs for k, v in _flat(entry, f'{at}.{key}'.lstrip('.')).items()}

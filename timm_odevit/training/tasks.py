@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from ..convert.block_kinds import find_sites, prefix_tokens
 from ..data.preprocessing import renormalisation
-from ..ode.blocks import find_ode_blocks, with_steps
+from ..ode.blocks import find_ode_blocks
+from ..ode.views import with_steps
 from ..recording import watch_blocks
 from ..settings import flag
 from .checkpoints import teacher_stages
 from .config import LossConfig
 from .losses import embedding_loss, logit_loss, trajectory_loss
-from .matching import check_converted_from, check_loss, check_models, check_student, is_one_sequence
+from .matching import check_converted_from, check_loss, check_models, check_same_time, check_student, is_one_sequence
 from .training_passes import StepwisePass, TrainingPass, TrajectoryPass
 
 __all__ = ['StepwiseTask', 'StudentTask', 'TrajectoryDistillationTask']
@@ -98,14 +99,10 @@ class StepwiseTask(StudentTask):
             verbose: bool = True,
     ) -> None:
         check_converted_from(student, teacher)
+        stages = [site.blocks for site in find_sites(teacher)]
+        check_same_time(student, stages)
         super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
-        self.stages: list[list[Any]] = [site.blocks for site in find_sites(teacher)]
-        for ode, blocks in zip(find_ode_blocks(student), self.stages, strict=True):
-            kept = len(ode.before) + len(ode.after)
-            if kept + ode.config.grid[1] != len(blocks):
-                raise ValueError(
-                    f'The student runs over {ode.config.grid[1]:g} units of time plus {kept} kept layers, but the '
-                    f'teacher has {len(blocks)} layers, so the steps do not end at its states. Convert with T=None.')
+        self.stages = stages
         self.embedding = flag('embedding', embedding) or getattr(student, 'num_classes', None) == 0
         self.for_teacher = _Renormalised(student, teacher, self.device)
         self.teacher = teacher.requires_grad_(False).eval()
@@ -266,8 +263,7 @@ class TrajectoryDistillationTask(StudentTask):
         if self.teacher is None:
             return None, []
         with watch_blocks([stage.blocks for stage in self.stages]) as seen:
-            output = self.teacher.model(self.for_teacher(input))
-        return output, [states for states, _ in seen]
+            return self.teacher.model(self.for_teacher(input)), [states for states, _ in seen]
 
     def _trajectory_loss(self, student: Any, reached: list[Tensor], targets: list[Tensor]) -> Tensor:
         prefix = prefix_tokens(student) if is_one_sequence(student) else 0
