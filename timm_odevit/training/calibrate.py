@@ -75,7 +75,7 @@ def calibrate_(
     learning = {id(p) for ode in find_ode_blocks(model) for p in ode.shared.parameters()}
     flags = [(p, p.requires_grad) for m in (model, teacher) for p in m.parameters()]
     modes = [(module, module.training) for m in (model, teacher) for module in m.modules()]
-    values = [(p, p.detach().clone()) for p in (*model.parameters(), *model.buffers())
+    values: list[tuple[Tensor, Tensor]] = [(p, p.detach().clone()) for p in (*model.parameters(), *model.buffers())
               if id(p) in learning or not isinstance(p, nn.Parameter)]
     done = False
 
@@ -85,8 +85,8 @@ def calibrate_(
         for module, mode in modes:
             module.training = mode
         with torch.no_grad():
-            for p, before in [] if done else values:
-                p.copy_(before)
+            for tensor, before in [] if done else values:
+                tensor.copy_(before)
     try:
         for p, flag in flags:
             p.requires_grad_(flag and id(p) in learning)

@@ -144,12 +144,13 @@ def hidden_states(
     """
     if indices is not None and not indices:
         return model.forward_features(images), []
+    host: Any = model  # without the types of VisionTransformer
     if not isinstance(model, VisionTransformer):  # for others, timm does not always return prefix tokens
         with watch_blocks([list(model.blocks)]) as seen:
             features = model.forward_features(images)
         after = seen[0][0][1:]
         return features, after if indices is None else [after[i] for i in indices]
-    features, states = model.forward_intermediates(
+    features, states = host.forward_intermediates(
         images, indices=None if indices is None else list(indices), norm=False, output_fmt='NLC',
         return_prefix_tokens=True)
     return features, [torch.cat([s[1], s[0]], dim=1) if isinstance(s, tuple) else s for s in states]

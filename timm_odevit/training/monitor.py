@@ -58,8 +58,12 @@ def _divergence(task: Any, images: Tensor, dtype: torch.dtype | None) -> str:
             if not found and not torch.isfinite(out).all():
                 found.append(where)
         return hook
-    hooks = [(step, 'after', watch(f'step {i + 1} of {ode.steps}, from t = {step.t:g} to {step.t + step.h:g}'))
-             for ode in find_ode_blocks(view) for i, step in enumerate(ode.solver)]
+    hooks: list[Any] = []
+    step: Any
+    for ode in find_ode_blocks(view):
+        for i, step in enumerate(ode.solver):
+            where = f'step {i + 1} of {ode.steps}, from t = {step.t:g} to {step.t + step.h:g}'
+            hooks.append((step, 'after', watch(where)))
     with evaluating(view), hooked(*hooks), autocast(images.device, dtype):
         view(images)
     return f'The field diverges: the state is not finite after {found[0]}. ' if found else ''

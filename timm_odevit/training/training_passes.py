@@ -43,6 +43,7 @@ class StepwisePass(TrainingPass):
         losses = []
         again = torch.is_grad_enabled() and any(getattr(m, 'grad_checkpointing', False) for m in self.student.modules())
         for ode, (states, handed) in zip(find_ode_blocks(self.student), seen, strict=True):
+            step: Any
             for step in ode.solver:
                 start, end = (state_at(states, range(len(states)), t) for t in (step.t, step.t + step.h))
                 args, kwargs = handed[int(step.t + 1e-6)]  # a base may pass different arguments to each layer
