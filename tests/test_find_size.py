@@ -100,7 +100,7 @@ def test_refused(model):
         find_size(model, images(), [])
     with pytest.raises(ValueError, match='images must be a floating-point tensor'):
         find_size(model, [], images(8))
-    with pytest.raises(TypeError, match="Did you mean 'trials'"):
+    with pytest.raises(TypeError, match="unknown argument 'trails'"):
         find_size(model, images(), images(8), trails=2)
     with pytest.raises(TypeError, match='Cannot convert ResNet'):
         find_size(timm.create_model('resnet18', num_classes=3), images(), images(8))

@@ -31,7 +31,7 @@ from timm_odevit import (
     train,
 )
 from timm_odevit.files import locked, staged, write_text
-from timm_odevit.training.first_batch import look_at
+from timm_odevit.training.validation import try_one_batch
 
 X, Y = torch.randn(40, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 5
 
@@ -179,7 +179,7 @@ def test_refuses(vit, tmp_path):
     with pytest.raises(ValueError, match='Every parameter of the model is frozen'):
         run(frozen)
     run(task, tmp_path / 'run', epochs=1)
-    with pytest.raises(ValueError, match="made with opt='adamw', but this run has opt='sgd'"):
+    with pytest.raises(ValueError, match="made with opt='muon', but this run has opt='sgd'"):
         run(task, tmp_path / 'run', epochs=2, resume=True, opt='sgd')
     with pytest.raises(ValueError, match='holds another model'):
         run(ClassificationTask(vit(depth=4), torch.nn.CrossEntropyLoss()), tmp_path / 'run', epochs=2, resume=True)
@@ -224,7 +224,7 @@ def test_looking_at_a_batch_changes_no_result(vit, monkeypatch, workers):
     for look in (True, False):
         with monkeypatch.context() as patch:
             if not look:
-                patch.setattr('timm_odevit.training.fit.look_at', lambda *args: None)
+                patch.setattr('timm_odevit.training.fit.try_one_batch', lambda *args: None)
             task, val = build(vit), seeded(32, 40, **workers)
             list(val)  # workers that are kept are there already
             history = fit(task, seeded(0, 32), val, epochs=2, lr=3e-3, progress=False)
@@ -247,7 +247,7 @@ def test_looking_leaves_random_states_modes_buffers_and_hooks(vit):
                 random.getstate(), str(np.random.get_state()), [list(m._forward_hooks) for m in task.modules()],
                 {k: v.tolist() for k, v in task.state_dict().items()})
     before = now()
-    look_at(val, task, None)
+    try_one_batch(val, task, None)
     assert now() == before and len(calls) == 2  # the first pass of `evaluate` is not timed
 
 

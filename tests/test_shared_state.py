@@ -13,7 +13,7 @@ from timm_odevit import OdeConfig, convert_, evaluate, merge_, merged_bytes, sav
 from timm_odevit.ode.skeleton import copy_module, skeleton
 from timm_odevit.ode.steps import METHODS
 from timm_odevit.recording import watch_blocks
-from timm_odevit.training.hashes import hash_of
+from timm_odevit.training.resume import hash_of
 
 KINDS = [
     OdeConfig(),

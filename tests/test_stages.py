@@ -51,7 +51,7 @@ def test_the_model_itself_follows_its_teacher_exactly(pair):
     found = task_of(converted(teacher, phases=phases), teacher)(images, None)
     assert found['trajectory_loss'] < 1e-6 and found['kd_loss'] < 1e-6
     found = task_of(converted(teacher), teacher)(images, None)
-    assert found['trajectory_loss'] > 0.01 and found['jasmin_loss'].isnan()
+    assert found['trajectory_loss'] > 0.01 and 'jasmin_loss' not in found
 
 
 def test_the_trajectory_loss_is_the_mean_over_the_states_of_all_stages():
@@ -79,9 +79,9 @@ def test_fewer_steps_meet_the_teacher_where_they_end():
     student = converted(teacher, time='vectors', steps=(1, 2))
     task = task_of(student, teacher)
     odes = [stage.blocks for stage in student.layers]
-    assert [run.pairs(ode) for run, ode in zip(task.runs, odes, strict=True)] == [[(1., 0)], [(.5, 0), (1., 1)]]
+    assert [stage.pairs(ode) for stage, ode in zip(task.stages, odes, strict=True)] == [[(1., 0)], [(.5, 0), (1., 1)]]
     states = [torch.full((1,), float(i)) for i in range(5)]
-    assert [task.runs[1].target(odes[1], states, t).item() for t in (.5, 1.)] == [2., 4.]
+    assert [task.stages[1].target(odes[1], states, t).item() for t in (.5, 1.)] == [2., 4.]
 
 
 def test_it_learns_in_every_stage(pair):
@@ -95,7 +95,7 @@ def test_it_learns_in_every_stage(pair):
             assert p.grad is not None and p.grad.abs().max() > 0, name
     assert all(p.grad is None for p in teacher.parameters())
     student.zero_grad()
-    fit(task, [(images, torch.zeros(8, dtype=torch.long))], epochs=30, lr=1e-3, weight_decay=0., progress=False)
+    fit(task, [(images, torch.zeros(8, dtype=torch.long))], epochs=30, opt='adamw', lr=1e-3, weight_decay=0., progress=False)
     assert task(images, None)['trajectory_loss'] < 0.8 * first['trajectory_loss']
 
 
@@ -105,11 +105,11 @@ def test_shares_of_the_steps_are_drawn_for_every_stage():
     task = task_of(student, teacher, steps=(0.5, 1.0, 2.0)).train()
     seen, odes = set(), [stage.blocks for stage in student.layers]
     for ode in odes:
-        ode.register_forward_pre_hook(lambda ode, args: seen.add((id(ode), ode.steps)))
+        ode.register_forward_pre_hook(lambda ode, args: seen.add((ode.shared, ode.steps)))
     for update in range(12):
-        task.begin_update(update, 12)
+        task.begin_update(update)
         task(images, None)
-    assert seen == {(id(odes[0]), k) for k in (1, 2, 4)} | {(id(odes[1]), k) for k in (2, 4, 8)}
+    assert seen == {(odes[0].shared, k) for k in (1, 2, 4)} | {(odes[1].shared, k) for k in (2, 4, 8)}
     assert [ode.steps for ode in odes] == [2, 4]
 
 
@@ -127,9 +127,7 @@ def test_gradients_with_checkpointing_are_the_same():
 
 @pytest.mark.parametrize('settings, message', [
     (dict(jasmin_weight=1.), 'jasmin_weight needs one sequence of tokens with the prefix tokens first, but a Swin'),
-    (dict(attention_weight=1.), 'attention_weight needs one sequence'),
     (dict(exits=(0.5,), exit_weight=1.), 'exit_weight needs one sequence'),
-    (dict(segments=(2,)), 'segments needs one sequence'),
     (dict(steps=(3,)), r'SwinTransformer has 2 stages with step counts of their own. Give shares of them, such as \[0.5'),
     (dict(checkpoints='distance'), "checkpoints='distance' applies to models with one sequence of blocks"),
 ])

@@ -59,8 +59,7 @@ from .training.find_size import SizeSearch, find_size
 from .training.fit import fit
 from .training.recipe import Recipe
 from .training.run_recipe import train
-from .training.stepwise_task import StepwiseTask
-from .training.trajectory_task import TrajectoryDistillationTask
+from .training.tasks import StepwiseTask, TrajectoryDistillationTask
 
 __all__ = [
     'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'Flow', 'Halting', 'LossConfig', 'Merged',

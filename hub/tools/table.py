@@ -9,9 +9,8 @@ import re
 import sys
 from pathlib import Path
 
+from ablate import table
 from cards import dataset_of
-
-from timm_odevit.training.ablate import table
 
 HUB = Path(__file__).parent.parent
 README, RESULTS, DYNAMICS = HUB.parent / 'README.md', HUB / 'RESULTS.md', HUB / 'DYNAMICS.md'

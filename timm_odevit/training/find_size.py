@@ -1,8 +1,9 @@
 """find_size: the smallest student that keeps a share of its teacher after a short calibration."""
 import copy
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Iterable, List, Optional, Tuple, Union
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..ode.blocks import count_parameters
 from ..ode.config import DEFAULT, OdeConfig
-from ..settings import checks_keywords, takes, whole
+from ..settings import whole
 from .calibrate import calibrate_
 from .config import CalibrationConfig
 
@@ -36,7 +37,7 @@ class SizeTried:
     config: OdeConfig
     parameters: int
     initialised: float
-    calibrated: Optional[float]
+    calibrated: float | None
 
     @property
     def kept(self) -> float:
@@ -64,7 +65,7 @@ class SizeSearch:
     measure: str
     images: int
     total: int
-    tried: Tuple[SizeTried, ...]
+    tried: tuple[SizeTried, ...]
 
     def __str__(self) -> str:
         heads = ['parameters', 'of the teacher', 'phases', 'rank', f'{self.measure}, initialised', 'calibrated']
@@ -81,20 +82,17 @@ class SizeSearch:
         return '\n'.join([*lines, f'{100 * self.keep:g} % {what} on {self.images:,} images held out: {found}'])
 
 
-SizeSearch.__init__ = checks_keywords(SizeSearch.__init__)  # type: ignore[method-assign]
-
-
-@takes(CalibrationConfig)
 def find_size(
         model: nn.Module,
-        images: Union[Tensor, Iterable[Any]],
-        held_out: Union[Tensor, Iterable[Any]],
+        images: Tensor | Iterable[Any],
+        held_out: Tensor | Iterable[Any],
         *,
-        keep: Union[float, str] = 0.95,
+        keep: float | str = 0.95,
         trials: int = 4,
         ode: OdeConfig = DEFAULT,
         progress: bool = True,
-        config: CalibrationConfig,
+        config: CalibrationConfig | None = None,
+        **settings: Any,
 ) -> SizeSearch:
     """Search for the smallest student that keeps a share of the model, by trying one student of each size.
 
@@ -112,24 +110,26 @@ def find_size(
         trials: Sizes to try; each halves the range that is left. 4 find the size to 5 % of the teacher's parameters.
         ode: All other settings of the student, as for `choose_size`.
         progress: Show the progress bars of the calibrations.
-        config: Settings of each calibration; or pass any of them as keywords, such as minutes=1, the time for one size.
+        config: Settings of each calibration.
+        **settings: Any of them, in place of `config`, such as minutes=1, the time for one size; see CalibrationConfig.
 
     Returns:
         A SizeSearch, with the student.
 
     Raises:
-        TypeError: The model cannot be converted.
+        TypeError: The model cannot be converted, or a keyword is unknown.
         ValueError: A setting or the images are invalid.
         FloatingPointError: The loss stopped being finite.
     """
+    config = CalibrationConfig.from_keywords(config, settings, 'find_size')
     share, trials = _share(keep), whole(1)('trials', trials)
     held = _batches(held_out)
     first: Any = images if isinstance(images, Tensor) else next(iter(images), None)
     first = first[0] if isinstance(first, (list, tuple)) else first
     check_images(first)
     some = first[:BATCH].to(next(model.parameters()).device)
-    best: Optional[Tuple[nn.Module, OdeConfig]] = None
-    tried: List[SizeTried] = []
+    best: tuple[nn.Module, OdeConfig] | None = None
+    tried: list[SizeTried] = []
 
     def attempt(chosen: OdeConfig, calibrated: bool) -> bool:
         nonlocal best
@@ -162,16 +162,17 @@ def find_size(
     return SizeSearch(*best, share, measure, sum(len(x) for x, _ in held), count_parameters(model), tuple(tried))
 
 
-def _kept(student: nn.Module, teacher: nn.Module, held: List[Tuple[Tensor, Tensor]]) -> float:
+def _kept(student: nn.Module, teacher: nn.Module, held: list[tuple[Tensor, Tensor]]) -> float:
     """Agreement of the classes, or mean cosine of the embeddings, in percent."""
     if getattr(teacher, 'num_classes', 0):
-        agreement = evaluate(student, held, teacher=teacher).results[-1].agreement
-        return math.nan if agreement is None else agreement
-    cosine = evaluate_embeddings(student, held, teacher=teacher).results[-1].cosine
-    return math.nan if cosine is None else 100 * cosine
+        kept = evaluate(student, held, teacher=teacher).results[-1].agreement
+    else:
+        cosine = evaluate_embeddings(student, held, teacher=teacher).results[-1].cosine
+        kept = None if cosine is None else 100 * cosine
+    return math.nan if kept is None else kept
 
 
-def _batches(images: Any) -> List[Tuple[Tensor, Tensor]]:
+def _batches(images: Any) -> list[tuple[Tensor, Tensor]]:
     """Batches of images, with labels that do not matter."""
     batches = images.split(BATCH) if isinstance(images, Tensor) else images
     found = [batch[0] if isinstance(batch, (list, tuple)) else batch for batch in batches]
@@ -180,7 +181,7 @@ def _batches(images: Any) -> List[Tuple[Tensor, Tensor]]:
     return [(batch, torch.zeros(len(batch), dtype=torch.long)) for batch in found]
 
 
-def _share(keep: Union[float, str]) -> float:
+def _share(keep: float | str) -> float:
     share = parse_size(keep) if isinstance(keep, str) else keep
     if isinstance(share, bool) or not isinstance(share, float) or not 0 < share < 1:
         raise ValueError(f"keep must be a share above 0 and below 1, such as 0.95 or '95%'; got {keep!r}.")

@@ -1,50 +1,46 @@
 """The training loop, built from timm's parts: it trains any `timm.task.TrainingTask`."""
 import math
-import threading
 import time
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Union
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from timm.optim import create_optimizer_v2, muon
+from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.task import TrainingTask
 from timm.utils import dispatch_clip_grad, random_seed
-from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..convert.merge import check_not_merged
 from ..distributed import alone_in, in_first_process, over_processes, rank_and_world
 from ..evaluation.passes import AMP_DTYPES
 from ..files import to_json, write_text
-from ..hooks import hooked, random_states_kept
-from ..ode.blocks import find_ode_blocks
+from ..hooks import random_states_kept
 from ..saving.save import describe, save_pretrained
-from ..settings import takes
 from .config import FitConfig
-from .first_batch import checked, fitting, look_at
 from .loaders import set_epoch
-from .monitor import NormWatch, Scalars
+from .monitor import NormWatch, autocast, check_loss_is_finite, muon_in_float32, scalars
 from .resume import BEST, HISTORY, LAST, check_unused, load_state, models_of, read_state, save_state, settings_to_resume
-from .validation import score_of, validate
+from .validation import check_batch, must_fit, score_of, try_one_batch, validate
 
 __all__ = ['count_updates', 'fit']
 
 
-@takes(FitConfig)
 def fit(
         task: TrainingTask,
         train_loader: Any,
-        val_loader: Optional[Iterable[Any]] = None,
+        val_loader: Iterable[Any] | None = None,
         *,
-        out: Optional[Union[str, Path]] = None,
+        out: str | Path | None = None,
         resume: bool = False,
         progress: bool = True,
-        config: FitConfig,
-) -> List[Dict[str, float]]:
+        config: FitConfig | None = None,
+        **settings: Any,
+) -> list[dict[str, float]]:
     """Train a task; with `out`, save the last and the best state, so that an interrupted run can be resumed.
 
     `out/last.pt` is the whole training state after the last complete epoch, `out/best` the model with the best top-1
@@ -75,7 +71,8 @@ def fit(
         resume: Resume from `out/last.pt`, if it exists, with the same settings, batch size and updates per epoch;
             epochs may be increased.
         progress: Show a progress bar.
-        config: Settings; or pass any of them as keywords, such as epochs=10; see FitConfig.
+        config: Settings.
+        **settings: Any of them, in place of `config`, such as epochs=10; see FitConfig.
 
     Returns:
         One record per epoch: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss,
@@ -89,6 +86,44 @@ def fit(
         TypeError: A keyword is unknown.
         ValueError: A setting, a loader or the folder is unsuitable, or no description to save the model by was found.
     """
+    config = FitConfig.from_keywords(config, settings, 'fit')
+    updates = _check(task, train_loader, val_loader, config)
+    folder = Path(out) if out is not None else None
+    rank = rank_and_world()[0]
+    with alone_in(folder), random_states_kept(task.device):
+        kept = settings_to_resume(config, train_loader, updates)
+        state: dict[str, Any] = {'history': []}
+        if folder is not None:
+            describe(models_of(task)['model'])  # fail now rather than after the first epoch
+            check_unused(folder, resume, folder / LAST)
+            if (folder / LAST).exists():
+                state = read_state(folder / LAST, torch.device(task.device), kept, config.epochs)
+        history: list[dict[str, float]] = state['history']
+        left = range(len(history), config.epochs)
+        if val_loader is not None and left:
+            in_first_process(lambda: try_one_batch(val_loader, task, AMP_DTYPES[config.amp]))
+        trainer = _Trainer(task, train_loader, config, updates)
+        if history:
+            load_state(state, f"'{folder}'", trainer.models, trainer.optimizer, trainer.scaler)
+        del state
+        bar = tqdm(total=config.epochs * updates, initial=len(history) * updates, unit='update',
+                   disable=not progress or rank > 0 or not left)
+        with bar, muon_in_float32(), scalars(folder if rank == 0 else None) as add_scalars:
+            for epoch in left:
+                bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {config.epochs}")
+                record = trainer.epoch(epoch, val_loader, bar.update)
+                best = max((score_of(before, -math.inf) for before in history), default=-math.inf)
+                history.append(record)
+                if folder is not None and rank == 0:
+                    trainer.save(folder, history, kept, best=score_of(record, math.inf) > best)
+                add_scalars(record)
+                shown = ('loss', 'val_top1', 'val_cosine')
+                bar.set_postfix({key: f'{record[key]:.4g}' for key in shown if key in record})
+    return history
+
+
+def _check(task: Any, train_loader: Any, val_loader: Any, config: FitConfig) -> int:
+    """Refuse what cannot be trained; returns the updates per epoch."""
     if not isinstance(task, TrainingTask):
         raise TypeError(f'fit trains a task; got a {type(task).__name__}. Give one, such as '
                         'TrajectoryDistillationTask(model, teacher) or timm.task.ClassificationTask(model, criterion).')
@@ -105,45 +140,7 @@ def fit(
         raise ValueError(
             'Every parameter of the model is frozen, as in a copy of a teacher that a task has frozen. '
             'Call model.requires_grad_(True) first.')
-    folder = Path(out) if out is not None else None
-    with alone_in(folder), random_states_kept(task.device):
-        state: Dict[str, Any] = {'history': []}
-        settings = settings_to_resume(config, train_loader, updates)
-        if folder is not None:
-            describe(models_of(task)['model'])  # fail now rather than after the first epoch
-            check_unused(folder, resume, folder / LAST)
-            if (folder / LAST).exists():
-                state = read_state(folder / LAST, torch.device(task.device), settings, config.epochs)
-        history: List[Dict[str, float]] = state['history']
-        if val_loader is not None and len(history) < config.epochs:
-            in_first_process(lambda: look_at(val_loader, task, AMP_DTYPES[config.amp]))
-        run = _Run(task, train_loader, val_loader, config, updates)
-        if history:
-            load_state(state, f"'{folder}'", run.models, run.optimizer, run.scaler)
-        del state
-        rank = rank_and_world()[0]
-        bar = tqdm(total=config.epochs * updates, initial=len(history) * updates, unit='update',
-                   disable=not progress or rank > 0 or len(history) == config.epochs)
-        with bar, _muon_in_float32(), Scalars(folder if rank == 0 else None) as scalars:
-            for epoch in range(len(history), config.epochs):
-                bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {config.epochs}")
-                record = run.epoch(epoch, bar.update)
-                best = max((score_of(before, -math.inf) for before in history), default=-math.inf)
-                history.append(record)
-                if folder is not None and rank == 0:
-                    try:
-                        if score_of(record, math.inf) > best:
-                            save_pretrained(run.chosen, folder / BEST)
-                        save_state(folder / LAST, task, run.optimizer, run.scaler, history, settings)
-                        write_text(folder / HISTORY, to_json(history))
-                    except OSError as e:
-                        raise OSError(
-                            f"Epoch {epoch + 1} could not be written to '{folder}': {str(e).splitlines()[0]}. Files "
-                            'written earlier are intact; free some space, and resume.') from e
-                scalars.add(record)
-                shown = ('loss', 'val_top1', 'val_cosine')
-                bar.set_postfix({key: f'{record[key]:.4g}' for key in shown if key in record})
-        return history
+    return updates
 
 
 def count_updates(train_loader: Any, accumulate: int = 1) -> int:
@@ -163,14 +160,13 @@ def count_updates(train_loader: Any, accumulate: int = 1) -> int:
     return batches // accumulate
 
 
-class _Run:
-    """A task in training, with its optimizer, its schedule and its data."""
+class _Trainer:
+    """A task in training, with its data, its optimizer and its schedule."""
 
-    def __init__(self, task: Any, train_loader: Any, val_loader: Any, config: FitConfig, updates: int) -> None:
-        self.task, self.train_loader, self.val_loader = task, train_loader, val_loader
-        self.config, self.updates, self.device = config, updates, torch.device(task.device)
+    def __init__(self, task: Any, train_loader: Any, config: FitConfig, updates: int) -> None:
+        self.task, self.loader, self.config, self.updates = task, train_loader, config, updates
+        self.device, self.dtype = torch.device(task.device), AMP_DTYPES[config.amp]
         self.rank, self.world = rank_and_world()
-        self.dtype = AMP_DTYPES[config.amp]
         for name in ('trainable_module_ema', 'eval_model_ema'):  # left by an earlier fit
             if hasattr(task, name):
                 delattr(task, name)
@@ -189,140 +185,77 @@ class _Run:
             warmup_lr=config.min_lr, min_lr=config.min_lr, step_on_epochs=False, updates_per_epoch=updates)[0]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == 'float16')
         self.models = models_of(task)
-        self.watch = NormWatch(self.models['model'], config.norm_alarm)
+        self.chosen = self.models['ema' if 'ema' in self.models else 'model']  # is validated and saved
+        self.norms = NormWatch(self.models['model'], config.norm_alarm)
 
-    @property
-    def chosen(self) -> nn.Module:
-        """The model that is validated and saved."""
-        return self.models['ema' if 'ema' in self.models else 'model']
-
-    def epoch(self, epoch: int, done: Callable[[], Any]) -> Dict[str, float]:
+    def epoch(self, epoch: int, val_loader: Any, done: Callable[[], Any]) -> dict[str, float]:
         """Train for one epoch and validate; returns its record, which depends only on the seed and the state."""
         random_seed((self.config.seed * 10_007 + epoch) * self.world % 2 ** 31, self.rank)
-        set_epoch(self.train_loader, epoch)
+        set_epoch(self.loader, epoch)
         started = time.perf_counter()
-        record: Dict[str, float] = {'epoch': epoch + 1, **self._train(epoch, done)}
+        record: dict[str, float] = {'epoch': epoch + 1, **self._train(epoch, done)}
         record['seconds'] = time.perf_counter() - started
         if not all(torch.isfinite(p).all() for model in self.models.values() for p in model.parameters()):
             raise FloatingPointError(
                 f'The weights are not finite after epoch {epoch + 1}; files written earlier remain. '
                 'Start again in another folder with a lower lr, or with amp bfloat16 or None.')
-        if self.val_loader is not None and self.rank == 0:
-            record.update(validate(self.task, self.chosen, self.val_loader, self.dtype))
+        if val_loader is not None and self.rank == 0:
+            record.update(validate(self.task, self.chosen, val_loader, self.dtype))
         if self.world > 1:
             records = [record]
             dist.broadcast_object_list(records)  # the others also wait here while the first validates
             record = records[0]
         return record
 
-    def _train(self, epoch: int, done: Callable[[], Any]) -> Dict[str, float]:
+    def _train(self, epoch: int, done: Callable[[], Any]) -> dict[str, float]:
         """Train for one epoch; returns the learning rate and the mean of each part of the loss."""
-        task, loader, optimizer, scaler, config = self.task, self.train_loader, self.optimizer, self.scaler, self.config
-        updates, accumulate, device, dtype = self.updates, config.accumulate, self.device, self.dtype
-        sums: Dict[str, Any] = defaultdict(float)
+        task, optimizer, scaler, accumulate = self.task, self.optimizer, self.scaler, self.config.accumulate
+        batches, i = self.updates * accumulate, -1
+        sums: dict[str, Any] = defaultdict(float)
         optimizer.zero_grad()
-        i = -1
-        for i, batch in enumerate(loader):
-            if i == updates * accumulate:
+        for i, batch in enumerate(self.loader):
+            if i == batches:
                 break
-            images, labels = checked('train_loader', batch, task) if i == 0 else batch
-            update, last = epoch * updates + i // accumulate, (i + 1) % accumulate == 0
-            if i % accumulate == 0:
-                self.scheduler.step_update(update)
+            update, last = epoch * self.updates + i // accumulate, (i + 1) % accumulate == 0
+            images, labels = check_batch('train_loader', batch, task) if i == 0 else batch
+            images, labels = (x.to(self.device, non_blocking=True) for x in (images, labels))
+            self.scheduler.step_update(update)
             if hasattr(task, 'begin_update'):
-                task.begin_update(update, config.epochs * updates, config.seed)
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+                task.begin_update(update, self.config.seed)
             with nullcontext() if last else task.no_sync():
-                with fitting('train_loader', images, labels, task) if update == 0 and i == 0 else nullcontext():
+                with must_fit('train_loader', images, labels, task) if update == i == 0 else nullcontext():
                     if i == 0:
                         task.train()
-                    with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
+                    with autocast(self.device, self.dtype):
                         parts = task(images, labels)
-                loss = parts['loss']
-                values = {key: part.detach().float() for key, part in parts.items() if key != 'output'}
-                value = values['loss'].item()
-                if not math.isfinite(value):
-                    if not torch.isfinite(images).all():
-                        raise FloatingPointError(
-                            f'Images of batch {i + 1} in epoch {epoch + 1} are not finite, nor is the loss. Check the '
-                            'data.')
-                    found = ', '.join(f'{key} {part.item():.4g}' for key, part in values.items())
-                    raise FloatingPointError(
-                        f'The loss is not finite in epoch {epoch + 1}, batch {i + 1} ({found}). '
-                        f'{_diverging(task, images, dtype)}Lower lr, or use amp bfloat16 or None and a '
-                        'model that is not in float16.')
-                scaler.scale(loss / accumulate).backward()
-            for key, part in values.items():
-                sums[key] = sums[key] + part  # stays on the device: one wait per batch is enough
-            if not last:
-                continue
-            if config.clip_grad is not None:
-                scaler.unscale_(optimizer)
-                dispatch_clip_grad(task.get_clip_parameters(), config.clip_grad)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            task.update_ema(step=update)
-            self.watch.update(epoch)
-            done()
-        if i < updates * accumulate - 1:
+                parts = {key: part for key, part in parts.items() if key != 'output'}
+                check_loss_is_finite(parts, images, task, epoch, i, self.dtype)
+                scaler.scale(parts['loss'] / accumulate).backward()
+            for key, part in parts.items():
+                sums[key] += part.detach().float()  # stays on the device: one wait per batch is enough
+            if last:
+                if self.config.clip_grad is not None:
+                    scaler.unscale_(optimizer)
+                    dispatch_clip_grad(task.get_clip_parameters(), self.config.clip_grad)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                task.update_ema(step=update)
+                self.norms.update(epoch)
+                done()
+        if i < batches - 1:
             raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, but its length is '
-                             f'{len(loader)}. Give a loader that gives as many batches as its length.')
-        means = {key: torch.as_tensor(value / (updates * accumulate)) for key, value in sums.items()}
-        means = {key: over_processes(value.to(device)) for key, value in means.items()}
-        return {'lr': optimizer.param_groups[-1]['lr'],  # without the parts that were not computed
-                **{key: float(value) for key, value in means.items() if not value.isnan()}, **self.watch.take()}
+                             f'{len(self.loader)}. Give a loader that gives as many batches as its length.')
+        means = {key: float(over_processes(value / batches)) for key, value in sums.items()}
+        return {'lr': optimizer.param_groups[-1]['lr'], **means, **self.norms.take()}
 
-
-_lock, _fits = threading.Lock(), 0  # in progress, in all threads
-_newtonschulz: Any = None  # timm's own, during these
-
-
-@contextmanager
-def _muon_in_float32() -> Iterator[None]:
-    """Make timm's Muon multiply in float32 on a CPU: most CPUs emulate bfloat16, which is 30 times slower."""
-    global _fits, _newtonschulz
-    with _lock:
-        if _fits == 0:
-            _newtonschulz = muon.zeropower_via_newtonschulz
-            muon.zeropower_via_newtonschulz = _in_float32
-        _fits += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _fits -= 1
-            if _fits == 0:
-                muon.zeropower_via_newtonschulz = _newtonschulz
-
-
-def _in_float32(G: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _newtonschulz(G, *args, **({'dtype': torch.float32, **kwargs} if G.device.type == 'cpu' else kwargs))
-
-
-@torch.no_grad()
-def _diverging(task: TrainingTask, images: Tensor, dtype: Optional[torch.dtype]) -> str:
-    """A sentence that says where an ODE-ViT's state stops being finite; empty for other models and other causes."""
-    model = models_of(task)['model'].eval()
-    odes = find_ode_blocks(model)
-    if not odes or odes[0].config.adaptive:
-        return ''
-    with odes[0].at(getattr(task, 'drawn', odes[0].steps)):  # the number of steps that failed
-        return _watch(model, images, dtype)
-
-
-def _watch(model: nn.Module, images: Tensor, dtype: Optional[torch.dtype]) -> str:
-    found: List[str] = []
-
-    def look(where: str):
-        def hook(_: nn.Module, args: Any, out: Tensor) -> None:
-            if not found and not torch.isfinite(out).all():
-                found.append(where)
-        return hook
-    hooks = [(step, 'after', look(f'step {i + 1} of {ode.steps}, from t = {step.t:g} to {step.t + step.h:g}'))
-             for ode in find_ode_blocks(model) for i, step in enumerate(ode.solver)]
-    if not all(torch.isfinite(p).all() for p in model.parameters()):
-        return 'The weights of the model are not finite. '
-    with hooked(*hooks), torch.autocast(images.device.type, dtype) if dtype is not None else nullcontext():
-        model(images)
-    return f'The field diverges: the state is not finite after {found[0]}. ' if found else ''
+    def save(self, folder: Path, history: list[dict[str, float]], settings: dict[str, Any], best: bool) -> None:
+        """Save the whole state, and the model if it is the best so far."""
+        try:
+            if best:
+                save_pretrained(self.chosen, folder / BEST)
+            save_state(folder / LAST, self.task, self.optimizer, self.scaler, history, settings)
+            write_text(folder / HISTORY, to_json(history))
+        except OSError as e:
+            raise OSError(f"Epoch {len(history)} could not be written to '{folder}': {str(e).splitlines()[0]}. Files "
+                          'written earlier are intact; free some space, and resume.') from e

@@ -1,6 +1,6 @@
 """The loaders of a recipe, the chain of loaders behind one, and a sample of their images."""
 from pathlib import Path
-from typing import Any, List, Optional, Tuple, Union
+from typing import Any
 
 import torch
 
@@ -9,18 +9,18 @@ from ..data.folders import folder_classes, folder_loaders
 from ..data.mixup import MixupLoader
 from .config import DataConfig
 
-__all__ = ['chain', 'count_classes', 'draw_sample', 'label_names', 'loaders', 'set_epoch']
+__all__ = ['count_classes', 'draw_sample', 'label_names', 'loader_chain', 'loaders', 'set_epoch']
 
 
 def loaders(
         config: DataConfig,
-        data: Union[str, Path],
+        data: str | Path,
         model: Any,
         *,
-        limit: Optional[int] = None,
+        limit: int | None = None,
         seed: int = 0,
         any_classes: bool = False,
-) -> Tuple[Any, Any]:
+) -> tuple[Any, Any]:
     """The loader of the training images, and that of the images held out for validation."""
     if not Path(data).exists():
         raise ValueError(f"There is no '{data}'. Give a folder with one sub-folder of images per class, a folder with "
@@ -47,9 +47,9 @@ def loaders(
     return train_loader, val_loader
 
 
-def chain(loader: Any) -> List[Any]:
+def loader_chain(loader: Any) -> list[Any]:
     """A loader, and the loaders that it takes its batches from."""
-    parts: List[Any] = []
+    parts: list[Any] = []
     while loader is not None:
         parts.append(loader)
         loader = getattr(loader, 'loader', getattr(loader, 'source', None))
@@ -64,14 +64,14 @@ def set_epoch(loader: Any, epoch: int) -> None:
             part.set_epoch(epoch)
 
 
-def count_classes(data: Union[str, Path]) -> int:
+def count_classes(data: str | Path) -> int:
     """The number of classes of a folder of images or of an .npz."""
     return array_classes(data) if Path(data).is_file() else len(folder_classes(data))
 
 
-def label_names(loader: Any) -> Optional[List[str]]:
+def label_names(loader: Any) -> list[str] | None:
     """The names of the classes, in the order of their labels: those of an .npz, or of the folders."""
-    plain = chain(loader)[-1]
+    plain = loader_chain(loader)[-1]
     if isinstance(plain, ArrayLoader):
         return plain.label_names
     labels = plain.dataset.reader.class_to_idx

@@ -1,5 +1,5 @@
 """The parts of the distillation loss."""
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from torch import Tensor
 from ..distributed import over_processes, rank_and_world
 from ..dynamics.lipschitz import log_softmax_bound
 
-__all__ = ['attention_loss', 'embedding_loss', 'jasmin_loss', 'logit_loss', 'relation_loss', 'trajectory_loss']
+__all__ = ['embedding_loss', 'jasmin_loss', 'logit_loss', 'trajectory_loss']
 
 
 def trajectory_loss(
@@ -54,21 +54,6 @@ def _variance(x: Tensor) -> Tensor:
     return (moments[1] - moments[0].square()).float()
 
 
-def attention_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """L1 distance between attention maps.
-
-    Args:
-        student: Probabilities [B, heads, N, N].
-        teacher: Probabilities [B, heads, N, N].
-
-    Returns:
-        Mean over the rows, dimensionless: 0 for equal maps, 2 for maps that have nothing in common.
-
-    Source: ODE-ViT, arXiv 2511.16501 (on the last attention).
-    """
-    return (student - teacher).abs().sum(dim=-1).mean()
-
-
 def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.) -> Tensor:
     """Kullback-Leibler divergence of the student's class probabilities from the teacher's, in nats per image.
 
@@ -103,28 +88,6 @@ def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
     angle = 1. - F.cosine_similarity(s, t, dim=-1)
     spread = _variance(t - over_processes(t.mean(dim=0)))
     return angle.mean() + F.mse_loss(s, t) / spread.clamp_min(1e-12)
-
-
-def relation_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """How far the cosines between the embeddings of a batch's images lie from those between the teacher's.
-
-    Args:
-        student: Embeddings [B, E], of this process.
-        teacher: Embeddings [B, E].
-
-    Returns:
-        Mean squared difference over all pairs of different images, relative to the variance of the teacher's cosines,
-        dimensionless; 0 with fewer than three images.
-
-    Source: Relational Knowledge Distillation, arXiv 1904.05068 (with cosines in place of distances).
-    """
-    B = len(student)
-    if B < 3:
-        return (0. * student).sum()
-    pairs = torch.triu_indices(B, B, offset=1, device=student.device)
-    ours, theirs = ((unit @ unit.T)[pairs[0], pairs[1]] for unit in (
-        F.normalize(x.float().flatten(1), dim=-1) for x in (student, teacher)))
-    return F.mse_loss(ours, theirs) / theirs.var(correction=0).clamp_min(1e-12)
 
 
 def jasmin_loss(attention: Tensor, k: int = 0) -> Tensor:

@@ -1,7 +1,7 @@
 """Read untrusted YAML safely."""
 import re
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any
 
 import yaml
 
@@ -12,7 +12,7 @@ __all__ = ['DEEPEST', 'parse_yaml', 'read_yaml']
 LONGEST, DEEPEST = 50_000, 50  # most characters and levels that are read; our recipes have 2,200 and 4
 
 
-def read_yaml(path: Union[str, Path], name: Optional[str] = None) -> Any:
+def read_yaml(path: str | Path, name: str | None = None) -> Any:
     """Read a YAML file, whatever it holds, within seconds and with a few times its size in memory.
 
     Args:

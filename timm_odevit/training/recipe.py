@@ -1,14 +1,14 @@
 """Recipes: what to train, on what data and how, in one validated YAML file."""
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from html import escape
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any
 
 import yaml
 
 from ..errors import suggest
 from ..ode.config import OdeConfig
-from ..settings import Check, Settings, flag, setting, whole
+from ..settings import Check, Settings, flag, one_of, setting, whole
 from .config import DataConfig, FitConfig, LossConfig
 from .read_yaml import DEEPEST, parse_yaml, read_yaml
 
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent / 'recipes'
 TASKS = ('stepwise', 'trajectory', 'labels')
 FIT = [name for name in FitConfig.names() if name != 'seed']  # the recipe has its own
 # the parts of a model that a stage may train, and what the names of their parameters contain
-PARTS: Dict[str, Tuple[str, ...]] = {
+PARTS: dict[str, tuple[str, ...]] = {
     'all': ('',),
     'blocks': ('blocks.',),
     'base': ('blocks.shared.base.', '.base.'),
@@ -32,7 +32,17 @@ PARTS: Dict[str, Tuple[str, ...]] = {
 }
 
 
-def _section(known: Optional[Sequence[str]] = None) -> Check:
+# settings that version 0.1.0 had, and what to do instead
+GONE = {
+    'cache': "The teacher's states are no longer kept on disk",
+    'segments': 'Start with a stage of task stepwise instead',
+    'forced': '',  # had no effect without segments
+    'attention_weight': 'Follow the states (trajectory_weight) instead',
+    'relation_weight': 'Follow the outputs (kd_weight) instead',
+}
+
+
+def _section(known: Sequence[str] | None = None) -> Check:
     """Keys and values, of which the keys are known; or None."""
     def check(name: str, value: Any) -> Any:
         if value is not None and not isinstance(value, dict):
@@ -45,35 +55,23 @@ def _section(known: Optional[Sequence[str]] = None) -> Check:
     return check
 
 
-def _task(name: str, value: Any) -> str:
-    if value not in TASKS:
-        raise ValueError(f"{name}: unknown task '{value}'. {suggest(str(value), TASKS)}Allowed: {', '.join(TASKS)}.")
-    return value
-
-
-def _parts(name: str, value: Any) -> Tuple[str, ...]:
+def _parts(name: str, value: Any) -> tuple[str, ...]:
     parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, (list, tuple)):
-        raise ValueError(f'{name} must be a list of parts; got {parts!r}. Allowed: {", ".join(PARTS)}.')
-    if not parts:
-        raise ValueError(f"{name} is empty. Allowed: {', '.join(PARTS)}.")
-    for part in parts:
-        if part not in list(PARTS):
-            raise ValueError(f"{name}: unknown part '{part}'. {suggest(str(part), PARTS)}Allowed: {', '.join(PARTS)}.")
-    return tuple(parts)
+    if not isinstance(parts, (list, tuple)) or not parts:
+        raise ValueError(f"{name} must be a list of at least one part; got {parts!r}. Parts: {', '.join(PARTS)}.")
+    return tuple(one_of(tuple(PARTS))('part', part) for part in parts)
 
 
-def _stages(name: str, value: Any) -> Tuple['Stage', ...]:
+def _stages(name: str, value: Any) -> tuple['Stage', ...]:
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError(f'{name} must be a list of at least one stage, such as [{{task: trajectory}}].')
     found = []
     for i, given in enumerate(value):
+        keywords = given if isinstance(given, Stage) else _section(Stage.names())(f'{name}.{i}', given) or {}
         try:
-            found.append(given if isinstance(given, Stage) else Stage(
-                **(_section(Stage.names())(f'{name}.{i}', given) or {})))
+            found.append(keywords if isinstance(keywords, Stage) else Stage(**keywords))
         except ValueError as e:
-            inside = str(e).split(maxsplit=1)[0].rstrip(':') in Stage.names()
-            raise ValueError(f'{name}.{i}.{e}' if inside else str(e)) from None
+            raise ValueError(f"{name}.{i}{'.' if str(e)[0].islower() else ': '}{e}") from None
     return tuple(found)
 
 
@@ -88,10 +86,10 @@ class Stage(Settings):
         loss: Keywords of TrajectoryDistillationTask; they override the recipe's.
         fit: Keywords of `fit`; they override the recipe's.
     """
-    task: str = setting('trajectory', _task)
-    train: Tuple[str, ...] = setting(('all',), _parts)
-    loss: Optional[Dict[str, Any]] = setting(None, _section(LossConfig.names()))
-    fit: Optional[Dict[str, Any]] = setting(None, _section(FIT))
+    task: str = setting('trajectory', one_of(TASKS))
+    train: tuple[str, ...] = setting(('all',), _parts)
+    loss: dict[str, Any] | None = setting(None, _section(LossConfig.names()))
+    fit: dict[str, Any] | None = setting(None, _section(FIT))
 
     def _check(self) -> None:
         if self.task != 'trajectory' and self.loss:
@@ -113,33 +111,28 @@ class Recipe(Settings):
         fit: Keywords of `fit` for all stages.
         stages: The stages, in order; each starts from the last weights of the previous one.
         grad_checkpointing: Recompute activations in the backward pass, step by step.
-        cache: Views of each image for which the teacher's states are computed once and kept on disk; 0 for none.
         seed: Seed of the run.
 
     Raises:
         ValueError: A key is unknown or a value is out of range; the message says what is allowed.
     """
-    ode: Optional[Dict[str, Any]] = setting(None, _section(OdeConfig.names()))
-    model: Optional[str] = None
-    model_args: Optional[Dict[str, Any]] = setting(None, _section())
-    data: Optional[Dict[str, Any]] = setting(None, _section(DataConfig.names()))
-    loss: Optional[Dict[str, Any]] = setting(None, _section(LossConfig.names()))
-    fit: Optional[Dict[str, Any]] = setting(None, _section(FIT))
-    stages: Tuple[Stage, ...] = setting((), _stages)
+    ode: dict[str, Any] | None = setting(None, _section(OdeConfig.names()))
+    model: str | None = None
+    model_args: dict[str, Any] | None = setting(None, _section())
+    data: dict[str, Any] | None = setting(None, _section(DataConfig.names()))
+    loss: dict[str, Any] | None = setting(None, _section(LossConfig.names()))
+    fit: dict[str, Any] | None = setting(None, _section(FIT))
+    stages: tuple[Stage, ...] = setting((), _stages)
     grad_checkpointing: bool = setting(False, flag)
-    cache: int = setting(0, whole(0))
     seed: int = setting(0, whole(0))
 
     def _check(self) -> None:
         try:
-            batches = self.batches
+            self.batches  # noqa: B018 (raises if a setting is invalid)
         except ValueError as e:
             raise ValueError(f'data.{e}') from None
-        if self.cache and batches.mixes:
-            raise ValueError("cache keeps the teacher's outputs for unchanged images, but data.mixup, data.cutmix and "
-                             'data.smoothing change images or labels. Set cache to 0, or leave those out.')
         if self.ode is not None:
-            self.config  # noqa: B018 (raises if a setting is invalid)
+            self.config  # noqa: B018 (likewise)
         for i, stage in enumerate(self.stages):
             if 'epochs' not in {**(self.fit or {}), **(stage.fit or {})}:
                 raise ValueError(
@@ -176,14 +169,14 @@ class Recipe(Settings):
         """Whether the outputs are embeddings, so that the labels of the data mean nothing to the model."""
         return any(self.loss_of(stage).embedding for stage in self.stages)
 
-    def trained_at(self, own: int) -> Tuple[int, ...]:
+    def trained_at(self, own: int) -> tuple[int, ...]:
         """The numbers of steps that the last stage trains, for a student with `own` steps."""
         last = self.stages[-1]
         counts = self.loss_of(last).counts(own) if last.task == 'trajectory' else None
         return tuple(sorted(set(counts or (own,))))
 
     @classmethod
-    def load(cls, name: Union[str, Path], changes: Sequence[str] = ()) -> 'Recipe':
+    def load(cls, name: str | Path, changes: Sequence[str] = ()) -> 'Recipe':
         """Read a recipe.
 
         Args:
@@ -216,7 +209,7 @@ class Recipe(Settings):
             if len(path) > DEEPEST:
                 raise ValueError(f"'{shown}' has {len(path)} levels, but a recipe has at most {DEEPEST}.")
             _set(tree, path, parse_yaml(text, shown, 'has a value that is not valid YAML'), shown)
-        tree = _section(cls.names())(name, tree)
+        tree = _section(cls.names())(name, _without_gone(name, tree))
         try:
             recipe = cls(**tree)
         except (TypeError, ValueError) as e:
@@ -232,45 +225,44 @@ class Recipe(Settings):
 
     def to_yaml(self) -> str:
         """The recipe as YAML, without default values."""
-        def tree(of: Any) -> Dict[str, Any]:
+        def changed(of: Any) -> dict[str, Any]:
             return {f.name: getattr(of, f.name) for f in fields(of) if getattr(of, f.name) not in (None, f.default)}
-        whole = tree(self)
-        whole['stages'] = [tree(stage) for stage in self.stages]
-        return yaml.safe_dump(_plain(whole), sort_keys=False, default_flow_style=None, width=120)
+        tree = {**changed(self), 'stages': [changed(stage) for stage in self.stages]}
+        return yaml.safe_dump(_plain(tree), sort_keys=False, default_flow_style=None, width=120)
 
-    def _repr_html_(self) -> str:
-        return f'<pre>{escape(self.to_yaml())}</pre>'
+def _without_gone(name: str, tree: Any) -> Any:
+    """A recipe without settings that are gone, if they are off."""
+    if isinstance(tree, list):
+        return [_without_gone(name, entry) for entry in tree]
+    if not isinstance(tree, dict):
+        return tree
+    for key, instead in GONE.items():
+        if tree.get(key) and instead:
+            raise ValueError(f'{name}: {key} is gone since version 0.2. {instead}, and leave {key} out.')
+    return {key: _without_gone(name, value) for key, value in tree.items() if key not in GONE}
 
 
-def builtin_recipes() -> List[str]:
+def builtin_recipes() -> list[str]:
     """Names of the recipes that come with the package."""
     return sorted(path.stem for path in FOLDER.glob('*.yaml'))
 
 
-def _set(tree: Any, path: List[str], value: Any, change: str) -> None:
-    *parents, last = path
-    for name in parents:
-        if isinstance(tree, list):
-            tree = _item(tree, name, change)
-        else:
-            if tree.get(name) is None:
-                tree[name] = {}
-            tree = tree[name]
+def _set(tree: Any, path: list[str], value: Any, change: str) -> None:
+    """Set the entry at a path of keys and indices; None removes it."""
+    for name, below in zip(path, [*path[1:], None], strict=True):
+        if isinstance(tree, list) and (not name.isdigit() or int(name) >= len(tree)):
+            raise ValueError(f"'{change}': there is no entry '{name}'; the entries are 0 to {len(tree) - 1}.")
         if not isinstance(tree, (dict, list)):
-            raise ValueError(f"'{change}': '{name}' has no keys below it.")
-    if isinstance(tree, list):
-        _item(tree, last, change)
-        tree[int(last)] = value
-    elif value is None:
-        tree.pop(last, None)
-    else:
-        tree[last] = value
-
-
-def _item(items: List[Any], name: str, change: str) -> Any:
-    if not name.isdigit() or int(name) >= len(items):
-        raise ValueError(f"'{change}': there is no entry '{name}'; the entries are 0 to {len(items) - 1}.")
-    return items[int(name)]
+            raise ValueError(f"'{change}': there are no keys above '{name}'.")
+        key: Any = int(name) if isinstance(tree, list) else name
+        if below is not None:
+            if isinstance(tree, dict) and tree.get(key) is None:
+                tree[key] = {}
+            tree = tree[key]
+        elif value is None and isinstance(tree, dict):
+            tree.pop(key, None)
+        else:
+            tree[key] = value
 
 
 def _plain(tree: Any) -> Any:

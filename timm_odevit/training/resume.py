@@ -1,37 +1,26 @@
 """Resuming: what a run keeps after each epoch, and what must be the same when it continues."""
+import hashlib
 import json
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional, Sequence, Union
+from typing import Any
 
 import torch
 import yaml
 from timm.task import TrainingTask
 from timm.utils import unwrap_model
-from torch import nn
+from torch import Tensor, nn
 
-from ..distributed import in_first_process
-from ..files import staged, to_json, write_text
+from ..data.arrays import ArrayLoader
+from ..files import staged
 from .config import FitConfig
-from .loaders import chain
-from .recipe import Recipe, Stage
+from .loaders import loader_chain
+from .recipe import Recipe
 
 __all__ = [
-    'BEST',
-    'HISTORY',
-    'LAST',
-    'RECIPE',
-    'RUN',
-    'check_about',
-    'check_calibration',
-    'check_recipe',
-    'check_unused',
-    'load_state',
-    'models_of',
-    'planned',
-    'read_state',
-    'save_state',
-    'settings_to_resume',
+    'BEST', 'HISTORY', 'LAST', 'RECIPE', 'RUN', 'check_about', 'check_recipe', 'check_unused', 'hash_of',
+    'hash_of_data', 'load_state', 'models_of', 'read_state', 'save_state', 'settings_to_resume',
 ]
 
 LAST = 'last.pt'
@@ -39,10 +28,9 @@ BEST = 'best'
 HISTORY = 'history.json'
 RECIPE = 'recipe.yaml'
 RUN = 'run.json'
-PLAN = 'plan.json'
 
 
-def models_of(task: TrainingTask) -> Dict[str, nn.Module]:
+def models_of(task: TrainingTask) -> dict[str, nn.Module]:
     """The model in training, and its moving average if there is one, without wrappers."""
     models = {'model': task.get_eval_model()}
     if task.has_ema():
@@ -51,13 +39,13 @@ def models_of(task: TrainingTask) -> Dict[str, nn.Module]:
 
 
 def save_state(path: Path, task: TrainingTask, optimizer, scaler, history, settings) -> None:
-    state: Dict[str, Any] = {name: module.state_dict() for name, module in models_of(task).items()}
+    state: dict[str, Any] = {name: module.state_dict() for name, module in models_of(task).items()}
     state.update(optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), history=history, settings=settings)
     with staged(path.parent, path.name) as aside:
         torch.save(state, aside / path.name)
 
 
-def read_state(path: Path, device: torch.device, settings: Dict[str, Any], epochs: int) -> Dict[str, Any]:
+def read_state(path: Path, device: torch.device, settings: dict[str, Any], epochs: int) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location=device, weights_only=True)
     except Exception as e:
@@ -77,7 +65,7 @@ def read_state(path: Path, device: torch.device, settings: Dict[str, Any], epoch
     return state
 
 
-def load_state(state: Dict[str, Any], path: str, models: Dict[str, nn.Module], optimizer, scaler) -> None:
+def load_state(state: dict[str, Any], path: str, models: dict[str, nn.Module], optimizer, scaler) -> None:
     for name, module in models.items():
         try:
             module.load_state_dict(state[name])
@@ -87,9 +75,9 @@ def load_state(state: Dict[str, Any], path: str, models: Dict[str, nn.Module], o
     scaler.load_state_dict(state['scaler'])
 
 
-def settings_to_resume(config: FitConfig, train_loader: Any, updates: int) -> Dict[str, Any]:
+def settings_to_resume(config: FitConfig, train_loader: Any, updates: int) -> dict[str, Any]:
     """What must be the same when a run is resumed."""
-    sizes = [part.batch_size for part in chain(train_loader) if type(getattr(part, 'batch_size', None)) is int]
+    sizes = [part.batch_size for part in loader_chain(train_loader) if type(getattr(part, 'batch_size', None)) is int]
     settings = {key: value for key, value in asdict(config).items() if key not in ('epochs', 'compile', 'norm_alarm')}
     return {**settings, 'batch_size': sizes[0] if sizes else None, 'updates_per_epoch': updates}
 
@@ -105,92 +93,49 @@ def check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
     check_unused(folder, resume, folder / RECIPE)
     if not (folder / RECIPE).exists():
         return
-    before = Recipe.load(folder / RECIPE)
-    if _without_end(before) != _without_end(recipe):
-        then, now = (_flat(yaml.safe_load(of.to_yaml())) for of in (before, recipe))
-        may_grow = (f'stages.{len(recipe.stages) - 1}.fit.epochs', 'fit.epochs' if len(recipe.stages) == 1 else '')
-        other = [f'{key} was {then.get(key, "unset")} and is {now.get(key, "unset")}'
-                 for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key) and key not in may_grow]
+    then, now = ({'stages': len(of.stages), **_flat(yaml.safe_load(of.to_yaml()))}
+                 for of in (Recipe.load(folder / RECIPE), recipe))
+    may_grow = (f'stages.{len(recipe.stages) - 1}.fit.epochs', 'fit.epochs' if len(recipe.stages) == 1 else '')
+    other = [f'{key} was {then.get(key, "unset")} and is {now.get(key, "unset")}'
+             for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key) and key not in may_grow]
+    if other:
         raise ValueError(f"'{folder / RECIPE}' is a different recipe: {'; '.join(other)}. Resume with that, or give "
                          'another folder.')
 
 
-def _flat(tree: Any, at: str = '') -> Dict[str, Any]:
+def _flat(tree: Any, at: str = '') -> dict[str, Any]:
     """A tree of dicts and lists as one dict, with keys such as stages.0.fit.lr."""
-    if not isinstance(tree, (dict, list)) or not tree:
+    if not isinstance(tree, (dict, list)):
         return {at: tree}
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
     return {k: v for key, entry in pairs for k, v in _flat(entry, f'{at}.{key}'.lstrip('.')).items()}
 
 
-def _without_end(recipe: Recipe) -> Any:
-    """A recipe without the epochs of its last stage, which may be increased on resuming."""
-    stages = [(stage.task, stage.train, asdict(recipe.fit_of(stage)),
-               asdict(recipe.loss_of(stage)) if stage.task == 'trajectory' else None) for stage in recipe.stages]
-    del stages[-1][2]['epochs']
-    return replace(recipe, fit={'epochs': 1}, loss=None, stages=(Stage(),)), stages
-
-
-def check_about(folder: Path, about: Dict[str, Any]) -> None:
+def check_about(folder: Path, about: dict[str, Any]) -> None:
     """Refuse to resume with different data or models."""
-    if (folder / RUN).exists():
-        _check_same(folder, json.loads((folder / RUN).read_text()), about)
-
-
-def _check_same(folder: Path, before: Dict[str, Any], about: Dict[str, Any]) -> None:
+    before = json.loads((folder / RUN).read_text()) if (folder / RUN).exists() else about
     for name, value in about.items():
         if before.get(name) != value:
             raise ValueError(f"'{folder}' was made with {name} {before.get(name)}, but this run has {value}. "
                              'Resume with what the first run had, or give another folder.')
 
 
-def check_calibration(
-        folders: Sequence[Optional[Path]],
-        minutes: Optional[float],
-        epochs: Optional[Sequence[int]],
-        resume: bool,
-) -> None:
-    """Refuse a folder with another calibration: one for other minutes, or one that began its second part."""
-    first, second = folders
-    if first is None or second is None:
-        return
-    check_unused(first.parent, resume, first.parent / PLAN, first / LAST, second / LAST)
-    plan = first.parent / PLAN
-    before = json.loads(plan.read_text())['minutes'] if plan.exists() else None
-    if before != minutes and any(file.exists() for file in (plan, first / LAST, second / LAST)):
-        then = 'epochs' if before is None else f'minutes={before:g}'
-        now = f'minutes={minutes}' if epochs is None else f'epochs={tuple(epochs)}'
-        raise ValueError(f"'{first.parent}' was calibrated with {then}, but this call has {now}. Resume with what the "
-                         'first call had, or give another folder.')
-    if epochs and (second / LAST).exists() and (first / HISTORY).exists() and len(
-            json.loads((first / HISTORY).read_text())) < epochs[0]:
-        raise ValueError(
-            f"'{first.parent}' has already started unrolled training after fewer stepwise epochs. Calibrate into "
-            'another folder.')
+def hash_of(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 of the concatenated bytes of tensors."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
-def planned(
-        out: Union[str, Path, None], plan: Callable[[], Dict[str, Any]], about: Callable[[], Dict[str, Any]],
-) -> Dict[str, Any]:
-    """The plan of a calibration: that of its folder, if it is about the same things, or a new one, noted there.
-
-    With several processes, all of them make a plan, because they train together to do so; that of the first counts.
-    """
-    path = None if out is None else Path(out) / PLAN
-
-    def noted() -> Optional[Dict[str, Any]]:
-        if path is None or not path.exists():
-            return None
-        found: Dict[str, Any] = {'share': 1., **json.loads(path.read_text())}
-        _check_same(path.parent, found, {name: value for name, value in about().items() if name in found})
-        return found
-
-    def note() -> Dict[str, Any]:
-        if path is not None:
-            write_text(path, to_json({**made, **about()}))
-        return made
-    found: Any = in_first_process(noted)
-    if found is None:
-        made = plan()
-        found = in_first_process(note)
-    return dict(found)
+def hash_of_data(*loaders: Any) -> str:
+    """SHA-256 of the images and labels in memory, or of the names and labels of the files."""
+    found = hashlib.sha256()
+    for loader in loaders:
+        plain = loader_chain(loader)[-1]
+        if isinstance(plain, ArrayLoader):
+            found.update(hash_of([plain.images, plain.labels]).encode())
+        else:
+            files = [[*Path(path).parts[-2:], label] for path, label in plain.dataset.reader.samples]
+            found.update(json.dumps(files).encode())
+    return found.hexdigest()

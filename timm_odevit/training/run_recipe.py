@@ -1,16 +1,17 @@
 """train: run a recipe stage by stage, and save what is needed to resume it and to tell how the model was made."""
 import copy
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
+from typing import Any
 
 import timm
 import torch
 import torch.distributed as dist
 from timm.loss import SoftTargetCrossEntropy
 from timm.task import ClassificationTask, TrainingTask
-from torch import nn
+from torch import Tensor, nn
 
 from ..convert.conversion import convert_
 from ..data.arrays import ArrayLoader
@@ -22,36 +23,30 @@ from ..hooks import random_states_kept
 from ..loading.find_weights import CONFIG, WEIGHTS
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import describe
-from ..settings import checks_keywords
-from .cache import CachedLoader
 from .fit import count_updates, fit
-from .hashes import hash_of, hash_of_data
-from .loaders import chain, count_classes, draw_sample, label_names, loaders
+from .loaders import count_classes, draw_sample, label_names, loader_chain, loaders
 from .recipe import PARTS, Recipe
-from .resume import BEST, HISTORY, RECIPE, RUN, check_about, check_recipe
-from .stepwise_task import StepwiseTask
-from .trajectory_task import TrajectoryDistillationTask
+from .resume import BEST, HISTORY, RECIPE, RUN, check_about, check_recipe, hash_of, hash_of_data
+from .tasks import StepwiseTask, TrajectoryDistillationTask
 
 __all__ = ['train']
 
 SAMPLE = 256  # images for measurements: init svd_data, boundaries, checkpoints
 
 
-@checks_keywords
 def train(
         recipe: Recipe,
-        data: Union[str, Path],
-        out: Union[str, Path],
+        data: str | Path,
+        out: str | Path,
         *,
-        teacher: Optional[nn.Module] = None,
-        student: Optional[nn.Module] = None,
+        teacher: nn.Module | None = None,
+        student: nn.Module | None = None,
         resume: bool = False,
-        limit: Optional[int] = None,
-        cache: Optional[Union[str, Path]] = None,
-        command: Optional[Dict[str, Any]] = None,
-        device: Union[str, torch.device] = 'cpu',
+        limit: int | None = None,
+        command: dict[str, Any] | None = None,
+        device: str | torch.device = 'cpu',
         progress: bool = True,
-) -> List[Dict[str, float]]:
+) -> list[dict[str, float]]:
     """Run a recipe.
 
     Writes to `out`: recipe.yaml; run.json, with what else must be the same to resume; stage0/, stage1/, ..., as `fit`
@@ -64,11 +59,10 @@ def train(
         data: Folder of images, see `folder_loaders`, or .npz of small images, see `array_loaders`.
         out: Folder for the results.
         teacher: timm model; None to train without one.
-        student: Model to train as it is, ignoring the recipe's `ode`; None to make it with `build_student`.
+        student: Model to train as it is, ignoring the recipe's `ode`; None to make it from the teacher or, without one,
+            from the recipe's `model`.
         resume: Continue the run in `out`.
         limit: Use only this many images of an .npz, for a rehearsal.
-        cache: Folder for the teacher's cached states, if the recipe sets `cache`; several runs may share it. By
-            default `out`/cache.
         command: What to record in run.json, so that `odevit distill --resume` knows data and models by name.
         device: Device for a student that is built without a teacher.
         progress: Show progress bars.
@@ -82,7 +76,7 @@ def train(
         FloatingPointError: The loss stopped being finite; the files of the previous epoch remain.
         OSError: A file could not be written (files written earlier remain); or another process uses the folder.
     """
-    folder = Path(out)
+    folder, rank = Path(out), rank_and_world()[0]
     if not isinstance(recipe, Recipe):
         raise TypeError(f'recipe must be a Recipe; got {shown(recipe)}. Recipe.load(...) reads one, by name or file.')
     if student is not None:
@@ -98,72 +92,90 @@ def train(
             host = _create(recipe, count_classes(data)).to(device)
         train_loader, val_loader = loaders(
             recipe.batches, data, host, limit=limit, seed=recipe.seed, any_classes=recipe.embeds)
-        if teacher is not None and not recipe.embeds and rank_and_world()[0] == 0:
+        names = label_names(train_loader)
+        if teacher is not None and not recipe.embeds and rank == 0:
             for model in (host, teacher):
-                warn_of_other_classes(model, label_names(train_loader), data)
-        about = {
-            'limit': limit, 'batches': len(train_loader), 'data sha256': hash_of_data(train_loader, val_loader), **{
-                f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
-                for name, model in (('teacher', teacher), ('student', student))}}
+                warn_of_other_classes(model, names, data)
+        about = _about(limit, train_loader, val_loader, teacher, student)
         check_about(folder, about)
         calibration = draw_sample(val_loader, SAMPLE, recipe.seed).to(device)
-        if student is None:
-            student = host
-        if recipe.ode is not None:
-            student = copy.deepcopy(host).requires_grad_(True)
-            torch.manual_seed(recipe.seed)
-            convert_(student, recipe.config, images=calibration, keep_original=False)
-        if recipe.grad_checkpointing:
-            student.set_grad_checkpointing()  # type: ignore[operator]
-        describe(student)  # fail now rather than after the first epoch
-        for i, stage in enumerate(recipe.stages):
-            _named(student, stage.train, f'stages.{i}.train')
+        student = _student(recipe, host, calibration)
         tasks = list(_tasks(recipe, student, teacher, calibration))
         for stage in recipe.stages:
             count_updates(train_loader, recipe.fit_of(stage).accumulate)
-        cached: Any = train_loader
-        if recipe.cache:
-            cached = CachedLoader(
-                train_loader, teacher, cache or folder / 'cache', views=recipe.cache, progress=progress)
-        rank, world = rank_and_world()
-        if world > 1:
+        if rank_and_world()[1] > 1:
             dist.barrier()  # all check the folder before the first process writes to it
         if rank == 0 and not (folder / RECIPE).exists():
             write_text(folder / RUN, to_json({**about, 'command': command}))
             write_text(folder / RECIPE, recipe.to_yaml())
-        _name_classes(student, label_names(train_loader), keep=teacher is not None)
-        history: List[Dict[str, float]] = []
-        trainable = {name for name, p in student.named_parameters() if p.requires_grad}
-        own = [ode.steps for ode in find_ode_blocks(student)]
-        for i, (stage, task) in enumerate(zip(recipe.stages, tasks, strict=True)):
-            for ode, steps in zip(find_ode_blocks(student), own, strict=True):
-                counts = getattr(task, 'steps', None) or [steps]
-                ode.steps = min(counts, key=lambda count: abs(count - steps))  # a count that is trained
-            learning = _choose(student, stage.train, trainable)
-            if progress and rank == 0:
-                print(f'stage {i}: {stage.task}, {sum(p.numel() for p in learning):,} trainable parameters')
-            config = replace(recipe.fit_of(stage), seed=recipe.seed + 1000 * i)
-            arrays = chain(train_loader)[-1]
-            if isinstance(arrays, ArrayLoader):
-                arrays.seed = config.seed  # for the order of the images
-            loader = train_loader if stage.task == 'labels' else cached
-            records = fit(task, loader, val_loader, out=folder / f'stage{i}', resume=resume, progress=progress,
-                          config=config)
-            history += [{'stage': i, **record} for record in records]
-        for name, p in student.named_parameters():
-            p.requires_grad_(name in trainable)
+        _name_classes(student, names, keep=teacher is not None)
+        history = _train_stages(recipe, student, tasks, train_loader, val_loader, folder, resume, progress)
         if rank == 0:
-            best = folder / f'stage{len(recipe.stages) - 1}' / BEST
-            with staged(folder / BEST, WEIGHTS, CONFIG) as aside:
-                for name in (WEIGHTS, CONFIG):
-                    shutil.copyfile(best / name, aside / name)
-            for place in (folder / BEST, folder):
-                write_text(place / RECIPE, recipe.to_yaml())  # epochs may have increased on resuming
-            write_text(folder / HISTORY, to_json(history))
-        return history
+            _publish(folder, recipe, history)
+    return history
 
 
-def _name_classes(model: Any, names: Optional[List[str]], keep: bool) -> None:
+def _about(limit: int | None, train_loader: Any, val_loader: Any, *models: nn.Module | None) -> dict[str, Any]:
+    """What must be the same when a run is resumed, beside the recipe."""
+    return {'limit': limit, 'batches': len(train_loader), 'data sha256': hash_of_data(train_loader, val_loader), **{
+        f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
+        for name, model in zip(('teacher', 'student'), models, strict=True)}}
+
+
+def _student(recipe: Recipe, host: nn.Module, images: Tensor) -> nn.Module:
+    """The student: the host converted by the recipe, or itself."""
+    if recipe.ode is not None:
+        host = copy.deepcopy(host).requires_grad_(True)
+        torch.manual_seed(recipe.seed)
+        convert_(host, recipe.config, images=images, keep_original=False)
+    if recipe.grad_checkpointing:
+        host.set_grad_checkpointing()  # type: ignore[operator]
+    describe(host)  # fail now rather than after the first epoch
+    return host
+
+
+def _train_stages(
+        recipe: Recipe, student: nn.Module, tasks: Sequence[TrainingTask], train_loader: Any, val_loader: Any,
+        folder: Path, resume: bool, progress: bool,
+) -> list[dict[str, float]]:
+    """Train stage by stage; returns the records of all epochs."""
+    history: list[dict[str, float]] = []
+    trainable = {name for name, p in student.named_parameters() if p.requires_grad}
+    own = [ode.steps for ode in find_ode_blocks(student)]
+    for i, (stage, task) in enumerate(zip(recipe.stages, tasks, strict=True)):
+        for ode, steps in zip(find_ode_blocks(student), own, strict=True):
+            counts = getattr(task, 'steps', None) or [steps]
+            ode.steps = min(counts, key=lambda count: abs(count - steps))  # a count that is trained
+        chosen = set(_names_of(student, stage.train, f'stages.{i}.train')) & trainable
+        for name, p in student.named_parameters():
+            p.requires_grad_(name in chosen)
+        if progress and rank_and_world()[0] == 0:
+            count = sum(p.numel() for p in student.parameters() if p.requires_grad)
+            print(f'stage {i}: {stage.task}, {count:,} trainable parameters')
+        config = replace(recipe.fit_of(stage), seed=recipe.seed + 1000 * i)
+        arrays = loader_chain(train_loader)[-1]
+        if isinstance(arrays, ArrayLoader):
+            arrays.seed = config.seed  # for the order of the images
+        records = fit(task, train_loader, val_loader, out=folder / f'stage{i}', resume=resume, progress=progress,
+                      config=config)
+        history += [{'stage': i, **record} for record in records]
+    for name, p in student.named_parameters():
+        p.requires_grad_(name in trainable)
+    return history
+
+
+def _publish(folder: Path, recipe: Recipe, history: list[dict[str, float]]) -> None:
+    """Put the best model of the last stage, the recipe and the records in place."""
+    best = folder / f'stage{len(recipe.stages) - 1}' / BEST
+    with staged(folder / BEST, WEIGHTS, CONFIG) as aside:
+        for name in (WEIGHTS, CONFIG):
+            shutil.copyfile(best / name, aside / name)
+    for place in (folder / BEST, folder):
+        write_text(place / RECIPE, recipe.to_yaml())  # epochs may have increased on resuming
+    write_text(folder / HISTORY, to_json(history))
+
+
+def _name_classes(model: Any, names: list[str] | None, keep: bool) -> None:
     """Put the names of the classes into a model's pretrained_cfg, unless it is to keep its own.
 
     What it says about other classes goes: a model that is trained on labels without names has none.
@@ -178,19 +190,17 @@ def _name_classes(model: Any, names: Optional[List[str]], keep: bool) -> None:
     model.pretrained_cfg = model.default_cfg = {**kept, 'num_classes': model.num_classes, **known}
 
 
-def _check_models(recipe: Recipe, teacher: Optional[nn.Module], student: Optional[nn.Module]) -> None:
+def _check_models(recipe: Recipe, teacher: nn.Module | None, student: nn.Module | None) -> None:
     """Refuse models that do not suit the recipe."""
     if teacher is not None and recipe.model is not None:
         raise ValueError(
             f"The recipe names a model, '{recipe.model}', but there is also a teacher. Leave one of them out.")
     if teacher is not None and student is None and recipe.ode is None:
         raise ValueError('ode is null, so the teacher itself would be trained. Give ode, or a student.')
-    if recipe.cache and teacher is None:
-        raise ValueError('cache keeps the outputs of a teacher, but there is none. Give one, or set cache to 0.')
     if student is not None and teacher is not None and renormalisation(student, teacher)[0] is not None:
-        if recipe.cache or (recipe.loss or {}).get('checkpoints') == 'distance':
-            raise ValueError('Student and teacher expect differently normalised images, so cache must be 0, and '
-                             'checkpoints uniform or a list.')
+        if (recipe.loss or {}).get('checkpoints') == 'distance':
+            raise ValueError('Student and teacher expect differently normalised images, so checkpoints must be uniform '
+                             'or a list.')
 
 
 def _create(recipe: Recipe, classes: int) -> nn.Module:
@@ -210,23 +220,20 @@ def _create(recipe: Recipe, classes: int) -> nn.Module:
 
 
 def _tasks(
-        recipe: Recipe, student: nn.Module, teacher: Optional[nn.Module], calibration: torch.Tensor,
+        recipe: Recipe, student: nn.Module, teacher: nn.Module | None, calibration: Tensor,
 ) -> Iterator[TrainingTask]:
-    """The task of each stage."""
+    """The task of each stage, which is checked before anything is written."""
     device = next(student.parameters()).device
     criterion = SoftTargetCrossEntropy() if recipe.batches.mixes else nn.CrossEntropyLoss()
     for i, stage in enumerate(recipe.stages):
+        _names_of(student, stage.train, f'stages.{i}.train')
         try:
             if stage.task == 'labels':
                 yield ClassificationTask(student, criterion, device=device, verbose=False)
             elif stage.task == 'trajectory':
-                loss = recipe.loss_of(stage)
-                if recipe.fit_of(stage).compile and loss.segments:
-                    raise ValueError(
-                        'segments rely on hooks, which a compiled model skips. Leave fit.compile or segments out.')
                 yield TrajectoryDistillationTask(
                     student, teacher, calibration=calibration.split(64), criterion=criterion, device=device,
-                    verbose=False, config=loss)
+                    verbose=False, config=recipe.loss_of(stage))
             elif teacher is None:
                 raise ValueError("task 'stepwise' needs a teacher. Give one.")
             else:
@@ -236,15 +243,7 @@ def _tasks(
             raise ValueError(f'stages.{i}: {e}') from e
 
 
-def _choose(student: nn.Module, parts: Sequence[str], trainable: Any) -> List[nn.Parameter]:
-    """Make only the parameters of the given parts trainable."""
-    chosen = _named(student, parts, 'train')
-    for name, p in student.named_parameters():
-        p.requires_grad_(name in chosen and name in trainable)
-    return [p for p in student.parameters() if p.requires_grad]
-
-
-def _named(student: nn.Module, parts: Sequence[str], where: str) -> List[str]:
+def _names_of(student: nn.Module, parts: Sequence[str], where: str) -> list[str]:
     """Names of the parameters of the given parts, each of which must have some."""
     chosen = []
     for part in parts:

@@ -1,0 +1,206 @@
+"""calibrate_: minutes of training without labels."""
+import copy
+import itertools
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from timm_odevit import OdeConfig, StepwiseTask, calibrate_, convert_
+from timm_odevit.data.arrays import array_images
+from timm_odevit.training import calibrate
+
+GOOD = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def pair(vit, config=OdeConfig(), images=None, **kwargs):
+    teacher = vit(**kwargs)
+    student = copy.deepcopy(teacher)
+    convert_(student, config, images=images)
+    return student, teacher
+
+
+def state(model):
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def same(before, model):
+    return all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
+
+
+def test_it_brings_the_student_to_the_teacher(vit):
+    student, teacher = pair(vit, OdeConfig(time='low_rank', rank=4), depth=4)
+    frozen = {n: p.clone() for n, p in student.named_parameters() if 'blocks' not in n}
+    data = torch.randn(32, 3, 16, 16)
+    student.train()
+    student.head.requires_grad_(False)
+
+    def error():
+        with torch.no_grad():
+            return (student(data) - teacher(data)).square().mean().item()
+    before = error()
+    history = calibrate_(student, teacher, data, epochs=(12, 6), batch_size=8, lr=1e-2, unrolled_lr=3e-3, progress=False)
+    assert len(history) == 18 and history[11]['loss'] < 0.8 * history[0]['loss']
+    assert error() < 0.5 * before
+    assert all(torch.equal(p, frozen[n]) for n, p in student.named_parameters() if n in frozen)
+    assert student.training and not student.head.weight.requires_grad and student.patch_embed.proj.weight.requires_grad
+
+
+def test_an_exact_student_has_no_error_and_takes_no_time(vit):
+    student, teacher = pair(vit, OdeConfig(phases=3))
+    task = StepwiseTask(student, teacher, verbose=False)
+    assert task(GOOD)['loss'].item() < 1e-9
+    started = time.perf_counter()
+    assert calibrate_(student, teacher, GOOD, minutes=1., batch_size=2, progress=False) == []
+    assert time.perf_counter() - started < 30
+    student.blocks.steps = 6  # half a layer a step: the teacher's state in between is interpolated
+    assert 0 < task(GOOD)['loss'].item() < 1
+
+
+@pytest.mark.parametrize('when', [2, 12])  # while the learning rate is chosen, and in the first part
+def test_interrupted_it_leaves_both_models_as_they_were(vit, monkeypatch, when):
+    student, teacher = pair(vit, OdeConfig(time='low_rank', rank=2))
+    student.norm.register_buffer('seen', torch.zeros(1))
+    student.train()
+    student.head.requires_grad_(False)
+    before, calls, forward = state(student), [], StepwiseTask.forward
+
+    def stop(task, *args):
+        calls.append(student.norm.seen.add_(1))
+        if len(calls) == when:
+            raise KeyboardInterrupt
+        return forward(task, *args)
+    monkeypatch.setattr(StepwiseTask, 'forward', stop)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_(student, teacher, GOOD, epochs=(9, 1), batch_size=2, progress=False)
+    assert len(calls) == when and same(before, student)
+    assert student.training and not teacher.training and not student.head.weight.requires_grad
+    assert all(p.requires_grad for p in (*student.blocks.parameters(), *teacher.parameters()))
+
+
+@pytest.mark.parametrize('images, options, message', [
+    (GOOD, dict(epochs=(0, 0)), 'epochs must be two whole numbers'),
+    (GOOD, dict(epochs=3), 'epochs must be two whole numbers'),
+    (GOOD, dict(minutes=1., epochs=(1, 1)), 'Give minutes or epochs, not both'),
+    (GOOD, dict(batch_size=0), 'batch_size must be a whole number of at least 1; got 0'),
+    (torch.randn(3, 16, 16), {}, r'got torch.float32 \[3, 16, 16\]'),
+    (torch.zeros(4, 3, 16, 16, dtype=torch.uint8), {}, r'got torch.uint8 \[4, 3, 16, 16\]'),
+    (torch.empty(0, 3, 16, 16), {}, r'got torch.float32 \[0, 3, 16, 16\]'),
+    (torch.full((4, 3, 16, 16), float('nan')), {}, 'images must be finite'),
+    (GOOD.numpy(), {}, 'or a loader with a length; got ndarray'),
+    (torch.randn(4, 3, 24, 24), {}, r'The first batch of train_loader \(images torch.float32 \[4, 3, 24, 24\]'),
+    (torch.randn(4, 1, 16, 16), {}, 'does not fit the model'),
+    (torch.randn(4, 3, 16, 16).double(), {}, 'does not fit the model'),
+])
+def test_what_does_not_fit_is_refused_and_changes_neither_model(vit, images, options, message):
+    student, teacher = pair(vit)
+    student.train(), teacher.train()
+    before = state(student)
+    with pytest.raises(ValueError, match=message):
+        calibrate_(student, teacher, images, progress=False, **options)
+    assert teacher.training and student.training and same(before, student)
+    assert all(p.requires_grad for p in (*teacher.parameters(), *student.parameters()))
+
+
+def test_another_teacher_is_refused(vit):
+    student, teacher = pair(vit)
+    for other, message in ((vit(embed_dim=64), 'was not converted from this teacher: cls_token is'),
+                           (vit(depth=5), 'the teacher has 5 layers'), (copy.deepcopy(student), 'The teacher is itself converted'),
+                           (student, 'share parameters'),
+                           ('vit_tiny_patch16_224', 'The teacher must be a model; got str')):
+        with pytest.raises((TypeError, ValueError), match=message):
+            calibrate_(student, other, GOOD, progress=False)
+    with pytest.raises(TypeError, match='this VisionTransformer is not one. Call convert_ first'):
+        calibrate_(teacher, teacher, GOOD)
+    shorter, teacher = pair(vit, OdeConfig(T=2.))
+    before = state(shorter)
+    with pytest.raises(ValueError, match='the steps do not end at its states. Convert with T=None'):
+        calibrate_(shorter, teacher, GOOD, minutes=1., progress=False)
+    assert same(before, shorter)
+
+
+def test_minutes_are_spent_on_both_parts(vit, monkeypatch):
+    student, teacher = pair(vit, OdeConfig(time='low_rank', rank=2))
+    ticks = itertools.count()  # a clock on which a tenth of a second passes between two looks at it: 23 updates each
+    monkeypatch.setattr(calibrate, 'time', SimpleNamespace(perf_counter=lambda: next(ticks) / 10))
+    history = calibrate_(student, teacher, torch.randn(20, 3, 16, 16), minutes=0.1, batch_size=8, progress=False)
+    assert len(history) == 20 and history[0]['loss'] > history[9]['loss'] and 'kd_loss' in history[10]
+
+
+def test_no_time_is_one_update_of_each_part(vit):
+    student, teacher = pair(vit, num_classes=0)
+    before = state(student)
+    history = calibrate_(student, teacher, GOOD, minutes=1e-9, progress=False)
+    assert [sorted(record) for record in history] == [['epoch', 'loss', 'lr', 'seconds'], sorted(history[1])]
+    assert not same(before, student)
+
+
+def test_a_student_that_has_little_to_learn_learns_slowly(vit):
+    data = torch.randn(8, 3, 16, 16)
+
+    def rates(config, **chosen):
+        student, teacher = pair(vit, config, images=data if config.rank else None)
+        return [record['lr'] for record in calibrate_(student, teacher, data, epochs=(1, 1), batch_size=4, progress=False, **chosen)]
+    torch.manual_seed(0)
+    whole = rates(OdeConfig())
+    good = OdeConfig(time='low_rank', rank=15, init='svd_data')
+    share = [lr / most for lr, most in zip(rates(good), whole)]
+    assert 0 < share[0] < 0.5 and share[1] == pytest.approx(share[0], rel=0.02)  # the schedule ends at 1e-6
+    assert rates(good, lr=3e-3, unrolled_lr=1e-3) == whole
+
+
+def test_a_stream_gives_all_batches_before_any_comes_again():
+    stream = calibrate._Stream(list(range(5)), 3)
+    assert [list(stream) for _ in range(4)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3], [4, 0, 1]]
+    assert list(calibrate._Stream([], 3)) == [] and len(stream) == 3
+
+
+@pytest.mark.parametrize('kind', ['tensor', 'loader', 'augmented'])
+def test_a_calibration_in_minutes_can_be_repeated(vit, tmp_path, monkeypatch, kind):
+    start, teacher = pair(vit)
+    images = torch.randn(28, 3, 16, 16)
+    if kind == 'loader':
+        images = DataLoader(TensorDataset(images), batch_size=4, shuffle=True)
+    if kind == 'augmented':
+        np.savez(tmp_path / 'd.npz', x_train=np.random.default_rng(0).integers(0, 255, (32, 16, 16, 3), np.uint8))
+        images = array_images(tmp_path / 'd.npz', teacher, batch_size=4)[0]
+    monkeypatch.setattr(calibrate, '_updates_in', lambda *args: [20, 20])  # of 7 batches in each pass
+    students = [copy.deepcopy(start), copy.deepcopy(start)]
+    for student in students:
+        calibrate_(student, teacher, images, minutes=1., batch_size=4, progress=False, lr=1e-3, unrolled_lr=1e-3)
+        torch.rand(7)  # as any other program would
+    assert same(state(students[0]), students[1]) and not same(state(start), students[1])
+
+
+def test_images_are_moved_to_the_device_and_any_seed_is_taken(vit, monkeypatch):
+    student, teacher = (model.to(torch.bfloat16) for model in pair(vit))
+    settings = dict(epochs=(1, 0), batch_size=2, progress=False)
+    calibrate_(student, teacher, GOOD, amp='bfloat16', seed=-1, **settings)  # float32 images
+    calibrate_(student, teacher, GOOD, amp='bfloat16', seed=2 ** 40, **settings)
+    on_meta, others = copy.deepcopy(student).to('meta'), copy.deepcopy(teacher).to('meta')
+    seen = []
+    monkeypatch.setattr(StepwiseTask, 'forward', lambda self, images, target=None: seen.append(images.device.type) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        calibrate_(on_meta, others, GOOD, **settings)
+    assert seen == ['meta']
+
+
+def test_each_pass_over_an_array_has_an_order_of_its_own(vit, tmp_path):
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / 'd.npz', x_train=rng.integers(0, 255, (20, 16, 16, 3), np.uint8))
+    start, teacher = pair(vit)
+    seen = []
+
+    def orders(seed, **settings):
+        loader = array_images(tmp_path / 'd.npz', teacher, batch_size=8, seed=seed)[0]
+        indices = loader.indices
+        loader.indices = lambda: [seen.append(index.tolist()) or index for index in indices()]
+        seen.clear()
+        calibrate_(copy.deepcopy(start), teacher, loader, progress=False, lr=1e-3, unrolled_lr=1e-3, **settings)
+        return [tuple(batch) for batch in seen]
+    first, other = orders(0, epochs=(3, 1)), orders(1, epochs=(3, 1))
+    assert len(set(first)) == 6 and first[6:8] == first[:2] and set(first).isdisjoint(other)
+    assert len({i for batch in first for i in batch}) == 18  # all but those that are held out

@@ -1,0 +1,299 @@
+"""The tasks in which a student learns from its teacher: each step on its own, or the whole trajectory."""
+import random
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from timm.task import DistillationTeacher, TrainingTask
+from timm.utils import unwrap_model
+from torch import Tensor, nn
+
+from ..convert.block_kinds import find_sites, prefix_tokens
+from ..data.preprocessing import renormalisation
+from ..ode.blocks import find_ode_blocks
+from ..ode.views import with_steps
+from ..recording import watch_blocks
+from ..settings import flag
+from .checkpoints import teacher_stages
+from .config import LossConfig
+from .losses import embedding_loss, logit_loss, trajectory_loss
+from .matching import check_converted_from, check_loss, check_models, check_same_time, check_student, is_one_sequence
+from .training_passes import StepwisePass, TrainingPass, TrajectoryPass
+
+__all__ = ['StepwiseTask', 'StudentTask', 'TrajectoryDistillationTask']
+
+Task = TypeVar('Task', bound='StudentTask')
+
+
+class StudentTask(TrainingTask):
+    """A task that trains a student inside a TrainingPass, with a frozen teacher that stays in eval mode."""
+    teacher: Any
+    trainable_module: Any
+
+    def train(self: Task, mode: bool = True) -> Task:
+        """Set the mode of the student; the teacher stays in eval mode."""
+        super().train(mode)
+        if self.teacher is not None:
+            self.teacher.eval()
+        return self
+
+    def prepare_distributed(self: Task, device_ids: list[Any] | None = None, **ddp_kwargs: Any) -> Task:
+        """Wrap the student, but not the frozen teacher, in DistributedDataParallel."""
+        from torch.nn.parallel import DistributedDataParallel
+        ddp_kwargs.setdefault('find_unused_parameters', self._leaves_parameters_unused())
+        self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
+        return self
+
+    def _leaves_parameters_unused(self) -> bool:
+        """Whether a training pass may leave parameters of the student without a gradient."""
+        raise NotImplementedError
+
+    def get_eval_model(self, module: nn.Module | None = None, ema: bool = False) -> nn.Module | None:
+        """The student itself, without the wrapper of the training pass."""
+        found = inner = super().get_eval_model(module=module, ema=ema)
+        while inner is not None and not isinstance(inner, TrainingPass):
+            inner = getattr(inner, 'module', None)
+        return inner.student if inner is not None else found
+
+
+class _Renormalised(nn.Module):
+    """Convert images [B, C, H, W] from the student's normalisation to the teacher's."""
+
+    def __init__(self, student: nn.Module, teacher: nn.Module, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        for name, tensor in zip(('scale', 'shift'), renormalisation(student, teacher), strict=True):
+            self.register_buffer(name, None if tensor is None else tensor.to(device, dtype), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images if self.scale is None else images * self.scale + self.shift  # type: ignore[operator]
+
+
+class StepwiseTask(StudentTask):
+    """Teach each solver step on its own: from the teacher's state at its start to the teacher's state at its end.
+
+    Nothing is unrolled, so the error of one step does not reach the next, and no gradient passes through more than one
+    step. Between two layers, the teacher's state is interpolated linearly in t. Works for every model that `convert_`
+    accepts.
+
+    Args:
+        student: Converted model.
+        teacher: The model that it was converted from; it is frozen and kept in eval mode.
+        embedding: The models' outputs are embeddings, not logits; always so for models without classes.
+        device: Device of the task; by default the student's.
+        verbose: Log timm's messages.
+
+    Raises:
+        TypeError: The student is not an ODE-ViT, or the teacher is not an unconverted model.
+        ValueError: Student and teacher do not match, or share parameters.
+    """
+
+    title = 'stepwise'
+
+    def __init__(
+            self,
+            student: nn.Module,
+            teacher: nn.Module,
+            *,
+            embedding: bool = False,
+            device: torch.device | None = None,
+            verbose: bool = True,
+    ) -> None:
+        check_converted_from(student, teacher)
+        stages = [site.blocks for site in find_sites(teacher)]
+        check_same_time(student, stages)
+        super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
+        self.stages = stages
+        self.embedding = flag('embedding', embedding) or getattr(student, 'num_classes', None) == 0
+        self.for_teacher = _Renormalised(student, teacher, self.device)
+        self.teacher = teacher.requires_grad_(False).eval()
+        self.trainable_module: Any = StepwisePass(student)
+
+    def forward(self, input: Tensor, target: Any = None) -> dict[str, Tensor]:
+        """Compute the loss of one batch.
+
+        Args:
+            input: Images [B, C, H, W], normalised for the student.
+            target: Ignored.
+
+        Returns:
+            'loss', the squared error of a step relative to the squared distance that the teacher moves in that time,
+            averaged over the steps (dimensionless, 1 for a step that does nothing), and 'output', the teacher's logits.
+        """
+        with torch.no_grad(), watch_blocks(self.stages) as seen:
+            output = self.teacher(self.for_teacher(input))
+        return {'loss': self.trainable_module(seen), 'output': output}
+
+    def _leaves_parameters_unused(self) -> bool:
+        return True  # everything outside the blocks
+
+
+class TrajectoryDistillationTask(StudentTask):
+    """Teach an ODE-ViT to follow the hidden states of a pretrained ViT; a `timm.task.TrainingTask`.
+
+    The teacher is frozen and stays in eval mode. Its layers lie at checkpoints in time. The student is compared with it
+    at the ends of min(steps, layers) solver steps; between two layers, the teacher's state is interpolated linearly in
+    t. The loss is the weighted sum of its parts: trajectory, JaSMin, logits or embeddings, labels, and exits.
+
+    A model with stages (Swin) follows its teacher in each of them. Where the tokens are not one sequence, prefix tokens
+    first (Swin, SAM, NaFlexViT, MLP-Mixer), all tokens count alike, the teacher must be the model that the student was
+    converted from, and JaSMin and exits are not available.
+
+    Args:
+        student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
+        teacher: timm model of the same width and tokens, or the name of one; None to train without one, with
+            trajectory_weight and kd_weight 0.
+        calibration: Batches of images [B, C, H, W], normalised for the teacher, for checkpoints 'distance'.
+        criterion: Loss on the labels, (logits, target) to a scalar; cross-entropy by default.
+        device: Device of the task; by default the student's.
+        dtype: Dtype of the task's buffers.
+        verbose: Log timm's messages.
+        config: Settings of the loss.
+        **settings: Any of them, in place of `config`; see LossConfig.
+
+    Raises:
+        TypeError: The student is not an ODE-ViT, or a keyword is unknown.
+        ValueError: Student and teacher do not match or share parameters, or a setting is out of range.
+
+    Source: ODE-ViT, arXiv 2511.16501; token shares: Raptor, arXiv 2512.19941.
+    """
+
+    title = 'trajectory'
+
+    def __init__(
+            self,
+            student: nn.Module,
+            teacher: str | nn.Module | None,
+            *,
+            calibration: Iterable[Tensor] | None = None,
+            criterion: nn.Module | None = None,
+            device: torch.device | None = None,
+            dtype: torch.dtype | None = None,
+            verbose: bool = True,
+            config: LossConfig | None = None,
+            **settings: Any,
+    ) -> None:
+        config = LossConfig.from_keywords(config, settings, 'TrajectoryDistillationTask')
+        check_student(student)
+        host: Any = student
+        device = device or next(student.parameters()).device
+        if isinstance(teacher, str):
+            teacher = DistillationTeacher(
+                teacher, num_classes=host.num_classes, in_chans=host.in_chans, device=device, dtype=dtype).model
+        if teacher is not None:
+            check_models(student, teacher)
+        check_loss(student, teacher, config)
+        stages = [] if teacher is None else teacher_stages(teacher, config, calibration, device)
+        super().__init__(device=device, dtype=dtype, verbose=verbose)
+        self.config, self.weights, self.stages = config, config.weights, stages
+        self.embedding = config.embedding or host.num_classes == 0
+        self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
+        self.teacher: Any = None
+        self.for_teacher: Any = None
+        if teacher is not None:
+            self.teacher = DistillationTeacher(teacher, device=device, dtype=dtype).requires_grad_(False).eval()
+            self.for_teacher = _Renormalised(student, teacher, device, dtype)
+        self.trainable_module: Any = TrajectoryPass(student, config)
+        odes = find_ode_blocks(student)
+        self.steps = config.counts(odes[-1].steps)
+        self.drawn = [ode.steps for ode in odes]  # the numbers of steps of the last pass
+        self.update, self.seed = 0, 0
+        self._views: dict[Any, nn.Module] = {}  # of the student, one for each number of steps
+
+    def begin_update(self, update: int, seed: int = 0) -> None:
+        """Set the number of the next update, counted from 0, and the seed; from both, numbers of steps are drawn.
+
+        They must be the same in all processes. Without this call, training passes count as updates.
+        """
+        self.update, self.seed = update, seed
+
+    def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
+        """Compute the loss of one batch.
+
+        Args:
+            input: Images [B, C, H, W], normalised for the student.
+            target: Labels [B], or class probabilities [B, classes]; may be None with task_weight 0.
+
+        Returns:
+            'loss', 'output' (the student's logits [B, classes] or embeddings [B, E]), and, before weighting, those
+            parts that can be computed: 'trajectory_loss', 'kd_loss' and 'task_loss', also with weight 0, for the
+            record, and with a weight 'jasmin_loss' and 'exit_loss'.
+        """
+        student = self._student_of_update()
+        wanted, states = self._teach(input)
+        stages = list(zip(self.stages, find_ode_blocks(student), strict=True)) if self.stages else []
+        pairs = [stage.pairs(ode) for stage, ode in stages]
+        targets = [stage.target(ode, path, t) for (stage, ode), path, each in zip(stages, states, pairs, strict=True)
+                   for t, _ in each]
+        output, reached, jasmin, early = self.trainable_module(student, input, [[k for _, k in each] for each in pairs])
+        parts = {
+            'trajectory': self._trajectory_loss(student, reached, targets) if targets else None,
+            'jasmin': jasmin,
+            **self._output_losses(output, wanted, target),
+            'exit': self._exit_loss(early, wanted, target),
+        }
+        found = {name: part if self.weights[name] > 0 else part.detach() for name, part in parts.items()
+                 if part is not None}
+        loss = sum((self.weights[name] * part for name, part in found.items() if self.weights[name] > 0),
+                   output.new_zeros(()))
+        return {'loss': loss, 'output': output, **{f'{name}_loss': part for name, part in found.items()}}
+
+    def _student_of_update(self) -> Any:
+        """The student with the number of steps of this update: the student itself, or a view of it."""
+        student = unwrap_model(self.trainable_module).student
+        odes = find_ode_blocks(student)
+        own = [ode.steps for ode in odes]
+        self.drawn = own
+        if self.training and self.config.steps is not None:  # from the update, so that all processes draw the same
+            chosen = random.Random(f'{self.seed} {self.update}').randrange(len(self.config.steps))
+            self.update += 1
+            self.drawn = [(self.config.counts(steps) or ())[chosen] for steps in own]
+        if self.drawn == own:
+            return student
+        key = (tuple(self.drawn), tuple(ode.config for ode in odes))
+        if key not in self._views:
+            self._views[key] = with_steps(student, self.drawn)
+        view, modules = self._views[key], dict(student.named_modules())
+        for name, module in view.named_modules():  # a view has modes of its own
+            module.training = modules[name].training if name in modules else student.training
+        return view
+
+    @torch.no_grad()
+    def _teach(self, input: Tensor) -> tuple[Tensor | None, list[list[Tensor]]]:
+        """The teacher's output, and its states before the first and after each block of each stage."""
+        if self.teacher is None:
+            return None, []
+        with watch_blocks([stage.blocks for stage in self.stages]) as seen:
+            return self.teacher.model(self.for_teacher(input)), [states for states, _ in seen]
+
+    def _trajectory_loss(self, student: Any, reached: list[Tensor], targets: list[Tensor]) -> Tensor:
+        prefix = prefix_tokens(student) if is_one_sequence(student) else 0
+        has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
+        return torch.stack([trajectory_loss(ours, theirs, prefix, has_cls, self.config.token_weights)
+                            for ours, theirs in zip(reached, targets, strict=True)]).mean()
+
+    def _output_losses(self, output: Tensor, wanted: Tensor | None, target: Any) -> dict[str, Tensor | None]:
+        """The distances of logits or embeddings from the teacher's (kd) and from the labels (task)."""
+        kd = None
+        if wanted is not None:
+            kd = embedding_loss(output, wanted) if self.embedding else logit_loss(
+                output, wanted, self.config.kd_temperature)
+        return {'kd': kd, 'task': None if target is None or self.embedding else self.criterion(output, target)}
+
+    def _exit_loss(self, early: list[Tensor], wanted: Tensor | None, target: Any) -> Tensor | None:
+        losses = [self.weights[name] * part for output in early
+                  for name, part in self._output_losses(output, wanted, target).items()
+                  if part is not None and self.weights[name] > 0]
+        return torch.stack(losses).sum() / len(early) if losses else None
+
+    def _leaves_parameters_unused(self) -> bool:
+        odes = find_ode_blocks(unwrap_model(self.trainable_module).student)
+        # few steps leave layers unused; no loss on the logits leaves the final norm and the head unused
+        return bool(any(ode.shared.depends_on_time or ode.shared.jumps for ode in odes) or not any(
+            self.weights[name] for name in ('kd', 'task')))
+
+    def compile(self, backend: str = 'inductor', mode: str | None = None, **compile_kwargs: Any) -> Any:
+        """Compile the student's training pass and its evaluation, but not the teacher; returns the eval model."""
+        self.eval_model, self.trainable_module = (
+            torch.compile(module, backend=backend, mode=mode, **compile_kwargs)
+            for module in (unwrap_model(self.trainable_module).student, self.trainable_module))
+        return self.eval_model
