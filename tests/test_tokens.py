@@ -175,7 +175,7 @@ def test_a_slice_merges_as_fast_as_the_whole(vit, images, merged):
         late = model.blocks[3:]
         config = late.config
         assert config.steps == 3 and config.tokens == pytest.approx(0.65)
-        assert (late.t if merged else late.t) == pytest.approx(config.T)
+        assert late.t == pytest.approx(config.T)
         assert len(torch.unique(late(x)[0], dim=0)) == 1 + tokens_at(16, 0.65, 2 / 3)
 
 
