@@ -1,4 +1,5 @@
 """The search for the smallest student that keeps enough, and odevit convert --keep."""
+import numpy as np
 import pytest
 import timm
 import torch
@@ -109,26 +110,22 @@ def test_refused(model):
 
 
 def test_command(model, tmp_path, monkeypatch, capsys):
-    from PIL import Image
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / 'images' / 'all'
-    folder.mkdir(parents=True)
-    for i, image in enumerate(torch.randint(256, (40, 16, 16, 3), dtype=torch.uint8).numpy()):
-        Image.fromarray(image).save(folder / f'{i}.png')
+    np.savez('images.npz', x_train=torch.randint(256, (40, 16, 16, 3), dtype=torch.uint8).numpy())
     save_pretrained(model, 'teacher')
     convert = ['convert', 'local-dir:teacher', 'new']
-    assert main([*convert, '--keep', '50%', '--images', 'images', '--minutes', '0.02']) == 0, capsys.readouterr().err
+    assert main([*convert, '--keep', '50%', '--images', 'images.npz', '--minutes', '0.002']) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
     assert '50% agreement with the teacher' in printed.replace(' %', '%') and 'local-dir:new' in printed
     saved = timm.create_model('local-dir:new', pretrained=True)
     assert f'{count_parameters(saved):,} parameters' in printed or 'nothing smaller' in printed
     for options, message in [
             (['--keep', '50%'], 'Give --images'),
-            (['--keep', '50%', '--images', 'images', '--target-params', '50%'], 'leave out --target-params'),
-            (['--keep', '50%', '--images', 'images', '--num-classes', '5'], '--num-classes'),
-            (['--keep', '50%', '--images', 'images', '--rank', '3'], '--keep chooses time, rank'),
-            (['--keep', 'most', '--images', 'images'], "got 'most'"),
-            (['--keep', '100%', '--images', 'images'], 'above 0 and below 1'),
+            (['--keep', '50%', '--images', 'images.npz', '--target-params', '50%'], 'leave out --target-params'),
+            (['--keep', '50%', '--images', 'images.npz', '--num-classes', '5'], '--num-classes'),
+            (['--keep', '50%', '--images', 'images.npz', '--rank', '3'], '--keep chooses time, rank'),
+            (['--keep', 'most', '--images', 'images.npz'], "got 'most'"),
+            (['--keep', '100%', '--images', 'images.npz'], 'above 0 and below 1'),
             (['--minutes', '3'], '--minutes is the time for each size that --keep tries')]:
         assert main(['convert', 'local-dir:teacher', 'other', *options]) == 2
         assert message in capsys.readouterr().err and not (tmp_path / 'other').exists()
