@@ -125,15 +125,16 @@ def first_held_out(held_out: Any, batch_size: int) -> Any:
     return [(images, torch.zeros(len(images), dtype=torch.long)) for images, _ in batches]
 
 
-def load(
-        name: str,
-        args: argparse.Namespace,
-        checkpoint: Optional[str] = None,
-        pretrained: bool = True,
-        **kwargs: Any,
-) -> nn.Module:
-    """Build a model by name; every failure is a one-line message that says what to do."""
+def load(name: str, args: argparse.Namespace, pretrained: bool = True, **kwargs: Any) -> nn.Module:
+    """Build a model by name, with the options --checkpoint and --img-size if the command has them.
+
+    Raises:
+        ValueError: It could not be built; the message is one line that says what to do.
+    """
     check_name(name)
+    checkpoint, size = (getattr(args, option, None) for option in ('checkpoint', 'img_size'))
+    if size is not None:
+        kwargs['img_size'] = size
     if checkpoint is not None and not Path(checkpoint).is_file():
         raise ValueError(f"There is no checkpoint file '{checkpoint}'.")
     try:

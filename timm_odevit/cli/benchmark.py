@@ -53,9 +53,7 @@ def _model(name: str, args: argparse.Namespace) -> nn.Module:
     """A model by name; the weights of a name without a source or tag do not matter."""
     check_name(name)
     with_weights = parse_model_name(name)[0] is not None or '.' in name
-    size = {} if args.img_size is None else {'img_size': args.img_size}
-    model = load(name, args, pretrained=with_weights, **size)
-    return model.to(getattr(torch, args.dtype)).eval()
+    return load(name, args, pretrained=with_weights).to(getattr(torch, args.dtype)).eval()
 
 
 def _images(path: str, model: nn.Module, count: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..convert.conversion import convert_
-from ..convert.sizing import choose_size, parse_size
+from ..convert.sizing import choose_size
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..ode.blocks import find_ode_blocks
@@ -41,7 +41,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--random', action='store_true', help='do not load weights')
     add_number(parser, '--num-classes', 'number of classes; if it differs, the head is new', 0)
     add_number(parser, '--img-size', 'image size in pixels')
-    parser.add_argument('--target-params', type=_size, metavar='SIZE',
+    parser.add_argument('--target-params', metavar='SIZE',
                         help=f"size of the result, such as 3M parameters, 25%% or 10MB; chooses {', '.join(_SIZE)}")
     parser.add_argument('--keep', metavar='SHARE',
                         help='the smallest size that keeps this share, such as 95%%, after a short calibration: '
@@ -64,8 +64,8 @@ def convert(args: argparse.Namespace) -> None:
     settings = given(args, OdeConfig)
     _check_convert(args, settings)
     config = OdeConfig(**settings)
-    options = {k: v for k, v in (('num_classes', args.num_classes), ('img_size', args.img_size)) if v is not None}
-    model: Any = load(args.model, args, checkpoint=args.checkpoint, pretrained=not args.random, **options)
+    classes = {} if args.num_classes is None else {'num_classes': args.num_classes}
+    model: Any = load(args.model, args, pretrained=not args.random, **classes)
     if find_ode_blocks(model):
         raise ValueError(f"'{args.model}' has already been converted. Convert the model that it was made from.")
     if min(getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (1,)) < 1:
@@ -80,9 +80,9 @@ def convert(args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
         images = next(iter(images_of(args.images, model, seed=args.seed)[0]))[0].to(args.device)
     print(convert_(model, config, images=images, keep_original=False))
-    classes = model.pretrained_cfg['num_classes']
-    if not args.random and classes != model.num_classes:
-        print(f'  head        new and random, for {model.num_classes} classes: the weights have {classes}')
+    known = model.pretrained_cfg['num_classes']
+    if not args.random and known != model.num_classes:
+        print(f'  head        new and random, for {model.num_classes} classes: the weights have {known}')
     save(model, args.out)
 
 
@@ -111,14 +111,6 @@ def _smallest(model: nn.Module, config: OdeConfig, args: argparse.Namespace) -> 
         minutes=1. if args.minutes is None else args.minutes, seed=args.seed, progress=not args.quiet)
     print(search)
     return search.student
-
-
-def _size(text: str) -> str:
-    try:
-        parse_size(text)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(str(e)) from None
-    return text
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:

@@ -29,8 +29,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> None:
     """Write a model to a file that runs without this package."""
-    options = {} if args.img_size is None else {'img_size': args.img_size}
-    model: Any = load(args.model, args, **options)
+    model: Any = load(args.model, args)
     set_steps(model, args.steps, args.model)
     out = args.out or Path(args.model.split(':')[-1]).resolve().name + FORMATS[args.format].suffix
     path = export_model(

@@ -42,7 +42,7 @@ def finetune(args: argparse.Namespace) -> None:
     options = {key: value for key, value in options.items() if value is not None}
     recipe = replace(recipe, model=command['model'], model_args=options)
     torch.manual_seed(recipe.seed)  # a new head is the same each time
-    _train(recipe, args, command, student=load(args.model, args, checkpoint=args.checkpoint, **options))
+    _train(recipe, args, command, student=load(args.model, args, **options))
 
 
 def add_distill(parser: argparse.ArgumentParser) -> None:
