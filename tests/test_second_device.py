@@ -17,7 +17,7 @@ from timm_odevit import convert_, evaluate, merge_, with_steps
 set_up = getattr(backend_registration, '_setup_privateuseone_for_python_backend', None)
 FACTORIES = ('empty.memory_format', 'empty_strided', 'arange', 'arange.start', 'arange.start_step', 'eye', 'eye.m')
 CASES = {
-    'autonomous': {}, 'rk4': dict(method='rk4'), 'adaptive': dict(method='dopri5'), 'lipschitz': dict(field='lipschitz', T=1.),
+    'autonomous': {}, 'rk4': dict(method='rk4'), 'adaptive': dict(method='dopri5', rtol=0.1, atol=0.1), 'lipschitz': dict(field='lipschitz', T=1.),
     'vectors': dict(time='vectors', method='midpoint'), 'low rank, svd': dict(time='low_rank', rank=2),
     'low rank, svd on data': dict(time='low_rank', rank=2, init='svd_data'), 'random': dict(init='spectral'),
     'phases': dict(phases=2, boundaries='similarity'), 'tokens': dict(tokens=0.5, time='low_rank', rank=2),

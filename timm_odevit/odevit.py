@@ -66,6 +66,7 @@ _PUBLISHED: Dict[str, Any] = {
         {'cifar100': 100}),
     'odevit_tiny_patch16_64': (*_DEIT_64, _PAPER, {'deit_tiny_cifar100': 100}),
     'deit_tiny_patch16_64': (*_DEIT_64, None, {'cifar100': 100, 'cifar10': 10}),
+    'deit_tiny_patch16_128': ('deit_tiny_patch16_224', dict(depth=12, img_size=128), None, {'cifar100': 100}),
 }
 _HUB = 'timm-odevit'
 
