@@ -4,7 +4,7 @@ import pytest
 
 from timm_odevit import OdeConfig
 from timm_odevit.ode.config import adaptive_methods
-from timm_odevit.ode.steps import METHODS
+from timm_odevit.ode.methods import METHODS
 
 
 def test_is_frozen_and_round_trips_through_model_args():

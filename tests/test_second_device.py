@@ -85,7 +85,7 @@ def run(func, *args, **kwargs):
     held_args, held_kwargs = tree_unflatten([torch.device('cpu') if isinstance(v, torch.device) else getattr(v, 'held', v)
                                              for v in given], structure)
     random = torch.Tag.nondeterministic_seeded in func.tags
-    with torch.random.fork_rng([], random), torch.inference_mode(False):  # in which a view of a parameter has no wrapper
+    with torch.random.fork_rng([], random), torch.inference_mode(False), torch.no_grad():  # inference refuses some wrappers
         if random:
             torch.set_rng_state(Backend.state)
         found = func(*held_args, **held_kwargs)

@@ -7,7 +7,7 @@ from torch import nn
 
 from timm_odevit import OdeConfig, convert_, integrate
 from timm_odevit.ode.config import adaptive_methods
-from timm_odevit.ode.steps import METHODS, RungeKutta
+from timm_odevit.ode.methods import METHODS, RungeKutta
 
 FIXED = list(METHODS)
 

@@ -9,8 +9,8 @@ from timm_odevit import OdeConfig, convert_, integrate
 from timm_odevit.convert.initialisation import build_field, factors
 from timm_odevit.convert.measure import input_moments, layer_distances, similarity_boundaries, split
 from timm_odevit.ode.fields import NativeField
-from timm_odevit.ode.steps import METHODS
-from timm_odevit.ode.time_dependence import PhasedField, TimeField
+from timm_odevit.ode.methods import METHODS
+from timm_odevit.ode.time_dependence import PiecewiseField, TimeField
 
 
 def timed(vit, rank=2, **kwargs):
@@ -133,7 +133,7 @@ def test_phases_own_their_layers(vit, images):
     model = vit(depth=6)
     done = convert_(model, OdeConfig(boundaries=(2, 5), time='vectors'))
     shared = model.blocks.shared
-    assert isinstance(shared, PhasedField) and shared.assignment == (0, 0, 1, 1, 1, 2)
+    assert isinstance(shared, PiecewiseField) and shared.which == (0, 0, 1, 1, 1, 2)
     assert [field.layers for field in shared.fields] == [(0, 1), (2, 3, 4), (5,)]
     assert [step.field is shared.fields[i] for step, i in zip(model.blocks, (0, 0, 1, 1, 1, 2), strict=True)] == [True] * 6
     assert '3 shared blocks' in str(done) and 'phases from layers 0, 2, 5' in str(done)

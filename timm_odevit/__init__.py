@@ -49,7 +49,7 @@ from .interop.torchvision import from_torchvision
 from .interop.transformers import from_transformers
 from .ode.config import OdeConfig
 from .ode.integrate import integrate
-from .ode.views import with_steps
+from .ode.with_steps import with_steps
 from .reporting.page import write_report
 from .saving.push import push_to_hub
 from .saving.save import save_pretrained

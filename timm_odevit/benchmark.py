@@ -17,7 +17,7 @@ from ._version import __version__
 from .convert.merge import merge_
 from .data.preprocessing import data_config
 from .ode.blocks import count_parameters, find_ode_blocks
-from .ode.views import with_steps
+from .ode.with_steps import with_steps
 from .settings import many, one_of, whole
 
 __all__ = ['MODES', 'Benchmark', 'Timing', 'benchmark', 'peak_of']

@@ -21,7 +21,7 @@ from .errors import one_line
 from .hooks import on_meta
 from .loading.find_weights import CONFIG, WEIGHTS, check_args, check_size, saved_in, weights_file
 from .ode.config import PREFIX, OdeConfig
-from .ode.time_dependence import MATRICES, VECTORS
+from .ode.time_dependence import RESIDUALS
 from .pyramid import FeaturesAtTimes, check_times
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
@@ -196,7 +196,7 @@ def _check_saved(variant: str, pretrained: bool, kwargs: Dict[str, Any]) -> Opti
 
 def _filter(base: str, state: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:
     """Apply the base's checkpoint filter, which resizes position embeddings, to everything but the residuals."""
-    own = {k: v for k, v in state.items() if '.shared.' in k and any(f'.{part}.' in k for part in VECTORS + MATRICES)}
+    own = {k: v for k, v in state.items() if '.shared.' in k and any(f'.{part}.' in k for part in RESIDUALS)}
     base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
     rest = {k: v for k, v in state.items() if k not in own}
     try:

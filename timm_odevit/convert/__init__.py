@@ -9,5 +9,4 @@ conversion          convert_, and restore() to undo it
 merge               merge_, for deployment, and restore() to undo it
 replacements        attributes that are replaced together and restored together
 sizing              choose_size: the phases and the rank for a number of parameters
-torchscript         what torch.jit.script needs
 """

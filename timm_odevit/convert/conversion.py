@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..ode.blocks import OdeBlocks, count_parameters
 from ..ode.config import OdeConfig
-from ..ode.steps import METHODS
+from ..ode.methods import METHODS
 from .block_kinds import Site, class_token_comes_later, prefix_tokens
 from .convertible import check_all, count_in_words
 from .initialisation import build_field
@@ -56,7 +56,6 @@ def convert_(
     config = OdeConfig.from_keywords(config, settings, 'convert_')
     sites = check_all(model, config, images)
     before = count_parameters(model)
-    original = sum(count_parameters(site.host.blocks) for site in sites)
     built = tuple(_build(model, site, config.resolve(site.layers(config), stage), images)
                   for stage, site in enumerate(sites))
     replacements = Replacements(_replacements(model, sites, built))
@@ -66,7 +65,7 @@ def convert_(
         layers=sum(site.layers(config) for site in sites),
         config=built[0].config if len(built) == 1 else config,
         parameters_before=before,
-        parameters_after=before - original + sum(count_parameters(ode) for ode in built),
+        parameters_after=before,
         _hosts=tuple(site.host for site in sites),
         _replacements=replacements if keep_original else None,
         _training=model.training,
@@ -74,6 +73,7 @@ def convert_(
         _size=image_size(model),
     )
     replacements.put()
+    done.parameters_after = count_parameters(model)
     return done
 
 
@@ -125,8 +125,8 @@ def _replacements(model: Any, sites: Sequence[Site], built: Sequence[OdeBlocks])
 def _logits(model: Any, state: Tensor) -> Tensor:
     """The logits [B, classes] that a model gives for a last state [B, N, D]."""
     if not model.num_classes:
-        raise ValueError("The model has no classes by whose 'entropy' or 'confidence' images could halt. Use the rule "
-                         "'acceleration' or 'residual', or set halting=None.")
+        raise ValueError("Halting by 'entropy' or 'confidence' needs class probabilities, but this model has no "
+                         "classes. Use 'acceleration' or 'residual', or set halting=None.")
     found: Tensor = model.forward_head(model.norm(state))
     return found
 
@@ -185,8 +185,8 @@ class Conversion:
         If `set_input_size` was called since, their position biases and windows follow.
 
         Everything else keeps its current weights: blocks that were not converted, embeddings, final norm and head. If
-        they were trained since, they no longer fit the original blocks; to be able to undo that too, keep a
-        `copy.deepcopy(model)` from before, which takes as much memory as the model.
+        they were trained since, they no longer fit the original blocks; to undo that as well, keep a
+        `copy.deepcopy(model)` made before the conversion.
 
         Raises:
             ValueError: The original blocks were not kept, the model no longer holds this conversion, or its dtype has

@@ -12,7 +12,7 @@ from ..hooks import on_meta
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.fields import WholeField
-from ..ode.steps import METHODS
+from ..ode.methods import METHODS
 from .block_kinds import HINT, Site, check_blocks, field_class, find_sites, kinds
 from .measure import check_images
 from .merge import check_not_merged
@@ -48,12 +48,15 @@ def check_all(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> 
             raise TypeError(f'Cannot convert {name}: convert the model before you wrap it in {inner}.')
     sites = find_sites(model)
     if getattr(model, 'rope_is_mixed', False):
-        raise TypeError(f'Cannot convert {name}: its RoPE tables are generated one per block as it runs. {HINT}')
+        raise TypeError(f'Cannot convert {name}: it generates its RoPE tables one block at a time. {HINT}')
     for site in sites:
         check_blocks(model, site.blocks)
         for key, p in site.host.blocks.named_parameters():
             if not p.is_meta and not torch.isfinite(p).all():
-                raise ValueError(f'Cannot convert {name}: its weights blocks.{key} are not finite. Load others.')
+                raise ValueError(
+                    f'Cannot convert {name}: blocks.{key} contains NaN or infinite values. Load other weights.')
+    if len(sites) == 1:
+        _check_layers(name, sites[0].blocks, config)
     _check_structure(name, sites, config)
     if len(sites) > 1:
         for setting, value in (('blocks', config.blocks is None), ('T', config.T is None),
@@ -64,8 +67,6 @@ def check_all(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> 
                     f'{name} has {len(sites)} stages. Leave it out.')
     if isinstance(config.steps, tuple) and len(config.steps) != len(sites):
         raise ValueError(f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} step counts.')
-    if len(sites) == 1:
-        _check_layers(name, sites[0].blocks, config)
     measured = (config.boundaries == 'similarity' and config.phases > 1) or config.init == 'svd_data'
     if images is not None and measured:
         check_images(images)

@@ -11,7 +11,7 @@ from ..ode.config import OdeConfig
 from ..ode.fields import Field
 from ..ode.lipschitz_field import LipschitzField
 from ..ode.skeleton import copy_module
-from ..ode.time_dependence import PhasedField, TimeField, matrix_shape, residual_key
+from ..ode.time_dependence import PiecewiseField, TimeField, matrix_shape, residual_key
 from .alignment import aligning_orders, permuted
 from .block_kinds import field_class, kinds, per_layer
 
@@ -58,7 +58,9 @@ def build_field(
     with torch.no_grad(), random_states_kept(device):
         fields = [_build([i for i, o in enumerate(assigned) if o == index], config, blocks, first, moments)
                   for index in range(max(assigned) + 1)]
-    return fields[0] if len(fields) == 1 else PhasedField(fields, assigned, first).train(fields[0].training)
+    if len(fields) == 1:
+        return fields[0]
+    return PiecewiseField(fields, range(first, first + len(blocks)), assigned).train(fields[0].training)
 
 
 def spectral_(weight: Tensor, parts: int = 1) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from ..ode.blocks import OdeBlocks, find_ode_blocks
-from ..ode.time_dependence import MERGED, TabulatedField
+from ..ode.time_dependence import MERGED, MergedField
 from .replacements import Replacements, image_size, resize_again
 
 __all__ = ['Merged', 'check_not_merged', 'merge_', 'merged_bytes']
@@ -54,9 +54,9 @@ def _merged(ode: OdeBlocks) -> OdeBlocks:
     for step in ode.solver:
         times = [step.t + node * step.h for node in step.nodes]
         at_times = [step.field.snapshot(t) for t in times]
-        fields.append(at_times[0] if len(times) == 1 else TabulatedField(at_times, times))
-    table = TabulatedField(fields, [step.t for step in ode.solver]).requires_grad_(False)
-    for module in (table, *(field for field in fields if isinstance(field, TabulatedField))):
+        fields.append(at_times[0] if len(times) == 1 else MergedField(at_times, times))
+    table = MergedField(fields, [step.t for step in ode.solver]).requires_grad_(False)
+    for module in (table, *(field for field in fields if isinstance(field, MergedField))):
         module.training = ode.shared.training
     merged = OdeBlocks(table, ode.config, ode.feature, ode.t, ode.before, ode.after, ode.readout, ode.prefix)
     for old, new in zip((ode, ode.solver, *ode.solver), (merged, merged.solver, *merged.solver), strict=True):

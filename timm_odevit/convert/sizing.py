@@ -79,8 +79,7 @@ def choose_size(
             f'{smallest:,} of {total:,} ({100 * smallest / total:.1f} %).')
     first, last = config.span(max(len(site.blocks) for site in find_sites(model)))
     layers = last - first + 1
-    phased = [replace(plain, phases=phases) for phases in range(1, layers + 1)]
-    exact = phased[-1]
+    exact = replace(plain, phases=layers)
     if predict_parameters(model, exact) <= wanted:
         return exact
     ranked = replace(plain, time='low_rank', rank=1, init=init)

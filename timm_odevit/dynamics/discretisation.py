@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..convert.merge import check_not_merged
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Context
+from ..ode.methods import METHODS, Step
 from ..ode.solver import Solver
-from ..ode.steps import METHODS, Step
 from ..settings import many, one_of, whole
 from .flow import Flow, Images, PerImage, noise, norms, over_images
 from .lipschitz import largest_singular_value

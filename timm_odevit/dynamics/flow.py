@@ -12,7 +12,7 @@ from ..convert.block_kinds import prefix_tokens
 from ..evaluation.passes import is_pair
 from ..hooks import evaluating
 from ..ode.blocks import find_ode_blocks
-from ..ode.steps import Step
+from ..ode.methods import Step
 from ..recording import watch_blocks
 from ..settings import whole
 

@@ -12,7 +12,7 @@ from ..hooks import evaluating, hooked
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import HALTING
 from ..ode.halting import Scores
-from ..ode.steps import METHODS
+from ..ode.methods import METHODS
 from ..settings import number, one_of
 from .passes import check_labels, in_batches
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from ..convert.merge import check_not_merged
 from ..hooks import evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks
-from ..ode.views import with_steps
+from ..ode.with_steps import with_steps
 
 __all__ = ['AMP_DTYPES', 'NO_CLASS', 'Normalisation', 'check_labels', 'check_same_images', 'in_batches', 'is_pair',
            'run_batches', 'views', 'wait_for']

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .config import OdeConfig
 from .fields import Context, Field
-from .steps import METHODS, Step
+from .methods import METHODS, Step
 
 __all__ = ['AdaptiveStep', 'Counts', 'solve_adaptive']
 
@@ -38,6 +38,11 @@ class AdaptiveStep(Step):
         super().__init__(field, t, h)
         self.config = config
         self._counts = Counts()
+
+    def set_field(self, field: Field) -> None:
+        """Hold a field with all its phases."""
+        super().set_field(field)
+        self.field = field
 
     @property
     def evaluations(self) -> int:  # type: ignore[override]

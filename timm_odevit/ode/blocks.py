@@ -10,10 +10,10 @@ from .adaptive import Counts, solve_adaptive
 from .config import WITH_HEAD, OdeConfig
 from .fields import Context, Field
 from .halting import Readout, run_halting
+from .methods import METHODS, Step
 from .skeleton import shallow_copy
 from .solver import Solver
-from .steps import METHODS, Step
-from .time_dependence import MERGED, TabulatedField
+from .time_dependence import MERGED, MergedField
 
 __all__ = ['OdeBlocks', 'count_parameters', 'find_ode_blocks']
 
@@ -22,10 +22,10 @@ class OdeBlocks(nn.Module):
     """One shared block that a solver evaluates: a sequence of K steps that replaces L transformer blocks.
 
     The steps are modules, 'solver.0' to 'solver.K-1', so hooks, feature extraction and FX find K layers. Each holds the
-    shared field, which is registered before them, as `shared`: there its parameters have their names, and only there a
-    state dict has them. `steps`, `method` and `config` may be set after training; this creates new steps (hooks on the
-    old ones are lost). For another number of steps in another thread, or for a while, see `with_steps`. An adaptive
-    method solves [0, T] in one call, and runs the steps only if the host asks for intermediate states.
+    same field. It is registered first, as `shared`; parameters are named, and saved, only under that name. `steps`,
+    `method` and `config` may be set after training; this creates new steps (hooks on the old ones are lost). To use
+    another number of steps temporarily, or in another thread, see `with_steps`. An adaptive method solves [0, T] in one
+    call, and runs the steps only if the host asks for intermediate states.
 
     A forward pass changes nothing in the module, so several threads may run it at the same time.
 
@@ -36,7 +36,7 @@ class OdeBlocks(nn.Module):
         t: Time at which the first step starts.
         before: Blocks of the base that are kept before the ODE.
         after: Blocks of the base that are kept after the ODE.
-        readout: The host's logits [B, classes] for a last state [B, N, D]; None if it has none.
+        readout: Maps a final state [B, N, D] to the host's logits [B, classes]; None if it has no head.
         prefix: How many tokens of the host come before those of the patches.
 
     Attributes:
@@ -72,13 +72,12 @@ class OdeBlocks(nn.Module):
         self.feature = dict(feature or {})
         self._counts = Counts()
         self._make_steps(config)
-        self.register_state_dict_post_hook(_drop_repeats)
         self.register_load_state_dict_post_hook(_forgive_repeats)
 
     def _make_steps(self, config: OdeConfig) -> None:
         if config.tokens < 1 and not self.shared.has_attention_maps:
-            raise ValueError(f"tokens={config.tokens:g} needs timm's plain attention, without windows, RoPE or a "
-                             'position bias, and this block has another. Set tokens=1.')
+            raise ValueError(f"tokens={config.tokens:g} needs timm's plain attention (no windows, RoPE or position "
+                             'bias), which this block does not use. Set tokens=1.')
         if config.halting is not None and self.after:
             raise ValueError(f"halting='{config.halting}' skips the rest of the model, but blocks are kept after the "
                              'ODE. Set halting=None.')
@@ -96,8 +95,9 @@ class OdeBlocks(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == 'shared' and 'solver' in self._modules:  # such as a wrapper: the steps hold it from now on
-            self.solver.hold(value)
+        if name == 'shared' and 'solver' in self._modules:  # by a wrapper, say: the steps must hold it, too
+            for step in self.solver:
+                step.set_field(value)
 
     @property
     def config(self) -> OdeConfig:
@@ -148,11 +148,11 @@ class OdeBlocks(nn.Module):
     @property
     def merged(self) -> bool:
         """Whether every step has merged weights of its own, see `merge_`."""
-        return isinstance(self.shared, TabulatedField)
+        return isinstance(self.shared, MergedField)
 
     @property
     def layers(self) -> list[int]:
-        """The base's layer for each block of the sequence: the one in which a step starts, or a kept block's own."""
+        """For each block of the sequence, its layer in the base; for a step, the layer in which it starts."""
         last = self.config.blocks[1] if self.config.blocks else 0
         steps = [int(step.t + 1e-6) for step in self.solver]
         return [*range(int(self.t) - len(self.before), int(self.t)), *steps,
@@ -160,10 +160,10 @@ class OdeBlocks(nn.Module):
 
     @property
     def nfe(self) -> int:
-        """Field evaluations of a forward pass; for an adaptive method, of this thread's last one, or 0 before it.
+        """Field evaluations of a forward pass; for an adaptive method, of this thread's last pass (0 before the first).
 
-        Of images that halt earlier, `evaluations` has the mean in this thread's last pass. If a host calls adaptive
-        steps one by one, each counts its own: `sum(s.evaluations for s in blocks)`.
+        If images may halt, see `evaluations` for their mean. If a host calls adaptive steps one by one, each counts its
+        own: `sum(s.evaluations for s in blocks)`.
         """
         if self.config.adaptive:
             return self._counts.evaluations
@@ -197,17 +197,18 @@ class OdeBlocks(nn.Module):
             *args: What the host passes to each of its blocks: masks, RoPE tables, ...
             **kwargs: Likewise.
         """
+        taken = None
         for block in self.before:
             x = block(x, *args, **kwargs)
         if self.config.adaptive:
             x = self._solve(x, (self.t, self.end), args, kwargs)[-1]
-        elif self.config.halting is not None and self._can_halt(x):
+        elif self._halts(x):
             x, taken = run_halting(list(self._in_context(args, kwargs)), x, self.config, self.readout)
-            if not torch.compiler.is_compiling():
-                self.steps_taken = taken
         else:
             for step, context in self._in_context(args, kwargs):
                 x = step(x, context)
+        if not torch.compiler.is_compiling():
+            self._counts.steps = taken
         for block in self.after:
             x = block(x, *args, **kwargs)
         return x
@@ -233,26 +234,22 @@ class OdeBlocks(nn.Module):
     def _in_context(self, args: Any, kwargs: Any) -> Iterator[tuple[Step, Context]]:
         """Each step with the context that it is called with in one pass; every field is folded once."""
         tokens = None if self.solver.merging is None else self.solver.merging.start()
-        contexts: dict[int, Context] = {}
-        for step, which in zip(self.solver, self.solver.which, strict=True):
-            if which not in contexts:
-                contexts[which] = step.field.context(args, kwargs, step.field.fold())._replace(tokens=tokens)
-            yield step, contexts[which]
+        field = context = None
+        for step in self.solver:
+            if step.field is not field:
+                field = step.field
+                context = field.context(args, kwargs)._replace(weights=field.fold(), tokens=tokens)
+            yield step, context
 
     def _solve(self, x: Tensor, times: Sequence[float], args: Any, kwargs: Any) -> Tensor:
         states, self._counts.evaluations = solve_adaptive(
             self.shared, x, times, self.config, self.shared.context(args, kwargs))
         return states
 
-    def _can_halt(self, x: Any) -> bool:
-        """Whether images may halt in this pass; if not, the steps that they took in an earlier one are forgotten."""
-        if isinstance(x, torch.fx.Proxy):
-            return False
-        if not self.training and not any(step._forward_hooks or step._forward_pre_hooks for step in self.solver):
-            return True
-        if not torch.compiler.is_compiling():
-            self.steps_taken = None
-        return False
+    def _halts(self, x: Any) -> bool:
+        """Whether images may halt in this pass."""
+        return (self.config.halting is not None and not self.training and not isinstance(x, torch.fx.Proxy)
+                and not any(step._forward_hooks or step._forward_pre_hooks for step in self.solver))
 
     def with_config(self, config: OdeConfig) -> 'OdeBlocks':
         """A shallow copy that shares the field and the kept blocks, but has steps of its own; see `with_steps`."""
@@ -288,15 +285,10 @@ class OdeBlocks(nn.Module):
         return f'{self.method}, {self.steps} steps on [{self.t:g}, {self.end:g}]'
 
 
-def _drop_repeats(module: OdeBlocks, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Keep the tensors of the shared field only under its own name."""
-    for key in [key for key in state if key.startswith(f'{prefix}solver.')]:
-        del state[key]
-
-
 def _forgive_repeats(module: OdeBlocks, keys: Any) -> None:
-    """A state dict has the tensors of the shared field only under its own name."""
-    keys.missing_keys[:] = [key for key in keys.missing_keys if '.solver.' not in f'.{key}']
+    """Do not report the tensors that each step shares as missing: they are loaded under `shared`."""
+    repeats = tuple(f'solver.{name}' for name in nn.Module.state_dict(module.solver))
+    keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(repeats)]
 
 
 class _FeatureInfo(list):

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..errors import suggest
 from ..settings import Settings, flag, many, number, one_of, refuse_unknown, setting, whole
-from .steps import METHODS
+from .methods import METHODS
 
 __all__ = ['DEFAULT', 'FIELDS', 'HALTING', 'PREFIX', 'TIMES', 'WITH_HEAD', 'OdeConfig', 'adaptive_methods']
 
@@ -88,14 +88,14 @@ class OdeConfig(Settings):
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
         adjoint: Backpropagate through an adaptive solution by the adjoint method: memory does not grow with the number
             of evaluations, and gradients are accurate to the tolerance (Chen et al., arXiv 1806.07366).
-        tokens: Share of the patch tokens that is left at T: between the steps, those that have become alike are merged,
-            and their number falls linearly in t. The state keeps its shape: merged tokens are equal. Only where
-            attention does not depend on positions: not with windows, RoPE or a position bias.
+        tokens: Share of the patch tokens left at T. Between steps, similar tokens are merged, so their number falls
+            linearly in t. The state keeps its shape: merged tokens have equal states. Needs plain attention (no
+            windows, RoPE or position bias).
         halting: Rule by which an image leaves the batch before the last step: 'entropy' of the class probabilities
-            along the way, 'confidence' in the class, 'acceleration' or 'residual' of the state; None for no halting. It
-            applies in eval mode, where the host runs all blocks at once, as timm's VisionTransformer does, and no step
-            has a hook. By the first two rules, norm and head run after every step.
-        halting_threshold: Largest score with which an image halts, dimensionless, see `calibrate_halting`.
+            along the way, 'confidence' in the predicted class, 'acceleration' or 'residual' of the state; None for no
+            halting. Images halt only in eval mode, if the host runs all blocks in one call (as timm's VisionTransformer
+            does) and no step has a hook. With the first two rules, norm and head run after every step.
+        halting_threshold: An image halts once its score is at most this; dimensionless; see `calibrate_halting`.
 
     Raises:
         ValueError: A setting is out of range; the message names what is allowed.

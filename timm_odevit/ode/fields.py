@@ -94,7 +94,8 @@ class Field(nn.Module):
         return self.block
 
     def attention_map(self, t: float, x: Tensor) -> Tensor:
-        raise ValueError(f'{type(self).__name__} has no attention maps. Set jasmin_weight to 0.')
+        raise ValueError(f'{type(self).__name__} has no attention maps: windows, RoPE or a position bias are part of '
+                         'its attention.')
 
 
 class NativeField(Field):

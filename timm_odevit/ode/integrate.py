@@ -7,8 +7,8 @@ from torch import Tensor
 from .adaptive import solve_adaptive
 from .config import OdeConfig
 from .fields import Field
+from .methods import METHODS
 from .solver import Solver
-from .steps import METHODS
 
 __all__ = ['integrate']
 
@@ -40,11 +40,12 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
     steps, T = config.grid
     if config.tokens < 1 or config.halting is not None:
         raise ValueError('tokens and halting apply to the blocks of a model, not to integrate. Leave them out.')
-    if not config.adaptive and METHODS[config.method].splits and not hasattr(field, 'attention'):
+    if not config.adaptive and METHODS[config.method].splits and not (
+            isinstance(field, Field) or hasattr(field, 'attention')):
         raise ValueError(
             f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does not have. "
             "Use an unsplit method, such as 'euler' or 'rk4'.")
-    module: Any = field if isinstance(field, Field) else _Callable(field)
+    module: Any = field if isinstance(field, Field) else _CallableField(field)
     if config.adaptive:
         times = [i * T / steps for i in range(steps + 1)]
         wanted = times if keep else (times[0], times[-1])
@@ -60,21 +61,15 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
     return torch.stack(states) if keep else x
 
 
-class _Callable(Field):
+class _CallableField(Field):
     """Any callable field(t, x) as a Field."""
 
     def __init__(self, field: Callable[..., Tensor]) -> None:
         super().__init__()
         self.field = field
 
-    def attention(self, t, x, context):
-        return self.field.attention(t, x)
-
-    def mlp(self, t, x, context):
-        return self.field.mlp(t, x)
-
-    def both(self, t, x, context):
-        return self.field(t, x)
+    def forward(self, t, x, context=None, part=''):
+        return (getattr(self.field, part) if part else self.field)(t, x)
 
 
 def _check_finite(x: Tensor, step: int, config: OdeConfig) -> None:

@@ -43,8 +43,8 @@ class CenterNorm(nn.Module):
 class LipschitzField(Field):
     """The paper's field: bias-free multi-head self-attention and a bias-free MLP, each behind a CenterNorm.
 
-    Both sub-flows read the same state and a CenterNorm is linear, so both norms and both input projections are one
-    matrix product, and so are both output projections. The weights of qkv, fc1, proj and fc2 are read, but these
+    Both sub-flows read the same state and a CenterNorm is linear, so both norms and both input projections fuse into
+    one matrix product, as do the two output projections. The weights of qkv, fc1, proj and fc2 are read, but these
     modules are not called: put hooks and wrappers on the field or on a step, not on them.
 
     Args:
@@ -103,19 +103,19 @@ class LipschitzField(Field):
         return [torch.cat([w_attn, w_mlp]), torch.cat([b_attn, b_mlp]), w_out]
 
     def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
-        w_in, b_in, w_out = self._weights(context)
+        w_in, b_in, w_out = context.weights or self.fold()
         A = self.attn_dim
         y = self._attend(F.linear(x, w_in[:3 * A], b_in[:3 * A]), context)
         return self.proj_drop(F.linear(self.drop_path(y), w_out[:, :A]))
 
     def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
-        w_in, b_in, w_out = self._weights(context)
+        w_in, b_in, w_out = context.weights or self.fold()
         A = self.attn_dim
         y = self.proj_drop(self.act(F.linear(x, w_in[3 * A:], b_in[3 * A:])))
         return self.proj_drop(F.linear(self.drop_path(y), w_out[:, A:]))
 
     def both(self, t: float, x: Tensor, context: Context) -> Tensor:
-        w_in, b_in, w_out = self._weights(context)
+        w_in, b_in, w_out = context.weights or self.fold()
         qkv, y = F.linear(x, w_in, b_in).split([3 * self.attn_dim, self.hidden], dim=-1)
         a = self.drop_path(self._attend(qkv, context))
         y = self.drop_path(self.proj_drop(self.act(y)))
@@ -124,10 +124,6 @@ class LipschitzField(Field):
     def attention_map(self, t, x):
         q, k, _ = self._heads(self.qkv(self.norm1(x))).unbind(0)
         return attention_probabilities(q, k, self.scale)
-
-    def _weights(self, context: Context) -> list[Tensor]:
-        weights = context.weights
-        return self.fold() if weights is None else weights
 
     def _heads(self, qkv: Tensor) -> Tensor:
         B, N, _ = qkv.shape

@@ -21,7 +21,7 @@ Module = TypeVar('Module', bound=nn.Module)
 
 def run_with(module: nn.Module, tensors: Mapping[str, Tensor], *args: Any) -> Any:
     """Call a module with other tensors; see `skeleton`."""
-    if torch.compiler.is_compiling():  # simulates the swap of tensors; before 2.13, it cannot create modules
+    if torch.compiler.is_compiling():  # the swap is simulated; before PyTorch 2.13, Dynamo creates no modules
         return functional_call(module, dict(tensors), args, tie_weights=False)
     return skeleton(module, tensors)(*args)
 

@@ -6,7 +6,7 @@ from torch import nn
 from .adaptive import AdaptiveStep
 from .config import OdeConfig
 from .fields import Field
-from .steps import METHODS
+from .methods import METHODS
 from .tokens import Merging
 
 __all__ = ['Solver']
@@ -30,14 +30,9 @@ class Solver(nn.ModuleList):
             AdaptiveStep(field, start, h, config) if config.adaptive
             else METHODS[config.method](field, start, h, merging) for start in starts)
         self.merging = merging
-        self.hold(field)
 
-    def hold(self, field: Field) -> None:
-        """Let every step hold a field, or the one of its phases that applies where the step starts."""
-        fields = [field if isinstance(step, AdaptiveStep) else field.select(step.t) for step in self]
-        for step, held in zip(self, fields, strict=True):
-            step.field = held
-        self.which = tuple(fields.index(held) for held in fields)  # equal for steps with the same field
+    def state_dict(self, *, destination: Any = None, prefix: str = '', keep_vars: bool = False) -> Any:
+        return {} if destination is None else destination  # all tensors are the shared field's
 
     def _apply(self, *args: Any, **kwargs: Any) -> 'Solver':
-        return self  # all parameters are the shared field's
+        return self

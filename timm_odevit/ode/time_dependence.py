@@ -10,12 +10,11 @@ from .fields import Field
 from .skeleton import copy_module, run_with, skeleton
 
 __all__ = [
-    'MATRICES', 'MERGED', 'VECTORS', 'PhasedField', 'TabulatedField', 'TimeField', 'bare_name', 'matrix_shape',
+    'MERGED', 'RESIDUALS', 'MergedField', 'PiecewiseField', 'TimeField', 'bare_name', 'matrix_shape',
     'residual_key',
 ]
 
-# attributes of a TimeField: the residuals of vectors, and the factors of the residuals of matrices
-VECTORS, MATRICES = ('vectors',), ('up', 'down')
+RESIDUALS = ('vectors', 'up', 'down')  # attributes of a TimeField: of vectors, and the factors of those of matrices
 MERGED = 'This model is merged. Call `.restore()` on the object that `merge_()` returned.'
 
 
@@ -57,8 +56,9 @@ class TimeField(Field):
                 M, N = matrix_shape(p)
                 r = min(rank, M, N)
                 self.up[key] = nn.Parameter(p.new_zeros(L, M, r), p.requires_grad)
+                # not 0 as well: with both factors 0, neither gets a gradient
                 down = torch.randn(L, r, N, device=p.device, dtype=p.dtype) / N ** 0.5
-                self.down[key] = nn.Parameter(down, p.requires_grad)  # not 0 as well: neither factor would ever learn
+                self.down[key] = nn.Parameter(down, p.requires_grad)
 
         self.statistics = nn.Module()
 
@@ -68,12 +68,6 @@ class TimeField(Field):
 
     def forward(self, t, x, context=None, part=''):
         return run_with(self.base, self.at(t, part), t, x, context, part)
-
-    def attention(self, t, x, context):
-        return self(t, x, context, 'attention')
-
-    def mlp(self, t, x, context):
-        return self(t, x, context, 'mlp')
 
     @property
     def has_attention_maps(self):
@@ -85,11 +79,13 @@ class TimeField(Field):
     def at(self, t: float, part: str = '') -> dict[str, Tensor]:
         """The parameters of the base at t, by name: those of its attention, of its MLP, or all."""
         knots = self._knots(_number(t))
+        parameters = {residual_key(name): (name, p) for name, p in self.base.named_parameters()}
+        missing = [key.replace('-', '.') for key in (*self.vectors, *self.up) if key not in parameters]
+        if missing:
+            raise RuntimeError(f"{', '.join(missing)}: these parameters have residuals but are no longer in the "
+                               'shared block. Put back the part that was replaced, or convert again.')
         merged = {}
-        found = 0
-        for name, p in self.base.named_parameters():
-            key = residual_key(name)
-            found += key in self.vectors or key in self.up
+        for key, (name, p) in parameters.items():
             if part and name.startswith(self.base.attention_prefixes) != (part == 'attention'):
                 continue
             if key in self.vectors:
@@ -98,11 +94,6 @@ class TimeField(Field):
                 up = torch.cat([w * self.up[key][i] for i, w in knots], dim=1)
                 down = torch.cat([self.down[key][i] for i, _ in knots])
                 merged[name] = torch.addmm(p.flatten(1), up, down).view_as(p)
-        if found < len(self.vectors) + len(self.up):
-            there = {residual_key(name) for name, _ in self.base.named_parameters()}
-            names = ', '.join(k for k in (*self.vectors, *self.up) if k not in there).replace('-', '.')
-            raise RuntimeError(f'{names}: these parameters have residuals but are no longer in the '
-                               'shared block. Put back the part that was replaced, or convert again.')
         for key, residuals in self.statistics.named_buffers():
             name = key.replace('-', '.')
             merged[name] = self.base.get_buffer(name) + sum(w * residuals[i] for i, w in knots)
@@ -136,22 +127,22 @@ class TimeField(Field):
         return f'layers={list(self.layers)}, rank={self.rank}'
 
 
-class PhasedField(Field):
-    """Several fields, each for some of the layers; t lies in layer floor(t).
+class PiecewiseField(Field):
+    """Several fields, one at a time: fields[which[i]] from times[i] to times[i + 1].
 
     Args:
         fields: The fields.
-        assignment: For each layer of the span, the index of its field.
-        first: First layer of the span.
+        times: Increasing times; the first piece also applies before it, the last one after it.
+        which: For each time, the index of the field that applies from then on; in order by default.
 
     Source: Raptor, arXiv 2512.19941.
     """
 
-    def __init__(self, fields: Sequence[Field], assignment: Sequence[int], first: int = 0) -> None:
+    def __init__(self, fields: Sequence[Field], times: Sequence[float], which: Sequence[int] | None = None) -> None:
         super().__init__()
         self.fields = nn.ModuleList(fields)
-        self.assignment = tuple(assignment)
-        self.first = first
+        self.times = tuple(times)
+        self.which = tuple(range(len(fields)) if which is None else which)
         self.names = fields[0].names
 
     @property
@@ -159,17 +150,20 @@ class PhasedField(Field):
         return any(field.depends_on_time for field in self.fields)
 
     @property
+    def has_attention_maps(self):
+        return all(field.has_attention_maps for field in self.fields)
+
+    @property
     def jumps(self):
-        pairs = enumerate(pairwise(self.assignment), start=1)
-        return [float(self.first + i) for i, (before, after) in pairs if before != after]
+        return [float(t) for t, (a, b) in zip(self.times[1:], pairwise(self.which), strict=True) if a != b]
 
     @property
     def phases(self):
         return list(self.fields)
 
     def select(self, t):
-        layer = int(_number(t) - self.first + 1e-6)
-        return self.fields[self.assignment[min(max(layer, 0), len(self.assignment) - 1)]]
+        piece = sum(time <= _number(t) + 1e-6 for time in self.times) - 1
+        return self.fields[self.which[max(piece, 0)]]
 
     def snapshot(self, t):
         return self.select(t).snapshot(t)
@@ -177,50 +171,18 @@ class PhasedField(Field):
     def forward(self, t, x, context=None, part=''):
         return self.select(t)(t, x, context, part)
 
-    @property
-    def has_attention_maps(self):
-        return all(field.has_attention_maps for field in self.fields)
-
     def attention_map(self, t, x):
         return self.select(t).attention_map(t, x)
 
     def extra_repr(self) -> str:
-        return f'assignment={list(self.assignment)}, first={self.first}'
+        return f'times={self.times}, which={self.which}'
 
 
-class TabulatedField(Field):
-    """A field stored at a few times; the nearest one is used.
-
-    Args:
-        fields: The field at these times.
-        times: The times.
-    """
-
-    def __init__(self, fields: Sequence[Field], times: Sequence[float]) -> None:
-        super().__init__()
-        self.fields = nn.ModuleList(fields)
-        self.times = tuple(times)
-        self.names = fields[0].names
-
-    def select(self, t):
-        distances = [abs(time - _number(t)) for time in self.times]
-        return self.fields[distances.index(min(distances))]
-
-    def forward(self, t, x, context=None, part=''):
-        return self.select(t)(t, x, context, part)
-
-    @property
-    def has_attention_maps(self):
-        return all(field.has_attention_maps for field in self.fields)
-
-    def attention_map(self, t, x):
-        return self.select(t).attention_map(t, x)
+class MergedField(PiecewiseField):
+    """The frozen fields of a merged model."""
 
     def resizable(self):
         raise ValueError(MERGED)
-
-    def extra_repr(self) -> str:
-        return f'times={self.times}'
 
 
 def bare_name(name: str) -> str:

@@ -18,8 +18,8 @@ from ..hooks import on_meta
 from ..loading.find_weights import CONFIG, WEIGHTS
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import PREFIX, OdeConfig
+from ..ode.methods import Step
 from ..ode.solver import Solver
-from ..ode.steps import Step
 
 __all__ = ['CARD', 'REFERENCE', 'describe', 'save_pretrained', 'save_reference', 'structure']
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..dynamics.spectral_norms import SpectralNorms
 from ..hooks import evaluating, hooked
 from ..ode.blocks import find_ode_blocks
-from ..ode.views import with_steps
+from ..ode.with_steps import with_steps
 from .resume import models_of
 
 __all__ = ['NormWatch', 'autocast', 'check_loss_is_finite', 'muon_in_float32', 'scalars']

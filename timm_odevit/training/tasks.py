@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..convert.block_kinds import find_sites, prefix_tokens
 from ..data.preprocessing import renormalisation
 from ..ode.blocks import find_ode_blocks
-from ..ode.views import with_steps
+from ..ode.with_steps import with_steps
 from ..recording import watch_blocks
 from ..settings import flag
 from .checkpoints import teacher_stages

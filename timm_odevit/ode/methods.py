@@ -1,4 +1,4 @@
-"""Solver steps: one class per method. A step maps the state at t to the state at t + h."""
+"""The integration methods: a class of steps for each. A step maps the state at t to the state at t + h."""
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ class Step(nn.Module):
         field: Vector field: field(t, x, context, part) with part 'attention', 'mlp' or '' for their sum.
         t: Time at which the step starts.
         h: Length of the step, in the same unit.
-        merging: Where tokens are merged, the merging that all steps of a solver share.
+        merging: Token merging, shared by all steps of a solver; None without it.
 
     Attributes:
         order: Order of convergence of the global error.
@@ -34,13 +34,18 @@ class Step(nn.Module):
 
     def __init__(self, field: Field, t: float, h: float, merging: Any = None) -> None:
         super().__init__()
-        self.field = field
         self.t = t
         self.h = h
         self.merging = merging
+        self.set_field(field)
+
+    def set_field(self, field: Field) -> None:
+        """Hold a field, of several phases the one that applies where the step starts."""
+        self.field = field.select(self.t)
+        self.phases = tuple(field.phases)  # a tuple, so that they are not submodules
 
     def enter(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Context]:
-        """The state that the step computes, in which alike tokens may be merged, and the context of its field."""
+        """The state that the step computes, in which similar tokens may be merged, and the context of its field."""
         given = len(args) == 1 and isinstance(args[0], Context)  # by OdeBlocks, which makes one for all steps
         context = args[0] if given else self.field.context(args, kwargs)
         if self.merging is None:
@@ -58,7 +63,8 @@ class Step(nn.Module):
 
     def set_input_size(self, *args: Any, **kwargs: Any) -> None:
         """Set the image size, as Swin does on each of its blocks; the steps share one block."""
-        self.field.resizable().set_input_size(*args, **kwargs)
+        for field in self.phases:
+            field.resizable().set_input_size(*args, **kwargs)
 
     def extra_repr(self) -> str:
         return f't={self.t:g}, h={self.h:g}'
@@ -128,7 +134,7 @@ class LieTrotter(Step):
 
 
 class Strang(Step):
-    """The MLP for h/2, attention for h, the MLP for h/2, each by one midpoint step: 2 + 2 + 2 halves of an evaluation.
+    """The MLP for h/2, attention for h, the MLP for h/2, each by one midpoint step: six half evaluations.
 
     Source: Hairer, Lubich & Wanner, Geometric Numerical Integration, II.5.
     """

@@ -15,8 +15,8 @@ def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
     """A view of an ODE-ViT with another number of steps: it shares all weights, but has steps of its own.
 
     The view follows every later change of the weights. Several threads may each use a view with another number of steps
-    at the same time. Its modules without steps are the model's own, so their mode (training or evaluation) is the
-    model's; the others start in the model's mode. Hooks on the model's steps do not fire. A view of a compiled model is
+    at the same time. Modules that contain no steps are shared and follow the model's mode (training or evaluation);
+    copies start in that mode. Hooks on the model's steps do not fire. A view of a compiled model is
     not compiled.
 
     Args:
@@ -51,15 +51,16 @@ def _view(module: Any, views: dict[OdeBlocks, OdeBlocks]) -> Any:
     """A shallow copy of a module in which OdeBlocks are replaced; the module itself if it has none."""
     if module in views:
         return views[module]
-    changed = {name: _view(child, views) for name, child in module.named_children()}
+    changed = {name: _view(child, views) for name, child in module._modules.items() if child is not None}
     if all(child is module._modules[name] for name, child in changed.items()):
         return module
     twin = shallow_copy(module)
     twin._modules.update(changed)
     for ode, view in views.items():
+        view.readout = tied_to(twin, module, view.readout)
         if module.__dict__.get('feature_info') is ode.feature_info:
             twin.feature_info = view.feature_info
-    for name, child in changed.items():  # such as RoPE, whose tables are those of the host's steps
+    for name, child in changed.items():  # children bound to their host, such as RoPE, which makes a table per step
         tied = {key: tied_to(twin, module, value) for key, value in child.__dict__.items()}
         if child is module._modules[name] and any(tied[key] is not value for key, value in child.__dict__.items()):
             twin._modules[name] = shallow_copy(child)
