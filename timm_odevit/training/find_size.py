@@ -128,38 +128,38 @@ def find_size(
     first = first[0] if isinstance(first, (list, tuple)) else first
     check_images(first)
     some = first[:BATCH].to(next(model.parameters()).device)
-    best: tuple[nn.Module, OdeConfig] | None = None
-    tried: list[SizeTried] = []
-
-    def attempt(chosen: OdeConfig, calibrated: bool) -> bool:
-        nonlocal best
-        student = copy.deepcopy(model)
-        convert_(student, chosen, images=some, keep_original=False)
-        found, after = _kept(student, model, held), None
-        if found < 100 * share and calibrated:
-            calibrate_(student, model, images, progress=progress, config=config)
-            after = _kept(student, model, held)
-        tried.append(SizeTried(chosen, count_parameters(student), found, after))
-        enough = tried[-1].kept >= 100 * share
-        if enough or not calibrated:
-            best = student, chosen
-        return enough
-    exact = choose_size(model, 1., ode)
+    exact, student, best = choose_size(model, 1., ode), None, None
     low, high = predict_parameters(model, replace(exact, phases=1)), count_parameters(model)
+    tried: list[SizeTried] = []
     for _ in range(trials):
         middle = (low + high) // 2
         chosen = choose_size(model, middle, ode, init='svd_data')
         if chosen == exact or any(chosen == row.config for row in tried):
             break  # nothing lies between
-        if attempt(chosen, calibrated=True):
-            high = tried[-1].parameters
+        made, initialised = _convert(model, chosen, some, held)
+        calibrated = None
+        if initialised < 100 * share:
+            calibrate_(made, model, images, progress=progress, config=config)
+            calibrated = _kept(made, model, held)
+        tried.append(SizeTried(chosen, count_parameters(made), initialised, calibrated))
+        if tried[-1].kept >= 100 * share:
+            student, best, high = made, chosen, tried[-1].parameters
         else:
             low = middle
-    if best is None:
-        attempt(exact, calibrated=False)
-        assert best is not None
-    measure = 'agreement' if getattr(model, 'num_classes', 0) else 'cosine'
-    return SizeSearch(*best, share, measure, sum(len(x) for x, _ in held), count_parameters(model), tuple(tried))
+    if student is None or best is None:
+        best, (student, kept) = exact, _convert(model, exact, some, held)
+        tried.append(SizeTried(exact, count_parameters(student), kept, None))
+    measure, total = 'agreement' if getattr(model, 'num_classes', 0) else 'cosine', count_parameters(model)
+    return SizeSearch(student, best, share, measure, sum(len(x) for x, _ in held), total, tuple(tried))
+
+
+def _convert(
+        model: nn.Module, chosen: OdeConfig, images: Tensor, held: list[tuple[Tensor, Tensor]],
+) -> tuple[nn.Module, float]:
+    """A converted copy, and what it keeps, in percent."""
+    student = copy.deepcopy(model)
+    convert_(student, chosen, images=images, keep_original=False)
+    return student, _kept(student, model, held)
 
 
 def _kept(student: nn.Module, teacher: nn.Module, held: list[tuple[Tensor, Tensor]]) -> float:

@@ -45,10 +45,8 @@ def fit(
 
     `out/last.pt` is the whole training state after the last complete epoch, `out/best` the model with the best top-1
     accuracy, or cosine with the teacher's embeddings, on `val_loader` (without one, the last model) in timm's format,
-    `out/history.json` one record per epoch;
-    `out/tensorboard` the same for TensorBoard, if it is installed.
-    Each file is written under another name and then renamed, so it is either complete or absent. While `fit` runs, no
-    other process can use the folder.
+    `out/history.json` one record per epoch, and `out/tensorboard` the same for TensorBoard, if it is installed. Each
+    file is either complete or absent. While `fit` runs, no other process can use the folder.
 
     Data that does not fit is refused within seconds: one batch of `val_loader` goes through the model before anything
     else, in an iteration of its own, with workers of its own if it has any; the first training batch is checked when it
