@@ -9,11 +9,12 @@ import argparse
 import json
 import math
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import timm
 import torch
+from relations import relations as auroc
+from signals import signals
 
 import timm_odevit as odevit
 from timm_odevit.data.arrays import array_loaders
@@ -31,7 +32,7 @@ def spread(values):
 
 def exponents(model, images, tokens='all'):
     found = odevit.lyapunov_exponents(model, images, tokens=tokens)
-    return {**spread(found.values[:, 0]), 'drift': float(found.drift.mean()),
+    return {**spread(found.values[:, 0]), 'drift': float(found.drift.mean()), 'residual': float(found.residual.max()),
             'running': found.running[..., 0].mean(0).tolist(),
             'without': sum(reason is not None for reason in found.reasons)}
 
@@ -43,8 +44,8 @@ def lipschitz(model, images):
 
 
 def softmax(model, images):
-    found = odevit.softmax_bounds(model, images)
-    return {'along': found.values.mean((0, 2)).tolist(), **spread(found.values.mean((1, 2)))}
+    found = odevit.attention_over_time(model, images).softmax_bound
+    return {'along': found.mean((0, 2)).tolist(), **spread(found.mean((1, 2)))}
 
 
 def region(model, teacher, images):
@@ -61,8 +62,7 @@ def recovery(model, images):
 
 
 def relations(model, teacher, loader):
-    found = odevit.relations(*odevit.signals(model, loader, teacher=None if model is teacher else teacher))
-    return [{**asdict(r), 'related': r.related} for r in found]
+    return auroc(*signals(model, loader, None if model is teacher else teacher))
 
 
 def discretisation(model, images):

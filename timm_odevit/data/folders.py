@@ -67,14 +67,11 @@ def folder_loaders(
     Args:
         root: A folder with train/ and val/, each with one sub-folder of images per class; or such a folder of classes
             itself (or train/ alone), of which a share is held out.
-        model: timm model that will see the images.
-        batch_size: Images per batch.
-        workers: Worker processes.
+        model, batch_size, workers, any_classes: As in `folder_loader`.
         held_out: Share of each class held out if there is no val/; at least one image of each class that has two.
         auto_augment: timm's augmentation policy, such as 'rand-m9-mstd0.5-inc1' for RandAugment.
         reprob: Probability of erasing a part of an image.
         seed: Seed of the choice of images held out and, with several processes, of the image order.
-        any_classes: The folders need not be the model's classes; always so for a model without classes.
 
     Returns:
         Two DataLoaders of (images [B, C, H, W], labels [B]) that share no image; each of several processes trains on

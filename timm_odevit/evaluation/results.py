@@ -8,7 +8,7 @@ from typing_extensions import TypeVar
 
 from ..files import to_json, write_text
 
-__all__ = ['EmbeddingResult', 'Evaluation', 'Result', 'new_figure']
+__all__ = ['EmbeddingResult', 'Evaluation', 'Result']
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,11 @@ class Evaluation(Generic[AnyResult]):
             ImportError: matplotlib is not installed.
             ValueError: No result has a step count.
         """
-        figure = new_figure(6, 4)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as e:
+            raise ImportError("Plots need matplotlib. Type: pip install 'timm-odevit[examples]'") from e
+        figure = Figure(figsize=(6, 4), layout='constrained')
         score, name = self.results[0].SCORE if self.results else Result.SCORE
         points = sorted((r.steps, getattr(r, score)) for r in self.results
                         if r.steps is not None and r.model != 'teacher' and getattr(r, score) is not None)
@@ -197,19 +201,6 @@ class Evaluation(Generic[AnyResult]):
         return (f'<table><caption>{escape(self.caption.removesuffix(", in bold"))}</caption>'
                 f"<tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>"
                 f"{''.join(f'<tr>{line}</tr>' for line in lines)}</table>")
-
-
-def new_figure(width: float, height: float) -> Any:
-    """A matplotlib figure without a window.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise ImportError("Plots need matplotlib. Type: pip install 'timm-odevit[examples]'") from e
-    return Figure(figsize=(width, height), layout='constrained')
 
 
 def _text(value: Optional[float], digits: int = 1) -> str:
