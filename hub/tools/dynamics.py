@@ -9,11 +9,12 @@ import argparse
 import json
 import math
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import timm
 import torch
+from relations import relations
+from signals import signals
 
 import timm_odevit as odevit
 from timm_odevit.data.arrays import array_loaders
@@ -32,7 +33,7 @@ def spread(values):
 def exponents(model, images, tokens='all'):
     found = odevit.lyapunov_exponents(model, images, tokens=tokens)
     return {**spread(found.values[:, 0]), 'drift': float(found.drift.mean()),
-            'running': found.running[..., 0].mean(0).tolist(),
+            'residual': float(found.residual.max()), 'running': found.running[..., 0].mean(0).tolist(),
             'without': sum(reason is not None for reason in found.reasons)}
 
 
@@ -43,8 +44,8 @@ def lipschitz(model, images):
 
 
 def softmax(model, images):
-    found = odevit.softmax_bounds(model, images)
-    return {'along': found.values.mean((0, 2)).tolist(), **spread(found.values.mean((1, 2)))}
+    found = odevit.attention_over_time(model, images).softmax_bound
+    return {'along': found.mean((0, 2)).tolist(), **spread(found.mean((1, 2)))}
 
 
 def region(model, teacher, images):
@@ -58,11 +59,6 @@ def region(model, teacher, images):
 def recovery(model, images):
     found = odevit.recovery(model, images)
     return {'factor': found.factor.mean(0).tolist(), 'same': (100 * found.same.double().mean(0)).tolist()}
-
-
-def relations(model, teacher, loader):
-    found = odevit.relations(*odevit.signals(model, loader, teacher=None if model is teacher else teacher))
-    return [{**asdict(r), 'related': r.related} for r in found]
 
 
 def discretisation(model, images):
@@ -79,8 +75,8 @@ def measures(model, teacher, images, loader):
         'spectral_norms': lambda: odevit.spectral_norms(model), 'exponents': lambda: exponents(model, images),
         'class_token': lambda: exponents(model, images, 'class'), 'softmax': lambda: softmax(model, images),
         'region': lambda: region(model, teacher, images), 'recovery': lambda: recovery(model, images),
-        'relations': lambda: relations(model, teacher, loader), 'lipschitz': lambda: lipschitz(model, images),
-        'discretisation': lambda: discretisation(model, images[:FEW])}
+        'relations': lambda: relations(*signals(model, loader, teacher=None if model is teacher else teacher)),
+        'lipschitz': lambda: lipschitz(model, images), 'discretisation': lambda: discretisation(model, images[:FEW])}
     return {name: run for name, run in chosen.items() if name != 'discretisation' or find_ode_blocks(model)}
 
 
