@@ -13,7 +13,7 @@ from pathlib import Path
 
 import timm
 import torch
-from relations import relations as auroc
+from relations import relations
 from signals import signals
 
 import timm_odevit as odevit
@@ -32,8 +32,8 @@ def spread(values):
 
 def exponents(model, images, tokens='all'):
     found = odevit.lyapunov_exponents(model, images, tokens=tokens)
-    return {**spread(found.values[:, 0]), 'drift': float(found.drift.mean()), 'residual': float(found.residual.max()),
-            'running': found.running[..., 0].mean(0).tolist(),
+    return {**spread(found.values[:, 0]), 'drift': float(found.drift.mean()),
+            'residual': float(found.residual.max()), 'running': found.running[..., 0].mean(0).tolist(),
             'without': sum(reason is not None for reason in found.reasons)}
 
 
@@ -61,10 +61,6 @@ def recovery(model, images):
     return {'factor': found.factor.mean(0).tolist(), 'same': (100 * found.same.double().mean(0)).tolist()}
 
 
-def relations(model, teacher, loader):
-    return auroc(*signals(model, loader, None if model is teacher else teacher))
-
-
 def discretisation(model, images):
     methods = dict.fromkeys([find_ode_blocks(model)[0].method, 'strang', 'rk4'])
     found = [odevit.discretisation_errors(model, images, methods=[method], fine=4, iterations=3) for method in methods]
@@ -79,8 +75,8 @@ def measures(model, teacher, images, loader):
         'spectral_norms': lambda: odevit.spectral_norms(model), 'exponents': lambda: exponents(model, images),
         'class_token': lambda: exponents(model, images, 'class'), 'softmax': lambda: softmax(model, images),
         'region': lambda: region(model, teacher, images), 'recovery': lambda: recovery(model, images),
-        'relations': lambda: relations(model, teacher, loader), 'lipschitz': lambda: lipschitz(model, images),
-        'discretisation': lambda: discretisation(model, images[:FEW])}
+        'relations': lambda: relations(*signals(model, loader, teacher=None if model is teacher else teacher)),
+        'lipschitz': lambda: lipschitz(model, images), 'discretisation': lambda: discretisation(model, images[:FEW])}
     return {name: run for name, run in chosen.items() if name != 'discretisation' or find_ode_blocks(model)}
 
 

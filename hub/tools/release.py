@@ -33,16 +33,6 @@ def measure(model, images, teacher=None, steps=None):
     return json.loads(evaluate(model, images, steps=steps, teacher=teacher).to_json())
 
 
-def halved(model):
-    """Return a copy with its weights rounded to half precision."""
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for tensor in other.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.copy_(tensor.half())
-    return other
-
-
 def trained(rows, model):
     blocks = find_ode_blocks(model)
     return next(r for r in rows if r['model'] != 'teacher' and (not blocks or r['steps'] == blocks[0].steps))
@@ -99,7 +89,7 @@ def main():
             model.blocks.steps = trained_at[-1]
     _, val, test = array_loaders(
         args.data, model, batch_size=args.batch_size, held_out=recipe.batches.held_out)
-    half = halved(model)
+    half = copy.deepcopy(model).half().float()  # rounded
     full, rounded = (trained(measure(m, val), m)['top1'] for m in (model, half))
     stored, measured = (copy.deepcopy(half).half(), half) if rounded >= full - 0.05 else (model, model)
     rows = measure(measured, test, teacher, steps)

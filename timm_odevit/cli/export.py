@@ -62,7 +62,8 @@ def push(args: argparse.Namespace) -> None:
             rows = json.loads(Path(args.results).read_text())
         except ValueError as e:
             raise ValueError(f"'{args.results}' is not what odevit evaluate --json writes: {e}") from None
-    model, about = load(args.model, args), dict(results=rows, dataset=args.dataset, license=args.license)
+    model: Any = load(args.model, args)
+    about: Any = dict(results=rows, dataset=args.dataset, license=args.license)
     if args.card:
         write_text(Path(args.card), model_card(f'hf-hub:{args.repo}', model, **about))
         print(f'wrote {args.card}; nothing was sent')
