@@ -60,7 +60,8 @@ _PUBLISHED: Dict[str, Any] = {
     'odevit_tiny_native_r23_dial_patch16_64': (
         *_DEIT_64, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 23, 'ode_init': 'svd'}, {'deit_tiny_cifar100': 100}),
     'odevit_tiny_native_exit_patch16_64': (
-        *_DEIT_64, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12.}, {'deit_tiny_cifar10': 10}),
+        *_DEIT_64, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12., 'ode_halting': 'entropy',
+                    'ode_halting_threshold': 0.20151890814304352}, {'deit_tiny_cifar10': 10}),
     'odevit_tiny_native_patch4_32': (
         *_MODELS['odevit_tiny_patch4_32'], {**_NATIVE, 'ode_init': 'spectral', 'ode_steps': 6, 'ode_T': 6.},
         {'cifar100': 100}),

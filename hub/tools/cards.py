@@ -42,9 +42,9 @@ def card(folder):
         few += f" It was trained with K = {record['trained_at'][0]} only: with any other K it is less accurate."
     stops = record.get('halting')
     early = '' if stops is None else (
-        f" With `ode_halting='{stops['rule']}', ode_halting_threshold={stops['threshold']:.4f}`, chosen to cost half a "
-        f"point on images held out, an image takes {stops['nfe']:.2f} evaluations on average and top-1 is "
-        f"{stops['top1']:.2f} %.")
+        f" As saved, with halting='{stops['rule']}' at a threshold chosen to cost half a point on images held out, an "
+        f"image takes {stops['nfe']:.2f} evaluations on average and top-1 is {stops['top1']:.2f} %; the table is "
+        'without halting.')
     enlarged = f' enlarged to {pixels}' if pixels > 32 else ''
     pretrained = '' if scratch else (
         '`deit_tiny_patch16_224` (Facebook Research, Apache-2.0; LayerNorm parameters rounded to steps of 1/32 or '

@@ -26,7 +26,8 @@ _ODE_VIT = ('A vision transformer whose blocks are one shared block that an ODE 
             'arXiv 2511.16501).')
 _COST = ('K evaluations of the shared block cost what K blocks cost: it has fewer parameters than a plain transformer, '
          'not less compute.')
-_SETTINGS = ('field', 'method', 'steps', 'T', 'time', 'rank', 'phases', 'blocks', 'init')
+_SETTINGS = ('field', 'method', 'steps', 'T', 'time', 'rank', 'phases', 'blocks', 'init', 'halting',
+             'halting_threshold')
 _KEYS = {'agreement', 'images', 'kept', 'model', 'nfe', 'parameters', 'steps', 'top1', 'top5'}
 _COLUMNS = ('model', 'K', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'kept %', 'agreement %')
 
