@@ -21,7 +21,7 @@ import torch
 
 from timm_odevit import calibrate_, convert_, merge_, save_pretrained, with_steps
 from timm_odevit.ode.blocks import find_ode_blocks
-from timm_odevit.odevit import default_cfgs
+from timm_odevit.registry import default_cfgs
 
 COUNTS = (6, 8, 10, 12, 14, 16, 20, 24)
 

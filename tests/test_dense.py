@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from timm_odevit import convert_, patch_agreement, save_pretrained
-from timm_odevit.pyramid import FeaturesAtTimes
+from timm_odevit.features import FeaturesAtTimes
 
 SMALL = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, ode_steps=6)
 

@@ -17,7 +17,7 @@ from timm.task import FeatureDistillationTask, LogitDistillationTask
 from timm.utils import AttentionExtract, ModelEmaV3
 
 from timm_odevit import cli
-from timm_odevit.recording import watch_blocks
+from timm_odevit.hooks import watch_blocks
 
 EXAMPLES = Path(__file__).parent.parent / 'examples' / 'ecosystem'
 AUTONOMOUS = 'odevit_tiny_native_patch16_64.deit_tiny_cifar10'

@@ -11,8 +11,8 @@ import timm_odevit
 
 PACKAGE = Path(timm_odevit.__file__).parent
 # lowest first: a room (a folder, or a file beside the folders) imports only from those above its own in this list
-ROOMS = ['_version', 'errors', 'settings', 'files', 'hooks', 'recording', 'distributed',
-         'ode', 'convert', 'interop', 'loading', 'pyramid', 'odevit', 'saving', 'data', 'evaluation', 'dynamics', 'training', 'reporting', 'deploy', 'benchmark', 'cli', '__init__', 'run']
+ROOMS = ['_version', 'settings', 'files', 'hooks', 'distributed', 'ode', 'convert', 'interop', 'loading', 'features',
+         'registry', 'saving', 'data', 'evaluation', 'dynamics', 'training', 'reporting', 'deploy', 'benchmark', 'cli', '__init__']
 FILES = sorted(PACKAGE.rglob('*.py'))
 
 

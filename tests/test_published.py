@@ -11,13 +11,13 @@ from hub_server import errors_in_card
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
-import timm_odevit.odevit
+import timm_odevit.registry
 from timm_odevit import Recipe, cli
 from timm_odevit.ode.blocks import find_ode_blocks
 
 HUB = Path(__file__).parent.parent / 'hub'
 FOLDERS = sorted(path.parent for path in HUB.glob('*/model.safetensors'))
-NAMES = [f'{name}.{tag}' for name, cfgs in timm_odevit.odevit.default_cfgs.items() for tag in cfgs.tags if tag]
+NAMES = [f'{name}.{tag}' for name, cfgs in timm_odevit.registry.default_cfgs.items() for tag in cfgs.tags if tag]
 
 
 def test_every_tag_has_its_folder_and_every_folder_its_tag():

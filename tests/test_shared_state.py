@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from timm_odevit import OdeConfig, convert_, evaluate, merge_, merged_bytes, save_pretrained, with_steps
+from timm_odevit.hooks import watch_blocks
 from timm_odevit.ode.methods import METHODS
 from timm_odevit.ode.skeleton import copy_module, skeleton
-from timm_odevit.recording import watch_blocks
 from timm_odevit.training.resume import hash_of
 
 KINDS = [

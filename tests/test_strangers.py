@@ -131,7 +131,7 @@ LARGER = {
 def test_a_model_larger_than_its_weights_is_not_built(saved, case, monkeypatch):
     change(saved, 'model_args', LARGER[case])
     made = []
-    monkeypatch.setattr('timm_odevit.odevit.build_model_with_cfg', lambda *args, build=build_model_with_cfg, **kwargs: (
+    monkeypatch.setattr('timm_odevit.registry.build_model_with_cfg', lambda *args, build=build_model_with_cfg, **kwargs: (
         made.append(torch.empty(0).device.type), build(*args, **kwargs))[1])
     with pytest.raises(ValueError, match='numbers in its tensors; at most'):
         timm.create_model(f'local-dir:{saved}', pretrained=True)

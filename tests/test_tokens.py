@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_, merge_, save_pretrained
 from timm_odevit.dynamics.flow import follow
+from timm_odevit.hooks import watch_blocks
 from timm_odevit.ode.tokens import Tokens, tokens_at
-from timm_odevit.recording import watch_blocks
 
 
 def embedded(model, images):

@@ -2,15 +2,15 @@
 
 The rooms, from the ground up; each imports only from those above it, and its docstring lists its files:
 
-errors, settings    words that messages share; settings as dataclasses that check themselves
+settings            settings as dataclasses that check themselves; words that messages share
 files, distributed  files that are complete or absent; several processes of one run
-hooks, recording    hooks and modes that are restored; the hidden states of a model while it runs
+hooks               hooks and modes that are restored; the hidden states of a model while it runs
 ode                 the mathematics
 convert             from a pretrained transformer to an ODE-ViT, and back
 interop             vision transformers of other libraries, as timm's, and back into their programs
 loading             saved weights, found and checked; what is accepted from an untrusted config.json
-pyramid             features at given times
-odevit              the registered models
+features            features at given times
+registry            the registered models
 saving              models in files and on the Hub
 data                images and labels in batches
 evaluation          accuracy over step counts
@@ -21,9 +21,7 @@ deploy              models in files that run without this package
 benchmark           speed and memory
 cli                 the command line; the options of the ODE come from OdeConfig's docstring
 """
-from typing import List as _List
-
-from . import odevit as _registers  # noqa: F401
+from . import registry as _registers  # noqa: F401
 from ._version import __version__
 from .convert.conversion import Conversion, convert_
 from .convert.convertible import check_convertible, list_convertible
@@ -73,5 +71,5 @@ __all__ = [
 ]
 
 
-def __dir__() -> _List[str]:  # what tab completion shows
+def __dir__() -> list[str]:  # what tab completion shows
     return __all__

@@ -2,10 +2,11 @@
 import copy
 import platform
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Union
+from typing import Any
 
 import timm
 import torch
@@ -18,7 +19,7 @@ from .convert.merge import merge_
 from .data.preprocessing import data_config
 from .ode.blocks import count_parameters, find_ode_blocks
 from .ode.with_steps import with_steps
-from .settings import many, one_of, whole
+from .settings import integer, many, one_of
 
 __all__ = ['MODES', 'Benchmark', 'Timing', 'benchmark', 'peak_of']
 
@@ -48,7 +49,7 @@ class Timing:
     seconds: float
     iqr: float
     ratio: float
-    evaluations: Optional[float]
+    evaluations: float | None
     peak: int
     parameters: int
     size: int
@@ -68,10 +69,10 @@ class Benchmark:
         machine: Processor, threads, versions, number of rounds.
         timings: One Timing for each model and batch size.
     """
-    machine: Dict[str, Any]
-    timings: List[Timing]
+    machine: dict[str, Any]
+    timings: list[Timing]
 
-    def to_dict(self) -> Dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Everything as dicts and lists, ready for JSON."""
         return asdict(self)
 
@@ -86,13 +87,13 @@ class Benchmark:
 
 @torch.inference_mode()
 def benchmark(
-        models: Dict[str, nn.Module],
+        models: dict[str, nn.Module],
         *,
         batch_sizes: Sequence[int] = (1, 8),
         steps: Sequence[int] = (),
         rounds: int = 10,
-        compiled: Optional[str] = None,
-        images: Optional[Images] = None,
+        compiled: str | None = None,
+        images: Images | None = None,
         progress: bool = False,
 ) -> Benchmark:
     """Time forward passes of models, which take turns in every round, so that all share the machine's moods.
@@ -117,12 +118,12 @@ def benchmark(
         ValueError: A setting is out of range; there are no models; or one halts image by image, and there are no images
             for which to time it.
     """
-    whole(1)('rounds', rounds)
-    many(whole(1), 'batch sizes')('batch_sizes', list(batch_sizes))
+    integer(1)('rounds', rounds)
+    many(integer(1), 'batch sizes')('batch_sizes', list(batch_sizes))
     one_of(MODES, none='not compiled')('compiled', compiled)
     if not models:
         raise ValueError("There is nothing to time. Give models by name, such as {'student': student}.")
-    candidates: Dict[str, nn.Module] = {}
+    candidates: dict[str, nn.Module] = {}
     for name, model in models.items():
         if images is None and any(ode.config.halting for ode in find_ode_blocks(model)):
             raise ValueError(f"'{name}' halts image by image, so that its time depends on the images. Give images "
@@ -134,7 +135,7 @@ def benchmark(
     return Benchmark(_machine(parameter.device, parameter.dtype, rounds), timings)
 
 
-def _states(name: str, model: nn.Module, steps: Sequence[int], compiled: Optional[str]) -> Dict[str, nn.Module]:
+def _states(name: str, model: nn.Module, steps: Sequence[int], compiled: str | None) -> dict[str, nn.Module]:
     """A model as it is, with other step counts, merged and compiled."""
     found, blocks = {name: model}, find_ode_blocks(model)
     if len(blocks) == 1 and not blocks[0].merged and not blocks[0].config.adaptive:
@@ -148,17 +149,17 @@ def _states(name: str, model: nn.Module, steps: Sequence[int], compiled: Optiona
 
 
 def _time(
-        candidates: Dict[str, nn.Module], size: int, rounds: int, images: Optional[Images], progress: bool,
-) -> List[Timing]:
+        candidates: dict[str, nn.Module], size: int, rounds: int, images: Images | None, progress: bool,
+) -> list[Timing]:
     """Time all candidates with batches of one size."""
     batches = {name: _batches(model, size, images) for name, model in candidates.items()}
     timers = {name: Timer('for x in batches: model(x)', globals={'model': model, 'batches': batches[name]},
                           num_threads=torch.get_num_threads()) for name, model in candidates.items()}
-    turns: Dict[str, List[Measurement]] = {name: [] for name in candidates}
+    turns: dict[str, list[Measurement]] = {name: [] for name in candidates}
     for _ in tqdm(range(rounds), unit='round', leave=False, disable=not progress):
         for name, timer in timers.items():
             turns[name].append(timer.timeit(CALLS))
-    timings: List[Timing] = []
+    timings: list[Timing] = []
     first = [turn.median for turn in next(iter(turns.values()))]
     for name, model in candidates.items():
         found, evaluations = Measurement.merge(turns[name])[0], []
@@ -174,14 +175,14 @@ def _time(
     return timings
 
 
-def _batches(model: nn.Module, size: int, images: Optional[Images]) -> Sequence[Tensor]:
+def _batches(model: nn.Module, size: int, images: Images | None) -> Sequence[Tensor]:
     if images is not None:
         return images(model, max(size, SAMPLE // size * size)).split(size)
     like = next(p for p in model.parameters() if p.is_floating_point())
     return [torch.randn(size, *data_config(model)['input_size'], dtype=like.dtype, device=like.device)]
 
 
-def peak_of(call: Callable[[], Any], device: Union[str, torch.device]) -> int:
+def peak_of(call: Callable[[], Any], device: str | torch.device) -> int:
     """Peak memory in bytes that a call allocates; it must have run once before."""
     if torch.device(device).type == 'cuda':
         torch.cuda.reset_peak_memory_stats(device)
@@ -198,7 +199,7 @@ def peak_of(call: Callable[[], Any], device: Union[str, torch.device]) -> int:
     return peak
 
 
-def _machine(device: torch.device, dtype: torch.dtype, rounds: int) -> Dict[str, Any]:
+def _machine(device: torch.device, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
     """What the figures depend on."""
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else _processor()
     return {'device': name, 'threads': torch.get_num_threads(), 'dtype': str(dtype).removeprefix('torch.'),

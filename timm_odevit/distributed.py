@@ -1,7 +1,8 @@
 """The processes of one run, as started by torchrun."""
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Optional, Tuple
+from typing import Any
 
 import torch.distributed as dist
 from timm.utils import reduce_tensor
@@ -12,7 +13,7 @@ from .files import locked
 __all__ = ['alone_in', 'in_first_process', 'over_processes', 'rank_and_world']
 
 
-def rank_and_world() -> Tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
     """The rank of this process and the number of processes; (0, 1) if there is only one."""
     running = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
@@ -27,7 +28,7 @@ def over_processes(x: Tensor) -> Tensor:
 def in_first_process(do: Callable[[], Any]) -> Any:
     """Call a function in the first process only; all get what it returns, and raise its OSError or ValueError."""
     rank, world = rank_and_world()
-    found: List[Any] = [None, None]
+    found: list[Any] = [None, None]
     if rank == 0:
         try:
             found[0] = do()
@@ -41,7 +42,7 @@ def in_first_process(do: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def alone_in(folder: Optional[Path]) -> Iterator[None]:
+def alone_in(folder: Path | None) -> Iterator[None]:
     """Lock a folder against other runs; the first process of a run holds the lock. None locks nothing.
 
     Raises:

@@ -5,14 +5,15 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from .errors import one_line
+from .settings import one_line
 
 __all__ = ['OWN', 'locked', 'staged', 'to_json', 'write_text']
 

@@ -1,14 +1,17 @@
-"""Hooks, modes and random states that change for a while and are restored."""
+"""Context managers that restore hooks, modes and random states; the hidden states of a model while it runs."""
 import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, Tuple, Union
+from threading import get_ident
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ['evaluating', 'hooked', 'on_meta', 'random_states_kept', 'surely']
+__all__ = ['BlockRecord', 'evaluating', 'hooked', 'on_meta', 'random_states_kept', 'state_at', 'watch_blocks']
 
 _INITIALISES = {'add_', 'clamp_', 'div_', 'erfinv_', 'fill_', 'mul_', 'normal_', 'sub_', 'uniform_', 'zero_',
                 *(name for name in dir(nn.init) if name.endswith('_') and not name.startswith('_'))}
@@ -48,7 +51,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def random_states_kept(device: Union[str, torch.device]) -> Iterator[None]:
+def random_states_kept(device: str | torch.device) -> Iterator[None]:
     """Restore the global random states afterwards: those of Python, of NumPy, and of torch on the CPU and a device."""
     device = torch.device(device)
     others = {} if device.type in ('cpu', 'meta') else {'device_type': device.type}
@@ -62,7 +65,7 @@ def random_states_kept(device: Union[str, torch.device]) -> Iterator[None]:
 
 
 @contextmanager
-def hooked(*hooks: Tuple[nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
+def hooked(*hooks: tuple[nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
     """Temporary hooks on modules.
 
     Args:
@@ -94,3 +97,57 @@ def surely(clean_up: Callable[[], Any]) -> None:
     except BaseException:
         clean_up()
         raise
+
+
+# states before the first and after each block, and what the host passed to each, positional and by keyword
+BlockRecord = tuple[list[Tensor], list[tuple[tuple[Any, ...], dict[str, Any]]]]
+
+
+@contextmanager
+def watch_blocks(stages: Sequence[Sequence[nn.Module]]) -> Iterator[list[BlockRecord]]:
+    """Record what passes through a model's blocks while it runs in this thread.
+
+    Args:
+        stages: Sequences of consecutive blocks.
+
+    Returns:
+        A context manager that yields a list. Once the model has run, it holds for each sequence the states before its
+        first and after each of its blocks, and what the host passed to each block, positional and by keyword.
+    """
+    seen: list[Any] = [([], []) for _ in stages]
+    thread = get_ident()  # hooks also fire when other threads run the model
+
+    def before(i: int):
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if get_ident() == thread:
+                if not seen[i][0]:
+                    seen[i][0].append(args[0])
+                seen[i][1].append((args[1:], kwargs))
+        return hook
+
+    def after(i: int):
+        def hook(_: nn.Module, args: Any, out: Tensor) -> None:
+            if get_ident() == thread:
+                seen[i][0].append(out)
+        return hook
+    hooks: list[Any] = []
+    for i, blocks in enumerate(stages):
+        for block in blocks:
+            hooks += [(block, 'before with keywords', before(i)), (block, 'after', after(i))]
+    with hooked(*hooks):
+        yield seen
+
+
+def state_at(states: Sequence[Tensor], times: Sequence[float], t: float) -> Tensor:
+    """The state at a time, interpolated linearly between those recorded.
+
+    Args:
+        states: Two or more states.
+        times: Their times, strictly increasing.
+        t: Time from the first to the last of them.
+    """
+    right = min(max(bisect_right(times, t + 1e-6), 1), len(times) - 1)
+    share = min((t - times[right - 1]) / (times[right] - times[right - 1]), 1.)
+    if share < 1e-5:
+        return states[right - 1]
+    return states[right] if share > 1 - 1e-5 else torch.lerp(states[right - 1], states[right], share)

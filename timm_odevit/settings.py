@@ -3,26 +3,23 @@ import inspect
 import math
 import re
 import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from functools import wraps
+from difflib import get_close_matches
 from html import escape
 from numbers import Integral, Real
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, ParamSpec, Sequence, Tuple, Type, TypeVar
-
-from .errors import shown, suggest
+from typing import Any, TypeVar
 
 __all__ = [
-    'Check', 'Settings', 'checks_keywords', 'flag', 'many', 'number', 'one_of', 'refuse_unknown', 'setting', 'takes',
-    'whole',
+    'Check', 'Settings', 'flag', 'integer', 'many', 'number', 'one_line', 'one_of', 'refuse_unknown', 'setting',
+    'shown', 'suggest',
 ]
 
 Check = Callable[[str, Any], Any]  # takes a name and a value; returns the value or raises ValueError
 Kind = TypeVar('Kind', bound='Settings')
-Given = TypeVar('Given')
-Parameters = ParamSpec('Parameters')
 
 
-def setting(default: Any = MISSING, check: Optional[Check] = None) -> Any:
+def setting(default: Any = MISSING, check: Check | None = None) -> Any:
     """A field of Settings, with a check of its values."""
     return field(default=default, metadata={'check': check})
 
@@ -59,12 +56,12 @@ class Settings:
         return f'<table><caption>{type(self).__name__}</caption>{rows}</table>'
 
     @classmethod
-    def names(cls) -> List[str]:
+    def names(cls) -> list[str]:
         """Names of all settings."""
         return [f.name for f in fields(cls)]
 
     @classmethod
-    def about(cls) -> Dict[str, str]:
+    def about(cls) -> dict[str, str]:
         """A one-line description of each setting, from the docstring's Attributes (empty under `python -OO`)."""
         text = inspect.cleandoc(cls.__doc__ or '')  # Python 3.13 does so itself
         entries = re.findall(r'^ {4}(\w+): (.*(?:\n {8}.*)*)', text, re.M)
@@ -72,82 +69,26 @@ class Settings:
         return {name: found.get(name, '') for name in cls.names()}
 
     @classmethod
-    def from_keywords(cls: Type[Kind], config: Optional[Kind], given: Mapping[str, Any], caller: str) -> Kind:
+    def from_keywords(cls: type[Kind], config: Kind | None, given: Mapping[str, Any], caller: str) -> Kind:
         """The settings that a function was given, either as `config` or as keywords.
 
         Raises:
-            TypeError: Both were given, `config` is of another type, or a keyword is unknown or missing.
+            TypeError: Both were given, `config` is of another type, or a keyword is unknown (the message names the
+                closest match) or missing.
             ValueError: A value is out of range.
         """
-        if config is None:
-            return cls.of(given, caller)
-        if given:
-            raise TypeError(f"{caller} got both config and '{next(iter(given))}', which is part of it. Give only one.")
-        if not isinstance(config, cls):
-            raise TypeError(f'config of {caller} must be of type {cls.__name__}; got {type(config).__name__}.')
-        return config
-
-    @classmethod
-    def of(cls: Type[Kind], given: Mapping[str, Any], caller: str) -> Kind:
-        """Settings from keywords.
-
-        Raises:
-            TypeError: A keyword is unknown (the message names the closest match) or missing.
-            ValueError: A value is out of range.
-        """
+        if config is not None:
+            if given:
+                raise TypeError(
+                    f"{caller} got both config and '{next(iter(given))}', which is part of it. Give only one.")
+            if not isinstance(config, cls):
+                raise TypeError(f'config of {caller} must be of type {cls.__name__}; got {type(config).__name__}.')
+            return config
         refuse_unknown(given, cls.names(), caller)
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in given]
         if missing:
             raise TypeError(f'{caller} needs {missing[0]}, such as {missing[0]}=1.')
         return cls(**given)
-
-
-def takes(kind: Type[Settings]) -> Callable[[Callable[..., Given]], Callable[..., Given]]:
-    """Let a function with the keyword `config` also take each setting as a keyword.
-
-    Args:
-        kind: The Settings that `config` must be.
-
-    Returns:
-        A decorator. `help` and editors show both kinds of keywords; an unknown one raises TypeError with the closest
-        match.
-    """
-    def decorate(function: Callable[..., Given]) -> Callable[..., Given]:
-        signature = inspect.signature(function)
-        own = [p.replace(default=None) if p.name == 'config' else p for p in signature.parameters.values()]
-        known = [*(p.name for p in own), *kind.names()]
-
-        @wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            caller = function.__qualname__.removesuffix('.__init__')
-            refuse_unknown(kwargs, known, caller)
-            given = {key: kwargs.pop(key) for key in kind.names() if key in kwargs}
-            bound = signature.bind_partial(*args, **kwargs)
-            config = bound.arguments.get('config')
-            if config is not None and given:
-                raise TypeError(
-                    f"{caller} got both config and '{next(iter(given))}', which is part of it. Give only one.")
-            if config is not None and not isinstance(config, kind):
-                raise TypeError(f'config of {caller} must be of type {kind.__name__}; got {type(config).__name__}.')
-            bound.arguments['config'] = kind.of(given, caller) if config is None else config
-            return function(*bound.args, **bound.kwargs)
-        keywords = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, annotation=f.type,
-                                      default=inspect.Parameter.empty if f.default is MISSING else f.default)
-                    for f in fields(kind)]
-        wrapper.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
-        return wrapper
-    return decorate
-
-
-def checks_keywords(function: Callable[Parameters, Given]) -> Callable[Parameters, Given]:
-    """Let an unknown keyword of a function raise TypeError with the closest match, as Python does from 3.13 on."""
-    known = list(inspect.signature(function).parameters)
-
-    @wraps(function)
-    def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Given:
-        refuse_unknown(kwargs, known, function.__qualname__.removesuffix('.__init__'))
-        return function(*args, **kwargs)
-    return wrapper
 
 
 def refuse_unknown(given: Iterable[str], known: Sequence[str], caller: str) -> None:
@@ -158,15 +99,14 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str], caller: str) -> N
                             f"{', '.join(known)}.")
 
 
-def whole(least: Optional[int] = 0, none: str = '') -> Check:
+def integer(least: int | None = 0, none: str = '') -> Check:
     """A whole number, of at least `least` unless that is None; or None, if `none` says what None stands for."""
     allowed = f"a whole number{'' if least is None else f' of at least {least}'}{_or_none(none)}"
 
     def check(name: str, value: Any) -> Any:
         if value is None and none:
             return None
-        if isinstance(value, bool) or not isinstance(value, Integral) or (
-                least is not None and value < least):
+        if isinstance(value, bool) or not isinstance(value, Integral) or (least is not None and value < least):
             raise ValueError(f'{name} must be {allowed}; got {shown(value)}.')
         return int(value)  # NumPy integers too
     return check
@@ -221,7 +161,7 @@ def flag(name: str, value: Any) -> bool:
 
 def many(each: Check, what: str) -> Check:
     """A list of values, returned as a tuple."""
-    def check(name: str, value: Any) -> Tuple[Any, ...]:
+    def check(name: str, value: Any) -> tuple[Any, ...]:
         try:
             if not isinstance(value, (list, tuple)):
                 raise ValueError
@@ -229,6 +169,24 @@ def many(each: Check, what: str) -> Check:
         except ValueError:
             raise ValueError(f'{name} must be {what}; got {shown(value)}.') from None
     return check
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message on one line, cut after 400 characters."""
+    text = ' '.join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 400 else f'{text[:400]} ...'
+
+
+def shown(value: Any) -> str:
+    """A value as code, cut off after 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f'{text[:60]}...'
+
+
+def suggest(word: str, allowed: Iterable[str]) -> str:
+    """A sentence naming the closest allowed word, with a trailing space; empty if none is close."""
+    close = get_close_matches(word, list(allowed), n=1, cutoff=0.5)
+    return f"Did you mean '{close[0]}'? " if close else ''
 
 
 def _or_none(none: str) -> str:

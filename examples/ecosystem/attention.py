@@ -7,7 +7,7 @@ import torch
 from timm.layers import set_fused_attn
 from timm.utils import AttentionExtract
 
-from timm_odevit.recording import watch_blocks
+from timm_odevit.hooks import watch_blocks
 
 
 def main():

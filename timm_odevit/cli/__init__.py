@@ -11,12 +11,11 @@ script              script
 """
 import argparse
 import sys
-from typing import List, Optional
 
 import torch
 
 from .._version import __version__
-from ..errors import one_line, suggest
+from ..settings import one_line, suggest
 from . import benchmark, convert, evaluate, export, predict, train
 from .arguments import add_number
 from .script import add_script, script
@@ -35,7 +34,7 @@ COMMANDS = {
 }
 
 
-def main(argv: Optional[List[str]] = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code: 0, 2 for a mistake in the input, 130 if interrupted."""
     top = parser()
     args, unknown = top.parse_known_args(argv)

@@ -3,11 +3,12 @@ import argparse
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Callable, Dict, List, Optional, Tuple, Type
+from typing import Any
 
 import timm
 import torch
@@ -17,12 +18,11 @@ from torch import nn
 
 from ..data.arrays import array_images
 from ..data.folders import image_loaders
-from ..errors import one_line, suggest
 from ..files import OWN
 from ..loading.find_weights import CONFIG
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import save_pretrained
-from ..settings import Settings
+from ..settings import Settings, one_line, suggest
 
 __all__ = [
     'DATA', 'IMAGES', 'MODEL', 'add_number', 'add_quiet', 'add_settings', 'add_steps', 'add_workers', 'check_file',
@@ -37,7 +37,7 @@ IMAGES = 'folder of images, or an .npz of small images; labels are ignored'
 HELD_OUT = 512  # images to measure agreement on
 
 
-def add_settings(parser: Any, kind: Type[Settings]) -> None:
+def add_settings(parser: Any, kind: type[Settings]) -> None:
     """Add an option for each setting; its help and default come from the settings."""
     about = kind.about()
     for f in fields(kind):
@@ -53,7 +53,7 @@ def add_settings(parser: Any, kind: Type[Settings]) -> None:
         parser.add_argument(f"--{f.name.replace('_', '-')}", dest=f.name, help=text, **options)
 
 
-def given(args: argparse.Namespace, kind: Type[Settings]) -> Dict[str, Any]:
+def given(args: argparse.Namespace, kind: type[Settings]) -> dict[str, Any]:
     """Return the settings given on the command line."""
     return {name: value for name in kind.names() if (value := getattr(args, name, None)) is not None}
 
@@ -73,7 +73,7 @@ def _value(text: str) -> Any:
     return text
 
 
-def add_number(parser: Any, name: str, text: str, least: int = 1, default: Optional[int] = None) -> None:
+def add_number(parser: Any, name: str, text: str, least: int = 1, default: int | None = None) -> None:
     """Add an option that takes a whole number."""
     parser.add_argument(name, type=whole_number(least), metavar='N', default=default, help=(
         text if default is None else f'{text} (default: %(default)s)'))
@@ -100,7 +100,7 @@ def whole_number(least: int) -> Callable[[str], int]:
     return parse
 
 
-def step_counts(text: str) -> List[int]:
+def step_counts(text: str) -> list[int]:
     """Parse a list of step counts, such as 1,2,4,12."""
     try:
         return [whole_number(1)(part) for part in text.split(',')]
@@ -109,8 +109,8 @@ def step_counts(text: str) -> List[int]:
 
 
 def images_of(
-        path: str, model: nn.Module, batch_size: int = 64, workers: Optional[int] = None, seed: int = 0,
-) -> Tuple[Any, Any]:
+        path: str, model: nn.Module, batch_size: int = 64, workers: int | None = None, seed: int = 0,
+) -> tuple[Any, Any]:
     """Make batches of images whose labels do not matter, from a folder or an .npz: to calibrate on, and held out."""
     if Path(path).is_file():
         if workers is not None:
@@ -152,9 +152,9 @@ def load(name: str, args: argparse.Namespace, pretrained: bool = True, **kwargs:
         raise ValueError(f'Cannot build {source}: {one_line(e)}') from e
 
 
-def _overlay(name: str, checkpoint: str) -> Dict[str, Any]:
+def _overlay(name: str, checkpoint: str) -> dict[str, Any]:
     """Return what tells timm to load a file's weights, with its head if the number of classes fits."""
-    overlay: Dict[str, Any] = {'state_dict': load_state_dict(checkpoint)}
+    overlay: dict[str, Any] = {'state_dict': load_state_dict(checkpoint)}
     cfg = timm.get_pretrained_cfg(name)
     head = overlay['state_dict'].get(f'{cfg.classifier}.weight') if cfg is not None else None
     if head is not None:
@@ -182,7 +182,7 @@ def check_name(name: str) -> None:
         raise ValueError(f"Unknown model '{name}'. {suggest(name, timm.list_models())}See timm.list_models().")
 
 
-def set_steps(model: nn.Module, steps: Optional[int], name: str) -> None:
+def set_steps(model: nn.Module, steps: int | None, name: str) -> None:
     """Set the number of steps of an ODE-ViT; None leaves it."""
     if steps is None:
         return
@@ -197,7 +197,7 @@ def save(model: nn.Module, out: str) -> None:
     print(f"saved {out}: timm.create_model('local-dir:{out}', pretrained=True)")
 
 
-def check_file(file: Optional[Path]) -> None:
+def check_file(file: Path | None) -> None:
     """Raise ValueError if a file cannot be written."""
     if file is not None and file.is_dir():
         raise ValueError(f"'{file}' is a folder. Give a file to write to.")

@@ -3,7 +3,6 @@ import argparse
 import os
 from functools import partial
 from pathlib import Path
-from typing import List
 
 import torch
 from timm.models import parse_model_name
@@ -59,7 +58,7 @@ def _model(name: str, args: argparse.Namespace) -> nn.Module:
 def _images(path: str, model: nn.Module, count: int) -> Tensor:
     """The first images of a folder or an .npz, again from the start if there are too few."""
     like = next(p for p in model.parameters() if p.is_floating_point())
-    found: List[Tensor] = []
+    found: list[Tensor] = []
     for images, _ in images_of(path, model, batch_size=count)[1]:
         found.append(images)
         if sum(map(len, found)) >= count:

@@ -1,7 +1,7 @@
 """odevit evaluate and halt"""
 import argparse
 from pathlib import Path
-from typing import Any, Optional, Tuple
+from typing import Any
 
 from ..data.arrays import array_loaders
 from ..data.folders import folder_loader, folder_parts
@@ -88,7 +88,7 @@ def _labelled(args: argparse.Namespace, model: Any) -> Any:
     return train
 
 
-def _recipe(model: Any) -> Optional[Recipe]:
+def _recipe(model: Any) -> Recipe | None:
     """The recipe that lies beside a model's weights, if any."""
     file = Path(str((getattr(model, 'pretrained_cfg', None) or {}).get('file') or ''))
     path = (file if file.is_dir() else file.parent) / RECIPE
@@ -137,7 +137,7 @@ def _add_images(parser: argparse.ArgumentParser, held_out: str) -> None:
 
 
 def _images(
-        args: argparse.Namespace, model: Any, held_out: Optional[float], any_classes: bool = False) -> Tuple[Any, str]:
+        args: argparse.Namespace, model: Any, held_out: float | None, any_classes: bool = False) -> tuple[Any, str]:
     """Labelled images, and what they are in words: the share held out of training, else val/, test/, x_test or all."""
     share = '' if held_out is None else f'the share {held_out:g} held out of training of '
     if Path(args.data).is_file():

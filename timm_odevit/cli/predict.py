@@ -2,7 +2,7 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any
 
 import torch
 
@@ -28,7 +28,7 @@ def predict(args: argparse.Namespace) -> None:
     if not model.num_classes:
         raise ValueError(f"'{args.model}' has no classes, so it cannot classify image files.")
     names, blocks = class_names(model), find_ode_blocks(model)
-    found: List[Dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for file in args.images:
         pixels = open_image(file, model)
         with torch.inference_mode():

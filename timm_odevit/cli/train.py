@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import Any, Dict, Optional
+from typing import Any
 
 import torch
 from timm.utils import init_distributed_device
@@ -109,7 +109,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add_quiet(parser)
 
 
-def _start_or_resume(args: argparse.Namespace, *names: str) -> Optional[Recipe]:
+def _start_or_resume(args: argparse.Namespace, *names: str) -> Recipe | None:
     """Fill in the positional arguments `names`, and join the processes.
 
     Returns:
@@ -137,7 +137,7 @@ def _read_run(args: argparse.Namespace, folder: Path) -> Recipe:
     if not (folder / RECIPE).is_file() or not (folder / RUN).is_file():
         raise ValueError(f"There is no run to continue in '{folder}': it has no {RECIPE}.")
     recipe = Recipe.load(folder / RECIPE, args.set)
-    command: Dict[str, Any] = json.loads((folder / RUN).read_text()).get('command') or {}
+    command: dict[str, Any] = json.loads((folder / RUN).read_text()).get('command') or {}
     if not command:
         raise ValueError(f"'{folder / RUN}' does not say how the run was started. Give the whole command, with "
                          '--resume at its end.')
@@ -149,7 +149,7 @@ def _read_run(args: argparse.Namespace, folder: Path) -> Recipe:
     return recipe
 
 
-def _to_resume(args: argparse.Namespace, *names: str) -> Dict[str, Any]:
+def _to_resume(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """The arguments that a resumed run needs, with paths that are valid everywhere."""
     return {'command': args.command, **{name: _absolute(name, getattr(args, name)) for name in names}}
 
@@ -164,9 +164,9 @@ def _absolute(name: str, value: Any) -> Any:
 def _train(
         recipe: Recipe,
         args: argparse.Namespace,
-        command: Dict[str, Any],
-        teacher: Optional[nn.Module] = None,
-        student: Optional[nn.Module] = None,
+        command: dict[str, Any],
+        teacher: nn.Module | None = None,
+        student: nn.Module | None = None,
 ) -> None:
     """Train, and say where the result is and how to evaluate it."""
     try:

@@ -1,5 +1,6 @@
 """The order of heads and MLP neurons is arbitrary: bring those of several blocks into a common order."""
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from timm.layers import Attention, Mlp
@@ -8,11 +9,11 @@ from torch import Tensor
 __all__ = ['Orders', 'aligning_orders', 'permuted']
 
 # By parameter: the order of its rows and of its columns; None keeps them as they are
-Orders = Dict[str, Tuple[Optional[Tensor], Optional[Tensor]]]
+Orders = dict[str, tuple[Tensor | None, Tensor | None]]
 ROUNDS = 3
 
 
-def aligning_orders(layers: Sequence[Dict[str, Tensor]], block: Any) -> List[Orders]:
+def aligning_orders(layers: Sequence[dict[str, Tensor]], block: Any) -> list[Orders]:
     """Find orders of heads and neurons that bring blocks closest together without changing what each computes.
 
     In several rounds, layer by layer, heads and neurons are assigned to those of the mean of the other layers so as to
@@ -28,7 +29,7 @@ def aligning_orders(layers: Sequence[Dict[str, Tensor]], block: Any) -> List[Ord
     Source: weight matching, Git Re-Basin, arXiv 2209.04836.
     """
     attn, mlp = getattr(block, 'attn', None), getattr(block, 'mlp', None)
-    orders: List[Orders] = [{} for _ in layers]
+    orders: list[Orders] = [{} for _ in layers]
     if len(layers) < 2:
         return orders
     if type(attn) is Attention and isinstance(attn.norm, torch.nn.Identity) and getattr(attn, 'gate', None) is None:
@@ -38,7 +39,7 @@ def aligning_orders(layers: Sequence[Dict[str, Tensor]], block: Any) -> List[Ord
     return orders
 
 
-def permuted(p: Tensor, order: Optional[Tuple[Optional[Tensor], Optional[Tensor]]]) -> Tensor:
+def permuted(p: Tensor, order: tuple[Tensor | None, Tensor | None] | None) -> Tensor:
     """A vector or a matrix with its rows and columns in another order."""
     if order is None:
         return p
@@ -48,8 +49,8 @@ def permuted(p: Tensor, order: Optional[Tuple[Optional[Tensor], Optional[Tensor]
     return p if columns is None else p[:, columns]
 
 
-def _align_neurons(layers: Sequence[Dict[str, Tensor]], orders: List[Orders]) -> None:
-    def features(values: Dict[str, Tensor]) -> Tensor:
+def _align_neurons(layers: Sequence[dict[str, Tensor]], orders: list[Orders]) -> None:
+    def features(values: dict[str, Tensor]) -> Tensor:
         parts = [values['block.mlp.fc1.weight'], values['block.mlp.fc2.weight'].T]
         bias = values.get('block.mlp.fc1.bias')
         return torch.cat(parts if bias is None else [*parts, bias[:, None]], dim=1).float()
@@ -58,8 +59,8 @@ def _align_neurons(layers: Sequence[Dict[str, Tensor]], orders: List[Orders]) ->
         order['block.mlp.fc2.weight'] = (None, found)
 
 
-def _align_heads(layers: Sequence[Dict[str, Tensor]], orders: List[Orders], heads: int) -> None:
-    def features(values: Dict[str, Tensor]) -> Tensor:
+def _align_heads(layers: Sequence[dict[str, Tensor]], orders: list[Orders], heads: int) -> None:
+    def features(values: dict[str, Tensor]) -> Tensor:
         qkv, proj = values['block.attn.qkv.weight'], values['block.attn.proj.weight']
         parts = [*(part.reshape(heads, -1) for part in qkv.chunk(3)), proj.T.reshape(heads, -1)]
         return torch.cat(parts, dim=1).float()
@@ -71,7 +72,7 @@ def _align_heads(layers: Sequence[Dict[str, Tensor]], orders: List[Orders], head
         order['block.attn.proj.weight'] = (None, channels)
 
 
-def _match(features: List[Tensor]) -> List[Tensor]:
+def _match(features: list[Tensor]) -> list[Tensor]:
     """For each layer, the order of its units [n] that brings their features [n, f] closest to the other layers'."""
     from scipy.optimize import linear_sum_assignment  # comes with torchdiffeq
     orders = [torch.arange(len(f), device=f.device) for f in features]

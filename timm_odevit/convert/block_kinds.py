@@ -1,6 +1,7 @@
 """What can be converted in a timm model: where its blocks are, of what kind, and the field for each kind."""
 import inspect
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Type
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from timm.models import beit, eva, vision_transformer, vision_transformer_relpos, vision_transformer_sam
@@ -27,12 +28,12 @@ from ..ode.fields import (
 )
 
 __all__ = [
-    'HINT', 'Site', 'check_blocks', 'class_token_comes_later', 'field_class', 'find_sites', 'kinds', 'per_layer',
+    'HINT', 'Site', 'check_blocks', 'class_token_comes_later', 'field_class', 'find_stages', 'kinds', 'per_layer',
     'prefix_tokens',
 ]
 
 # By class object, since several timm modules have a class called Block. Blocks not listed here are used whole.
-FIELD_OF: Dict[Type[nn.Module], Type[NativeField]] = {
+FIELD_OF: dict[type[nn.Module], type[NativeField]] = {
     vision_transformer.Block: NativeField,
     vision_transformer.ResPostBlock: PostNormField,
     vision_transformer.ParallelThingsBlock: ParallelField,
@@ -48,7 +49,7 @@ FIELD_OF: Dict[Type[nn.Module], Type[NativeField]] = {
     SwinTransformerV2Block: ShiftedPostNormField,
     SwinTransformerV2CrBlock: WholeField,
 }
-STAGES: Dict[Type[nn.Module], str] = {
+STAGES: dict[type[nn.Module], str] = {
     SwinTransformer: 'layers', SwinTransformerV2: 'layers', SwinTransformerV2Cr: 'stages'}
 # constants that timm sets per layer, by depth; a shared block gets their mean over its layers
 _PER_LAYER = ('drop_prob', 'lambda_init')
@@ -72,7 +73,7 @@ class Site(NamedTuple):
         return last - first + 1
 
 
-def find_sites(model: nn.Module) -> List[Site]:
+def find_stages(model: nn.Module) -> list[Site]:
     """Where the blocks of a model are: one sequence, or one per stage.
 
     Raises:
@@ -99,14 +100,14 @@ def prefix_tokens(model: Any) -> int:
     return 0 if class_token_comes_later(model) else int(getattr(model, 'num_prefix_tokens', 0))
 
 
-def field_class(block: nn.Module) -> Type[NativeField]:
+def field_class(block: nn.Module) -> type[NativeField]:
     """The field for a block: one that splits it into attention and MLP, or the whole-block field."""
     return FIELD_OF.get(type(block), WholeField)
 
 
-def kinds(blocks: Sequence[nn.Module]) -> List[int]:
+def kinds(blocks: Sequence[nn.Module]) -> list[int]:
     """For each block, the index of its kind: blocks of one kind differ only in the values of their parameters."""
-    seen: List[Any] = []
+    seen: list[Any] = []
     found = []
     for block in blocks:
         signature = _signature(block)
@@ -147,7 +148,7 @@ def check_blocks(model: nn.Module, blocks: Sequence[Any]) -> None:
                 f'{HINT}')
 
 
-def per_layer(block: nn.Module) -> Dict[Tuple[str, str], float]:
+def per_layer(block: nn.Module) -> dict[tuple[str, str], float]:
     """Constants of a block that timm sets by depth, such as stochastic-depth rates, by module and attribute."""
     found = {}
     for name, module in block.named_modules():
@@ -157,9 +158,9 @@ def per_layer(block: nn.Module) -> Dict[Tuple[str, str], float]:
     return found
 
 
-def _signature(block: nn.Module) -> List[Any]:
+def _signature(block: nn.Module) -> list[Any]:
     """Type and settings of every module except dropout, and the shape of every tensor."""
-    lines: List[Any] = []
+    lines: list[Any] = []
     for name, module in block.named_modules():
         if 'drop' not in name.rsplit('.', 1)[-1]:
             settings = {k: v for k, v in vars(module).items() if type(v) in (bool, int, float, str, tuple, torch.Size)

@@ -1,6 +1,7 @@
 """Which models and settings `convert_` accepts, and why it refuses the others."""
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any
 
 import timm
 import torch
@@ -13,7 +14,7 @@ from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.fields import WholeField
 from ..ode.methods import METHODS
-from .block_kinds import HINT, Site, check_blocks, field_class, find_sites, kinds
+from .block_kinds import HINT, Site, check_blocks, field_class, find_stages, kinds
 from .measure import check_images
 from .merge import check_not_merged
 
@@ -31,7 +32,7 @@ def check_convertible(
     check_all(model, OdeConfig.from_keywords(config, settings, 'check_convertible'), images)
 
 
-def check_all(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> List[Site]:
+def check_all(model: nn.Module, config: OdeConfig, images: Tensor | None) -> list[Site]:
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -46,7 +47,7 @@ def check_all(model: nn.Module, config: OdeConfig, images: Optional[Tensor]) -> 
     for wrapper, inner in (('_orig_mod', 'torch.compile'), ('module', 'DistributedDataParallel')):
         if isinstance(getattr(model, wrapper, None), nn.Module):
             raise TypeError(f'Cannot convert {name}: convert the model before you wrap it in {inner}.')
-    sites = find_sites(model)
+    sites = find_stages(model)
     if getattr(model, 'rope_is_mixed', False):
         raise TypeError(f'Cannot convert {name}: it generates its RoPE tables one block at a time. {HINT}')
     for site in sites:
@@ -144,7 +145,7 @@ def count_in_words(blocks: Sequence[OdeBlocks]) -> str:
     return f"{count} shared block{'s' if count > 1 else ''}"
 
 
-def list_convertible(filter: str = '', *, refused: bool = False) -> Dict[str, str]:
+def list_convertible(filter: str = '', *, refused: bool = False) -> dict[str, str]:
     """The timm models that `convert_` accepts, found by building each on the meta device.
 
     Args:
@@ -158,7 +159,7 @@ def list_convertible(filter: str = '', *, refused: bool = False) -> Dict[str, st
 
 
 @cache
-def _convertible(filter: str) -> Dict[str, Tuple[bool, str]]:
+def _convertible(filter: str) -> dict[str, tuple[bool, str]]:
     found = {}
     for name in timm.list_models(filter):
         if name.startswith('odevit'):
@@ -175,7 +176,7 @@ def _convertible(filter: str) -> Dict[str, Tuple[bool, str]]:
     return found
 
 
-def convertibility(model: nn.Module) -> Tuple[bool, str]:
+def convertibility(model: nn.Module) -> tuple[bool, str]:
     """Whether a model can be converted, and with which field and methods, or why not."""
     try:
         try:

@@ -1,6 +1,7 @@
 """The shared blocks' weights, from the base's blocks."""
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any
 
 import torch
 from timm.layers import DropPath
@@ -17,10 +18,10 @@ from .block_kinds import field_class, kinds, per_layer
 
 __all__ = ['Moments', 'assignment', 'build_field', 'factors', 'set_per_layer', 'spectral_']
 
-Moments = Dict[Tuple[int, str], Tensor]  # second moment of the inputs of a linear layer, by layer and parameter name
+Moments = dict[tuple[int, str], Tensor]  # second moment of the inputs of a linear layer, by layer and parameter name
 
 
-def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -> List[int]:
+def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -> list[int]:
     """For each of the blocks, the index of the shared block that replaces it.
 
     A shared block serves the blocks of one kind within one span; config.boundaries are layers or 'uniform'.
@@ -39,7 +40,7 @@ def build_field(
         config: OdeConfig,
         blocks: Sequence[nn.Module],
         first: int = 0,
-        moments: Optional[Moments] = None,
+        moments: Moments | None = None,
 ) -> Field:
     """Build the vector field of an ODE-ViT; the base's blocks are read, not changed.
 
@@ -174,7 +175,7 @@ def _structure(kind: str, members: Sequence[Any]) -> Field:
     ).train(first.training).requires_grad_(bool(trainable))
 
 
-def _values(kind: str, block: Any) -> Dict[str, Tensor]:
+def _values(kind: str, block: Any) -> dict[str, Tensor]:
     """The values that one block of the base gives the parameters of the field."""
     if kind == 'native':
         return {f'block.{name}': p for name, p in block.named_parameters()}
@@ -187,7 +188,7 @@ def _values(kind: str, block: Any) -> Dict[str, Tensor]:
     }
 
 
-def _statistics(field: Field) -> List[Tuple[str, Tensor]]:
+def _statistics(field: Field) -> list[tuple[str, Tensor]]:
     """Saved buffers that are not counts: running means and variances."""
     saved = field.state_dict()
     return [(name, b) for name, b in field.named_buffers() if name in saved and b.is_floating_point()]
@@ -203,7 +204,7 @@ def _spectral_init(field: Field) -> None:
             module.reset_parameters()
 
 
-def factors(residual: Tensor, rank: int, moment: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+def factors(residual: Tensor, rank: int, moment: Tensor | None) -> tuple[Tensor, Tensor]:
     """Factors [M, r] and [r, N] of the best approximation of a residual [M, N] by a matrix of rank r.
 
     Best in the Frobenius norm or, given the second moment of the inputs x [N, N], in the mean of |error x|^2.

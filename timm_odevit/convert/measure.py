@@ -1,12 +1,12 @@
 """Measurements on calibration images: spans of similar layers, and the inputs of linear layers."""
-from typing import Any, List, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..hooks import evaluating, hooked
-from ..recording import watch_blocks
+from ..hooks import evaluating, hooked, watch_blocks
 from .initialisation import Moments
 
 __all__ = ['check_images', 'input_moments', 'layer_distances', 'similarity_boundaries', 'split']
@@ -38,7 +38,7 @@ def layer_distances(model: nn.Module, blocks: Sequence[nn.Module], images: Tenso
     return 1 - torch.einsum('itd,jtd->ij', states, states) / states.shape[1]
 
 
-def split(distances: Tensor, spans: int) -> List[int]:
+def split(distances: Tensor, spans: int) -> list[int]:
     """Cut L layers into consecutive spans with the least sum of distances between layers of the same span.
 
     Exact, by dynamic programming over the last cut.
@@ -54,7 +54,7 @@ def split(distances: Tensor, spans: int) -> List[int]:
     d = distances.double().triu(1)
     cost = [[float(d[a:b, a:b].sum()) for b in range(L + 1)] for a in range(L + 1)]  # of the span [a, b)
     best = [cost[0][b] for b in range(L + 1)]
-    cuts: List[List[int]] = [[] for _ in range(L + 1)]
+    cuts: list[list[int]] = [[] for _ in range(L + 1)]
     for count in range(2, spans + 1):
         options = {b: min((best[a] + cost[a][b], a) for a in range(count - 1, b)) for b in range(count, L + 1)}
         best = [options[b][0] if b in options else float('inf') for b in range(L + 1)]
@@ -62,7 +62,7 @@ def split(distances: Tensor, spans: int) -> List[int]:
     return cuts[L]
 
 
-def similarity_boundaries(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor, spans: int) -> List[int]:
+def similarity_boundaries(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor, spans: int) -> list[int]:
     """First layer of each span except the first, for spans of similar hidden states."""
     return split(layer_distances(model, blocks, images), spans)
 
@@ -81,7 +81,7 @@ def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor,
     """
     moments: Moments = {}
 
-    def watch(key: Tuple[int, str]):
+    def watch(key: tuple[int, str]):
         def hook(_: nn.Module, args: Any) -> None:
             x = args[0].flatten(0, -2).float()
             moments[key] = moments.get(key, torch.zeros((), device=x.device)) + x.T @ x / len(x)

@@ -1,5 +1,6 @@
 """Attributes of a model that are replaced together and restored together."""
-from typing import Any, Callable, List, Sequence, Tuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -20,9 +21,9 @@ class Replacements:
         before: The previous values, in the same order.
     """
 
-    def __init__(self, wanted: Sequence[Tuple[Any, str, Any]]) -> None:
+    def __init__(self, wanted: Sequence[tuple[Any, str, Any]]) -> None:
         self._wanted = list(wanted)
-        self.before: List[Any] = [_own(owner, name) for owner, name, _ in self._wanted]
+        self.before: list[Any] = [_own(owner, name) for owner, name, _ in self._wanted]
 
     def put(self) -> None:
         """Make the replacements; if interrupted, undo those already made."""

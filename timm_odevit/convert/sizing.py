@@ -4,14 +4,13 @@ import re
 from bisect import bisect_right
 from dataclasses import replace
 from numbers import Integral, Real
-from typing import Union
 
 from torch import nn
 
 from ..ode.blocks import count_parameters
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.time_dependence import matrix_shape
-from .block_kinds import find_sites
+from .block_kinds import find_stages
 from .convertible import check_convertible
 from .initialisation import assignment
 
@@ -22,7 +21,7 @@ def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
     """Parameters left after `convert_(model, config)`, for native fields and boundaries that are not measured."""
     replaced: list[str] = []
     total = 0
-    for stage, site in enumerate(find_sites(model)):
+    for stage, site in enumerate(find_stages(model)):
         blocks = site.blocks
         first, last = config.span(len(blocks))
         chosen = blocks[first:last + 1]
@@ -40,7 +39,7 @@ def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
 
 def choose_size(
         model: nn.Module,
-        target: Union[int, float, str],
+        target: int | float | str,
         config: OdeConfig = DEFAULT,
         *,
         init: str = 'svd',
@@ -77,7 +76,7 @@ def choose_size(
         raise ValueError(
             f'{wanted:,} parameters are too few: one shared block and everything outside the blocks take '
             f'{smallest:,} of {total:,} ({100 * smallest / total:.1f} %).')
-    first, last = config.span(max(len(site.blocks) for site in find_sites(model)))
+    first, last = config.span(max(len(site.blocks) for site in find_stages(model)))
     layers = last - first + 1
     exact = replace(plain, phases=layers)
     if predict_parameters(model, exact) <= wanted:
@@ -102,7 +101,7 @@ def _residual(block: nn.Module, rank: int) -> int:
     return size
 
 
-def parse_size(text: str, bytes_each: float = 4.) -> Union[int, float]:
+def parse_size(text: str, bytes_each: float = 4.) -> int | float:
     """A size in words as a number of parameters or, of a share, as a float.
 
     Args:
@@ -129,7 +128,7 @@ def parse_size(text: str, bytes_each: float = 4.) -> Union[int, float]:
     return value if share else int(value)
 
 
-def _target(target: Union[int, float, str], total: int, model: nn.Module) -> int:
+def _target(target: int | float | str, total: int, model: nn.Module) -> int:
     if isinstance(target, Integral) and not isinstance(target, bool):  # NumPy's numbers too
         target = int(target)
     elif isinstance(target, Real) and not isinstance(target, bool):

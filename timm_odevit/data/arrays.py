@@ -1,8 +1,9 @@
 """Arrays of small images, which stay in memory and are augmented on the device."""
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any
 from zipfile import ZipFile, ZipInfo
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..distributed import rank_and_world
-from ..errors import one_line
+from ..settings import one_line
 from .preprocessing import count_held_out, data_config, labels_by_name
 
 __all__ = ['ArrayLoader', 'array_classes', 'array_images', 'array_loaders']
@@ -20,7 +21,7 @@ LARGEST = 100_000  # names of classes
 
 
 def array_loaders(
-        path: Union[str, Path],
+        path: str | Path,
         model: Any,
         *,
         batch_size: int = 64,
@@ -28,10 +29,10 @@ def array_loaders(
         padding: int = 4,
         flip: float = 0.5,
         reprob: float = 0.,
-        limit: Optional[int] = None,
+        limit: int | None = None,
         seed: int = 0,
         any_classes: bool = False,
-) -> Tuple['ArrayLoader', 'ArrayLoader', 'ArrayLoader']:
+) -> tuple['ArrayLoader', 'ArrayLoader', 'ArrayLoader']:
     """Make batches for training, validation and testing from images that stay in memory, on the model's device.
 
     Args:
@@ -83,7 +84,7 @@ def array_loaders(
     return train, val, test
 
 
-def array_classes(path: Union[str, Path]) -> int:
+def array_classes(path: str | Path) -> int:
     """The number of classes of an .npz: as many as it names, or else its largest label plus 1."""
     arrays = _read_arrays(path, ('y_train', 'y_test'))
     largest = max(int(_labels(path, arrays[key]).max()) for key in ('y_train', 'y_test'))
@@ -92,8 +93,8 @@ def array_classes(path: Union[str, Path]) -> int:
 
 
 def array_images(
-        path: Union[str, Path], model: Any, *, batch_size: int = 64, held_out: float = 0.1, seed: int = 0,
-) -> Tuple['ArrayLoader', 'ArrayLoader']:
+        path: str | Path, model: Any, *, batch_size: int = 64, held_out: float = 0.1, seed: int = 0,
+) -> tuple['ArrayLoader', 'ArrayLoader']:
     """Make batches of the images x_train of an .npz, with labels 0: to calibrate on (augmented), and held out."""
     images = _images(path, _read_arrays(path, ('x_train',))['x_train'], model)
     split = len(images) - count_held_out(len(images), held_out)
@@ -104,7 +105,7 @@ def array_images(
     return first, second
 
 
-def _read_arrays(path: Union[str, Path], keys: Tuple[str, ...]) -> Dict[str, Any]:
+def _read_arrays(path: str | Path, keys: tuple[str, ...]) -> dict[str, Any]:
     """Read arrays from an .npz; sizes are checked before memory is allocated, and nothing is unpickled."""
     try:
         with ZipFile(path) as archive:
@@ -121,14 +122,14 @@ def _read_arrays(path: Union[str, Path], keys: Tuple[str, ...]) -> Dict[str, Any
     raise ValueError(f"'{path}' has no {missing[0]}; it must hold {', '.join(keys)}.")
 
 
-def _labels(path: Union[str, Path], labels: Any) -> Any:
+def _labels(path: str | Path, labels: Any) -> Any:
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or not len(labels) or labels.min() < 0:
         raise ValueError(f"'{path}' must hold labels [N], whole numbers from 0; got {labels.dtype} "
                          f'{list(labels.shape)}. If they are [N, 1], use labels.reshape(-1).')
     return labels.astype(np.int64)  # torch takes no big-endian numbers
 
 
-def _images(path: Union[str, Path], images: Any, model: Any, labels: Optional[int] = None) -> Any:
+def _images(path: str | Path, images: Any, model: Any, labels: int | None = None) -> Any:
     """The images [N, S, S, C], of which there are as many as labels."""
     images = images[..., None] if images.ndim == 3 else images
     good = images.ndim == 4 and images.dtype == np.uint8 and 0 not in images.shape and labels in (None, len(images))
@@ -140,7 +141,7 @@ def _images(path: Union[str, Path], images: Any, model: Any, labels: Optional[in
     return images
 
 
-def _names(path: Union[str, Path], names: Any, largest: int) -> Optional[List[str]]:
+def _names(path: str | Path, names: Any, largest: int) -> list[str] | None:
     """The names of the classes, at least one for each label up to the largest; None without names."""
     if names is None:
         return None
@@ -183,7 +184,7 @@ class ArrayLoader:
 
     def __init__(
             self, images: Any, labels: Any, model: Any, batch_size: int, *, train: bool = False, padding: int = 4,
-            flip: float = 0.5, reprob: float = 0., seed: int = 0, label_names: Optional[List[str]] = None,
+            flip: float = 0.5, reprob: float = 0., seed: int = 0, label_names: list[str] | None = None,
     ) -> None:
         cfg = data_config(model)
         device = next(model.parameters()).device
@@ -205,7 +206,7 @@ class ArrayLoader:
             return len(self.labels) // (self.batch_size * rank_and_world()[1])
         return math.ceil(len(self.labels) / self.batch_size)
 
-    def __iter__(self) -> Iterator[Tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for index in self.indices():
             images = self.images[index]
             yield self.prepare(self.augment(images) if self.train else images), self.labels[index]

@@ -1,7 +1,7 @@
 """Folders of images, through timm.data."""
 import os
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Set, Tuple, Union
+from typing import Any
 
 import torch
 from timm.data import create_loader, create_transform, is_img_extension
@@ -20,8 +20,8 @@ _PARTS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', '
 
 
 def folder_loader(
-        root: Union[str, Path], model: Any, *, batch_size: int = 64, workers: int = 2,
-        held_out: Optional[float] = None, seed: int = 0, any_classes: bool = False,
+        root: str | Path, model: Any, *, batch_size: int = 64, workers: int = 2,
+        held_out: float | None = None, seed: int = 0, any_classes: bool = False,
 ) -> EvaluationLoader:
     """Make batches to evaluate on: images in one sub-folder per class, preprocessed as the model expects.
 
@@ -56,9 +56,9 @@ def folder_loader(
 
 
 def folder_loaders(
-        root: Union[str, Path], model: Any, *, batch_size: int = 64, workers: int = 2, held_out: float = 0.1,
-        auto_augment: Optional[str] = None, reprob: float = 0., seed: int = 0, any_classes: bool = False,
-) -> Tuple[Any, EvaluationLoader]:
+        root: str | Path, model: Any, *, batch_size: int = 64, workers: int = 2, held_out: float = 0.1,
+        auto_augment: str | None = None, reprob: float = 0., seed: int = 0, any_classes: bool = False,
+) -> tuple[Any, EvaluationLoader]:
     """Make batches to train on (shuffled, augmented, an incomplete last one dropped) and batches to validate on.
 
     Folders are parts of a data set, not classes, if they are called train, val or test (or training, valid, validation,
@@ -98,19 +98,19 @@ def folder_loaders(
     return train_loader, _evaluation_loader(validation, model, batch_size, workers)
 
 
-def folder_classes(root: Union[str, Path]) -> List[str]:
+def folder_classes(root: str | Path) -> list[str]:
     """The names of the classes that `folder_loaders` would train on, in the order of their labels."""
     return list(_read(_training(*_folder(root)), 'RGB').reader.class_to_idx)
 
 
-def folder_parts(root: Union[str, Path]) -> Dict[str, Path]:
+def folder_parts(root: str | Path) -> dict[str, Path]:
     """The parts of a data set, by 'train', 'val' and 'test'; none if the folder holds the classes itself."""
     return _folder(root)[1]
 
 
 def image_loaders(
-        root: Union[str, Path], model: Any, *, batch_size: int = 64, workers: int = 2, held_out: float = 0.1,
-) -> Tuple[Any, EvaluationLoader]:
+        root: str | Path, model: Any, *, batch_size: int = 64, workers: int = 2, held_out: float = 0.1,
+) -> tuple[Any, EvaluationLoader]:
     """Make batches of images to calibrate on (shuffled, augmented), and others, from any folders: labels are ignored.
 
     Args:
@@ -137,7 +137,7 @@ def image_loaders(
             _evaluation_loader(datasets[1], model, batch_size, workers))
 
 
-def _folder(root: Union[str, Path]) -> Tuple[Path, Dict[str, Path]]:
+def _folder(root: str | Path) -> tuple[Path, dict[str, Path]]:
     """Return a folder and its parts, by 'train', 'val' and 'test'; no parts if the folder holds the classes itself.
 
     A folder `train` may be a class, as in CIFAR-100: `folder_loaders` says what makes it a part.
@@ -152,7 +152,7 @@ def _folder(root: Union[str, Path]) -> Tuple[Path, Dict[str, Path]]:
     others = [child for child in folders if child not in named and _has_images(child, below=True)]
     flat = [child for child in named if _has_images(child)]
     of_classes = [child for child in named if child not in flat and _has_images(child, below=True)]
-    parts: Dict[str, Path] = {}
+    parts: dict[str, Path] = {}
     for child in named if of_classes else flat:
         kind = _PARTS[child.name.lower()]
         if of_classes and kind in parts:
@@ -180,7 +180,7 @@ def _has_images(folder: Path, below: bool = False) -> bool:
     return False
 
 
-def _training(root: Path, parts: Dict[str, Path]) -> Path:
+def _training(root: Path, parts: dict[str, Path]) -> Path:
     if parts and 'train' not in parts:
         name = next(iter(parts.values())).name
         raise ValueError(f"'{root}' has {name}/ but no train/ to train on. Give a folder with both.")
@@ -188,8 +188,8 @@ def _training(root: Path, parts: Dict[str, Path]) -> Path:
 
 
 def _validation(
-        root: Path, parts: Dict[str, Path], model: Any, share: float, seed: int, any_classes: bool,
-        names: Optional[Set[str]] = None,
+        root: Path, parts: dict[str, Path], model: Any, share: float, seed: int, any_classes: bool,
+        names: set[str] | None = None,
 ) -> ImageFiles:
     """Return the images of val/, whose classes must be the names given, or else the share held out of training."""
     if 'val' in parts:
@@ -197,7 +197,7 @@ def _validation(
     return _keep_share(_dataset(_training(root, parts), model, any_classes), False, share, seed)
 
 
-def _dataset(folder: Path, model: Any, any_classes: bool, names: Optional[Set[str]] = None) -> ImageFiles:
+def _dataset(folder: Path, model: Any, any_classes: bool, names: set[str] | None = None) -> ImageFiles:
     """The images of a folder of classes, with the labels that the model has for them."""
     dataset = _read(folder, image_mode(model))
     found = dataset.reader.class_to_idx
@@ -241,7 +241,7 @@ def _read(folder: Path, mode: str) -> ImageFiles:
     return dataset
 
 
-def _order(name: str) -> Tuple[Any, str]:
+def _order(name: str) -> tuple[Any, str]:
     return natural_key(name), name
 
 
@@ -274,7 +274,7 @@ def _evaluation_loader(dataset: ImageFiles, model: Any, batch_size: int, workers
 
 def _keep_share(dataset: ImageFiles, train: bool, share: float, seed: int) -> ImageFiles:
     """Keep only the images to train on, or only each class's share held out; at least one per class is trained on."""
-    by_class: Dict[int, List[Tuple[str, int]]] = {}
+    by_class: dict[int, list[tuple[str, int]]] = {}
     for sample in dataset.reader.samples:
         by_class.setdefault(sample[1], []).append(sample)
     part = []

@@ -1,5 +1,6 @@
 """timm's mixup on top of any loader."""
-from typing import Any, Iterator, Optional, Tuple
+from collections.abc import Iterator
+from typing import Any
 
 from timm.data import Mixup
 from torch import Tensor
@@ -34,7 +35,7 @@ class MixupLoader:
             label_smoothing=smoothing, num_classes=classes)
 
     @property
-    def sampler(self) -> Optional[Sampler]:
+    def sampler(self) -> Sampler | None:
         return getattr(self.loader, 'sampler', None)
 
     def set_epoch(self, epoch: int) -> None:
@@ -45,6 +46,6 @@ class MixupLoader:
     def __len__(self) -> int:
         return len(self.loader)
 
-    def __iter__(self) -> Iterator[Tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for images, labels in self.loader:
             yield self.mix(images.clone(), labels)

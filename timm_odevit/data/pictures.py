@@ -2,8 +2,9 @@
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from timm.data import ImageDataset, create_transform, is_img_extension
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..errors import one_line
+from ..settings import one_line
 from .arrays import array_loaders
 from .preprocessing import class_names, data_config, image_mode
 
@@ -23,7 +24,7 @@ _UNREADABLE = -1  # the label of an image file that cannot be read
 _logger = logging.getLogger(__name__)
 
 
-def read_image(file: Union[str, Path], mode: str) -> Image.Image:
+def read_image(file: str | Path, mode: str) -> Image.Image:
     """An image file in Pillow's mode 'L', 'RGB' or 'RGBA', turned upright; 16 bits are scaled to 8.
 
     Raises:
@@ -50,7 +51,7 @@ class ImageFiles(ImageDataset):
     """
     training = False
 
-    def __getitem__(self, index: int) -> Tuple[Any, int]:
+    def __getitem__(self, index: int) -> tuple[Any, int]:
         samples = self.reader.samples
         for i in (*range(index, len(samples)), *range(index)):
             file, label = samples[i]
@@ -67,7 +68,7 @@ class EvaluationLoader(DataLoader):
     """A DataLoader of ImageFiles in order, without the images that cannot be read: a warning says how many."""
 
     def __iter__(self) -> Iterator[Any]:
-        unreadable: List[int] = []
+        unreadable: list[int] = []
         for i, (images, labels) in enumerate(super().__iter__()):
             good = labels != _UNREADABLE
             unreadable += [i * int(self.batch_size or 1) + int(j) for j in (~good).nonzero()]
@@ -81,11 +82,11 @@ class EvaluationLoader(DataLoader):
 class Pictures(NamedTuple):
     """Images, normalised for a model [B, C, H, W], their names, and the names of their classes, if they are known."""
     images: Tensor
-    names: List[str]
-    classes: Optional[List[str]]
+    names: list[str]
+    classes: list[str] | None
 
 
-def open_image(file: Union[str, Path], model: Any) -> Tensor:
+def open_image(file: str | Path, model: Any) -> Tensor:
     """An image file as a model expects it [C, H, W].
 
     Raises:
@@ -104,7 +105,7 @@ def model_name(model: Any) -> str:
     return f"{name}.{cfg['tag']}" if cfg.get('tag') else name
 
 
-def some_images(path: Union[str, Path], model: Any, count: int) -> Pictures:
+def some_images(path: str | Path, model: Any, count: int) -> Pictures:
     """At most `count` images, spread evenly over a folder and the folders in it, or over x_test of an .npz.
 
     In folders named like classes of the model, the images are taken to be of these classes.
@@ -136,5 +137,5 @@ def some_images(path: Union[str, Path], model: Any, count: int) -> Pictures:
                     labels if known is not None and set(labels) <= set(known) else None)
 
 
-def _spread(total: int, count: int) -> List[int]:
+def _spread(total: int, count: int) -> list[int]:
     return sorted({round(i) for i in torch.linspace(0, total - 1, min(count, total)).tolist()})

@@ -1,6 +1,7 @@
 """How a model expects its images, and which label it has for each class."""
 import warnings
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from timm.data import resolve_input_data_config
@@ -12,7 +13,7 @@ __all__ = ['class_names', 'count_held_out', 'data_config', 'image_mode', 'labels
 _MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's modes, by the model's number of channels
 
 
-def data_config(model: Any) -> Dict[str, Any]:
+def data_config(model: Any) -> dict[str, Any]:
     """timm's settings for the images of a model: size [C, H, W], mean, std, interpolation and crop."""
     cfg = resolve_input_data_config(model)  # mean and std have as many values as the model has channels
     size = getattr(getattr(model, 'patch_embed', None), 'img_size', None)  # pretrained_cfg may have an older one
@@ -31,14 +32,14 @@ def image_mode(model: Any) -> str:
     return _MODES[model.in_chans]
 
 
-def class_names(model: Any) -> Optional[List[str]]:
+def class_names(model: Any) -> list[str] | None:
     """The names of a model's classes, if it has them."""
     names: Any = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
     good = isinstance(names, (list, tuple)) and len(names) == model.num_classes  # timm allows other forms, too
     return list(map(str, names)) if good else None
 
 
-def labels_by_name(model: Any, names: Optional[Sequence[str]]) -> Optional[List[int]]:
+def labels_by_name(model: Any, names: Sequence[str] | None) -> list[int] | None:
     """The label that a model has for each class of a data set, if both name the same classes in different orders."""
     own = class_names(model)
     if names is None or own is None or own == list(names) or sorted(set(own)) != sorted(names):
@@ -46,7 +47,7 @@ def labels_by_name(model: Any, names: Optional[Sequence[str]]) -> Optional[List[
     return [own.index(name) for name in names]
 
 
-def warn_of_other_classes(model: Any, names: Optional[Sequence[str]], data: Any) -> None:
+def warn_of_other_classes(model: Any, names: Sequence[str] | None, data: Any) -> None:
     """Warn if a data set has as many classes as a model, but names others."""
     own = class_names(model)
     if names is None or own is None or own == list(names):
@@ -63,7 +64,7 @@ def count_held_out(count: int, share: float) -> int:
     return min(count - 1, max(1, round(share * count)))
 
 
-def renormalisation(model: Any, teacher: Any) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+def renormalisation(model: Any, teacher: Any) -> tuple[Tensor | None, Tensor | None]:
     """Return scale and shift [1, C, 1, 1] from images normalised for a model to images normalised for its teacher.
 
     Returns:

@@ -14,11 +14,10 @@ from .._version import __version__
 from ..convert.merge import check_not_merged, merge_
 from ..data.pictures import class_names, model_name
 from ..data.preprocessing import data_config
-from ..errors import one_line
 from ..files import staged
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import WITH_HEAD
-from ..settings import flag, one_of
+from ..settings import flag, one_line, one_of
 from .formats import FORMATS, check_installed, round_weights
 
 __all__ = ['export_model']

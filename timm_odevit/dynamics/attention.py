@@ -1,7 +1,8 @@
 """Attention maps along the way, recomputed from the states: the model itself runs with fused attention."""
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Iterator, List, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,7 @@ class _Watched(TorchFunctionMode):  # of one thread
     def __init__(self, x: Tensor) -> None:
         super().__init__()
         self.shape = (len(x), *x.shape[1:-1], *x.shape[1:-1])  # but for the heads
-        self.found: Optional[Tensor] = None
+        self.found: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -106,10 +107,10 @@ def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 
 
 
 def _attention_over_time(flow: Flow) -> AttentionOverTime:
-    attention: List[Tensor] = []
-    rollout: List[Tensor] = []
-    entropy: List[Tensor] = []
-    bound: List[Tensor] = []
+    attention: list[Tensor] = []
+    rollout: list[Tensor] = []
+    entropy: list[Tensor] = []
+    bound: list[Tensor] = []
     through: Any = None
     for heads in attention_maps(flow):
         entropy.append(torch.special.entr(heads).sum(dim=-1).mean(dim=(1, 2)))

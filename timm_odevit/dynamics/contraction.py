@@ -2,12 +2,12 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, List, Optional, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..settings import number, whole
+from ..settings import integer, number
 from .flow import Flow, Images, PerImage, along, noise, norms, over_images, unit
 
 __all__ = ['Recovery', 'Region', 'contraction_regions', 'recovery']
@@ -66,14 +66,14 @@ def contraction_regions(
 
     Source: the contraction region of ODE-ViT, arXiv 2511.16501; DeepFool, arXiv 1511.04599.
     """
-    directions, limit = whole(1)('directions', directions), number(open='(')('limit', limit)
+    directions, limit = integer(1)('directions', directions), number(open='(')('limit', limit)
 
-    def measure(flow: Flow, other: Optional[Flow] = None) -> Region:
+    def measure(flow: Flow, other: Flow | None = None) -> Region:
         return _region(flow, other, directions, limit, seed)
     return over_images(measure, model, images, batch_size, *([] if student is None else [student]))
 
 
-def _region(flow: Flow, other: Optional[Flow], directions: int, limit: float, seed: int) -> Region:
+def _region(flow: Flow, other: Flow | None, directions: int, limit: float, seed: int) -> Region:
     x = flow.states()[-1]
     logits = flow.logits(x)
     label, mask = logits.argmax(dim=1), _read_by_the_head(flow, x)
@@ -181,7 +181,7 @@ def recovery(model: Any, images: Images = None, *, size: float = 0.1, batch_size
         generator = torch.Generator().manual_seed(seed)
         states = flow.states()
         label = flow.logits(states[-1]).argmax(dim=1)
-        rows: List[Tuple[Tensor, Tensor]] = []
+        rows: list[tuple[Tensor, Tensor]] = []
         for k, x in enumerate(states[:-1]):
             moved = x + along(size * norms(x), x) * unit(noise(x, generator))
             for step in flow.maps[k:]:

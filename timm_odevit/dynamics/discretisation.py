@@ -1,9 +1,10 @@
 """The error of the discretisation: how far K steps of a method are from the solution of the ODE, and where."""
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, List, Optional, Sequence, Tuple, Union
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Context
 from ..ode.methods import METHODS, Step
 from ..ode.solver import Solver
-from ..settings import many, one_of, whole
+from ..settings import integer, many, one_of
 from .flow import Flow, Images, PerImage, noise, norms, over_images
 from .lipschitz import largest_singular_value
 
@@ -50,19 +51,19 @@ class DiscretisationError(PerImage):
 
 @dataclass(frozen=True, repr=False)
 class _Batches(PerImage):
-    rows: Tuple[Tuple[DiscretisationError, ...], ...]  # for each batch, one per method and number of steps
+    rows: tuple[tuple[DiscretisationError, ...], ...]  # for each batch, one per method and number of steps
 
 
 def discretisation_errors(
         model: Any,
         images: Images,
         *,
-        methods: Union[str, Sequence[str], None] = None,
-        steps: Union[int, Sequence[int], None] = None,
+        methods: str | Sequence[str] | None = None,
+        steps: int | Sequence[int] | None = None,
         fine: int = 8,
         iterations: int = 10,
         batch_size: int = 16,
-) -> List[DiscretisationError]:
+) -> list[DiscretisationError]:
     """Compare solutions of a model's ODE with one on a fine grid.
 
     The reference is rk4 with `fine` steps per unit of time. Local errors are measured along the numerical solution,
@@ -96,10 +97,10 @@ def discretisation_errors(
         one_of(list(METHODS))('method', method)
     usual = sorted({max(own.steps // 2, 1), own.steps, 2 * own.steps})
     given: Any = usual if steps is None else steps if isinstance(steps, (list, tuple)) else [steps]
-    counts = many(whole(1), 'whole numbers of at least 1')('steps', given)
+    counts = many(integer(1), 'whole numbers of at least 1')('steps', given)
     if not counts:
         raise ValueError('steps must be whole numbers of at least 1; got [].')
-    iterations = whole(1)('iterations', iterations)
+    iterations = integer(1)('iterations', iterations)
     if type(fine) is not int or fine < 2 or fine % 2:
         raise ValueError(f'fine must be an even number of at least 2; got {fine!r}.')
 
@@ -110,7 +111,7 @@ def discretisation_errors(
     return [DiscretisationError.joined(list(batches)) for batches in zip(*found.rows, strict=True)]
 
 
-def observed_order(errors: Sequence[DiscretisationError]) -> Optional[float]:
+def observed_order(errors: Sequence[DiscretisationError]) -> float | None:
     """The order of convergence that the errors of one method show: the slope of log error against log h, by least
     squares; None with fewer than two numbers of steps whose error is not 0.
     """
@@ -139,7 +140,7 @@ class _Solutions:
         self.half = norms(self.reference(self.start, ode.t, ode.end, fine // 2) - self.exact)
         self.path = norms(self.start - self.exact).clamp_min(torch.finfo(self.start.dtype).tiny)
 
-    def maps(self, method: str, steps: int, t: float, end: float) -> List[Any]:
+    def maps(self, method: str, steps: int, t: float, end: float) -> list[Any]:
         config = replace(self.ode.config, method=method, steps=steps, T=end - t, adjoint=False)
         return [partial(_step, step, step.field.context((), self.passed, step.field.fold()))
                 for step in Solver(config, self.ode.shared, t)]

@@ -1,24 +1,24 @@
 """Flow: what a model does to the tokens of some images, as a sequence of maps; measures, batch by batch."""
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple, TypeVar, Union
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..convert.block_kinds import prefix_tokens
 from ..evaluation.passes import is_pair
-from ..hooks import evaluating
+from ..hooks import evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.methods import Step
-from ..recording import watch_blocks
-from ..settings import whole
+from ..settings import integer
 
 __all__ = ['Flow', 'Images', 'PerImage', 'along', 'batches', 'follow', 'noise', 'norms', 'over_images', 'unit']
 
-Images = Union[Tensor, Iterable[Any], None]
+Images = Tensor | Iterable[Any] | None
 Found = TypeVar('Found', bound='PerImage')
 
 
@@ -37,10 +37,10 @@ class Flow:
         class_token: Whether the first of them is a class token.
     """
     start: Tensor
-    maps: Tuple[Callable[[Tensor], Tensor], ...]
-    times: Tuple[float, ...]
-    head: Optional[Callable[[Tensor], Tensor]] = None
-    blocks: Tuple[Any, ...] = ()
+    maps: tuple[Callable[[Tensor], Tensor], ...]
+    times: tuple[float, ...]
+    head: Callable[[Tensor], Tensor] | None = None
+    blocks: tuple[Any, ...] = ()
     prefix: int = 0
     class_token: bool = False
 
@@ -49,7 +49,7 @@ class Flow:
             raise ValueError(f'A Flow needs a map, and one time more than maps; got {len(self.maps)} maps and '
                              f'{len(self.times)} times.')
 
-    def states(self) -> List[Tensor]:
+    def states(self) -> list[Tensor]:
         """The state before the first map, and after each."""
         states = [self.start]
         for step in self.maps:
@@ -67,7 +67,7 @@ class Flow:
                             'be applied to it. Use a model whose `forward_head(norm(state))` gives its logits.')
         return self.head(state)
 
-    def lengths(self) -> List[float]:
+    def lengths(self) -> list[float]:
         """The length of each step in time."""
         return [after - before for before, after in pairwise(self.times)]
 
@@ -111,7 +111,7 @@ def follow(model: Any, images: Any = None) -> Iterator[Flow]:
         yield Flow(states[0], maps, tuple(times), head, tuple(blocks), prefix, has_class)
 
 
-def _head(model: Any, last: Tensor, logits: Tensor) -> Optional[Callable[[Tensor], Tensor]]:
+def _head(model: Any, last: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor] | None:
     """The norm and head of a model, if they give its logits for its last state."""
     if not getattr(model, 'num_classes', 0) or not isinstance(getattr(model, 'norm', None), nn.Module) or not hasattr(
             model, 'forward_head'):
@@ -124,11 +124,11 @@ def _head(model: Any, last: Tensor, logits: Tensor) -> Optional[Callable[[Tensor
     return head if same else None
 
 
-def _call(block: Any, args: Tuple[Any, ...], kwargs: Any, x: Tensor) -> Tensor:
+def _call(block: Any, args: tuple[Any, ...], kwargs: Any, x: Tensor) -> Tensor:
     return block(x, *args, **kwargs)
 
 
-def _sequence(model: Any) -> List[Any]:
+def _sequence(model: Any) -> list[Any]:
     if not isinstance(model, nn.Module):
         raise TypeError(f'Expected a timm model or a Flow; got {type(model).__name__}.')
     blocks = getattr(model, 'blocks', None)
@@ -151,7 +151,7 @@ def batches(images: Images, batch_size: int) -> Iterator[Tensor]:
         ValueError: There are no images, or batch_size is out of range.
     """
     images = images[0] if is_pair(images) else images  # type: ignore[index]
-    batch_size = whole(1)('batch_size', batch_size)
+    batch_size = integer(1)('batch_size', batch_size)
     if isinstance(images, Tensor) and images.ndim != 4:
         raise ValueError(f'Expected images [B, C, H, W], or batches of them; got a tensor {list(images.shape)}.')
     found = 0
@@ -169,7 +169,7 @@ class PerImage:
     """Measurements of images: fields of `per_image` have a row for each, the others are the same for all."""
 
     @classmethod
-    def per_image(cls) -> Tuple[str, ...]:
+    def per_image(cls) -> tuple[str, ...]:
         """The names of the fields that have a row for each image."""
         return tuple(f.name for f in fields(cls) if not f.metadata.get('shared'))
 
@@ -179,7 +179,7 @@ class PerImage:
         return f'{type(self).__name__}({len(next(iter(values.values())))} images; on average {", ".join(means)})'
 
     @classmethod
-    def joined(cls, parts: List[Any]) -> Any:
+    def joined(cls, parts: list[Any]) -> Any:
         """The measurements of several batches as one."""
         rows = {}
         for name in cls.per_image():

@@ -1,6 +1,7 @@
 """Products with the Jacobian of a map, and attention that can be differentiated twice."""
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Callable, Optional, Tuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ class Jacobian:
             self._after = step(self._before.clone())  # the map may change its input in place
 
     @cached_property
-    def _transposed(self) -> Tuple[Tensor, Tensor]:
+    def _transposed(self) -> tuple[Tensor, Tensor]:
         u = torch.zeros_like(self._after, requires_grad=True)
         return u, _product(self._after, self._before, u, create_graph=True)
 
@@ -63,9 +64,9 @@ class _PlainAttention(TorchFunctionMode):  # of one thread
 
 
 def plain_attention(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Optional[Tensor] = None, dropout_p: float = 0.,
-        is_causal: bool = False, scale: Optional[float] = None, **_: Any,
-) -> Tuple[Tensor, Tensor]:
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.,
+        is_causal: bool = False, scale: float | None = None, **_: Any,
+) -> tuple[Tensor, Tensor]:
     """The attention probabilities and the values that `F.scaled_dot_product_attention` multiplies."""
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:

@@ -1,12 +1,12 @@
 """How much a field amplifies small changes of the state: its local Lipschitz constant, and that of its softmax."""
 from dataclasses import dataclass, field
-from typing import Any, List, Tuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..settings import whole
+from ..settings import integer
 from .flow import Flow, Images, PerImage, noise, norms, over_images, unit
 from .jacobian import Jacobian
 
@@ -50,12 +50,12 @@ def lipschitz_constants(
     """
     if of not in ('field', 'step'):
         raise ValueError(f"of must be 'field' or 'step'; got {of!r}.")
-    iterations = whole(1)('iterations', iterations)
+    iterations = integer(1)('iterations', iterations)
     shift = 1. if of == 'field' else 0.
 
     def measure(flow: Flow) -> LipschitzConstants:
         vector = noise(flow.start, torch.Generator().manual_seed(0))
-        found: List[Tensor] = []
+        found: list[Tensor] = []
         for step, h, x in zip(flow.maps, flow.lengths(), flow.states(), strict=False):
             sigma, vector = largest_singular_value(step, x, vector, shift, iterations)
             found.append(sigma / h if of == 'field' else sigma)
@@ -65,7 +65,7 @@ def lipschitz_constants(
 
 def largest_singular_value(
         step: Any, state: Tensor, vector: Tensor, shift: float, iterations: int,
-) -> Tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The largest singular values [B] of J - shift I, for the Jacobian J of a map at a state [B, ...], and their right
     singular vectors [B, ...], by the power method from a vector [B, ...].
     """

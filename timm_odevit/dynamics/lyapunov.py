@@ -1,12 +1,13 @@
 """Finite-time Lyapunov exponents of the map that is deployed."""
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..settings import whole
+from ..settings import integer
 from .flow import Flow, Images, PerImage, over_images
 from .jacobian import Jacobian
 
@@ -33,7 +34,7 @@ class Exponents(PerImage):
     running: Tensor
     residual: Tensor
     drift: Tensor
-    reasons: Tuple[Optional[str], ...]
+    reasons: tuple[str | None, ...]
     times: Tensor = field(metadata={'shared': True})
 
     def __repr__(self) -> str:
@@ -89,7 +90,7 @@ def lyapunov_exponents(
     """
     if tokens not in ('all', 'class'):
         raise ValueError(f"tokens must be 'all' or 'class'; got {tokens!r}.")
-    count, sweeps = whole(1)('count', count), whole()('sweeps', sweeps)
+    count, sweeps = integer(1)('count', count), integer()('sweeps', sweeps)
 
     def measure(flow: Flow) -> Exponents:
         return _exponents(flow, count, tokens == 'class', sweeps, seed)
@@ -126,9 +127,9 @@ def _exponents(flow: Flow, count: int, only_class: bool, sweeps: int, seed: int)
     return Exponents(running[:, -1], running, residual, drift, tuple(reasons), elapsed.cpu() + flow.times[0])
 
 
-def _forwards(flow: Flow, states: List[Tensor], Q: Tensor) -> Tuple[Tensor, Tensor]:
+def _forwards(flow: Flow, states: list[Tensor], Q: Tensor) -> tuple[Tensor, Tensor]:
     """Tangent vectors [B, n, m] at the end, and how much each step stretched them [B, K, m]; NaN if not finite."""
-    growth: List[Tensor] = []
+    growth: list[Tensor] = []
     for step, before, after in zip(flow.maps, states, states[1:], strict=False):
         moved = _products(Jacobian(step, before).push, before, Q)
         finite = moved.isfinite().flatten(1).all(dim=1) & after.isfinite().flatten(1).all(dim=1)
@@ -137,7 +138,7 @@ def _forwards(flow: Flow, states: List[Tensor], Q: Tensor) -> Tuple[Tensor, Tens
     return Q, torch.stack(growth, dim=1)
 
 
-def _backwards(flow: Flow, states: List[Tensor], Q: Tensor) -> Tensor:
+def _backwards(flow: Flow, states: list[Tensor], Q: Tensor) -> Tensor:
     """Tangent vectors [B, n, m] at the end, carried back to the start by the transposed Jacobians."""
     for step, state in reversed(list(zip(flow.maps, states, strict=False))):
         Q, _ = _orthogonal(_products(Jacobian(step, state).pull, state, Q))
@@ -155,14 +156,14 @@ def _products(product: Callable[[Tensor], Tensor], state: Tensor, Q: Tensor) -> 
                         for v in Q.unbind(-1)], dim=-1)
 
 
-def _orthogonal(vectors: Tensor) -> Tuple[Tensor, Tensor]:
+def _orthogonal(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """An orthonormal basis of vectors [B, n, m], and how long each vector was, beyond those before it [B, m]."""
     wide = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
     Q, R = torch.linalg.qr(torch.nan_to_num(wide, posinf=0., neginf=0.))
     return Q.to(vectors.dtype), R.diagonal(dim1=-2, dim2=-1).abs()
 
 
-def _reason(growth: Tensor, times: Tuple[float, ...]) -> Optional[str]:
+def _reason(growth: Tensor, times: tuple[float, ...]) -> str | None:
     """Why there are no exponents, of one image's growth [K, m]; None if there are."""
     for stretch, t in zip(growth, times, strict=True):
         if stretch.isnan().any():

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ..ode.blocks import find_ode_blocks
 from ..ode.time_dependence import TimeField, bare_name
-from ..settings import whole
+from ..settings import integer
 
 __all__ = ['SpectralNorms', 'spectral_norms']
 
@@ -35,7 +35,7 @@ class SpectralNorms:
     @torch.no_grad()
     def update(self, iterations: int = 1) -> dict[str, float]:
         """Iterate, and return the norms by the name of the weight, a lower bound that converges from below."""
-        iterations = whole(1)('iterations', iterations)
+        iterations = integer(1)('iterations', iterations)
         found = {}
         for name, weight in _weights(self.model).items():
             first = torch.randn(weight.shape[::2], generator=torch.Generator().manual_seed(self.seed))

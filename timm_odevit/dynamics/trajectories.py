@@ -1,14 +1,15 @@
 """The states of each image along the way: how they move, how far from another model's, to which class; in a plane."""
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..recording import state_at
+from ..hooks import state_at
 from .flow import Flow, Images, PerImage, norms, over_images
 
 __all__ = [
@@ -216,7 +217,7 @@ def plane(model: Any, images: Images = None, *, other: Any = None, batch_size: i
     return dataclasses.replace(found, points=points, others=others, explained=share)
 
 
-def _tokens(flow: Flow, other: Optional[Flow] = None) -> Plane:
+def _tokens(flow: Flow, other: Flow | None = None) -> Plane:
     first = _token_path(flow)
     return Plane(first, first[:, :0] if other is None else _token_path(other),
                  torch.tensor(flow.times, dtype=torch.float64),
@@ -229,7 +230,7 @@ def _token_path(flow: Flow) -> Tensor:
     return torch.stack(rows, dim=1)
 
 
-def _principal(rows: Tensor, count: int) -> Tuple[Tensor, Tensor, float]:
+def _principal(rows: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
     """The mean [D], the first principal axes [D, count] and the share of the variance along them, of rows [n, D].
 
     Rows that are not finite do not count. Each axis points so that its largest entry is positive.
@@ -248,7 +249,7 @@ def _principal(rows: Tensor, count: int) -> Tuple[Tensor, Tensor, float]:
     return mean.to(rows.dtype), (axes * largest.sign()).to(rows.dtype), share
 
 
-def token_colours(states: Sequence[Tensor]) -> List[Tensor]:
+def token_colours(states: Sequence[Tensor]) -> list[Tensor]:
     """Tokens [..., D] as colours between 0 and 1 [..., 3], the same for equal tokens of all the given states.
 
     The three channels are the first principal components of the tokens of all states, cut off at their 2nd and 98th

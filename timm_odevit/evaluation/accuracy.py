@@ -1,13 +1,14 @@
 """Accuracy of a model, ODE-ViT or not, over several step counts."""
 import warnings
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.preprocessing import renormalisation
-from ..errors import shown
+from ..settings import shown
 from .passes import NO_CLASS, check_labels, check_same_images, in_batches, run_batches, views
 from .results import Evaluation, Result
 
@@ -18,9 +19,9 @@ def evaluate(
         model: nn.Module,
         loader: Iterable[Any],
         *,
-        steps: Optional[Union[int, Sequence[int]]] = None,
-        teacher: Optional[nn.Module] = None,
-        amp_dtype: Optional[torch.dtype] = None,
+        steps: int | Sequence[int] | None = None,
+        teacher: nn.Module | None = None,
+        amp_dtype: torch.dtype | None = None,
         progress: bool = False,
         data: str = '',
         trained_at: Sequence[int] = (),
@@ -59,8 +60,8 @@ def evaluate(
     if None not in classes and classes[0] != classes[1]:
         raise ValueError(f'The teacher has {classes[1]} classes, the model {classes[0]}. Give a teacher with the same '
                          'classes.')
-    common: Dict[str, Any] = dict(amp_dtype=amp_dtype, progress=progress)
-    results: List[Result] = []
+    common: dict[str, Any] = dict(amp_dtype=amp_dtype, progress=progress)
+    results: list[Result] = []
     taught, marks = torch.empty(0), torch.empty(0)
     if teacher is not None:
         found, taught, marks = _measure(
@@ -78,10 +79,10 @@ def evaluate(
     return Evaluation(tuple(results), data, tuple(trained_at))
 
 
-def _measure(model: nn.Module, loader: Iterable[Any], name: str, **options: Any) -> Tuple[dict, Tensor, Tensor]:
+def _measure(model: nn.Module, loader: Iterable[Any], name: str, **options: Any) -> tuple[dict, Tensor, Tensor]:
     """What a Result says of a model; the class of each image [N], and the images' marks [N]."""
-    top: List[Tensor] = []  # [B, 5], best first
-    right: List[Tensor] = []
+    top: list[Tensor] = []  # [B, 5], best first
+    right: list[Tensor] = []
     loss = 0.
 
     def each(logits: Tensor, labels: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Embeddings and features of a model, ODE-ViT or not, over several step counts: how near the teacher's, how useful."""
 import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +24,11 @@ def evaluate_embeddings(
         model: nn.Module,
         loader: Iterable[Any],
         *,
-        labelled: Optional[Iterable[Any]] = None,
-        class_embeddings: Optional[Tensor] = None,
-        steps: Optional[Union[int, Sequence[int]]] = None,
-        teacher: Optional[nn.Module] = None,
-        amp_dtype: Optional[torch.dtype] = None,
+        labelled: Iterable[Any] | None = None,
+        class_embeddings: Tensor | None = None,
+        steps: int | Sequence[int] | None = None,
+        teacher: nn.Module | None = None,
+        amp_dtype: torch.dtype | None = None,
         progress: bool = False,
         data: str = '',
         trained_at: Sequence[int] = (),
@@ -59,8 +60,8 @@ def evaluate_embeddings(
     """
     measured = views(model, steps)
     loader, labelled = (in_batches(each, len(measured) + (teacher is not None)) for each in (loader, labelled))
-    common: Dict[str, Any] = dict(amp_dtype=amp_dtype, progress=progress)
-    results: List[EmbeddingResult] = []
+    common: dict[str, Any] = dict(amp_dtype=amp_dtype, progress=progress)
+    results: list[EmbeddingResult] = []
 
     def measure(of: nn.Module, name: str, kind: str, theirs: Any = None, **options: Any) -> '_Embedded':
         ours = _embed(of, loader, name=name, **common, **options)
@@ -94,12 +95,12 @@ class _Embedded(NamedTuple):
     labels: Tensor
     finite: Tensor
     marks: Tensor
-    about: Dict[str, Any]
+    about: dict[str, Any]
 
 
 def _embed(model: nn.Module, loader: Any, name: str, **options: Any) -> _Embedded:
-    embeddings: List[Tensor] = []
-    labels: List[Tensor] = []
+    embeddings: list[Tensor] = []
+    labels: list[Tensor] = []
 
     def each(outputs: Tensor, given: Tensor) -> None:
         embeddings.append(outputs.flatten(1).cpu())
@@ -113,7 +114,7 @@ def _embed(model: nn.Module, loader: Any, name: str, **options: Any) -> _Embedde
     return _Embedded(values.masked_fill(~finite[:, None], 0.), torch.cat(labels), finite, marks, about)
 
 
-def _memory(labelled: _Embedded) -> Tuple[Tensor, Tensor]:
+def _memory(labelled: _Embedded) -> tuple[Tensor, Tensor]:
     """Embeddings and labels to learn from: those that are finite, if any is."""
     _check_labels(labelled.labels)
     if len(labelled.labels) < 2:
@@ -127,7 +128,7 @@ def _check_labels(labels: Tensor) -> None:
         raise ValueError(f'The data has the label {int(labels.min())}. Labels are numbers from 0.')
 
 
-def _compared(ours: _Embedded, theirs: Optional[_Embedded]) -> Dict[str, Optional[float]]:
+def _compared(ours: _Embedded, theirs: _Embedded | None) -> dict[str, float | None]:
     """How near the embeddings are; None where there is nothing to compare: one image has no variance, no neighbour."""
     if theirs is None:
         return dict(cosine=None, error=None, neighbours=None)
@@ -236,8 +237,8 @@ class PatchAgreement:
 
 def patch_agreement(
         model: nn.Module, teacher: nn.Module, loader: Iterable[Any], *,
-        steps: Optional[Union[int, Sequence[int]]] = None,
-) -> Tuple[PatchAgreement, ...]:
+        steps: int | Sequence[int] | None = None,
+) -> tuple[PatchAgreement, ...]:
     """Compare the last features of all patches, after the final norm, with the teacher's at the same places.
 
     Args:
@@ -255,7 +256,7 @@ def patch_agreement(
     """
     measured = views(model, steps)
     scale, shift = renormalisation(model, teacher)
-    sums: List[List[Tensor]] = [[] for _ in measured]  # for each batch, the sums over its images [2, H, W]
+    sums: list[list[Tensor]] = [[] for _ in measured]  # for each batch, the sums over its images [2, H, W]
     count = 0
     with evaluating(model), evaluating(teacher), torch.inference_mode():
         for images, _ in in_batches(loader):

@@ -1,7 +1,8 @@
 """calibrate_halting: the threshold at which images may halt without losing more accuracy than allowed."""
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Iterable, List, Optional, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class Halting:
     full_nfe: int
     top1: float
     full_top1: float
-    halted: Tuple[float, ...]
+    halted: tuple[float, ...]
 
     def apply_(self, model: nn.Module) -> None:
         """Turn halting on in a model, in place: its settings are saved with it."""
@@ -119,7 +120,7 @@ def calibrate_halting(
         halted=tuple((100 * taken.bincount(minlength=blocks.steps + 1)[1:] / len(taken)).tolist()))
 
 
-def _images_and_labels(batch: Any) -> Tuple[Tensor, Optional[Tensor]]:
+def _images_and_labels(batch: Any) -> tuple[Tensor, Tensor | None]:
     images, labels = batch if isinstance(batch, (list, tuple)) else (batch, None)
     for name, part in (('images', images), ('labels', labels)):
         if not isinstance(part, Tensor) and part is not None:
@@ -129,8 +130,8 @@ def _images_and_labels(batch: Any) -> Tuple[Tensor, Optional[Tensor]]:
 
 
 def _scores(
-        model: Any, blocks: Any, images: Tensor, labels: Optional[Tensor], rule: str,
-) -> Tuple[Tensor, Tensor]:
+        model: Any, blocks: Any, images: Tensor, labels: Tensor | None, rule: str,
+) -> tuple[Tensor, Tensor]:
     """The scores [B, K] after each step, and whether the answer there is right [B, K]."""
     logits, states = _run(model, blocks, images)
     if not logits.isfinite().all():
@@ -150,10 +151,10 @@ def _scores(
     return torch.stack(scores, dim=1).cpu(), (answers == truth[:, None]).cpu()
 
 
-def _run(model: Any, blocks: Any, images: Tensor) -> Tuple[Tensor, List[Tensor]]:
+def _run(model: Any, blocks: Any, images: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The logits [B, classes] of a model, and the states before the first and after each step, without halting."""
     this_thread = threading.get_ident()
-    passed: List[Any] = []  # what the host hands to its blocks; hooks on steps would keep other threads from halting
+    passed: list[Any] = []  # what the host hands to its blocks; hooks on steps would keep other threads from halting
 
     def watch(_: nn.Module, args: Any, kwargs: Any) -> None:
         if threading.get_ident() == this_thread:
@@ -170,7 +171,7 @@ def _run(model: Any, blocks: Any, images: Tensor) -> Tuple[Tensor, List[Tensor]]
     return logits, blocks.trajectory(x, *args, **kwargs)
 
 
-def _thresholds(scores: Tensor) -> List[float]:
+def _thresholds(scores: Tensor) -> list[float]:
     """0, and thresholds between two scores each, where rounding changes nothing; the last lies above all scores."""
     found = scores.flatten().unique()
     found = found[found.isfinite()]

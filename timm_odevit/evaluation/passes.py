@@ -1,8 +1,9 @@
 """The images of a loader through a model, timed, at one or several step counts."""
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from numbers import Integral
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,10 @@ AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16} 
 NO_CLASS = -1  # the class of an image whose outputs are not finite, which is never right
 BATCH = 64  # images of a pair of tensors that run at once
 
-Normalisation = Tuple[Optional[Tensor], Optional[Tensor]]  # scale and shift of images; None twice to leave them
+Normalisation = tuple[Tensor | None, Tensor | None]  # scale and shift of images; None twice to leave them
 
 
-def views(model: nn.Module, steps: Optional[Union[int, Sequence[int]]]) -> List[Tuple[str, nn.Module]]:
+def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str, nn.Module]]:
     """A name and a view of the model for each of the step counts; the model itself for None.
 
     Raises:
@@ -87,11 +88,11 @@ def run_batches(
         loader: Iterable[Any],
         each: Callable[[Tensor, Tensor], Any],
         *,
-        amp_dtype: Optional[torch.dtype] = None,
+        amp_dtype: torch.dtype | None = None,
         progress: bool = False,
         name: str = '',
         normalisation: Normalisation = (None, None),
-) -> Tuple[Dict[str, Any], Tensor]:
+) -> tuple[dict[str, Any], Tensor]:
     """The batches of a loader through a model in eval mode, on its device; empty batches are skipped.
 
     Args:
@@ -113,7 +114,7 @@ def run_batches(
     parameter = next(model.parameters())
     scale, shift = normalisation
     cost = _Cost(model, parameter.device)
-    marks: List[Tensor] = []
+    marks: list[Tensor] = []
     autocast = nullcontext() if amp_dtype is None else torch.autocast(parameter.device.type, amp_dtype)
     with evaluating(model), torch.inference_mode(), autocast:
         for batch in tqdm(loader, desc=name, leave=False, disable=not progress):
@@ -135,9 +136,9 @@ class _Cost:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
-        self.stages: List[Any] = find_ode_blocks(model)
+        self.stages: list[Any] = find_ode_blocks(model)
         self.images, self.seconds, self.evaluations = 0, 0., 0.
-        self.taken: List[Tensor] = []  # steps of each image, if the only stage can halt
+        self.taken: list[Tensor] = []  # steps of each image, if the only stage can halt
 
     def forward(self, images: Tensor) -> Tensor:
         for blocks in self.stages:
@@ -156,7 +157,7 @@ class _Cost:
             self.taken.append(torch.full((len(images),), self.stages[0].steps) if steps is None else steps.cpu())
         return outputs
 
-    def result(self) -> Dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         nfe = self.evaluations / self.images
         varies = any(blocks.config.adaptive or blocks.config.halting for blocks in self.stages)
         halted = None
@@ -169,7 +170,7 @@ class _Cost:
             parameters=count_parameters(self.model), images_per_second=self.images / self.seconds)
 
 
-def _images_and_labels(batch: Any) -> Tuple[Tensor, Tensor]:
+def _images_and_labels(batch: Any) -> tuple[Tensor, Tensor]:
     if is_pair(batch) and batch[0].ndim == 4 and batch[1].shape == batch[0].shape[:1]:
         return batch[0], batch[1]
     parts = batch if isinstance(batch, (tuple, list)) else [batch]
@@ -177,7 +178,7 @@ def _images_and_labels(batch: Any) -> Tuple[Tensor, Tensor]:
     raise ValueError(f'Expected batches of images [B, C, H, W] and labels [B]; got {found}.')
 
 
-def wait_for(device: Union[str, torch.device]) -> None:
+def wait_for(device: str | torch.device) -> None:
     """Wait until a device has done what it was given."""
     if torch.device(device).type not in ('cpu', 'meta'):
         torch.accelerator.synchronize(device)

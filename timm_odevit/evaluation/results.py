@@ -2,7 +2,7 @@
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, ClassVar, Generic, List, Optional, Tuple, Union
+from typing import Any, ClassVar, Generic
 
 from typing_extensions import TypeVar
 
@@ -31,22 +31,22 @@ class Result:
         halted: Share of the images that took 1, 2, ... steps, in percent; None if no image can halt.
     """
     model: str
-    steps: Optional[int]
-    nfe: Optional[float]
+    steps: int | None
+    nfe: float | None
     parameters: int
     images: int
     top1: float
     top5: float
     loss: float
-    agreement: Optional[float]
-    kept: Optional[float]
+    agreement: float | None
+    kept: float | None
     images_per_second: float
-    halted: Optional[Tuple[float, ...]] = None
+    halted: tuple[float, ...] | None = None
 
-    SCORE: ClassVar[Tuple[str, str]] = ('top1', 'top-1 accuracy, %')
-    COLUMNS: ClassVar[Tuple[str, ...]] = ('top-1 %', 'top-5 %', 'loss', 'agreement %', 'kept %')
+    SCORE: ClassVar[tuple[str, str]] = ('top1', 'top-1 accuracy, %')
+    COLUMNS: ClassVar[tuple[str, ...]] = ('top-1 %', 'top-5 %', 'loss', 'agreement %', 'kept %')
 
-    def cells(self) -> List[str]:
+    def cells(self) -> list[str]:
         """What a table shows in COLUMNS."""
         return [f'{self.top1:.2f}', f'{self.top5:.2f}', f'{self.loss:.4f}', _text(self.agreement), _text(self.kept)]
 
@@ -66,29 +66,29 @@ class EmbeddingResult:
         zero_shot: Top-1 accuracy of the class embedding with the largest cosine, in percent; None without them.
     """
     model: str
-    steps: Optional[int]
-    nfe: Optional[float]
+    steps: int | None
+    nfe: float | None
     parameters: int
     images: int
-    cosine: Optional[float]
-    error: Optional[float]
-    neighbours: Optional[float]
-    knn: Optional[float]
-    probe: Optional[float]
-    zero_shot: Optional[float]
+    cosine: float | None
+    error: float | None
+    neighbours: float | None
+    knn: float | None
+    probe: float | None
+    zero_shot: float | None
     images_per_second: float
-    halted: Optional[Tuple[float, ...]] = None
+    halted: tuple[float, ...] | None = None
 
-    SCORE: ClassVar[Tuple[str, str]] = ('cosine', "cosine with the teacher's embedding")
-    COLUMNS: ClassVar[Tuple[str, ...]] = ('cosine', 'error', 'neighbours %', 'k-NN %', 'probe %', 'zero-shot %')
+    SCORE: ClassVar[tuple[str, str]] = ('cosine', "cosine with the teacher's embedding")
+    COLUMNS: ClassVar[tuple[str, ...]] = ('cosine', 'error', 'neighbours %', 'k-NN %', 'probe %', 'zero-shot %')
 
-    def cells(self) -> List[str]:
+    def cells(self) -> list[str]:
         """What a table shows in COLUMNS."""
         return [_text(self.cosine, 4), _text(self.error, 4), _text(self.neighbours), _text(self.knn, 2),
                 _text(self.probe, 2), _text(self.zero_shot, 2)]
 
 
-AnyResult = TypeVar('AnyResult', bound=Union[Result, EmbeddingResult], default=Result)
+AnyResult = TypeVar('AnyResult', bound=Result | EmbeddingResult, default=Result)
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,9 +100,9 @@ class Evaluation(Generic[AnyResult]):
         data: What the images are, in words.
         trained_at: Step counts that the model was trained with, if known.
     """
-    results: Tuple[AnyResult, ...]
+    results: tuple[AnyResult, ...]
     data: str = ''
-    trained_at: Tuple[int, ...] = ()
+    trained_at: tuple[int, ...] = ()
 
     @property
     def caption(self) -> str:
@@ -121,7 +121,7 @@ class Evaluation(Generic[AnyResult]):
         return '\n'.join(
             f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows)
 
-    def to_json(self, path: Optional[Union[str, Path]] = None) -> str:
+    def to_json(self, path: str | Path | None = None) -> str:
         """Return the results as JSON, with null for what is not finite; also write them to `path` if given."""
         text = to_json([asdict(r) for r in self.results])
         if path is not None:
@@ -137,7 +137,7 @@ class Evaluation(Generic[AnyResult]):
         import pandas  # not one of this package's dependencies
         return pandas.DataFrame([asdict(r) for r in self.results])
 
-    def plot(self, path: Optional[Union[str, Path]] = None) -> Any:
+    def plot(self, path: str | Path | None = None) -> Any:
         """Plot the accuracy, or the agreement of embeddings, against solver steps; the teacher is a horizontal line.
 
         Args:
@@ -177,7 +177,7 @@ class Evaluation(Generic[AnyResult]):
             figure.savefig(path, dpi=150)
         return figure
 
-    def _rows(self) -> List[List[str]]:
+    def _rows(self) -> list[list[str]]:
         columns = list((self.results[0] if self.results else Result).COLUMNS)
         rows = [['model', 'steps', 'NFE', 'parameters', *columns, 'images/s']]
         for r in self.results:
@@ -203,7 +203,7 @@ class Evaluation(Generic[AnyResult]):
                 f"{''.join(f'<tr>{line}</tr>' for line in lines)}</table>")
 
 
-def _text(value: Optional[float], digits: int = 1) -> str:
+def _text(value: float | None, digits: int = 1) -> str:
     if value is None:
         return '-'
     return str(value) if isinstance(value, int) else f'{value:.{digits}f}'

@@ -1,14 +1,15 @@
 """A timm VisionTransformer with the weights of another library's model, checked to compute the same."""
 import math
-from typing import Any, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from ..errors import one_line
 from ..hooks import evaluating, on_meta
+from ..settings import one_line
 
 __all__ = ['NAMES', 'build_vit', 'mlp_ratio', 'nearest', 'refusal', 'renamed']
 

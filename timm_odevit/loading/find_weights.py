@@ -2,9 +2,10 @@
 import hashlib
 import math
 import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
@@ -12,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from timm.models import PretrainedCfg
 from torch import nn
 
-from ..errors import one_line, shown
 from ..ode.config import PREFIX
+from ..settings import one_line, shown
 
 __all__ = ['CONFIG', 'WEIGHTS', 'check_args', 'check_size', 'saved_in', 'weights_file']
 

@@ -3,8 +3,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from ..errors import suggest
-from ..settings import Settings, flag, many, number, one_of, refuse_unknown, setting, whole
+from ..settings import Settings, flag, integer, many, number, one_of, refuse_unknown, setting, suggest
 from .methods import METHODS
 
 __all__ = ['DEFAULT', 'FIELDS', 'HALTING', 'PREFIX', 'TIMES', 'WITH_HEAD', 'OdeConfig', 'adaptive_methods']
@@ -32,8 +31,8 @@ def _method(name: str, value: Any) -> str:
 
 def _steps(name: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)) and value:
-        return many(whole(1), 'whole numbers of at least 1, one per stage')(name, value)
-    return whole(1, none='the number of converted layers')(name, value)
+        return many(integer(1), 'whole numbers of at least 1, one per stage')(name, value)
+    return integer(1, none='the number of converted layers')(name, value)
 
 
 def _boundaries(name: str, value: Any) -> Any:
@@ -43,7 +42,7 @@ def _boundaries(name: str, value: Any) -> Any:
         raise ValueError(f"Unknown {name} '{value}'. {suggest(value, ('uniform', 'similarity'))}Allowed: uniform, "
                          'similarity, or layers such as (7, 10).')
     allowed = 'strictly increasing layers, each at least 1, such as (7, 10)'
-    found = many(whole(1), allowed)(name, [value] if isinstance(value, int) else value)
+    found = many(integer(1), allowed)(name, [value] if isinstance(value, int) else value)
     if not all(a < b for a, b in pairwise(found)):
         raise ValueError(f'{name} must be {allowed}; got {value!r}.')
     return found
@@ -53,7 +52,7 @@ def _blocks(name: str, value: Any) -> Any:
     if value is None:
         return None
     allowed = 'the first and the last layer to convert, such as (3, 9)'
-    found = many(whole(0), allowed)(name, value)
+    found = many(integer(0), allowed)(name, value)
     if len(found) != 2 or found[0] > found[1]:
         raise ValueError(f'{name} must be {allowed}; got {value!r}.')
     return found
@@ -108,8 +107,8 @@ class OdeConfig(Settings):
     steps: int | tuple[int, ...] | None = setting(None, _steps)
     T: float | None = setting(None, number(0., open='(', none='the number of converted layers'))
     time: str = setting('autonomous', one_of(TIMES))
-    rank: int = setting(0, whole(0))
-    phases: int = setting(1, whole(1))
+    rank: int = setting(0, integer(0))
+    phases: int = setting(1, integer(1))
     boundaries: str | tuple[int, ...] = setting('uniform', _boundaries)
     init: str | None = setting(None, one_of(INITS, none="'svd' with low_rank, else 'mean'"))
     blocks: tuple[int, int] | None = setting(None, _blocks)

@@ -1,5 +1,6 @@
 """integrate: solve dx/dt = field(t, x) for any field."""
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor

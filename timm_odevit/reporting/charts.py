@@ -1,7 +1,8 @@
 """Charts that move with the image and with t, as Plotly figures with frames."""
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class Chart:
     first: bool = False
 
 
-def charts(found: Findings, names: Optional[Sequence[str]]) -> List[Chart]:
+def charts(found: Findings, names: Sequence[str] | None) -> list[Chart]:
     """The charts of a report, the most important first.
 
     Args:
@@ -47,7 +48,7 @@ def charts(found: Findings, names: Optional[Sequence[str]]) -> List[Chart]:
     made = [_plane(found)]
     if found.probabilities is not None:
         made.append(_classes(found, names))
-    rows: List[Any] = [  # title, what it shows, the model's measures [B, times] and the teacher's
+    rows: list[Any] = [  # title, what it shows, the model's measures [B, times] and the teacher's
         ('Distance from the teacher', "Relative to the norm of the teacher's state, over all tokens.",
          found.followed, lambda m: (m.times, m.distance), None),
         ('Probability of the final class', 'If norm and head read the state at t.',
@@ -83,7 +84,7 @@ def plotly() -> Any:
     return go
 
 
-def _figure(data: List[Any], frames: List[Any], **layout: Any) -> Any:
+def _figure(data: list[Any], frames: list[Any], **layout: Any) -> Any:
     go = plotly()
     figure = go.Figure(data=data, frames=frames)
     figure.update_layout(
@@ -96,13 +97,13 @@ def _figure(data: List[Any], frames: List[Any], **layout: Any) -> Any:
     return figure
 
 
-def _rounded(values: Any, digits: int = 4) -> List[Any]:
+def _rounded(values: Any, digits: int = 4) -> list[Any]:
     """As numbers for JSON; NaN becomes None."""
     values = torch.as_tensor(values).double()
     return [None if value != value else float(f'{value:.{digits}g}') for value in values.tolist()]
 
 
-def _frame(name: str, data: List[Any], first: int, **layout: Any) -> Any:
+def _frame(name: str, data: list[Any], first: int, **layout: Any) -> Any:
     """A frame that replaces traces, from the `first` on, and parts of the layout."""
     return plotly().Frame(name=name, data=data, traces=list(range(first, first + len(data))), layout=layout)
 
@@ -117,12 +118,12 @@ def _plane(found: Findings) -> Chart:
     def line(points: Tensor, **kwargs: Any) -> Any:
         return go.Scatter(x=_rounded(points[:, 0]), y=_rounded(points[:, 1]), hoverinfo='skip', **kwargs)
 
-    def ways(i: int) -> List[Any]:
+    def ways(i: int) -> list[Any]:
         made = [line(ours[i], mode='lines+markers', name='model', line=dict(color=OURS, width=2), marker=dict(size=4))]
         return made if not taught else [*made, line(
             theirs[i], mode='lines', name='teacher', line=dict(color=THEIRS, width=2, dash='dash'))]
 
-    def now(i: int, k: int) -> List[Any]:
+    def now(i: int, k: int) -> list[Any]:
         made = [line(ours[i, k:k + 1], mode='markers', marker=dict(color=OURS, size=14), showlegend=False)]
         return made if not taught else [*made, line(
             theirs[i, near[k]:near[k] + 1], mode='markers', showlegend=False,
@@ -142,7 +143,7 @@ def _plane(found: Findings) -> Chart:
     return Chart('Its way through the space of features', about, figure, 'ib', True)
 
 
-def _classes(found: Findings, names: Optional[Sequence[str]]) -> Chart:
+def _classes(found: Findings, names: Sequence[str] | None) -> Chart:
     go = plotly()
     probabilities: Any = found.probabilities
     taught = found.taught
@@ -153,7 +154,7 @@ def _classes(found: Findings, names: Optional[Sequence[str]]) -> Chart:
         chosen.append(best[path[-1, best].argsort()].tolist())
     labels = [[escape(names[index] if names else f'class {index}') for index in best] for best in chosen]
 
-    def traces(i: int, k: int) -> List[Any]:
+    def traces(i: int, k: int) -> list[Any]:
         shown = dict(y=list(range(len(chosen[i]))), customdata=labels[i],
                      hovertemplate='%{customdata}: %{x:.1%}<extra></extra>')
         made = [go.Bar(x=_rounded(probabilities[i, k, chosen[i]]), orientation='h', name='model',
@@ -164,7 +165,7 @@ def _classes(found: Findings, names: Optional[Sequence[str]]) -> Chart:
                 marker=dict(color=THEIRS, size=12, symbol='line-ns-open', line=dict(width=3)), **shown))
         return made
 
-    def ticks(i: int) -> Dict[str, Any]:
+    def ticks(i: int) -> dict[str, Any]:
         return dict(tickvals=list(range(len(labels[i]))), ticktext=[
             label if len(label) <= 24 else f'{label[:22]}…' for label in labels[i]])
     figure = _figure(
@@ -188,7 +189,7 @@ def _line(found: Findings, title: str, about: str, measured: Any, taught: Any) -
     def own(i: int) -> Any:
         return line(measured[0], ours[i], 'lines', 'this image', color=OURS, width=1, dash='dot')
 
-    def now(t: float) -> Dict[str, Any]:
+    def now(t: float) -> dict[str, Any]:
         return dict(shapes=[dict(type='line', x0=t, x1=t, y0=0, y1=1, yref='paper', line=dict(color=BAR, width=2))])
     data = [own(0), line(measured[0], ours.nanmean(dim=0), 'lines+markers', 'model', color=OURS, width=2)]
     if taught is not None:

@@ -27,8 +27,8 @@ from ..dynamics.trajectories import (
     token_colours,
     trajectory_geometry,
 )
+from ..hooks import state_at
 from ..ode.blocks import find_ode_blocks
-from ..recording import state_at
 
 __all__ = ['Findings', 'measure_all']
 

@@ -1,13 +1,14 @@
 """write_report: the page and report.json."""
 import base64
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from html import escape
 from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Union
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..data.pictures import class_names, model_name
 from ..data.preprocessing import data_config
-from ..errors import shown
 from ..files import to_json, write_text
+from ..settings import shown
 from .charts import Chart, charts, plotly
 from .findings import Findings, measure_all
 
@@ -31,12 +32,12 @@ MOST = 64  # images; a page grows with each
 def write_report(
         model: nn.Module,
         images: Tensor,
-        out: Union[str, Path],
+        out: str | Path,
         *,
-        teacher: Optional[nn.Module] = None,
-        names: Optional[Sequence[str]] = None,
-        classes: Optional[Sequence[str]] = None,
-        title: Optional[str] = None,
+        teacher: nn.Module | None = None,
+        names: Sequence[str] | None = None,
+        classes: Sequence[str] | None = None,
+        title: str | None = None,
         progress: bool = True,
 ) -> Path:
     """Show what a model does to a few images: one page that needs no network and no server.
@@ -97,7 +98,7 @@ def _plain(value: Any) -> Any:
     return {f.name: _plain(getattr(value, f.name)) for f in fields(value)} if is_dataclass(value) else value
 
 
-def _texts(what: str, given: Sequence[Any], count: int) -> List[str]:
+def _texts(what: str, given: Sequence[Any], count: int) -> list[str]:
     """Strings, one per image, that can be written as UTF-8."""
     if isinstance(given, str) or len(given) != count or not all(isinstance(text, str) for text in given):
         raise ValueError(f'{what} must be {count} strings, one for each image; got {shown(given)}.')
@@ -111,12 +112,12 @@ def _on_grid(found: Findings, tokens: Tensor) -> Tensor:
 
 
 def _page(
-        title: str, found: Findings, seen: List[Image.Image], made: List[Chart], names: Sequence[str],
-        classes: Optional[Sequence[str]], known: Optional[Sequence[str]],
+        title: str, found: Findings, seen: list[Image.Image], made: list[Chart], names: Sequence[str],
+        classes: Sequence[str] | None, known: Sequence[str] | None,
 ) -> str:
     from plotly.offline import get_plotlyjs  # charts() has imported plotly
     pictures = [_uri(picture) for picture in seen]
-    frames: Dict[str, Any] = {'times': [float(f'{t:.3g}') for t in found.times], 'photo': pictures,
+    frames: dict[str, Any] = {'times': [float(f'{t:.3g}') for t in found.times], 'photo': pictures,
                               'said': _said(found, names, known)}
     looks = [_figure('photo', 'what the model sees')]
     if found.attention is not None and found.grid is not None:
@@ -163,7 +164,7 @@ def _page(
     return before
 
 
-def _said(found: Findings, names: Sequence[str], known: Optional[Sequence[str]]) -> List[List[str]]:
+def _said(found: Findings, names: Sequence[str], known: Sequence[str] | None) -> list[list[str]]:
     """What is written beside the slider, for each image and state."""
     if found.probabilities is None:
         return [[name] * len(found.times) for name in names]
@@ -172,12 +173,12 @@ def _said(found: Findings, names: Sequence[str], known: Optional[Sequence[str]])
             for name, ps, ks in zip(names, best, index, strict=True)]
 
 
-def _panel(title: str, about: str, figures: List[str]) -> str:
+def _panel(title: str, about: str, figures: list[str]) -> str:
     return (f'<div class="panel"><h3>{escape(title)}</h3><p class="about">{escape(about)}</p>'
             f'<div class="seen">{"".join(figures)}</div></div>')
 
 
-def _figure(under: str, caption: str, over: Optional[str] = None) -> str:
+def _figure(under: str, caption: str, over: str | None = None) -> str:
     pairs = ((under, escape(caption)), (over, ''))
     images = ''.join(f'<img data-of="{name}" alt="{alt}">' for name, alt in pairs if name)
     return f'<figure><div class="stack">{images}</div><figcaption>{escape(caption)}</figcaption></figure>'
@@ -191,16 +192,16 @@ def _chart(i: int, chart: Chart) -> str:
             f'<div role="img" aria-label="{escape(chart.title)}"{moves}>{drawn}</div></div>')
 
 
-def _name(index: Any, known: Optional[Sequence[str]]) -> str:
+def _name(index: Any, known: Sequence[str] | None) -> str:
     return known[int(index)] if known else f'class {int(index)}'
 
 
-def _rows(found: Findings, names: Sequence[str], classes: Optional[Sequence[str]],
-          known: Optional[Sequence[str]]) -> List[Dict[str, Any]]:
+def _rows(found: Findings, names: Sequence[str], classes: Sequence[str] | None,
+          known: Sequence[str] | None) -> list[dict[str, Any]]:
     """What is said about each image, by the heading of the column."""
     rows = []
     for i, name in enumerate(names):
-        row: Dict[str, Any] = {'image': name}
+        row: dict[str, Any] = {'image': name}
         if classes is not None:
             row['class'] = classes[i]
         if found.decided is not None:
@@ -230,8 +231,8 @@ ABOUT = {
 }
 
 
-def _table(found: Findings, names: Sequence[str], classes: Optional[Sequence[str]],
-           known: Optional[Sequence[str]]) -> str:
+def _table(found: Findings, names: Sequence[str], classes: Sequence[str] | None,
+           known: Sequence[str] | None) -> str:
     rows = _rows(found, names, classes, known)
 
     def cell(value: Any) -> str:
@@ -242,7 +243,7 @@ def _table(found: Findings, names: Sequence[str], classes: Optional[Sequence[str
     return f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}'
 
 
-def photos(images: Tensor, model: Any) -> List[Image.Image]:
+def photos(images: Tensor, model: Any) -> list[Image.Image]:
     """What a model sees: images [B, C, H, W], normalised for it, as pictures; grey with less than three channels."""
     cfg = data_config(model)
     mean, std = (torch.tensor(cfg[key]).view(1, -1, 1, 1) for key in ('mean', 'std'))

@@ -1,7 +1,8 @@
 """Model cards: README.md of a model's folder and of its page on the Hub, with metadata that the Hub understands."""
 import re
+from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 from timm.data import resolve_model_data_config

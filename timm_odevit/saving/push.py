@@ -1,14 +1,15 @@
 """push_to_hub: send a saved model to the Hugging Face Hub."""
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 import timm
 from huggingface_hub import HfApi
 from torch import nn
 
-from ..errors import one_line
 from ..loading.find_weights import CONFIG, WEIGHTS
+from ..settings import one_line
 from .cards import model_card
 from .save import CARD, REFERENCE, save_pretrained, save_reference
 

@@ -7,10 +7,9 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ..convert.block_kinds import find_sites
-from ..hooks import evaluating
+from ..convert.block_kinds import find_stages
+from ..hooks import evaluating, state_at, watch_blocks
 from ..ode.blocks import OdeBlocks
-from ..recording import state_at, watch_blocks
 from .config import LossConfig
 
 __all__ = ['TeacherStage', 'distance_times', 'hidden_states', 'match', 'softmax_times', 'teacher_stages',
@@ -53,7 +52,7 @@ def teacher_stages(
     Raises:
         ValueError: The times do not suit the teacher.
     """
-    sites = find_sites(teacher)
+    sites = find_stages(teacher)
     if len(sites) > 1 and config.checkpoints != 'uniform':
         raise ValueError(
             f'checkpoints={config.checkpoints!r} applies to models with one sequence of blocks, but a '

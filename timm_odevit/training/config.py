@@ -6,9 +6,8 @@ from typing import Any
 from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 
-from ..errors import suggest
 from ..evaluation.passes import AMP_DTYPES
-from ..settings import Settings, flag, many, number, one_of, setting, whole
+from ..settings import Settings, flag, integer, many, number, one_of, setting, suggest
 
 __all__ = ['CalibrationConfig', 'DataConfig', 'FitConfig', 'LossConfig']
 
@@ -19,7 +18,7 @@ _EPOCHS = 'two whole numbers, one of which may be 0, such as (8, 2), or None to 
 
 
 def _epochs(name: str, value: Any) -> Any:
-    found = None if value is None else many(whole(0), _EPOCHS)(name, value)
+    found = None if value is None else many(integer(0), _EPOCHS)(name, value)
     if found is not None and (len(found) != 2 or max(found) < 1):
         raise ValueError(f'{name} must be {_EPOCHS}; got {value!r}.')
     return found
@@ -51,7 +50,7 @@ class FitConfig(Settings):
         compile: Call the task's `compile` (torch.compile) before the first update.
         seed: Seed of the run.
     """
-    epochs: int = setting(check=whole(1))
+    epochs: int = setting(check=integer(1))
     opt: str = 'muon'
     lr: float = setting(1e-3, number(0.))
     weight_decay: float = setting(0.05, number(0.))
@@ -60,12 +59,12 @@ class FitConfig(Settings):
     min_lr: float = setting(1e-6, number(0.))
     clip_grad: float | None = setting(1., number(0., open='(', none='no clipping'))
     layer_decay: float | None = setting(None, number(0., 1., open='(', none='one rate'))
-    accumulate: int = setting(1, whole(1))
+    accumulate: int = setting(1, integer(1))
     ema_decay: float | None = setting(None, number(0., 1., open=')', none='no moving average'))
     amp: str | None = setting(None, _amp)
     norm_alarm: float | None = setting(None, number(0., open='(', none='no watch'))
     compile: bool = setting(False, flag)
-    seed: int = setting(0, whole(None))
+    seed: int = setting(0, integer(None))
 
     def _check(self) -> None:
         known = [str(name) for name in list_optimizers()]
@@ -116,8 +115,8 @@ class LossConfig(Settings):
     patch_weight: float = setting(0.45, _weight)
     steps: tuple[float, ...] | None = None
     jasmin_weight: float = setting(0., _weight)
-    jasmin_k: int = setting(0, whole(0))
-    jasmin_evaluations: int = setting(2, whole(1))
+    jasmin_k: int = setting(0, integer(0))
+    jasmin_evaluations: int = setting(2, integer(1))
     kd_weight: float = setting(0.1, _weight)
     kd_temperature: float = setting(1., number(0., open='('))
     embedding: bool = setting(False, flag)
@@ -192,13 +191,13 @@ class DataConfig(Settings):
         smoothing: Label smoothing.
         prob: Share of the batches that are mixed; None for all.
     """
-    batch_size: int = setting(64, whole(1))
+    batch_size: int = setting(64, integer(1))
     held_out: float = setting(0.1, number(0., 1.))
-    padding: int | None = setting(None, whole(0, none='4'))
+    padding: int | None = setting(None, integer(0, none='4'))
     flip: float | None = setting(None, number(0., 1., none='0.5'))
     reprob: float = setting(0., number(0., 1.))
     auto_augment: str | None = None
-    workers: int | None = setting(None, whole(0, none='2'))
+    workers: int | None = setting(None, integer(0, none='2'))
     mixup: float = setting(0., number(0.))
     cutmix: float = setting(0., number(0.))
     smoothing: float = setting(0., number(0., 1.))
@@ -232,11 +231,11 @@ class CalibrationConfig(Settings):
     """
     minutes: float | None = setting(None, number(0., open='(', none='5'))
     epochs: tuple[int, int] | None = setting(None, _epochs)
-    batch_size: int = setting(16, whole(1))
+    batch_size: int = setting(16, integer(1))
     lr: float | None = setting(None, number(0., none='chosen by what there is to learn'))
     unrolled_lr: float | None = setting(None, number(0., none='chosen by what there is to learn'))
     amp: str | None = setting(None, _amp)
-    seed: int = setting(0, whole(None))
+    seed: int = setting(0, integer(None))
 
     def _check(self) -> None:
         if self.epochs is not None and self.minutes is not None:

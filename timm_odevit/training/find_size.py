@@ -15,7 +15,7 @@ from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..ode.blocks import count_parameters
 from ..ode.config import DEFAULT, OdeConfig
-from ..settings import whole
+from ..settings import integer
 from .calibrate import calibrate_
 from .config import CalibrationConfig
 
@@ -122,7 +122,7 @@ def find_size(
         FloatingPointError: The loss stopped being finite.
     """
     config = CalibrationConfig.from_keywords(config, settings, 'find_size')
-    share, trials = _share(keep), whole(1)('trials', trials)
+    share, trials = _share(keep), integer(1)('trials', trials)
     held = _batches(held_out)
     first: Any = images if isinstance(images, Tensor) else next(iter(images), None)
     first = first[0] if isinstance(first, (list, tuple)) else first

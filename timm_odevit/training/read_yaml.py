@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import one_line
+from ..settings import one_line
 
 __all__ = ['DEEPEST', 'parse_yaml', 'read_yaml']
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import yaml
 
-from ..errors import suggest
 from ..ode.config import OdeConfig
-from ..settings import Check, Settings, flag, one_of, setting, whole
+from ..settings import Check, Settings, flag, integer, one_of, setting, suggest
 from .config import DataConfig, FitConfig, LossConfig
 from .read_yaml import DEEPEST, parse_yaml, read_yaml
 
@@ -124,7 +123,7 @@ class Recipe(Settings):
     fit: dict[str, Any] | None = setting(None, _section(FIT))
     stages: tuple[Stage, ...] = setting((), _stages)
     grad_checkpointing: bool = setting(False, flag)
-    seed: int = setting(0, whole(0))
+    seed: int = setting(0, integer(0))
 
     def _check(self) -> None:
         try:

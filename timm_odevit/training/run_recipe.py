@@ -17,12 +17,12 @@ from ..convert.conversion import convert_
 from ..data.arrays import ArrayLoader
 from ..data.preprocessing import renormalisation, warn_of_other_classes
 from ..distributed import alone_in, rank_and_world
-from ..errors import one_line, shown
 from ..files import staged, to_json, write_text
 from ..hooks import random_states_kept
 from ..loading.find_weights import CONFIG, WEIGHTS
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import describe
+from ..settings import one_line, shown
 from .fit import count_updates, fit
 from .loaders import count_classes, draw_sample, label_names, loader_chain, loaders
 from .recipe import PARTS, Recipe

@@ -8,11 +8,11 @@ from timm.task import DistillationTeacher, TrainingTask
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..convert.block_kinds import find_sites, prefix_tokens
+from ..convert.block_kinds import find_stages, prefix_tokens
 from ..data.preprocessing import renormalisation
+from ..hooks import watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.with_steps import with_steps
-from ..recording import watch_blocks
 from ..settings import flag
 from .checkpoints import teacher_stages
 from .config import LossConfig
@@ -99,7 +99,7 @@ class StepwiseTask(StudentTask):
             verbose: bool = True,
     ) -> None:
         check_converted_from(student, teacher)
-        stages = [site.blocks for site in find_sites(teacher)]
+        stages = [site.blocks for site in find_stages(teacher)]
         check_same_time(student, stages)
         super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
         self.stages = stages

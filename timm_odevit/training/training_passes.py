@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..distributed import over_processes
+from ..hooks import BlockRecord, state_at, watch_blocks
 from ..ode.blocks import find_ode_blocks
-from ..recording import Seen, state_at, watch_blocks
 from .checkpoints import hidden_states
 from .config import LossConfig
 from .losses import jasmin_loss
@@ -39,7 +39,7 @@ class TrainingPass(nn.Module):
 class StepwisePass(TrainingPass):
     """All steps of a student, each from a given state."""
 
-    def forward(self, seen: Sequence[Seen]) -> Tensor:
+    def forward(self, seen: Sequence[BlockRecord]) -> Tensor:
         losses = []
         again = torch.is_grad_enabled() and any(getattr(m, 'grad_checkpointing', False) for m in self.student.modules())
         for ode, (states, handed) in zip(find_ode_blocks(self.student), seen, strict=True):

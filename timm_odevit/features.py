@@ -1,6 +1,6 @@
 """Features of an ODE-ViT at given times, for dense prediction."""
 from itertools import pairwise
-from typing import Any, List, Tuple
+from typing import Any
 
 from timm.models._features import FeatureGetterNet, FeatureInfo
 from torch import Tensor, nn
@@ -11,14 +11,14 @@ from .settings import many, number
 __all__ = ['FeaturesAtTimes', 'check_times']
 
 
-def check_times(times: Any) -> Tuple[float, ...]:
+def check_times(times: Any) -> tuple[float, ...]:
     """Relative times in (0, 1], strictly increasing.
 
     Raises:
         ValueError: They are not.
     """
     what = 'strictly increasing relative times, such as (0.25, 0.5, 1.0)'
-    found: Tuple[float, ...] = many(number(0., 1., open='('), what)('out_times', times)
+    found: tuple[float, ...] = many(number(0., 1., open='('), what)('out_times', times)
     if not found or any(a >= b for a, b in pairwise(found)):
         raise ValueError(f'out_times must be {what}; got {times!r}.')
     return found
@@ -39,10 +39,10 @@ class FeaturesAtTimes(FeatureGetterNet):
         ValueError: The model has several sequences of blocks, or two times lie at the end of one step.
     """
 
-    times: Tuple[float, ...]
+    times: tuple[float, ...]
     _first: FeatureInfo
 
-    def __init__(self, model: nn.Module, out_times: Tuple[float, ...], norm: bool = False, **kwargs: Any) -> None:
+    def __init__(self, model: nn.Module, out_times: tuple[float, ...], norm: bool = False, **kwargs: Any) -> None:
         odes = find_ode_blocks(model)
         if not odes:
             raise ValueError(f'out_times needs an ODE-ViT, and this {type(model).__name__} is none. Give out_indices.')
@@ -66,15 +66,15 @@ class FeaturesAtTimes(FeatureGetterNet):
     def feature_info(self, value: FeatureInfo) -> None:
         self._first = value  # at the first number of steps
 
-    def forward(self, x: Tensor) -> List[Tensor]:
+    def forward(self, x: Tensor) -> list[Tensor]:
         """Maps [B, D, H, W] of images [B, C, H, W], one per time."""
         model: Any = self.model
-        found: List[Tensor] = model.forward_intermediates(
+        found: list[Tensor] = model.forward_intermediates(
             x, indices=_indices(model, self.times), norm=self.norm, output_fmt='NCHW', intermediates_only=True)
         return found
 
 
-def _indices(model: Any, times: Tuple[float, ...]) -> Tuple[int, ...]:
+def _indices(model: Any, times: tuple[float, ...]) -> tuple[int, ...]:
     """The indices in the blocks of the steps that end nearest to some times."""
     blocks = model.blocks
     ends = [max(1, round(t * blocks.steps)) for t in times]

@@ -2,32 +2,33 @@
 import copy
 import inspect
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any
 
 import timm
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
 from timm.models.naflexvit import NaFlexVit
 from torch import nn
 
-from .convert.block_kinds import find_sites, kinds
+from .convert.block_kinds import find_stages, kinds
 from .convert.conversion import convert_
 from .convert.convertible import check_convertible
 from .convert.initialisation import set_per_layer
-from .errors import one_line
+from .features import FeaturesAtTimes, check_times
 from .hooks import on_meta
 from .loading.find_weights import CONFIG, WEIGHTS, check_args, check_size, saved_in, weights_file
 from .ode.config import PREFIX, OdeConfig
 from .ode.time_dependence import RESIDUALS
-from .pyramid import FeaturesAtTimes, check_times
+from .settings import one_line
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
 
 
-def _cfg(base: str = 'vit_tiny_patch16_224', img_size: int = 224, **_: Any) -> Dict[str, Any]:
+def _cfg(base: str = 'vit_tiny_patch16_224', img_size: int = 224, **_: Any) -> dict[str, Any]:
     """The configuration of a model with this base and these arguments of it: normalised as the base's images are."""
     cfg: Any = timm.get_pretrained_cfg(base)
     return dict(
@@ -37,7 +38,7 @@ def _cfg(base: str = 'vit_tiny_patch16_224', img_size: int = 224, **_: Any) -> D
 
 
 # name: (base that supplies width, stem and head; extra arguments of the base)
-_MODELS: Dict[str, Any] = {
+_MODELS: dict[str, Any] = {
     'odevit_tiny': ('vit_tiny_patch16_224', dict(depth=12)),
     'odevit_tiny_patch4_32': ('vit_tiny_patch16_224', dict(depth=12, patch_size=4, img_size=32)),
     'odevit_small': ('vit_small_patch16_224', dict(depth=12)),
@@ -53,7 +54,7 @@ _NATIVE = {'ode_field': 'native', 'ode_method': 'lie_trotter', 'ode_init': 'mean
 # published models: base and arguments as above, ode_* settings or None, and each tag's number of classes
 _DEIT_64: Any = ('deit_tiny_patch16_224', dict(depth=12, img_size=64))
 _TAGS = {'deit_tiny_cifar100': 100, 'deit_tiny_cifar10': 10}
-_PUBLISHED: Dict[str, Any] = {
+_PUBLISHED: dict[str, Any] = {
     'odevit_tiny_native_patch16_64': (*_DEIT_64, _NATIVE, _TAGS),
     'odevit_tiny_native_r23_patch16_64': (
         *_DEIT_64, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 23, 'ode_init': 'svd'}, _TAGS),
@@ -72,7 +73,7 @@ _PUBLISHED: Dict[str, Any] = {
 _HUB = 'timm-odevit'
 
 
-def _published_cfg(name: str, cfg: Dict[str, Any], classes: int) -> Dict[str, Any]:
+def _published_cfg(name: str, cfg: dict[str, Any], classes: int) -> dict[str, Any]:
     """The configuration of a published model; its weights are in this package or, if not there, on the Hub."""
     cfg = {**cfg, 'num_classes': classes, 'hf_hub_id': f'{_HUB}/{name}'}
     here = Path(__file__).parent
@@ -92,7 +93,7 @@ default_cfgs = generate_default_cfgs({
 })
 
 
-def _entry(name: str, base: str, base_args: Dict[str, Any], ode: Optional[Dict[str, Any]] = _PAPER):
+def _entry(name: str, base: str, base_args: dict[str, Any], ode: dict[str, Any] | None = _PAPER):
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         build = timm.create_model if ode is None else partial(_build, named=True)
         return _create(name, base, build, pretrained, **{**(ode or {}), **base_args, **kwargs})
@@ -111,7 +112,7 @@ for _name, (_base, _base_args, _ode, _) in _PUBLISHED.items():
 def odevit_converted(
         pretrained: bool = False,
         base: str = 'vit_tiny_patch16_224',
-        base_args: Optional[Dict[str, Any]] = None,
+        base_args: dict[str, Any] | None = None,
         **kwargs: Any,
 ) -> nn.Module:
     """Any converted model, as saved by `save_pretrained`.
@@ -146,7 +147,7 @@ def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained
     file = _check_saved(variant, pretrained, kwargs)
     if file:
         kwargs['pretrained_cfg_overlay'] = {**(kwargs.get('pretrained_cfg_overlay') or {}), 'file': file, 'source': ''}
-    arguments: List[Any] = [base]
+    arguments: list[Any] = [base]
     levels = 3
     if build is not timm.create_model:
         config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
@@ -154,7 +155,7 @@ def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained
         levels = min(levels, len(config.steps) if isinstance(config.steps, tuple) else config.steps or levels)
     if 'out_times' in kwargs and 'out_indices' in kwargs:
         raise ValueError('out_times and out_indices both choose features. Give one of them.')
-    features: Dict[str, Any] = dict(out_indices=kwargs.pop('out_indices', levels), feature_cls='getter')
+    features: dict[str, Any] = dict(out_indices=kwargs.pop('out_indices', levels), feature_cls='getter')
     if 'out_times' in kwargs:
         features = dict(out_times=check_times(kwargs.pop('out_times')), out_indices=(), feature_cls=FeaturesAtTimes)
         if not kwargs.get('features_only'):
@@ -174,7 +175,7 @@ def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained
         raise RuntimeError(f'The weights do not fit {variant}: {one_line(e)}') from e
 
 
-def _check_saved(variant: str, pretrained: bool, kwargs: Dict[str, Any]) -> Optional[str]:
+def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str | None:
     """Return the file with the weights, if any; a model described by a config.json is first built without them."""
     cfg: Any = kwargs.get('pretrained_cfg')
     overlay, cache_dir = kwargs.get('pretrained_cfg_overlay'), kwargs.get('cache_dir')
@@ -195,7 +196,7 @@ def _check_saved(variant: str, pretrained: bool, kwargs: Dict[str, Any]) -> Opti
     return file
 
 
-def _filter(base: str, state: Dict[str, Any], model: nn.Module) -> Dict[str, Any]:
+def _filter(base: str, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Apply the base's checkpoint filter, which resizes position embeddings, to everything but the residuals."""
     own = {k: v for k, v in state.items() if '.shared.' in k and any(f'.{part}.' in k for part in RESIDUALS)}
     base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
@@ -221,7 +222,7 @@ def _build(base: str, config: OdeConfig, drop_path_rate: float = 0., named: bool
     return model
 
 
-def _shallow(base: str, kwargs: Dict[str, Any], config: OdeConfig) -> Any:
+def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
     """Build the base with tensors for only one block of each kind; the other blocks of that kind share them.
 
     Only blocks that will not be converted have tensors of their own. The base is first built on the meta device to
@@ -230,7 +231,7 @@ def _shallow(base: str, kwargs: Dict[str, Any], config: OdeConfig) -> Any:
     with on_meta():
         whole: Any = timm.create_model(base, **{**kwargs, 'device': None})
     check_convertible(whole, OdeConfig(method='euler'))
-    sites = find_sites(whole)
+    sites = find_stages(whole)
     orders = [kinds(site.blocks) for site in sites]
     known = inspect.signature(type(whole).__init__).parameters
     key = next((k for k in ('depth', 'num_blocks', 'depths') if k in known), '')
@@ -247,7 +248,7 @@ def _shallow(base: str, kwargs: Dict[str, Any], config: OdeConfig) -> Any:
             model = None  # a base with per-block settings, which allows only one depth
     if model is None or _outside(model) != _outside(whole):
         model = timm.create_model(base, **kwargs)
-    for ours, theirs, order in zip(find_sites(model), sites, orders, strict=True):
+    for ours, theirs, order in zip(find_stages(model), sites, orders, strict=True):
         few = ours.blocks
         layers = []
         start, end = config.span(len(order))
@@ -265,7 +266,7 @@ def _shallow(base: str, kwargs: Dict[str, Any], config: OdeConfig) -> Any:
     return model
 
 
-def _outside(model: nn.Module) -> List[Any]:
+def _outside(model: nn.Module) -> list[Any]:
     """Names and shapes of all tensors outside the blocks."""
-    prefixes = tuple(f'{site.name}.blocks.'.lstrip('.') for site in find_sites(model))
+    prefixes = tuple(f'{site.name}.blocks.'.lstrip('.') for site in find_stages(model))
     return [(name, tuple(t.shape)) for name, t in model.state_dict().items() if not name.startswith(prefixes)]
