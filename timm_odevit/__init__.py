@@ -25,13 +25,12 @@ from . import registry as _registers  # noqa: F401
 from ._version import __version__
 from .convert.conversion import Conversion, convert_
 from .convert.convertible import check_convertible, list_convertible
-from .convert.merge import Merged, merge_, merged_bytes
+from .convert.merge import merge_, merged_bytes
 from .convert.sizing import choose_size
 from .deploy.export import export_model
 from .dynamics.attention import attention_over_time
 from .dynamics.contraction import contraction_regions, recovery
 from .dynamics.discretisation import discretisation_errors
-from .dynamics.flow import Flow
 from .dynamics.lipschitz import lipschitz_constants
 from .dynamics.lyapunov import lyapunov_exponents
 from .dynamics.similarity import state_similarity
@@ -39,7 +38,7 @@ from .dynamics.spectral_norms import spectral_norms
 from .dynamics.trajectories import class_over_time, distance_over_time, plane, trajectory_geometry
 from .evaluation.accuracy import evaluate
 from .evaluation.embeddings import evaluate_embeddings, patch_agreement
-from .evaluation.halting import Halting, calibrate_halting
+from .evaluation.halting import calibrate_halting
 from .evaluation.results import Evaluation
 from .interop.open_clip import from_open_clip
 from .interop.put_tower import put_tower_
@@ -53,21 +52,21 @@ from .saving.push import push_to_hub
 from .saving.save import save_pretrained
 from .training.calibrate import calibrate_
 from .training.config import CalibrationConfig, FitConfig, LossConfig
-from .training.find_size import SizeSearch, find_size
+from .training.find_size import find_size
 from .training.fit import fit
 from .training.recipe import Recipe
 from .training.run_recipe import train
 from .training.tasks import StepwiseTask, TrajectoryDistillationTask
 
 __all__ = [
-    'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'Flow', 'Halting', 'LossConfig', 'Merged',
-    'OdeConfig', 'Recipe', 'SizeSearch', 'StepwiseTask', 'TrajectoryDistillationTask', '__version__',
-    'attention_over_time', 'calibrate_', 'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time',
-    'contraction_regions', 'convert_', 'discretisation_errors', 'distance_over_time', 'evaluate',
-    'evaluate_embeddings', 'export_model', 'find_size', 'fit', 'from_open_clip', 'from_torchvision',
-    'from_transformers', 'integrate', 'lipschitz_constants', 'list_convertible', 'lyapunov_exponents', 'merge_',
-    'merged_bytes', 'patch_agreement', 'plane', 'push_to_hub', 'put_tower_', 'recovery', 'save_pretrained',
-    'spectral_norms', 'state_similarity', 'train', 'trajectory_geometry', 'with_steps', 'write_report',
+    'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'LossConfig', 'OdeConfig', 'Recipe',
+    'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'attention_over_time', 'calibrate_',
+    'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'contraction_regions', 'convert_',
+    'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'find_size',
+    'fit', 'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate', 'lipschitz_constants',
+    'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'patch_agreement', 'plane', 'push_to_hub',
+    'put_tower_', 'recovery', 'save_pretrained', 'spectral_norms', 'state_similarity', 'train',
+    'trajectory_geometry', 'with_steps', 'write_report',
 ]
 
 
