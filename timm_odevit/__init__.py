@@ -35,7 +35,7 @@ from .dynamics.lipschitz import lipschitz_constants
 from .dynamics.lyapunov import lyapunov_exponents
 from .dynamics.similarity import state_similarity
 from .dynamics.spectral_norms import spectral_norms
-from .dynamics.trajectories import class_over_time, distance_over_time, plane, trajectory_geometry
+from .dynamics.trajectories import class_over_time, distance_over_time, trajectory_geometry
 from .evaluation.accuracy import evaluate
 from .evaluation.embeddings import evaluate_embeddings, patch_agreement
 from .evaluation.halting import calibrate_halting
@@ -64,7 +64,7 @@ __all__ = [
     'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'contraction_regions', 'convert_',
     'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'find_size',
     'fit', 'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate', 'lipschitz_constants',
-    'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'patch_agreement', 'plane', 'push_to_hub',
+    'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'patch_agreement', 'push_to_hub',
     'put_tower_', 'recovery', 'save_pretrained', 'spectral_norms', 'state_similarity', 'train',
     'trajectory_geometry', 'with_steps', 'write_report',
 ]
