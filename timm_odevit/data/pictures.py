@@ -67,15 +67,16 @@ class ImageFiles(ImageDataset):
 class EvaluationLoader(DataLoader):
     """A DataLoader of ImageFiles in order, without the images that cannot be read: a warning says how many."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private class
+        files: Any = self.dataset
         unreadable: list[int] = []
         for i, (images, labels) in enumerate(super().__iter__()):
             good = labels != _UNREADABLE
             unreadable += [i * int(self.batch_size or 1) + int(j) for j in (~good).nonzero()]
             yield (images, labels) if good.all() else (images[good], labels[good])
         if unreadable:
-            first = self.dataset.reader.samples[unreadable[0]][0]
-            warnings.warn(f'{len(unreadable)} of {len(self.dataset)} images cannot be read and are left out, such as '
+            first = files.reader.samples[unreadable[0]][0]
+            warnings.warn(f'{len(unreadable)} of {len(files)} images cannot be read and are left out, such as '
                           f"'{first}'.", RuntimeWarning, stacklevel=2)
 
 

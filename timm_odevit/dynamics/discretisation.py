@@ -142,8 +142,8 @@ class _Solutions:
 
     def maps(self, method: str, steps: int, t: float, end: float) -> list[Any]:
         config = replace(self.ode.config, method=method, steps=steps, T=end - t, adjoint=False)
-        return [partial(_step, step, step.field.context((), self.passed, step.field.fold()))
-                for step in Solver(config, self.ode.shared, t)]
+        solver: Any = Solver(config, self.ode.shared, t)
+        return [partial(_step, step, step.field.context((), self.passed, step.field.fold())) for step in solver]
 
     def reference(self, x: Tensor, t: float, end: float, fine: int) -> Tensor:
         """It starts anew where the field jumps, and has a step end at every layer."""

@@ -128,7 +128,7 @@ def _check_labels(labels: Tensor) -> None:
         raise ValueError(f'The data has the label {int(labels.min())}. Labels are numbers from 0.')
 
 
-def _compared(ours: _Embedded, theirs: _Embedded | None) -> dict[str, float | None]:
+def _compared(ours: _Embedded, theirs: _Embedded | None) -> dict[str, Any]:
     """How near the embeddings are; None where there is nothing to compare: one image has no variance, no neighbour."""
     if theirs is None:
         return dict(cosine=None, error=None, neighbours=None)

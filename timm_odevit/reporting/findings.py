@@ -173,8 +173,9 @@ def _check(model: Any, images: Tensor, teacher: Any) -> None:
 def _grid(model: Any, flow: Any) -> tuple[int, int] | None:
     """Rows and columns of the patches, if the tokens are one for each of them."""
     grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
-    fits = grid is not None and flow.start.ndim == 3 and grid[0] * grid[1] == flow.start.shape[1] - flow.prefix
-    return (grid[0], grid[1]) if fits else None
+    if grid is None or flow.start.ndim != 3 or grid[0] * grid[1] != flow.start.shape[1] - flow.prefix:
+        return None
+    return grid[0], grid[1]
 
 
 def _probabilities(model: Any, images: Tensor) -> Tensor | None:
