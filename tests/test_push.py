@@ -306,7 +306,7 @@ def test_the_command_line(hub, student, images, tmp_path, capsys):
 
 
 def test_publish_says_first_and_sends_on_request(hub, capsys, monkeypatch):
-    publish = runpy.run_path(str(HUB / 'publish.py'))
+    publish = runpy.run_path(str(HUB / 'tools' / 'publish.py'))
     names = sorted(path.parent.name for path in HUB.glob('*/model.safetensors'))
     monkeypatch.setattr('sys.argv', ['publish.py'])
     publish['main']()

@@ -8,7 +8,7 @@ hooks               hooks and modes that are restored; the hidden states of a mo
 ode                 the mathematics
 convert             from a pretrained transformer to an ODE-ViT, and back
 interop             vision transformers of other libraries, as timm's, and back into their programs
-loading             saved weights, found and checked; what is accepted from an untrusted config.json
+loading             saved weights and config.json, found and checked
 features            features at given times
 registry            the registered models
 saving              models in files and on the Hub

@@ -33,7 +33,7 @@ def merge_(model: nn.Module) -> 'Merged':
         ValueError: It is already merged, its block does not depend on time, or the method is adaptive.
     """
     hosts = _hosts(model)
-    after, replacements = merged_bytes(model), []
+    after, replacements = merged_bytes(model), list[Any]()
     for host, name in hosts:
         merged = _merged(getattr(host, name))
         replacements.append((host, name, merged))
@@ -58,7 +58,7 @@ def _merged(ode: OdeBlocks) -> OdeBlocks:
     table = MergedField(fields, [step.t for step in ode.solver]).requires_grad_(False)
     for module in (table, *(field for field in fields if isinstance(field, MergedField))):
         module.training = ode.shared.training
-    merged = OdeBlocks(table, ode.config, ode.feature, ode.t, ode.before, ode.after, ode.readout, ode.prefix)
+    merged = OdeBlocks(table, ode.config, ode.feature, ode.t, [*ode.before], [*ode.after], ode.readout, ode.prefix)
     for old, new in zip((ode, ode.solver, *ode.solver), (merged, merged.solver, *merged.solver), strict=True):
         new.training = old.training
         new.__dict__.update({name: value.copy() if isinstance(value, dict) else value

@@ -31,8 +31,8 @@ def _numbers(values: Any, least: float, most: float, kinds: tuple[type, ...] = (
         type(value) in kinds and least <= value <= most for value in values)  # NaN is not
 
 
-_MODES = {'interpolation': ('bicubic', 'bilinear', 'nearest', 'lanczos', 'box', 'hamming', 'random'),
-          'crop_mode': ('center', 'squash', 'border', 'random')}
+_INTERPOLATIONS = ('bicubic', 'bilinear', 'nearest', 'lanczos', 'box', 'hamming', 'random')
+_CROP_MODES = ('center', 'squash', 'border', 'random')
 # what an entry of pretrained_cfg must be, where building a model does not check it
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     'input_size': (lambda v: _numbers(v, 1, _LARGEST_NUMBER, (int,)) and len(v) == 3,
@@ -40,7 +40,8 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     'mean': (lambda v: _numbers(v, -_LARGEST_NUMBER, _LARGEST_NUMBER), 'a number for each channel'),
     'std': (lambda v: _numbers(v, 1e-9, _LARGEST_NUMBER), 'a number above 0 for each channel'),
     'crop_pct': (lambda v: _numbers([v], 0.1, 2), 'a number from 0.1 to 2'),
-    **{name: (lambda v, words=words: v in words, ', '.join(words)) for name, words in _MODES.items()},
+    'interpolation': (lambda v: v in _INTERPOLATIONS, ', '.join(_INTERPOLATIONS)),
+    'crop_mode': (lambda v: v in _CROP_MODES, ', '.join(_CROP_MODES)),
     'num_classes': (lambda v: _numbers([v], -1, _LARGEST['num_classes'], (int,)), 'a number of classes'),
     'label_names': (lambda v: isinstance(v, (list, tuple, dict)), 'a name for each class'),
 }

@@ -234,7 +234,7 @@ class OdeBlocks(nn.Module):
     def _in_context(self, args: Any, kwargs: Any) -> Iterator[tuple[Step, Context]]:
         """Each step with the context that it is called with in one pass; every field is folded once."""
         tokens = None if self.solver.merging is None else self.solver.merging.start()
-        field = context = None
+        field, context = None, Context({})
         for step in self.solver:
             if step.field is not field:
                 field = step.field

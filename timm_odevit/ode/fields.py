@@ -105,7 +105,7 @@ class NativeField(Field):
         block: A transformer block of the base, here a pre-norm one (norm1, attn, ls1, norm2, mlp, ls2); the
             subclasses take the other kinds.
     """
-    attention_prefixes = ('block.norm1', 'block.attn', 'block.ls1', 'block.gamma_1')
+    attention_prefixes: tuple[str, ...] = ('block.norm1', 'block.attn', 'block.ls1', 'block.gamma_1')
     block: Any
 
     def __init__(self, block: nn.Module) -> None:

@@ -38,11 +38,11 @@ def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
     blocks = find_ode_blocks(model)
     if not blocks:
         raise TypeError(f'{type(model).__name__} has no steps: it is not an ODE-ViT. Give a converted model.')
-    counts = list(steps) if isinstance(steps, (list, tuple)) else [steps] * len(blocks)
+    counts: list[Any] = list(steps) if isinstance(steps, (list, tuple)) else [steps] * len(blocks)
     if len(counts) != len(blocks) or None in counts:
         raise ValueError(f'steps must be a whole number of at least 1, or one for each of {len(blocks)} stages; got '
                          f'{steps!r}.')
-    views = {ode: ode.with_config(replace(ode.config, steps=count))
+    views: dict[Any, OdeBlocks] = {ode: ode.with_config(replace(ode.config, steps=count))
              for ode, count in zip(blocks, counts, strict=True)}
     return _view(model, views)
 

@@ -59,7 +59,7 @@ def push_to_hub(
     """
     with tempfile.TemporaryDirectory() as temporary:
         made_here = isinstance(model, nn.Module)
-        folder = save_pretrained(model, Path(temporary) / 'model') if made_here else Path(model)
+        folder = save_pretrained(model, Path(temporary) / 'model') if isinstance(model, nn.Module) else Path(model)
         if not all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
             raise ValueError(f"'{folder}' must hold {CONFIG} and {WEIGHTS}: see save_pretrained(model, folder).")
         saved: Any = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()  # raises if it cannot be loaded
