@@ -154,7 +154,7 @@ def _images(
     if 'val' in parts and (held_out is not None or args.seed is not None):
         raise ValueError(f"'{args.data}' has {parts['val'].name}/, and training used that to validate, so it held "
                          'nothing else out. Leave out --held-out and --seed.')
-    loader = folder_loader(args.data, model, batch_size=args.batch_size, held_out=held_out, seed=args.seed or 0,
+    images = folder_loader(args.data, model, batch_size=args.batch_size, held_out=held_out, seed=args.seed or 0,
                            any_classes=any_classes, workers=2 if args.workers is None else args.workers)
     used = parts.get('train') if share else parts.get('val') or parts.get('test')
-    return loader, f'{share}{used or args.data}'
+    return images, f'{share}{used or args.data}'

@@ -49,6 +49,7 @@ class OdeBlocks(nn.Module):
 
     Source: ODE-ViT, arXiv 2511.16501.
     """
+    solver: Any
 
     def __init__(
             self,

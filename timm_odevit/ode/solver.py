@@ -1,5 +1,4 @@
 """Solver: the sequence of steps that a configuration asks for."""
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -7,7 +6,7 @@ from torch import nn
 from .adaptive import AdaptiveStep
 from .config import OdeConfig
 from .fields import Field
-from .methods import METHODS, Step
+from .methods import METHODS
 from .tokens import Merging
 
 __all__ = ['Solver']
@@ -31,9 +30,6 @@ class Solver(nn.ModuleList):
             AdaptiveStep(field, start, h, config) if config.adaptive
             else METHODS[config.method](field, start, h, merging) for start in starts)
         self.merging = merging
-
-    def __iter__(self) -> Iterator[Step]:
-        return super().__iter__()  # type: ignore[return-value]
 
     def state_dict(self, *, destination: Any = None, prefix: str = '', keep_vars: bool = False) -> Any:
         return {} if destination is None else destination  # all tensors are the shared field's

@@ -36,6 +36,7 @@ def loaders(
     options: Any = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     options.update(seed=seed, any_classes=any_classes)
     train_loader: Any
+    val_loader: Any
     if arrays:
         train_loader, val_loader, _ = array_loaders(data, model, limit=limit, **options)
     else:
