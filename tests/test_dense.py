@@ -6,7 +6,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from timm_odevit import convert_, patch_agreement, save_pretrained
+from timm_odevit import convert_, patch_agreement, save_pretrained, with_steps
 from timm_odevit.features import FeaturesAtTimes
 
 SMALL = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, ode_steps=6)
@@ -28,8 +28,8 @@ def test_maps_at_given_times_whatever_the_number_of_steps(images, steps, indices
     maps = build(features_only=True, out_times=(0.25, 0.5, 1.0))
     plain.blocks.steps = steps
     expected = plain.forward_intermediates(images, indices=indices, intermediates_only=True)
-    with maps.model.blocks.at(steps):
-        found = maps(images)
+    maps.model.blocks.steps = steps
+    found = maps(images)
     assert all(f.shape == (3, 32, 4, 4) for f in found)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert maps.feature_info.channels() == [32] * 3 and maps.feature_info.reduction() == [4] * 3
@@ -93,8 +93,8 @@ def test_agreement_is_the_mean_cosine_and_the_same_nearest_patch(images):
         'vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2).eval()
     found = patch_agreement(model, teacher, [(images[:2], None), (images[2:], None)], steps=[2, 6])
     for steps, result in zip((2, 6), found, strict=True):
-        with torch.no_grad(), model.blocks.at(steps):
-            ours, theirs = (m.forward_features(images)[:, 1:] for m in (model, teacher))
+        with torch.no_grad():
+            ours, theirs = (m.forward_features(images)[:, 1:] for m in (with_steps(model, steps), teacher))
         cosine = F.cosine_similarity(ours, theirs, dim=-1)
         assert result.cosine == pytest.approx(cosine.mean().item(), abs=1e-5)
         torch.testing.assert_close(result.map.flatten(), cosine.mean(dim=0))
