@@ -117,6 +117,9 @@ def main():
     }
     if args.halting:
         record['halting'] = halting(measured, args.halting, val, test)
+        stored.blocks.config = replace(
+            stored.blocks.config, halting=args.halting, halting_threshold=record['halting']['threshold'])
+        save_pretrained(stored, folder)
     (folder / 'results.json').write_text(json.dumps(record, indent=2) + '\n')
     save_reference(timm.create_model(f'local-dir:{folder}', pretrained=True).eval(), folder)
     (folder / 'README.md').write_text(card(folder))

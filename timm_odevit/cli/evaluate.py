@@ -148,8 +148,7 @@ def _images(
         _, val, test = array_loaders(
             args.data, model, batch_size=args.batch_size, held_out=0.1 if held_out is None else held_out,
             any_classes=any_classes)
-        loader, part = (val, 'x_train') if share else (test, 'x_test')
-        return loader, f'{share}{part} of {args.data}'
+        return (val, f'{share}x_train of {args.data}') if share else (test, f'x_test of {args.data}')
     parts = folder_parts(args.data)
     if 'val' in parts and (held_out is not None or args.seed is not None):
         raise ValueError(f"'{args.data}' has {parts['val'].name}/, and training used that to validate, so it held "
