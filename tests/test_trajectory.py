@@ -325,6 +325,24 @@ def test_compiles(vit, batch):
     torch._dynamo.reset()
 
 
+def test_teacher_and_student_see_the_same_share_of_the_patches(vit, batch):
+    teacher = vit()
+    student = copy.deepcopy(teacher)
+    convert_(student, OdeConfig(phases=3))
+    task = TrajectoryDistillationTask(student, teacher, patch_drop=0.5, verbose=False).train()
+    tokens = []
+    student.blocks[0].register_forward_hook(lambda module, args, out: tokens.append(out))
+    torch.manual_seed(0)
+    assert task(*batch)['loss'].item() < 1e-5  # whatever the patches, it is its teacher
+    torch.manual_seed(1)
+    task(*batch)
+    task.eval()(*batch)
+    assert [x.shape[1] for x in tokens] == [9, 9, 17] and not torch.allclose(tokens[0], tokens[1])
+    assert not student.patch_drop._forward_hooks and not teacher.patch_drop._forward_hooks
+    with pytest.raises(ValueError, match='patch_drop needs a teacher'):
+        TrajectoryDistillationTask(student, None, patch_drop=0.5, trajectory_weight=0, kd_weight=0, task_weight=1.)
+
+
 def test_steps_may_be_shares_and_are_drawn_by_the_seed(vit, images):
     student, teacher = pair(vit)
     assert LossConfig(steps=[0.5, 0.67, 1.0, 1.33, 2.0, 5]).counts(12) == (6, 8, 12, 16, 24, 5)

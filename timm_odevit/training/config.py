@@ -95,6 +95,9 @@ class LossConfig(Settings):
         steps: Numbers of steps, such as (6, 8, 12, 16, 24), or shares of the student's own number, such as
             (0.5, 0.67, 1.0, 1.33, 2.0), rounded; each update draws one, so that K can be chosen after training. None
             for the student's own number.
+        patch_drop: Share of the patches left out at random in each update, the same ones for teacher and student; the
+            last updates should see all. With half of them, twice as many images fit into the same time
+            (hub/RESULTS.md, What nine minutes buy).
         jasmin_weight: Weight of the JaSMin loss of the shared block's attention.
         jasmin_k: k of JaSMin, 0 or at least 2.
         jasmin_evaluations: Number of states, evenly spaced along the trajectory, at which attention is recomputed.
@@ -114,6 +117,7 @@ class LossConfig(Settings):
     register_weight: float = setting(0.10, _weight)
     patch_weight: float = setting(0.45, _weight)
     steps: tuple[float, ...] | None = None
+    patch_drop: float = setting(0., number(0., 1., open=')'))
     jasmin_weight: float = setting(0., _weight)
     jasmin_k: int = setting(0, integer(0))
     jasmin_evaluations: int = setting(2, integer(1))

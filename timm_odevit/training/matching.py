@@ -70,6 +70,11 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
             raise ValueError(f'{part}_weight needs a teacher. Give one, or set {part}_weight=0.')
     if student.num_classes == 0 and config.task_weight > 0:
         raise ValueError('task_weight compares classes, but these models have none (num_classes=0). Set it to 0.')
+    if config.patch_drop and (teacher is None or not all(
+            isinstance(getattr(model, 'patch_drop', None), nn.Identity) and not getattr(model, 'rope', None)
+            for model in (student, teacher))):
+        raise ValueError(f'patch_drop needs a teacher, and models that take part of their patches; a {name} that has '
+                         'RoPE, or has no patch_drop of its own, does not. Set patch_drop=0.')
     if is_one_sequence(student):
         tokens = student.patch_embed.num_patches + student.num_prefix_tokens
         if config.jasmin_k > tokens:

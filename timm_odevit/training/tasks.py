@@ -1,6 +1,7 @@
 """The tasks in which a student learns from its teacher: each step on its own, or the whole trajectory."""
 import random
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ..convert.block_kinds import find_stages, prefix_tokens
 from ..data.preprocessing import renormalisation
-from ..hooks import watch_blocks
+from ..hooks import hooked, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.with_steps import with_steps
 from ..settings import flag
@@ -219,6 +220,10 @@ class TrajectoryDistillationTask(StudentTask):
             record, and with a weight 'jasmin_loss' and 'exit_loss'.
         """
         student = self._student_of_update()
+        with self._patches_of_update(student):
+            return self._compare(student, input, target)
+
+    def _compare(self, student: Any, input: Tensor, target: Any) -> dict[str, Tensor]:
         wanted, states = self._teach(input)
         stages = list(zip(self.stages, find_ode_blocks(student), strict=True)) if self.stages else []
         pairs = [stage.pairs(ode) for stage, ode in stages]
@@ -256,6 +261,16 @@ class TrajectoryDistillationTask(StudentTask):
         for name, module in view.named_modules():  # a view has modes of its own
             module.training = modules[name].training if name in modules else student.training
         return view
+
+    def _patches_of_update(self, student: Any) -> Any:
+        """A context in which teacher and student see the same random patches."""
+        if not self.training or not self.config.patch_drop:
+            return nullcontext()
+        prefix, patches = student.num_prefix_tokens, student.patch_embed.num_patches
+        left = torch.randperm(patches)[:max(1, round((1. - self.config.patch_drop) * patches))].sort().values
+        index = torch.cat([torch.arange(prefix), prefix + left]).to(self.device)
+        return hooked(*((model.patch_drop, 'after', lambda module, args, x: x[:, index])
+                        for model in (self.teacher.model, student)))
 
     @torch.no_grad()
     def _teach(self, input: Tensor) -> tuple[Tensor | None, list[list[Tensor]]]:
