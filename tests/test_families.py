@@ -271,7 +271,7 @@ def test_a_merged_model_changes_its_image_size_wholly_or_not_at_all():
         expected = copy.deepcopy(model)
         merged = merge_(model)
         if model is swin:
-            with pytest.raises(ValueError, match=r'Call restore\(\) on its Merged first'):
+            with pytest.raises(ValueError, match='This model is merged. Call'):
                 model.set_input_size(other)
             assert model.patch_embed.img_size == size
         else:

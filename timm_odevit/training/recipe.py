@@ -33,11 +33,11 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 # settings that version 0.1.0 had, and what to do instead
 GONE = {
-    'cache': "The teacher's states are no longer kept on disk",
-    'segments': 'Start with a stage of task stepwise instead',
+    'cache': "The teacher's states are no longer kept on disk.",
+    'segments': 'Start with a stage of task stepwise instead.',
     'forced': '',  # had no effect without segments
-    'attention_weight': 'Follow the states (trajectory_weight) instead',
-    'relation_weight': 'Follow the outputs (kd_weight) instead',
+    'attention_weight': 'Follow the states (trajectory_weight) instead.',
+    'relation_weight': 'Follow the outputs (kd_weight) instead.',
 }
 
 
@@ -237,7 +237,7 @@ def _without_gone(name: str, tree: Any) -> Any:
         return tree
     for key, instead in GONE.items():
         if tree.get(key) and instead:
-            raise ValueError(f'{name}: {key} is gone since version 0.2. {instead}, and leave {key} out.')
+            raise ValueError(f'{name}: {key} is gone since version 0.2. {instead} Leave {key} out.')
     return {key: _without_gone(name, value) for key, value in tree.items() if key not in GONE}
 
 
