@@ -155,7 +155,6 @@ REFUSED = [
     (tiny, dict(phases=13), ValueError, 'phases=13: there are 12 layers. Allowed: 1 to 12.'),
     (tiny, dict(boundaries=(4, 12)), ValueError, 'boundaries=(4, 12): each must be a layer from 1 to 11'),
     (tiny, dict(blocks=(3, 12)), ValueError, 'blocks=(3, 12): VisionTransformer has blocks 0 to 11'),
-    (tiny, dict(phases=2, boundaries='similarity'), ValueError, "boundaries='similarity' is measured on images. Pass"),
     (tiny, dict(time='low_rank', rank=2, init='svd_data'), ValueError, "init='svd_data' is measured on images. Pass"),
     (lambda: timm.create_model('vit_tiny_patch16_224', norm_layer='rmsnorm'), dict(field='lipschitz'), ValueError,
      "Use init='spectral' or field='native'"),
@@ -188,7 +187,7 @@ def test_refused_means_unchanged(vit):
     model = vit()
     model.blocks[0].register_forward_hook(lambda *_: None)
     before = snapshot(model)
-    for config in (OdeConfig(phases=9), OdeConfig(blocks=(1, 7)), OdeConfig(phases=2, boundaries='similarity')):
+    for config in (OdeConfig(phases=9), OdeConfig(blocks=(1, 7))):
         with pytest.raises(ValueError):
             convert_(model, config)
         assert_same(snapshot(model), before)
@@ -205,7 +204,7 @@ def test_blocks_of_two_kinds_get_a_shared_block_each(vit, images):
 def test_the_calibration_images_leave_no_trace(vit, images):
     model = vit().train()
     before, state = snapshot(model), torch.get_rng_state()
-    config = OdeConfig(time='low_rank', rank=2, init='svd_data', phases=2, boundaries='similarity')
+    config = OdeConfig(time='low_rank', rank=2, init='svd_data', phases=2)
     convert_(model, config, images=images).restore()
     assert_same(snapshot(model), before)
     assert torch.equal(torch.get_rng_state(), state)
@@ -285,5 +284,5 @@ def test_refuses_images_that_are_none(vit, images, message):
     model = vit()
     before = snapshot(model)
     with pytest.raises(ValueError, match=message):
-        convert_(model, OdeConfig(phases=2, boundaries='similarity'), images=images)
+        convert_(model, OdeConfig(time='low_rank', rank=2, init='svd_data'), images=images)
     assert_same(snapshot(model), before)

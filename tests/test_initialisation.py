@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from timm_odevit import OdeConfig, convert_
-from timm_odevit.convert.alignment import aligning_orders, permuted
 from timm_odevit.convert.initialisation import build_field, spectral_
+from timm_odevit.convert.svd_data import aligning_orders, permuted
 
 
 def norm(weight):

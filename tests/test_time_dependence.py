@@ -1,5 +1,4 @@
 import copy
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -7,7 +6,7 @@ import torch
 
 from timm_odevit import OdeConfig, convert_, integrate
 from timm_odevit.convert.initialisation import build_field, factors
-from timm_odevit.convert.measure import input_moments, layer_distances, similarity_boundaries, split
+from timm_odevit.convert.svd_data import input_moments
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.ode.methods import METHODS
 from timm_odevit.ode.time_dependence import PiecewiseField, TimeField
@@ -151,33 +150,6 @@ def test_adaptive_methods_agree_with_many_steps_across_phases(vit):
     model.blocks.method = 'rk4'
     model.blocks.steps = 160
     torch.testing.assert_close(model.blocks(x), adaptive, rtol=1e-4, atol=1e-4)
-
-
-def test_split_is_the_best_split():
-    torch.manual_seed(3)
-    d = torch.rand(8, 8)
-    d = d + d.T
-
-    def cost(cuts):
-        bounds = [0, *cuts, 8]
-        return sum(float(d[a:b, a:b].triu(1).sum()) for a, b in itertools.pairwise(bounds))
-    for spans in range(1, 9):
-        best = min(itertools.combinations(range(1, 8), spans - 1), key=cost)
-        assert cost(split(d, spans)) == pytest.approx(cost(best))
-
-
-def test_similarity_finds_the_span_of_equal_layers(vit, images):
-    model = vit(depth=6)
-    with torch.no_grad():
-        for block in model.blocks[:4]:  # hardly moves the state
-            for p in (block.attn.proj.weight, block.attn.proj.bias, block.mlp.fc2.weight, block.mlp.fc2.bias):
-                p.mul_(1e-3)
-        for block in model.blocks[4:]:
-            block.mlp.fc2.weight.mul_(20)
-    assert layer_distances(model, list(model.blocks), images)[0, 3] < 0.01
-    assert similarity_boundaries(model, list(model.blocks), images, 2) == [4]
-    done = convert_(model, OdeConfig(phases=2, boundaries='similarity'), images=images)
-    assert done.config.boundaries == (4,)
 
 
 def test_partial_conversion_keeps_the_other_blocks(vit, images, tmp_path):

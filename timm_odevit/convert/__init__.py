@@ -2,8 +2,7 @@
 
 block_kinds         where a timm model's blocks are, and the field (of ode.fields) for each kind of block
 convertible         which models and settings are refused, and why
-measure             what is measured on images before a conversion
-alignment           one order for the heads and neurons of several layers
+svd_data            the moments of inputs, and one order of heads and neurons for several layers
 initialisation      the shared blocks' weights, from the model's blocks
 conversion          convert_, and restore() to undo it
 merge               merge_, for deployment, and restore() to undo it

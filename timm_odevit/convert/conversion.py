@@ -1,6 +1,6 @@
 """convert_: turn a pretrained transformer into an ODE-ViT, in place, and back."""
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from html import escape
 from types import SimpleNamespace
@@ -15,9 +15,9 @@ from ..ode.methods import METHODS
 from .block_kinds import Site, class_token_comes_later, prefix_tokens
 from .convertible import check_all, count_in_words
 from .initialisation import build_field
-from .measure import input_moments, similarity_boundaries
 from .merge import check_not_merged
 from .replacements import Replacements, image_size, resize_again
+from .svd_data import input_moments
 
 __all__ = ['Conversion', 'convert_']
 
@@ -38,8 +38,8 @@ def convert_(
     Args:
         model: A timm model with a sequence of blocks of one width, or with stages (Swin); see `list_convertible()`.
         config: Settings; steps and T default to the number of converted layers.
-        images: Calibration images [B, C, H, W], normalised for the model, for boundaries 'similarity' and init
-            'svd_data'; a few dozen suffice. 'svd_data' keeps the second moments of the inputs of all linear layers of
+        images: Calibration images [B, C, H, W], normalised for the model, for init 'svd_data'; a few dozen
+            suffice. It keeps the second moments of the inputs of all linear layers of
             a sequence in memory: a ViT-L needs 2 GB and takes minutes.
         keep_original: Keep the original blocks, so that `restore()` can bring them back; False frees their memory.
         **settings: Instead of `config`, any of its settings, such as steps=6; see OdeConfig.
@@ -82,16 +82,7 @@ def _build(model: Any, site: Site, config: OdeConfig, images: Tensor | None) -> 
     blocks = site.blocks
     first, last = config.span(len(blocks))
     chosen = blocks[first:last + 1]
-    if config.boundaries == 'similarity' and config.phases == 1:
-        config = replace(config, boundaries='uniform')
-    elif config.boundaries == 'similarity':
-        assert images is not None
-        cuts = similarity_boundaries(model, chosen, images, config.phases)
-        config = replace(config, boundaries=tuple(first + cut for cut in cuts))
-    moments = None
-    if config.init == 'svd_data':
-        assert images is not None
-        moments = input_moments(model, chosen, images, first)
+    moments = None if images is None or config.init != 'svd_data' else input_moments(model, chosen, images, first)
     shared = build_field(config, chosen, first, moments)
     own = site.host is model
     feature = {k: v for k, v in model.feature_info[first].items() if k != 'module'} if _is_listed(model, site) else None

@@ -15,8 +15,8 @@ from ..ode.config import DEFAULT, OdeConfig
 from ..ode.fields import WholeField
 from ..ode.methods import METHODS
 from .block_kinds import HINT, Site, check_blocks, field_class, find_stages, kinds
-from .measure import check_images
 from .merge import check_not_merged
+from .svd_data import check_images
 
 __all__ = ['check_all', 'check_convertible', 'convertibility', 'count_in_words', 'list_convertible']
 
@@ -68,23 +68,22 @@ def check_all(model: nn.Module, config: OdeConfig, images: Tensor | None) -> lis
                     f'{name} has {len(sites)} stages. Leave it out.')
     if isinstance(config.steps, tuple) and len(config.steps) != len(sites):
         raise ValueError(f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} step counts.')
-    measured = (config.boundaries == 'similarity' and config.phases > 1) or config.init == 'svd_data'
-    if images is not None and measured:
-        check_images(images)
-        parameter = next(model.parameters())
-        if images.device != parameter.device or images.dtype != parameter.dtype:
-            raise ValueError(
-                f'images are {images.dtype} on {images.device}, the model is {parameter.dtype} on {parameter.device}. '
-                'Call images.to(...) first.')
-        if images.is_meta:
-            raise ValueError(
-                'Nothing can be measured on the meta device. Give boundaries as layers, and set init to svd.')
-    if images is None and measured:
-        setting = 'boundaries' if config.boundaries == 'similarity' else 'init'
-        raise ValueError(
-            f"{setting}='{getattr(config, setting)}' is measured on images. Pass a batch of them, normalised for the "
-            'model: convert_(model, config, images=batch).')
+    if config.init == 'svd_data':
+        _check_images(images, next(model.parameters()))
     return sites
+
+
+def _check_images(images: Any, parameter: Tensor) -> None:
+    if images is None:
+        raise ValueError("init='svd_data' is measured on images. Pass a batch of them, normalised for the model: "
+                         'convert_(model, config, images=batch).')
+    check_images(images)
+    if images.device != parameter.device or images.dtype != parameter.dtype:
+        raise ValueError(
+            f'images are {images.dtype} on {images.device}, the model is {parameter.dtype} on {parameter.device}. '
+            'Call images.to(...) first.')
+    if images.is_meta:
+        raise ValueError('Nothing can be measured on the meta device. Set init to svd.')
 
 
 def _check_structure(name: str, sites: Sequence[Site], config: OdeConfig) -> None:

@@ -13,12 +13,11 @@ from ..ode.fields import Field
 from ..ode.lipschitz_field import LipschitzField
 from ..ode.skeleton import copy_module
 from ..ode.time_dependence import PiecewiseField, TimeField, matrix_shape, residual_key
-from .alignment import aligning_orders, permuted
 from .block_kinds import field_class, kinds, per_layer
+from .svd_data import Moments, aligning_orders, permuted
 
-__all__ = ['Moments', 'assignment', 'build_field', 'factors', 'set_per_layer', 'spectral_']
+__all__ = ['assignment', 'build_field', 'factors', 'set_per_layer', 'spectral_']
 
-Moments = dict[tuple[int, str], Tensor]  # second moment of the inputs of a linear layer, by layer and parameter name
 
 
 def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -> list[int]:

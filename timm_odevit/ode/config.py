@@ -3,7 +3,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from ..settings import Settings, flag, integer, many, number, one_of, refuse_unknown, setting, suggest
+from ..settings import Settings, flag, integer, many, number, one_of, refuse_unknown, setting
 from .methods import METHODS
 
 __all__ = ['DEFAULT', 'FIELDS', 'HALTING', 'PREFIX', 'TIMES', 'WITH_HEAD', 'OdeConfig', 'adaptive_methods']
@@ -36,12 +36,9 @@ def _steps(name: str, value: Any) -> Any:
 
 
 def _boundaries(name: str, value: Any) -> Any:
-    if value in ('uniform', 'similarity'):
+    if value == 'uniform':
         return value
-    if isinstance(value, str):
-        raise ValueError(f"Unknown {name} '{value}'. {suggest(value, ('uniform', 'similarity'))}Allowed: uniform, "
-                         'similarity, or layers such as (7, 10).')
-    allowed = 'strictly increasing layers, each at least 1, such as (7, 10)'
+    allowed = 'uniform, or strictly increasing layers, each at least 1, such as (7, 10)'
     found = many(integer(1), allowed)(name, [value] if isinstance(value, int) else value)
     if not all(a < b for a, b in pairwise(found)):
         raise ValueError(f'{name} must be {allowed}; got {value!r}.')
@@ -77,8 +74,7 @@ class OdeConfig(Settings):
             Between two layers, values are interpolated linearly in t.
         rank: Rank of the residuals of 'low_rank'.
         phases: Number of shared blocks, one per span of consecutive layers.
-        boundaries: First layer of each span except the first, such as (7, 10); 'uniform' for spans of equal length;
-            'similarity' for spans of similar hidden states, measured on images when a model is converted.
+        boundaries: First layer of each span except the first, such as (7, 10); 'uniform' for spans of equal length.
         init: Weights of a shared block: 'mean' of its layers' blocks; 'svd', the mean, plus each layer's residual from
             it truncated to `rank`; 'svd_data', the same, by least squares over the layer's inputs; 'spectral', random,
             every weight matrix with spectral norm 1. None for 'svd' with low_rank, else 'mean'.

@@ -12,7 +12,7 @@ from timm.task import TrainingTask
 from timm.utils import random_seed
 from torch import Tensor, nn
 
-from ..convert.measure import check_images
+from ..convert.svd_data import check_images
 from ..distributed import in_first_process, over_processes
 from ..evaluation.passes import AMP_DTYPES
 from ..hooks import evaluating, surely

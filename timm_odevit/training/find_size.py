@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..convert.conversion import convert_
-from ..convert.measure import check_images
 from ..convert.sizing import choose_size, parse_size, predict_parameters
+from ..convert.svd_data import check_images
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..ode.blocks import count_parameters

@@ -8,7 +8,7 @@ from timm.task import TrainingTask
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..convert.measure import check_images
+from ..convert.svd_data import check_images
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..hooks import random_states_kept

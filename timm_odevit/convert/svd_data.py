@@ -1,16 +1,55 @@
-"""The order of heads and MLP neurons is arbitrary: bring those of several blocks into a common order."""
+"""What svd_data needs: moments of the inputs of linear layers, and one order of heads and neurons for all layers."""
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from timm.layers import Attention, Mlp
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ['Orders', 'aligning_orders', 'permuted']
+from ..hooks import evaluating, hooked
 
+__all__ = ['Moments', 'Orders', 'aligning_orders', 'check_images', 'input_moments', 'permuted']
+
+Moments = dict[tuple[int, str], Tensor]  # second moment of the inputs of a linear layer, by layer and parameter name
 # By parameter: the order of its rows and of its columns; None keeps them as they are
 Orders = dict[str, tuple[Tensor | None, Tensor | None]]
 ROUNDS = 3
+
+
+def check_images(images: Any) -> None:
+    """Raise ValueError for anything but a batch of images [B, C, H, W]."""
+    if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point() or not len(images):
+        found = f'{images.dtype} {list(images.shape)}' if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f'images must be a floating-point tensor [N, C, H, W], normalised for the model; got {found}.')
+    if not images.is_meta and not torch.isfinite(images).all():
+        raise ValueError('images must be finite; some values are not.')
+
+
+def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor, first: int = 0) -> Moments:
+    """Second moment x^T x / n [N, N] of the inputs of every linear layer of the blocks.
+
+    Args:
+        model: Any timm model.
+        blocks: Consecutive blocks of the model.
+        images: Calibration images [B, C, H, W].
+        first: Layer of the first block.
+
+    Returns:
+        The moments by layer and parameter name, such as (3, 'block.mlp.fc1.weight').
+    """
+    moments: Moments = {}
+
+    def watch(key: tuple[int, str]):
+        def hook(_: nn.Module, args: Any) -> None:
+            x = args[0].flatten(0, -2).float()
+            moments[key] = moments.get(key, torch.zeros((), device=x.device)) + x.T @ x / len(x)
+        return hook
+    linears = [((first + i, f'block.{name}.weight'), module) for i, block in enumerate(blocks)
+               for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+    with hooked(*((module, 'before', watch(key)) for key, module in linears)):
+        with evaluating(model), torch.no_grad():
+            model(images)
+    return moments
 
 
 def aligning_orders(layers: Sequence[dict[str, Tensor]], block: Any) -> list[Orders]:
