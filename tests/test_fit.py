@@ -25,7 +25,6 @@ from timm_odevit import (
     convert_,
     distributed,
     fit,
-    spectral_norms,
     train,
 )
 from timm_odevit.files import locked
@@ -412,23 +411,6 @@ def test_the_random_state_of_the_process_is_left_alone(vit, tmp_path):
     np.savez(data, x_train=images, y_train=labels, x_test=images, y_test=labels)
     train(recipe, data, tmp_path / 'run', teacher=teacher, progress=False)
     assert random_states() == states
-
-
-def test_norms_are_watched_with_an_alarm(vit, tmp_path):
-    student = vit()
-    convert_(student)
-    task = ClassificationTask(student, nn.CrossEntropyLoss(), verbose=False)
-    loader = [(torch.randn(4, 3, 16, 16), torch.arange(4))] * 3
-    with pytest.warns(RuntimeWarning, match=r'Epoch 1: the spectral norm of attn.qkv.weight \(keys\) is .*norm_alarm=0.01') as seen:
-        history = fit(task, loader, epochs=2, lr=1e-3, norm_alarm=0.01, out=tmp_path, progress=False)
-    names = [key.removeprefix('norm of ') for key in history[-1] if key.startswith('norm of ')]
-    assert len(seen) == len(names) == 6  # once for each weight
-    now = spectral_norms(student)
-    for name in names:
-        assert history[-1][f'norm of {name}'] == pytest.approx(now[name], rel=0.05)
-    assert 'norm of mlp.fc1.weight' in (tmp_path / 'history.json').read_text()
-    again = ClassificationTask(student, nn.CrossEntropyLoss(), verbose=False)
-    assert not any(key.startswith('norm') for key in fit(again, loader, epochs=1, progress=False)[0])
 
 
 def test_tensorboard_gets_the_records(vit, tmp_path):

@@ -45,8 +45,6 @@ class FitConfig(Settings):
         ema_decay: Decay of a moving average of the weights, which is then validated and saved as best; None for no
             average. An average that the task still has from an earlier `fit` is dropped.
         amp: Mixed precision: 'bfloat16' or 'float16'; None for full precision.
-        norm_alarm: Record the largest spectral norm of each weight matrix of the blocks within an epoch, by one power
-            iteration per update, and warn of one above this value; None for neither.
         compile: Call the task's `compile` (torch.compile) before the first update.
         seed: Seed of the run.
     """
@@ -62,7 +60,6 @@ class FitConfig(Settings):
     accumulate: int = setting(1, integer(1))
     ema_decay: float | None = setting(None, number(0., 1., open=')', none='no moving average'))
     amp: str | None = setting(None, _amp)
-    norm_alarm: float | None = setting(None, number(0., open='(', none='no watch'))
     compile: bool = setting(False, flag)
     seed: int = setting(0, integer(None))
 

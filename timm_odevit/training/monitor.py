@@ -1,7 +1,6 @@
-"""What `fit` watches: loss, spectral norms, the precision of Muon; and records for TensorBoard."""
+"""What `fit` watches: the loss, and the precision of Muon; and records for TensorBoard."""
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -12,13 +11,12 @@ import torch
 from timm.optim import muon
 from torch import Tensor, nn
 
-from ..dynamics.spectral_norms import SpectralNorms
 from ..hooks import evaluating, hooked
 from ..ode.blocks import find_ode_blocks
 from ..ode.with_steps import with_steps
 from .resume import models_of
 
-__all__ = ['NormWatch', 'autocast', 'check_loss_is_finite', 'muon_in_float32', 'scalars']
+__all__ = ['autocast', 'check_loss_is_finite', 'muon_in_float32', 'scalars']
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -95,38 +93,6 @@ def _in_float32(G: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return _newtonschulz(G, *args, **({'dtype': torch.float32, **kwargs} if G.device.type == 'cpu' else kwargs))
 
 
-class NormWatch:
-    """The largest spectral norm of each weight of the blocks within an epoch, from one power iteration per update.
-
-    Args:
-        model: The model in training.
-        alarm: Norm above which to warn, once for each weight; None watches nothing.
-    """
-
-    def __init__(self, model: nn.Module, alarm: float | None) -> None:
-        self.alarm = alarm
-        self.norms = None if alarm is None else SpectralNorms(model)
-        self.largest: dict[str, float] = {}
-        self.warned: set = set()
-
-    def update(self, epoch: int) -> None:
-        """Look at the weights after an update; the first look takes more iterations, to come near the norms."""
-        if self.norms is None or self.alarm is None:
-            return
-        for name, value in self.norms.update(1 if self.norms.vectors else 50).items():
-            self.largest[name] = max(value, self.largest.get(name, 0.))
-            if value > self.alarm and name not in self.warned:
-                self.warned.add(name)
-                warnings.warn(f'Epoch {epoch + 1}: the spectral norm of {name} is {value:.3g}, above norm_alarm='
-                              f'{self.alarm:g}.', RuntimeWarning, stacklevel=2)
-
-    def take(self) -> dict[str, float]:
-        """The largest norms since the last call, as entries of an epoch's record."""
-        found = {f'norm of {name}': value for name, value in self.largest.items()}
-        self.largest = {}
-        return found
-
-
 @contextmanager
 def scalars(folder: Path | None) -> Iterator[Callable[[dict[str, float]], None]]:
     """Yields a function that adds the record of an epoch to `folder/tensorboard`, if TensorBoard is installed."""
@@ -141,7 +107,7 @@ def scalars(folder: Path | None) -> Iterator[Callable[[dict[str, float]], None]]
             writer = SummaryWriter(folder / 'tensorboard')  # type: ignore[no-untyped-call]
         for name, value in record.items():
             if name != 'epoch':
-                writer.add_scalar(name.replace(' of ', '/'), value, record['epoch'])
+                writer.add_scalar(name, value, record['epoch'])
         writer.flush()
     try:
         yield add

@@ -38,6 +38,7 @@ GONE = {
     'forced': '',  # had no effect without segments
     'attention_weight': 'Follow the states (trajectory_weight) instead.',
     'relation_weight': 'Follow the outputs (kd_weight) instead.',
+    'norm_alarm': '',  # changed no weight
 }
 
 
