@@ -28,7 +28,7 @@ from timm_odevit import (
     train,
 )
 from timm_odevit.files import locked
-from timm_odevit.training.validation import try_one_batch
+from timm_odevit.training.monitor import try_one_batch
 
 X, Y = torch.randn(40, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 5
 

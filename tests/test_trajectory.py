@@ -8,9 +8,9 @@ from timm.optim import create_optimizer_v2
 from timm.task import TrainingTask
 
 from timm_odevit import OdeConfig, StepwiseTask, TrajectoryDistillationTask, convert_
-from timm_odevit.training.checkpoints import distance_times, match, softmax_times, uniform_times
 from timm_odevit.training.config import LossConfig
 from timm_odevit.training.losses import jasmin_loss, logit_loss, trajectory_loss
+from timm_odevit.training.matching import distance_times, match, softmax_times, uniform_times
 
 PARTS = ('trajectory', 'jasmin', 'kd', 'task')
 

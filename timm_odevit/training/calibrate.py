@@ -21,9 +21,8 @@ from .config import CalibrationConfig
 from .fit import fit
 from .loaders import set_epoch
 from .matching import check_converted_from
-from .monitor import autocast
+from .monitor import autocast, loader_state_kept, must_fit
 from .tasks import StepwiseTask, TrajectoryDistillationTask
-from .validation import loader_state_kept, must_fit
 
 __all__ = ['calibrate_']
 

@@ -23,9 +23,18 @@ from ..hooks import random_states_kept
 from ..saving.save import describe, save_pretrained
 from .config import FitConfig
 from .loaders import set_epoch
-from .monitor import autocast, check_loss_is_finite, muon_in_float32, scalars
+from .monitor import (
+    autocast,
+    check_batch,
+    check_loss_is_finite,
+    muon_in_float32,
+    must_fit,
+    scalars,
+    score_of,
+    try_one_batch,
+    validate,
+)
 from .resume import BEST, HISTORY, LAST, check_unused, load_state, models_of, read_state, save_state, settings_to_resume
-from .validation import check_batch, must_fit, score_of, try_one_batch, validate
 
 __all__ = ['count_updates', 'fit']
 

@@ -15,11 +15,9 @@ from ..hooks import hooked, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.with_steps import with_steps
 from ..settings import flag
-from .checkpoints import teacher_stages
+from . import matching
 from .config import LossConfig
-from .losses import embedding_loss, logit_loss, trajectory_loss
-from .matching import check_converted_from, check_loss, check_models, check_same_time, check_student, is_one_sequence
-from .training_passes import StepwisePass, TrainingPass, TrajectoryPass
+from .losses import StepwisePass, TrainingPass, TrajectoryPass, embedding_loss, logit_loss, trajectory_loss
 
 __all__ = ['StepwiseTask', 'StudentTask', 'TrajectoryDistillationTask']
 
@@ -99,9 +97,9 @@ class StepwiseTask(StudentTask):
             device: torch.device | None = None,
             verbose: bool = True,
     ) -> None:
-        check_converted_from(student, teacher)
+        matching.check_converted_from(student, teacher)
         stages = [site.blocks for site in find_stages(teacher)]
-        check_same_time(student, stages)
+        matching.check_same_time(student, stages)
         super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
         self.stages = stages
         self.embedding = flag('embedding', embedding) or getattr(student, 'num_classes', None) == 0
@@ -174,16 +172,16 @@ class TrajectoryDistillationTask(StudentTask):
             **settings: Any,
     ) -> None:
         config = LossConfig.from_keywords(config, settings, 'TrajectoryDistillationTask')
-        check_student(student)
+        matching.check_student(student)
         host: Any = student
         device = device or next(student.parameters()).device
         if isinstance(teacher, str):
             teacher = DistillationTeacher(
                 teacher, num_classes=host.num_classes, in_chans=host.in_chans, device=device, dtype=dtype).model
         if teacher is not None:
-            check_models(student, teacher)
-        check_loss(student, teacher, config)
-        stages = [] if teacher is None else teacher_stages(teacher, config, calibration, device)
+            matching.check_models(student, teacher)
+        matching.check_loss(student, teacher, config)
+        stages = [] if teacher is None else matching.teacher_stages(teacher, config, calibration, device)
         super().__init__(device=device, dtype=dtype, verbose=verbose)
         self.config, self.weights, self.stages = config, config.weights, stages
         self.embedding = config.embedding or host.num_classes == 0
@@ -281,7 +279,7 @@ class TrajectoryDistillationTask(StudentTask):
             return self.teacher.model(self.for_teacher(input)), [states for states, _ in seen]
 
     def _trajectory_loss(self, student: Any, reached: list[Tensor], targets: list[Tensor]) -> Tensor:
-        prefix = prefix_tokens(student) if is_one_sequence(student) else 0
+        prefix = prefix_tokens(student) if matching.is_one_sequence(student) else 0
         has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
         return torch.stack([trajectory_loss(ours, theirs, prefix, has_cls, self.config.token_weights)
                             for ours, theirs in zip(reached, targets, strict=True)]).mean()
