@@ -1,10 +1,9 @@
 """calibrate_: fit the shared blocks to the teacher in minutes, on images without labels."""
 import copy
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, islice, pairwise
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ __all__ = ['calibrate_']
 
 HIGHEST_LR = (3e-3, 1e-3)  # of the two parts
 EPOCHS = 10  # into which the progress bar divides a part that takes some minutes
-MEASURED, TIMED = 3, 5  # batches by which the learning rate is chosen; updates by which the number of updates is
+TRIED = 3  # batches by which the learning rate is chosen, and updates by which the number of updates is
 EXACT = 1e-6  # a loss that is rounding
 
 
@@ -129,7 +128,7 @@ def _error_of_a_step(model: nn.Module, task: TrainingTask, loader: Any, config: 
     errors = []
     with loader_state_kept(loader, device), evaluating(model):
         random_seed(config.seed * 10_007 % 2 ** 31)
-        for images, labels in islice(loader, MEASURED):
+        for images, labels in islice(loader, TRIED):
             with must_fit('train_loader', images, labels, task), autocast(device, AMP_DTYPES[config.amp]):
                 errors.append(over_processes(task(images.to(device), labels)['loss']))
     return torch.stack(errors).mean().item() if errors else 1.
@@ -148,9 +147,8 @@ def _updates_in(
     trial = copy.deepcopy(model)
     seconds: list[float] = []
     for make, chosen in zip(parts, options, strict=True):
-        stream = _Stream(loader, TIMED + 1)
-        fit(make(trial), stream, epochs=1, progress=False, **chosen)
-        seconds.append(statistics.median(b - a for a, b in pairwise(stream.asked)))
+        _, record = fit(make(trial), _Stream(loader, TRIED), epochs=2, progress=False, **chosen)  # the first warms up
+        seconds.append(record['seconds'] / TRIED)
     left = max(0., 60. * minutes - (time.perf_counter() - started))
     updates = [max(1, math.floor(left / len(seconds) / each)) for each in seconds]
     found: list[int] = in_first_process(lambda: [n if n < EPOCHS else EPOCHS * (n // EPOCHS) for n in updates])
@@ -161,17 +159,13 @@ class _Stream:
     """The batches of a loader, over and over: `count` of them at a time, the next ones each time."""
 
     def __init__(self, loader: Any, count: int) -> None:
-        self.loader, self.count = loader, count
-        self.batches = self._endless()
-        self.asked: list[float] = []  # when each batch was asked for, in seconds
+        self.loader, self.count, self.batches = loader, count, self._endless()
 
     def __len__(self) -> int:
         return self.count
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in islice(self.batches, self.count):
-            self.asked.append(time.perf_counter())
-            yield batch
+        return islice(self.batches, self.count)
 
     def _endless(self) -> Iterator[Any]:
         for epoch in count():
@@ -210,5 +204,4 @@ class _Batches:
         else:
             batches = (batch[0] if isinstance(batch, (list, tuple)) else batch for batch in self.source)
         for batch in batches:
-            check_images(batch)
             yield batch, torch.zeros(len(batch), dtype=torch.long)

@@ -152,10 +152,8 @@ class TeacherStage:
         return state_at(states[first:], [0., *times], t)
 
 
-def teacher_stages(
-        teacher: nn.Module, config: LossConfig, calibration: Iterable[Tensor] | None, device: torch.device,
-) -> list[TeacherStage]:
-    """A teacher's stages, with the times that the settings give.
+def teacher_stages(teacher: nn.Module, config: LossConfig, calibration: Iterable[Tensor]) -> list[TeacherStage]:
+    """A teacher's stages, with the times that the settings give or, for 'distance', images on the teacher's device.
 
     Raises:
         ValueError: The times do not suit the teacher.
@@ -165,15 +163,14 @@ def teacher_stages(
         raise ValueError(
             f'checkpoints={config.checkpoints!r} applies to models with one sequence of blocks, but a '
             f"{type(teacher).__name__} has {len(sites)} stages. Set checkpoints='uniform'.")
-    return [TeacherStage(site.blocks, _times(site.blocks, teacher, config, calibration, device)) for site in sites]
+    return [TeacherStage(site.blocks, _times(site.blocks, teacher, config, calibration)) for site in sites]
 
 
-def _times(blocks: list[Any], teacher: Any, config: LossConfig, calibration: Any, device: torch.device) -> list[float]:
+def _times(blocks: list[Any], teacher: Any, config: LossConfig, calibration: Iterable[Tensor]) -> list[float]:
     if config.checkpoints == 'uniform':
         return uniform_times(len(blocks))
     if config.checkpoints == 'distance':
-        batches = (images.to(device) for images in calibration or ())
-        return distance_times(teacher, batches, config.checkpoint_temperature)
+        return distance_times(teacher, calibration, config.checkpoint_temperature)
     times: list[float] = list(config.checkpoints)  # type: ignore[arg-type]
     increasing = all(a < b for a, b in pairwise([0., *times]))
     if len(times) != len(blocks) or not increasing or times[-1] > 1.:

@@ -141,7 +141,7 @@ class TrajectoryDistillationTask(StudentTask):
         student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
         teacher: timm model of the same width and tokens, or the name of one; None to train without one, with
             trajectory_weight and kd_weight 0.
-        calibration: Batches of images [B, C, H, W], normalised for the teacher, for checkpoints 'distance'.
+        calibration: Batches of images [B, C, H, W], normalised for the student, for checkpoints 'distance'.
         criterion: Loss on the labels, (logits, target) to a scalar; cross-entropy by default.
         device: Device of the task; by default the student's.
         dtype: Dtype of the task's buffers.
@@ -181,16 +181,19 @@ class TrajectoryDistillationTask(StudentTask):
         if teacher is not None:
             matching.check_models(student, teacher)
         matching.check_loss(student, teacher, config)
-        stages = [] if teacher is None else matching.teacher_stages(teacher, config, calibration, device)
+        for_teacher, stages = None, []
+        if teacher is not None:
+            for_teacher = _Renormalised(student, teacher, device, dtype)
+            stages = matching.teacher_stages(
+                teacher, config, (for_teacher(images.to(device)) for images in calibration or ()))
         super().__init__(device=device, dtype=dtype, verbose=verbose)
         self.config, self.weights, self.stages = config, config.weights, stages
         self.embedding = config.embedding or host.num_classes == 0
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
         self.teacher: Any = None
-        self.for_teacher: Any = None
+        self.for_teacher: Any = for_teacher
         if teacher is not None:
             self.teacher = DistillationTeacher(teacher, device=device, dtype=dtype).requires_grad_(False).eval()
-            self.for_teacher = _Renormalised(student, teacher, device, dtype)
         self.trainable_module: Any = TrajectoryPass(student, config)
         odes = find_ode_blocks(student)
         self.steps = config.counts(odes[-1].steps)
