@@ -153,12 +153,6 @@ def test_a_student_that_has_little_to_learn_learns_slowly(vit):
     assert rates(good, lr=3e-3, unrolled_lr=1e-3) == whole
 
 
-def test_a_stream_gives_all_batches_before_any_comes_again():
-    stream = calibrate._Stream(list(range(5)), 3)
-    assert [list(stream) for _ in range(4)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3], [4, 0, 1]]
-    assert list(calibrate._Stream([], 3)) == [] and len(stream) == 3
-
-
 @pytest.mark.parametrize('kind', ['tensor', 'loader', 'augmented'])
 def test_a_calibration_in_minutes_can_be_repeated(vit, tmp_path, monkeypatch, kind):
     start, teacher = pair(vit)

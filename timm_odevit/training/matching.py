@@ -163,21 +163,9 @@ def teacher_stages(teacher: nn.Module, config: LossConfig, calibration: Iterable
         raise ValueError(
             f'checkpoints={config.checkpoints!r} applies to models with one sequence of blocks, but a '
             f"{type(teacher).__name__} has {len(sites)} stages. Set checkpoints='uniform'.")
-    return [TeacherStage(site.blocks, _times(site.blocks, teacher, config, calibration)) for site in sites]
-
-
-def _times(blocks: list[Any], teacher: Any, config: LossConfig, calibration: Iterable[Tensor]) -> list[float]:
-    if config.checkpoints == 'uniform':
-        return uniform_times(len(blocks))
     if config.checkpoints == 'distance':
-        return distance_times(teacher, calibration, config.checkpoint_temperature)
-    times: list[float] = list(config.checkpoints)  # type: ignore[arg-type]
-    increasing = all(a < b for a, b in pairwise([0., *times]))
-    if len(times) != len(blocks) or not increasing or times[-1] > 1.:
-        raise ValueError(
-            f'checkpoints must be {len(blocks)} strictly increasing times in (0, 1], one for each layer of the '
-            f'teacher; got {times}.')
-    return times
+        return [TeacherStage(sites[0].blocks, distance_times(teacher, calibration, config.checkpoint_temperature))]
+    return [TeacherStage(site.blocks, uniform_times(len(site.blocks))) for site in sites]
 
 
 def uniform_times(layers: int) -> list[float]:

@@ -39,13 +39,9 @@ class StudentTask(TrainingTask):
     def prepare_distributed(self: Task, device_ids: list[Any] | None = None, **ddp_kwargs: Any) -> Task:
         """Wrap the student, but not the frozen teacher, in DistributedDataParallel."""
         from torch.nn.parallel import DistributedDataParallel
-        ddp_kwargs.setdefault('find_unused_parameters', self._leaves_parameters_unused())
+        ddp_kwargs.setdefault('find_unused_parameters', True)  # such as the head, or layers that few steps leave out
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
         return self
-
-    def _leaves_parameters_unused(self) -> bool:
-        """Whether a training pass may leave parameters of the student without a gradient."""
-        raise NotImplementedError
 
     def get_eval_model(self, module: nn.Module | None = None, ema: bool = False) -> nn.Module | None:
         """The student itself, without the wrapper of the training pass."""
@@ -122,9 +118,6 @@ class StepwiseTask(StudentTask):
             output = self.teacher(self.for_teacher(input))
         return {'loss': self.trainable_module(seen), 'output': output}
 
-    def _leaves_parameters_unused(self) -> bool:
-        return True  # everything outside the blocks
-
 
 class TrajectoryDistillationTask(StudentTask):
     """Teach an ODE-ViT to follow the hidden states of a pretrained ViT; a `timm.task.TrainingTask`.
@@ -190,10 +183,9 @@ class TrajectoryDistillationTask(StudentTask):
         self.config, self.weights, self.stages = config, config.weights, stages
         self.embedding = config.embedding or host.num_classes == 0
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
-        self.teacher: Any = None
         self.for_teacher: Any = for_teacher
-        if teacher is not None:
-            self.teacher = DistillationTeacher(teacher, device=device, dtype=dtype).requires_grad_(False).eval()
+        self.teacher = teacher if teacher is None else DistillationTeacher(
+            teacher, device=device, dtype=dtype).requires_grad_(False).eval()
         self.trainable_module: Any = TrajectoryPass(student, config)
         odes = find_ode_blocks(student)
         self.steps = config.counts(odes[-1].steps)
@@ -300,12 +292,6 @@ class TrajectoryDistillationTask(StudentTask):
                   for name, part in self._output_losses(output, wanted, target).items()
                   if part is not None and self.weights[name] > 0]
         return torch.stack(losses).sum() / len(early) if losses else None
-
-    def _leaves_parameters_unused(self) -> bool:
-        odes = find_ode_blocks(unwrap_model(self.trainable_module).student)
-        # few steps leave layers unused; no loss on the logits leaves the final norm and the head unused
-        return bool(any(ode.shared.depends_on_time or ode.shared.jumps for ode in odes) or not any(
-            self.weights[name] for name in ('kd', 'task')))
 
     def compile(self, backend: str = 'inductor', mode: str | None = None, **compile_kwargs: Any) -> Any:
         """Compile the student's training pass and its evaluation, but not the teacher; returns the eval model."""
