@@ -164,7 +164,6 @@ def _prepare(
     device = next(student.parameters()).device
     criterion = SoftTargetCrossEntropy() if recipe.batches.mixes else nn.CrossEntropyLoss()
     config = replace(recipe.fit_of(stage), seed=recipe.seed + 1000 * i)
-    count_updates(train_loader, config.accumulate)
     names = _names_of(student, stage.train, f'stages.{i}.train')
     try:
         if stage.task == 'labels':
@@ -180,6 +179,7 @@ def _prepare(
                 student, teacher, embedding=recipe.loss_of(stage).embedding, device=device, verbose=False)
     except (TypeError, ValueError) as e:
         raise ValueError(f'stages.{i}: {e}') from e
+    count_updates(train_loader, config.accumulate)
     return task, names, config
 
 
