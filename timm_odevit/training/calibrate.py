@@ -44,8 +44,8 @@ def calibrate_(
 
     First, each step learns on its own, from the teacher's state to the teacher's next state (StepwiseTask); then the
     unrolled steps learn the whole trajectory (TrajectoryDistillationTask), each in half of the time. Only the shared
-    blocks learn. At the end, the modes and requires_grad of both models are restored. If the call is interrupted or
-    fails, so are the weights. A student that is exact has nothing to learn, and takes no time.
+    blocks learn. A copy is trained and its weights are assigned at the end, so that an interrupted or failed call
+    leaves the model as it was. A student that is exact has nothing to learn, and takes no time.
 
     Args:
         model: Converted model.
@@ -67,38 +67,26 @@ def calibrate_(
     config = CalibrationConfig.from_keywords(config, settings, 'calibrate_')
     check_converted_from(model, teacher)
     loader = _Batches(images, config.batch_size)
-    parts: list[Callable[[nn.Module], TrainingTask]] = [
-        lambda student: StepwiseTask(student, teacher, verbose=False),
-        lambda student: TrajectoryDistillationTask(student, teacher, kd_weight=0., verbose=False)]
-    learning = {id(p) for ode in find_ode_blocks(model) for p in ode.shared.parameters()}
-    flags = [(p, p.requires_grad) for m in (model, teacher) for p in m.parameters()]
-    modes = [(module, module.training) for m in (model, teacher) for module in m.modules()]
-    values: list[tuple[Tensor, Tensor]] = [(p, p.detach().clone()) for p in (*model.parameters(), *model.buffers())
-              if id(p) in learning or not isinstance(p, nn.Parameter)]
-    done = False
-
-    def put_back() -> None:
-        for p, flag in flags:
-            p.requires_grad_(flag)
-        for module, mode in modes:
-            module.training = mode
-        with torch.no_grad():
-            for tensor, before in [] if done else values:
-                tensor.copy_(before)
+    student = copy.deepcopy(model)
+    learning = {id(p) for ode in find_ode_blocks(student) for p in ode.shared.parameters()}
+    for p in student.parameters():
+        p.requires_grad_(p.requires_grad and id(p) in learning)
+    flags = [(p, p.requires_grad) for p in teacher.parameters()]
     try:
-        for p, flag in flags:
-            p.requires_grad_(flag and id(p) in learning)
-        history = _train(model, loader, parts, config, progress)
-        done = True
+        with evaluating(teacher):
+            history = _train(student, teacher, loader, config, progress)
     finally:
-        surely(put_back)
+        surely(lambda: [p.requires_grad_(flag) for p, flag in flags])
+    surely(lambda: model.load_state_dict(student.state_dict()))
     return history
 
 
 def _train(
-        model: nn.Module, loader: '_Batches', parts: Sequence[Callable[[nn.Module], TrainingTask]],
-        config: CalibrationConfig, progress: bool,
+        model: nn.Module, teacher: nn.Module, loader: '_Batches', config: CalibrationConfig, progress: bool,
 ) -> list[dict[str, float]]:
+    parts: list[Callable[[nn.Module], TrainingTask]] = [
+        lambda student: StepwiseTask(student, teacher, verbose=False),
+        lambda student: TrajectoryDistillationTask(student, teacher, kd_weight=0., verbose=False)]
     used = [True, True] if config.epochs is None else [epochs > 0 for epochs in config.epochs]
     tasks = [make(model) if use else None for make, use in zip(parts, used, strict=True)]  # before any is trained
     share = 1.
