@@ -224,6 +224,9 @@ def test_the_teacher_sees_images_in_its_own_normalisation(vit, kind, channels):
     if channels == 3:
         pixels = images * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
         torch.testing.assert_close(seen[0], (pixels - 0.5) / 0.25)
+    if kind is TrajectoryDistillationTask:
+        kind(student, teacher, checkpoints='distance', calibration=[images], verbose=False)
+        assert torch.equal(seen[1], seen[0])
 
 
 @pytest.mark.parametrize('change, error, message', [
