@@ -93,7 +93,7 @@ def test_other_settings_of_the_student_are_kept(model):
 
 def test_refused(model):
     for keep in (0, 1., 95, '3M', True, 'much', -0.1, float('nan')):
-        with pytest.raises(ValueError, match='keep must be a share|expected a number'):
+        with pytest.raises(ValueError, match='keep must be a number between 0 and 1; got|expected a number'):
             find_size(model, images(), images(8), keep=keep)
     with pytest.raises(ValueError, match='trials'):
         find_size(model, images(), images(8), trials=0)
@@ -125,7 +125,7 @@ def test_command(model, tmp_path, monkeypatch, capsys):
             (['--keep', '50%', '--images', 'images.npz', '--num-classes', '5'], '--num-classes'),
             (['--keep', '50%', '--images', 'images.npz', '--rank', '3'], '--keep chooses time, rank'),
             (['--keep', 'most', '--images', 'images.npz'], "got 'most'"),
-            (['--keep', '100%', '--images', 'images.npz'], 'above 0 and below 1'),
+            (['--keep', '100%', '--images', 'images.npz'], 'between 0 and 1; got 1.0'),
             (['--minutes', '3'], '--minutes is the time for each size that --keep tries')]:
         assert main(['convert', 'local-dir:teacher', 'other', *options]) == 2
         assert message in capsys.readouterr().err and not (tmp_path / 'other').exists()

@@ -100,12 +100,6 @@ def test_numpy_numbers_become_plain_ones():
     assert type(found.epochs) is int and type(found.lr) is float and found == FitConfig(epochs=2, lr=0.5, seed=-1, warmup_epochs=0.5)
 
 
-@pytest.mark.parametrize('checkpoints', [3, ['a'], [2.]])
-def test_times_that_are_none(checkpoints):
-    with pytest.raises(ValueError, match='checkpoints must be uniform, distance, or a list of relative times; got '):
-        LossConfig(checkpoints=checkpoints)
-
-
 def test_a_huge_number_in_a_recipe_is_one_message():
     with pytest.raises(ValueError, match=r'lr must be a number of at least 0; got 1000.{0,60}\.\.\.\.$'):
         Recipe.load('finetune', [f'fit.lr=1{"0" * 400}'])

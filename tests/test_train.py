@@ -104,20 +104,14 @@ def test_refuses(bad, message):
 
 BOMB = 'a: &a [1, 1]\n' + '\n'.join(f'b{i}: &b{i} [{", ".join(9 * [f"*b{i - 1}" if i else "*a"])}]' for i in range(30))
 YAML = {  # what no recipe needs, and what the message holds after the name
-    'a billion laughs': (BOMB, ' has the alias *a (line 2). Write out what it stands for.'),
-    'a list in itself': ('&a [*a]', ' has the alias *a (line 1)'),
-    'keys in themselves': ('&a {fit: *a}', ' has the alias *a (line 1)'),
-    'deep lists': ('[' * 40000, ' has more than 50 levels (line 1).'),
-    'deep keys': ('{a: ' * 10000, ' has more than 50 levels (line 1).'),
-    'deep blocks': ('- ' * 20000, ' has more than 50 levels (line 1).'),
-    'a key twice': ('fit: {lr: 1, epochs: 2, lr: 3}', " has the key 'lr' twice (line 1). Leave one out."),
+    'a billion laughs': (BOMB, ' not valid YAML: it has the alias *a, which no recipe needs (line 2).'),
+    'a list in itself': ('&a [*a]', ' it has the alias *a, which'),
+    'deep lists': ('[' * 40000, ' it has more than 50 levels, which no recipe needs (line 1).'),
+    'a key twice': ('fit: {lr: 1, epochs: 2, lr: 3}', " it has the key 'lr' twice (line 1)."),
     'much text': ('#' * 50001, ' has more than 50,000 characters, so it is not a recipe.'),
     'a long number': ('seed: ' + '9' * 40000, ' not valid YAML: '),
     'a date that is none': ('seed: 2001-13-32', ' not valid YAML: month must be in 1..12'),
     'a tag': ('!!python/object/apply:os.system [ls]', ' not valid YAML: could not determine a constructor for the tag'),
-    'an empty number': ('!!int ""', ' not valid YAML: '),
-    'a truth that is none': ('!!bool x', ' not valid YAML: '),
-    'a time that is none': ('!!timestamp x', ' not valid YAML: '),
     'a character that is none': ('a\0b', ' not valid YAML: unacceptable character'),
 }
 
@@ -142,13 +136,13 @@ def test_changes_that_are_deep_and_files_that_are_no_text(tmp_path):
         recipe(f"ode{'.a' * 5000}=1")
     assert len(str(e.value)) < 200
     (tmp_path / 'a.yaml').write_bytes(b'a: \xff')
-    with pytest.raises(ValueError, match="a.yaml' is not valid YAML: 'utf-8' codec"):
+    with pytest.raises(ValueError, match="a.yaml' is not valid YAML: .*invalid start byte"):
         Recipe.load(tmp_path / 'a.yaml')
 
 
 def test_a_recipe_of_an_earlier_version_loads_unless_it_uses_what_is_gone():
-    old = {'cache': 0, 'loss': {'attention_weight': 0}, 'stages': [{'loss': {'segments': [], 'relation_weight': 0., 'forced': 0.25}}]}
-    assert recipe(**old) == recipe(loss={}, stages=[{'loss': {}}])
+    old = {'cache': 0, 'loss': {'attention_weight': 0}, 'stages': [{'loss': {'segments': [], 'relation_weight': 0., 'forced': 0.25}, 'fit': {'norm_alarm': 10.}}]}
+    assert recipe(**old) == recipe(loss={}, stages=[{'loss': {}, 'fit': {}}])
     for gone, instead in (('cache=1', "The teacher's states are no longer kept"), ('loss.segments=[3]', 'Start with a stage of task stepwise'),
                           ('stages.0.loss={relation_weight: 1}', 'kd_weight'), ('loss.attention_weight=1', 'trajectory_weight')):
         with pytest.raises(ValueError, match=f'^recipe: .* is gone since version 0.2.*{instead}.*Leave'):
@@ -416,7 +410,7 @@ def test_weights_that_are_not_finite_are_not_written(vit, data, tmp_path, monkey
         ('loss={kd_weight: 0, trajectory_weight: 0}', 'All weights of the loss are 0'),
         ('loss.kd_temperature=-1', 'kd_temperature must be a number above 0; got -1.'), ('loss.steps=[true]', 'steps must be a list of whole numbers'),
         ('loss.jasmin_evaluations=1.5', 'must be a whole number of at least 1'),
-        ('loss.steps=[2, 3', "'loss.steps=[2, 3' has a value that is not valid YAML"),
+        ('loss.steps=[2, 3', "'loss.steps=[2, 3' is not valid YAML"),
         ('data.batch_size=0', 'data.batch_size must be a whole number of at least 1'),
         ('data.padding=-1', 'data.padding must be'), ('data.flip=7', 'data.flip must be a number from 0 to 1'),
         ('data.mixup=-1', 'data.mixup must be'), ('fit.compile=maybe', 'compile must be True or False'),

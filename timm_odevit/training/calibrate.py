@@ -1,10 +1,9 @@
 """calibrate_: fit the shared blocks to the teacher in minutes, on images without labels."""
 import copy
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, islice, pairwise
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -21,15 +20,14 @@ from .config import CalibrationConfig
 from .fit import fit
 from .loaders import set_epoch
 from .matching import check_converted_from
-from .monitor import autocast
+from .monitor import autocast, loader_state_kept, must_fit
 from .tasks import StepwiseTask, TrajectoryDistillationTask
-from .validation import loader_state_kept, must_fit
 
 __all__ = ['calibrate_']
 
 HIGHEST_LR = (3e-3, 1e-3)  # of the two parts
 EPOCHS = 10  # into which the progress bar divides a part that takes some minutes
-MEASURED, TIMED = 3, 5  # batches by which the learning rate is chosen; updates by which the number of updates is
+TRIED = 3  # batches by which the learning rate is chosen, and updates by which the number of updates is
 EXACT = 1e-6  # a loss that is rounding
 
 
@@ -46,8 +44,8 @@ def calibrate_(
 
     First, each step learns on its own, from the teacher's state to the teacher's next state (StepwiseTask); then the
     unrolled steps learn the whole trajectory (TrajectoryDistillationTask), each in half of the time. Only the shared
-    blocks learn. At the end, the modes and requires_grad of both models are restored. If the call is interrupted or
-    fails, so are the weights. A student that is exact has nothing to learn, and takes no time.
+    blocks learn. A copy is trained and its weights are assigned at the end, so that an interrupted or failed call
+    leaves the model as it was. A student that is exact has nothing to learn, and takes no time.
 
     Args:
         model: Converted model.
@@ -69,38 +67,26 @@ def calibrate_(
     config = CalibrationConfig.from_keywords(config, settings, 'calibrate_')
     check_converted_from(model, teacher)
     loader = _Batches(images, config.batch_size)
-    parts: list[Callable[[nn.Module], TrainingTask]] = [
-        lambda student: StepwiseTask(student, teacher, verbose=False),
-        lambda student: TrajectoryDistillationTask(student, teacher, kd_weight=0., verbose=False)]
-    learning = {id(p) for ode in find_ode_blocks(model) for p in ode.shared.parameters()}
-    flags = [(p, p.requires_grad) for m in (model, teacher) for p in m.parameters()]
-    modes = [(module, module.training) for m in (model, teacher) for module in m.modules()]
-    values: list[tuple[Tensor, Tensor]] = [(p, p.detach().clone()) for p in (*model.parameters(), *model.buffers())
-              if id(p) in learning or not isinstance(p, nn.Parameter)]
-    done = False
-
-    def put_back() -> None:
-        for p, flag in flags:
-            p.requires_grad_(flag)
-        for module, mode in modes:
-            module.training = mode
-        with torch.no_grad():
-            for tensor, before in [] if done else values:
-                tensor.copy_(before)
+    student = copy.deepcopy(model)
+    learning = {id(p) for ode in find_ode_blocks(student) for p in ode.shared.parameters()}
+    for p in student.parameters():
+        p.requires_grad_(p.requires_grad and id(p) in learning)
+    flags = [(p, p.requires_grad) for p in teacher.parameters()]
     try:
-        for p, flag in flags:
-            p.requires_grad_(flag and id(p) in learning)
-        history = _train(model, loader, parts, config, progress)
-        done = True
+        with evaluating(teacher):
+            history = _train(student, teacher, loader, config, progress)
     finally:
-        surely(put_back)
+        surely(lambda: [p.requires_grad_(flag) for p, flag in flags])
+    surely(lambda: model.load_state_dict(student.state_dict()))
     return history
 
 
 def _train(
-        model: nn.Module, loader: '_Batches', parts: Sequence[Callable[[nn.Module], TrainingTask]],
-        config: CalibrationConfig, progress: bool,
+        model: nn.Module, teacher: nn.Module, loader: '_Batches', config: CalibrationConfig, progress: bool,
 ) -> list[dict[str, float]]:
+    parts: list[Callable[[nn.Module], TrainingTask]] = [
+        lambda student: StepwiseTask(student, teacher, verbose=False),
+        lambda student: TrajectoryDistillationTask(student, teacher, kd_weight=0., verbose=False)]
     used = [True, True] if config.epochs is None else [epochs > 0 for epochs in config.epochs]
     tasks = [make(model) if use else None for make, use in zip(parts, used, strict=True)]  # before any is trained
     share = 1.
@@ -130,7 +116,7 @@ def _error_of_a_step(model: nn.Module, task: TrainingTask, loader: Any, config: 
     errors = []
     with loader_state_kept(loader, device), evaluating(model):
         random_seed(config.seed * 10_007 % 2 ** 31)
-        for images, labels in islice(loader, MEASURED):
+        for images, labels in islice(loader, TRIED):
             with must_fit('train_loader', images, labels, task), autocast(device, AMP_DTYPES[config.amp]):
                 errors.append(over_processes(task(images.to(device), labels)['loss']))
     return torch.stack(errors).mean().item() if errors else 1.
@@ -149,9 +135,8 @@ def _updates_in(
     trial = copy.deepcopy(model)
     seconds: list[float] = []
     for make, chosen in zip(parts, options, strict=True):
-        stream = _Stream(loader, TIMED + 1)
-        fit(make(trial), stream, epochs=1, progress=False, **chosen)
-        seconds.append(statistics.median(b - a for a, b in pairwise(stream.asked)))
+        _, record = fit(make(trial), _Stream(loader, TRIED), epochs=2, progress=False, **chosen)  # the first warms up
+        seconds.append(record['seconds'] / TRIED)
     left = max(0., 60. * minutes - (time.perf_counter() - started))
     updates = [max(1, math.floor(left / len(seconds) / each)) for each in seconds]
     found: list[int] = in_first_process(lambda: [n if n < EPOCHS else EPOCHS * (n // EPOCHS) for n in updates])
@@ -162,17 +147,13 @@ class _Stream:
     """The batches of a loader, over and over: `count` of them at a time, the next ones each time."""
 
     def __init__(self, loader: Any, count: int) -> None:
-        self.loader, self.count = loader, count
-        self.batches = self._endless()
-        self.asked: list[float] = []  # when each batch was asked for, in seconds
+        self.loader, self.count, self.batches = loader, count, self._endless()
 
     def __len__(self) -> int:
         return self.count
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in islice(self.batches, self.count):
-            self.asked.append(time.perf_counter())
-            yield batch
+        return islice(self.batches, self.count)
 
     def _endless(self) -> Iterator[Any]:
         for epoch in count():
@@ -211,5 +192,4 @@ class _Batches:
         else:
             batches = (batch[0] if isinstance(batch, (list, tuple)) else batch for batch in self.source)
         for batch in batches:
-            check_images(batch)
             yield batch, torch.zeros(len(batch), dtype=torch.long)

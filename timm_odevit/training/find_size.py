@@ -15,7 +15,7 @@ from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..ode.blocks import count_parameters
 from ..ode.config import DEFAULT, OdeConfig
-from ..settings import integer
+from ..settings import integer, number
 from .calibrate import calibrate_
 from .config import CalibrationConfig
 
@@ -122,7 +122,8 @@ def find_size(
         FloatingPointError: The loss stopped being finite.
     """
     config = CalibrationConfig.from_keywords(config, settings, 'find_size')
-    share, trials = _share(keep), integer(1)('trials', trials)
+    share = number(0., 1., open='()')('keep', parse_size(keep) if isinstance(keep, str) else keep)
+    trials = integer(1)('trials', trials)
     held = _batches(held_out)
     first: Any = images if isinstance(images, Tensor) else next(iter(images), None)
     first = first[0] if isinstance(first, (list, tuple)) else first
@@ -179,10 +180,3 @@ def _batches(images: Any) -> list[tuple[Tensor, Tensor]]:
     for batch in found or [None]:
         check_images(batch)
     return [(batch, torch.zeros(len(batch), dtype=torch.long)) for batch in found]
-
-
-def _share(keep: float | str) -> float:
-    share = parse_size(keep) if isinstance(keep, str) else keep
-    if isinstance(share, bool) or not isinstance(share, float) or not 0 < share < 1:
-        raise ValueError(f"keep must be a share above 0 and below 1, such as 0.95 or '95%'; got {keep!r}.")
-    return share

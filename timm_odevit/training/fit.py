@@ -23,9 +23,18 @@ from ..hooks import random_states_kept
 from ..saving.save import describe, save_pretrained
 from .config import FitConfig
 from .loaders import set_epoch
-from .monitor import NormWatch, autocast, check_loss_is_finite, muon_in_float32, scalars
+from .monitor import (
+    autocast,
+    check_batch,
+    check_loss_is_finite,
+    muon_in_float32,
+    must_fit,
+    scalars,
+    score_of,
+    try_one_batch,
+    validate,
+)
 from .resume import BEST, HISTORY, LAST, check_unused, load_state, models_of, read_state, save_state, settings_to_resume
-from .validation import check_batch, must_fit, score_of, try_one_batch, validate
 
 __all__ = ['count_updates', 'fit']
 
@@ -184,7 +193,6 @@ class _Trainer:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == 'float16')
         self.models = models_of(task)
         self.chosen = self.models['ema' if 'ema' in self.models else 'model']  # is validated and saved
-        self.norms = NormWatch(self.models['model'], config.norm_alarm)
 
     def epoch(self, epoch: int, val_loader: Any, done: Callable[[], Any]) -> dict[str, float]:
         """Train for one epoch and validate; returns its record, which depends only on the seed and the state."""
@@ -239,13 +247,12 @@ class _Trainer:
                 scaler.update()
                 optimizer.zero_grad()
                 task.update_ema(step=update)
-                self.norms.update(epoch)
                 done()
         if i < batches - 1:
             raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, but its length is '
                              f'{len(self.loader)}. Give a loader that gives as many batches as its length.')
         means = {key: float(over_processes(value / batches)) for key, value in sums.items()}
-        return {'lr': optimizer.param_groups[-1]['lr'], **means, **self.norms.take()}
+        return {'lr': optimizer.param_groups[-1]['lr'], **means}
 
     def save(self, folder: Path, history: list[dict[str, float]], settings: dict[str, Any], best: bool) -> None:
         """Save the whole state, and the model if it is the best so far."""

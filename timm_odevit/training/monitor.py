@@ -1,7 +1,6 @@
-"""What `fit` watches: loss, spectral norms, the precision of Muon; and records for TensorBoard."""
+"""What surrounds the loop of `fit`: checks of the first batches, validation, where a loss diverged, TensorBoard."""
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -10,15 +9,115 @@ from typing import Any
 
 import torch
 from timm.optim import muon
+from timm.task import TrainingTask
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from ..dynamics.spectral_norms import SpectralNorms
-from ..hooks import evaluating, hooked
+from ..convert.svd_data import check_images
+from ..evaluation.accuracy import evaluate
+from ..evaluation.embeddings import evaluate_embeddings
+from ..hooks import evaluating, hooked, random_states_kept
 from ..ode.blocks import find_ode_blocks
 from ..ode.with_steps import with_steps
+from .loaders import loader_chain
 from .resume import models_of
 
-__all__ = ['NormWatch', 'autocast', 'check_loss_is_finite', 'muon_in_float32', 'scalars']
+__all__ = ['autocast', 'check_batch', 'check_loss_is_finite', 'loader_state_kept', 'muon_in_float32', 'must_fit',
+           'scalars', 'score_of', 'try_one_batch', 'validate']
+
+
+def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None) -> dict[str, float]:
+    """Accuracy; of a task that follows embeddings, how near they are to the teacher's."""
+    if not getattr(task, 'embedding', False):
+        top = evaluate(model, loader, amp_dtype=dtype).results[-1]
+        return {'val_top1': top.top1, 'val_top5': top.top5, 'val_loss': top.loss}
+    teacher = getattr(task.teacher, 'model', task.teacher)
+    found: Any = evaluate_embeddings(model, loader, teacher=teacher, amp_dtype=dtype).results[-1]
+    return {f'val_{key}': getattr(found, key) for key in ('cosine', 'error', 'neighbours')
+            if getattr(found, key) is not None}
+
+
+def score_of(record: dict[str, Any], default: float) -> float:
+    """What chooses the best epoch, of its record: the accuracy, or the cosine with the teacher's embeddings."""
+    return record.get('val_top1', record.get('val_cosine', default))
+
+
+def try_one_batch(val_loader: Any, task: TrainingTask, dtype: torch.dtype | None) -> None:
+    """Validate one batch, and leave everything as it was."""
+    with loader_state_kept(val_loader, task.device):
+        for batch in val_loader:
+            images, labels = check_batch('val_loader', batch, task)
+            with must_fit('val_loader', images, labels, task):
+                validate(task, models_of(task)['model'], [(images, labels)], dtype)
+            return
+    raise ValueError('val_loader is empty. Give at least one batch, or None.')
+
+
+@contextmanager
+def loader_state_kept(loader: Any, device: torch.device) -> Iterator[None]:
+    """Restore what an extra iteration changes: random states, and the persistent workers of a DataLoader."""
+    parts = loader_chain(loader)
+    owners = [owner for part in parts for owner in (
+        part, getattr(part, 'sampler', None), getattr(part, 'batch_sampler', None),
+        getattr(getattr(part, 'batch_sampler', None), 'sampler', None))]
+    found = [getattr(owner, 'generator', None) for owner in owners]
+    states = [(generator, generator.get_state()) for generator in found if isinstance(generator, torch.Generator)]
+    workers = [(part, part._iterator) for part in parts if isinstance(part, DataLoader)]
+    with random_states_kept(device):
+        try:
+            for part, _ in workers:
+                part._iterator = None
+            yield
+        finally:
+            for part, kept in workers:
+                part._iterator = kept
+            for generator, state in states:
+                generator.set_state(state)
+
+
+def check_batch(name: str, batch: Any, task: TrainingTask) -> Any:
+    """The images and labels of a first batch.
+
+    Raises:
+        ValueError: It is not a batch, or a label is not one of the model's classes.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        found = f'{len(batch)} items' if isinstance(batch, (tuple, list)) else f'a {type(batch).__name__}'
+        raise ValueError(f'{name} must give batches (images, labels); got {found}.')
+    images, labels = batch
+    try:
+        check_images(images)
+    except ValueError as e:
+        raise ValueError(f'{name}: {e}') from None
+    criterion = getattr(task, 'criterion', None)
+    classes = 0 if getattr(task, 'embedding', False) else getattr(models_of(task)['model'], 'num_classes', 0)
+    used = classes and (criterion is not None or name == 'val_loader')  # some tasks ignore labels
+    if used and isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point():
+        wrong = labels[((labels < 0) | (labels >= classes)) & (labels != getattr(criterion, 'ignore_index', -100))]
+        if len(wrong):
+            raise ValueError(f'{name} has label {int(wrong[0])}, but the {classes} classes of the model are 0 to '
+                             f'{classes - 1}. Create the model with the num_classes of the data.')
+    return images, labels
+
+
+@contextmanager
+def must_fit(name: str, images: Tensor, labels: Any, task: TrainingTask) -> Iterator[None]:
+    """If a batch does not fit the model, say why, and restore the task's buffers and modes."""
+    buffers = [(buffer, buffer.clone()) for buffer in task.buffers()]
+    modes = [(module, module.training) for module in task.modules()]
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as e:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for module, mode in modes:
+            module.training = mode
+        found = [f'{x.dtype} {list(x.shape)}' if isinstance(x, Tensor) else type(x).__name__ for x in (images, labels)]
+        raise ValueError(f'The first batch of {name} (images {found[0]}, labels {found[1]}) does not fit the model: '
+                         f'{type(e).__name__}: {" ".join(str(e).split())}') from e
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -95,38 +194,6 @@ def _in_float32(G: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return _newtonschulz(G, *args, **({'dtype': torch.float32, **kwargs} if G.device.type == 'cpu' else kwargs))
 
 
-class NormWatch:
-    """The largest spectral norm of each weight of the blocks within an epoch, from one power iteration per update.
-
-    Args:
-        model: The model in training.
-        alarm: Norm above which to warn, once for each weight; None watches nothing.
-    """
-
-    def __init__(self, model: nn.Module, alarm: float | None) -> None:
-        self.alarm = alarm
-        self.norms = None if alarm is None else SpectralNorms(model)
-        self.largest: dict[str, float] = {}
-        self.warned: set = set()
-
-    def update(self, epoch: int) -> None:
-        """Look at the weights after an update; the first look takes more iterations, to come near the norms."""
-        if self.norms is None or self.alarm is None:
-            return
-        for name, value in self.norms.update(1 if self.norms.vectors else 50).items():
-            self.largest[name] = max(value, self.largest.get(name, 0.))
-            if value > self.alarm and name not in self.warned:
-                self.warned.add(name)
-                warnings.warn(f'Epoch {epoch + 1}: the spectral norm of {name} is {value:.3g}, above norm_alarm='
-                              f'{self.alarm:g}.', RuntimeWarning, stacklevel=2)
-
-    def take(self) -> dict[str, float]:
-        """The largest norms since the last call, as entries of an epoch's record."""
-        found = {f'norm of {name}': value for name, value in self.largest.items()}
-        self.largest = {}
-        return found
-
-
 @contextmanager
 def scalars(folder: Path | None) -> Iterator[Callable[[dict[str, float]], None]]:
     """Yields a function that adds the record of an epoch to `folder/tensorboard`, if TensorBoard is installed."""
@@ -141,7 +208,7 @@ def scalars(folder: Path | None) -> Iterator[Callable[[dict[str, float]], None]]
             writer = SummaryWriter(folder / 'tensorboard')  # type: ignore[no-untyped-call]
         for name, value in record.items():
             if name != 'epoch':
-                writer.add_scalar(name.replace(' of ', '/'), value, record['epoch'])
+                writer.add_scalar(name, value, record['epoch'])
         writer.flush()
     try:
         yield add

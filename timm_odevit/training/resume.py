@@ -78,7 +78,7 @@ def load_state(state: dict[str, Any], path: str, models: dict[str, nn.Module], o
 def settings_to_resume(config: FitConfig, train_loader: Any, updates: int) -> dict[str, Any]:
     """What must be the same when a run is resumed."""
     sizes = [part.batch_size for part in loader_chain(train_loader) if type(getattr(part, 'batch_size', None)) is int]
-    settings = {key: value for key, value in asdict(config).items() if key not in ('epochs', 'compile', 'norm_alarm')}
+    settings = {key: value for key, value in asdict(config).items() if key not in ('epochs', 'compile')}
     return {**settings, 'batch_size': sizes[0] if sizes else None, 'updates_per_epoch': updates}
 
 

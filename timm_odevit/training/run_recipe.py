@@ -1,7 +1,7 @@
 """train: run a recipe stage by stage, and save what is needed to resume it and to tell how the model was made."""
 import copy
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..convert.conversion import convert_
 from ..data.arrays import ArrayLoader
-from ..data.preprocessing import renormalisation, warn_of_other_classes
+from ..data.preprocessing import warn_of_other_classes
 from ..distributed import alone_in, rank_and_world
 from ..files import staged, to_json, write_text
 from ..hooks import random_states_kept
@@ -23,6 +23,7 @@ from ..loading.find_weights import CONFIG, WEIGHTS
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import describe
 from ..settings import one_line, shown
+from .config import FitConfig
 from .fit import count_updates, fit
 from .loaders import count_classes, draw_sample, label_names, loader_chain, loaders
 from .recipe import PARTS, Recipe
@@ -76,7 +77,6 @@ def train(
         FloatingPointError: The loss stopped being finite; the files of the previous epoch remain.
         OSError: A file could not be written (files written earlier remain); or another process uses the folder.
     """
-    folder, rank = Path(out), rank_and_world()[0]
     if not isinstance(recipe, Recipe):
         raise TypeError(f'recipe must be a Recipe; got {shown(recipe)}. Recipe.load(...) reads one, by name or file.')
     if student is not None:
@@ -84,42 +84,63 @@ def train(
     for model in (teacher, student):
         if model is not None:
             device = next(model.parameters()).device
+    folder, (rank, world) = Path(out), rank_and_world()
     with alone_in(folder), random_states_kept(device):
         check_recipe(folder, recipe, resume)
-        _check_models(recipe, teacher, student)
-        host: Any = student if student is not None else teacher
-        if host is None:
-            host = _create(recipe, count_classes(data)).to(device)
+        host = _host(recipe, data, teacher, student, device)
         train_loader, val_loader = loaders(
             recipe.batches, data, host, limit=limit, seed=recipe.seed, any_classes=recipe.embeds)
         names = label_names(train_loader)
         if teacher is not None and not recipe.embeds and rank == 0:
             for model in (host, teacher):
                 warn_of_other_classes(model, names, data)
-        about = _about(limit, train_loader, val_loader, teacher, student)
+        about = {'limit': limit, 'batches': len(train_loader),
+                 'data sha256': hash_of_data(train_loader, val_loader)}
+        for name, model in (('teacher', teacher), ('student', student)):
+            about[f'{name} sha256'] = None if model is None else hash_of(model.state_dict().values())
         check_about(folder, about)
-        calibration = draw_sample(val_loader, SAMPLE, recipe.seed).to(device)
-        student = _student(recipe, host, calibration)
-        tasks = list(_tasks(recipe, student, teacher, calibration))
-        for stage in recipe.stages:
-            count_updates(train_loader, recipe.fit_of(stage).accumulate)
-        if rank_and_world()[1] > 1:
+        sample = draw_sample(val_loader, SAMPLE, recipe.seed).to(device)
+        student = _student(recipe, host, sample)
+        stages = [_prepare(i, recipe, student, teacher, sample, train_loader) for i in range(len(recipe.stages))]
+        if world > 1:
             dist.barrier()  # all check the folder before the first process writes to it
         if rank == 0 and not (folder / RECIPE).exists():
             write_text(folder / RUN, to_json({**about, 'command': command}))
             write_text(folder / RECIPE, recipe.to_yaml())
         _name_classes(student, names, keep=teacher is not None)
-        history = _train_stages(recipe, student, tasks, train_loader, val_loader, folder, resume, progress)
+        history = _train_stages(student, stages, train_loader, val_loader, folder, resume, progress and rank == 0)
         if rank == 0:
             _publish(folder, recipe, history)
     return history
 
 
-def _about(limit: int | None, train_loader: Any, val_loader: Any, *models: nn.Module | None) -> dict[str, Any]:
-    """What must be the same when a run is resumed, beside the recipe."""
-    return {'limit': limit, 'batches': len(train_loader), 'data sha256': hash_of_data(train_loader, val_loader), **{
-        f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
-        for name, model in zip(('teacher', 'student'), models, strict=True)}}
+def _host(
+        recipe: Recipe, data: str | Path, teacher: nn.Module | None, student: nn.Module | None,
+        device: str | torch.device,
+) -> Any:
+    """The model to convert or to train: the student, the teacher or, without them, the recipe's.
+
+    One without weights has the classes of the data, unless the recipe says otherwise.
+    """
+    if teacher is not None and recipe.model is not None:
+        raise ValueError(
+            f"The recipe names a model, '{recipe.model}', but there is also a teacher. Leave one of them out.")
+    if teacher is not None and student is None and recipe.ode is None:
+        raise ValueError('ode is null, so the teacher itself would be trained. Give ode, or a student.')
+    if student is not None or teacher is not None:
+        return student if student is not None else teacher
+    if recipe.model is None:
+        raise ValueError('The recipe names no model, and there is no teacher. Give --teacher, or model in the recipe.')
+    args = dict(recipe.model_args or {})
+    if not args.get('pretrained'):
+        args.setdefault('num_classes', count_classes(data))
+    torch.manual_seed(recipe.seed)  # so that a new head is the same each time
+    try:
+        return timm.create_model(recipe.model, **args).to(device)
+    except OSError as e:
+        raise OSError(f"The weights of '{recipe.model}' could not be loaded: {one_line(e)} Without a "
+                      'network, give --checkpoint FILE, or model_args.pretrained=false to train from random weights.'
+                      ) from e
 
 
 def _student(recipe: Recipe, host: nn.Module, images: Tensor) -> nn.Module:
@@ -134,26 +155,52 @@ def _student(recipe: Recipe, host: nn.Module, images: Tensor) -> nn.Module:
     return host
 
 
+def _prepare(
+        i: int, recipe: Recipe, student: nn.Module, teacher: nn.Module | None, sample: Tensor, train_loader: Any,
+) -> tuple[TrainingTask, set[str], FitConfig]:
+    """The task of a stage, the names of the parameters that it trains, and the settings of its fit; all checked."""
+    stage = recipe.stages[i]
+    task: TrainingTask
+    device = next(student.parameters()).device
+    criterion = SoftTargetCrossEntropy() if recipe.batches.mixes else nn.CrossEntropyLoss()
+    config = replace(recipe.fit_of(stage), seed=recipe.seed + 1000 * i)
+    names = _names_of(student, stage.train, f'stages.{i}.train')
+    try:
+        if stage.task == 'labels':
+            task = ClassificationTask(student, criterion, device=device, verbose=False)
+        elif stage.task == 'trajectory':
+            task = TrajectoryDistillationTask(
+                student, teacher, calibration=sample.split(64), criterion=criterion, device=device, verbose=False,
+                config=recipe.loss_of(stage))
+        elif teacher is None:
+            raise ValueError("task 'stepwise' needs a teacher. Give one.")
+        else:
+            task = StepwiseTask(
+                student, teacher, embedding=recipe.loss_of(stage).embedding, device=device, verbose=False)
+    except (TypeError, ValueError) as e:
+        raise ValueError(f'stages.{i}: {e}') from e
+    count_updates(train_loader, config.accumulate)
+    return task, names, config
+
+
 def _train_stages(
-        recipe: Recipe, student: nn.Module, tasks: Sequence[TrainingTask], train_loader: Any, val_loader: Any,
-        folder: Path, resume: bool, progress: bool,
+        student: nn.Module, stages: Sequence[tuple[TrainingTask, set[str], FitConfig]], train_loader: Any,
+        val_loader: Any, folder: Path, resume: bool, progress: bool,
 ) -> list[dict[str, float]]:
     """Train stage by stage; returns the records of all epochs."""
     history: list[dict[str, float]] = []
     trainable = {name for name, p in student.named_parameters() if p.requires_grad}
     own = [ode.steps for ode in find_ode_blocks(student)]
-    for i, (stage, task) in enumerate(zip(recipe.stages, tasks, strict=True)):
+    arrays = loader_chain(train_loader)[-1]
+    for i, (task, names, config) in enumerate(stages):
         for ode, steps in zip(find_ode_blocks(student), own, strict=True):
             counts = getattr(task, 'steps', None) or [steps]
             ode.steps = min(counts, key=lambda count: abs(count - steps))  # a count that is trained
-        chosen = set(_names_of(student, stage.train, f'stages.{i}.train')) & trainable
         for name, p in student.named_parameters():
-            p.requires_grad_(name in chosen)
-        if progress and rank_and_world()[0] == 0:
+            p.requires_grad_(name in names & trainable)
+        if progress:
             count = sum(p.numel() for p in student.parameters() if p.requires_grad)
-            print(f'stage {i}: {stage.task}, {count:,} trainable parameters')
-        config = replace(recipe.fit_of(stage), seed=recipe.seed + 1000 * i)
-        arrays = loader_chain(train_loader)[-1]
+            print(f"stage {i}: {getattr(task, 'title', 'labels')}, {count:,} trainable parameters")
         if isinstance(arrays, ArrayLoader):
             arrays.seed = config.seed  # for the order of the images
         records = fit(task, train_loader, val_loader, out=folder / f'stage{i}', resume=resume, progress=progress,
@@ -190,66 +237,13 @@ def _name_classes(model: Any, names: list[str] | None, keep: bool) -> None:
     model.pretrained_cfg = model.default_cfg = {**kept, 'num_classes': model.num_classes, **known}
 
 
-def _check_models(recipe: Recipe, teacher: nn.Module | None, student: nn.Module | None) -> None:
-    """Refuse models that do not suit the recipe."""
-    if teacher is not None and recipe.model is not None:
-        raise ValueError(
-            f"The recipe names a model, '{recipe.model}', but there is also a teacher. Leave one of them out.")
-    if teacher is not None and student is None and recipe.ode is None:
-        raise ValueError('ode is null, so the teacher itself would be trained. Give ode, or a student.')
-    if student is not None and teacher is not None and renormalisation(student, teacher)[0] is not None:
-        if (recipe.loss or {}).get('checkpoints') == 'distance':
-            raise ValueError('Student and teacher expect differently normalised images, so checkpoints must be uniform '
-                             'or a list.')
-
-
-def _create(recipe: Recipe, classes: int) -> nn.Module:
-    """The recipe's model; one without weights has the classes of the data, unless the recipe says otherwise."""
-    if recipe.model is None:
-        raise ValueError('The recipe names no model, and there is no teacher. Give --teacher, or model in the recipe.')
-    args = dict(recipe.model_args or {})
-    if not args.get('pretrained'):
-        args.setdefault('num_classes', classes)
-    torch.manual_seed(recipe.seed)  # so that a new head is the same each time
-    try:
-        return timm.create_model(recipe.model, **args)
-    except OSError as e:
-        raise OSError(f"The weights of '{recipe.model}' could not be loaded: {one_line(e)} Without a "
-                      'network, give --checkpoint FILE, or model_args.pretrained=false to train from random weights.'
-                      ) from e
-
-
-def _tasks(
-        recipe: Recipe, student: nn.Module, teacher: nn.Module | None, calibration: Tensor,
-) -> Iterator[TrainingTask]:
-    """The task of each stage, which is checked before anything is written."""
-    device = next(student.parameters()).device
-    criterion = SoftTargetCrossEntropy() if recipe.batches.mixes else nn.CrossEntropyLoss()
-    for i, stage in enumerate(recipe.stages):
-        _names_of(student, stage.train, f'stages.{i}.train')
-        try:
-            if stage.task == 'labels':
-                yield ClassificationTask(student, criterion, device=device, verbose=False)
-            elif stage.task == 'trajectory':
-                yield TrajectoryDistillationTask(
-                    student, teacher, calibration=calibration.split(64), criterion=criterion, device=device,
-                    verbose=False, config=recipe.loss_of(stage))
-            elif teacher is None:
-                raise ValueError("task 'stepwise' needs a teacher. Give one.")
-            else:
-                yield StepwiseTask(
-                    student, teacher, embedding=recipe.loss_of(stage).embedding, device=device, verbose=False)
-        except (TypeError, ValueError) as e:
-            raise ValueError(f'stages.{i}: {e}') from e
-
-
-def _names_of(student: nn.Module, parts: Sequence[str], where: str) -> list[str]:
+def _names_of(student: nn.Module, parts: Sequence[str], where: str) -> set[str]:
     """Names of the parameters of the given parts, each of which must have some."""
-    chosen = []
+    chosen = set()
     for part in parts:
         found = [name for name, _ in student.named_parameters() if any(
             piece in f'.{name}' if piece.startswith('.') else name.startswith(piece) for piece in PARTS[part])]
         if not found:
             raise ValueError(f"{where}: the model has no parameters of the part '{part}'. Leave it out.")
-        chosen += found
+        chosen.update(found)
     return chosen

@@ -15,11 +15,9 @@ from ..hooks import hooked, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.with_steps import with_steps
 from ..settings import flag
-from .checkpoints import teacher_stages
+from . import matching
 from .config import LossConfig
-from .losses import embedding_loss, logit_loss, trajectory_loss
-from .matching import check_converted_from, check_loss, check_models, check_same_time, check_student, is_one_sequence
-from .training_passes import StepwisePass, TrainingPass, TrajectoryPass
+from .losses import StepwisePass, TrainingPass, TrajectoryPass, embedding_loss, logit_loss, trajectory_loss
 
 __all__ = ['StepwiseTask', 'StudentTask', 'TrajectoryDistillationTask']
 
@@ -41,13 +39,9 @@ class StudentTask(TrainingTask):
     def prepare_distributed(self: Task, device_ids: list[Any] | None = None, **ddp_kwargs: Any) -> Task:
         """Wrap the student, but not the frozen teacher, in DistributedDataParallel."""
         from torch.nn.parallel import DistributedDataParallel
-        ddp_kwargs.setdefault('find_unused_parameters', self._leaves_parameters_unused())
+        ddp_kwargs.setdefault('find_unused_parameters', True)  # such as the head, or layers that few steps leave out
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
         return self
-
-    def _leaves_parameters_unused(self) -> bool:
-        """Whether a training pass may leave parameters of the student without a gradient."""
-        raise NotImplementedError
 
     def get_eval_model(self, module: nn.Module | None = None, ema: bool = False) -> nn.Module | None:
         """The student itself, without the wrapper of the training pass."""
@@ -99,9 +93,9 @@ class StepwiseTask(StudentTask):
             device: torch.device | None = None,
             verbose: bool = True,
     ) -> None:
-        check_converted_from(student, teacher)
+        matching.check_converted_from(student, teacher)
         stages = [site.blocks for site in find_stages(teacher)]
-        check_same_time(student, stages)
+        matching.check_same_time(student, stages)
         super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
         self.stages = stages
         self.embedding = flag('embedding', embedding) or getattr(student, 'num_classes', None) == 0
@@ -124,9 +118,6 @@ class StepwiseTask(StudentTask):
             output = self.teacher(self.for_teacher(input))
         return {'loss': self.trainable_module(seen), 'output': output}
 
-    def _leaves_parameters_unused(self) -> bool:
-        return True  # everything outside the blocks
-
 
 class TrajectoryDistillationTask(StudentTask):
     """Teach an ODE-ViT to follow the hidden states of a pretrained ViT; a `timm.task.TrainingTask`.
@@ -143,7 +134,7 @@ class TrajectoryDistillationTask(StudentTask):
         student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
         teacher: timm model of the same width and tokens, or the name of one; None to train without one, with
             trajectory_weight and kd_weight 0.
-        calibration: Batches of images [B, C, H, W], normalised for the teacher, for checkpoints 'distance'.
+        calibration: Batches of images [B, C, H, W], normalised for the student, for checkpoints 'distance'.
         criterion: Loss on the labels, (logits, target) to a scalar; cross-entropy by default.
         device: Device of the task; by default the student's.
         dtype: Dtype of the task's buffers.
@@ -174,25 +165,27 @@ class TrajectoryDistillationTask(StudentTask):
             **settings: Any,
     ) -> None:
         config = LossConfig.from_keywords(config, settings, 'TrajectoryDistillationTask')
-        check_student(student)
+        matching.check_student(student)
         host: Any = student
         device = device or next(student.parameters()).device
         if isinstance(teacher, str):
             teacher = DistillationTeacher(
                 teacher, num_classes=host.num_classes, in_chans=host.in_chans, device=device, dtype=dtype).model
         if teacher is not None:
-            check_models(student, teacher)
-        check_loss(student, teacher, config)
-        stages = [] if teacher is None else teacher_stages(teacher, config, calibration, device)
+            matching.check_models(student, teacher)
+        matching.check_loss(student, teacher, config)
+        for_teacher, stages = None, []
+        if teacher is not None:
+            for_teacher = _Renormalised(student, teacher, device, dtype)
+            stages = matching.teacher_stages(
+                teacher, config, (for_teacher(images.to(device)) for images in calibration or ()))
         super().__init__(device=device, dtype=dtype, verbose=verbose)
         self.config, self.weights, self.stages = config, config.weights, stages
         self.embedding = config.embedding or host.num_classes == 0
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
-        self.teacher: Any = None
-        self.for_teacher: Any = None
-        if teacher is not None:
-            self.teacher = DistillationTeacher(teacher, device=device, dtype=dtype).requires_grad_(False).eval()
-            self.for_teacher = _Renormalised(student, teacher, device, dtype)
+        self.for_teacher: Any = for_teacher
+        self.teacher = teacher if teacher is None else DistillationTeacher(
+            teacher, device=device, dtype=dtype).requires_grad_(False).eval()
         self.trainable_module: Any = TrajectoryPass(student, config)
         odes = find_ode_blocks(student)
         self.steps = config.counts(odes[-1].steps)
@@ -281,7 +274,7 @@ class TrajectoryDistillationTask(StudentTask):
             return self.teacher.model(self.for_teacher(input)), [states for states, _ in seen]
 
     def _trajectory_loss(self, student: Any, reached: list[Tensor], targets: list[Tensor]) -> Tensor:
-        prefix = prefix_tokens(student) if is_one_sequence(student) else 0
+        prefix = prefix_tokens(student) if matching.is_one_sequence(student) else 0
         has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
         return torch.stack([trajectory_loss(ours, theirs, prefix, has_cls, self.config.token_weights)
                             for ours, theirs in zip(reached, targets, strict=True)]).mean()
@@ -299,12 +292,6 @@ class TrajectoryDistillationTask(StudentTask):
                   for name, part in self._output_losses(output, wanted, target).items()
                   if part is not None and self.weights[name] > 0]
         return torch.stack(losses).sum() / len(early) if losses else None
-
-    def _leaves_parameters_unused(self) -> bool:
-        odes = find_ode_blocks(unwrap_model(self.trainable_module).student)
-        # few steps leave layers unused; no loss on the logits leaves the final norm and the head unused
-        return bool(any(ode.shared.depends_on_time or ode.shared.jumps for ode in odes) or not any(
-            self.weights[name] for name in ('kd', 'task')))
 
     def compile(self, backend: str = 'inductor', mode: str | None = None, **compile_kwargs: Any) -> Any:
         """Compile the student's training pass and its evaluation, but not the teacher; returns the eval model."""
