@@ -29,7 +29,7 @@ from .convert.merge import merge_, merged_bytes
 from .convert.sizing import choose_size
 from .deploy.export import export_model
 from .dynamics.attention import attention_over_time
-from .dynamics.contraction import contraction_regions, recovery
+from .dynamics.contraction import contraction_regions
 from .dynamics.discretisation import discretisation_errors
 from .dynamics.lipschitz import lipschitz_constants
 from .dynamics.lyapunov import lyapunov_exponents
@@ -65,7 +65,7 @@ __all__ = [
     'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'find_size',
     'fit', 'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate', 'lipschitz_constants',
     'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'patch_agreement', 'push_to_hub',
-    'put_tower_', 'recovery', 'save_pretrained', 'spectral_norms', 'state_similarity', 'train',
+    'put_tower_', 'save_pretrained', 'spectral_norms', 'state_similarity', 'train',
     'trajectory_geometry', 'with_steps', 'write_report',
 ]
 

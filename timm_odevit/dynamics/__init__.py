@@ -11,7 +11,7 @@ jacobian            products with the Jacobian of a map
 lyapunov            finite-time Lyapunov exponents
 lipschitz           local Lipschitz constants; JaSMin's bound on the Jacobian of softmax
 spectral_norms      the largest singular value of every weight, cheap enough to watch in training
-contraction         how far the last state may move before the class changes; recovery from perturbations
+contraction         how far the last state may move before the class changes
 discretisation      the distance from the solution of the ODE
 trajectories        speed, angles, likeness of tokens; distance from another model; the class; in a plane; as colours
 attention           attention maps of each step, rollout, and the bound on their softmax

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from ..data.preprocessing import data_config, renormalisation
 from ..dynamics.attention import AttentionOverTime, attention_over_time, has_attention_maps
-from ..dynamics.contraction import Recovery, Region, contraction_regions, recovery
+from ..dynamics.contraction import Region, contraction_regions
 from ..dynamics.flow import follow
 from ..dynamics.lyapunov import Exponents, lyapunov_exponents
 from ..dynamics.similarity import Similarity, state_similarity
@@ -49,7 +49,6 @@ class Findings:
         followed: The distance from the teacher.
         region: The region around the last state in which the class stays.
         exponents: The largest Lyapunov exponent.
-        recovery: What is left in the end of a perturbation on the way.
         similarity: Cosines of the tokens at different times, with one another and with the teacher's.
         colours: Patch tokens as colours [B, K + 1, rows, columns, 3], of the model, and of the teacher at the same
             times.
@@ -66,7 +65,6 @@ class Findings:
     followed: DistanceOverTime | None
     region: Region | None
     exponents: Exponents
-    recovery: Recovery | None
     similarity: tuple[Similarity, Similarity | None]
     colours: list[Tensor] | None
     grid: tuple[int, int] | None
@@ -126,7 +124,6 @@ def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool 
         'followed': lambda: None if teacher is None else distance_over_time(model, images, teacher=teacher),
         'region': lambda: contraction_regions(model, images, directions=4) if has_head else None,
         'exponents': lambda: lyapunov_exponents(model, images),
-        'recovery': lambda: recovery(model, images) if has_head else None,
         'similarity': lambda: (state_similarity(model, images),
                                None if teacher is None else state_similarity(model, images, **both)),
         'colours': lambda: None if grid is None else _colours(model, images, teacher, grid),
