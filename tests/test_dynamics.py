@@ -22,7 +22,6 @@ from timm_odevit.dynamics.trajectories import (
     class_over_time,
     distance_over_time,
     plane,
-    token_colours,
     trajectory_geometry,
 )
 
@@ -465,15 +464,6 @@ def test_a_plane_shows_all_of_what_lies_in_one():
     assert plane(flow).others.shape == (3, 0, 2)
     with pytest.raises(ValueError, match='different width'):
         plane(flow, other=line_of(torch.randn(2, 3, 1, 4)))
-
-
-def test_equal_tokens_have_equal_colours():
-    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
-    first, second = token_colours([x, x.flip(1)])
-    assert first.shape == (2, 6, 3) and torch.equal(first, second.flip(1))
-    assert 0 <= first.min() < 0.1 and 0.9 < first.max() <= 1
-    with pytest.raises(ValueError, match='same width'):
-        token_colours([x, x[..., :4]])
 
 
 def test_likeness_of_states_is_the_mean_cosine_of_their_tokens(vit, images):

@@ -13,7 +13,7 @@ lipschitz           local Lipschitz constants; JaSMin's bound on the Jacobian of
 spectral_norms      the largest singular value of every weight, cheap enough to watch in training
 contraction         how far the last state may move before the class changes
 discretisation      the distance from the solution of the ODE
-trajectories        speed, angles, likeness of tokens; distance from another model; the class; in a plane; as colours
+trajectories        speed, angles, likeness of tokens; distance from another model; the class; in a plane
 attention           attention maps of each step, rollout, and the bound on their softmax
 similarity          cosines of the states at all pairs of times
 """

@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -24,10 +23,8 @@ from ..dynamics.trajectories import (
     class_over_time,
     distance_over_time,
     plane,
-    token_colours,
     trajectory_geometry,
 )
-from ..hooks import state_at
 from ..ode.blocks import find_ode_blocks
 
 __all__ = ['Findings', 'measure_all']
@@ -50,8 +47,6 @@ class Findings:
         region: The region around the last state in which the class stays.
         exponents: The largest Lyapunov exponent.
         similarity: Cosines of the tokens at different times, with one another and with the teacher's.
-        colours: Patch tokens as colours [B, K + 1, rows, columns, 3], of the model, and of the teacher at the same
-            times.
         grid: Rows and columns of the patches.
     """
     words: str
@@ -66,7 +61,6 @@ class Findings:
     region: Region | None
     exponents: Exponents
     similarity: tuple[Similarity, Similarity | None]
-    colours: list[Tensor] | None
     grid: tuple[int, int] | None
 
     @property
@@ -126,7 +120,6 @@ def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool 
         'exponents': lambda: lyapunov_exponents(model, images),
         'similarity': lambda: (state_similarity(model, images),
                                None if teacher is None else state_similarity(model, images, **both)),
-        'colours': lambda: None if grid is None else _colours(model, images, teacher, grid),
     }
     found: dict[str, Any] = {}
     with tqdm(measures, desc='report', disable=not progress) as bar, torch.autocast(images.device.type, enabled=False):
@@ -180,19 +173,6 @@ def _probabilities(model: Any, images: Tensor) -> Tensor | None:
         if flow.head is None:
             return None
         return torch.stack([flow.logits(x).softmax(dim=-1) for x in flow.states()], dim=1)
-
-
-def _colours(model: Any, images: Tensor, teacher: Any, grid: tuple[int, int]) -> list[Tensor]:
-    states: list[Tensor] = []
-    times: tuple[float, ...] = ()
-    for each in (model, teacher):
-        if each is not None:
-            with follow(each, images) as flow:
-                times = times or flow.times  # the model's, also for its teacher
-                seen = flow.states()
-                found = torch.stack([state_at(seen, flow.times, t)[:, flow.prefix:] for t in times], dim=1)
-                states.append(F.normalize(found, dim=-1))
-    return [x.unflatten(2, grid) for x in token_colours(states)]
 
 
 def _words(model: Any) -> str:
