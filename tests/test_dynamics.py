@@ -14,14 +14,13 @@ from timm_odevit.dynamics.attention import attention_maps, attention_over_time
 from timm_odevit.dynamics.contraction import contraction_regions
 from timm_odevit.dynamics.discretisation import discretisation_errors, observed_order
 from timm_odevit.dynamics.flow import Flow, follow
-from timm_odevit.dynamics.lipschitz import lipschitz_constants, log_softmax_bound
+from timm_odevit.dynamics.lipschitz import SpectralNorms, lipschitz_constants, log_softmax_bound, spectral_norms
 from timm_odevit.dynamics.lyapunov import lyapunov_exponents
-from timm_odevit.dynamics.similarity import state_similarity
-from timm_odevit.dynamics.spectral_norms import SpectralNorms, spectral_norms
 from timm_odevit.dynamics.trajectories import (
     class_over_time,
     distance_over_time,
     plane,
+    state_similarity,
     trajectory_geometry,
 )
 

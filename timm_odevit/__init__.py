@@ -31,11 +31,9 @@ from .deploy.export import export_model
 from .dynamics.attention import attention_over_time
 from .dynamics.contraction import contraction_regions
 from .dynamics.discretisation import discretisation_errors
-from .dynamics.lipschitz import lipschitz_constants
+from .dynamics.lipschitz import lipschitz_constants, spectral_norms
 from .dynamics.lyapunov import lyapunov_exponents
-from .dynamics.similarity import state_similarity
-from .dynamics.spectral_norms import spectral_norms
-from .dynamics.trajectories import class_over_time, distance_over_time, trajectory_geometry
+from .dynamics.trajectories import class_over_time, distance_over_time, state_similarity, trajectory_geometry
 from .evaluation.accuracy import evaluate
 from .evaluation.embeddings import evaluate_embeddings, patch_agreement
 from .evaluation.halting import calibrate_halting

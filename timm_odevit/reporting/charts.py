@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dynamics.similarity import Similarity
+from ..dynamics.trajectories import Similarity
 from .findings import Findings
 
 __all__ = ['Chart', 'charts', 'plotly']

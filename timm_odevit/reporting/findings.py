@@ -13,16 +13,17 @@ from ..dynamics.attention import AttentionOverTime, attention_over_time, has_att
 from ..dynamics.contraction import Region, contraction_regions
 from ..dynamics.flow import follow
 from ..dynamics.lyapunov import Exponents, lyapunov_exponents
-from ..dynamics.similarity import Similarity, state_similarity
 from ..dynamics.trajectories import (
     ClassOverTime,
     DistanceOverTime,
     Geometry,
     Plane,
+    Similarity,
     check_comparable,
     class_over_time,
     distance_over_time,
     plane,
+    state_similarity,
     trajectory_geometry,
 )
 from ..ode.blocks import find_ode_blocks

@@ -12,7 +12,7 @@ import torch
 from timm.optim import muon
 from torch import Tensor, nn
 
-from ..dynamics.spectral_norms import SpectralNorms
+from ..dynamics.lipschitz import SpectralNorms
 from ..hooks import evaluating, hooked
 from ..ode.blocks import find_ode_blocks
 from ..ode.with_steps import with_steps
