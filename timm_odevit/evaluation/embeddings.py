@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..data.preprocessing import renormalisation
 from ..hooks import evaluating
-from .passes import NO_CLASS, check_same_images, in_batches, run_batches, views
+from .accuracy import NO_CLASS, check_same_images, in_batches, run_batches, views
 from .results import EmbeddingResult, Evaluation
 
 __all__ = ['PatchAgreement', 'evaluate_embeddings', 'knn_accuracy', 'nearest', 'patch_agreement', 'probe_accuracy']
