@@ -18,9 +18,8 @@ from timm.utils import random_seed
 from timm_odevit import evaluate
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.data.folders import folder_loader, folder_loaders, image_loaders
-from timm_odevit.data.mixup import MixupLoader
 from timm_odevit.data.pictures import open_image, read_image
-from timm_odevit.data.preprocessing import warn_of_other_classes
+from timm_odevit.data.preprocessing import MixupLoader, warn_of_other_classes
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The results of an evaluation: as a table, JSON, a data frame, a plot, and in a notebook."""
+"""The results of an evaluation: as a table, JSON, a plot, and in a notebook."""
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -127,15 +127,6 @@ class Evaluation(Generic[AnyResult]):
         if path is not None:
             write_text(Path(path), text)
         return text
-
-    def to_dataframe(self) -> Any:
-        """Return the results as a pandas data frame, one row per result.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        import pandas  # not one of this package's dependencies
-        return pandas.DataFrame([asdict(r) for r in self.results])
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Plot the accuracy, or the agreement of embeddings, against solver steps; the teacher is a horizontal line.
