@@ -20,7 +20,7 @@ from ..settings import shown
 from .results import Evaluation, Result
 
 __all__ = ['AMP_DTYPES', 'NO_CLASS', 'Normalisation', 'check_labels', 'check_same_images', 'evaluate', 'in_batches',
-           'is_pair', 'run_batches', 'views', 'wait_for']
+           'is_pair', 'lineup', 'run_batches', 'views', 'wait_for']
 
 AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
 NO_CLASS = -1  # the class of an image whose outputs are not finite, which is never right
@@ -68,28 +68,25 @@ def evaluate(
     if getattr(model, 'num_classes', None) == 0:
         raise ValueError(f'This {type(model).__name__} has no classes, so it has no accuracy. Measure its embeddings '
                          'with evaluate_embeddings.')
-    measured = views(model, steps)
-    loader = in_batches(loader, len(measured) + (teacher is not None))
+    models = lineup(model, steps, teacher)
+    loader = in_batches(loader, len(models))
     classes = [getattr(each, 'num_classes', None) for each in (model, model if teacher is None else teacher)]
     if None not in classes and classes[0] != classes[1]:
         raise ValueError(f'The teacher has {classes[1]} classes, the model {classes[0]}. Give a teacher with the same '
                          'classes.')
-    common: dict[str, Any] = dict(amp_dtype=amp_dtype, progress=progress)
     results: list[Result] = []
     taught, marks = torch.empty(0), torch.empty(0)
-    if teacher is not None:
-        found, taught, marks = _measure(
-            teacher, loader, name='teacher', normalisation=renormalisation(model, teacher), **common)
-        results.append(Result(model='teacher', agreement=None, kept=100., **found))
-    for name, view in measured:
-        found, predicted, seen = _measure(view, loader, name=name, **common)
+    for kind, name, of, normalisation in models:
+        found, predicted, seen = _measure(
+            of, loader, name=name, normalisation=normalisation, amp_dtype=amp_dtype, progress=progress)
         agreement = kept = None
-        if teacher is not None:
+        if kind == 'teacher':
+            kept, taught, marks = 100., predicted, seen
+        elif teacher is not None:
             check_same_images(marks, seen)
             agreement = 100 * ((predicted == taught) & (predicted != NO_CLASS)).double().mean().item()
             kept = 100 * found['top1'] / results[0].top1 if results[0].top1 else None
-        results.append(Result(
-            model='model' if teacher is None else 'student', agreement=agreement, kept=kept, **found))
+        results.append(Result(model=kind, agreement=agreement, kept=kept, **found))
     return Evaluation(tuple(results), data, tuple(trained_at))
 
 
@@ -138,6 +135,15 @@ def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str
             f'steps={counts} is one number for all blocks, but this {type(model).__name__} has {len(blocks)} stages. '
             'Set the steps of each stage on the model, and leave steps out.')
     return [(f'{count} steps', with_steps(model, count)) for count in counts]
+
+
+def lineup(
+        model: nn.Module, steps: int | Sequence[int] | None, teacher: nn.Module | None,
+) -> list[tuple[str, str, nn.Module, Normalisation]]:
+    """What is measured, in this order: kind ('teacher', 'student' or 'model'), name, model, and its normalisation."""
+    taught = [] if teacher is None else [('teacher', 'teacher', teacher, renormalisation(model, teacher))]
+    kind = 'model' if teacher is None else 'student'
+    return taught + [(kind, name, view, (None, None)) for name, view in views(model, steps)]
 
 
 def check_same_images(marks: Tensor, others: Tensor) -> None:
