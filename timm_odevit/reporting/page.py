@@ -3,7 +3,7 @@ import base64
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict
 from html import escape
 from importlib.resources import files
 from io import BytesIO
@@ -80,22 +80,12 @@ def write_report(
     numbers = to_json({
         'title': title, 'sentence': found.sentence(), 'version': __version__, 'torch': torch.__version__,
         'images': _rows(found, names, classes, known), **{
-            f.name: _plain(getattr(found, f.name)) for f in fields(found)
-            if f.name not in ('probabilities', 'taught')}})
+            name: value for name, value in asdict(found).items() if name not in ('probabilities', 'taught')}})
     with suppress(FileNotFoundError):
         (out / PAGE).unlink()  # an interrupted report has no page
     write_text(out / 'report.json', numbers)
     write_text(out / PAGE, page)
     return out / PAGE
-
-
-def _plain(value: Any) -> Any:
-    """Measurements as lists and dicts, for JSON."""
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    return {f.name: _plain(getattr(value, f.name)) for f in fields(value)} if is_dataclass(value) else value
 
 
 def _texts(what: str, given: Sequence[Any], count: int) -> list[str]:
