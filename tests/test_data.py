@@ -18,9 +18,8 @@ from timm.utils import random_seed
 from timm_odevit import evaluate
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.data.folders import folder_loader, folder_loaders, image_loaders
-from timm_odevit.data.mixup import MixupLoader
 from timm_odevit.data.pictures import open_image, read_image
-from timm_odevit.data.preprocessing import warn_of_other_classes
+from timm_odevit.data.preprocessing import MixupLoader, warn_of_other_classes
 
 
 @pytest.fixture
@@ -436,22 +435,14 @@ IMAGES = saved(np.zeros((4, 5, 5, 3), np.uint8))
 STRANGE = {
     '10 ** 15 images': (npy(header((10 ** 15, 5, 5, 3)), bytes(300)), r'x_train.npy says .* uint8 \[1000000000000000, 5, 5, 3\], but it has 300'),
     'a product beyond 64 bits': (npy(header((2 ** 40, 2 ** 40, 5, 3))), 'x_train.npy says that it holds'),
-    'a product of 0 modulo 2 ** 64': (npy(header((2 ** 32, 2 ** 32, 1, 1))), 'x_train.npy says that it holds'),
-    'a wide type': (npy(header((4,), "'|V2000000000'"), bytes(9)), 'x_train.npy says that it holds'),
     'a negative shape': (npy(header((-4, -5, 5, 3)), bytes(300)), r'says that it holds uint8 \[-4, -5, 5, 3\]'),
     'too little data': (IMAGES[:-1], 'it has 299 bytes'),
-    'too much data': (IMAGES + b'0', 'it has 301 bytes'),
     'no images': (saved(np.zeros((4, 0, 5, 3), np.uint8)), r'must hold uint8 images .* \[4, 0, 5, 3\]'),
-    'a shape that is no tuple': (npy(header('4')), 'cannot be read as .npz'),
-    'a shape of text': (npy(header("('4',)")), 'cannot be read as .npz'),
     'a shape that is computed': (npy(header("(open('ran', 'w'),)")), 'cannot be read as .npz'),
     'a deep header': (npy('-' * 9000 + '1'), 'cannot be read as .npz'),
-    'a header of brackets': (npy('(' * 9000), 'cannot be read as .npz'),
     'a long header': (npy(header((4,)) + ' ' * 20000), 'cannot be read as .npz: Header info length'),
     'a header cut off': (IMAGES[:40], 'cannot be read as .npz'),
-    'other magic': (b'NUMPY' + IMAGES[5:], 'cannot be read as .npz: the magic string is not correct'),
     'another version': (IMAGES[:6] + b'\x09' + IMAGES[7:], 'cannot be read as .npz'),
-    'no data': (b'', 'cannot be read as .npz: EOF'),
     'objects': (saved(np.array([Pickled()] * 4, dtype=object), allow_pickle=True), 'x_train.npy holds Python objects, which are not read'),
     'objects in a record': (saved(np.array([(1, Pickled())] * 4, dtype='i4,O'), allow_pickle=True), 'x_train.npy holds Python objects'),
 }

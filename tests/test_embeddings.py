@@ -92,7 +92,7 @@ def test_a_model_is_nearest_to_itself(vit):
     assert 'cosine' in text and 'top-1' not in text and '1.0000' in text
     assert json.loads(found.to_json())[1]['neighbours'] == 100
     assert found.plot().axes[0].get_ylabel() == "cosine with the teacher's embedding"
-    assert '<td>' in found._repr_html_()
+    assert found._repr_markdown_() == text
 
 
 def test_without_a_teacher_and_without_labels_there_is_nothing_to_compare(vit):

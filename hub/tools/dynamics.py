@@ -56,11 +56,6 @@ def region(model, teacher, images):
             'inside': 100 * float(found.inside.double().mean()), 'same': 100 * float(found.same.double().mean())}
 
 
-def recovery(model, images):
-    found = odevit.recovery(model, images)
-    return {'factor': found.factor.mean(0).tolist(), 'same': (100 * found.same.double().mean(0)).tolist()}
-
-
 def discretisation(model, images):
     methods = dict.fromkeys([find_ode_blocks(model)[0].method, 'strang', 'rk4'])
     found = [odevit.discretisation_errors(model, images, methods=[method], fine=4, iterations=3) for method in methods]
@@ -74,7 +69,7 @@ def measures(model, teacher, images, loader):
     chosen = {
         'spectral_norms': lambda: odevit.spectral_norms(model), 'exponents': lambda: exponents(model, images),
         'class_token': lambda: exponents(model, images, 'class'), 'softmax': lambda: softmax(model, images),
-        'region': lambda: region(model, teacher, images), 'recovery': lambda: recovery(model, images),
+        'region': lambda: region(model, teacher, images),
         'relations': lambda: relations(*signals(model, loader, teacher=None if model is teacher else teacher)),
         'lipschitz': lambda: lipschitz(model, images), 'discretisation': lambda: discretisation(model, images[:FEW])}
     return {name: run for name, run in chosen.items() if name != 'discretisation' or find_ode_blocks(model)}

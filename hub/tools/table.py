@@ -138,12 +138,15 @@ def constants():
 
 def regions():
     def cells(m):
-        region, factor, same = m['region'], m['recovery']['factor'], m['recovery']['same']
+        region, recovery = m['region'], m.get('recovery')  # measured by tools/dynamics.py until commit ff807dc
         shown = ['-'] * 4  # of the teacher itself
         if region['distance'] is not None and not math.isnan(region['distance']):
             shown = [f"{region['distance']:.2f}", f"{region['towards']:.2f}", f"{region['inside']:.1f} %",
                      f"{region['same']:.1f} %"]
-        return [*shown, f'{factor[0]:.2f}, {factor[len(factor) // 2]:.2f}', f'{same[0]:.1f} %']
+        if recovery is None:
+            return [*shown, '-', '-']
+        factor = recovery['factor']
+        return [*shown, f'{factor[0]:.2f}, {factor[len(factor) // 2]:.2f}', f"{recovery['same'][0]:.1f} %"]
     teacher = next(iter(records().values()))['region']['found']
     return (f"The teacher's own radius is {teacher['worst']:.3f} of the norm of the state in the worst direction, "
             f"{teacher['random']:.2f} in a random one (medians).\n\n" + per_model([

@@ -6,10 +6,10 @@ from typing import Any
 from ..data.arrays import array_loaders
 from ..data.folders import folder_loader, folder_parts
 from ..data.preprocessing import data_config, warn_of_other_classes
+from ..evaluation.accuracy import AMP_DTYPES
 from ..evaluation.accuracy import evaluate as measure_accuracy
 from ..evaluation.embeddings import evaluate_embeddings
 from ..evaluation.halting import calibrate_halting
-from ..evaluation.passes import AMP_DTYPES
 from ..evaluation.results import Evaluation
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import HALTING

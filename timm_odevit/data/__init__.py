@@ -1,7 +1,7 @@
 """Images and labels in batches.
 
-preprocessing       how a model expects its images
+preprocessing       how a model expects its images and labels; timm's mixup
 folders             image files, through timm.data
 arrays              small images in memory
-mixup               timm's mixup on top of either
+pictures            image files one by one, and a few of either to look at
 """

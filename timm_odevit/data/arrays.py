@@ -61,14 +61,11 @@ def array_loaders(
     x, x_test = (_images(path, arrays[key], model, len(labels)) for key, labels in (('x_train', y), ('x_test', y_test)))
     highest = max(int(labels.max()) for labels in (y, y_test))
     classes = highest + 1 if any_classes or model.num_classes == 0 else model.num_classes
-    for labels in (y, y_test):
-        if int(labels.max()) >= classes:
-            raise ValueError(f"'{path}' has label {int(labels.max())}, but the model has {model.num_classes} classes. "
-                             "Give the data that the model was made for, or create the model with the data's classes.")
     names = _names(path, arrays.get('classes'), highest)
-    if names is not None and len(names) != classes and classes == model.num_classes:
-        raise ValueError(f"'{path}' names {len(names)} classes, but the model has {model.num_classes}. Give the data "
-                         "that the model was made for, or create the model with the data's classes.")
+    if highest >= classes or (names is not None and len(names) != classes == model.num_classes):
+        has = f'has label {highest}' if names is None else f'names {len(names)} classes'
+        raise ValueError(f"'{path}' {has}, but the model has {model.num_classes} classes. Give the data that the model "
+                         "was made for, or create the model with the data's classes.")
     order = None if any_classes else labels_by_name(model, names)
     if order is not None and names is not None:
         y, y_test = (np.asarray(order)[labels] for labels in (y, y_test))

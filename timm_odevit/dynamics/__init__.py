@@ -7,13 +7,10 @@ Flows. A measure raises TypeError for a model without a single sequence of block
 method, or without images.
 
 flow                a model as a sequence of maps of a state; measures, batch by batch
-jacobian            products with the Jacobian of a map
 lyapunov            finite-time Lyapunov exponents
-lipschitz           local Lipschitz constants; JaSMin's bound on the Jacobian of softmax
-spectral_norms      the largest singular value of every weight, cheap enough to watch in training
-contraction         how far the last state may move before the class changes; recovery from perturbations
+lipschitz           products with a Jacobian; local Lipschitz constants; JaSMin's bound; spectral norms of the weights
+contraction         how far the last state may move before the class changes
 discretisation      the distance from the solution of the ODE
-trajectories        speed, angles, likeness of tokens; distance from another model; the class; in a plane; as colours
+trajectories        speed, angles, likeness of tokens; distance from another model; the class; cosines; in a plane
 attention           attention maps of each step, rollout, and the bound on their softmax
-similarity          cosines of the states at all pairs of times
 """

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .flow import Flow, Images, PerImage, over_images
-from .jacobian import plain_attention
-from .lipschitz import log_softmax_bound
+from .lipschitz import log_softmax_bound, plain_attention
 
 __all__ = ['AttentionOverTime', 'attention_maps', 'attention_over_time', 'has_attention_maps']
 

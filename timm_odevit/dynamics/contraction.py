@@ -1,5 +1,4 @@
-"""How far a state may be moved before the class changes, and what becomes of a perturbation on the way."""
-import dataclasses
+"""How far a state may be moved before the class changes."""
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 from ..settings import integer, number
 from .flow import Flow, Images, PerImage, along, noise, norms, over_images, unit
 
-__all__ = ['Recovery', 'Region', 'contraction_regions', 'recovery']
+__all__ = ['Region', 'contraction_regions']
 
 
 @dataclass(frozen=True, repr=False)
@@ -144,50 +143,3 @@ def _worst(flow: Flow, x: Tensor, label: Tensor, mask: Tensor, rounds: int = 6) 
         moved = along(flow.logits(x + shift).argmax(dim=1) != label, x)
         shift = torch.where(moved, shift, shift + step)
     return shift
-
-
-@dataclass(frozen=True, repr=False)
-class Recovery(PerImage):
-    """What becomes of a perturbation of the state.
-
-    Attributes:
-        factor: Distance of the last state from the unperturbed one, relative to the size of the perturbation [B, K]:
-            below 1 where the dynamics take it back.
-        same: Whether the class stays [B, K].
-        times: When the state is perturbed [K].
-    """
-    factor: Tensor
-    same: Tensor
-    times: Tensor = dataclasses.field(metadata={'shared': True})
-
-
-def recovery(model: Any, images: Images = None, *, size: float = 0.1, batch_size: int = 64, seed: int = 0) -> Recovery:
-    """Perturb the state at random at the start of each step, and see what is left of it at the end.
-
-    Args:
-        model, images, batch_size: See `timm_odevit.dynamics`; the model has a head.
-        size: Norm of the perturbation of all tokens, relative to the norm of the state.
-        seed: Seed of the perturbations.
-
-    Raises:
-        TypeError: The model has no head for a state.
-        ValueError: size is not above 0.
-
-    Source: self-correction, Raptor, arXiv 2512.19941.
-    """
-    size = number(open='(')('size', size)
-
-    def measure(flow: Flow) -> Recovery:
-        generator = torch.Generator().manual_seed(seed)
-        states = flow.states()
-        label = flow.logits(states[-1]).argmax(dim=1)
-        rows: list[tuple[Tensor, Tensor]] = []
-        for k, x in enumerate(states[:-1]):
-            moved = x + along(size * norms(x), x) * unit(noise(x, generator))
-            for step in flow.maps[k:]:
-                moved = step(moved)
-            left = norms(moved - states[-1]) / (size * norms(x))
-            rows.append((left, flow.logits(moved).argmax(dim=1) == label))
-        factor, same = (torch.stack(part, dim=1) for part in zip(*rows, strict=True))
-        return Recovery(factor, same, torch.tensor(flow.times[:-1], dtype=torch.float64))
-    return over_images(measure, model, images, batch_size)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..convert.block_kinds import prefix_tokens
-from ..evaluation.passes import is_pair
+from ..evaluation.accuracy import is_pair
 from ..hooks import evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.methods import Step

@@ -1,16 +1,21 @@
-"""How much a field amplifies small changes of the state: its local Lipschitz constant, and that of its softmax."""
+"""How much a model amplifies: products with Jacobians, Lipschitz constants, the bound of JaSMin, spectral norms."""
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from ..ode.blocks import find_ode_blocks
+from ..ode.time_dependence import TimeField, bare_name
 from ..settings import integer
 from .flow import Flow, Images, PerImage, noise, norms, over_images, unit
-from .jacobian import Jacobian
 
-__all__ = ['LipschitzConstants', 'largest_singular_value', 'lipschitz_constants', 'log_softmax_bound']
+__all__ = ['Jacobian', 'LipschitzConstants', 'SpectralNorms', 'largest_singular_value', 'lipschitz_constants',
+           'log_softmax_bound', 'plain_attention', 'spectral_norms']
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,3 +91,148 @@ def log_softmax_bound(attention: Tensor, k: int) -> Tensor:
     """
     p = F.pad(attention, (0, 1)).topk(max(k, 1) + 1, dim=-1).values  # p_n+1 = 0
     return (p[..., :-1] * (1 - p[..., :-1] + p[..., 1:])).clamp_min(torch.finfo(p.dtype).tiny).log()
+
+
+class Jacobian:
+    """The Jacobian J of a map at a state [B, ...], which is never built: its products with vectors [B, ...].
+
+    The map is run once for all products. J v is a product with a transposed Jacobian, too: that of J^T u, which is
+    linear in u. Forward-mode AD takes as long for one product, and repeats the map for each.
+    """
+
+    def __init__(self, step: Callable[[Tensor], Tensor], state: Tensor) -> None:
+        if torch.is_inference_mode_enabled() or state.is_inference():
+            raise RuntimeError('Derivatives cannot be computed in inference mode. Use torch.no_grad() instead.')
+        with _PlainAttention(), torch.enable_grad():
+            self._before = state.detach().requires_grad_()
+            self._after = step(self._before.clone())  # the map may change its input in place
+
+    @cached_property
+    def _transposed(self) -> tuple[Tensor, Tensor]:
+        u = torch.zeros_like(self._after, requires_grad=True)
+        return u, _product(self._after, self._before, u, create_graph=True)
+
+    def push(self, vector: Tensor) -> Tensor:
+        """J v."""
+        u, product = self._transposed
+        return _product(product, u, vector)
+
+    def pull(self, vector: Tensor) -> Tensor:
+        """J^T v."""
+        return _product(self._after, self._before, vector)
+
+
+def _product(outputs: Tensor, inputs: Tensor, vector: Tensor, create_graph: bool = False) -> Tensor:
+    """The gradient of <outputs, vector> with respect to the inputs; 0 for constant outputs."""
+    if not outputs.requires_grad:
+        return torch.zeros_like(inputs)
+    return torch.autograd.grad(
+        outputs, inputs, vector, retain_graph=True, create_graph=create_graph, allow_unused=True,
+        materialize_grads=True)[0]
+
+
+class _PlainAttention(TorchFunctionMode):  # of one thread
+    """Attention as two products and a softmax: the fused kernels cannot be differentiated twice."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            probabilities, value = plain_attention(*args, **(kwargs or {}))
+            return probabilities @ value
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward and not kwargs.get('need_weights', True):
+            out, _ = func(*args, **{**kwargs, 'need_weights': True})  # with weights, it uses no fused kernel
+            return out, None
+        return func(*args, **kwargs)
+
+
+def plain_attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.,
+        is_causal: bool = False, scale: float | None = None, **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The attention probabilities and the values that `F.scaled_dot_product_attention` multiplies."""
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        masked = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if masked else scores + attn_mask
+    return scores.softmax(dim=-1), value
+
+
+class SpectralNorms:
+    """The largest singular value of every weight matrix in the blocks of a model, by power iteration.
+
+    Each call of `update` goes on from the vectors of the last, so that after a small change of the weights one
+    iteration is enough. A joint projection to queries, keys and values counts as three matrices. With a residual for
+    each layer, a weight's norm is the largest over the layers.
+
+    Args:
+        model: ODE-ViT, whose shared blocks are measured, or any model with `blocks`, each of which is.
+        seed: Seed of the first vectors.
+
+    Raises:
+        TypeError: The model has no blocks, or no matrices in them.
+    """
+
+    def __init__(self, model: nn.Module, seed: int = 0) -> None:
+        self.model, self.seed = model, seed
+        self.vectors: dict[str, Tensor] = {}
+        if not isinstance(model, nn.Module) or not _weights(model):
+            raise TypeError(f'A {type(model).__name__} has no blocks with weight matrices.')
+
+    @torch.no_grad()
+    def update(self, iterations: int = 1) -> dict[str, float]:
+        """Iterate, and return the norms by the name of the weight, a lower bound that converges from below."""
+        iterations = integer(1)('iterations', iterations)
+        found = {}
+        for name, weight in _weights(self.model).items():
+            first = torch.randn(weight.shape[::2], generator=torch.Generator().manual_seed(self.seed))
+            v = self.vectors.get(name, first).to(weight)[..., None]  # [L, N, 1]
+            for _ in range(iterations):
+                v = v / v.norm(dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
+                u = weight @ v
+                norm, v = u.norm(dim=1), weight.mT @ u
+            self.vectors[name] = v[..., 0]
+            found[name] = float(norm.max())
+        return found
+
+
+def spectral_norms(model: nn.Module, *, iterations: int = 100) -> dict[str, float]:
+    """The largest singular value of every weight matrix in the blocks of a model.
+
+    Args:
+        model: See SpectralNorms.
+        iterations: Iterations of the power method.
+
+    Returns:
+        The norms by the name of the weight, such as 'attn.qkv.weight (queries)' or, of a model with several blocks,
+        'blocks.3.mlp.fc1.weight'.
+
+    Raises:
+        TypeError: The model has no blocks with weight matrices.
+    """
+    return SpectralNorms(model).update(iterations)
+
+
+@torch.no_grad()
+def _weights(model: Any) -> dict[str, Tensor]:
+    """Every matrix, with a value for each layer [L, M, N]; L is 1 without residuals."""
+    odes = find_ode_blocks(model)
+    blocks: list[Any] = [field for ode in odes for field in ode.shared.phases] if odes else list(
+        getattr(model, 'blocks', ()))
+    found = {}
+    for i, block in enumerate(blocks):
+        timed = isinstance(block, TimeField)
+        layers = [block.at(layer) for layer in block.layers] if timed else []
+        for name, p in (block.base if timed else block).named_parameters():
+            if p.ndim != 2:
+                continue
+            values = torch.stack([layer.get(name, p) for layer in layers]) if layers else p[None]
+            short = bare_name(name).removeprefix('block.')
+            label = short if len(blocks) == 1 else f'blocks.{i}.{short}'
+            if short.endswith('qkv.weight'):
+                found.update({f'{label} ({what})': part for what, part in zip(
+                    ('queries', 'keys', 'values'), values.chunk(3, dim=1), strict=True)})
+            else:
+                found[label] = values
+    return found

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..settings import integer
 from .flow import Flow, Images, PerImage, over_images
-from .jacobian import Jacobian
+from .lipschitz import Jacobian
 
 __all__ = ['Exponents', 'lyapunov_exponents']
 

@@ -1,6 +1,5 @@
-"""The states of each image along the way: how they move, how far from another model's, to which class; in a plane."""
+"""The states of each image along the way: how they move, how near another model's, to which class; in a plane."""
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,8 +12,8 @@ from ..hooks import state_at
 from .flow import Flow, Images, PerImage, norms, over_images
 
 __all__ = [
-    'ClassOverTime', 'DistanceOverTime', 'Geometry', 'Plane', 'check_comparable', 'class_over_time',
-    'distance_over_time', 'plane', 'token_colours', 'trajectory_geometry',
+    'ClassOverTime', 'DistanceOverTime', 'Geometry', 'Plane', 'Similarity', 'check_comparable', 'class_over_time',
+    'distance_over_time', 'plane', 'state_similarity', 'trajectory_geometry',
 ]
 
 
@@ -176,6 +175,46 @@ def _distance_over_time(flow: Flow, other: Flow) -> DistanceOverTime:
 
 
 @dataclass(frozen=True, repr=False)
+class Similarity(PerImage):
+    """Likeness of the states at each time of a model and those at each time of another.
+
+    Attributes:
+        values: Mean cosine of each token with itself at the other time [B, K + 1, L + 1].
+        times: The times of the rows [K + 1].
+        other_times: The times of the columns [L + 1].
+    """
+    values: Tensor
+    times: Tensor = dataclasses.field(metadata={'shared': True})
+    other_times: Tensor = dataclasses.field(metadata={'shared': True})
+
+
+def state_similarity(model: Any, images: Images = None, *, other: Any = None, batch_size: int = 64) -> Similarity:
+    """Likeness of the states at all pairs of times, over all tokens.
+
+    Args:
+        model, images, batch_size: See `timm_odevit.dynamics`.
+        other: A model of the same width and tokens; None for the model itself.
+
+    Raises:
+        ValueError: The two models have states of different shapes.
+
+    Source: Raptor, arXiv 2512.19941.
+    """
+    return over_images(_similarity, model, images, batch_size, *([] if other is None else [other]))
+
+
+def _similarity(flow: Flow, other: Flow | None = None) -> Similarity:
+    other = other or flow
+    if flow.start.shape != other.start.shape:
+        raise ValueError(f'Cosines compare tokens one by one, but the states have the shapes {list(flow.start.shape)} '
+                         f'and {list(other.start.shape)}. Give a model of the same width and tokens.')
+    ours, theirs = (torch.stack([F.normalize(x.flatten(1, -2) if x.ndim > 2 else x[:, None], dim=-1)
+                                 for x in each.states()], dim=1) for each in (flow, other))  # [B, times, N, D]
+    return Similarity(torch.einsum('bknd,blnd->bkl', ours, theirs) / ours.shape[2],
+                      *(torch.tensor(each.times, dtype=torch.float64) for each in (flow, other)))
+
+
+@dataclass(frozen=True, repr=False)
 class Plane(PerImage):
     """The trajectories of one token of B images in the plane of their two first principal components.
 
@@ -211,7 +250,7 @@ def plane(model: Any, images: Images = None, *, other: Any = None, batch_size: i
         raise ValueError(f'Tokens of different width do not lie in one plane: {found.points.shape[-1]} and '
                          f'{found.others.shape[-1]}. Give a model of the same width.')
     everything = [found.points.flatten(0, 1), *([] if other is None else [found.others.flatten(0, 1)])]
-    mean, axes, share = _principal(torch.cat(everything), 2)
+    mean, axes, share = _principal(torch.cat(everything))
     points = (found.points - mean) @ axes
     others = points[:, :0] if other is None else (found.others - mean) @ axes
     return dataclasses.replace(found, points=points, others=others, explained=share)
@@ -230,39 +269,15 @@ def _token_path(flow: Flow) -> Tensor:
     return torch.stack(rows, dim=1)
 
 
-def _principal(rows: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
-    """The mean [D], the first principal axes [D, count] and the share of the variance along them, of rows [n, D].
+def _principal(rows: Tensor) -> tuple[Tensor, Tensor, float]:
+    """The mean [D], the two first principal axes [D, 2] and the share of the variance along them, of rows [n, D].
 
     Rows that are not finite do not count. Each axis points so that its largest entry is positive.
     """
-    rows = rows[rows.isfinite().all(dim=-1)]
-    mean = rows.sum(dim=0, dtype=torch.float64) / max(len(rows), 1)
-    spread = torch.zeros(len(mean), len(mean), dtype=torch.float64, device=rows.device)
-    for part in rows.split(8192):
-        part = part.double() - mean
-        spread += part.T @ part
-    values, axes = torch.linalg.eigh(spread)  # ascending
-    values, axes = values.flip(0).clamp_min(0.), axes.flip(1)[:, :count]
-    axes = F.pad(axes, (0, max(0, count - axes.shape[1])))
+    dtype, rows = rows.dtype, rows[rows.isfinite().all(dim=-1)].double()
+    mean = rows.sum(dim=0) / max(len(rows), 1)
+    values, axes = torch.linalg.eigh((rows - mean).T @ (rows - mean))  # ascending
+    values, axes = values.flip(0).clamp_min(0.), F.pad(axes, (1, 0)).flip(1)[:, :2]  # 0 for a second of one dimension
     largest = axes.gather(0, axes.abs().argmax(dim=0, keepdim=True))
-    share = float(values[:count].sum() / values.sum().clamp_min(1e-30))
-    return mean.to(rows.dtype), (axes * largest.sign()).to(rows.dtype), share
-
-
-def token_colours(states: Sequence[Tensor]) -> list[Tensor]:
-    """Tokens [..., D] as colours between 0 and 1 [..., 3], the same for equal tokens of all the given states.
-
-    The three channels are the first principal components of the tokens of all states, cut off at their 2nd and 98th
-    percentile. Tokens that are not finite are grey.
-
-    Raises:
-        ValueError: There are no states, or they differ in width.
-    """
-    if not states or len({x.shape[-1] for x in states}) > 1:
-        raise ValueError(f'Give one or more states of the same width; got widths {[x.shape[-1] for x in states]}.')
-    rows = torch.cat([x.flatten(0, -2).float() for x in states])
-    mean, axes, _ = _principal(rows, 3)
-    seen = (rows[rows.isfinite().all(dim=-1)] - mean) @ axes
-    low, high = seen.quantile(torch.tensor([0.02, 0.98]).to(mean), dim=0) if len(seen) else (mean[:3] * 0, mean[:3] * 0)
-    span = (high - low).clamp_min(1e-12)
-    return [(((x.float() - mean) @ axes - low) / span).nan_to_num(0.5).clamp(0, 1) for x in states]
+    share = float(values[:2].sum() / values.sum().clamp_min(1e-30))
+    return mean.to(dtype), (axes * largest.sign()).to(dtype), share

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..data.preprocessing import renormalisation
 from ..hooks import evaluating
-from .passes import NO_CLASS, check_same_images, in_batches, run_batches, views
+from .accuracy import NO_CLASS, check_same_images, in_batches, lineup, run_batches, views
 from .results import EmbeddingResult, Evaluation
 
 __all__ = ['PatchAgreement', 'evaluate_embeddings', 'knn_accuracy', 'nearest', 'patch_agreement', 'probe_accuracy']
@@ -58,15 +58,17 @@ def evaluate_embeddings(
 
     Source: k-NN with weights: arXiv 1805.01978; both protocols: DINO, arXiv 2104.14294.
     """
-    measured = views(model, steps)
-    loader, labelled = (in_batches(each, len(measured) + (teacher is not None)) for each in (loader, labelled))
-    common: dict[str, Any] = dict(amp_dtype=amp_dtype, progress=progress)
+    models = lineup(model, steps, teacher)
+    loader, labelled = (in_batches(each, len(models)) for each in (loader, labelled))
     results: list[EmbeddingResult] = []
-
-    def measure(of: nn.Module, name: str, kind: str, theirs: Any = None, **options: Any) -> '_Embedded':
-        ours = _embed(of, loader, name=name, **common, **options)
-        if theirs is not None:
-            check_same_images(theirs.marks, ours.marks)
+    reference = None
+    for kind, name, of, normalisation in models:
+        options: dict[str, Any] = dict(amp_dtype=amp_dtype, progress=progress, normalisation=normalisation)
+        ours = _embed(of, loader, name=name, **options)
+        if kind == 'teacher':
+            reference = ours
+        elif reference is not None:
+            check_same_images(reference.marks, ours.marks)
         knn = probe = zero_shot = None
         if labelled is not None or class_embeddings is not None:
             _check_labels(ours.labels)
@@ -74,18 +76,11 @@ def evaluate_embeddings(
         if class_embeddings is not None:
             zero_shot = _zero_shot(ours.values, labels, class_embeddings)
         if labelled is not None:
-            learned, known = _memory(_embed(of, labelled, name=f'{name}, labelled', **common, **options))
+            learned, known = _memory(_embed(of, labelled, name=f'{name}, labelled', **options))
             knn = knn_accuracy(ours.values, labels, learned, known)
             probe = probe_accuracy(ours.values, labels, learned, known)
-        results.append(EmbeddingResult(model=kind, knn=knn, probe=probe, zero_shot=zero_shot,
-                                       **_compared(ours, ours if kind == 'teacher' else theirs), **ours.about))
-        return ours
-
-    reference = None
-    if teacher is not None:
-        reference = measure(teacher, 'teacher', 'teacher', normalisation=renormalisation(model, teacher))
-    for name, view in measured:
-        measure(view, name, 'model' if teacher is None else 'student', reference)
+        results.append(EmbeddingResult(
+            model=kind, knn=knn, probe=probe, zero_shot=zero_shot, **_compared(ours, reference), **ours.about))
     return Evaluation(tuple(results), data, tuple(trained_at))
 
 
@@ -110,7 +105,7 @@ def _embed(model: nn.Module, loader: Any, name: str, **options: Any) -> _Embedde
     finite = values.isfinite().all(dim=1)
     if not finite.all():
         warnings.warn(f'{name}: the embeddings of {int((~finite).sum())} of {len(values)} images are not finite. They '
-                      'count as 0, and as wrong.', RuntimeWarning, stacklevel=4)
+                      'count as 0, and as wrong.', RuntimeWarning, stacklevel=3)
     return _Embedded(values.masked_fill(~finite[:, None], 0.), torch.cat(labels), finite, marks, about)
 
 

@@ -15,7 +15,7 @@ from ..ode.config import HALTING
 from ..ode.halting import Scores
 from ..ode.methods import METHODS
 from ..settings import number, one_of
-from .passes import check_labels, in_batches
+from .accuracy import check_labels, in_batches
 
 __all__ = ['Halting', 'calibrate_halting']
 

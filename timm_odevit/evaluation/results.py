@@ -1,6 +1,5 @@
-"""The results of an evaluation: as a table, JSON, a data frame, a plot, and in a notebook."""
+"""The results of an evaluation: as a table, JSON, a plot, and in a notebook."""
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
@@ -11,9 +10,9 @@ from ..files import to_json, write_text
 __all__ = ['EmbeddingResult', 'Evaluation', 'Result']
 
 
-@dataclass(frozen=True)
-class Result:
-    """Results of one model at one step count.
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What every result says of one model at one step count.
 
     Attributes:
         model: 'teacher', 'student' or 'model'.
@@ -22,11 +21,6 @@ class Result:
             not an ODE-ViT.
         parameters: Number of parameters.
         images: Number of images.
-        top1: Top-1 accuracy in percent.
-        top5: Top-5 accuracy in percent (top-C with C < 5 classes).
-        loss: Mean cross-entropy in nats per image; NaN if any logits are (those images count as wrong).
-        agreement: Share of images whose top-1 class is the teacher's, in percent; None without a teacher.
-        kept: Share of the teacher's top-1 accuracy, in percent; None without a teacher.
         images_per_second: Speed of the forward pass, without data loading.
         halted: Share of the images that took 1, 2, ... steps, in percent; None if no image can halt.
     """
@@ -35,13 +29,26 @@ class Result:
     nfe: float | None
     parameters: int
     images: int
+    images_per_second: float
+    halted: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(_Measured):
+    """Results of one model at one step count; model, steps, nfe, parameters, images, images_per_second and halted too.
+
+    Attributes:
+        top1: Top-1 accuracy in percent.
+        top5: Top-5 accuracy in percent (top-C with C < 5 classes).
+        loss: Mean cross-entropy in nats per image; NaN if any logits are (those images count as wrong).
+        agreement: Share of images whose top-1 class is the teacher's, in percent; None without a teacher.
+        kept: Share of the teacher's top-1 accuracy, in percent; None without a teacher.
+    """
     top1: float
     top5: float
     loss: float
     agreement: float | None
     kept: float | None
-    images_per_second: float
-    halted: tuple[float, ...] | None = None
 
     SCORE: ClassVar[tuple[str, str]] = ('top1', 'top-1 accuracy, %')
     COLUMNS: ClassVar[tuple[str, ...]] = ('top-1 %', 'top-5 %', 'loss', 'agreement %', 'kept %')
@@ -51,12 +58,11 @@ class Result:
         return [f'{self.top1:.2f}', f'{self.top5:.2f}', f'{self.loss:.4f}', _text(self.agreement), _text(self.kept)]
 
 
-@dataclass(frozen=True)
-class EmbeddingResult:
-    """Results of one model without classes at one step count.
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingResult(_Measured):
+    """Results of one model without classes at one step count; also what a Result says of steps, size and speed.
 
     Attributes:
-        model, steps, nfe, parameters, images, images_per_second, halted: As in Result.
         cosine: Mean cosine between the embedding of an image and the teacher's; None without a teacher.
         error: Squared error relative to the variance of the teacher's embeddings; None without a teacher.
         neighbours: Share of the images whose nearest other image is the one that the teacher finds, in percent; None
@@ -65,19 +71,12 @@ class EmbeddingResult:
         probe: Top-1 accuracy of a linear classifier on the embeddings, in percent; None without labelled images.
         zero_shot: Top-1 accuracy of the class embedding with the largest cosine, in percent; None without them.
     """
-    model: str
-    steps: int | None
-    nfe: float | None
-    parameters: int
-    images: int
     cosine: float | None
     error: float | None
     neighbours: float | None
     knn: float | None
     probe: float | None
     zero_shot: float | None
-    images_per_second: float
-    halted: tuple[float, ...] | None = None
 
     SCORE: ClassVar[tuple[str, str]] = ('cosine', "cosine with the teacher's embedding")
     COLUMNS: ClassVar[tuple[str, ...]] = ('cosine', 'error', 'neighbours %', 'k-NN %', 'probe %', 'zero-shot %')
@@ -127,15 +126,6 @@ class Evaluation(Generic[AnyResult]):
         if path is not None:
             write_text(Path(path), text)
         return text
-
-    def to_dataframe(self) -> Any:
-        """Return the results as a pandas data frame, one row per result.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        import pandas  # not one of this package's dependencies
-        return pandas.DataFrame([asdict(r) for r in self.results])
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Plot the accuracy, or the agreement of embeddings, against solver steps; the teacher is a horizontal line.
@@ -195,12 +185,8 @@ class Evaluation(Generic[AnyResult]):
             for r in self.results if r.halted is not None]
         return '\n'.join([self.caption, '', self.table(), *stops])
 
-    def _repr_html_(self) -> str:
-        head, *rows = self._rows()
-        lines = [''.join(f'<td>{escape(cell.strip("*"))}</td>' for cell in row) for row in rows]
-        return (f'<table><caption>{escape(self.caption.removesuffix(", in bold"))}</caption>'
-                f"<tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>"
-                f"{''.join(f'<tr>{line}</tr>' for line in lines)}</table>")
+    def _repr_markdown_(self) -> str:  # in a notebook
+        return str(self)
 
 
 def _text(value: float | None, digits: int = 1) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dynamics.similarity import Similarity
+from ..dynamics.trajectories import Similarity
 from .findings import Findings
 
 __all__ = ['Chart', 'charts', 'plotly']
@@ -64,9 +64,7 @@ def charts(found: Findings, names: Sequence[str] | None) -> list[Chart]:
         ('Entropy of attention', 'In nats: low where a token attends to few others.',
          found.attention, lambda m: (m.times, m.entropy), None),
         ('Largest Lyapunov exponent', 'Up to t, per unit of time: above 0, some small changes of the state grow.',
-         found.exponents, lambda m: (m.times, m.running[..., 0]), None),
-        ('Recovery', 'What is left in the end of a random perturbation at t, relative to its size.',
-         found.recovery, lambda m: (m.times, m.factor), None)]
+         found.exponents, lambda m: (m.times, m.running[..., 0]), None)]
     for title, about, ours, of, theirs in rows:
         if ours is not None and not bool(of(ours)[1].isnan().all()):
             made.append(_line(found, title, about, of(ours), None if theirs is None else of(theirs)))

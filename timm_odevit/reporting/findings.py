@@ -5,29 +5,27 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 from ..data.preprocessing import data_config, renormalisation
 from ..dynamics.attention import AttentionOverTime, attention_over_time, has_attention_maps
-from ..dynamics.contraction import Recovery, Region, contraction_regions, recovery
+from ..dynamics.contraction import Region, contraction_regions
 from ..dynamics.flow import follow
 from ..dynamics.lyapunov import Exponents, lyapunov_exponents
-from ..dynamics.similarity import Similarity, state_similarity
 from ..dynamics.trajectories import (
     ClassOverTime,
     DistanceOverTime,
     Geometry,
     Plane,
+    Similarity,
     check_comparable,
     class_over_time,
     distance_over_time,
     plane,
-    token_colours,
+    state_similarity,
     trajectory_geometry,
 )
-from ..hooks import state_at
 from ..ode.blocks import find_ode_blocks
 
 __all__ = ['Findings', 'measure_all']
@@ -49,10 +47,7 @@ class Findings:
         followed: The distance from the teacher.
         region: The region around the last state in which the class stays.
         exponents: The largest Lyapunov exponent.
-        recovery: What is left in the end of a perturbation on the way.
         similarity: Cosines of the tokens at different times, with one another and with the teacher's.
-        colours: Patch tokens as colours [B, K + 1, rows, columns, 3], of the model, and of the teacher at the same
-            times.
         grid: Rows and columns of the patches.
     """
     words: str
@@ -66,9 +61,7 @@ class Findings:
     followed: DistanceOverTime | None
     region: Region | None
     exponents: Exponents
-    recovery: Recovery | None
     similarity: tuple[Similarity, Similarity | None]
-    colours: list[Tensor] | None
     grid: tuple[int, int] | None
 
     @property
@@ -126,10 +119,8 @@ def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool 
         'followed': lambda: None if teacher is None else distance_over_time(model, images, teacher=teacher),
         'region': lambda: contraction_regions(model, images, directions=4) if has_head else None,
         'exponents': lambda: lyapunov_exponents(model, images),
-        'recovery': lambda: recovery(model, images) if has_head else None,
         'similarity': lambda: (state_similarity(model, images),
                                None if teacher is None else state_similarity(model, images, **both)),
-        'colours': lambda: None if grid is None else _colours(model, images, teacher, grid),
     }
     found: dict[str, Any] = {}
     with tqdm(measures, desc='report', disable=not progress) as bar, torch.autocast(images.device.type, enabled=False):
@@ -183,19 +174,6 @@ def _probabilities(model: Any, images: Tensor) -> Tensor | None:
         if flow.head is None:
             return None
         return torch.stack([flow.logits(x).softmax(dim=-1) for x in flow.states()], dim=1)
-
-
-def _colours(model: Any, images: Tensor, teacher: Any, grid: tuple[int, int]) -> list[Tensor]:
-    states: list[Tensor] = []
-    times: tuple[float, ...] = ()
-    for each in (model, teacher):
-        if each is not None:
-            with follow(each, images) as flow:
-                times = times or flow.times  # the model's, also for its teacher
-                seen = flow.states()
-                found = torch.stack([state_at(seen, flow.times, t)[:, flow.prefix:] for t in times], dim=1)
-                states.append(F.normalize(found, dim=-1))
-    return [x.unflatten(2, grid) for x in token_colours(states)]
 
 
 def _words(model: Any) -> str:

@@ -3,7 +3,7 @@ import base64
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict
 from html import escape
 from importlib.resources import files
 from io import BytesIO
@@ -80,22 +80,12 @@ def write_report(
     numbers = to_json({
         'title': title, 'sentence': found.sentence(), 'version': __version__, 'torch': torch.__version__,
         'images': _rows(found, names, classes, known), **{
-            f.name: _plain(getattr(found, f.name)) for f in fields(found)
-            if f.name not in ('probabilities', 'taught', 'colours')}})
+            name: value for name, value in asdict(found).items() if name not in ('probabilities', 'taught')}})
     with suppress(FileNotFoundError):
         (out / PAGE).unlink()  # an interrupted report has no page
     write_text(out / 'report.json', numbers)
     write_text(out / PAGE, page)
     return out / PAGE
-
-
-def _plain(value: Any) -> Any:
-    """Measurements as lists and dicts, for JSON."""
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    return {f.name: _plain(getattr(value, f.name)) for f in fields(value)} if is_dataclass(value) else value
 
 
 def _texts(what: str, given: Sequence[Any], count: int) -> list[str]:
@@ -119,7 +109,7 @@ def _page(
     pictures = [_uri(picture) for picture in seen]
     frames: dict[str, Any] = {'times': [float(f'{t:.3g}') for t in found.times], 'photo': pictures,
                               'said': _said(found, names, known)}
-    looks = [_figure('photo', 'what the model sees')]
+    looks = [_figure('what the model sees')]
     if found.attention is not None and found.grid is not None:
         token = 'class token' if found.attention.class_token else 'tokens'
         about = f'attention of the {token} in the step that ends at t'
@@ -127,21 +117,12 @@ def _page(
                                     ('rollout', found.attention.rollout, 'all steps until t together (rollout)')):
             frames[name] = [[_uri(spotlight(torch.ones(found.grid))), *(_uri(spotlight(x)) for x in image)]
                             for image in _on_grid(found, tokens)]  # before the first step, there is none
-            looks.append(_figure('photo', words, name))
-    colours = []
-    if found.colours is not None:
-        for name, states in zip(('model', 'teacher'), found.colours, strict=False):
-            frames[name] = [[_uri(Image.fromarray(x.numpy())) for x in image]
-                            for image in (states * 255).round().byte()]
-            colours.append(_figure(name, name))
-    panels = [_panel('What it looks at', 'The image is dark where there is little attention.', looks)]
-    drawn = [_chart(i, chart) for i, chart in enumerate(made)]
-    first = panels + [html for chart, html in zip(made, drawn, strict=True) if chart.first]
-    others = [html for chart, html in zip(made, drawn, strict=True) if not chart.first]
-    if colours:
-        about = ('The first three principal components of the directions of all patch tokens, cut off at their 2nd and '
-                 '98th percentile.')
-        others.insert(0, _panel('Patch tokens as colours', about, colours))
+            looks.append(_figure(words, name))
+    first = [_panel('What it looks at', 'The image is dark where there is little attention.',
+                    f'<div class="seen">{"".join(looks)}</div>')]
+    others: list[str] = []
+    for i, chart in enumerate(made):
+        (first if chart.first else others).append(_panel(chart.title, chart.about, _chart(i, chart)))
     choices = ''.join(
         f'<label title="{escape(name)}"><input type="radio" name="image" value="{i}"{" checked" if i == 0 else ""} '
         f'aria-label="{escape(name)}"><img src="{picture}" alt=""></label>'
@@ -173,14 +154,13 @@ def _said(found: Findings, names: Sequence[str], known: Sequence[str] | None) ->
             for name, ps, ks in zip(names, best, index, strict=True)]
 
 
-def _panel(title: str, about: str, figures: list[str]) -> str:
-    return (f'<div class="panel"><h3>{escape(title)}</h3><p class="about">{escape(about)}</p>'
-            f'<div class="seen">{"".join(figures)}</div></div>')
+def _panel(title: str, about: str, content: str) -> str:
+    return f'<div class="panel"><h3>{escape(title)}</h3><p class="about">{escape(about)}</p>{content}</div>'
 
 
-def _figure(under: str, caption: str, over: str | None = None) -> str:
-    pairs = ((under, escape(caption)), (over, ''))
-    images = ''.join(f'<img data-of="{name}" alt="{alt}">' for name, alt in pairs if name)
+def _figure(caption: str, veil: str | None = None) -> str:
+    """The photo, under a veil that lets through what is attended to."""
+    images = f'<img data-of="photo" alt="{escape(caption)}">' + (f'<img data-of="{veil}" alt="">' if veil else '')
     return f'<figure><div class="stack">{images}</div><figcaption>{escape(caption)}</figcaption></figure>'
 
 
@@ -188,8 +168,7 @@ def _chart(i: int, chart: Chart) -> str:
     drawn = chart.figure.to_html(full_html=False, include_plotlyjs=False, auto_play=False, div_id=f'chart-{i}',
                                  config={'displayModeBar': False, 'responsive': True})
     moves = f' data-moves="{chart.moves}"' if chart.moves else ''
-    return (f'<div class="panel"><h3>{escape(chart.title)}</h3><p class="about">{escape(chart.about)}</p>'
-            f'<div role="img" aria-label="{escape(chart.title)}"{moves}>{drawn}</div></div>')
+    return f'<div role="img" aria-label="{escape(chart.title)}"{moves}>{drawn}</div>'
 
 
 def _name(index: Any, known: Sequence[str] | None) -> str:

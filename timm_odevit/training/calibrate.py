@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..convert.svd_data import check_images
 from ..distributed import in_first_process, over_processes
-from ..evaluation.passes import AMP_DTYPES
+from ..evaluation.accuracy import AMP_DTYPES
 from ..hooks import evaluating, surely
 from ..ode.blocks import find_ode_blocks
 from .config import CalibrationConfig

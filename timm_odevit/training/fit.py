@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ..convert.merge import check_not_merged
 from ..distributed import alone_in, in_first_process, over_processes, rank_and_world
-from ..evaluation.passes import AMP_DTYPES
+from ..evaluation.accuracy import AMP_DTYPES
 from ..files import to_json, write_text
 from ..hooks import random_states_kept
 from ..saving.save import describe, save_pretrained

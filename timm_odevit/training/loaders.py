@@ -6,7 +6,7 @@ import torch
 
 from ..data.arrays import ArrayLoader, array_classes, array_loaders
 from ..data.folders import folder_classes, folder_loaders
-from ..data.mixup import MixupLoader
+from ..data.preprocessing import MixupLoader
 from .config import DataConfig
 
 __all__ = ['count_classes', 'draw_sample', 'label_names', 'loader_chain', 'loaders', 'set_epoch']
