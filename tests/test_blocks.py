@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import timm
 import torch
-from conftest import TINY
+from conftest import TINY, converted
 from timm.models import FeatureGraphNet, FeatureHookNet
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -22,12 +22,6 @@ KINDS = [
     OdeConfig(method='rk4', steps=4),
 ]
 kinds = pytest.mark.parametrize('config', KINDS, ids=lambda c: f'{c.field}-{c.method}')
-
-
-def converted(vit, config=KINDS[0], **kwargs):
-    model = vit(**kwargs)
-    convert_(model, config)
-    return model
 
 
 @pytest.mark.parametrize('layer_scale', [None, 0.1])

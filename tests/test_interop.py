@@ -5,6 +5,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from conftest import reloaded, snapshot
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -15,7 +16,6 @@ from timm_odevit import (
     from_open_clip,
     from_transformers,
     put_tower_,
-    save_pretrained,
 )
 
 open_clip = pytest.importorskip('open_clip', reason="open_clip is not installed: pip install 'timm-odevit[ecosystem]'")
@@ -55,10 +55,6 @@ def images():
     return torch.randn(2, 3, 32, 32)
 
 
-def state(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 def embedding_of(model, images):
     with torch.no_grad():
         if hasattr(model, 'encode_image'):
@@ -89,9 +85,9 @@ three = pytest.mark.parametrize('build, map_', [PROGRAMS[name] for name in ('ope
 @pytest.mark.parametrize('build, map_', PROGRAMS.values(), ids=PROGRAMS)
 def test_the_same_embedding_and_gradients_saved_reloaded_and_put_back(build, map_, tmp_path):
     program = build()
-    before = state(program)
+    before = snapshot(program)
     tower = map_(program)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in program.state_dict().items())
+    assert snapshot(program) == before
     assert not {p.data_ptr() for p in tower.parameters()} & {p.data_ptr() for p in program.parameters()}
     images = torch.randn(2, *tower.pretrained_cfg['input_size'])
     expected = embedding_of(program, images)
@@ -102,8 +98,7 @@ def test_the_same_embedding_and_gradients_saved_reloaded_and_put_back(build, map
     tower(a).square().sum().backward()
     assert a.grad.abs().max() > 0
 
-    save_pretrained(tower, tmp_path / 'tower')
-    again = timm.create_model(f'local-dir:{tmp_path / "tower"}', pretrained=True).eval()
+    again = reloaded(tower, tmp_path / 'tower')
     assert torch.equal(again(images), tower(images))
 
     put = put_tower_(program, again)
@@ -111,7 +106,7 @@ def test_the_same_embedding_and_gradients_saved_reloaded_and_put_back(build, map
     put.restore()
     with pytest.raises(ValueError, match='no longer holds this tower'):
         put.restore()
-    assert program.state_dict().keys() == before.keys()
+    assert snapshot(program) == before
     assert torch.equal(embedding_of(program, images), expected)
 
 
@@ -126,8 +121,7 @@ def test_converted_calibrated_saved_reloaded_and_put_back(build, map_, tmp_path)
     first = F.cosine_similarity(embedding_of(program, images), teacher(images)).mean()
     calibrate_(tower, teacher, images, epochs=(20, 20), batch_size=4, progress=False)
     assert F.cosine_similarity(embedding_of(program, images), teacher(images)).mean() > first
-    save_pretrained(tower, tmp_path / 'student')
-    again = timm.create_model(f'local-dir:{tmp_path / "student"}', pretrained=True).eval()
+    again = reloaded(tower, tmp_path / 'student')
     assert torch.equal(again(images), tower(images))
 
 
@@ -188,8 +182,7 @@ def test_towers_of_open_clip_that_are_timms_are_converted_where_they_are(images,
     trunk, expected = program.visual.trunk, embedding_of(program, images)
     exact = convert_(trunk, phases=12)
     torch.testing.assert_close(embedding_of(program, images), expected, **CLOSE)
-    save_pretrained(trunk, tmp_path / 'trunk')
-    again = timm.create_model(f'local-dir:{tmp_path / "trunk"}', pretrained=True).eval()
+    again = reloaded(trunk, tmp_path / 'trunk')
     exact.restore()
     program.visual.trunk = again
     torch.testing.assert_close(embedding_of(program, images), expected, **CLOSE)
@@ -259,10 +252,10 @@ OTHER = "its output for a random image differs from timm's, so one of its layers
 ])
 def test_what_timm_lacks_is_refused(build, map_, error, message):
     program = build()
-    before = state(program)
+    before = snapshot(program)
     with pytest.raises(error, match=message):
         map_(program)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in program.state_dict().items())
+    assert snapshot(program) == before
 
 
 def test_a_program_with_a_tower_is_copied_and_saved_by_its_own_means(images, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from conftest import reloaded, snapshot
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 from timm.models.vision_transformer import VisionTransformer
@@ -50,23 +51,6 @@ def on_meta(name, **kwargs):
         return torchvision.models.get_model(name, weights=None, **kwargs)
 
 
-def snapshot(vit):
-    return {
-        'state': {name: (tensor.clone(), tensor.data_ptr(), tensor.dtype) for name, tensor in vit.state_dict().items()},
-        'parameters': {name: (id(p), p.requires_grad) for name, p in vit.named_parameters()},
-        'modules': {name: (id(m), m.training, repr(m)) for name, m in vit.named_modules()},
-    }
-
-
-def assert_unchanged(vit, before):
-    now = snapshot(vit)
-    assert now['parameters'] == before['parameters'] and now['modules'] == before['modules']
-    assert now['state'].keys() == before['state'].keys()
-    for name, (tensor, *place) in now['state'].items():
-        then, *before_place = before['state'][name]
-        assert place == before_place and torch.equal(tensor, then)
-
-
 def old_mlp():
     """An MLP as a model has it that was saved whole by a torchvision from before 0.14."""
     return nn.Sequential(OrderedDict(linear_1=nn.Linear(32, 64), act=nn.GELU(), dropout_1=nn.Dropout(), linear_2=nn.Linear(64, 32), dropout_2=nn.Dropout()))
@@ -95,7 +79,7 @@ def test_same_logits_and_gradients_in_both_modes(build, changes, kwargs):
             module.p = 0.  # train mode is compared without the draws
     before = snapshot(vit)
     model = from_torchvision(vit)
-    assert_unchanged(vit, before)
+    assert snapshot(vit) == before
     assert type(model) is VisionTransformer
     for training in (False, True):
         x = torch.randn(2, vit.conv_proj.in_channels, vit.image_size, vit.image_size)
@@ -194,8 +178,7 @@ def test_without_weights_the_preprocessing_is_that_of_imagenet1k_v1(build):
 @pytest.mark.parametrize('changes', [{}, NEW_HEAD, IDENTITY_HEADS, GRAY, FEWER_LAYERS], ids=lambda x: '-'.join(x) or 'plain')
 def test_saved_and_reloaded_bit_for_bit(build, tmp_path, changes):
     model = from_torchvision(build(changes, dropout=0.1), weights=_WEIGHTS[0].IMAGENET1K_SWAG_E2E_V1)
-    save_pretrained(model, tmp_path / 'a')
-    again = timm.create_model(f'local-dir:{tmp_path / "a"}', pretrained=True).eval()
+    again = reloaded(model, tmp_path / 'a')
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor)
     x = torch.randn(2, model.in_chans, 32, 32)
@@ -242,7 +225,7 @@ def test_what_timm_lacks_is_refused_and_nothing_is_changed(build, name, make, me
     before = snapshot(vit)
     with pytest.raises(ValueError, match=f'^Cannot build a timm model from this torchvision VisionTransformer: .*{message}'):
         from_torchvision(vit)
-    assert_unchanged(vit, before)
+    assert snapshot(vit) == before
 
 
 def test_what_torchvision_itself_builds_and_timm_lacks_is_refused(build):
