@@ -9,7 +9,7 @@ import torch
 from timm.models import FeatureGraphNet
 from torch.utils.checkpoint import checkpoint
 
-from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_, merge_
+from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_, fit, merge_
 from timm_odevit.dynamics.flow import follow
 from timm_odevit.hooks import watch_blocks
 from timm_odevit.ode.tokens import Tokens, tokens_at
@@ -125,13 +125,8 @@ def test_distillation_with_merged_tokens_follows_all_tokens(vit, images):
     convert_(student, tokens=0.5)
     task = TrajectoryDistillationTask(student, teacher, verbose=False).train()
     before = task(images, None)['loss']
-    optimizer = torch.optim.Adam(student.parameters(), 1e-3)
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = task(images, None)['loss']
-        loss.backward()
-        optimizer.step()
-    assert loss < before
+    fit(task, [(images, torch.tensor([0, 1]))], epochs=20, opt='adam', lr=1e-3, progress=False)
+    assert task.train()(images, None)['loss'] < before
 
 
 def test_compiled_exported_merged_and_in_two_threads(vit, images):
