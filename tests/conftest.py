@@ -9,6 +9,8 @@ import pytest
 import timm
 import torch
 
+from timm_odevit import convert_, save_pretrained
+
 _connect = socket.socket.connect
 
 
@@ -23,6 +25,27 @@ def _loopback_only(self, address):
 socket.socket.connect = _loopback_only
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=5)
+
+
+def snapshot(model):
+    """Everything of a model that a call could change, to be compared by ==."""
+    return ({name: (t.dtype, t.shape, t.data_ptr(), t.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, t in model.state_dict().items()},
+            [(name, id(p), p.requires_grad) for name, p in model.named_parameters()],
+            [(name, id(m), m.training, len(m._forward_hooks)) for name, m in model.named_modules()],
+            repr(model), sorted(vars(model)), getattr(model, 'feature_info', None))
+
+
+def reloaded(model, folder, **kwargs):
+    """The model as timm builds it from the folder it was saved in."""
+    save_pretrained(model, folder)
+    return timm.create_model(f'local-dir:{folder}', pretrained=True, **kwargs).eval()
+
+
+def converted(vit, config=None, **kwargs):
+    """A small ViT of the fixture below, converted."""
+    model = vit(**kwargs)
+    convert_(model, config)
+    return model
 
 
 @pytest.fixture(autouse=True)

@@ -98,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-    def reply(self, code=200, body=None, **headers):
+    def reply(self, code=200, body=None, cut=None, **headers):
         content = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
         self.send_response(code)
         for name, value in headers.items():
@@ -106,10 +106,14 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header('Content-Length', str(len(content)))
         self.end_headers()
         if self.command != 'HEAD':
-            self.wfile.write(content)
+            self.wfile.write(content[:cut])
+        if cut is not None:
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
 
-    def fail(self, code, kind, message):
-        self.reply(code, {'error': message}, X_Error_Code=kind, X_Error_Message=message)
+    def fail(self, code, kind, message, **headers):
+        self.reply(code, {'error': message}, X_Error_Code=kind, X_Error_Message=message, **headers)
 
     def body(self):
         return self.rfile.read(int(self.headers.get('Content-Length') or 0))
@@ -240,21 +244,13 @@ class Handler(BaseHTTPRequestHandler):
         if files is None:
             return self.fail(404, 'RevisionNotFound', f'Invalid rev id: {revision}')
         if path not in files:
-            self.send_response(404)
-            for key, value in (('X-Error-Code', 'EntryNotFound'), ('X-Error-Message', 'Entry not found'), ('X-Repo-Commit', oid),
-                               ('Content-Length', '0')):
-                self.send_header(key, value)
-            return self.end_headers()
+            return self.fail(404, 'EntryNotFound', 'Entry not found', X_Repo_Commit=oid)
         content = files[path]
         etag = hashlib.sha256(content).hexdigest() if is_lfs(path) else blob_id(content)
         headers = {'ETag': f'"{etag}"', 'X_Repo_Commit': oid, 'X_Linked_ETag': f'"{etag}"', 'X_Linked_Size': str(len(content)),
                    'Accept_Ranges': 'bytes'}
         if self.command == 'HEAD':
-            self.send_response(200)
-            for key, value in headers.items():
-                self.send_header(key.replace('_', '-'), value)
-            self.send_header('Content-Length', str(len(content)))
-            return self.end_headers()
+            return self.reply(200, content, **headers)
         if self.hub.flip.get(path, 0) > 0:
             self.hub.flip[path] -= 1
             content = content[:-1] + bytes([content[-1] ^ 1])
@@ -263,17 +259,7 @@ class Handler(BaseHTTPRequestHandler):
         if asked:
             headers['Content_Range'] = f'bytes {start}-{len(content) - 1}/{len(content)}'
         cuts = self.hub.cut.get(path, [])
-        if not cuts:
-            return self.reply(206 if asked else 200, content[start:], **headers)
-        self.send_response(206 if asked else 200)
-        for key, value in headers.items():
-            self.send_header(key.replace('_', '-'), value)
-        self.send_header('Content-Length', str(len(content) - start))
-        self.end_headers()
-        self.wfile.write(content[start:start + cuts.pop(0)])
-        self.wfile.flush()
-        self.connection.shutdown(socket.SHUT_RDWR)
-        self.close_connection = True
+        self.reply(206 if asked else 200, content[start:], cuts.pop(0) if cuts else None, **headers)
 
 
 NAME, REV = r'([\w.-]+/[\w.-]+)', r'([^?]+)'

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import timm
 import torch
+from conftest import TINY, converted
 from timm.models import FeatureGraphNet, FeatureHookNet
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -21,12 +22,6 @@ KINDS = [
     OdeConfig(method='rk4', steps=4),
 ]
 kinds = pytest.mark.parametrize('config', KINDS, ids=lambda c: f'{c.field}-{c.method}')
-
-
-def converted(vit, config=KINDS[0], **kwargs):
-    model = vit(**kwargs)
-    convert_(model, config)
-    return model
 
 
 @pytest.mark.parametrize('layer_scale', [None, 0.1])
@@ -57,12 +52,8 @@ def test_is_the_sequence_of_its_steps(vit, images, config):
     assert blocks[1:].t == pytest.approx(blocks[1].t)
     assert [m['module'] for m in model.feature_info] == [f'blocks.solver.{i}' for i in range(K)]
     assert model.feature_info[0]['num_chs'] == 32 and model.feature_info[0]['reduction'] == 4
-
-
-def test_slices_and_indices_out_of_range(vit):
-    blocks = converted(vit).blocks
     with pytest.raises(IndexError):
-        blocks[3]
+        blocks[K]
     for bad in (slice(None, None, 2), slice(2, 2)):
         with pytest.raises(ValueError, match='must be consecutive and not empty'):
             blocks[bad]
@@ -135,42 +126,29 @@ def test_adaptive_methods_measure_their_evaluations(vit, images):
     torch.testing.assert_close(model(images), logits, rtol=1e-3, atol=1e-3)
 
 
-def test_adjoint_gives_the_gradients_of_back_propagation(vit, images):
-    grads = []
-    for adjoint in (False, True):
-        torch.manual_seed(1)
-        config = OdeConfig(field='lipschitz', method='dopri5', T=1., rtol=1e-6, atol=1e-6, adjoint=adjoint)
-        model = converted(vit, config)
-        model(images).square().sum().backward()
-        grads.append({name: p.grad for name, p in model.named_parameters()})
-    for name, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][name], grad, rtol=1e-2, atol=1e-3)
-
-
 def shared_position_bias():
     return timm.create_model(
-        'beit_base_patch16_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=2, num_classes=5,
-        use_abs_pos_emb=False, use_rel_pos_bias=False, use_shared_rel_pos_bias=True)
+        'beit_base_patch16_224', **{**TINY, 'depth': 2}, use_abs_pos_emb=False, use_rel_pos_bias=False, use_shared_rel_pos_bias=True)
 
 
 def learned_rope():
-    return timm.create_model(
-        'vit_small_patch16_rope_mixed_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=1, num_classes=5)
+    return timm.create_model('vit_small_patch16_rope_mixed_224', **{**TINY, 'depth': 1})
 
 
-@pytest.mark.parametrize('build', [shared_position_bias, learned_rope])
-def test_adjoint_gives_gradients_to_what_the_host_hands_to_the_blocks(build, images):
-    """Found were: none at all for the table of the position bias, and for the frequencies of RoPE."""
+@pytest.mark.parametrize('build, handed, config', [
+    (shared_position_bias, 'rel_pos_bias', dict(steps=1, T=0.5)), (learned_rope, 'freqs', dict(steps=1, T=0.5)),
+    (lambda: timm.create_model('vit_tiny_patch16_224', **TINY), 'cls_token', dict(field='lipschitz', T=1.))])
+def test_adjoint_gives_the_gradients_of_back_propagation_also_to_what_is_handed_to_the_blocks(build, handed, config, images):
     base, grads = build().eval(), []
     with torch.no_grad():
         for p in base.parameters():
             p.add_(0.05 * torch.randn_like(p))
     for adjoint in (False, True):
         model = copy.deepcopy(base)
-        convert_(model, OdeConfig(method='dopri5', steps=1, T=0.5, rtol=1e-6, atol=1e-6, adjoint=adjoint))
+        convert_(model, OdeConfig(method='dopri5', rtol=1e-6, atol=1e-6, adjoint=adjoint, **config))
         model(images).square().sum().backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    outside = [name for name in grads[0] if 'rel_pos_bias' in name or 'freqs' in name]
+    outside = [name for name in grads[0] if handed in name]
     assert outside and all(grads[0][name].any() for name in outside)
     assert set(grads[0]) == set(grads[1])
     for name, grad in grads[0].items():
@@ -195,22 +173,16 @@ def test_an_adaptive_method_takes_an_empty_batch(vit, adjoint):
 
 
 @kinds
-def test_compile_fullgraph(vit, images, config):
+def test_compiles_in_one_graph_and_exports(vit, images, config):
     model = converted(vit, config)
+    torch.testing.assert_close(torch.export.export(model, (images,)).module()(images), model(images))
+    assert model.feature_info is model.blocks.feature_info
     compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
     torch.testing.assert_close(compiled(images), model(images))
     model.train()
     compiled(images).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     torch._dynamo.reset()
-
-
-@kinds
-def test_export(vit, images, config):
-    model = converted(vit, config)
-    exported = torch.export.export(model, (images,))
-    torch.testing.assert_close(exported.module()(images), model(images))
-    assert model.feature_info is model.blocks.feature_info
 
 
 @kinds
@@ -266,20 +238,15 @@ def test_hooks_and_fx_find_the_layers(vit, images, config, kind):
     torch.testing.assert_close(found, [expected[0], expected[last]])
 
 
-def test_features_only_prunes_to_the_layers_asked_for(images):
-    model = timm.create_model(
-        'odevit_tiny', img_size=16, patch_size=4, embed_dim=32, num_heads=2, ode_steps=6, features_only=True,
-        out_indices=(1, 3))
-    assert [f.shape for f in model(images)] == [(2, 32, 4, 4)] * 2
-    assert len(model.model.blocks) == 4
-
-
 def test_prune_intermediate_layers(vit, images):
     model = converted(vit, OdeConfig(steps=6))
     expected = model.forward_intermediates(images, indices=[3], intermediates_only=True)
     model.prune_intermediate_layers([3])
     assert len(model.blocks) == 4 and model.blocks.config.T == pytest.approx(2)
     torch.testing.assert_close(model.forward_intermediates(images, indices=[3], intermediates_only=True), expected)
+    pruned = timm.create_model('odevit_tiny', img_size=16, patch_size=4, embed_dim=32, num_heads=2, ode_steps=6, features_only=True,
+                               out_indices=(1, 3))
+    assert [f.shape for f in pruned(images)] == [(2, 32, 4, 4)] * 2 and len(pruned.model.blocks) == 4
 
 
 def test_a_wrapper_in_the_place_of_the_shared_block_is_used(vit, images):

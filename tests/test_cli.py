@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import timm
 import torch
+from conftest import TINY
 from PIL import Image
 
 from timm_odevit import convert_, save_pretrained
 from timm_odevit.cli import COMMANDS, main
 from timm_odevit.training.recipe import builtin_recipes
-
-TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=3)
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / 'images' / f'c{label}').mkdir(parents=True)
         for i in range(10):
             Image.new('RGB', (18, 18), tuple(max(0, c - i) for c in colour)).save(tmp_path / 'images' / f'c{label}' / f'{i}.png')
-    teacher = timm.create_model('vit_tiny_patch16_224', **TINY)
+    teacher = timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 3})
     save_pretrained(teacher, tmp_path / 'teacher')
     convert_(teacher)
     save_pretrained(teacher, tmp_path / 'student')
@@ -77,14 +76,6 @@ def test_convert_to_a_size_and_calibrate(folder, capsys):
                            timm.create_model('local-dir:new', pretrained=True).blocks.shared.up['block-attn-qkv-weight'])
 
 
-def test_convert_in_phases_and_in_part(folder, capsys):
-    assert run('convert', 'local-dir:teacher', 'a', '--time', 'vectors', '--boundaries', '1') == 0
-    assert timm.create_model('local-dir:a').blocks.config.boundaries == (1,)
-    assert run('convert', 'local-dir:teacher', 'c', '--blocks', '1,2') == 0
-    assert 'blocks 1-2 -> 1 shared block' in capsys.readouterr().out
-    assert timm.create_model('local-dir:c', pretrained=True).blocks.config.blocks == (1, 2)
-
-
 @pytest.mark.parametrize('options, message', [
     (['--target-params', '60%', '--rank', '3'], '--target-params chooses time, rank, phases, boundaries, init. Leave out --rank'),
     (['--target-params', '100'], '100 parameters are too few'),
@@ -92,13 +83,9 @@ def test_convert_in_phases_and_in_part(folder, capsys):
     (['--random', '--checkpoint', 'teacher/model.safetensors'], '--random loads no weights'),
     (['--metod', 'euler'], "unrecognized arguments: --metod euler. Did you mean '--method'? See odevit convert --help"),
     (['--target-params', 'many'], 'many'),
-    (['--method', 'heun'], "Did you mean 'heun2'?"),
     (['--images', 'nowhere'], "There is no folder 'nowhere'"),
-    (['--blocks', '1,7'], 'VisionTransformer has blocks 0 to 2'),
     (['--blocks', '3'], 'blocks must be the first and the last layer to convert, such as (3, 9); got 3'),
-    (['--field', 'c'], "Unknown field 'c'. Allowed: lipschitz, native."),
     (['--adjoint', '--T', 'none'], 'adjoint needs an adaptive method'),
-    (['--T', '1' + '0' * 400], 'T must be a number above 0'),
 ])
 def test_convert_refuses(folder, capsys, options, message):
     try:
@@ -109,28 +96,27 @@ def test_convert_refuses(folder, capsys, options, message):
     assert not (folder / 'new').exists()
 
 
+@pytest.mark.parametrize('source, options, expected', [
+    ('local-dir:teacher', ['--time', 'vectors', '--boundaries', '1'], dict(time='vectors', boundaries=(1,))),
+    ('local-dir:teacher', ['--blocks', '1,2'], dict(blocks=(1, 2))),
+    ('vit_tiny_patch16_224', ['--random', '--img-size', '32', '--num-classes', '4', '--field', 'lipschitz', '--method', 'euler', '--init',
+                              'spectral', '--T', '6'], dict(T=6., field='lipschitz', method='euler', init='spectral'))])
+def test_convert_takes_every_setting(folder, source, options, expected):
+    assert run('convert', source, 'new', *options) == 0
+    model = timm.create_model('local-dir:new', pretrained=True)
+    assert all(getattr(model.blocks.config, name) == value for name, value in expected.items())
+    assert model.num_classes == (4 if '--num-classes' in options else 3)
+
+
 def test_a_fine_tuned_head_is_kept(folder, capsys):
     state = timm.create_model('vit_tiny_patch16_224', num_classes=10).state_dict()
     torch.save({'state_dict': state}, 'weights.pth')
-    assert run('convert', 'vit_tiny_patch16_224', 'a', '--checkpoint', 'weights.pth', '--num-classes', '10') == 0
+    assert run('convert', 'vit_tiny_patch16_224', 'a', '--checkpoint', 'weights.pth', '--num-classes', '10', '--img-size', '32') == 0
     assert torch.equal(timm.create_model('local-dir:a', pretrained=True).head.weight, state['head.weight'])
     assert 'head  ' not in capsys.readouterr().out
     assert run('convert', 'vit_tiny_patch16_224', 'b', '--checkpoint', 'weights.pth', '--num-classes', '7') == 0
     assert 'new and random, for 7 classes: the weights have 10' in capsys.readouterr().out
     assert timm.create_model('local-dir:b', pretrained=True).head.weight.shape == (7, 192)
-
-
-def test_convert_other_settings(folder, capsys):
-    assert run('convert', 'vit_tiny_patch16_224', 'a', '--random', '--img-size', '32', '--num-classes', '4',
-               '--field', 'lipschitz', '--method', 'euler', '--init', 'spectral', '--T', '6') == 0
-    model = timm.create_model('local-dir:a', pretrained=True)
-    assert (model.num_classes, model.blocks.config.T, model.blocks.config.field) == (4, 6., 'lipschitz')
-    state = timm.create_model('vit_tiny_patch16_224', num_classes=1000).state_dict()
-    torch.save(state, 'weights.pth')
-    assert run('convert', 'vit_tiny_patch16_224', 'b', '--checkpoint', 'weights.pth', '--img-size', '32') == 0
-    model = timm.create_model('local-dir:b', pretrained=True)
-    assert torch.equal(model.head.weight, state['head.weight'])
-    capsys.readouterr()
 
 
 @pytest.mark.parametrize('content', [
@@ -147,7 +133,6 @@ MISTAKES = [
     (['convert', 'teacher', 'new'], "'teacher' is a folder. For a saved model, type local-dir:teacher"),
     (['convert', 'local-dir:nowhere', 'new'], "There is no saved model in 'nowhere'"),
     (['convert', 'ftp:x', 'new'], "Unknown model source 'ftp'"),
-    (['convert', 'resnet10t', 'new', '--random'], 'Cannot convert ResNet'),
     (['convert', 'local-dir:student', 'new'], 'has already been converted. Convert the model that it was made from'),
     (['convert', 'local-dir:teacher', 'student'], "'student' is not empty"),
     (['convert', 'local-dir:teacher', 'teacher/config.json'], 'is a file. Give a folder'),
@@ -155,14 +140,12 @@ MISTAKES = [
     (['convert', 'vit_tiny_patch16_224', 'new', '--checkpoint', 'cut.pth'], "The weights of checkpoint 'cut.pth' cannot be read"),
     (['convert', 'vit_tiny_patch16_224', 'new', '--checkpoint', 'no.pth'], "There is no checkpoint file 'no.pth'"),
     (['convert', 'vit_tiny_patch16_224', 'new'], 'Without a network, give --checkpoint FILE or local-dir:FOLDER'),
-    (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:teacher', '--teacher', 'local-dir:teacher'], 'The student must be an ODE-ViT'),
     (['distill', 'autonomous', 'nowhere', 'new', '--teacher', 'local-dir:teacher'], "There is no 'nowhere'"),
     (['distill', 'autonomous', 'empty', 'new', '--teacher', 'local-dir:teacher'], "There are no images in 'empty'"),
     (['distill', 'autonomous', 'two', 'new', '--teacher', 'local-dir:teacher'], "'two' has 2 classes"),
     (['distill', 'autonomous', 'two.npz', 'new', '--teacher', 'local-dir:teacher', '--set', 'data={}'], "'two.npz' has no x_train"),
     (['distill', 'autonomous', 'cut.pth', 'new', '--teacher', 'local-dir:teacher', '--set', 'data={}'], "'cut.pth' cannot be read as .npz"),
     (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:student', '--teacher', 'local-dir:other'], 'differ in num_classes: 3 and 7'),
-    (['distill', 'autonomous', 'images', 'new', '--teacher', 'local-dir:teacher'], 'train_loader is empty'),
     (['distill', 'autonomous', 'images', 'new'], 'The recipe names no model, and there is no teacher. Give --teacher'),
     (['distill', 'autonomous', 'images', 'student', '--teacher', 'local-dir:teacher'], "'student' is not empty"),
     (['distill', 'autonomos', 'images', 'new', '--teacher', 'local-dir:teacher'], "There is no recipe 'autonomos'. Did you mean 'autonomous'?"),
@@ -173,7 +156,6 @@ MISTAKES = [
     (['distill', 'scratch', 'images', 'new', '--set', 'model=vit_tinny'], "Unknown model 'vit_tinny'"),
     *((['distill', 'autonomous', 'images', 'new', '--teacher', 'local-dir:teacher', '--set', change], message) for change, message in (
         ('data.batch_size', "Expected a change to a recipe, such as fit.lr=1e-3; got 'data.batch_size'"),
-        ('fit.lr=fast', "lr must be a number of at least 0; got 'fast'"),
         ('fit.opt=adamv', "Unknown opt 'adamv'. Did you mean 'adam"),
         ('fit.sched=plateau', "Unknown sched 'plateau'. Allowed: cosine"),
         ('fit.optt=sgd', "fit has an unknown key 'optt'. Did you mean 'opt'?"),
@@ -184,14 +166,10 @@ MISTAKES = [
         ('stages.0.train=[heads]', "stages.0: Unknown part 'heads'. Did you mean 'head'?"),
         ('stages.0.task=step', "stages.0: Unknown task 'step'"),
         ('stages.0.fit.ema_decay=2', 'stages.0: ema_decay must be'),
-        ('fit.clip_grad=0', 'clip_grad must be a number above 0, or None'), ('fit.clip_grad=-1', 'clip_grad must be a number above 0, or None for no clipping; got -1'),
         ('ode.field=natve', "Unknown field 'natve'. Did you mean 'native'?"),
-        ('ode.feld=native', "ode has an unknown key 'feld'. Did you mean 'field'?"),
-        ('loss.jasmin_k=500', 'at most the number of tokens, 17'),
         ('data.held_out=0', 'must lie between 0 and 1'))),
     (['evaluate', 'local-dir:teacher', 'images', '--steps', '1,2'], '--steps needs an ODE-ViT'),
     (['evaluate', 'local-dir:student', 'two'], "'two' has 2 classes"),
-    (['evaluate', 'local-dir:student', 'images', '--teacher', 'local-dir:other'], 'The teacher has 7 classes, the model 3'),
     (['evaluate', 'local-dir:student', 'images', '--json', 'nowhere/a.json'], "There is no folder 'nowhere'"),
     (['convert', 'vit_tiny_patch16_224', 'new', '--checkpoint', 'list.pth'], "Cannot build checkpoint 'list.pth'"),
     (['convert', 'vit_tiny_patch16_224', 'new', '--random', '--img-size', '8'], 'less than one patch'),
@@ -226,7 +204,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, ca
     torch.save(torch.zeros(1000), folder / 'cut.pth')
     (folder / 'cut.pth').write_bytes((folder / 'cut.pth').read_bytes()[:1500])
     save_pretrained(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 7}), folder / 'other')
-    save_pretrained(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'img_size': 32}), folder / 'large')
+    save_pretrained(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 3, 'img_size': 32}), folder / 'large')
     torch.save([1, 2], folder / 'list.pth')
     np.savez(folder / 'two.npz', a=np.zeros(2))
     (folder / 'list.yaml').write_text('[1, 2]')
@@ -361,9 +339,6 @@ def test_a_run_is_continued_from_anywhere(folder, capsys, monkeypatch):
     assert '--recipe finetune has no effect' in capsys.readouterr().err
     assert main(['distill', '--resume', '../tuned', '--quiet']) == 2
     assert "'../tuned' is not a run of odevit distill. Type: odevit finetune --resume ../tuned" in capsys.readouterr().err
-    monkeypatch.chdir(folder)
-    assert main(['finetune', 'local-dir:teacher', 'images', 'tuned', '--resume', '--set', 'fit.epochs=2', '--set', 'fit.lr=1', *quick]) == 2
-    assert 'a different recipe: fit.lr was 0.0005 and is 1. Resume' in capsys.readouterr().err
 
 
 def test_arrays_without_labels_calibrate_and_convert(folder, capsys):

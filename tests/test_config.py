@@ -43,9 +43,3 @@ def test_refuses(setting, message):
     with pytest.raises(ValueError) as e:
         OdeConfig(**setting)
     assert message in str(e.value)
-
-
-def test_unknown_keyword_names_the_closest():
-    with pytest.raises(TypeError) as e:
-        OdeConfig.from_args({'ode_stepz': 3}, 'odevit_small')
-    assert "odevit_small got an unknown argument 'ode_stepz'. Did you mean 'ode_steps'?" in str(e.value)

@@ -14,7 +14,7 @@ from timm.layers import set_fused_attn
 from timm.models._features import FeatureGetterNet
 from timm.optim import create_optimizer_v2
 from timm.task import FeatureDistillationTask, LogitDistillationTask
-from timm.utils import AttentionExtract, ModelEmaV3
+from timm.utils import AttentionExtract
 
 from timm_odevit import cli
 from timm_odevit.hooks import watch_blocks
@@ -63,24 +63,6 @@ def test_layer_decay_gives_the_shared_block_one_rate(name):
 @both
 def test_feature_getter_net(name, x):
     assert [tuple(f.shape) for f in FeatureGetterNet(build(name), out_indices=(1, 5, 11))(x)] == [(4, 192, 4, 4)] * 3
-
-
-@both
-def test_moving_average(name, x):
-    model = build(name)
-    ema = ModelEmaV3(model, decay=0.5)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1)
-    ema.update(model)
-    assert not torch.equal(ema.module(x), model(x)) and ema.module.blocks.steps == 12
-
-
-@both
-def test_another_input_size(name):
-    model = build(name)
-    model.set_input_size((96, 96))
-    assert model(torch.randn(1, 3, 96, 96)).shape == (1, 10)
 
 
 def test_attention_extract_by_hooks_sees_the_last_evaluation(x):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from conftest import snapshot
 from torch import nn
 
 from timm_odevit import convert_, export_model, merge_, save_pretrained, with_steps
@@ -79,16 +80,6 @@ def run_alone(format, path, images, tmp_path):
     return [torch.from_numpy(output) for output in np.load(tmp_path / 'images.npy.out.npz').values()], json.loads(done.stdout)
 
 
-def snapshot(model):
-    """Everything of a model that an export could change."""
-    return ({name: tensor.clone() for name, tensor in model.state_dict().items()}, [(n, type(m), m.training) for n, m in model.named_modules()],
-            [(n, id(p), p.requires_grad) for n, p in model.named_parameters()])
-
-
-def same(one, other):
-    return one[1:] == other[1:] and one[0].keys() == other[0].keys() and all(torch.equal(t, other[0][k]) for k, t in one[0].items())
-
-
 def case(format, *rest, int8=False):
     marks = [*(onnx_here if format == 'onnx' else ()), *([compiler] if format == 'aoti' else ()), *([needs['torchao']] if int8 and format != 'onnx' else ())]
     return pytest.param(format, *rest, marks=marks)
@@ -113,7 +104,7 @@ def test_a_file_gives_the_models_outputs_without_this_package(vit, five, tmp_pat
     model.train()
     before = snapshot(model)
     path = export_model(model, tmp_path / f'model{formats.FORMATS[format].suffix}', format=format, merged=merged)
-    assert same(before, snapshot(model)) and model.blocks.steps == 4
+    assert snapshot(model) == before and model.blocks.steps == 4
     (one, all_of_them), about = run_alone(format, path, five, tmp_path)
     torch.testing.assert_close(one, expected[:1], atol=1e-4, rtol=0)
     torch.testing.assert_close(all_of_them, expected, atol=1e-4, rtol=0)
@@ -130,7 +121,7 @@ def test_int8_is_close_and_smaller_and_needs_no_torchao(vit, five, tmp_path, for
         expected = model(five)
     before = snapshot(model)
     path = export_model(model, tmp_path / f'model{formats.FORMATS[format].suffix}', format=format, int8=True)
-    assert same(before, snapshot(model))
+    assert snapshot(model) == before
     (_, found), about = run_alone(format, path, five, tmp_path)
     error = (found - expected).norm() / expected.norm()
     assert 1e-6 < error < 0.1 and about['int8'] is True  # 8 bits round; without rounding, it would be 1e-7
@@ -201,7 +192,7 @@ def test_an_export_that_stops_leaves_no_file_and_the_model_as_it_was(vit, tmp_pa
     monkeypatch.setattr(where, stop)
     with pytest.raises((KeyboardInterrupt, OSError, ValueError)):
         export_model(model, tmp_path / 'a.pt2', format='pt2')
-    assert same(before, snapshot(model)) and not list(tmp_path.iterdir())
+    assert snapshot(model) == before and not list(tmp_path.iterdir())
 
 
 def test_a_file_is_replaced_only_on_request_and_only_by_a_whole_one(vit, tmp_path, monkeypatch):

@@ -28,18 +28,10 @@ def test_spectral_field(vit, field):
 
 
 def test_mean_is_the_mean_of_each_parameter(vit):
-    model = vit(init_values=0.1)
-    shared = build_field(OdeConfig(field='native', init='mean'), list(model.blocks))
-    for name, parameter in shared.block.named_parameters():
-        expected = torch.stack([b.get_parameter(name) for b in model.blocks]).mean(0)
-        torch.testing.assert_close(parameter, expected)
-
-
-def test_mean_keeps_the_precision_of_float64(vit):
-    model = vit().double()
-    shared = build_field(OdeConfig(field='native', init='mean'), list(model.blocks))
-    expected = torch.stack([b.mlp.fc1.weight for b in model.blocks]).mean(0)
-    torch.testing.assert_close(shared.block.mlp.fc1.weight, expected, rtol=1e-14, atol=1e-15)
+    for model, exact in ((vit(init_values=0.1), {}), (vit(init_values=0.1).double(), dict(rtol=1e-14, atol=1e-15))):
+        shared = build_field(OdeConfig(field='native', init='mean'), list(model.blocks))
+        for name, parameter in shared.block.named_parameters():
+            torch.testing.assert_close(parameter, torch.stack([b.get_parameter(name) for b in model.blocks]).mean(0), **exact)
 
 
 def test_lipschitz_takes_the_layer_scale_into_the_projections(vit):

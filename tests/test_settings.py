@@ -116,16 +116,6 @@ def test_tab_completion_shows_the_public_names():
     assert dir(timm_odevit) == sorted(timm_odevit.__all__)
 
 
-def test_settings_or_a_config_by_place_or_by_name(vit):
-    for done in (timm_odevit.convert_(vit(), steps=6), timm_odevit.convert_(vit(), OdeConfig(steps=6)),
-                 timm_odevit.convert_(vit(), config=OdeConfig(steps=6))):
-        assert done.config.steps == 6
-    with pytest.raises(TypeError, match="convert_ got both config and 'steps'"):
-        timm_odevit.convert_(vit(), OdeConfig(), steps=6)
-    with pytest.raises(TypeError, match="multiple values for argument 'config'"):
-        timm_odevit.convert_(vit(), OdeConfig(), config=OdeConfig(steps=6))
-
-
 def test_representations_are_short(vit):
     model = vit()
     done = timm_odevit.convert_(model, time='low_rank', rank=2)

@@ -1,5 +1,7 @@
 """A model may run in several threads at a time, and be interrupted at any moment: nothing in it changes."""
+import contextlib
 import copy
+import functools
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -7,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import timm
 import torch
+from conftest import converted
+from timm.task import ClassificationTask
 from torch import nn
 
-from timm_odevit import OdeConfig, convert_, evaluate, merge_, merged_bytes, save_pretrained, with_steps
+from timm_odevit import OdeConfig, convert_, evaluate, fit, merge_, merged_bytes, save_pretrained, with_steps
 from timm_odevit.hooks import watch_blocks
 from timm_odevit.ode.methods import METHODS
-from timm_odevit.ode.skeleton import copy_module, skeleton
 from timm_odevit.training.resume import hash_of
 
 KINDS = [
@@ -23,12 +26,6 @@ KINDS = [
     OdeConfig(time='vectors', method='dopri5'),
 ]
 kinds = pytest.mark.parametrize('config', KINDS, ids=lambda c: f'{c.field}-{c.time}-{c.method}')
-
-
-def converted(vit, config, **kwargs):
-    model = vit(**kwargs)
-    convert_(model, config)
-    return model
 
 
 def state_of(model):
@@ -144,21 +141,6 @@ def test_hooks_of_one_thread_do_not_record_another(vit, images):
     assert len(seen[0][0]) == 4
 
 
-def test_a_hook_on_a_step_is_called_wherever_the_step_is_used(vit, images):
-    model, calls = converted(vit, OdeConfig(time='low_rank', rank=2)), []
-    handle = model.blocks[1].register_forward_hook(lambda module, args, out: calls.append(module))
-    model(images)
-    model.forward_intermediates(images)
-    assert len(calls) == 2 and all(step is model.blocks[1] is model.blocks.solver[1] for step in calls)
-    handle.remove()
-    model(images)
-    assert len(calls) == 2
-    inner = model.blocks.shared.base.block.attn.register_forward_hook(lambda *_: calls.append('attn'))
-    model(images)
-    assert calls[2:] == ['attn'] * 3
-    inner.remove()
-
-
 class Stop(BaseException):
     pass
 
@@ -192,47 +174,27 @@ def test_an_exception_anywhere_in_the_block_leaves_no_trace(vit, images, config)
         assert torch.equal(model(images), expected)
 
 
-def test_another_shared_block_is_used_at_once(vit, images):
-    model, other = converted(vit, OdeConfig()), converted(vit, OdeConfig())
-    expected = other.blocks(torch.ones(1, 17, 32))
-    model.blocks.shared = other.blocks.shared
-    assert torch.equal(model.blocks(torch.ones(1, 17, 32)), expected)
-
-
-def test_a_skeleton_shares_what_is_not_replaced_and_owns_nothing():
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2)))
-    weight, mean = torch.ones(2, 2, requires_grad=True), torch.full((2,), 3.)
-    twin = skeleton(module, {'0.weight': weight, '1.running_mean': mean})
-    assert twin[0].weight is weight and twin[0].bias is module[0].bias and twin[2] is module[2]
-    assert twin[1].running_mean is mean and module[1].running_mean is not mean and module[0].weight is not weight
-    twin(torch.randn(4, 2)).sum().backward()
-    assert weight.grad is not None and module[0].weight.grad is None
-    module[0].forward = lambda x: x
-    with pytest.raises(RuntimeError, match='forward of this Linear was replaced by a function'):
-        skeleton(module, {'0.weight': weight})
-
-
 def test_hooks_that_cannot_be_copied_stay_behind(vit, images):
-    model = vit()
-    lock = threading.Lock()
+    model, calls = vit(), []
 
     class Locked:
         def __init__(self):
-            self.lock = lock
+            self.lock = threading.Lock()
 
         def __call__(self, *_):
-            pass
+            calls.append(1)
     for module in (model.blocks[0], model.blocks[0].mlp.act):
         module.register_forward_hook(Locked())
         module.register_full_backward_hook(Locked())
     with pytest.raises(TypeError, match='cannot pickle'):
         copy.deepcopy(model.blocks[0])
-    assert not copy_module(model.blocks[0], hooks=False)._forward_hooks and model.blocks[0]._forward_hooks
     for config in (OdeConfig(), OdeConfig(time='low_rank', rank=2), OdeConfig(field='lipschitz', method='euler')):
         done = convert_(model, config)
         model(images)
+        assert not calls
         done.restore()
-    assert len(model.blocks[0]._forward_hooks) == 1
+    model(images)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize('method', METHODS)
@@ -277,19 +239,23 @@ def test_merging_refuses_and_is_refused(vit, images, tmp_path):
     conversion.restore()
 
 
+def stop_at(monkeypatch, owner, after):
+    """KeyboardInterrupt at the `after`-th assignment to an attribute of an object of a class."""
+    original, calls = owner.__setattr__, []
+
+    def stop(self, *args):
+        calls.append(args)
+        if len(calls) == after:
+            raise KeyboardInterrupt
+        original(self, *args)
+    monkeypatch.setattr(owner, '__setattr__', stop)
+
+
 def test_an_interrupted_replacement_is_taken_back(monkeypatch):
     model = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, embed_dim=8, depths=(2, 2), num_heads=(1, 1),
                               window_size=4)
     before, keys = [stage.blocks for stage in model.layers], list(model.state_dict())
-    original, calls = type(model.layers[1]).__setattr__, []
-
-    def stop(self, name, value):
-        if name == 'blocks':
-            calls.append(self)
-            if len(calls) == 2:
-                raise KeyboardInterrupt
-        original(self, name, value)
-    monkeypatch.setattr(type(model.layers[1]), '__setattr__', stop, raising=False)
+    stop_at(monkeypatch, type(model.layers[1]), 2)
     with pytest.raises(KeyboardInterrupt):
         convert_(model)
     assert [stage.blocks for stage in model.layers] == before and list(model.state_dict()) == keys
@@ -299,28 +265,20 @@ def test_an_interrupted_replacement_is_taken_back(monkeypatch):
 def test_every_kind_of_hook_on_a_step_is_called(vit, images):
     model, calls = converted(vit, OdeConfig(time='low_rank', rank=2)), []
     step = model.blocks[1]
+    assert step is model.blocks.solver[1]
     handles = [step.register_forward_pre_hook(lambda *_: calls.append('before')),
                step.register_forward_hook(lambda *_, **__: calls.append('after'), with_kwargs=True),
                step.register_full_backward_pre_hook(lambda *_: calls.append('backward before')),
                step.register_full_backward_hook(lambda *_: calls.append('backward after'))]
     model(images).sum().backward()
     assert calls == ['before', 'after', 'backward before', 'backward after']
+    model.forward_intermediates(images)
+    assert calls[4:] == ['before', 'after']
     for handle in handles:
         handle.remove()
+    model.blocks.shared.base.block.attn.register_forward_hook(lambda *_: calls.append('inner'))
     model(images).sum().backward()
-    assert len(calls) == 4
-
-
-def stop_at(monkeypatch, owner, name, after):
-    """KeyboardInterrupt at the `after`-th call of `setattr` or `delattr` of an object of a class."""
-    original, calls = getattr(owner, name), []
-
-    def stop(self, *args):
-        calls.append(args)
-        if len(calls) == after:
-            raise KeyboardInterrupt
-        return original(self, *args)
-    monkeypatch.setattr(owner, name, stop)
+    assert calls[6:] == ['inner'] * 3
 
 
 @pytest.mark.parametrize('after', [1, 2, 3])
@@ -330,14 +288,11 @@ def test_an_interrupted_way_back_can_be_gone_again(vit, images, monkeypatch, aft
     conversion = convert_(model, OdeConfig(time='low_rank', rank=2))
     converted_answer = model(images)
     merged = merge_(model)
-    for name, undo, answer in (('__setattr__', merged.restore, converted_answer), ('__setattr__', conversion.restore, expected),):
-        with monkeypatch.context() as m:
-            stop_at(m, cls, name, after)
-            try:
-                undo()
-                continue  # there were fewer
-            except KeyboardInterrupt:
-                pass
+    for undo, answer in ((merged.restore, converted_answer), (conversion.restore, expected)):
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            stop_at(patch, cls, after)
+            undo()
+            continue  # there were fewer
         model(images)
         undo()
         assert torch.equal(model(images), answer)
@@ -372,9 +327,6 @@ def test_hooks_that_change_the_output_do_so_when_merged(vit, images, where):
 
 
 def test_merged_models_say_what_they_cannot_do(vit, images):
-    from timm.task import ClassificationTask
-
-    from timm_odevit import fit
     model = converted(vit, OdeConfig(time='low_rank', rank=2, steps=6))
     done = merge_(model)
     for name, value in (('steps', 2), ('method', 'euler')):
@@ -402,7 +354,6 @@ def test_merged_models_say_what_they_cannot_do(vit, images):
 
 def test_a_forward_that_wrappers_replaced(vit, images):
     """As Accelerate does: a partial of a function over the module, which calls the old forward."""
-    import functools
     model = converted(vit, OdeConfig(time='low_rank', rank=2))
     with torch.no_grad():
         expected = model(images)
@@ -413,8 +364,12 @@ def test_a_forward_that_wrappers_replaced(vit, images):
                 module._old_forward = module.forward
                 module.forward = functools.update_wrapper(functools.partial(new_forward, module), module._old_forward)
         torch.testing.assert_close(model(images), expected)
-        merge_(model)
+        done = merge_(model)
         torch.testing.assert_close(model(images), expected)
+        done.restore()
+        model.blocks.shared.base.block.mlp.fc1.forward = lambda x: x
+        with pytest.raises(RuntimeError, match='forward of this Linear was replaced by a function'):
+            model(images)
 
 
 def test_weights_that_hooks_make_are_refused(vit):
@@ -422,13 +377,3 @@ def test_weights_that_hooks_make_are_refused(vit):
     torch.nn.utils.spectral_norm(model.blocks[1].mlp.fc1)
     with pytest.raises(TypeError, match='a SpectralNorm computes the weight of a Linear in block 1'):
         convert_(model)
-
-
-@pytest.mark.parametrize('method', ['lie_trotter', 'rk4'])
-def test_the_size_of_the_image_is_changed_before_merging(method):
-    model = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, embed_dim=8, depths=(2, 2), num_heads=(1, 1),
-                              window_size=4)
-    convert_(model, OdeConfig(time='low_rank', rank=1, method=method))
-    merge_(model)
-    with pytest.raises(ValueError, match='This model is merged. Call'):
-        model.set_input_size((64, 64))

@@ -17,15 +17,10 @@ class Linear:
     G = torch.tensor([[0., 1.], [-1., 0.]], dtype=torch.float64)
     F = torch.tensor([[-0.5, 0.3], [0., 0.2]], dtype=torch.float64)
 
-    def __init__(self):
-        self.calls = 0.
-
     def attention(self, t, x):
-        self.calls += 0.5
         return x @ self.G.T
 
     def mlp(self, t, x):
-        self.calls += 0.5
         return x @ self.F.T
 
     def __call__(self, t, x):
@@ -86,16 +81,6 @@ def test_equals_torchdiffeq_on_the_same_grid(method):
     ours = integrate(field, x, OdeConfig(method=method, steps=9, T=2.5), keep=True)
     theirs = torchdiffeq.odeint(field, x, torch.linspace(0, 2.5, 10, dtype=torch.float64), method=method)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize('method', FIXED)
-@pytest.mark.parametrize('steps', [1, 2, 7])
-def test_evaluations_are_exact(method, steps):
-    field = Linear()
-    states = integrate(field, X, OdeConfig(method=method, steps=steps, T=1.), keep=True)
-    assert field.calls == steps * METHODS[method].evaluations
-    assert len(states) == steps + 1
-    torch.testing.assert_close(states[0], X)
 
 
 @pytest.mark.parametrize('method', FIXED)

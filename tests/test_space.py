@@ -51,7 +51,6 @@ def page(tmp_path):
             app.terminate()
 
 
-
 PLOTS = '[...document.querySelectorAll("img")].map(i => i.src.slice(-400)).join()'
 
 

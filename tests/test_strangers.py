@@ -145,22 +145,15 @@ def test_weights_of_another_model(saved, case):
 
 
 def test_what_the_caller_says_is_not_the_files(saved):
-    for options in (dict(features_only=True, out_indices=[-2, -1]), dict(pretrained_strict=False), dict(device='meta')):
+    for options in (dict(features_only=True, out_indices=[-2, -1]), dict(features_only=True, out_indices=(0, 1)),
+                    dict(pretrained_strict=False), dict(device='meta'), dict(drop_path_rate=0.1, device='cpu')):
         assert timm.create_model(f'local-dir:{saved}', pretrained='device' not in options, **options)
     with pytest.raises(TypeError) as e:
         timm.create_model(f'local-dir:{saved}', junk=1)
     assert 'config.json' not in str(e.value)
-
-
-def test_a_folder_of_an_earlier_version_has_its_classes_among_the_keywords(saved):
-    change(saved, 'model_args', {'num_classes': 5})
-    assert timm.create_model(f'local-dir:{saved}', pretrained=True).num_classes == 5
-
-
-def test_what_was_saved_is_taken(saved):
     assert timm.create_model(f'local-dir:{saved}', pretrained=True, num_classes=7, img_size=32).num_classes == 7
-    assert timm.create_model(f'local-dir:{saved}', pretrained=True, features_only=True, out_indices=(0, 1))
-    assert timm.create_model(f'local-dir:{saved}', pretrained=True, drop_path_rate=0.1, device='cpu')
+    change(saved, 'model_args', {'num_classes': 5})  # as earlier versions wrote it
+    assert timm.create_model(f'local-dir:{saved}', pretrained=True).num_classes == 5
 
 
 class Evil:
