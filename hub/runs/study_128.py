@@ -1,4 +1,4 @@
-"""What minutes of one core buy at 128 px: one block, the same minutes, other settings; appends a line to study_128.jsonl.
+"""What minutes of one core buy at 128 px, for one block: the same minutes, other settings; writes to study_128.jsonl.
 
     python hub/runs/study_128.py cifar100.npz --minutes 9 --patch-drop 0.5 --lr 1e-3 --kd-weight 0.1 --steps 6
 
