@@ -287,3 +287,28 @@ def test_memory_of_inference_does_not_grow_with_steps(vit):
         assert peaks[2] > 0
         assert peaks[32] <= 1.02 * peaks[4], (config, peaks)  # 2 %: the allocator rounds sizes up
         assert model.blocks.config.steps == (config.steps or 3)
+
+
+@kinds
+def test_what_recurses_over_modules_meets_the_shared_block_once(vit, images, config):
+    model = converted(vit, config)
+    with torch.no_grad():
+        expected, weights = model(images), dict(model.named_parameters())
+        doubled = {name: 2 * p for name, p in weights.items()}
+        assert not torch.equal(torch.func.functional_call(model, doubled, (images,)), expected)
+        assert torch.equal(model(images), expected)  # its own weights are back
+        assert all(p is weights[name] for name, p in model.named_parameters())
+    seen = []
+    model.apply(lambda module: seen.append(id(module)))
+    assert len(seen) == len(set(seen))
+    assert str(model).count('CenterNorm()') <= 2 and len(list(model.named_parameters(remove_duplicate=False))) == len(weights)
+
+
+def test_a_compiled_shared_block_is_used(vit, images):
+    model, calls = converted(vit), []
+    expected = model(images)
+    inner = model.blocks.shared
+    model.blocks.shared = torch.compile(inner, backend=lambda graph, inputs: calls.append(1) or graph)
+    torch.testing.assert_close(model(images), expected)
+    assert calls
+    torch._dynamo.reset()

@@ -315,3 +315,11 @@ def test_publish_says_first_and_sends_on_request(hub, capsys, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
     with pytest.raises(SystemExit, match=f'timm-odevit/{names[0]} on the Hub: Cannot reach'):
         publish['main']()
+
+
+def test_a_folder_with_a_link_out_of_it_is_not_sent(hub, student, tmp_path):
+    save_pretrained(student, tmp_path / 'model')
+    (tmp_path / 'secret').write_text('x')
+    (tmp_path / 'model' / 'results.json').symlink_to(tmp_path / 'secret')
+    with pytest.raises(ValueError, match='is a link out of the folder. Replace it with a copy'):
+        push_to_hub(tmp_path / 'model', 'me/model')

@@ -374,3 +374,13 @@ def test_layer_decay_reaches_the_stepwise_task(vit):
     student, teacher = pair(vit)
     optimizer = create_optimizer_v2(StepwiseTask(student, teacher).get_trainable_module(), opt='adamw', lr=1., layer_decay=0.5)
     assert len({group['lr_scale'] for group in optimizer.param_groups}) == 3  # the stem, the shared block, the head
+
+
+def test_shares_of_steps_are_of_the_number_when_the_task_is_made(vit, batch):
+    teacher = vit()
+    student = copy.deepcopy(teacher)
+    convert_(student, OdeConfig(steps=4))
+    task = TrajectoryDistillationTask(student, teacher, steps=[0.5], verbose=False).train()
+    student.blocks.steps = 2  # as a recipe sets it, to validate with steps that were trained
+    task(*batch)
+    assert task.drawn == [2]

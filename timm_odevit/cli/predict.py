@@ -52,7 +52,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--images', metavar='DATA', required=True,
                         help='folder of images, or an .npz of small images, of which x_test is used')
     parser.add_argument('-o', '--out', metavar='FOLDER', default='report',
-                        help='folder for index.html, report.json and plots (default: %(default)s)')
+                        help='folder for index.html and report.json (default: %(default)s)')
     parser.add_argument('--teacher', metavar='MODEL', help='model to compare with: ' + MODEL)
     add_number(parser, '--count', 'images to show, spread evenly over the folder', default=8)
     add_steps(parser)

@@ -41,7 +41,7 @@ def merge_(model: nn.Module) -> 'Merged':
             replacements.append((host, 'feature_info', merged.feature_info))
     blocks = tuple(new for *_, new in replacements if isinstance(new, OdeBlocks))
     parts = [part for host, name in hosts for part in getattr(host, name).shared.modules()]
-    if any(hasattr(part, 'set_input_size') for part in parts):
+    if any(hasattr(part, name) for part in parts for name in ('set_input_size', 'set_window_size')):
         replacements.append((model, 'set_input_size', _refuse_size))  # before the model has changed anything else
     done = Merged(model, blocks, _bytes(model), after, Replacements(replacements), image_size(model))
     done._replacements.put()

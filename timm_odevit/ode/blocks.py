@@ -288,8 +288,8 @@ class OdeBlocks(nn.Module):
 
 def _forgive_repeats(module: OdeBlocks, keys: Any) -> None:
     """Do not report the tensors that each step shares as missing: they are loaded under `shared`."""
-    repeats = tuple(f'solver.{name}' for name in nn.Module.state_dict(module.solver))
-    keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(repeats)]
+    repeats = tuple(f'solver.{i}.field.' for i in range(len(module.solver)))
+    keys.missing_keys[:] = [key for key in keys.missing_keys if not any(repeat in key for repeat in repeats)]
 
 
 class _FeatureInfo(list):

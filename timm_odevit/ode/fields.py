@@ -122,7 +122,8 @@ class NativeField(Field):
     @property
     def has_attention_maps(self):
         # in other blocks, RoPE, a position bias or windows are part of attention
-        return type(self) is NativeField and type(self.block.attn) is Attention
+        plain = type(self).attention is NativeField.attention  # wrappers such as FSDP2 change the class
+        return plain and type(self.block.attn) is Attention
 
     def attention_map(self, t, x):
         if not self.has_attention_maps:

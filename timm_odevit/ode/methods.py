@@ -1,4 +1,5 @@
 """The integration methods: a class of steps for each. A step maps the state at t to the state at t + h."""
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,8 +42,17 @@ class Step(nn.Module):
 
     def set_field(self, field: Field) -> None:
         """Hold a field, of several phases the one that applies where the step starts."""
-        self.field = field.select(self.t)
-        self.phases = tuple(field.phases)  # a tuple, so that they are not submodules
+        self.phases = tuple(field.phases)  # a host resizes all of them, also those in which no step starts
+        self.field = field.select(self.t) if len(self.phases) > 1 else field
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        return iter(())  # what recurses, such as `apply`, finds the field once, as the blocks' `shared`
+
+    def named_modules(self, memo: Any = None, prefix: str = '', remove_duplicate: bool = True) -> Any:
+        memo = set() if memo is None else memo
+        if self not in memo:
+            memo.add(self)
+            yield prefix, self
 
     def enter(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Context]:
         """The state that the step computes, in which similar tokens may be merged, and the context of its field."""
@@ -66,8 +76,8 @@ class Step(nn.Module):
         for field in self.phases:
             field.resizable().set_input_size(*args, **kwargs)
 
-    def extra_repr(self) -> str:
-        return f't={self.t:g}, h={self.h:g}'
+    def __repr__(self) -> str:
+        return f'{type(self).__name__}(t={self.t:g}, h={self.h:g})'
 
 
 class RungeKutta(Step):

@@ -62,6 +62,9 @@ def push_to_hub(
         folder = save_pretrained(model, Path(temporary) / 'model') if isinstance(model, nn.Module) else Path(model)
         if not all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
             raise ValueError(f"'{folder}' must hold {CONFIG} and {WEIGHTS}: see save_pretrained(model, folder).")
+        for path in folder.rglob('*'):
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise ValueError(f"'{path}' is a link out of the folder. Replace it with a copy.")
         saved: Any = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()  # raises if it cannot be loaded
         if made_here:
             card = model_card(f'hf-hub:{repo_id}', saved, results=results, dataset=dataset, license=license)

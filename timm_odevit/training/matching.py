@@ -91,7 +91,7 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
             raise ValueError(f"exits apply the last norm and the head to states along the way, which a {name}'s do "
                              'not fit. Leave exits out.')
         return
-    for setting in ('jasmin_weight', 'exit_weight'):
+    for setting in ('jasmin_weight', 'exit_weight', 'patch_drop'):
         if getattr(config, setting):
             raise ValueError(f'{setting} needs one sequence of tokens with the prefix tokens first, but a {name} has '
                              'none. Leave it out.')

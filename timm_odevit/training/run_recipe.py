@@ -193,9 +193,9 @@ def _train_stages(
     own = [ode.steps for ode in find_ode_blocks(student)]
     arrays = loader_chain(train_loader)[-1]
     for i, (task, names, config) in enumerate(stages):
-        for ode, steps in zip(find_ode_blocks(student), own, strict=True):
-            counts = getattr(task, 'steps', None) or [steps]
-            ode.steps = min(counts, key=lambda count: abs(count - steps))  # a count that is trained
+        trained = getattr(task, 'counts', [None] * len(own))
+        for ode, steps, counts in zip(find_ode_blocks(student), own, trained, strict=True):
+            ode.steps = min(counts or [steps], key=lambda count: abs(count - steps))
         for name, p in student.named_parameters():
             p.requires_grad_(name in names & trainable)
         if progress:

@@ -188,7 +188,7 @@ class TrajectoryDistillationTask(StudentTask):
             teacher, device=device, dtype=dtype).requires_grad_(False).eval()
         self.trainable_module: Any = TrajectoryPass(student, config)
         odes = find_ode_blocks(student)
-        self.steps = config.counts(odes[-1].steps)
+        self.counts = [config.counts(ode.steps) for ode in odes]  # shares are those of the present numbers
         self.drawn = [ode.steps for ode in odes]  # the numbers of steps of the last pass
         self.update, self.seed = 0, 0
         self._views: dict[Any, nn.Module] = {}  # of the student, one for each number of steps
@@ -244,7 +244,7 @@ class TrajectoryDistillationTask(StudentTask):
         if self.training and self.config.steps is not None:  # from the update, so that all processes draw the same
             chosen = random.Random(f'{self.seed} {self.update}').randrange(len(self.config.steps))
             self.update += 1
-            self.drawn = [(self.config.counts(steps) or ())[chosen] for steps in own]
+            self.drawn = [(counts or ())[chosen] for counts in self.counts]
         if self.drawn == own:
             return student
         key = (tuple(self.drawn), tuple(ode.config for ode in odes))
@@ -295,6 +295,8 @@ class TrajectoryDistillationTask(StudentTask):
 
     def compile(self, backend: str = 'inductor', mode: str | None = None, **compile_kwargs: Any) -> Any:
         """Compile the student's training pass and its evaluation, but not the teacher; returns the eval model."""
+        if self.config.patch_drop:
+            raise ValueError('patch_drop works by hooks, which a compiled model may miss. Use one of the two.')
         self.eval_model, self.trainable_module = (
             torch.compile(module, backend=backend, mode=mode, **compile_kwargs)
             for module in (unwrap_model(self.trainable_module).student, self.trainable_module))
