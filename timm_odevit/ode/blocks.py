@@ -249,7 +249,8 @@ class OdeBlocks(nn.Module):
 
     def _halts(self, x: Any) -> bool:
         """Whether images may halt in this pass."""
-        return (self.config.halting is not None and not self.training and not isinstance(x, torch.fx.Proxy)
+        values = not isinstance(x, torch.fx.Proxy) and not x.is_meta  # by which they could
+        return (self.config.halting is not None and not self.training and values
                 and not any(step._forward_hooks or step._forward_pre_hooks for step in self.solver))
 
     def with_config(self, config: OdeConfig) -> 'OdeBlocks':
