@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ['BlockRecord', 'evaluating', 'hooked', 'on_meta', 'random_states_kept', 'state_at', 'watch_blocks']
+__all__ = ['BlockRecord', 'evaluating', 'hooked', 'on_meta', 'random_states_kept', 'state_at', 'surely',
+           'watch_blocks']
 
 _INITIALISES = {'add_', 'clamp_', 'div_', 'erfinv_', 'fill_', 'mul_', 'normal_', 'sub_', 'uniform_', 'zero_',
                 *(name for name in dir(nn.init) if name.endswith('_') and not name.startswith('_'))}

@@ -16,8 +16,7 @@ def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
 
     The view follows every later change of the weights. Several threads may each use a view with another number of steps
     at the same time. Modules that contain no steps are shared and follow the model's mode (training or evaluation);
-    copies start in that mode. Hooks on the model's steps do not fire. A view of a compiled model is
-    not compiled.
+    copies start in that mode. Hooks on the model's steps do not fire. A view of a compiled model is not compiled.
 
     Args:
         model: An ODE-ViT; it does not change.
@@ -42,8 +41,7 @@ def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
     if len(counts) != len(blocks) or None in counts:
         raise ValueError(f'steps must be a whole number of at least 1, or one for each of {len(blocks)} stages; got '
                          f'{steps!r}.')
-    views: dict[Any, OdeBlocks] = {ode: ode.with_config(replace(ode.config, steps=count))
-             for ode, count in zip(blocks, counts, strict=True)}
+    views = {ode: ode.with_config(replace(ode.config, steps=count)) for ode, count in zip(blocks, counts, strict=True)}
     return _view(model, views)
 
 

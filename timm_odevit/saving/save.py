@@ -143,7 +143,7 @@ def structure(model: nn.Module) -> list[str]:
     """List type and settings of every module except dropout, and the shape of every tensor, in order."""
     lines = []
     for name, module in model.named_modules():
-        # steps follow from the settings of OdeBlocks, which depend on the thread
+        # steps follow from the settings of OdeBlocks
         if 'drop' not in name.rsplit('.', 1)[-1] and not isinstance(module, (Solver, Step)):
             about = '' if isinstance(module, nn.ParameterDict) else module.extra_repr()  # the device does not matter
             lines.append(f'{name}: {type(module).__name__}({about})')

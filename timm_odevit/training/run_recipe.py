@@ -32,7 +32,7 @@ from .tasks import StepwiseTask, TrajectoryDistillationTask
 
 __all__ = ['train']
 
-SAMPLE = 256  # images for measurements: init svd_data, boundaries, checkpoints
+SAMPLE = 256  # images for measurements: init svd_data, checkpoints
 
 
 def train(
