@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_, fit, merge_
 from timm_odevit.dynamics.flow import follow
 from timm_odevit.hooks import watch_blocks
-from timm_odevit.ode.tokens import Tokens, tokens_at
+from timm_odevit.ode.tokens import TokenMerging, _groups_of, tokens_at
 
 
 def embedded(model, images):
@@ -53,16 +53,16 @@ def test_merging_different_tokens_changes_something_and_every_token_keeps_its_pl
 
 
 def test_a_group_is_the_mean_of_its_tokens():
-    tokens = Tokens(0.5, 1, (0., 2.))
+    merging = TokenMerging(0.5, 1, 0., 2.)
     x = torch.tensor([[[9., 9.], [1., 0.], [0., 1.], [0., 3.], [-1., 0.]]])  # a prefix token and 4 patch tokens
-    merged = tokens._merge(x, 0.5, 5)  # 3 of the 4 are left: the second and the third have the same direction
+    merged, groups = merging.merge(x, 0.5, 5, None)  # 3 of the 4 are left: the second and the third have the same direction
     assert merged.tolist() == [[[9., 9.], [1., 0.], [0., 2.], [-1., 0.]]]
-    assert tokens.sizes.tolist() == [[1., 1., 2., 1.]]
-    assert tokens.groups.tolist() == [[0, 1, 2, 2, 3]] and tokens.first.tolist() == [[0, 1, 3, 4]]
-    merged = tokens._merge(merged, 1., 5)  # 2 are left: the group of two goes on with both
-    assert tokens.sizes.sum() == 5 and merged.shape == (1, 3, 2)
+    assert groups.sizes.tolist() == [[1., 1., 2., 1.]]
+    assert groups.numbers.tolist() == [[0, 1, 2, 2, 3]] and groups.first.tolist() == [[0, 1, 3, 4]]
+    merged, groups = merging.merge(merged, 1., 5, groups)  # 2 are left: the group of two goes on with both
+    assert groups.sizes.sum() == 5 and merged.shape == (1, 3, 2)
     for group in range(3):
-        torch.testing.assert_close(merged[0, group], x[0, tokens.groups[0] == group].mean(dim=0))
+        torch.testing.assert_close(merged[0, group], x[0, groups.numbers[0] == group].mean(dim=0))
 
 
 @pytest.mark.parametrize('K', [2, 3, 6, 12])
@@ -78,8 +78,8 @@ def test_prefix_tokens_are_never_merged(vit, images):
     x[:, :3] = x[:, :1]  # even if they are equal
     for step in model.blocks:
         x = step(x)
-    tokens = model.blocks.solver.merging.tokens
-    assert tokens.groups[:, :3].tolist() == [[0, 1, 2]] * 2 and (tokens.groups[:, 3:] > 2).all()
+    groups = _groups_of(x)
+    assert groups.numbers[:, :3].tolist() == [[0, 1, 2]] * 2 and (groups.numbers[:, 3:] > 2).all()
 
 
 def test_the_state_of_every_step_has_all_tokens(vit, images):
@@ -94,7 +94,24 @@ def test_the_state_of_every_step_has_all_tokens(vit, images):
         pass
 
 
-def test_gradients_and_gradient_checkpointing(vit, images):
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_gradient_checkpointing_of_the_steps_in_another_thread_after_another_pass(vit, images, reentrant):
+    """Autograd computes a step again in a thread of its own on a GPU, and there may have been other passes before."""
+    model = with_tokens(vit, 0.25).train()
+    x = embedded(model, images).detach().requires_grad_()
+    expected = [torch.autograd.grad(model.blocks(x * k).square().sum(), x)[0] for k in (1, 2)]
+    outputs = []
+    for k in (1, 2):
+        y = x * k
+        for step in model.blocks:
+            y = checkpoint(step, y, use_reentrant=reentrant)
+        outputs.append(y.square().sum())
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: [y.backward() for y in outputs]).result()
+    torch.testing.assert_close(x.grad, sum(expected))
+
+
+def test_a_model_with_gradient_checkpointing_has_the_same_gradients(vit, images):
     model = with_tokens(vit, 0.25).train()
     plain = copy.deepcopy(model)
     model.set_grad_checkpointing()
@@ -172,17 +189,35 @@ def test_fx_does_not_drop_merged_tokens(vit):
         FeatureGraphNet(with_tokens(vit).eval(), out_indices=(0,))
 
 
-def test_steps_that_are_kept_do_not_remember_another_batch(vit, images):
+@pytest.mark.parametrize('mode', [torch.no_grad, torch.inference_mode])
+def test_a_new_state_has_separate_tokens_wherever_its_memory_is(vit, mode):
     model = with_tokens(vit, 0.3, steps=6)
-    steps = list(model.blocks)
+    step = model.blocks[2]
+    with mode():
+        torch.manual_seed(0)
+        found = [step(torch.randn(2, 17, 32)) for _ in range(20)]  # often where one before it was
+        torch.manual_seed(0)
+        assert all(torch.equal(y, copy.deepcopy(step)(torch.randn(2, 17, 32))) for y in found)
+        x = step(torch.randn(2, 17, 32))
+        torch.testing.assert_close(step(x[:1]), step(x[:1].clone()))  # a part of a state in the same memory
+
+
+def test_a_state_that_was_changed_in_place_has_separate_tokens(vit):
+    model = with_tokens(vit, 0.3, steps=6)
     with torch.no_grad():
-        model.blocks(embedded(model, images))
-        x = torch.randn(3, 17, 32)
-        for step in steps:
-            step(torch.randn(2, 17, 32))
-        torch.testing.assert_close(steps[2](x), model.blocks[2](x))
-        torch.testing.assert_close(steps[2](x[:2]), model.blocks[2](x[:2]))
-        assert model(images[:0]).shape == (0, 5)
+        x = model.blocks[2](torch.randn(2, 17, 32))
+        x[:, 3:5] += torch.randn(32)  # a hook that steers one token, say
+        assert torch.equal(model.blocks[3](x), model.blocks[3](x.clone()))
+
+
+def test_compiled_steps_go_on_where_others_ended(vit, images):
+    model = with_tokens(vit, 0.3, steps=4).eval()
+    with torch.no_grad():
+        x = embedded(model, images)
+        expected, y = model.blocks(x), x
+        for step in model.blocks:
+            y = torch.compile(step, fullgraph=True, backend='eager')(y)
+    torch.testing.assert_close(y, expected)
 
 
 @pytest.mark.parametrize('name, kwargs', [
@@ -212,7 +247,5 @@ def test_two_streams_through_the_steps_do_not_mix(vit):
     a, b = embedded(model, torch.randn(2, 3, 16, 16)), embedded(model, torch.randn(2, 3, 16, 16))
     x, y = a, b
     for step in model.blocks:
-        alone = copy.deepcopy(step)(x), copy.deepcopy(step)(y)  # a copy has not seen any state before
         x, y = step(x), step(y)
-        assert torch.equal(x, alone[0]) and torch.equal(y, alone[1])
-    assert not torch.equal(x, model.blocks(a))  # tokens merged in earlier steps were separate again
+    assert torch.equal(x, model.blocks(a)) and torch.equal(y, model.blocks(b))

@@ -125,14 +125,10 @@ def _check(model: Any, format: str, int8: bool, merged: bool) -> None:
 
 
 def _frozen_copy(model: nn.Module, merged: bool) -> nn.Module:
-    """A copy in eval mode without gradients, merged if asked, in which the steps do not register their field."""
+    """A copy in eval mode without gradients, merged if asked."""
     copied = copy.deepcopy(model).eval().requires_grad_(False)
-    blocks = find_ode_blocks(copied)
-    if merged and any(ode.shared.depends_on_time for ode in blocks):
+    if merged and any(ode.shared.depends_on_time for ode in find_ode_blocks(copied)):
         merge_(copied)
-    for ode in find_ode_blocks(copied):
-        for step in ode.solver:  # as plain attributes, so that a file lists the parameters of the shared field once
-            vars(step)['field'] = step._modules.pop('field')
     return copied
 
 

@@ -42,7 +42,7 @@ class AdaptiveStep(Step):
     def set_field(self, field: Field) -> None:
         """Hold a field with all its phases."""
         super().set_field(field)
-        self.field = field
+        self.__dict__['field'] = field
 
     @property
     def evaluations(self) -> int:  # type: ignore[override]

@@ -73,7 +73,6 @@ class OdeBlocks(nn.Module):
         self.feature = dict(feature or {})
         self._counts = Counts()
         self._make_steps(config)
-        self.register_load_state_dict_post_hook(_forgive_repeats)
 
     def _make_steps(self, config: OdeConfig) -> None:
         if config.tokens < 1 and not self.shared.has_attention_maps:
@@ -234,12 +233,11 @@ class OdeBlocks(nn.Module):
 
     def _in_context(self, args: Any, kwargs: Any) -> Iterator[tuple[Step, Context]]:
         """Each step with the context that it is called with in one pass; every field is folded once."""
-        tokens = None if self.solver.merging is None else self.solver.merging.start()
         field, context = None, Context({})
         for step in self.solver:
             if step.field is not field:
                 field = step.field
-                context = field.context(args, kwargs)._replace(weights=field.fold(), tokens=tokens)
+                context = field.context(args, kwargs)._replace(weights=field.fold())
             yield step, context
 
     def _solve(self, x: Tensor, times: Sequence[float], args: Any, kwargs: Any) -> Tensor:
@@ -285,12 +283,6 @@ class OdeBlocks(nn.Module):
 
     def extra_repr(self) -> str:
         return f'{self.method}, {self.steps} steps on [{self.t:g}, {self.end:g}]'
-
-
-def _forgive_repeats(module: OdeBlocks, keys: Any) -> None:
-    """Do not report the tensors that each step shares as missing: they are loaded under `shared`."""
-    repeats = tuple(f'solver.{i}.field.' for i in range(len(module.solver)))
-    keys.missing_keys[:] = [key for key in keys.missing_keys if not any(repeat in key for repeat in repeats)]
 
 
 class _FeatureInfo(list):

@@ -11,9 +11,22 @@ from torch import Tensor, nn
 from .skeleton import copy_module
 
 __all__ = [
-    'Context', 'Field', 'GammaField', 'NativeField', 'ParallelField', 'PostNormField', 'SamField',
+    'Context', 'Field', 'GammaField', 'Groups', 'NativeField', 'ParallelField', 'PostNormField', 'SamField',
     'ShiftedPostNormField', 'ShiftedWindowField', 'WholeField', 'attention_probabilities',
 ]
+
+
+class Groups(NamedTuple):
+    """Which tokens of a state [B, N, D] are merged.
+
+    Attributes:
+        numbers: The group of each token [B, N]; the prefix tokens are the first groups.
+        sizes: Tokens in each group [B, G].
+        first: One token of each group [B, G].
+    """
+    numbers: Tensor
+    sizes: Tensor
+    first: Tensor
 
 
 class Context(NamedTuple):
@@ -22,11 +35,11 @@ class Context(NamedTuple):
     Attributes:
         passed: What the host passes to its blocks, by name: masks, RoPE tables, shared position bias, ...
         weights: What `fold()` returned for this forward pass.
-        tokens: The merged tokens of this forward pass, if any.
+        groups: The merged tokens of the step, if any.
     """
     passed: dict[str, Any]
     weights: list[Tensor] | None = None
-    tokens: Any = None
+    groups: Groups | None = None
 
 
 class Field(nn.Module):

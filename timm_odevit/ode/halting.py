@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .config import WITH_HEAD, OdeConfig
 from .fields import Context
+from .tokens import keep_groups
 
 __all__ = ['Readout', 'Scores', 'run_halting']
 
@@ -98,12 +99,11 @@ def run_halting(
             where, stay = running[done], (~done).nonzero()[:, 0]
             taken[where] = i + 1
             ended = ended.index_copy(0, where, x[done])
-            x, running = x[stay], running[stay]
+            whole, x, running = x, x[stay], running[stay]
             if not len(running):
                 break
             scores.keep(stay)
-            if context.tokens is not None:
-                context.tokens.keep(stay, x)
+            keep_groups(whole, x, stay)
     return ended.index_copy(0, running, x), taken
 
 
@@ -113,7 +113,9 @@ def _run_all(
     taken = torch.full((x.shape[0],), len(steps), device=x.device)
     halted = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
     for i, (step, context) in enumerate(steps):
-        after = torch.where(halted.view(-1, *[1] * (x.ndim - 1)), x, step(x, context))
+        running = step(x, context)
+        after = torch.where(halted.view(-1, *[1] * (x.ndim - 1)), x, running)
+        keep_groups(running, after)
         if i < len(steps) - 1:
             done = scores(x, after, step.h) <= threshold
             taken = torch.where(done & ~halted, i + 1, taken)

@@ -1,11 +1,11 @@
 """The integration methods: a class of steps for each. A step maps the state at t to the state at t + h."""
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .fields import Context, Field
+from .tokens import TokenMerging
 
 __all__ = ['METHODS', 'LieTrotter', 'RungeKutta', 'Step', 'Strang']
 
@@ -20,7 +20,7 @@ class Step(nn.Module):
         field: Vector field: field(t, x, context, part) with part 'attention', 'mlp' or '' for their sum.
         t: Time at which the step starts.
         h: Length of the step, in the same unit.
-        merging: Token merging, shared by all steps of a solver; None without it.
+        merging: How tokens are merged; None if they are not.
 
     Attributes:
         order: Order of convergence of the global error.
@@ -32,8 +32,9 @@ class Step(nn.Module):
     nodes: tuple[float, ...]
     evaluations: int
     splits = False
+    field: Any
 
-    def __init__(self, field: Field, t: float, h: float, merging: Any = None) -> None:
+    def __init__(self, field: Field, t: float, h: float, merging: TokenMerging | None = None) -> None:
         super().__init__()
         self.t = t
         self.h = h
@@ -43,16 +44,8 @@ class Step(nn.Module):
     def set_field(self, field: Field) -> None:
         """Hold a field, of several phases the one that applies where the step starts."""
         self.phases = tuple(field.phases)  # a host resizes all of them, also those in which no step starts
-        self.field = field.select(self.t) if len(self.phases) > 1 else field
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        return iter(())  # what recurses, such as `apply`, finds the field once, as the blocks' `shared`
-
-    def named_modules(self, memo: Any = None, prefix: str = '', remove_duplicate: bool = True) -> Any:
-        memo = set() if memo is None else memo
-        if self not in memo:
-            memo.add(self)
-            yield prefix, self
+        # not as a submodule: the field is named, saved, moved and trained once, as the blocks' `shared`
+        self.__dict__['field'] = field.select(self.t) if len(self.phases) > 1 else field
 
     def enter(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Context]:
         """The state that the step computes, in which similar tokens may be merged, and the context of its field."""
@@ -60,11 +53,11 @@ class Step(nn.Module):
         context = args[0] if given else self.field.context(args, kwargs)
         if self.merging is None:
             return x, context
-        return (context.tokens or self.merging.tokens).enter(self, x, context)
+        return self.merging.enter(self.t, x, context)
 
     def leave(self, x: Tensor, context: Context) -> Tensor:
         """The state of all tokens."""
-        return x if context.tokens is None else context.tokens.leave(x)
+        return x if self.merging is None else self.merging.leave(x, context)
 
     @property
     def attn(self) -> Any:

@@ -1,13 +1,11 @@
 """Solver: the sequence of steps that a configuration asks for."""
-from typing import Any
-
 from torch import nn
 
 from .adaptive import AdaptiveStep
 from .config import OdeConfig
 from .fields import Field
 from .methods import METHODS
-from .tokens import Merging
+from .tokens import TokenMerging
 
 __all__ = ['Solver']
 
@@ -24,15 +22,8 @@ class Solver(nn.ModuleList):
 
     def __init__(self, config: OdeConfig, field: Field, t: float = 0., prefix: int = 0) -> None:
         steps, T = config.grid
-        merging = Merging(config.tokens, prefix, (t, T)) if config.tokens < 1 else None
+        merging = TokenMerging(config.tokens, prefix, t, T) if config.tokens < 1 else None
         h, starts = T / steps, [t + i * (T / steps) for i in range(steps)]
         super().__init__(
             AdaptiveStep(field, start, h, config) if config.adaptive
             else METHODS[config.method](field, start, h, merging) for start in starts)
-        self.merging = merging
-
-    def state_dict(self, *, destination: Any = None, prefix: str = '', keep_vars: bool = False) -> Any:
-        return {} if destination is None else destination  # all tensors are the shared field's
-
-    def _apply(self, *args: Any, **kwargs: Any) -> 'Solver':
-        return self

@@ -1,14 +1,13 @@
 """Token merging: patch tokens that have become alike are merged along t, so that later steps compute fewer of them."""
-import threading
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fields import Context
+from .fields import Context, Groups
 
-__all__ = ['Merging', 'Tokens', 'tokens_at']
+__all__ = ['TokenMerging', 'keep_groups', 'tokens_at']
 
 
 def tokens_at(patches: int, share: float, progress: float) -> int:
@@ -22,29 +21,8 @@ def tokens_at(patches: int, share: float, progress: float) -> int:
     return max(1, round(int(patches) * (1. - (1. - share) * progress) + 1e-6))  # halves up, whatever the rounding of t
 
 
-class Merging(threading.local):
-    """What the steps of a solver share: the Tokens of the pass that each thread makes by calling them one by one.
-
-    Args:
-        share: Share of the patch tokens that is left at T.
-        prefix: How many tokens, such as a class token and registers, come before those of the patches.
-        span: Time at which the first step starts, and T.
-    """
-
-    def __init__(self, share: float, prefix: int, span: tuple[float, float]) -> None:
-        self.arguments = share, prefix, span
-        self.tokens = self.start()
-
-    def start(self) -> 'Tokens':
-        """The Tokens of a new pass."""
-        return Tokens(*self.arguments)
-
-    def __reduce__(self) -> Any:
-        return Merging, self.arguments
-
-
-class Tokens:
-    """Which tokens have been merged in one pass through the steps.
+class TokenMerging:
+    """How the steps of a solver merge tokens.
 
     The state between two steps always has all tokens; merged ones have equal states there. A step computes each group
     once: the state of a group is the mean over its tokens, and attention counts a group as many times as it has tokens,
@@ -52,82 +30,76 @@ class Tokens:
     are split into two halves, alternately, and those of the first half that are most like one of the second (in the
     cosine of their states) are merged with it. Prefix tokens are never merged.
 
-    A state that is not the one with which the last step ended starts a new pass, in which all tokens are separate.
+    A state knows its groups: they are kept with its memory, which it shares with detached copies and with what gradient
+    checkpointing saves. In a state that no step returned, or that was changed since, all tokens are separate.
 
     Args:
-        share, prefix, span: See Merging.
+        share: Share of the patch tokens that is left at T.
+        prefix: How many tokens, such as a class token and registers, come before those of the patches.
+        start: Time at which the first step starts.
+        T: Length of all steps together.
 
     Source: Token Merging (ToMe), arXiv 2210.09461.
     """
 
-    def __init__(self, share: float, prefix: int, span: tuple[float, float]) -> None:
-        self.share, self.prefix, (self.start, self.T) = share, prefix, span
-        self.groups: Tensor | None = None  # the group of each token [B, N]; the prefix tokens are the first groups
-        self.sizes: Tensor | None = None  # tokens in each group [B, G]
-        self.first: Tensor | None = None  # one token of each group [B, G]
-        self.entered: dict[Any, Any] = {}  # these three before each step, for gradient checkpointing
-        self.end = 0.  # of the last step
-        self.ended: Any = None  # its state, as `_identity` tells it from others
+    def __init__(self, share: float, prefix: int, start: float, T: float) -> None:
+        self.share, self.prefix, self.start, self.T = share, prefix, start, T
 
-    def enter(self, step: Any, x: Tensor, context: Context) -> tuple[Tensor, Context]:
-        """The state of the groups [B, G, D] for a state of all tokens [B, N, D] at the start of a step, some merged.
+    def enter(self, t: float, x: Tensor, context: Context) -> tuple[Tensor, Context]:
+        """Merge some tokens of a state [B, N, D] at the start of a step.
 
-        The context that is also returned makes attention count each group as many times as it has tokens.
+        Returns:
+            The state of the groups [B, G, D], and a context that makes attention count each as many times as it has
+            tokens.
         """
         if isinstance(x, torch.fx.Proxy):
             raise ValueError('FX cannot trace the merging of tokens. Set tokens=1, or use torch.export.')
         if context.passed.get('attn_mask') is not None or context.passed.get('is_causal'):
             raise ValueError(
                 'Tokens cannot be merged under an attention mask, which names them by position. Set tokens=1.')
-        state = _identity(step.t, x)
-        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # in a backward pass
-        if again and state in self.entered:
-            self.groups, self.sizes, self.first = self.entered[state]
-        else:
-            if state != self.ended:
-                self.groups = self.sizes = self.first = None
-            if step.t <= self.start + 1e-6:
-                self.entered.clear()
-            self.entered[state] = self.groups, self.sizes, self.first
-        self.end, self.ended = step.t + step.h, None
-        groups = x if self.first is None else _rows(x, self.first)
-        merged = self._merge(groups, (step.t - self.start) / self.T, x.shape[1])
-        context = context._replace(tokens=self)
-        if self.sizes is None:
-            return merged, context
-        mask = self.sizes.to(x.dtype).log()[:, None, None]  # [B, 1, 1, G]
-        return merged, context._replace(passed={**context.passed, 'attn_mask': mask})
+        groups = _groups_of(x)
+        y = x if groups is None else _rows(x, groups.first)
+        y, groups = self.merge(y, (t - self.start) / self.T, x.shape[1], groups)
+        if groups is None:
+            return y, context
+        mask = groups.sizes.to(x.dtype).log()[:, None, None]  # [B, 1, 1, G]
+        return y, context._replace(passed={**context.passed, 'attn_mask': mask}, groups=groups)
 
-    def leave(self, x: Tensor) -> Tensor:
+    def leave(self, x: Tensor, context: Context) -> Tensor:
         """The state of all tokens [B, N, D] for that of the groups [B, G, D] at the end of a step."""
-        if self.groups is not None:
-            x = _rows(x, self.groups)
-        self.ended = _identity(self.end, x)
+        if context.groups is None:
+            return x
+        x = _rows(x, context.groups.numbers)
+        _set_groups(x, context.groups)
         return x
 
-    def keep(self, images: Tensor, x: Tensor) -> None:
-        """Keep only some of the images [B', as indices] of the batch, whose states are x [B', N, D]."""
-        if self.groups is not None and self.sizes is not None and self.first is not None:
-            self.groups, self.sizes, self.first = (of[images] for of in (self.groups, self.sizes, self.first))
-        self.ended = _identity(self.end, x)
+    def merge(self, x: Tensor, progress: float, tokens: int, groups: Groups | None) -> tuple[Tensor, Groups | None]:
+        """Merge as many groups of a state x [B, G, D] as is due.
 
-    def _merge(self, x: Tensor, progress: float, tokens: int) -> Tensor:
-        """Merge as many groups of a state x [B, G, D] as is due; returns the state of those that are left."""
+        Args:
+            x: State of the groups; of all tokens if there are no groups yet.
+            progress: t / T, from 0 to 1.
+            tokens: Number N of tokens.
+            groups: Its groups; None if every token is separate.
+
+        Returns:
+            The state [B, G', D] and the groups that are left.
+        """
         B, G, D = x.shape
         patches = G - self.prefix
         count = min(patches - tokens_at(tokens - self.prefix, self.share, progress), patches // 2)
         if count < 1:
-            return x
+            return x, groups
         with torch.no_grad():
             into, left = self._pairs(x, count)
-            sizes = x.new_ones(B, G, dtype=torch.float32) if self.sizes is None else self.sizes
-            self.sizes = sizes.new_zeros(B, G - count).scatter_add_(1, into, sizes)
-            self.groups = into if self.groups is None else into.gather(1, self.groups)
-            self.first = left if self.first is None else self.first.gather(1, left)
-            share = (sizes / self.sizes.gather(1, into)).to(x.dtype)
+            before = x.new_ones(B, G, dtype=torch.float32) if groups is None else groups.sizes
+            sizes = before.new_zeros(B, G - count).scatter_add_(1, into, before)
+            share = (before / sizes.gather(1, into)).to(x.dtype)
+            groups = Groups(into, sizes, left) if groups is None else Groups(
+                into.gather(1, groups.numbers), sizes, groups.first.gather(1, left))
         rows = (into + (G - count) * torch.arange(B, device=x.device)[:, None]).flatten()
         summed = x.new_zeros(B * (G - count), D).index_add(0, rows, (x * share[..., None]).flatten(0, 1))
-        return summed.view(B, G - count, D)
+        return summed.view(B, G - count, D), groups
 
     def _pairs(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The new number of each group of a state x [B, G, D] [B, G], and an old number of each new one [B, G']."""
@@ -145,9 +117,30 @@ class Tokens:
         return into, torch.zeros_like(old)[:, :G - count + 1].scatter(1, places, old)[:, :G - count]
 
 
-def _identity(t: float, x: Tensor) -> Any:
-    """What tells the state x at t from others that live at the same time; only t where tensors have no addresses."""
-    return round(t, 6) if torch.compiler.is_compiling() else (round(t, 6), tuple(x.shape), x.data_ptr())
+def keep_groups(before: Tensor, after: Tensor, images: Tensor | slice = slice(None)) -> None:
+    """Let the state of some images of a batch [B', N, D], here all, have the groups that its state [B, N, D] has."""
+    groups = _groups_of(before)
+    if groups is not None:
+        _set_groups(after, Groups(*(of[images] for of in groups)))
+
+
+def _groups_of(x: Tensor) -> Groups | None:
+    if torch.compiler.is_compiling():
+        return getattr(x, '_groups', None)
+    identity, groups = getattr(x.untyped_storage(), '_groups', (None, None))
+    return groups if identity == _identity(x) else None
+
+
+def _set_groups(x: Tensor, groups: Groups) -> None:
+    if torch.compiler.is_compiling():  # a traced tensor has no memory
+        x._groups = groups  # type: ignore[attr-defined]
+    else:
+        x.untyped_storage()._groups = _identity(x), groups  # type: ignore[attr-defined]
+
+
+def _identity(x: Tensor) -> tuple[Any, ...]:
+    """What tells a state from others in the same memory: parts of it, and what it was before a change in place."""
+    return x.shape, x.storage_offset(), None if x.is_inference() else x._version
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:

@@ -48,8 +48,6 @@ class StepwisePass(TrainingPass):
             for step in ode.solver:
                 start, end = (state_at(states, range(len(states)), t) for t in (step.t, step.t + step.h))
                 args, kwargs = handed[int(step.t + 1e-6)]  # a base may pass different arguments to each layer
-                if step.merging is not None:  # each step starts a pass of its own
-                    args, kwargs = (step.field.context(args, kwargs)._replace(tokens=step.merging.start()),), {}
                 call = partial(checkpoint, step, use_reentrant=False) if again else step
                 error = (call(start, *args, **kwargs) - end).float().square().mean()
                 moved = over_processes((end - start).float().square().mean())
