@@ -7,7 +7,8 @@ import torch
 from timm.optim import create_optimizer_v2
 from timm.task import TrainingTask
 
-from timm_odevit import OdeConfig, StepwiseTask, TrajectoryDistillationTask, convert_
+from timm_odevit import OdeConfig, StepwiseTask, TrajectoryDistillationTask, convert_, with_steps
+from timm_odevit.training import tasks
 from timm_odevit.training.config import LossConfig
 from timm_odevit.training.losses import jasmin_loss, logit_loss, trajectory_loss
 from timm_odevit.training.matching import distance_times, match, softmax_times, uniform_times
@@ -353,21 +354,40 @@ def test_steps_may_be_shares_and_are_drawn_by_the_seed(vit, images):
     assert set(first) == {1, 3, 6} and first == drawn(0) != drawn(1)
 
 
-def test_views_with_other_numbers_of_steps_have_the_modes_of_the_student(vit, images):
+@pytest.fixture
+def views(monkeypatch):
+    """The views of students that tasks make, as they make them."""
+    made = []
+    monkeypatch.setattr(tasks, 'with_steps', lambda *args: made.append(with_steps(*args)) or made[-1])
+    return made
+
+
+def test_views_with_other_numbers_of_steps_have_the_modes_of_the_student(vit, images, views):
     student, teacher = pair(vit, drop_rate=0.5)
     task = TrajectoryDistillationTask(student, teacher, steps=(2, 5)).eval()
     task(images, None)
-    assert task.drawn == [3]  # in eval mode, its own number
+    assert task.drawn == [3] and not views  # in eval mode, its own number
     for mode in (True, False):
         task.train()
         student.train(mode)
+        views.clear()
         for update in range(12):
             task.begin_update(update)
             task(images, None)
-        views = list(task._views.values())
-        assert sorted(view.blocks.steps for view in views) == [2, 5]
+        assert {view.blocks.steps for view in views} == {2, 5}
         assert all(module.training == mode for view in views for module in view.modules())
     assert student.blocks.steps == 3 and len(list(task.get_trainable_module().parameters())) == len(list(student.parameters()))
+
+
+def test_views_follow_the_checkpointing_and_the_image_size_of_the_student(vit, images, views):
+    student, teacher = pair(vit)
+    task = TrajectoryDistillationTask(student, teacher, steps=(2,)).train()
+    task(images, None)
+    student.set_grad_checkpointing()
+    for model in (student, teacher):
+        model.set_input_size(img_size=24)
+    assert torch.isfinite(task(torch.randn(2, 3, 24, 24), None)['loss'])
+    assert views[-1].grad_checkpointing and views[-1].pos_embed is student.pos_embed
 
 
 def test_layer_decay_reaches_the_stepwise_task(vit):
