@@ -1,3 +1,4 @@
+import copy
 import importlib.util
 import json
 import math
@@ -19,7 +20,7 @@ import timm
 import torch
 import yaml
 
-from timm_odevit import Recipe, save_pretrained, train
+from timm_odevit import Recipe, convert_, save_pretrained, train
 from timm_odevit.cli import main
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.training.config import DataConfig, LossConfig
@@ -195,6 +196,17 @@ def test_a_stage_is_validated_and_saved_with_steps_it_was_trained_with(vit, data
     run(made, data, tmp_path / 'run', vit())
     config = [json.loads((tmp_path / 'run' / f'stage{i}' / 'best' / 'config.json').read_text()) for i in range(3)]
     assert [c['model_args']['ode_steps'] for c in config] == [2, 4, 4]
+
+
+@pytest.mark.parametrize('given', [False, True], ids=['made by the recipe', 'given'])
+def test_a_saved_student_was_trained_at_shares_of_the_steps_that_it_had_before(vit, data, tmp_path, given):
+    made = recipe(ode={'steps': 8}, stages=[{'loss': {'steps': [0.25, 0.5]}}, {'loss': {'steps': [0.5]}}])
+    teacher = vit()
+    student = convert_(copy.deepcopy(teacher), steps=8).model if given else None
+    run(made, data, tmp_path / 'run', teacher, student=student)
+    saved = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
+    trained = Recipe.load(tmp_path / 'run' / 'best' / 'recipe.yaml')
+    assert saved.blocks.steps == 4 and trained.trained_at(4) == (4,) and trained.stages[0].loss == {'steps': [2, 4]}
 
 
 @pytest.mark.parametrize('part', PARTS)
