@@ -142,10 +142,10 @@ def test_changes_that_are_deep_and_files_that_are_no_text(tmp_path):
 
 
 def test_a_recipe_of_an_earlier_version_loads_unless_it_uses_what_is_gone():
-    old = {'cache': 0, 'loss': {'attention_weight': 0}, 'stages': [{'loss': {'segments': [], 'relation_weight': 0., 'forced': 0.25}, 'fit': {'norm_alarm': 10.}}]}
+    old = {'cache': 0, 'loss': {'attention_weight': 0}, 'stages': [{'loss': {'segments': [], 'relation_weight': 0., 'forced': 0.25, 'jasmin_k': 0}, 'fit': {'norm_alarm': 10.}}]}
     assert recipe(**old) == recipe(loss={}, stages=[{'loss': {}, 'fit': {}}])
     for gone, instead in (('cache=1', "The teacher's states are no longer kept"), ('loss.segments=[3]', 'Start with a stage of task stepwise'),
-                          ('stages.0.loss={relation_weight: 1}', 'kd_weight'), ('loss.attention_weight=1', 'trajectory_weight')):
+                          ('stages.0.loss={relation_weight: 1}', 'kd_weight'), ('loss.attention_weight=1', 'trajectory_weight'), ('loss.jasmin_k=2', 'as with k = 0')):
         with pytest.raises(ValueError, match=f'^recipe: .* is gone since version 0.2.*{instead}.*Leave'):
             recipe(gone)
 
@@ -421,7 +421,6 @@ def test_weights_that_are_not_finite_are_not_written(vit, data, tmp_path, monkey
     *((lambda change=change: recipe(change), message) for change, message in (
         ('loss={kd_weight: 0, trajectory_weight: 0}', 'All weights of the loss are 0'),
         ('loss.kd_temperature=-1', 'kd_temperature must be a number above 0; got -1.'), ('loss.steps=[true]', 'steps must be a list of whole numbers'),
-        ('loss.jasmin_evaluations=1.5', 'must be a whole number of at least 1'),
         ('loss.steps=[2, 3', "'loss.steps=[2, 3' is not valid YAML"),
         ('data.batch_size=0', 'data.batch_size must be a whole number of at least 1'),
         ('data.padding=-1', 'data.padding must be'), ('data.flip=7', 'data.flip must be a number from 0 to 1'),

@@ -83,9 +83,6 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
         raise ValueError(f'patch_drop needs a teacher, and models that take part of their patches; a {name} that has '
                          'RoPE, or has no patch_drop of its own, does not. Set patch_drop=0.')
     if is_one_sequence(student):
-        tokens = student.patch_embed.num_patches + student.num_prefix_tokens
-        if config.jasmin_k > tokens:
-            raise ValueError(f'jasmin_k must be at most the number of tokens, {tokens}; got {config.jasmin_k}.')
         if config.exits and (
                 class_token_comes_later(student) or not isinstance(getattr(student, 'norm', None), nn.Module)):
             raise ValueError(f"exits apply the last norm and the head to states along the way, which a {name}'s do "

@@ -39,6 +39,8 @@ GONE = {
     'attention_weight': 'Follow the states (trajectory_weight) instead.',
     'relation_weight': 'Follow the outputs (kd_weight) instead.',
     'norm_alarm': '',  # changed no weight
+    'jasmin_k': 'JaSMin is log g_1, as with k = 0.',
+    'jasmin_evaluations': 'JaSMin is measured at two states.',
 }
 
 
