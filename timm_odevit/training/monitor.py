@@ -2,7 +2,7 @@
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader
 from ..convert.svd_data import check_images
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
-from ..hooks import evaluating, hooked, random_states_kept
+from ..hooks import autocast, evaluating, hooked, random_states_kept
 from ..ode.blocks import find_ode_blocks
 from ..ode.with_steps import with_steps
 from .loaders import loader_chain
 from .resume import models_of
 
-__all__ = ['autocast', 'check_batch', 'check_loss_is_finite', 'loader_state_kept', 'muon_in_float32', 'must_fit',
-           'scalars', 'score_of', 'try_one_batch', 'validate']
+__all__ = ['check_batch', 'check_loss_is_finite', 'loader_state_kept', 'muon_in_float32', 'must_fit', 'scalars',
+           'score_of', 'try_one_batch', 'validate']
 
 
 def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None) -> dict[str, float]:
@@ -118,11 +118,6 @@ def must_fit(name: str, images: Tensor, labels: Any, task: TrainingTask) -> Iter
         found = [f'{x.dtype} {list(x.shape)}' if isinstance(x, Tensor) else type(x).__name__ for x in (images, labels)]
         raise ValueError(f'The first batch of {name} (images {found[0]}, labels {found[1]}) does not fit the model: '
                          f'{type(e).__name__}: {" ".join(str(e).split())}') from e
-
-
-def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Mixed precision in a dtype; nothing for None, also on devices that have none."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def check_loss_is_finite(
