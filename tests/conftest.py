@@ -1,3 +1,4 @@
+import copy
 import ipaddress
 import os
 import socket
@@ -46,6 +47,14 @@ def converted(vit, config=None, **kwargs):
     model = vit(**kwargs)
     convert_(model, config)
     return model
+
+
+def pair(vit, config=None, images=None, **kwargs):
+    """A small ViT converted, and the ViT itself: student and teacher."""
+    teacher = vit(**kwargs)
+    student = copy.deepcopy(teacher)
+    convert_(student, config, images=images)
+    return student, teacher
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ import pytest
 import timm
 import torch
 import yaml
+from conftest import TINY
 
 from timm_odevit import Recipe, convert_, save_pretrained, train
 from timm_odevit.cli import main
@@ -27,7 +28,6 @@ from timm_odevit.training.config import DataConfig, LossConfig
 from timm_odevit.training.recipe import FIT, PARTS, Stage, builtin_recipes
 
 HUB = Path(__file__).parent.parent / 'hub'
-TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=5)
 QUICK = {'ode': {}, 'data': {'batch_size': 8}, 'fit': {'epochs': 2, 'lr': 3e-3}}
 
 

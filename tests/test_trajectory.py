@@ -4,6 +4,7 @@ import math
 import pytest
 import timm
 import torch
+from conftest import pair
 from timm.optim import create_optimizer_v2
 from timm.task import TrainingTask
 
@@ -14,13 +15,6 @@ from timm_odevit.training.losses import jasmin_loss, logit_loss, trajectory_loss
 from timm_odevit.training.matching import distance_times, match, softmax_times, uniform_times
 
 PARTS = ('trajectory', 'jasmin', 'kd', 'task')
-
-
-def pair(vit, config=OdeConfig(), **kwargs):
-    teacher = vit(**kwargs)
-    student = copy.deepcopy(teacher)
-    convert_(student, config)
-    return student, teacher
 
 
 @pytest.fixture
@@ -291,9 +285,7 @@ def test_states_of_other_shapes_are_refused():
 
 
 def test_teacher_and_student_see_the_same_share_of_the_patches(vit, batch):
-    teacher = vit()
-    student = copy.deepcopy(teacher)
-    convert_(student, OdeConfig(phases=3))
+    student, teacher = pair(vit, OdeConfig(phases=3))
     task = TrajectoryDistillationTask(student, teacher, patch_drop=0.5, verbose=False).train()
     tokens = []
     student.blocks[0].register_forward_hook(lambda module, args, out: tokens.append(out))
@@ -368,9 +360,7 @@ def test_layer_decay_reaches_the_stepwise_task(vit):
 
 
 def test_shares_of_steps_are_of_the_number_when_the_task_is_made(vit, batch):
-    teacher = vit()
-    student = copy.deepcopy(teacher)
-    convert_(student, OdeConfig(steps=4))
+    student, teacher = pair(vit, OdeConfig(steps=4))
     task = TrajectoryDistillationTask(student, teacher, steps=[0.5], verbose=False).train()
     student.blocks.steps = 2  # as a recipe sets it, to validate with steps that were trained
     task(*batch)
