@@ -2,12 +2,13 @@
 import random
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from timm.task import DistillationTeacher, TrainingTask
 from timm.utils import unwrap_model
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from ..convert.block_kinds import find_stages, prefix_tokens
 from ..data.preprocessing import renormalisation
@@ -21,22 +22,19 @@ from .losses import StepwisePass, TrainingPass, TrajectoryPass, embedding_loss, 
 
 __all__ = ['StepwiseTask', 'StudentTask', 'TrajectoryDistillationTask']
 
-Task = TypeVar('Task', bound='StudentTask')
-
-
 class StudentTask(TrainingTask):
     """A task that trains a student inside a TrainingPass, with a frozen teacher that stays in eval mode."""
     teacher: Any
     trainable_module: Any
 
-    def train(self: Task, mode: bool = True) -> Task:
+    def train(self, mode: bool = True) -> Self:
         """Set the mode of the student; the teacher stays in eval mode."""
         super().train(mode)
         if self.teacher is not None:
             self.teacher.eval()
         return self
 
-    def prepare_distributed(self: Task, device_ids: list[Any] | None = None, **ddp_kwargs: Any) -> Task:
+    def prepare_distributed(self, device_ids: list[Any] | None = None, **ddp_kwargs: Any) -> Self:
         """Wrap the student, but not the frozen teacher, in DistributedDataParallel."""
         from torch.nn.parallel import DistributedDataParallel
         ddp_kwargs.setdefault('find_unused_parameters', True)  # such as the head, or layers that few steps leave out
