@@ -32,7 +32,7 @@ def snapshot(model):
     """Everything of a model that a call could change, to be compared by ==."""
     return ({name: (t.dtype, t.shape, t.data_ptr(), t.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, t in model.state_dict().items()},
             [(name, id(p), p.requires_grad) for name, p in model.named_parameters()],
-            [(name, id(m), m.training, len(m._forward_hooks)) for name, m in model.named_modules()],
+            [(name, id(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks), getattr(m, 'config', None)) for name, m in model.named_modules()],
             repr(model), sorted(vars(model)), getattr(model, 'feature_info', None))
 
 

@@ -19,9 +19,9 @@ import pytest
 import timm
 import torch
 import yaml
-from conftest import TINY
+from conftest import TINY, pair
 
-from timm_odevit import Recipe, convert_, save_pretrained, train
+from timm_odevit import Recipe, TrajectoryDistillationTask, convert_, fit, save_pretrained, train
 from timm_odevit.cli import main
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.training.config import DataConfig, LossConfig
@@ -382,10 +382,8 @@ def test_a_disk_that_is_full_stops_with_a_message_and_keeps_the_last_state(place
     assert changed <= {'run/recipe.yaml', *(f'run/stage1/best/{n}' for n in ('config.json', 'model.safetensors'))}
 
 
-def test_a_diverging_field_is_named_with_step_and_t(vit, data, tmp_path):
-    from timm_odevit import TrajectoryDistillationTask, convert_, fit
-    teacher, student = vit(), vit()
-    convert_(student)
+def test_a_diverging_field_is_named_with_step_and_t(vit):
+    student, teacher = pair(vit)
     with torch.no_grad():
         student.blocks.shared.block.mlp.fc2.bias.fill_(2e38)  # finite after one step, not after two
     task = TrajectoryDistillationTask(student, teacher, trajectory_weight=0.)
