@@ -107,8 +107,7 @@ class Recipe(Settings):
             the model as it is.
         model: timm name of the model, for training without a teacher.
         model_args: Keywords of timm.create_model for `model`.
-        data: batch_size, held_out, workers; padding, flip (arrays), reprob, auto_augment (folders); mixup, cutmix,
-            smoothing, prob.
+        data: Settings of the data; see DataConfig.
         loss: Keywords of TrajectoryDistillationTask for all stages.
         fit: Keywords of `fit` for all stages.
         stages: The stages, in order; each starts from the last weights of the previous one.
