@@ -1,3 +1,4 @@
+import copy
 import ipaddress
 import os
 import socket
@@ -31,7 +32,7 @@ def snapshot(model):
     """Everything of a model that a call could change, to be compared by ==."""
     return ({name: (t.dtype, t.shape, t.data_ptr(), t.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, t in model.state_dict().items()},
             [(name, id(p), p.requires_grad) for name, p in model.named_parameters()],
-            [(name, id(m), m.training, len(m._forward_hooks)) for name, m in model.named_modules()],
+            [(name, id(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks), getattr(m, 'config', None)) for name, m in model.named_modules()],
             repr(model), sorted(vars(model)), getattr(model, 'feature_info', None))
 
 
@@ -46,6 +47,14 @@ def converted(vit, config=None, **kwargs):
     model = vit(**kwargs)
     convert_(model, config)
     return model
+
+
+def pair(vit, config=None, images=None, **kwargs):
+    """A small ViT converted, and the ViT itself: student and teacher."""
+    teacher = vit(**kwargs)
+    student = copy.deepcopy(teacher)
+    convert_(student, config, images=images)
+    return student, teacher
 
 
 @pytest.fixture(autouse=True)

@@ -7,20 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import pair
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_odevit import OdeConfig, StepwiseTask, calibrate_, convert_
+from timm_odevit import OdeConfig, StepwiseTask, calibrate_
 from timm_odevit.data.arrays import array_images
 from timm_odevit.training import calibrate
 
 GOOD = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-
-
-def pair(vit, config=OdeConfig(), images=None, **kwargs):
-    teacher = vit(**kwargs)
-    student = copy.deepcopy(teacher)
-    convert_(student, config, images=images)
-    return student, teacher
 
 
 def state(model):

@@ -15,9 +15,8 @@ import torch
 from conftest import snapshot
 from torch import nn
 
-from timm_odevit import convert_, export_model, merge_, save_pretrained, with_steps
+from timm_odevit import convert_, deploy, export_model, merge_, save_pretrained, with_steps
 from timm_odevit.cli import main
-from timm_odevit.deploy import formats
 
 needs = {name: pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install -e '.[deploy]'")
          for name in ('onnx', 'onnxscript', 'onnxruntime', 'torchao')}
@@ -103,7 +102,7 @@ def test_a_file_gives_the_models_outputs_without_this_package(vit, five, tmp_pat
         expected = model(five)
     model.train()
     before = snapshot(model)
-    path = export_model(model, tmp_path / f'model{formats.FORMATS[format].suffix}', format=format, merged=merged)
+    path = export_model(model, tmp_path / f'model{deploy.FORMATS[format].suffix}', format=format, merged=merged)
     assert snapshot(model) == before and model.blocks.steps == 4
     (one, all_of_them), about = run_alone(format, path, five, tmp_path)
     torch.testing.assert_close(one, expected[:1], atol=1e-4, rtol=0)
@@ -120,7 +119,7 @@ def test_int8_is_close_and_smaller_and_needs_no_torchao(vit, five, tmp_path, for
     with torch.no_grad():
         expected = model(five)
     before = snapshot(model)
-    path = export_model(model, tmp_path / f'model{formats.FORMATS[format].suffix}', format=format, int8=True)
+    path = export_model(model, tmp_path / f'model{deploy.FORMATS[format].suffix}', format=format, int8=True)
     assert snapshot(model) == before
     (_, found), about = run_alone(format, path, five, tmp_path)
     error = (found - expected).norm() / expected.norm()
@@ -140,7 +139,7 @@ def test_int8_is_close_and_smaller_and_needs_no_torchao(vit, five, tmp_path, for
 def test_each_tensor_is_stored_once(vit, tmp_path, format, ode, merged):
     model = vit(embed_dim=256, depth=12)
     convert_(model, steps=12, **ode)
-    path = export_model(model, tmp_path / f'model{formats.FORMATS[format].suffix}', format=format, merged=merged)
+    path = export_model(model, tmp_path / f'model{deploy.FORMATS[format].suffix}', format=format, merged=merged)
     weights = save_pretrained(model, tmp_path / 'model') / 'model.safetensors'
     assert path.stat().st_size < 1.3 * weights.stat().st_size  # twelve copies would take about ten times as much
     if format == 'pt2':
@@ -161,7 +160,7 @@ def test_other_models(five, tmp_path, format, name):
     model = MODELS[name]().eval()
     with torch.no_grad():
         expected = model(five)
-    path = export_model(model, tmp_path / f'model{formats.FORMATS[format].suffix}', format=format)
+    path = export_model(model, tmp_path / f'model{deploy.FORMATS[format].suffix}', format=format)
     (one, found), about = run_alone(format, path, five, tmp_path)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(one, expected[:1], atol=1e-4, rtol=0)
@@ -173,11 +172,11 @@ def test_a_view_is_exported_with_its_own_steps(vit, five, tmp_path):
     convert_(model, time='vectors')
     view = with_steps(model, 7)
     export_model(view, tmp_path / 'a.pt2', format='pt2')
-    extra = {formats.METADATA: ''}
+    extra = {deploy.METADATA: ''}
     found = torch.export.load(tmp_path / 'a.pt2', extra_files=extra).module()(five)
     with torch.no_grad():
         torch.testing.assert_close(found, view(five), atol=1e-4, rtol=0)
-    assert json.loads(json.loads(extra[formats.METADATA])['steps']) == 7 and model.blocks.steps == 3
+    assert json.loads(json.loads(extra[deploy.METADATA])['steps']) == 7 and model.blocks.steps == 3
 
 
 @pytest.mark.parametrize('where', ['torch.export.export', 'torch.export.save', 'shutil.copyfile'])
@@ -244,7 +243,7 @@ def test_a_model_that_cannot_be_traced_is_one_message(vit, tmp_path):
 def test_a_missing_package_is_named_with_the_command_that_installs_it(vit, tmp_path, monkeypatch, format, missing, int8):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=rf"{format}.* needs .*{missing}.* Type: pip install 'timm-odevit\[deploy\]'"):
-        export_model(vit(), tmp_path / f'a{formats.FORMATS[format].suffix}', format=format, int8=int8)
+        export_model(vit(), tmp_path / f'a{deploy.FORMATS[format].suffix}', format=format, int8=int8)
 
 
 def test_a_missing_compiler_is_named(vit, tmp_path, monkeypatch):
@@ -256,7 +255,7 @@ def test_a_missing_compiler_is_named(vit, tmp_path, monkeypatch):
 @needs['onnx']
 @needs['onnxscript']
 def test_weights_that_no_onnx_file_can_hold(vit, tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, 'LARGEST', 1000)
+    monkeypatch.setattr(deploy, 'LARGEST', 1000)
     with pytest.raises(ValueError, match='an ONNX file holds at most 2 GB. Choose the format pt2'):
         export_model(vit(), tmp_path / 'a.onnx')
 
@@ -265,7 +264,7 @@ def test_weights_that_no_onnx_file_can_hold(vit, tmp_path, monkeypatch):
 def test_the_example_runs_a_file_and_measures_it(vit, tmp_path, capsys, format):
     model = vit(num_classes=3)
     convert_(model, **ODES['rank'])
-    path = export_model(model, tmp_path / f'a{formats.FORMATS[format].suffix}', format=format)
+    path = export_model(model, tmp_path / f'a{deploy.FORMATS[format].suffix}', format=format)
     x = np.random.default_rng(0).integers(0, 256, (20, 16, 16, 3), np.uint8)
     prepared = (torch.from_numpy(x).permute(0, 3, 1, 2) / 255 - 0.5) / 0.5  # this model's mean and std
     with torch.no_grad():
@@ -284,9 +283,9 @@ def test_the_command(vit, tmp_path, monkeypatch, capsys):
     save_pretrained(model, 'student')
     assert main(['export', 'local-dir:student', '--format', 'pt2', '--unmerged', '--steps', '2', '--img-size', '32', '--device', 'cpu']) == 0
     assert capsys.readouterr().out == f"wrote student.pt2: {(tmp_path / 'student.pt2').stat().st_size / 1e6:.2f} MB\n"
-    extra = {formats.METADATA: ''}
+    extra = {deploy.METADATA: ''}
     loaded = torch.export.load('student.pt2', extra_files=extra).module()
-    about = {key: json.loads(value) for key, value in json.loads(extra[formats.METADATA]).items()}
+    about = {key: json.loads(value) for key, value in json.loads(extra[deploy.METADATA]).items()}
     assert about['steps'] == 2 and about['input_size'] == [3, 32, 32] and about['classes'] == ['a', 'b', 'c']
     same_model = timm.create_model('local-dir:student', pretrained=True, img_size=32).eval()
     same_model.blocks.steps = 2

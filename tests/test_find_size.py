@@ -3,20 +3,20 @@ import numpy as np
 import pytest
 import timm
 import torch
+from conftest import TINY
 
 from timm_odevit import CalibrationConfig, OdeConfig, choose_size, find_size, save_pretrained
 from timm_odevit.cli import main
 from timm_odevit.ode.blocks import count_parameters, find_ode_blocks
 from timm_odevit.training import find_size as module
 
-TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=4, num_classes=3)
 QUICK = dict(epochs=(1, 1), progress=False)
 
 
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return timm.create_model('vit_tiny_patch16_224', **TINY).eval()
+    return timm.create_model('vit_tiny_patch16_224', **{**TINY, 'depth': 4, 'num_classes': 3}).eval()
 
 
 def images(n=32):

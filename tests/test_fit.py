@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from conftest import pair
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import muon
 from timm.task import ClassificationTask
@@ -22,7 +23,6 @@ from timm_odevit import (
     StepwiseTask,
     TrajectoryDistillationTask,
     calibrate_,
-    convert_,
     distributed,
     fit,
     train,
@@ -30,6 +30,7 @@ from timm_odevit import (
 from timm_odevit.files import locked
 
 X, Y = torch.randn(40, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 5
+GOOD = [(X[:8], Y[:8])] * 2
 
 
 def loaders():
@@ -38,14 +39,15 @@ def loaders():
 
 def build(vit):
     torch.manual_seed(0)
-    teacher = vit(drop_path_rate=0.1)
-    student = copy.deepcopy(teacher)
-    convert_(student)
-    return TrajectoryDistillationTask(student, teacher, task_weight=1.)
+    return TrajectoryDistillationTask(*pair(vit, drop_path_rate=0.1), task_weight=1.)
 
 
 def run(task, out=None, epochs=3, **kwargs):
     return fit(task, *loaders(), epochs=epochs, out=out, progress=False, lr=3e-3, **kwargs)
+
+
+def strip(history):
+    return [{k: v for k, v in r.items() if k != 'seconds'} for r in history]
 
 
 def test_trains_and_keeps_last_best_and_history(vit, tmp_path):
@@ -82,8 +84,7 @@ def test_resume_gives_the_weights_of_an_undisturbed_run(vit, tmp_path, monkeypat
         if whole.has_ema() >= ema:
             ours, theirs = resumed.get_eval_model(ema=ema).state_dict(), whole.get_eval_model(ema=ema).state_dict()
             assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
-    strip = [{k: v for k, v in r.items() if k != 'seconds'} for r in history]
-    assert strip == [{k: v for k, v in r.items() if k != 'seconds'} for r in expected]
+    assert strip(history) == strip(expected)
 
 
 def test_muon_multiplies_in_float32_on_a_cpu(vit, monkeypatch):
@@ -205,10 +206,6 @@ def seeded(start, stop, **kwargs):
     return DataLoader(Counting(start, stop), 8, shuffle=True, generator=torch.Generator().manual_seed(3), **kwargs)
 
 
-def strip(history):
-    return [{k: v for k, v in r.items() if k != 'seconds'} for r in history]
-
-
 @pytest.mark.parametrize('workers', [{}, dict(num_workers=1, persistent_workers=True, multiprocessing_context='fork')],
                          ids=['alone', 'kept workers'])
 def test_trying_a_batch_changes_no_result(vit, monkeypatch, workers):
@@ -223,10 +220,6 @@ def test_trying_a_batch_changes_no_result(vit, monkeypatch, workers):
             found.append((strip(history), task.get_eval_model().state_dict()))
             assert val.dataset.reads == (0 if workers else 24 + 8 * look)
     assert found[0][0] == found[1][0] and all(torch.equal(a, b) for a, b in zip(found[0][1].values(), found[1][1].values()))
-
-
-def good():
-    return [(X[:8], Y[:8])] * 2
 
 
 @pytest.mark.parametrize('which', ['train_loader', 'val_loader'])
@@ -247,7 +240,7 @@ def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing(vit, tmp_path,
     model.norm = torch.nn.Sequential(model.norm, Statistics())
     task.eval()
     before = copy.deepcopy(task.state_dict())
-    bad = {'train_loader': good(), 'val_loader': good(), which: [batch] * 2}
+    bad = {'train_loader': GOOD, 'val_loader': GOOD, which: [batch] * 2}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr('timm_odevit.training.fit.describe', lambda model: None)
         with pytest.raises(ValueError, match=f'{which}.*{message}'):
@@ -275,20 +268,17 @@ def test_loaders_that_are_empty_short_or_read_once_are_refused(vit):
         def __len__(self):
             return 3
     with pytest.raises(ValueError, match='val_loader is empty'):
-        fit(build(vit), good(), [], epochs=1, progress=False)
+        fit(build(vit), GOOD, [], epochs=1, progress=False)
     with pytest.raises(ValueError, match='val_loader is a generator, which gives its batches only once, but it is read in every epoch'):
-        fit(build(vit), good(), (batch for batch in good()), epochs=1, progress=False)
+        fit(build(vit), GOOD, (batch for batch in GOOD), epochs=1, progress=False)
     with pytest.raises(ValueError, match='train_loader gave 2 batches in epoch 1, but its length is 3'):
-        fit(build(vit), Short(good()), epochs=1, progress=False)
+        fit(build(vit), Short(GOOD), epochs=1, progress=False)
     with pytest.raises(ValueError, match='train_loader gave 0 batches in epoch 1, but its length is 3'):
         fit(build(vit), Short(), epochs=1, progress=False)
 
 
 def test_labels_that_a_task_does_not_look_at_may_be_anything(vit):
-    teacher = vit()
-    student = copy.deepcopy(teacher)
-    convert_(student)
-    assert fit(StepwiseTask(student, teacher), [(X[:8], Y[:8] + 100)], epochs=1, progress=False)
+    assert fit(StepwiseTask(*pair(vit)), [(X[:8], Y[:8] + 100)], epochs=1, progress=False)
 
 
 def test_a_finished_run_reads_no_batch(vit, tmp_path):
@@ -374,14 +364,10 @@ def test_of_several_processes_the_first_has_the_lock_and_all_refuse(tmp_path, mo
     assert not (tmp_path / 'run').exists()
 
 
-def random_states():
-    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-
-
 def test_the_random_state_of_the_process_is_left_alone(vit, tmp_path):
-    teacher = vit()
-    student = copy.deepcopy(teacher)
-    convert_(student)
+    def random_states():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    student, teacher = pair(vit)
     states = random_states()
     run(TrajectoryDistillationTask(student, teacher), epochs=1, seed=7)
     calibrate_(student, teacher, X[:4], epochs=(1, 1), progress=False)

@@ -16,6 +16,8 @@ from timm_odevit import (
     calibrate_,
     fit,
 )
+from timm_odevit.ode.config import adaptive_methods
+from timm_odevit.ode.methods import METHODS
 from timm_odevit.settings import Settings, flag, integer, many, number, one_of, setting
 from timm_odevit.training.config import DataConfig
 from timm_odevit.training.recipe import Stage
@@ -99,11 +101,6 @@ def test_numpy_numbers_become_plain_ones():
     assert type(found.epochs) is int and type(found.lr) is float and found == FitConfig(epochs=2, lr=0.5, seed=-1, warmup_epochs=0.5)
 
 
-def test_a_huge_number_in_a_recipe_is_one_message():
-    with pytest.raises(ValueError, match=r'lr must be a number of at least 0; got 1000.{0,60}\.\.\.\.$'):
-        Recipe.load('finetune', [f'fit.lr=1{"0" * 400}'])
-
-
 @pytest.mark.parametrize('function, given, closest', [
     (timm_odevit.convert_, (None,), 'steps'), (timm_odevit.check_convertible, (None,), 'steps'), (fit, (1, 2), 'epochs'),
     (calibrate_, (1, 2, 3), 'minutes'), (TrajectoryDistillationTask, (1, 2), 'kd_weight')])
@@ -130,3 +127,39 @@ def test_representations_are_short(vit):
     assert eval(repr(recipe), {'Recipe': Recipe, 'Stage': Stage}) == recipe
     for shown, text in ((OdeConfig(steps=6), '<td>steps</td><td>6</td>'), (done, '-&gt; 1 shared block'), (recipe, '<caption>Recipe</caption>')):
         assert text in shown._repr_html_() and shown._repr_html_().count('<table') <= 1
+
+
+# --- the settings of the ODE
+
+def test_settings_of_the_ode_round_trip_through_model_args():
+    config = OdeConfig(field='lipschitz', method='dopri5', steps=4, T=3, init='spectral', rtol=1e-2, adjoint=True)
+    assert OdeConfig.from_args(config.to_args(), 'odevit_small') == config
+    assert all(name.startswith('ode_') for name in config.to_args())
+
+
+def test_resolve_takes_steps_and_T_from_the_depth():
+    assert (OdeConfig().resolve(7).steps, OdeConfig().resolve(7).T) == (7, 7.)
+    assert OdeConfig(steps=3, T=2.).resolve(7) == OdeConfig(steps=3, T=2.)
+
+
+@pytest.mark.parametrize('method', [*METHODS, *adaptive_methods()])
+def test_the_ode_takes_every_method(method):
+    assert OdeConfig(method=method).adaptive == (method not in METHODS)
+
+
+@pytest.mark.parametrize('setting, message', [
+    (dict(method='heun'), "Unknown method 'heun'. Did you mean 'heun2'? Allowed: euler, midpoint, heun2, rk4"),
+    (dict(field='lipshitz'), "Unknown field 'lipshitz'. Did you mean 'lipschitz'? Allowed: lipschitz, native."),
+    (dict(init='median'), "Unknown init 'median'. Did you mean 'mean'? Allowed: mean, spectral, svd, svd_data"),
+    (dict(steps=0), 'steps must be a whole number of at least 1'),
+    (dict(steps=2.5), 'got 2.5'),
+    (dict(steps=True), 'got True'),
+    (dict(T=0), 'T must be a number above 0, or None for the number of converted layers; got 0'),
+    (dict(rtol=-1), 'rtol must be'),
+    (dict(adjoint=1, method='dopri5'), 'adjoint must be True or False'),
+    (dict(adjoint=True), 'adjoint needs an adaptive method'),
+])
+def test_settings_of_the_ode_that_are_refused(setting, message):
+    with pytest.raises(ValueError) as e:
+        OdeConfig(**setting)
+    assert message in str(e.value)

@@ -9,14 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import timm
 import torch
-from conftest import converted
+from conftest import converted, snapshot
 from timm.task import ClassificationTask
 from torch import nn
 
 from timm_odevit import OdeConfig, convert_, evaluate, fit, merge_, merged_bytes, save_pretrained, with_steps
 from timm_odevit.hooks import watch_blocks
 from timm_odevit.ode.methods import METHODS
-from timm_odevit.training.resume import hash_of
 
 KINDS = [
     OdeConfig(),
@@ -26,14 +25,6 @@ KINDS = [
     OdeConfig(time='vectors', method='dopri5'),
 ]
 kinds = pytest.mark.parametrize('config', KINDS, ids=lambda c: f'{c.field}-{c.time}-{c.method}')
-
-
-def state_of(model):
-    """What must be the same after a run: tensors, their identity, hooks, modes, settings."""
-    modules = dict(model.named_modules())
-    return (hash_of(model.state_dict().values()), {n: id(p) for n, p in model.named_parameters()},
-            {n: (m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in modules.items()},
-            [blocks.config for blocks in modules.values() if hasattr(blocks, 'solver')])
 
 
 def in_threads(work, count=8):
@@ -56,7 +47,7 @@ def test_threads_get_the_answers_of_one(vit, config):
     with torch.inference_mode():
         for count in counts:
             expected[count] = [with_steps(model, count)(batch) for batch in images.split(8)]
-    before = state_of(model)
+    before = snapshot(model)
 
     def work(i):
         count = counts[i % len(counts)]
@@ -64,17 +55,17 @@ def test_threads_get_the_answers_of_one(vit, config):
         return count, [view(batch) for batch in images.split(8)]
     for count, answers in in_threads(work):
         assert all(torch.equal(a, b) for a, b in zip(answers, expected[count], strict=True))
-    assert state_of(model) == before
+    assert snapshot(model) == before
 
 
 def test_a_view_shares_the_weights_but_not_the_steps(vit, images, tmp_path):
     model = converted(vit, OdeConfig(time='low_rank', rank=2))
-    view, expected, before = with_steps(model, 6), model(images), state_of(model)
+    view, expected, before = with_steps(model, 6), model(images), snapshot(model)
     assert view.blocks.steps == 6 and len(view.feature_info) == 6 and view.blocks[5].field is model.blocks.shared
     assert model.blocks.steps == 3 and len(model.feature_info) == 3
     assert list(view.state_dict()) == list(model.state_dict())
     view.blocks.steps = 3
-    assert torch.equal(view(images), expected) and state_of(model) == before
+    assert torch.equal(view(images), expected) and snapshot(model) == before
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.9)
@@ -151,7 +142,7 @@ def test_an_exception_anywhere_in_the_block_leaves_no_trace(vit, images, config)
     model = converted(vit, config)
     with torch.no_grad():
         expected = model(images)
-    before = state_of(model)
+    before = snapshot(model)
     for after in range(0, 3000, 31):
         count = 0
 
@@ -169,7 +160,7 @@ def test_an_exception_anywhere_in_the_block_leaves_no_trace(vit, images, config)
         except Stop:
             sys.setprofile(None)
             torch.set_grad_enabled(True)  # torch's own no_grad does not survive a stop in its __enter__ or __exit__
-        assert state_of(model) == before
+        assert snapshot(model) == before
     with torch.no_grad():
         assert torch.equal(model(images), expected)
 

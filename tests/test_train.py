@@ -1,3 +1,4 @@
+import copy
 import importlib.util
 import json
 import math
@@ -18,15 +19,15 @@ import pytest
 import timm
 import torch
 import yaml
+from conftest import TINY, pair
 
-from timm_odevit import Recipe, save_pretrained, train
+from timm_odevit import Recipe, TrajectoryDistillationTask, convert_, fit, save_pretrained, train
 from timm_odevit.cli import main
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.training.config import DataConfig, LossConfig
 from timm_odevit.training.recipe import FIT, PARTS, Stage, builtin_recipes
 
 HUB = Path(__file__).parent.parent / 'hub'
-TINY = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=5)
 QUICK = {'ode': {}, 'data': {'batch_size': 8}, 'fit': {'epochs': 2, 'lr': 3e-3}}
 
 
@@ -141,10 +142,10 @@ def test_changes_that_are_deep_and_files_that_are_no_text(tmp_path):
 
 
 def test_a_recipe_of_an_earlier_version_loads_unless_it_uses_what_is_gone():
-    old = {'cache': 0, 'loss': {'attention_weight': 0}, 'stages': [{'loss': {'segments': [], 'relation_weight': 0., 'forced': 0.25}, 'fit': {'norm_alarm': 10.}}]}
+    old = {'cache': 0, 'loss': {'attention_weight': 0}, 'stages': [{'loss': {'segments': [], 'relation_weight': 0., 'forced': 0.25, 'jasmin_k': 0}, 'fit': {'norm_alarm': 10.}}]}
     assert recipe(**old) == recipe(loss={}, stages=[{'loss': {}, 'fit': {}}])
     for gone, instead in (('cache=1', "The teacher's states are no longer kept"), ('loss.segments=[3]', 'Start with a stage of task stepwise'),
-                          ('stages.0.loss={relation_weight: 1}', 'kd_weight'), ('loss.attention_weight=1', 'trajectory_weight')):
+                          ('stages.0.loss={relation_weight: 1}', 'kd_weight'), ('loss.attention_weight=1', 'trajectory_weight'), ('loss.jasmin_k=2', 'as with k = 0')):
         with pytest.raises(ValueError, match=f'^recipe: .* is gone since version 0.2.*{instead}.*Leave'):
             recipe(gone)
 
@@ -195,6 +196,17 @@ def test_a_stage_is_validated_and_saved_with_steps_it_was_trained_with(vit, data
     run(made, data, tmp_path / 'run', vit())
     config = [json.loads((tmp_path / 'run' / f'stage{i}' / 'best' / 'config.json').read_text()) for i in range(3)]
     assert [c['model_args']['ode_steps'] for c in config] == [2, 4, 4]
+
+
+@pytest.mark.parametrize('given', [False, True], ids=['made by the recipe', 'given'])
+def test_a_saved_student_was_trained_at_shares_of_the_steps_that_it_had_before(vit, data, tmp_path, given):
+    made = recipe(ode={'steps': 8}, stages=[{'loss': {'steps': [0.25, 0.5]}}, {'loss': {'steps': [0.5]}}])
+    teacher = vit()
+    student = convert_(copy.deepcopy(teacher), steps=8).model if given else None
+    run(made, data, tmp_path / 'run', teacher, student=student)
+    saved = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
+    trained = Recipe.load(tmp_path / 'run' / 'best' / 'recipe.yaml')
+    assert saved.blocks.steps == 4 and trained.trained_at(4) == (4,) and trained.stages[0].loss == {'steps': [2, 4]}
 
 
 @pytest.mark.parametrize('part', PARTS)
@@ -370,10 +382,8 @@ def test_a_disk_that_is_full_stops_with_a_message_and_keeps_the_last_state(place
     assert changed <= {'run/recipe.yaml', *(f'run/stage1/best/{n}' for n in ('config.json', 'model.safetensors'))}
 
 
-def test_a_diverging_field_is_named_with_step_and_t(vit, data, tmp_path):
-    from timm_odevit import TrajectoryDistillationTask, convert_, fit
-    teacher, student = vit(), vit()
-    convert_(student)
+def test_a_diverging_field_is_named_with_step_and_t(vit):
+    student, teacher = pair(vit)
     with torch.no_grad():
         student.blocks.shared.block.mlp.fc2.bias.fill_(2e38)  # finite after one step, not after two
     task = TrajectoryDistillationTask(student, teacher, trajectory_weight=0.)
@@ -409,7 +419,6 @@ def test_weights_that_are_not_finite_are_not_written(vit, data, tmp_path, monkey
     *((lambda change=change: recipe(change), message) for change, message in (
         ('loss={kd_weight: 0, trajectory_weight: 0}', 'All weights of the loss are 0'),
         ('loss.kd_temperature=-1', 'kd_temperature must be a number above 0; got -1.'), ('loss.steps=[true]', 'steps must be a list of whole numbers'),
-        ('loss.jasmin_evaluations=1.5', 'must be a whole number of at least 1'),
         ('loss.steps=[2, 3', "'loss.steps=[2, 3' is not valid YAML"),
         ('data.batch_size=0', 'data.batch_size must be a whole number of at least 1'),
         ('data.padding=-1', 'data.padding must be'), ('data.flip=7', 'data.flip must be a number from 0 to 1'),

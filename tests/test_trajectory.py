@@ -4,22 +4,17 @@ import math
 import pytest
 import timm
 import torch
+from conftest import pair
 from timm.optim import create_optimizer_v2
 from timm.task import TrainingTask
 
-from timm_odevit import OdeConfig, StepwiseTask, TrajectoryDistillationTask, convert_
+from timm_odevit import OdeConfig, StepwiseTask, TrajectoryDistillationTask, convert_, with_steps
+from timm_odevit.training import tasks
 from timm_odevit.training.config import LossConfig
 from timm_odevit.training.losses import jasmin_loss, logit_loss, trajectory_loss
 from timm_odevit.training.matching import distance_times, match, softmax_times, uniform_times
 
 PARTS = ('trajectory', 'jasmin', 'kd', 'task')
-
-
-def pair(vit, config=OdeConfig(), **kwargs):
-    teacher = vit(**kwargs)
-    student = copy.deepcopy(teacher)
-    convert_(student, config)
-    return student, teacher
 
 
 @pytest.fixture
@@ -70,34 +65,11 @@ def test_distance_times_follow_the_distances(vit, images):
 
 # --- losses
 
-def g(p, k):
-    p = sorted(p, reverse=True) + [0.]
-    return p[k - 1] * (1 - p[k - 1] + p[k])
-
-
 def test_jasmin_is_its_formula():
     rows = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.4, 0.4, 0.2]]])
-    for k, value in ((0, lambda p: math.log(g(p, 1))), (2, lambda p: math.log(g(p, 1) / g(p, 2))),
-                     (3, lambda p: math.log(g(p, 1) / g(p, 3)))):
-        assert jasmin_loss(rows, k).item() == pytest.approx(max(value(p) for p in rows[0].tolist()), abs=1e-6)
-
-
-def test_jasmin_bounds_the_eigenvalues_of_the_softmax_jacobian():
-    for n in (2, 5, 17):
-        p = (3 * torch.randn(n, dtype=torch.float64)).softmax(0)
-        values = torch.linalg.eigvalsh(torch.diag(p) - torch.outer(p, p)).flip(0)
-        for k in range(1, n + 1):
-            assert values[k - 1] <= g(p.tolist(), k) + 1e-12
-    uniform = torch.full((1, 4, 4), 0.25)
-    assert jasmin_loss(uniform, 2).item() == pytest.approx(0, abs=1e-6)
-    assert jasmin_loss(uniform, 0).item() == pytest.approx(math.log(0.25), abs=1e-6)
-
-
-def test_jasmin_refuses_k_1_and_stays_finite():
-    for k in (1, -1, 4):
-        with pytest.raises(ValueError, match='k must be 0, or 2 to 3'):
-            jasmin_loss(torch.full((1, 3, 3), 1 / 3), k)
-    assert torch.isfinite(jasmin_loss(torch.eye(3)[None], 2))
+    largest = 0.5 * (1 - 0.5 + 0.3)  # p_1 (1 - p_1 + p_2) of the first row; 0.24 and 0.4 of the others
+    assert jasmin_loss(rows).item() == pytest.approx(math.log(largest), abs=1e-6)
+    assert torch.isfinite(jasmin_loss(torch.eye(3)[None]))
 
 
 def test_trajectory_loss_is_relative_and_weighted():
@@ -152,11 +124,9 @@ def test_each_part_alone_trains_and_a_part_of_weight_0_does_not(vit, batch, only
 
 
 @pytest.mark.parametrize('config', [OdeConfig(), OdeConfig(field='lipschitz', init='spectral')], ids=lambda c: c.field)
-@pytest.mark.parametrize('k', [0, 2])
-def test_jasmin_reaches_q_and_k_and_pulls_itself_down(vit, batch, config, k):
+def test_jasmin_reaches_q_and_k_and_pulls_itself_down(vit, batch, config):
     student, teacher = pair(vit, config)
-    task = TrajectoryDistillationTask(
-        student, teacher, jasmin_weight=1., jasmin_k=k, trajectory_weight=0., kd_weight=0.)
+    task = TrajectoryDistillationTask(student, teacher, jasmin_weight=1., trajectory_weight=0., kd_weight=0.)
     optimizer = torch.optim.SGD(student.blocks.parameters(), lr=0.05)
     losses = []
     for _ in range(15):
@@ -176,7 +146,7 @@ def test_jasmin_reaches_q_and_k_and_pulls_itself_down(vit, batch, config, k):
 @pytest.mark.parametrize('steps', [1, 2, 3, 7])
 def test_checkpoints_at_any_number_of_steps(vit, batch, checkpoints, steps):
     task = TrajectoryDistillationTask(
-        *pair(vit, OdeConfig(steps=steps)), checkpoints=checkpoints, calibration=[batch[0]], jasmin_evaluations=3)
+        *pair(vit, OdeConfig(steps=steps)), checkpoints=checkpoints, calibration=[batch[0]], jasmin_weight=0.1)
     assert torch.isfinite(task(*batch)['loss'])
 
 
@@ -249,8 +219,7 @@ def test_refuses_what_does_not_fit(vit, change, error, message):
 def test_a_refused_call_changes_nobody(vit):
     student, teacher = pair(vit)
     student.train(), teacher.train()
-    for models, settings in (((student, student), {}), ((student, teacher), dict(checkpoints='distance')),
-                             ((student, teacher), dict(jasmin_k=18))):
+    for models, settings in (((student, student), {}), ((student, teacher), dict(checkpoints='distance'))):
         with pytest.raises(ValueError):
             TrajectoryDistillationTask(*models, **settings)
     for model in (student, teacher):
@@ -261,9 +230,6 @@ def test_a_refused_call_changes_nobody(vit):
     (dict(checkpoints='even'), "Unknown checkpoints 'even'. Allowed: uniform, distance"),
     (dict(checkpoints='distance'), 'needs calibration images'),
     (dict(kd_weight=-1), 'kd_weight must be a number of at least 0'),
-    (dict(jasmin_k=1), 'jasmin_k must be 0, or at least 2'),
-    (dict(jasmin_k=18), 'jasmin_k must be at most the number of tokens, 17'),
-    (dict(jasmin_evaluations=0), 'jasmin_evaluations must be a whole number of at least 1'),
 ])
 def test_refuses_settings(vit, settings, message):
     with pytest.raises(ValueError) as e:
@@ -319,9 +285,7 @@ def test_states_of_other_shapes_are_refused():
 
 
 def test_teacher_and_student_see_the_same_share_of_the_patches(vit, batch):
-    teacher = vit()
-    student = copy.deepcopy(teacher)
-    convert_(student, OdeConfig(phases=3))
+    student, teacher = pair(vit, OdeConfig(phases=3))
     task = TrajectoryDistillationTask(student, teacher, patch_drop=0.5, verbose=False).train()
     tokens = []
     student.blocks[0].register_forward_hook(lambda module, args, out: tokens.append(out))
@@ -353,21 +317,40 @@ def test_steps_may_be_shares_and_are_drawn_by_the_seed(vit, images):
     assert set(first) == {1, 3, 6} and first == drawn(0) != drawn(1)
 
 
-def test_views_with_other_numbers_of_steps_have_the_modes_of_the_student(vit, images):
+@pytest.fixture
+def views(monkeypatch):
+    """The views of students that tasks make, as they make them."""
+    made = []
+    monkeypatch.setattr(tasks, 'with_steps', lambda *args: made.append(with_steps(*args)) or made[-1])
+    return made
+
+
+def test_views_with_other_numbers_of_steps_have_the_modes_of_the_student(vit, images, views):
     student, teacher = pair(vit, drop_rate=0.5)
     task = TrajectoryDistillationTask(student, teacher, steps=(2, 5)).eval()
     task(images, None)
-    assert task.drawn == [3]  # in eval mode, its own number
+    assert task.drawn == [3] and not views  # in eval mode, its own number
     for mode in (True, False):
         task.train()
         student.train(mode)
+        views.clear()
         for update in range(12):
             task.begin_update(update)
             task(images, None)
-        views = list(task._views.values())
-        assert sorted(view.blocks.steps for view in views) == [2, 5]
+        assert {view.blocks.steps for view in views} == {2, 5}
         assert all(module.training == mode for view in views for module in view.modules())
     assert student.blocks.steps == 3 and len(list(task.get_trainable_module().parameters())) == len(list(student.parameters()))
+
+
+def test_views_follow_the_checkpointing_and_the_image_size_of_the_student(vit, images, views):
+    student, teacher = pair(vit)
+    task = TrajectoryDistillationTask(student, teacher, steps=(2,)).train()
+    task(images, None)
+    student.set_grad_checkpointing()
+    for model in (student, teacher):
+        model.set_input_size(img_size=24)
+    assert torch.isfinite(task(torch.randn(2, 3, 24, 24), None)['loss'])
+    assert views[-1].grad_checkpointing and views[-1].pos_embed is student.pos_embed
 
 
 def test_layer_decay_reaches_the_stepwise_task(vit):
@@ -377,9 +360,7 @@ def test_layer_decay_reaches_the_stepwise_task(vit):
 
 
 def test_shares_of_steps_are_of_the_number_when_the_task_is_made(vit, batch):
-    teacher = vit()
-    student = copy.deepcopy(teacher)
-    convert_(student, OdeConfig(steps=4))
+    student, teacher = pair(vit, OdeConfig(steps=4))
     task = TrajectoryDistillationTask(student, teacher, steps=[0.5], verbose=False).train()
     student.blocks.steps = 2  # as a recipe sets it, to validate with steps that were trained
     task(*batch)

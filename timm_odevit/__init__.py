@@ -27,7 +27,7 @@ from .convert.conversion import Conversion, convert_
 from .convert.convertible import check_convertible, list_convertible
 from .convert.merge import merge_, merged_bytes
 from .convert.sizing import choose_size
-from .deploy.export import export_model
+from .deploy import export_model
 from .dynamics.attention import attention_over_time
 from .dynamics.contraction import contraction_regions
 from .dynamics.discretisation import discretisation_errors

@@ -1,8 +1,8 @@
-"""Context managers that restore hooks, modes and random states; the hidden states of a model while it runs."""
+"""Context managers for hooks, modes, random states and precision; the hidden states of a model while it runs."""
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ['BlockRecord', 'evaluating', 'hooked', 'on_meta', 'random_states_kept', 'state_at', 'surely',
+__all__ = ['BlockRecord', 'autocast', 'evaluating', 'hooked', 'on_meta', 'random_states_kept', 'state_at', 'surely',
            'watch_blocks']
 
 _INITIALISES = {'add_', 'clamp_', 'div_', 'erfinv_', 'fill_', 'mul_', 'normal_', 'sub_', 'uniform_', 'zero_',
@@ -49,6 +49,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         surely(put_back)
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Mixed precision in a dtype; nothing for None, also on devices that have none."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 @contextmanager

@@ -8,7 +8,9 @@ from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from html import escape
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any
+
+from typing_extensions import Self
 
 __all__ = [
     'Check', 'Settings', 'flag', 'integer', 'many', 'number', 'one_line', 'one_of', 'refuse_unknown', 'setting',
@@ -16,7 +18,6 @@ __all__ = [
 ]
 
 Check = Callable[[str, Any], Any]  # takes a name and a value; returns the value or raises ValueError
-Kind = TypeVar('Kind', bound='Settings')
 
 
 def setting(default: Any = MISSING, check: Check | None = None) -> Any:
@@ -69,7 +70,7 @@ class Settings:
         return {name: found.get(name, '') for name in cls.names()}
 
     @classmethod
-    def from_keywords(cls: type[Kind], config: Kind | None, given: Mapping[str, Any], caller: str) -> Kind:
+    def from_keywords(cls, config: Self | None, given: Mapping[str, Any], caller: str) -> Self:
         """The settings that a function was given, either as `config` or as keywords.
 
         Raises:

@@ -82,11 +82,9 @@ def main():
         raise SystemExit(f"'{run}' is a rehearsal on a part of the images. Give a run on all of them.")
     model = timm.create_model(f'local-dir:{run / "best"}', pretrained=True).eval()
     teacher = timm.create_model(f'local-dir:{args.teacher}', pretrained=True).eval() if args.teacher else None
-    recipe, steps, trained_at = Recipe.load(run / 'recipe.yaml'), None, []
+    recipe, steps, trained_at = Recipe.load(run / 'best' / 'recipe.yaml'), None, []
     if find_ode_blocks(model):
         steps, trained_at = args.steps, list(recipe.trained_at(model.blocks.steps))
-        if model.blocks.steps not in trained_at:
-            model.blocks.steps = trained_at[-1]
     _, val, test = array_loaders(
         args.data, model, batch_size=args.batch_size, held_out=recipe.batches.held_out)
     half = copy.deepcopy(model).half().float()  # rounded

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..deploy.export import export_model
-from ..deploy.formats import FORMATS
+from ..deploy import FORMATS, export_model
 from ..files import write_text
 from ..saving.cards import model_card
 from ..saving.push import push_to_hub

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from ..convert.svd_data import check_images
 from ..distributed import in_first_process, over_processes
 from ..evaluation.accuracy import AMP_DTYPES
-from ..hooks import evaluating, surely
+from ..hooks import autocast, evaluating, surely
 from ..ode.blocks import find_ode_blocks
 from .config import CalibrationConfig
 from .fit import fit
 from .loaders import set_epoch
 from .matching import check_converted_from
-from .monitor import autocast, loader_state_kept, must_fit
+from .monitor import loader_state_kept, must_fit
 from .tasks import StepwiseTask, TrajectoryDistillationTask
 
 __all__ = ['calibrate_']

@@ -95,9 +95,7 @@ class LossConfig(Settings):
         patch_drop: Share of the patches left out at random in each update, the same ones for teacher and student; the
             last updates should see all. With half of them, twice as many images fit into the same time
             (hub/RESULTS.md, What nine minutes buy).
-        jasmin_weight: Weight of the JaSMin loss of the shared block's attention.
-        jasmin_k: k of JaSMin, 0 or at least 2.
-        jasmin_evaluations: Number of states, evenly spaced along the trajectory, at which attention is recomputed.
+        jasmin_weight: Weight of the JaSMin loss of the shared block's attention, recomputed at two of the states.
         kd_weight: Weight of the KL divergence between the logits or, of embeddings, of one minus their cosine plus
             their squared error relative to the teacher's variance. Early in training, a tenth gains 8.4 points over
             full weight (hub/RESULTS.md, What each ingredient is worth); raise it towards the end.
@@ -116,8 +114,6 @@ class LossConfig(Settings):
     steps: tuple[float, ...] | None = None
     patch_drop: float = setting(0., number(0., 1., open=')'))
     jasmin_weight: float = setting(0., _weight)
-    jasmin_k: int = setting(0, integer(0))
-    jasmin_evaluations: int = setting(2, integer(1))
     kd_weight: float = setting(0.1, _weight)
     kd_temperature: float = setting(1., number(0., open='('))
     embedding: bool = setting(False, flag)
@@ -132,8 +128,6 @@ class LossConfig(Settings):
         if self.embedding and self.task_weight > 0:
             raise ValueError('task_weight compares classes, but embedding=True takes the outputs as embeddings. Set '
                              'task_weight=0, or embedding=False.')
-        if self.jasmin_k == 1:
-            raise ValueError('jasmin_k must be 0, or at least 2 (k = 1 makes the loss 0 for any attention); got 1.')
         if self.exits and not (self.kd_weight > 0 or self.task_weight > 0):
             raise ValueError('exits are trained by kd_weight and task_weight, but both are 0. Set one of them above 0.')
         if (self.exit_weight > 0) != bool(self.exits):

@@ -19,12 +19,11 @@ from ..convert.merge import check_not_merged
 from ..distributed import alone_in, in_first_process, over_processes, rank_and_world
 from ..evaluation.accuracy import AMP_DTYPES
 from ..files import to_json, write_text
-from ..hooks import random_states_kept
+from ..hooks import autocast, random_states_kept
 from ..saving.save import describe, save_pretrained
 from .config import FitConfig
 from .loaders import set_epoch
 from .monitor import (
-    autocast,
     check_batch,
     check_loss_is_finite,
     muon_in_float32,

@@ -78,21 +78,15 @@ class TrajectoryPass(TrainingPass):
         first, last = len(blocks.before), len(blocks.before) + blocks.steps - 1
         exits = [min(max(first + round(t * blocks.steps) - 1, first), last - 1) for t in self.config.exits
                  ] if last > first else []
-        starts = self._jasmin_states(first, max(last - 1, first))
+        # steps after which attention is recomputed: the first and the last but one
+        starts = sorted({first, max(last - 1, first)}) if self.config.jasmin_weight > 0 else []
         indices = sorted({*along, *starts, *exits})
         features, states = hidden_states(student, images, indices)
         state = dict(zip(indices, states, strict=True))
         maps = [blocks.shared.attention_map(blocks[i].t + blocks[i].h, state[i]) for i in starts]
-        jasmin = torch.stack([jasmin_loss(m, self.config.jasmin_k) for m in maps]).mean() if maps else None
+        jasmin = torch.stack([jasmin_loss(m) for m in maps]).mean() if maps else None
         early = [student.forward_head(student.norm(state[i])) for i in exits]
         return student.forward_head(features), [state[i] for i in along], jasmin, early
-
-    def _jasmin_states(self, first: int, last: int) -> list[int]:
-        """Evenly spaced steps after which attention is recomputed; the last state counts only if it is the only one."""
-        if not self.config.jasmin_weight > 0:
-            return []
-        count = min(self.config.jasmin_evaluations, last - first + 1)
-        return torch.linspace(first, last, count).round().int().tolist()
 
 
 def trajectory_loss(
@@ -174,28 +168,15 @@ def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
     return angle.mean() + F.mse_loss(s, t) / spread.clamp_min(1e-12)
 
 
-def jasmin_loss(attention: Tensor, k: int = 0) -> Tensor:
-    """JaSMin: how large the Jacobian of softmax rows is.
-
-    The loss is log g_1 for k = 0, and log(g_1 / g_k) for k >= 2, which spreads a row over k tokens; see
-    `log_softmax_bound`.
+def jasmin_loss(attention: Tensor) -> Tensor:
+    """JaSMin with k = 0: how large the Jacobian of softmax rows is, by its bound log g_1; see `log_softmax_bound`.
 
     Args:
         attention: Probabilities before dropout, in float32 [..., heads, N, N].
-        k: 0, or 2 to N.
 
     Returns:
         The maximum over the query rows, averaged over everything else, in nats.
 
-    Raises:
-        ValueError: k is out of range, or 1, which makes the loss 0 for any attention.
-
     Source: arXiv 2507.07814.
     """
-    n = attention.shape[-1]
-    if k == 1 or not 0 <= k <= n:
-        raise ValueError(
-            f'k must be 0, or 2 to {n} with {n} tokens (k = 1 makes the loss 0 for any attention); got {k!r}.')
-    g = log_softmax_bound(attention, k)
-    rows = g[..., 0] if k == 0 else g[..., 0] - g[..., k - 1]
-    return rows.amax(dim=-1).mean()
+    return log_softmax_bound(attention, 1)[..., 0].amax(dim=-1).mean()

@@ -83,9 +83,6 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
         raise ValueError(f'patch_drop needs a teacher, and models that take part of their patches; a {name} that has '
                          'RoPE, or has no patch_drop of its own, does not. Set patch_drop=0.')
     if is_one_sequence(student):
-        tokens = student.patch_embed.num_patches + student.num_prefix_tokens
-        if config.jasmin_k > tokens:
-            raise ValueError(f'jasmin_k must be at most the number of tokens, {tokens}; got {config.jasmin_k}.')
         if config.exits and (
                 class_token_comes_later(student) or not isinstance(getattr(student, 'norm', None), nn.Module)):
             raise ValueError(f"exits apply the last norm and the head to states along the way, which a {name}'s do "
@@ -221,31 +218,26 @@ def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float =
     return softmax_times((total / images).tolist(), temperature)
 
 
-def hidden_states(
-        model: Any, images: Tensor, indices: Sequence[int] | None = None,
-) -> tuple[Tensor, list[Tensor]]:
+def hidden_states(model: Any, images: Tensor, indices: list[int]) -> tuple[Tensor, list[Tensor]]:
     """Final features, and the hidden states of all tokens after the given blocks, before the final norm.
 
     Args:
-        model: timm model with `forward_intermediates`.
+        model: timm model with one sequence of blocks.
         images: Images [B, C, H, W].
-        indices: Blocks, counted from 0; all by default.
+        indices: Blocks, counted from 0.
 
     Returns:
         The features for `forward_head` [B, N, D], and one state [B, N, D] per block.
     """
-    if indices is not None and not indices:
+    if not indices:
         return model.forward_features(images), []
-    host: Any = model  # without the types of VisionTransformer
     if not isinstance(model, VisionTransformer):  # for others, timm does not always return prefix tokens
         with watch_blocks([list(model.blocks)]) as seen:
             features = model.forward_features(images)
-        after = seen[0][0][1:]
-        return features, after if indices is None else [after[i] for i in indices]
-    features, states = host.forward_intermediates(
-        images, indices=None if indices is None else list(indices), norm=False, output_fmt='NLC',
-        return_prefix_tokens=True)
-    return features, [torch.cat([s[1], s[0]], dim=1) if isinstance(s, tuple) else s for s in states]
+        return features, [seen[0][0][i + 1] for i in indices]
+    found: Any = model.forward_intermediates(
+        images, indices=indices, norm=False, output_fmt='NLC', return_prefix_tokens=True)
+    return found[0], [torch.cat([s[1], s[0]], dim=1) if isinstance(s, tuple) else s for s in found[1]]
 
 
 def match(times: Sequence[float], steps: int) -> list[tuple[int, int]]:

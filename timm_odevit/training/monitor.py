@@ -2,7 +2,7 @@
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader
 from ..convert.svd_data import check_images
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
-from ..hooks import evaluating, hooked, random_states_kept
+from ..hooks import autocast, evaluating, random_states_kept, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.with_steps import with_steps
 from .loaders import loader_chain
 from .resume import models_of
 
-__all__ = ['autocast', 'check_batch', 'check_loss_is_finite', 'loader_state_kept', 'muon_in_float32', 'must_fit',
-           'scalars', 'score_of', 'try_one_batch', 'validate']
+__all__ = ['check_batch', 'check_loss_is_finite', 'loader_state_kept', 'muon_in_float32', 'must_fit', 'scalars',
+           'score_of', 'try_one_batch', 'validate']
 
 
 def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None) -> dict[str, float]:
@@ -120,11 +120,6 @@ def must_fit(name: str, images: Tensor, labels: Any, task: TrainingTask) -> Iter
                          f'{type(e).__name__}: {" ".join(str(e).split())}') from e
 
 
-def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Mixed precision in a dtype; nothing for None, also on devices that have none."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
-
-
 def check_loss_is_finite(
         parts: dict[str, Tensor], images: Tensor, task: Any, epoch: int, batch: int, dtype: torch.dtype | None,
 ) -> None:
@@ -150,22 +145,15 @@ def _divergence(task: Any, images: Tensor, dtype: torch.dtype | None) -> str:
     if not all(torch.isfinite(p).all() for p in model.parameters()):
         return 'The weights of the model are not finite. '
     view = with_steps(model, getattr(task, 'drawn', [ode.steps for ode in odes]))  # which failed
-    found: list[str] = []
-
-    def watch(where: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, out: Tensor) -> None:
-            if not found and not torch.isfinite(out).all():
-                found.append(where)
-        return hook
-    hooks: list[Any] = []
-    step: Any
-    for ode in find_ode_blocks(view):
-        for i, step in enumerate(ode.solver):
-            where = f'step {i + 1} of {ode.steps}, from t = {step.t:g} to {step.t + step.h:g}'
-            hooks.append((step, 'after', watch(where)))
-    with evaluating(view), hooked(*hooks), autocast(images.device, dtype):
+    odes = find_ode_blocks(view)
+    with evaluating(view), watch_blocks([list(ode.solver) for ode in odes]) as seen, autocast(images.device, dtype):
         view(images)
-    return f'The field diverges: the state is not finite after {found[0]}. ' if found else ''
+    for ode, (states, _) in zip(odes, seen, strict=True):
+        for i, (step, state) in enumerate(zip(ode.solver, states[1:], strict=False)):
+            if not torch.isfinite(state).all():
+                return (f'The field diverges: the state is not finite after step {i + 1} of {ode.steps}, from t = '
+                        f'{step.t:g} to {step.t + step.h:g}. ')
+    return ''
 
 
 _lock, _fits = threading.Lock(), 0  # in progress, in all threads

@@ -1,7 +1,7 @@
 """Recipes: what to train, on what data and how, in one validated YAML file."""
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ GONE = {
     'attention_weight': 'Follow the states (trajectory_weight) instead.',
     'relation_weight': 'Follow the outputs (kd_weight) instead.',
     'norm_alarm': '',  # changed no weight
+    'jasmin_k': 'JaSMin is log g_1, as with k = 0.',
+    'jasmin_evaluations': 'JaSMin is measured at two states.',
 }
 
 
@@ -105,8 +107,7 @@ class Recipe(Settings):
             the model as it is.
         model: timm name of the model, for training without a teacher.
         model_args: Keywords of timm.create_model for `model`.
-        data: batch_size, held_out, workers; padding, flip (arrays), reprob, auto_augment (folders); mixup, cutmix,
-            smoothing, prob.
+        data: Settings of the data; see DataConfig.
         loss: Keywords of TrajectoryDistillationTask for all stages.
         fit: Keywords of `fit` for all stages.
         stages: The stages, in order; each starts from the last weights of the previous one.
@@ -170,10 +171,18 @@ class Recipe(Settings):
         return any(self.loss_of(stage).embedding for stage in self.stages)
 
     def trained_at(self, own: int) -> tuple[int, ...]:
-        """The numbers of steps that the last stage trains, for a student with `own` steps."""
+        """The numbers of steps that the last stage trains, for a student that had `own` steps before training."""
         last = self.stages[-1]
         counts = self.loss_of(last).counts(own) if last.task == 'trajectory' else None
         return tuple(sorted(set(counts or (own,))))
+
+    def without_shares(self, own: int) -> 'Recipe':
+        """The recipe with numbers of steps in place of shares, for a student that had `own` steps before training."""
+        def counted(loss: dict[str, Any] | None) -> dict[str, Any] | None:
+            counts = LossConfig(steps=(loss or {}).get('steps')).counts(own)
+            return loss if counts is None else {**(loss or {}), 'steps': list(counts)}
+        stages = tuple(replace(stage, loss=counted(stage.loss)) for stage in self.stages)
+        return replace(self, loss=counted(self.loss), stages=stages)
 
     @classmethod
     def load(cls, name: str | Path, changes: Sequence[str] = ()) -> 'Recipe':

@@ -51,9 +51,9 @@ def train(
     """Run a recipe.
 
     Writes to `out`: recipe.yaml; run.json, with what else must be the same to resume; stage0/, stage1/, ..., as `fit`
-    writes them; and at the end best/, the best model of the last stage, and history.json, the records of all stages. A
-    stage that does not train the student's own number of steps is validated and saved with the nearest one that it
-    trains.
+    writes them; and at the end best/, the best model of the last stage with its recipe, and history.json, the records
+    of all stages. A stage that does not train the student's own number of steps is validated and saved with the nearest
+    one that it trains; the recipe in best/ has numbers of steps in place of shares of the student's own number.
 
     Args:
         recipe: Recipe to run.
@@ -101,6 +101,7 @@ def train(
         check_about(folder, about)
         sample = draw_sample(val_loader, SAMPLE, recipe.seed).to(device)
         student = _student(recipe, host, sample)
+        own = [ode.steps for ode in find_ode_blocks(student)]
         stages = [_prepare(i, recipe, student, teacher, sample, train_loader) for i in range(len(recipe.stages))]
         if world > 1:
             dist.barrier()  # all check the folder before the first process writes to it
@@ -110,7 +111,7 @@ def train(
         _name_classes(student, names, keep=teacher is not None)
         history = _train_stages(student, stages, train_loader, val_loader, folder, resume, progress and rank == 0)
         if rank == 0:
-            _publish(folder, recipe, history)
+            _publish(folder, recipe, recipe.without_shares(own[0]) if len(own) == 1 else recipe, history)
     return history
 
 
@@ -211,14 +212,14 @@ def _train_stages(
     return history
 
 
-def _publish(folder: Path, recipe: Recipe, history: list[dict[str, float]]) -> None:
-    """Put the best model of the last stage, the recipe and the records in place."""
+def _publish(folder: Path, recipe: Recipe, trained: Recipe, history: list[dict[str, float]]) -> None:
+    """Put the best model of the last stage, the recipe and the records in place; `trained` is the model's recipe."""
     best = folder / f'stage{len(recipe.stages) - 1}' / BEST
     with staged(folder / BEST, WEIGHTS, CONFIG) as aside:
         for name in (WEIGHTS, CONFIG):
             shutil.copyfile(best / name, aside / name)
-    for place in (folder / BEST, folder):
-        write_text(place / RECIPE, recipe.to_yaml())  # epochs may have increased on resuming
+    write_text(folder / BEST / RECIPE, trained.to_yaml())
+    write_text(folder / RECIPE, recipe.to_yaml())  # epochs may have increased on resuming
     write_text(folder / HISTORY, to_json(history))
 
 

@@ -2,12 +2,13 @@
 import random
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from timm.task import DistillationTeacher, TrainingTask
 from timm.utils import unwrap_model
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from ..convert.block_kinds import find_stages, prefix_tokens
 from ..data.preprocessing import renormalisation
@@ -21,22 +22,19 @@ from .losses import StepwisePass, TrainingPass, TrajectoryPass, embedding_loss, 
 
 __all__ = ['StepwiseTask', 'StudentTask', 'TrajectoryDistillationTask']
 
-Task = TypeVar('Task', bound='StudentTask')
-
-
 class StudentTask(TrainingTask):
     """A task that trains a student inside a TrainingPass, with a frozen teacher that stays in eval mode."""
     teacher: Any
     trainable_module: Any
 
-    def train(self: Task, mode: bool = True) -> Task:
+    def train(self, mode: bool = True) -> Self:
         """Set the mode of the student; the teacher stays in eval mode."""
         super().train(mode)
         if self.teacher is not None:
             self.teacher.eval()
         return self
 
-    def prepare_distributed(self: Task, device_ids: list[Any] | None = None, **ddp_kwargs: Any) -> Task:
+    def prepare_distributed(self, device_ids: list[Any] | None = None, **ddp_kwargs: Any) -> Self:
         """Wrap the student, but not the frozen teacher, in DistributedDataParallel."""
         from torch.nn.parallel import DistributedDataParallel
         ddp_kwargs.setdefault('find_unused_parameters', True)  # such as the head, or layers that few steps leave out
@@ -191,7 +189,6 @@ class TrajectoryDistillationTask(StudentTask):
         self.counts = [config.counts(ode.steps) for ode in odes]  # shares are those of the present numbers
         self.drawn = [ode.steps for ode in odes]  # the numbers of steps of the last pass
         self.update, self.seed = 0, 0
-        self._views: dict[Any, nn.Module] = {}  # of the student, one for each number of steps
 
     def begin_update(self, update: int, seed: int = 0) -> None:
         """Set the number of the next update, counted from 0, and the seed; from both, numbers of steps are drawn.
@@ -245,15 +242,8 @@ class TrajectoryDistillationTask(StudentTask):
             chosen = random.Random(f'{self.seed} {self.update}').randrange(len(self.config.steps))
             self.update += 1
             self.drawn = [(counts or ())[chosen] for counts in self.counts]
-        if self.drawn == own:
-            return student
-        key = (tuple(self.drawn), tuple(ode.config for ode in odes))
-        if key not in self._views:
-            self._views[key] = with_steps(student, self.drawn)
-        view, modules = self._views[key], dict(student.named_modules())
-        for name, module in view.named_modules():  # a view has modes of its own
-            module.training = modules[name].training if name in modules else student.training
-        return view
+        # made anew, in half a millisecond, so that it has the student's present mode, checkpointing and image size
+        return student if self.drawn == own else with_steps(student, self.drawn)
 
     def _patches_of_update(self, student: Any) -> Any:
         """A context in which teacher and student see the same random patches."""
