@@ -230,6 +230,8 @@ def test_a_refused_call_changes_nobody(vit):
     (dict(checkpoints='even'), "Unknown checkpoints 'even'. Allowed: uniform, distance"),
     (dict(checkpoints='distance'), 'needs calibration images'),
     (dict(kd_weight=-1), 'kd_weight must be a number of at least 0'),
+    (dict(steps=[[]]), 'steps must be a list of whole numbers'), (dict(steps=6), 'steps must be a list of whole numbers'),
+    (dict(steps=[6, 3], consistency_weight=0.1), 'compares the numbers of steps of one update'),
 ])
 def test_refuses_settings(vit, settings, message):
     with pytest.raises(ValueError) as e:
@@ -302,8 +304,8 @@ def test_teacher_and_student_see_the_same_share_of_the_patches(vit, batch):
 
 def test_steps_may_be_shares_and_are_drawn_by_the_seed(vit, images):
     student, teacher = pair(vit)
-    assert LossConfig(steps=[0.5, 0.67, 1.0, 1.33, 2.0, 5]).counts(12) == (6, 8, 12, 16, 24, 5)
-    assert LossConfig(steps=[0.1]).counts(3) == (1,) and LossConfig().counts(3) is None
+    assert LossConfig(steps=[0.5, 0.67, 1.0, 1.33, 2.0, 5]).counts(12) == ((6,), (8,), (12,), (16,), (24,), (5,))
+    assert LossConfig(steps=[0.1]).counts(3) == ((1,),) and LossConfig().counts(3) is None
     task = TrajectoryDistillationTask(student, teacher, steps=(1 / 3, 1.0, 2.0)).train()
 
     def drawn(seed):
@@ -314,7 +316,26 @@ def test_steps_may_be_shares_and_are_drawn_by_the_seed(vit, images):
             found += task.drawn
         return found
     first = drawn(0)
-    assert set(first) == {1, 3, 6} and first == drawn(0) != drawn(1)
+    assert set(first) == {(1,), (3,), (6,)} and first == drawn(0) != drawn(1)
+
+
+def test_several_numbers_of_steps_in_one_update(vit, batch):
+    """The parts are means over both passes, and the second is drawn to the first, which does not move for it."""
+    student, teacher = pair(vit)
+    both = TrajectoryDistillationTask(student, teacher, steps=((3, 1),), consistency_weight=0.1).train()
+    found = both(*batch)
+    assert both.drawn == [(3,), (1,)]
+    with torch.no_grad():
+        each = [TrajectoryDistillationTask(student, teacher, steps=(k,)).train()(*batch) for k in (3, 1)]
+    for part in ('trajectory_loss', 'kd_loss', 'task_loss'):
+        torch.testing.assert_close(found[part], (each[0][part] + each[1][part]) / 2)
+    torch.testing.assert_close(found['output'], each[0]['output'])
+    torch.testing.assert_close(found['consistency_loss'], logit_loss(each[1]['output'], each[0]['output']))
+    torch.testing.assert_close(
+        found['loss'], (each[0]['loss'] + each[1]['loss']) / 2 + 0.1 * found['consistency_loss'])
+    gradient = torch.autograd.grad(found['consistency_loss'], found['output'], allow_unused=True)
+    assert gradient == (None,)
+    assert 'consistency_loss' not in both.eval()(*batch)
 
 
 @pytest.fixture
@@ -329,7 +350,7 @@ def test_views_with_other_numbers_of_steps_have_the_modes_of_the_student(vit, im
     student, teacher = pair(vit, drop_rate=0.5)
     task = TrajectoryDistillationTask(student, teacher, steps=(2, 5)).eval()
     task(images, None)
-    assert task.drawn == [3] and not views  # in eval mode, its own number
+    assert task.drawn == [(3,)] and not views  # in eval mode, its own number
     for mode in (True, False):
         task.train()
         student.train(mode)
@@ -364,4 +385,4 @@ def test_shares_of_steps_are_of_the_number_when_the_task_is_made(vit, batch):
     task = TrajectoryDistillationTask(student, teacher, steps=[0.5], verbose=False).train()
     student.blocks.steps = 2  # as a recipe sets it, to validate with steps that were trained
     task(*batch)
-    assert task.drawn == [2]
+    assert task.drawn == [(2,)]

@@ -76,6 +76,10 @@ class FitConfig(Settings):
             raise ValueError(f"opt '{self.opt}' needs second derivatives, which are not computed. Use another.")
 
 
+def _count_or_share(k: Any) -> bool:
+    return (type(k) is int and k >= 1) or (type(k) is float and 0 < k < math.inf)
+
+
 @dataclass(frozen=True, repr=False)
 class LossConfig(Settings):
     """Settings of the loss; each is also a keyword of TrajectoryDistillationTask and a key of a recipe's `loss`.
@@ -90,8 +94,11 @@ class LossConfig(Settings):
         register_weight: Share of the register tokens in the trajectory loss.
         patch_weight: Share of the patch tokens in the trajectory loss.
         steps: Numbers of steps, such as (6, 8, 12, 16, 24), or shares of the student's own number, such as
-            (0.5, 0.67, 1.0, 1.33, 2.0), rounded; each update draws one, so that K can be chosen after training. None
-            for the student's own number.
+            (0.5, 0.67, 1.0, 1.33, 2.0), rounded; each update draws one, so that K can be chosen after training. Several
+            in one place, such as ((6, 1), (6, 2), (6, 3)), are all run in that update. None for the student's own
+            number.
+        consistency_weight: Weight of the distance between the outputs with the second, third, ... number of steps of an
+            update and those with the first, which it does not train.
         patch_drop: Share of the patches left out at random in each update, the same ones for teacher and student; the
             last updates should see all. With half of them, twice as many images fit into the same time
             (hub/RESULTS.md, What nine minutes buy).
@@ -111,7 +118,8 @@ class LossConfig(Settings):
     cls_weight: float = setting(0.45, _weight)
     register_weight: float = setting(0.10, _weight)
     patch_weight: float = setting(0.45, _weight)
-    steps: tuple[float, ...] | None = None
+    steps: tuple[float | tuple[float, ...], ...] | None = None
+    consistency_weight: float = setting(0., _weight)
     patch_drop: float = setting(0., number(0., 1., open=')'))
     jasmin_weight: float = setting(0., _weight)
     kd_weight: float = setting(0.1, _weight)
@@ -133,17 +141,26 @@ class LossConfig(Settings):
         if (self.exit_weight > 0) != bool(self.exits):
             raise ValueError('exits and exit_weight go together, such as exits=(0.5, 0.75), exit_weight=0.5.')
         if self.steps is not None:
-            good = isinstance(self.steps, (tuple, list)) and self.steps and all(
-                (type(k) is int and k >= 1) or (type(k) is float and 0 < k < math.inf) for k in self.steps)
-            if not good:
+            listed = isinstance(self.steps, (tuple, list)) and self.steps
+            object.__setattr__(self, 'steps', tuple(tuple(k) if isinstance(k, list) else k for k in self.steps)
+                               if listed else self.steps)
+            if not listed or not all(of and all(map(_count_or_share, of)) for of in self.of_updates):
                 raise ValueError("steps must be a list of whole numbers of at least 1, or of shares of the student's "
-                                 f'own number of steps, such as [0.5, 1.0, 2.0]; got {self.steps!r}.')
-            object.__setattr__(self, 'steps', tuple(self.steps))
+                                 "own number of steps, such as [0.5, 1.0, 2.0], or of several of these for one update, "
+                                 f'such as [[6, 1], [6, 3]]; got {self.steps!r}.')
+        if self.consistency_weight > 0 and all(len(of) == 1 for of in self.of_updates):
+            raise ValueError('consistency_weight compares the numbers of steps of one update. Give several, such as '
+                             'steps=[[6, 1], [6, 2], [6, 3]].')
+
+    @property
+    def of_updates(self) -> tuple[tuple[float, ...], ...]:
+        """`steps`, with a tuple for each update that may be drawn."""
+        return tuple(of if isinstance(of, tuple) else (of,) for of in self.steps or ())
 
     @property
     def weights(self) -> dict[str, float]:
         """The weights of the parts of the loss, by name."""
-        names = ('trajectory', 'jasmin', 'kd', 'task', 'exit')
+        names = ('trajectory', 'jasmin', 'kd', 'task', 'exit', 'consistency')
         return {name: getattr(self, f'{name}_weight') for name in names}
 
     @property
@@ -151,11 +168,11 @@ class LossConfig(Settings):
         """The weights of class token, registers and patches."""
         return self.cls_weight, self.register_weight, self.patch_weight
 
-    def counts(self, own: int) -> tuple[int, ...] | None:
+    def counts(self, own: int) -> tuple[tuple[int, ...], ...] | None:
         """The numbers of steps that updates draw from, for a student with `own` steps; None to use only its own."""
         if self.steps is None:
             return None
-        return tuple(k if isinstance(k, int) else max(1, round(k * own)) for k in self.steps)
+        return tuple(tuple(k if isinstance(k, int) else max(1, round(k * own)) for k in of) for of in self.of_updates)
 
 
 @dataclass(frozen=True, repr=False)

@@ -56,19 +56,22 @@ class StepwisePass(TrainingPass):
 
 
 class TrajectoryPass(TrainingPass):
-    """A student's outputs, and its states along the way."""
+    """A student's outputs, and its states along the way, with one or several numbers of steps."""
 
     def __init__(self, student: nn.Module, config: LossConfig) -> None:
         super().__init__(student)
         self.config, self.one_sequence = config, is_one_sequence(student)
 
     def forward(
+            self, students: Sequence[Any], images: Tensor, steps: Sequence[Sequence[Sequence[int]]],
+    ) -> list[tuple[Tensor, list[Tensor], Tensor | None, list[Tensor]]]:
+        """For the student, or each of several views of it, what `_follow` returns."""
+        return [self._follow(student, images, of) for student, of in zip(students, steps, strict=True)]
+
+    def _follow(
             self, student: Any, images: Tensor, steps: Sequence[Sequence[int]],
     ) -> tuple[Tensor, list[Tensor], Tensor | None, list[Tensor]]:
-        """Outputs, states after `steps` of each stage, the JaSMin loss if it has a weight, and outputs at the exits.
-
-        `student` is the student itself or a view of it.
-        """
+        """Outputs, states after `steps` of each stage, the JaSMin loss if it has a weight, and outputs at the exits."""
         if not self.one_sequence:
             with watch_blocks([list(ode) for ode in find_ode_blocks(student)]) as seen:
                 output = student(images)

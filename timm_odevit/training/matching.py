@@ -92,7 +92,7 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
         if getattr(config, setting):
             raise ValueError(f'{setting} needs one sequence of tokens with the prefix tokens first, but a {name} has '
                              'none. Leave it out.')
-    if len(odes) > 1 and any(isinstance(k, int) for k in config.steps or ()):
+    if len(odes) > 1 and any(isinstance(k, int) for of in config.of_updates for k in of):
         raise ValueError(f'steps={config.steps}: a {name} has {len(odes)} stages with step counts of their own. Give '
                          'shares of them, such as [0.5, 1.0, 2.0].')
     if any(ode.config.adaptive for ode in odes):

@@ -144,15 +144,17 @@ def _divergence(task: Any, images: Tensor, dtype: torch.dtype | None) -> str:
         return ''
     if not all(torch.isfinite(p).all() for p in model.parameters()):
         return 'The weights of the model are not finite. '
-    view = with_steps(model, getattr(task, 'drawn', [ode.steps for ode in odes]))  # which failed
-    odes = find_ode_blocks(view)
-    with evaluating(view), watch_blocks([list(ode.solver) for ode in odes]) as seen, autocast(images.device, dtype):
-        view(images)
-    for ode, (states, _) in zip(odes, seen, strict=True):
-        for i, (step, state) in enumerate(zip(ode.solver, states[1:], strict=False)):
-            if not torch.isfinite(state).all():
-                return (f'The field diverges: the state is not finite after step {i + 1} of {ode.steps}, from t = '
-                        f'{step.t:g} to {step.t + step.h:g}. ')
+    for steps in getattr(task, 'drawn', [[ode.steps for ode in odes]]):
+        view = with_steps(model, steps)
+        odes = find_ode_blocks(view)
+        with evaluating(view), watch_blocks([list(ode.solver) for ode in odes]) as seen, autocast(
+                images.device, dtype):
+            view(images)
+        for ode, (states, _) in zip(odes, seen, strict=True):
+            for i, (step, state) in enumerate(zip(ode.solver, states[1:], strict=False)):
+                if not torch.isfinite(state).all():
+                    return (f'The field diverges: the state is not finite after step {i + 1} of {ode.steps}, from t = '
+                            f'{step.t:g} to {step.t + step.h:g}. ')
     return ''
 
 

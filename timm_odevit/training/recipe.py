@@ -174,13 +174,14 @@ class Recipe(Settings):
         """The numbers of steps that the last stage trains, for a student that had `own` steps before training."""
         last = self.stages[-1]
         counts = self.loss_of(last).counts(own) if last.task == 'trajectory' else None
-        return tuple(sorted(set(counts or (own,))))
+        return tuple(sorted({k for of in counts or ((own,),) for k in of}))
 
     def without_shares(self, own: int) -> 'Recipe':
         """The recipe with numbers of steps in place of shares, for a student that had `own` steps before training."""
         def counted(loss: dict[str, Any] | None) -> dict[str, Any] | None:
             counts = LossConfig(steps=(loss or {}).get('steps')).counts(own)
-            return loss if counts is None else {**(loss or {}), 'steps': list(counts)}
+            return loss if counts is None else {
+                **(loss or {}), 'steps': [list(of) if len(of) > 1 else of[0] for of in counts]}
         stages = tuple(replace(stage, loss=counted(stage.loss)) for stage in self.stages)
         return replace(self, loss=counted(self.loss), stages=stages)
 

@@ -186,8 +186,8 @@ class TrajectoryDistillationTask(StudentTask):
             teacher, device=device, dtype=dtype).requires_grad_(False).eval()
         self.trainable_module: Any = TrajectoryPass(student, config)
         odes = find_ode_blocks(student)
-        self.counts = [config.counts(ode.steps) for ode in odes]  # shares are those of the present numbers
-        self.drawn = [ode.steps for ode in odes]  # the numbers of steps of the last pass
+        self.counts: list[Any] = [config.counts(ode.steps) for ode in odes]  # shares are those of the present numbers
+        self.drawn = [tuple(ode.steps for ode in odes)]  # the numbers of steps of the last update
         self.update, self.seed = 0, 0
 
     def begin_update(self, update: int, seed: int = 0) -> None:
@@ -207,43 +207,56 @@ class TrajectoryDistillationTask(StudentTask):
         Returns:
             'loss', 'output' (the student's logits [B, classes] or embeddings [B, E]), and, before weighting, those
             parts that can be computed: 'trajectory_loss', 'kd_loss' and 'task_loss', also with weight 0, for the
-            record, and with a weight 'jasmin_loss' and 'exit_loss'.
+            record, with a weight 'jasmin_loss' and 'exit_loss', and 'consistency_loss' if an update runs several
+            numbers of steps, over which all others are averaged; 'output' is that of the first.
         """
-        student = self._student_of_update()
-        with self._patches_of_update(student):
-            return self._compare(student, input, target)
+        students = self._students_of_update()
+        with self._patches_of_update(students[0]):
+            wanted, states = self._teach(input)
+            pairs = [self._pairs(student) for student in students]
+            passes = self.trainable_module(students, input, [[[k for _, k in each] for each in of] for of in pairs])
+        output = passes[0][0]
+        found = [self._parts(student, of, states, wanted, target, result)
+                 for student, of, result in zip(students, pairs, passes, strict=True)]
+        parts = {name: torch.stack([of[name] for of in found]).mean() for name in found[0]}
+        if len(passes) > 1:
+            parts['consistency'] = torch.stack([self._distance(out, output.detach()) for out, *_ in passes[1:]]).mean()
+        parts = {name: part if self.weights[name] > 0 else part.detach() for name, part in parts.items()}
+        loss = sum((self.weights[name] * part for name, part in parts.items() if self.weights[name] > 0),
+                   output.new_zeros(()))
+        return {'loss': loss, 'output': output, **{f'{name}_loss': part for name, part in parts.items()}}
 
-    def _compare(self, student: Any, input: Tensor, target: Any) -> dict[str, Tensor]:
-        wanted, states = self._teach(input)
-        stages = list(zip(self.stages, find_ode_blocks(student), strict=True)) if self.stages else []
-        pairs = [stage.pairs(ode) for stage, ode in stages]
-        targets = [stage.target(ode, path, t) for (stage, ode), path, each in zip(stages, states, pairs, strict=True)
-                   for t, _ in each]
-        output, reached, jasmin, early = self.trainable_module(student, input, [[k for _, k in each] for each in pairs])
+    def _students_of_update(self) -> list[Any]:
+        """The student with each number of steps of this update: the student itself, or views of it."""
+        student = unwrap_model(self.trainable_module).student
+        own = tuple(ode.steps for ode in find_ode_blocks(student))
+        self.drawn = [own]
+        if self.training and self.config.steps is not None:  # from the update, so that all processes draw the same
+            chosen = random.Random(f'{self.seed} {self.update}').randrange(len(self.config.steps))
+            self.update += 1
+            self.drawn = list(zip(*(counts[chosen] for counts in self.counts), strict=True))
+        # made anew, in half a millisecond, so that it has the student's present mode, checkpointing and image size
+        return [student if steps == own else with_steps(student, steps) for steps in self.drawn]
+
+    def _pairs(self, student: Any) -> list[list[tuple[float, int]]]:
+        """For each stage, the times at which a student is compared, and the indices of the steps that end there."""
+        return [stage.pairs(ode) for stage, ode in zip(self.stages, find_ode_blocks(student), strict=False)]
+
+    def _parts(
+            self, student: Any, pairs: list[list[tuple[float, int]]], states: list[list[Tensor]],
+            wanted: Tensor | None, target: Any, result: tuple[Tensor, list[Tensor], Tensor | None, list[Tensor]],
+    ) -> dict[str, Tensor]:
+        """The parts of the loss of one pass, before weighting."""
+        output, reached, jasmin, early = result
+        targets = [stage.target(ode, path, t) for stage, ode, path, each in zip(
+            self.stages, find_ode_blocks(student), states, pairs, strict=False) for t, _ in each]
         parts = {
             'trajectory': self._trajectory_loss(student, reached, targets) if targets else None,
             'jasmin': jasmin,
             **self._output_losses(output, wanted, target),
             'exit': self._exit_loss(early, wanted, target),
         }
-        found = {name: part if self.weights[name] > 0 else part.detach() for name, part in parts.items()
-                 if part is not None}
-        loss = sum((self.weights[name] * part for name, part in found.items() if self.weights[name] > 0),
-                   output.new_zeros(()))
-        return {'loss': loss, 'output': output, **{f'{name}_loss': part for name, part in found.items()}}
-
-    def _student_of_update(self) -> Any:
-        """The student with the number of steps of this update: the student itself, or a view of it."""
-        student = unwrap_model(self.trainable_module).student
-        odes = find_ode_blocks(student)
-        own = [ode.steps for ode in odes]
-        self.drawn = own
-        if self.training and self.config.steps is not None:  # from the update, so that all processes draw the same
-            chosen = random.Random(f'{self.seed} {self.update}').randrange(len(self.config.steps))
-            self.update += 1
-            self.drawn = [(counts or ())[chosen] for counts in self.counts]
-        # made anew, in half a millisecond, so that it has the student's present mode, checkpointing and image size
-        return student if self.drawn == own else with_steps(student, self.drawn)
+        return {name: part for name, part in parts.items() if part is not None}
 
     def _patches_of_update(self, student: Any) -> Any:
         """A context in which teacher and student see the same random patches."""
@@ -271,11 +284,13 @@ class TrajectoryDistillationTask(StudentTask):
 
     def _output_losses(self, output: Tensor, wanted: Tensor | None, target: Any) -> dict[str, Tensor | None]:
         """The distances of logits or embeddings from the teacher's (kd) and from the labels (task)."""
-        kd = None
-        if wanted is not None:
-            kd = embedding_loss(output, wanted) if self.embedding else logit_loss(
-                output, wanted, self.config.kd_temperature)
-        return {'kd': kd, 'task': None if target is None or self.embedding else self.criterion(output, target)}
+        return {'kd': None if wanted is None else self._distance(output, wanted),
+                'task': None if target is None or self.embedding else self.criterion(output, target)}
+
+    def _distance(self, output: Tensor, wanted: Tensor) -> Tensor:
+        """How far logits or embeddings are from those wanted."""
+        return embedding_loss(output, wanted) if self.embedding else logit_loss(
+            output, wanted, self.config.kd_temperature)
 
     def _exit_loss(self, early: list[Tensor], wanted: Tensor | None, target: Any) -> Tensor | None:
         losses = [self.weights[name] * part for output in early
