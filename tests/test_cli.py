@@ -54,11 +54,11 @@ def test_convert_distill_evaluate(folder, capsys):
     assert run('distill', '--resume', 'run', '--set', 'stages.1.fit.epochs=3') == 0
     assert len(json.loads((folder / 'run' / 'history.json').read_text())) == 4
     capsys.readouterr()
-    assert run('evaluate', 'local-dir:run/best', 'images', '--teacher', 'local-dir:teacher', '--steps', '1,6',
+    assert run('evaluate', 'local-dir:run/best', 'images', '--teacher', 'local-dir:teacher', '--steps', '1-2,6',
                '--json', 'found.json') == 0
     out = capsys.readouterr().out
-    assert [r['steps'] for r in json.loads((folder / 'found.json').read_text())] == [None, 1, 6]
-    assert out.count('student') == 2 and out.startswith('images: 30 images; trained with K = 3, 4, 6, 8, 12, in bold')
+    assert [r['steps'] for r in json.loads((folder / 'found.json').read_text())] == [None, 1, 2, 6]
+    assert out.count('student') == 3 and out.startswith('images: 30 images; trained with K = 3, 4, 6, 8, 12, in bold')
 
 
 def test_convert_to_a_size_and_calibrate(folder, capsys):
@@ -218,8 +218,8 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, ca
 
 
 @pytest.mark.parametrize('args, message', [
-    (['evaluate', 'a', 'b', '--steps', '1,x'], "expected step counts, such as 1,2,4,12; got '1,x'"),
-    (['evaluate', 'a', 'b', '--steps', '0'], "such as 1,2,4,12; got '0'"),
+    (['evaluate', 'a', 'b', '--steps', '1,x'], "expected step counts, such as 1-6,12,24; got '1,x'"),
+    (['evaluate', 'a', 'b', '--steps', '0'], "such as 1-6,12,24; got '0'"), (['evaluate', 'a', 'b', '--steps', '6-1'], "got '6-1'"),
     (['distill', 'a', 'b', 'c', '--limit', '0'], "expected a whole number of at least 1; got '0'"),
     (['benchmark', 'a', '--batch-size', '1,all'], "got '1,all'"),
     ([], 'required'),

@@ -101,11 +101,17 @@ def whole_number(least: int) -> Callable[[str], int]:
 
 
 def step_counts(text: str) -> list[int]:
-    """Parse a list of step counts, such as 1,2,4,12."""
+    """Parse a list of step counts, such as 1-6,12,24."""
+    counts: list[int] = []
     try:
-        return [whole_number(1)(part) for part in text.split(',')]
+        for part in text.split(','):
+            first, _, last = part.partition('-')
+            counts += range(whole_number(1)(first), whole_number(1)(last or first) + 1)
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"expected step counts, such as 1,2,4,12; got '{text}'") from None
+        counts = []
+    if not counts:
+        raise argparse.ArgumentTypeError(f"expected step counts, such as 1-6,12,24; got '{text}'")
+    return counts
 
 
 def images_of(

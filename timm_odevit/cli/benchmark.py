@@ -20,7 +20,7 @@ def add_benchmark(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('models', nargs='+', metavar='MODEL', help=f'{MODEL}; the others are compared with the first')
     parser.add_argument('--batch-size', type=step_counts, metavar='N,N,...', default=(1, 8),
                         help='images per call (default: 1,8)')
-    parser.add_argument('--steps', type=step_counts, metavar='K,K,...', default=(),
+    parser.add_argument('--steps', type=step_counts, metavar='K-K,K,...', default=(),
                         help='also with these step counts (default: only as saved)')
     parser.add_argument('--compile', choices=MODES, nargs='?', const=MODES[0], metavar='MODE',
                         help=f"also compiled by torch.compile: {', '.join(MODES)}")

@@ -35,8 +35,8 @@ from .arguments import (
 def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', help=MODEL)
     parser.add_argument('data', help=DATA)
-    parser.add_argument('--steps', type=step_counts, metavar='K,K,...',
-                        help='step counts, such as 1,2,4,12 (default: as saved)')
+    parser.add_argument('--steps', type=step_counts, metavar='K-K,K,...',
+                        help='step counts, such as 1-6,12,24 (default: as saved)')
     parser.add_argument('--teacher', metavar='MODEL', help='model to compare with: ' + MODEL)
     parser.add_argument('--amp', choices=[name for name in AMP_DTYPES if name], help='mixed precision')
     parser.add_argument('--embedding', action='store_true', help=(

@@ -128,7 +128,9 @@ class Evaluation(Generic[AnyResult]):
         return text
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Plot the accuracy, or the agreement of embeddings, against solver steps; the teacher is a horizontal line.
+        """Plot the accuracy, or the agreement of embeddings, against solver steps, and beside it the speed in images/s.
+
+        The teacher is a horizontal line.
 
         Args:
             path: Image file to write; its extension sets the format. None writes nothing.
@@ -146,23 +148,27 @@ class Evaluation(Generic[AnyResult]):
             raise ImportError("Plots need matplotlib. Type: pip install 'timm-odevit[examples]'") from e
         figure = Figure(figsize=(6, 4), layout='constrained')
         score, name = self.results[0].SCORE if self.results else Result.SCORE
-        points = sorted((r.steps, getattr(r, score)) for r in self.results
+        points = sorted((r.steps, getattr(r, score), r.images_per_second) for r in self.results
                         if r.steps is not None and r.model != 'teacher' and getattr(r, score) is not None)
         if not points and any(r.steps is not None for r in self.results):
             raise ValueError(f'These results have no {name}. Evaluate with teacher=.')
         if not points:
             raise ValueError('There is no result of an ODE-ViT to plot. Evaluate one with steps=(1, 2, 4, ...).')
         axes = figure.subplots()
-        line, = axes.plot(*zip(*points, strict=True), marker='o', markerfacecolor='white', label='ODE-ViT')
-        if trained := [point for point in points if point[0] in self.trained_at]:
+        counts, scores, speeds = zip(*points, strict=True)
+        line, = axes.plot(counts, scores, marker='o', markerfacecolor='white', label='ODE-ViT')
+        if trained := [point[:2] for point in points if point[0] in self.trained_at]:
             axes.plot(*zip(*trained, strict=True), 'o', color=line.get_color(), label='K of its training')
         for r in self.results:
             if r.model == 'teacher':
                 axes.axhline(getattr(r, score), color='gray', linestyle='--', label='teacher')
         axes.set(xlabel='solver steps K', ylabel=name, xscale='log', ylim=(0, None), title=self.data)
-        axes.set_xticks([k for k, _ in points], [str(k) for k, _ in points])
+        axes.set_xticks(counts, [str(k) for k in counts])
         axes.minorticks_off()
         axes.legend(loc='lower right')
+        speed = axes.twinx()
+        speed.plot(counts, speeds, ':', color='gray')
+        speed.set(ylabel='images/s (dotted)', ylim=(0, None))
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
