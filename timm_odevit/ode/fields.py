@@ -40,7 +40,7 @@ class Field(nn.Module):
     - `attention_map(t, x)`: the attention probabilities [B, heads, N, N] in float32, before dropout;
     - `select(t)`, `jumps`, `depends_on_time`, `snapshot(t)`: how it depends on time;
     - `phases`: the fields that it consists of, one per phase;
-    - `resizable()`: the block of the base, for a host that changes its image size.
+    - `block_to_resize()`: the block of the base, for a host that changes its image size.
 
     t is a float, or a 0-dim tensor from an adaptive method.
 
@@ -90,7 +90,7 @@ class Field(nn.Module):
         """A copy of the field as it is at t, with weights of its own; it does not depend on time."""
         return copy_module(self, hooks=True)
 
-    def resizable(self) -> Any:
+    def block_to_resize(self) -> Any:
         return self.block
 
     def attention_map(self, t: float, x: Tensor) -> Tensor:

@@ -116,12 +116,12 @@ class TimeField(Field):
                 tensors[name].copy_(value)
         return base
 
-    def resizable(self):
+    def block_to_resize(self):
         if any('position_bias_table' in name for name in self.up):
             raise ValueError(
                 'The residuals of the position bias fit only the image size at which the model was converted. '
                 'Call set_input_size before convert_.')
-        return self.base.resizable()
+        return self.base.block_to_resize()
 
     def extra_repr(self) -> str:
         return f'layers={list(self.layers)}, rank={self.rank}'
@@ -181,7 +181,7 @@ class PiecewiseField(Field):
 class MergedField(PiecewiseField):
     """The frozen fields of a merged model."""
 
-    def resizable(self):
+    def block_to_resize(self):
         raise ValueError(MERGED)
 
 
