@@ -7,8 +7,6 @@ import torch
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from .skeleton import copy_module
-
 __all__ = ['Context', 'Field', 'NativeField', 'attention_probabilities']
 
 
@@ -34,7 +32,7 @@ class Field(nn.Module):
     - `fold()`: what depends only on the parameters and is worth computing once per forward pass instead of once per
       evaluation, or None; passed back as `context.weights`;
     - `attention_map(t, x)`: the attention probabilities [B, heads, N, N] in float32, before dropout;
-    - `select(t)`, `jumps`, `depends_on_time`, `snapshot(t)`: how it depends on time;
+    - `select(t)`, `jumps`, `depends_on_time`: how it depends on time;
     - `phases`: the fields that it consists of, one per phase;
     - `block_to_resize()`: the block of the base, for a host that changes its image size.
 
@@ -81,10 +79,6 @@ class Field(nn.Module):
     @property
     def phases(self) -> list[Any]:
         return [self]
-
-    def snapshot(self, t: float) -> Any:
-        """A copy of the field as it is at t, with weights of its own; it does not depend on time."""
-        return copy_module(self, hooks=True)
 
     def block_to_resize(self) -> Any:
         return self.block

@@ -7,7 +7,7 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from .fields import Field
-from .skeleton import copy_module, run_with, skeleton
+from .skeleton import run_with, skeleton
 
 __all__ = [
     'MERGED', 'RESIDUALS', 'MergedField', 'PiecewiseField', 'TimeField', 'bare_name', 'matrix_shape',
@@ -108,14 +108,6 @@ class TimeField(Field):
         share = (t - a) / (b - a)
         return [(right - 1, 1.)] if share < 1e-6 else [(right - 1, 1. - share), (right, share)]
 
-    def snapshot(self, t):
-        base = copy_module(self.base, hooks=True)
-        tensors = {**dict(base.named_parameters()), **dict(base.named_buffers())}
-        with torch.no_grad():
-            for name, value in self.at(t).items():
-                tensors[name].copy_(value)
-        return base
-
     def block_to_resize(self):
         if any('position_bias_table' in name for name in self.up):
             raise ValueError(
@@ -164,9 +156,6 @@ class PiecewiseField(Field):
     def select(self, t):
         piece = sum(time <= _number(t) + 1e-6 for time in self.times) - 1
         return self.fields[self.which[max(piece, 0)]]
-
-    def snapshot(self, t):
-        return self.select(t).snapshot(t)
 
     def forward(self, t, x, context=None, part=''):
         return self.select(t)(t, x, context, part)
