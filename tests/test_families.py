@@ -1,6 +1,7 @@
 """Every family of models that can be converted, at a tiny size."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import timm
@@ -177,18 +178,25 @@ def test_compiles_and_exports(name):
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
 
 
-@pytest.mark.parametrize('name', [
-    'beit_base_patch16_224', 'beitv2_base_patch16_224', 'eva02_tiny_patch14_224', 'vit_relpos_small_patch16_224',
-    'vit_srelpos_small_patch16_224', 'swin_tiny_patch4_window7_224', 'swinv2_tiny_window8_256'])
-def test_the_image_size_may_change_after_conversion(name):
+RESIZED = ['beit_base_patch16_224', 'beitv2_base_patch16_224', 'eva02_tiny_patch14_224', 'vit_relpos_small_patch16_224',
+           'vit_srelpos_small_patch16_224', 'swin_tiny_patch4_window7_224', 'swinv2_tiny_window8_256']
+
+
+@pytest.mark.parametrize('name, settings', [
+    *((name, {}) for name in RESIZED), *((name, dict(phases=3, steps=2)) for name in RESIZED),
+    *((name, dict(phases=2, method='dopri5')) for name in RESIZED if 'swin' not in name)])
+def test_the_image_size_may_change_after_conversion(name, settings):
     size = 2 * MODELS[name]['img_size']
     resized = build(name)
     converted = copy.deepcopy(resized)
     kwargs = {'window_size': 8} if 'swin' in name else {}
     resized.set_input_size((size, size), **kwargs)
-    convert_(resized, config_for(name))
-    convert_(converted, config_for(name))
+    config = replace(config_for(name), **settings)
+    convert_(resized, config)
+    convert_(converted, config)
     converted.set_input_size((size, size), **kwargs)
+    for ode in (*find_ode_blocks(converted), *find_ode_blocks(resized)):
+        ode.steps = 4  # a step in each phase
     x = torch.randn(1, 3, size, size)
     torch.testing.assert_close(converted(x), resized(x), rtol=1e-3, atol=1e-4)
 

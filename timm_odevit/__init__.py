@@ -24,8 +24,8 @@ cli                 the command line; the options of the ODE come from OdeConfig
 from . import registry as _registers  # noqa: F401
 from ._version import __version__
 from .convert.conversion import Conversion, convert_
-from .convert.convertible import check_convertible, list_convertible
 from .convert.merge import merge_, merged_bytes
+from .convert.refusals import check_convertible, list_convertible
 from .convert.sizing import choose_size
 from .deploy import export_model
 from .dynamics.attention import attention_over_time

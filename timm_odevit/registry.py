@@ -16,8 +16,8 @@ from torch import nn
 
 from .convert.block_kinds import find_stages, kinds
 from .convert.conversion import convert_
-from .convert.convertible import check_convertible
 from .convert.initialisation import set_per_layer
+from .convert.refusals import check_convertible
 from .features import FeaturesAtTimes, check_times
 from .hooks import on_meta
 from .loading.find_weights import CONFIG, WEIGHTS, check_args, check_size, saved_in, weights_file

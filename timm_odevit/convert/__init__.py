@@ -1,7 +1,7 @@
 """From a pretrained transformer to an ODE-ViT, in place, and back.
 
-block_kinds         where a timm model's blocks are, and the field (of ode.fields) for each kind of block
-convertible         which models and settings are refused, and why
+block_kinds         where a timm model's blocks are, and the field for each kind of block
+refusals            which models and settings are refused, and why
 svd_data            the moments of inputs, and one order of heads and neurons for several layers
 initialisation      the shared blocks' weights, from the model's blocks
 conversion          convert_, and restore() to undo it

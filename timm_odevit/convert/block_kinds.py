@@ -9,6 +9,7 @@ from timm.models.cait import Cait
 from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
 from timm.models.swin_transformer_v2 import SwinTransformerV2, SwinTransformerV2Block
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr, SwinTransformerV2CrBlock
+from timm.models.vision_transformer_sam import window_partition, window_unpartition
 from timm.models.xcit import Xcit
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
@@ -16,21 +17,93 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..ode.config import OdeConfig
-from ..ode.fields import (
-    GammaField,
-    NativeField,
-    ParallelField,
-    PostNormField,
-    SamField,
-    ShiftedPostNormField,
-    ShiftedWindowField,
-    WholeField,
-)
+from ..ode.fields import Context, NativeField
 
 __all__ = [
-    'HINT', 'Site', 'check_blocks', 'class_token_comes_later', 'field_class', 'find_stages', 'kinds', 'per_layer',
-    'prefix_tokens',
+    'HINT', 'Site', 'WholeField', 'check_blocks', 'class_token_comes_later', 'field_class', 'find_stages', 'kinds',
+    'per_layer', 'prefix_tokens',
 ]
+
+
+class PostNormField(NativeField):
+    """A block whose norms follow its sub-layers: ResPostBlock, EvaBlockPostNorm, ResPostRelPosBlock."""
+
+    def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
+        return self.block.drop_path1(self.block.norm1(self.block.attn(x, **context.passed)))
+
+    def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
+        return self.block.drop_path2(self.block.norm2(self.block.mlp(x)))
+
+
+class GammaField(NativeField):
+    """A pre-norm block with LayerScale as plain parameters gamma_1 and gamma_2, or without LayerScale: EVA, BEiT."""
+
+    def attention(self, t, x, context):
+        y = self.block.attn(self.block.norm1(x), **context.passed)
+        return self.block.drop_path1(y if self.block.gamma_1 is None else self.block.gamma_1 * y)
+
+    def mlp(self, t, x, context):
+        y = self.block.mlp(self.block.norm2(x))
+        return self.block.drop_path2(y if self.block.gamma_2 is None else self.block.gamma_2 * y)
+
+
+class ParallelField(NativeField):
+    """Several attentions side by side, then several MLPs side by side: ParallelThingsBlock."""
+    attention_prefixes = ('block.attns',)
+
+    def attention(self, t, x, context):
+        return torch.stack([
+            a.drop_path(a.ls(a.attn(a.norm(x), **context.passed))) for a in self.block.attns]).sum(dim=0)
+
+    def mlp(self, t, x, context):
+        return torch.stack([ffn(x) for ffn in self.block.ffns]).sum(dim=0)
+
+
+class SamField(NativeField):
+    """SAM's block on a map of tokens [B, H, W, D], within windows or global."""
+
+    def attention(self, t, x, context):
+        block, (H, W) = self.block, x.shape[1:3]
+        y = block.norm1(x)
+        pad_hw = (H, W)
+        if block.window_size > 0:
+            y, pad_hw = window_partition(y, block.window_size)
+        y = block.drop_path1(block.ls1(block.attn(y)))
+        return window_unpartition(y, block.window_size, (H, W), pad_hw) if block.window_size > 0 else y
+
+
+class ShiftedWindowField(NativeField):
+    """Swin's block on a map of tokens [B, H, W, D]."""
+
+    def attention(self, t, x, context):
+        return self.block.drop_path1(self.block._attn(self.block.norm1(x)))
+
+    def mlp(self, t, x, context):
+        return self.block.drop_path2(self.block.mlp(self.block.norm2(x)))
+
+
+class ShiftedPostNormField(ShiftedWindowField):
+    """SwinV2's block: norms after the sub-layers."""
+
+    def attention(self, t, x, context):
+        return self.block.drop_path1(self.block.norm1(self.block._attn(x)))
+
+    def mlp(self, t, x, context):
+        return self.block.drop_path2(self.block.norm2(self.block.mlp(x)))
+
+
+class WholeField(NativeField):
+    """psi(x) = block(x) - x: a block that is not split, for the unsplit methods only."""
+
+    def attention(self, t, x, context):
+        raise ValueError(
+            f'A {type(self.block).__name__} cannot be split into attention and MLP. Use an unsplit method.')
+
+    mlp = attention
+
+    def both(self, t, x, context):
+        return self.block(x, **context.passed) - x
+
 
 # By class object, since several timm modules have a class called Block. Blocks not listed here are used whole.
 FIELD_OF: dict[type[nn.Module], type[NativeField]] = {

@@ -13,9 +13,9 @@ from ..ode.blocks import OdeBlocks, count_parameters
 from ..ode.config import OdeConfig
 from ..ode.methods import METHODS
 from .block_kinds import Site, class_token_comes_later, prefix_tokens
-from .convertible import check_all, count_in_words
 from .initialisation import build_field
 from .merge import check_not_merged
+from .refusals import check_all, count_in_words
 from .replacements import Replacements, image_size, resize_again
 from .svd_data import input_moments
 

@@ -3,10 +3,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..ode.blocks import OdeBlocks, find_ode_blocks
-from ..ode.time_dependence import MERGED, MergedField
+from ..ode.fields import Field
+from ..ode.skeleton import copy_module
+from ..ode.time_dependence import MERGED, MergedField, TimeField
 from .replacements import Replacements, image_size, resize_again
 
 __all__ = ['Merged', 'check_not_merged', 'merge_', 'merged_bytes']
@@ -53,7 +56,7 @@ def _merged(ode: OdeBlocks) -> OdeBlocks:
     fields = []
     for step in ode.solver:
         times = [step.t + node * step.h for node in step.nodes]
-        at_times = [step.field.snapshot(t) for t in times]
+        at_times = [_frozen(step.field, t) for t in times]
         fields.append(at_times[0] if len(times) == 1 else MergedField(at_times, times))
     table = MergedField(fields, [step.t for step in ode.solver]).requires_grad_(False)
     for module in (table, *(field for field in fields if isinstance(field, MergedField))):
@@ -64,6 +67,16 @@ def _merged(ode: OdeBlocks) -> OdeBlocks:
         new.__dict__.update({name: value.copy() if isinstance(value, dict) else value
                              for name, value in vars(old).items() if 'hook' in name and 'state_dict' not in name})
     return merged
+
+
+def _frozen(field: TimeField, t: float) -> Field:
+    """A copy of a field as it is at t, with weights of its own; it does not depend on time."""
+    base = copy_module(field.base, hooks=True)
+    tensors = {**dict(base.named_parameters()), **dict(base.named_buffers())}
+    with torch.no_grad():
+        for name, value in field.at(t).items():
+            tensors[name].copy_(value)
+    return base
 
 
 @dataclass(eq=False, repr=False)

@@ -11,8 +11,8 @@ from ..ode.blocks import count_parameters
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.time_dependence import matrix_shape
 from .block_kinds import find_stages
-from .convertible import check_convertible
 from .initialisation import assignment
+from .refusals import check_convertible
 
 __all__ = ['choose_size', 'parse_size', 'predict_parameters']
 

@@ -1,7 +1,7 @@
 """The mathematics, independent of timm's models: a vector field, a solver, and OdeBlocks, which holds both.
 
 config              OdeConfig: every setting of an ODE-ViT
-fields              what is integrated: the sub-layers of a transformer block, one class per kind of block
+fields              what is integrated: the sub-layers of a transformer block
 lipschitz_field     the paper's block
 time_dependence     fields whose weights depend on t
 skeleton            shallow copies of modules, and how one runs with weights other than its own

@@ -5,15 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 from timm.layers import Attention
-from timm.models.vision_transformer_sam import window_partition, window_unpartition
 from torch import Tensor, nn
 
-from .skeleton import copy_module
-
-__all__ = [
-    'Context', 'Field', 'GammaField', 'Groups', 'NativeField', 'ParallelField', 'PostNormField', 'SamField',
-    'ShiftedPostNormField', 'ShiftedWindowField', 'WholeField', 'attention_probabilities',
-]
+__all__ = ['Context', 'Field', 'Groups', 'NativeField', 'attention_probabilities']
 
 
 class Groups(NamedTuple):
@@ -51,9 +45,9 @@ class Field(nn.Module):
     - `fold()`: what depends only on the parameters and is worth computing once per forward pass instead of once per
       evaluation, or None; passed back as `context.weights`;
     - `attention_map(t, x)`: the attention probabilities [B, heads, N, N] in float32, before dropout;
-    - `select(t)`, `jumps`, `depends_on_time`, `snapshot(t)`: how it depends on time;
+    - `select(t)`, `jumps`, `depends_on_time`: how it depends on time;
     - `phases`: the fields that it consists of, one per phase;
-    - `resizable()`: the block of the base, for a host that changes its image size.
+    - `block_to_resize()`: the block of the base, for a host that changes its image size.
 
     t is a float, or a 0-dim tensor from an adaptive method.
 
@@ -99,11 +93,7 @@ class Field(nn.Module):
     def phases(self) -> list[Any]:
         return [self]
 
-    def snapshot(self, t: float) -> Any:
-        """A copy of the field as it is at t, with weights of its own; it does not depend on time."""
-        return copy_module(self, hooks=True)
-
-    def resizable(self) -> Any:
+    def block_to_resize(self) -> Any:
         return self.block
 
     def attention_map(self, t: float, x: Tensor) -> Tensor:
@@ -145,86 +135,6 @@ class NativeField(Field):
         B, N, _ = x.shape
         q, k, _ = attn.qkv(self.block.norm1(x)).reshape(B, N, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         return attention_probabilities(attn.q_norm(q), attn.k_norm(k), attn.scale)
-
-
-class PostNormField(NativeField):
-    """A block whose norms follow its sub-layers: ResPostBlock, EvaBlockPostNorm, ResPostRelPosBlock."""
-
-    def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
-        return self.block.drop_path1(self.block.norm1(self.block.attn(x, **context.passed)))
-
-    def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
-        return self.block.drop_path2(self.block.norm2(self.block.mlp(x)))
-
-
-class GammaField(NativeField):
-    """A pre-norm block with LayerScale as plain parameters gamma_1 and gamma_2, or without LayerScale: EVA, BEiT."""
-
-    def attention(self, t, x, context):
-        y = self.block.attn(self.block.norm1(x), **context.passed)
-        return self.block.drop_path1(y if self.block.gamma_1 is None else self.block.gamma_1 * y)
-
-    def mlp(self, t, x, context):
-        y = self.block.mlp(self.block.norm2(x))
-        return self.block.drop_path2(y if self.block.gamma_2 is None else self.block.gamma_2 * y)
-
-
-class ParallelField(NativeField):
-    """Several attentions side by side, then several MLPs side by side: ParallelThingsBlock."""
-    attention_prefixes = ('block.attns',)
-
-    def attention(self, t, x, context):
-        return torch.stack([
-            a.drop_path(a.ls(a.attn(a.norm(x), **context.passed))) for a in self.block.attns]).sum(dim=0)
-
-    def mlp(self, t, x, context):
-        return torch.stack([ffn(x) for ffn in self.block.ffns]).sum(dim=0)
-
-
-class SamField(NativeField):
-    """SAM's block on a map of tokens [B, H, W, D], within windows or global."""
-
-    def attention(self, t, x, context):
-        block, (H, W) = self.block, x.shape[1:3]
-        y = block.norm1(x)
-        pad_hw = (H, W)
-        if block.window_size > 0:
-            y, pad_hw = window_partition(y, block.window_size)
-        y = block.drop_path1(block.ls1(block.attn(y)))
-        return window_unpartition(y, block.window_size, (H, W), pad_hw) if block.window_size > 0 else y
-
-
-class ShiftedWindowField(NativeField):
-    """Swin's block on a map of tokens [B, H, W, D]."""
-
-    def attention(self, t, x, context):
-        return self.block.drop_path1(self.block._attn(self.block.norm1(x)))
-
-    def mlp(self, t, x, context):
-        return self.block.drop_path2(self.block.mlp(self.block.norm2(x)))
-
-
-class ShiftedPostNormField(ShiftedWindowField):
-    """SwinV2's block: norms after the sub-layers."""
-
-    def attention(self, t, x, context):
-        return self.block.drop_path1(self.block.norm1(self.block._attn(x)))
-
-    def mlp(self, t, x, context):
-        return self.block.drop_path2(self.block.norm2(self.block.mlp(x)))
-
-
-class WholeField(NativeField):
-    """psi(x) = block(x) - x: a block that is not split, for the unsplit methods only."""
-
-    def attention(self, t, x, context):
-        raise ValueError(
-            f'A {type(self.block).__name__} cannot be split into attention and MLP. Use an unsplit method.')
-
-    mlp = attention
-
-    def both(self, t, x, context):
-        return self.block(x, **context.passed) - x
 
 
 def attention_probabilities(q: Tensor, k: Tensor, scale: float) -> Tensor:

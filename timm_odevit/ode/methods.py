@@ -61,16 +61,32 @@ class Step(nn.Module):
 
     @property
     def attn(self) -> Any:
-        """The attention of the block, where a host looks for settings that depend on the image size."""
-        return self.field.resizable().attn
+        """The attention of the block, or of all phases' blocks, by which a host changes its image size."""
+        found = [field.block_to_resize().attn for field in self.phases]
+        return found[0] if len(found) == 1 else _Together(found)
 
     def set_input_size(self, *args: Any, **kwargs: Any) -> None:
         """Set the image size, as Swin does on each of its blocks; the steps share one block."""
         for field in self.phases:
-            field.resizable().set_input_size(*args, **kwargs)
+            field.block_to_resize().set_input_size(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f'{type(self).__name__}(t={self.t:g}, h={self.h:g})'
+
+
+class _Together:
+    """The same part of each phase's block: a call of one of its methods calls that of all of them."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self._parts = parts
+
+    def __getattr__(self, name: str) -> Any:
+        found = [getattr(part, name) for part in self._parts]
+        return _Together(found) if callable(found[0]) else found[0]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        for part in self._parts:
+            part(*args, **kwargs)
 
 
 class RungeKutta(Step):

@@ -7,7 +7,7 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from .fields import Field
-from .skeleton import copy_module, run_with, skeleton
+from .skeleton import run_with, skeleton
 
 __all__ = [
     'MERGED', 'RESIDUALS', 'MergedField', 'PiecewiseField', 'TimeField', 'bare_name', 'matrix_shape',
@@ -108,20 +108,12 @@ class TimeField(Field):
         share = (t - a) / (b - a)
         return [(right - 1, 1.)] if share < 1e-6 else [(right - 1, 1. - share), (right, share)]
 
-    def snapshot(self, t):
-        base = copy_module(self.base, hooks=True)
-        tensors = {**dict(base.named_parameters()), **dict(base.named_buffers())}
-        with torch.no_grad():
-            for name, value in self.at(t).items():
-                tensors[name].copy_(value)
-        return base
-
-    def resizable(self):
+    def block_to_resize(self):
         if any('position_bias_table' in name for name in self.up):
             raise ValueError(
                 'The residuals of the position bias fit only the image size at which the model was converted. '
                 'Call set_input_size before convert_.')
-        return self.base.resizable()
+        return self.base.block_to_resize()
 
     def extra_repr(self) -> str:
         return f'layers={list(self.layers)}, rank={self.rank}'
@@ -165,9 +157,6 @@ class PiecewiseField(Field):
         piece = sum(time <= _number(t) + 1e-6 for time in self.times) - 1
         return self.fields[self.which[max(piece, 0)]]
 
-    def snapshot(self, t):
-        return self.select(t).snapshot(t)
-
     def forward(self, t, x, context=None, part=''):
         return self.select(t)(t, x, context, part)
 
@@ -181,7 +170,7 @@ class PiecewiseField(Field):
 class MergedField(PiecewiseField):
     """The frozen fields of a merged model."""
 
-    def resizable(self):
+    def block_to_resize(self):
         raise ValueError(MERGED)
 
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from ..hooks import on_meta
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import DEFAULT, OdeConfig
-from ..ode.fields import WholeField
 from ..ode.methods import METHODS
-from .block_kinds import HINT, Site, check_blocks, field_class, find_stages, kinds
+from .block_kinds import HINT, Site, WholeField, check_blocks, field_class, find_stages, kinds
 from .merge import check_not_merged
 from .svd_data import check_images
 
