@@ -16,7 +16,7 @@ from .block_kinds import Site, class_token_comes_later, prefix_tokens
 from .initialisation import build_field
 from .merge import check_not_merged
 from .refusals import check_all, count_in_words
-from .replacements import Replacements, image_size, resize_again
+from .replacements import Replacements
 from .svd_data import input_moments
 
 __all__ = ['Conversion', 'convert_']
@@ -58,7 +58,7 @@ def convert_(
     before = count_parameters(model)
     built = tuple(_build(model, site, config.resolve(site.layers(config), stage), images)
                   for stage, site in enumerate(sites))
-    replacements = Replacements(_replacements(model, sites, built))
+    replacements = Replacements(model, _replacements(model, sites, built))
     done = Conversion(
         model=model,
         blocks=built,
@@ -66,11 +66,8 @@ def convert_(
         config=built[0].config if len(built) == 1 else config,
         parameters_before=before,
         parameters_after=before,
-        _hosts=tuple(site.host for site in sites),
         _replacements=replacements if keep_original else None,
-        _training=model.training,
         _grids=tuple((ode.steps, ode.t, ode.end) for ode in built),
-        _size=image_size(model),
     )
     replacements.put()
     done.parameters_after = count_parameters(model)
@@ -164,11 +161,8 @@ class Conversion:
     config: OdeConfig
     parameters_before: int
     parameters_after: int
-    _hosts: tuple[nn.Module, ...]
     _replacements: Replacements | None
-    _training: bool
     _grids: tuple[tuple[int, float, float], ...]
-    _size: Any
 
     def restore(self) -> None:
         """Put the original blocks back, bit for bit, on the model's current device and in its current mode.
@@ -187,23 +181,7 @@ class Conversion:
             raise ValueError(
                 'The original blocks were not kept. Convert with keep_original=True to be able to restore.')
         check_not_merged(self.model)
-        if any(getattr(host, 'blocks', None) is not ode
-               for host, ode in zip(self._hosts, self.blocks, strict=True)):
-            raise ValueError(
-                'This model no longer holds the blocks of this conversion: it was restored or changed.')
-        originals = self._replacements.before[:len(self._hosts)]
-        now = next(self.blocks[0].shared.parameters())
-        then = next(originals[0][int(self.blocks[0].t)].parameters())
-        if now.dtype != then.dtype:
-            raise ValueError(
-                f'The model is now {now.dtype}, its original blocks are {then.dtype}. '
-                f'Call model.to({then.dtype}) first.')
-        for original in originals:
-            if not now.is_meta:
-                original.to(now.device)
-            if self.model.training != self._training:
-                original.train(self.model.training)
-        self._replacements.undo(partial(resize_again, self.model, self._size))
+        self._replacements.restore('the blocks of this conversion', 'original blocks are')
 
     def __repr__(self) -> str:
         return (f'Conversion({type(self.model).__name__}: {self.layers} blocks -> {count_in_words(self.blocks)}, '

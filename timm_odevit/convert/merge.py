@@ -1,6 +1,5 @@
 """merge_: for deployment, merge the weights of every step into ordinary blocks, in place, and back."""
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Field
 from ..ode.skeleton import copy_module
 from ..ode.time_dependence import MERGED, MergedField, TimeField
-from .replacements import Replacements, image_size, resize_again
+from .replacements import Replacements
 
 __all__ = ['Merged', 'check_not_merged', 'merge_', 'merged_bytes']
 
@@ -46,7 +45,7 @@ def merge_(model: nn.Module) -> 'Merged':
     parts = [part for host, name in hosts for part in getattr(host, name).shared.modules()]
     if any(hasattr(part, name) for part in parts for name in ('set_input_size', 'set_window_size')):
         replacements.append((model, 'set_input_size', _refuse_size))  # before the model has changed anything else
-    done = Merged(model, blocks, _bytes(model), after, Replacements(replacements), image_size(model))
+    done = Merged(model, blocks, _bytes(model), after, Replacements(model, replacements))
     done._replacements.put()
     return done
 
@@ -94,7 +93,6 @@ class Merged:
     bytes_before: int
     bytes_after: int
     _replacements: Replacements
-    _size: Any
 
     def restore(self) -> None:
         """Put the OdeBlocks back, with the parameters they had, on the model's device and for its image size.
@@ -102,18 +100,7 @@ class Merged:
         Raises:
             ValueError: The model no longer holds these merged blocks, or its dtype has changed.
         """
-        modules = set(self.model.modules())
-        if not modules.issuperset(self.blocks):
-            raise ValueError('This model no longer holds the merged blocks: it was restored or changed.')
-        originals = [before for before in self._replacements.before if isinstance(before, OdeBlocks)]
-        now, then = (next(p for p in module.parameters() if p.is_floating_point())
-                     for module in (self.blocks[0], originals[0]))
-        if now.dtype != then.dtype:
-            raise ValueError(
-                f'The model is now {now.dtype}, its shared block is {then.dtype}. Call model.to({then.dtype}) first.')
-        for ode in originals:
-            ode.to(now.device).train(self.blocks[0].training)
-        self._replacements.undo(partial(resize_again, self.model, self._size))
+        self._replacements.restore('the merged blocks', 'shared block is')
 
     def __repr__(self) -> str:
         return f'Merged({type(self.model).__name__}, {self.bytes_before:,} -> {self.bytes_after:,} bytes)'

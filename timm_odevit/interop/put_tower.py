@@ -38,7 +38,7 @@ class PutTower:
             raise ValueError('The program no longer holds this tower: it was restored, or another one was put in since '
                              'and has to be restored first.')
         now = next(self.tower.parameters())
-        for module in self._replacements.before:
+        for module, _ in self._replacements.modules:
             module.to(now.device)
             if next(module.parameters(), now).dtype != now.dtype:  # some programs keep their norms in another one
                 module.to(now.dtype)
@@ -81,7 +81,7 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
         raise TypeError(
             f'put_tower_ got a {type(program).__name__}{has}: expected an open_clip model whose visual is its '
             f"VisionTransformer or a TimmModel, or one of transformers ({', '.join(HOLDERS)}).")
-    replacements = Replacements(wanted)
+    replacements = Replacements(program, wanted)
     replacements.put()
     return PutTower(tower, replacements)
 
