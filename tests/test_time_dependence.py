@@ -3,6 +3,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from timm_odevit import OdeConfig, convert_, integrate
 from timm_odevit.convert.initialisation import build_field, factors
@@ -135,6 +137,30 @@ def test_phases_own_their_layers(vit, images):
     model.blocks.steps = 12
     assert [list(shared.fields).index(step.field) for step in model.blocks] == [0] * 4 + [1] * 6 + [2] * 2
     assert model(images).shape == (2, 5)
+
+
+@pytest.fixture
+def one_process():
+    """A process group of FSDP2, of this process alone."""
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize('settings', [
+    dict(phases=2), dict(phases=2, time='low_rank', rank=2), dict(phases=2, method='dopri5'),
+    dict(field='lipschitz', phases=2), dict(field='lipschitz', method='dopri5')], ids=str)
+def test_phases_that_are_sharded_have_the_same_gradients(vit, images, one_process, settings):
+    model = vit()
+    convert_(model, **settings)
+    sharded = copy.deepcopy(model)
+    for phase in sharded.blocks.shared.phases:
+        fully_shard(phase)
+    fully_shard(sharded)
+    for each in (model, sharded):
+        each(images).square().sum().backward()
+    for expected, found in zip(model.parameters(), sharded.parameters()):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
 
 
 def test_adaptive_methods_agree_with_many_steps_across_phases(vit):

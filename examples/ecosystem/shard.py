@@ -1,4 +1,4 @@
-"""FSDP2 and DDP, parts of PyTorch: the shared block is one parameter group, gathered before each evaluation.
+"""FSDP2 and DDP, parts of PyTorch: each shared block is a parameter group, gathered before each evaluation.
 
     torchrun --nproc-per-node 2 shard.py
 """
@@ -40,7 +40,8 @@ def main():
     plain = copy.deepcopy(model)
 
     sharded = copy.deepcopy(model)
-    fully_shard(sharded.blocks.shared)
+    for block in sharded.blocks.shared.phases:    # one for each phase: what the steps call
+        fully_shard(block)
     fully_shard(sharded)
     own = sum(p.to_local().numel() for p in sharded.parameters())
     both = {'FSDP2': losses(sharded, images[mine], labels[mine]),

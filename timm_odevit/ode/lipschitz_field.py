@@ -95,7 +95,11 @@ class LipschitzField(Field):
         self.proj_drop = nn.Dropout(proj_drop)
         self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
 
-    def fold(self) -> list[Tensor]:
+    def fold(self) -> list[Tensor] | None:
+        # FSDP2 gathers sharded weights only for a call of the field
+        return None if hasattr(self.qkv.weight, 'to_local') else self._products()
+
+    def _products(self) -> list[Tensor]:
         """The products of norms and projections: w_in [3A + M, D], b_in [3A + M], w_out [D, A + M]; A = attn_dim."""
         w_attn, b_attn = self.norm1.fold(self.qkv.weight)
         w_mlp, b_mlp = self.norm2.fold(self.fc1.weight)
@@ -103,19 +107,19 @@ class LipschitzField(Field):
         return [torch.cat([w_attn, w_mlp]), torch.cat([b_attn, b_mlp]), w_out]
 
     def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
-        w_in, b_in, w_out = context.weights or self.fold()
+        w_in, b_in, w_out = context.weights or self._products()
         A = self.attn_dim
         y = self._attend(F.linear(x, w_in[:3 * A], b_in[:3 * A]), context)
         return self.proj_drop(F.linear(self.drop_path(y), w_out[:, :A]))
 
     def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
-        w_in, b_in, w_out = context.weights or self.fold()
+        w_in, b_in, w_out = context.weights or self._products()
         A = self.attn_dim
         y = self.proj_drop(self.act(F.linear(x, w_in[3 * A:], b_in[3 * A:])))
         return self.proj_drop(F.linear(self.drop_path(y), w_out[:, A:]))
 
     def both(self, t: float, x: Tensor, context: Context) -> Tensor:
-        w_in, b_in, w_out = context.weights or self.fold()
+        w_in, b_in, w_out = context.weights or self._products()
         qkv, y = F.linear(x, w_in, b_in).split([3 * self.attn_dim, self.hidden], dim=-1)
         a = self.drop_path(self._attend(qkv, context))
         y = self.drop_path(self.proj_drop(self.act(y)))
