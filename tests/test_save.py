@@ -261,6 +261,17 @@ def test_what_a_killed_convert_left_is_no_hindrance(vit, tmp_path):
     assert sorted(os.listdir(tmp_path / 'b')) == PAIR
 
 
+def test_what_a_killed_save_left_stays_until_the_next_one_has_written_its_files(tmp_path):
+    left = tmp_path / '.odevit-save-x'
+    left.mkdir()
+    with pytest.raises(KeyboardInterrupt), files.staged(tmp_path, 'note'):
+        raise KeyboardInterrupt
+    with files.staged(tmp_path, 'note') as aside:
+        (aside / 'note').write_text('new')
+        assert left.is_dir()
+    assert os.listdir(tmp_path) == ['note']
+
+
 @pytest.mark.parametrize('error', [NotImplementedError('no flock'), OSError(errno.ENOLCK, 'No locks available')],
                          ids=lambda e: type(e).__name__)
 def test_without_locks_there_is_a_warning_and_nothing_of_others_is_removed(vit, tmp_path, monkeypatch, error):

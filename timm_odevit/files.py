@@ -70,14 +70,15 @@ def staged(folder: str | Path, *names: str) -> Iterator[Path]:
     """
     folder = Path(folder)
     with locked(folder, 'save', _WAIT) as alone:
-        for left in folder.glob(f'{OWN}save-*') if alone else ():  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
         aside = Path(tempfile.mkdtemp(prefix=f'{OWN}save-', dir=folder))
         try:
             yield aside
             for name in names:
                 with open(aside / name, 'rb+') as file:
                     os.fsync(file.fileno())
+            for other in folder.glob(f'{OWN}save-*') if alone else ():  # of a process that was killed
+                if other != aside:
+                    shutil.rmtree(other, ignore_errors=True)
             _move(aside, names[0], names[-1])
         except (SafetensorError, RuntimeError) as e:  # what safetensors and torch.save raise if the disk is full
             if isinstance(e, SafetensorError) or 'inline_container' in str(e) or 'PytorchStream' in str(e):

@@ -24,6 +24,7 @@ _LARGEST = {'depth': 256, 'depths': 64, 'num_blocks': 256, 'layers': 256, f'{PRE
             f'{PREFIX}phases': 256, 'num_classes': 10_000_000}
 _LARGEST_NUMBER = 100_000
 _LARGEST_MODEL = 2 ** 31  # numbers in all tensors together
+_DEEPEST = 10  # lists and dicts inside of one another
 
 
 def _numbers(values: Any, least: float, most: float, kinds: tuple[type, ...] = (int, float)) -> bool:
@@ -31,19 +32,33 @@ def _numbers(values: Any, least: float, most: float, kinds: tuple[type, ...] = (
         type(value) in kinds and least <= value <= most for value in values)  # NaN is not
 
 
+def _texts(values: Any, *kinds: type) -> bool:
+    """Whether values are of one of these kinds, and each is text, or a number that stands for a name."""
+    each = values.values() if isinstance(values, dict) else values
+    return isinstance(values, kinds) and all(isinstance(value, (str, int)) for value in each)
+
+
 _INTERPOLATIONS = ('bicubic', 'bilinear', 'nearest', 'lanczos', 'box', 'hamming', 'random')
 _CROP_MODES = ('center', 'squash', 'border', 'random')
-# what an entry of pretrained_cfg must be, where building a model does not check it
+_TEXT: Any = (lambda v: isinstance(v, str), 'text')
+_TEXTS: Any = (lambda v: _texts(v, str, list, tuple), 'text, or a list of texts')
+# what an entry of pretrained_cfg must be; None is allowed, too
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     'input_size': (lambda v: _numbers(v, 1, _LARGEST_NUMBER, (int,)) and len(v) == 3,
                    f'three sizes from 1 to {_LARGEST_NUMBER:,}'),
+    'fixed_input_size': (lambda v: isinstance(v, bool), 'true or false'),
+    'pool_size': (lambda v: _numbers(v, 1, _LARGEST_NUMBER, (int,)), f'sizes from 1 to {_LARGEST_NUMBER:,}'),
     'mean': (lambda v: _numbers(v, -_LARGEST_NUMBER, _LARGEST_NUMBER), 'a number for each channel'),
     'std': (lambda v: _numbers(v, 1e-9, _LARGEST_NUMBER), 'a number above 0 for each channel'),
     'crop_pct': (lambda v: _numbers([v], 0.1, 2), 'a number from 0.1 to 2'),
     'interpolation': (lambda v: v in _INTERPOLATIONS, ', '.join(_INTERPOLATIONS)),
     'crop_mode': (lambda v: v in _CROP_MODES, ', '.join(_CROP_MODES)),
     'num_classes': (lambda v: _numbers([v], -1, _LARGEST['num_classes'], (int,)), 'a number of classes'),
-    'label_names': (lambda v: isinstance(v, (list, tuple, dict)), 'a name for each class'),
+    'label_offset': (lambda v: _numbers([v], 0, _LARGEST['num_classes'], (int,)), 'a number of classes'),
+    'label_names': (lambda v: _texts(v, list, tuple, dict), 'a name for each class'),
+    'label_descriptions': (lambda v: _texts(v, dict), 'a text for each class'),
+    **dict.fromkeys(('architecture', 'description', 'license', 'origin_url', 'paper_name', 'tag'), _TEXT),
+    **dict.fromkeys(('classifier', 'first_conv', 'notes', 'paper_ids'), _TEXTS),
 }
 _ABOUT_FILES = ('url', 'state_dict', 'hf_hub_filename', 'custom_load')
 # keywords that choose files, or how a model is made: only the caller may give them
@@ -172,7 +187,9 @@ def check_args(where: str, cfg: dict[str, Any], args: Any) -> None:
             raise refused(f'has {name} {shown(value)}; expected {expected}')
     if not isinstance(args, dict) or not isinstance(args.get('base_args') or {}, dict):
         raise refused(f'has {shown(args)} instead of keywords')
-    for name, value in _entries(args):
+    for name, value, depth in _entries(args):
+        if depth > _DEEPEST:
+            raise refused(f'has lists inside of lists, {depth} deep, in {shown(name)}')
         largest = _LARGEST.get(name, _LARGEST_NUMBER)
         if name in _CALLER:
             raise refused(f"gives '{name}', which only the caller of timm.create_model may give")
@@ -184,13 +201,13 @@ def check_args(where: str, cfg: dict[str, Any], args: Any) -> None:
             raise refused(f'has {shown(name)} {shown(value)}')
 
 
-def _entries(tree: Any, name: str = '') -> Iterator[tuple[str, Any]]:
-    """The name and the value of everything in keywords; entries of a list have its name."""
-    yield name, tree
+def _entries(tree: Any, name: str = '', depth: int = 0) -> Iterator[tuple[str, Any, int]]:
+    """The name, the value and the depth of everything in keywords; entries of a list have its name."""
+    yield name, tree, depth
     for key, value in tree.items() if isinstance(tree, dict) else ():
-        yield from _entries(value, key)
+        yield from _entries(value, key, depth + 1)
     for value in tree if isinstance(tree, list) else ():
-        yield from _entries(value, name)
+        yield from _entries(value, name, depth + 1)
 
 
 def check_size(model: nn.Module, file: str | None) -> None:
