@@ -251,7 +251,7 @@ def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
     for ours, theirs, order in zip(find_stages(model), sites, orders, strict=True):
         few = ours.blocks
         layers = []
-        start, end = config.span(len(order))
+        start, end = config.converted_layers(len(order))
         for i, (kind, whole_block) in enumerate(zip(order, theirs.blocks, strict=True)):
             first = few[order.index(kind)]
             shared = {id(t): t for t in (*first.parameters(), *first.buffers())} if start <= i <= end else {}

@@ -29,7 +29,7 @@ class PostNormField(NativeField):
     """A block whose norms follow its sub-layers: ResPostBlock, EvaBlockPostNorm, ResPostRelPosBlock."""
 
     def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
-        return self.block.drop_path1(self.block.norm1(self.block.attn(x, **context.passed)))
+        return self.block.drop_path1(self.block.norm1(self.block.attn(x, **context.block_kwargs)))
 
     def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
         return self.block.drop_path2(self.block.norm2(self.block.mlp(x)))
@@ -39,7 +39,7 @@ class GammaField(NativeField):
     """A pre-norm block with LayerScale as plain parameters gamma_1 and gamma_2, or without LayerScale: EVA, BEiT."""
 
     def attention(self, t, x, context):
-        y = self.block.attn(self.block.norm1(x), **context.passed)
+        y = self.block.attn(self.block.norm1(x), **context.block_kwargs)
         return self.block.drop_path1(y if self.block.gamma_1 is None else self.block.gamma_1 * y)
 
     def mlp(self, t, x, context):
@@ -53,7 +53,7 @@ class ParallelField(NativeField):
 
     def attention(self, t, x, context):
         return torch.stack([
-            a.drop_path(a.ls(a.attn(a.norm(x), **context.passed))) for a in self.block.attns]).sum(dim=0)
+            a.drop_path(a.ls(a.attn(a.norm(x), **context.block_kwargs))) for a in self.block.attns]).sum(dim=0)
 
     def mlp(self, t, x, context):
         return torch.stack([ffn(x) for ffn in self.block.ffns]).sum(dim=0)
@@ -102,7 +102,7 @@ class WholeField(NativeField):
     mlp = attention
 
     def both(self, t, x, context):
-        return self.block(x, **context.passed) - x
+        return self.block(x, **context.block_kwargs) - x
 
 
 # By class object, since several timm modules have a class called Block. Blocks not listed here are used whole.
@@ -142,7 +142,7 @@ class Site(NamedTuple):
 
     def layers(self, config: OdeConfig) -> int:
         """How many of the blocks a conversion replaces."""
-        first, last = config.span(len(self.host.blocks))
+        first, last = config.converted_layers(len(self.host.blocks))
         return last - first + 1
 
 

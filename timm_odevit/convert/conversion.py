@@ -77,7 +77,7 @@ def convert_(
 def _build(model: Any, site: Site, config: OdeConfig, images: Tensor | None) -> OdeBlocks:
     """The OdeBlocks for one sequence of blocks; nothing is changed."""
     blocks = site.blocks
-    first, last = config.span(len(blocks))
+    first, last = config.converted_layers(len(blocks))
     chosen = blocks[first:last + 1]
     moments = None if images is None or config.init != 'svd_data' else input_moments(model, chosen, images, first)
     shared = build_field(config, chosen, first, moments)
@@ -88,7 +88,7 @@ def _build(model: Any, site: Site, config: OdeConfig, images: Tensor | None) -> 
     ode = OdeBlocks(
         shared, config, feature, float(first), blocks[:first], blocks[last + 1:],
         readout=partial(_logits, model) if readable else None,
-        prefix=prefix_tokens(model) if own else 0)
+        num_prefix_tokens=prefix_tokens(model) if own else 0)
     return ode.train(model.training)
 
 

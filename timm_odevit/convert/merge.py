@@ -60,7 +60,8 @@ def _merged(ode: OdeBlocks) -> OdeBlocks:
     table = MergedField(fields, [step.t for step in ode.solver]).requires_grad_(False)
     for module in (table, *(field for field in fields if isinstance(field, MergedField))):
         module.training = ode.shared.training
-    merged = OdeBlocks(table, ode.config, ode.feature, ode.t, [*ode.before], [*ode.after], ode.readout, ode.prefix)
+    merged = OdeBlocks(table, ode.config, ode.feature, ode.t, [*ode.before], [*ode.after], ode.readout,
+                       ode.num_prefix_tokens)
     for old, new in zip((ode, ode.solver, *ode.solver), (merged, merged.solver, *merged.solver), strict=True):
         new.training = old.training
         new.__dict__.update({name: value.copy() if isinstance(value, dict) else value

@@ -89,7 +89,7 @@ def _check_structure(name: str, sites: Sequence[Site], config: OdeConfig) -> Non
     """Check that the blocks can share weights, and that they suit the field and the method."""
     count, fields = 0, 0
     for site in sites:
-        first, last = config.span(len(site.blocks))
+        first, last = config.converted_layers(len(site.blocks))
         chosen = site.blocks[first:last + 1]
         count, fields = count + len(chosen), fields + len(set(kinds(chosen)))
         whole = sorted({type(b).__name__ for b in chosen if field_class(b) is WholeField})
@@ -108,7 +108,7 @@ def _check_structure(name: str, sites: Sequence[Site], config: OdeConfig) -> Non
 
 def _check_layers(name: str, blocks: Sequence[nn.Module], config: OdeConfig) -> None:
     """Check that the layers named in the settings exist."""
-    first, last = config.span(len(blocks))
+    first, last = config.converted_layers(len(blocks))
     if last >= len(blocks):
         raise ValueError(f'blocks={config.blocks}: {name} has blocks 0 to {len(blocks) - 1}.')
     layers = last - first + 1

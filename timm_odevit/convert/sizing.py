@@ -23,7 +23,7 @@ def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
     total = 0
     for stage, site in enumerate(find_stages(model)):
         blocks = site.blocks
-        first, last = config.span(len(blocks))
+        first, last = config.converted_layers(len(blocks))
         chosen = blocks[first:last + 1]
         replaced += [f'{site.name}.blocks.{i}.'.lstrip('.') for i in range(first, last + 1)]
         assigned = assignment(config.resolve(len(chosen), stage), chosen, first)
@@ -76,7 +76,7 @@ def choose_size(
         raise ValueError(
             f'{wanted:,} parameters are too few: one shared block and everything outside the blocks take '
             f'{smallest:,} of {total:,} ({100 * smallest / total:.1f} %).')
-    first, last = config.span(max(len(site.blocks) for site in find_stages(model)))
+    first, last = config.converted_layers(max(len(site.blocks) for site in find_stages(model)))
     layers = last - first + 1
     exact = replace(plain, phases=layers)
     if predict_parameters(model, exact) <= wanted:

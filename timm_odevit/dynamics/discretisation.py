@@ -134,7 +134,8 @@ class _Solutions:
         first = len(ode.before)
         args, kwargs = flow.maps[first].args[1:]  # type: ignore[attr-defined]
         given = len(args) == 1 and isinstance(args[0], Context)
-        self.passed = args[0].passed if given else ode.shared.context(args, kwargs).passed
+        context = args[0] if given else ode.shared.context(args, kwargs)
+        self.block_kwargs = context.block_kwargs
         self.start = flow.states()[first]
         self.exact = self.reference(self.start, ode.t, ode.end, fine)
         self.half = norms(self.reference(self.start, ode.t, ode.end, fine // 2) - self.exact)
@@ -143,7 +144,7 @@ class _Solutions:
     def maps(self, method: str, steps: int, t: float, end: float) -> list[Any]:
         config = replace(self.ode.config, method=method, steps=steps, T=end - t, adjoint=False)
         solver: Any = Solver(config, self.ode.shared, t)
-        return [partial(_step, step, step.field.context((), self.passed, step.field.fold())) for step in solver]
+        return [partial(_step, step, step.field.context((), self.block_kwargs, step.field.fold())) for step in solver]
 
     def reference(self, x: Tensor, t: float, end: float, fine: int) -> Tensor:
         """It starts anew where the field jumps, and has a step end at every layer."""

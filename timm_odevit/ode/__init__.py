@@ -1,5 +1,7 @@
 """The mathematics, independent of timm's models: a vector field, a solver, and OdeBlocks, which holds both.
 
+Read first: blocks, solver, methods, fields.
+
 config              OdeConfig: every setting of an ODE-ViT
 fields              what is integrated: the sub-layers of a transformer block
 lipschitz_field     the paper's block

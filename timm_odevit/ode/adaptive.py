@@ -110,7 +110,7 @@ def _solve_smooth(
     options: dict[str, Any] = dict(rtol=config.rtol, atol=config.atol, method=config.method)
     try:
         if config.adjoint:
-            handed = [v for v in context.passed.values() if isinstance(v, Tensor) and v.requires_grad]
+            handed = [v for v in context.block_kwargs.values() if isinstance(v, Tensor) and v.requires_grad]
             states = torchdiffeq.odeint_adjoint(
                 counted, x0, grid, adjoint_params=(*counted.parameters(), *handed), **options)
         else:

@@ -37,7 +37,7 @@ class OdeBlocks(nn.Module):
         before: Blocks of the base that are kept before the ODE.
         after: Blocks of the base that are kept after the ODE.
         readout: Maps a final state [B, N, D] to the host's logits [B, classes]; None if it has no head.
-        prefix: How many tokens of the host come before those of the patches.
+        num_prefix_tokens: How many tokens of the host come before those of the patches.
 
     Attributes:
         shared: The vector field.
@@ -60,13 +60,13 @@ class OdeBlocks(nn.Module):
             before: Sequence[nn.Module] = (),
             after: Sequence[nn.Module] = (),
             readout: Readout | None = None,
-            prefix: int = 0,
+            num_prefix_tokens: int = 0,
     ) -> None:
         super().__init__()
         self.shared = shared
         self.t = t
         self.readout = readout
-        self.prefix = prefix
+        self.num_prefix_tokens = num_prefix_tokens
         self.before = nn.ModuleList(before)
         self.after = nn.ModuleList(after)
         self.feature_info = _FeatureInfo()  # shared with the host, so it stays correct when the steps change
@@ -84,7 +84,7 @@ class OdeBlocks(nn.Module):
         if config.halting in WITH_HEAD and self.readout is None:
             raise ValueError(f"halting='{config.halting}' needs a model with one sequence of blocks, whose "
                              "`forward_head(norm(state))` gives its logits. Use 'acceleration' or 'residual'.")
-        solver = Solver(config, self.shared, self.t, self.prefix)
+        solver = Solver(config, self.shared, self.t, self.num_prefix_tokens)
         solver.training = self.training
         for step in solver:
             step.training = self.training
@@ -122,7 +122,7 @@ class OdeBlocks(nn.Module):
     @property
     def steps(self) -> int:
         """Number K of steps of the ODE; setting it trades accuracy for compute."""
-        return self.config.grid[0]
+        return self.config.steps_and_end[0]
 
     @steps.setter
     def steps(self, steps: int) -> None:
@@ -143,7 +143,7 @@ class OdeBlocks(nn.Module):
     @property
     def end(self) -> float:
         """Time at which the last step ends, in blocks of the base."""
-        return self.t + self.config.grid[1]
+        return self.t + self.config.steps_and_end[1]
 
     @property
     def merged(self) -> bool:
@@ -203,9 +203,9 @@ class OdeBlocks(nn.Module):
         if self.config.adaptive:
             x = self._solve(x, (self.t, self.end), args, kwargs)[-1]
         elif self._halts(x):
-            x, taken = run_halting(list(self._in_context(args, kwargs)), x, self.config, self.readout)
+            x, taken = run_halting(list(self._steps_with_context(args, kwargs)), x, self.config, self.readout)
         else:
-            for step, context in self._in_context(args, kwargs):
+            for step, context in self._steps_with_context(args, kwargs):
                 x = step(x, context)
         if not torch.compiler.is_compiling():
             self._counts.steps = taken
@@ -227,11 +227,11 @@ class OdeBlocks(nn.Module):
         if self.config.adaptive:
             return self._solve(x, [*(step.t for step in self.solver), self.end], args, kwargs)
         path = [x]
-        for step, context in self._in_context(args, kwargs):
+        for step, context in self._steps_with_context(args, kwargs):
             path.append(step(path[-1], context))
         return torch.stack(path)
 
-    def _in_context(self, args: Any, kwargs: Any) -> Iterator[tuple[Step, Context]]:
+    def _steps_with_context(self, args: Any, kwargs: Any) -> Iterator[tuple[Step, Context]]:
         """Each step with the context that it is called with in one pass; every field is folded once."""
         field, context = None, Context({})
         for step in self.solver:
@@ -271,7 +271,7 @@ class OdeBlocks(nn.Module):
         start, stop, stride = index.indices(len(modules))
         if stride != 1 or stop <= start:
             raise ValueError(f'A slice of {len(modules)} blocks must be consecutive and not empty; got {index}.')
-        steps, T = self.config.grid
+        steps, T = self.config.steps_and_end
         ahead, chosen = len(self.before), modules[start:stop]
         low, high = max(start - ahead, 0), min(stop - ahead, steps)
         if high <= low:
@@ -279,7 +279,7 @@ class OdeBlocks(nn.Module):
         before, after = modules[start:ahead], modules[ahead + steps:stop]
         return OdeBlocks(
             self.shared, self.config.part(low, high), self.feature, self.t + low * T / steps, before, after, None,
-            self.prefix).train(self.training)
+            self.num_prefix_tokens).train(self.training)
 
     def extra_repr(self) -> str:
         return f'{self.method}, {self.steps} steps on [{self.t:g}, {self.end:g}]'

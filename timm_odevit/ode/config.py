@@ -146,7 +146,7 @@ class OdeConfig(Settings):
         return self.method not in METHODS
 
     @property
-    def grid(self) -> tuple[int, float]:
+    def steps_and_end(self) -> tuple[int, float]:
         """Number K of steps and end time T.
 
         Raises:
@@ -157,7 +157,7 @@ class OdeConfig(Settings):
                 f'steps and T are needed here; got {self.steps} and {self.T}. Set both: OdeConfig(steps=12, T=12).')
         return self.steps, self.T
 
-    def span(self, depth: int) -> tuple[int, int]:
+    def converted_layers(self, depth: int) -> tuple[int, int]:
         """The first and the last converted layer of a sequence of `depth` layers."""
         return self.blocks or (0, depth - 1)
 
@@ -168,7 +168,7 @@ class OdeConfig(Settings):
 
     def part(self, first: int, last: int) -> 'OdeConfig':
         """The settings of the steps from `first` up to but without `last`: tokens merge as fast, and nothing halts."""
-        steps, T = self.grid
+        steps, T = self.steps_and_end
         share = (last - first) / steps
         return replace(self, steps=last - first, T=share * T, tokens=1. - share * (1. - self.tokens), halting=None)
 

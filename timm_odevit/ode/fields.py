@@ -27,11 +27,11 @@ class Context(NamedTuple):
     """What a field is called with, besides the time and the state.
 
     Attributes:
-        passed: What the host passes to its blocks, by name: masks, RoPE tables, shared position bias, ...
+        block_kwargs: What the host passes to its blocks, by name: masks, RoPE tables, shared position bias, ...
         weights: What `fold()` returned for this forward pass.
         groups: The merged tokens of the step, if any.
     """
-    passed: dict[str, Any]
+    block_kwargs: dict[str, Any]
     weights: list[Tensor] | None = None
     groups: Groups | None = None
 
@@ -117,7 +117,7 @@ class NativeField(Field):
         self.names = tuple(inspect.signature(type(block).forward).parameters)[2:]
 
     def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
-        return self.block.drop_path1(self.block.ls1(self.block.attn(self.block.norm1(x), **context.passed)))
+        return self.block.drop_path1(self.block.ls1(self.block.attn(self.block.norm1(x), **context.block_kwargs)))
 
     def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
         return self.block.drop_path2(self.block.ls2(self.block.mlp(self.block.norm2(x))))

@@ -81,7 +81,7 @@ def run_halting(
     Raises:
         ValueError: The model passes its blocks something for each image, such as an attention mask.
     """
-    for name, value in steps[0][1].passed.items():
+    for name, value in steps[0][1].block_kwargs.items():
         if isinstance(value, Tensor) and (value.ndim > 2 or name == 'attn_mask'):
             raise ValueError(
                 f'Images cannot leave a batch for which the model passes its blocks a {name}. Set halting=None.')

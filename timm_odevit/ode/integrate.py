@@ -38,7 +38,7 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
 
     Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.1; ODE-ViT, arXiv 2511.16501.
     """
-    steps, T = config.grid
+    steps, T = config.steps_and_end
     if config.tokens < 1 or config.halting is not None:
         raise ValueError('tokens and halting apply to the blocks of a model, not to integrate. Leave them out.')
     if not config.adaptive and METHODS[config.method].splits and not (
@@ -74,7 +74,7 @@ class _CallableField(Field):
 
 
 def _check_finite(x: Tensor, step: int, config: OdeConfig) -> None:
-    steps, T = config.grid
+    steps, T = config.steps_and_end
     if not torch.isfinite(x).all():
         raise FloatingPointError(
             f'The state is not finite after step {step} of {steps} '

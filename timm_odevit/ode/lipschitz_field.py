@@ -135,7 +135,7 @@ class LipschitzField(Field):
 
     def _attend(self, qkv: Tensor, context: Context) -> Tensor:
         q, k, v = self._heads(qkv).unbind(0)
-        mask, causal = context.passed.get('attn_mask'), context.passed.get('is_causal', False)
+        mask, causal = context.block_kwargs.get('attn_mask'), context.block_kwargs.get('is_causal', False)
         if self.fused_attn:
             y = F.scaled_dot_product_attention(
                 q, k, v,

@@ -35,15 +35,15 @@ class TokenMerging:
 
     Args:
         share: Share of the patch tokens that is left at T.
-        prefix: How many tokens, such as a class token and registers, come before those of the patches.
+        num_prefix_tokens: How many tokens, such as a class token and registers, come before those of the patches.
         start: Time at which the first step starts.
         T: Length of all steps together.
 
     Source: Token Merging (ToMe), arXiv 2210.09461.
     """
 
-    def __init__(self, share: float, prefix: int, start: float, T: float) -> None:
-        self.share, self.prefix, self.start, self.T = share, prefix, start, T
+    def __init__(self, share: float, num_prefix_tokens: int, start: float, T: float) -> None:
+        self.share, self.num_prefix_tokens, self.start, self.T = share, num_prefix_tokens, start, T
 
     def enter(self, t: float, x: Tensor, context: Context) -> tuple[Tensor, Context]:
         """Merge some tokens of a state [B, N, D] at the start of a step.
@@ -54,7 +54,7 @@ class TokenMerging:
         """
         if isinstance(x, torch.fx.Proxy):
             raise ValueError('FX cannot trace the merging of tokens. Set tokens=1, or use torch.export.')
-        if context.passed.get('attn_mask') is not None or context.passed.get('is_causal'):
+        if context.block_kwargs.get('attn_mask') is not None or context.block_kwargs.get('is_causal'):
             raise ValueError(
                 'Tokens cannot be merged under an attention mask, which names them by position. Set tokens=1.')
         groups = _groups_of(x)
@@ -63,7 +63,7 @@ class TokenMerging:
         if groups is None:
             return y, context
         mask = groups.sizes.to(x.dtype).log()[:, None, None]  # [B, 1, 1, G]
-        return y, context._replace(passed={**context.passed, 'attn_mask': mask}, groups=groups)
+        return y, context._replace(block_kwargs={**context.block_kwargs, 'attn_mask': mask}, groups=groups)
 
     def leave(self, x: Tensor, context: Context) -> Tensor:
         """The state of all tokens [B, N, D] for that of the groups [B, G, D] at the end of a step."""
@@ -86,8 +86,8 @@ class TokenMerging:
             The state [B, G', D] and the groups that are left.
         """
         B, G, D = x.shape
-        patches = G - self.prefix
-        count = min(patches - tokens_at(tokens - self.prefix, self.share, progress), patches // 2)
+        patches = G - self.num_prefix_tokens
+        count = min(patches - tokens_at(tokens - self.num_prefix_tokens, self.share, progress), patches // 2)
         if count < 1:
             return x, groups
         with torch.no_grad():
@@ -103,10 +103,10 @@ class TokenMerging:
 
     def _pairs(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The new number of each group of a state x [B, G, D] [B, G], and an old number of each new one [B, G']."""
-        B, G, _ = x.shape
-        unit = F.normalize(x[:, self.prefix:].float(), dim=-1)
+        (B, G, _), prefix = x.shape, self.num_prefix_tokens
+        unit = F.normalize(x[:, prefix:].float(), dim=-1)
         alike, partner = (unit[:, 1::2] @ unit[:, ::2].transpose(1, 2)).max(dim=-1)  # odd tokens, at least one even
-        odd, even = (torch.arange(i, G - self.prefix, 2, device=x.device) + self.prefix for i in (1, 0))
+        odd, even = (torch.arange(i, G - prefix, 2, device=x.device) + prefix for i in (1, 0))
         chosen = alike.topk(count, dim=-1).indices  # [B, count], of the odd ones
         source, target = odd[chosen], even[partner.gather(1, chosen)]
         old = torch.arange(G, device=x.device).expand(B, G)

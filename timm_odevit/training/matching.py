@@ -51,7 +51,7 @@ def check_converted_from(student: Any, teacher: Any) -> None:
 def check_same_time(student: nn.Module, stages: list[list[nn.Module]]) -> None:
     """Raise ValueError unless the student's steps end at the states after the blocks of the teacher's stages."""
     for ode, blocks in zip(find_ode_blocks(student), stages, strict=True):
-        kept, T = len(ode.before) + len(ode.after), ode.config.grid[1]
+        kept, T = len(ode.before) + len(ode.after), ode.config.steps_and_end[1]
         if kept + T != len(blocks):
             raise ValueError(f'The student runs over {T:g} units of time plus {kept} kept layers, but the teacher has '
                              f'{len(blocks)} layers, so the steps do not end at its states. Convert with T=None.')
@@ -134,7 +134,7 @@ class TeacherStage:
 
     def converted(self, ode: OdeBlocks) -> tuple[int, list[float]]:
         """The first converted layer, and the times of the converted layers, relative to all of their time."""
-        first, last = ode.config.span(len(self.times))
+        first, last = ode.config.converted_layers(len(self.times))
         start = self.times[first - 1] if first else 0.
         return first, [(time - start) / (self.times[last] - start) for time in self.times[first:last + 1]]
 
