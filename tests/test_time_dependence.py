@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from timm_odevit import OdeConfig, convert_, integrate
+from timm_odevit import OdeConfig, convert_, integrate, merge_
 from timm_odevit.convert.initialisation import build_field, factors
 from timm_odevit.convert.svd_data import input_moments
 from timm_odevit.ode.fields import NativeField
@@ -227,3 +227,35 @@ def test_a_layer_may_be_wrapped_and_may_not_be_replaced(vit, images):
     attn.qkv = torch.nn.Sequential(attn.qkv.base_layer)
     with pytest.raises(RuntimeError, match=r'block.attn.qkv.bias, block.attn.qkv.weight: these parameters have residuals but are no'):
         model(images)
+
+
+@pytest.mark.parametrize('time', [dict(time='vectors'), dict(time='low_rank', rank=2), dict(time='low_rank', rank=2, phases=2)])
+def test_averaged_over_steps_of_length_one_nothing_changes(vit, images, time):
+    model = vit(depth=4)
+    convert_(model, **time)
+    expected = model(images)
+    model.blocks.config = replace(model.blocks.config, averaged=True)
+    assert torch.equal(model(images), expected)
+    model.blocks.method = 'dopri5'
+    at_points = model(images)  # an adaptive method evaluates at points
+    model.blocks.config = replace(model.blocks.config, averaged=False)
+    assert torch.equal(model(images), at_points)
+
+
+@pytest.mark.parametrize('steps, layers', [(2, [[0, 1], [2, 3]]), (8, [[0], [0], [1], [1], [2], [2], [3], [3]]), (1, [[0, 1, 2, 3]])])
+def test_a_step_has_the_mean_over_its_layers(vit, images, steps, layers):
+    model = vit(depth=4)
+    convert_(model, time='low_rank', rank=2, averaged=True, steps=steps)
+    field = model.blocks.shared
+    for step, of in zip(model.blocks, layers, strict=True):
+        found = field.at(step.t, interval=step.interval)
+        for name, value in found.items():
+            torch.testing.assert_close(value, torch.stack([field.at(float(layer))[name] for layer in of]).mean(0))
+    expected = model(images)
+    merge_(model)
+    torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_autonomous_block_has_nothing_to_average():
+    with pytest.raises(ValueError, match='averaged applies to'):
+        OdeConfig(averaged=True)

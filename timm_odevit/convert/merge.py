@@ -55,7 +55,7 @@ def _merged(ode: OdeBlocks) -> OdeBlocks:
     fields = []
     for step in ode.solver:
         times = [step.t + node * step.h for node in step.nodes]
-        at_times = [_frozen(step.field, t) for t in times]
+        at_times = [_frozen(step.field, t, step.interval) for t in times]
         fields.append(at_times[0] if len(times) == 1 else MergedField(at_times, times))
     table = MergedField(fields, [step.t for step in ode.solver]).requires_grad_(False)
     for module in (table, *(field for field in fields if isinstance(field, MergedField))):
@@ -69,12 +69,12 @@ def _merged(ode: OdeBlocks) -> OdeBlocks:
     return merged
 
 
-def _frozen(field: TimeField, t: float) -> Field:
-    """A copy of a field as it is at t, with weights of its own; it does not depend on time."""
+def _frozen(field: TimeField, t: float, interval: tuple[float, float] | None) -> Field:
+    """A copy of a field as it is at t, or on average over an interval, with weights of its own."""
     base = copy_module(field.base, hooks=True)
     tensors = {**dict(base.named_parameters()), **dict(base.named_buffers())}
     with torch.no_grad():
-        for name, value in field.at(t).items():
+        for name, value in field.at(t, interval=interval).items():
             tensors[name].copy_(value)
     return base
 

@@ -71,7 +71,10 @@ class OdeConfig(Settings):
         T: End time, in blocks of the base model; None for the number of converted layers.
         time: How the shared block depends on t: 'autonomous', not at all; 'vectors', its vectors (norms, biases,
             LayerScale) have a value per layer; 'low_rank', each matrix also has a residual of rank `rank` per layer.
-            Between two layers, values are interpolated linearly in t.
+            Between two layers, values are interpolated linearly in t, unless they are `averaged`.
+        averaged: A step of a method other than an adaptive one evaluates its field with the values of the layers
+            averaged over the step. Changes nothing for steps of length 1; better if other numbers of steps are trained
+            as well (hub/RESULTS.md, Any number of steps).
         rank: Rank of the residuals of 'low_rank'.
         phases: Number of shared blocks, one per span of consecutive layers.
         boundaries: First layer of each span except the first, such as (7, 10); 'uniform' for spans of equal length.
@@ -103,6 +106,7 @@ class OdeConfig(Settings):
     steps: int | tuple[int, ...] | None = setting(None, _steps)
     T: float | None = setting(None, number(0., open='(', none='the number of converted layers'))
     time: str = setting('autonomous', one_of(TIMES))
+    averaged: bool = setting(False, flag)
     rank: int = setting(0, integer(0))
     phases: int = setting(1, integer(1))
     boundaries: str | tuple[int, ...] = setting('uniform', _boundaries)
@@ -122,6 +126,9 @@ class OdeConfig(Settings):
             raise ValueError(f"time='low_rank' needs a rank of at least 1, such as rank=8; got {self.rank!r}.")
         if self.time != 'low_rank' and self.rank != 0:
             raise ValueError(f"rank applies only to time='low_rank'; got rank={self.rank!r} with time='{self.time}'.")
+        if self.averaged and self.time == 'autonomous':
+            raise ValueError("averaged applies to time='vectors' or 'low_rank'; an autonomous block has one value for "
+                             'all layers. Leave it out.')
         if isinstance(self.boundaries, tuple):
             count = len(self.boundaries)
             if self.phases not in (1, count + 1):

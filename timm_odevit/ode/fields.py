@@ -29,10 +29,12 @@ class Context(NamedTuple):
     Attributes:
         block_kwargs: What the host passes to its blocks, by name: masks, RoPE tables, shared position bias, ...
         weights: What `fold()` returned for this forward pass.
+        interval: The step, over which weights that depend on time are averaged; None to take them at t.
         groups: The merged tokens of the step, if any.
     """
     block_kwargs: dict[str, Any]
     weights: list[Tensor] | None = None
+    interval: tuple[float, float] | None = None
     groups: Groups | None = None
 
 

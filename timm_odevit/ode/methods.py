@@ -21,6 +21,7 @@ class Step(nn.Module):
         t: Time at which the step starts.
         h: Length of the step, in the same unit.
         merging: How tokens are merged; None if they are not.
+        averaged: Whether weights that depend on time are averaged over the step.
 
     Attributes:
         order: Order of convergence of the global error.
@@ -34,11 +35,14 @@ class Step(nn.Module):
     splits = False
     field: Any
 
-    def __init__(self, field: Field, t: float, h: float, merging: TokenMerging | None = None) -> None:
+    def __init__(
+            self, field: Field, t: float, h: float, merging: TokenMerging | None = None, averaged: bool = False,
+    ) -> None:
         super().__init__()
         self.t = t
         self.h = h
         self.merging = merging
+        self.interval = (t, t + h) if averaged else None
         self.set_field(field)
 
     def set_field(self, field: Field) -> None:
@@ -51,6 +55,8 @@ class Step(nn.Module):
         """The state that the step computes, in which similar tokens may be merged, and the context of its field."""
         given = len(args) == 1 and isinstance(args[0], Context)  # by OdeBlocks, which makes one for all steps
         context = args[0] if given else self.field.context(args, kwargs)
+        if self.interval is not None:
+            context = context._replace(interval=self.interval)
         if self.merging is None:
             return x, context
         return self.merging.enter(self.t, x, context)

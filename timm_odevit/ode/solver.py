@@ -26,4 +26,4 @@ class Solver(nn.ModuleList):
         h, starts = T / steps, [t + i * (T / steps) for i in range(steps)]
         super().__init__(
             AdaptiveStep(field, start, h, config) if config.adaptive
-            else METHODS[config.method](field, start, h, merging) for start in starts)
+            else METHODS[config.method](field, start, h, merging, config.averaged) for start in starts)

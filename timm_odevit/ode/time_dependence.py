@@ -1,4 +1,5 @@
 """Fields that depend on time: parameters with a value per layer, and phases with a block each."""
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -24,7 +25,8 @@ class TimeField(Field):
 
     A vector v becomes v + d(t), a matrix W becomes W + B(t) A(t), with A and B of rank r. The residual of layer l
     applies at t = l; between two layers, residuals are interpolated linearly in t; before the first and after the last
-    layer, they are constant. Weight decay therefore pulls each layer towards the shared block.
+    layer, they are constant. Over the interval of a step, if its context names one, they are averaged instead, with the
+    residual of layer l from t = l to the next layer. Weight decay therefore pulls each layer towards the shared block.
 
     Matrices are merged before they are used, once per evaluation: r multiplications per entry of an M x N matrix
     (2 r between two layers) instead of r (M + N) per token. Training keeps one merged block per evaluation for the
@@ -67,7 +69,8 @@ class TimeField(Field):
         self.statistics.register_buffer(name.replace('.', '-'), residuals)
 
     def forward(self, t, x, context=None, part=''):
-        return run_with(self.base, self.at(t, part), t, x, context, part)
+        interval = None if context is None else context.interval
+        return run_with(self.base, self.at(t, part, interval), t, x, context, part)
 
     @property
     def has_attention_maps(self):
@@ -76,9 +79,9 @@ class TimeField(Field):
     def attention_map(self, t, x):
         return skeleton(self.base, self.at(t, 'attention')).attention_map(t, x)
 
-    def at(self, t: float, part: str = '') -> dict[str, Tensor]:
-        """The parameters of the base at t, by name: those of its attention, of its MLP, or all."""
-        knots = self._knots(_number(t))
+    def at(self, t: float, part: str = '', interval: tuple[float, float] | None = None) -> dict[str, Tensor]:
+        """The parameters of the base at t, or averaged over an interval: those of its attention, of its MLP, or all."""
+        knots = self._knots(_number(t)) if interval is None else self._shares(*interval)
         parameters = {residual_key(name): (name, p) for name, p in self.base.named_parameters()}
         missing = [key.replace('-', '.') for key in (*self.vectors, *self.up) if key not in parameters]
         if missing:
@@ -107,6 +110,12 @@ class TimeField(Field):
         a, b = self.layers[right - 1], self.layers[right]
         share = (t - a) / (b - a)
         return [(right - 1, 1.)] if share < 1e-6 else [(right - 1, 1. - share), (right, share)]
+
+    def _shares(self, start: float, end: float) -> list[tuple[int, float]]:
+        """Indices of the layers of an interval, and the share of it that each applies to."""
+        bounds = [-math.inf, *self.layers[1:], math.inf]
+        shares = [(min(end, b) - max(start, a)) / (end - start) for a, b in pairwise(bounds)]
+        return [(i, 1. if share > 1. - 1e-6 else share) for i, share in enumerate(shares) if share > 1e-6]
 
     def block_to_resize(self):
         if any('position_bias_table' in name for name in self.up):
