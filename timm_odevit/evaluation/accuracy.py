@@ -2,7 +2,6 @@
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from numbers import Integral
 from typing import Any
 
@@ -13,7 +12,7 @@ from tqdm import tqdm
 
 from ..convert.merge import check_not_merged
 from ..data.preprocessing import renormalisation
-from ..hooks import evaluating
+from ..hooks import autocast, evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.with_steps import with_steps
 from ..settings import shown
@@ -214,8 +213,7 @@ def run_batches(
     scale, shift = normalisation
     cost = _Cost(model, parameter.device)
     marks: list[Tensor] = []
-    autocast = nullcontext() if amp_dtype is None else torch.autocast(parameter.device.type, amp_dtype)
-    with evaluating(model), torch.inference_mode(), autocast:
+    with evaluating(model), torch.inference_mode(), autocast(parameter.device, amp_dtype):
         for batch in tqdm(loader, desc=name, leave=False, disable=not progress):
             images, labels = _images_and_labels(batch)
             if not len(images):
