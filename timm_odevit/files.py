@@ -77,7 +77,7 @@ def staged(folder: str | Path, *names: str) -> Iterator[Path]:
                 with open(aside / name, 'rb+') as file:
                     os.fsync(file.fileno())
             for other in folder.glob(f'{OWN}save-*') if alone else ():  # of a process that was killed
-                if other != aside:
+                if other.name != aside.name:  # aside may be absolute where folder is not
                     shutil.rmtree(other, ignore_errors=True)
             _move(aside, names[0], names[-1])
         except (SafetensorError, RuntimeError) as e:  # what safetensors and torch.save raise if the disk is full
