@@ -201,6 +201,19 @@ def test_the_image_size_may_change_after_conversion(name, settings):
     torch.testing.assert_close(converted(x), resized(x), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize('name', ['beit_base_patch16_224', 'swin_tiny_patch4_window7_224'])
+def test_a_size_for_which_residuals_do_not_fit_is_refused_before_anything_changes(name):
+    model = build(name)
+    done = convert_(model, config_for(name, time='low_rank', rank=2))
+    x = torch.randn(1, 3, *[MODELS[name]['img_size']] * 2)
+    expected = model(x)
+    with pytest.raises(ValueError, match='Call set_input_size before convert_'):
+        model.set_input_size((32, 32))
+    torch.testing.assert_close(model(x), expected)
+    done.restore()
+    model.set_input_size((32, 32))
+
+
 @pytest.mark.parametrize('name, change', [
     *((name, dict(img_size=(32, 32))) for name in (
         'deit_tiny_distilled_patch16_224', 'beit_base_patch16_224', 'eva02_tiny_patch14_224', 'vit_relpos_small_patch16_224',

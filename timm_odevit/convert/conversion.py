@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..ode.blocks import OdeBlocks, count_parameters
 from ..ode.config import OdeConfig
 from ..ode.methods import METHODS
+from ..ode.time_dependence import TimeField
 from .block_kinds import Site, class_token_comes_later, prefix_tokens
 from .initialisation import build_field
 from .merge import check_not_merged
@@ -107,7 +108,15 @@ def _replacements(model: Any, sites: Sequence[Site], built: Sequence[OdeBlocks])
         wanted.append((model.rope, 'get_embed', partial(_rope_of_steps, model)))
     if hasattr(model, 'group_matcher'):
         wanted.append((model, 'group_matcher', partial(_group_matcher, model)))
+    if any('position_bias_table' in name for ode in built for field in ode.shared.modules()
+           if isinstance(field, TimeField) for name in field.up):
+        wanted.append((model, 'set_input_size', _refuse_size))  # before the model has changed anything else
     return wanted
+
+
+def _refuse_size(*args: Any, **kwargs: Any) -> None:
+    raise ValueError('The residuals of the position bias fit only the image size at which the model was converted. '
+                     'Call set_input_size before convert_.')
 
 
 def _logits(model: Any, state: Tensor) -> Tensor:

@@ -118,10 +118,6 @@ class TimeField(Field):
         return [(i, 1. if share > 1. - 1e-6 else share) for i, share in enumerate(shares) if share > 1e-6]
 
     def block_to_resize(self):
-        if any('position_bias_table' in name for name in self.up):
-            raise ValueError(
-                'The residuals of the position bias fit only the image size at which the model was converted. '
-                'Call set_input_size before convert_.')
         return self.base.block_to_resize()
 
     def extra_repr(self) -> str:
