@@ -57,6 +57,7 @@ def main():
             assert all(abs(v[step] - loss.item()) < 1e-3 for v in both.values())
         total = sum(p.numel() for p in plain.parameters())
         print(f'{own:,} of {total:,} parameters in this process')
+    dist.barrier()    # a process that ends while another still computes may be aborted
     dist.destroy_process_group()
 
 
