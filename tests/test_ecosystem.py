@@ -162,7 +162,8 @@ def test_a_script_runs_with_the_models_registered(launcher, tmp_path):
     (tmp_path / 'helper.py').write_text('NAME = "odevit_tiny"\n')
     script = tmp_path / 'script.py'
     script.write_text('import sys, timm\nfrom helper import NAME\nif __name__ == "__main__":\n'
-                      '    print(timm.is_model(NAME), sys.argv[1:], flush=True)\n    sys.exit(0 if "--device" in sys.argv else 3)\n')
+                      '    sys.stdout.write(f"{timm.is_model(NAME)} {sys.argv[1:]}\\n")\n'  # in one piece, from each process
+                      '    sys.exit(0 if "--device" in sys.argv else 3)\n')
     command = [sys.executable, '-m', *launcher, 'timm_odevit.cli', 'script', str(script), '--help', '--model', 'x']
     done = subprocess.run([*command, '--device', 'gpu'], capture_output=True, text=True)
     assert done.stdout == (2 if launcher else 1) * "True ['--help', '--model', 'x', '--device', 'gpu']\n", done.stderr
