@@ -338,6 +338,14 @@ def test_several_numbers_of_steps_in_one_update(vit, batch):
     assert 'consistency_loss' not in both.eval()(*batch)
 
 
+@pytest.mark.parametrize('steps', [(3, 1), (1, 3)])
+def test_a_pass_of_one_step_has_no_exits(vit, batch, steps):
+    student, teacher = pair(vit)
+    task = TrajectoryDistillationTask(student, teacher, steps=(steps,), exits=(0.5,), exit_weight=0.5).train()
+    alone = TrajectoryDistillationTask(student, teacher, steps=(3,), exits=(0.5,), exit_weight=0.5).train()
+    torch.testing.assert_close(task(*batch)['exit_loss'], alone(*batch)['exit_loss'])
+
+
 @pytest.fixture
 def views(monkeypatch):
     """The views of students that tasks make, as they make them."""

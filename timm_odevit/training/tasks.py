@@ -218,7 +218,8 @@ class TrajectoryDistillationTask(StudentTask):
         output = passes[0][0]
         found = [self._parts(student, of, states, wanted, target, result)
                  for student, of, result in zip(students, pairs, passes, strict=True)]
-        parts = {name: torch.stack([of[name] for of in found]).mean() for name in found[0]}
+        names = dict.fromkeys(name for of in found for name in of)  # a pass of one step has no exits
+        parts = {name: torch.stack([of[name] for of in found if name in of]).mean() for name in names}
         if len(passes) > 1:
             parts['consistency'] = torch.stack([self._distance(out, output.detach()) for out, *_ in passes[1:]]).mean()
         parts = {name: part if self.weights[name] > 0 else part.detach() for name, part in parts.items()}
