@@ -200,3 +200,10 @@ def test_refuses_images_that_are_none(vit, images, message):
     with pytest.raises(ValueError, match=message):
         convert_(model, OdeConfig(time='low_rank', rank=2, init='svd_data'), images=images)
     assert snapshot(model) == before
+
+
+def test_kept_blocks_keep_their_modes(vit):
+    model = vit(depth=4).train()
+    model.blocks[0].eval()
+    convert_(model, blocks=(1, 2))
+    assert not model.blocks[0].training and model.blocks[3].training and model.blocks.shared.training

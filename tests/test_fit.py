@@ -63,6 +63,18 @@ def test_trains_and_keeps_last_best_and_history(vit, tmp_path):
     assert top1 == pytest.approx(max(r['val_top1'] for r in history))
 
 
+def test_a_part_of_the_loss_is_averaged_over_the_updates_that_have_it(vit):
+    class Sometimes(ClassificationTask):
+        calls = 0
+
+        def forward(self, input, target):
+            self.calls += 1
+            part = {'part_loss': torch.tensor(3.)} if self.calls % 2 else {}
+            return {**super().forward(input, target), **part}
+    history = run(Sometimes(vit(), verbose=False), epochs=1)
+    assert history[0]['part_loss'] == 3.
+
+
 @pytest.mark.parametrize('settings', [dict(), dict(ema_decay=0.9, opt='muon'), dict(amp='bfloat16', opt='sgd')])
 def test_resume_gives_the_weights_of_an_undisturbed_run(vit, tmp_path, monkeypatch, settings):
     whole = build(vit)

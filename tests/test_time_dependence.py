@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from timm_odevit import OdeConfig, convert_, integrate, merge_
 from timm_odevit.convert.initialisation import build_field, factors
+from timm_odevit.convert.merge import _frozen, merged_bytes
 from timm_odevit.convert.svd_data import input_moments
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.ode.methods import METHODS
@@ -254,6 +255,26 @@ def test_a_step_has_the_mean_over_its_layers(vit, images, steps, layers):
     expected = model(images)
     merge_(model)
     torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize('method', ['lie_trotter', 'heun2', 'rk4'])
+def test_merged_and_averaged_there_is_one_block_per_step(vit, images, method):
+    model = vit(depth=4)
+    convert_(model, time='low_rank', rank=2, averaged=True, steps=2, method=method)
+    expected, predicted = model(images), merged_bytes(model)
+    done = merge_(model)
+    torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-5)
+    assert done.bytes_after == predicted and len(list(model.blocks.shared.fields)) == 2
+    assert not any(isinstance(field, PiecewiseField) for field in model.blocks.shared.fields)
+
+
+def test_attention_maps_may_be_averaged(vit):
+    model = vit(depth=4)
+    convert_(model, time='low_rank', rank=2, averaged=True, steps=2)
+    field, x = model.blocks.shared, torch.randn(1, 17, 32)
+    base = _frozen(field, 2., (2., 4.))
+    torch.testing.assert_close(field.attention_map(2., x, (2., 4.)), base.attention_map(2., x))
+    assert not torch.allclose(field.attention_map(2., x), base.attention_map(2., x), atol=1e-6)
 
 
 def test_an_autonomous_block_has_nothing_to_average():

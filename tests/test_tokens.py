@@ -202,6 +202,13 @@ def test_a_new_state_has_separate_tokens_wherever_its_memory_is(vit, mode):
         torch.testing.assert_close(step(x[:1]), step(x[:1].clone()))  # a part of a state in the same memory
 
 
+def test_a_transposed_view_of_a_state_is_another_state(vit):
+    model = with_tokens(vit, 0.3, steps=6)
+    with torch.no_grad():
+        x = model.blocks[2](torch.randn(17, 17, 32)).transpose(0, 1)
+        assert torch.equal(model.blocks[3](x), model.blocks[3](x.clone()))
+
+
 def test_a_state_that_was_changed_in_place_has_separate_tokens(vit):
     model = with_tokens(vit, 0.3, steps=6)
     with torch.no_grad():

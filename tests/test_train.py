@@ -203,7 +203,7 @@ def test_stages_train_the_parts_that_they_name(vit, data, tmp_path):
 
 
 def test_a_stage_is_validated_and_saved_with_steps_it_was_trained_with(vit, data, tmp_path):
-    made = recipe(ode={'steps': 4}, stages=[{'loss': {'steps': [2, 5.0]}}, {'loss': {'steps': [0.5, 1.0]}}, {'task': 'labels'}])
+    made = recipe(ode={'steps': 4}, stages=[{'loss': {'steps': [2, 5.0]}}, {'loss': {'steps': [[0.5, 1.0]]}}, {'task': 'labels'}])
     run(made, data, tmp_path / 'run', vit())
     config = [json.loads((tmp_path / 'run' / f'stage{i}' / 'best' / 'config.json').read_text()) for i in range(3)]
     assert [c['model_args']['ode_steps'] for c in config] == [2, 4, 4]

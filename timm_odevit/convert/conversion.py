@@ -90,7 +90,10 @@ def _build(model: Any, site: Site, config: OdeConfig, images: Tensor | None) -> 
         shared, config, feature, float(first), blocks[:first], blocks[last + 1:],
         readout=partial(_logits, model) if readable else None,
         num_prefix_tokens=prefix_tokens(model) if own else 0)
-    return ode.train(model.training)
+    kept = {module for block in (*ode.before, *ode.after) for module in block.modules()}
+    for module in {*ode.modules()} - kept:
+        module.training = model.training
+    return ode
 
 
 def _is_listed(model: Any, site: Site) -> bool:

@@ -7,6 +7,7 @@ from torch import nn
 
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Field
+from ..ode.methods import Step
 from ..ode.skeleton import copy_module
 from ..ode.time_dependence import MERGED, MergedField, TimeField
 from .replacements import Replacements
@@ -54,7 +55,7 @@ def _merged(ode: OdeBlocks) -> OdeBlocks:
     """The blocks with frozen weights for every time at which a step evaluates its field."""
     fields = []
     for step in ode.solver:
-        times = [step.t + node * step.h for node in step.nodes]
+        times = _times(step)
         at_times = [_frozen(step.field, t, step.interval) for t in times]
         fields.append(at_times[0] if len(times) == 1 else MergedField(at_times, times))
     table = MergedField(fields, [step.t for step in ode.solver]).requires_grad_(False)
@@ -67,6 +68,11 @@ def _merged(ode: OdeBlocks) -> OdeBlocks:
         new.__dict__.update({name: value.copy() if isinstance(value, dict) else value
                              for name, value in vars(old).items() if 'hook' in name and 'state_dict' not in name})
     return merged
+
+
+def _times(step: Step) -> list[float]:
+    """The times for which a step needs weights: one if they are averaged over the step."""
+    return [step.t] if step.interval is not None else [step.t + node * step.h for node in step.nodes]
 
 
 def _frozen(field: TimeField, t: float, interval: tuple[float, float] | None) -> Field:
@@ -123,7 +129,7 @@ def merged_bytes(model: nn.Module) -> int:
     for host, name in _hosts(model):
         ode = getattr(host, name)
         total -= _bytes(ode.shared)
-        total += sum(len(step.nodes) * _bytes(step.field.base) for step in ode.solver)
+        total += sum(len(_times(step)) * _bytes(step.field.base) for step in ode.solver)
     return total
 
 

@@ -46,7 +46,7 @@ class Field(nn.Module):
     - `attention(t, x, context)` and `mlp(t, x, context)`: G and F separately, if the field can be split;
     - `fold()`: what depends only on the parameters and is worth computing once per forward pass instead of once per
       evaluation, or None; passed back as `context.weights`;
-    - `attention_map(t, x)`: the attention probabilities [B, heads, N, N] in float32, before dropout;
+    - `attention_map(t, x, interval)`: the attention probabilities [B, heads, N, N] in float32, before dropout;
     - `select(t)`, `jumps`, `depends_on_time`: how it depends on time;
     - `phases`: the fields that it consists of, one per phase;
     - `block_to_resize()`: the block of the base, for a host that changes its image size.
@@ -98,7 +98,7 @@ class Field(nn.Module):
     def block_to_resize(self) -> Any:
         return self.block
 
-    def attention_map(self, t: float, x: Tensor) -> Tensor:
+    def attention_map(self, t: float, x: Tensor, interval: tuple[float, float] | None = None) -> Tensor:
         raise ValueError(f'{type(self).__name__} has no attention maps: windows, RoPE or a position bias are part of '
                          'its attention.')
 
@@ -130,7 +130,7 @@ class NativeField(Field):
         plain = type(self).attention is NativeField.attention  # wrappers such as FSDP2 change the class
         return plain and type(self.block.attn) is Attention
 
-    def attention_map(self, t, x):
+    def attention_map(self, t, x, interval=None):
         if not self.has_attention_maps:
             return super().attention_map(t, x)
         attn = self.block.attn

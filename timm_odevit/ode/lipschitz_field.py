@@ -125,7 +125,7 @@ class LipschitzField(Field):
         y = self.drop_path(self.proj_drop(self.act(y)))
         return self.proj_drop(F.linear(torch.cat([a, y], dim=-1), w_out))
 
-    def attention_map(self, t, x):
+    def attention_map(self, t, x, interval=None):
         q, k, _ = self._heads(self.qkv(self.norm1(x))).unbind(0)
         return attention_probabilities(q, k, self.scale)
 

@@ -76,8 +76,8 @@ class TimeField(Field):
     def has_attention_maps(self):
         return self.base.has_attention_maps
 
-    def attention_map(self, t, x):
-        return skeleton(self.base, self.at(t, 'attention')).attention_map(t, x)
+    def attention_map(self, t, x, interval=None):
+        return skeleton(self.base, self.at(t, 'attention', interval)).attention_map(t, x)
 
     def at(self, t: float, part: str = '', interval: tuple[float, float] | None = None) -> dict[str, Tensor]:
         """The parameters of the base at t, or averaged over an interval: those of its attention, of its MLP, or all."""
@@ -165,8 +165,8 @@ class PiecewiseField(Field):
     def forward(self, t, x, context=None, part=''):
         return self.select(t)(t, x, context, part)
 
-    def attention_map(self, t, x):
-        return self.select(t).attention_map(t, x)
+    def attention_map(self, t, x, interval=None):
+        return self.select(t).attention_map(t, x, interval)
 
     def extra_repr(self) -> str:
         return f'times={self.times}, which={self.which}'

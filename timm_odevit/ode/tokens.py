@@ -31,7 +31,9 @@ class TokenMerging:
     cosine of their states) are merged with it. Prefix tokens are never merged.
 
     A state knows its groups: they are kept with its memory, which it shares with detached copies and with what gradient
-    checkpointing saves. In a state that no step returned, or that was changed since, all tokens are separate.
+    checkpointing saves. In a state that no step returned, or that was changed in place since, all tokens are separate;
+    so they are between a compiled step and one that is not. Changes in place are told by the version of a tensor, which
+    those of torch.inference_mode and of compiled graphs do not have: there, a hook must return a new state.
 
     Args:
         share: Share of the patch tokens that is left at T.
@@ -140,7 +142,7 @@ def _set_groups(x: Tensor, groups: Groups) -> None:
 
 def _identity(x: Tensor) -> tuple[Any, ...]:
     """What tells a state from others in the same memory: parts of it, and what it was before a change in place."""
-    return x.shape, x.storage_offset(), None if x.is_inference() else x._version
+    return x.shape, x.stride(), x.storage_offset(), None if x.is_inference() else x._version
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:

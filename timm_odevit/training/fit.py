@@ -217,6 +217,7 @@ class _Trainer:
         task, optimizer, scaler, accumulate = self.task, self.optimizer, self.scaler, self.config.accumulate
         batches, i = self.updates * accumulate, -1
         sums: dict[str, Any] = defaultdict(float)
+        counts: dict[str, int] = defaultdict(int)  # a part may be absent from some updates
         optimizer.zero_grad()
         for i, batch in enumerate(self.loader):
             if i == batches:
@@ -238,6 +239,7 @@ class _Trainer:
                 scaler.scale(parts['loss'] / accumulate).backward()
             for key, part in parts.items():
                 sums[key] += part.detach().float()  # stays on the device: one wait per batch is enough
+                counts[key] += 1
             if last:
                 if self.config.clip_grad is not None:
                     scaler.unscale_(optimizer)
@@ -250,7 +252,7 @@ class _Trainer:
         if i < batches - 1:
             raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, but its length is '
                              f'{len(self.loader)}. Give a loader that gives as many batches as its length.')
-        means = {key: float(over_processes(value / batches)) for key, value in sums.items()}
+        means = {key: float(over_processes(value / counts[key])) for key, value in sums.items()}
         return {'lr': optimizer.param_groups[-1]['lr'], **means}
 
     def save(self, folder: Path, history: list[dict[str, float]], settings: dict[str, Any], best: bool) -> None:

@@ -86,10 +86,16 @@ class TrajectoryPass(TrainingPass):
         indices = sorted({*along, *starts, *exits})
         features, states = hidden_states(student, images, indices)
         state = dict(zip(indices, states, strict=True))
-        maps = [blocks.shared.attention_map(blocks[i].t + blocks[i].h, state[i]) for i in starts]
+        maps = [_attention_after(blocks.shared, blocks[i], state[i]) for i in starts]
         jasmin = torch.stack([jasmin_loss(m) for m in maps]).mean() if maps else None
         early = [student.forward_head(student.norm(state[i])) for i in exits]
         return student.forward_head(features), [state[i] for i in along], jasmin, early
+
+
+def _attention_after(field: Any, step: Any, x: Tensor) -> Tensor:
+    """The attention probabilities at the state x after a step, with the weights of a step that starts there."""
+    t = step.t + step.h
+    return field.attention_map(t, x, None if step.interval is None else (t, t + step.h))
 
 
 def trajectory_loss(

@@ -196,7 +196,7 @@ def _train_stages(
     for i, (task, names, config) in enumerate(stages):
         trained = getattr(task, 'counts', [None] * len(own))
         for ode, steps, counts in zip(find_ode_blocks(student), own, trained, strict=True):
-            ode.steps = min((of[0] for of in counts or [[steps]]), key=lambda count: abs(count - steps))
+            ode.steps = min((k for of in counts or [[steps]] for k in of), key=lambda count: abs(count - steps))
         for name, p in student.named_parameters():
             p.requires_grad_(name in names & trainable)
         if progress:
