@@ -19,7 +19,7 @@ from timm_odevit import convert_, deploy, export_model, merge_, save_pretrained,
 from timm_odevit.cli import main
 
 needs = {name: pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install -e '.[deploy]'")
-         for name in ('onnx', 'onnxscript', 'onnxruntime', 'torchao')}
+         for name in ('onnx', 'onnxscript', 'onnxruntime')}
 compiler = pytest.mark.skipif(shutil.which(os.environ.get('CXX', 'g++')) is None, reason='there is no C++ compiler: apt install g++')
 onnx_here = (needs['onnx'], needs['onnxscript'], needs['onnxruntime'])
 ODES = {'rank': dict(time='low_rank', rank=2, init='svd', steps=4), 'autonomous': dict(steps=4),
@@ -67,7 +67,7 @@ WRITE = """
 np.savez(sys.argv[2] + '.out.npz', *outputs)
 print(json.dumps({key: json.loads(value) for key, value in about.items() if not key.startswith(('AOTI_', 'onnx.'))}))
 """
-BLOCKED = {'onnx': 'timm_odevit timm torch onnx', 'pt2': 'timm_odevit timm torchao', 'aoti': 'timm_odevit timm torchao'}
+BLOCKED = {'onnx': 'timm_odevit timm torch onnx', 'pt2': 'timm_odevit timm', 'aoti': 'timm_odevit timm'}
 
 
 def run_alone(format, path, images, tmp_path):
@@ -79,8 +79,8 @@ def run_alone(format, path, images, tmp_path):
     return [torch.from_numpy(output) for output in np.load(tmp_path / 'images.npy.out.npz').values()], json.loads(done.stdout)
 
 
-def case(format, *rest, int8=False):
-    marks = [*(onnx_here if format == 'onnx' else ()), *([compiler] if format == 'aoti' else ()), *([needs['torchao']] if int8 and format != 'onnx' else ())]
+def case(format, *rest):
+    marks = [*(onnx_here if format == 'onnx' else ()), *([compiler] if format == 'aoti' else ())]
     return pytest.param(format, *rest, marks=marks)
 
 
@@ -112,8 +112,8 @@ def test_a_file_gives_the_models_outputs_without_this_package(vit, five, tmp_pat
     assert about['mean'] == list(cfg['mean']) and about['std'] == list(cfg['std']) and about['model'].startswith('vit_tiny_patch16_224')
 
 
-@pytest.mark.parametrize('format', [case('onnx', int8=True), case('pt2', int8=True), case('aoti', int8=True)])
-def test_int8_is_close_and_smaller_and_needs_no_torchao(vit, five, tmp_path, format):
+@pytest.mark.parametrize('format', [case('onnx'), case('pt2'), case('aoti')])
+def test_int8_is_close_and_smaller(vit, five, tmp_path, format):
     model = vit(embed_dim=128)
     convert_(model, **ODES['rank'])
     with torch.no_grad():
@@ -132,6 +132,35 @@ def test_int8_is_close_and_smaller_and_needs_no_torchao(vit, five, tmp_path, for
         types = [node.op_type for node in onnx.load(path).graph.node]
         assert types.count('MatMulInteger') == 4 * 4 + 1
         assert path.stat().st_size < 2 * 4 * 12 * 128 ** 2  # as much as numbers of 16 bits would take, without the graph
+
+
+@pytest.mark.parametrize('format, ode', [case('onnx', 'rank'), case('pt2', 'rank'), case('onnx', 'autonomous'), case('pt2', 'autonomous')])
+def test_int8_keeps_the_shared_block_and_its_residuals_as_they_are(vit, five, tmp_path, format, ode):
+    model = vit(embed_dim=128)
+    convert_(model, **ODES[ode])
+    with torch.no_grad():
+        expected = model(five)
+    path = export_model(model, tmp_path / f'model{deploy.FORMATS[format].suffix}', format=format, int8=True, merged=False)
+    (_, found), _ = run_alone(format, path, five, tmp_path)
+    error = (found - expected).norm() / expected.norm()
+    assert 1e-6 < error < 0.1
+    if format == 'onnx':
+        import onnx
+        stored = sum(len(t.raw_data) for t in onnx.load(path).graph.initializer)
+    else:
+        stored = sum(t.nbytes for t in torch.export.load(path).state_dict.values())
+    assert stored < 0.4 * sum(p.nbytes for p in model.parameters())  # not one block per step; some small ones are floats
+
+
+def test_a_weight_in_int8_has_a_scale_per_row_or_for_residuals_per_column():
+    for shape, scales in (((64, 65), (64, 1)), ((64, 3, 8, 8), (64, 1, 1, 1)), ((3, 64, 23), (3, 1, 23)), ((3, 23, 64), (3, 23, 1))):
+        weight = torch.randn(shape)
+        stored, scale = deploy._round(weight)
+        assert stored.dtype == torch.int8 and scale.shape == scales
+        assert ((stored * scale - weight).abs() <= scale / 2 + 1e-7).all()
+    assert deploy._round(torch.randn(5000)) is None and deploy._round(torch.randn(8, 8)) is None
+    stored, _ = deploy._round(torch.zeros(64, 64))
+    assert not stored.any()
 
 
 @pytest.mark.parametrize('format', [case('onnx'), case('pt2')])
@@ -219,10 +248,8 @@ def ranked(model):
     (lambda model: nn.Linear(2, 2), {}, TypeError, 'Cannot export Linear: it does not say what images it takes. Give a model made by timm'),
     (lambda model: model.to('meta'), {}, ValueError, 'on the meta device, so it has no weights'),
     (lambda model: convert_(model, method='dopri5').model, {}, ValueError, "Set a fixed-step method first, such as model.blocks.method = 'rk4'"),
-    (ranked, dict(merged=False, int8=True), ValueError, 'Leave out int8, or merged=False (--unmerged)'),
     (lambda model: merge_(ranked(model)).model, dict(merged=False), ValueError, 'merged'),
     (lambda model: convert_(model, halting='entropy').model.half(), dict(path='a.onnx', format='onnx', int8=True), ValueError, 'Call model.float() first'),
-    (lambda model: timm.create_model('test_resnet', num_classes=0), dict(int8=True), ValueError, 'no linear layers, so int8 has no effect'),
 ])
 def test_what_cannot_be_exported_is_refused_and_nothing_is_written(vit, tmp_path, change, given, error, message):
     model = vit() if change is None else change(vit())
@@ -239,7 +266,7 @@ def test_a_model_that_cannot_be_traced_is_one_message(vit, tmp_path):
     assert '\n' not in str(e.value)
 
 
-@pytest.mark.parametrize('format, missing, int8', [('onnx', 'onnxscript', False), ('onnx', 'onnxruntime', True), ('pt2', 'torchao', True)])
+@pytest.mark.parametrize('format, missing, int8', [('onnx', 'onnxscript', False), ('onnx', 'onnxruntime', True)])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(vit, tmp_path, monkeypatch, format, missing, int8):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=rf"{format}.* needs .*{missing}.* Type: pip install 'timm-odevit\[deploy\]'"):

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from timm.utils import unwrap_model
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.func import functional_call
 
 from ._version import __version__
 from .convert.merge import check_not_merged, merge_
@@ -26,6 +27,7 @@ __all__ = ['FORMATS', 'METADATA', 'Format', 'export_model']
 
 METADATA = 'metadata.json'  # in a .pt2 file of torch.export
 LARGEST = 2_000_000_000  # bytes of weights; an ONNX file is a protobuf message, which ends at 2 GiB
+SMALLEST = 4096  # numbers in a tensor that is stored as int8
 LARGEST_BATCH = 2 ** 20  # without a bound, torch.export objects that merged tokens could overflow an index
 
 
@@ -34,10 +36,10 @@ class Format(NamedTuple):
     suffix: str
     packages: tuple[str, ...]
     int8_packages: tuple[str, ...]
-    write: Callable[[ExportedProgram, Path, dict[str, str], bool], Any]
+    write: Callable[[ExportedProgram, Path, dict[str, str], bool, bool], Any]
 
 
-def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
+def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool, fixed: bool) -> None:
     import onnx
     size = sum(tensor.numel() * tensor.element_size() for tensor in exported.state_dict.values())
     if size > LARGEST:
@@ -46,22 +48,27 @@ def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], in
     program: Any = torch.onnx.export(
         exported, input_names=['images'], output_names=['output'], dynamic_shapes=({0: 'batch'},), verbose=False)
     program.save(path, external_data=False)
-    if int8:
+    if int8 and fixed:
         from onnxruntime.quantization import quantize_dynamic
         from onnxruntime.quantization.shape_inference import quant_pre_process
         quant_pre_process(path, path, skip_onnx_shape=True, skip_symbolic_shape=True)  # folds transposed weights
         # 7 bits: on a processor without VNNI, sums of two products of 8 bits each overflow
-        quantize_dynamic(path, path, op_types_to_quantize=['MatMul', 'Gemm'], reduce_range=True)
+        quantize_dynamic(path, path, op_types_to_quantize=['MatMul', 'Gemm'], reduce_range=True, per_channel=True)
     model = onnx.load(path)
+    if int8:
+        _round_initializers(model.graph)
+    del model.graph.value_info[:]  # with what each node was in Python, they take as much as a small model's weights
+    for node in model.graph.node:
+        node.ClearField('metadata_props')
     onnx.helper.set_model_props(model, about)
     onnx.save(model, path)
 
 
-def _write_pt2(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
+def _write_pt2(exported: ExportedProgram, path: Path, about: dict[str, str], *_: bool) -> None:
     torch.export.save(exported, path, extra_files={METADATA: json.dumps(about)})
 
 
-def _write_aoti(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
+def _write_aoti(exported: ExportedProgram, path: Path, about: dict[str, str], *_: bool) -> None:
     from torch._inductor import aoti_compile_and_package, config
     configs: dict[str, Any] = {'aot_inductor.metadata': about}
     if hasattr(config.aot_inductor, 'check_lowerbound'):  # with AOTI_RUNTIME_CHECK_INPUTS=1, it would refuse one image
@@ -71,8 +78,8 @@ def _write_aoti(exported: ExportedProgram, path: Path, about: dict[str, str], in
 
 FORMATS = {
     'onnx': Format('.onnx', ('onnx', 'onnxscript'), ('onnxruntime',), _write_onnx),
-    'pt2': Format('.pt2', (), ('torchao',), _write_pt2),
-    'aoti': Format('.pt2', (), ('torchao',), _write_aoti),
+    'pt2': Format('.pt2', (), (), _write_pt2),
+    'aoti': Format('.pt2', (), (), _write_aoti),
 }
 
 
@@ -97,7 +104,8 @@ def export_model(
         format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled by AOTInductor for
             this kind of processor, for torch._inductor.aoti_load_package. It takes contiguous images, and checks their
             layout, size and dtype only if the environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
-        int8: Store the weights of linear layers as int8; in 'onnx', they are also multiplied as int8.
+        int8: Store weights as int8, with a scale for each row. In 'onnx', those of linear layers are also multiplied as
+            int8, unless they are not merged; otherwise, they are floats while the model runs.
         merged: Merge a block that depends on time, as `merge_` does: faster, but as large as one block per step.
         overwrite: Replace an existing file.
 
@@ -124,12 +132,15 @@ def export_model(
     _check(model, format, int8, merged)
     _check_installed(format, int8)
     copied = _frozen_copy(model, merged)
+    about = _about(copied, int8)
+    # else the matrices that tokens are multiplied by are not those of the file
+    fixed = not any(ode.shared.depends_on_time for ode in find_ode_blocks(copied))
     if format == 'onnx':
         copied.cpu()
     elif int8:
-        _round_weights(copied)
+        copied = _Int8(copied)
     like = next(p for p in model.parameters() if p.is_floating_point())
-    device = next(copied.parameters()).device
+    device = torch.device('cpu') if format == 'onnx' else like.device
     # two images: torch.export takes a size of 1 as fixed
     images = torch.zeros(2, *data_config(model)['input_size'], dtype=like.dtype, device=device)
     try:
@@ -141,7 +152,7 @@ def export_model(
         node.meta.pop('stack_trace', None)  # names files of this machine
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary) / path.name
-        FORMATS[format].write(exported, made, _about(copied, int8), int8)
+        FORMATS[format].write(exported, made, about, int8, fixed)
         with staged(path.parent, path.name) as aside:
             shutil.copyfile(made, aside / path.name)
     return path
@@ -164,15 +175,10 @@ def _check(model: Any, format: str, int8: bool, merged: bool) -> None:
     if format == 'onnx' and dtype not in (torch.float32, torch.float16):
         raise ValueError(f'The weights are {dtype}, which ONNX Runtime does not run. Call model.float() first, or '
                          'choose the format pt2.')
-    if int8 and not merged and any(ode.shared.depends_on_time for ode in blocks):
-        raise ValueError('A block that depends on time has no weights to store as int8 until it is merged. Leave out '
-                         'int8, or merged=False (--unmerged).')
     if int8 and format == 'onnx' and dtype == torch.float16 and any(
             ode.config.halting in WITH_HEAD for ode in blocks):
         raise ValueError('ONNX Runtime cannot store the weights of a head as int8 that is float16 and used after every '
                          'step. Call model.float() first, leave out int8, or choose the format pt2.')
-    if int8 and not any(isinstance(module, nn.Linear) for module in model.modules()):
-        raise ValueError(f'This {type(model).__name__} has no linear layers, so int8 has no effect. Leave it out.')
 
 
 def _check_installed(name: str, int8: bool) -> None:
@@ -201,12 +207,64 @@ def _frozen_copy(model: nn.Module, merged: bool) -> nn.Module:
     return copied
 
 
-def _round_weights(model: nn.Module) -> None:
-    """Store the weights of all linear layers as int8, one scale per output channel, in tensors of plain torch types."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    from torchao.utils import unwrap_tensor_subclass
-    quantize_(model, Int8WeightOnlyConfig())
-    unwrap_tensor_subclass(model)  # otherwise the file holds pickled classes of torchao, and needs it to be read
+def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """A weight as int8 and a scale for each row, which broadcasts to it; None if it is not worth its scales.
+
+    The residuals of all layers [L, M, r] have a scale for each of the r columns of each layer, and [L, r, N], of the r
+    rows.
+    """
+    if weight.ndim < 2 or weight.numel() < SMALLEST or not weight.is_floating_point():
+        return None
+    rows = list(range(1, weight.ndim))
+    if weight.ndim == 3:
+        rows = [1 if weight.shape[1] > weight.shape[2] else 2]
+    scale = weight.detach().abs().amax(dim=rows, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny) / 127
+    return (weight.detach() / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
+class _Int8(nn.Module):
+    """A model whose large weights are kept as int8; each is a float only while it runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.of = [model]  # in a list, so that its own weights are not exported
+        self.names: dict[str, str] = {}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            key = name.replace('.', '-')
+            self.names[name] = key
+            rounded = _round(tensor)
+            for suffix, part in zip(('', '-scale'), rounded or (tensor.detach(),), strict=False):
+                self.register_buffer(key + suffix, part)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tensors = {}
+        for name, key in self.names.items():
+            tensor, scale = self._buffers[key], self._buffers.get(f'{key}-scale')
+            tensors[name] = tensor if scale is None else tensor.to(scale.dtype) * scale
+        return functional_call(self.of[0], tensors, (images,))
+
+
+def _round_initializers(graph: Any) -> None:
+    """Store the large weights of an ONNX graph that are still floats as int8."""
+    import onnx
+    from onnx import helper, numpy_helper
+    nodes, stored = [], []
+    for tensor in graph.initializer:
+        rounded = None
+        if tensor.data_type in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16):
+            rounded = _round(torch.from_numpy(numpy_helper.to_array(tensor).copy()))
+        if rounded is None:
+            stored.append(tensor)
+            continue
+        names = [f'{tensor.name}_int8', f'{tensor.name}_scale', f'{tensor.name}_float']
+        stored += [numpy_helper.from_array(part.numpy(), name) for part, name in zip(rounded, names, strict=False)]
+        nodes += [helper.make_node('Cast', names[:1], names[2:], to=tensor.data_type),
+                  helper.make_node('Mul', names[1:][::-1], [tensor.name])]
+    del graph.initializer[:]
+    graph.initializer.extend(stored)
+    nodes += graph.node
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def _about(model: nn.Module, int8: bool) -> dict[str, str]:
