@@ -87,6 +87,7 @@ def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
     (dict(stages={'a': 1}), 'stages must be a list'),
     (dict(stages=['a']), "stages.0 must hold keys and values; got 'a'"),
     (dict(fit={}), 'stages.0.fit.epochs is missing'),
+    (dict(fit={'epochs': 0}), 'All stages have 0 epochs, so there is nothing to train.'),
     (dict(fit=3), 'fit must hold keys and values'),
     (dict(grad_checkpointing=1), 'grad_checkpointing must be True or False'),
     (dict(data={'prob': 0.5}), 'data.prob is the share of the batches that are mixed'),
@@ -182,6 +183,11 @@ def test_changes_reach_every_place():
     made = recipe('stages.0.loss.kd_weight=0.5', 'ode.rank=4', 'ode.time=low_rank', 'fit.lr=1e-4', 'data.batch_size=null')
     assert made.loss_of(made.stages[0]) == LossConfig(kd_weight=0.5) and made.config.rank == 4
     assert made.fit['lr'] == 1e-4 and 'batch_size' not in made.data
+
+
+def test_a_stage_with_no_epochs_is_left_out():
+    made = Recipe.load('low_rank', ['stages.0.fit.epochs=0', 'stages.2.fit.epochs=0'])
+    assert made.stages == Recipe.load('low_rank').stages[1:2] and Recipe.from_dict(yaml.safe_load(made.to_yaml())) == made
 
 
 # --- training
