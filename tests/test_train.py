@@ -226,6 +226,24 @@ def test_a_saved_student_was_trained_at_shares_of_the_steps_that_it_had_before(v
     assert saved.blocks.steps == 4 and trained.trained_at(4) == (4,) and trained.stages[0].loss == {'steps': [2, 4]}
 
 
+def test_a_student_that_training_worsens_stays_as_it_was(vit, data, tmp_path, capsys):
+    teacher = vit()
+    with torch.no_grad():
+        teacher.head.weight.zero_(), teacher.head.bias.copy_(torch.eye(5)[4])  # all held out are of class 4 or below
+    with np.load(data) as arrays:
+        np.savez(data, **{**arrays, 'y_train': np.where(np.arange(50) < 45, arrays['y_train'] % 4, 4)})
+    student = convert_(copy.deepcopy(teacher), steps=8).model
+    start = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    made = recipe('fit.lr=0.1', stages=[{'loss': {'steps': [4], 'task_weight': 1., 'kd_weight': 0.}}])
+    with pytest.warns(UserWarning, match=r"Training ended below its start: top-1 .* in the best epoch .*, top-1 100.0 % before. '.*best' is"):
+        train(made, data, tmp_path / 'run', teacher=teacher, student=copy.deepcopy(student))
+    assert 'start: top-1 100.0 %\n' in capsys.readouterr().out
+    best = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
+    assert best.blocks.steps == 4 and all(torch.equal(tensor, start[name]) for name, tensor in best.state_dict().items())
+    with pytest.warns(UserWarning, match='top-1 100.0 % before'):
+        run(made, data, tmp_path / 'run', teacher, student=copy.deepcopy(student), resume=True)
+
+
 @pytest.mark.parametrize('part', PARTS)
 def test_every_part_is_somewhere(vit, data, tmp_path, part):
     made = recipe('fit.epochs=1', ode={'time': 'low_rank', 'rank': 2}, stages=[{'train': [part]}])
