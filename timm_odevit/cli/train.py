@@ -106,7 +106,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
                         help='change the recipe, such as --set ode.rank=8 --set stages.0.fit.epochs=5')
     parser.add_argument('--resume', action='store_true',
                         help='continue the run in the folder; with the folder and nothing else, as it was started')
-    add_number(parser, '--limit', 'use only this many images of an .npz, for a rehearsal')
+    add_number(parser, '--limit', 'use only this many images of each part of the data, for a rehearsal')
     add_quiet(parser)
 
 

@@ -70,7 +70,7 @@ def train(
         student: Model to train as it is, ignoring the recipe's `ode`; None to make it from the teacher or, without one,
             from the recipe's `model`.
         resume: Continue the run in `out`.
-        limit: Use only this many images of an .npz, for a rehearsal.
+        limit: Use only this many images of each part of the data, for a rehearsal.
         command: What to record in run.json, so that `odevit distill --resume` knows data and models by name.
         device: Device for a student that is built without a teacher.
         progress: Show progress bars.
