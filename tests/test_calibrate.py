@@ -136,15 +136,26 @@ def test_no_time_is_one_update_of_each_part(vit):
 def test_a_student_that_has_little_to_learn_learns_slowly(vit):
     data = torch.randn(8, 3, 16, 16)
 
-    def rates(config, **chosen):
+    def rates(config, epochs=(1, 1), **chosen):
         student, teacher = pair(vit, config, images=data if config.rank else None)
-        return [record['lr'] for record in calibrate_(student, teacher, data, epochs=(1, 1), batch_size=4, progress=False, **chosen)]
+        return [record['lr'] for record in calibrate_(student, teacher, data, epochs=epochs, batch_size=4, progress=False, **chosen)]
     torch.manual_seed(0)
     whole = rates(OdeConfig())
     good = OdeConfig(time='low_rank', rank=15, init='svd_data')
     share = [lr / most for lr, most in zip(rates(good), whole)]
     assert 0 < share[0] < 0.5 and share[1] == pytest.approx(share[0], rel=0.02)  # the schedule ends at 1e-6
     assert rates(good, lr=3e-3, unrolled_lr=1e-3) == whole
+    assert rates(good, epochs=(0, 1))[0] < 0.5 * whole[1]
+
+
+@pytest.mark.parametrize('epochs', [(2, 0), (0, 2)])
+def test_it_leaves_a_student_that_it_makes_worse_as_it_was(vit, epochs):
+    data = torch.randn(8, 3, 16, 16)
+    student, teacher = pair(vit, OdeConfig(time='low_rank', rank=15, init='svd_data'), images=data)
+    before = state(student)
+    with pytest.warns(UserWarning, match=r"farther from the teacher's outputs than it started \(squared error .* before\), so the model is"):
+        history = calibrate_(student, teacher, data, epochs=epochs, batch_size=4, lr=1., unrolled_lr=1., progress=False)
+    assert len(history) == 2 and same(before, student)
 
 
 @pytest.mark.parametrize('kind', ['tensor', 'loader', 'augmented'])
@@ -189,7 +200,7 @@ def test_each_pass_over_an_array_has_an_order_of_its_own(vit, tmp_path):
         loader.indices = lambda: [seen.append(index.tolist()) or index for index in indices()]
         seen.clear()
         calibrate_(copy.deepcopy(start), teacher, loader, progress=False, lr=1e-3, unrolled_lr=1e-3, **settings)
-        return [tuple(batch) for batch in seen]
+        return [tuple(batch) for batch in seen[2:]]  # without those by which the end is judged
     first, other = orders(0, epochs=(3, 1)), orders(1, epochs=(3, 1))
     assert len(set(first)) == 6 and first[6:8] == first[:2] and set(first).isdisjoint(other)
     assert len({i for batch in first for i in batch}) == 18  # all but those that are held out

@@ -119,6 +119,21 @@ def test_a_fine_tuned_head_is_kept(folder, capsys):
     assert timm.create_model('local-dir:b', pretrained=True).head.weight.shape == (7, 192)
 
 
+def test_a_teacher_of_another_size_from_a_file_teaches_a_student_of_that_size(folder, capsys):
+    teacher = ['vit_tiny_patch16_224', '--checkpoint', 'weights.pth', '--img-size', '32']
+    torch.save(timm.create_model('vit_tiny_patch16_224', num_classes=3, depth=12).state_dict(), 'weights.pth')
+    assert run('convert', teacher[0], 'new', *teacher[1:]) == 0
+    assert run('calibrate', 'local-dir:new', 'images', 'fitted', '--epochs', '0,1', '--teacher', *teacher) == 0
+    assert run('distill', 'autonomous', 'images', 'run', '--student', 'local-dir:fitted', '--teacher', *teacher, '--set', 'data.batch_size=8',
+               '--set', 'data.workers=0', '--set', 'stages.0.fit.epochs=0', '--set', 'stages.1.fit.epochs=1') == 0
+    assert '--teacher' not in capsys.readouterr().out.splitlines()[-1]
+    assert run('distill', '--resume', 'run') == 0
+    best = timm.create_model('local-dir:run/best', pretrained=True)
+    assert best.patch_embed.img_size == (32, 32) and best.num_classes == 3
+    assert run('distill', 'scratch', 'images', 'other', '--img-size', '32') == 2
+    assert '--img-size and --checkpoint are those of the teacher. Give --teacher' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('content', [
     '{', '[1]', '{}', '{"architecture": 1}'])
 def test_a_config_that_describes_no_model(tmp_path, capsys, content):

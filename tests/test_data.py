@@ -71,6 +71,13 @@ def all_files(loaders):
     return set().union(*map(files, loaders))
 
 
+def test_a_limit_takes_images_of_all_classes_in_turn(vit, folder):
+    build, path = folder
+    parts = folder_loaders(build(path / 'images'), vit(), held_out=0.3, workers=0, limit=7)
+    assert [sorted(label for _, label in part.dataset.reader.samples) for part in parts] == [[0, 0, 1, 1, 2, 3, 4]] * 2
+    assert not files(parts[0]) & files(parts[1])
+
+
 @pytest.mark.parametrize('layout', ['images', 'images/train'])
 def test_a_share_of_each_class_is_held_out_whatever_the_labels_of_the_model(vit, folder, layout):
     build, path = folder

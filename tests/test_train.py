@@ -87,6 +87,7 @@ def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
     (dict(stages={'a': 1}), 'stages must be a list'),
     (dict(stages=['a']), "stages.0 must hold keys and values; got 'a'"),
     (dict(fit={}), 'stages.0.fit.epochs is missing'),
+    (dict(fit={'epochs': 0}), 'All stages have 0 epochs, so there is nothing to train.'),
     (dict(fit=3), 'fit must hold keys and values'),
     (dict(grad_checkpointing=1), 'grad_checkpointing must be True or False'),
     (dict(data={'prob': 0.5}), 'data.prob is the share of the batches that are mixed'),
@@ -184,6 +185,11 @@ def test_changes_reach_every_place():
     assert made.fit['lr'] == 1e-4 and 'batch_size' not in made.data
 
 
+def test_a_stage_with_no_epochs_is_left_out():
+    made = Recipe.load('low_rank', ['stages.0.fit.epochs=0', 'stages.2.fit.epochs=0'])
+    assert made.stages == Recipe.load('low_rank').stages[1:2] and Recipe.from_dict(yaml.safe_load(made.to_yaml())) == made
+
+
 # --- training
 
 def test_stages_train_the_parts_that_they_name(vit, data, tmp_path):
@@ -218,6 +224,24 @@ def test_a_saved_student_was_trained_at_shares_of_the_steps_that_it_had_before(v
     saved = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
     trained = Recipe.load(tmp_path / 'run' / 'best' / 'recipe.yaml')
     assert saved.blocks.steps == 4 and trained.trained_at(4) == (4,) and trained.stages[0].loss == {'steps': [2, 4]}
+
+
+def test_a_student_that_training_worsens_stays_as_it_was(vit, data, tmp_path, capsys):
+    teacher = vit()
+    with torch.no_grad():
+        teacher.head.weight.zero_(), teacher.head.bias.copy_(torch.eye(5)[4])  # all held out are of class 4 or below
+    with np.load(data) as arrays:
+        np.savez(data, **{**arrays, 'y_train': np.where(np.arange(50) < 45, arrays['y_train'] % 4, 4)})
+    student = convert_(copy.deepcopy(teacher), steps=8).model
+    start = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    made = recipe('fit.lr=0.1', stages=[{'loss': {'steps': [4], 'task_weight': 1., 'kd_weight': 0.}}])
+    with pytest.warns(UserWarning, match=r"Training ended below its start: top-1 .* in the best epoch .*, top-1 100.0 % before. '.*best' is"):
+        train(made, data, tmp_path / 'run', teacher=teacher, student=copy.deepcopy(student))
+    assert 'start: top-1 100.0 %\n' in capsys.readouterr().out
+    best = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
+    assert best.blocks.steps == 4 and all(torch.equal(tensor, start[name]) for name, tensor in best.state_dict().items())
+    with pytest.warns(UserWarning, match='top-1 100.0 % before'):
+        run(made, data, tmp_path / 'run', teacher, student=copy.deepcopy(student), resume=True)
 
 
 @pytest.mark.parametrize('part', PARTS)

@@ -25,9 +25,9 @@ from ..saving.save import save_pretrained
 from ..settings import Settings, one_line, suggest
 
 __all__ = [
-    'DATA', 'IMAGES', 'MODEL', 'add_number', 'add_quiet', 'add_settings', 'add_steps', 'add_workers', 'check_file',
-    'check_name', 'first_held_out', 'given', 'images_of', 'load', 'refuse_existing', 'save', 'set_steps', 'step_counts',
-    'whole_number',
+    'DATA', 'IMAGES', 'MODEL', 'add_number', 'add_quiet', 'add_settings', 'add_steps', 'add_weights', 'add_workers',
+    'check_file', 'check_name', 'first_held_out', 'given', 'images_of', 'load', 'load_as_saved', 'refuse_existing',
+    'save', 'set_steps', 'step_counts', 'whole_number',
 ]
 
 MODEL = "a timm name, such as deit_tiny_patch16_224, or 'local-dir:FOLDER' for a saved model"
@@ -85,6 +85,12 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--quiet', action='store_true', help='show no progress bars')
+
+
+def add_weights(parser: argparse.ArgumentParser, whose: str) -> None:
+    add_number(parser, '--img-size', f'image size of {whose} in pixels (default: its own)')
+    parser.add_argument('--checkpoint', metavar='FILE',
+                        help=f'file with the weights of {whose}, instead of a download')
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
@@ -156,6 +162,11 @@ def load(name: str, args: argparse.Namespace, pretrained: bool = True, **kwargs:
             raise ValueError(f'The weights of {source} could not be loaded ({one_line(e)}). Without a network, give '
                              f'{file}local-dir:FOLDER.') from e
         raise ValueError(f'Cannot build {source}: {one_line(e)}') from e
+
+
+def load_as_saved(name: str, args: argparse.Namespace) -> nn.Module:
+    """Build a model by name, where --checkpoint and --img-size are those of another."""
+    return load(name, argparse.Namespace(device=args.device))
 
 
 def _overlay(name: str, checkpoint: str) -> dict[str, Any]:

@@ -20,11 +20,13 @@ from .arguments import (
     add_number,
     add_quiet,
     add_settings,
+    add_weights,
     add_workers,
     first_held_out,
     given,
     images_of,
     load,
+    load_as_saved,
     refuse_existing,
     save,
 )
@@ -36,11 +38,9 @@ _SIZE = ('time', 'rank', 'phases', 'boundaries', 'init')  # what a size determin
 def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', help=MODEL)
     parser.add_argument('out', help='folder to save to')
-    parser.add_argument('--checkpoint', metavar='FILE',
-                        help='file with the weights of the model, instead of a download')
+    add_weights(parser, 'the model')
     parser.add_argument('--random', action='store_true', help='do not load weights')
     add_number(parser, '--num-classes', 'number of classes; if it differs, the head is new', 0)
-    add_number(parser, '--img-size', 'image size in pixels')
     parser.add_argument('--target-params', metavar='SIZE',
                         help=f"size of the result, such as 3M parameters, 25%% or 10MB; chooses {', '.join(_SIZE)}")
     parser.add_argument('--keep', metavar='SHARE',
@@ -118,6 +118,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('images', help=IMAGES)
     parser.add_argument('out', help='folder to save to; must be new')
     parser.add_argument('--teacher', metavar='MODEL', required=True, help=MODEL)
+    add_weights(parser, 'the teacher')
     add_settings(parser, CalibrationConfig)
     add_workers(parser)
     add_quiet(parser)
@@ -127,7 +128,7 @@ def calibrate(args: argparse.Namespace) -> None:
     """Fit a converted model to its teacher, on images without labels."""
     config = CalibrationConfig(**given(args, CalibrationConfig))
     refuse_existing(args.out, 'remove it')
-    student, teacher = load(args.student, args), load(args.teacher, args)
+    student, teacher = load_as_saved(args.student, args), load(args.teacher, args)
     loader, held_out = images_of(args.images, student, config.batch_size, args.workers, config.seed)
     held_out = first_held_out(held_out, config.batch_size)
     measure, of = (evaluate, 'agreement') if student.num_classes else (evaluate_embeddings, 'neighbours')

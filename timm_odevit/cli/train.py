@@ -15,16 +15,14 @@ from ..training.loaders import count_classes
 from ..training.recipe import FOLDER, Recipe, builtin_recipes
 from ..training.resume import BEST, RECIPE, RUN
 from ..training.run_recipe import train
-from .arguments import DATA, MODEL, add_number, add_quiet, check_name, load, refuse_existing
+from .arguments import DATA, MODEL, add_number, add_quiet, add_weights, check_name, load, load_as_saved, refuse_existing
 
 
 def add_finetune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', nargs='?', help=MODEL)
     _add_run(parser)
     parser.add_argument('--recipe', help='a .yaml file, or the name of a recipe (default: finetune)')
-    add_number(parser, '--img-size', "image size in pixels (default: the model's own)")
-    parser.add_argument('--checkpoint', metavar='FILE',
-                        help='file with the weights of the model, instead of a download')
+    add_weights(parser, 'the model')
 
 
 def finetune(args: argparse.Namespace) -> None:
@@ -49,6 +47,7 @@ def add_distill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('recipe', nargs='?', help=f"a .yaml file, or one of: {', '.join(builtin_recipes())}")
     _add_run(parser)
     parser.add_argument('--teacher', metavar='MODEL', help=MODEL)
+    add_weights(parser, 'the teacher')
     parser.add_argument('--student', metavar='MODEL',
                         help="'local-dir:FOLDER' of a model to start from, instead of a new one")
 
@@ -56,14 +55,16 @@ def add_distill(parser: argparse.ArgumentParser) -> None:
 def distill(args: argparse.Namespace) -> None:
     """Train by a recipe: distil a teacher or, without one, train from scratch. Also runs under torchrun."""
     recipe = _start_or_resume(args, 'recipe', 'data', 'out')
-    command = _to_resume(args, 'recipe', 'data', 'teacher', 'student', 'limit')
+    command = _to_resume(args, 'recipe', 'data', 'teacher', 'img_size', 'checkpoint', 'student', 'limit')
+    if not args.teacher and (args.img_size or args.checkpoint):
+        raise ValueError('--img-size and --checkpoint are those of the teacher. Give --teacher, or leave them out.')
     for change in args.set if args.student else []:
         if change.partition('=')[0].split('.')[0].strip() in ('ode', 'model', 'model_args'):
             raise ValueError(f"'{change}' says how to make a student, but --student gives one. Leave one of them out.")
     recipe = recipe or Recipe.load(args.recipe, args.set)
     if args.student:
         recipe = replace(recipe, ode=None, model=None, model_args=None)
-    student = load(args.student, args) if args.student else None
+    student = load_as_saved(args.student, args) if args.student else None
     teacher = load(args.teacher, args) if args.teacher else None
     if teacher is None and student is None and recipe.model:
         check_name(recipe.model)
@@ -105,7 +106,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
                         help='change the recipe, such as --set ode.rank=8 --set stages.0.fit.epochs=5')
     parser.add_argument('--resume', action='store_true',
                         help='continue the run in the folder; with the folder and nothing else, as it was started')
-    add_number(parser, '--limit', 'use only this many images of an .npz, for a rehearsal')
+    add_number(parser, '--limit', 'use only this many images of each part of the data, for a rehearsal')
     add_quiet(parser)
 
 
@@ -181,7 +182,8 @@ def _train(
         return
     best = Path(args.out) / BEST
     print(f"saved {best}: timm.create_model('local-dir:{best}', pretrained=True)")
-    named, held_out = getattr(args, 'teacher', None), f' --held-out {recipe.batches.held_out:g}'
+    named = None if args.img_size or args.checkpoint else getattr(args, 'teacher', None)  # evaluate builds it by name
+    held_out = f' --held-out {recipe.batches.held_out:g}'
     if not Path(args.data).is_file():
         held_out = '' if 'val' in folder_parts(args.data) else f'{held_out} --seed {recipe.seed}'
     print('To evaluate it on the images that were held out:\n'

@@ -1,5 +1,6 @@
 """Folders of images, through timm.data."""
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def folder_loader(
 
 def folder_loaders(
         root: str | Path, model: Any, *, batch_size: int = 64, workers: int = 2, held_out: float = 0.1,
-        auto_augment: str | None = None, reprob: float = 0., seed: int = 0, any_classes: bool = False,
+        auto_augment: str | None = None, reprob: float = 0., limit: int | None = None, seed: int = 0,
+        any_classes: bool = False,
 ) -> tuple[Any, EvaluationLoader]:
     """Make batches to train on (shuffled, augmented, an incomplete last one dropped) and batches to validate on.
 
@@ -71,6 +73,7 @@ def folder_loaders(
         held_out: Share of each class held out if there is no val/; at least one image of each class that has two.
         auto_augment: timm's augmentation policy, such as 'rand-m9-mstd0.5-inc1' for RandAugment.
         reprob: Probability of erasing a part of an image.
+        limit: Use only this many images of each part, from all classes in turn, for a rehearsal.
         seed: Seed of the choice of images held out and, with several processes, of the image order.
 
     Returns:
@@ -86,6 +89,8 @@ def folder_loaders(
     validation = _validation(root, parts, model, held_out, seed, any_classes, set(training.reader.class_to_idx))
     if 'val' not in parts:
         _keep_share(training, True, held_out, seed)
+    for dataset in (training, validation):
+        dataset.reader.samples = _first_of_each(dataset.reader.samples, limit)
     if auto_augment is not None and model.in_chans == 4:
         raise ValueError("timm's auto_augment cannot handle an alpha channel, and the model takes 4 channels. "
                          'Leave it out.')
@@ -270,6 +275,17 @@ def _training_loader(
 def _evaluation_loader(dataset: ImageFiles, model: Any, batch_size: int, workers: int) -> EvaluationLoader:
     dataset.transform = create_transform(**data_config(model), is_training=False)
     return EvaluationLoader(dataset, batch_size, num_workers=workers)
+
+
+def _first_of_each(samples: list[tuple[str, int]], limit: int | None) -> list[tuple[str, int]]:
+    """At most so many of the samples, in their order: the first of each class, then the second of each, and so on."""
+    seen: Counter[int] = Counter()
+    places = []
+    for _, label in samples:
+        places.append(seen[label])
+        seen[label] += 1
+    chosen = sorted(range(len(samples)), key=places.__getitem__)[:limit]
+    return [samples[i] for i in sorted(chosen)]
 
 
 def _keep_share(dataset: ImageFiles, train: bool, share: float, seed: int) -> ImageFiles:

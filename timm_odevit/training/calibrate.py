@@ -2,6 +2,7 @@
 import copy
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ..convert.svd_data import check_images
 from ..distributed import in_first_process, over_processes
 from ..evaluation.accuracy import AMP_DTYPES
+from ..evaluation.embeddings import evaluate_embeddings
 from ..hooks import autocast, evaluating, surely
 from ..ode.blocks import find_ode_blocks
 from .config import CalibrationConfig
@@ -27,7 +29,7 @@ __all__ = ['calibrate_']
 
 HIGHEST_LR = (3e-3, 1e-3)  # of the two parts
 EPOCHS = 10  # into which the progress bar divides a part that takes some minutes
-TRIED = 3  # batches by which the learning rate is chosen, and updates by which the number of updates is
+TRIED = 3  # batches by which the learning rate is chosen and its end is judged, updates by which their number is
 EXACT = 1e-6  # a loss that is rounding
 
 
@@ -44,8 +46,10 @@ def calibrate_(
 
     First, each step learns on its own, from the teacher's state to the teacher's next state (StepwiseTask); then the
     unrolled steps learn the whole trajectory (TrajectoryDistillationTask), each in half of the time. Only the shared
-    blocks learn. A copy is trained and its weights are assigned at the end, so that an interrupted or failed call
-    leaves the model as it was. A student that is exact has nothing to learn, and takes no time.
+    blocks learn. Of the weights before, between and after the parts, those that come nearest to the teacher's outputs
+    on a few of the batches are kept; a warning says if they are the first. A copy is trained and its weights are
+    assigned at the end, so that an interrupted or failed call leaves the model as it was. A student that is exact has
+    nothing to learn, and takes no time.
 
     Args:
         model: Converted model.
@@ -89,9 +93,11 @@ def _train(
         lambda student: TrajectoryDistillationTask(student, teacher, kd_weight=0., verbose=False)]
     used = [True, True] if config.epochs is None else [epochs > 0 for epochs in config.epochs]
     tasks = [make(model) if use else None for make, use in zip(parts, used, strict=True)]  # before any is trained
+    first = next(task for task in tasks if task is not None)
+    few = _a_few(loader, torch.device(first.device), config.seed)
     share = 1.
-    if None in (config.lr, config.unrolled_lr) and tasks[0] is not None:
-        share = min(1., 3. * _error_of_a_step(model, tasks[0], loader, config))
+    if None in (config.lr, config.unrolled_lr):
+        share = min(1., 3. * _loss_of(model, first, few, config))
     if share < EXACT:
         return []
     lrs = [highest * share if lr is None else lr
@@ -105,21 +111,51 @@ def _train(
     else:
         updates = _updates_in(config.minutes or 0., model, loader, parts, options)
         plan = [(_Stream(loader, max(1, each // EPOCHS)), min(each, EPOCHS)) for each in updates]
-    return [record for task, (batches, epochs), chosen in zip(tasks, plan, options, strict=True)
-            if task is not None for record in fit(task, batches, epochs=epochs, progress=progress, **chosen)]
+    history = []
+    errors, states = [_error(model, teacher, first, few, config)], [copy.deepcopy(model.state_dict())]
+    for task, (batches, epochs), chosen in zip(tasks, plan, options, strict=True):
+        if task is not None:
+            history += fit(task, batches, epochs=epochs, progress=progress, **chosen)
+            errors.append(_error(model, teacher, first, few, config))
+            states.append(copy.deepcopy(model.state_dict()))
+    best = max(range(len(errors)), key=lambda i: (-errors[i], i))
+    if best == 0:
+        warnings.warn(
+            f"The calibration ended farther from the teacher's outputs than it started (squared error {errors[-1]:.3g} "
+            f'of their variance, {errors[0]:.3g} before), so the model is as it was. Try a lower lr, or more time.',
+            stacklevel=3)
+    model.load_state_dict(states[best])
+    return history
+
+
+def _a_few(loader: Any, device: torch.device, seed: int) -> list[Any]:
+    """A few batches, without a change to the loader."""
+    with loader_state_kept(loader, device):
+        random_seed(seed * 10_007 % 2 ** 31)
+        return list(islice(loader, TRIED))
 
 
 @torch.no_grad()
-def _error_of_a_step(model: nn.Module, task: TrainingTask, loader: Any, config: CalibrationConfig) -> float:
-    """StepwiseTask's loss on a few batches: how much there is to learn, 0 for nothing, 1 for everything."""
+def _loss_of(model: nn.Module, task: TrainingTask, few: list[Any], config: CalibrationConfig) -> float:
+    """A task's loss on a few batches: how much there is to learn, 0 for nothing, 1 for everything."""
     device = torch.device(task.device)
-    errors = []
-    with loader_state_kept(loader, device), evaluating(model):
-        random_seed(config.seed * 10_007 % 2 ** 31)
-        for images, labels in islice(loader, TRIED):
+    losses = []
+    with evaluating(model):
+        for images, labels in few:
             with must_fit('train_loader', images, labels, task), autocast(device, AMP_DTYPES[config.amp]):
-                errors.append(over_processes(task(images.to(device), labels)['loss']))
-    return torch.stack(errors).mean().item() if errors else 1.
+                losses.append(over_processes(task(images.to(device), labels)['loss']))
+    return torch.stack(losses).mean().item() if losses else 1.
+
+
+def _error(
+        model: nn.Module, teacher: nn.Module, task: TrainingTask, few: list[Any], config: CalibrationConfig) -> float:
+    """The squared error of the outputs on a few batches, relative to the variance of the teacher's."""
+    if not few:
+        return math.inf  # fit refuses this
+    images, labels = few[0]
+    with must_fit('train_loader', images, labels, task):
+        found = evaluate_embeddings(model, few, teacher=teacher, amp_dtype=AMP_DTYPES[config.amp]).results[-1].error
+    return over_processes(torch.tensor(math.inf if found is None else found, device=task.device)).item()
 
 
 def _updates_in(

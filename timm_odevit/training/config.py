@@ -224,9 +224,8 @@ class CalibrationConfig(Settings):
             minutes.
         batch_size: Images per update.
         lr: Peak learning rate of the first part (AdamW), on a cosine schedule. None for 3e-3, or a share of it for a
-            student that has little to learn: three times its loss in StepwiseTask before training, if less than 1.
-        unrolled_lr: Peak learning rate of the second part (Muon). None for 1e-3, or the same share of it; 1e-3 if
-            there is no first part.
+            student that has little to learn: three times the loss of the first part before training, if less than 1.
+        unrolled_lr: Peak learning rate of the second part (Muon). None for 1e-3, or the same share of it.
         amp: Mixed precision: 'bfloat16' or 'float16'; None for full precision.
         seed: Seed for the order of the images.
     """

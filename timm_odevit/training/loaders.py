@@ -30,15 +30,13 @@ def loaders(
         if getattr(config, name) is not None:
             kind = 'an .npz, whose images are augmented on the device' if arrays else 'a folder of images'
             raise ValueError(f"data.{name} does not apply to {kind} ('{data}'). Leave it out.")
-    if not arrays and limit is not None:
-        raise ValueError(f"limit applies only to an .npz, and '{data}' is a folder. Leave it out.")
     names = ('batch_size', 'held_out', 'reprob', *(('padding', 'flip') if arrays else ('auto_augment', 'workers')))
     options: Any = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    options.update(seed=seed, any_classes=any_classes)
+    options.update(limit=limit, seed=seed, any_classes=any_classes)
     train_loader: Any
     val_loader: Any
     if arrays:
-        train_loader, val_loader, _ = array_loaders(data, model, limit=limit, **options)
+        train_loader, val_loader, _ = array_loaders(data, model, **options)
     else:
         train_loader, val_loader = folder_loaders(data, model, **options)
     if config.mixes:

@@ -110,7 +110,8 @@ class Recipe(Settings):
         data: Settings of the data; see DataConfig.
         loss: Keywords of TrajectoryDistillationTask for all stages.
         fit: Keywords of `fit` for all stages.
-        stages: The stages, in order; each starts from the last weights of the previous one.
+        stages: The stages, in order; each starts from the last weights of the previous one. One with 0 epochs is left
+            out.
         grad_checkpointing: Recompute activations in the backward pass, step by step.
         seed: Seed of the run.
 
@@ -134,18 +135,26 @@ class Recipe(Settings):
             raise ValueError(f'data.{e}') from None
         if self.ode is not None:
             self.config  # noqa: B018 (likewise)
+        used = []
         for i, stage in enumerate(self.stages):
-            if 'epochs' not in {**(self.fit or {}), **(stage.fit or {})}:
+            epochs = {**(self.fit or {}), **(stage.fit or {})}.get('epochs')
+            if epochs is None:
                 raise ValueError(
                     f"stages.{i}.fit.epochs is missing. Give the number of epochs here or in the recipe's fit.")
+            if epochs == 0 and type(epochs) is int:
+                continue
+            used.append(stage)
             try:
                 self.fit_of(stage)
                 if stage.task == 'trajectory':
                     self.loss_of(stage)
             except ValueError as e:
                 raise ValueError(f'stages.{i}: {e}') from None
+        if not used:
+            raise ValueError('All stages have 0 epochs, so there is nothing to train. Give one of them some.')
         if self.loss and all(stage.task != 'trajectory' for stage in self.stages):
             raise ValueError('loss applies only to stages with task trajectory, and there are none. Leave it out.')
+        object.__setattr__(self, 'stages', tuple(used))
 
     @property
     def batches(self) -> DataConfig:

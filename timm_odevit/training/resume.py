@@ -19,12 +19,13 @@ from .loaders import loader_chain
 from .recipe import Recipe
 
 __all__ = [
-    'BEST', 'HISTORY', 'LAST', 'RECIPE', 'RUN', 'check_about', 'check_recipe', 'check_unused', 'hash_of',
+    'BEST', 'HISTORY', 'LAST', 'RECIPE', 'RUN', 'START', 'check_about', 'check_recipe', 'check_unused', 'hash_of',
     'hash_of_data', 'load_state', 'models_of', 'read_state', 'save_state', 'settings_to_resume',
 ]
 
 LAST = 'last.pt'
 BEST = 'best'
+START = 'start'
 HISTORY = 'history.json'
 RECIPE = 'recipe.yaml'
 RUN = 'run.json'

@@ -1,6 +1,9 @@
 """train: run a recipe stage by stage, and save what is needed to resume it and to tell how the model was made."""
 import copy
+import json
+import math
 import shutil
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +19,20 @@ from torch import Tensor, nn
 from ..convert.conversion import convert_
 from ..data.arrays import ArrayLoader
 from ..data.preprocessing import warn_of_other_classes
-from ..distributed import alone_in, rank_and_world
+from ..distributed import alone_in, in_first_process, rank_and_world
+from ..evaluation.accuracy import AMP_DTYPES
 from ..files import staged, to_json, write_text
 from ..hooks import random_states_kept
 from ..loading.find_weights import CONFIG, WEIGHTS
 from ..ode.blocks import find_ode_blocks
-from ..saving.save import describe
+from ..saving.save import describe, save_pretrained
 from ..settings import one_line, shown
 from .config import FitConfig
 from .fit import count_updates, fit
 from .loaders import count_classes, draw_sample, label_names, loader_chain, loaders
+from .monitor import score_of, validate
 from .recipe import PARTS, Recipe
-from .resume import BEST, HISTORY, RECIPE, RUN, check_about, check_recipe, hash_of, hash_of_data
+from .resume import BEST, HISTORY, RECIPE, RUN, START, check_about, check_recipe, hash_of, hash_of_data
 from .tasks import StepwiseTask, TrajectoryDistillationTask
 
 __all__ = ['train']
@@ -52,8 +57,10 @@ def train(
 
     Writes to `out`: recipe.yaml; run.json, with what else must be the same to resume; stage0/, stage1/, ..., as `fit`
     writes them; and at the end best/, the best model of the last stage with its recipe, and history.json, the records
-    of all stages. A stage that does not train the student's own number of steps is validated and saved with the nearest
-    one that it trains; the recipe in best/ has numbers of steps in place of shares of the student's own number.
+    of all stages. A given student is validated first and saved in start/; if training ends below it, best/ is the
+    start, and a warning says so. A stage that does not train the student's own number of steps is validated and saved
+    with the nearest one that it trains; the recipe in best/ has numbers of steps in place of shares of the student's
+    own number.
 
     Args:
         recipe: Recipe to run.
@@ -63,7 +70,7 @@ def train(
         student: Model to train as it is, ignoring the recipe's `ode`; None to make it from the teacher or, without one,
             from the recipe's `model`.
         resume: Continue the run in `out`.
-        limit: Use only this many images of an .npz, for a rehearsal.
+        limit: Use only this many images of each part of the data, for a rehearsal.
         command: What to record in run.json, so that `odevit distill --resume` knows data and models by name.
         device: Device for a student that is built without a teacher.
         progress: Show progress bars.
@@ -84,7 +91,7 @@ def train(
     for model in (teacher, student):
         if model is not None:
             device = next(model.parameters()).device
-    folder, (rank, world) = Path(out), rank_and_world()
+    given, folder, (rank, world) = student, Path(out), rank_and_world()
     with alone_in(folder), random_states_kept(device):
         check_recipe(folder, recipe, resume)
         host = _host(recipe, data, teacher, student, device)
@@ -109,9 +116,11 @@ def train(
             write_text(folder / RUN, to_json({**about, 'command': command}))
             write_text(folder / RECIPE, recipe.to_yaml())
         _name_classes(student, names, keep=teacher is not None)
+        start = None if given is None else in_first_process(
+            lambda: _start(student, own, stages[-1], val_loader, folder, progress))
         history = _train_stages(student, stages, train_loader, val_loader, folder, resume, progress and rank == 0)
         if rank == 0:
-            _publish(folder, recipe, recipe.without_shares(own[0]) if len(own) == 1 else recipe, history)
+            _publish(folder, recipe, recipe.without_shares(own[0]) if len(own) == 1 else recipe, history, start)
     return history
 
 
@@ -184,6 +193,35 @@ def _prepare(
     return task, names, config
 
 
+def _start(
+        student: nn.Module, own: list[int], stage: tuple[TrainingTask, set[str], FitConfig], val_loader: Any,
+        folder: Path, progress: bool,
+) -> dict[str, float]:
+    """Validate a student before training, as the last stage does, and save it in start/; returns its record."""
+    task, _, config = stage
+    path = folder / START / HISTORY
+    if not path.exists():
+        _set_steps(student, task, own)
+        save_pretrained(student, folder / START)
+        record = validate(task, student, val_loader, AMP_DTYPES[config.amp])
+        write_text(path, to_json([{'epoch': 0, **record}]))
+    found: dict[str, float] = json.loads(path.read_text())[0]
+    if progress:
+        print(f'start: {_score_in_words(found)}')
+    return found
+
+
+def _set_steps(student: nn.Module, task: TrainingTask, own: list[int]) -> None:
+    """Give a student the number of steps that a stage trains which is nearest to its own."""
+    trained = getattr(task, 'counts', [None] * len(own))
+    for ode, steps, counts in zip(find_ode_blocks(student), own, trained, strict=True):
+        ode.steps = min((k for of in counts or [[steps]] for k in of), key=lambda count: abs(count - steps))
+
+
+def _score_in_words(record: dict[str, float]) -> str:
+    return f"top-1 {record['val_top1']:.1f} %" if 'val_top1' in record else f"cosine {record['val_cosine']:.4f}"
+
+
 def _train_stages(
         student: nn.Module, stages: Sequence[tuple[TrainingTask, set[str], FitConfig]], train_loader: Any,
         val_loader: Any, folder: Path, resume: bool, progress: bool,
@@ -194,9 +232,7 @@ def _train_stages(
     own = [ode.steps for ode in find_ode_blocks(student)]
     arrays = loader_chain(train_loader)[-1]
     for i, (task, names, config) in enumerate(stages):
-        trained = getattr(task, 'counts', [None] * len(own))
-        for ode, steps, counts in zip(find_ode_blocks(student), own, trained, strict=True):
-            ode.steps = min((k for of in counts or [[steps]] for k in of), key=lambda count: abs(count - steps))
+        _set_steps(student, task, own)
         for name, p in student.named_parameters():
             p.requires_grad_(name in names & trainable)
         if progress:
@@ -212,9 +248,22 @@ def _train_stages(
     return history
 
 
-def _publish(folder: Path, recipe: Recipe, trained: Recipe, history: list[dict[str, float]]) -> None:
-    """Put the best model of the last stage, the recipe and the records in place; `trained` is the model's recipe."""
-    best = folder / f'stage{len(recipe.stages) - 1}' / BEST
+def _publish(
+        folder: Path, recipe: Recipe, trained: Recipe, history: list[dict[str, float]], start: dict[str, float] | None,
+) -> None:
+    """Put the best model of the last stage, the recipe and the records in place; `trained` is the model's recipe.
+
+    If the start is better, it is the best model.
+    """
+    last = len(recipe.stages) - 1
+    best = folder / f'stage{last}' / BEST
+    top = max((record for record in history if record['stage'] == last), key=lambda record: score_of(record, -math.inf))
+    if start is not None and score_of(top, -math.inf) < score_of(start, -math.inf):
+        warnings.warn(
+            f"Training ended below its start: {_score_in_words(top)} in the best epoch of the last stage, "
+            f"{_score_in_words(start)} before. '{folder / BEST}' is the start; the best epoch is in '{best}'. Try a "
+            'lower lr, or more epochs.', stacklevel=3)
+        best = folder / START
     with staged(folder / BEST, WEIGHTS, CONFIG) as aside:
         for name in (WEIGHTS, CONFIG):
             shutil.copyfile(best / name, aside / name)
