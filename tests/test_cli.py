@@ -192,7 +192,6 @@ MISTAKES = [
     (['benchmark', 'local-dir:teacher', 'local-dir:teacher'], 'named twice'),
     (['benchmark', 'local-dir:teacher', '--json', 'nowhere/a.json'], "no folder 'nowhere'"),
     (['evaluate', 'local-dir:teacher', 'images', '--seed', '1'], '--seed chooses the images of --held-out'),
-    (['evaluate', 'local-dir:teacher', 'parts', '--held-out', '0.1'], "'parts' has val/, and training used that to validate"),
     (['push', 'local-dir:teacher', 'org/name', '--results', 'none.json'], "There is no results file 'none.json'. Make one: odevit evaluate"),
     (['distill', '--resume', 'images'], "There is no run to continue in 'images': it has no recipe.yaml"),
     (['distill', 'autonomous', 'images'], 'Expected RECIPE DATA OUT, or only --resume FOLDER; got autonomous images'),
@@ -223,8 +222,6 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, ca
     (folder / 'list.yaml').write_text('[1, 2]')
     (folder / 'bad.yaml').write_text('a: [')
     Image.new('1', (20_000, 20_000)).save(folder / 'bomb.png')  # of absurd size
-    for part in ('train', 'val'):
-        shutil.copytree(folder / 'images', folder / 'parts' / part)
     before = sorted(folder.rglob('*'))
     assert run(*args) == 2
     err = capsys.readouterr().err
@@ -329,6 +326,13 @@ def test_evaluate_holds_something_out_and_says_whose_classes_it_counts(folder, c
     for data in ('d.npz', 'images'):
         with pytest.warns(RuntimeWarning, match=f"The classes of '{data}' are not those of the model"):
             assert main(['evaluate', 'local-dir:teacher', data, '--quiet', *(['--workers', '0'] if data == 'images' else [])]) == 0
+
+
+def test_what_was_held_out_of_a_folder_with_val_is_val(folder, capsys):
+    for part in ('train', 'val'):
+        shutil.copytree('images', Path('parts') / part)
+    assert run('evaluate', 'local-dir:teacher', 'parts', '--held-out', '0.1', '--seed', '0') == 0
+    assert capsys.readouterr().out.startswith('parts/val: 30 images')
 
 
 def test_recipes_are_listed_shown_and_checked(folder, capsys):

@@ -150,9 +150,8 @@ def _images(
             any_classes=any_classes)
         return (val, f'{share}x_train of {args.data}') if share else (test, f'x_test of {args.data}')
     parts = folder_parts(args.data)
-    if 'val' in parts and (held_out is not None or args.seed is not None):
-        raise ValueError(f"'{args.data}' has {parts['val'].name}/, and training used that to validate, so it held "
-                         'nothing else out. Leave out --held-out and --seed.')
+    if 'val' in parts:
+        share = ''  # training validated on val/, and held nothing else out
     images = folder_loader(args.data, model, batch_size=args.batch_size, held_out=held_out, seed=args.seed or 0,
                            any_classes=any_classes, workers=2 if args.workers is None else args.workers)
     used = parts.get('train') if share else parts.get('val') or parts.get('test')
