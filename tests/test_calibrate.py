@@ -167,7 +167,7 @@ def test_a_calibration_in_minutes_can_be_repeated(vit, tmp_path, monkeypatch, ki
     if kind == 'augmented':
         np.savez(tmp_path / 'd.npz', x_train=np.random.default_rng(0).integers(0, 255, (32, 16, 16, 3), np.uint8))
         images = array_images(tmp_path / 'd.npz', teacher, batch_size=4)[0]
-    monkeypatch.setattr(calibrate, '_updates_in', lambda *args: [20, 20])  # of 7 batches in each pass
+    monkeypatch.setattr(calibrate, 'updates_in', lambda *args: [20, 20])  # of 7 batches in each pass
     students = [copy.deepcopy(start), copy.deepcopy(start)]
     for student in students:
         calibrate_(student, teacher, images, minutes=1., batch_size=4, progress=False, lr=1e-3, unrolled_lr=1e-3)

@@ -19,6 +19,7 @@ training            distillation, calibration, recipes
 reporting           a page that shows what a model does to a few images
 deploy              models in files that run without this package
 benchmark           speed and memory
+shrink              from a model and images to a small model, with a verdict
 cli                 the command line; the options of the ODE come from OdeConfig's docstring
 """
 from . import registry as _registers  # noqa: F401
@@ -48,9 +49,10 @@ from .ode.with_steps import with_steps
 from .reporting.page import write_report
 from .saving.push import push_to_hub
 from .saving.save import save_pretrained
+from .shrink.run import shrink
+from .shrink.verdict import Verdict
 from .training.calibrate import calibrate_
 from .training.config import CalibrationConfig, FitConfig, LossConfig
-from .training.find_size import find_size
 from .training.fit import fit
 from .training.recipe import Recipe
 from .training.run_recipe import train
@@ -58,13 +60,13 @@ from .training.tasks import StepwiseTask, TrajectoryDistillationTask
 
 __all__ = [
     'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'LossConfig', 'OdeConfig', 'Recipe',
-    'StepwiseTask', 'TrajectoryDistillationTask', '__version__', 'attention_over_time', 'calibrate_',
+    'StepwiseTask', 'TrajectoryDistillationTask', 'Verdict', '__version__', 'attention_over_time', 'calibrate_',
     'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'contraction_regions', 'convert_',
-    'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'find_size',
-    'fit', 'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate', 'lipschitz_constants',
+    'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
+    'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate', 'lipschitz_constants',
     'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'patch_agreement', 'push_to_hub',
-    'put_tower_', 'save_pretrained', 'spectral_norms', 'state_similarity', 'train',
-    'trajectory_geometry', 'with_steps', 'write_report',
+    'put_tower_', 'save_pretrained', 'shrink', 'spectral_norms', 'state_similarity', 'train', 'trajectory_geometry',
+    'with_steps', 'write_report',
 ]
 
 

@@ -21,7 +21,7 @@ from .ode.blocks import count_parameters, find_ode_blocks
 from .ode.with_steps import with_steps
 from .settings import integer, many, one_of
 
-__all__ = ['MODES', 'Benchmark', 'Timing', 'benchmark', 'peak_of']
+__all__ = ['MODES', 'Benchmark', 'Timing', 'benchmark', 'peak_of', 'processor']
 
 Images = Callable[[nn.Module, int], Tensor]
 MODES = ('default', 'reduce-overhead', 'max-autotune')  # of torch.compile
@@ -201,12 +201,13 @@ def peak_of(call: Callable[[], Any], device: str | torch.device) -> int:
 
 def _machine(device: torch.device, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
     """What the figures depend on."""
-    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else _processor()
+    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else processor()
     return {'device': name, 'threads': torch.get_num_threads(), 'dtype': str(dtype).removeprefix('torch.'),
             'torch': torch.__version__, 'timm': timm.__version__, 'timm-odevit': __version__, 'rounds': rounds}
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of the processor."""
     path = Path('/proc/cpuinfo')
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.split(':', 1)[1].strip() for line in lines if line.startswith('model name')]

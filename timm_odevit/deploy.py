@@ -237,10 +237,11 @@ class _Int8(nn.Module):
                 self.register_buffer(key + suffix, part)
 
     def forward(self, images: Tensor) -> Tensor:
+        stored = dict(self.named_buffers(recurse=False))
         tensors = {}
         for name, key in self.names.items():
-            tensor, scale = self._buffers[key], self._buffers.get(f'{key}-scale')
-            tensors[name] = tensor if scale is None else tensor.to(scale.dtype) * scale
+            scale = stored.get(f'{key}-scale')
+            tensors[name] = stored[key] if scale is None else stored[key].to(scale.dtype) * scale
         return functional_call(self.of[0], tensors, (images,))
 
 

@@ -1,6 +1,7 @@
 """odevit: the command line. Each command is a pair of functions: one adds its arguments, the other runs it.
 
 arguments           what several commands share: argument types, models by name, images, folders to write to
+shrink              shrink
 train               finetune, distill, recipe
 convert             convert, calibrate
 evaluate            evaluate, halt
@@ -17,7 +18,7 @@ import torch
 
 from .._version import __version__
 from ..settings import one_line, suggest
-from . import benchmark, convert, evaluate, export, predict, train
+from . import benchmark, convert, evaluate, export, predict, shrink, train
 from .arguments import add_number
 
 __all__ = ['COMMANDS', 'main', 'parser']
@@ -43,6 +44,7 @@ def script(args: argparse.Namespace) -> int:
 
 # name: the function that runs it, whose docstring is its help, and the one that adds its arguments
 COMMANDS = {
+    'shrink': (shrink.shrink, shrink.add_shrink),
     'finetune': (train.finetune, train.add_finetune), 'convert': (convert.convert, convert.add_convert),
     'calibrate': (convert.calibrate, convert.add_calibrate), 'distill': (train.distill, train.add_distill),
     'evaluate': (evaluate.evaluate, evaluate.add_evaluate), 'halt': (evaluate.halt, evaluate.add_halt),

@@ -3,7 +3,6 @@ import argparse
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..convert.conversion import convert_
 from ..convert.sizing import choose_size
@@ -13,7 +12,6 @@ from ..ode.blocks import find_ode_blocks
 from ..ode.config import OdeConfig
 from ..training.calibrate import calibrate_
 from ..training.config import CalibrationConfig
-from ..training.find_size import find_size
 from .arguments import (
     IMAGES,
     MODEL,
@@ -31,7 +29,6 @@ from .arguments import (
     save,
 )
 
-BATCH = 16  # images per update of the calibrations
 _SIZE = ('time', 'rank', 'phases', 'boundaries', 'init')  # what a size determines
 
 
@@ -43,13 +40,8 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     add_number(parser, '--num-classes', 'number of classes; if it differs, the head is new', 0)
     parser.add_argument('--target-params', metavar='SIZE',
                         help=f"size of the result, such as 3M parameters, 25%% or 10MB; chooses {', '.join(_SIZE)}")
-    parser.add_argument('--keep', metavar='SHARE',
-                        help='the smallest size that keeps this share, such as 95%%, after a short calibration: '
-                             'agreement with the model on images held out, or cosine of the embeddings')
-    parser.add_argument('--minutes', type=float, metavar='M',
-                        help='time for each of the 4 sizes that --keep tries (default: 1)')
     parser.add_argument('--images', metavar='IMAGES',
-                        help=f'{IMAGES}; for --keep and init svd_data, which --target-params then uses')
+                        help=f'{IMAGES}; for init svd_data, which --target-params then uses')
     parser.add_argument('--seed', type=int, metavar='N', default=0,
                         help='seed of the choice of images (default: %(default)s)')
     parser.add_argument('--force', action='store_true', help='write into a folder that is not empty')
@@ -70,9 +62,6 @@ def convert(args: argparse.Namespace) -> None:
         raise ValueError(f"'{args.model}' has already been converted. Convert the model that it was made from.")
     if min(getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (1,)) < 1:
         raise ValueError(f'--img-size {args.img_size} is less than one patch of this model.')
-    if args.keep is not None:
-        save(_smallest(model, config, args), args.out)
-        return
     if args.target_params is not None:
         config = choose_size(model, args.target_params, config, init='svd_data' if args.images else 'svd')
     images = None
@@ -88,29 +77,11 @@ def convert(args: argparse.Namespace) -> None:
 
 def _check_convert(args: argparse.Namespace, settings: Any) -> None:
     """Raise ValueError for options that contradict each other."""
-    chooses = '--target-params' if args.target_params is not None else '--keep' if args.keep is not None else ''
-    both = [name for name in _SIZE if name in settings and chooses]
+    both = [name for name in _SIZE if name in settings and args.target_params is not None]
     if both:
-        raise ValueError(f"{chooses} chooses {', '.join(_SIZE)}. Leave out --{both[0]} or {chooses}.")
-    if args.keep is not None and (
-            not args.images or args.random or args.target_params is not None or args.num_classes is not None):
-        raise ValueError('--keep calibrates each size on images and compares it with the pretrained model. Give '
-                         '--images, and leave out --target-params, --random and --num-classes.')
-    if args.minutes is not None and args.keep is None:
-        raise ValueError('--minutes is the time for each size that --keep tries. Give --keep too, or leave it out; '
-                         'odevit calibrate calibrates a converted model.')
+        raise ValueError(f"--target-params chooses {', '.join(_SIZE)}. Leave out --{both[0]} or --target-params.")
     if args.random and args.checkpoint is not None:
         raise ValueError('--random loads no weights, and --checkpoint does. Leave one of them out.')
-
-
-def _smallest(model: nn.Module, config: OdeConfig, args: argparse.Namespace) -> nn.Module:
-    """The smallest student that keeps the share asked for."""
-    loader, held_out = images_of(args.images, model, BATCH, seed=args.seed)
-    search = find_size(
-        model, loader, first_held_out(held_out, BATCH), keep=args.keep, ode=config,
-        minutes=1. if args.minutes is None else args.minutes, seed=args.seed, progress=not args.quiet)
-    print(search)
-    return search.student
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ fit                 the training loop
 monitor             what surrounds the loop: checks of the first batches, validation, where a loss diverged
 resume              what a run saves, and what must be the same when it continues
 calibrate           calibrate_: minutes of training, without labels
-find_size           find_size: the smallest student that keeps a share of its teacher
+minutes             training for some minutes
 recipe              recipes (those of the package are in recipes/), from YAML that may be anybody's
 loaders             the data of a recipe
 run_recipe          train: runs a recipe

@@ -1,10 +1,9 @@
 """calibrate_: fit the shared blocks to the teacher in minutes, on images without labels."""
 import copy
 import math
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, islice
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from timm.utils import random_seed
 from torch import Tensor, nn
 
 from ..convert.svd_data import check_images
-from ..distributed import in_first_process, over_processes
+from ..distributed import over_processes
 from ..evaluation.accuracy import AMP_DTYPES
 from ..evaluation.embeddings import evaluate_embeddings
 from ..hooks import autocast, evaluating, surely
@@ -22,13 +21,13 @@ from .config import CalibrationConfig
 from .fit import fit
 from .loaders import set_epoch
 from .matching import check_converted_from
+from .minutes import EPOCHS, Stream, updates_in
 from .monitor import loader_state_kept, must_fit
 from .tasks import StepwiseTask, TrajectoryDistillationTask
 
 __all__ = ['calibrate_']
 
 HIGHEST_LR = (3e-3, 1e-3)  # of the two parts
-EPOCHS = 10  # into which the progress bar divides a part that takes some minutes
 TRIED = 3  # batches by which the learning rate is chosen and its end is judged, updates by which their number is
 EXACT = 1e-6  # a loss that is rounding
 
@@ -109,8 +108,8 @@ def _train(
     if config.epochs is not None:
         plan = [(loader, epochs) for epochs in config.epochs]
     else:
-        updates = _updates_in(config.minutes or 0., model, loader, parts, options)
-        plan = [(_Stream(loader, max(1, each // EPOCHS)), min(each, EPOCHS)) for each in updates]
+        updates = updates_in([(config.minutes or 0.) / 2] * 2, model, loader, parts, options)
+        plan = [(Stream(loader, max(1, each // EPOCHS)), min(each, EPOCHS)) for each in updates]
     history = []
     errors, states = [_error(model, teacher, first, few, config)], [copy.deepcopy(model.state_dict())]
     for task, (batches, epochs), chosen in zip(tasks, plan, options, strict=True):
@@ -156,50 +155,6 @@ def _error(
     with must_fit('train_loader', images, labels, task):
         found = evaluate_embeddings(model, few, teacher=teacher, amp_dtype=AMP_DTYPES[config.amp]).results[-1].error
     return over_processes(torch.tensor(math.inf if found is None else found, device=task.device)).item()
-
-
-def _updates_in(
-        minutes: float, model: nn.Module, loader: Any, parts: Sequence[Callable[[nn.Module], TrainingTask]],
-        options: Sequence[dict[str, Any]],
-) -> list[int]:
-    """How many updates of each part take an equal share of some minutes, by trying a few on a copy.
-
-    The time spent here is taken from the minutes. More than EPOCHS updates are a multiple of EPOCHS. Of several
-    processes, which train together here, too, the first decides.
-    """
-    started = time.perf_counter()
-    trial = copy.deepcopy(model)
-    seconds: list[float] = []
-    for make, chosen in zip(parts, options, strict=True):
-        _, record = fit(make(trial), _Stream(loader, TRIED), epochs=2, progress=False, **chosen)  # the first warms up
-        seconds.append(record['seconds'] / TRIED)
-    left = max(0., 60. * minutes - (time.perf_counter() - started))
-    updates = [max(1, math.floor(left / len(seconds) / each)) for each in seconds]
-    found: list[int] = in_first_process(lambda: [n if n < EPOCHS else EPOCHS * (n // EPOCHS) for n in updates])
-    return found
-
-
-class _Stream:
-    """The batches of a loader, over and over: `count` of them at a time, the next ones each time."""
-
-    def __init__(self, loader: Any, count: int) -> None:
-        self.loader, self.count, self.batches = loader, count, self._endless()
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self.batches, self.count)
-
-    def _endless(self) -> Iterator[Any]:
-        for epoch in count():
-            set_epoch(self.loader, epoch)
-            empty = True
-            for batch in self.loader:
-                empty = False
-                yield batch
-            if empty:
-                return
 
 
 class _Batches:

@@ -1,0 +1,31 @@
+"""odevit shrink"""
+import argparse
+
+from ..shrink.run import shrink as run
+from .arguments import IMAGES, MODEL, add_number, add_quiet, load, refuse_existing
+
+
+def add_shrink(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('model', help=MODEL)
+    parser.add_argument('images', help=f'{IMAGES} unless they are the classes of the model')
+    parser.add_argument('out', help='folder for the student, the files that were compared, and the verdict')
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument('--size', metavar='SIZE', help='size of the student, such as 25%%, 3M parameters or 4MB '
+                                                     '(default: one that suits the images and minutes)')
+    size.add_argument('--keep', metavar='SHARE', help='find the smallest that keeps this share, such as 95%%')
+    parser.add_argument('--minutes', type=float, metavar='M', default=60., help='minutes to spend (default: 60)')
+    add_number(parser, '--img-size', "image size in pixels (default: the model's)")
+    parser.add_argument('--checkpoint', metavar='FILE',
+                        help='file with the weights of the model, instead of a download')
+    parser.add_argument('--resume', action='store_true', help='continue the run in the folder')
+    add_quiet(parser)
+
+
+def shrink(args: argparse.Namespace) -> None:
+    """Make a small student of a model, and say whether it is worth it."""
+    if not args.resume:
+        refuse_existing(args.out, '--resume')
+    model = load(args.model, args)
+    verdict = run(model, args.images, args.out, size=args.size, keep=args.keep, minutes=args.minutes,
+                  resume=args.resume, progress=not args.quiet)
+    print(f'\n{verdict}')

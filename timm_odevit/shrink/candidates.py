@@ -1,0 +1,166 @@
+"""What is compared, as files that run without this package."""
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.benchmark import Timer
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..convert.conversion import convert_
+from ..convert.merge import merge_
+from ..deploy import export_model
+from ..evaluation.halting import calibrate_halting
+from ..ode.blocks import find_ode_blocks
+from ..ode.with_steps import with_steps
+from ..settings import one_line
+from .images import Images, outputs_of, score
+
+__all__ = ['Candidate', 'Row', 'candidates', 'measure', 'operations']
+
+BATCHES = (1, 32)
+ROUNDS = 5
+TOKENS = (0.5, 0.2)
+
+
+class Candidate(NamedTuple):
+    """A model to be compared, and how its file is written: as int8, and with a block per step or without."""
+    name: str
+    model: nn.Module
+    int8: bool = False
+    merged: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of a candidate.
+
+    Attributes:
+        name: Its name.
+        file: Name of its file; '' if it has none.
+        mb: Size of the file in MB (10^6 bytes); None without a file.
+        value: Accuracy, agreement or cosine, in percent.
+        interval: Half of the 95 % interval of the value.
+        ms: Median time for a batch of 1 image and of 32, per image, in ms.
+        operations: Multiply-adds for an image, in 10^6.
+    """
+    name: str
+    file: str
+    mb: float | None
+    value: float
+    interval: float
+    ms: tuple[float, float] | None
+    operations: float
+
+
+def candidates(model: nn.Module, student: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
+    """The model, a plain student and the student, in the forms in which each can be deployed."""
+    yield Candidate('original', model)
+    yield Candidate('original, int8', model, True)
+    layers = sum(len(site) for site in [getattr(model, 'blocks', [])])
+    for share in TOKENS:
+        try:
+            fewer = convert_(copy.deepcopy(model), phases=layers, tokens=share, keep_original=False).model
+        except (TypeError, ValueError):  # windows, say
+            break
+        yield Candidate(f'original, merged tokens {share:g}', fewer)
+    if plain is not None:
+        name = f'plain, {len(find_ode_blocks(plain)[0])} blocks'
+        yield Candidate(name, plain)
+        yield Candidate(f'{name}, int8', plain, True)
+    ode = find_ode_blocks(student)[0]
+    for steps in dict.fromkeys((ode.steps, max(1, ode.steps // 2), max(1, ode.steps // 4))):
+        view = with_steps(student, steps)
+        yield Candidate(f'student, K = {steps}', view, merged=False)
+        yield Candidate(f'student, K = {steps}, int8', view, True, False)
+        if ode.shared.depends_on_time:
+            yield Candidate(f'student, K = {steps}, int8, merged', view, True)
+
+
+def measure(
+        chosen: Sequence[Candidate], images: Images, folder: Path, *, progress: Callable[[str], Any],
+) -> tuple[list[Row], list[str]]:
+    """Write each candidate to a file, and measure the files on the images that judge, their times in turns.
+
+    Returns:
+        A row for each, and notes on what could not be measured.
+    """
+    folder.mkdir(exist_ok=True)
+    device = next(chosen[0].model.parameters()).device
+    onnx = device.type == 'cpu' and all(find_spec(name) for name in ('onnx', 'onnxscript', 'onnxruntime'))
+    notes = [] if onnx else ['The files are those of torch.export, run by torch.' + (
+        " For ONNX Runtime, type: pip install 'timm-odevit[deploy]'" if device.type == 'cpu' else '')]
+    found: list[tuple[Candidate, Path, Any]] = []
+    for candidate in chosen:
+        progress(candidate.name)
+        path = folder / f"{candidate.name.translate({32: '_', 44: None, 61: None})}.{'onnx' if onnx else 'pt2'}"
+        try:
+            export_model(candidate.model, path, format='onnx' if onnx else 'pt2', int8=candidate.int8,
+                         merged=candidate.merged, overwrite=True)
+        except ValueError as e:
+            notes.append(f'{candidate.name}: {one_line(e)}')
+            continue
+        found.append((candidate, path, _session(path) if onnx else torch.export.load(path).module()))
+    rows = []
+    times = _times([run for *_, run in found], images.judging.images, device)
+    for (candidate, path, run), ms in zip(found, times, strict=True):
+        outputs = torch.cat([run(batch.to(device)).float().cpu() for batch in images.judging.images.split(BATCHES[-1])])
+        value, interval = score(outputs, images.judging, images.measure)
+        rows.append(Row(candidate.name, path.name, path.stat().st_size / 1e6, value, interval, ms,
+                        operations(candidate.model, images.judging.images[:1])))
+    return rows, notes
+
+
+def early_exit(student: nn.Module, images: Images) -> Row | None:
+    """The student that halts image by image, by a threshold from the images that choose; None if it cannot."""
+    halting = copy.deepcopy(student)
+    try:
+        found = calibrate_halting(halting, images.choosing.batches())
+    except (TypeError, ValueError):
+        return None
+    found.apply_(halting)
+    value, interval = score(outputs_of(halting, images.judging.images), images.judging, images.measure)
+    steps = find_ode_blocks(student)[0].steps
+    one, all_of_them = (operations(with_steps(student, k), images.judging.images[:1]) for k in (1, steps))
+    share = (found.nfe / found.full_nfe * steps - 1) / max(1, steps - 1)
+    return Row(f'student, K = {steps}, early exit', '', None, value, interval, None,
+               one + share * (all_of_them - one))
+
+
+@torch.no_grad()
+def operations(model: nn.Module, image: Tensor) -> float:
+    """Multiply-adds for one image, in 10^6, with weights that are merged in advance."""
+    model = copy.deepcopy(model).eval()
+    if any(ode.shared.depends_on_time for ode in find_ode_blocks(model)):
+        merge_(model)
+    first = next(model.parameters(), image)
+    with FlopCounterMode(display=False) as counter:
+        model(image.to(first.device, first.dtype))
+    return counter.get_total_flops() / 2e6
+
+
+def _session(path: Path) -> Callable[[Tensor], Tensor]:
+    import onnxruntime
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
+    dtype = {'tensor(float16)': torch.float16}.get(session.get_inputs()[0].type, torch.float32)
+    return lambda images: torch.from_numpy(session.run(None, {'images': images.to(dtype).numpy()})[0])
+
+
+@torch.no_grad()
+def _times(runs: Sequence[Any], images: Tensor, device: torch.device) -> list[tuple[float, float]]:
+    """The median time of each for a batch of each size, in ms per image; all take turns in every round."""
+    found: list[list[float]] = [[] for _ in runs]
+    for size in BATCHES:
+        batch = images[torch.arange(size) % len(images)].to(device)
+        timers = [Timer('run(batch)', globals={'run': run, 'batch': batch}, num_threads=torch.get_num_threads())
+                  for run in runs]
+        turns = [[timer.timeit(2).median for timer in timers] for _ in range(ROUNDS)]
+        for i, of in enumerate(found):
+            of.append(1000 * sorted(turn[i] for turn in turns)[ROUNDS // 2] / size)
+    return [(of[0], of[1]) for of in found]

@@ -1,0 +1,166 @@
+"""What images there are, to learn from and to judge by, and what is measured on them."""
+import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ..convert.svd_data import check_images
+from ..data.arrays import ArrayLoader, array_images, array_loaders
+from ..data.folders import folder_loaders, image_loaders
+from ..data.preprocessing import count_held_out
+from ..evaluation.accuracy import is_pair, run_batches
+from ..settings import one_line
+
+__all__ = ['Held', 'Images', 'outputs_of', 'read_images', 'score', 'values']
+
+HELD = 2048  # images held out, at most
+NUMBERS = 2 ** 28  # in the images held out: 1 GB
+BATCH = 64
+LEAST = 0.2  # of the labels that a model must know
+
+
+class Held(NamedTuple):
+    """Images held out [N, C, H, W], their labels [N], and the model's outputs for them [N, ...]."""
+    images: Tensor
+    labels: Tensor
+    outputs: Tensor
+
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """In batches (images, labels)."""
+        return list(zip(self.images.split(BATCH), self.labels.split(BATCH), strict=True))
+
+
+class Images(NamedTuple):
+    """Images to shrink a model by.
+
+    Attributes:
+        loader: Batches (images [B, C, H, W], labels [B]) to learn from.
+        number: How many images that is.
+        choosing: Images held out that choose the best state of a training.
+        judging: Others, which judge the result.
+        learned: As many of those that are learned from, not augmented.
+        measure: 'accuracy', if there are labels that are the model's; 'agreement' with its top-1 class, if it has
+            classes; or 'cosine' with its embeddings.
+        why: Why it is not accuracy, in a sentence.
+    """
+    loader: Any
+    number: int
+    choosing: Held
+    judging: Held
+    learned: Held
+    measure: str
+    why: str
+
+
+def read_images(images: str | Path | Tensor | tuple[Tensor, Tensor], model: nn.Module, batch_size: int) -> Images:
+    """Read images; of those with labels that are the model's classes, by class.
+
+    Args:
+        images: A folder of images, with one sub-folder per class or not, with train/ and val/ or not; an .npz; images
+            [N, C, H, W], normalised for the model; or a pair of such and labels [N].
+        model: The model.
+        batch_size: Images per batch.
+
+    Raises:
+        ValueError: There are no images, or they do not fit the model.
+    """
+    why = ''
+    if isinstance(images, Tensor) or is_pair(images):
+        loader, learned, held = _tensors(images, batch_size)
+        why = 'there are none' if isinstance(images, Tensor) else ''
+    else:
+        loader, learned, held, why = _files(Path(images), model, batch_size)  # type: ignore[arg-type]
+    classes = getattr(model, 'num_classes', 0)
+    measure = 'accuracy' if classes and not why else 'agreement' if classes else 'cosine'
+    most = max(2, min(HELD, NUMBERS // _draw(held, 1)[0].numel()))
+    pictures, labels = _draw(held, most)
+    half = (len(pictures) + 1) // 2
+    parts = [(pictures[:half], labels[:half]), (pictures[half:], labels[half:]), _draw(learned, half)]
+    if len(pictures) == 1:
+        parts[1] = parts[0]
+    right = (outputs_of(model, pictures).flatten(1).argmax(dim=-1) == labels).double().mean().item()
+    if measure == 'accuracy' and right < LEAST:
+        measure, why = 'agreement', f'only {100 * right:.1f} % are what the model says, so they are not its classes'
+    choosing, judging, known = (_held(model, *part, measure) for part in parts)
+    return Images(loader, _count(learned), choosing, judging, known, measure, why)
+
+
+def _held(model: nn.Module, images: Tensor, labels: Tensor, measure: str) -> Held:
+    outputs = outputs_of(model, images)
+    return Held(images, labels if measure == 'accuracy' else outputs.flatten(1).argmax(dim=-1), outputs)
+
+
+def outputs_of(model: nn.Module, images: Tensor) -> Tensor:
+    """The outputs of a model for images [N, C, H, W], in batches, on the CPU."""
+    found: list[Tensor] = []
+    batches = [(batch, torch.zeros(len(batch), dtype=torch.long)) for batch in images.split(BATCH)]
+    run_batches(model, batches, lambda outputs, _: found.append(outputs.cpu()))
+    return torch.cat(found)
+
+
+def values(outputs: Tensor, held: Held, measure: str) -> Tensor:
+    """What is measured, for each image [N]: 1 for the right class and 0 for another, or a cosine."""
+    if measure == 'cosine':
+        return F.cosine_similarity(outputs.flatten(1), held.outputs.flatten(1), dim=-1)
+    return (outputs.argmax(dim=-1) == held.labels).float()
+
+
+def score(outputs: Tensor, held: Held, measure: str) -> tuple[float, float]:
+    """The mean of what is measured, and half of its 95 % interval, in percent.
+
+    Source of the interval of a share: Agresti & Coull 1998, with two more of each kind.
+    """
+    each = values(outputs, held, measure).double()
+    share, n = (float(each.sum()) + 2.) / (len(each) + 4.), len(each)
+    spread = float(each.std()) / n ** 0.5 if measure == 'cosine' and n > 1 else (share * (1. - share) / (n + 4.)) ** 0.5
+    return 100. * float(each.mean()), 196. * spread
+
+
+def _tensors(images: Any, batch_size: int) -> tuple[Any, Any, Any]:
+    """The loader to learn from, the same images, and those held out."""
+    pictures, labels = (images, torch.zeros(len(images), dtype=torch.long)) if isinstance(images, Tensor) else images
+    check_images(pictures)
+    order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))
+    held = count_held_out(len(pictures), 0.1)
+    learned, others = (TensorDataset(pictures[i], labels[i].long()) for i in (order[held:], order[:held]))
+    loader: Any = DataLoader(learned, min(batch_size, len(learned)), shuffle=True, drop_last=True)
+    return loader, learned, others
+
+
+def _files(path: Path, model: Any, batch_size: int) -> tuple[Any, Any, Any, str]:
+    """The loader to learn from, the same images without augmentation, those held out, and why labels do not count."""
+    arrays, why = path.is_file(), 'the model has no classes'
+    loader: Any
+    held: Any
+    if getattr(model, 'num_classes', 0):
+        try:
+            loader, held = array_loaders(path, model, batch_size=batch_size)[:2] if arrays else folder_loaders(
+                path, model, batch_size=batch_size)
+            why = ''
+        except ValueError as e:
+            why = one_line(e)
+    if why:
+        loader, held = (array_images if arrays else image_loaders)(path, model, batch_size=batch_size)
+    learned = loader if arrays else copy.copy(loader.dataset)
+    if not arrays:
+        learned.transform, learned.training, held = held.dataset.transform, False, held.dataset
+    if not len(loader):
+        return _files(path, model, max(1, _count(learned)))
+    return loader, learned, held, why
+
+
+def _count(source: Any) -> int:
+    return len(source.labels if isinstance(source, ArrayLoader) else source)
+
+
+def _draw(source: Any, most: int) -> tuple[Tensor, Tensor]:
+    """At most so many images at random, and their labels."""
+    index = torch.randperm(_count(source), generator=torch.Generator().manual_seed(0))[:most]
+    if isinstance(source, ArrayLoader):
+        return source.prepare(source.images[index.to(source.images.device)]).cpu(), source.labels[index].cpu()
+    found = [(image, label) for image, label in (source[i] for i in index.tolist()) if int(label) >= 0]
+    return torch.stack([image for image, _ in found]), torch.tensor([int(label) for _, label in found])

@@ -1,0 +1,154 @@
+"""Minutes of training, of which the best state is kept."""
+import copy
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from ..convert.block_kinds import find_stages
+from ..files import to_json, write_text
+from ..hooks import evaluating
+from ..ode.blocks import find_ode_blocks
+from ..saving.save import save_pretrained
+from ..training.fit import fit
+from ..training.minutes import EPOCHS, Stream, updates_in
+from ..training.monitor import score_of
+from ..training.resume import BEST, HISTORY
+from ..training.tasks import StepwiseTask, TrajectoryDistillationTask
+from .images import Images, outputs_of, score
+
+__all__ = ['Learned', 'learn']
+
+PLAN = 'updates.json'
+# share of the minutes; task, keywords of the loss and of fit
+PARTS: tuple[tuple[float, str, dict[str, Any], dict[str, Any]], ...] = (
+    (0.15, 'stepwise', {}, dict(opt='adamw', lr=3e-3)),
+    (0.45, 'unrolled', dict(kd_weight=0.1, patch_drop=0.5), dict(opt='muon', lr=1e-3, sched='step')),
+    (0.40, 'any steps', dict(kd_weight=0.3), dict(opt='muon', lr=1e-3)))
+# numbers of steps of the last part, by whether the block depends on time; see the recipes autonomous and elastic
+ELASTIC: dict[bool, dict[str, Any]] = {
+    False: dict(steps=((1., 0.17), (1., 0.25), (1., 0.34), (1., 0.5), (2., 0.25), (2., 0.5)), consistency_weight=0.1),
+    True: dict(steps=(1., 1., 0.5, 0.34, 0.25, 0.17, 2.))}
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a training came to.
+
+    Attributes:
+        model: The student, in the best of its states.
+        start: What was measured before, on the images that choose, in percent.
+        scores: The same after each tenth of each part.
+        updates: Number of updates of each part, by its name.
+    """
+    model: nn.Module
+    start: float
+    scores: dict[str, list[float]]
+    updates: dict[str, int]
+
+    @property
+    def best(self) -> float:
+        return max([self.start, *(value for values in self.scores.values() for value in values)])
+
+
+def learn(
+        student: nn.Module, teacher: nn.Module, images: Images, minutes: float, folder: Path, *, progress: bool = True,
+) -> Learned:
+    """Train a student for some minutes, first step by step if its steps are the teacher's, then unrolled.
+
+    The best state is saved in folder/best, also if the training is interrupted, and so is all that continues it.
+
+    Args:
+        student: Student, from `convert_` or `plain_student`; it is trained in place.
+        teacher: The model.
+        images: Images.
+        minutes: Minutes.
+        folder: Folder for the states; a training that it holds continues.
+        progress: Show progress bars.
+    """
+    start = _measure(student, images)
+    tasks, options = _parts(student, teacher, images)
+    shares = [share for share, name, *_ in PARTS if name in tasks]
+    file = folder / PLAN
+    if file.is_file():
+        updates = json.loads(file.read_text())
+    else:
+        each = updates_in([minutes * share / sum(shares) for share in shares], student, images.loader,
+                          [*tasks.values()], [*options.values()])
+        updates = dict(zip(tasks, each, strict=True))
+        write_text(file, to_json(updates))
+    first = copy.deepcopy(student)
+    scores: dict[str, list[float]] = {}
+    try:
+        for name, make in tasks.items():
+            task = make(student)
+            task.title = name
+            loader = Stream(images.loader, max(1, updates[name] // EPOCHS))
+            history = fit(task, loader, images.choosing.batches(), epochs=min(updates[name], EPOCHS),
+                          out=folder / name.replace(' ', '_'), resume=True, progress=progress, **options[name])
+            scores[name] = [score_of(record, 0.) * (100. if 'val_cosine' in record else 1.) for record in history]
+    finally:
+        best = _best(first, start, folder, tasks)
+        save_pretrained(best, folder / BEST)
+    return Learned(best, start, scores, updates)
+
+
+def _parts(student: nn.Module, teacher: nn.Module, images: Images) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """By the names of the parts, what makes the task of a student, and keywords of `fit`."""
+    ode = find_ode_blocks(student)[0]
+    layers = len(find_stages(teacher)[0].blocks)
+    own = ode.config.phases == ode.steps  # every step has a block of its own, so that no other number can be learned
+    decay = 0. if ode.shared.depends_on_time or own else 0.05
+    rate = 1.
+    tasks: dict[str, Any] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for _, name, loss, chosen in PARTS:
+        if name == 'stepwise':
+            if ode.config.steps_and_end[1] != layers:
+                continue
+            tasks[name] = partial(StepwiseTask, teacher=teacher, verbose=False)
+            rate = min(1., 3. * _loss_of_a_step(tasks[name](student), images.loader))
+        else:
+            if name == 'any steps' and not own:
+                loss = {**loss, **ELASTIC[ode.shared.depends_on_time]}
+            try:
+                TrajectoryDistillationTask(student, teacher, verbose=False, **loss)
+            except ValueError:  # RoPE, say, which goes with all patches only
+                loss = {key: value for key, value in loss.items() if key != 'patch_drop'}
+            tasks[name] = partial(TrajectoryDistillationTask, teacher=teacher, verbose=False, **loss)
+        options[name] = {**chosen, 'lr': chosen['lr'] * rate, 'weight_decay': decay}
+    return tasks, options
+
+
+@torch.no_grad()
+def _loss_of_a_step(task: StepwiseTask, loader: Any) -> float:
+    """How much there is to learn: 0 for nothing, 1 for everything."""
+    images, labels = next(iter(loader))
+    with evaluating(task.trainable_module):
+        return float(task(images.to(task.device), labels)['loss'])
+
+
+def _measure(model: nn.Module, images: Images) -> float:
+    return score(outputs_of(model, images.choosing.images), images.choosing, images.measure)[0]
+
+
+def _best(first: nn.Module, start: float, folder: Path, names: Iterable[str]) -> nn.Module:
+    """The best of the states at the start and in the folders of the parts."""
+    found = {}
+    for name in names:
+        part = folder / name.replace(' ', '_')
+        if (part / HISTORY).is_file() and (part / BEST).is_dir():
+            history = json.loads((part / HISTORY).read_text())
+            scale = 100. if 'val_cosine' in history[0] else 1.
+            found[part] = scale * max(score_of(record, 0.) for record in history)
+    if max(found.values(), default=-1.) < start:
+        return first
+    part = max(found, key=found.__getitem__)
+    best = timm.create_model(f'local-dir:{part / BEST}', pretrained=True)
+    return best.to(next(first.parameters())).eval()

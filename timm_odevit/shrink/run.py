@@ -1,0 +1,164 @@
+"""shrink: from a model and images to a small model, with a verdict on whether it is worth it, in a folder."""
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..benchmark import processor
+from ..convert.conversion import convert_
+from ..convert.refusals import check_convertible
+from ..convert.sizing import choose_size, parse_size
+from ..data.pictures import model_name
+from ..distributed import alone_in
+from ..files import to_json, write_text
+from ..hooks import random_states_kept
+from ..ode.blocks import count_parameters, find_ode_blocks
+from ..ode.config import OdeConfig
+from ..saving.save import describe
+from ..settings import number
+from ..training.resume import RUN, check_about, hash_of
+from .candidates import candidates, early_exit, measure
+from .images import Images, outputs_of, read_images
+from .learning import Learned, learn
+from .plain import plain_student
+from .search import smallest_size
+from .verdict import Verdict, dominated
+
+__all__ = ['shrink']
+
+VERDICT = 'verdict.json'
+BATCH = 64
+SAMPLE = 256  # images for init svd_data
+
+
+def shrink(
+        model: nn.Module,
+        images: str | Path | Tensor | tuple[Tensor, Tensor],
+        out: str | Path,
+        *,
+        size: int | float | str | None = None,
+        keep: float | str | None = None,
+        minutes: float = 60.,
+        resume: bool = False,
+        progress: bool = True,
+) -> Verdict:
+    """Make a small student of a model, and say whether it is worth it.
+
+    The student is converted, trained for 45 % of the minutes, and compared with the original, with the original in int8
+    and with fewer tokens, and with a plain student of equal size that is trained for as long. All are written to files
+    that run without this package, and measured on images that no training used. Where accuracy cannot be measured, the
+    agreement with the model is, or the cosine of the embeddings.
+
+    Writes to `out`: student/best/, the student in timm's format; plain/best/, the plain one; files/, those of the
+    candidates that no other beats in everything; verdict.json; and verdict.html, if plotly is installed. If the call is
+    interrupted, each best/ is the best so far.
+
+    Args:
+        model: Model that `convert_` accepts, with weights, on the device to train on; it is left as it is.
+        images: A folder of images, with one sub-folder per class or not, with train/ and val/ or not; an .npz of small
+            images (see `array_loaders`); images [N, C, H, W], normalised for the model; or a pair of such and labels.
+        out: Folder for the results.
+        size: Size of the student, as for `choose_size`, such as '25%', '3M' or '4MB' in the model's dtype; None for one
+            that suits the images and minutes.
+        keep: Share of the original's accuracy, such as 0.95 or '95%', to keep: without a size, a quarter of the minutes
+            goes into finding the smallest one that does. None for 0.95 in the verdict, and no search.
+        minutes: Minutes to spend.
+        resume: Continue what `out` holds, with the same arguments.
+        progress: Say what is being done, and show progress bars.
+
+    Returns:
+        A Verdict: print it for the table and what it recommends.
+
+    Raises:
+        TypeError: The model cannot be converted.
+        ValueError: A setting, the images or the folder are invalid.
+        FloatingPointError: The loss stopped being finite.
+        OSError: A file could not be written; or another process uses the folder.
+    """
+    minutes, folder = number(0., open='(')('minutes', minutes), Path(out)
+    keep = parse_size(keep) if isinstance(keep, str) else keep
+    share = number(0., 1., open='()')('keep', 0.95 if keep is None else keep)
+    if size is not None and keep is not None:
+        raise ValueError('Give a size, or the share to keep, not both.')
+    say: Any = print if progress else lambda *_: None
+    check_convertible(model)
+    describe(model)  # fail now rather than after the training
+    if (folder / RUN).exists() and not resume:
+        raise ValueError(f"'{folder}' holds a run. Give another folder, or resume=True (--resume) to continue it.")
+    with alone_in(folder), random_states_kept(next(model.parameters()).device):
+        torch.manual_seed(0)
+        found = read_images(images, model, BATCH)
+        asked = {'model sha256': hash_of(model.state_dict().values()),
+                 'data sha256': hash_of([found.choosing.images, found.judging.images]),
+                 'size': size, 'keep': keep, 'minutes': minutes}
+        check_about(folder, asked)
+        say(_about_images(found))
+        left = minutes if size is not None or keep is None else 0.75 * minutes
+        if (folder / RUN).exists():
+            config = OdeConfig.from_args(json.loads((folder / RUN).read_text())['ode'], 'shrink')
+        elif keep is not None:
+            config = smallest_size(model, found, share, minutes - left, progress)
+        else:
+            config = choose_size(model, _suitable(model, found, minutes) if size is None else size, init='svd_data')
+        if config.time != 'autonomous':
+            config = replace(config, averaged=True)
+        write_text(folder / RUN, to_json({**asked, 'ode': config.to_args()}))
+        student = copy.deepcopy(model)
+        done = convert_(student, config, images=found.learned.images[:SAMPLE].to(next(model.parameters()).device),
+                        keep_original=False)
+        plain = plain_student(model, count_parameters(student))
+        about = (f'{model_name(model)}: {done}', f'{minutes:g} minutes: {0.45 * left:.3g} to train the student, ' + (
+            'no plain student, since timm cannot build this model with fewer blocks' if plain is None else
+            f'{0.45 * left:.3g} for a plain one of {len(find_ode_blocks(plain)[0])} blocks') + ', and some to measure')
+        say('\n'.join(about))
+        learned = learn(student, model, found, 0.45 * left, folder / 'student', progress=progress)
+        if plain is not None:
+            plain = learn(plain, model, found, 0.45 * left, folder / 'plain', progress=progress).model
+        rows, notes = measure([*candidates(model, learned.model, plain)], found, folder / 'files', progress=say)
+        leaving = early_exit(learned.model, found)
+        verdict = Verdict(
+            rows=(*rows, *([leaving] if leaving else [])), measure=found.measure, keep=share,
+            images=len(found.judging.images), about=(_about_images(found), *about, *notes),
+            outlook=_outlook(learned, found), machine=_machine())
+        for row, by in zip(verdict.rows, dominated(verdict.rows), strict=True):
+            if by and row.file:
+                (folder / 'files' / row.file).unlink(missing_ok=True)
+        write_text(folder / VERDICT, to_json(verdict.to_dict()))
+    return verdict
+
+
+def _suitable(model: nn.Module, images: Images, minutes: float) -> float:
+    """The share of the model's parameters that suits images and minutes."""
+    return 0.25
+
+
+def _about_images(images: Images) -> str:
+    why = '' if images.measure == 'accuracy' else f'; labels do not count: {images.why}'
+    return (f'{images.number:,} images to learn from, {len(images.choosing.images):,} to choose the best state, '
+            f'{len(images.judging.images):,} to judge by {images.measure}{why}')
+
+
+def _outlook(learned: Learned, images: Images) -> tuple[str, ...]:
+    """What more minutes or images would change, as far as the training tells."""
+    said = []
+    constant = learned.scores.get('unrolled', [])
+    if len(constant) >= 4:
+        half = len(constant) // 2
+        gained = max(constant[half:]) - max(constant[:half])
+        said.append(f'In the second half of its training at a constant learning rate, the student gained {gained:.1f} '
+                    f"points: more minutes would {'help' if gained > 1 else 'change little'}.")
+    if images.measure != 'cosine':
+        known, others = (100. * float((outputs_of(learned.model, held.images).argmax(dim=-1) == held.outputs.argmax(
+            dim=-1)).float().mean()) for held in (images.learned, images.judging))
+        said.append(f'It gives the class of the original for {known:.1f} % of images that it learned from and for '
+                    f'{others:.1f} % of others: '
+                    f"more images would {'help' if known - others > 5 else 'change little'}.")
+    return tuple(said)
+
+
+def _machine() -> str:
+    return f'{processor()}, {torch.get_num_threads()} threads'

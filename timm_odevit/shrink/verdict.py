@@ -1,0 +1,100 @@
+"""The verdict: a table of what was compared, and what it recommends."""
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .candidates import Row
+
+__all__ = ['Verdict', 'dominated']
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `shrink` found; print it for a table.
+
+    Attributes:
+        rows: What was measured of each candidate, the original first.
+        measure: 'accuracy', 'agreement' or 'cosine', in percent.
+        keep: Share of the original's that is to be kept.
+        images: Number of images that judged.
+        about: What was done, in sentences.
+        outlook: What more minutes or images would change, in sentences.
+        machine: What the times depend on.
+    """
+    rows: tuple[Row, ...]
+    measure: str
+    keep: float
+    images: int
+    about: tuple[str, ...]
+    outlook: tuple[str, ...]
+    machine: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as dicts and lists, ready for JSON."""
+        found = asdict(self)
+        for row, by in zip(found['rows'], dominated(self.rows), strict=True):
+            row['dominated_by'] = by
+        return {**found, 'recommendation': self.recommendation}
+
+    @property
+    def good(self) -> list[Row]:
+        """The rows with a file that keep enough."""
+        return [row for row in self.rows if row.mb is not None and row.value >= self.keep * self.rows[0].value]
+
+    @property
+    def smallest(self) -> Row:
+        return min(self.good, key=lambda row: row.mb or 0.)
+
+    @property
+    def fastest(self) -> Row:
+        return min(self.good, key=lambda row: (row.ms or (0., 0.))[1])
+
+    @property
+    def recommendation(self) -> str:
+        """What to use, in a sentence or two."""
+        first, share = self.rows[0], f'{100 * self.keep:g} %'
+        kept = [row for row in self.good if row.name.startswith('original')]
+        small, plain = self.smallest, min(kept, key=lambda row: row.mb or 0.)
+
+        def words(row: Row) -> str:
+            ms = row.ms or (0., 0.)
+            return (f'{row.name} ({row.mb:.2f} MB, {row.value:.1f} % {self.measure}, '
+                    f'{ms[1] / (first.ms or ms)[1]:.2f} of the time for a batch)')
+        if small.name.startswith('original') or (small.mb or 0.) > 0.9 * (plain.mb or 0.):
+            said = (f'Keep your model, as {plain.name}: no student keeps {share} of its {self.measure} in a smaller '
+                    f'file than {plain.mb:.2f} MB.')
+        else:
+            said = (f'For a small file: {words(small)}, {(small.mb or 0.) / (plain.mb or 1.):.2f} of the size of '
+                    f'{plain.name}.')
+        if self.fastest != small:
+            said += f' For speed: {words(self.fastest)}.'
+        return said
+
+    def table(self) -> str:
+        """The table, as Markdown."""
+        heads = ['', 'file, MB', f'{self.measure}, %', 'ms, batch 1', 'ms an image, batch 32', '10⁶ multiply-adds', '']
+        lines = [f"| {' | '.join(heads)} |", '|' + ' --- |' * len(heads)]
+        for row, by in zip(self.rows, dominated(self.rows), strict=True):
+            ms = ('-', '-') if row.ms is None else tuple(f'{value:.3g}' for value in row.ms)
+            cells = [row.name, '-' if row.mb is None else f'{row.mb:.2f}', f'{row.value:.1f} ± {row.interval:.1f}', *ms,
+                     f'{row.operations:.0f}', f'worse than {by}' if by else '']
+            lines.append(f"| {' | '.join(cells)} |")
+        return '\n'.join(lines)
+
+    def __str__(self) -> str:
+        return '\n'.join([*self.about, '', self.table(), '', self.machine, self.recommendation, *self.outlook])
+
+    def _repr_markdown_(self) -> str:
+        return str(self).replace('\n', '  \n')
+
+
+def dominated(rows: Sequence[Row]) -> list[str]:
+    """For each row, the name of the first that is at least as good in size, value and both times, and better in one."""
+    def shown(row: Row) -> tuple[float, ...] | None:
+        if row.ms is None or row.mb is None:
+            return None
+        return (round(row.mb, 2), -round(row.value, 1), *(float(f'{value:.2g}') for value in row.ms))
+    keys = [shown(row) for row in rows]
+    return [next((other.name for other, theirs in zip(rows, keys, strict=True)
+                  if own and theirs and theirs != own and all(a <= b for a, b in zip(theirs, own, strict=True))), '')
+            for own in keys]
