@@ -22,7 +22,7 @@ _PARTS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', '
 
 def folder_loader(
         root: str | Path, model: Any, *, batch_size: int = 64, workers: int = 2,
-        held_out: float | None = None, seed: int = 0, any_classes: bool = False,
+        held_out: float | None = None, seed: int = 0, any_classes: bool = False, training: bool = False,
 ) -> EvaluationLoader:
     """Make batches to evaluate on: images in one sub-folder per class, preprocessed as the model expects.
 
@@ -36,6 +36,7 @@ def folder_loader(
             with this share and seed. None for val/, or else test/, or else all images.
         seed: Seed of the choice of images held out.
         any_classes: The folders need not be the model's classes; always so for a model without classes.
+        training: Use those images that `folder_loaders` trains on, in place of those to evaluate on.
 
     Returns:
         A DataLoader of (images [B, C, H, W], labels [B]), in the order of the file names, without the files that cannot
@@ -45,7 +46,11 @@ def folder_loader(
         ValueError: There are no images, or their classes are not the model's; the message says what to do.
     """
     root, parts = _folder(root)
-    if held_out is not None:
+    if training:
+        dataset = _dataset(_training(root, parts), model, any_classes)
+        if held_out is not None and 'val' not in parts:
+            _keep_share(dataset, True, held_out, seed)
+    elif held_out is not None:
         dataset = _validation(root, parts, model, held_out, seed, any_classes)
     elif set(parts) == {'train'}:
         raise ValueError(
