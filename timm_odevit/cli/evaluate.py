@@ -85,7 +85,7 @@ def _labelled(args: argparse.Namespace, model: Any, loader: Any) -> Any:
         if 'train' not in parts and (parts or args.held_out is None):
             return None
         found = folder_loader(args.data, model, batch_size=args.batch_size, held_out=args.held_out, any_classes=True,
-                              seed=args.seed or 0, workers=2 if args.workers is None else args.workers, training=True)
+                              seed=args.seed or 0, workers=args.workers, training=True)
         if label_names(found) != label_names(loader):
             raise ValueError(f"'{args.data}' has other classes to train on than to evaluate on, so k-NN and probe "
                              f"cannot be measured. To leave them out, give '{(parts.get('val') or parts['test'])}'.")
@@ -161,6 +161,6 @@ def _images(
     if 'val' in parts:
         share = ''  # training validated on val/, and held nothing else out
     images = folder_loader(args.data, model, batch_size=args.batch_size, held_out=held_out, seed=args.seed or 0,
-                           any_classes=any_classes, workers=2 if args.workers is None else args.workers)
+                           any_classes=any_classes, workers=args.workers)
     used = parts.get('train') if share else parts.get('val') or parts.get('test')
     return images, f'{share}{used or args.data}'
