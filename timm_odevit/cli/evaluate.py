@@ -48,7 +48,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Measure accuracy and speed at several step counts."""
+    """Measure accuracy at several step counts. For the speed: odevit benchmark"""
     check_file(args.json)
     model = load(args.model, args)
     teacher = load(args.teacher, args) if args.teacher else None
