@@ -183,8 +183,9 @@ class Evaluation(Generic[AnyResult]):
         return rows
 
     def __repr__(self) -> str:
-        names = [r.model if r.steps is None else f'K = {r.steps}' for r in self.results]
-        return f"Evaluation({', '.join(names)}; {self.caption})"
+        scores = [f"{r.model if r.steps is None else f'K = {r.steps}'} {r.cells()[0]}" for r in self.results]
+        name = (self.results[0] if self.results else Result).COLUMNS[0]
+        return f"Evaluation({name}: {', '.join(scores)}; {self.caption})"
 
     def __str__(self) -> str:
         stops = [f'steps taken with at most {r.steps or len(r.halted)}: ' + ', '.join(
