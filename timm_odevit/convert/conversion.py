@@ -216,7 +216,8 @@ class Conversion:
         if isinstance(config.boundaries, tuple):
             time += f", phases from layers {', '.join(map(str, (int(first.t), *config.boundaries)))}"
         share = 100 * self.parameters_after / self.parameters_before
-        tokens = '' if config.tokens == 1 else f'  tokens      merged along t, {100 * config.tokens:g} % of the patches left at T\n'
+        tokens = '' if config.tokens == 1 else (
+            f'  tokens      merged along t, {100 * config.tokens:g} % of the patches left at T\n')
         larger = ', larger than the original' if share > 100 else ''
         return (
             f'{type(self.model).__name__}: {where} -> {count_in_words(self.blocks)}\n'
