@@ -52,6 +52,11 @@ def test_report(vit):
     assert str(done) == text
 
 
+def test_the_report_says_what_is_larger_than_the_original(vit):
+    larger, smaller = (str(convert_(vit(), time='low_rank', rank=rank)) for rank in (500, 1))
+    assert larger.endswith(' %, larger than the original)') and 'larger' not in smaller
+
+
 def test_restore_follows_the_mode_of_the_model_and_works_once(vit):
     model = vit()
     done = convert_(model)

@@ -71,6 +71,13 @@ def all_files(loaders):
     return set().union(*map(files, loaders))
 
 
+@pytest.mark.parametrize('cores, workers', [(1, 0), (2, 1), (64, 2)])
+def test_a_core_is_left_to_the_model(vit, folder, monkeypatch, cores, workers):
+    build, path = folder
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda _: set(range(cores)), raising=False)
+    assert [part.num_workers for part in folder_loaders(build(path / 'images'), vit())] == [workers] * 2
+
+
 def test_a_limit_takes_images_of_all_classes_in_turn(vit, folder):
     build, path = folder
     parts = folder_loaders(build(path / 'images'), vit(), held_out=0.3, workers=0, limit=7)

@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import NearestNeighbors
 
@@ -203,6 +204,26 @@ def test_recipes(vit, recipe, classes, tmp_path):
     outside = {name: p for name, p in teacher.state_dict().items() if 'blocks.' not in name}
     kept = all(torch.equal(p, student.state_dict()[name]) for name, p in outside.items())
     assert kept == (recipe == 'zero_shot')  # the texts need the rest as it is
+
+
+def test_the_training_images_of_a_folder_are_labelled_ones(vit, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_pretrained(vit(num_classes=0), 'model')
+    for part in ('val', 'train'):
+        for label in range(3):
+            (tmp_path / 'images' / part / f'c{label}').mkdir(parents=True)
+            for i in range(4):
+                Image.new('RGB', (16, 16), (100 * label, 9 * i, 0)).save(tmp_path / 'images' / part / f'c{label}' / f'{i}.png')
+
+    def rows(*args):
+        assert main(['evaluate', 'local-dir:model', *args, '--quiet', '--workers', '0', '--json', 'a.json']) == 0
+        return json.loads((tmp_path / 'a.json').read_text())
+    assert rows('images')[0]['knn'] == 100 and rows('images/train', '--held-out', '0.3')[0]['knn'] is not None
+    assert rows('images/val')[0]['knn'] is None
+    (tmp_path / 'images' / 'val' / 'c2').rename(tmp_path / 'images' / 'val' / 'c3')
+    capsys.readouterr()
+    assert main(['evaluate', 'local-dir:model', 'images', '--quiet', '--workers', '0']) == 2
+    assert "other classes to train on than to evaluate on, so k-NN and probe cannot be measured. To leave them out, give 'images/val'" in capsys.readouterr().err
 
 
 def test_commands(vit, tmp_path, capsys, monkeypatch):

@@ -7,7 +7,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from timm_odevit import OdeConfig, convert_, evaluate
+from timm_odevit import OdeConfig, convert_, evaluate, evaluate_embeddings
 
 
 @pytest.fixture
@@ -157,7 +157,8 @@ def test_table_json_and_plot(vit, data, tmp_path, monkeypatch):
     convert_(model)
     found = evaluate(model, batches(data, 8), steps=(1, 3), teacher=vit())
     lines = found.table().splitlines()
-    assert len(lines) == 5 and len({len(line) for line in lines}) == 1 and 'images/s' in lines[0]
+    assert len(lines) == 5 and len({len(line) for line in lines}) == 1 and 'images/s' not in lines[0]  # one pass tells no speed
+    assert found.plot().axes[1].get_ylabel() == 'images/s (dotted)'
     records = json.loads(found.to_json(tmp_path / 'r.json'))
     assert records == json.loads((tmp_path / 'r.json').read_text())
     assert [r['steps'] for r in records] == [None, 1, 3]
@@ -206,5 +207,8 @@ def test_what_cannot_be_measured_is_said(vit, given, options, message):
     assert evaluate(model, iter([(x, y)])).results[0].images == 8
     with pytest.raises(ValueError, match='needs an ODE-ViT'):
         evaluate(vit(), [(x, y)], steps=(1, 2))
-    with pytest.raises(TypeError, match="Expected a timm model; got 'odevit_tiny'"):
-        evaluate('odevit_tiny', [(x, y)])
+    for measure in (evaluate, evaluate_embeddings):
+        with pytest.raises(TypeError, match="^model must be a timm model; got 'odevit_tiny'"):
+            measure('odevit_tiny', [(x, y)])
+        with pytest.raises(TypeError, match="^teacher must be a timm model; got 'deit_tiny'. Build it with timm.create_model.$"):
+            measure(model, [(x, y)], teacher='deit_tiny')

@@ -49,6 +49,8 @@ def test_ends_of_the_dial():
     assert choose_size(model, 0.3, init='svd_data').init == 'svd_data'
     with pytest.raises(ValueError, match=r'570,000 parameters are too few: one shared block .* take 823,912 of 5,717,416 \(14.4 %\)'):
         choose_size(model, 570_000)
+    with pytest.raises(ValueError, match=r"^25 parameters are too few: .* \(14.4 %\)\. For a share of the model, give '25%'\.$"):
+        choose_size(model, 25)
     for wrong in (0, -1, True, 'a', None):
         with pytest.raises(ValueError, match='number of parameters, (such as 3M, )?a share'):
             choose_size(model, wrong)

@@ -52,6 +52,11 @@ def test_merging_different_tokens_changes_something_and_every_token_keeps_its_pl
     assert not torch.allclose(path[-1], whole[-1])
 
 
+def test_the_report_says_how_many_tokens_are_left(vit):
+    merged, plain = (str(convert_(vit(), phases=3, tokens=share)) for share in (0.2, 1.))
+    assert '  tokens      merged along t, 20 % of the patches left at T\n' in merged and 'tokens' not in plain
+
+
 def test_a_group_is_the_mean_of_its_tokens():
     merging = TokenMerging(0.5, 1, 0., 2.)
     x = torch.tensor([[[9., 9.], [1., 0.], [0., 1.], [0., 3.], [-1., 0.]]])  # a prefix token and 4 patch tokens

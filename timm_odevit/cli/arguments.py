@@ -94,7 +94,7 @@ def add_weights(parser: argparse.ArgumentParser, whose: str) -> None:
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
-    add_number(parser, '--workers', 'processes that load images (default: 2)', 0)
+    add_number(parser, '--workers', 'processes that load images (default: min(2, usable CPU cores - 1))', 0)
 
 
 def whole_number(least: int) -> Callable[[str], int]:
@@ -128,7 +128,7 @@ def images_of(
         if workers is not None:
             raise ValueError('--workers load images from folders, but an .npz is read at once. Leave it out.')
         return array_images(path, model, batch_size=batch_size, seed=seed)
-    return image_loaders(path, model, batch_size=batch_size, workers=2 if workers is None else workers)
+    return image_loaders(path, model, batch_size=batch_size, workers=workers)
 
 
 def first_held_out(held_out: Any, batch_size: int) -> Any:

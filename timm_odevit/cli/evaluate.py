@@ -40,15 +40,15 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--teacher', metavar='MODEL', help='model to compare with: ' + MODEL)
     parser.add_argument('--amp', choices=[name for name in AMP_DTYPES if name], help='mixed precision')
     parser.add_argument('--embedding', action='store_true', help=(
-        'compare embeddings instead of classes: cosine, nearest images, and, of an .npz, what its labelled x_train '
-        'makes of them; always so for a model without classes'))
+        'compare embeddings instead of classes: cosine, nearest images, and what the training images make of them, if '
+        'there are any: train/, x_train or what --held-out leaves; always so for a model without classes'))
     parser.add_argument('--json', type=Path, metavar='FILE', help='file to write the results to')
     _add_images(parser, 'evaluate only on the share that training held out, if the data has no val/ (default: val/ or '
                         'test/ or all images of a folder, x_test of an .npz)')
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Measure accuracy and speed at several step counts."""
+    """Measure accuracy at several step counts. For the speed: odevit benchmark"""
     check_file(args.json)
     model = load(args.model, args)
     teacher = load(args.teacher, args) if args.teacher else None
@@ -70,7 +70,7 @@ def evaluate(args: argparse.Namespace) -> None:
         steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet, data=data,
         trained_at=recipe.trained_at(blocks[0].steps) if recipe is not None and len(blocks) == 1 else ())
     if args.embedding or not model.num_classes:
-        found: Evaluation[Any] = evaluate_embeddings(model, loader, labelled=_labelled(args, model), **options)
+        found: Evaluation[Any] = evaluate_embeddings(model, loader, labelled=_labelled(args, model, loader), **options)
     else:
         found = measure_accuracy(model, loader, **options)
     print(found)
@@ -78,10 +78,18 @@ def evaluate(args: argparse.Namespace) -> None:
         found.to_json(args.json)
 
 
-def _labelled(args: argparse.Namespace, model: Any) -> Any:
-    """The training images, as they are, of what has any."""
+def _labelled(args: argparse.Namespace, model: Any, loader: Any) -> Any:
+    """The training images, as they are, of data that has any besides those of a loader; else None."""
     if not Path(args.data).is_file():
-        return None
+        parts = folder_parts(args.data)
+        if 'train' not in parts and (parts or args.held_out is None):
+            return None
+        found = folder_loader(args.data, model, batch_size=args.batch_size, held_out=args.held_out, any_classes=True,
+                              seed=args.seed or 0, workers=args.workers, training=True)
+        if label_names(found) != label_names(loader):
+            raise ValueError(f"'{args.data}' has other classes to train on than to evaluate on, so k-NN and probe "
+                             f"cannot be measured. To leave them out, give '{(parts.get('val') or parts['test'])}'.")
+        return found
     train = array_loaders(args.data, model, batch_size=args.batch_size, held_out=args.held_out or 0.1,
                           any_classes=True)[0]
     train.train = False
@@ -153,6 +161,6 @@ def _images(
     if 'val' in parts:
         share = ''  # training validated on val/, and held nothing else out
     images = folder_loader(args.data, model, batch_size=args.batch_size, held_out=held_out, seed=args.seed or 0,
-                           any_classes=any_classes, workers=2 if args.workers is None else args.workers)
+                           any_classes=any_classes, workers=args.workers)
     used = parts.get('train') if share else parts.get('val') or parts.get('test')
     return images, f'{share}{used or args.data}'

@@ -216,10 +216,14 @@ class Conversion:
         if isinstance(config.boundaries, tuple):
             time += f", phases from layers {', '.join(map(str, (int(first.t), *config.boundaries)))}"
         share = 100 * self.parameters_after / self.parameters_before
+        tokens = '' if config.tokens == 1 else (
+            f'  tokens      merged along t, {100 * config.tokens:g} % of the patches left at T\n')
+        larger = ', larger than the original' if share > 100 else ''
         return (
             f'{type(self.model).__name__}: {where} -> {count_in_words(self.blocks)}\n'
             f'  field       {config.field}, init {config.init}\n'
             f'  sub-layers  {kept}\n'
             f'  time        {time}\n'
             f'  solver      {config.method}, {solver}, {nfe}\n'
-            f'  parameters  {self.parameters_before:,} -> {self.parameters_after:,} ({share:.1f} %)')
+            f'{tokens}'
+            f'  parameters  {self.parameters_before:,} -> {self.parameters_after:,} ({share:.1f} %{larger})')

@@ -1,5 +1,6 @@
 """merge_: for deployment, merge the weights of every step into ordinary blocks, in place, and back."""
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import torch
@@ -111,6 +112,9 @@ class Merged:
 
     def __repr__(self) -> str:
         return f'Merged({type(self.model).__name__}, {self.bytes_before:,} -> {self.bytes_after:,} bytes)'
+
+    def _repr_html_(self) -> str:
+        return f'<pre>{escape(str(self))}</pre>'
 
     def __str__(self) -> str:
         count = sum(len(blocks) for blocks in self.blocks)

@@ -73,9 +73,10 @@ def choose_size(
     wanted = _target(target, total, model)
     smallest = predict_parameters(model, plain)
     if wanted < smallest:
+        share = f" For a share of the model, give '{wanted}%'." if wanted <= 100 else ''
         raise ValueError(
             f'{wanted:,} parameters are too few: one shared block and everything outside the blocks take '
-            f'{smallest:,} of {total:,} ({100 * smallest / total:.1f} %).')
+            f'{smallest:,} of {total:,} ({100 * smallest / total:.1f} %).{share}')
     first, last = config.converted_layers(max(len(site.blocks) for site in find_stages(model)))
     layers = last - first + 1
     exact = replace(plain, phases=layers)

@@ -21,8 +21,8 @@ _PARTS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', '
 
 
 def folder_loader(
-        root: str | Path, model: Any, *, batch_size: int = 64, workers: int = 2,
-        held_out: float | None = None, seed: int = 0, any_classes: bool = False,
+        root: str | Path, model: Any, *, batch_size: int = 64, workers: int | None = None,
+        held_out: float | None = None, seed: int = 0, any_classes: bool = False, training: bool = False,
 ) -> EvaluationLoader:
     """Make batches to evaluate on: images in one sub-folder per class, preprocessed as the model expects.
 
@@ -31,11 +31,12 @@ def folder_loader(
         model: timm model that will see the images. If it knows the names of its classes and the folders have the same,
             they get its labels; else the labels follow the alphabet.
         batch_size: Images per batch.
-        workers: Worker processes.
+        workers: Worker processes; None for min(2, usable CPU cores - 1).
         held_out: Use val/ or, without one, only the share of each class that `folder_loaders` holds out of training
             with this share and seed. None for val/, or else test/, or else all images.
         seed: Seed of the choice of images held out.
         any_classes: The folders need not be the model's classes; always so for a model without classes.
+        training: Use those images that `folder_loaders` trains on, in place of those to evaluate on.
 
     Returns:
         A DataLoader of (images [B, C, H, W], labels [B]), in the order of the file names, without the files that cannot
@@ -45,7 +46,11 @@ def folder_loader(
         ValueError: There are no images, or their classes are not the model's; the message says what to do.
     """
     root, parts = _folder(root)
-    if held_out is not None:
+    if training:
+        dataset = _dataset(_training(root, parts), model, any_classes)
+        if held_out is not None and 'val' not in parts:
+            _keep_share(dataset, True, held_out, seed)
+    elif held_out is not None:
         dataset = _validation(root, parts, model, held_out, seed, any_classes)
     elif set(parts) == {'train'}:
         raise ValueError(
@@ -57,7 +62,7 @@ def folder_loader(
 
 
 def folder_loaders(
-        root: str | Path, model: Any, *, batch_size: int = 64, workers: int = 2, held_out: float = 0.1,
+        root: str | Path, model: Any, *, batch_size: int = 64, workers: int | None = None, held_out: float = 0.1,
         auto_augment: str | None = None, reprob: float = 0., limit: int | None = None, seed: int = 0,
         any_classes: bool = False,
 ) -> tuple[Any, EvaluationLoader]:
@@ -114,7 +119,7 @@ def folder_parts(root: str | Path) -> dict[str, Path]:
 
 
 def image_loaders(
-        root: str | Path, model: Any, *, batch_size: int = 64, workers: int = 2, held_out: float = 0.1,
+        root: str | Path, model: Any, *, batch_size: int = 64, workers: int | None = None, held_out: float = 0.1,
 ) -> tuple[Any, EvaluationLoader]:
     """Make batches of images to calibrate on (shuffled, augmented), and others, from any folders: labels are ignored.
 
@@ -251,7 +256,7 @@ def _order(name: str) -> tuple[Any, str]:
 
 
 def _training_loader(
-        dataset: ImageFiles, model: Any, batch_size: int, workers: int, seed: int = 0, **augmentation: Any,
+        dataset: ImageFiles, model: Any, batch_size: int, workers: int | None, seed: int = 0, **augmentation: Any,
 ) -> Any:
     dataset.training = True
     loader = create_loader(
@@ -260,7 +265,7 @@ def _training_loader(
         batch_size=batch_size,
         is_training=True,
         scale=(0.35, 1.),
-        num_workers=workers,
+        num_workers=_count(workers),
         distributed=rank_and_world()[1] > 1,
         persistent_workers=False,  # each epoch seeds new workers, so that a resumed run sees the same images
         device=torch.device('cpu'),
@@ -272,9 +277,15 @@ def _training_loader(
     return loader
 
 
-def _evaluation_loader(dataset: ImageFiles, model: Any, batch_size: int, workers: int) -> EvaluationLoader:
+def _count(workers: int | None) -> int:
+    """The number of worker processes; None for what suits this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+    return min(2, cores - 1) if workers is None else workers
+
+
+def _evaluation_loader(dataset: ImageFiles, model: Any, batch_size: int, workers: int | None) -> EvaluationLoader:
     dataset.transform = create_transform(**data_config(model), is_training=False)
-    return EvaluationLoader(dataset, batch_size, num_workers=workers)
+    return EvaluationLoader(dataset, batch_size, num_workers=_count(workers))
 
 
 def _first_of_each(samples: list[tuple[str, int]], limit: int | None) -> list[tuple[str, int]]:

@@ -62,8 +62,6 @@ def evaluate(
         ValueError: The model has no classes, or no steps to set; the loader is empty or shuffled; or labels do not fit
             the classes.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f'Expected a timm model; got {shown(model)}. Build it with timm.create_model.')
     if getattr(model, 'num_classes', None) == 0:
         raise ValueError(f'This {type(model).__name__} has no classes, so it has no accuracy. Measure its embeddings '
                          'with evaluate_embeddings.')
@@ -140,6 +138,9 @@ def lineup(
         model: nn.Module, steps: int | Sequence[int] | None, teacher: nn.Module | None,
 ) -> list[tuple[str, str, nn.Module, Normalisation]]:
     """What is measured, in this order: kind ('teacher', 'student' or 'model'), name, model, and its normalisation."""
+    for what, given in (('model', model), ('teacher', teacher)):
+        if not isinstance(given, nn.Module) and not (what == 'teacher' and given is None):
+            raise TypeError(f'{what} must be a timm model; got {shown(given)}. Build it with timm.create_model.')
     taught = [] if teacher is None else [('teacher', 'teacher', teacher, renormalisation(model, teacher))]
     kind = 'model' if teacher is None else 'student'
     return taught + [(kind, name, view, (None, None)) for name, view in views(model, steps)]

@@ -21,7 +21,8 @@ class _Measured:
             not an ODE-ViT.
         parameters: Number of parameters.
         images: Number of images.
-        images_per_second: Speed of the forward pass, without data loading.
+        images_per_second: Speed of the forward pass, without data loading; of one pass each, so other programs disturb
+            it. `odevit benchmark` compares speeds.
         halted: Share of the images that took 1, 2, ... steps, in percent; None if no image can halt.
     """
     model: str
@@ -175,15 +176,16 @@ class Evaluation(Generic[AnyResult]):
 
     def _rows(self) -> list[list[str]]:
         columns = list((self.results[0] if self.results else Result).COLUMNS)
-        rows = [['model', 'steps', 'NFE', 'parameters', *columns, 'images/s']]
+        rows = [['model', 'steps', 'NFE', 'parameters', *columns]]
         for r in self.results:
             steps = f'**{r.steps}**' if r.steps in self.trained_at else _text(r.steps)
-            rows.append([r.model, steps, _text(r.nfe), f'{r.parameters:,}', *r.cells(), f'{r.images_per_second:.0f}'])
+            rows.append([r.model, steps, _text(r.nfe), f'{r.parameters:,}', *r.cells()])
         return rows
 
     def __repr__(self) -> str:
-        names = [r.model if r.steps is None else f'K = {r.steps}' for r in self.results]
-        return f"Evaluation({', '.join(names)}; {self.caption})"
+        scores = [f"{r.model if r.steps is None else f'K = {r.steps}'} {r.cells()[0]}" for r in self.results]
+        name = (self.results[0] if self.results else Result).COLUMNS[0]
+        return f"Evaluation({name}: {', '.join(scores)}; {self.caption})"
 
     def __str__(self) -> str:
         stops = [f'steps taken with at most {r.steps or len(r.halted)}: ' + ', '.join(

@@ -186,7 +186,7 @@ class DataConfig(Settings):
         flip: Probability of mirroring an image (arrays); None for 0.5.
         reprob: Probability of erasing a part of an image.
         auto_augment: timm augmentation policy (folders); None for none.
-        workers: Processes that load images (folders); None for 2.
+        workers: Processes that load images (folders); None for min(2, usable CPU cores - 1).
         mixup: alpha of mixup; 0 for none.
         cutmix: alpha of CutMix; 0 for none.
         smoothing: Label smoothing.
@@ -198,7 +198,7 @@ class DataConfig(Settings):
     flip: float | None = setting(None, number(0., 1., none='0.5'))
     reprob: float = setting(0., number(0., 1.))
     auto_augment: str | None = None
-    workers: int | None = setting(None, integer(0, none='2'))
+    workers: int | None = setting(None, integer(0, none='min(2, usable CPU cores - 1)'))
     mixup: float = setting(0., number(0.))
     cutmix: float = setting(0., number(0.))
     smoothing: float = setting(0., number(0., 1.))
