@@ -12,7 +12,7 @@ import timm_odevit
 PACKAGE = Path(timm_odevit.__file__).parent
 # lowest first: a room (a folder, or a file beside the folders) imports only from those above its own in this list
 ROOMS = ['_version', 'settings', 'files', 'hooks', 'distributed', 'ode', 'convert', 'interop', 'loading', 'features',
-         'registry', 'saving', 'data', 'evaluation', 'dynamics', 'training', 'reporting', 'deploy', 'benchmark', 'cli', '__init__']
+         'registry', 'saving', 'data', 'evaluation', 'dynamics', 'training', 'reporting', 'deploy', 'benchmark', 'shrinking', 'cli', '__init__']
 FILES = sorted(PACKAGE.rglob('*.py'))
 
 

@@ -19,7 +19,7 @@ training            distillation, calibration, recipes
 reporting           a page that shows what a model does to a few images
 deploy              models in files that run without this package
 benchmark           speed and memory
-shrink              from a model and images to a small model, with a verdict
+shrinking           from a model and images to a small model, with a verdict
 cli                 the command line; the options of the ODE come from OdeConfig's docstring
 """
 from . import registry as _registers  # noqa: F401
@@ -49,8 +49,8 @@ from .ode.with_steps import with_steps
 from .reporting.page import write_report
 from .saving.push import push_to_hub
 from .saving.save import save_pretrained
-from .shrink.run import shrink
-from .shrink.verdict import Verdict
+from .shrinking.run import shrink
+from .shrinking.verdict import Verdict
 from .training.calibrate import calibrate_
 from .training.config import CalibrationConfig, FitConfig, LossConfig
 from .training.fit import fit

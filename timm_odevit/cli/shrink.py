@@ -1,7 +1,7 @@
 """odevit shrink"""
 import argparse
 
-from ..shrink.run import shrink as run
+from ..shrinking.run import shrink as run
 from .arguments import IMAGES, MODEL, add_number, add_quiet, load, refuse_existing
 
 

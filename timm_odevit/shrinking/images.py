@@ -114,7 +114,7 @@ def score(outputs: Tensor, held: Held, measure: str) -> tuple[float, float]:
 
     Source of the interval of a share: Agresti & Coull 1998, with two more of each kind.
     """
-    each = values(outputs, held, measure).double()
+    each = values(outputs, held, measure).detach().double()
     share, n = (float(each.sum()) + 2.) / (len(each) + 4.), len(each)
     spread = float(each.std()) / n ** 0.5 if measure == 'cosine' and n > 1 else (share * (1. - share) / (n + 4.)) ** 0.5
     return 100. * float(each.mean()), 196. * spread

@@ -107,7 +107,7 @@ def shrink(
         if config.time != 'autonomous':
             config = replace(config, averaged=True)
         write_text(folder / RUN, to_json({**asked, 'ode': config.to_args()}))
-        student = copy.deepcopy(model)
+        student, teacher = copy.deepcopy(model).requires_grad_(True), copy.deepcopy(model)  # tasks freeze it
         done = convert_(student, config, images=found.learned.images[:SAMPLE].to(next(model.parameters()).device),
                         keep_original=False)
         plain = plain_student(model, count_parameters(student))
@@ -115,9 +115,9 @@ def shrink(
             'no plain student, since timm cannot build this model with fewer blocks' if plain is None else
             f'{0.45 * left:.3g} for a plain one of {len(find_ode_blocks(plain)[0])} blocks') + ', and some to measure')
         say('\n'.join(about))
-        learned = learn(student, model, found, 0.45 * left, folder / 'student', progress=progress)
+        learned = learn(student, teacher, found, 0.45 * left, folder / 'student', progress=progress)
         if plain is not None:
-            plain = learn(plain, model, found, 0.45 * left, folder / 'plain', progress=progress).model
+            plain = learn(plain, teacher, found, 0.45 * left, folder / 'plain', progress=progress).model
         rows, notes = measure([*candidates(model, learned.model, plain)], found, folder / 'files', progress=say)
         leaving = early_exit(learned.model, found)
         verdict = Verdict(

@@ -1,0 +1,226 @@
+"""shrink: a small student of a model, and whether it is worth it."""
+import copy
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import TINY, snapshot
+
+from timm_odevit import convert_, save_pretrained, shrink
+from timm_odevit.cli import main
+from timm_odevit.ode.blocks import count_parameters, find_ode_blocks
+from timm_odevit.shrinking import candidates, learning, search
+from timm_odevit.shrinking.candidates import Row
+from timm_odevit.shrinking.images import Held, read_images, score
+from timm_odevit.shrinking.plain import plain_student
+from timm_odevit.shrinking.verdict import Verdict, dominated
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return timm.create_model('vit_tiny_patch16_224', **{**TINY, 'depth': 4, 'num_classes': 3}).eval()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Four updates of each part, and files that need no other package."""
+    monkeypatch.setattr(learning, 'updates_in', lambda minutes, *rest: [4] * len(minutes))
+    monkeypatch.setattr(candidates, 'find_spec', lambda name: None)
+
+
+def images(n=40, seed=0):
+    return torch.randn(n, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def labels_of(model, x, wrong=0):
+    with torch.no_grad():
+        found = model(x).argmax(dim=1)
+    found[:wrong] = (found[:wrong] + 1) % 3
+    return found
+
+
+def npz(path, model, n=60, **more):
+    pixels = np.random.default_rng(0).integers(0, 256, (n, 16, 16, 3), np.uint8)
+    np.savez(path, x_train=pixels, **more)
+    return path
+
+
+def test_the_verdict_compares_original_plain_and_student_and_leaves_the_model_as_it_is(model, tmp_path):
+    before = snapshot(model)
+    found = shrink(model, images(), tmp_path, size=0.5, minutes=1., progress=False)
+    assert snapshot(model) == before
+    names = [row.name for row in found.rows]
+    assert names[:4] == ['original', 'original, int8', 'original, merged tokens 0.5', 'original, merged tokens 0.2']
+    assert {'plain, 2 blocks', 'plain, 2 blocks, int8', 'student, K = 4', 'student, K = 4, int8', 'student, K = 2', 'student, K = 1'} <= set(names)
+    assert found.measure == 'agreement' and found.rows[0].value == 100. and found.images == 2
+    text = str(found)
+    assert all(f'| {name} |' in text for name in names) and found.recommendation in text
+    saved = json.loads((tmp_path / 'verdict.json').read_text())
+    assert [row['name'] for row in saved['rows']] == names and saved['recommendation'] == found.recommendation
+    kept = {row.file for row, by in zip(found.rows, dominated(found.rows), strict=True) if row.file and not by}
+    assert {path.name for path in (tmp_path / 'files').iterdir()} == kept
+
+
+def test_the_student_in_the_folder_is_the_one_that_was_measured(model, tmp_path):
+    x = images()
+    found = shrink(model, x, tmp_path, size=0.5, minutes=1., progress=False)
+    student = timm.create_model(f"local-dir:{tmp_path / 'student' / 'best'}", pretrained=True).eval()
+    plain = timm.create_model(f"local-dir:{tmp_path / 'plain' / 'best'}", pretrained=True).eval()
+    assert count_parameters(student) < count_parameters(model) and student.blocks.config.averaged
+    data = read_images(x, model, 64)
+    for each, name in ((student, 'student, K = 4'), (plain, 'plain, 2 blocks')):
+        with torch.no_grad():
+            value = score(each(data.judging.images), data.judging, 'agreement')[0]
+        assert next(row for row in found.rows if row.name == name).value == pytest.approx(value)
+
+
+@pytest.mark.parametrize('kind, measure', [
+    ('tensor', 'agreement'), ('labels', 'accuracy'), ('other labels', 'agreement'), ('npz', 'accuracy'), ('npz without labels', 'agreement'),
+    ('no classes', 'cosine')])
+def test_what_is_measured_depends_on_the_labels(model, tmp_path, kind, measure):
+    x = images(60)
+    given = {'tensor': x, 'labels': (x, labels_of(model, x)), 'other labels': (x, labels_of(model, x, wrong=60)), 'no classes': x}.get(kind)
+    if given is None:
+        given = npz(tmp_path / 'd.npz', model)
+        if kind == 'npz':
+            from timm_odevit.data.arrays import array_images
+            plain = array_images(given, model, held_out=0.1)
+            pixels = [loader.prepare(loader.images) for loader in plain]
+            y = labels_of(model, torch.cat(pixels)).numpy()
+            npz(given, model, y_train=y, x_test=np.zeros((3, 16, 16, 3), np.uint8), y_test=np.zeros(3, int))
+    if kind == 'no classes':
+        model.reset_classifier(0)
+    found = read_images(given, model, 64)
+    assert found.measure == measure and found.number == 54 and len(found.choosing.images) == len(found.judging.images) == 3
+    assert score(model(found.judging.images), found.judging, measure)[0] == pytest.approx(100.)
+    assert bool(found.why) == (measure != 'accuracy')
+
+
+def test_few_images_make_smaller_batches(model):
+    found = read_images(images(12), model, 64)
+    assert len(found.loader) == 1 and len(next(iter(found.loader))[0]) == found.number == 11
+
+
+def test_the_interval_of_a_share_is_never_zero():
+    held = Held(images(4), torch.zeros(4, dtype=torch.long), torch.zeros(4, 3))
+    value, half = score(torch.tensor([[1., 0, 0]]).repeat(4, 1), held, 'accuracy')
+    assert value == 100. and half == pytest.approx(196 * (0.75 * 0.25 / 8) ** 0.5)
+
+
+def test_a_plain_student_has_the_blocks_of_the_model(model):
+    plain = plain_student(model, count_parameters(model) // 2)
+    blocks = find_ode_blocks(plain)[0]
+    assert len(blocks) == blocks.config.phases == 2
+    for i, layer in enumerate((0, 3)):
+        theirs = model.blocks[layer].state_dict()
+        assert all(torch.equal(p, theirs[name]) for name, p in blocks.shared.fields[i].block.state_dict().items())
+    x = model.patch_embed(images(2))
+    expected = model.forward_head(model.norm(model.blocks[3](model.blocks[0](model.norm_pre(model._pos_embed(x))))))
+    torch.testing.assert_close(plain(images(2)), expected)
+
+
+def test_a_model_that_takes_no_depth_has_no_plain_student():
+    model = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, window_size=2, depths=(1, 1, 2, 1), embed_dim=24)
+    assert plain_student(model, 100_000) is None
+
+
+def test_an_interrupted_training_keeps_the_best_so_far_and_goes_on(model, tmp_path, monkeypatch):
+    original, calls = learning.fit, []
+
+    def interrupted(task, *args, **kwargs):
+        calls.append(task.title)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(task, *args, **kwargs)
+    monkeypatch.setattr(learning, 'fit', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        shrink(model, images(), tmp_path, size=0.5, minutes=1., progress=False)
+    saved = timm.create_model(f"local-dir:{tmp_path / 'student' / 'best'}", pretrained=True)
+    assert count_parameters(saved) < count_parameters(model)
+    with pytest.raises(ValueError, match='holds a run. Give another folder, or resume=True'):
+        shrink(model, images(), tmp_path, size=0.5, minutes=1., progress=False)
+    with pytest.raises(ValueError, match='was made with minutes 1.0, but this run has 2.0'):
+        shrink(model, images(), tmp_path, size=0.5, minutes=2., resume=True, progress=False)
+    calls.clear()
+    monkeypatch.setattr(learning, 'fit', lambda task, *args, **kwargs: (calls.append(task.title), original(task, *args, **kwargs))[1])
+    found = shrink(model, images(), tmp_path, size=0.5, minutes=1., resume=True, progress=False)
+    assert calls == ['stepwise', 'unrolled', 'any steps', 'unrolled', 'any steps'] and found.rows
+
+
+def test_a_training_never_ends_below_where_it_started(model, tmp_path, monkeypatch):
+    data = read_images(images(400), model, 16)
+    student = convert_(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'depth': 4, 'num_classes': 3}), phases=4).model
+    student.load_state_dict(convert_(copy.deepcopy(model), phases=4).model.state_dict())
+    monkeypatch.setattr(learning, 'PARTS', ((1., 'unrolled', {}, dict(opt='sgd', lr=1e4)),))
+    found = learning.learn(student, model, data, 1., tmp_path, progress=False)
+    assert found.start == found.best == 100.
+    x = images(3)
+    torch.testing.assert_close(found.model(x), model(x), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize('needed', [0., 0.6, 1.])
+def test_the_smallest_size_that_keeps_enough(model, monkeypatch, needed):
+    total = count_parameters(model)
+    monkeypatch.setattr(search, 'calibrate_', lambda *args, **kwargs: None)
+    monkeypatch.setattr(search, 'outputs_of', lambda student, x: count_parameters(student) >= needed * total)
+    monkeypatch.setattr(search, 'score', lambda enough, *rest: (100. * enough, 0.))
+    config = search.smallest_size(model, read_images(images(), model, 64), 0.9, 1., False)
+    student = convert_(model, config, images=images(8)).model
+    size = count_parameters(student)
+    assert size >= needed * total and (needed == 1. or size < total * (needed + 0.4))
+
+
+def row(name, mb=1., value=50., ms=(1., 1.)):
+    return Row(name, name, mb, value, 1., ms, 1.)
+
+
+def test_a_row_is_dominated_by_one_that_is_as_good_in_everything_and_better_in_one():
+    rows = [row('a', 4., 80.), row('b', 2., 80.), row('c', 2., 70.), row('d', 1., 60.), row('e', 3., 90., (2., 1.)), row('f', None, 99., None)]
+    assert dominated(rows) == ['b', '', 'b', '', '', '']
+    assert dominated([row('a'), row('b', value=50.04)]) == ['', '']  # equal as shown
+
+
+@pytest.mark.parametrize('rows, says', [
+    ([row('original', 20., 90.), row('original, int8', 5., 90.), row('student, int8', 2., 70.)], 'Keep your model, as original, int8'),
+    ([row('original', 20., 90.), row('original, int8', 5., 90.), row('student, int8', 4.9, 90.)], 'Keep your model, as original, int8'),
+    ([row('original', 20., 90.), row('original, int8', 5., 90.), row('student, int8', 2., 89.)], 'For a small file: student, int8 (2.00 MB, 89.0 % accuracy'),
+    ([row('original', 20., 90.), row('original, int8', 5., 90.), row('plain', 6., 88., (0.2, 0.2))], 'For speed: plain'),
+])
+def test_the_recommendation(rows, says):
+    found = Verdict(tuple(rows), 'accuracy', 0.95, 100, (), (), '')
+    assert says in found.recommendation
+
+
+def test_operations_are_those_of_merged_weights(model):
+    image = images(1)
+    whole = candidates.operations(model, image)
+    N, D = 17, 32
+    blocks = 4 * (12 * D * D * N + 2 * N * N * D)
+    assert whole == pytest.approx((blocks + 16 * D * 48 + 3 * D) / 1e6, rel=0.01)
+    student = convert_(model, time='low_rank', rank=2).model
+    assert candidates.operations(student, image) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize('options, message', [
+    (dict(size='25%', keep='95%'), 'Give a size, or the share to keep, not both'), (dict(keep=95), 'keep must be a number between 0 and 1'),
+    (dict(minutes=0), 'minutes must be'), (dict(size=1), 'are too few'), (dict(images=torch.zeros(4, 3, 16, 16, dtype=torch.uint8)), 'floating-point'),
+])
+def test_bad_input_is_refused_and_nothing_is_written(model, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        shrink(model, **{'images': images(), 'out': tmp_path / 'out', 'progress': False, **options})
+    assert not (tmp_path / 'out').exists()
+
+
+def test_command(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    npz('images.npz', model)
+    save_pretrained(model, 'teacher')
+    command = ['shrink', 'local-dir:teacher', 'images.npz', 'out', '--size', '50%', '--minutes', '0.01']
+    assert main(command) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    assert 'by agreement; labels do not count' in printed and '| original, int8 |' in printed
+    assert main(command) == 2 and "'out' is not empty. Give another folder, or --resume." in capsys.readouterr().err
+    assert main([*command, '--resume', '--quiet']) == 0
