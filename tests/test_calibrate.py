@@ -119,7 +119,7 @@ def test_another_teacher_is_refused(vit):
 def test_minutes_are_spent_on_both_parts(vit, monkeypatch):
     student, teacher = pair(vit, OdeConfig(time='low_rank', rank=2))
     ticks = itertools.count()  # a clock on which a tenth of a second passes between two looks at it: 30 updates each
-    for module in ('calibrate', 'fit'):
+    for module in ('minutes', 'fit'):
         monkeypatch.setattr(f'timm_odevit.training.{module}.time', SimpleNamespace(perf_counter=lambda: next(ticks) / 10))
     history = calibrate_(student, teacher, torch.randn(20, 3, 16, 16), minutes=0.05, batch_size=8, progress=False)
     assert len(history) == 20 and history[0]['loss'] > history[9]['loss'] and 'kd_loss' in history[10]

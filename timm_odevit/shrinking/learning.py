@@ -147,7 +147,7 @@ def _best(first: nn.Module, start: float, folder: Path, names: Iterable[str]) ->
             history = json.loads((part / HISTORY).read_text())
             scale = 100. if 'val_cosine' in history[0] else 1.
             found[part] = scale * max(score_of(record, 0.) for record in history)
-    if max(found.values(), default=-1.) < start:
+    if max(found.values(), default=-1.) <= start:
         return first
     part = max(found, key=found.__getitem__)
     best = timm.create_model(f'local-dir:{part / BEST}', pretrained=True)
