@@ -60,6 +60,8 @@ def test_the_verdict_compares_original_plain_and_student_and_leaves_the_model_as
     assert all(f'| {name} |' in text for name in names) and found.recommendation in text
     saved = json.loads((tmp_path / 'verdict.json').read_text())
     assert [row['name'] for row in saved['rows']] == names and saved['recommendation'] == found.recommendation
+    page = (tmp_path / 'verdict.html').read_text()
+    assert all(f'<td>{name}</td>' in page for name in names) and found.recommendation in page and '{{' not in page.split('</script>')[-1]
     kept = {row.file for row, by in zip(found.rows, dominated(found.rows), strict=True) if row.file and not by}
     assert {path.name for path in (tmp_path / 'files').iterdir()} == kept
 

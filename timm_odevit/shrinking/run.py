@@ -2,6 +2,7 @@
 import copy
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from ..training.resume import RUN, check_about, hash_of
 from .candidates import candidates, early_exit, measure
 from .images import Images, outputs_of, read_images
 from .learning import Learned, learn
+from .page import write_page
 from .plain import plain_student
 from .search import smallest_size
 from .verdict import Verdict, dominated
 
 __all__ = ['shrink']
 
-VERDICT = 'verdict.json'
+VERDICT, PAGE = 'verdict.json', 'verdict.html'
 BATCH = 64
 SAMPLE = 256  # images for init svd_data
 
@@ -128,6 +130,8 @@ def shrink(
             if by and row.file:
                 (folder / 'files' / row.file).unlink(missing_ok=True)
         write_text(folder / VERDICT, to_json(verdict.to_dict()))
+        if find_spec('plotly') is not None:
+            write_text(folder / PAGE, write_page(verdict, f'{model_name(model)}: is a smaller one worth it?'))
     return verdict
 
 

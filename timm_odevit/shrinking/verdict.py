@@ -70,16 +70,24 @@ class Verdict:
             said += f' For speed: {words(self.fastest)}.'
         return said
 
-    def table(self) -> str:
-        """The table, as Markdown."""
-        heads = ['', 'file, MB', f'{self.measure}, %', 'ms, batch 1', 'ms an image, batch 32', '10⁶ multiply-adds', '']
-        lines = [f"| {' | '.join(heads)} |", '|' + ' --- |' * len(heads)]
+    @property
+    def heads(self) -> list[str]:
+        """The heads of the table's columns."""
+        return ['', 'file, MB', f'{self.measure}, %', 'ms, batch 1', 'ms an image, batch 32', '10⁶ multiply-adds', '']
+
+    def cells(self) -> list[list[str]]:
+        """The rows of the table, as text."""
+        found = []
         for row, by in zip(self.rows, dominated(self.rows), strict=True):
             ms = ('-', '-') if row.ms is None else tuple(f'{value:.3g}' for value in row.ms)
-            cells = [row.name, '-' if row.mb is None else f'{row.mb:.2f}', f'{row.value:.1f} ± {row.interval:.1f}', *ms,
-                     f'{row.operations:.0f}', f'worse than {by}' if by else '']
-            lines.append(f"| {' | '.join(cells)} |")
-        return '\n'.join(lines)
+            found.append([row.name, '-' if row.mb is None else f'{row.mb:.2f}', f'{row.value:.1f} ± {row.interval:.1f}',
+                          *ms, f'{row.operations:.0f}', f'worse than {by}' if by else ''])
+        return found
+
+    def table(self) -> str:
+        """The table, as Markdown."""
+        lines = [self.heads, ['---'] * len(self.heads), *self.cells()]
+        return '\n'.join(f"| {' | '.join(line)} |" for line in lines)
 
     def __str__(self) -> str:
         return '\n'.join([*self.about, '', self.table(), '', self.machine, self.recommendation, *self.outlook])
