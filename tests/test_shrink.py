@@ -11,7 +11,7 @@ from conftest import TINY, snapshot
 from timm_odevit import convert_, save_pretrained, shrink
 from timm_odevit.cli import main
 from timm_odevit.ode.blocks import count_parameters, find_ode_blocks
-from timm_odevit.shrinking import candidates, learning, search
+from timm_odevit.shrinking import candidates, learning, run, search
 from timm_odevit.shrinking.candidates import Row
 from timm_odevit.shrinking.images import Held, read_images, score
 from timm_odevit.shrinking.plain import plain_student
@@ -231,3 +231,24 @@ def test_command(model, tmp_path, monkeypatch, capsys):
     assert 'by agreement; labels do not count' in printed and '| original, int8 |' in printed
     assert main(command) == 2 and "'out' is not empty. Give another folder, or --resume." in capsys.readouterr().err
     assert main([*command, '--resume', '--quiet']) == 0
+
+
+@pytest.mark.parametrize('number, minutes, share', [(100_000, 1e6, 0.25), (100, 1e6, 0.5), (100_000, 1e-3, 0.5)])
+def test_few_images_or_minutes_get_a_larger_student(model, number, minutes, share):
+    assert run._suitable(model, read_images(images(), model, 64)._replace(number=number), minutes) == share
+
+
+def test_an_embedding_is_followed_by_its_cosine(model, tmp_path):
+    found = shrink(model, images(), tmp_path, size=0.6, minutes=1., embedding=True, progress=False)
+    assert found.measure == 'cosine' and found.rows[0].value == pytest.approx(100., abs=0.01)
+    history = json.loads((tmp_path / 'student' / 'unrolled' / 'history.json').read_text())
+    assert 'val_cosine' in history[0]
+    assert shrink(model, images(), tmp_path, size=0.6, minutes=1., embedding=True, resume=True, progress=False).rows[5].value == found.rows[5].value
+
+
+@pytest.mark.parametrize('name', ['open_clip:ViT-Tiny/none', 'transformers:nowhere'])
+def test_a_tower_that_is_not_there_is_one_message(tmp_path, monkeypatch, capsys, name):
+    pytest.importorskip(name.split(':')[0])
+    monkeypatch.chdir(tmp_path)
+    assert main(['shrink', name, 'images', 'out']) == 2
+    assert f"Cannot build '{name.split('/')[0]}" in capsys.readouterr().err

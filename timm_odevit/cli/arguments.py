@@ -19,18 +19,22 @@ from torch import nn
 from ..data.arrays import array_images
 from ..data.folders import image_loaders
 from ..files import OWN
+from ..interop.open_clip import from_open_clip
+from ..interop.transformers import from_transformers
 from ..loading.find_weights import CONFIG
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import save_pretrained
 from ..settings import Settings, one_line, suggest
 
 __all__ = [
-    'DATA', 'IMAGES', 'MODEL', 'add_number', 'add_quiet', 'add_settings', 'add_steps', 'add_weights', 'add_workers',
-    'check_file', 'check_name', 'first_held_out', 'given', 'images_of', 'load', 'load_as_saved', 'refuse_existing',
-    'save', 'set_steps', 'step_counts', 'whole_number',
+    'DATA', 'IMAGES', 'MODEL', 'TOWERS', 'add_number', 'add_quiet', 'add_settings', 'add_steps', 'add_weights',
+    'add_workers', 'check_file', 'check_name', 'first_held_out', 'given', 'images_of', 'load', 'load_as_saved',
+    'refuse_existing', 'save', 'set_steps', 'step_counts', 'whole_number',
 ]
 
-MODEL = "a timm name, such as deit_tiny_patch16_224, or 'local-dir:FOLDER' for a saved model"
+MODEL = ("a timm name, such as deit_tiny_patch16_224; 'local-dir:FOLDER' for a saved model; or the image tower of "
+         "'open_clip:NAME/TAG' or 'transformers:NAME'")
+TOWERS = ('open_clip:', 'transformers:')
 DATA = ('folder with one sub-folder of images per class, or with train/ and val/ folders of that kind; or an .npz of '
         'small images: x_train, y_train, x_test, y_test')
 IMAGES = 'folder of images, or an .npz of small images; labels are ignored'
@@ -144,6 +148,8 @@ def load(name: str, args: argparse.Namespace, pretrained: bool = True, **kwargs:
         ValueError: It could not be built; the message is one line that says what to do.
     """
     check_name(name)
+    if name.startswith(TOWERS):
+        return _tower(name).to(args.device)
     checkpoint, size = (getattr(args, option, None) for option in ('checkpoint', 'img_size'))
     if size is not None:
         kwargs['img_size'] = size
@@ -164,6 +170,23 @@ def load(name: str, args: argparse.Namespace, pretrained: bool = True, **kwargs:
         raise ValueError(f'Cannot build {source}: {one_line(e)}') from e
 
 
+def _tower(name: str) -> nn.Module:
+    """The image tower of a model of open_clip or transformers."""
+    source, _, name = name.partition(':')
+    try:
+        if source == 'transformers':
+            from transformers import AutoModel
+            return from_transformers(AutoModel.from_pretrained(name))
+        import open_clip
+        name, _, tag = name.partition('/') if not name.startswith('hf-hub:') else (name, '', '')
+        return from_open_clip(open_clip.create_model(name, pretrained=tag or None))
+    except ImportError as e:
+        package = source.replace('open_clip', 'open_clip_torch')
+        raise ImportError(f"'{source}:{name}' needs {source}. Type: pip install {package}") from e
+    except (OSError, RuntimeError, ValueError) as e:
+        raise ValueError(f"Cannot build '{source}:{name}': {one_line(e)}") from e
+
+
 def load_as_saved(name: str, args: argparse.Namespace) -> nn.Module:
     """Build a model by name, where --checkpoint and --img-size are those of another."""
     return load(name, argparse.Namespace(device=args.device))
@@ -181,6 +204,8 @@ def _overlay(name: str, checkpoint: str) -> dict[str, Any]:
 
 def check_name(name: str) -> None:
     """Raise ValueError for a name from which no model can be built."""
+    if name.startswith(TOWERS):
+        return
     if Path(name).is_dir() and not timm.is_model(name):
         raise ValueError(f"'{name}' is a folder. For a saved model, type local-dir:{name}")
     source, model = parse_model_name(name)

@@ -2,7 +2,7 @@
 import argparse
 
 from ..shrinking.run import shrink as run
-from .arguments import IMAGES, MODEL, add_number, add_quiet, load, refuse_existing
+from .arguments import IMAGES, MODEL, TOWERS, add_number, add_quiet, load, refuse_existing
 
 
 def add_shrink(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +17,8 @@ def add_shrink(parser: argparse.ArgumentParser) -> None:
     add_number(parser, '--img-size', "image size in pixels (default: the model's)")
     parser.add_argument('--checkpoint', metavar='FILE',
                         help='file with the weights of the model, instead of a download')
+    parser.add_argument('--embedding', action='store_true',
+                        help="the model's outputs are embeddings, as those of towers always are")
     parser.add_argument('--resume', action='store_true', help='continue the run in the folder')
     add_quiet(parser)
 
@@ -27,5 +29,6 @@ def shrink(args: argparse.Namespace) -> None:
         refuse_existing(args.out, '--resume')
     model = load(args.model, args)
     verdict = run(model, args.images, args.out, size=args.size, keep=args.keep, minutes=args.minutes,
-                  resume=args.resume, progress=not args.quiet)
+                  embedding=args.embedding or args.model.startswith(TOWERS), resume=args.resume,
+                  progress=not args.quiet)
     print(f'\n{verdict}')

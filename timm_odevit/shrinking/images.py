@@ -56,7 +56,9 @@ class Images(NamedTuple):
     why: str
 
 
-def read_images(images: str | Path | Tensor | tuple[Tensor, Tensor], model: nn.Module, batch_size: int) -> Images:
+def read_images(
+        images: str | Path | Tensor | tuple[Tensor, Tensor], model: nn.Module, batch_size: int, embedding: bool = False,
+) -> Images:
     """Read images; of those with labels that are the model's classes, by class.
 
     Args:
@@ -64,17 +66,18 @@ def read_images(images: str | Path | Tensor | tuple[Tensor, Tensor], model: nn.M
             [N, C, H, W], normalised for the model; or a pair of such and labels [N].
         model: The model.
         batch_size: Images per batch.
+        embedding: The model's outputs are embeddings; always so for a model without classes.
 
     Raises:
         ValueError: There are no images, or they do not fit the model.
     """
-    why = ''
+    classes = getattr(model, 'num_classes', 0) and not embedding
+    why = '' if classes else 'the model has no classes'
     if isinstance(images, Tensor) or is_pair(images):
         loader, learned, held = _tensors(images, batch_size)
-        why = 'there are none' if isinstance(images, Tensor) else ''
+        why = why or ('there are none' if isinstance(images, Tensor) else '')
     else:
-        loader, learned, held, why = _files(Path(images), model, batch_size)  # type: ignore[arg-type]
-    classes = getattr(model, 'num_classes', 0)
+        loader, learned, held, why = _files(Path(images), model, batch_size, why)  # type: ignore[arg-type]
     measure = 'accuracy' if classes and not why else 'agreement' if classes else 'cosine'
     most = max(2, min(HELD, NUMBERS // _draw(held, 1)[0].numel()))
     pictures, labels = _draw(held, most)
@@ -131,16 +134,15 @@ def _tensors(images: Any, batch_size: int) -> tuple[Any, Any, Any]:
     return loader, learned, others
 
 
-def _files(path: Path, model: Any, batch_size: int) -> tuple[Any, Any, Any, str]:
+def _files(path: Path, model: Any, batch_size: int, why: str) -> tuple[Any, Any, Any, str]:
     """The loader to learn from, the same images without augmentation, those held out, and why labels do not count."""
-    arrays, why = path.is_file(), 'the model has no classes'
+    arrays = path.is_file()
     loader: Any
     held: Any
-    if getattr(model, 'num_classes', 0):
+    if not why:
         try:
             loader, held = array_loaders(path, model, batch_size=batch_size)[:2] if arrays else folder_loaders(
                 path, model, batch_size=batch_size)
-            why = ''
         except ValueError as e:
             why = one_line(e)
     if why:
@@ -149,7 +151,7 @@ def _files(path: Path, model: Any, batch_size: int) -> tuple[Any, Any, Any, str]
     if not arrays:
         learned.transform, learned.training, held = held.dataset.transform, False, held.dataset
     if not len(loader):
-        return _files(path, model, max(1, _count(learned)))
+        return _files(path, model, max(1, _count(learned)), why)
     return loader, learned, held, why
 
 

@@ -106,15 +106,17 @@ def _parts(student: nn.Module, teacher: nn.Module, images: Images) -> tuple[dict
     own = ode.config.phases == ode.steps  # every step has a block of its own, so that no other number can be learned
     decay = 0. if ode.shared.depends_on_time or own else 0.05
     rate = 1.
+    embedding = images.measure == 'cosine'
     tasks: dict[str, Any] = {}
     options: dict[str, dict[str, Any]] = {}
     for _, name, loss, chosen in PARTS:
         if name == 'stepwise':
             if ode.config.steps_and_end[1] != layers:
                 continue
-            tasks[name] = partial(StepwiseTask, teacher=teacher, verbose=False)
+            tasks[name] = partial(StepwiseTask, teacher=teacher, embedding=embedding, verbose=False)
             rate = min(1., 3. * _loss_of_a_step(tasks[name](student), images.loader))
         else:
+            loss = {**loss, 'embedding': embedding}
             if name == 'any steps' and not own:
                 loss = {**loss, **ELASTIC[ode.shared.depends_on_time]}
             try:

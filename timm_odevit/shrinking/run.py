@@ -1,6 +1,7 @@
 """shrink: from a model and images to a small model, with a verdict on whether it is worth it, in a folder."""
 import copy
 import json
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,9 @@ __all__ = ['shrink']
 VERDICT, PAGE = 'verdict.json', 'verdict.html'
 BATCH = 64
 SAMPLE = 256  # images for init svd_data
+SHARE = 0.45  # of the minutes, for each of the two students
+MANY, SEEN = 5_000, 100_000  # images, and images seen in training, from which a quarter of the parameters suits
+UPDATE = 4.5  # times that a forward pass of the model takes for each image of an update
 
 
 def shrink(
@@ -45,6 +49,7 @@ def shrink(
         size: int | float | str | None = None,
         keep: float | str | None = None,
         minutes: float = 60.,
+        embedding: bool = False,
         resume: bool = False,
         progress: bool = True,
 ) -> Verdict:
@@ -69,6 +74,7 @@ def shrink(
         keep: Share of the original's accuracy, such as 0.95 or '95%', to keep: without a size, a quarter of the minutes
             goes into finding the smallest one that does. None for 0.95 in the verdict, and no search.
         minutes: Minutes to spend.
+        embedding: The model's outputs are embeddings, not logits; always so for a model without classes.
         resume: Continue what `out` holds, with the same arguments.
         progress: Say what is being done, and show progress bars.
 
@@ -93,10 +99,10 @@ def shrink(
         raise ValueError(f"'{folder}' holds a run. Give another folder, or resume=True (--resume) to continue it.")
     with alone_in(folder), random_states_kept(next(model.parameters()).device):
         torch.manual_seed(0)
-        found = read_images(images, model, BATCH)
+        found = read_images(images, model, BATCH, embedding)
         asked = {'model sha256': hash_of(model.state_dict().values()),
                  'data sha256': hash_of([found.choosing.images, found.judging.images]),
-                 'size': size, 'keep': keep, 'minutes': minutes}
+                 'size': size, 'keep': keep, 'minutes': minutes, 'embedding': embedding}
         check_about(folder, asked)
         say(_about_images(found))
         left = minutes if size is not None or keep is None else 0.75 * minutes
@@ -113,13 +119,13 @@ def shrink(
         done = convert_(student, config, images=found.learned.images[:SAMPLE].to(next(model.parameters()).device),
                         keep_original=False)
         plain = plain_student(model, count_parameters(student))
-        about = (f'{model_name(model)}: {done}', f'{minutes:g} minutes: {0.45 * left:.3g} to train the student, ' + (
+        about = (f'{model_name(model)}: {done}', f'{minutes:g} minutes: {SHARE * left:.3g} to train the student, ' + (
             'no plain student, since timm cannot build this model with fewer blocks' if plain is None else
-            f'{0.45 * left:.3g} for a plain one of {len(find_ode_blocks(plain)[0])} blocks') + ', and some to measure')
+            f'{SHARE * left:.3g} for a plain one of {len(find_ode_blocks(plain)[0])} blocks') + ', and some to measure')
         say('\n'.join(about))
-        learned = learn(student, teacher, found, 0.45 * left, folder / 'student', progress=progress)
+        learned = learn(student, teacher, found, SHARE * left, folder / 'student', progress=progress)
         if plain is not None:
-            plain = learn(plain, teacher, found, 0.45 * left, folder / 'plain', progress=progress).model
+            plain = learn(plain, teacher, found, SHARE * left, folder / 'plain', progress=progress).model
         rows, notes = measure([*candidates(model, learned.model, plain)], found, folder / 'files', progress=say)
         leaving = early_exit(learned.model, found)
         verdict = Verdict(
@@ -136,8 +142,17 @@ def shrink(
 
 
 def _suitable(model: nn.Module, images: Images, minutes: float) -> float:
-    """The share of the model's parameters that suits images and minutes."""
-    return 0.25
+    """The share of the model's parameters that suits images and minutes: a quarter, or a half if they are few.
+
+    From hub/RESULTS.md, The size dial: after 50,000 images, a quarter keeps 78 % and a half 91 %.
+    """
+    started = time.perf_counter()
+    batch = images.learned.images[:BATCH]
+    outputs_of(model, batch)
+    outputs_of(model, batch)
+    each = (time.perf_counter() - started) / 4 / len(batch)  # each call runs its first batch twice
+    seen = SHARE * 60. * minutes / (UPDATE * each)
+    return 0.25 if images.number >= MANY and seen >= SEEN else 0.5
 
 
 def _about_images(images: Images) -> str:
