@@ -7,8 +7,9 @@ import pytest
 import timm
 import torch
 from conftest import TINY, snapshot
+from PIL import Image
 
-from timm_odevit import convert_, save_pretrained, shrink
+from timm_odevit import OdeConfig, convert_, save_pretrained, shrink
 from timm_odevit.cli import main
 from timm_odevit.ode.blocks import count_parameters, find_ode_blocks
 from timm_odevit.shrinking import candidates, learning, run, search
@@ -101,6 +102,16 @@ def test_what_is_measured_depends_on_the_labels(model, tmp_path, kind, measure):
     assert bool(found.why) == (measure != 'accuracy')
 
 
+def test_a_model_with_stages(tmp_path):
+    torch.manual_seed(0)
+    swin = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, window_size=2, depths=(4, 4), num_heads=(2, 4), embed_dim=24,
+                             num_classes=3).eval()
+    found = shrink(swin, torch.randn(40, 3, 32, 32), tmp_path, size=0.7, minutes=1., progress=False)
+    names = [row.name for row in found.rows]
+    assert names[:2] == ['original', 'original, int8'] and {'student, K = 4+4', 'student, K = 2+2, int8'} <= set(names)
+    assert not any('plain' in name or 'tokens' in name for name in names) and 'no plain student' in str(found)
+
+
 def test_few_images_make_smaller_batches(model):
     found = read_images(images(12), model, 64)
     assert len(found.loader) == 1 and len(next(iter(found.loader))[0]) == found.number == 11
@@ -174,7 +185,7 @@ def test_the_smallest_size_that_keeps_enough(model, monkeypatch, needed):
     monkeypatch.setattr(search, 'calibrate_', lambda *args, **kwargs: None)
     monkeypatch.setattr(search, 'outputs_of', lambda student, x: count_parameters(student) >= needed * total)
     monkeypatch.setattr(search, 'score', lambda enough, *rest: (100. * enough, 0.))
-    config = search.smallest_size(model, read_images(images(), model, 64), 0.9, 1., False)
+    config = search.smallest_size(model, read_images(images(), model, 64), OdeConfig(), 0.9, 1., False)
     student = convert_(model, config, images=images(8)).model
     size = count_parameters(student)
     assert size >= needed * total and (needed == 1. or size < total * (needed + 0.4))
@@ -252,3 +263,38 @@ def test_a_tower_that_is_not_there_is_one_message(tmp_path, monkeypatch, capsys,
     monkeypatch.chdir(tmp_path)
     assert main(['shrink', name, 'images', 'out']) == 2
     assert f"Cannot build '{name.split('/')[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('names', [['{}.png'], ['a/{}.png', 'b/{}.png', 'c/{}.png'], ['train/a/{}.png', 'train/b/{}.png', 'train/c/{}.png', 'val/a/{}.png', 'val/b/{}.png', 'val/c/{}.png']])
+def test_folders_of_any_kind(model, tmp_path, names):
+    for i in range(24):
+        path = tmp_path / names[i % len(names)].format(i)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.random.default_rng(i).integers(0, 256, (20, 20, 3), np.uint8)).save(path)
+    (path.parent / 'broken.png').write_bytes(b'no image')
+    found = read_images(tmp_path, model, 4)
+    held = len(found.choosing.images) + len(found.judging.images)
+    assert found.number >= 12 and held >= 2 and len(next(iter(found.loader))[0]) == 4
+    assert ('labels' in found.why or found.measure == 'accuracy') if len(names) > 1 else found.measure == 'agreement'
+
+
+def test_a_size_that_keeps_a_share_is_searched_once(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(search, 'calibrate_', lambda *args, **kwargs: None)
+    calls, original = [], run.smallest_size
+    monkeypatch.setattr(run, 'smallest_size', lambda *args: (calls.append(args), original(*args))[1])
+    found = shrink(model, images(), tmp_path, keep='60%', minutes=1., progress=False)
+    again = shrink(model, images(), tmp_path, keep='60%', minutes=1., resume=True, progress=False)
+    assert found.keep == 0.6 and len(calls) == 1 and [row.value for row in again.rows] == [row.value for row in found.rows]
+
+
+def test_an_interrupted_command_says_how_to_go_on(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    npz('images.npz', model)
+    save_pretrained(model, 'teacher')
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(learning, 'fit', interrupted)
+    assert main(['shrink', 'local-dir:teacher', 'images.npz', 'out', '--size', '50%', '--minutes', '0.01', '--quiet']) == 130
+    assert 'The best student so far is in out/student/best' in capsys.readouterr().out
+    assert timm.create_model('local-dir:out/student/best', pretrained=True)

@@ -53,6 +53,7 @@ _NATIVE = {'ode_field': 'native', 'ode_method': 'lie_trotter', 'ode_init': 'mean
 
 # published models: base and arguments as above, ode_* settings or None, and each tag's number of classes
 _DEIT_64: Any = ('deit_tiny_patch16_224', dict(depth=12, img_size=64))
+_DEIT_128: Any = ('deit_tiny_patch16_224', dict(depth=12, img_size=128))
 _TAGS = {'deit_tiny_cifar100': 100, 'deit_tiny_cifar10': 10}
 _PUBLISHED: dict[str, Any] = {
     'odevit_tiny_native_patch16_64': (*_DEIT_64, _NATIVE, _TAGS),
@@ -67,8 +68,10 @@ _PUBLISHED: dict[str, Any] = {
         *_MODELS['odevit_tiny_patch4_32'], {**_NATIVE, 'ode_init': 'spectral', 'ode_steps': 6, 'ode_T': 6.},
         {'cifar100': 100}),
     'odevit_tiny_patch16_64': (*_DEIT_64, _PAPER, {'deit_tiny_cifar100': 100}),
+    'odevit_tiny_native_patch16_128': (
+        *_DEIT_128, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12.}, {'deit_tiny_cifar100': 100}),
     'deit_tiny_patch16_64': (*_DEIT_64, None, {'cifar100': 100, 'cifar10': 10}),
-    'deit_tiny_patch16_128': ('deit_tiny_patch16_224', dict(depth=12, img_size=128), None, {'cifar100': 100}),
+    'deit_tiny_patch16_128': (*_DEIT_128, None, {'cifar100': 100}),
 }
 _HUB = 'timm-odevit'
 

@@ -1,5 +1,6 @@
 """odevit shrink"""
 import argparse
+import os
 
 from ..shrinking.run import shrink as run
 from .arguments import IMAGES, MODEL, TOWERS, add_number, add_quiet, load, refuse_existing
@@ -27,8 +28,13 @@ def shrink(args: argparse.Namespace) -> None:
     """Make a small student of a model, and say whether it is worth it."""
     if not args.resume:
         refuse_existing(args.out, '--resume')
+    os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # read when the profiler first starts: lower levels are noise
     model = load(args.model, args)
-    verdict = run(model, args.images, args.out, size=args.size, keep=args.keep, minutes=args.minutes,
-                  embedding=args.embedding or args.model.startswith(TOWERS), resume=args.resume,
-                  progress=not args.quiet)
+    try:
+        verdict = run(model, args.images, args.out, size=args.size, keep=args.keep, minutes=args.minutes,
+                      embedding=args.embedding or args.model.startswith(TOWERS), resume=args.resume,
+                      progress=not args.quiet)
+    except KeyboardInterrupt:
+        print(f'\nThe best student so far is in {args.out}/student/best. To continue: the same command with --resume')
+        raise
     print(f'\n{verdict}')

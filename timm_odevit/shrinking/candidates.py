@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..convert.block_kinds import find_stages
 from ..convert.conversion import convert_
 from ..convert.merge import merge_
 from ..deploy import export_model
@@ -62,10 +63,10 @@ def candidates(model: nn.Module, student: nn.Module, plain: nn.Module | None) ->
     """The model, a plain student and the student, in the forms in which each can be deployed."""
     yield Candidate('original', model)
     yield Candidate('original, int8', model, True)
-    layers = sum(len(site) for site in [getattr(model, 'blocks', [])])
     for share in TOKENS:
         try:
-            fewer = convert_(copy.deepcopy(model), phases=layers, tokens=share, keep_original=False).model
+            fewer = convert_(copy.deepcopy(model), phases=len(find_stages(model)[0].blocks), tokens=share,
+                             keep_original=False).model
         except (TypeError, ValueError):  # windows, say
             break
         yield Candidate(f'original, merged tokens {share:g}', fewer)
@@ -73,13 +74,15 @@ def candidates(model: nn.Module, student: nn.Module, plain: nn.Module | None) ->
         name = f'plain, {len(find_ode_blocks(plain)[0])} blocks'
         yield Candidate(name, plain)
         yield Candidate(f'{name}, int8', plain, True)
-    ode = find_ode_blocks(student)[0]
-    for steps in dict.fromkeys((ode.steps, max(1, ode.steps // 2), max(1, ode.steps // 4))):
-        view = with_steps(student, steps)
-        yield Candidate(f'student, K = {steps}', view, merged=False)
-        yield Candidate(f'student, K = {steps}, int8', view, True, False)
-        if ode.shared.depends_on_time:
-            yield Candidate(f'student, K = {steps}, int8, merged', view, True)
+    stages = find_ode_blocks(student)
+    # with a block for each step, no other number is trained
+    parts = (1, 2, 4) if all(ode.config.phases < ode.steps for ode in stages) else (1,)
+    for counts in dict.fromkeys(tuple(max(1, ode.steps // part) for ode in stages) for part in parts):
+        name, view = f"student, K = {'+'.join(map(str, counts))}", with_steps(student, counts)
+        yield Candidate(name, view, merged=False)
+        yield Candidate(f'{name}, int8', view, True, False)
+        if stages[0].shared.depends_on_time:
+            yield Candidate(f'{name}, int8, merged', view, True)
 
 
 def measure(
@@ -97,12 +100,14 @@ def measure(
         " For ONNX Runtime, type: pip install 'timm-odevit[deploy]'" if device.type == 'cpu' else '')]
     found: list[tuple[Candidate, Path, Any]] = []
     for candidate in chosen:
-        progress(candidate.name)
+        progress(f'measuring {candidate.name}')
         path = folder / f"{candidate.name.translate({32: '_', 44: None, 61: None})}.{'onnx' if onnx else 'pt2'}"
         try:
             export_model(candidate.model, path, format='onnx' if onnx else 'pt2', int8=candidate.int8,
                          merged=candidate.merged, overwrite=True)
         except ValueError as e:
+            if candidate is chosen[0]:
+                raise
             notes.append(f'{candidate.name}: {one_line(e)}')
             continue
         found.append((candidate, path, _session(path) if onnx else torch.export.load(path).module()))
@@ -119,6 +124,8 @@ def measure(
 def early_exit(student: nn.Module, images: Images) -> Row | None:
     """The student that halts image by image, by a threshold from the images that choose; None if it cannot."""
     halting = copy.deepcopy(student)
+    if images.measure == 'cosine':
+        return None
     try:
         found = calibrate_halting(halting, images.choosing.batches())
     except (TypeError, ValueError):

@@ -72,6 +72,7 @@ def learn(
         folder: Folder for the states; a training that it holds continues.
         progress: Show progress bars.
     """
+    torch.manual_seed(0)  # the same learning rates when it continues
     start = _measure(student, images)
     tasks, options = _parts(student, teacher, images)
     shares = [share for share, name, *_ in PARTS if name in tasks]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..benchmark import processor
+from ..benchmark import peak_of, processor
 from ..convert.conversion import convert_
 from ..convert.refusals import check_convertible
 from ..convert.sizing import choose_size, parse_size
@@ -19,10 +19,11 @@ from ..distributed import alone_in
 from ..files import to_json, write_text
 from ..hooks import random_states_kept
 from ..ode.blocks import count_parameters, find_ode_blocks
-from ..ode.config import OdeConfig
+from ..ode.config import DEFAULT, OdeConfig
 from ..saving.save import describe
 from ..settings import number
 from ..training.resume import RUN, check_about, hash_of
+from ..training.tasks import TrajectoryDistillationTask
 from .candidates import candidates, early_exit, measure
 from .images import Images, outputs_of, read_images
 from .learning import Learned, learn
@@ -35,6 +36,7 @@ __all__ = ['shrink']
 
 VERDICT, PAGE = 'verdict.json', 'verdict.html'
 BATCH = 64
+PART = 8  # of a batch, by which its memory is estimated
 SAMPLE = 256  # images for init svd_data
 SHARE = 0.45  # of the minutes, for each of the two students
 MANY, SEEN = 5_000, 100_000  # images, and images seen in training, from which a quarter of the parameters suits
@@ -92,12 +94,13 @@ def shrink(
     share = number(0., 1., open='()')('keep', 0.95 if keep is None else keep)
     if size is not None and keep is not None:
         raise ValueError('Give a size, or the share to keep, not both.')
-    say: Any = print if progress else lambda *_: None
-    check_convertible(model)
+    base = _base(model)
     describe(model)  # fail now rather than after the training
     if (folder / RUN).exists() and not resume:
         raise ValueError(f"'{folder}' holds a run. Give another folder, or resume=True (--resume) to continue it.")
-    with alone_in(folder), random_states_kept(next(model.parameters()).device):
+    say: Any = print if progress else lambda *_: None
+    device = next(model.parameters()).device
+    with alone_in(folder), random_states_kept(device):
         torch.manual_seed(0)
         found = read_images(images, model, BATCH, embedding)
         asked = {'model sha256': hash_of(model.state_dict().values()),
@@ -105,40 +108,57 @@ def shrink(
                  'size': size, 'keep': keep, 'minutes': minutes, 'embedding': embedding}
         check_about(folder, asked)
         say(_about_images(found))
-        left = minutes if size is not None or keep is None else 0.75 * minutes
+        each = SHARE * minutes * (0.75 if keep is not None else 1.)
         if (folder / RUN).exists():
             config = OdeConfig.from_args(json.loads((folder / RUN).read_text())['ode'], 'shrink')
         elif keep is not None:
-            config = smallest_size(model, found, share, minutes - left, progress)
+            config = smallest_size(model, found, base, share, minutes / 4, progress)
         else:
-            config = choose_size(model, _suitable(model, found, minutes) if size is None else size, init='svd_data')
-        if config.time != 'autonomous':
-            config = replace(config, averaged=True)
+            config = choose_size(
+                model, _suitable(model, found, minutes) if size is None else size, base, init='svd_data')
+        config = config if config.time == 'autonomous' else replace(config, averaged=True)
+        torch.manual_seed(0)  # whatever a search has drawn
         write_text(folder / RUN, to_json({**asked, 'ode': config.to_args()}))
         student, teacher = copy.deepcopy(model).requires_grad_(True), copy.deepcopy(model)  # tasks freeze it
-        done = convert_(student, config, images=found.learned.images[:SAMPLE].to(next(model.parameters()).device),
-                        keep_original=False)
+        done = convert_(student, config, images=found.learned.images[:SAMPLE].to(device), keep_original=False)
         plain = plain_student(model, count_parameters(student))
-        about = (f'{model_name(model)}: {done}', f'{minutes:g} minutes: {SHARE * left:.3g} to train the student, ' + (
+        about = [f'{model_name(model)}: {done}', f'{minutes:g} minutes: {each:.3g} to train the student, ' + (
             'no plain student, since timm cannot build this model with fewer blocks' if plain is None else
-            f'{SHARE * left:.3g} for a plain one of {len(find_ode_blocks(plain)[0])} blocks') + ', and some to measure')
+            f'{each:.3g} for a plain one of {len(find_ode_blocks(plain)[0])} blocks') + ', and some to measure; about '
+            f'{_memory(student, teacher, found) / 1e9:.1f} GB of memory']
         say('\n'.join(about))
-        learned = learn(student, teacher, found, SHARE * left, folder / 'student', progress=progress)
+        learned = learn(student, teacher, found, each, folder / 'student', progress=progress)
         if plain is not None:
-            plain = learn(plain, teacher, found, SHARE * left, folder / 'plain', progress=progress).model
+            plain = learn(plain, teacher, found, each, folder / 'plain', progress=progress).model
         rows, notes = measure([*candidates(model, learned.model, plain)], found, folder / 'files', progress=say)
         leaving = early_exit(learned.model, found)
         verdict = Verdict(
             rows=(*rows, *([leaving] if leaving else [])), measure=found.measure, keep=share,
             images=len(found.judging.images), about=(_about_images(found), *about, *notes),
-            outlook=_outlook(learned, found), machine=_machine())
-        for row, by in zip(verdict.rows, dominated(verdict.rows), strict=True):
-            if by and row.file:
-                (folder / 'files' / row.file).unlink(missing_ok=True)
-        write_text(folder / VERDICT, to_json(verdict.to_dict()))
-        if find_spec('plotly') is not None:
-            write_text(folder / PAGE, write_page(verdict, f'{model_name(model)}: is a smaller one worth it?'))
+            outlook=_outlook(learned, found), machine=f'{processor()}, {torch.get_num_threads()} threads')
+        _write(verdict, folder, model_name(model))
     return verdict
+
+
+def _base(model: nn.Module) -> OdeConfig:
+    """The default settings, with a method that suits the model's blocks."""
+    try:
+        check_convertible(model)
+    except ValueError:  # they cannot be split into attention and MLP
+        base = replace(DEFAULT, method='euler')
+        check_convertible(model, base)
+        return base
+    return DEFAULT
+
+
+def _write(verdict: Verdict, folder: Path, name: str) -> None:
+    """Write the verdict, and remove the files of candidates that another beats in everything."""
+    for row, by in zip(verdict.rows, dominated(verdict.rows), strict=True):
+        if by and row.file:
+            (folder / 'files' / row.file).unlink(missing_ok=True)
+    write_text(folder / VERDICT, to_json(verdict.to_dict()))
+    if find_spec('plotly') is not None:
+        write_text(folder / PAGE, write_page(verdict, f'{name}: is a smaller one worth it?'))
 
 
 def _suitable(model: nn.Module, images: Images, minutes: float) -> float:
@@ -153,6 +173,16 @@ def _suitable(model: nn.Module, images: Images, minutes: float) -> float:
     each = (time.perf_counter() - started) / 4 / len(batch)  # each call runs its first batch twice
     seen = SHARE * 60. * minutes / (UPDATE * each)
     return 0.25 if images.number >= MANY and seen >= SEEN else 0.5
+
+
+def _memory(student: nn.Module, teacher: nn.Module, images: Images) -> float:
+    """About how many bytes training takes: weights, gradients, states of the optimizer, and what an update computes."""
+    few = images.learned.images[:PART].to(next(student.parameters()).device)
+    task = TrajectoryDistillationTask(student, teacher, embedding=images.measure == 'cosine', verbose=False)
+    update = peak_of(lambda: task(few, None)['loss'].backward(), few.device)
+    student.zero_grad()
+    weights = sum(p.nbytes for p in teacher.parameters()) + 4 * sum(p.nbytes for p in student.parameters())
+    return weights + update * min(BATCH, images.number) / len(few)
 
 
 def _about_images(images: Images) -> str:
@@ -177,7 +207,3 @@ def _outlook(learned: Learned, images: Images) -> tuple[str, ...]:
                     f'{others:.1f} % of others: '
                     f"more images would {'help' if known - others > 5 else 'change little'}.")
     return tuple(said)
-
-
-def _machine() -> str:
-    return f'{processor()}, {torch.get_num_threads()} threads'

@@ -18,7 +18,9 @@ TRIALS = 4  # each halves the range that is left: 4 find the size to 5 % of the 
 SAMPLE = 64  # images for init svd_data
 
 
-def smallest_size(model: nn.Module, images: Images, keep: float, minutes: float, progress: bool) -> OdeConfig:
+def smallest_size(
+        model: nn.Module, images: Images, base: OdeConfig, keep: float, minutes: float, progress: bool,
+) -> OdeConfig:
     """A binary search over the number of parameters, between one shared block and the model itself.
 
     A student that does not keep enough as initialised is calibrated, each for a fourth of the minutes.
@@ -26,6 +28,7 @@ def smallest_size(model: nn.Module, images: Images, keep: float, minutes: float,
     Args:
         model: The model.
         images: Images; those that choose decide.
+        base: All other settings.
         keep: Share of what is measured of the model, or of its agreement with itself, to keep.
         minutes: Minutes for all.
         progress: Print what was tried, and show progress bars.
@@ -35,12 +38,12 @@ def smallest_size(model: nn.Module, images: Images, keep: float, minutes: float,
     """
     def kept(student: nn.Module) -> float:
         return score(outputs_of(student, images.choosing.images), images.choosing, images.measure)[0]
-    exact = best = choose_size(model, 1., init='svd_data')
+    exact = best = choose_size(model, 1., base, init='svd_data')
     low, high, wanted = predict_parameters(model, replace(exact, phases=1)), count_parameters(model), keep * kept(model)
     tried: list[Any] = [exact]
     for _ in range(TRIALS):
         middle = (low + high) // 2
-        config = choose_size(model, middle, init='svd_data')
+        config = choose_size(model, middle, base, init='svd_data')
         if config in tried:
             break  # nothing lies between
         tried.append(config)

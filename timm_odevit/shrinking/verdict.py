@@ -92,8 +92,8 @@ class Verdict:
     def __str__(self) -> str:
         return '\n'.join([*self.about, '', self.table(), '', self.machine, self.recommendation, *self.outlook])
 
-    def _repr_markdown_(self) -> str:
-        return str(self).replace('\n', '  \n')
+    def _repr_markdown_(self) -> str:  # in a notebook
+        return '\n\n'.join([*self.about, self.table(), self.machine, self.recommendation, *self.outlook])
 
 
 def dominated(rows: Sequence[Row]) -> list[str]:
