@@ -301,3 +301,11 @@ def test_nothing_is_cut_off(shown, width):
     assert tab.evaluate('document.documentElement.scrollWidth') <= width
     sizes = tab.evaluate('[...document.querySelectorAll(".panel")].map(p => [p.scrollWidth, p.clientWidth])')
     assert all(inner <= outer for inner, outer in sizes) and not wrong
+
+
+def test_images_that_look_unlike_the_classes_are_named(vit, images, tmp_path):
+    model = vit(num_classes=40)
+    for p in model.head.parameters():
+        torch.nn.init.zeros_(p)
+    said = written(write_report(model.eval(), images[:2], tmp_path, progress=False).parent)[1]['sentence']
+    assert said.endswith('No class gets 20 % for any image: they look unlike the classes that the model knows.')

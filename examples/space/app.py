@@ -39,10 +39,10 @@ def load(name):
 def title(name):
     """What a student is, in words."""
     architecture, tag = name.split('.')
-    variant = architecture.removeprefix('odevit_tiny').removesuffix('_patch16_64').strip('_')
-    kind = KINDS.get(variant, variant)
+    variant, _, size = architecture.removeprefix('odevit_tiny').rpartition('_patch16_')
+    kind = KINDS.get(variant.strip('_'), variant)
     count = sum(p.numel() for p in load(name)[0].parameters()) / 1e6
-    return f"{tag.rsplit('_', 1)[-1].replace('cifar', 'CIFAR-')}, {kind}, {count:.1f} M"
+    return f"{tag.rsplit('_', 1)[-1].replace('cifar', 'CIFAR-')}, {kind}, {count:.1f} M, {size} pixels"
 
 
 STUDENTS = {title(name): name for name in timm.list_models('odevit_*.deit_tiny_*', pretrained=True)}
@@ -50,7 +50,8 @@ FIRST = next(words for words in STUDENTS if words.startswith('CIFAR-100, larger,
 
 
 def teacher_of(name):
-    return f"deit_tiny_patch16_64.{name.rsplit('_', 1)[-1]}"
+    size = name.split('.')[0].rsplit('_', 1)[-1]
+    return f"deit_tiny_patch16_{size}.{name.rsplit('_', 1)[-1]}"
 
 
 def follow(image, name, steps):

@@ -49,21 +49,26 @@ def charts(found: Findings, names: Sequence[str] | None) -> list[Chart]:
     if found.probabilities is not None:
         made.append(_classes(found, names))
     rows: list[Any] = [  # title, what it shows, the model's measures [B, times] and the teacher's
-        ('Distance from the teacher', "Relative to the norm of the teacher's state, over all tokens.",
-         found.followed, lambda m: (m.times, m.distance), None),
-        ('Probability of the final class', 'If norm and head read the state at t.',
+        ('Distance from the teacher',
+         "Relative to the norm of the teacher's state, over all tokens. Where it jumps, give the block a phase or more "
+         'rank.', found.followed, lambda m: (m.times, m.distance), None),
+        ('Probability of the final class',
+         'If norm and head read the state at t. Where it is high early, images can stop early: odevit halt.',
          found.decided, lambda m: (m.times, m.probability), None),
-        ('Speed', 'Length of a step over the norm of the state, per unit of time.',
+        ('Speed', 'Length of a step over the norm of the state, per unit of time. Where it is low, fewer steps do.',
          own, lambda m: (m.times[1:], m.speed / m.norm[:, 1:]), other),
-        ('Angle between steps', 'In degrees: 0 is straight on, 90 a right angle.',
+        ('Angle between steps', 'In degrees: 0 is straight on, 90 a right angle. Straight ways need few steps.',
          own, lambda m: (m.times[1:-1], m.angle), other),
-        ('Class token and patches', 'Cosine of the class token and the mean patch token.',
+        ('Class token and patches',
+         'Cosine of the class token and the mean patch token: near 1, pooling the patches would do as well.',
          own, lambda m: (m.times, m.cosine), other),
-        ('Likeness of the patches', 'Mean cosine of two patch tokens (anisotropy): 1 if all point the same way.',
+        ('Likeness of the patches',
+         'Mean cosine of two patch tokens (anisotropy). Near 1, tokens can be merged: tokens=0.5.',
          own, lambda m: (m.times, m.anisotropy), other),
-        ('Entropy of attention', 'In nats: low where a token attends to few others.',
+        ('Entropy of attention', 'In nats: low where a token attends to few others, high where tokens can be merged.',
          found.attention, lambda m: (m.times, m.entropy), None),
-        ('Largest Lyapunov exponent', 'Up to t, per unit of time: above 0, some small changes of the state grow.',
+        ('Largest Lyapunov exponent',
+         'Up to t, per unit of time: above 0, some small changes of the state grow, and larger steps are a risk.',
          found.exponents, lambda m: (m.times, m.running[..., 0]), None)]
     for title, about, ours, of, theirs in rows:
         if ours is not None and not bool(of(ours)[1].isnan().all()):
@@ -206,8 +211,9 @@ def _similarity(alike: Similarity, columns: str) -> Chart:
     heat = go.Heatmap(
         z=z, x=[f'{t:.3g}' for t in alike.other_times], y=[f'{t:.3g}' for t in alike.times], zmin=0, zmax=1,
         colorscale='Viridis', hovertemplate='t = %{y} and %{x}: %{z:.3f}<extra></extra>')
-    figure = _figure([heat], [], xaxis=dict(title=columns, type='category'),
-                     yaxis=dict(title='t', type='category', autorange='reversed'))
+    ticks = dict(type='category', tickangle=0, dtick=max(1, len(z) // 6))
+    figure = _figure([heat], [], xaxis=dict(title=columns, **ticks),
+                     yaxis=dict(title='t', autorange='reversed', **ticks))
     about = 'Mean cosine of each token with itself at another time, not below 0.'
     if columns != 't':
         return Chart("Likeness to the teacher's states", f'{about} On a bright diagonal, they agree at the same time.',

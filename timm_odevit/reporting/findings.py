@@ -30,6 +30,8 @@ from ..ode.blocks import find_ode_blocks
 
 __all__ = ['Findings', 'measure_all']
 
+UNLIKE = 0.2  # probability that the likeliest class of no image reaches, if the images are of no class
+
 
 @dataclass(frozen=True)
 class Findings:
@@ -70,7 +72,12 @@ class Findings:
         return 'class token' if self.geometry[0].cosine.isfinite().any() else 'mean patch token'
 
     def sentence(self) -> str:
-        """What the model does, in a sentence."""
+        """What the model does, in a sentence; and another, if these images look unlike its classes."""
+        unlike = self.probabilities is not None and float(self.probabilities[:, -1].amax(dim=-1).max()) < UNLIKE
+        return self._sentence() + (f' No class gets {100 * UNLIKE:.0f} % for any image: they look unlike the classes '
+                                   'that the model knows.' if unlike else '')
+
+    def _sentence(self) -> str:
         count = len(self.plane.points)
         images = 'one image' if count == 1 else f'{count} images'
         of = '' if count == 1 else f' (median of {images})'
