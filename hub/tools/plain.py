@@ -1,30 +1,24 @@
 """Make a plain ViT of a few of a teacher's blocks, to be distilled by the same recipes as the ODE-ViTs: the control.
 
-    python hub/tools/plain.py deit_tiny_patch16_128.cifar100 out/plain3 --layers 0 5 11
-    odevit distill hub/runs/plain.yaml cifar100.npz out/plain3_run --student local-dir:out/plain3 --teacher ...
-
-It is converted with one block per layer, which changes nothing in what it computes, and lets the same task train it.
+    python hub/tools/plain.py deit_tiny_patch16_128.cifar100 out/plain3 --parameters 1500000
+    python hub/runs/study.py cifar100.npz --teacher deit_tiny_patch16_128.cifar100 --student local-dir:out/plain3 --own 3
 """
 import argparse
-import copy
 
 import timm
-from torch import nn
 
-from timm_odevit import convert_, save_pretrained
+from timm_odevit import save_pretrained
+from timm_odevit.shrinking.plain import plain_student
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('teacher', help='name of the teacher')
     parser.add_argument('out', help='folder')
-    parser.add_argument('--layers', type=int, nargs='+', default=[0, 5, 11], help='layers whose blocks are taken')
+    parser.add_argument('--parameters', type=int, default=1_500_000, help='about how many it has')
     args = parser.parse_args()
-    teacher = timm.create_model(args.teacher, pretrained=True)
-    plain = timm.create_model(args.teacher, depth=len(args.layers))
-    blocks = nn.Sequential(*(copy.deepcopy(teacher.blocks[i]) for i in args.layers))
-    plain.load_state_dict({**teacher.state_dict(), **{f'blocks.{k}': v for k, v in blocks.state_dict().items()}}, False)
-    print(convert_(plain, phases=len(args.layers), keep_original=False))
+    plain = plain_student(timm.create_model(args.teacher, pretrained=True), args.parameters)
+    print(plain.blocks)
     save_pretrained(plain, args.out)
 
 
