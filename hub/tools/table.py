@@ -1,7 +1,7 @@
 """Write the tables of README.md, hub/RESULTS.md and hub/DYNAMICS.md from the records in hub/.
 
     python hub/tools/table.py            print them
-    python hub/tools/table.py --write    put them between their marks, and draw hub/kept.png
+    python hub/tools/table.py --write    put them between their marks, and draw hub/kept.png and hub/steps.png
 """
 import json
 import math
@@ -96,6 +96,26 @@ def figure(path):
              ylim=(40, 103))
     axes.set_xticks(ticks := (8, 10, 15, 25, 40, 60, 100), [str(tick) for tick in ticks])
     axes.xaxis.set_minor_formatter(ScalarFormatter())
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, loc='lower right')
+    drawing.savefig(path, dpi=150)
+
+
+def steps_figure(path):
+    """Plot top-1 accuracy against the number of steps, of the students of CIFAR-100, and their teachers."""
+    from matplotlib.figure import Figure
+    axes, teachers = (drawing := Figure(figsize=(7, 3.4), layout='constrained')).subplots(), set()
+    for found in sorted(HUB.glob('odevit_*_cifar100/results.json')):
+        teacher, *students = sorted(json.loads(found.read_text())['test'], key=lambda r: r['model'] != 'teacher')
+        name = found.parent.name.split('.')[0].removeprefix('odevit_tiny').removeprefix('_')
+        axes.plot([r['steps'] for r in students], [r['top1'] for r in students], '.-', label=name)
+        teachers.add(teacher['top1'])
+    for top1 in teachers:
+        axes.axhline(top1, color='black', linewidth=0.7, linestyle=':', alpha=0.6)
+        axes.annotate(f'teacher, {top1:.1f} %', (1, top1), (0, 2), textcoords='offset points', fontsize=7)
+    axes.set(xlabel='K', ylabel='top-1 accuracy, %', xscale='log', ylim=(0, 90))
+    axes.set_xticks(ticks := (1, 2, 3, 4, 6, 8, 12, 24, 48, 100), [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, loc='lower right')
@@ -199,6 +219,7 @@ def main():
             raise SystemExit(f'{path.name} has no place for the table {name}: {marks.pattern}')
         path.write_text(text)
     figure(HUB / 'kept.png')
+    steps_figure(HUB / 'steps.png')
 
 
 if __name__ == '__main__':
