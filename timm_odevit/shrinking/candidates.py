@@ -101,7 +101,8 @@ def measure(
     found: list[tuple[Candidate, Path, Any]] = []
     for candidate in chosen:
         progress(f'measuring {candidate.name}')
-        path = folder / f"{candidate.name.replace(' = ', '').translate({32: '_', 44: None})}.{'onnx' if onnx else 'pt2'}"
+        stem = candidate.name.replace(' = ', '').translate({32: '_', 44: None})
+        path = folder / f"{stem}.{'onnx' if onnx else 'pt2'}"
         try:
             export_model(candidate.model, path, format='onnx' if onnx else 'pt2', int8=candidate.int8,
                          merged=candidate.merged, overwrite=True)
