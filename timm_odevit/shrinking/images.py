@@ -15,9 +15,10 @@ from ..data.preprocessing import count_held_out
 from ..evaluation.accuracy import is_pair, run_batches
 from ..settings import one_line
 
-__all__ = ['Held', 'Images', 'outputs_of', 'read_images', 'score', 'values']
+__all__ = ['SAMPLE', 'Held', 'Images', 'outputs_of', 'read_images', 'score', 'values']
 
 HELD = 2048  # images held out, at most
+SAMPLE = 256  # images that are learned from, at least, to initialise by: a few would fit themselves alone
 NUMBERS = 2 ** 28  # in the images held out: 1 GB
 BATCH = 64
 LEAST = 0.2  # of the labels that a model must know
@@ -42,7 +43,7 @@ class Images(NamedTuple):
         number: How many images that is.
         choosing: Images held out that choose the best state of a training.
         judging: Others, which judge the result.
-        learned: As many of those that are learned from, not augmented.
+        learned: Some of those that are learned from, not augmented.
         measure: 'accuracy', if there are labels that are the model's; 'agreement' with its top-1 class, if it has
             classes; or 'cosine' with its embeddings.
         why: Why it is not accuracy, in a sentence.
@@ -82,7 +83,7 @@ def read_images(
     most = max(2, min(HELD, NUMBERS // _draw(held, 1)[0].numel()))
     pictures, labels = _draw(held, most)
     half = (len(pictures) + 1) // 2
-    parts = [(pictures[:half], labels[:half]), (pictures[half:], labels[half:]), _draw(learned, half)]
+    parts = [(pictures[:half], labels[:half]), (pictures[half:], labels[half:]), _draw(learned, max(half, SAMPLE))]
     if len(pictures) == 1:
         parts[1] = parts[0]
     right = (outputs_of(model, pictures).flatten(1).argmax(dim=-1) == labels).double().mean().item()

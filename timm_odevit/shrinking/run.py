@@ -25,7 +25,7 @@ from ..settings import number
 from ..training.resume import RUN, check_about, hash_of
 from ..training.tasks import TrajectoryDistillationTask
 from .candidates import candidates, early_exit, measure
-from .images import Images, outputs_of, read_images
+from .images import SAMPLE, Images, outputs_of, read_images
 from .learning import Learned, learn
 from .page import write_page
 from .plain import plain_student
@@ -37,7 +37,6 @@ __all__ = ['shrink']
 VERDICT, PAGE = 'verdict.json', 'verdict.html'
 BATCH = 64
 PART = 8  # of a batch, by which its memory is estimated
-SAMPLE = 256  # images for init svd_data
 SHARE = 0.45  # of the minutes, for each of the two students
 MANY, SEEN = 5_000, 100_000  # images, and images seen in training, from which a quarter of the parameters suits
 UPDATE = 4.5  # times that a forward pass of the model takes for each image of an update

@@ -10,12 +10,11 @@ from ..convert.sizing import choose_size, predict_parameters
 from ..ode.blocks import count_parameters
 from ..ode.config import OdeConfig
 from ..training.calibrate import calibrate_
-from .images import Images, outputs_of, score
+from .images import SAMPLE, Images, outputs_of, score
 
 __all__ = ['smallest_size']
 
 TRIALS = 4  # each halves the range that is left: 4 find the size to 5 % of the model's parameters
-SAMPLE = 64  # images for init svd_data
 
 
 def smallest_size(
