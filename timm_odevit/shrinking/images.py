@@ -15,7 +15,7 @@ from ..data.preprocessing import count_held_out
 from ..evaluation.accuracy import is_pair, run_batches
 from ..settings import one_line
 
-__all__ = ['SAMPLE', 'Held', 'Images', 'outputs_of', 'read_images', 'score', 'values']
+__all__ = ['SAMPLE', 'Held', 'Images', 'outputs_of', 'read_images', 'score']
 
 HELD = 2048  # images held out, at most
 SAMPLE = 256  # images that are learned from, at least, to initialise by: a few would fit themselves alone
@@ -88,7 +88,7 @@ def read_images(
         parts[1] = parts[0]
     right = (outputs_of(model, pictures).flatten(1).argmax(dim=-1) == labels).double().mean().item()
     if measure == 'accuracy' and right < LEAST:
-        measure, why = 'agreement', f'only {100 * right:.1f} % are what the model says, so they are not its classes'
+        measure, why = 'agreement', f'the model gets only {100 * right:.1f} % right, so they are not its classes'
     choosing, judging, known = (_held(model, *part, measure) for part in parts)
     return Images(loader, _count(learned), choosing, judging, known, measure, why)
 
@@ -106,19 +106,13 @@ def outputs_of(model: nn.Module, images: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def values(outputs: Tensor, held: Held, measure: str) -> Tensor:
-    """What is measured, for each image [N]: 1 for the right class and 0 for another, or a cosine."""
-    if measure == 'cosine':
-        return F.cosine_similarity(outputs.flatten(1), held.outputs.flatten(1), dim=-1)
-    return (outputs.argmax(dim=-1) == held.labels).float()
-
-
 def score(outputs: Tensor, held: Held, measure: str) -> tuple[float, float]:
     """The mean of what is measured, and half of its 95 % interval, in percent.
 
     Source of the interval of a share: Agresti & Coull 1998, with two more of each kind.
     """
-    each = values(outputs, held, measure).detach().double()
+    each = (F.cosine_similarity(outputs.flatten(1), held.outputs.flatten(1), dim=-1) if measure == 'cosine'
+            else outputs.argmax(dim=-1) == held.labels).detach().double()
     share, n = (float(each.sum()) + 2.) / (len(each) + 4.), len(each)
     spread = float(each.std()) / n ** 0.5 if measure == 'cosine' and n > 1 else (share * (1. - share) / (n + 4.)) ** 0.5
     return 100. * float(each.mean()), 196. * spread

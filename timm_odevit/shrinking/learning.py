@@ -45,12 +45,10 @@ class Learned:
         model: The student, in the best of its states.
         start: What was measured before, on the images that choose, in percent.
         scores: The same after each tenth of each part.
-        updates: Number of updates of each part, by its name.
     """
     model: nn.Module
     start: float
     scores: dict[str, list[float]]
-    updates: dict[str, int]
 
     @property
     def best(self) -> float:
@@ -93,11 +91,11 @@ def learn(
             loader = Stream(images.loader, max(1, updates[name] // EPOCHS))
             history = fit(task, loader, images.choosing.batches(), epochs=min(updates[name], EPOCHS),
                           out=folder / name.replace(' ', '_'), resume=True, progress=progress, **options[name])
-            scores[name] = [score_of(record, 0.) * (100. if 'val_cosine' in record else 1.) for record in history]
+            scores[name] = _scores(history)
     finally:
         best = _best(first, start, folder, tasks)
         save_pretrained(best, folder / BEST)
-    return Learned(best, start, scores, updates)
+    return Learned(best, start, scores)
 
 
 def _parts(student: nn.Module, teacher: nn.Module, images: Images) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -141,15 +139,18 @@ def _measure(model: nn.Module, images: Images) -> float:
     return score(outputs_of(model, images.choosing.images), images.choosing, images.measure)[0]
 
 
+def _scores(history: list[dict[str, float]]) -> list[float]:
+    """What was measured after each epoch, in percent."""
+    return [score_of(record, 0.) * (100. if 'val_cosine' in record else 1.) for record in history]
+
+
 def _best(first: nn.Module, start: float, folder: Path, names: Iterable[str]) -> nn.Module:
     """The best of the states at the start and in the folders of the parts."""
     found = {}
     for name in names:
         part = folder / name.replace(' ', '_')
         if (part / HISTORY).is_file() and (part / BEST).is_dir():
-            history = json.loads((part / HISTORY).read_text())
-            scale = 100. if 'val_cosine' in history[0] else 1.
-            found[part] = scale * max(score_of(record, 0.) for record in history)
+            found[part] = max(_scores(json.loads((part / HISTORY).read_text())))
     if max(found.values(), default=-1.) <= start:
         return first
     part = max(found, key=found.__getitem__)

@@ -61,8 +61,8 @@ class Verdict:
             return (f'{row.name} ({row.mb:.2f} MB, {row.value:.1f} % {self.measure}, '
                     f'{ms[1] / (first.ms or ms)[1]:.2f} of the time for a batch)')
         if small.name.startswith('original') or (small.mb or 0.) > 0.9 * (plain.mb or 0.):
-            said = (f'Keep your model, as {plain.name}: no student keeps {share} of its {self.measure} in a smaller '
-                    f'file than {plain.mb:.2f} MB.')
+            said = (f'Keep your model: no file smaller than {plain.name} ({plain.mb:.2f} MB) keeps {share} of its '
+                    f'{self.measure}.')
         else:
             said = (f'For a small file: {words(small)}, {(small.mb or 0.) / (plain.mb or 1.):.2f} of the size of '
                     f'{plain.name}.')
