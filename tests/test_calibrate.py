@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from timm_odevit import OdeConfig, StepwiseTask, calibrate_
 from timm_odevit.data.arrays import array_images
-from timm_odevit.training import calibrate
+from timm_odevit.training import calibrate, minutes
 
 GOOD = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -156,6 +156,13 @@ def test_it_leaves_a_student_that_it_makes_worse_as_it_was(vit, epochs):
     with pytest.warns(UserWarning, match=r"farther from the teacher's outputs than it started \(squared error .* before\), so the model is"):
         history = calibrate_(student, teacher, data, epochs=epochs, batch_size=4, lr=1., unrolled_lr=1., progress=False)
     assert len(history) == 2 and same(before, student)
+
+
+@pytest.mark.parametrize('seconds, faster', [((2., 1.), 'bfloat16'), ((1., 2.), None)])
+def test_training_in_minutes_takes_the_faster_dtype(vit, monkeypatch, seconds, faster):
+    records = iter(seconds)
+    monkeypatch.setattr(minutes, 'fit', lambda *args, **options: [{'seconds': 9.}, {'seconds': next(records)}])  # the first warms up
+    assert minutes.faster_amp(vit, [], lambda model: model, {}) == faster
 
 
 @pytest.mark.parametrize('kind', ['tensor', 'loader', 'augmented'])

@@ -27,7 +27,8 @@ def model():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Four updates of each part, and files that need no other package."""
+    """Four updates of each part in float32, and files that need no other package."""
+    monkeypatch.setattr(learning, 'faster_amp', lambda *args: None)
     monkeypatch.setattr(learning, 'updates_in', lambda minutes, *rest: [4] * len(minutes))
     monkeypatch.setattr(candidates, 'find_spec', lambda name: None)
 

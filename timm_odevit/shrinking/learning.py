@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +14,26 @@ from torch import nn
 
 from ..convert.block_kinds import find_stages
 from ..files import to_json, write_text
-from ..hooks import evaluating
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import save_pretrained
 from ..training.fit import fit
-from ..training.minutes import EPOCHS, Stream, updates_in
+from ..training.minutes import EPOCHS, Stream, faster_amp, loss_before, updates_in
 from ..training.monitor import score_of
+from ..training.recipe import Recipe
 from ..training.resume import BEST, HISTORY
 from ..training.tasks import StepwiseTask, TrajectoryDistillationTask
 from .images import Images, outputs_of, score
 
 __all__ = ['Learned', 'learn']
 
-PLAN = 'updates.json'
+PLAN = 'plan.json'
 # share of the minutes; task, keywords of the loss and of fit
 PARTS: tuple[tuple[float, str, dict[str, Any], dict[str, Any]], ...] = (
     (0.15, 'stepwise', {}, dict(opt='adamw', lr=3e-3)),
     (0.45, 'unrolled', dict(kd_weight=0.1, patch_drop=0.5), dict(opt='muon', lr=1e-3, sched='step')),
     (0.40, 'any steps', dict(kd_weight=0.3), dict(opt='muon', lr=1e-3)))
-# numbers of steps of the last part, by whether the block depends on time; see the recipes autonomous and elastic
-ELASTIC: dict[bool, dict[str, Any]] = {
-    False: dict(steps=((1., 0.17), (1., 0.25), (1., 0.34), (1., 0.5), (2., 0.25), (2., 0.5)), consistency_weight=0.1),
-    True: dict(steps=(1., 1., 0.5, 0.34, 0.25, 0.17, 2.))}
+# whose last stage is for any number of steps, by whether the block depends on time
+ELASTIC = {False: 'autonomous', True: 'elastic'}
 
 
 @dataclass(frozen=True)
@@ -76,12 +75,15 @@ def learn(
     shares = [share for share, name, *_ in PARTS if name in tasks]
     file = folder / PLAN
     if file.is_file():
-        updates = json.loads(file.read_text())
+        plan = json.loads(file.read_text())
     else:
+        name = next(iter(tasks))
+        amp = faster_amp(student, images.loader, tasks[name], options[name])
         each = updates_in([minutes * share / sum(shares) for share in shares], student, images.loader,
-                          [*tasks.values()], [*options.values()])
-        updates = dict(zip(tasks, each, strict=True))
-        write_text(file, to_json(updates))
+                          [*tasks.values()], [{**chosen, 'amp': amp} for chosen in options.values()])
+        plan = {'amp': amp, 'updates': dict(zip(tasks, each, strict=True))}
+        write_text(file, to_json(plan))
+    updates = plan['updates']
     first = copy.deepcopy(student)
     scores: dict[str, list[float]] = {}
     try:
@@ -90,7 +92,8 @@ def learn(
             task.title = name
             loader = Stream(images.loader, max(1, updates[name] // EPOCHS))
             history = fit(task, loader, images.choosing.batches(), epochs=min(updates[name], EPOCHS),
-                          out=folder / name.replace(' ', '_'), resume=True, progress=progress, **options[name])
+                          out=folder / name.replace(' ', '_'), resume=True, progress=progress,
+                          amp=plan['amp'], **options[name])
             scores[name] = _scores(history)
     finally:
         best = _best(first, start, folder, tasks)
@@ -113,11 +116,11 @@ def _parts(student: nn.Module, teacher: nn.Module, images: Images) -> tuple[dict
             if ode.config.steps_and_end[1] != layers:
                 continue
             tasks[name] = partial(StepwiseTask, teacher=teacher, embedding=embedding, verbose=False)
-            rate = min(1., 3. * _loss_of_a_step(tasks[name](student), images.loader))
+            rate = min(1., 3. * loss_before(tasks[name](student), islice(images.loader, 1)))
         else:
             loss = {**loss, 'embedding': embedding}
             if name == 'any steps' and not own:
-                loss = {**loss, **ELASTIC[ode.shared.depends_on_time]}
+                loss = {**loss, **(Recipe.load(ELASTIC[ode.shared.depends_on_time]).stages[-1].loss or {})}
             try:
                 TrajectoryDistillationTask(student, teacher, verbose=False, **loss)
             except ValueError:  # RoPE, say, which goes with all patches only
@@ -125,14 +128,6 @@ def _parts(student: nn.Module, teacher: nn.Module, images: Images) -> tuple[dict
             tasks[name] = partial(TrajectoryDistillationTask, teacher=teacher, verbose=False, **loss)
         options[name] = {**chosen, 'lr': chosen['lr'] * rate, 'weight_decay': decay}
     return tasks, options
-
-
-@torch.no_grad()
-def _loss_of_a_step(task: StepwiseTask, loader: Any) -> float:
-    """How much there is to learn: 0 for nothing, 1 for everything."""
-    images, labels = next(iter(loader))
-    with evaluating(task.trainable_module):
-        return float(task(images.to(task.device), labels)['loss'])
 
 
 def _measure(model: nn.Module, images: Images) -> float:

@@ -15,13 +15,13 @@ from ..convert.svd_data import check_images
 from ..distributed import over_processes
 from ..evaluation.accuracy import AMP_DTYPES
 from ..evaluation.embeddings import evaluate_embeddings
-from ..hooks import autocast, evaluating, surely
+from ..hooks import evaluating, surely
 from ..ode.blocks import find_ode_blocks
 from .config import CalibrationConfig
 from .fit import fit
 from .loaders import set_epoch
 from .matching import check_converted_from
-from .minutes import EPOCHS, Stream, updates_in
+from .minutes import EPOCHS, Stream, loss_before, updates_in
 from .monitor import loader_state_kept, must_fit
 from .tasks import StepwiseTask, TrajectoryDistillationTask
 
@@ -96,7 +96,7 @@ def _train(
     few = _a_few(loader, torch.device(first.device), config.seed)
     share = 1.
     if None in (config.lr, config.unrolled_lr):
-        share = min(1., 3. * _loss_of(model, first, few, config))
+        share = min(1., 3. * loss_before(first, few, config.amp))
     if share < EXACT:
         return []
     lrs = [highest * share if lr is None else lr
@@ -132,18 +132,6 @@ def _a_few(loader: Any, device: torch.device, seed: int) -> list[Any]:
     with loader_state_kept(loader, device):
         random_seed(seed * 10_007 % 2 ** 31)
         return list(islice(loader, TRIED))
-
-
-@torch.no_grad()
-def _loss_of(model: nn.Module, task: TrainingTask, few: list[Any], config: CalibrationConfig) -> float:
-    """A task's loss on a few batches: how much there is to learn, 0 for nothing, 1 for everything."""
-    device = torch.device(task.device)
-    losses = []
-    with evaluating(model):
-        for images, labels in few:
-            with must_fit('train_loader', images, labels, task), autocast(device, AMP_DTYPES[config.amp]):
-                losses.append(over_processes(task(images.to(device), labels)['loss']))
-    return torch.stack(losses).mean().item() if losses else 1.
 
 
 def _error(

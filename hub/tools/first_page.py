@@ -1,0 +1,137 @@
+"""The tables and pictures of README.md, from the records in hub/; `python hub/tools/table.py --write` puts them in place."""
+import json
+from pathlib import Path
+
+from cards import dataset_of
+
+HUB = Path(__file__).parent.parent
+# trained from scratch at 32 px on CIFAR-100: 10^6 parameters, 10^6 multiply-adds, top-1 %
+# Sources: chenyaofo/pytorch-cifar-models, SHI-Labs/Compact-Transformers
+SCRATCH = {'ResNet-20': (0.28, 41, 68.8), 'CCT-2/3x2': (0.28, 33, 66.9), 'CCT-4/3x2': (0.48, 46, 70.5),
+           'ResNet-56': (0.86, 126, 72.6), 'MobileNetV2 x 0.75': (1.48, 59, 73.6)}
+STEPS = (3, 6, 12, 24)
+BLUE, RED, GREY = '#2a6fbb', '#c0392b', '#777777'
+
+
+def rows(heads, lines):
+    """A table in Markdown."""
+    return '\n'.join([f"| {' | '.join(heads)} |", '|' + ' --- |' * len(heads),
+                      *(f"| {' | '.join(line)} |" for line in lines)]) + '\n'
+
+
+def published():
+    """Name, record, and what was found on the test images by number of steps, of each published model."""
+    for path in sorted(HUB.glob('*/results.json'), key=lambda path: (dataset_of(path.parent.name), path.parent.name)):
+        record = json.loads(path.read_text())
+        yield path.parent.name, record, {r['steps']: r for r in record['test'] if r['model'] != 'teacher'}
+
+
+def models():
+    """Each published model: size, top-1 with each number of steps, those of training in bold, share of its teacher's."""
+    lines = []
+    for name, record, found in published():
+        trained = record['trained_at'] or []
+        cells = [f"**{found[k]['top1']:.1f}**" if k in trained else f"{found[k]['top1']:.1f}" if k in found else ''
+                 for k in STEPS] if trained else ['', '', f"{found[None]['top1']:.1f}", '']
+        row = found.get(12) or found.get(None) or found[trained[0]]
+        row = max((found[k] for k in trained if k in found), key=lambda r: r['top1'], default=row)
+        kept = '' if row['kept'] is None else f"{row['kept']:.0f}"
+        lines.append([f'`{name}`', dataset_of(name), f"{row['parameters'] / 1e6:.2f}", *cells, kept])
+    return rows(['model', 'data', '10⁶ parameters', *(f'K = {steps}' for steps in STEPS), '% of its teacher'], lines)
+
+
+def verdict():
+    """What the published students of CIFAR-100 are worth in the terms of `odevit shrink`."""
+    lines = []
+    for group in json.loads((HUB / 'verdict.json').read_text())['sizes'].values():
+        first = group[0]
+        for row in group:
+            ratios = [f'{ms / of:.2f}' for ms, of in zip(row['ms'], first['ms'], strict=True)]
+            lines.append([f"`{row['name'].split(',')[0]}`{row['name'].partition(',')[1]}{row['name'].partition(',')[2]}",
+                          f"{row['mb']:.2f}", f"{row['value']:.1f}", *ratios, f"{row['operations']:.0f}"])
+    return rows(['', 'file, MB', 'top-1 %', 'time, batch 1', 'batch 32', '10⁶ multiply-adds'], lines)
+
+
+def idea(path):
+    """Draw what happens to the blocks, and the accuracy of one block with any number of steps."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import FancyBboxPatch
+    left, right = (drawing := Figure(figsize=(9, 3.3), layout='constrained')).subplots(1, 2, width_ratios=(1.05, 1))
+    left.set(xlim=(0, 10), ylim=(0, 10))
+    left.axis('off')
+
+    def box(x, y, width, height, color, text='', **more):
+        left.add_patch(FancyBboxPatch((x, y), width, height, boxstyle='round,pad=0.05', color=color, **more))
+        left.text(x + width / 2, y + height / 2, text, ha='center', va='center', fontsize=8, color='white')
+    for layer in range(12):
+        box(0.4, 0.7 + 0.67 * layer, 2.2, 0.42, GREY, '')
+    left.text(1.5, 9.3, 'a ViT: 12 blocks', ha='center', fontsize=9)
+    left.annotate('', (4.4, 4.7), (3, 4.7), arrowprops=dict(arrowstyle='-|>', color='black'))
+    left.text(3.7, 5.1, 'convert_', ha='center', fontsize=8, family='monospace')
+    box(5.1, 3.9, 2.2, 1.6, BLUE, 'one block,\nK times')
+    left.annotate('', (5.4, 5.65), (7., 5.65), arrowprops=dict(
+        arrowstyle='-|>', color=BLUE, connectionstyle='arc3,rad=0.9'))
+    for layer in range(12):
+        box(8.3, 0.7 + 0.67 * layer, 0.5, 0.42, BLUE, '', alpha=0.45)
+    left.text(7.8, 4.7, '+', ha='center', va='center', fontsize=12)
+    left.text(7.4, 9.3, 'an ODE-ViT', ha='center', fontsize=9)
+    left.text(8.55, 0.05, 'slim residuals\n(if you want)', ha='center', va='top', fontsize=7)
+    left.text(6.2, 3.3, '1/10 of the parameters;\nwith residuals, 1/4', ha='center', va='top', fontsize=7)
+
+    name = 'odevit_tiny_native_patch16_128.deit_tiny_cifar100'
+    record = json.loads((HUB / name / 'results.json').read_text())
+    teacher, *found = sorted(record['test'], key=lambda r: r['model'] != 'teacher')
+    right.axhline(teacher['top1'], color=GREY, linestyle=':', linewidth=1)
+    right.annotate(f"its teacher, 12 blocks: {teacher['top1']:.1f} %", (100, teacher['top1']), (0, 3), fontsize=8,
+                   textcoords='offset points', color=GREY, ha='right')
+    right.plot([r['steps'] for r in found], [r['top1'] for r in found], 'o-', color=BLUE, markersize=4)
+    for r in found:
+        if r['steps'] in (2, 3, 6, 24, 100):
+            right.annotate(f"{r['top1']:.1f}", (r['steps'], r['top1']), (2, -11), textcoords='offset points', fontsize=8)
+    right.set(xlabel='number of steps K, chosen after training', ylabel='top-1 accuracy on CIFAR-100, %', xscale='log',
+              ylim=(0, 90), title='one block, 11 % of the parameters')
+    right.title.set_fontsize(9)
+    right.set_xticks(ticks := (1, 2, 3, 6, 12, 24, 48, 100), [str(tick) for tick in ticks])
+    right.minorticks_off()
+    right.grid(alpha=0.3)
+    drawing.savefig(path, dpi=130)
+
+
+def compare(path):
+    """Draw accuracy against parameters and against multiply-adds on CIFAR-100, with small models by others."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+    drawing = Figure(figsize=(9, 3.8), layout='constrained')
+    points = [(name, RED, *values) for name, values in SCRATCH.items()]
+    for size, group in json.loads((HUB / 'verdict.json').read_text())['sizes'].items():
+        for row in group:
+            name, _, more = row['name'].partition(', ')
+            if more == 'int8':
+                continue
+            top1 = row['value']
+            words = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_r23': 'rank 23'}.get(
+                name.partition('_patch')[0], 'DeiT-tiny' if name.startswith('deit') else '')
+            steps = more.partition(',')[0]
+            if words and (size == '128' or steps in ('', 'K = 12')):
+                points.append((f'{words}, {size} px' + (f', {steps}' if size == '128' and steps else ''),
+                               GREY if not steps else BLUE, row['parameters'] / 1e6, row['operations'], top1))
+    for axes, column, label in zip(drawing.subplots(1, 2, sharey=True), (2, 3), (
+            'parameters, 10⁶', 'multiply-adds of an image, 10⁶'), strict=True):
+        place_labels(axes, [(point[0], point[1], point[column], point[4]) for point in points])
+        axes.set(xlabel=label, xscale='log')
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f'{value:g}'))
+        axes.grid(alpha=0.3)
+    drawing.axes[0].set_ylabel('top-1 accuracy on CIFAR-100, %')
+    drawing.savefig(path, dpi=130)
+
+
+def place_labels(axes, points):
+    """Plot points with labels beside them, moved apart where they would overlap."""
+    taken = []
+    for name, color, x, y in sorted(points, key=lambda point: -point[3]):
+        axes.plot(x, y, 'o', color=color, markersize=5)
+        shift = 0.
+        while any(abs(y + shift - other) < 1.1 and abs(x / near - 1) < 1.6 for near, other in taken):
+            shift -= 0.3
+        taken.append((x, y + shift))
+        axes.annotate(name, (x, y + shift), (5, -2), textcoords='offset points', fontsize=7, color=color)
