@@ -80,7 +80,7 @@ class Benchmark:
         tables = [', '.join(f'{key} {value}' for key, value in self.machine.items())]
         for size in dict.fromkeys(timing.batch_size for timing in self.timings):
             rows = [timing.row() for timing in self.timings if timing.batch_size == size]
-            heads = f'| batch {size} | evaluations | ms | ratio | images/s | peak memory, MB | parameters | MB |'
+            heads = f'| batch {size} | evaluations | ms | ratio | images/s | activation memory, MB | parameters | MB |'
             tables.append('\n'.join([heads, '|' + ' --- |' * 8, *rows]))
         return '\n\n'.join(tables)
 

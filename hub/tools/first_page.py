@@ -1,4 +1,4 @@
-"""The tables and pictures of README.md, from the records in hub/; `python hub/tools/table.py --write` puts them in place."""
+"""The tables and pictures of README.md from the records in hub/; `python hub/tools/table.py --write` puts them in."""
 import json
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def published():
 
 
 def models():
-    """Each published model: size, top-1 with each number of steps, those of training in bold, share of its teacher's."""
+    """Each published model: size, top-1 with numbers of steps, those of training in bold, share of its teacher's."""
     lines = []
     for name, record, found in published():
         trained = record['trained_at'] or []
@@ -87,9 +87,10 @@ def idea(path):
     right.plot([r['steps'] for r in found], [r['top1'] for r in found], 'o-', color=BLUE, markersize=4)
     for r in found:
         if r['steps'] in (2, 3, 6, 24, 100):
-            right.annotate(f"{r['top1']:.1f}", (r['steps'], r['top1']), (2, -11), textcoords='offset points', fontsize=8)
+            right.annotate(f"{r['top1']:.1f}", (r['steps'], r['top1']), (2, -11), textcoords='offset points',
+                           fontsize=8)
     right.set(xlabel='number of steps K, chosen after training', ylabel='top-1 accuracy on CIFAR-100, %', xscale='log',
-              ylim=(0, 90), title='one block, 11 % of the parameters')
+              ylim=(0, 90), xlim=(0.85, 140), title='one block, 11 % of the parameters')
     right.title.set_fontsize(9)
     right.set_xticks(ticks := (1, 2, 3, 6, 12, 24, 48, 100), [str(tick) for tick in ticks])
     right.minorticks_off()
@@ -100,7 +101,6 @@ def idea(path):
 def compare(path):
     """Draw accuracy against parameters and against multiply-adds on CIFAR-100, with small models by others."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
     drawing = Figure(figsize=(9, 3.8), layout='constrained')
     points = [(name, RED, *values) for name, values in SCRATCH.items()]
     for size, group in json.loads((HUB / 'verdict.json').read_text())['sizes'].items():
@@ -112,15 +112,17 @@ def compare(path):
             words = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_r23': 'rank 23'}.get(
                 name.partition('_patch')[0], 'DeiT-tiny' if name.startswith('deit') else '')
             steps = more.partition(',')[0]
-            if words and (size == '128' or steps in ('', 'K = 12')):
+            if words and steps in ('', *(('K = 3', 'K = 6') if size == '128' else ('K = 12',))):
                 points.append((f'{words}, {size} px' + (f', {steps}' if size == '128' and steps else ''),
                                GREY if not steps else BLUE, row['parameters'] / 1e6, row['operations'], top1))
-    for axes, column, label in zip(drawing.subplots(1, 2, sharey=True), (2, 3), (
-            'parameters, 10⁶', 'multiply-adds of an image, 10⁶'), strict=True):
-        place_labels(axes, [(point[0], point[1], point[column], point[4]) for point in points])
-        axes.set(xlabel=label, xscale='log')
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f'{value:g}'))
+    for axes, column, label, ticks in zip(
+            drawing.subplots(1, 2, sharey=True), (2, 3), ('parameters, 10⁶', 'multiply-adds of an image, 10⁶'),
+            ((0.25, 0.5, 1, 2, 4, 8), (25, 50, 100, 200, 400, 800)), strict=True):
+        axes.set(xlabel=label, xscale='log', xlim=(0.8 * ticks[0], 1.8 * ticks[-1]), ylim=(60, 84))
+        axes.set_xticks(ticks, [f'{tick:g}' for tick in ticks])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
+        place_labels(axes, [(point[0], point[1], point[column], point[4]) for point in points])
     drawing.axes[0].set_ylabel('top-1 accuracy on CIFAR-100, %')
     drawing.savefig(path, dpi=130)
 
@@ -134,4 +136,6 @@ def place_labels(axes, points):
         while any(abs(y + shift - other) < 1.1 and abs(x / near - 1) < 1.6 for near, other in taken):
             shift -= 0.3
         taken.append((x, y + shift))
-        axes.annotate(name, (x, y + shift), (5, -2), textcoords='offset points', fontsize=7, color=color)
+        left = any(1 < other / x < 1.2 and abs(height - y) < 1 for _, _, other, height in points)
+        axes.annotate(name, (x, y + shift), (-5 if left else 5, -2), textcoords='offset points', fontsize=7,
+                      color=color, ha='right' if left else 'left')

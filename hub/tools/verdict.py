@@ -24,12 +24,12 @@ IMAGES = 2000  # test images
 
 
 def chosen(tag):
-    """Candidates by input size: each teacher, and each student that has one with the numbers of steps that it trained."""
+    """Candidates by input size: each teacher, and each of its students with the numbers of steps that it trained."""
     groups = {}
     for path in sorted(HUB.glob(f'*{tag}/results.json')):
         record, name = json.loads(path.read_text()), path.parent.name.split('.')[0]
-        if not record['trained_at'] and 'deit_tiny' not in name or 'patch4' in name:
-            continue  # from scratch: it has no teacher
+        if 'patch4' in name:
+            continue  # it has no teacher
         model = timm.create_model(f'local-dir:{path.parent}', pretrained=True).eval()
         group = groups.setdefault(model.patch_embed.img_size[0], [])
         if not record['trained_at']:
@@ -51,7 +51,8 @@ if __name__ == '__main__':
         images, labels = next(iter(test))
         held = Held(images[:IMAGES], labels[:IMAGES], torch.zeros(IMAGES))
         with tempfile.TemporaryDirectory() as folder:
-            rows, notes = measure(group, Images(None, 0, held, held, held, 'accuracy', ''), Path(folder), progress=print)
+            rows, notes = measure(
+                group, Images(None, 0, held, held, held, 'accuracy', ''), Path(folder), progress=print)
         assert not notes, notes
         found[size] = [{**asdict(row), 'parameters': count_parameters(candidate.model)}
                        for row, candidate in zip(rows, group, strict=True)]
