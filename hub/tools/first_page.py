@@ -108,13 +108,15 @@ def compare(path):
             name, _, more = row['name'].partition(', ')
             if more == 'int8':
                 continue
-            top1 = row['value']
+            found = {r['steps']: r['top1'] for r in json.loads(
+                next(HUB.glob(f'{name}.*100/results.json')).read_text())['test'] if r['model'] != 'teacher'}
             words = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_r23': 'rank 23'}.get(
                 name.partition('_patch')[0], 'DeiT-tiny' if name.startswith('deit') else '')
             steps = more.partition(',')[0]
             if words and steps in ('', *(('K = 3', 'K = 6') if size == '128' else ('K = 12',))):
                 points.append((f'{words}, {size} px' + (f', {steps}' if size == '128' and steps else ''),
-                               GREY if not steps else BLUE, row['parameters'] / 1e6, row['operations'], top1))
+                               GREY if not steps else BLUE, row['parameters'] / 1e6, row['operations'],
+                               found[int(steps.removeprefix('K = ')) if steps else None]))
     for axes, column, label, ticks in zip(
             drawing.subplots(1, 2, sharey=True), (2, 3), ('parameters, 10⁶', 'multiply-adds of an image, 10⁶'),
             ((0.25, 0.5, 1, 2, 4, 8), (25, 50, 100, 200, 400, 800)), strict=True):
@@ -128,14 +130,13 @@ def compare(path):
 
 
 def place_labels(axes, points):
-    """Plot points with labels beside them, moved apart where they would overlap."""
-    taken = []
+    """Plot points with labels beside them, moved down where they would cover another point or label."""
+    wide, high = 1.9, 0.9  # of a label: as a quotient along the logarithmic axis, and in percent
+    taken = [(x, x, y) for _, _, x, y in points]
     for name, color, x, y in sorted(points, key=lambda point: -point[3]):
         axes.plot(x, y, 'o', color=color, markersize=5)
         shift = 0.
-        while any(abs(y + shift - other) < 1.1 and abs(x / near - 1) < 1.6 for near, other in taken):
-            shift -= 0.3
-        taken.append((x, y + shift))
-        left = any(1 < other / x < 1.2 and abs(height - y) < 1 for _, _, other, height in points)
-        axes.annotate(name, (x, y + shift), (-5 if left else 5, -2), textcoords='offset points', fontsize=7,
-                      color=color, ha='right' if left else 'left')
+        while any(first <= wide * x and last > 1.02 * x and abs(y + shift - at) < high for first, last, at in taken):
+            shift -= 0.1
+        taken.append((x, wide * x, y + shift))
+        axes.annotate(name, (x, y + shift), (5, -2), textcoords='offset points', fontsize=7, color=color)
