@@ -26,8 +26,6 @@ ONE_OR_TWO = {
     'one block': ('fifth: one block', 'no KL', 'third: one block', 'half: one block'),
     'two blocks': ('fifth: two blocks', 'two blocks, rank 11', 'third: two blocks', 'half: two blocks')}
 BLOCK = 444_864  # parameters of one of the teacher's twelve blocks
-# DeiT-Ti with tokens merged and nothing trained (ToMe, arXiv 2210.09461): GMACs and top-1
-TOME = [(1.3, 72.2), (0.9, 71.7), (0.8, 71.4), (0.6, 70.7)]
 SIGNALS = {
     'confidence': 'softmax confidence', 'margin': 'margin of the logits', 'radius': 'radius of the class',
     'entropy': 'entropy', 'exponent': 'largest exponent', 'acceleration': 'acceleration',
