@@ -165,7 +165,7 @@ def per_model(heads, cells):
 
 
 def spread(found, digits=3):
-    return f"{found['mean']:.{digits}f} ± {found['sd']:.{digits}f}"
+    return f"{round(found['mean'], digits) + 0.:.{digits}f} ± {found['sd']:.{digits}f}"  # no -0.000
 
 
 def exponents():
