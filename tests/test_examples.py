@@ -14,6 +14,7 @@ import timm_odevit
 from timm_odevit import cli
 
 ROOT = Path(__file__).parent.parent
+PAGES = sorted(str(path.relative_to(ROOT)) for pattern in ('*.md', 'examples/*.md', 'hub/*.md', 'hub/lab/*.md') for path in ROOT.glob(pattern))
 
 
 def load(path):
@@ -42,19 +43,19 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
         exec(compile(block, page, 'exec'), names)
 
 
-@pytest.mark.parametrize('page', ['README.md', 'examples/README.md', 'hub/RESULTS.md', 'hub/SPEED.md', 'hub/DYNAMICS.md', 'hub/TRAINING.md'])
+@pytest.mark.parametrize('page', PAGES)
 def test_links_lead_somewhere(page):
     path = ROOT / page
     for target in re.findall(r'\]\((?!http)(.*?)\)', path.read_text()):
         file, _, heading = target.partition('#')
-        other = (path.parent / file).resolve()
+        other = (path.parent / file).resolve() if file else path
         assert other.exists(), target
         titles = re.findall(r'^#+ (.*)$', other.read_text(), re.M) if heading else []
         assert not heading or heading in [re.sub(r'[^\w -]', '', title.lower()).replace(' ', '-') for title in titles], target
 
 
 def test_commands_are_commands():
-    pages = ''.join((ROOT / page).read_text() for page in ('README.md', 'examples/README.md'))
+    pages = ''.join((ROOT / page).read_text() for page in PAGES if '/lab/' not in page)
     lines = [line for block in re.findall(r'```bash\n(.*?)```', pages, re.S) for line in block.splitlines() if 'odevit' in line]
     parsed = 0
     for line in lines:

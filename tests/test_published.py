@@ -48,13 +48,17 @@ def test_a_published_folder_is_whole(folder):
     record = json.loads((folder / 'results.json').read_text())
     rows = [r for r in record['test'] if r['model'] != 'teacher']
     card = (folder / 'README.md').read_text()
-    assert all(f"{r['top1']:.2f}" in card for r in rows) and record['command'] in card
+    assert all(f"{r['top1']:.2f}" in card for r in rows)
     assert all(r['images'] == 10000 for r in rows)
-    for line in record['command'].splitlines():
-        args = cli.parser().parse_args(shlex.split(line.split('now: ')[-1])[1:])
+    commands = card.split('```bash\n')[1].split('```')[0].splitlines()
+    assert len(commands) == len(record['command'].splitlines()) and 'hub/' not in card
+    for line in commands:
+        args = cli.parser().parse_args(shlex.split(line)[1:])
         recipe = args.recipe or 'finetune'
-        recipe = Recipe.load(HUB.parent / recipe if 'hub/' in recipe else recipe, args.set)
+        recipe = Recipe.load(folder / recipe if recipe.endswith('.yaml') else recipe, args.set)
         assert recipe.stages and (recipe.model is not None or not getattr(args, 'checkpoint', None) or getattr(args, 'model', None))
+        given = [getattr(args, key, None) for key in ('teacher', 'student', 'model')]
+        assert all(name is None or timm.is_model(name.split('.')[0]) or name.startswith('local-dir:out/') for name in given)
     Recipe.load(folder / 'recipe.yaml')
 
 

@@ -21,6 +21,12 @@ def dataset_of(name):
     return DATASETS[name.replace('.', '_').rsplit('_', 1)[-1]]
 
 
+def commands(record, folder):
+    """The commands of a record, as they run in the model's own folder: other published models go by their names."""
+    here = record['command'].replace(f'hub/{folder.name}/', '')
+    return re.sub('local-dir:hub/', '', re.sub(r'hub/runs/\S+[.]yaml', 'recipe.yaml', here))
+
+
 def card(folder):
     record = json.loads((folder / 'results.json').read_text())
     model = timm.create_model(f'local-dir:{folder}')
@@ -50,8 +56,9 @@ def card(folder):
         '`deit_tiny_patch16_224` (Facebook Research, Apache-2.0; LayerNorm parameters rounded to steps of 1/32 or '
         '1/64) and ')
     recipes = 'recipes are' if (folder / EARLIER[0]).exists() else 'recipe is'
-    training = (f"On {record['device']}, {record['minutes']:.0f} minutes, {record['versions']}; the {recipes} in this "
-                f"folder:\n\n```bash\n{record['command']}\n```")
+    by = f", by {record['by']}" if 'by' in record else ''
+    training = (f"On {record['device']}, {record['minutes']:.0f} minutes, {record['versions']}{by}; the {recipes} in "
+                f"this folder:\n\n```bash\n{commands(record, folder)}\n```")
     return model_card(
         folder.name,
         model,

@@ -1,19 +1,22 @@
-"""Write the tables of README.md, hub/RESULTS.md and hub/DYNAMICS.md from the records in hub/.
+"""Write the tables of README.md and of the pages in hub/ from the records in hub/.
 
     python hub/tools/table.py            print them
-    python hub/tools/table.py --write    put them between their marks, and draw hub/kept.png and hub/steps.png
+    python hub/tools/table.py --write    put them between their marks, and draw hub/kept.png, hub/steps.png and
+                                         hub/pictures/*.png
 """
 import json
-import math
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 from ablate import table
 from cards import dataset_of
+from pictures import MODELS, draw
 
 HUB = Path(__file__).parent.parent
-README, RESULTS, DYNAMICS = HUB.parent / 'README.md', HUB / 'RESULTS.md', HUB / 'DYNAMICS.md'
+README = HUB.parent / 'README.md'
+RESULTS, SPEED, DYNAMICS, TRAINING = (HUB / f'{page}.md' for page in ('RESULTS', 'SPEED', 'DYNAMICS', 'TRAINING'))
 STEPS = (6, 8, 12, 16, 24)
 # what others kept of their teachers, from their papers
 OTHERS = [
@@ -29,11 +32,11 @@ REPORTED = [
     ('ODE-ViT Base of a ViT-B, CIFAR-100 and -10 (arXiv 2511.16501)', 'D', [(8.1, 81.8), (8.1, 95.9)]),
     ('Raptor of a DINOv2-B, ImageNet-1k probe (arXiv 2512.19941)', '^', [(18.1, 96.), (26.3, 98.)]),
 ]
-SIGNALS = {
-    'confidence': 'softmax confidence', 'margin': 'margin of the logits', 'entropy': 'entropy', 'radius': 'radius',
-    'exponent': 'largest exponent', 'acceleration': 'acceleration', 'distance': 'distance from the teacher'}
-COSTS = ('spectral_norms', 'exponents', 'class_token', 'softmax', 'region', 'recovery', 'relations', 'lipschitz',
-         'discretisation')
+# models that were timed, as hub/SPEED.md names them
+TIMED = {
+    'vit_tiny_patch16_224': 'vit_tiny, 12 blocks', 'local-dir:out/native': 'one block',
+    'local-dir:out/paper': "the paper's block", 'local-dir:out/rank8': 'one block and residuals of rank 8',
+    **{name: title for name, (title, _) in MODELS.items()}}
 
 
 def rows(heads, lines):
@@ -61,7 +64,7 @@ def models():
 
 
 def ablation():
-    return table(json.loads((HUB / 'ablation.json').read_text()))
+    return table(json.loads((HUB / 'lab' / 'ablation.json').read_text()))
 
 
 def paper():
@@ -69,6 +72,31 @@ def paper():
     return rows(['', 'ms', 'times as fast', 'peak memory, MB', 'from outside, MB'], [
         [f"{r['what']}, {r['model']}", f"{r['ms']:.0f}", f"{r['ratio']:.2f}", f"{r['bytes'] / 1e6:.0f}",
          f"{r['resident'] / 1e6:.0f}"] for r in record['found']])
+
+
+def speed(name):
+    """What `odevit benchmark --json` wrote: a row for each model, two columns for each batch size."""
+    record = json.loads((HUB / 'speed' / f'{name}.json').read_text())
+    found = {}
+    for r in record['timings']:
+        found.setdefault(r['name'], []).append(r)
+    heads = [f"batch {r['batch_size']}: {what}" for r in next(iter(found.values())) for what in ('ms', 'ratio')]
+    lines = []
+    for model, timings in found.items():
+        base, *state = model.split(', ')
+        lines.append([', '.join([TIMED[base], *state])] + [cell for r in timings for cell in (
+            f"{1000 * r['seconds']:.1f} ± {50 * r['iqr'] / r['seconds']:.0f} %", f"{r['ratio']:.2f}")] + [
+                f"{timings[-1]['peak'] / 1e6:.1f}", f"{timings[0]['size'] / 1e6:.1f}"])
+    return rows(['', *heads, f"peak memory at batch {timings[-1]['batch_size']}, MB", 'weights, MB'], lines)
+
+
+def trained():
+    lines = []
+    for path in sorted(HUB.glob('*/results.json'), key=lambda path: (dataset_of(path.parent.name), path.parent.name)):
+        record, name = json.loads(path.read_text()), path.parent.name
+        lines.append([f'[`{name}`]({name}/README.md)', dataset_of(name), str(record['epochs']),
+                      f"{record['minutes'] / 60:.1f}", record['device'].split(' (')[0].removeprefix('one core of an ')])
+    return rows(['model', 'data', 'epochs', 'hours', 'one core of an'], lines)
 
 
 def figure(path):
@@ -132,12 +160,12 @@ def records():
 
 def per_model(heads, cells):
     """A row for each model, with the cells that a function makes of what was found by measure."""
-    return rows(['model', *heads], [[f'`{name}`', *cells({key: m['found'] for key, m in measures.items()})]
+    return rows(['model', *heads], [[MODELS[name][0], *cells({key: m['found'] for key, m in measures.items()})]
                                     for name, measures in records().items()])
 
 
 def spread(found, digits=3):
-    return f"{found['mean']:.{digits}f} ± {found['sd']:.{digits}f}"
+    return f"{round(found['mean'], digits) + 0.:.{digits}f} ± {found['sd']:.{digits}f}"  # no -0.000
 
 
 def exponents():
@@ -158,54 +186,24 @@ def constants():
 
 def regions():
     def cells(m):
-        region, recovery = m['region'], m.get('recovery')  # measured by tools/dynamics.py until commit ff807dc
-        shown = ['-'] * 4  # of the teacher itself
-        if region['distance'] is not None and not math.isnan(region['distance']):
-            shown = [f"{region['distance']:.2f}", f"{region['towards']:.2f}", f"{region['inside']:.1f} %",
-                     f"{region['same']:.1f} %"]
-        if recovery is None:
-            return [*shown, '-', '-']
-        factor = recovery['factor']
-        return [*shown, f'{factor[0]:.2f}, {factor[len(factor) // 2]:.2f}', f"{recovery['same'][0]:.1f} %"]
-    teacher = next(iter(records().values()))['region']['found']
-    return (f"The teacher's own radius is {teacher['worst']:.3f} of the norm of the state in the worst direction, "
-            f"{teacher['random']:.2f} in a random one (medians).\n\n" + per_model([
-                'distance from the teacher', 'radius in this direction', 'nearer than the worst radius', 'same class',
-                'left of a perturbation at t = 0, 6', 'class kept'], cells))
+        region = m['region']
+        return [f"{region['distance']:.2f}", f"{region['towards']:.2f}", f"{region['inside']:.1f} %",
+                f"{region['same']:.1f} %"]
+    name, teacher = next(iter(records().items()))
+    found = teacher['region']['found']
+    lines = [[MODELS[key][0], *cells({measure: m['found'] for measure, m in measures.items()})]
+             for key, measures in records().items() if key != name]
+    return (f"The teacher's own radius is {found['worst']:.3f} of the norm of the state in the worst direction, "
+            f"{found['random']:.2f} in a random one (medians).\n\n" + rows([
+                'student', 'distance from the teacher', 'radius in this direction', 'nearer than the worst radius',
+                'same class'], lines))
 
 
-def relations():
-    found = {name: {r['name']: r for r in measures['relations']['found']} for name, measures in records().items()}
-
-    def cell(r):
-        related = '' if r and r['related'] else ', no relation'
-        return '-' if r is None else f"{r['auroc']:.3f} [{r['low']:.3f}, {r['high']:.3f}]{related}"
-    return rows(['AUROC for being right', *(f'`{name}`' for name in found)], [
-        [title, *(cell(measures.get(key)) for measures in found.values())] for key, title in SIGNALS.items()])
-
-
-def discretisation():
-    lines = [[f'`{name}`', r['method'], str(r['steps']), f"{r['error']:.3f}", f"{r['bound']:.2f}",
-              '-' if r['order'] is None or math.isnan(r['order']) else f"{r['order']:.1f}",
-              f"{r['local'][0]:.3f}, {r['local'][-1]:.3f}"]
-             for name, measures in records().items() for r in measures.get('discretisation', {'found': []})['found']]
-    return rows(['model', 'method', 'K', 'error', 'bound', 'observed order', 'first and last local error'], lines)
-
-
-def costs():
-    lines = []
-    for measure in COSTS:
-        found = [measures[measure] for measures in records().values() if measure in measures]
-        once = measure == 'spectral_norms'
-        times = [each['ms per image'] * (each['images'] if once else 1) for each in found]
-        shown = ' to '.join(dict.fromkeys(f'{time:.0f}' for time in (min(times), max(times))))
-        lines.append([measure.replace('_', ' '), f"{shown} ms per {'model' if once else 'image'}"])
-    return rows(['measure', 'one core'], lines)
-
-
-TABLES = {'models': (README, models), 'ablation': (RESULTS, ablation), 'paper': (RESULTS, paper),
-          **{f'dynamics {make.__name__}': (DYNAMICS, make) for make in (
-              exponents, constants, regions, relations, discretisation, costs)}}
+TABLES = {
+    'models': (README, models), 'ablation': (HUB / 'lab' / 'ingredients.md', ablation), 'paper': (RESULTS, paper),
+    'speed at 224 px': (SPEED, partial(speed, 'tiny_224')), 'speed at 64 px': (SPEED, partial(speed, 'published_64')),
+    'trained': (TRAINING, trained), 'exponents': (DYNAMICS, exponents), 'constants': (DYNAMICS, constants),
+    'regions': (DYNAMICS, regions)}
 
 
 def main():
@@ -220,6 +218,7 @@ def main():
         path.write_text(text)
     figure(HUB / 'kept.png')
     steps_figure(HUB / 'steps.png')
+    draw()
 
 
 if __name__ == '__main__':
