@@ -11,6 +11,7 @@ SCRATCH = {'ResNet-20': (0.28, 41, 68.8), 'CCT-2/3x2': (0.28, 33, 66.9), 'CCT-4/
            'ResNet-56': (0.86, 126, 72.6), 'MobileNetV2 x 0.75': (1.48, 59, 73.6)}
 STEPS = (3, 6, 12, 24)
 BLUE, RED, GREY = '#2a6fbb', '#c0392b', '#777777'
+WORDS = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_r23': 'rank 23', 'deit_tiny': 'DeiT-tiny'}
 
 
 def rows(heads, lines):
@@ -40,16 +41,18 @@ def models():
     return rows(['model', 'data', '10⁶ parameters', *(f'K = {steps}' for steps in STEPS), '% of its teacher'], lines)
 
 
-def verdict():
-    """What the published students of CIFAR-100 are worth in the terms of `odevit shrink`."""
+def which():
+    """The published models as files, in the terms of `odevit shrink`."""
     lines = []
-    for group in json.loads((HUB / 'verdict.json').read_text())['sizes'].values():
-        first = group[0]
-        for row in group:
+    for group in json.loads((HUB / 'verdict.json').read_text())['groups']:
+        first = group['rows'][0]
+        for row in group['rows']:
+            name, *more = row['name'].split(', ')
             ratios = [f'{ms / of:.2f}' for ms, of in zip(row['ms'], first['ms'], strict=True)]
-            lines.append([f"`{row['name'].split(',')[0]}`{row['name'].partition(',')[1]}{row['name'].partition(',')[2]}",
+            lines.append([f'`{name}`', ', '.join(more) or 'float32', f"{row['parameters'] / 1e6:.2f}",
                           f"{row['mb']:.2f}", f"{row['value']:.1f}", *ratios, f"{row['operations']:.0f}"])
-    return rows(['', 'file, MB', 'top-1 %', 'time, batch 1', 'batch 32', '10⁶ multiply-adds'], lines)
+    return rows(['model', 'file', '10⁶ parameters', 'MB', 'top-1 %', 'time, batch 1', 'batch 32', '10⁶ multiply-adds'],
+                lines)
 
 
 def idea(path):
@@ -103,20 +106,16 @@ def compare(path):
     from matplotlib.figure import Figure
     drawing = Figure(figsize=(9, 3.8), layout='constrained')
     points = [(name, RED, *values) for name, values in SCRATCH.items()]
-    for size, group in json.loads((HUB / 'verdict.json').read_text())['sizes'].items():
-        for row in group:
-            name, _, more = row['name'].partition(', ')
-            if more == 'int8':
-                continue
-            found = {r['steps']: r['top1'] for r in json.loads(
-                next(HUB.glob(f'{name}.*100/results.json')).read_text())['test'] if r['model'] != 'teacher'}
-            words = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_r23': 'rank 23'}.get(
-                name.partition('_patch')[0], 'DeiT-tiny' if name.startswith('deit') else '')
-            steps = more.partition(',')[0]
-            if words and steps in ('', *(('K = 3', 'K = 6') if size == '128' else ('K = 12',))):
-                points.append((f'{words}, {size} px' + (f', {steps}' if size == '128' and steps else ''),
-                               GREY if not steps else BLUE, row['parameters'] / 1e6, row['operations'],
-                               found[int(steps.removeprefix('K = ')) if steps else None]))
+    for group in json.loads((HUB / 'verdict.json').read_text())['groups']:
+        for row in group['rows'] if group['data'] == 'cifar100' else ():
+            name, file, *steps = [*row['name'].split(', '), 'float32'][:3]
+            words = WORDS.get(name.partition('_patch')[0])
+            if words and (file == 'float32' or steps != ['float32']):
+                found = {r['steps']: r['top1'] for r in json.loads((HUB / name / 'results.json').read_text())['test']
+                         if r['model'] != 'teacher'}
+                label = f"{words}, {group['size']} px" + (f', {steps[0]}' if steps else '')
+                points.append((label, BLUE if steps else GREY, row['parameters'] / 1e6, row['operations'],
+                               found[int(steps[0].removeprefix('K = ')) if steps else None]))
     for axes, column, label, ticks in zip(
             drawing.subplots(1, 2, sharey=True), (2, 3), ('parameters, 10⁶', 'multiply-adds of an image, 10⁶'),
             ((0.25, 0.5, 1, 2, 4, 8), (25, 50, 100, 200, 400, 800)), strict=True):

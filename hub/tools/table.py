@@ -1,8 +1,7 @@
 """Write the tables of README.md and of the pages in hub/ from the records in hub/.
 
     python hub/tools/table.py            print them
-    python hub/tools/table.py --write    put them between their marks, and draw hub/kept.png, hub/steps.png and
-                                         hub/pictures/*.png
+    python hub/tools/table.py --write    put them between their marks, and draw hub/pictures/*.png
 """
 import json
 import re
@@ -12,55 +11,17 @@ from pathlib import Path
 
 from ablate import table
 from cards import dataset_of
+from first_page import compare, idea, models, published, rows, which
 from pictures import MODELS, draw
 
 HUB = Path(__file__).parent.parent
 README = HUB.parent / 'README.md'
 RESULTS, SPEED, DYNAMICS, TRAINING = (HUB / f'{page}.md' for page in ('RESULTS', 'SPEED', 'DYNAMICS', 'TRAINING'))
-STEPS = (6, 8, 12, 16, 24)
-# what others kept of their teachers, from their papers
-OTHERS = [
-    ('ODE-ViT Base, arXiv 2511.16501: of a ViT-B', 'CIFAR-100', '7 M', '72.1', '81.8'),
-    ('ODE-ViT Base, arXiv 2511.16501: of a ViT-B', 'CIFAR-10', '7 M', '88.5', '95.9'),
-    ('ODE-ViT, arXiv 2511.16501: from scratch', 'CIFAR-100', '4.2 M', '57.9', '-'),
-    ('Raptor, arXiv 2512.19941: of a DINOv2-B, 2 blocks', 'ImageNet-1k probe', '-', '-', '96'),
-    ('Raptor, arXiv 2512.19941: of a DINOv2-B, 3 blocks', 'ImageNet-1k probe', '-', '-', '98'),
-]
-# the same for the figure: percentages of the teacher's parameters and of its accuracy. Raptor's parameters are those of
-# a ViT-B/14 with 2 and 3 of its 12 blocks
-REPORTED = [
-    ('ODE-ViT Base of a ViT-B, CIFAR-100 and -10 (arXiv 2511.16501)', 'D', [(8.1, 81.8), (8.1, 95.9)]),
-    ('Raptor of a DINOv2-B, ImageNet-1k probe (arXiv 2512.19941)', '^', [(18.1, 96.), (26.3, 98.)]),
-]
 # models that were timed, as hub/SPEED.md names them
 TIMED = {
     'vit_tiny_patch16_224': 'vit_tiny, 12 blocks', 'local-dir:out/native': 'one block',
     'local-dir:out/paper': "the paper's block", 'local-dir:out/rank8': 'one block and residuals of rank 8',
     **{name: title for name, (title, _) in MODELS.items()}}
-
-
-def rows(heads, lines):
-    """A table in Markdown."""
-    return '\n'.join([f"| {' | '.join(heads)} |", '|' + ' --- |' * len(heads),
-                      *(f"| {' | '.join(line)} |" for line in lines)]) + '\n'
-
-
-def models():
-    lines = []
-    paths = sorted(HUB.glob('*/results.json'), key=lambda path: (dataset_of(path.parent.name), path.parent.name))
-    for path in paths:
-        name, record = path.parent.name, json.loads(path.read_text())
-        trained, found = record['trained_at'], {r['steps']: r for r in record['test'] if r['model'] != 'teacher'}
-        if None in found:
-            cells = ['', '', f"{found[None]['top1']:.2f}", '', '']
-        else:
-            shown = {k: f"{r['top1']:.2f}" for k, r in found.items()}
-            cells = [f'**{shown[k]}**' if k in trained else shown.get(k, '-') for k in STEPS]
-        row = found.get(12) or found.get(None) or found[trained[0]]
-        kept = '' if row['kept'] is None else f"{row['kept']:.1f}"
-        lines.append([f'`{name}`', dataset_of(name), f"{row['parameters']:,}", *cells, kept])
-    lines += [[*about, '', '', top1, '', '', kept] for *about, top1, kept in OTHERS]
-    return rows(['model', 'data', 'parameters', *(f'K = {steps}' for steps in STEPS), 'kept %'], lines)
 
 
 def ablation():
@@ -92,62 +53,10 @@ def speed(name):
 
 def trained():
     lines = []
-    for path in sorted(HUB.glob('*/results.json'), key=lambda path: (dataset_of(path.parent.name), path.parent.name)):
-        record, name = json.loads(path.read_text()), path.parent.name
+    for name, record, _ in published():
         lines.append([f'[`{name}`]({name}/README.md)', dataset_of(name), str(record['epochs']),
                       f"{record['minutes'] / 60:.1f}", record['device'].split(' (')[0].removeprefix('one core of an ')])
     return rows(['model', 'data', 'epochs', 'hours', 'one core of an'], lines)
-
-
-def figure(path):
-    """Plot the share of the teacher's accuracy that is kept against the share of its parameters, for all students."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import ScalarFormatter
-    points = {}
-    for found in sorted(HUB.glob('*/results.json')):
-        teacher, *students = sorted(json.loads(found.read_text())['test'], key=lambda r: r['model'] != 'teacher')
-        kept = [r for r in students if r['steps'] == 12 and r['kept'] is not None]
-        if kept:
-            share = 100 * kept[0]['parameters'] / teacher['parameters']
-            points.setdefault(dataset_of(found.parent.name), []).append((share, kept[0]['kept']))
-    axes = (drawing := Figure(figsize=(7, 3.6), layout='constrained')).subplots()
-    for (name, pairs), marker in zip(points.items(), 'os', strict=True):
-        axes.plot(*zip(*pairs, strict=True), marker, label=f'students, {name}')
-    record = json.loads((HUB / 'dial' / 'cifar100.json').read_text())
-    pairs = [[100 * row[key] / record['teacher'][key] for key in ('parameters', 'top1')] for row in record['rows']]
-    axes.plot(*zip(*pairs, strict=True), '.-', linewidth=1, alpha=0.6,
-              label='calibrated for minutes without labels, CIFAR-100')
-    for name, marker, pairs in REPORTED:
-        axes.plot(*zip(*pairs, strict=True), marker, fillstyle='none', label=name)
-    axes.plot(100, 100, '*', color='black', markersize=11, label='teacher')
-    axes.set(xlabel="parameters, % of the teacher's", ylabel="top-1 accuracy, % of the teacher's", xscale='log',
-             ylim=(40, 103))
-    axes.set_xticks(ticks := (8, 10, 15, 25, 40, 60, 100), [str(tick) for tick in ticks])
-    axes.xaxis.set_minor_formatter(ScalarFormatter())
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc='lower right')
-    drawing.savefig(path, dpi=150)
-
-
-def steps_figure(path):
-    """Plot top-1 accuracy against the number of steps, of the students of CIFAR-100, and their teachers."""
-    from matplotlib.figure import Figure
-    axes, teachers = (drawing := Figure(figsize=(7, 3.4), layout='constrained')).subplots(), set()
-    for found in sorted(HUB.glob('odevit_*_cifar100/results.json')):
-        teacher, *students = sorted(json.loads(found.read_text())['test'], key=lambda r: r['model'] != 'teacher')
-        name = found.parent.name.split('.')[0].removeprefix('odevit_tiny').removeprefix('_')
-        axes.plot([r['steps'] for r in students], [r['top1'] for r in students], '.-', label=name)
-        teachers.add(teacher['top1'])
-    for top1 in teachers:
-        axes.axhline(top1, color='black', linewidth=0.7, linestyle=':', alpha=0.6)
-        axes.annotate(f'teacher, {top1:.1f} %', (1, top1), (0, 2), textcoords='offset points', fontsize=7)
-    axes.set(xlabel='K', ylabel='top-1 accuracy, %', xscale='log', ylim=(0, 90))
-    axes.set_xticks(ticks := (1, 2, 3, 4, 6, 8, 12, 24, 48, 100), [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc='lower right')
-    drawing.savefig(path, dpi=150)
 
 
 def records():
@@ -200,7 +109,8 @@ def regions():
 
 
 TABLES = {
-    'models': (README, models), 'ablation': (HUB / 'lab' / 'ingredients.md', ablation), 'paper': (RESULTS, paper),
+    'which': (README, which), 'models': (RESULTS, models),
+    'ablation': (HUB / 'lab' / 'ingredients.md', ablation), 'paper': (RESULTS, paper),
     'speed at 224 px': (SPEED, partial(speed, 'tiny_224')), 'speed at 64 px': (SPEED, partial(speed, 'published_64')),
     'trained': (TRAINING, trained), 'exponents': (DYNAMICS, exponents), 'constants': (DYNAMICS, constants),
     'regions': (DYNAMICS, regions)}
@@ -216,8 +126,8 @@ def main():
         if not count:
             raise SystemExit(f'{path.name} has no place for the table {name}: {marks.pattern}')
         path.write_text(text)
-    figure(HUB / 'kept.png')
-    steps_figure(HUB / 'steps.png')
+    idea(HUB / 'pictures' / 'idea.png')
+    compare(HUB / 'pictures' / 'compare.png')
     draw()
 
 
