@@ -153,15 +153,6 @@ def test_changes_that_are_deep_and_files_that_are_no_text(tmp_path):
         Recipe.load(tmp_path / 'a.yaml')
 
 
-def test_a_recipe_of_an_earlier_version_loads_unless_it_uses_what_is_gone():
-    old = {'cache': 0, 'loss': {'attention_weight': 0}, 'stages': [{'loss': {'segments': [], 'relation_weight': 0., 'forced': 0.25, 'jasmin_k': 0}, 'fit': {'norm_alarm': 10.}}]}
-    assert recipe(**old) == recipe(loss={}, stages=[{'loss': {}, 'fit': {}}])
-    for gone, instead in (('cache=1', "The teacher's states are no longer kept"), ('loss.segments=[3]', 'Start with a stage of task stepwise'),
-                          ('stages.0.loss={relation_weight: 1}', 'kd_weight'), ('loss.attention_weight=1', 'trajectory_weight'), ('loss.jasmin_k=2', 'as with k = 0')):
-        with pytest.raises(ValueError, match=f'^recipe: .* is gone since version 0.2.*{instead}.*Leave'):
-            recipe(gone)
-
-
 @pytest.mark.parametrize('path', sorted(HUB.glob('*/*.yaml')), ids=lambda path: f'{path.parent.name}/{path.stem}')
 def test_recipes_of_published_models_load(path):
     made = Recipe.load(path)

@@ -195,8 +195,6 @@ class OdeConfig(Settings):
             TypeError: A keyword is unknown; the message names the closest match.
         """
         refuse_unknown(args, [PREFIX + name for name in cls.names()], model)
-        if str(args.get(f'{PREFIX}init')).startswith('block:'):  # as 0.1.0 saved it; the weights are loaded anyway
-            args = {**args, f'{PREFIX}init': 'mean'}
         return cls(**{name[len(PREFIX):]: value for name, value in args.items()})
 
 

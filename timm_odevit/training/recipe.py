@@ -31,18 +31,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     'head': ('head.', 'head_dist.', 'attn_pool.'),
 }
 
-# settings that version 0.1.0 had, and what to do instead
-GONE = {
-    'cache': "The teacher's states are no longer kept on disk.",
-    'segments': 'Start with a stage of task stepwise instead.',
-    'forced': '',  # had no effect without segments
-    'attention_weight': 'Follow the states (trajectory_weight) instead.',
-    'relation_weight': 'Follow the outputs (kd_weight) instead.',
-    'norm_alarm': '',  # changed no weight
-    'jasmin_k': 'JaSMin is log g_1, as with k = 0.',
-    'jasmin_evaluations': 'JaSMin is measured at two states.',
-}
-
 
 def _section(known: Sequence[str] | None = None) -> Check:
     """Keys and values, of which the keys are known; or None."""
@@ -229,7 +217,7 @@ class Recipe(Settings):
             if len(path) > DEEPEST:
                 raise ValueError(f"'{shown}' has {len(path)} levels, but a recipe has at most {DEEPEST}.")
             _set(tree, path, _parse(text, shown), shown)
-        tree = _section(cls.names())(name, _without_gone(name, tree))
+        tree = _section(cls.names())(name, tree)
         try:
             recipe = cls(**tree)
         except (TypeError, ValueError) as e:
@@ -249,18 +237,6 @@ class Recipe(Settings):
             return {f.name: getattr(of, f.name) for f in fields(of) if getattr(of, f.name) not in (None, f.default)}
         tree = {**changed(self), 'stages': [changed(stage) for stage in self.stages]}
         return yaml.safe_dump(_plain(tree), sort_keys=False, default_flow_style=None, width=120)
-
-
-def _without_gone(name: str, tree: Any) -> Any:
-    """A recipe without settings that are gone, if they are off."""
-    if isinstance(tree, list):
-        return [_without_gone(name, entry) for entry in tree]
-    if not isinstance(tree, dict):
-        return tree
-    for key, instead in GONE.items():
-        if tree.get(key) and instead:
-            raise ValueError(f'{name}: {key} is gone since version 0.2. {instead} Leave {key} out.')
-    return {key: _without_gone(name, value) for key, value in tree.items() if key not in GONE}
 
 
 def builtin_recipes() -> list[str]:
