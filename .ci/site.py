@@ -24,49 +24,73 @@ SECTIONS = {
 }
 INTRODUCTION = """# API reference
 
-The public names of `timm_odevit`, and the classes that they return. In the examples, `vit` is a pretrained timm model, `teacher` a copy
-of it, `student` the same model converted, `images` a batch of images, normalised for the model, `loader` batches of images and labels,
-and `photos` a folder of images.
+The public names of `timm_odevit`, and the classes that they return. In the examples, `vit` is a pretrained timm model,
+`teacher` a copy of it, `student` the same, converted, `clip` a CLIP of the library in question, `images` a batch of
+images, normalised for it, `loader` batches of images and labels, and `photos` a folder of images.
 """
 
 
 def on_files(files, config):
     """Take the pages and, from page to page, what they link to; and set the navigation."""
-    order = links('examples/README.md')
     guide = ['examples/' + file.src_uri for file in files if '/' not in file.src_uri and file.src_uri.endswith('.md')]
-    guide.sort(key=lambda page: (page != 'examples/README.md', order.index(page) if page in order else len(order), page))
-    results = [f'hub/{name}.md' for name in ('RESULTS', 'SPEED', 'DYNAMICS', 'TRAINING')]
-    models = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob('hub/*/README.md'))
+    order = ['examples/README.md', *links('examples/README.md')]
+    guide.sort(key=lambda page: (order.index(page) if page in order else len(order), page))
+    results, models = (sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern))
+                       for pattern in ('hub/*.md', 'hub/*/README.md'))
+    results.sort(key=lambda page: page != 'hub/RESULTS.md')
     project = [name for name in ('CHANGELOG.md', 'CONTRIBUTING.md') if (ROOT / name).exists()]
 
     found = dict.fromkeys(['README.md', *guide, *results, *models, *project])
     for page in (todo := list(found)):
-        new = [path for path in links(page) if path not in found and (ROOT / path).is_file()] if page.endswith('.md') else []
-        guide += [path for path in new if path.endswith('.md')]
+        new = [path for path in links(page) if path not in found] if page.endswith('.md') else []
         found.update(dict.fromkeys(new))
         todo += new
+        for path in new:
+            if path.endswith('.md'):
+                (results if path.startswith('hub/') else guide).append(path)
     config.nav = [{'Home': 'README.md'}, {'Guide': guide}, {'API reference': 'api.md'}, {'Results': results},
                   {'Models': models}, {'Project': project}]
     theme = [file for file in files if file.src_dir != config.docs_dir]
-    return Files([*theme, *(File.generated(config, path, abs_src_path=str(ROOT / path)) for path in found),
-                  File.generated(config, 'api.md', content=reference())])
+    own = {path: {'abs_src_path': str(ROOT / path)} if (ROOT / path).is_file() else {'content': text_of(path)}
+           for path in found}
+    own |= {'api.md': {'content': reference()}, 'site.css': {'abs_src_path': str(ROOT / '.ci' / 'site.css')}}
+    return Files([*theme, *(File.generated(config, path, **source) for path, source in own.items())])
 
 
 def on_page_markdown(markdown, page, config, files):
     """Let a link to a folder lead to the page in it."""
-    folder = (ROOT / page.file.src_uri).parent
-    return LINK.sub(lambda link: link[1] + page_in(folder, link[2]), markdown)
-
-
-def page_in(folder, target):
-    return f"{target.rstrip('/')}/README.md" if (folder / target / 'README.md').is_file() else target
+    return LINK.sub(lambda link: link[1] + page_in((ROOT / page.file.src_uri).parent, link[2]), markdown)
 
 
 def links(page):
-    """The paths that a page links to."""
+    """The files that a page links to, and the pages of folders."""
     folder = (ROOT / page).parent
-    return [(folder / page_in(folder, target)).resolve().relative_to(ROOT).as_posix()
-            for _, target in LINK.findall((ROOT / page).read_text())]
+    found = [(folder / page_in(folder, target)).resolve() for _, target in LINK.findall(text_of(page))]
+    return [path.relative_to(ROOT).as_posix() for path in found
+            if path.is_file() or (path.name == 'README.md' and path.parent.is_dir())]
+
+
+def page_in(folder, target):
+    return f"{target.rstrip('/')}/README.md" if (folder / target).is_dir() else target
+
+
+def text_of(page):
+    """The text of a page, or of one that lists a folder."""
+    path = ROOT / page
+    if path.is_file():
+        return path.read_text()
+    names = sorted(each.name for each in path.parent.iterdir() if each.is_file())
+    return f'# {path.parent.name}\n\n' + ''.join(f'- [{name}]({name})\n' for name in names)
+
+
+def on_page_content(html, page, config, files):
+    """Let the names that docstrings mention lead to where the reference has them."""
+    if page.file.src_uri != 'api.md':
+        return html
+    known = {'timm_odevit.dynamics': 'dynamics', **{anchor.split('.')[1]: anchor for anchor in
+                                                    re.findall(r'id="(timm_odevit\.\w+)"', html)}}
+    return re.sub(r'<code>([\w.]+)(\(\))?</code>', lambda code: (
+        f'<a href="#{known[code[1]]}">{code[0]}</a>' if code[1] in known else code[0]), html)
 
 
 def reference():
@@ -84,6 +108,8 @@ def reference():
     text, shown = INTRODUCTION, set(public)
     for section, paths in sections.items():
         text += f'\n## {section}\n'
+        if section == 'Dynamics':  # what its docstring says of all of them
+            text += '\n' + package['dynamics'].docstring.value.split('\n\n')[1] + '\n'
         for path in sorted(paths, key=lambda path: public[path].lower()):
             text += f'\n::: timm_odevit.{public[path]}\n'
             returned = getattr(package[public[path]], 'returns', None)
@@ -93,3 +119,12 @@ def reference():
                     shown.add(name)
                     text += f'\n::: {name}\n'
     return text
+
+
+class Defaults(griffe.Extension):
+    """Shows the default of a setting without its check."""
+
+    def on_attribute_instance(self, *, attr, **kwargs):
+        if isinstance(attr.value, griffe.ExprCall) and str(attr.value.function) == 'setting':
+            first = attr.value.arguments[0]
+            attr.value = None if isinstance(first, griffe.ExprKeyword) else first
