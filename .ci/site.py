@@ -46,7 +46,7 @@ def on_files(files, config):
         found.update(dict.fromkeys(new))
         todo += new
         for path in new:
-            if path.endswith('.md'):
+            if path.endswith('.md') and not path.endswith('README.md'):  # a folder is found by its link
                 (results if path.startswith('hub/') else guide).append(path)
     config.nav = [{'Home': 'README.md'}, {'Guide': guide}, {'API reference': 'api.md'}, {'Results': results},
                   {'Models': models}, {'Project': project}]
@@ -84,7 +84,8 @@ def text_of(page):
 
 
 def on_page_content(html, page, config, files):
-    """Let the names that docstrings mention lead to where the reference has them."""
+    """Let long names in tables break at their joints, and the names that docstrings mention lead to the reference."""
+    html = re.sub(r'<td><code>[^<]{24,}', lambda cell: re.sub(r'[_.]', r'\g<0><wbr>', cell[0]), html)
     if page.file.src_uri != 'api.md':
         return html
     known = {'timm_odevit.dynamics': 'dynamics', **{anchor.split('.')[1]: anchor for anchor in
