@@ -30,17 +30,24 @@ class Shown(doctest.OutputChecker):
         return not want or super().check_output(want, got, optionflags)
 
 
+@pytest.fixture(scope='module')
+def photos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('photos')
+    for i, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), np.uint8)):
+        path = folder / f'class{i % 5}' / f'{i}.png'
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    return folder
+
+
 @pytest.fixture
-def names(vit, tmp_path, monkeypatch):
+def names(vit, photos, tmp_path, monkeypatch):
     """What the reference says of the names in its examples, at a tiny size; a minute of training is a few updates."""
     monkeypatch.chdir(tmp_path)
     for module in (learning, calibrate):
         monkeypatch.setattr(module, 'updates_in', lambda minutes, *rest: [2] * len(minutes))
     monkeypatch.setattr(run, 'candidates', lambda *models: islice(candidates(*models), 1))  # a file takes seconds
-    for i, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), np.uint8)):
-        path = tmp_path / 'photos' / f'class{i % 5}' / f'{i}.png'
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(path)
+    (tmp_path / 'photos').symlink_to(photos)
     model = vit(depth=6)
     teacher, student = copy.deepcopy(model), copy.deepcopy(model)
     convert_(student, OdeConfig(time='low_rank', rank=2))

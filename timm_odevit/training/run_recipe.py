@@ -85,7 +85,7 @@ def train(
         OSError: A file could not be written (files written earlier remain); or another process uses the folder.
 
     Examples:
-        >>> recipe = Recipe.load('autonomous', ['fit.lr=1e-3', 'stages.0.fit.epochs=2'])
+        >>> recipe = Recipe.load('autonomous', ['data.batch_size=8', 'stages.0.fit.epochs=1', 'stages.1.fit.epochs=1'])
         >>> history = train(recipe, 'photos', 'run', teacher=teacher)
         >>> best = timm.create_model('local-dir:run/best', pretrained=True)
     """
