@@ -117,6 +117,12 @@ def export_model(
         TypeError: The model is not a timm model of images.
         ValueError: The file exists, or the model cannot be exported in this way; the message says what to change.
         OSError: The file cannot be written, or there is no C++ compiler for 'aoti'.
+
+    Examples:
+        >>> import onnxruntime
+        >>> path = export_model(student, 'student.onnx')
+        >>> session = onnxruntime.InferenceSession(path)
+        >>> logits, = session.run(None, {'images': images.numpy()})
     """
     suffix = FORMATS[one_of(tuple(FORMATS))('format', format)].suffix
     for name, value in (('int8', int8), ('merged', merged), ('overwrite', overwrite)):

@@ -52,6 +52,12 @@ def convert_(
         TypeError: The model has no blocks that can be converted.
         ValueError: The model is already converted, or the settings do not fit it.
 
+    Examples:
+        >>> done = convert_(vit, time='low_rank', rank=8)
+        >>> print(done)
+        >>> vit.blocks.steps = 6    # any number, at any time
+        >>> done.restore()
+
     Source: ODE-ViT, arXiv 2511.16501.
     """
     config = OdeConfig.from_keywords(config, settings, 'convert_')
@@ -166,6 +172,11 @@ class Conversion:
         config: Settings; with one sequence of blocks, steps, T and boundaries are filled in.
         parameters_before: Number of parameters of the model before.
         parameters_after: Number of parameters of the model after.
+
+    Examples:
+        >>> done = convert_(vit)
+        >>> share = done.parameters_after / done.parameters_before
+        >>> done.restore()
     """
     model: Any
     blocks: tuple[OdeBlocks, ...]

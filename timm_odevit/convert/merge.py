@@ -35,6 +35,12 @@ def merge_(model: nn.Module) -> 'Merged':
     Raises:
         TypeError: The model is not an ODE-ViT.
         ValueError: It is already merged, its block does not depend on time, or the method is adaptive.
+
+    Examples:
+        >>> merged = merge_(student)
+        >>> print(merged)
+        >>> logits = student(images)
+        >>> merged.restore()
     """
     hosts = _hosts(model)
     after, replacements = merged_bytes(model), list[Any]()
@@ -128,6 +134,9 @@ def merged_bytes(model: nn.Module) -> int:
     Raises:
         TypeError: The model is not an ODE-ViT.
         ValueError: It cannot be merged; see `merge_`.
+
+    Examples:
+        >>> print(f'{merged_bytes(student) / 1e6:.2f} MB')
     """
     total = _bytes(model)
     for host, name in _hosts(model):

@@ -27,6 +27,9 @@ def check_convertible(
     Raises:
         TypeError: The model has no blocks that can be converted.
         ValueError: The model is already converted, or the settings do not fit it.
+
+    Examples:
+        >>> check_convertible(vit, method='rk4', phases=2)    # raises nothing: this can be converted
     """
     check_all(model, OdeConfig.from_keywords(config, settings, 'check_convertible'), images)
 
@@ -152,6 +155,13 @@ def list_convertible(filter: str = '', *, refused: bool = False) -> dict[str, st
 
     Returns:
         For each name, the fields and the methods that suit the model, or why it is refused.
+
+    Raises:
+        ValueError: No model of timm's has such a name.
+
+    Examples:
+        >>> for name, how in list_convertible('deit_tiny*').items():
+        ...     print(name, how)
     """
     return {name: text for name, (ok, text) in _convertible(filter).items() if ok is not refused}
 

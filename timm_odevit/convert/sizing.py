@@ -61,7 +61,12 @@ def choose_size(
         Settings for `convert_`.
 
     Raises:
+        TypeError: The model has no blocks that can be converted.
         ValueError: The target is out of range (the message names the smallest one), or the settings do not fit.
+
+    Examples:
+        >>> config = choose_size(vit, '50%')
+        >>> print(convert_(vit, config))
     """
     plain = replace(config, time='autonomous', rank=0, phases=1, init='mean')
     check_convertible(model, replace(plain, boundaries='uniform'))

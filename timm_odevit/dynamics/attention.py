@@ -100,7 +100,11 @@ def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 
     Raises:
         ValueError: The blocks have no attention of all tokens over all tokens.
 
-    Source: attention rollout, arXiv 2005.00928.
+    Examples:
+        >>> found = attention_over_time(student, images)
+        >>> print(found.rollout[:, -1])    # [B, N]
+
+    Source: attention rollout, arXiv 2005.00928; the bound on the softmax: JaSMin, arXiv 2507.07814.
     """
     return over_images(_attention_over_time, model, images, batch_size)
 

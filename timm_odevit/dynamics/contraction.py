@@ -63,6 +63,10 @@ def contraction_regions(
         TypeError: The model has no head for a state.
         ValueError: An argument is out of range, or student and model have states of different shapes.
 
+    Examples:
+        >>> found = contraction_regions(teacher, images, student=student)
+        >>> print(found.inside)    # [B]
+
     Source: the contraction region of ODE-ViT, arXiv 2511.16501; DeepFool, arXiv 1511.04599.
     """
     directions, limit = integer(1)('directions', directions), number(open='(')('limit', limit)

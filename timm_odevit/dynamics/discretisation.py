@@ -85,6 +85,10 @@ def discretisation_errors(
         TypeError: The model is not an ODE-ViT.
         ValueError: An argument is out of range, or the model is merged.
 
+    Examples:
+        >>> for error in discretisation_errors(student, images, methods=['euler', 'rk4'], steps=[6, 12]):
+        ...     print(error)
+
     Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.3 (the error estimate with the transport of local errors).
     """
     odes = find_ode_blocks(model) if isinstance(model, nn.Module) else []

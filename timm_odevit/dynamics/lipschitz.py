@@ -52,6 +52,15 @@ def lipschitz_constants(
 
     Returns:
         LipschitzConstants; NaN where the state is not finite.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Examples:
+        >>> found = lipschitz_constants(student, images)
+        >>> print(found.values.mean(dim=0))    # [K]
+
+    Source: the power method, Golub & Van Loan, Matrix Computations, 8.2.
     """
     if of not in ('field', 'step'):
         raise ValueError(f"of must be 'field' or 'step'; got {of!r}.")
@@ -201,8 +210,8 @@ def spectral_norms(model: nn.Module, *, iterations: int = 100) -> dict[str, floa
     """The largest singular value of every weight matrix in the blocks of a model.
 
     Args:
-        model: See SpectralNorms.
-        iterations: Iterations of the power method.
+        model: ODE-ViT, whose shared blocks are measured, or any model with `blocks`, each of which is.
+        iterations: Iterations of the power method; the values converge from below.
 
     Returns:
         The norms by the name of the weight, such as 'attn.qkv.weight (queries)' or, of a model with several blocks,
@@ -210,6 +219,13 @@ def spectral_norms(model: nn.Module, *, iterations: int = 100) -> dict[str, floa
 
     Raises:
         TypeError: The model has no blocks with weight matrices.
+        ValueError: `iterations` is out of range.
+
+    Examples:
+        >>> norms = spectral_norms(student)
+        >>> print(norms['attn.proj.weight'])
+
+    Source: the power method, Golub & Van Loan, Matrix Computations, 8.2.
     """
     return SpectralNorms(model).update(iterations)
 

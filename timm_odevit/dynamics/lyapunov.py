@@ -85,6 +85,11 @@ def lyapunov_exponents(
     Raises:
         ValueError: An argument is out of range.
 
+    Examples:
+        >>> found = lyapunov_exponents(student, images, count=2)
+        >>> print(found.values)    # [B, 2]
+        >>> print(lyapunov_exponents(teacher, images))
+
     Source: Benettin et al., Meccanica 15 (1980), by QR decomposition; Dieci, Russell & Van Vleck, SIAM J. Numer. Anal.
     34 (1997).
     """

@@ -45,6 +45,11 @@ def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`.
 
+    Examples:
+        >>> found = trajectory_geometry(student, images)
+        >>> print(found.speed.mean(dim=0))    # [K]
+
+    Source: anisotropy, arXiv 1909.00512.
     """
     return over_images(_geometry, model, images, batch_size)
 
@@ -111,6 +116,10 @@ def class_over_time(model: Any, images: Images = None, *, batch_size: int = 64) 
 
     Raises:
         TypeError: The model has no head for a state.
+
+    Examples:
+        >>> found = class_over_time(student, images)
+        >>> print(found.settled)    # [B]
     """
     return over_images(_class_over_time, model, images, batch_size)
 
@@ -150,6 +159,10 @@ def distance_over_time(model: Any, images: Images = None, *, teacher: Any, batch
 
     Raises:
         ValueError: The two have states of different shapes, or end at different times.
+
+    Examples:
+        >>> found = distance_over_time(student, images, teacher=teacher)
+        >>> print(found.distance.mean(dim=0))    # [K + 1]
     """
     return over_images(_distance_over_time, model, images, batch_size, teacher)
 
@@ -197,6 +210,10 @@ def state_similarity(model: Any, images: Images = None, *, other: Any = None, ba
 
     Raises:
         ValueError: The two models have states of different shapes.
+
+    Examples:
+        >>> found = state_similarity(student, images, other=teacher)
+        >>> print(found.values.mean(dim=0))    # [K + 1, L + 1]
 
     Source: Raptor, arXiv 2512.19941.
     """

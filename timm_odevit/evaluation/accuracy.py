@@ -61,6 +61,10 @@ def evaluate(
     Raises:
         ValueError: The model has no classes, or no steps to set; the loader is empty or shuffled; or labels do not fit
             the classes.
+
+    Examples:
+        >>> found = evaluate(student, loader, steps=(6, 12, 24), teacher=teacher)
+        >>> print(found)
     """
     if getattr(model, 'num_classes', None) == 0:
         raise ValueError(f'This {type(model).__name__} has no classes, so it has no accuracy. Measure its embeddings '

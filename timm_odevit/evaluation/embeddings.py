@@ -56,6 +56,10 @@ def evaluate_embeddings(
         ValueError: The model has no steps to set, the loader is empty or shuffled, or the embeddings of the teacher or
             of the classes have another size, or are not as many as the labels need.
 
+    Examples:
+        >>> found = evaluate_embeddings(student, loader, labelled=loader, teacher=teacher)
+        >>> print(found)
+
     Source: k-NN with weights: arXiv 1805.01978; both protocols: DINO, arXiv 2104.14294.
     """
     models = lineup(model, steps, teacher)
@@ -248,6 +252,10 @@ def patch_agreement(
 
     Raises:
         ValueError: The model has no steps to set, the grids or the features differ in shape, or there are no images.
+
+    Examples:
+        >>> for found in patch_agreement(student, teacher, loader, steps=(6, 12)):
+        ...     print(found)
     """
     measured = views(model, steps)
     scale, shift = renormalisation(model, teacher)

@@ -85,6 +85,11 @@ def calibrate_halting(
             is adaptive, its logits are not finite, labels do not fit the classes, a setting is out of range, or there
             are no images.
 
+    Examples:
+        >>> found = calibrate_halting(student, loader, max_drop=0.005)
+        >>> print(found)
+        >>> found.apply_(student)
+
     Source: entropy along the way: Loop-ViT, arXiv 2602.02156.
     """
     rule, max_drop = one_of(HALTING)('rule', rule), number(0., 1.)('max_drop', max_drop)

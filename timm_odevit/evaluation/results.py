@@ -99,6 +99,11 @@ class Evaluation(Generic[AnyResult]):
         results: The results.
         data: What the images are, in words.
         trained_at: Step counts that the model was trained with, if known.
+
+    Examples:
+        >>> found = evaluate(student, loader, steps=(6, 12, 24))
+        >>> accuracy = {result.steps: result.top1 for result in found.results}
+        >>> figure = found.plot('accuracy.png')
     """
     results: tuple[AnyResult, ...]
     data: str = ''

@@ -39,6 +39,10 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
         TypeError: The model has no such tower.
         ValueError: The tower has a part that timm's VisionTransformer lacks, such as attentional pooling or normalised
             queries.
+
+    Examples:
+        >>> tower = from_open_clip(clip)
+        >>> embedding = tower(images)
     """
     host: Any = unwrap_model(model)
     host = unwrap_model(getattr(host, 'visual', host))

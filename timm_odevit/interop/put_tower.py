@@ -66,6 +66,13 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
     Raises:
         TypeError: The model has no image tower that could be replaced, or the tower is no timm model.
         ValueError: The tower's embeddings have another width, or its parameters another dtype.
+
+    Examples:
+        >>> tower = from_open_clip(clip)
+        >>> done = convert_(tower, time='low_rank', rank=8)
+        >>> put = put_tower_(clip, tower)
+        >>> embedding = clip.encode_image(images)
+        >>> put.restore()
     """
     program: Any = unwrap_model(model)
     visual = unwrap_model(program.visual) if isinstance(getattr(program, 'visual', None), nn.Module) else None

@@ -52,6 +52,11 @@ def from_torchvision(vit: nn.Module, *, weights: tv.WeightsEnum | None = None) -
         TypeError: The model is not a torchvision VisionTransformer, or weights are not those of one.
         ValueError: The model has a part that timm's VisionTransformer lacks, such as a convolutional stem, a pre-logits
             layer (representation_size) or an adapter.
+
+    Examples:
+        >>> import torchvision
+        >>> vit = from_torchvision(torchvision.models.vit_b_16())
+        >>> done = convert_(vit)
     """
     host: Any = unwrap_model(vit)
     kind = type(host)

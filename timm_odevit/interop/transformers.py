@@ -46,6 +46,10 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
     Raises:
         TypeError: The model is none of these.
         ValueError: The tower has a part that timm's VisionTransformer lacks.
+
+    Examples:
+        >>> tower = from_transformers(clip)
+        >>> embedding = tower(images)
     """
     outer: Any = unwrap_model(model)
     host = outer.vision_model if kind_of(outer) in HOLDERS else outer

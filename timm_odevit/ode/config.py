@@ -98,6 +98,12 @@ class OdeConfig(Settings):
     Raises:
         ValueError: A setting is out of range; the message names what is allowed.
 
+    Examples:
+        >>> paper = OdeConfig(field='lipschitz', method='euler', init='spectral')
+        >>> config = OdeConfig(time='low_rank', rank=8, steps=6)
+        >>> done = convert_(vit, config)
+        >>> model = timm.create_model('odevit_tiny', ode_steps=24, ode_method='rk4')
+
     Source: ODE-ViT, arXiv 2511.16501; low_rank: Relaxed Recursive Transformers, arXiv 2410.20672; phases: Raptor,
     arXiv 2512.19941; tokens: Token Merging, arXiv 2210.09461; halting by entropy: Loop-ViT, arXiv 2602.02156.
     """

@@ -36,6 +36,12 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
             field without sub-flows.
         FloatingPointError: The state stopped being finite; the message names the step and t.
 
+    Examples:
+        >>> config = OdeConfig(method='rk4', steps=10, T=1.)
+        >>> x = integrate(lambda t, x: -x, torch.ones(1, 1, 1), config)    # exp(-1)
+        >>> print(f'{x.item():.4f}')
+        0.3679
+
     Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.1; ODE-ViT, arXiv 2511.16501.
     """
     steps, T = config.steps_and_end

@@ -29,9 +29,9 @@ def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
         TypeError: The model is not an ODE-ViT.
         ValueError: The number of steps is not allowed, or the model is merged.
 
-    Example:
-        >>> half = with_steps(model, model.blocks.steps // 2)
-        >>> agreement = (half(images).argmax(1) == model(images).argmax(1)).float().mean()
+    Examples:
+        >>> half = with_steps(student, student.blocks.steps // 2)
+        >>> agreement = (half(images).argmax(1) == student(images).argmax(1)).float().mean()
     """
     model = getattr(model, '_orig_mod', model)
     blocks = find_ode_blocks(model)

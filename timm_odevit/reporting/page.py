@@ -63,6 +63,9 @@ def write_report(
         TypeError: A model has no single sequence of blocks.
         ValueError: The images are not a batch of 1 to 64, names do not fit, or the teacher does not fit the model.
         OSError: The folder cannot be written to.
+
+    Examples:
+        >>> page = write_report(student, images, 'report', teacher=teacher)    # report/index.html
     """
     if not isinstance(images, Tensor) or images.ndim != 4 or not 1 <= len(images) <= MOST:
         given = list(images.shape) if isinstance(images, Tensor) else type(images).__name__

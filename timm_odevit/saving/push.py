@@ -56,6 +56,10 @@ def push_to_hub(
     Raises:
         ValueError: The model cannot be saved, its licence is not known, or the folder holds no saved model.
         OSError: The Hub refused, or could not be reached; the message is one line.
+
+    Examples:
+        >>> address = push_to_hub(student, 'org/name', private=True)
+        >>> again = timm.create_model('hf-hub:org/name', pretrained=True)
     """
     with tempfile.TemporaryDirectory() as temporary:
         made_here = isinstance(model, nn.Module)

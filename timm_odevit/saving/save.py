@@ -55,6 +55,10 @@ def save_pretrained(
         ValueError: The description would rebuild a different model (the message names the first difference), or the
             model is merged or has no weights.
         OSError: The files could not be written; the old ones remain.
+
+    Examples:
+        >>> folder = save_pretrained(student, 'student')
+        >>> again = timm.create_model('local-dir:student', pretrained=True)
     """
     model = unwrap_model(model)
     if any(tensor.is_meta for tensor in model.state_dict().values()):

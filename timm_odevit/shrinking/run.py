@@ -87,6 +87,11 @@ def shrink(
         ValueError: A setting, the images or the folder are invalid.
         FloatingPointError: The loss stopped being finite.
         OSError: A file could not be written; or another process uses the folder.
+
+    Examples:
+        >>> verdict = shrink(vit, 'photos', 'small', minutes=60)
+        >>> print(verdict)
+        >>> student = timm.create_model('local-dir:small/student/best', pretrained=True)
     """
     minutes, folder = number(0., open='(')('minutes', minutes), Path(out)
     keep = parse_size(keep) if isinstance(keep, str) else keep

@@ -15,11 +15,17 @@ class Verdict:
     Attributes:
         rows: What was measured of each candidate, the original first.
         measure: 'accuracy', 'agreement' or 'cosine', in percent.
-        keep: Share of the original's that is to be kept.
+        keep: Share of the original's value that is to be kept, between 0 and 1.
         images: Number of images that judged.
         about: What was done, in sentences.
         outlook: What more minutes or images would change, in sentences.
         machine: What the times depend on.
+
+    Examples:
+        >>> verdict = shrink(vit, 'photos', 'small', size='50%')
+        >>> print(verdict.recommendation)
+        >>> best = verdict.smallest
+        >>> print(best.name, best.file, best.mb, best.value)
     """
     rows: tuple[Row, ...]
     measure: str
@@ -38,15 +44,17 @@ class Verdict:
 
     @property
     def good(self) -> list[Row]:
-        """The rows with a file that keep enough."""
+        """The rows with a file that keep enough; at least the original."""
         return [row for row in self.rows if row.mb is not None and row.value >= self.keep * self.rows[0].value]
 
     @property
     def smallest(self) -> Row:
+        """The one of these with the smallest file."""
         return min(self.good, key=lambda row: row.mb or 0.)
 
     @property
     def fastest(self) -> Row:
+        """The one of these that takes least time for a batch of 32."""
         return min(self.good, key=lambda row: (row.ms or (0., 0.))[1])
 
     @property

@@ -66,6 +66,9 @@ def calibrate_(
         TypeError: The model is not converted, or a keyword is unknown.
         ValueError: Model and teacher do not match; or a setting or the images are invalid.
         FloatingPointError: The loss stopped being finite.
+
+    Examples:
+        >>> history = calibrate_(student, teacher, images, minutes=10)
     """
     config = CalibrationConfig.from_keywords(config, settings, 'calibrate_')
     check_converted_from(model, teacher)

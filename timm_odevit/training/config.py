@@ -47,6 +47,13 @@ class FitConfig(Settings):
         amp: Mixed precision: 'bfloat16' or 'float16'; None for full precision.
         compile: Call the task's `compile` (torch.compile) before the first update.
         seed: Seed of the run.
+
+    Raises:
+        ValueError: A setting is out of range; the message names what is allowed.
+
+    Examples:
+        >>> config = FitConfig(epochs=10, lr=5e-4, ema_decay=0.99)
+        >>> history = fit(TrajectoryDistillationTask(student, teacher), loader, config=config)
     """
     epochs: int = setting(check=integer(1))
     opt: str = 'muon'
@@ -111,6 +118,13 @@ class LossConfig(Settings):
         task_weight: Weight of the loss on the labels.
         exits: Relative times in (0, 1) at which norm and head are also applied, so that the student can stop there.
         exit_weight: Weight of kd_weight * KL + task_weight * cross-entropy, averaged over the exits.
+
+    Raises:
+        ValueError: A setting is out of range; the message names what is allowed.
+
+    Examples:
+        >>> config = LossConfig(kd_weight=1., steps=(6, 8, 12, 16, 24))    # K can then be chosen after training
+        >>> task = TrajectoryDistillationTask(student, teacher, config=config)
     """
     checkpoints: str = setting('uniform', one_of(('uniform', 'distance')))
     checkpoint_temperature: float = setting(1., number(0., open='('))
@@ -228,6 +242,13 @@ class CalibrationConfig(Settings):
         unrolled_lr: Peak learning rate of the second part (Muon). None for 1e-3, or the same share of it.
         amp: Mixed precision: 'bfloat16' or 'float16'; None for full precision.
         seed: Seed for the order of the images.
+
+    Raises:
+        ValueError: A setting is out of range; the message names what is allowed.
+
+    Examples:
+        >>> config = CalibrationConfig(epochs=(8, 2), batch_size=32)
+        >>> history = calibrate_(student, teacher, images, config=config)
     """
     minutes: float | None = setting(None, number(0., open='(', none='5'))
     epochs: tuple[int, int] | None = setting(None, _epochs)

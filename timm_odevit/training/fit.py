@@ -91,6 +91,11 @@ def fit(
             uses the folder.
         TypeError: A keyword is unknown.
         ValueError: A setting, a loader or the folder is unsuitable, or no description to save the model by was found.
+
+    Examples:
+        >>> task = TrajectoryDistillationTask(student, teacher)
+        >>> history = fit(task, loader, loader, out='run', epochs=10)
+        >>> best = timm.create_model('local-dir:run/best', pretrained=True)
     """
     config = FitConfig.from_keywords(config, settings, 'fit')
     updates = _check(task, train_loader, val_loader, config)

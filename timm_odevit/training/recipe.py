@@ -105,6 +105,10 @@ class Recipe(Settings):
 
     Raises:
         ValueError: A key is unknown or a value is out of range; the message says what is allowed.
+
+    Examples:
+        >>> recipe = Recipe.load('low_rank', ['ode.rank=8', 'stages.1.fit.epochs=20'])
+        >>> print(recipe.to_yaml())
     """
     ode: dict[str, Any] | None = setting(None, _section(OdeConfig.names()))
     model: str | None = None

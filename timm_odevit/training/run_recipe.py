@@ -83,6 +83,11 @@ def train(
         ValueError: Recipe, models, data and folder do not fit together; nothing has been trained.
         FloatingPointError: The loss stopped being finite; the files of the previous epoch remain.
         OSError: A file could not be written (files written earlier remain); or another process uses the folder.
+
+    Examples:
+        >>> recipe = Recipe.load('autonomous', ['data.batch_size=8', 'stages.0.fit.epochs=1', 'stages.1.fit.epochs=1'])
+        >>> history = train(recipe, 'photos', 'run', teacher=teacher)
+        >>> best = timm.create_model('local-dir:run/best', pretrained=True)
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f'recipe must be a Recipe; got {shown(recipe)}. Recipe.load(...) reads one, by name or file.')

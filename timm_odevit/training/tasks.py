@@ -78,6 +78,10 @@ class StepwiseTask(StudentTask):
     Raises:
         TypeError: The student is not an ODE-ViT, or the teacher is not an unconverted model.
         ValueError: Student and teacher do not match, or share parameters.
+
+    Examples:
+        >>> task = StepwiseTask(student, teacher)
+        >>> history = fit(task, loader, epochs=4, opt='adamw', lr=3e-3)
     """
 
     title = 'stepwise'
@@ -144,7 +148,13 @@ class TrajectoryDistillationTask(StudentTask):
         TypeError: The student is not an ODE-ViT, or a keyword is unknown.
         ValueError: Student and teacher do not match or share parameters, or a setting is out of range.
 
-    Source: ODE-ViT, arXiv 2511.16501; token shares: Raptor, arXiv 2512.19941.
+    Examples:
+        >>> task = TrajectoryDistillationTask(student, teacher, kd_weight=0.1)
+        >>> for images, labels in loader:    # a loop of your own; or fit(task, loader, epochs=10)
+        ...     task(images, labels)['loss'].backward()
+
+    Source: ODE-ViT, arXiv 2511.16501; token shares: Raptor, arXiv 2512.19941; JaSMin: arXiv 2507.07814; divergence of
+    the logits: Hinton et al., arXiv 1503.02531.
     """
 
     title = 'trajectory'
