@@ -6,6 +6,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import yaml
+from setuptools import Distribution
 
 import timm_odevit
 
@@ -62,10 +64,19 @@ def test_no_private_name_is_used_by_another_file():
                             and alias.asname != '_registers'], path
 
 
-def test_every_room_is_in_the_wheel():
-    listed = (PACKAGE.parent / 'pyproject.toml').read_text().partition('packages = [')[2].partition(']')[0]
-    for path in PACKAGE.rglob('__init__.py'):
-        assert f'"{".".join(path.parent.relative_to(PACKAGE.parent).parts)}"' in listed, path
+def test_the_wheel_has_every_folder_of_the_package_and_the_published_models():
+    about = Distribution()
+    about.parse_config_files([str(PACKAGE.parent / 'pyproject.toml')])
+    with_files = {path.parent for path in PACKAGE.rglob('*') if path.suffix in ('.py', '.yaml')}
+    assert set(about.packages) == {'.'.join(path.relative_to(PACKAGE.parent).parts) for path in with_files} | {'timm_odevit.published'}
+    assert about.package_dir == {'timm_odevit.published': 'hub'}
+    # it is found by its folder, which the source distribution must have too
+    assert 'graft timm_odevit/published\n' in (PACKAGE.parent / 'MANIFEST.in').read_text()
+
+
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((PACKAGE.parent / 'CITATION.cff').read_text())
+    assert cited['version'] == timm_odevit.__version__
 
 
 def test_importing_needs_no_extra_and_leaves_torchdiffeq_and_the_gpu_alone():
