@@ -74,7 +74,7 @@ class OdeConfig(Settings):
             Between two layers, values are interpolated linearly in t, unless they are `averaged`.
         averaged: A step of a method other than an adaptive one evaluates its field with the values of the layers
             averaged over the step. Changes nothing for steps of length 1; better if other numbers of steps are trained
-            as well (hub/RESULTS.md, Any number of steps).
+            as well (hub/lab/steps.md).
         rank: Rank of the residuals of 'low_rank'.
         phases: Number of shared blocks, one per span of consecutive layers.
         boundaries: First layer of each span except the first, such as (7, 10); 'uniform' for spans of equal length.

@@ -1,6 +1,7 @@
 """Minutes of training, of which the best state is kept."""
 import copy
 import json
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -65,12 +66,14 @@ def learn(
         student: Student, from `convert_` or `plain_student`; it is trained in place.
         teacher: The model.
         images: Images.
-        minutes: Minutes.
+        minutes: Minutes, of which validation takes at most half.
         folder: Folder for the states; a training that it holds continues.
         progress: Show progress bars.
     """
     torch.manual_seed(0)  # the same learning rates when it continues
+    began = time.perf_counter()
     start = _measure(student, images)
+    validation = (time.perf_counter() - began) / 60
     tasks, options = _parts(student, teacher, images)
     shares = [share for share, name, *_ in PARTS if name in tasks]
     file = folder / PLAN
@@ -79,8 +82,9 @@ def learn(
     else:
         name = next(iter(tasks))
         amp = faster_amp(student, images.loader, tasks[name], options[name])
-        each = updates_in([minutes * share / sum(shares) for share in shares], student, images.loader,
-                          [*tasks.values()], [{**chosen, 'amp': amp} for chosen in options.values()])
+        left = max(0.5 * minutes, minutes - EPOCHS * len(tasks) * validation)
+        each = updates_in([left * share / sum(shares) for share in shares], student, images.loader, [*tasks.values()],
+                          [{**chosen, 'amp': amp} for chosen in options.values()])
         plan = {'amp': amp, 'updates': dict(zip(tasks, each, strict=True))}
         write_text(file, to_json(plan))
     updates = plan['updates']

@@ -168,7 +168,7 @@ def _write(verdict: Verdict, folder: Path, name: str) -> None:
 def _suitable(model: nn.Module, images: Images, minutes: float) -> float:
     """The share of the model's parameters that suits images and minutes: a quarter, or a half if they are few.
 
-    From hub/RESULTS.md, The size dial: after 50,000 images, a quarter keeps 78 % and a half 91 %.
+    From hub/lab/sizes.md: after 50,000 images, a quarter keeps 78 % and a half 91 %.
     """
     started = time.perf_counter()
     batch = images.learned.images[:BATCH]

@@ -30,10 +30,9 @@ class FitConfig(Settings):
 
     Attributes:
         epochs: Number of epochs.
-        opt: timm optimizer. After 200 updates, muon is 8.4 points ahead of adamw (hub/RESULTS.md, What each ingredient
-            is worth).
+        opt: timm optimizer. After 200 updates, muon is 8.4 points ahead of adamw (hub/lab/ingredients.md).
         lr: Peak learning rate. For residuals of low rank, 5e-4 is as good as 1e-3; 2e-3 and 3e-3 cost 2 and 7 points
-            (hub/RESULTS.md, What learns most per minute). One block without residuals learns with 2e-3.
+            (hub/lab/minutes.md). One block without residuals learns with 2e-3.
         weight_decay: Weight decay; not applied to norms, biases and embeddings.
         sched: timm scheduler, stepped at every update.
         warmup_epochs: Epochs of linear warm-up.
@@ -93,7 +92,7 @@ class LossConfig(Settings):
 
     Attributes:
         checkpoints: Where the teacher's layers lie in time: 'uniform', or 'distance', measured on `calibration`, which
-            is the paper's and gains nothing (hub/RESULTS.md, What each ingredient is worth).
+            is the paper's and gains nothing (hub/lab/ingredients.md).
         checkpoint_temperature: Temperature of the softmax over the distances, in units of their mean.
         trajectory_weight: Weight of the squared error relative to the teacher's variance, averaged over
             checkpoints.
@@ -108,11 +107,11 @@ class LossConfig(Settings):
             update and those with the first, which it does not train.
         patch_drop: Share of the patches left out at random in each update, the same ones for teacher and student; the
             last updates should see all. With half of them, twice as many images fit into the same time
-            (hub/RESULTS.md, What nine minutes buy).
+            (hub/lab/minutes.md).
         jasmin_weight: Weight of the JaSMin loss of the shared block's attention, recomputed at two of the states.
         kd_weight: Weight of the KL divergence between the logits or, of embeddings, of one minus their cosine plus
             their squared error relative to the teacher's variance. Early in training, a tenth gains 8.4 points over
-            full weight (hub/RESULTS.md, What each ingredient is worth); raise it towards the end.
+            full weight (hub/lab/ingredients.md); raise it towards the end.
         kd_temperature: Temperature of both models' logits in the KL divergence.
         embedding: Compare the models' outputs as embeddings, not as logits; always so for models without classes.
         task_weight: Weight of the loss on the labels.
