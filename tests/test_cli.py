@@ -280,10 +280,14 @@ def test_a_test_folder_without_labels_is_no_hindrance(folder):
                '--set', 'stages.0.fit.epochs=1', '--set', 'stages.1.fit.epochs=1', '--set', 'stages.2.fit.epochs=1') == 0
 
 
+def chain_of(page, name):
+    text = (Path(__file__).parent.parent / 'examples' / page).read_text()
+    return re.search(rf'<!-- {name} -->\n```bash\n(.*?)```', text, re.S)[1].splitlines()
+
+
 def test_the_whole_chain_on_ones_own_images(folder, capsys):
-    """The commands of the tutorial, on a tiny model."""
-    tutorial = (Path(__file__).parent.parent / 'examples' / 'README.md').read_text()
-    chain = re.search(r'<!-- chain -->\n```bash\n(.*?)```', tutorial, re.S)[1].splitlines()
+    """The commands of examples/your-images.md, on a tiny model."""
+    chain = chain_of('your-images.md', 'chain')
     shutil.rmtree('student')
     shutil.copy('images/c1/0.png', 'photo.jpg')
     tiny = {'deit_tiny_patch16_224': 'local-dir:teacher', '25%': '90%', '6,12,24': '2,3'}
@@ -304,6 +308,23 @@ def test_the_whole_chain_on_ones_own_images(folder, capsys):
     assert first == 'photo.jpg (3 evaluations)' and len(classes) == 3 and re.fullmatch(r'  [ \d]{3}\.\d %  c[0-2]', classes[0])
     assert printed['push'] == 'wrote card.md; nothing was sent\n'
     assert 'license: apache-2.0' in (folder / 'card.md').read_text()
+
+
+def test_the_chain_without_labels(folder, capsys):
+    """The commands of examples/embeddings.md, on a tiny model without classes, with all images in one sub-folder."""
+    shutil.rmtree('student')
+    (folder / 'images').rename(folder / 'some')
+    (folder / 'images' / 'all').mkdir(parents=True)
+    for i, path in enumerate(sorted((folder / 'some').rglob('*.png'))):
+        path.rename(folder / 'images' / 'all' / f'{i}.png')
+    save_pretrained(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 0}), folder / 'teacher')
+    quick = {'calibrate': ['--epochs', '1,1', '--workers', '0'], 'evaluate': ['--workers', '0'], 'distill': [
+        '--set', 'data.batch_size=8', '--set', 'data.workers=0', *(f'--set=stages.{i}.fit.epochs=1' for i in range(2))]}
+    for line in chain_of('embeddings.md', 'chain without labels'):
+        _, command, *words = shlex.split(line, comments=True)
+        words = [{'25%': '90%'}.get(word, word) for word in words if word not in ('--minutes', '60')]
+        assert main([command, *words, *quick.get(command, []), '--quiet', '--device', 'cpu']) == 0, line
+    assert 'cosine' in capsys.readouterr().out
 
 
 def test_predict_gives_json(folder, capsys):
