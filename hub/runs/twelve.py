@@ -1,4 +1,4 @@
-"""Twelve classes of CIFAR-100, 220 images each: the data of the verdict in examples/your-images.md, recorded in twelve.json.
+"""Twelve classes of CIFAR-100, 220 images each: the data of the verdict in examples/your-images.md.
 
     python hub/runs/twelve.py cifar100.npz twelve.npz
     odevit finetune deit_tiny_patch16_224 twelve.npz out/teacher12 --checkpoint deit_tiny.safetensors --img-size 96 \\

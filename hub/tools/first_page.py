@@ -1,5 +1,6 @@
 """The tables and pictures of README.md from the records in hub/; `python hub/tools/table.py --write` puts them in."""
 import json
+import math
 from pathlib import Path
 
 from cards import dataset_of
@@ -10,7 +11,9 @@ HUB = Path(__file__).parent.parent
 SCRATCH = {'ResNet-20': (0.28, 41, 68.8), 'CCT-2/3x2': (0.28, 33, 66.9), 'CCT-4/3x2': (0.48, 46, 70.5),
            'ResNet-56': (0.86, 126, 72.6), 'MobileNetV2 x 0.75': (1.48, 59, 73.6)}
 STEPS = (3, 6, 12, 24)
-BLUE, RED, GREY = '#2a6fbb', '#c0392b', '#777777'
+# of hub/runs/study.jsonl: what they are, and the row of the first group of verdict.json with as many multiply-adds
+CONTROLS = {'plain3_128': ('3 plain blocks', 'K = 3'), 'two_r11_128': ('2 blocks, rank 11', 'int8')}
+BLUE, RED, GREEN, GREY = '#2a6fbb', '#c0392b', '#2e8b57', '#777777'
 WORDS = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_r23': 'rank 23', 'deit_tiny': 'DeiT-tiny'}
 
 
@@ -116,10 +119,17 @@ def compare(path):
                 label = f"{words}, {group['size']} px" + (f', {steps[0]}' if steps else '')
                 points.append((label, BLUE if steps else GREY, row['parameters'] / 1e6, row['operations'],
                                found[int(steps[0].removeprefix('K = ')) if steps else None]))
+    for line in (HUB / 'runs' / 'study.jsonl').read_text().splitlines():
+        record = json.loads(line)
+        if (control := CONTROLS.get((record.get('student') or '').partition('out/')[2])) is not None:
+            at_128 = {row['name'].rpartition(', ')[2]: row['operations'] for row in json.loads(
+                (HUB / 'verdict.json').read_text())['groups'][0]['rows']}
+            points.append((f'{control[0]}, 20 minutes', GREEN, record['parameters'] / 1e6, at_128[control[1]],
+                           record['top1'][str(record['own'])]))
     for axes, column, label, ticks in zip(
             drawing.subplots(1, 2, sharey=True), (2, 3), ('parameters, 10⁶', 'multiply-adds of an image, 10⁶'),
             ((0.25, 0.5, 1, 2, 4, 8), (25, 50, 100, 200, 400, 800)), strict=True):
-        axes.set(xlabel=label, xscale='log', xlim=(0.8 * ticks[0], 1.8 * ticks[-1]), ylim=(60, 84))
+        axes.set(xlabel=label, xscale='log', xlim=(0.8 * ticks[0], 2.6 * ticks[-1]), ylim=(60, 84))
         axes.set_xticks(ticks, [f'{tick:g}' for tick in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
@@ -130,12 +140,12 @@ def compare(path):
 
 def place_labels(axes, points):
     """Plot points with labels beside them, moved down where they would cover another point or label."""
-    wide, high = 1.9, 0.9  # of a label: as a quotient along the logarithmic axis, and in percent
-    taken = [(x, x, y) for _, _, x, y in points]
+    high = 0.9  # of a label, in percent
+    taken = [(other, other, y) for _, _, other, y in points]
     for name, color, x, y in sorted(points, key=lambda point: -point[3]):
         axes.plot(x, y, 'o', color=color, markersize=5)
-        shift = 0.
-        while any(first <= wide * x and last > 1.02 * x and abs(y + shift - at) < high for first, last, at in taken):
+        end, shift = x * math.exp(0.1 + 0.047 * len(name)), 0.  # where a label ends on the logarithmic axis
+        while any(first <= end and last > 1.02 * x and abs(y + shift - at) < high for first, last, at in taken):
             shift -= 0.1
-        taken.append((x, wide * x, y + shift))
+        taken.append((x, end, y + shift))
         axes.annotate(name, (x, y + shift), (5, -2), textcoords='offset points', fontsize=7, color=color)
