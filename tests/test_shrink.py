@@ -14,7 +14,7 @@ from timm_odevit.cli import main
 from timm_odevit.ode.blocks import count_parameters, find_ode_blocks
 from timm_odevit.shrinking import candidates, learning, run, search
 from timm_odevit.shrinking.candidates import Row
-from timm_odevit.shrinking.images import Held, read_images, score
+from timm_odevit.shrinking.images import Held, margin, read_images, score, scores, value_of
 from timm_odevit.shrinking.plain import plain_student
 from timm_odevit.shrinking.verdict import Verdict, dominated
 
@@ -77,7 +77,7 @@ def test_the_student_in_the_folder_is_the_one_that_was_measured(model, tmp_path)
     data = read_images(x, model, 64)
     for each, name in ((student, 'student, K = 4'), (plain, 'plain, 2 blocks')):
         with torch.no_grad():
-            value = score(each(data.judging.images), data.judging, 'agreement')[0]
+            value = score(scores(each(data.judging.images), data.judging, 'agreement'), 'agreement')[0]
         assert next(row for row in found.rows if row.name == name).value == pytest.approx(value)
 
 
@@ -94,12 +94,12 @@ def test_what_is_measured_depends_on_the_labels(model, tmp_path, kind, measure):
             plain = array_images(given, model, held_out=0.1)
             pixels = [loader.prepare(loader.images) for loader in plain]
             y = labels_of(model, torch.cat(pixels)).numpy()
-            npz(given, model, y_train=y, x_test=np.zeros((3, 16, 16, 3), np.uint8), y_test=np.zeros(3, int))
+            npz(given, model, y_train=y, x_test=np.load(given)['x_train'][:4], y_test=y[:4])  # which then judge
     if kind == 'no classes':
         model.reset_classifier(0)
     found = read_images(given, model, 64)
-    assert found.measure == measure and found.number == 54 and len(found.choosing.images) == len(found.judging.images) == 3
-    assert score(model(found.judging.images), found.judging, measure)[0] == pytest.approx(100.)
+    assert found.measure == measure and found.number == 54 and len(found.judging.images) == (4 if kind == 'npz' else 3)
+    assert value_of(model, found.judging, measure) == pytest.approx(100.)
     assert bool(found.why) == (measure != 'accuracy')
 
 
@@ -120,8 +120,16 @@ def test_few_images_make_smaller_batches(model):
 
 def test_the_interval_of_a_share_is_never_zero():
     held = Held(images(4), torch.zeros(4, dtype=torch.long), torch.zeros(4, 3))
-    value, half = score(torch.tensor([[1., 0, 0]]).repeat(4, 1), held, 'accuracy')
+    value, half = score(scores(torch.tensor([[1., 0, 0]]).repeat(4, 1), held, 'accuracy'), 'accuracy')
     assert value == 100. and half == pytest.approx(196 * (0.75 * 0.25 / 8) ** 0.5)
+
+
+def test_the_margin_is_that_of_the_difference_on_the_same_images():
+    first = torch.tensor([1., 1, 1, 0] * 25, dtype=torch.double)
+    other = first.clone()
+    other[:4] = torch.tensor([0., 0, 1, 1])  # two lost, one won
+    assert margin(other, first, 'accuracy') == pytest.approx(196 * (3 + 1 - 1 / 102) ** 0.5 / 102)
+    assert margin(first, first, 'accuracy') > 0 and margin(first, first, 'cosine') == 0
 
 
 def test_a_plain_student_has_the_blocks_of_the_model(model):
@@ -184,16 +192,15 @@ def test_a_training_never_ends_below_where_it_started(model, tmp_path, monkeypat
 def test_the_smallest_size_that_keeps_enough(model, monkeypatch, needed):
     total = count_parameters(model)
     monkeypatch.setattr(search, 'calibrate_', lambda *args, **kwargs: None)
-    monkeypatch.setattr(search, 'outputs_of', lambda student, x: count_parameters(student) >= needed * total)
-    monkeypatch.setattr(search, 'score', lambda enough, *rest: (100. * enough, 0.))
+    monkeypatch.setattr(search, 'value_of', lambda student, *rest: 100. * (count_parameters(student) >= needed * total))
     config = search.smallest_size(model, read_images(images(), model, 64), OdeConfig(), 0.9, 1., False)
     student = convert_(model, config, images=images(8)).model
     size = count_parameters(student)
     assert size >= needed * total and (needed == 1. or size < total * (needed + 0.4))
 
 
-def row(name, mb=1., value=50., ms=(1., 1.)):
-    return Row(name, name, mb, value, 1., ms, 1.)
+def row(name, mb=1., value=50., ms=(1., 1.), off=0.):
+    return Row(name, name, mb, value, 1., off, ms, 1.)
 
 
 def test_a_row_is_dominated_by_one_that_is_as_good_in_everything_and_better_in_one():
@@ -207,6 +214,7 @@ def test_a_row_is_dominated_by_one_that_is_as_good_in_everything_and_better_in_o
     ([row('original', 20., 90.), row('original, int8', 5., 90.), row('student, int8', 4.9, 90.)], 'Keep your model: no file smaller than original, int8 (5.00 MB) keeps 95 % of its accuracy.'),
     ([row('original', 20., 90.), row('original, int8', 5., 90.), row('student, int8', 2., 89.)], 'For a small file: student, int8 (2.00 MB, 89.0 % accuracy'),
     ([row('original', 20., 90.), row('original, int8', 5., 90.), row('plain', 6., 88., (0.2, 0.2))], 'For speed: plain'),
+    ([row('original', 20., 90.), row('original, int8', 5., 90.), row('student, int8', 2., 84., off=3.)], 'no file smaller than original, int8 (5.00 MB) keeps 95 % of its accuracy. 100 images cannot tell whether student, int8 would keep 95 % on others: the difference from the original is known to ± 3.0 points.'),
 ])
 def test_the_recommendation(rows, says):
     found = Verdict(tuple(rows), 'accuracy', 0.95, 100, (), (), '')

@@ -85,7 +85,8 @@ class OdeConfig(Settings):
         rtol: Relative tolerance of an adaptive method, dimensionless.
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
         adjoint: Backpropagate through an adaptive solution by the adjoint method: memory does not grow with the number
-            of evaluations, and at the default tolerance, gradients are wrong by 2 to 3 % (Chen et al., arXiv 1806.07366).
+            of evaluations, and at the default tolerance, gradients are wrong by 2 to 3 % (Chen et al., arXiv
+            1806.07366).
         tokens: Share of the patch tokens left at T. Between steps, similar tokens are merged, so their number falls
             linearly in t. The state keeps its shape: merged tokens have equal states. Needs plain attention (no
             windows, RoPE or position bias).

@@ -20,7 +20,7 @@ from ..evaluation.halting import calibrate_halting
 from ..ode.blocks import find_ode_blocks
 from ..ode.with_steps import with_steps
 from ..settings import one_line
-from .images import Images, outputs_of, score
+from .images import Images, margin, outputs_of, score, scores
 
 __all__ = ['Candidate', 'Row', 'candidates', 'measure', 'operations']
 
@@ -47,6 +47,7 @@ class Row:
         mb: Size of the file in MB (10^6 bytes); None without a file.
         value: Accuracy, agreement or cosine, in percent.
         interval: Half of the 95 % interval of the value.
+        margin: Half of the 95 % interval of its difference from the first candidate's.
         ms: Median time for a batch of 1 image and of 32, per image, in ms.
         operations: Multiply-adds for an image, in 10^6.
     """
@@ -55,6 +56,7 @@ class Row:
     mb: float | None
     value: float
     interval: float
+    margin: float
     ms: tuple[float, float] | None
     operations: float
 
@@ -112,13 +114,16 @@ def measure(
             notes.append(f'{candidate.name}: {one_line(e)}')
             continue
         found.append((candidate, path, _session(path) if onnx else torch.export.load(path).module()))
-    rows = []
+    rows: list[Row] = []
+    first = None
     times = _times([run for *_, run in found], images.judging.images, device)
     for (candidate, path, run), ms in zip(found, times, strict=True):
         outputs = torch.cat([run(batch.to(device)).float().cpu() for batch in images.judging.images.split(BATCHES[-1])])
-        value, interval = score(outputs, images.judging, images.measure)
-        rows.append(Row(candidate.name, path.name, path.stat().st_size / 1e6, value, interval, ms,
-                        operations(candidate.model, images.judging.images[:1])))
+        each = scores(outputs, images.judging, images.measure)
+        first = each if first is None else first
+        rows.append(Row(
+            candidate.name, path.name, path.stat().st_size / 1e6, *score(each, images.measure),
+            margin(each, first, images.measure), ms, operations(candidate.model, images.judging.images[:1])))
     return rows, notes
 
 
@@ -132,11 +137,11 @@ def early_exit(student: nn.Module, images: Images) -> Row | None:
     except (TypeError, ValueError):
         return None
     found.apply_(halting)
-    value, interval = score(outputs_of(halting, images.judging.images), images.judging, images.measure)
+    each = scores(outputs_of(halting, images.judging.images), images.judging, images.measure)
     steps = find_ode_blocks(student)[0].steps
     one, all_of_them = (operations(with_steps(student, k), images.judging.images[:1]) for k in (1, steps))
     share = (found.nfe / found.full_nfe * steps - 1) / max(1, steps - 1)
-    return Row(f'student, K = {steps}, early exit', '', None, value, interval, None,
+    return Row(f'student, K = {steps}, early exit', '', None, *score(each, images.measure), 0., None,
                one + share * (all_of_them - one))
 
 

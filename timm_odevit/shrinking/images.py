@@ -15,7 +15,7 @@ from ..data.preprocessing import count_held_out
 from ..evaluation.accuracy import is_pair, run_batches
 from ..settings import one_line
 
-__all__ = ['SAMPLE', 'Held', 'Images', 'outputs_of', 'read_images', 'score']
+__all__ = ['SAMPLE', 'Held', 'Images', 'margin', 'outputs_of', 'read_images', 'score', 'scores', 'value_of']
 
 HELD = 2048  # images held out, at most
 SAMPLE = 256  # images that are learned from, at least, to initialise by: a few would fit themselves alone
@@ -42,7 +42,7 @@ class Images(NamedTuple):
         loader: Batches (images [B, C, H, W], labels [B]) to learn from.
         number: How many images that is.
         choosing: Images held out that choose the best state of a training.
-        judging: Others, which judge the result.
+        judging: Others, which judge the result: those of x_test, if the file has labels.
         learned: Some of those that are learned from, not augmented.
         measure: 'accuracy', if there are labels that are the model's; 'agreement' with its top-1 class, if it has
             classes; or 'cosine' with its embeddings.
@@ -74,16 +74,18 @@ def read_images(
     """
     classes = getattr(model, 'num_classes', 0) and not embedding
     why = '' if classes else 'its outputs are embeddings'
+    test = None
     if isinstance(images, Tensor) or is_pair(images):
         loader, learned, held = _tensors(images, batch_size)
         why = why or ('there are none' if isinstance(images, Tensor) else '')
     else:
-        loader, learned, held, why = _files(Path(images), model, batch_size, why)  # type: ignore[arg-type]
+        loader, learned, held, test, why = _files(Path(images), model, batch_size, why)  # type: ignore[arg-type]
     measure = 'accuracy' if classes and not why else 'agreement' if classes else 'cosine'
     most = max(2, min(HELD, NUMBERS // _draw(held, 1)[0].numel()))
     pictures, labels = _draw(held, most)
-    half = (len(pictures) + 1) // 2
-    parts = [(pictures[:half], labels[:half]), (pictures[half:], labels[half:]), _draw(learned, max(half, SAMPLE))]
+    half = (len(pictures) + 1) // 2 if test is None else most // 2
+    others = (pictures[half:], labels[half:]) if test is None else _draw(test, half)
+    parts = [(pictures[:half], labels[:half]), others, _draw(learned, max(len(others[0]), SAMPLE))]
     if len(pictures) == 1:
         parts[1] = parts[0]
     right = (outputs_of(model, pictures).flatten(1).argmax(dim=-1) == labels).double().mean().item()
@@ -106,16 +108,35 @@ def outputs_of(model: nn.Module, images: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def score(outputs: Tensor, held: Held, measure: str) -> tuple[float, float]:
+def scores(outputs: Tensor, held: Held, measure: str) -> Tensor:
+    """What is measured of each image [N]: a cosine, or whether the class is right."""
+    return (F.cosine_similarity(outputs.flatten(1), held.outputs.flatten(1), dim=-1) if measure == 'cosine'
+            else outputs.argmax(dim=-1) == held.labels).detach().double()
+
+
+def margin(each: Tensor, first: Tensor, measure: str) -> float:
+    """Half of the 95 % interval of the mean difference between two models on the same images, in percent.
+
+    Source, for shares: Agresti & Min 2005, with half an image more of each kind.
+    """
+    difference, more = each - first, 0. if measure == 'cosine' else 1.
+    n = len(each) + 2. * more
+    return 196. * float((difference.square().sum() + more - difference.sum() ** 2 / n).clamp(0.)) ** 0.5 / n
+
+
+def score(each: Tensor, measure: str) -> tuple[float, float]:
     """The mean of what is measured, and half of its 95 % interval, in percent.
 
     Source of the interval of a share: Agresti & Coull 1998, with two more of each kind.
     """
-    each = (F.cosine_similarity(outputs.flatten(1), held.outputs.flatten(1), dim=-1) if measure == 'cosine'
-            else outputs.argmax(dim=-1) == held.labels).detach().double()
     share, n = (float(each.sum()) + 2.) / (len(each) + 4.), len(each)
     spread = float(each.std()) / n ** 0.5 if measure == 'cosine' and n > 1 else (share * (1. - share) / (n + 4.)) ** 0.5
     return 100. * float(each.mean()), 196. * spread
+
+
+def value_of(model: nn.Module, held: Held, measure: str) -> float:
+    """The mean of what is measured of a model, in percent."""
+    return score(scores(outputs_of(model, held.images), held, measure), measure)[0]
 
 
 def _tensors(images: Any, batch_size: int) -> tuple[Any, Any, Any]:
@@ -129,15 +150,17 @@ def _tensors(images: Any, batch_size: int) -> tuple[Any, Any, Any]:
     return loader, learned, others
 
 
-def _files(path: Path, model: Any, batch_size: int, why: str) -> tuple[Any, Any, Any, str]:
-    """The loader to learn from, the same images without augmentation, those held out, and why labels do not count."""
-    arrays = path.is_file()
+def _files(path: Path, model: Any, batch_size: int, why: str) -> tuple[Any, Any, Any, Any, str]:
+    """The loader to learn from, the same unaugmented, images held out, test images, and why labels do not count."""
+    arrays, test = path.is_file(), None
     loader: Any
     held: Any
     if not why:
         try:
-            loader, held = array_loaders(path, model, batch_size=batch_size)[:2] if arrays else folder_loaders(
-                path, model, batch_size=batch_size)
+            if arrays:
+                loader, held, test = array_loaders(path, model, batch_size=batch_size)
+            else:
+                loader, held = folder_loaders(path, model, batch_size=batch_size)
         except ValueError as e:
             why = one_line(e)
     if why:
@@ -147,7 +170,7 @@ def _files(path: Path, model: Any, batch_size: int, why: str) -> tuple[Any, Any,
         learned.transform, learned.training, held = held.dataset.transform, False, held.dataset
     if not len(loader):
         return _files(path, model, max(1, _count(learned)), why)
-    return loader, learned, held, why
+    return loader, learned, held, test, why
 
 
 def _count(source: Any) -> int:

@@ -23,7 +23,7 @@ from ..training.monitor import score_of
 from ..training.recipe import Recipe
 from ..training.resume import BEST, HISTORY
 from ..training.tasks import StepwiseTask, TrajectoryDistillationTask
-from .images import Images, outputs_of, score
+from .images import Images, value_of
 
 __all__ = ['Learned', 'learn']
 
@@ -72,7 +72,7 @@ def learn(
     """
     torch.manual_seed(0)  # the same learning rates when it continues
     began = time.perf_counter()
-    start = _measure(student, images)
+    start = value_of(student, images.choosing, images.measure)
     validation = (time.perf_counter() - began) / 60
     tasks, options = _parts(student, teacher, images)
     shares = [share for share, name, *_ in PARTS if name in tasks]
@@ -132,10 +132,6 @@ def _parts(student: nn.Module, teacher: nn.Module, images: Images) -> tuple[dict
             tasks[name] = partial(TrajectoryDistillationTask, teacher=teacher, verbose=False, **loss)
         options[name] = {**chosen, 'lr': chosen['lr'] * rate, 'weight_decay': decay}
     return tasks, options
-
-
-def _measure(model: nn.Module, images: Images) -> float:
-    return score(outputs_of(model, images.choosing.images), images.choosing, images.measure)[0]
 
 
 def _scores(history: list[dict[str, float]]) -> list[float]:

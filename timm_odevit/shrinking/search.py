@@ -10,7 +10,7 @@ from ..convert.sizing import choose_size, predict_parameters
 from ..ode.blocks import count_parameters
 from ..ode.config import OdeConfig
 from ..training.calibrate import calibrate_
-from .images import SAMPLE, Images, outputs_of, score
+from .images import SAMPLE, Images, value_of
 
 __all__ = ['smallest_size']
 
@@ -36,7 +36,7 @@ def smallest_size(
         Settings of the smallest that kept enough; of one phase per layer, which is the model itself, if none did.
     """
     def kept(student: nn.Module) -> float:
-        return score(outputs_of(student, images.choosing.images), images.choosing, images.measure)[0]
+        return value_of(student, images.choosing, images.measure)
     exact = best = choose_size(model, 1., base, init='svd_data')
     low, high, wanted = predict_parameters(model, replace(exact, phases=1)), count_parameters(model), keep * kept(model)
     tried: list[Any] = [exact]

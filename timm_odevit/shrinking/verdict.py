@@ -76,6 +76,12 @@ class Verdict:
                     f'{plain.name}.')
         if self.fastest != small:
             said += f' For speed: {words(self.fastest)}.'
+        near = [row for row in self.rows[1:] if row.mb and (row.mb <= (small.mb or 0.) or row == self.fastest)
+                and abs(row.value - self.keep * first.value) < row.margin]
+        if near:
+            said += (f" {self.images:,} images cannot tell whether {', '.join(row.name for row in near)} would keep "
+                     f'{share} on others: the difference from the original is known to ± '
+                     f'{max(row.margin for row in near):.1f} points.')
         return said
 
     @property
