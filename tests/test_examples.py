@@ -4,10 +4,12 @@ import re
 import shlex
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pytest
 import timm
 import torch
+from nbclient import NotebookClient
 from safetensors.torch import load_file
 
 import timm_odevit
@@ -146,3 +148,30 @@ def test_release_makes_the_folder_of_a_published_model(tmp_path, vit, monkeypatc
     after = json.loads((folder / 'results.json').read_text())
     assert after['command'] == 'odevit distill\nodevit distill' and after['minutes'] == 2 * before['minutes']
     assert after['epochs'] == 4 and (folder / 'earlier.yaml').read_text() == (folder / 'recipe.yaml').read_text()
+
+
+NOTEBOOKS = sorted((ROOT / 'examples').glob('*.ipynb'))
+notebooks = pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
+
+
+@notebooks
+def test_notebooks_run(path, tmp_path):
+    notebook = nbformat.read(path, 4)
+    for cell in notebook.cells:
+        if 'parameters' in cell.metadata.get('tags', ()):
+            cell.source = 'EPOCHS, MINUTES = 1, 0.02'
+    # ONNX files take longer to write than those of torch.export, which a verdict compares without this package
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("import sys; sys.modules['onnx'] = None"))
+    NotebookClient(notebook, kernel_name='python3', resources={'metadata': {'path': tmp_path}}).execute()  # raises on an error
+
+
+@notebooks
+def test_notebooks_are_stored_with_what_they_show(path):
+    text = path.read_text()
+    cells = [cell for cell in nbformat.reads(text, 4).cells if cell.cell_type == 'code']
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))  # from top to bottom, once
+    assert not any('execution' in cell.metadata for cell in cells)  # when a cell ran
+    assert sum('image/png' in output.get('data', {}) for output in outputs) >= 2
+    assert not [output for output in outputs if output.output_type == 'error' or output.get('name') == 'stderr']
+    assert len(text) < 400_000 and not re.search(r'/(home|root|work|tmp|Users)/', text)

@@ -59,6 +59,7 @@ def test_the_verdict_compares_original_plain_and_student_and_leaves_the_model_as
     assert {'plain, 2 blocks', 'plain, 2 blocks, int8', 'student, K = 4', 'student, K = 4, int8', 'student, K = 2', 'student, K = 1'} <= set(names)
     assert found.measure == 'agreement' and found.rows[0].value == 100. and found.images == 2
     text = str(found)
+    assert found._repr_markdown_().startswith('```\n') and found.table() in found._repr_markdown_()
     assert all(f'| {name} |' in text for name in names) and found.recommendation in text
     saved = json.loads((tmp_path / 'verdict.json').read_text())
     assert [row['name'] for row in saved['rows']] == names and saved['recommendation'] == found.recommendation

@@ -73,7 +73,8 @@ def candidates(model: nn.Module, student: nn.Module, plain: nn.Module | None) ->
             break
         yield Candidate(f'original, merged tokens {share:g}', fewer)
     if plain is not None:
-        name = f'plain, {len(find_ode_blocks(plain)[0])} blocks'
+        count = len(find_ode_blocks(plain)[0])
+        name = f"plain, {count} block{'s' if count > 1 else ''}"
         yield Candidate(name, plain)
         yield Candidate(f'{name}, int8', plain, True)
     stages = find_ode_blocks(student)

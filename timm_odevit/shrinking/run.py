@@ -128,8 +128,8 @@ def shrink(
         plain = plain_student(model, count_parameters(student))
         about = [f'{model_name(model)}: {done}', f'{minutes:g} minutes: {each:.3g} to train the student, ' + (
             'no plain student, since timm cannot build this model with fewer blocks' if plain is None else
-            f'{each:.3g} for a plain one of {len(find_ode_blocks(plain)[0])} blocks') + ', and some to measure; about '
-            f'{_memory(student, teacher, found) / 1e9:.1f} GB of memory']
+            f'{each:.3g} for a plain one with {len(find_ode_blocks(plain)[0])} of its blocks') + ', and some to '
+            f'measure; about {_memory(student, teacher, found) / 1e9:.1f} GB of memory']
         say('\n'.join(about))
         learned = learn(student, teacher, found, each, folder / 'student', progress=progress)
         if plain is not None:

@@ -107,7 +107,8 @@ class Verdict:
         return '\n'.join([*self.about, '', self.table(), '', self.machine, self.recommendation, *self.outlook])
 
     def _repr_markdown_(self) -> str:  # in a notebook
-        return '\n\n'.join([*self.about, self.table(), self.machine, self.recommendation, *self.outlook])
+        about = '\n'.join(['```', *self.about, '```'])
+        return '\n\n'.join([about, self.table(), self.machine, self.recommendation, *self.outlook])
 
 
 def dominated(rows: Sequence[Row]) -> list[str]:
