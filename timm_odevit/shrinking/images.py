@@ -17,7 +17,8 @@ from ..settings import one_line
 
 __all__ = ['SAMPLE', 'Held', 'Images', 'margin', 'outputs_of', 'read_images', 'score', 'scores', 'value_of']
 
-HELD = 2048  # images held out, at most
+HELD = 2048  # images that choose and judge, at most
+HELD_OUT = 0.2  # share of the images that is held out to choose and to judge, unless others are given for that
 SAMPLE = 256  # images that are learned from, at least, to initialise by: a few would fit themselves alone
 NUMBERS = 2 ** 28  # in the images held out: 1 GB
 BATCH = 64
@@ -144,7 +145,7 @@ def _tensors(images: Any, batch_size: int) -> tuple[Any, Any, Any]:
     pictures, labels = (images, torch.zeros(len(images), dtype=torch.long)) if isinstance(images, Tensor) else images
     check_images(pictures)
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))
-    held = count_held_out(len(pictures), 0.1)
+    held = count_held_out(len(pictures), HELD_OUT)
     learned, others = (TensorDataset(pictures[i], labels[i].long()) for i in (order[held:], order[:held]))
     loader: Any = DataLoader(learned, min(batch_size, len(learned)), shuffle=True, drop_last=True)
     return loader, learned, others
@@ -158,13 +159,14 @@ def _files(path: Path, model: Any, batch_size: int, why: str) -> tuple[Any, Any,
     if not why:
         try:
             if arrays:
-                loader, held, test = array_loaders(path, model, batch_size=batch_size)
+                loader, held, test = array_loaders(path, model, batch_size=batch_size, held_out=HELD_OUT)
             else:
-                loader, held = folder_loaders(path, model, batch_size=batch_size)
+                loader, held = folder_loaders(path, model, batch_size=batch_size, held_out=HELD_OUT)
         except ValueError as e:
             why = one_line(e)
     if why:
-        loader, held = (array_images if arrays else image_loaders)(path, model, batch_size=batch_size)
+        loader, held = (array_images if arrays else image_loaders)(
+            path, model, batch_size=batch_size, held_out=HELD_OUT)
     learned = loader if arrays else copy.copy(loader.dataset)
     if not arrays:
         learned.transform, learned.training, held = held.dataset.transform, False, held.dataset
