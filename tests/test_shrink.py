@@ -57,7 +57,7 @@ def test_the_verdict_compares_original_plain_and_student_and_leaves_the_model_as
     names = [row.name for row in found.rows]
     assert names[:4] == ['original', 'original, int8', 'original, merged tokens 0.5', 'original, merged tokens 0.2']
     assert {'plain, 2 blocks', 'plain, 2 blocks, int8', 'student, K = 4', 'student, K = 4, int8', 'student, K = 2', 'student, K = 1'} <= set(names)
-    assert found.measure == 'agreement' and found.rows[0].value == 100. and found.images == 2
+    assert found.measure == 'agreement' and found.rows[0].value == 100. and found.images == 4
     text = str(found)
     assert found._repr_markdown_().startswith('```\n') and found.table() in found._repr_markdown_()
     assert all(f'| {name} |' in text for name in names) and found.recommendation in text
