@@ -226,7 +226,7 @@ def test_a_student_that_training_worsens_stays_as_it_was(vit, data, tmp_path, ca
     student = convert_(copy.deepcopy(teacher), steps=8).model
     start = {name: tensor.clone() for name, tensor in student.state_dict().items()}
     made = recipe('fit.lr=0.1', stages=[{'loss': {'steps': [4], 'task_weight': 1., 'kd_weight': 0.}}])
-    with pytest.warns(UserWarning, match=r"Training ended below its start: top-1 .* in the best epoch .*, top-1 100.0 % before. '.*best' is"):
+    with pytest.warns(UserWarning, match=r"Training ended worse than it started: top-1 .* in the best epoch .*, top-1 100.0 % before. '.*best' holds"):
         train(made, data, tmp_path / 'run', teacher=teacher, student=copy.deepcopy(student))
     assert 'start: top-1 100.0 %\n' in capsys.readouterr().out
     best = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
@@ -297,7 +297,7 @@ def test_the_names_of_the_classes_stay_with_the_model(vit, data, tmp_path):
     run(recipe('fit.epochs=1'), data, tmp_path / 'distilled', model)  # this data has no names
     student = timm.create_model(f"local-dir:{tmp_path / 'distilled' / 'best'}", pretrained=True)
     assert student.pretrained_cfg['label_names'] == names and student.blocks.steps == 3
-    with pytest.raises(ValueError, match=r'must hold classes, a name for each label from 0 to 4; got <U3 \[2\]'):
+    with pytest.raises(ValueError, match=r'classes must hold a name for each label from 0 to 4; got <U3 \[2\]'):
         run(tuned, named(data, tmp_path / 'two.npz', names[:2]), tmp_path / 'other')
 
 

@@ -126,7 +126,7 @@ def benchmark(
     candidates: dict[str, nn.Module] = {}
     for name, model in models.items():
         if images is None and any(ode.config.halting for ode in find_ode_blocks(model)):
-            raise ValueError(f"'{name}' halts image by image, so that its time depends on the images. Give images "
+            raise ValueError(f"'{name}' halts image by image, so its time depends on the images. Pass images "
                              '(--data).')
         candidates.update(_states(name, model, steps, compiled))
     timings = [timing for size in dict.fromkeys(batch_sizes)

@@ -129,7 +129,7 @@ def export_model(
         flag(name, value)
     path, model = Path(path), unwrap_model(model)
     if path.suffix != suffix:
-        raise ValueError(f"The name of a file in the format {format} ends in {suffix}; got '{path}'.")
+        raise ValueError(f"A file in the format {format} must have a name that ends in {suffix}; got '{path}'.")
     if not path.parent.is_dir():
         raise ValueError(f"There is no folder '{path.parent}' to write {path.name} to.")
     if path.is_dir() or (path.exists() and not overwrite):
@@ -183,8 +183,8 @@ def _check(model: Any, format: str, int8: bool, merged: bool) -> None:
                          'choose the format pt2.')
     if int8 and format == 'onnx' and dtype == torch.float16 and any(
             ode.config.halting in WITH_HEAD for ode in blocks):
-        raise ValueError('ONNX Runtime cannot store the weights of a head as int8 that is float16 and used after every '
-                         'step. Call model.float() first, leave out int8, or choose the format pt2.')
+        raise ValueError('ONNX Runtime cannot store a float16 head as int8 if halting runs it after every step. Call '
+                         'model.float() first, leave out int8, or choose the format pt2.')
 
 
 def _check_installed(name: str, int8: bool) -> None:

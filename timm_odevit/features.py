@@ -45,7 +45,8 @@ class FeaturesAtTimes(FeatureGetterNet):
     def __init__(self, model: nn.Module, out_times: tuple[float, ...], norm: bool = False, **kwargs: Any) -> None:
         odes = find_ode_blocks(model)
         if not odes:
-            raise ValueError(f'out_times needs an ODE-ViT, and this {type(model).__name__} is none. Give out_indices.')
+            raise ValueError(f'out_times needs an ODE-ViT, but this {type(model).__name__} is not one. Give '
+                             'out_indices.')
         if len(odes) != 1:
             raise ValueError(
                 f'out_times needs one sequence of blocks, but this {type(model).__name__} has {len(odes)} stages. Give '
@@ -80,6 +81,6 @@ def _indices(model: Any, times: tuple[float, ...]) -> tuple[int, ...]:
     ends = [max(1, round(t * blocks.steps)) for t in times]
     if len(set(ends)) < len(ends):
         raise ValueError(
-            f'out_times={times}: with {blocks.steps} steps, two of these times are nearest to the end of one step. '
-            f'Give times at least {1 / blocks.steps:.3g} apart, or more steps.')
+            f'out_times={times}: with {blocks.steps} steps, two of these times are nearest to the end of the same '
+            f'step. Give times at least {1 / blocks.steps:.3g} apart, or more steps.')
     return tuple(len(blocks.before) + end - 1 for end in ends)

@@ -130,7 +130,8 @@ def images_of(
     """Make batches of images whose labels do not matter, from a folder or an .npz: to calibrate on, and held out."""
     if Path(path).is_file():
         if workers is not None:
-            raise ValueError('--workers load images from folders, but an .npz is read at once. Leave it out.')
+            raise ValueError('--workers applies to folders of images; an .npz is read into memory at once. Leave it '
+                             'out.')
         return array_images(path, model, batch_size=batch_size, seed=seed)
     return image_loaders(path, model, batch_size=batch_size, workers=workers)
 
@@ -219,7 +220,7 @@ def check_name(name: str) -> None:
         except (ValueError, TypeError, KeyError):
             known = False
         if not known:
-            raise ValueError(f"'{config}' names no architecture. Write it with save_pretrained.")
+            raise ValueError(f"'{config}' names no architecture. Save the model with save_pretrained.")
     elif source is None and not timm.is_model(name.split('.')[0]):
         raise ValueError(f"Unknown model '{name}'. {suggest(name, timm.list_models())}See timm.list_models().")
 

@@ -130,8 +130,9 @@ def halt(args: argparse.Namespace) -> None:
         model, held_out, rule=args.rule, max_drop=args.max_drop, progress=not args.quiet)
     print(found)
     if found.nfe == found.full_nfe:
-        raise ValueError(f'No image can stop earlier at --max-drop {args.max_drop:g}, so nothing was saved. Allow '
-                         'more, use another --rule, or train a student with exits: odevit distill early_exit')
+        raise ValueError(f'With --max-drop {args.max_drop:g}, no image can stop before the last step, so nothing was '
+                         'saved. Raise --max-drop, use another --rule, or train a student with exits: odevit distill '
+                         'early_exit')
     found.apply_(model)
     save(model, args.out)
 
@@ -151,8 +152,8 @@ def _images(
     if Path(args.data).is_file():
         for option in ('workers', 'seed'):
             if getattr(args, option) is not None:
-                raise ValueError(f'--{option} is for images in folders; an .npz is read at once, and its last images '
-                                 'are held out. Leave it out.')
+                raise ValueError(f'--{option} applies to folders of images; an .npz is read at once, and its last '
+                                 'images are the ones held out. Leave it out.')
         _, val, test = array_loaders(
             args.data, model, batch_size=args.batch_size, held_out=0.1 if held_out is None else held_out,
             any_classes=any_classes)

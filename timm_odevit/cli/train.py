@@ -34,8 +34,8 @@ def finetune(args: argparse.Namespace) -> None:
     command = _to_resume(args, 'model', 'data', 'recipe', 'img_size', 'checkpoint', 'limit')
     recipe = recipe or Recipe.load(args.recipe or 'finetune', args.set)
     if recipe.ode is not None or any(stage.task != 'labels' for stage in recipe.stages):
-        raise ValueError('odevit finetune trains on labels, so the recipe must leave out ode, and task must be labels '
-                         'in all stages. For another recipe: odevit distill')
+        raise ValueError('odevit finetune trains on labels alone: the recipe must not have ode, and every stage must '
+                         'have task: labels. To run any other recipe, use odevit distill')
     options = {**(recipe.model_args or {}), 'num_classes': count_classes(args.data), 'img_size': args.img_size}
     options = {key: value for key, value in options.items() if value is not None}
     recipe = replace(recipe, model=command['model'], model_args=options)
@@ -57,7 +57,7 @@ def distill(args: argparse.Namespace) -> None:
     recipe = _start_or_resume(args, 'recipe', 'data', 'out')
     command = _to_resume(args, 'recipe', 'data', 'teacher', 'img_size', 'checkpoint', 'student', 'limit')
     if not args.teacher and (args.img_size or args.checkpoint):
-        raise ValueError('--img-size and --checkpoint are those of the teacher. Give --teacher, or leave them out.')
+        raise ValueError('--img-size and --checkpoint apply to the teacher. Give --teacher, or leave them out.')
     for change in args.set if args.student else []:
         if change.partition('=')[0].split('.')[0].strip() in ('ode', 'model', 'model_args'):
             raise ValueError(f"'{change}' says how to make a student, but --student gives one. Leave one of them out.")

@@ -71,9 +71,11 @@ def choose_size(
     plain = replace(config, time='autonomous', rank=0, phases=1, init='mean')
     check_convertible(model, replace(plain, boundaries='uniform'))
     if config.boundaries != 'uniform':
-        raise ValueError(f'A size can be chosen only without boundaries; got {config.boundaries!r}. Leave them out.')
+        raise ValueError(f"choose_size chooses the phases, so boundaries must be 'uniform'; got {config.boundaries!r}. "
+                         'Leave them out.')
     if config.field != 'native':
-        raise ValueError("A size can be chosen only for field='native'. For another field, set time, rank and phases.")
+        raise ValueError("choose_size works only for field='native'. For another field, set time, rank and phases "
+                         'yourself.')
     total = count_parameters(model)
     wanted = _target(target, total, model)
     smallest = predict_parameters(model, plain)

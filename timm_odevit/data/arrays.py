@@ -112,7 +112,7 @@ def _read_arrays(path: str | Path, keys: tuple[str, ...]) -> dict[str, Any]:
                 wanted = [key for key in (*keys, 'classes') if key in members]
                 packed, size = os.path.getsize(path), sum(members[key].file_size for key in wanted)
                 if size > 100 * packed + 2 ** 27:  # photos compress to a half, black-and-white drawings to a tenth
-                    raise ValueError(f'its {packed:,} bytes unpack to {size:,}, which images never do')
+                    raise ValueError(f'its {packed:,} bytes would unpack to {size:,}, which is implausible for images')
                 return {key: _read_array(archive, members[key]) for key in wanted}
     except Exception as e:  # a foreign file can raise anything
         raise ValueError(f"'{path}' cannot be read as .npz: {one_line(e)}") from e
@@ -143,8 +143,8 @@ def _names(path: str | Path, names: Any, largest: int) -> list[str] | None:
     if names is None:
         return None
     if names.ndim != 1 or names.dtype.kind != 'U' or not largest < len(names) <= LARGEST:
-        raise ValueError(f"'{path}' must hold classes, a name for each label from 0 to {largest}; got {names.dtype} "
-                         f'{list(names.shape)}.')
+        raise ValueError(f"'{path}': classes must hold a name for each label from 0 to {largest}; got "
+                         f'{names.dtype} {list(names.shape)}.')
     return [str(name) for name in names]
 
 

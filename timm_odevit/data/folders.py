@@ -54,8 +54,8 @@ def folder_loader(
         dataset = _validation(root, parts, model, held_out, seed, any_classes)
     elif set(parts) == {'train'}:
         raise ValueError(
-            f"'{root}' has {parts['train'].name}/ but no val/ or test/ to evaluate on. Give the folder of classes "
-            'itself, or the share that was held out of training.')
+            f"'{root}' has {parts['train'].name}/ but no val/ or test/ to evaluate on. Give the folder that holds the "
+            'classes, or the share that was held out of training (held_out, --held-out).')
     else:
         dataset = _dataset(parts.get('val') or parts.get('test') or root, model, any_classes)
     return _evaluation_loader(dataset, model, batch_size, workers)

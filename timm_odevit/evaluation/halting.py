@@ -116,7 +116,7 @@ def calibrate_halting(
             best = threshold, taken, top1
     if best is None:
         raise ValueError(f"Even the smallest threshold of '{rule}' costs more than max_drop={max_drop:g}. Use another "
-                         'rule, or allow more.')
+                         'rule, or raise max_drop.')
     threshold, taken, top1 = best
     return Halting(
         rule=rule, threshold=threshold, images=len(right),

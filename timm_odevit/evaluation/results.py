@@ -164,7 +164,7 @@ class Evaluation(Generic[AnyResult]):
         counts, scores, speeds = zip(*points, strict=True)
         line, = axes.plot(counts, scores, marker='o', markerfacecolor='white', label='ODE-ViT')
         if trained := [point[:2] for point in points if point[0] in self.trained_at]:
-            axes.plot(*zip(*trained, strict=True), 'o', color=line.get_color(), label='K of its training')
+            axes.plot(*zip(*trained, strict=True), 'o', color=line.get_color(), label='K used in training')
         for r in self.results:
             if r.model == 'teacher':
                 axes.axhline(getattr(r, score), color='gray', linestyle='--', label='teacher')

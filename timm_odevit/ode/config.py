@@ -38,7 +38,7 @@ def _steps(name: str, value: Any) -> Any:
 def _boundaries(name: str, value: Any) -> Any:
     if value == 'uniform':
         return value
-    allowed = 'uniform, or strictly increasing layers, each at least 1, such as (7, 10)'
+    allowed = "'uniform', or strictly increasing layers, each at least 1, such as (7, 10)"
     found = many(integer(1), allowed)(name, [value] if isinstance(value, int) else value)
     if not all(a < b for a, b in pairwise(found)):
         raise ValueError(f'{name} must be {allowed}; got {value!r}.')

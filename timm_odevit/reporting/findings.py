@@ -157,8 +157,8 @@ def _check(model: Any, images: Tensor, teacher: Any) -> None:
     if teacher is None:
         return
     if renormalisation(model, teacher) != (None, None):
-        raise ValueError('The teacher expects other images than the model: their mean and std differ. Give a teacher '
-                         'with the same normalisation.')
+        raise ValueError('The teacher and the model normalise images differently (mean, std). Give a teacher with the '
+                         'same normalisation.')
     for what, of in (('classes', lambda m: getattr(m, 'num_classes', None)),
                      ('input', lambda m: list(data_config(m)['input_size']))):
         if of(model) != of(teacher):

@@ -124,8 +124,8 @@ def _train(
     if best == 0:
         warnings.warn(
             f"The calibration ended farther from the teacher's outputs than it started (squared error {errors[-1]:.3g} "
-            f'of their variance, {errors[0]:.3g} before), so the model is as it was. Try a lower lr, or more time.',
-            stacklevel=3)
+            f'of their variance, {errors[0]:.3g} before), so the model was left unchanged. Try a lower lr, or more '
+            'time.', stacklevel=3)
     model.load_state_dict(states[best])
     return history
 

@@ -265,9 +265,9 @@ def _publish(
     top = max((record for record in history if record['stage'] == last), key=lambda record: score_of(record, -math.inf))
     if start is not None and score_of(top, -math.inf) < score_of(start, -math.inf):
         warnings.warn(
-            f"Training ended below its start: {_score_in_words(top)} in the best epoch of the last stage, "
-            f"{_score_in_words(start)} before. '{folder / BEST}' is the start; the best epoch is in '{best}'. Try a "
-            'lower lr, or more epochs.', stacklevel=3)
+            f'Training ended worse than it started: {_score_in_words(top)} in the best epoch of the last stage, '
+            f"{_score_in_words(start)} before. '{folder / BEST}' holds the model from before training, '{best}' the "
+            'best epoch. Try a lower lr, or more epochs.', stacklevel=3)
         best = folder / START
     with staged(folder / BEST, WEIGHTS, CONFIG) as aside:
         for name in (WEIGHTS, CONFIG):

@@ -312,7 +312,8 @@ class TrajectoryDistillationTask(StudentTask):
     def compile(self, backend: str = 'inductor', mode: str | None = None, **compile_kwargs: Any) -> Any:
         """Compile the student's training pass and its evaluation, but not the teacher; returns the eval model."""
         if self.config.patch_drop:
-            raise ValueError('patch_drop works by hooks, which a compiled model may miss. Use one of the two.')
+            raise ValueError('patch_drop works by hooks, which a compiled model may skip. Set patch_drop=0, or do not '
+                             'compile.')
         self.eval_model, self.trainable_module = (
             torch.compile(module, backend=backend, mode=mode, **compile_kwargs)
             for module in (unwrap_model(self.trainable_module).student, self.trainable_module))
