@@ -241,4 +241,4 @@ def test_commands(vit, tmp_path, capsys, monkeypatch):
     assert [row['steps'] for row in rows] == [None, 1, 3] and rows[0]['probe'] is not None
     assert main(['calibrate', 'local-dir:student', 'd.npz', 'out', '--teacher', 'local-dir:teacher', '--epochs', '1,1',
                  '--batch-size', '12', '--quiet']) == 0
-    assert 'nearest images as in the teacher on' in capsys.readouterr().out
+    assert 'same nearest image as the teacher on' in capsys.readouterr().out

@@ -26,7 +26,7 @@ def add_finetune(parser: argparse.ArgumentParser) -> None:
 
 
 def finetune(args: argparse.Namespace) -> None:
-    """Fine-tune a model on labelled images: how a teacher is made. Also runs under torchrun."""
+    """Fine-tune a model on labelled images, to make a teacher. Also runs under torchrun."""
     given = args.recipe
     recipe = _start_or_resume(args, 'model', 'data', 'out')
     if recipe is not None and given:
@@ -105,7 +105,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--set', metavar='KEY=VALUE', action='append', default=[],
                         help='change the recipe, such as --set ode.rank=8 --set stages.0.fit.epochs=5')
     parser.add_argument('--resume', action='store_true',
-                        help='continue the run in the folder; with the folder and nothing else, as it was started')
+                        help='continue the run in the folder; with nothing else given, as it was first started')
     add_number(parser, '--limit', 'use only this many images of each part of the data, for a rehearsal')
     add_quiet(parser)
 

@@ -74,8 +74,8 @@ class Findings:
     def sentence(self) -> str:
         """What the model does, in a sentence; and another, if these images look unlike its classes."""
         unlike = self.probabilities is not None and float(self.probabilities[:, -1].amax(dim=-1).max()) < UNLIKE
-        return self._sentence() + (f' No class gets {100 * UNLIKE:.0f} % for any image: they look unlike the classes '
-                                   'that the model knows.' if unlike else '')
+        return self._sentence() + (f' No class gets {100 * UNLIKE:.0f} % for any image: they do not look like the '
+                                   'classes that the model knows.' if unlike else '')
 
     def _sentence(self) -> str:
         count = len(self.plane.points)
@@ -91,7 +91,7 @@ class Findings:
         largest = self.exponents.values[:, 0]
         growth = (f'small changes of the state grow at most by a factor of '
                   f'{math.exp(float(largest.nanmedian())):.2f} per block' if largest.isfinite().any() else
-                  f'there are no exponents ({next(r for r in self.exponents.reasons if r)})')
+                  f'there are no Lyapunov exponents ({next(r for r in self.exponents.reasons if r)})')
         if self.decided is None:
             return f'{self.words}: {growth}{of}.'
         return (f'{self.words}, has settled on its class at t = {self.decided.settled.nanmedian():.3g} of '

@@ -73,7 +73,7 @@ def read_images(
         ValueError: There are no images, or they do not fit the model.
     """
     classes = getattr(model, 'num_classes', 0) and not embedding
-    why = '' if classes else 'its outputs are embeddings'
+    why = '' if classes else "the model's outputs are embeddings"
     if isinstance(images, Tensor) or is_pair(images):
         loader, learned, held = _tensors(images, batch_size)
         why = why or ('there are none' if isinstance(images, Tensor) else '')
@@ -88,7 +88,8 @@ def read_images(
         parts[1] = parts[0]
     right = (outputs_of(model, pictures).flatten(1).argmax(dim=-1) == labels).double().mean().item()
     if measure == 'accuracy' and right < LEAST:
-        measure, why = 'agreement', f'the model gets only {100 * right:.1f} % right, so they are not its classes'
+        measure = 'agreement'
+        why = f'the model gets only {100 * right:.1f} % of them right, so they are not its classes'
     choosing, judging, known = (_held(model, *part, measure) for part in parts)
     return Images(loader, _count(learned), choosing, judging, known, measure, why)
 

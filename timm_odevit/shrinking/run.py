@@ -97,7 +97,7 @@ def shrink(
     keep = parse_size(keep) if isinstance(keep, str) else keep
     share = number(0., 1., open='()')('keep', 0.95 if keep is None else keep)
     if size is not None and keep is not None:
-        raise ValueError('Give a size, or the share to keep, not both.')
+        raise ValueError('Give a size or the share to keep, not both.')
     base = _base(model)
     describe(model)  # fail now rather than after the training
     if (folder / RUN).exists() and not resume:
@@ -190,7 +190,7 @@ def _memory(student: nn.Module, teacher: nn.Module, images: Images) -> float:
 
 
 def _about_images(images: Images) -> str:
-    why = '' if images.measure == 'accuracy' else f'; labels do not count: {images.why}'
+    why = '' if images.measure == 'accuracy' else f'; labels are not used: {images.why}'
     return (f'{images.number:,} images to learn from, {len(images.choosing.images):,} to choose the best state, '
             f'{len(images.judging.images):,} to judge by {images.measure}{why}')
 

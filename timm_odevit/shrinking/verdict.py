@@ -81,7 +81,7 @@ class Verdict:
     @property
     def heads(self) -> list[str]:
         """The heads of the table's columns."""
-        return ['', 'file, MB', f'{self.measure}, %', 'ms, batch 1', 'ms an image, batch 32', '10⁶ multiply-adds', '']
+        return ['', 'file, MB', f'{self.measure}, %', 'ms, batch 1', 'ms per image, batch 32', '10⁶ multiply-adds', '']
 
     def cells(self) -> list[list[str]]:
         """The rows of the table, as text."""
