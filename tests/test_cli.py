@@ -131,7 +131,7 @@ def test_a_teacher_of_another_size_from_a_file_teaches_a_student_of_that_size(fo
     best = timm.create_model('local-dir:run/best', pretrained=True)
     assert best.patch_embed.img_size == (32, 32) and best.num_classes == 3
     assert run('distill', 'scratch', 'images', 'other', '--img-size', '32') == 2
-    assert '--img-size and --checkpoint apply to the teacher. Give --teacher' in capsys.readouterr().err
+    assert '--img-size and --checkpoint are those of the teacher. Give --teacher' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('content', [
@@ -140,7 +140,7 @@ def test_a_config_that_describes_no_model(tmp_path, capsys, content):
     (tmp_path / 'config.json').write_text(content)
     assert main(['convert', f'local-dir:{tmp_path}', str(tmp_path / 'new')]) == 2
     error = capsys.readouterr().err
-    assert "config.json' names no architecture. Save the model with save_pretrained." in error and error.count('\n') == 1
+    assert "config.json' names no architecture. Write it with save_pretrained." in error and error.count('\n') == 1
 
 
 MISTAKES = [

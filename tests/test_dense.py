@@ -49,7 +49,7 @@ def test_they_are_kept_blocks_aside_saved_and_scaled_to_other_sizes(tmp_path, im
     (dict(out_times=()), 'out_times must be strictly increasing'),
     (dict(out_times=(0., 1.)), 'out_times must be strictly increasing'),
     (dict(out_times=0.5), 'out_times must be strictly increasing'),
-    (dict(out_times=(0.95, 1.)), 'with 6 steps, two of these times are nearest to the end of the same step. Give times at least 0.167'),
+    (dict(out_times=(0.95, 1.)), 'with 6 steps, two of these times are nearest to the end of one step. Give times at least 0.167'),
     (dict(out_times=(0.5,), out_indices=(0,)), 'out_times and out_indices both choose features'),
     (dict(out_times=(0.5,), features_only=False), 'out_times chooses features. Give features_only=True'),
 ])

@@ -333,7 +333,7 @@ def test_the_projection_of_a_timm_tower_of_open_clip_stays(projection):
     put = put_tower_(program, copy.deepcopy(program.visual.trunk))
     torch.testing.assert_close(embedding_of(program, images), expected, **CLOSE)
     put.restore()
-    with pytest.raises(ValueError, match='The tower gives 384 features; this model projects 192 to 192'):
+    with pytest.raises(ValueError, match='no classes and 384 features; this model projects 192 to 192'):
         put_tower_(program, timm.create_model('vit_small_patch16_224', num_classes=0))
     put_tower_(program, timm.create_model('vit_tiny_patch16_224', num_classes=192))
 

@@ -102,10 +102,10 @@ def export_model(
         model: timm model, converted or not; merged or not. An 'aoti' or 'pt2' file runs on its device.
         path: File to write; its folder must exist. It ends in .onnx, or in .pt2 for the other formats.
         format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled by AOTInductor for
-            this kind of processor, for torch._inductor.aoti_load_package. It takes contiguous images, and checks their
-            layout, size and dtype only if the environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
-        int8: Store weights as int8, with a scale for each row. In 'onnx', those of linear layers are also multiplied as
-            int8, unless they are not merged; otherwise, they are floats while the model runs.
+            this kind of processor, for torch._inductor.aoti_load_package. An 'aoti' file takes contiguous images, and
+            checks their layout, size and dtype only if the environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
+        int8: Store weights as int8, with a scale for each row. In 'onnx', merged and ordinary linear layers also
+            compute in int8; all other weights become floats again while the model runs.
         merged: Merge a block that depends on time, as `merge_` does: faster, but as large as one block per step.
         overwrite: Replace an existing file.
 
@@ -129,7 +129,7 @@ def export_model(
         flag(name, value)
     path, model = Path(path), unwrap_model(model)
     if path.suffix != suffix:
-        raise ValueError(f"A file in the format {format} must have a name that ends in {suffix}; got '{path}'.")
+        raise ValueError(f"The name of a file in the format {format} ends in {suffix}; got '{path}'.")
     if not path.parent.is_dir():
         raise ValueError(f"There is no folder '{path.parent}' to write {path.name} to.")
     if path.is_dir() or (path.exists() and not overwrite):

@@ -81,6 +81,6 @@ def _indices(model: Any, times: tuple[float, ...]) -> tuple[int, ...]:
     ends = [max(1, round(t * blocks.steps)) for t in times]
     if len(set(ends)) < len(ends):
         raise ValueError(
-            f'out_times={times}: with {blocks.steps} steps, two of these times are nearest to the end of the same '
-            f'step. Give times at least {1 / blocks.steps:.3g} apart, or more steps.')
+            f'out_times={times}: with {blocks.steps} steps, two of these times are nearest to the end of one step. '
+            f'Give times at least {1 / blocks.steps:.3g} apart, or more steps.')
     return tuple(len(blocks.before) + end - 1 for end in ends)

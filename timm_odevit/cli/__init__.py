@@ -30,7 +30,7 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 
 def script(args: argparse.Namespace) -> int:
-    """Run a script that uses timm, such as timm's own, with the odevit models. Also runs under torchrun."""
+    """Run a script that uses timm, such as timm's own, with our models registered. Also runs under torchrun."""
     path = Path(args.script)
     if not path.is_file():
         print(f"odevit: error: There is no script '{path}'. timm's scripts are in its repository: train.py, "

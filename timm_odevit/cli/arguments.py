@@ -220,7 +220,7 @@ def check_name(name: str) -> None:
         except (ValueError, TypeError, KeyError):
             known = False
         if not known:
-            raise ValueError(f"'{config}' names no architecture. Save the model with save_pretrained.")
+            raise ValueError(f"'{config}' names no architecture. Write it with save_pretrained.")
     elif source is None and not timm.is_model(name.split('.')[0]):
         raise ValueError(f"Unknown model '{name}'. {suggest(name, timm.list_models())}See timm.list_models().")
 

@@ -27,7 +27,7 @@ def add_benchmark(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--dtype', choices=DTYPES, default=DTYPES[0], metavar='DTYPE',
                         help=f"{', '.join(DTYPES)} (default: %(default)s)")
     add_number(parser, '--img-size', "image size in pixels (default: the model's)")
-    add_number(parser, '--rounds', 'rounds, in each of which the models take turns', default=10)
+    add_number(parser, '--rounds', 'rounds in which all take turns', default=10)
     parser.add_argument('--data', help=f'{IMAGES} (default: noise)')
     parser.add_argument('--json', type=Path, metavar='FILE', help='also write the measurements to this file')
     add_quiet(parser)

@@ -36,14 +36,14 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', help=MODEL)
     parser.add_argument('out', help='folder to save to')
     add_weights(parser, 'the model')
-    parser.add_argument('--random', action='store_true', help='start from random weights and load none')
+    parser.add_argument('--random', action='store_true', help='do not load weights')
     add_number(parser, '--num-classes', 'number of classes; if the weights have another number, the head is random', 0)
     parser.add_argument('--target-params', metavar='SIZE',
                         help=f"size of the result, such as 3M parameters, 25%% or 10MB; chooses {', '.join(_SIZE)}")
     parser.add_argument('--images', metavar='IMAGES',
                         help=f'{IMAGES}; for --init svd_data, which --target-params uses if they are given')
     parser.add_argument('--seed', type=int, metavar='N', default=0,
-                        help='seed for choosing the images (default: %(default)s)')
+                        help='seed of the choice of images (default: %(default)s)')
     parser.add_argument('--force', action='store_true', help='write into a folder that is not empty')
     add_quiet(parser)
     add_settings(parser.add_argument_group('the ODE'), OdeConfig)

@@ -141,7 +141,7 @@ def halt(args: argparse.Namespace) -> None:
 
 def _add_images(parser: argparse.ArgumentParser, held_out: str) -> None:
     parser.add_argument('--held-out', type=float, metavar='SHARE', help=held_out)
-    parser.add_argument('--seed', type=int, metavar='N', help='seed that training used, for --held-out (default: 0)')
+    parser.add_argument('--seed', type=int, metavar='N', help='the seed of the training, for --held-out (default: 0)')
     add_number(parser, '--batch-size', 'images per batch', default=64)
     add_workers(parser)
     add_quiet(parser)

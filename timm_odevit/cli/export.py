@@ -44,8 +44,7 @@ def add_push(parser: argparse.ArgumentParser) -> None:
                         help='name of the dataset of the results, such as CIFAR-100')
     parser.add_argument('--license', metavar='ID',
                         help="the Hub's identifier of a licence, for the card (default: that of the base's weights)")
-    parser.add_argument('--card', metavar='FILE',
-                        help='only write the card to this file, for you to read, and send nothing')
+    parser.add_argument('--card', metavar='FILE', help='write the card to a file, to read it, and send nothing')
     parser.add_argument('--private', action='store_true', help='make the repository private')
     parser.add_argument('--revision', default='main', metavar='BRANCH', help='branch (default: %(default)s)')
     parser.add_argument('--create-pr', action='store_true', help='open a pull request')

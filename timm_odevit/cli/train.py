@@ -57,7 +57,7 @@ def distill(args: argparse.Namespace) -> None:
     recipe = _start_or_resume(args, 'recipe', 'data', 'out')
     command = _to_resume(args, 'recipe', 'data', 'teacher', 'img_size', 'checkpoint', 'student', 'limit')
     if not args.teacher and (args.img_size or args.checkpoint):
-        raise ValueError('--img-size and --checkpoint apply to the teacher. Give --teacher, or leave them out.')
+        raise ValueError('--img-size and --checkpoint are those of the teacher. Give --teacher, or leave them out.')
     for change in args.set if args.student else []:
         if change.partition('=')[0].split('.')[0].strip() in ('ode', 'model', 'model_args'):
             raise ValueError(f"'{change}' says how to make a student, but --student gives one. Leave one of them out.")

@@ -202,7 +202,7 @@ class Conversion:
         """
         if self._replacements is None:
             raise ValueError(
-                'The original blocks were not kept, so they cannot be restored. Convert with keep_original=True.')
+                'The original blocks were not kept. Convert with keep_original=True to be able to restore.')
         check_not_merged(self.model)
         self._replacements.restore('the blocks of this conversion', 'original blocks are')
 

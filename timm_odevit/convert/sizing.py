@@ -46,9 +46,9 @@ def choose_size(
 ) -> OdeConfig:
     """Choose the phases and the rank that make the best use of a number of parameters.
 
-    This gives one shared block, with residuals per layer of the largest rank that fits; the size dial of
-    hub/RESULTS.md shows what that keeps. A target of all the model's parameters gives one phase per layer, which is
-    the model itself.
+    This gives one shared block, with residuals per layer of the largest rank that fits; hub/RESULTS.md shows how much
+    accuracy each size keeps. A target of all the model's parameters gives one phase per layer, which is the model
+    itself.
 
     Args:
         model: Model that can be converted.

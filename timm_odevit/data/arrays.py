@@ -38,7 +38,7 @@ def array_loaders(
     Args:
         path: .npz with uint8 images x_train and x_test [N, S, S, C] and labels y_train and y_test [N]; S may differ
             from the size that the model takes, and grey images may be [N, S, S]. It may also hold classes, the names of
-            the classes; if the model names the same, it decides their labels.
+            the classes; if the model has the same names, the images get its labels.
         model: timm model that will see the images.
         batch_size: Images per batch.
         held_out: Share of the training images held out, taken from the end.
@@ -112,7 +112,7 @@ def _read_arrays(path: str | Path, keys: tuple[str, ...]) -> dict[str, Any]:
                 wanted = [key for key in (*keys, 'classes') if key in members]
                 packed, size = os.path.getsize(path), sum(members[key].file_size for key in wanted)
                 if size > 100 * packed + 2 ** 27:  # photos compress to a half, black-and-white drawings to a tenth
-                    raise ValueError(f'its {packed:,} bytes would unpack to {size:,}, which is implausible for images')
+                    raise ValueError(f'its {packed:,} bytes unpack to {size:,}, which images never do')
                 return {key: _read_array(archive, members[key]) for key in wanted}
     except Exception as e:  # a foreign file can raise anything
         raise ValueError(f"'{path}' cannot be read as .npz: {one_line(e)}") from e
@@ -143,8 +143,8 @@ def _names(path: str | Path, names: Any, largest: int) -> list[str] | None:
     if names is None:
         return None
     if names.ndim != 1 or names.dtype.kind != 'U' or not largest < len(names) <= LARGEST:
-        raise ValueError(f"'{path}': classes must hold a name for each label from 0 to {largest}; got "
-                         f'{names.dtype} {list(names.shape)}.')
+        raise ValueError(f"'{path}' must hold classes, a name for each label from 0 to {largest}; got {names.dtype} "
+                         f'{list(names.shape)}.')
     return [str(name) for name in names]
 
 

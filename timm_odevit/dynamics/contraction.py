@@ -91,7 +91,7 @@ def _region(flow: Flow, other: Flow | None, directions: int, limit: float, seed:
         y = other.states()[-1]
         if y.shape != x.shape:
             raise ValueError(f"The student's states have the shape {list(y.shape)}, the model's {list(x.shape)}, so "
-                             'they cannot be compared. Give a student of the same width and tokens.')
+                             'they cannot be compared.')
         way = (y - x) * mask
         distance = norms(way)
         towards = _radius(flow, x, unit(way), label, limit * norm)

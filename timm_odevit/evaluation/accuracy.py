@@ -41,7 +41,7 @@ def evaluate(
 ) -> Evaluation[Result]:
     """Measure accuracy per image, at several step counts, on the model's device.
 
-    The model is not changed: each other number of steps is that of a view, and modes are restored.
+    The model is not changed: other numbers of steps run on views of it (see `with_steps`), and modes are restored.
 
     Args:
         model: Model to measure, [B, C, H, W] to logits [B, classes].

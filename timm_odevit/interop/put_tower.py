@@ -29,10 +29,10 @@ class PutTower:
         self._replacements = replacements
 
     def restore(self) -> None:
-        """Put back the tower that was there before, on the device and in the dtype that the program has now.
+        """Put back the tower that was there before, on the device and in the dtype that the model has now.
 
         Raises:
-            ValueError: The program no longer holds this tower: it was restored, or another one was put in.
+            ValueError: The model no longer holds this tower: it was restored, or another one was put in.
         """
         if not self._replacements.in_place:
             raise ValueError('The model no longer holds this tower: restore() was called already, or another tower '
@@ -51,10 +51,10 @@ class PutTower:
 def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
     """Make a timm model the image tower of an open_clip or transformers model, in place; the text tower is left alone.
 
-    The tower comes from `from_open_clip` or `from_transformers`, or was trained for the same embeddings. One without
-    classes leaves the projection to the program, if it has one outside the tower that it had. It is used as it is, not
-    copied. The program saves it with the rest, but cannot rebuild it: save it by `save_pretrained`, and put it in again
-    after loading.
+    The tower comes from `from_open_clip` or `from_transformers`, or was trained for the same embeddings. If it has no
+    classes, the model applies its own projection, if that lies outside the former tower. The tower is used as it is,
+    not copied. The model saves it with the rest, but cannot rebuild it: save it by `save_pretrained`, and put it in
+    again after loading.
 
     Args:
         model: open_clip CLIP or CustomTextCLIP; or transformers CLIPModel, CLIPVisionModelWithProjection, SiglipModel.
@@ -117,7 +117,7 @@ def _in_open_clip(program: Any, old: Any, tower: Any) -> list[tuple[Any, str, An
         if layers and 'pool' not in dict(old.head.named_children()) and not tower.num_classes:
             head = old.head
             if tower.num_features != layers[0].in_features:
-                raise ValueError(f'The tower gives {tower.num_features} features; this model projects '
+                raise ValueError(f'The tower has no classes and {tower.num_features} features; this model projects '
                                  f'{layers[0].in_features} to {width}.')
     if head is None and _width(tower) != width:
         raise ValueError(f'The tower gives embeddings of width {_width(tower)}; this model needs {width}.')

@@ -61,7 +61,7 @@ def charts(found: Findings, names: Sequence[str] | None) -> list[Chart]:
         ('Angle between steps', 'In degrees: 0 is straight on, 90 a right angle. Straight trajectories need few steps.',
          own, lambda m: (m.times[1:-1], m.angle), other),
         ('Class token and patches',
-         'Cosine of the class token and the mean patch token. Near 1, pooling the patches would work as well.',
+         'Cosine of the class token and the mean patch token: near 1, pooling the patches would do as well.',
          own, lambda m: (m.times, m.cosine), other),
         ('Similarity of the patches',
          'Mean cosine of two patch tokens (anisotropy). Near 1, try fewer tokens: tokens=0.5.',

@@ -91,7 +91,7 @@ class Findings:
         largest = self.exponents.values[:, 0]
         growth = (f'small changes of the state grow at most by a factor of '
                   f'{math.exp(float(largest.nanmedian())):.2f} per block' if largest.isfinite().any() else
-                  f'there are no Lyapunov exponents ({next(r for r in self.exponents.reasons if r)})')
+                  f'there are no exponents ({next(r for r in self.exponents.reasons if r)})')
         if self.decided is None:
             return f'{self.words}: {growth}{of}.'
         return (f'{self.words}, has settled on its class at t = {self.decided.settled.nanmedian():.3g} of '

@@ -40,7 +40,7 @@ def write_report(
         title: str | None = None,
         progress: bool = True,
 ) -> Path:
-    """Show what a model does to a few images: one page that needs no network and no server.
+    """Write a page that shows what a model does with a few images; it needs no network and no server.
 
     A slider over t moves attention, the state in a plane, and the probabilities of the classes together. Beside the
     page, report.json has the numbers.
@@ -137,8 +137,8 @@ def _page(
         'last': str(len(found.times) - 1), 'choices': choices, 'first': ''.join(first), 'others': ''.join(others),
         'legend': 'Dashed: the teacher. ' if found.followed is not None else '',
         'table': _table(found, names, classes, known),
-        'footer': f'Made with timm-odevit {__version__} (odevit report). One unit of time is one block of the base '
-                  'model. The numbers are in report.json.',
+        'footer': f'Made by timm-odevit {__version__}: odevit report. One unit of time is one block of the base model. '
+                  'The numbers are in report.json.',
         'frames': json.dumps(frames).replace('<', '\\u003c'), 'plotly': get_plotlyjs(),
     }
     text = files(__package__).joinpath('page.html').read_text(encoding='utf-8')

@@ -37,10 +37,11 @@ def push_to_hub(
 
     One commit holds model.safetensors, config.json, README.md (the card) and test/tensors.safetensors (an input and the
     model's output for it); from a folder, also recipes and results.json. Files that the Hub already has are not sent
-    again. Its card is replaced only by a folder's, or for new results or another licence.
+    again. Its card is replaced only by that of a folder, or if results or license are given.
 
     Args:
-        model: Model to send, or the folder of a saved model, which is sent as it is: to read or write the card first.
+        model: Model to send, or the folder of a saved model, which is sent as it is, so that you can edit its card
+            first.
         repo_id: 'org/name'; created if it does not exist.
         results: Rows for the card, as returned by `json.loads(evaluate(...).to_json())`.
         dataset: Name of the dataset of the results, such as 'CIFAR-100'.

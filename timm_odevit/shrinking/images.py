@@ -88,8 +88,7 @@ def read_images(
         parts[1] = parts[0]
     right = (outputs_of(model, pictures).flatten(1).argmax(dim=-1) == labels).double().mean().item()
     if measure == 'accuracy' and right < LEAST:
-        measure = 'agreement'
-        why = f'the model gets only {100 * right:.1f} % of them right, so they are not its classes'
+        measure, why = 'agreement', f'the model gets only {100 * right:.1f} % right, so they are not its classes'
     choosing, judging, known = (_held(model, *part, measure) for part in parts)
     return Images(loader, _count(learned), choosing, judging, known, measure, why)
 

@@ -72,8 +72,8 @@ def shrink(
         out: Folder for the results.
         size: Size of the student, as for `choose_size`, such as '25%', '3M' or '4MB' in the model's dtype; None for one
             that suits the images and minutes.
-        keep: Share of the original's accuracy, such as 0.95 or '95%', to keep: without a size, a quarter of the minutes
-            goes into finding the smallest one that does. None for 0.95 in the verdict, and no search.
+        keep: Share of the original's accuracy to keep, such as 0.95 or '95%', instead of a size: a quarter of the
+            minutes goes into finding the smallest student that keeps it. None for no search, and 0.95 in the verdict.
         minutes: Minutes to spend.
         embedding: The model's outputs are embeddings, not logits; always so for a model without classes.
         resume: Continue what `out` holds, with the same arguments.
@@ -97,7 +97,7 @@ def shrink(
     keep = parse_size(keep) if isinstance(keep, str) else keep
     share = number(0., 1., open='()')('keep', 0.95 if keep is None else keep)
     if size is not None and keep is not None:
-        raise ValueError('Give a size or the share to keep, not both.')
+        raise ValueError('Give a size, or the share to keep, not both.')
     base = _base(model)
     describe(model)  # fail now rather than after the training
     if (folder / RUN).exists() and not resume:

@@ -47,8 +47,8 @@ def calibrate_(
     unrolled steps learn the whole trajectory (TrajectoryDistillationTask), each in half of the time. Only the shared
     blocks learn. Of the weights before, between and after the parts, those that come nearest to the teacher's outputs
     on a few of the batches are kept; a warning says if they are the first. A copy is trained and its weights are
-    assigned at the end, so that an interrupted or failed call leaves the model as it was. A student that is exact has
-    nothing to learn, and takes no time.
+    assigned at the end, so that an interrupted or failed call leaves the model as it was. A student that already equals
+    its teacher is left as it is, in no time.
 
     Args:
         model: Converted model.
@@ -124,8 +124,8 @@ def _train(
     if best == 0:
         warnings.warn(
             f"The calibration ended farther from the teacher's outputs than it started (squared error {errors[-1]:.3g} "
-            f'of their variance, {errors[0]:.3g} before), so the model was left unchanged. Try a lower lr, or more '
-            'time.', stacklevel=3)
+            f'of their variance, {errors[0]:.3g} before), so the model is as it was. Try a lower lr, or more time.',
+            stacklevel=3)
     model.load_state_dict(states[best])
     return history
 

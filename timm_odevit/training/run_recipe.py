@@ -57,10 +57,10 @@ def train(
 
     Writes to `out`: recipe.yaml; run.json, with what else must be the same to resume; stage0/, stage1/, ..., as `fit`
     writes them; and at the end best/, the best model of the last stage with its recipe, and history.json, the records
-    of all stages. A given student is validated first and saved in start/; if training ends below it, best/ is the
-    start, and a warning says so. A stage that does not train the student's own number of steps is validated and saved
-    with the nearest one that it trains; the recipe in best/ has numbers of steps in place of shares of the student's
-    own number.
+    of all stages. A given student is validated first and saved in start/; if training ends worse than that, best/ holds
+    the model from start/, and a warning says so. A stage that does not train the student's own number of steps is
+    validated and saved with the nearest one that it trains; the recipe in best/ has numbers of steps in place of shares
+    of the student's own number.
 
     Args:
         recipe: Recipe to run.

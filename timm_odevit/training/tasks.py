@@ -215,10 +215,10 @@ class TrajectoryDistillationTask(StudentTask):
             target: Labels [B], or class probabilities [B, classes]; may be None with task_weight 0.
 
         Returns:
-            'loss', 'output' (the student's logits [B, classes] or embeddings [B, E]), and, before weighting, those
-            parts that can be computed: 'trajectory_loss', 'kd_loss' and 'task_loss', also with weight 0, for the
-            record, with a weight 'jasmin_loss' and 'exit_loss', and 'consistency_loss' if an update runs several
-            numbers of steps, over which all others are averaged; 'output' is that of the first.
+            'loss', 'output' (the student's logits [B, classes] or embeddings [B, E]), and the parts of the loss before
+            weighting: 'trajectory_loss', 'kd_loss' and 'task_loss' wherever they can be computed, even with weight 0;
+            'jasmin_loss' and 'exit_loss' if their weight is above 0; and 'consistency_loss' if an update runs several
+            numbers of steps. All others are then averaged over these, and 'output' is that of the first.
         """
         students = self._students_of_update()
         with self._patches_of_update(students[0]):
@@ -312,8 +312,7 @@ class TrajectoryDistillationTask(StudentTask):
     def compile(self, backend: str = 'inductor', mode: str | None = None, **compile_kwargs: Any) -> Any:
         """Compile the student's training pass and its evaluation, but not the teacher; returns the eval model."""
         if self.config.patch_drop:
-            raise ValueError('patch_drop works by hooks, which a compiled model may skip. Set patch_drop=0, or do not '
-                             'compile.')
+            raise ValueError('patch_drop works by hooks, which a compiled model may miss. Use one of the two.')
         self.eval_model, self.trainable_module = (
             torch.compile(module, backend=backend, mode=mode, **compile_kwargs)
             for module in (unwrap_model(self.trainable_module).student, self.trainable_module))
