@@ -389,7 +389,7 @@ def test_models_that_cannot_be_measured(vit, images):
     for model in (nn.Linear(2, 2), 'vit'):
         with pytest.raises(TypeError, match='no blocks with weight matrices'):
             spectral_norms(model)
-    with pytest.raises(ValueError, match='no attention of all tokens over all tokens'):
+    with pytest.raises(ValueError, match='never attend from all tokens to all tokens'):
         attention_over_time(timm.create_model('mixer_s32_224', img_size=64, num_classes=3).eval(), torch.randn(1, 3, 64, 64))
 
 

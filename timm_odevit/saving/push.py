@@ -88,5 +88,5 @@ def push_to_hub(
                 repo_id=repo_id, folder_path=folder, allow_patterns=_SENT, ignore_patterns=[CARD] * keep_card,
                 revision=revision, create_pr=create_pr, commit_message='Model by timm-odevit')
         except Exception as e:  # which errors there are depends on the client's version
-            raise OSError(f"Could not send the model to '{repo_id}' on the Hub: {one_line(e)}") from e
+            raise OSError(f'Could not send the model to {repo_id} on the Hub: {one_line(e)}') from e
     return done.pr_url or done.commit_url
