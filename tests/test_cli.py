@@ -200,7 +200,7 @@ MISTAKES = [
     (['predict', 'local-dir:teacher', 'images/c0/0.png', '--steps', '6'], '--steps needs an ODE-ViT'),
     (['predict', 'local-dir:teacher', 'images/c0/0.png', 'list.yaml'], "'list.yaml' cannot be read as an image"),
     (['predict', 'local-dir:teacher', 'bomb.png'], "'bomb.png' cannot be read as an image"),
-    (['calibrate', 'local-dir:student', 'two.npz', 'new', '--teacher', 'local-dir:teacher', '--workers', '2'], '--workers load images from folders'),
+    (['calibrate', 'local-dir:student', 'two.npz', 'new', '--teacher', 'local-dir:teacher', '--workers', '2'], '--workers applies to folders of images'),
 ]
 
 

@@ -102,7 +102,7 @@ REFUSED = [
     (meta('crossvit_9_240'), {}, TypeError, 'a MultiScaleBlock does not take one state tensor'),
     (meta('tnt_s_patch16_224'), {}, TypeError, 'a Block takes two states (pixel_embed, patch_embed)'),
     (meta('twins_svt_small'), {}, TypeError, 'a ModuleList does not take one state tensor'),
-    (meta('mixer_s32_224'), {}, ValueError, "but MlpMixer's MixerBlock is used whole. Use an unsplit method (euler, "),
+    (meta('mixer_s32_224'), {}, ValueError, 'but a MixerBlock of MlpMixer cannot be split. Use a method that does not split it (euler, '),
     (meta('eva02_tiny_patch14_224'), dict(field='lipschitz', init='spectral'), ValueError,
      "replaces plain pre-norm ViT blocks, but Eva has a EvaBlock. Use field='native'"),
     (meta('swin_tiny_patch4_window7_224'), dict(T=3.), ValueError, 'T=3.0 applies only to models with one sequence of blocks'),

@@ -105,7 +105,7 @@ def test_the_largest_exponent_is_that_of_the_deployed_map(vit, images, method):
     found = lyapunov_exponents(model, images[:1])
     assert float(found.values) == pytest.approx(math.log(sigma) / 3, abs=1e-3) and found.residual <= 1e-4
     few = lyapunov_exponents(model, images[:1], sweeps=2)
-    assert few.residual > 1e-4 and '1 not settled: more sweeps' in repr(few)
+    assert few.residual > 1e-4 and '1 not settled: raise sweeps' in repr(few)
 
 
 def test_the_class_token_alone(vit, images):
@@ -377,7 +377,7 @@ def test_models_that_cannot_be_measured(vit, images):
     adaptive, merging = vit(), vit()
     convert_(adaptive, method='dopri5')
     convert_(merging, tokens=0.5)
-    for model, message in ((adaptive, "'dopri5' chooses its own steps"), (merging, 'With merged tokens')):
+    for model, message in ((adaptive, "'dopri5' chooses its own steps"), (merging, 'With token merging')):
         with pytest.raises(ValueError, match=message):
             lyapunov_exponents(model, images)
     headless = Flow(torch.ones(1, 2), (lambda x: x,), (0., 1.))
@@ -389,7 +389,7 @@ def test_models_that_cannot_be_measured(vit, images):
     for model in (nn.Linear(2, 2), 'vit'):
         with pytest.raises(TypeError, match='no blocks with weight matrices'):
             spectral_norms(model)
-    with pytest.raises(ValueError, match='no attention of all tokens over all tokens'):
+    with pytest.raises(ValueError, match='never attend from all tokens to all tokens'):
         attention_over_time(timm.create_model('mixer_s32_224', img_size=64, num_classes=3).eval(), torch.randn(1, 3, 64, 64))
 
 

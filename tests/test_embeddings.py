@@ -123,7 +123,7 @@ def test_bad_input(vit):
     for alone in evaluate_embeddings(student, batches(1, 1), teacher=teacher).results:
         assert alone.error is None and alone.neighbours is None and alone.cosine is not None
     dummies = torch.utils.data.TensorDataset(torch.randn(20, 3, 16, 16), torch.zeros(20))
-    with pytest.raises(ValueError, match='another order, each time. Make it with shuffle=False'):
+    with pytest.raises(ValueError, match='same order each time. Make it with shuffle=False'):
         evaluate_embeddings(student, torch.utils.data.DataLoader(dummies, 4, shuffle=True), teacher=teacher)
     for options, message in [
             (dict(labelled=batches(1, 1)), 'labelled has one image'),
@@ -241,4 +241,4 @@ def test_commands(vit, tmp_path, capsys, monkeypatch):
     assert [row['steps'] for row in rows] == [None, 1, 3] and rows[0]['probe'] is not None
     assert main(['calibrate', 'local-dir:student', 'd.npz', 'out', '--teacher', 'local-dir:teacher', '--epochs', '1,1',
                  '--batch-size', '12', '--quiet']) == 0
-    assert 'nearest images as in the teacher on' in capsys.readouterr().out
+    assert 'same nearest image as the teacher on' in capsys.readouterr().out

@@ -135,7 +135,7 @@ def test_trains_a_teacher_with_timms_own_task(vit, tmp_path, ema_decay):
 def test_images_that_are_not_finite_are_named_and_a_model_is_no_task(vit):
     model = vit()
     task = ClassificationTask(model, torch.nn.CrossEntropyLoss(), verbose=False)
-    with pytest.raises(FloatingPointError, match='Images of batch 2 in epoch 1 are not finite, nor is the loss. Check the data'):
+    with pytest.raises(FloatingPointError, match='Batch 2 of epoch 1 has images that are not finite, so neither is the loss. Check the data'):
         fit(task, [(X[:4], Y[:4]), (X[:4] / 0, Y[:4])], epochs=1, progress=False)
     with pytest.raises(TypeError, match=r'fit trains a task; got a VisionTransformer. Give one, such as Traj'):
         fit(model, [(X[:4], Y[:4])], epochs=1)

@@ -323,7 +323,7 @@ def test_settings_that_cannot_halt(vit, images):
         OdeConfig(halting='entropie')
     with pytest.raises(ValueError, match='chooses its own'):
         OdeConfig(method='dopri5', halting='residual')
-    with pytest.raises(ValueError, match='kept after the ODE'):
+    with pytest.raises(ValueError, match='blocks after the ODE that they would skip'):
         convert_(vit(), blocks=(0, 1), halting='residual')
     with pytest.raises(ValueError, match='one sequence of blocks'):
         convert_(timm.create_model('swin_tiny_patch4_window7_224', img_size=56, depths=(2, 2), embed_dim=24, num_heads=(2, 2)), halting='entropy')

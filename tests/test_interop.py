@@ -274,7 +274,7 @@ def test_a_program_with_a_tower_is_copied_and_saved_by_its_own_means(images, tmp
 def test_a_program_that_uses_the_tokens_keeps_its_tower():
     program = clip()
     program.visual.output_tokens = True
-    with pytest.raises(TypeError, match='A CLIP also uses the tokens of its image tower'):
+    with pytest.raises(TypeError, match='A CLIP also uses the patch tokens of its image tower'):
         put_tower_(program, from_open_clip(program))
 
 
@@ -282,7 +282,7 @@ def test_a_tower_that_does_not_fit_is_not_put_in(images):
     other = timm.create_model('vit_tiny_patch16_224', img_size=32, num_classes=7)
     for program in (clip(), hf_clip(), hf_siglip()):
         expected, names = embedding_of(program, images), list(program.state_dict())
-        with pytest.raises(ValueError, match='width 7; this model compares 32|192 features and 7 classes; this'):
+        with pytest.raises(ValueError, match='width 7; this model needs 32|192 features and 7 classes; this'):
             put_tower_(program, other)
         for wrong in (None, 'vit', nn.Linear(3, 32)):
             with pytest.raises(TypeError, match='The tower must be a timm model'):
@@ -344,7 +344,7 @@ def test_towers_are_restored_in_the_opposite_order(images):
     first, second = from_open_clip(program), from_open_clip(program)
     one = put_tower_(program, first)
     two = put_tower_(program, second)
-    with pytest.raises(ValueError, match='another one was put in since and has to be restored first'):
+    with pytest.raises(ValueError, match='another tower was put in later and must be restored first'):
         one.restore()
     assert program.visual.trunk is second
     two.restore()

@@ -309,4 +309,4 @@ def test_images_that_look_unlike_the_classes_are_named(vit, tmp_path):
     for p in model.head.parameters():
         torch.nn.init.zeros_(p)
     said = written(write_report(model.eval(), torch.randn(2, 3, 16, 16), tmp_path, progress=False).parent)[1]['sentence']
-    assert said.endswith('No class gets 20 % for any image: they look unlike the classes that the model knows.')
+    assert said.endswith('No class gets 20 % for any image: they do not look like the classes that the model knows.')

@@ -55,7 +55,7 @@ def test_the_verdict_compares_original_plain_and_student_and_leaves_the_model_as
     found = shrink(model, images(), tmp_path, size=0.5, minutes=1., progress=False)
     assert snapshot(model) == before
     names = [row.name for row in found.rows]
-    assert names[:4] == ['original', 'original, int8', 'original, merged tokens 0.5', 'original, merged tokens 0.2']
+    assert names[:4] == ['original', 'original, int8', 'original, tokens = 0.5', 'original, tokens = 0.2']
     assert {'plain, 2 blocks', 'plain, 2 blocks, int8', 'student, K = 4', 'student, K = 4, int8', 'student, K = 2', 'student, K = 1'} <= set(names)
     assert found.measure == 'agreement' and found.rows[0].value == 100. and found.images == 4
     text = str(found)
@@ -249,7 +249,7 @@ def test_command(model, tmp_path, monkeypatch, capsys):
     command = ['shrink', 'local-dir:teacher', 'images.npz', 'out', '--size', '50%', '--minutes', '0.01']
     assert main(command) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
-    assert 'by agreement; labels do not count' in printed and '| original, int8 |' in printed
+    assert 'by agreement; labels are not used' in printed and '| original, int8 |' in printed
     assert main(command) == 2 and "'out' is not empty. Give another folder, or --resume." in capsys.readouterr().err
     assert main([*command, '--resume', '--quiet']) == 0
 

@@ -62,7 +62,7 @@ def test_ends_of_the_dial():
     for wrong in (1.5, '1.5', '3.0', float('inf')):
         with pytest.raises(ValueError, match='number of parameters, (such as 3M, )?a share'):
             choose_size(model, wrong)
-    with pytest.raises(ValueError, match='A size can be chosen only without boundaries'):
+    with pytest.raises(ValueError, match='choose_size chooses the phases'):
         choose_size(model, 0.5, OdeConfig(boundaries=(3,)))
     with pytest.raises(TypeError, match='Cannot convert ResNet'):
         choose_size(timm.create_model('resnet18', device='meta'), 0.5)

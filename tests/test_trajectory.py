@@ -277,7 +277,7 @@ def test_logits_along_the_way_need_the_class_token_there():
     with pytest.raises(ValueError, match="halting='entropy' needs a model with one sequence of blocks"):
         convert_(student, method='euler', halting='entropy')
     convert_(student, method='euler')
-    with pytest.raises(ValueError, match="which a Cait's do not fit. Leave exits out"):
+    with pytest.raises(ValueError, match='which does not work for a Cait. Leave exits out'):
         TrajectoryDistillationTask(student, cait, exits=(0.5,), exit_weight=1., verbose=False)
 
 

@@ -1,13 +1,13 @@
 """ODE-ViT (arXiv 2511.16501) for timm: `import timm_odevit` registers the `odevit_*` models.
 
-The rooms, from the ground up; each imports only from those above it, and its docstring lists its files:
+The parts of the package, from the ground up; each imports only from those above it, and its docstring lists its files:
 
 settings            settings as dataclasses that check themselves; words that messages share
 files, distributed  files that are complete or absent; several processes of one run
 hooks               hooks and modes that are restored; the hidden states of a model while it runs
 ode                 the mathematics
 convert             from a pretrained transformer to an ODE-ViT, and back
-interop             vision transformers of other libraries, as timm's, and back into their programs
+interop             vision transformers of other libraries: turned into timm models, and put back
 loading             saved weights and config.json, found and checked
 features            features at given times
 registry            the registered models
@@ -16,7 +16,7 @@ data                images and labels in batches
 evaluation          accuracy over step counts
 dynamics            what the states do along the way: exponents, Lipschitz constants, trajectories, attention
 training            distillation, calibration, recipes
-reporting           a page that shows what a model does to a few images
+reporting           a page that shows what a model does with a few images
 deploy              models in files that run without this package
 benchmark           speed and memory
 shrinking           from a model and images to a small model, with a verdict

@@ -96,7 +96,7 @@ def benchmark(
         images: Images | None = None,
         progress: bool = False,
 ) -> Benchmark:
-    """Time forward passes of models, which take turns in every round, so that all share the machine's moods.
+    """Time forward passes of models; they take turns in every round, so that a busy machine slows all of them.
 
     An ODE-ViT whose block depends on time is also timed merged.
 
@@ -106,7 +106,7 @@ def benchmark(
         batch_sizes: Images per call.
         steps: Other step counts with which ODE-ViTs of one stage are timed, too.
         rounds: Rounds in which each model is called twice, after two calls that are not timed.
-        compiled: Mode of torch.compile, to time each model compiled, too; None for not.
+        compiled: Mode of torch.compile, in which each model is timed as well; None to compile none.
         images: Function that gives images [N, C, H, W] for a model and a number N; None for random ones. Small batches
             are averaged over 32 images.
         progress: Show progress bars.
@@ -126,7 +126,7 @@ def benchmark(
     candidates: dict[str, nn.Module] = {}
     for name, model in models.items():
         if images is None and any(ode.config.halting for ode in find_ode_blocks(model)):
-            raise ValueError(f"'{name}' halts image by image, so that its time depends on the images. Give images "
+            raise ValueError(f"'{name}' halts image by image, so its time depends on the images. Pass images "
                              '(--data).')
         candidates.update(_states(name, model, steps, compiled))
     timings = [timing for size in dict.fromkeys(batch_sizes)

@@ -102,10 +102,10 @@ def export_model(
         model: timm model, converted or not; merged or not. An 'aoti' or 'pt2' file runs on its device.
         path: File to write; its folder must exist. It ends in .onnx, or in .pt2 for the other formats.
         format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled by AOTInductor for
-            this kind of processor, for torch._inductor.aoti_load_package. It takes contiguous images, and checks their
-            layout, size and dtype only if the environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
-        int8: Store weights as int8, with a scale for each row. In 'onnx', those of linear layers are also multiplied as
-            int8, unless they are not merged; otherwise, they are floats while the model runs.
+            this kind of processor, for torch._inductor.aoti_load_package. An 'aoti' file takes contiguous images, and
+            checks their layout, size and dtype only if the environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
+        int8: Store weights as int8, with a scale for each row. In 'onnx', merged and ordinary linear layers also
+            compute in int8; all other weights become floats again while the model runs.
         merged: Merge a block that depends on time, as `merge_` does: faster, but as large as one block per step.
         overwrite: Replace an existing file.
 
@@ -183,8 +183,8 @@ def _check(model: Any, format: str, int8: bool, merged: bool) -> None:
                          'choose the format pt2.')
     if int8 and format == 'onnx' and dtype == torch.float16 and any(
             ode.config.halting in WITH_HEAD for ode in blocks):
-        raise ValueError('ONNX Runtime cannot store the weights of a head as int8 that is float16 and used after every '
-                         'step. Call model.float() first, leave out int8, or choose the format pt2.')
+        raise ValueError('ONNX Runtime cannot store a float16 head as int8 if halting runs it after every step. Call '
+                         'model.float() first, leave out int8, or choose the format pt2.')
 
 
 def _check_installed(name: str, int8: bool) -> None:

@@ -45,7 +45,8 @@ class FeaturesAtTimes(FeatureGetterNet):
     def __init__(self, model: nn.Module, out_times: tuple[float, ...], norm: bool = False, **kwargs: Any) -> None:
         odes = find_ode_blocks(model)
         if not odes:
-            raise ValueError(f'out_times needs an ODE-ViT, and this {type(model).__name__} is none. Give out_indices.')
+            raise ValueError(f'out_times needs an ODE-ViT, but this {type(model).__name__} is not one. Give '
+                             'out_indices.')
         if len(odes) != 1:
             raise ValueError(
                 f'out_times needs one sequence of blocks, but this {type(model).__name__} has {len(odes)} stages. Give '

@@ -47,7 +47,8 @@ def locked(folder: str | Path, name: str = 'run', wait: float = 0.) -> Iterator[
         except (NotImplementedError, OSError) as e:
             if isinstance(e, OSError) and e.errno not in _NO_LOCKS:
                 raise OSError(f"Cannot write to '{folder}': {e.strerror or e}.") from e
-            warnings.warn(f"'{folder}' has no locks: a second process writing to it would go unnoticed.", stacklevel=3)
+            warnings.warn(f"The file system of '{folder}' has no locks: a second process writing to it would go "
+                          'unnoticed.', stacklevel=3)
         yield lock.is_locked
     finally:
         with suppress(OSError):

@@ -130,7 +130,8 @@ def images_of(
     """Make batches of images whose labels do not matter, from a folder or an .npz: to calibrate on, and held out."""
     if Path(path).is_file():
         if workers is not None:
-            raise ValueError('--workers load images from folders, but an .npz is read at once. Leave it out.')
+            raise ValueError('--workers applies to folders of images; an .npz is read into memory at once. Leave it '
+                             'out.')
         return array_images(path, model, batch_size=batch_size, seed=seed)
     return image_loaders(path, model, batch_size=batch_size, workers=workers)
 

@@ -21,15 +21,15 @@ def add_benchmark(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--batch-size', type=step_counts, metavar='N,N,...', default=(1, 8),
                         help='images per call (default: 1,8)')
     parser.add_argument('--steps', type=step_counts, metavar='K-K,K,...', default=(),
-                        help='also with these step counts (default: only as saved)')
+                        help='also time with these step counts (default: only as saved)')
     parser.add_argument('--compile', choices=MODES, nargs='?', const=MODES[0], metavar='MODE',
-                        help=f"also compiled by torch.compile: {', '.join(MODES)}")
+                        help=f"also time each model compiled by torch.compile, in one of its modes: {', '.join(MODES)}")
     parser.add_argument('--dtype', choices=DTYPES, default=DTYPES[0], metavar='DTYPE',
                         help=f"{', '.join(DTYPES)} (default: %(default)s)")
     add_number(parser, '--img-size', "image size in pixels (default: the model's)")
     add_number(parser, '--rounds', 'rounds in which all take turns', default=10)
     parser.add_argument('--data', help=f'{IMAGES} (default: noise)')
-    parser.add_argument('--json', type=Path, metavar='FILE', help='file to write the figures to, too')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='also write the measurements to this file')
     add_quiet(parser)
 
 

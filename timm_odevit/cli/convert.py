@@ -37,11 +37,11 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('out', help='folder to save to')
     add_weights(parser, 'the model')
     parser.add_argument('--random', action='store_true', help='do not load weights')
-    add_number(parser, '--num-classes', 'number of classes; if it differs, the head is new', 0)
+    add_number(parser, '--num-classes', 'number of classes; if the weights have another number, the head is random', 0)
     parser.add_argument('--target-params', metavar='SIZE',
                         help=f"size of the result, such as 3M parameters, 25%% or 10MB; chooses {', '.join(_SIZE)}")
     parser.add_argument('--images', metavar='IMAGES',
-                        help=f'{IMAGES}; for init svd_data, which --target-params then uses')
+                        help=f'{IMAGES}; for --init svd_data, which --target-params uses if they are given')
     parser.add_argument('--seed', type=int, metavar='N', default=0,
                         help='seed of the choice of images (default: %(default)s)')
     parser.add_argument('--force', action='store_true', help='write into a folder that is not empty')
@@ -106,7 +106,7 @@ def calibrate(args: argparse.Namespace) -> None:
     before: Any = measure(student, held_out, teacher=teacher).results[-1]
     calibrate_(student, teacher, loader, progress=not args.quiet, config=config)
     after: Any = measure(student, held_out, teacher=teacher).results[-1]
-    what = 'agreement with' if student.num_classes else 'nearest images as in'
+    what = 'agreement with' if student.num_classes else 'same nearest image as'
     print(f'{what} the teacher on {after.images} images held out: {getattr(before, of):.1f} % before, '
           f'{getattr(after, of):.1f} % after')
     save(student, args.out)

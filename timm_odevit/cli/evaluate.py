@@ -40,15 +40,16 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--teacher', metavar='MODEL', help='model to compare with: ' + MODEL)
     parser.add_argument('--amp', choices=[name for name in AMP_DTYPES if name], help='mixed precision')
     parser.add_argument('--embedding', action='store_true', help=(
-        'compare embeddings instead of classes: cosine, nearest images, and what the training images make of them, if '
-        'there are any: train/, x_train or what --held-out leaves; always so for a model without classes'))
+        "evaluate embeddings instead of classes: cosine with the teacher's and nearest images and, if there are "
+        'training images (train/, x_train or what --held-out leaves), k-NN and a linear classifier; always on for a '
+        'model without classes'))
     parser.add_argument('--json', type=Path, metavar='FILE', help='file to write the results to')
-    _add_images(parser, 'evaluate only on the share that training held out, if the data has no val/ (default: val/ or '
-                        'test/ or all images of a folder, x_test of an .npz)')
+    _add_images(parser, 'if the data has no val/, evaluate only on the share that training held out (default: of a '
+                        'folder, val/, else test/, else all images; of an .npz, x_test)')
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Measure accuracy at several step counts. For the speed: odevit benchmark"""
+    """Measure accuracy at several step counts. To compare speeds, use odevit benchmark."""
     check_file(args.json)
     model = load(args.model, args)
     teacher = load(args.teacher, args) if args.teacher else None
@@ -110,7 +111,8 @@ def add_halt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', help=MODEL)
     parser.add_argument('data', help=DATA)
     parser.add_argument('out', help='folder to save the model to; must be new')
-    parser.add_argument('--rule', choices=HALTING, default='entropy', help='what is compared (default: %(default)s)')
+    parser.add_argument('--rule', choices=HALTING, default='entropy', help=(
+        'score by which an image stops (default: %(default)s)'))
     parser.add_argument('--max-drop', type=float, metavar='SHARE', default=0.005,
                         help='largest loss of accuracy, as a share of all images (default: %(default)s)')
     add_steps(parser)
@@ -130,8 +132,9 @@ def halt(args: argparse.Namespace) -> None:
         model, held_out, rule=args.rule, max_drop=args.max_drop, progress=not args.quiet)
     print(found)
     if found.nfe == found.full_nfe:
-        raise ValueError(f'No image can stop earlier at --max-drop {args.max_drop:g}, so nothing was saved. Allow '
-                         'more, use another --rule, or train a student with exits: odevit distill early_exit')
+        raise ValueError(f'With --max-drop {args.max_drop:g}, no image can stop before the last step, so nothing was '
+                         'saved. Raise --max-drop, use another --rule, or train a student with exits: odevit distill '
+                         'early_exit')
     found.apply_(model)
     save(model, args.out)
 
@@ -151,8 +154,8 @@ def _images(
     if Path(args.data).is_file():
         for option in ('workers', 'seed'):
             if getattr(args, option) is not None:
-                raise ValueError(f'--{option} is for images in folders; an .npz is read at once, and its last images '
-                                 'are held out. Leave it out.')
+                raise ValueError(f'--{option} applies to folders of images; an .npz is read at once, and its last '
+                                 'images are the ones held out. Leave it out.')
         _, val, test = array_loaders(
             args.data, model, batch_size=args.batch_size, held_out=0.1 if held_out is None else held_out,
             any_classes=any_classes)

@@ -15,8 +15,8 @@ from .arguments import MODEL, add_number, add_quiet, add_steps, load, refuse_exi
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('model', help=MODEL)
-    parser.add_argument('images', nargs='+', metavar='image', help='files of images')
-    add_number(parser, '--top', 'classes to name', default=5)
+    parser.add_argument('images', nargs='+', metavar='image', help='image files')
+    add_number(parser, '--top', 'number of classes to print', default=5)
     add_steps(parser)
     parser.add_argument('--json', action='store_true', help='print JSON')
 
@@ -61,7 +61,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    """Show what a model does to a few images, in one page."""
+    """Write a page that shows what a model does with a few images."""
     if not args.overwrite:
         refuse_existing(args.out, '--overwrite')
     model: Any = load(args.model, args)

@@ -13,13 +13,14 @@ def add_shrink(parser: argparse.ArgumentParser) -> None:
     size = parser.add_mutually_exclusive_group()
     size.add_argument('--size', metavar='SIZE', help='size of the student, such as 25%%, 3M parameters or 4MB '
                                                      '(default: one that suits the images and minutes)')
-    size.add_argument('--keep', metavar='SHARE', help='find the smallest that keeps this share, such as 95%%')
+    size.add_argument('--keep', metavar='SHARE', help=(
+        'find the smallest student that keeps this share of the accuracy, such as 95%%'))
     parser.add_argument('--minutes', type=float, metavar='M', default=60., help='minutes to spend (default: 60)')
     add_number(parser, '--img-size', "image size in pixels (default: the model's)")
     parser.add_argument('--checkpoint', metavar='FILE',
                         help='file with the weights of the model, instead of a download')
     parser.add_argument('--embedding', action='store_true',
-                        help="the model's outputs are embeddings, as those of towers always are")
+                        help="treat the model's outputs as embeddings, not logits; always on for image towers")
     parser.add_argument('--resume', action='store_true', help='continue the run in the folder')
     add_quiet(parser)
 

@@ -26,7 +26,7 @@ def add_finetune(parser: argparse.ArgumentParser) -> None:
 
 
 def finetune(args: argparse.Namespace) -> None:
-    """Fine-tune a model on labelled images: how a teacher is made. Also runs under torchrun."""
+    """Fine-tune a model on labelled images, to make a teacher. Also runs under torchrun."""
     given = args.recipe
     recipe = _start_or_resume(args, 'model', 'data', 'out')
     if recipe is not None and given:
@@ -34,8 +34,8 @@ def finetune(args: argparse.Namespace) -> None:
     command = _to_resume(args, 'model', 'data', 'recipe', 'img_size', 'checkpoint', 'limit')
     recipe = recipe or Recipe.load(args.recipe or 'finetune', args.set)
     if recipe.ode is not None or any(stage.task != 'labels' for stage in recipe.stages):
-        raise ValueError('odevit finetune trains on labels, so the recipe must leave out ode, and task must be labels '
-                         'in all stages. For another recipe: odevit distill')
+        raise ValueError('odevit finetune trains on labels alone: the recipe must not have ode, and every stage must '
+                         'have task: labels. To run any other recipe, use odevit distill')
     options = {**(recipe.model_args or {}), 'num_classes': count_classes(args.data), 'img_size': args.img_size}
     options = {key: value for key, value in options.items() if value is not None}
     recipe = replace(recipe, model=command['model'], model_args=options)
@@ -105,7 +105,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--set', metavar='KEY=VALUE', action='append', default=[],
                         help='change the recipe, such as --set ode.rank=8 --set stages.0.fit.epochs=5')
     parser.add_argument('--resume', action='store_true',
-                        help='continue the run in the folder; with the folder and nothing else, as it was started')
+                        help='continue the run in the folder; with nothing else given, as it was first started')
     add_number(parser, '--limit', 'use only this many images of each part of the data, for a rehearsal')
     add_quiet(parser)
 

@@ -97,7 +97,8 @@ class WholeField(NativeField):
 
     def attention(self, t, x, context):
         raise ValueError(
-            f'A {type(self.block).__name__} cannot be split into attention and MLP. Use an unsplit method.')
+            f'A {type(self.block).__name__} cannot be split into attention and MLP. Use a method that does not split '
+            "it, such as 'euler'.")
 
     mlp = attention
 
@@ -213,8 +214,8 @@ def check_blocks(model: nn.Module, blocks: Sequence[Any]) -> None:
             if makers:
                 raise TypeError(
                     f'Cannot convert {name}: a {type(makers[0]).__name__} computes the weight of a '
-                    f'{type(module).__name__} in block {i}, but a shared block would not. Make the weight permanent '
-                    'first (prune.remove).')
+                    f'{type(module).__name__} in block {i}, which a shared block cannot do. Make the weight permanent '
+                    'first (in torch.nn.utils: prune.remove, remove_spectral_norm or remove_weight_norm).')
         if type(block) is not type(first):
             raise TypeError(
                 f'Cannot convert {name}: block {i} is a {type(block).__name__}, block 0 is a {type(first).__name__}. '

@@ -19,12 +19,12 @@ __all__ = ['Merged', 'check_not_merged', 'merge_', 'merged_bytes']
 def merge_(model: nn.Module) -> 'Merged':
     """Give each step of an ODE-ViT with a time-dependent block its own merged weights, in place, for deployment.
 
-    A block that depends on time is merged with the residuals of a layer before every evaluation. That keeps only one
-    block in memory but takes time, which matters with few tokens. Merged in advance, the model is about as fast as its
-    base and takes as much memory: one block per step, or one for each time at which a step evaluates its field;
+    Without it, a layer's residuals are added to the shared weights before every evaluation. That keeps only one block
+    in memory but takes time, which matters with few tokens. Merged in advance, the model is about as fast as its base
+    and takes as much memory: one block per step, or one for each time at which a step evaluates its field;
     `merged_bytes(model)` predicts how much. The blocks are ordinary frozen modules, which hooks, ONNX and quantisation
-    handle like any others. A merged model has a fixed number of steps and cannot be saved or trained:
-    call `restore()` first.
+    handle like any others. A merged model has a fixed number of steps and cannot be saved or trained: call `restore()`
+    first.
 
     Args:
         model: ODE-ViT with time 'vectors' or 'low_rank' and a fixed-step method.

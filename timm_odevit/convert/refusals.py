@@ -85,7 +85,8 @@ def _check_images(images: Any, parameter: Tensor) -> None:
             f'images are {images.dtype} on {images.device}, the model is {parameter.dtype} on {parameter.device}. '
             'Call images.to(...) first.')
     if images.is_meta:
-        raise ValueError('Nothing can be measured on the meta device. Set init to svd.')
+        raise ValueError("init='svd_data' is measured on images, but a model on the meta device computes nothing. Use "
+                         "init='svd'.")
 
 
 def _check_structure(name: str, sites: Sequence[Site], config: OdeConfig) -> None:
@@ -101,8 +102,8 @@ def _check_structure(name: str, sites: Sequence[Site], config: OdeConfig) -> Non
         elif whole and config.method in METHODS and METHODS[config.method].splits:
             unsplit = [m for m in METHODS if not METHODS[m].splits]
             raise ValueError(
-                f"'{config.method}' splits a block into attention and MLP, but {name}'s {whole[0]} is used whole. "
-                f"Use an unsplit method ({', '.join(unsplit)}): OdeConfig(method='euler').")
+                f"'{config.method}' splits a block into attention and MLP, but a {whole[0]} of {name} cannot be "
+                f"split. Use a method that does not split it ({', '.join(unsplit)}): OdeConfig(method='euler').")
     if fields == count > 1:
         shapes = {tuple((n, tuple(p.shape)) for n, p in b.named_parameters()) for s in sites for b in s.blocks}
         why = 'different parameters' if len(shapes) > 1 else 'different settings'

@@ -46,9 +46,9 @@ def choose_size(
 ) -> OdeConfig:
     """Choose the phases and the rank that make the best use of a number of parameters.
 
-    This gives one shared block, with residuals per layer of the largest rank that fits; the size dial of
-    hub/RESULTS.md shows what that keeps. A target of all the model's parameters gives one phase per layer, which is
-    the model itself.
+    This gives one shared block, with residuals per layer of the largest rank that fits; hub/RESULTS.md shows how much
+    accuracy each size keeps. A target of all the model's parameters gives one phase per layer, which is the model
+    itself.
 
     Args:
         model: Model that can be converted.
@@ -71,9 +71,11 @@ def choose_size(
     plain = replace(config, time='autonomous', rank=0, phases=1, init='mean')
     check_convertible(model, replace(plain, boundaries='uniform'))
     if config.boundaries != 'uniform':
-        raise ValueError(f'A size can be chosen only without boundaries; got {config.boundaries!r}. Leave them out.')
+        raise ValueError(f"choose_size chooses the phases, so boundaries must be 'uniform'; got {config.boundaries!r}. "
+                         'Leave them out.')
     if config.field != 'native':
-        raise ValueError("A size can be chosen only for field='native'. For another field, set time, rank and phases.")
+        raise ValueError("choose_size works only for field='native'. For another field, set time, rank and phases "
+                         'yourself.')
     total = count_parameters(model)
     wanted = _target(target, total, model)
     smallest = predict_parameters(model, plain)

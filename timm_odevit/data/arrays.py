@@ -38,7 +38,7 @@ def array_loaders(
     Args:
         path: .npz with uint8 images x_train and x_test [N, S, S, C] and labels y_train and y_test [N]; S may differ
             from the size that the model takes, and grey images may be [N, S, S]. It may also hold classes, the names of
-            the classes; if the model names the same, it decides their labels.
+            the classes; if the model has the same names, the images get its labels.
         model: timm model that will see the images.
         batch_size: Images per batch.
         held_out: Share of the training images held out, taken from the end.

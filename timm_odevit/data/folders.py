@@ -28,8 +28,8 @@ def folder_loader(
 
     Args:
         root: The folder of classes, or one that holds it as val/ or test/; see `folder_loaders`.
-        model: timm model that will see the images. If it knows the names of its classes and the folders have the same,
-            they get its labels; else the labels follow the alphabet.
+        model: timm model that will see the images. If its classes have names and the folders have the same names, the
+            images get its labels; otherwise, labels follow the alphabetical order of the folders.
         batch_size: Images per batch.
         workers: Worker processes; None for min(2, usable CPU cores - 1).
         held_out: Use val/ or, without one, only the share of each class that `folder_loaders` holds out of training
@@ -54,8 +54,8 @@ def folder_loader(
         dataset = _validation(root, parts, model, held_out, seed, any_classes)
     elif set(parts) == {'train'}:
         raise ValueError(
-            f"'{root}' has {parts['train'].name}/ but no val/ or test/ to evaluate on. Give the folder of classes "
-            'itself, or the share that was held out of training.')
+            f"'{root}' has {parts['train'].name}/ but no val/ or test/ to evaluate on. Give the folder that holds the "
+            'classes, or the share that was held out of training (held_out, --held-out).')
     else:
         dataset = _dataset(parts.get('val') or parts.get('test') or root, model, any_classes)
     return _evaluation_loader(dataset, model, batch_size, workers)

@@ -30,8 +30,8 @@ def attention_maps(flow: Flow) -> Iterator[Tensor]:
         with _Watched(x) as watched:
             y = step(x)
         if watched.found is None:
-            raise ValueError('These blocks have no attention of all tokens over all tokens, so there are no attention '
-                             'maps. Use the measures that need none.')
+            raise ValueError('These blocks never attend from all tokens to all tokens (windows, say), so they have no '
+                             'attention maps. Use a measure that needs none, such as trajectory_geometry.')
         yield watched.found
         x = y
 

@@ -23,15 +23,15 @@ __all__ = ['DiscretisationError', 'discretisation_errors', 'observed_order']
 
 @dataclass(frozen=True, repr=False)
 class DiscretisationError(PerImage):
-    """The error of one method with K steps, for some images. All distances are relative to the way of the exact
-    solution, the distance between its states at 0 and T.
+    """The error of one method with K steps, for some images. All distances are relative to how far the exact solution
+    moves: the distance between its states at 0 and T.
 
     Attributes:
         error: Distance of the last state from the exact solution's [B].
         local: Error that each step makes on its own, from the state where it starts [B, K].
         bound: Upper bound on `error`, to first order: the local errors, each multiplied by the largest factor by which
             the later steps amplify a small change [B].
-        reference: Distance of the reference solution from one with half as many steps: what `error` is good for [B].
+        reference: Distance of the reference solution from one with half as many steps: how accurate `error` is [B].
         method: The method.
         steps: Number K of steps.
         times: The times at which the steps end [K].

@@ -63,8 +63,8 @@ class Flow:
             TypeError: The maps have no head.
         """
         if self.head is None:
-            raise TypeError('This measure asks which class a state leads to, but there is no norm and head that could '
-                            'be applied to it. Use a model whose `forward_head(norm(state))` gives its logits.')
+            raise TypeError('This measure reads a class from every state, but there is no norm and head to apply to '
+                            'it. Use a model whose `forward_head(norm(state))` gives its logits.')
         return self.head(state)
 
     def lengths(self) -> list[float]:
@@ -139,7 +139,7 @@ def _sequence(model: Any) -> list[Any]:
         raise ValueError(f"'{odes[0].method}' chooses its own steps for each batch, so there is no fixed map to "
                          "follow. Set a fixed-step method first: model.blocks.method = 'rk4'.")
     if odes and odes[0].config.tokens < 1:
-        raise ValueError('With merged tokens, a step depends on the steps before it, not on the state alone. Set '
+        raise ValueError('With token merging, a step depends on the steps before it, not on the state alone. Set '
                          'tokens=1 first.')
     return list(blocks)
 

@@ -44,9 +44,9 @@ class Exponents(PerImage):
         spread = f' ± {good.std():.4f}' if len(good) > 1 else ''
         shown = f', largest {good.mean():.4f}{spread} per block' if len(good) else ''
         unsettled = int((self.residual > SETTLED).sum())
-        shown += f', {unsettled} not settled: more sweeps' if unsettled else ''
+        shown += f', {unsettled} not settled: raise sweeps' if unsettled else ''
         reason = next((reason for reason in self.reasons if reason), None)
-        return f"Exponents({len(largest)} images{shown}{f', {missing} without: {reason}' if missing else ''})"
+        return f"Exponents({len(largest)} images{shown}{f', none for {missing}: {reason}' if missing else ''})"
 
 
 def lyapunov_exponents(

@@ -189,7 +189,7 @@ def _distance_over_time(flow: Flow, other: Flow) -> DistanceOverTime:
 
 @dataclass(frozen=True, repr=False)
 class Similarity(PerImage):
-    """Likeness of the states at each time of a model and those at each time of another.
+    """Similarity of a model's states at all its times to another model's states at all its times.
 
     Attributes:
         values: Mean cosine of each token with itself at the other time [B, K + 1, L + 1].
@@ -202,7 +202,7 @@ class Similarity(PerImage):
 
 
 def state_similarity(model: Any, images: Images = None, *, other: Any = None, batch_size: int = 64) -> Similarity:
-    """Likeness of the states at all pairs of times, over all tokens.
+    """Similarity of the states at all pairs of times, over all tokens.
 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`.

@@ -41,7 +41,7 @@ def evaluate(
 ) -> Evaluation[Result]:
     """Measure accuracy per image, at several step counts, on the model's device.
 
-    The model is not changed: each other number of steps is that of a view, and modes are restored.
+    The model is not changed: other numbers of steps run on views of it (see `with_steps`), and modes are restored.
 
     Args:
         model: Model to measure, [B, C, H, W] to logits [B, classes].
@@ -153,8 +153,8 @@ def lineup(
 def check_same_images(marks: Tensor, others: Tensor) -> None:
     """Raise ValueError unless two passes had the same images in the same order, by the mark of each image."""
     if marks.shape != others.shape or not torch.allclose(marks, others, rtol=1e-4, atol=1e-6, equal_nan=True):
-        raise ValueError('The loader gives other images, or in another order, each time. Make it with shuffle=False '
-                         'and without augmentation.')
+        raise ValueError('The loader does not give the same images in the same order each time. Make it with '
+                         'shuffle=False and without augmentation.')
 
 
 def check_labels(labels: Tensor, classes: int) -> Tensor:

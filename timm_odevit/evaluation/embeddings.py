@@ -33,7 +33,7 @@ def evaluate_embeddings(
         data: str = '',
         trained_at: Sequence[int] = (),
 ) -> Evaluation[EmbeddingResult]:
-    """Measure the embeddings of a model without classes, or of any other's outputs, at several step counts.
+    """Measure the outputs of a model, with or without classes, as embeddings, at several step counts.
 
     The counterpart of `evaluate` for what has no classes. Without labels, embeddings are compared with the teacher's:
     cosine, squared error, and whether an image has the same nearest image. With labelled images to learn from, the
@@ -46,7 +46,7 @@ def evaluate_embeddings(
         loader: Batches (images [B, C, H, W], labels [B]), in the same order each time; the labels count only with
             `labelled` or `class_embeddings`. Or one pair of tensors, images [N, C, H, W] and labels [N].
         labelled: The same kind of batches, of other images, whose labels are used; such as the training images.
-        class_embeddings: Embedding of each class [classes, E], of any length.
+        class_embeddings: Embedding of each class [classes, E], of any norm.
         steps, teacher, amp_dtype, progress, data, trained_at: As in `evaluate`.
 
     Returns:

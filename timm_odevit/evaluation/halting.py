@@ -65,8 +65,8 @@ def calibrate_halting(
 ) -> Halting:
     """Find the threshold with the fewest evaluations that costs at most `max_drop` of the accuracy.
 
-    From the scores and the answers of each image after every step, every threshold is evaluated. Take images that were
-    not trained on. The model does not change; see `Halting.apply_`.
+    Each image runs once through all steps; its scores and answers after every step show what any threshold would do.
+    Use images that were not trained on. The model does not change; see `Halting.apply_`.
 
     Args:
         model: ODE-ViT with one sequence of blocks, a fixed-step method and a head.
@@ -116,7 +116,7 @@ def calibrate_halting(
             best = threshold, taken, top1
     if best is None:
         raise ValueError(f"Even the smallest threshold of '{rule}' costs more than max_drop={max_drop:g}. Use another "
-                         'rule, or allow more.')
+                         'rule, or raise max_drop.')
     threshold, taken, top1 = best
     return Halting(
         rule=rule, threshold=threshold, images=len(right),

@@ -21,8 +21,8 @@ class _Measured:
             not an ODE-ViT.
         parameters: Number of parameters.
         images: Number of images.
-        images_per_second: Speed of the forward pass, without data loading; of one pass each, so other programs disturb
-            it. `odevit benchmark` compares speeds.
+        images_per_second: Speed of the forward pass, without data loading; each batch is timed once, so other programs
+            disturb it. `odevit benchmark` compares speeds.
         halted: Share of the images that took 1, 2, ... steps, in percent; None if no image can halt.
     """
     model: str
@@ -36,7 +36,8 @@ class _Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Result(_Measured):
-    """Results of one model at one step count; model, steps, nfe, parameters, images, images_per_second and halted too.
+    """Results of one model at one step count; also has model, steps, nfe, parameters, images, images_per_second and
+    halted.
 
     Attributes:
         top1: Top-1 accuracy in percent.
@@ -61,7 +62,7 @@ class Result(_Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingResult(_Measured):
-    """Results of one model without classes at one step count; also what a Result says of steps, size and speed.
+    """Embeddings of one model at one step count; also has model, steps, ... and halted, as a Result has.
 
     Attributes:
         cosine: Mean cosine between the embedding of an image and the teacher's; None without a teacher.
@@ -164,7 +165,7 @@ class Evaluation(Generic[AnyResult]):
         counts, scores, speeds = zip(*points, strict=True)
         line, = axes.plot(counts, scores, marker='o', markerfacecolor='white', label='ODE-ViT')
         if trained := [point[:2] for point in points if point[0] in self.trained_at]:
-            axes.plot(*zip(*trained, strict=True), 'o', color=line.get_color(), label='K of its training')
+            axes.plot(*zip(*trained, strict=True), 'o', color=line.get_color(), label='K used in training')
         for r in self.results:
             if r.model == 'teacher':
                 axes.axhline(getattr(r, score), color='gray', linestyle='--', label='teacher')

@@ -1,4 +1,4 @@
-"""Vision transformers of other libraries, as timm's, and back into their programs.
+"""Vision transformers of other libraries: turned into timm models, and put back.
 
 build_vit        a timm model with another library's weights, compared with its model
 torchvision      from_torchvision: a torchvision VisionTransformer

@@ -29,14 +29,14 @@ class PutTower:
         self._replacements = replacements
 
     def restore(self) -> None:
-        """Put back the tower that was there before, on the device and in the dtype that the program has now.
+        """Put back the tower that was there before, on the device and in the dtype that the model has now.
 
         Raises:
-            ValueError: The program no longer holds this tower: it was restored, or another one was put in.
+            ValueError: The model no longer holds this tower: it was restored, or another one was put in.
         """
         if not self._replacements.in_place:
-            raise ValueError('The program no longer holds this tower: it was restored, or another one was put in since '
-                             'and has to be restored first.')
+            raise ValueError('The model no longer holds this tower: restore() was called already, or another tower '
+                             'was put in later and must be restored first.')
         now = next(self.tower.parameters())
         for module, _ in self._replacements.modules:
             module.to(now.device)
@@ -51,10 +51,10 @@ class PutTower:
 def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
     """Make a timm model the image tower of an open_clip or transformers model, in place; the text tower is left alone.
 
-    The tower comes from `from_open_clip` or `from_transformers`, or was trained for the same embeddings. One without
-    classes leaves the projection to the program, if it has one outside the tower that it had. It is used as it is, not
-    copied. The program saves it with the rest, but cannot rebuild it: save it by `save_pretrained`, and put it in again
-    after loading.
+    The tower comes from `from_open_clip` or `from_transformers`, or was trained for the same embeddings. If it has no
+    classes, the model applies its own projection, if that lies outside the former tower. The tower is used as it is,
+    not copied. The model saves it with the rest, but cannot rebuild it: save it by `save_pretrained`, and put it in
+    again after loading.
 
     Args:
         model: open_clip CLIP or CustomTextCLIP; or transformers CLIPModel, CLIPVisionModelWithProjection, SiglipModel.
@@ -107,7 +107,8 @@ def _in_open_clip(program: Any, old: Any, tower: Any) -> list[tuple[Any, str, An
     from open_clip.timm_model import TimmModel
     if getattr(old, 'output_tokens', False):
         raise TypeError(
-            f'A {type(program).__name__} also uses the tokens of its image tower; a tower of embeddings gives none.')
+            f'A {type(program).__name__} also uses the patch tokens of its image tower, but a timm tower gives only '
+            'embeddings.')
     _check_dtype(old, tower)
     head, width = None, getattr(old, 'output_dim', 0)
     if isinstance(old, TimmModel):
@@ -119,7 +120,7 @@ def _in_open_clip(program: Any, old: Any, tower: Any) -> list[tuple[Any, str, An
                 raise ValueError(f'The tower has no classes and {tower.num_features} features; this model projects '
                                  f'{layers[0].in_features} to {width}.')
     if head is None and _width(tower) != width:
-        raise ValueError(f'The tower gives embeddings of width {_width(tower)}; this model compares {width}.')
+        raise ValueError(f'The tower gives embeddings of width {_width(tower)}; this model needs {width}.')
     with on_meta():  # open_clip's own wrapper, which builds a model of its own by name
         visual = TimmModel('test_vit', width, pool='', proj='none')
     visual.trunk = tower
@@ -137,8 +138,8 @@ def _in_transformers(program: Any, tower: Any) -> list[tuple[Any, str, Any]]:
     old = program.vision_model
     _check_dtype(old, tower)
     if getattr(tower, 'head_dist', None) is not None:
-        raise ValueError(f'This {type(tower).__name__} has two heads (head and head_dist), but one is applied here. '
-                         'Call tower.reset_classifier(0) if the program is to project its features.')
+        raise ValueError(f'This {type(tower).__name__} has two heads (head and head_dist), but only one can be used. '
+                         'Call tower.reset_classifier(0) to let the model project the features.')
     projection = getattr(program, 'visual_projection', None)
     hidden = program.config.hidden_size if kind_of(program) == 'CLIPVisionModelWithProjection' else (
         program.config.vision_config.hidden_size)
@@ -193,11 +194,11 @@ class _VisionModel(nn.Module):
         for key in ('output_hidden_states', 'output_attentions'):
             if kwargs.get(key, getattr(self.config, key, False)):
                 raise ValueError(
-                    f'{key}=True: a timm tower has none in the form of transformers. Use '
+                    f'{key}=True does not work with a timm tower. Use '
                     'model.vision_model.tower.forward_intermediates(images) or attention_over_time.')
         if interpolate_pos_encoding:
             raise ValueError(
-                'interpolate_pos_encoding=True: a timm tower takes other image sizes if it was built with '
+                'interpolate_pos_encoding=True does not work with a timm tower. For other image sizes, build it with '
                 'dynamic_img_size=True.')
         tower: Any = self.tower
         images = pixel_values.to(next(tower.parameters()).dtype)

@@ -37,8 +37,8 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
     SigLIP, both with bicubic resizing: of the shorter side and a crop of the centre for CLIP, of both sides for SigLIP.
 
     Args:
-        model: CLIPModel, CLIPVisionModelWithProjection, CLIPVisionModel, SiglipModel or SiglipVisionModel, which a
-            SigLIP 2 of one size uses too; may be wrapped for compilation or distribution.
+        model: CLIPModel, CLIPVisionModelWithProjection, CLIPVisionModel, SiglipModel or SiglipVisionModel (also used by
+            a SigLIP 2 with a fixed image size); may be wrapped for compilation or distribution.
 
     Returns:
         A new timm VisionTransformer.

@@ -79,8 +79,8 @@ class OdeBlocks(nn.Module):
             raise ValueError(f"tokens={config.tokens:g} needs timm's plain attention (no windows, RoPE or position "
                              'bias), which this block does not use. Set tokens=1.')
         if config.halting is not None and self.after:
-            raise ValueError(f"halting='{config.halting}' skips the rest of the model, but blocks are kept after the "
-                             'ODE. Set halting=None.')
+            raise ValueError(f"halting='{config.halting}' lets images leave after any step, but this "
+                             'model has blocks after the ODE that they would skip. Set halting=None.')
         if config.halting in WITH_HEAD and self.readout is None:
             raise ValueError(f"halting='{config.halting}' needs a model with one sequence of blocks, whose "
                              "`forward_head(norm(state))` gives its logits. Use 'acceleration' or 'residual'.")

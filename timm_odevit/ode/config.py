@@ -38,7 +38,7 @@ def _steps(name: str, value: Any) -> Any:
 def _boundaries(name: str, value: Any) -> Any:
     if value == 'uniform':
         return value
-    allowed = 'uniform, or strictly increasing layers, each at least 1, such as (7, 10)'
+    allowed = "'uniform', or strictly increasing layers, each at least 1, such as (7, 10)"
     found = many(integer(1), allowed)(name, [value] if isinstance(value, int) else value)
     if not all(a < b for a, b in pairwise(found)):
         raise ValueError(f'{name} must be {allowed}; got {value!r}.')
@@ -72,15 +72,16 @@ class OdeConfig(Settings):
         time: How the shared block depends on t: 'autonomous', not at all; 'vectors', its vectors (norms, biases,
             LayerScale) have a value per layer; 'low_rank', each matrix also has a residual of rank `rank` per layer.
             Between two layers, values are interpolated linearly in t, unless they are `averaged`.
-        averaged: A step of a method other than an adaptive one evaluates its field with the values of the layers
-            averaged over the step. Changes nothing for steps of length 1; better if other numbers of steps are trained
-            as well (hub/lab/steps.md).
+        averaged: Each step of a fixed-step method uses the mean of the layers' values over the step, not their value at
+            one t. Changes nothing for steps of length 1; better if several numbers of steps are trained
+            (hub/lab/steps.md).
         rank: Rank of the residuals of 'low_rank'.
         phases: Number of shared blocks, one per span of consecutive layers.
         boundaries: First layer of each span except the first, such as (7, 10); 'uniform' for spans of equal length.
-        init: Weights of a shared block: 'mean' of its layers' blocks; 'svd', the mean, plus each layer's residual from
-            it truncated to `rank`; 'svd_data', the same, by least squares over the layer's inputs; 'spectral', random,
-            every weight matrix with spectral norm 1. None for 'svd' with low_rank, else 'mean'.
+        init: Initial weights of a shared block: 'mean', the mean of the blocks that it replaces; 'svd', the mean, and
+            each layer's residual from it truncated to `rank`; 'svd_data', the same, fitted to the layer's inputs by
+            least squares; 'spectral', random, every weight matrix with spectral norm 1. None for 'svd' with low_rank,
+            else 'mean'.
         blocks: First and last layer to convert, such as (3, 9); None for all.
         rtol: Relative tolerance of an adaptive method, dimensionless.
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
@@ -91,9 +92,10 @@ class OdeConfig(Settings):
             linearly in t. The state keeps its shape: merged tokens have equal states. Needs plain attention (no
             windows, RoPE or position bias).
         halting: Rule by which an image leaves the batch before the last step: 'entropy' of the class probabilities
-            along the way, 'confidence' in the predicted class, 'acceleration' or 'residual' of the state; None for no
-            halting. Images halt only in eval mode, if the host runs all blocks in one call (as timm's VisionTransformer
-            does) and no step has a hook. With the first two rules, norm and head run after every step.
+            after each step, 'confidence' in the predicted class, 'acceleration' or 'residual' of the state; None for no
+            halting. Images halt only in eval mode, if the model runs all blocks in one call (as timm's
+            VisionTransformer does) and no step has a hook. With the first two rules, norm and head run after every
+            step.
         halting_threshold: An image halts once its score is at most this; dimensionless; see `calibrate_halting`.
 
     Raises:

@@ -84,7 +84,8 @@ def run_halting(
     for name, value in steps[0][1].block_kwargs.items():
         if isinstance(value, Tensor) and (value.ndim > 2 or name == 'attn_mask'):
             raise ValueError(
-                f'Images cannot leave a batch for which the model passes its blocks a {name}. Set halting=None.')
+                f'The model passes its blocks a {name} for the whole batch, so images cannot leave it early. Set '
+                'halting=None.')
     scores = Scores(str(config.halting), readout)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return _run_all(steps, x, scores, config.halting_threshold)

@@ -55,10 +55,10 @@ class TokenMerging:
             tokens.
         """
         if isinstance(x, torch.fx.Proxy):
-            raise ValueError('FX cannot trace the merging of tokens. Set tokens=1, or use torch.export.')
+            raise ValueError('FX cannot trace token merging. Set tokens=1, or use torch.export.')
         if context.block_kwargs.get('attn_mask') is not None or context.block_kwargs.get('is_causal'):
             raise ValueError(
-                'Tokens cannot be merged under an attention mask, which names them by position. Set tokens=1.')
+                'Tokens cannot be merged under an attention mask, which refers to their positions. Set tokens=1.')
         groups = _groups_of(x)
         y = x if groups is None else _rows(x, groups.first)
         y, groups = self.merge(y, (t - self.start) / self.T, x.shape[1], groups)

@@ -1,4 +1,4 @@
-"""A page that shows what a model does to a few images, with a slider over t.
+"""A page that shows what a model does with a few images, with a slider over t.
 
 findings            everything that a report shows, measured
 charts              charts that move with the image and with t

@@ -50,22 +50,24 @@ def charts(found: Findings, names: Sequence[str] | None) -> list[Chart]:
         made.append(_classes(found, names))
     rows: list[Any] = [  # title, what it shows, the model's measures [B, times] and the teacher's
         ('Distance from the teacher',
-         "Relative to the norm of the teacher's state, over all tokens. Where it jumps, give the block a phase or more "
-         'rank.', found.followed, lambda m: (m.times, m.distance), None),
+         "Relative to the norm of the teacher's state, over all tokens. Where it jumps, try another phase or a "
+         'higher rank.', found.followed, lambda m: (m.times, m.distance), None),
         ('Probability of the final class',
-         'If norm and head read the state at t. Where it is high early, images can stop early: odevit halt.',
+         'As the norm and head read it from the state at t. If it is high early, images can stop early: odevit halt.',
          found.decided, lambda m: (m.times, m.probability), None),
-        ('Speed', 'Length of a step over the norm of the state, per unit of time. Where it is low, fewer steps do.',
+        ('Speed',
+         'Length of a step over the norm of the state, per unit of time. Where it is low, fewer steps are enough.',
          own, lambda m: (m.times[1:], m.speed / m.norm[:, 1:]), other),
-        ('Angle between steps', 'In degrees: 0 is straight on, 90 a right angle. Straight ways need few steps.',
+        ('Angle between steps', 'In degrees: 0 is straight on, 90 a right angle. Straight trajectories need few steps.',
          own, lambda m: (m.times[1:-1], m.angle), other),
         ('Class token and patches',
          'Cosine of the class token and the mean patch token: near 1, pooling the patches would do as well.',
          own, lambda m: (m.times, m.cosine), other),
-        ('Likeness of the patches',
-         'Mean cosine of two patch tokens (anisotropy). Near 1, tokens can be merged: tokens=0.5.',
+        ('Similarity of the patches',
+         'Mean cosine of two patch tokens (anisotropy). Near 1, try fewer tokens: tokens=0.5.',
          own, lambda m: (m.times, m.anisotropy), other),
-        ('Entropy of attention', 'In nats: low where a token attends to few others, high where tokens can be merged.',
+        ('Entropy of attention',
+         'In nats: low where a token attends to few others; where it is high, try fewer tokens.',
          found.attention, lambda m: (m.times, m.entropy), None),
         ('Largest Lyapunov exponent',
          'Up to t, per unit of time: above 0, some small changes of the state grow, and larger steps are a risk.',
@@ -143,7 +145,7 @@ def _plane(found: Findings) -> Chart:
         yaxis=dict(showticklabels=False, title='second', scaleanchor='x'))
     figure.update_layout(height=300, margin=dict(l=30))
     about = (f'The {found.token} in a plane that shows {100 * found.plane.explained:.0f} % of the variance.')
-    return Chart('Its way through the space of features', about, figure, 'ib', True)
+    return Chart('Its path through feature space', about, figure, 'ib', True)
 
 
 def _classes(found: Findings, names: Sequence[str] | None) -> Chart:
@@ -177,7 +179,7 @@ def _classes(found: Findings, names: Sequence[str] | None) -> Chart:
          *(_frame(f'{i}-{k}', traces(i, k), 0) for i in range(len(chosen)) for k in range(len(found.times)))],
         xaxis=dict(range=[0, 1], tickformat='.0%', tickvals=[0, 0.5, 1]), yaxis=dict(automargin=True, **ticks(0)))
     figure.update_layout(height=300, margin=dict(r=30))
-    about = 'Probabilities, if norm and head read the state at t.'
+    about = 'Probabilities, as the norm and head read them from the state at t.'
     return Chart('What it would answer at t', about, figure, 'ib', True)
 
 
@@ -214,8 +216,8 @@ def _similarity(alike: Similarity, columns: str) -> Chart:
     ticks = dict(type='category', tickangle=0, dtick=max(1, len(z) // 6))
     figure = _figure([heat], [], xaxis=dict(title=columns, **ticks),
                      yaxis=dict(title='t', autorange='reversed', **ticks))
-    about = 'Mean cosine of each token with itself at another time, not below 0.'
+    about = 'Mean cosine of each token with itself at another time; negative values are shown as 0.'
     if columns != 't':
-        return Chart("Likeness to the teacher's states", f'{about} On a bright diagonal, they agree at the same time.',
-                     figure, '')
-    return Chart('Likeness of its states', about, figure, '')
+        return Chart("Similarity to the teacher's states", f'{about} A bright diagonal: they agree at '
+                     'equal times.', figure, '')
+    return Chart('Similarity of its states', about, figure, '')

@@ -74,8 +74,8 @@ class Findings:
     def sentence(self) -> str:
         """What the model does, in a sentence; and another, if these images look unlike its classes."""
         unlike = self.probabilities is not None and float(self.probabilities[:, -1].amax(dim=-1).max()) < UNLIKE
-        return self._sentence() + (f' No class gets {100 * UNLIKE:.0f} % for any image: they look unlike the classes '
-                                   'that the model knows.' if unlike else '')
+        return self._sentence() + (f' No class gets {100 * UNLIKE:.0f} % for any image: they do not look like the '
+                                   'classes that the model knows.' if unlike else '')
 
     def _sentence(self) -> str:
         count = len(self.plane.points)
@@ -157,8 +157,8 @@ def _check(model: Any, images: Tensor, teacher: Any) -> None:
     if teacher is None:
         return
     if renormalisation(model, teacher) != (None, None):
-        raise ValueError('The teacher expects other images than the model: their mean and std differ. Give a teacher '
-                         'with the same normalisation.')
+        raise ValueError('The teacher and the model normalise images differently (mean, std). Give a teacher with the '
+                         'same normalisation.')
     for what, of in (('classes', lambda m: getattr(m, 'num_classes', None)),
                      ('input', lambda m: list(data_config(m)['input_size']))):
         if of(model) != of(teacher):

@@ -40,7 +40,7 @@ def write_report(
         title: str | None = None,
         progress: bool = True,
 ) -> Path:
-    """Show what a model does to a few images: one page that needs no network and no server.
+    """Write a page that shows what a model does with a few images; it needs no network and no server.
 
     A slider over t moves attention, the state in a plane, and the probabilities of the classes together. Beside the
     page, report.json has the numbers.
@@ -117,7 +117,8 @@ def _page(
         token = 'class token' if found.attention.class_token else 'tokens'
         about = f'attention of the {token} in the step that ends at t'
         for name, tokens, words in (('attention', found.attention.attention, about),
-                                    ('rollout', found.attention.rollout, 'all steps until t together (rollout)')):
+                                    ('rollout', found.attention.rollout,
+                                     'attention through all steps up to t (rollout)')):
             frames[name] = [[_uri(spotlight(torch.ones(found.grid))), *(_uri(spotlight(x)) for x in image)]
                             for image in _on_grid(found, tokens)]  # before the first step, there is none
             looks.append(_figure(words, name))
@@ -205,10 +206,11 @@ def _rows(found: Findings, names: Sequence[str], classes: Sequence[str] | None,
 
 ABOUT = {
     'settled at t': 'the class no longer changes after this time',
-    'radius': 'how far the tokens that the head reads may move at the end before the class changes, in the worst '
-              'direction, over their norm',
+    'radius': 'how far the tokens that the head reads can move at the end before the class changes, in the worst '
+              'direction, relative to their norm',
     'exponent': 'largest finite-time Lyapunov exponent, per unit of time',
-    'distance': "of all last tokens from the teacher's, over the norm of the teacher's",
+    'distance': "distance of the last state, over all tokens, from the teacher's, relative to the norm of the "
+                "teacher's",
     "patches' cosine": "mean cosine of the patch tokens with the teacher's, at the end",
 }
 

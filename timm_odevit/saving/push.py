@@ -37,10 +37,11 @@ def push_to_hub(
 
     One commit holds model.safetensors, config.json, README.md (the card) and test/tensors.safetensors (an input and the
     model's output for it); from a folder, also recipes and results.json. Files that the Hub already has are not sent
-    again. Its card is replaced only by a folder's, or for new results or another licence.
+    again. Its card is replaced only by that of a folder, or if results or license are given.
 
     Args:
-        model: Model to send, or the folder of a saved model, which is sent as it is: to read or write the card first.
+        model: Model to send, or the folder of a saved model, which is sent as it is, so that you can edit its card
+            first.
         repo_id: 'org/name'; created if it does not exist.
         results: Rows for the card, as returned by `json.loads(evaluate(...).to_json())`.
         dataset: Name of the dataset of the results, such as 'CIFAR-100'.
@@ -75,7 +76,8 @@ def push_to_hub(
             (folder / CARD).write_text(card, encoding='utf-8')
             save_reference(saved, folder)
         elif results or dataset or license:
-            raise ValueError(f"A folder is sent as it is. Say so in '{folder / CARD}', or give a model.")
+            raise ValueError(f'A folder is sent as it is, without results, dataset or license. Write them into '
+                             f"'{folder / CARD}', or give a model.")
         api = HfApi(token=token, library_name='timm_odevit')
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
@@ -86,5 +88,5 @@ def push_to_hub(
                 repo_id=repo_id, folder_path=folder, allow_patterns=_SENT, ignore_patterns=[CARD] * keep_card,
                 revision=revision, create_pr=create_pr, commit_message='Model by timm-odevit')
         except Exception as e:  # which errors there are depends on the client's version
-            raise OSError(f'{repo_id} on the Hub: {one_line(e)}') from e
+            raise OSError(f'Could not send the model to {repo_id} on the Hub: {one_line(e)}') from e
     return done.pr_url or done.commit_url

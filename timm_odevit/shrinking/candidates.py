@@ -71,7 +71,7 @@ def candidates(model: nn.Module, student: nn.Module, plain: nn.Module | None) ->
                              keep_original=False).model
         except (TypeError, ValueError):  # windows, say
             break
-        yield Candidate(f'original, merged tokens {share:g}', fewer)
+        yield Candidate(f'original, tokens = {share:g}', fewer)
     if plain is not None:
         count = len(find_ode_blocks(plain)[0])
         name = f"plain, {count} block{'s' if count > 1 else ''}"
@@ -99,7 +99,7 @@ def measure(
     folder.mkdir(exist_ok=True)
     device = next(chosen[0].model.parameters()).device
     onnx = device.type == 'cpu' and all(find_spec(name) for name in ('onnx', 'onnxscript', 'onnxruntime'))
-    notes = [] if onnx else ['The files are those of torch.export, run by torch.' + (
+    notes = [] if onnx else ['The files were written by torch.export and timed in torch.' + (
         " For ONNX Runtime, type: pip install 'timm-odevit[deploy]'" if device.type == 'cpu' else '')]
     found: list[tuple[Candidate, Path, Any]] = []
     for candidate in chosen:

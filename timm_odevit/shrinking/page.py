@@ -29,7 +29,7 @@ def write_page(verdict: Verdict, title: str) -> str:
         'title': escape(title), 'recommendation': escape(verdict.recommendation),
         'outlook': ''.join(f'<p>{escape(text)}</p>' for text in verdict.outlook),
         'size': _plot(verdict, beaten, 'file, MB (logarithmic)', lambda row: row.mb),
-        'time': _plot(verdict, beaten, 'ms an image in a batch of 32 (logarithmic)', lambda row: row.ms and row.ms[1]),
+        'time': _plot(verdict, beaten, 'ms per image in a batch of 32 (logarithmic)', lambda row: row.ms and row.ms[1]),
         'table': f'<table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>',
         'about': ''.join(f'<p>{escape(text)}</p>' for text in (*verdict.about, f'Times: {verdict.machine}.')),
         'plotly': get_plotlyjs(),

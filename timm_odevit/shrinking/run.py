@@ -72,8 +72,8 @@ def shrink(
         out: Folder for the results.
         size: Size of the student, as for `choose_size`, such as '25%', '3M' or '4MB' in the model's dtype; None for one
             that suits the images and minutes.
-        keep: Share of the original's accuracy, such as 0.95 or '95%', to keep: without a size, a quarter of the minutes
-            goes into finding the smallest one that does. None for 0.95 in the verdict, and no search.
+        keep: Share of the original's accuracy to keep, such as 0.95 or '95%', instead of a size: a quarter of the
+            minutes goes into finding the smallest student that keeps it. None for no search, and 0.95 in the verdict.
         minutes: Minutes to spend.
         embedding: The model's outputs are embeddings, not logits; always so for a model without classes.
         resume: Continue what `out` holds, with the same arguments.
@@ -190,7 +190,7 @@ def _memory(student: nn.Module, teacher: nn.Module, images: Images) -> float:
 
 
 def _about_images(images: Images) -> str:
-    why = '' if images.measure == 'accuracy' else f'; labels do not count: {images.why}'
+    why = '' if images.measure == 'accuracy' else f'; labels are not used: {images.why}'
     return (f'{images.number:,} images to learn from, {len(images.choosing.images):,} to choose the best state, '
             f'{len(images.judging.images):,} to judge by {images.measure}{why}')
 

@@ -16,7 +16,7 @@ class Verdict:
         rows: What was measured of each candidate, the original first.
         measure: 'accuracy', 'agreement' or 'cosine', in percent.
         keep: Share of the original's value that is to be kept, between 0 and 1.
-        images: Number of images that judged.
+        images: Number of images on which the rows were measured.
         about: What was done, in sentences.
         outlook: What more minutes or images would change, in sentences.
         machine: What the times depend on.
@@ -49,12 +49,12 @@ class Verdict:
 
     @property
     def smallest(self) -> Row:
-        """The one of these with the smallest file."""
+        """The row of `good` with the smallest file."""
         return min(self.good, key=lambda row: row.mb or 0.)
 
     @property
     def fastest(self) -> Row:
-        """The one of these that takes least time for a batch of 32."""
+        """The row of `good` that takes the least time for a batch of 32."""
         return min(self.good, key=lambda row: (row.ms or (0., 0.))[1])
 
     @property
@@ -87,7 +87,7 @@ class Verdict:
     @property
     def heads(self) -> list[str]:
         """The heads of the table's columns."""
-        return ['', 'file, MB', f'{self.measure}, %', 'ms, batch 1', 'ms an image, batch 32', '10⁶ multiply-adds', '']
+        return ['', 'file, MB', f'{self.measure}, %', 'ms, batch 1', 'ms per image, batch 32', '10⁶ multiply-adds', '']
 
     def cells(self) -> list[list[str]]:
         """The rows of the table, as text."""

@@ -47,8 +47,8 @@ def calibrate_(
     unrolled steps learn the whole trajectory (TrajectoryDistillationTask), each in half of the time. Only the shared
     blocks learn. Of the weights before, between and after the parts, those that come nearest to the teacher's outputs
     on a few of the batches are kept; a warning says if they are the first. A copy is trained and its weights are
-    assigned at the end, so that an interrupted or failed call leaves the model as it was. A student that is exact has
-    nothing to learn, and takes no time.
+    assigned at the end, so that an interrupted or failed call leaves the model as it was. A student that already equals
+    its teacher is left as it is, in no time.
 
     Args:
         model: Converted model.

@@ -91,8 +91,8 @@ class LossConfig(Settings):
     """Settings of the loss; each is also a keyword of TrajectoryDistillationTask and a key of a recipe's `loss`.
 
     Attributes:
-        checkpoints: Where the teacher's layers lie in time: 'uniform', or 'distance', measured on `calibration`, which
-            is the paper's and gains nothing (hub/lab/ingredients.md).
+        checkpoints: Where the teacher's layers lie in time: 'uniform'; or 'distance', by how far each layer moves the
+            state of the images in `calibration`, as in the paper, which gains nothing (hub/lab/ingredients.md).
         checkpoint_temperature: Temperature of the softmax over the distances, in units of their mean.
         trajectory_weight: Weight of the squared error relative to the teacher's variance, averaged over
             checkpoints.
@@ -100,18 +100,17 @@ class LossConfig(Settings):
         register_weight: Share of the register tokens in the trajectory loss.
         patch_weight: Share of the patch tokens in the trajectory loss.
         steps: Numbers of steps, such as (6, 8, 12, 16, 24), or shares of the student's own number, such as
-            (0.5, 0.67, 1.0, 1.33, 2.0), rounded; each update draws one, so that K can be chosen after training. Several
-            in one place, such as ((6, 1), (6, 2), (6, 3)), are all run in that update. None for the student's own
-            number.
+            (0.5, 0.67, 1.0, 1.33, 2.0), rounded; each update draws one, so that K can be chosen after training. In ((6,
+            1), (6, 2), (6, 3)), each update draws a pair and runs both. None for the student's own number.
         consistency_weight: Weight of the distance between the outputs with the second, third, ... number of steps of an
             update and those with the first, which it does not train.
         patch_drop: Share of the patches left out at random in each update, the same ones for teacher and student; the
             last updates should see all. With half of them, twice as many images fit into the same time
             (hub/lab/minutes.md).
         jasmin_weight: Weight of the JaSMin loss of the shared block's attention, recomputed at two of the states.
-        kd_weight: Weight of the KL divergence between the logits or, of embeddings, of one minus their cosine plus
-            their squared error relative to the teacher's variance. Early in training, a tenth gains 8.4 points over
-            full weight (hub/lab/ingredients.md); raise it towards the end.
+        kd_weight: Weight of the KL divergence between the logits or, for embeddings, of one minus their cosine plus
+            their squared error relative to the teacher's variance. Early in training, 0.1 gains 8.4 points over 1
+            (hub/lab/ingredients.md); raise it towards the end.
         kd_temperature: Temperature of both models' logits in the KL divergence.
         embedding: Compare the models' outputs as embeddings, not as logits; always so for models without classes.
         task_weight: Weight of the loss on the labels.
@@ -232,13 +231,13 @@ class CalibrationConfig(Settings):
     """Settings of `calibrate_`; each is also a keyword of `calibrate_`.
 
     Attributes:
-        minutes: Time to spend, half of it on each part; the number of updates is found by trying a few. None for 5.
-        epochs: Epochs of the first part, step by step, and of the second, unrolled, instead of minutes. None for
-            minutes.
+        minutes: Minutes to spend, half of them on each part; a few updates are tried to find how many fit. None for 5.
+        epochs: Epochs of the first part (each step on its own) and of the second (unrolled), such as (8, 2), instead of
+            minutes. None for minutes.
         batch_size: Images per update.
-        lr: Peak learning rate of the first part (AdamW), on a cosine schedule. None for 3e-3, or a share of it for a
-            student that has little to learn: three times the loss of the first part before training, if less than 1.
-        unrolled_lr: Peak learning rate of the second part (Muon). None for 1e-3, or the same share of it.
+        lr: Peak learning rate of the first part (AdamW), on a cosine schedule. None for 3e-3 * min(1, 3 * loss), with
+            the loss of the first part before training.
+        unrolled_lr: Peak learning rate of the second part (Muon). None for 1e-3 * min(1, 3 * loss), with the same loss.
         amp: Mixed precision: 'bfloat16' or 'float16'; None for full precision.
         seed: Seed for the order of the images.
 

@@ -80,13 +80,13 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
     if config.patch_drop and (teacher is None or not all(
             isinstance(getattr(model, 'patch_drop', None), nn.Identity) and not getattr(model, 'rope', None)
             for model in (student, teacher))):
-        raise ValueError(f'patch_drop needs a teacher, and models that take part of their patches; a {name} that has '
-                         'RoPE, or has no patch_drop of its own, does not. Set patch_drop=0.')
+        raise ValueError(f'patch_drop needs a teacher, and models that can run on some of their patches; a {name} '
+                         'with RoPE, or without a patch_drop module, cannot. Set patch_drop=0.')
     if is_one_sequence(student):
         if config.exits and (
                 class_token_comes_later(student) or not isinstance(getattr(student, 'norm', None), nn.Module)):
-            raise ValueError(f"exits apply the last norm and the head to states along the way, which a {name}'s do "
-                             'not fit. Leave exits out.')
+            raise ValueError('exits apply the final norm and the head to the states after earlier steps, which does '
+                             f'not work for a {name}. Leave exits out.')
         return
     for setting in ('jasmin_weight', 'exit_weight', 'patch_drop'):
         if getattr(config, setting):
@@ -97,7 +97,8 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
                          'shares of them, such as [0.5, 1.0, 2.0].')
     if any(ode.config.adaptive for ode in odes):
         raise ValueError(
-            f"'{odes[0].method}' gives no states to follow in a {name}. Set a fixed-step method first.")
+            f"'{odes[0].method}' gives no states to follow in a {name}. Set a fixed-step method first, such as "
+            "model.blocks.method = 'rk4'.")
 
 
 def _check_teacher(student: nn.Module, teacher: nn.Module) -> None:

@@ -127,8 +127,8 @@ def check_loss_is_finite(
     if math.isfinite(parts['loss'].item()):
         return
     if not torch.isfinite(images).all():
-        raise FloatingPointError(f'Images of batch {batch + 1} in epoch {epoch + 1} are not finite, nor is the loss. '
-                                 'Check the data.')
+        raise FloatingPointError(f'Batch {batch + 1} of epoch {epoch + 1} has images that are not finite, so neither '
+                                 'is the loss. Check the data.')
     found = ', '.join(f'{key} {part.item():.4g}' for key, part in parts.items())
     raise FloatingPointError(
         f'The loss is not finite in epoch {epoch + 1}, batch {batch + 1} ({found}). '

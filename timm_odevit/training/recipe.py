@@ -143,7 +143,8 @@ class Recipe(Settings):
             except ValueError as e:
                 raise ValueError(f'stages.{i}: {e}') from None
         if not used:
-            raise ValueError('All stages have 0 epochs, so there is nothing to train. Give one of them some.')
+            raise ValueError('All stages have 0 epochs, so there is nothing to train. Set fit.epochs to at least 1 in '
+                             'one of them.')
         if self.loss and all(stage.task != 'trajectory' for stage in self.stages):
             raise ValueError('loss applies only to stages with task trajectory, and there are none. Leave it out.')
         object.__setattr__(self, 'stages', tuple(used))
@@ -254,7 +255,7 @@ def _set(tree: Any, path: list[str], value: Any, change: str) -> None:
         if isinstance(tree, list) and (not name.isdigit() or int(name) >= len(tree)):
             raise ValueError(f"'{change}': there is no entry '{name}'; the entries are 0 to {len(tree) - 1}.")
         if not isinstance(tree, (dict, list)):
-            raise ValueError(f"'{change}': there are no keys above '{name}'.")
+            raise ValueError(f"'{change}': '{name}' is not a key, because the entry before it is a single value.")
         key: Any = int(name) if isinstance(tree, list) else name
         if below is not None:
             if isinstance(tree, dict) and tree.get(key) is None:

@@ -57,10 +57,10 @@ def train(
 
     Writes to `out`: recipe.yaml; run.json, with what else must be the same to resume; stage0/, stage1/, ..., as `fit`
     writes them; and at the end best/, the best model of the last stage with its recipe, and history.json, the records
-    of all stages. A given student is validated first and saved in start/; if training ends below it, best/ is the
-    start, and a warning says so. A stage that does not train the student's own number of steps is validated and saved
-    with the nearest one that it trains; the recipe in best/ has numbers of steps in place of shares of the student's
-    own number.
+    of all stages. A given student is validated first and saved in start/; if training ends worse than that, best/ holds
+    the model from start/, and a warning says so. A stage that does not train the student's own number of steps is
+    validated and saved with the nearest one that it trains; the recipe in best/ has numbers of steps in place of shares
+    of the student's own number.
 
     Args:
         recipe: Recipe to run.
@@ -265,9 +265,9 @@ def _publish(
     top = max((record for record in history if record['stage'] == last), key=lambda record: score_of(record, -math.inf))
     if start is not None and score_of(top, -math.inf) < score_of(start, -math.inf):
         warnings.warn(
-            f"Training ended below its start: {_score_in_words(top)} in the best epoch of the last stage, "
-            f"{_score_in_words(start)} before. '{folder / BEST}' is the start; the best epoch is in '{best}'. Try a "
-            'lower lr, or more epochs.', stacklevel=3)
+            f'Training ended worse than it started: {_score_in_words(top)} in the best epoch of the last stage, '
+            f"{_score_in_words(start)} before. '{folder / BEST}' holds the model from before training, '{best}' the "
+            'best epoch. Try a lower lr, or more epochs.', stacklevel=3)
         best = folder / START
     with staged(folder / BEST, WEIGHTS, CONFIG) as aside:
         for name in (WEIGHTS, CONFIG):

@@ -215,10 +215,10 @@ class TrajectoryDistillationTask(StudentTask):
             target: Labels [B], or class probabilities [B, classes]; may be None with task_weight 0.
 
         Returns:
-            'loss', 'output' (the student's logits [B, classes] or embeddings [B, E]), and, before weighting, those
-            parts that can be computed: 'trajectory_loss', 'kd_loss' and 'task_loss', also with weight 0, for the
-            record, with a weight 'jasmin_loss' and 'exit_loss', and 'consistency_loss' if an update runs several
-            numbers of steps, over which all others are averaged; 'output' is that of the first.
+            'loss', 'output' (the student's logits [B, classes] or embeddings [B, E]), and the parts of the loss before
+            weighting: 'trajectory_loss', 'kd_loss' and 'task_loss' wherever they can be computed, even with weight 0;
+            'jasmin_loss' and 'exit_loss' if their weight is above 0; and 'consistency_loss' if an update runs several
+            numbers of steps. All others are then averaged over these, and 'output' is that of the first.
         """
         students = self._students_of_update()
         with self._patches_of_update(students[0]):
