@@ -74,7 +74,7 @@ def read_images(
         ValueError: There are no images, or they do not fit the model.
     """
     classes = getattr(model, 'num_classes', 0) and not embedding
-    why = '' if classes else 'its outputs are embeddings'
+    why = '' if classes else "the model's outputs are embeddings"
     test = None
     if isinstance(images, Tensor) or is_pair(images):
         loader, learned, held = _tensors(images, batch_size)

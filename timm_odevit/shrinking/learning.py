@@ -75,30 +75,34 @@ def learn(
     start = value_of(student, images.choosing, images.measure)
     validation = (time.perf_counter() - began) / 60
     tasks, options = _parts(student, teacher, images)
-    shares = [share for share, name, *_ in PARTS if name in tasks]
+    shares = {name: share for share, name, *_ in PARTS if name in tasks}
     file = folder / PLAN
     if file.is_file():
         plan = json.loads(file.read_text())
     else:
         name = next(iter(tasks))
-        amp = faster_amp(student, images.loader, tasks[name], options[name])
-        left = max(0.5 * minutes, minutes - EPOCHS * len(tasks) * validation)
-        each = updates_in([left * share / sum(shares) for share in shares], student, images.loader, [*tasks.values()],
-                          [{**chosen, 'amp': amp} for chosen in options.values()])
-        plan = {'amp': amp, 'updates': dict(zip(tasks, each, strict=True))}
-        write_text(file, to_json(plan))
-    updates = plan['updates']
+        plan = {'amp': faster_amp(student, images.loader, tasks[name], options[name]), 'updates': {}}
+        plan['spent'] = (time.perf_counter() - began) / 60
     first = copy.deepcopy(student)
     scores: dict[str, list[float]] = {}
     try:
         for name, make in tasks.items():
+            began, chosen = time.perf_counter(), {**options[name], 'amp': plan['amp']}
+            if name not in plan['updates']:  # by the time of an update now, since a machine may be busy at first
+                to_come = sum(share for other, share in shares.items() if other not in plan['updates'])
+                left = max(1e-3, minutes - plan['spent']) * shares[name] / to_come
+                plan['updates'][name], = updates_in(
+                    [max(0.5 * left, left - EPOCHS * validation)], student, images.loader, [make], [chosen])
+                write_text(file, to_json(plan))
+            updates = plan['updates'][name]
             task = make(student)
             task.title = name
-            loader = Stream(images.loader, max(1, updates[name] // EPOCHS))
-            history = fit(task, loader, images.choosing.batches(), epochs=min(updates[name], EPOCHS),
-                          out=folder / name.replace(' ', '_'), resume=True, progress=progress,
-                          amp=plan['amp'], **options[name])
+            loader = Stream(images.loader, max(1, updates // EPOCHS))
+            history = fit(task, loader, images.choosing.batches(), epochs=min(updates, EPOCHS),
+                          out=folder / name.replace(' ', '_'), resume=True, progress=progress, **chosen)
             scores[name] = _scores(history)
+            plan['spent'] += (time.perf_counter() - began) / 60
+            write_text(file, to_json(plan))
     finally:
         best = _best(first, start, folder, tasks)
         save_pretrained(best, folder / BEST)

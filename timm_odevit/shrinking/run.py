@@ -190,7 +190,7 @@ def _memory(student: nn.Module, teacher: nn.Module, images: Images) -> float:
 
 
 def _about_images(images: Images) -> str:
-    why = '' if images.measure == 'accuracy' else f'; labels are not used: {images.why}'
+    why = '' if images.measure == 'accuracy' else f'; labels are not used, because {images.why}'
     return (f'{images.number:,} images to learn from, {len(images.choosing.images):,} to choose the best state, '
             f'{len(images.judging.images):,} to judge by {images.measure}{why}')
 
