@@ -4,6 +4,7 @@
     odevit finetune deit_tiny_patch16_224 twelve.npz out/teacher12 --checkpoint deit_tiny.safetensors --img-size 96 \\
         --set fit.epochs=6 --set fit.lr=2e-4 --threads 1
     odevit shrink local-dir:out/teacher12/best twelve.npz out/shrink12 --minutes 15 --size 25% --threads 1
+    python examples/exported.py out/shrink12/files/original.onnx twelve.npz
 """
 import sys
 
