@@ -298,10 +298,9 @@ def test_the_slider_moves_everything_together(shown):
 def test_nothing_is_cut_off(shown, width):
     tab, wrong, _ = shown
     tab.set_viewport_size({'width': width, 'height': 844})
-    tab.wait_for_timeout(500)
-    assert tab.evaluate('document.documentElement.scrollWidth') <= width
-    sizes = tab.evaluate('[...document.querySelectorAll(".panel")].map(p => [p.scrollWidth, p.clientWidth])')
-    assert all(inner <= outer for inner, outer in sizes) and not wrong
+    tab.wait_for_function(f'''document.documentElement.scrollWidth <= {width}
+        && [...document.querySelectorAll(".panel")].every(panel => panel.scrollWidth <= panel.clientWidth)''')
+    assert not wrong
 
 
 def test_images_that_look_unlike_the_classes_are_named(vit, tmp_path):
