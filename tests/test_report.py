@@ -298,8 +298,9 @@ def test_the_slider_moves_everything_together(shown):
 def test_nothing_is_cut_off(shown, width):
     tab, wrong, _ = shown
     tab.set_viewport_size({'width': width, 'height': 844})
-    tab.wait_for_function(f'''document.documentElement.scrollWidth <= {width}
-        && [...document.querySelectorAll(".panel")].every(panel => panel.scrollWidth <= panel.clientWidth)''')
+    tab.reload()
+    tab.wait_for_function(f"""document.documentElement.scrollWidth <= {width}
+        && [...document.querySelectorAll(".panel")].every(panel => panel.scrollWidth <= panel.clientWidth)""")
     assert not wrong
 
 
