@@ -37,8 +37,7 @@ def models():
         trained = record['trained_at'] or []
         cells = [f"**{found[k]['top1']:.1f}**" if k in trained else f"{found[k]['top1']:.1f}" if k in found else ''
                  for k in STEPS] if trained else ['', '', f"{found[None]['top1']:.1f}", '']
-        row = found.get(12) or found.get(None) or found[trained[0]]
-        row = max((found[k] for k in trained if k in found), key=lambda r: r['top1'], default=row)
+        row = max((found[k] for k in trained or [None] if k in found), key=lambda r: r['top1'])
         kept = '' if row['kept'] is None else f"{row['kept']:.0f}"
         lines.append([f'`{name}`', dataset_of(name), f"{row['parameters'] / 1e6:.2f}", *cells, kept])
     return rows(['model', 'data', '10⁶ parameters', *(f'K = {steps}' for steps in STEPS), '% of its teacher'], lines)
@@ -109,21 +108,21 @@ def compare(path):
     from matplotlib.figure import Figure
     drawing = Figure(figsize=(9, 3.8), layout='constrained')
     points = [(name, RED, *values) for name, values in SCRATCH.items()]
-    for group in json.loads((HUB / 'verdict.json').read_text())['groups']:
+    groups = json.loads((HUB / 'verdict.json').read_text())['groups']
+    for group in groups:
         for row in group['rows'] if group['data'] == 'cifar100' else ():
-            name, file, *steps = [*row['name'].split(', '), 'float32'][:3]
-            words = WORDS.get(name.partition('_patch')[0])
-            if words and (file == 'float32' or steps != ['float32']):
+            name, *file = row['name'].split(', ')
+            words, steps = WORDS.get(name.partition('_patch')[0]), file[1:]
+            if words and file != ['int8']:  # the teacher as it is, and students
                 found = {r['steps']: r['top1'] for r in json.loads((HUB / name / 'results.json').read_text())['test']
                          if r['model'] != 'teacher'}
                 label = f"{words}, {group['size']} px" + (f', {steps[0]}' if steps else '')
                 points.append((label, BLUE if steps else GREY, row['parameters'] / 1e6, row['operations'],
                                found[int(steps[0].removeprefix('K = ')) if steps else None]))
+    at_128 = {row['name'].rpartition(', ')[2]: row['operations'] for row in groups[0]['rows']}
     for line in (HUB / 'runs' / 'study.jsonl').read_text().splitlines():
         record = json.loads(line)
         if (control := CONTROLS.get((record.get('student') or '').partition('out/')[2])) is not None:
-            at_128 = {row['name'].rpartition(', ')[2]: row['operations'] for row in json.loads(
-                (HUB / 'verdict.json').read_text())['groups'][0]['rows']}
             points.append((f'{control[0]}, 20 minutes', GREEN, record['parameters'] / 1e6, at_128[control[1]],
                            record['top1'][str(record['own'])]))
     for axes, column, label, ticks in zip(

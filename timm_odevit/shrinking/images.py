@@ -87,7 +87,7 @@ def read_images(
     half = (len(pictures) + 1) // 2 if test is None else most // 2
     others = (pictures[half:], labels[half:]) if test is None else _draw(test, half)
     parts = [(pictures[:half], labels[:half]), others, _draw(learned, max(len(others[0]), SAMPLE))]
-    if len(pictures) == 1:
+    if not len(others[0]):  # one image does both
         parts[1] = parts[0]
     right = (outputs_of(model, pictures).flatten(1).argmax(dim=-1) == labels).double().mean().item()
     if measure == 'accuracy' and right < LEAST:
