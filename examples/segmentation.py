@@ -18,8 +18,8 @@ from sklearn.datasets import load_digits, load_sample_images
 
 import timm_odevit  # noqa: F401  (registers the models)
 
-TEACHER = 'deit_tiny_patch16_64.cifar10'
-STUDENTS = ('odevit_tiny_native_r23_patch16_64.deit_tiny_cifar10', 'odevit_tiny_native_patch16_64.deit_tiny_cifar10')
+TEACHER = 'deit_tiny_patch16_128.cifar100'
+STUDENTS = ('odevit_tiny_native_patch16_128.deit_tiny_cifar100',)
 TIMES = (0.25, 0.5, 1.0)
 SIZE, DIGIT, DIGITS = 128, 48, 3  # pixels of a scene and of a digit; digits per scene
 TRAIN, TEST = 400, 100

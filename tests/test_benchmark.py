@@ -79,10 +79,10 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     save_pretrained(model, 'm')
     rng = np.random.default_rng(0)
     np.savez('d.npz', x_train=rng.integers(0, 256, (10, 64, 64, 3), dtype=np.uint8))
-    args = ['benchmark', 'deit_tiny_patch16_64.cifar10', 'local-dir:m', '--batch-size', '2', '--rounds', '1', '--quiet', '--device', 'cpu']
+    args = ['benchmark', 'deit_tiny_patch16_128.cifar100', 'local-dir:m', '--batch-size', '2', '--rounds', '1', '--quiet', '--device', 'cpu']
     assert main(args) == 2 and '--data' in capsys.readouterr().err
     assert main([*args, '--json', '.']) == 2 and 'is a folder' in capsys.readouterr().err
     assert main([*args, '--data', 'd.npz', '--json', 'a.json', '--dtype', 'bfloat16']) == 0
     out, record = capsys.readouterr(), json.loads((tmp_path / 'a.json').read_text())
     assert '| local-dir:m |' in out.out and 'dtype bfloat16' in out.out and not out.err
-    assert record['timings'][0]['name'] == 'deit_tiny_patch16_64.cifar10' and 1 <= record['timings'][1]['evaluations'] <= 12
+    assert record['timings'][0]['name'] == 'deit_tiny_patch16_128.cifar100' and 1 <= record['timings'][1]['evaluations'] <= 12

@@ -387,13 +387,13 @@ def test_arrays_without_labels_calibrate_and_convert(folder, capsys):
 
 
 def test_the_names_of_other_classes_go(folder, capsys):
-    assert main(['finetune', 'deit_tiny_patch16_64.cifar10', 'images', 'tuned', '--set', 'fit.epochs=1', '--set', 'data.batch_size=8',
+    assert main(['finetune', 'deit_tiny_patch16_128.cifar100', 'images', 'tuned', '--set', 'fit.epochs=1', '--set', 'data.batch_size=8',
                  '--set', 'data.workers=0', '--quiet']) == 0
     config = json.loads((folder / 'tuned' / 'best' / 'config.json').read_text())
     assert config['label_names'] == ['c0', 'c1', 'c2'] and 'tag' not in config['pretrained_cfg']
     images, labels = np.zeros((16, 16, 16, 3), np.uint8), np.arange(16) % 10
     np.savez('ten.npz', x_train=images, y_train=labels, x_test=images, y_test=labels)
-    assert main(['finetune', 'deit_tiny_patch16_64.cifar10', 'ten.npz', 'unnamed', '--set', 'fit.epochs=1', '--set', 'data.batch_size=8',
+    assert main(['finetune', 'deit_tiny_patch16_128.cifar100', 'ten.npz', 'unnamed', '--set', 'fit.epochs=1', '--set', 'data.batch_size=8',
                  '--quiet']) == 0
     config = json.loads((folder / 'unnamed' / 'best' / 'config.json').read_text())
     assert 'label_names' not in config and 'tag' not in config['pretrained_cfg']

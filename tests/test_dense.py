@@ -69,7 +69,7 @@ def test_what_timm_says_of_the_maps_follows_the_steps(images):
 
 def test_times_are_of_an_ode():
     with pytest.raises(ValueError, match='out_times needs an ODE-ViT, but this VisionTransformer is not one'):
-        timm.create_model('deit_tiny_patch16_64.cifar10', features_only=True, out_times=(0.5,))
+        timm.create_model('deit_tiny_patch16_128.cifar100', features_only=True, out_times=(0.5,))
 
 
 def test_stages_have_no_common_time(tmp_path):

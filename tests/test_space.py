@@ -74,7 +74,7 @@ def test_opens_answered_and_follows_the_dial_the_student_and_the_image(page, tmp
     assert typed.input_value() == '4'
     after = page.inner_text('body')
     page.get_by_role('listbox').or_(page.get_by_label('student: data')).first.click()
-    page.get_by_role('option', name='CIFAR-10, smaller').first.click()
+    page.get_by_role('option', name='CIFAR-10, one block').first.click()
     page.wait_for_function(f'document.body.innerText != {after!r}', timeout=60000)
     page.get_by_text('What it knows').click()
     page.wait_for_selector('text=10 classes: airplane, automobile', timeout=60000)

@@ -54,23 +54,16 @@ _NATIVE = {'ode_field': 'native', 'ode_method': 'lie_trotter', 'ode_init': 'mean
 # published models: base and arguments as above, ode_* settings or None, and each tag's number of classes
 _DEIT_64: Any = ('deit_tiny_patch16_224', dict(depth=12, img_size=64))
 _DEIT_128: Any = ('deit_tiny_patch16_224', dict(depth=12, img_size=128))
-_TAGS = {'deit_tiny_cifar100': 100, 'deit_tiny_cifar10': 10}
 _PUBLISHED: dict[str, Any] = {
-    'odevit_tiny_native_patch16_64': (*_DEIT_64, _NATIVE, _TAGS),
+    'odevit_tiny_native_patch16_64': (*_DEIT_64, _NATIVE, {'deit_tiny_cifar10': 10}),
     'odevit_tiny_native_r23_patch16_64': (
-        *_DEIT_64, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 23, 'ode_init': 'svd'}, _TAGS),
-    'odevit_tiny_native_r23_dial_patch16_64': (
-        *_DEIT_64, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 23, 'ode_init': 'svd'}, {'deit_tiny_cifar100': 100}),
-    'odevit_tiny_native_exit_patch16_64': (
-        *_DEIT_64, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12., 'ode_halting': 'entropy',
-                    'ode_halting_threshold': 0.20151890814304352}, {'deit_tiny_cifar10': 10}),
+        *_DEIT_64, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 23, 'ode_init': 'svd'}, {'deit_tiny_cifar10': 10}),
     'odevit_tiny_native_patch4_32': (
         *_MODELS['odevit_tiny_patch4_32'], {**_NATIVE, 'ode_init': 'spectral', 'ode_steps': 6, 'ode_T': 6.},
         {'cifar100': 100}),
     'odevit_tiny_patch16_64': (*_DEIT_64, _PAPER, {'deit_tiny_cifar100': 100}),
     'odevit_tiny_native_patch16_128': (
         *_DEIT_128, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12.}, {'deit_tiny_cifar100': 100}),
-    'deit_tiny_patch16_64': (*_DEIT_64, None, {'cifar100': 100, 'cifar10': 10}),
     'deit_tiny_patch16_128': (*_DEIT_128, None, {'cifar100': 100}),
 }
 _HUB = 'timm-odevit'

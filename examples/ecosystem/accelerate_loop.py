@@ -14,12 +14,12 @@ from timm_odevit import TrajectoryDistillationTask, convert_
 
 def main(images=16):
     accelerator = Accelerator(cpu=True)
-    teacher = timm.create_model('deit_tiny_patch16_64.cifar10', pretrained=True)
+    teacher = timm.create_model('deit_tiny_patch16_128.cifar100', pretrained=True)
     student = copy.deepcopy(teacher)
     convert_(student)
     task = TrajectoryDistillationTask(student, teacher)
     optimizer = torch.optim.AdamW((p for p in task.parameters() if p.requires_grad), lr=1e-3)
-    data = TensorDataset(torch.randn(images, 3, 64, 64), torch.arange(images) % 10)    # yours
+    data = TensorDataset(torch.randn(images, 3, 128, 128), torch.arange(images) % 100)    # yours
     task, optimizer, loader = accelerator.prepare(task, optimizer, DataLoader(data, batch_size=8))
     losses = []
     for batch in loader:

@@ -22,8 +22,8 @@ matplotlib.use('Agg')
 matplotlib.rcParams.update({  # readable on a light and on a dark page
     'figure.facecolor': 'none', 'axes.facecolor': 'none', 'savefig.facecolor': 'none', 'axes.edgecolor': '#888888',
     **dict.fromkeys(('text.color', 'axes.labelcolor', 'axes.titlecolor', 'xtick.color', 'ytick.color'), '#888888')})
-KINDS = {'native_r23': 'larger', 'native_r23_dial': 'larger, for any number of steps', 'native': 'smaller',
-         'native_exit': 'smaller, with exits', '': "the paper's"}
+KINDS = {'native_two_r11': 'two blocks and residuals', 'native_r23': 'one block and residuals', 'native': 'one block',
+         '': "the paper's block"}
 IMAGES = Path(gr.__file__).parent / 'media_assets' / 'images'
 SHOWN = 5  # classes, and times
 EXAMPLES = [str(IMAGES / name) for name in ('cheetah1.jpg', 'tower.jpg', 'lion.jpg')]
@@ -46,12 +46,14 @@ def title(name):
 
 
 STUDENTS = {title(name): name for name in timm.list_models('odevit_*.deit_tiny_*', pretrained=True)}
-FIRST = next(words for words in STUDENTS if words.startswith('CIFAR-100, larger, for any'))
+FIRST = next(words for words, name in STUDENTS.items() if '_128.' in name)
 
 
 def teacher_of(name):
+    """The name of a student's teacher, if it is published."""
     size = name.split('.')[0].rsplit('_', 1)[-1]
-    return f"deit_tiny_patch16_{size}.{name.rsplit('_', 1)[-1]}"
+    teacher = f"deit_tiny_patch16_{size}.{name.rsplit('_', 1)[-1]}"
+    return teacher if timm.list_models(teacher, pretrained=True) else None
 
 
 def follow(image, name, steps):
@@ -100,10 +102,11 @@ def answer(image, student, steps):
         return None, None, None, None, known
     image = image.convert('RGB')
     probabilities, attention, times = follow(image, name, steps)
-    teacher, _, transform = load(teacher_of(name))
-    with torch.no_grad():
-        expected = teacher(transform(image)[None]).softmax(-1)[0]
-    found, wanted = (dict(zip(labels, p.tolist(), strict=True)) for p in (probabilities[-1], expected))
+    found, wanted = dict(zip(labels, probabilities[-1].tolist(), strict=True)), None
+    if (teacher := teacher_of(name)) is not None:
+        model, _, transform = load(teacher)
+        with torch.no_grad():
+            wanted = dict(zip(labels, model(transform(image)[None]).softmax(-1)[0].tolist(), strict=True))
     seen = ImageOps.fit(image, (128, 128))  # the model sees the centre
     return found, wanted, draw_classes(probabilities, times, labels), draw_attention(seen, attention, times), known
 
@@ -117,7 +120,7 @@ def demo():
                 image = gr.Image(EXAMPLES[0], label='image', type='pil', sources=['upload', 'clipboard'], height=260)
                 gr.Examples(EXAMPLES, image, label='examples')
                 student = gr.Dropdown(list(STUDENTS), value=FIRST, label='student: data, kind, parameters')
-                steps = gr.Slider(1, 24, value=12, step=1, label='K, steps of the solver')
+                steps = gr.Slider(1, 24, value=6, step=1, label='K, steps of the solver')
                 with gr.Accordion('What it knows', open=False):
                     known = gr.Markdown()
             with gr.Column(min_width=280):

@@ -1,10 +1,9 @@
 """What minutes of one core buy: the same minutes, other settings or students; writes to study.jsonl.
 
-    python hub/runs/study.py cifar100.npz --teacher deit_tiny_patch16_128.cifar100 --minutes 9 --lr 1e-3 \\
-        --kd-weight 0.1 --patch-drop 0.5 --decay 0.2
-    python hub/runs/study.py cifar100.npz --student odevit_tiny_native_patch16_64.deit_tiny_cifar100 \\
+    python hub/runs/study.py cifar100.npz --minutes 9 --lr 1e-3 --kd-weight 0.1 --patch-drop 0.5 --decay 0.2
+    python hub/runs/study.py cifar100.npz --student odevit_tiny_native_patch16_128.deit_tiny_cifar100 \\
         --consistency 0.1 --steps '[[6, 1], [6, 2], [6, 3], [6, 4], [12, 2], [12, 3], [24, 3]]'
-    python hub/tools/plain.py deit_tiny_patch16_64.cifar100 out/plain3 && python hub/runs/study.py cifar100.npz \\
+    python hub/tools/plain.py deit_tiny_patch16_128.cifar100 out/plain3 && python hub/runs/study.py cifar100.npz \\
         --student local-dir:out/plain3 --own 3
 
 Minutes are those of the processor. The learning rate falls linearly to 0 over the last share `--decay` of them.
@@ -29,7 +28,7 @@ from timm_odevit.training.monitor import muon_in_float32
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument('data')
-parser.add_argument('--teacher', default='deit_tiny_patch16_64.cifar100')
+parser.add_argument('--teacher', default='deit_tiny_patch16_128.cifar100')
 parser.add_argument('--student', help='by default, the teacher with one block')
 parser.add_argument('--own', type=int, default=6, help='number of steps of the student')
 parser.add_argument('--averaged', action='store_true')

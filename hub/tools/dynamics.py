@@ -1,7 +1,7 @@
 r"""Measure what the states of published models do along the way.
 
-    python hub/tools/dynamics.py cifar100.npz out/dynamics --teacher deit_tiny_patch16_64.cifar100 \
-        --students odevit_tiny_native_patch16_64.deit_tiny_cifar100 --images 1000
+    python hub/tools/dynamics.py cifar100.npz out/dynamics --teacher deit_tiny_patch16_128.cifar100 \
+        --students odevit_tiny_native_patch16_128.deit_tiny_cifar100 --images 1000
 
 Test images; one JSON file per model and measure, so that an interrupted run goes on where it was.
 """

@@ -94,10 +94,9 @@ def steps():
             text, color = chosen[key]
             left.plot([int(k) for k in run['top1']], list(run['top1'].values()), '.-', color=color, label=text)
     left.set_title('one block', fontsize=10)
-    for name, text, color in (('r23', 'each update runs K = 12', 'C3'),
-                              ('r23_dial', 'one of 6, 8, 12, 16 and 24', 'C0')):
-        rows = read(f'odevit_tiny_native_{name}_patch16_64.deit_tiny_cifar100/results.json')['test'][1:]
-        right.plot([r['steps'] for r in rows], [r['top1'] for r in rows], '.-', color=color, label=text)
+    for run, text, color in zip(read('lab/steps.jsonl'), (
+            'each update runs K = 12', 'one of 6, 8, 12, 16 and 24'), ('C3', 'C0'), strict=True):
+        right.plot([int(k) for k in run['top1']], list(run['top1'].values()), '.-', color=color, label=text)
     runs = [run for run in read('runs/study.jsonl') if run.get('averaged') and run['steps'] == [12, 12, 6, 4, 3, 2, 24]]
     right.plot([int(k) for k in runs[0]['top1']], list(runs[0]['top1'].values()), '.-', color='C2',
                label='one of 2, 3, 4, 6, 12 and 24; residuals averaged over a step')

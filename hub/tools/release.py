@@ -1,7 +1,7 @@
 r"""Make the folder of a published model from a finished run: weights, config, recipe, results, card, stored tensors.
 
-    python hub/tools/release.py out/run odevit_tiny_native_patch16_64.deit_tiny_cifar100 cifar100.npz \
-        --teacher hub/deit_tiny_patch16_64.cifar100 --device-name "one core" \
+    python hub/tools/release.py out/run odevit_tiny_native_patch16_128.deit_tiny_cifar100 cifar100.npz \
+        --teacher hub/deit_tiny_patch16_128.cifar100 --device-name "one core" \
         --command "odevit distill autonomous cifar100.npz out/run ..."
 
 Training never sees the test images. Weights are stored in half precision, unless that costs more than 0.05 points of
@@ -25,7 +25,7 @@ from timm_odevit.saving.push import EARLIER
 from timm_odevit.saving.save import save_reference
 
 HUB = Path(__file__).parent.parent
-STEPS = (6, 8, 12, 16, 24)
+STEPS = (1, 2, 3, 4, 5, 6, 8, 12, 24, 48, 100)
 LIMIT = 16 * 2 ** 20
 
 

@@ -1,7 +1,7 @@
 """Measure numbers that might tell whether a model is right about an image, for relations.py.
 
-    python hub/tools/signals.py cifar100.npz odevit_tiny_native_patch16_64.deit_tiny_cifar100 out.json \
-        --teacher deit_tiny_patch16_64.cifar100 --images 1000
+    python hub/tools/signals.py cifar100.npz odevit_tiny_native_patch16_128.deit_tiny_cifar100 out.json \
+        --teacher deit_tiny_patch16_128.cifar100 --images 1000
 
 For each test image: confidence, the largest probability; entropy of the probabilities, in nats; margin between the two
 largest logits; exponent, the largest one; radius of the region of the class in its worst direction, relative to the
