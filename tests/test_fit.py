@@ -75,6 +75,19 @@ def test_a_part_of_the_loss_is_averaged_over_the_updates_that_have_it(vit):
     assert history[0]['part_loss'] == 3.
 
 
+@pytest.mark.parametrize('amp', ['bfloat16', None])
+def test_attention_is_not_fused_while_it_trains_in_bfloat16_on_a_cpu(vit, amp):
+    task, seen = build(vit), []
+    layers = [module for module in task.modules() if hasattr(module, 'fused_attn')]
+    layers[0].fused_attn = False  # a block of the teacher, as someone has set it
+    before = [module.fused_attn for module in layers]
+    shared = task.trainable_module.student.blocks.shared.block.attn
+    shared.register_forward_hook(lambda module, args, out: out.requires_grad and seen.append(module.fused_attn))
+    run(task, epochs=1, amp=amp)
+    assert any(before) and seen and set(seen) == {amp is None}
+    assert [module.fused_attn for module in layers] == before
+
+
 @pytest.mark.parametrize('settings', [dict(), dict(ema_decay=0.9, opt='muon'), dict(amp='bfloat16', opt='sgd')])
 def test_resume_gives_the_weights_of_an_undisturbed_run(vit, tmp_path, monkeypatch, settings):
     whole = build(vit)

@@ -31,6 +31,7 @@ from .monitor import (
     scalars,
     score_of,
     try_one_batch,
+    unfused_in_bfloat16,
     validate,
 )
 from .resume import BEST, HISTORY, LAST, check_unused, load_state, models_of, read_state, save_state, settings_to_resume
@@ -119,7 +120,8 @@ def fit(
         del state
         bar = tqdm(total=config.epochs * updates, initial=len(history) * updates, unit='update',
                    disable=not progress or rank > 0 or not left)
-        with bar, muon_in_float32(), scalars(folder if rank == 0 else None) as add_scalars:
+        attention = unfused_in_bfloat16(task, trainer.device, trainer.dtype)
+        with bar, muon_in_float32(), attention, scalars(folder if rank == 0 else None) as add_scalars:
             for epoch in left:
                 bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {config.epochs}")
                 record = trainer.epoch(epoch, val_loader, bar.update)

@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader
 from ..convert.svd_data import check_images
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
-from ..hooks import autocast, evaluating, random_states_kept, watch_blocks
+from ..hooks import autocast, evaluating, random_states_kept, surely, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.with_steps import with_steps
 from .loaders import loader_chain
 from .resume import models_of
 
 __all__ = ['check_batch', 'check_loss_is_finite', 'loader_state_kept', 'muon_in_float32', 'must_fit', 'scalars',
-           'score_of', 'try_one_batch', 'validate']
+           'score_of', 'try_one_batch', 'unfused_in_bfloat16', 'validate']
 
 
 def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None) -> dict[str, float]:
@@ -182,6 +182,23 @@ def muon_in_float32() -> Iterator[None]:
 
 def _in_float32(G: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return _newtonschulz(G, *args, **({'dtype': torch.float32, **kwargs} if G.device.type == 'cpu' else kwargs))
+
+
+@contextmanager
+def unfused_in_bfloat16(task: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    """Attention by its own operations, for training on a CPU in bfloat16, where PyTorch's fused kernel is slower."""
+    slow = device.type == 'cpu' and dtype is torch.bfloat16
+    fused: list[Any] = [module for module in task.modules() if slow and getattr(module, 'fused_attn', False)]
+
+    def put_back() -> None:
+        for module in fused:
+            module.fused_attn = True
+    try:
+        for module in fused:
+            module.fused_attn = False
+        yield
+    finally:
+        surely(put_back)
 
 
 @contextmanager
