@@ -39,6 +39,7 @@ parser.add_argument('--lr', type=float, default=6e-4)
 parser.add_argument('--decay', type=float, default=1.)
 parser.add_argument('--kd-weight', type=float, default=0.3)
 parser.add_argument('--patch-drop', type=float, default=0., help='until the decay, or throughout without --decay')
+parser.add_argument('--amp', action='store_true', help='in bfloat16')
 parser.add_argument('--seed', type=int, default=0)
 args = parser.parse_args()
 torch.set_num_threads(1)
@@ -66,7 +67,8 @@ with muon_in_float32():
                 group['lr'] = rate * min(1., (images + 64) / 3200) * min(1., (1 - share) / args.decay)
             task = tasks[share >= 1 - args.decay]
             task.begin_update(images // 64, args.seed)
-            loss = task.train()(x, y)['loss']
+            with torch.autocast('cpu', torch.bfloat16, enabled=args.amp):
+                loss = task.train()(x, y)['loss']
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(student.parameters(), 1.)

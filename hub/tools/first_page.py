@@ -14,6 +14,9 @@ STEPS = (3, 6, 12, 24)
 # of hub/runs/study.jsonl: what they are, and the row of the first group of verdict.json with as many multiply-adds
 CONTROLS = {'plain3_128': ('3 plain blocks', 'K = 3'), 'two_r11_128': ('2 blocks, rank 11', 'int8')}
 BLUE, RED, GREEN, GREY = '#2a6fbb', '#c0392b', '#2e8b57', '#777777'
+# students for any number of steps: in words, color, where their accuracy stands, and for which numbers
+ANY_STEPS = {
+    'odevit_tiny_native_patch16_128.deit_tiny_cifar100': ('one block', BLUE, (2, -11), (2, 3, 6, 24, 100))}
 WORDS = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_r23': 'rank 23', 'deit_tiny': 'DeiT-tiny'}
 
 
@@ -83,20 +86,22 @@ def idea(path):
     left.text(8.55, 0.05, 'slim residuals\n(if you want)', ha='center', va='top', fontsize=7)
     left.text(6.2, 3.3, '1/10 of the parameters;\nwith residuals, 1/4', ha='center', va='top', fontsize=7)
 
-    name = 'odevit_tiny_native_patch16_128.deit_tiny_cifar100'
-    record = json.loads((HUB / name / 'results.json').read_text())
-    teacher, *found = sorted(record['test'], key=lambda r: r['model'] != 'teacher')
+    for name, (words, color, shift, steps) in ANY_STEPS.items():
+        record = json.loads((HUB / name / 'results.json').read_text())
+        teacher, *found = sorted(record['test'], key=lambda r: r['model'] != 'teacher')
+        share = found[0]['parameters'] / teacher['parameters']
+        right.plot([r['steps'] for r in found], [r['top1'] for r in found], 'o-', color=color, markersize=4,
+                   label=f'{words}: {100 * share:.0f} % of the parameters')
+        for r in found:
+            if r['steps'] in steps:
+                right.annotate(f"{r['top1']:.1f}", (r['steps'], r['top1']), shift, textcoords='offset points', fontsize=8,
+                               color=color)
     right.axhline(teacher['top1'], color=GREY, linestyle=':', linewidth=1)
-    right.annotate(f"its teacher, 12 blocks: {teacher['top1']:.1f} %", (100, teacher['top1']), (0, 3), fontsize=8,
+    right.annotate(f"their teacher, 12 blocks: {teacher['top1']:.1f} %", (100, teacher['top1']), (0, 3), fontsize=8,
                    textcoords='offset points', color=GREY, ha='right')
-    right.plot([r['steps'] for r in found], [r['top1'] for r in found], 'o-', color=BLUE, markersize=4)
-    for r in found:
-        if r['steps'] in (2, 3, 6, 24, 100):
-            right.annotate(f"{r['top1']:.1f}", (r['steps'], r['top1']), (2, -11), textcoords='offset points',
-                           fontsize=8)
+    right.legend(fontsize=8, loc='lower right')
     right.set(xlabel='number of steps K, chosen after training', ylabel='top-1 accuracy on CIFAR-100, %', xscale='log',
-              ylim=(0, 90), xlim=(0.85, 140), title='one block, 11 % of the parameters')
-    right.title.set_fontsize(9)
+              ylim=(0, 90), xlim=(0.85, 140))
     right.set_xticks(ticks := (1, 2, 3, 6, 12, 24, 48, 100), [str(tick) for tick in ticks])
     right.minorticks_off()
     right.grid(alpha=0.3)
