@@ -14,6 +14,10 @@ from timm_odevit.saving.push import EARLIER
 
 HUB = Path(__file__).parent.parent
 DATASETS = {'cifar100': 'CIFAR-100', 'cifar10': 'CIFAR-10'}
+# plain ViTs of as many parameters, in hub/runs/study.jsonl, beside the student after as many minutes
+PLAIN = {
+    'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100': (
+        'three of its blocks, each used once', 'plain3_128', 'two_r11_128')}
 
 
 def dataset_of(name):
@@ -27,6 +31,29 @@ def commands(record, folder):
     return re.sub('local-dir:hub/', '', re.sub(r'hub/runs/\S+[.]yaml', 'recipe.yaml', here))
 
 
+def opening(name, record, steps):
+    """Accuracy, size, K of training, and what a sceptic lays beside them."""
+    row = next(r for r in record['test'] if r['model'] != 'teacher' and r['steps'] == steps)
+    share = '' if row['kept'] is None else f", {row['kept']:.0f} % of its teacher's"
+    said = [f"**{row['top1']:.1f} % top-1** with K = {steps}{share}; {row['parameters'] / 1e6:.2f} million parameters; "
+            f"trained with K = {', '.join(map(str, record['trained_at']))}."]
+    files = {r['name']: r for group in json.loads((HUB / 'verdict.json').read_text())['groups'] for r in group['rows']}
+    teacher = 'deit_tiny_patch16_' + name.partition('_patch16_')[2].replace('deit_tiny_', '')
+    names = (f'{name}, int8, K = {steps}', f'{teacher}, int8')
+    if all(each in files for each in names):
+        said.append('As int8, it takes {:.2f} MB and has {:.1f} %, its teacher {:.2f} MB and {:.1f} %.'.format(
+            *(files[each][key] for each in names for key in ('mb', 'value'))))
+    if name in PLAIN:
+        words, *runs = PLAIN[name]
+        study = {(line.get('student') or '').partition('out/')[2]: line for line in map(
+            json.loads, (HUB / 'runs' / 'study.jsonl').read_text().splitlines())}
+        plain, ours = (study[run]['top1'][str(study[run]['own'])] for run in runs)
+        said.append(f'After {study[runs[0]]["minutes"]:.0f} minutes of training, a plain ViT of as many parameters '
+                    f'({words}) has {plain:.1f} % on images held out, this student {ours:.1f} %, with four times the '
+                    'operations.')
+    return ' '.join(said)
+
+
 def card(folder):
     record = json.loads((folder / 'results.json').read_text())
     model = timm.create_model(f'local-dir:{folder}')
@@ -36,8 +63,9 @@ def card(folder):
     if find_ode_blocks(model):
         origin = f'trained from scratch on the labels of {dataset}.' if scratch else (
             f'distilled from a DeiT-tiny that was fine-tuned on {dataset}.')
-        summary = ('One shared transformer block that an ODE solver evaluates K times (ODE-ViT, arXiv 2511.16501), '
-                   f'{origin}')
+        blocks = 'One shared transformer block' if model.blocks.config.phases == 1 else 'Two shared transformer blocks'
+        summary = (f'{opening(folder.name, record, model.blocks.steps)}\n\n{blocks} that an ODE solver evaluates K times '
+                   f'(ODE-ViT, arXiv 2511.16501), {origin}')
     else:
         summary = (f'DeiT-tiny, fine-tuned on {dataset} at {pixels} pixels: the teacher of the `odevit_*` students of '
                    f'{dataset}.')

@@ -94,8 +94,8 @@ def idea(path):
                    label=f'{words}: {100 * share:.0f} % of the parameters')
         for r in found:
             if r['steps'] in steps:
-                right.annotate(f"{r['top1']:.1f}", (r['steps'], r['top1']), shift, textcoords='offset points', fontsize=8,
-                               color=color)
+                right.annotate(f"{r['top1']:.1f}", (r['steps'], r['top1']), shift, textcoords='offset points',
+                               fontsize=8, color=color)
     right.axhline(teacher['top1'], color=GREY, linestyle=':', linewidth=1)
     right.annotate(f"their teacher, 12 blocks: {teacher['top1']:.1f} %", (100, teacher['top1']), (0, 3), fontsize=8,
                    textcoords='offset points', color=GREY, ha='right')
