@@ -63,9 +63,9 @@ def card(folder):
     if find_ode_blocks(model):
         origin = f'trained from scratch on the labels of {dataset}.' if scratch else (
             f'distilled from a DeiT-tiny that was fine-tuned on {dataset}.')
-        blocks = 'One shared transformer block' if model.blocks.config.phases == 1 else 'Two shared transformer blocks'
-        summary = (f'{opening(folder.name, record, model.blocks.steps)}\n\n{blocks} that an ODE solver evaluates K times '
-                   f'(ODE-ViT, arXiv 2511.16501), {origin}')
+        count = 'One shared transformer block' if model.blocks.config.phases == 1 else 'Two shared transformer blocks'
+        summary = (f'{opening(folder.name, record, model.blocks.steps)}\n\n{count} that an ODE solver evaluates K '
+                   f'times (ODE-ViT, arXiv 2511.16501), {origin}')
     else:
         summary = (f'DeiT-tiny, fine-tuned on {dataset} at {pixels} pixels: the teacher of the `odevit_*` students of '
                    f'{dataset}.')
