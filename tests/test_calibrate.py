@@ -2,6 +2,7 @@
 import copy
 import itertools
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from conftest import pair
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_odevit import OdeConfig, StepwiseTask, calibrate_
+from timm_odevit import OdeConfig, StepwiseTask, TrajectoryDistillationTask, calibrate_
 from timm_odevit.data.arrays import array_images
 from timm_odevit.training import calibrate, minutes
 
@@ -119,7 +120,7 @@ def test_another_teacher_is_refused(vit):
 def test_minutes_are_spent_on_both_parts(vit, monkeypatch):
     student, teacher = pair(vit, OdeConfig(time='low_rank', rank=2))
     ticks = itertools.count()  # a clock on which a tenth of a second passes between two looks at it: 30 updates each
-    for module in ('minutes', 'fit'):
+    for module in ('calibrate', 'fit'):
         monkeypatch.setattr(f'timm_odevit.training.{module}.time', SimpleNamespace(perf_counter=lambda: next(ticks) / 10))
     history = calibrate_(student, teacher, torch.randn(20, 3, 16, 16), minutes=0.05, batch_size=8, progress=False)
     assert len(history) == 20 and history[0]['loss'] > history[9]['loss'] and 'kd_loss' in history[10]
@@ -158,11 +159,18 @@ def test_it_leaves_a_student_that_it_makes_worse_as_it_was(vit, epochs):
     assert len(history) == 2 and same(before, student)
 
 
-@pytest.mark.parametrize('seconds, faster', [((2., 1.), 'bfloat16'), ((1., 2.), None)])
-def test_training_in_minutes_takes_the_faster_dtype(vit, monkeypatch, seconds, faster):
-    records = iter(seconds)
-    monkeypatch.setattr(minutes, 'fit', lambda *args, **options: [{'seconds': 9.}, {'seconds': next(records)}])  # the first warms up
-    assert minutes.faster_amp(vit, [], lambda model: model, {}) == faster
+def test_the_time_of_an_update_is_that_of_each_number_of_steps_in_turn(vit, monkeypatch):
+    student, teacher = pair(vit)
+    counts = []
+    monkeypatch.setattr(minutes, 'fit', lambda task, loader, **options: counts.append(len(loader)) or [{'seconds': 6.}])
+    makers = [partial(TrajectoryDistillationTask, teacher=teacher, steps=steps) for steps in ((1, 2, 3), None)]
+    assert [minutes.seconds_per_update(student, [], make, {}) for make in makers] == [2., 3.]
+    assert counts == [1, 3, 1, 2]  # the first warms up
+
+
+@pytest.mark.parametrize('given, seconds, updates', [(1., 2., 30), (1., 1.5, 40), (1., 1.6, 30), (1., 7., 8), (-1., 1., 1)])
+def test_more_than_ten_updates_are_tens(given, seconds, updates):
+    assert minutes.updates_in(given, seconds) == updates
 
 
 @pytest.mark.parametrize('kind', ['tensor', 'loader', 'augmented'])
@@ -174,7 +182,7 @@ def test_a_calibration_in_minutes_can_be_repeated(vit, tmp_path, monkeypatch, ki
     if kind == 'augmented':
         np.savez(tmp_path / 'd.npz', x_train=np.random.default_rng(0).integers(0, 255, (32, 16, 16, 3), np.uint8))
         images = array_images(tmp_path / 'd.npz', teacher, batch_size=4)[0]
-    monkeypatch.setattr(calibrate, 'updates_in', lambda *args: [20, 20])  # of 7 batches in each pass
+    monkeypatch.setattr(calibrate, 'updates_in', lambda *args: 20)  # of 7 batches in each pass
     students = [copy.deepcopy(start), copy.deepcopy(start)]
     for student in students:
         calibrate_(student, teacher, images, minutes=1., batch_size=4, progress=False, lr=1e-3, unrolled_lr=1e-3)

@@ -28,8 +28,8 @@ def model():
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Four updates of each part in float32, and files that need no other package."""
-    monkeypatch.setattr(learning, 'faster_amp', lambda *args: None)
-    monkeypatch.setattr(learning, 'updates_in', lambda minutes, *rest: [4] * len(minutes))
+    monkeypatch.setattr(learning, 'seconds_per_update', lambda model, loader, make, options: 2. if options['amp'] else 1.)
+    monkeypatch.setattr(learning, 'updates_in', lambda *args: 4)
     monkeypatch.setattr(candidates, 'find_spec', lambda name: None)
 
 
@@ -194,6 +194,17 @@ def test_a_training_never_ends_below_where_it_started(model, tmp_path, monkeypat
     assert found.start == found.best == 100. and max(found.scores['unrolled']) < 100.
     x = images(3)
     torch.testing.assert_close(found.model(x), model(x), atol=1e-4, rtol=1e-4)
+
+
+def test_in_few_minutes_fewer_images_choose_and_the_faster_dtype_is_found_once(model, tmp_path, monkeypatch):
+    tried = []
+    monkeypatch.setattr(learning, 'seconds_per_update', lambda *args: tried.append(args[-1]['amp']) or 2. - len(tried))
+    data = read_images(images(2000), model, 16)
+    found = learning.learn(convert_(copy.deepcopy(model)).model, model, data, 1e-3, tmp_path / 'a', progress=False)
+    assert tried == [None, *3 * ['bfloat16']] and found.amp == 'bfloat16' and len(data.choosing.images) == 200
+    assert json.loads((tmp_path / 'a' / 'plan.json').read_text())['choosing'] == 128
+    learning.learn(plain_student(model, 30_000), model, data, 1e3, tmp_path / 'b', amps=[found.amp], progress=False)
+    assert set(tried[4:]) == {'bfloat16'} and json.loads((tmp_path / 'b' / 'plan.json').read_text())['choosing'] > 200
 
 
 @pytest.mark.parametrize('needed', [0., 0.6, 1.])

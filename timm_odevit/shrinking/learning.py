@@ -2,7 +2,7 @@
 import copy
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -18,16 +18,18 @@ from ..files import to_json, write_text
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import save_pretrained
 from ..training.fit import fit
-from ..training.minutes import EPOCHS, Stream, faster_amp, loss_before, updates_in
+from ..training.minutes import EPOCHS, Stream, loss_before, seconds_per_update, updates_in
 from ..training.monitor import score_of
 from ..training.recipe import Recipe
 from ..training.resume import BEST, HISTORY
 from ..training.tasks import StepwiseTask, TrajectoryDistillationTask
-from .images import Images, value_of
+from .images import Held, Images, value_of
 
 __all__ = ['Learned', 'learn']
 
 PLAN = 'plan.json'
+VALIDATION = 0.1  # share of the minutes, which sets how many images choose: at least so many
+FEWEST = 128
 # share of the minutes; task, keywords of the loss and of fit
 PARTS: tuple[tuple[float, str, dict[str, Any], dict[str, Any]], ...] = (
     (0.15, 'stepwise', {}, dict(opt='adamw', lr=3e-3)),
@@ -45,10 +47,12 @@ class Learned:
         model: The student, in the best of its states.
         start: What was measured before, on the images that choose, in percent.
         scores: The same after each tenth of each part.
+        amp: The mixed precision in which it was trained; None for none.
     """
     model: nn.Module
     start: float
     scores: dict[str, list[float]]
+    amp: str | None
 
     @property
     def best(self) -> float:
@@ -56,7 +60,8 @@ class Learned:
 
 
 def learn(
-        student: nn.Module, teacher: nn.Module, images: Images, minutes: float, folder: Path, *, progress: bool = True,
+        student: nn.Module, teacher: nn.Module, images: Images, minutes: float, folder: Path, *,
+        amps: Sequence[str | None] = (None, 'bfloat16'), progress: bool = True,
 ) -> Learned:
     """Train a student for some minutes, first step by step if its steps are the teacher's, then unrolled.
 
@@ -65,48 +70,62 @@ def learn(
     Args:
         student: Student, from `convert_` or `plain_student`; it is trained in place.
         teacher: The model.
-        images: Images.
-        minutes: Minutes, of which validation takes at most half.
+        images: Images, of which only as many choose as take a tenth of the minutes.
+        minutes: Minutes.
         folder: Folder for the states; a training that it holds continues.
+        amps: Mixed precisions to choose from, by the time of an update.
         progress: Show progress bars.
     """
     torch.manual_seed(0)  # the same learning rates when it continues
     began = time.perf_counter()
-    start = value_of(student, images.choosing, images.measure)
-    validation = (time.perf_counter() - began) / 60
     tasks, options = _parts(student, teacher, images)
     shares = {name: share for share, name, *_ in PARTS if name in tasks}
     file = folder / PLAN
     if file.is_file():
         plan = json.loads(file.read_text())
     else:
-        name = next(iter(tasks))
-        plan = {'amp': faster_amp(student, images.loader, tasks[name], options[name]), 'updates': {}}
-        plan['spent'] = (time.perf_counter() - began) / 60
+        tried = time.perf_counter()
+        value_of(student, _first(images.choosing, FEWEST), images.measure)
+        fitting = VALIDATION * minutes * 60 / (EPOCHS * len(tasks)) / (time.perf_counter() - tried)
+        plan = {'choosing': max(FEWEST, int(FEWEST * fitting)), 'updates': {}, 'spent': 0.}
+    images = images._replace(choosing=_first(images.choosing, plan['choosing']))
+    tried = time.perf_counter()
+    start = value_of(student, images.choosing, images.measure)
+    validation = (time.perf_counter() - tried) / 60
     first = copy.deepcopy(student)
     scores: dict[str, list[float]] = {}
     try:
         for name, make in tasks.items():
-            began, chosen = time.perf_counter(), {**options[name], 'amp': plan['amp']}
+            chosen = options[name]
             if name not in plan['updates']:  # by the time of an update now, since a machine may be busy at first
+                seconds = {amp: seconds_per_update(student, images.loader, make, {**chosen, 'amp': amp})
+                           for amp in ([plan['amp']] if 'amp' in plan else amps)}
+                plan['amp'] = min(seconds, key=seconds.__getitem__)
                 to_come = sum(share for other, share in shares.items() if other not in plan['updates'])
-                left = max(1e-3, minutes - plan['spent']) * shares[name] / to_come
-                plan['updates'][name], = updates_in(
-                    [max(0.5 * left, left - EPOCHS * validation)], student, images.loader, [make], [chosen])
+                left = minutes - plan['spent'] - (time.perf_counter() - began) / 60
+                plan['updates'][name] = updates_in(
+                    left * shares[name] / to_come - EPOCHS * validation, seconds[plan['amp']])
                 write_text(file, to_json(plan))
-            updates = plan['updates'][name]
+            updates, started = plan['updates'][name], time.perf_counter()
             task = make(student)
             task.title = name
             loader = Stream(images.loader, max(1, updates // EPOCHS))
-            history = fit(task, loader, images.choosing.batches(), epochs=min(updates, EPOCHS),
+            history = fit(task, loader, images.choosing.batches(), epochs=min(updates, EPOCHS), amp=plan['amp'],
                           out=folder / name.replace(' ', '_'), resume=True, progress=progress, **chosen)
             scores[name] = _scores(history)
+            outside = time.perf_counter() - started - sum(record['seconds'] for record in history)  # also to save
+            validation = max(validation, outside / 60 / len(history))
             plan['spent'] += (time.perf_counter() - began) / 60
+            began = time.perf_counter()
             write_text(file, to_json(plan))
     finally:
         best = _best(first, start, folder, tasks)
         save_pretrained(best, folder / BEST)
-    return Learned(best, start, scores)
+    return Learned(best, start, scores, plan['amp'])
+
+
+def _first(held: Held, count: int) -> Held:
+    return Held(*(of[:count] for of in held))
 
 
 def _parts(student: nn.Module, teacher: nn.Module, images: Images) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

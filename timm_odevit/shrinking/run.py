@@ -24,7 +24,7 @@ from ..saving.save import describe
 from ..settings import number
 from ..training.resume import RUN, check_about, hash_of
 from ..training.tasks import TrajectoryDistillationTask
-from .candidates import candidates, early_exit, measure
+from .candidates import Candidate, candidates, early_exit, measure
 from .images import SAMPLE, Images, outputs_of, read_images
 from .learning import Learned, learn
 from .page import write_page
@@ -37,7 +37,8 @@ __all__ = ['shrink']
 VERDICT, PAGE = 'verdict.json', 'verdict.html'
 BATCH = 64
 PART = 8  # of a batch, by which its memory is estimated
-SHARE = 0.45  # of the minutes, for each of the two students
+SHARE = 0.45  # of the minutes, at most, for each of the two students
+MEASURED = 20  # times as long as for the original, about, for all that is measured
 MANY, SEEN = 5_000, 100_000  # images, and images seen in training, from which a quarter of the parameters suits
 UPDATE = 4.5  # times that a forward pass of the model takes for each image of an update
 
@@ -56,8 +57,8 @@ def shrink(
 ) -> Verdict:
     """Make a small student of a model, and say whether it is worth it.
 
-    The student is converted, trained for 45 % of the minutes, and compared with the original, with the original in int8
-    and with fewer tokens, and with a plain student of equal size that is trained for as long. All are written to files
+    The student is converted, trained for up to 45 % of the minutes, and compared with the original, with the original in
+    int8 and with fewer tokens, and with a plain student of equal size that is trained for as long. All are written to files
     that run without this package, and measured on images that no training used. Where accuracy cannot be measured, the
     agreement with the model is, or the cosine of the embeddings.
 
@@ -104,6 +105,7 @@ def shrink(
         raise ValueError(f"'{folder}' holds a run. Give another folder, or resume=True (--resume) to continue it.")
     say: Any = print if progress else lambda *_: None
     device = next(model.parameters()).device
+    began = time.perf_counter()
     with alone_in(folder), random_states_kept(device):
         torch.manual_seed(0)
         found = read_images(images, model, BATCH, embedding)
@@ -112,11 +114,12 @@ def shrink(
                  'size': size, 'keep': keep, 'minutes': minutes, 'embedding': embedding}
         check_about(folder, asked)
         say(_about_images(found))
-        each = SHARE * minutes * (0.75 if keep is not None else 1.)
         if (folder / RUN).exists():
             config = OdeConfig.from_args(json.loads((folder / RUN).read_text())['ode'], 'shrink')
         elif keep is not None:
+            searching = time.perf_counter()
             config = smallest_size(model, found, base, share, minutes / 4, progress)
+            began += time.perf_counter() - searching
         else:
             config = choose_size(
                 model, _suitable(model, found, minutes) if size is None else size, base, init='svd_data')
@@ -126,6 +129,11 @@ def shrink(
         student, teacher = copy.deepcopy(model).requires_grad_(True), copy.deepcopy(model)  # tasks freeze it
         done = convert_(student, config, images=found.learned.images[:SAMPLE].to(device), keep_original=False)
         plain = plain_student(model, count_parameters(student))
+        measuring = time.perf_counter()
+        measure([Candidate('original', model)], found, folder / 'files', progress=lambda *_: None)  # fail now, likewise
+        now = time.perf_counter()
+        left = minutes * (0.75 if keep is not None else 1.) - (now - began) / 60
+        each = max(0., min(SHARE * left, (left - MEASURED * (now - measuring) / 60) / 2))
         about = [f'{model_name(model)}: {done}', f'{minutes:g} minutes: {each:.3g} to train the student, ' + (
             'no plain student, since timm cannot build this model with fewer blocks' if plain is None else
             f'{each:.3g} for a plain one with {len(find_ode_blocks(plain)[0])} of its blocks') + ', and some to '
@@ -133,7 +141,8 @@ def shrink(
         say('\n'.join(about))
         learned = learn(student, teacher, found, each, folder / 'student', progress=progress)
         if plain is not None:
-            plain = learn(plain, teacher, found, each, folder / 'plain', progress=progress).model
+            plain = learn(
+                plain, teacher, found, each, folder / 'plain', amps=[learned.amp], progress=progress).model
         rows, notes = measure([*candidates(model, learned.model, plain)], found, folder / 'files', progress=say)
         leaving = early_exit(learned.model, found)
         verdict = Verdict(

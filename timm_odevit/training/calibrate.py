@@ -1,6 +1,7 @@
 """calibrate_: fit the shared blocks to the teacher in minutes, on images without labels."""
 import copy
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -21,14 +22,14 @@ from .config import CalibrationConfig
 from .fit import fit
 from .loaders import set_epoch
 from .matching import check_converted_from
-from .minutes import EPOCHS, Stream, loss_before, updates_in
+from .minutes import EPOCHS, Stream, loss_before, seconds_per_update, updates_in
 from .monitor import loader_state_kept, must_fit
 from .tasks import StepwiseTask, TrajectoryDistillationTask
 
 __all__ = ['calibrate_']
 
 HIGHEST_LR = (3e-3, 1e-3)  # of the two parts
-TRIED = 3  # batches by which the learning rate is chosen and its end is judged, updates by which their number is
+TRIED = 3  # batches by which the learning rate is chosen and its end is judged
 EXACT = 1e-6  # a loss that is rounding
 
 
@@ -111,7 +112,10 @@ def _train(
     if config.epochs is not None:
         plan = [(loader, epochs) for epochs in config.epochs]
     else:
-        updates = updates_in([(config.minutes or 0.) / 2] * 2, model, loader, parts, options)
+        started = time.perf_counter()
+        seconds = [seconds_per_update(model, loader, make, chosen) for make, chosen in zip(parts, options, strict=True)]
+        left = (config.minutes or 0.) - (time.perf_counter() - started) / 60.
+        updates = [updates_in(left / 2, each) for each in seconds]
         plan = [(Stream(loader, max(1, each // EPOCHS)), min(each, EPOCHS)) for each in updates]
     history = []
     errors, states = [_error(model, teacher, first, few, config)], [copy.deepcopy(model.state_dict())]

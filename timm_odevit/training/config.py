@@ -100,8 +100,9 @@ class LossConfig(Settings):
         register_weight: Share of the register tokens in the trajectory loss.
         patch_weight: Share of the patch tokens in the trajectory loss.
         steps: Numbers of steps, such as (6, 8, 12, 16, 24), or shares of the student's own number, such as
-            (0.5, 0.67, 1.0, 1.33, 2.0), rounded; each update draws one, so that K can be chosen after training. In ((6,
-            1), (6, 2), (6, 3)), each update draws a pair and runs both. None for the student's own number.
+            (0.5, 0.67, 1.0, 1.33, 2.0), rounded; each update draws one, all of them in turn, so that K can be chosen
+            after training. In ((6, 1), (6, 2), (6, 3)), each update draws a pair and runs both. None for the student's
+            own number.
         consistency_weight: Weight of the distance between the outputs with the second, third, ... number of steps of an
             update and those with the first, which it does not train.
         patch_drop: Share of the patches left out at random in each update, the same ones for teacher and student; the

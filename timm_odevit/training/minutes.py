@@ -1,8 +1,6 @@
 """Training for some minutes: a loader in epochs of any length, how many updates fit, and how much there is to learn."""
 import copy
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -17,10 +15,10 @@ from .fit import fit
 from .loaders import set_epoch
 from .monitor import must_fit
 
-__all__ = ['EPOCHS', 'Stream', 'faster_amp', 'loss_before', 'updates_in']
+__all__ = ['EPOCHS', 'Stream', 'loss_before', 'seconds_per_update', 'updates_in']
 
 EPOCHS = 10  # into which a part that takes some minutes is divided, for the progress bar and for validation
-TRIED = 3  # updates by which their time is found
+TRIED = 2  # updates by which their time is found, at least
 PASSES = 10_000  # over the data in an epoch, at most, that each have an order of their own
 
 
@@ -51,45 +49,29 @@ class Stream:
                 return
 
 
-def updates_in(
-        minutes: Sequence[float], model: nn.Module, loader: Any, parts: Sequence[Callable[[nn.Module], TrainingTask]],
-        options: Sequence[dict[str, Any]],
-) -> list[int]:
-    """How many updates of each part take its minutes, by trying a few on a copy.
-
-    The time spent here is taken from the minutes. More than EPOCHS updates are a multiple of EPOCHS. Of several
-    processes, which train together here, too, the first decides.
+def seconds_per_update(
+        model: nn.Module, loader: Any, make: Callable[[nn.Module], TrainingTask], options: dict[str, Any],
+) -> float:
+    """Seconds that an update takes, by trying a few on a copy; of several processes, the first decides.
 
     Args:
-        minutes: Minutes of each part.
         model: The student.
         loader: Its images.
-        parts: For each part, what makes its task of a student.
-        options: For each part, keywords of `fit`.
+        make: What makes its task of a student.
+        options: Keywords of `fit`.
     """
-    started = time.perf_counter()
     trial = copy.deepcopy(model)
-    seconds: list[float] = []
-    for make, chosen in zip(parts, options, strict=True):
-        _, record = fit(make(trial), Stream(loader, TRIED), epochs=2, progress=False, **chosen)  # the first warms up
-        seconds.append(record['seconds'] / TRIED)
-    left = max(0., 1. - (time.perf_counter() - started) / 60. / sum(minutes))
-    updates = [max(1, math.floor(60. * given * left / each)) for given, each in zip(minutes, seconds, strict=True)]
-    found: list[int] = in_first_process(lambda: [n if n < EPOCHS else EPOCHS * (n // EPOCHS) for n in updates])
+    updates = max(TRIED, len(getattr(make(trial), 'counts', [None])[0] or ()))  # each number of steps has its turn
+    for n in (1, updates):  # the first warms up
+        record, = fit(make(trial), Stream(loader, n * options.get('accumulate', 1)), epochs=1, progress=False, **options)
+    found: float = in_first_process(lambda: record['seconds'] / updates)
     return found
 
 
-def faster_amp(
-        model: nn.Module, loader: Any, make: Callable[[nn.Module], TrainingTask], options: dict[str, Any],
-) -> str | None:
-    """'bfloat16' if a copy's updates take less time in it, as on GPUs and on processors with AMX; else None."""
-    seconds = {}
-    for amp in (None, 'bfloat16'):
-        _, record = fit(make(copy.deepcopy(model)), Stream(loader, 1), epochs=2, progress=False,
-                        **{**options, 'amp': amp})
-        seconds[amp] = record['seconds']
-    found: str | None = in_first_process(lambda: min(seconds, key=seconds.__getitem__))
-    return found
+def updates_in(minutes: float, seconds: float) -> int:
+    """How many updates of so many seconds fit into minutes, at least 1; more than EPOCHS are a multiple of EPOCHS."""
+    n = max(1, int(60. * minutes / seconds))
+    return n if n < EPOCHS else EPOCHS * (n // EPOCHS)
 
 
 @torch.no_grad()

@@ -243,7 +243,8 @@ class TrajectoryDistillationTask(StudentTask):
         own = tuple(ode.steps for ode in find_ode_blocks(student))
         self.drawn = [own]
         if self.training and self.config.steps is not None:  # from the update, so that all processes draw the same
-            chosen = random.Random(f'{self.seed} {self.update}').randrange(len(self.config.steps))
+            n = len(self.config.steps)  # updates in which each has its turn
+            chosen = random.Random(f'{self.seed} {self.update // n}').sample(range(n), n)[self.update % n]
             self.update += 1
             self.drawn = list(zip(*(counts[chosen] for counts in self.counts), strict=True))
         # made anew, in half a millisecond, so that it has the student's present mode, checkpointing and image size
