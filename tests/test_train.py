@@ -4,7 +4,9 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +26,9 @@ from conftest import TINY, pair
 from timm_odevit import Recipe, TrajectoryDistillationTask, convert_, fit, save_pretrained, train
 from timm_odevit.cli import main
 from timm_odevit.ode.fields import NativeField
+from timm_odevit.training import run_recipe
 from timm_odevit.training.config import DataConfig, LossConfig
+from timm_odevit.training.minutes import share_minutes
 from timm_odevit.training.recipe import FIT, PARTS, Stage, builtin_recipes
 
 HUB = Path(__file__).parent.parent / 'hub'
@@ -387,6 +391,33 @@ def test_killed_at_any_moment_a_run_goes_on_to_the_same_weights(place, monkeypat
     strip = [[{k: v for k, v in r.items() if k != 'seconds'} for r in json.loads((place / name / 'history.json').read_text())]
              for name in ('killed', 'whole')]
     assert json.dumps(strip[0]) == json.dumps(strip[1])
+
+
+def test_the_stages_share_the_minutes_and_a_resumed_run_keeps_their_epochs(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(run_recipe, 'share_minutes', lambda *args: [3, 0.5])
+    words = [*command('run', 'fit.warmup_epochs=1', 'stages.1.fit.epochs=1'), '--minutes', '9']
+    words.remove('--quiet')
+    assert main(words) == 0
+    assert re.search(r'^3 \+ 0\.5 epochs: about \S+ minutes\n', capsys.readouterr().out, re.MULTILINE)
+    history = [(r['stage'], r['epoch']) for r in json.loads((place / 'run' / 'history.json').read_text())]
+    made = Recipe.load('run/recipe.yaml')
+    assert history == [(0, 1), (0, 2), (0, 3), (1, 1)]
+    assert [(of.epochs, of.warmup_epochs) for of in map(made.fit_of, made.stages)] == [(3, 1.5), (1, 1.)]
+    state = torch.load('run/stage1/last.pt', weights_only=True)
+    assert state['settings']['updates_per_epoch'] == json.loads((place / 'run' / 'run.json').read_text())['batches'] // 2
+    shutil.rmtree('run/stage1')
+    monkeypatch.setattr(run_recipe, 'share_minutes', None)
+    assert main(['distill', '--resume', 'run', '--quiet']) == 0  # from the folder
+    assert all(torch.equal(theirs, state['model'][name]) for name, theirs in weights(place / 'run').items())
+    assert main([*words, '--resume', '--quiet']) == 0  # the same command
+    assert main([*words[:-1], '8', '--resume']) == 2 and 'was made with minutes 9.0, but this run has 8.0' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('minutes, epochs', [(1., [2, 5]), (0.5, [1, 2]), (0.05, [0.12, 0.24]), (-1., [0, 0])])
+def test_minutes_are_shared_in_proportion_to_the_epochs(minutes, epochs):
+    """2 epochs of 5 s and 4 of 10 s take 50 s; what rounding leaves goes to the next stage."""
+    assert share_minutes(minutes, (2, 4), (5., 10.)) == pytest.approx(epochs)
 
 
 def test_a_disk_that_is_full_stops_with_a_message_and_keeps_the_last_state(place, monkeypatch):

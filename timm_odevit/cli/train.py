@@ -104,6 +104,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('out', nargs='?', help='folder for recipe.yaml, checkpoints, best/ and history.json')
     parser.add_argument('--set', metavar='KEY=VALUE', action='append', default=[],
                         help='change the recipe, such as --set ode.rank=8 --set stages.0.fit.epochs=5')
+    parser.add_argument('--minutes', type=float, metavar='M',
+                        help="train for about so long, with the stages' shares of time (default: the recipe's epochs)")
     parser.add_argument('--resume', action='store_true',
                         help='continue the run in the folder; with nothing else given, as it was first started')
     add_number(parser, '--limit', 'use only this many images of each part of the data, for a rehearsal')
@@ -171,8 +173,8 @@ def _train(
 ) -> None:
     """Train, and say where the result is and how to evaluate it."""
     try:
-        train(recipe, args.data, args.out, teacher=teacher, student=student, resume=args.resume, limit=args.limit,
-              command=command, device=args.device, progress=not args.quiet)
+        train(recipe, args.data, args.out, teacher=teacher, student=student, minutes=args.minutes, resume=args.resume,
+              limit=args.limit, command=command, device=args.device, progress=not args.quiet)
         if args.distributed:
             torch.distributed.barrier()  # some versions of gloo wait forever if a process leaves first
     finally:

@@ -57,10 +57,10 @@ def shrink(
 ) -> Verdict:
     """Make a small student of a model, and say whether it is worth it.
 
-    The student is converted, trained for up to 45 % of the minutes, and compared with the original, with the original in
-    int8 and with fewer tokens, and with a plain student of equal size that is trained for as long. All are written to files
-    that run without this package, and measured on images that no training used. Where accuracy cannot be measured, the
-    agreement with the model is, or the cosine of the embeddings.
+    The student is converted, trained for up to 45 % of the minutes, and compared with the original, with the original
+    in int8 and with fewer tokens, and with a plain student of equal size that is trained for as long. All are written
+    to files that run without this package, and measured on images that no training used. Where accuracy cannot be
+    measured, the agreement with the model is, or the cosine of the embeddings.
 
     Writes to `out`: student/best/, the student in timm's format; plain/best/, the plain one; files/, those of the
     candidates that no other beats in everything; verdict.json; and verdict.html, if plotly is installed. If the call is

@@ -1,7 +1,8 @@
 """Training for some minutes: a loader in epochs of any length, how many updates fit, and how much there is to learn."""
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
+from operator import mul
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .fit import fit
 from .loaders import set_epoch
 from .monitor import must_fit
 
-__all__ = ['EPOCHS', 'Stream', 'loss_before', 'seconds_per_update', 'updates_in']
+__all__ = ['EPOCHS', 'Stream', 'loss_before', 'seconds_per_update', 'share_minutes', 'updates_in']
 
 EPOCHS = 10  # into which a part that takes some minutes is divided, for the progress bar and for validation
 TRIED = 2  # updates by which their time is found, at least
@@ -63,7 +64,8 @@ def seconds_per_update(
     trial = copy.deepcopy(model)
     updates = max(TRIED, len(getattr(make(trial), 'counts', [None])[0] or ()))  # each number of steps has its turn
     for n in (1, updates):  # the first warms up
-        record, = fit(make(trial), Stream(loader, n * options.get('accumulate', 1)), epochs=1, progress=False, **options)
+        batches = Stream(loader, n * options.get('accumulate', 1))
+        record, = fit(make(trial), batches, epochs=1, progress=False, **options)
     found: float = in_first_process(lambda: record['seconds'] / updates)
     return found
 
@@ -72,6 +74,24 @@ def updates_in(minutes: float, seconds: float) -> int:
     """How many updates of so many seconds fit into minutes, at least 1; more than EPOCHS are a multiple of EPOCHS."""
     n = max(1, int(60. * minutes / seconds))
     return n if n < EPOCHS else EPOCHS * (n // EPOCHS)
+
+
+def share_minutes(minutes: float, epochs: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """How many epochs of each stage take so many minutes together, in proportion to those given.
+
+    They are whole, except for a part of one; what is left by rounding goes to the next stage.
+
+    Args:
+        minutes: Minutes of all stages.
+        epochs: Epochs of each stage, in proportion.
+        seconds: Seconds of an epoch of each stage.
+    """
+    left, found = 60. * minutes, []
+    for i, (n, each) in enumerate(zip(epochs, seconds, strict=True)):
+        share = n * left / sum(map(mul, epochs[i:], seconds[i:]))
+        found.append(round(share) if share >= 1 else max(share, 0.))
+        left -= found[-1] * each
+    return found
 
 
 @torch.no_grad()

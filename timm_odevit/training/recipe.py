@@ -187,6 +187,15 @@ class Recipe(Settings):
         stages = tuple(replace(stage, loss=counted(stage.loss)) for stage in self.stages)
         return replace(self, loss=counted(self.loss), stages=stages)
 
+    def with_epochs(self, epochs: Sequence[float]) -> 'Recipe':
+        """The recipe with other numbers of epochs, at least 1, of which as large a share warms up."""
+        stages = list(self.stages)
+        for i, (stage, count) in enumerate(zip(stages, epochs, strict=False)):
+            fit, n = self.fit_of(stage), max(1, int(count))
+            warmup = {'warmup_epochs': fit.warmup_epochs * n / fit.epochs} if fit.warmup_epochs else {}
+            stages[i] = replace(stage, fit={**(stage.fit or {}), 'epochs': n, **warmup})
+        return replace(self, stages=tuple(stages))
+
     @classmethod
     def load(cls, name: str | Path, changes: Sequence[str] = ()) -> 'Recipe':
         """Read a recipe.

@@ -3,9 +3,11 @@ import copy
 import json
 import math
 import shutil
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,13 @@ from ..hooks import random_states_kept
 from ..loading.find_weights import CONFIG, WEIGHTS
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import describe, save_pretrained
-from ..settings import one_line, shown
+from ..settings import number, one_line, shown
 from .config import FitConfig
 from .fit import count_updates, fit
 from .loaders import count_classes, draw_sample, label_names, loader_chain, loaders
-from .monitor import score_of, validate
-from .recipe import PARTS, Recipe
+from .minutes import Stream, seconds_per_update, share_minutes
+from .monitor import score_of, try_one_batch, validate
+from .recipe import FIT, PARTS, Recipe
 from .resume import BEST, HISTORY, RECIPE, RUN, START, check_about, check_recipe, hash_of, hash_of_data
 from .tasks import StepwiseTask, TrajectoryDistillationTask
 
@@ -47,6 +50,7 @@ def train(
         *,
         teacher: nn.Module | None = None,
         student: nn.Module | None = None,
+        minutes: float | None = None,
         resume: bool = False,
         limit: int | None = None,
         command: dict[str, Any] | None = None,
@@ -69,6 +73,8 @@ def train(
         teacher: timm model; None to train without one.
         student: Model to train as it is, ignoring the recipe's `ode`; None to make it from the teacher or, without one,
             from the recipe's `model`.
+        minutes: Train for about so long instead of the recipe's epochs: the stages share the minutes as these would,
+            and one without the time for an epoch has a shorter one. recipe.yaml says how many epochs came of it.
         resume: Continue the run in `out`.
         limit: Use only this many images of each part of the data, for a rehearsal.
         command: What to record in run.json, so that `odevit distill --resume` knows data and models by name.
@@ -96,8 +102,13 @@ def train(
     for model in (teacher, student):
         if model is not None:
             device = next(model.parameters()).device
-    given, folder, (rank, world) = student, Path(out), rank_and_world()
+    given, folder, (rank, world), began = student, Path(out), rank_and_world(), time.perf_counter()
     with alone_in(folder), random_states_kept(device):
+        new = not (folder / RECIPE).exists()
+        plan = None if new or not (folder / RUN).exists() else json.loads((folder / RUN).read_text()).get('epochs')
+        if minutes is not None:
+            number(0., open='(')('minutes', minutes)
+            recipe = recipe.with_epochs(plan or [])
         check_recipe(folder, recipe, resume)
         host = _host(recipe, data, teacher, student, device)
         train_loader, val_loader = loaders(
@@ -107,7 +118,8 @@ def train(
             for model in (host, teacher):
                 warn_of_other_classes(model, names, data)
         about = {'limit': limit, 'batches': len(train_loader),
-                 'data sha256': hash_of_data(train_loader, val_loader)}
+                 'data sha256': hash_of_data(train_loader, val_loader),
+                 **({} if minutes is None else {'minutes': minutes})}
         for name, model in (('teacher', teacher), ('student', student)):
             about[f'{name} sha256'] = None if model is None else hash_of(model.state_dict().values())
         check_about(folder, about)
@@ -115,15 +127,28 @@ def train(
         student = _student(recipe, host, sample)
         own = [ode.steps for ode in find_ode_blocks(student)]
         stages = [_prepare(i, recipe, student, teacher, sample, train_loader) for i in range(len(recipe.stages))]
+        if new and (progress or minutes is not None):
+            epochs: list[float] = [config.epochs for *_, config in stages]
+            seconds = [_seconds(i, recipe, student, teacher, sample, train_loader, val_loader)
+                       for i in range(len(stages))]
+            if minutes is not None:
+                left = in_first_process(lambda: minutes - (time.perf_counter() - began) / 60)
+                epochs = plan = share_minutes(left, epochs, seconds)
+                recipe = recipe.with_epochs(plan)
+                stages = [_prepare(i, recipe, student, teacher, sample, train_loader) for i in range(len(stages))]
+            if progress and rank == 0:
+                print(f"{' + '.join(f'{n:.3g}' for n in epochs)} epochs: about "
+                      f'{sum(map(mul, epochs, seconds)) / 60:.3g} minutes')
         if world > 1:
             dist.barrier()  # all check the folder before the first process writes to it
-        if rank == 0 and not (folder / RECIPE).exists():
-            write_text(folder / RUN, to_json({**about, 'command': command}))
+        if rank == 0 and new:
+            write_text(folder / RUN, to_json({**about, 'epochs': plan, 'command': command}))
             write_text(folder / RECIPE, recipe.to_yaml())
         _name_classes(student, names, keep=teacher is not None)
         start = None if given is None else in_first_process(
             lambda: _start(student, own, stages[-1], val_loader, folder, progress))
-        history = _train_stages(student, stages, train_loader, val_loader, folder, resume, progress and rank == 0)
+        history = _train_stages(
+            student, stages, plan, train_loader, val_loader, folder, resume, progress and rank == 0)
         if rank == 0:
             _publish(folder, recipe, recipe.without_shares(own[0]) if len(own) == 1 else recipe, history, start)
     return history
@@ -198,6 +223,25 @@ def _prepare(
     return task, names, config
 
 
+def _seconds(
+        i: int, recipe: Recipe, student: nn.Module, teacher: nn.Module | None, sample: Tensor, train_loader: Any,
+        val_loader: Any,
+) -> float:
+    """Seconds that an epoch of a stage takes with its validation, by trying a few updates and a batch."""
+    task, names, config = _prepare(i, recipe, student, teacher, sample, train_loader)
+
+    def make(trial: nn.Module) -> TrainingTask:
+        for name, p in trial.named_parameters():
+            p.requires_grad_(p.requires_grad and name in names)
+        return _prepare(i, recipe, trial, teacher, sample, train_loader)[0]
+    options = {name: getattr(config, name) for name in FIT if name not in ('epochs', 'compile')}
+    update = seconds_per_update(student, train_loader, make, options)
+    started = time.perf_counter()
+    in_first_process(lambda: try_one_batch(val_loader, task, AMP_DTYPES[config.amp]))
+    validation = (time.perf_counter() - started) / 2 * len(val_loader)  # it runs twice
+    return update * count_updates(train_loader, config.accumulate) + in_first_process(lambda: validation)
+
+
 def _start(
         student: nn.Module, own: list[int], stage: tuple[TrainingTask, set[str], FitConfig], val_loader: Any,
         folder: Path, progress: bool,
@@ -228,8 +272,8 @@ def _score_in_words(record: dict[str, float]) -> str:
 
 
 def _train_stages(
-        student: nn.Module, stages: Sequence[tuple[TrainingTask, set[str], FitConfig]], train_loader: Any,
-        val_loader: Any, folder: Path, resume: bool, progress: bool,
+        student: nn.Module, stages: Sequence[tuple[TrainingTask, set[str], FitConfig]], plan: Sequence[float] | None,
+        train_loader: Any, val_loader: Any, folder: Path, resume: bool, progress: bool,
 ) -> list[dict[str, float]]:
     """Train stage by stage; returns the records of all epochs."""
     history: list[dict[str, float]] = []
@@ -245,8 +289,9 @@ def _train_stages(
             print(f"stage {i}: {getattr(task, 'title', 'labels')}, {count:,} trainable parameters")
         if isinstance(arrays, ArrayLoader):
             arrays.seed = config.seed  # for the order of the images
-        records = fit(task, train_loader, val_loader, out=folder / f'stage{i}', resume=resume, progress=progress,
-                      config=config)
+        part = max(config.accumulate, int(plan[i] * len(train_loader))) if plan and plan[i] < 1 else 0
+        records = fit(task, Stream(train_loader, part) if part else train_loader, val_loader, out=folder / f'stage{i}',
+                      resume=resume, progress=progress, config=config)
         history += [{'stage': i, **record} for record in records]
     for name, p in student.named_parameters():
         p.requires_grad_(name in trainable)
