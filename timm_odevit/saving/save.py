@@ -44,7 +44,7 @@ def save_pretrained(
 
     Args:
         model: Model made by `timm.create_model`, converted or not; may be wrapped for compilation or distribution.
-        folder: Folder, created if it does not exist; files of the same names are replaced.
+        folder: Folder, created if it does not exist; a model that it holds is replaced, as timm and transformers do.
         base: timm name of the base, for a converted model that was not made by `timm.create_model`.
         base_args: Keywords of the base, for such a model.
 
