@@ -38,7 +38,9 @@ parser.add_argument('--minutes', type=float, default=8.)
 parser.add_argument('--lr', type=float, default=6e-4)
 parser.add_argument('--decay', type=float, default=1.)
 parser.add_argument('--kd-weight', type=float, default=0.3)
+parser.add_argument('--trajectory-weight', type=float, default=1.)
 parser.add_argument('--patch-drop', type=float, default=0., help='until the decay, or throughout without --decay')
+parser.add_argument('--at', type=yaml.safe_load, help='numbers of steps to evaluate with; by default, many')
 parser.add_argument('--amp', action='store_true', help='in bfloat16')
 parser.add_argument('--seed', type=int, default=0)
 args = parser.parse_args()
@@ -51,7 +53,8 @@ ode = student.blocks
 ode.config = replace(ode.config, steps=args.own, averaged=args.averaged)
 tasks = [TrajectoryDistillationTask(
     student, copy.deepcopy(teacher), steps=args.steps, consistency_weight=args.consistency, kd_weight=args.kd_weight,
-    patch_drop=drop, verbose=False) for drop in (args.patch_drop, args.patch_drop if args.decay == 1 else 0.)]
+    trajectory_weight=args.trajectory_weight, patch_drop=drop, verbose=False)
+    for drop in (args.patch_drop, args.patch_drop if args.decay == 1 else 0.)]
 train, val, _ = array_loaders(args.data, student, batch_size=64, held_out=0.1)
 weight_decay = 0.05 if ode.config.time == 'autonomous' else 0.
 optimizer = create_optimizer_v2(student, opt='muon', lr=args.lr, weight_decay=weight_decay)
@@ -75,7 +78,8 @@ with muon_in_float32():
             optimizer.step()
             images += len(x)
 batches, top1 = list(val), {}
-for counts, number in (((1, 2, 3, 4, 5, 6), 5000), ((9, 12, 24), 2000), ((100,), 1000)):
+for counts, number in [(args.at, 5000)] if args.at else (
+        ((1, 2, 3, 4, 5, 6), 5000), ((9, 12, 24), 2000), ((100,), 1000)):
     few = batches[:-(-number // len(batches[0][0]))]
     top1.update({r.steps: round(r.top1, 2) for r in evaluate(student.eval(), few, steps=counts).results})
 record = {**vars(args), 'images': images, 'parameters': count_parameters(student), 'top1': top1}
