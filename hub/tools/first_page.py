@@ -13,11 +13,13 @@ SCRATCH = {'ResNet-20': (0.28, 41, 68.8), 'CCT-2/3x2': (0.28, 33, 66.9), 'CCT-4/
 STEPS = (3, 6, 12, 24)
 # of hub/runs/study.jsonl: what they are, and the row of the first group of verdict.json with as many multiply-adds
 CONTROLS = {'plain3_128': ('3 plain blocks', 'K = 3'), 'two_r11_128': ('2 blocks, rank 11', 'int8')}
-BLUE, RED, GREEN, GREY = '#2a6fbb', '#c0392b', '#2e8b57', '#777777'
-# students for any number of steps: in words, color, where their accuracy stands, and for which numbers
-ANY_STEPS = {
-    'odevit_tiny_native_patch16_128.deit_tiny_cifar100': ('one block', BLUE, (2, -11), (2, 3, 6, 24, 100))}
-WORDS = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_r23': 'rank 23', 'deit_tiny': 'DeiT-tiny'}
+BLUE, RED, GREEN, GREY, ORANGE = '#2a6fbb', '#c0392b', '#2e8b57', '#777777', '#d9822b'
+# students in words, color, where their accuracy stands, and for which numbers of steps
+SHOWN = {
+    'odevit_tiny_native_patch16_128.deit_tiny_cifar100': ('one block', BLUE, (2, -11), (2, 3, 6, 24, 100)),
+    'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100': (
+        'two blocks and residuals', ORANGE, (6, -3), (12,))}
+WORDS = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_two_r11': 'two blocks', 'deit_tiny': 'DeiT-tiny'}
 
 
 def rows(heads, lines):
@@ -86,10 +88,12 @@ def idea(path):
     left.text(8.55, 0.05, 'slim residuals\n(if you want)', ha='center', va='top', fontsize=7)
     left.text(6.2, 3.3, '1/10 of the parameters;\nwith residuals, 1/4', ha='center', va='top', fontsize=7)
 
-    for name, (words, color, shift, steps) in ANY_STEPS.items():
+    for name, (words, color, shift, steps) in SHOWN.items():
         record = json.loads((HUB / name / 'results.json').read_text())
         teacher, *found = sorted(record['test'], key=lambda r: r['model'] != 'teacher')
         share = found[0]['parameters'] / teacher['parameters']
+        if len(record['trained_at']) == 1:  # it has no other
+            found = [r for r in found if r['steps'] in record['trained_at']]
         right.plot([r['steps'] for r in found], [r['top1'] for r in found], 'o-', color=color, markersize=4,
                    label=f'{words}: {100 * share:.0f} % of the parameters')
         for r in found:
