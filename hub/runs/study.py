@@ -19,6 +19,7 @@ from pathlib import Path
 import timm
 import torch
 import yaml
+from timm.layers import set_fused_attn
 from timm.optim import create_optimizer_v2
 
 from timm_odevit import TrajectoryDistillationTask, convert_, evaluate
@@ -46,6 +47,7 @@ parser.add_argument('--seed', type=int, default=0)
 args = parser.parse_args()
 torch.set_num_threads(1)
 torch.manual_seed(args.seed)
+set_fused_attn(not args.amp)  # as `fit` does in bfloat16
 teacher = timm.create_model(args.teacher, pretrained=True).eval()
 student = timm.create_model(args.student, pretrained=True).float() if args.student else convert_(
     copy.deepcopy(teacher), keep_original=False).model

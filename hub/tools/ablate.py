@@ -1,7 +1,7 @@
 """Train many recipes on the same data and seeds, and compare them in one table.
 
-    python hub/tools/ablate.py hub/ablation.yaml cifar10.npz out/ablation
-        --teacher local-dir:hub/deit_tiny_patch16_64.cifar10 --limit 3200
+    python hub/tools/ablate.py hub/ablation.yaml cifar100.npz out/ablation
+        --teacher local-dir:hub/deit_tiny_patch16_128.cifar100 --limit 3200
 
 The recipes are YAML files, names of recipes of the package, or lists: YAML files with `base` (a recipe), `variants`
 (lists of changes, by name) and optionally `changes` (to all of them). The others are compared with the first. Finished

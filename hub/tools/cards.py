@@ -47,10 +47,10 @@ def opening(name, record, steps):
         words, *runs = PLAIN[name]
         study = {(line.get('student') or '').partition('out/')[2]: line for line in map(
             json.loads, (HUB / 'runs' / 'study.jsonl').read_text().splitlines())}
-        plain, ours = (study[run]['top1'][str(study[run]['own'])] for run in runs)
+        (steps, plain), (more, ours) = ((study[run]['own'], study[run]['top1'][str(study[run]['own'])]) for run in runs)
         said.append(f'After {study[runs[0]]["minutes"]:.0f} minutes of training, a plain ViT of as many parameters '
-                    f'({words}) has {plain:.1f} % on images held out, this student {ours:.1f} %, with four times the '
-                    'operations.')
+                    f'({words}) has {plain:.1f} % on images held out, this student {ours:.1f} %, with '
+                    f'{more // steps} times the operations.')
     return ' '.join(said)
 
 
