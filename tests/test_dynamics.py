@@ -100,7 +100,8 @@ def test_the_largest_exponent_is_that_of_the_deployed_map(vit, images, method):
     model.blocks.steps = 4
     with follow(model, images[:1]) as flow:
         def whole(x):
-            return model.blocks(x.view_as(flow.start)).flatten()
+            out = model.blocks(x.view_as(flow.start))
+            return (out - out.mean(-1, keepdim=True)).flatten()  # LayerNorm does not see the mean
         sigma = torch.linalg.matrix_norm(torch.autograd.functional.jacobian(whole, flow.start.flatten()), ord=2)
     found = lyapunov_exponents(model, images[:1])
     assert float(found.values) == pytest.approx(math.log(sigma) / 3, abs=1e-3) and found.residual <= 1e-4
@@ -115,8 +116,18 @@ def test_the_class_token_alone(vit, images):
         for step in flow.maps:
             whole = torch.autograd.functional.jacobian(lambda v, x=x, step=step: step(torch.cat([v[None, None], x[:, 1:]], 1))[0, 0], x[0, 0])
             total, x = whole @ total, step(x)
+    total = total - total.mean(dim=0)  # LayerNorm does not see the mean
     found = lyapunov_exponents(model, images[:1].double(), tokens='class', count=2)
     assert torch.allclose(found.values[0], torch.linalg.svdvals(total)[:2].log() / 3, atol=1e-3)
+
+
+@pytest.mark.parametrize('tokens', ['all', 'class'])
+def test_what_a_layer_norm_does_not_see_is_left_out(tokens):
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    flow = Flow(x, (lambda x: x - 0.1 * (x - x.mean(-1, keepdim=True)),) * 4, (0., 1., 2., 3., 4.))
+    assert lyapunov_exponents(flow, tokens=tokens).values == pytest.approx(math.log(0.9), abs=1e-4)
+    seen = Flow(x, (lambda x: x - 0.1 * x + 0.5 * x.mean(-1, keepdim=True),) * 4, flow.times)  # the mean grows
+    assert lyapunov_exponents(seen, tokens=tokens).values == pytest.approx(math.log(1.4), abs=1e-4)
 
 
 # --- Lipschitz ---
@@ -353,6 +364,7 @@ def test_spectral_norms_of_layers_that_a_library_wraps(vit):
     (lambda m, x: lyapunov_exponents(m, x, count=10 ** 6), 'at most the number of dimensions'),
     (lambda m, x: lyapunov_exponents(m, x, sweeps=-1), 'sweeps must'),
     (lambda m, x: lyapunov_exponents(m, x, tokens='cls'), "tokens must be 'all' or 'class'"),
+    (lambda m, x: lyapunov_exponents(timm.create_model('vit_tiny_patch16_224', img_size=16, embed_dim=24, depth=1, class_token=False, global_pool='avg'), x, tokens='class'), 'without one'),
     (lambda m, x: discretisation_errors(m, x, steps=0), r'steps must be whole numbers of at least 1; got \[0\]'),
     (lambda m, x: discretisation_errors(m, x, steps=[]), r'got \[\]'),
     (lambda m, x: discretisation_errors(m, x, iterations=0), 'iterations must be'),

@@ -72,7 +72,7 @@ class AttentionOverTime(PerImage):
     Attributes:
         attention: What the class token attends to at the start of each step: probabilities over the tokens [B, K, N].
             Without a class token, the mean over all tokens.
-        rollout: The same for all steps so far together, which counts the residual connections [B, K, N].
+        rollout: The same for all steps so far together: of x + h attention(x), x counts 1 and attention h [B, K, N].
         entropy: Mean entropy of the rows of the maps, in nats, at most log N [B, K].
         softmax_bound: JaSMin's g_1 of each head, the largest over the query rows, between 0 and 1/2 [B, K, heads]: a
             bound on the Jacobian of softmax, see `log_softmax_bound`.
@@ -115,11 +115,11 @@ def _attention_over_time(flow: Flow) -> AttentionOverTime:
     entropy: list[Tensor] = []
     bound: list[Tensor] = []
     through: Any = None
-    for heads in attention_maps(flow):
+    for h, heads in zip(flow.lengths(), attention_maps(flow), strict=True):
         entropy.append(torch.special.entr(heads).sum(dim=-1).mean(dim=(1, 2)))
         bound.append(log_softmax_bound(heads, 1)[..., 0].amax(dim=-1).exp())
         mean = heads.mean(dim=1)
-        mixed = (mean + torch.eye(mean.shape[-1]).to(mean)) / 2
+        mixed = (h * mean + torch.eye(mean.shape[-1]).to(mean)) / (1. + h)
         through = mixed if through is None else mixed @ through
         for rows, found in ((mean, attention), (through, rollout)):
             found.append(rows[:, 0] if flow.class_token else rows.mean(dim=1))

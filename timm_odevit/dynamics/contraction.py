@@ -45,8 +45,8 @@ def contraction_regions(
 ) -> Region:
     """How far the last state of each image may be moved before norm and head give another class.
 
-    A student that ends inside of the region around its teacher's last state gives the teacher's class with the
-    teacher's head, whatever its error looks like.
+    A student that ends nearer to its teacher's last state than the boundary gives the teacher's class with the
+    teacher's head, whatever its error looks like. Distances to the boundary are found by search, not guaranteed.
 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`; the model, such as the teacher, has a head.

@@ -29,8 +29,8 @@ class DiscretisationError(PerImage):
     Attributes:
         error: Distance of the last state from the exact solution's [B].
         local: Error that each step makes on its own, from the state where it starts [B, K].
-        bound: Upper bound on `error`, to first order: the local errors, each multiplied by the largest factor by which
-            the later steps amplify a small change [B].
+        bound: Estimated upper bound on `error`, to first order: the local errors, each multiplied by the largest factor
+            by which the later steps of the method amplify a small change, found by iteration [B].
         reference: Distance of the reference solution from one with half as many steps: how accurate `error` is [B].
         method: The method.
         steps: Number K of steps.

@@ -41,8 +41,8 @@ def lipschitz_constants(
     """The largest singular value of the Jacobian of a model's field, at the states that the model passes through.
 
     The field is what the deployed method sees: the increment of the state over a step, per unit of time, with all
-    tokens as one vector. The Jacobian is never built: the power method needs only products with it and with its
-    transpose; it starts from the vector found at the step before.
+    tokens as one vector. For Euler steps, that is the field of the ODE itself. The Jacobian is never built: the power
+    method needs only products with it and with its transpose; it starts from the vector found at the step before.
 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`.

@@ -1,19 +1,21 @@
 """Finite-time Lyapunov exponents of the map that is deployed."""
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..settings import integer
-from .flow import Flow, Images, PerImage, over_images
+from .flow import Flow, Images, PerImage, noise, norms, over_images
 from .lipschitz import Jacobian
 
 __all__ = ['Exponents', 'lyapunov_exponents']
 
 SETTLED = 1e-4  # change of the exponents in a sweep, per unit of time
+SHIFTED = 0.05  # share of a shift that rounding may lose, in bfloat16
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,11 +24,12 @@ class Exponents(PerImage):
 
     Attributes:
         values: The leading exponents at the end [B, m], descending in the limit of a long time; NaN if there are none.
-        running: The exponents up to each time [B, K, m].
+        running: Mean growth up to each time [B, K, m] of the tangent vectors that grow most until the end: at the end,
+            the exponents; before it, at most the exponents up to that time.
         residual: How much the last sweep changed the exponents [B], at most 1e-4 if they settled; NaN without two
             sweeps.
-        drift: How far the running values of the last half of the time lie from the final ones [B, m]: near 0 for
-            exponents that have converged. A dozen steps give finite-time values, not limits.
+        drift: How far the running values of the last half of the time lie from the final ones [B, m]: near 0 if the
+            growth is even. A dozen steps give finite-time values, not limits.
         reasons: For each image, why there are no exponents; None if there are.
         times: The times at which `running` is given [K].
     """
@@ -67,6 +70,10 @@ def lyapunov_exponents(
     turned towards the directions that grow most until the end, so that the largest exponent is log(s) / T with the
     largest singular value s of the Jacobian of the whole map.
 
+    What is added to all channels of a token alike is left out if all maps of a [B, N, D] state pass it on unchanged, as
+    blocks behind LayerNorm or CenterNorm do: the head's norm does not see it, and with it, no largest exponent could be
+    below 0.
+
     Args:
         model, images: See `timm_odevit.dynamics`.
         count: Number m of exponents, the largest first.
@@ -103,9 +110,11 @@ def lyapunov_exponents(
 
 
 def _exponents(flow: Flow, count: int, only_class: bool, sweeps: int, seed: int) -> Exponents:
+    flow = _without_shifts(flow)
     x, states, T = flow.start, flow.states(), flow.times[-1] - flow.times[0]
-    if only_class and x.ndim != 3:
-        raise ValueError(f"tokens='class' needs states [B, N, D]; these have the shape {list(x.shape)}.")
+    if only_class and (x.ndim != 3 or (flow.blocks and not flow.class_token)):
+        raise ValueError(f"tokens='class' needs states [B, N, D] with a class token; these have the shape "
+                         f'{list(x.shape)}' + ('.' if x.ndim != 3 else ', without one.'))
     B, size = len(x), x[0, :1].numel() if only_class else x[0].numel()
     if count > size:
         raise ValueError(f'count must be at most the number of dimensions, {size}; got {count}.')
@@ -130,6 +139,27 @@ def _exponents(flow: Flow, count: int, only_class: bool, sweeps: int, seed: int)
     running[torch.tensor([reason is not None for reason in reasons])] = math.nan
     drift = (running[:, elapsed >= T / 2] - running[:, -1:]).abs().amax(dim=1)
     return Exponents(running[:, -1], running, residual, drift, tuple(reasons), elapsed.cpu() + flow.times[0])
+
+
+def _without_shifts(flow: Flow) -> Flow:
+    """The flow of tokens whose channels have a mean of 0, if all maps pass on what is added to the mean of a token."""
+    x = flow.start
+    if x.ndim < 3:
+        return flow
+    shift = noise(x[..., :1], torch.Generator().manual_seed(0)) * x.std()
+    for step, before, after in zip(flow.maps, flow.states(), flow.states()[1:], strict=False):
+        missed = norms(step(before + shift) - after - shift) / norms(shift.expand_as(x))
+        if (missed > SHIFTED).any():
+            return flow
+    return replace(flow, start=_centred(x), maps=tuple(partial(_centred_step, step) for step in flow.maps))
+
+
+def _centred(x: Tensor) -> Tensor:
+    return x - x.mean(dim=-1, keepdim=True)
+
+
+def _centred_step(step: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return _centred(step(x))
 
 
 def _forwards(flow: Flow, states: list[Tensor], Q: Tensor) -> tuple[Tensor, Tensor]:

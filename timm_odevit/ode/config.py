@@ -73,8 +73,8 @@ class OdeConfig(Settings):
             LayerScale) have a value per layer; 'low_rank', each matrix also has a residual of rank `rank` per layer.
             Between two layers, values are interpolated linearly in t, unless they are `averaged`.
         averaged: Each step of a fixed-step method uses the mean of the layers' values over the step, not their value at
-            one t. Changes nothing for steps of length 1; better if several numbers of steps are trained
-            (hub/lab/steps.md).
+            one t. Better if several numbers of steps are trained (hub/lab/steps.md); with euler and lie_trotter, it
+            changes nothing for steps of length 1.
         rank: Rank of the residuals of 'low_rank'.
         phases: Number of shared blocks, one per span of consecutive layers.
         boundaries: First layer of each span except the first, such as (7, 10); 'uniform' for spans of equal length.
@@ -85,9 +85,9 @@ class OdeConfig(Settings):
         blocks: First and last layer to convert, such as (3, 9); None for all.
         rtol: Relative tolerance of an adaptive method, dimensionless.
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
-        adjoint: Backpropagate through an adaptive solution by the adjoint method: memory does not grow with the number
-            of evaluations, and at the default tolerance, gradients are wrong by 2 to 3 % (Chen et al., arXiv
-            1806.07366).
+        adjoint: Backpropagate through an adaptive solution by the adjoint method (Chen et al., arXiv 1806.07366): its
+            memory does not grow with the number of evaluations, and at the default tolerance, gradients are wrong by 2
+            to 3 % (hub/RESULTS.md).
         tokens: Share of the patch tokens left at T. Between steps, similar tokens are merged, so their number falls
             linearly in t. The state keeps its shape: merged tokens have equal states. Needs plain attention (no
             windows, RoPE or position bias).
