@@ -49,6 +49,9 @@ def test_classes_that_a_model_knows_by_name_get_its_labels(vit, folder, embed):
     test = array_loaders(path / 'd.npz', model, any_classes=embed)[2]
     assert [test.label_names[label] for label in test.labels] == [f'class{i}' for i in y]
     assert test.label_names == (sorted(names) if embed else names)
+    if embed:  # as many labels as the model has classes, of more names
+        np.savez(path / 'e.npz', x_train=x, y_train=y, x_test=x, y_test=y, classes=[*names, 'other'])
+        assert array_loaders(path / 'e.npz', model, any_classes=True)[2].labels.tolist() == y.tolist()
 
 
 def test_other_classes_than_those_of_the_model_are_said(vit):

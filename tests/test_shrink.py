@@ -126,6 +126,11 @@ def test_few_images_make_smaller_batches(model):
     assert len(found.loader) == 1 and len(next(iter(found.loader))[0]) == found.number == 10
 
 
+def test_one_image_learns_chooses_and_judges(model):
+    found = read_images(images(1), model, 64)
+    assert found.number == len(found.choosing.images) == len(found.judging.images) == 1
+
+
 def test_the_interval_of_a_share_is_never_zero():
     held = Held(images(4), torch.zeros(4, dtype=torch.long), torch.zeros(4, 3))
     value, half = score(scores(torch.tensor([[1., 0, 0]]).repeat(4, 1), held, 'accuracy'), 'accuracy')
@@ -155,6 +160,11 @@ def test_a_plain_student_has_the_blocks_of_the_model(model):
 def test_a_model_that_takes_no_depth_has_no_plain_student():
     model = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, window_size=2, depths=(1, 1, 2, 1), embed_dim=24)
     assert plain_student(model, 100_000) is None
+
+
+def test_a_model_with_tensors_for_each_layer_outside_its_blocks_has_no_plain_student():
+    model = timm.create_model('vit_small_patch16_rope_mixed_224', **{**TINY, 'depth': 4})
+    assert plain_student(model, count_parameters(model) // 2) is None
 
 
 def test_an_interrupted_training_keeps_the_best_so_far_and_goes_on(model, tmp_path, monkeypatch, few):
@@ -252,7 +262,8 @@ def test_operations_are_those_of_merged_weights(model):
 
 @pytest.mark.parametrize('options, message', [
     (dict(size='25%', keep='95%'), 'Give a size, or the share to keep, not both'), (dict(keep=95), 'keep must be a number between 0 and 1'),
-    (dict(minutes=0), 'minutes must be'), (dict(size=1), 'are too few'), (dict(images=torch.zeros(4, 3, 16, 16, dtype=torch.uint8)), 'floating-point'),
+    (dict(minutes=0), 'minutes must be'), (dict(size=1), 'are too few'), (dict(images=(torch.zeros(4, 3, 16, 16), torch.zeros(3))), 'got 4 images and 3 labels'),
+    (dict(images=torch.zeros(4, 3, 16, 16, dtype=torch.uint8)), 'floating-point'),
 ])
 def test_bad_input_is_refused_and_nothing_is_written(model, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
@@ -299,7 +310,8 @@ def test_folders_of_any_kind(model, tmp_path, names):
         path = tmp_path / names[i % len(names)].format(i)
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.random.default_rng(i).integers(0, 256, (20, 20, 3), np.uint8)).save(path)
-    (path.parent / 'broken.png').write_bytes(b'no image')
+    for name in ('aaa', 'broken', 'zzz'):
+        (path.parent / f'{name}.png').write_bytes(b'no image')
     found = read_images(tmp_path, model, 4)
     held = len(found.choosing.images) + len(found.judging.images)
     assert found.number >= 12 and held >= 2 and len(next(iter(found.loader))[0]) == 4

@@ -71,6 +71,10 @@ def test_a_change_that_no_stage_would_use_is_an_error():
     with pytest.raises(ValueError, match=r'Change stages.0.loss.steps\.'):
         recipe('loss.steps=[3]', stages=stages)
     assert recipe('fit.lr=1e-4', 'fit.epochs=null', stages=stages).fit == {'lr': 1e-4}
+    with pytest.raises(ValueError, match=r'Change stages.1.fit.lr, stages.2.fit.lr\.'):
+        Recipe.load('low_rank', ['stages.0.fit.epochs=0', 'fit.lr=1e-4'])
+    with pytest.raises(ValueError, match='all stages with task trajectory have 0 epochs'):
+        Recipe.load('low_rank', ['stages.1.fit.epochs=0', 'stages.2.fit.epochs=0', 'loss.kd_weight=1'])
 
 
 @pytest.mark.parametrize('section, keys', [('loss', LossConfig.names()), ('fit', FIT), ('data', DataConfig.names())])
@@ -237,6 +241,12 @@ def test_a_student_that_training_worsens_stays_as_it_was(vit, data, tmp_path, ca
     assert best.blocks.steps == 4 and all(torch.equal(tensor, start[name]) for name, tensor in best.state_dict().items())
     with pytest.warns(UserWarning, match='top-1 100.0 % before'):
         run(made, data, tmp_path / 'run', teacher, student=copy.deepcopy(student), resume=True)
+
+
+def test_the_blocks_of_a_model_with_stages_are_a_part():
+    swin = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, window_size=2, depths=(1, 1, 2, 1), embed_dim=24)
+    found = run_recipe._names_of(convert_(swin, method='euler').model, ['blocks'], 'train')
+    assert found == {name for name, _ in swin.named_parameters() if '.blocks.' in name} and found
 
 
 @pytest.mark.parametrize('part', PARTS)

@@ -63,7 +63,8 @@ def card(folder):
     if find_ode_blocks(model):
         origin = f'trained from scratch on the labels of {dataset}.' if scratch else (
             f'distilled from a DeiT-tiny that was fine-tuned on {dataset}.')
-        count = 'One shared transformer block' if model.blocks.config.phases == 1 else 'Two shared transformer blocks'
+        phases = model.blocks.config.phases
+        count = f"{('One', 'Two', 'Three', 'Four')[phases - 1]} shared transformer block{'s' if phases > 1 else ''}"
         summary = (f'{opening(folder.name, record, model.blocks.steps)}\n\n{count} that an ODE solver evaluates K '
                    f'times (ODE-ViT, arXiv 2511.16501), {origin}')
     else:

@@ -62,7 +62,7 @@ def array_loaders(
     highest = max(int(labels.max()) for labels in (y, y_test))
     classes = highest + 1 if any_classes or model.num_classes == 0 else model.num_classes
     names = _names(path, arrays.get('classes'), highest)
-    if highest >= classes or (names is not None and len(names) != classes == model.num_classes):
+    if highest >= classes or (not any_classes and names is not None and len(names) != classes == model.num_classes):
         has = f'has label {highest}' if names is None else f'names {len(names)} classes'
         raise ValueError(f"'{path}' {has}, but the model has {model.num_classes} classes. Give the data that the model "
                          "was made for, or create the model with the data's classes.")

@@ -1,5 +1,6 @@
 """What images there are, to learn from and to judge by, and what is measured on them."""
 import copy
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,9 +145,11 @@ def _tensors(images: Any, batch_size: int) -> tuple[Any, Any, Any]:
     """The loader to learn from, the same images, and those held out."""
     pictures, labels = (images, torch.zeros(len(images), dtype=torch.long)) if isinstance(images, Tensor) else images
     check_images(pictures)
+    if len(labels) != len(pictures):
+        raise ValueError(f'Each image needs one label; got {len(pictures)} images and {len(labels)} labels.')
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))
-    held = count_held_out(len(pictures), HELD_OUT)
-    learned, others = (TensorDataset(pictures[i], labels[i].long()) for i in (order[held:], order[:held]))
+    held = count_held_out(len(pictures), HELD_OUT)  # none of one image, which then does both
+    learned, others = (TensorDataset(pictures[i], labels[i].long()) for i in (order[held:], order[:held or None]))
     loader: Any = DataLoader(learned, min(batch_size, len(learned)), shuffle=True, drop_last=True)
     return loader, learned, others
 
@@ -180,9 +183,13 @@ def _count(source: Any) -> int:
 
 
 def _draw(source: Any, most: int) -> tuple[Tensor, Tensor]:
-    """At most so many images at random, and their labels."""
-    index = torch.randperm(_count(source), generator=torch.Generator().manual_seed(0))[:most]
+    """At most so many images at random, of those that can be read, and their labels."""
+    order = torch.randperm(_count(source), generator=torch.Generator().manual_seed(0))
     if isinstance(source, ArrayLoader):
+        index = order[:most]
         return source.prepare(source.images[index.to(source.images.device)]).cpu(), source.labels[index].cpu()
-    found = [(image, label) for image, label in (source[i] for i in index.tolist()) if int(label) >= 0]
+    found = list(islice(((image, label) for image, label in map(source.__getitem__, order.tolist())
+                         if int(label) >= 0), most))
+    if not found:
+        raise ValueError('None of the images that would be held out can be read. Give more.')
     return torch.stack([image for image, _ in found]), torch.tensor([int(label) for _, label in found])

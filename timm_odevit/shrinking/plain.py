@@ -26,16 +26,16 @@ def plain_student(model: nn.Module, parameters: int) -> nn.Module | None:
     if len(sites) > 1 or count < 1:
         return None
     architecture, args, _ = describe(model)
-    try:
-        plain = timm.create_model(architecture, **{**args, 'depth': count})
-    except TypeError:
-        return None
     prefix = f'{sites[0].name}.blocks.'.lstrip('.')
     layers = torch.linspace(0, len(blocks) - 1, count).round().int().tolist()
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefix)}
     for i, layer in enumerate(layers):
         state.update({f'{prefix}{i}.{name}': tensor for name, tensor in blocks[layer].state_dict().items()})
-    plain.load_state_dict(state)
+    try:
+        plain = timm.create_model(architecture, **{**args, 'depth': count})
+        plain.load_state_dict(state)
+    except (AssertionError, RuntimeError, TypeError, ValueError):  # depth is no keyword, or other tensors depend on it
+        return None
     plain.pretrained_cfg = plain.default_cfg = dict(model.pretrained_cfg)  # type: ignore[arg-type,assignment]
     first = next(model.parameters())
     return convert_(plain.to(first.device, first.dtype), phases=count, keep_original=False).model

@@ -20,8 +20,8 @@ FIT = [name for name in FitConfig.names() if name != 'seed']  # the recipe has i
 # the parts of a model that a stage may train, and what the names of their parameters contain
 PARTS: dict[str, tuple[str, ...]] = {
     'all': ('',),
-    'blocks': ('blocks.',),
-    'base': ('blocks.shared.base.', '.base.'),
+    'blocks': ('.blocks.',),
+    'base': ('.base.',),
     'vectors': ('.vectors.',),
     'low_rank': ('.up.', '.down.'),
     'tokens': ('cls_token', 'dist_token', 'reg_token'),
@@ -236,12 +236,18 @@ class Recipe(Settings):
             recipe = cls(**tree)
         except (TypeError, ValueError) as e:
             raise ValueError(f'{name}: {e}') from None
+        kept = [i for i, given in enumerate(tree['stages'])  # stages of 0 epochs are gone
+                if {**(recipe.fit or {}), **((given or {}).get('fit') or {})}['epochs'] != 0]
         for change in changes:
             section, _, key = change.partition('=')[0].strip().partition('.')
             if section in ('fit', 'loss') and key in (getattr(recipe, section) or {}):
-                users = [stage for stage in recipe.stages if section == 'fit' or stage.task == 'trajectory']
-                if all(key in (getattr(stage, section) or {}) for stage in users):
-                    own = ', '.join(f'stages.{i}.{section}.{key}' for i, s in enumerate(recipe.stages) if s in users)
+                users = {i: stage for i, stage in zip(kept, recipe.stages, strict=True)
+                         if section == 'fit' or stage.task == 'trajectory'}
+                if not users:
+                    raise ValueError(f"'{change}' has no effect, because all stages with task trajectory have 0 epochs."
+                                     ' Leave it out.')
+                if all(key in (getattr(stage, section) or {}) for stage in users.values()):
+                    own = ', '.join(f'stages.{i}.{section}.{key}' for i in users)
                     raise ValueError(f"'{change}' has no effect, because each stage sets its own {key}. Change {own}.")
         return recipe
 
