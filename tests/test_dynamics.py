@@ -14,7 +14,7 @@ from timm_odevit.dynamics.attention import attention_maps, attention_over_time
 from timm_odevit.dynamics.contraction import contraction_regions
 from timm_odevit.dynamics.discretisation import discretisation_errors, observed_order
 from timm_odevit.dynamics.flow import Flow, follow
-from timm_odevit.dynamics.lipschitz import SpectralNorms, lipschitz_constants, log_softmax_bound, spectral_norms
+from timm_odevit.dynamics.lipschitz import lipschitz_constants, log_softmax_bound, spectral_norms
 from timm_odevit.dynamics.lyapunov import lyapunov_exponents
 from timm_odevit.dynamics.trajectories import (
     class_over_time,
@@ -176,18 +176,6 @@ def test_spectral_norms(vit, options):
     qkv = [part[key][:32] for part in parts for key in part if key.endswith('qkv.weight')]
     queries = max(value for key, value in found.items() if key.endswith('(queries)'))
     assert queries == pytest.approx(max(float(torch.linalg.matrix_norm(w, ord=2)) for w in qkv), rel=1e-3)
-
-
-def test_spectral_norms_follow_the_weights_with_one_iteration(vit):
-    model = vit()
-    watch = SpectralNorms(model)
-    watch.update(300)
-    with torch.no_grad():
-        model.blocks[1].mlp.fc1.weight.mul_(2)
-    before = watch.update(1)
-    assert before.keys() == watch.update(1).keys()
-    assert watch.update(1)['blocks.1.mlp.fc1.weight'] == pytest.approx(
-        float(torch.linalg.matrix_norm(model.blocks[1].mlp.fc1.weight.detach(), ord=2)), rel=1e-3)
 
 
 # --- discretisation ---

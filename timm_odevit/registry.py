@@ -20,7 +20,7 @@ from .convert.initialisation import set_per_layer
 from .convert.refusals import check_convertible
 from .features import FeaturesAtTimes, check_times
 from .hooks import on_meta
-from .loading.find_weights import CONFIG, WEIGHTS, check_args, check_size, saved_in, weights_file
+from .loading import CONFIG, WEIGHTS, check_args, check_size, saved_in, weights_file
 from .ode.config import PREFIX, OdeConfig
 from .ode.time_dependence import RESIDUALS
 from .settings import one_line

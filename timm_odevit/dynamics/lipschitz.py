@@ -14,8 +14,8 @@ from ..ode.time_dependence import TimeField, bare_name
 from ..settings import integer
 from .flow import Flow, Images, PerImage, noise, norms, over_images, unit
 
-__all__ = ['Jacobian', 'LipschitzConstants', 'SpectralNorms', 'largest_singular_value', 'lipschitz_constants',
-           'log_softmax_bound', 'plain_attention', 'spectral_norms']
+__all__ = ['Jacobian', 'LipschitzConstants', 'largest_singular_value', 'lipschitz_constants', 'log_softmax_bound',
+           'plain_attention', 'spectral_norms']
 
 
 @dataclass(frozen=True, repr=False)
@@ -168,46 +168,12 @@ def plain_attention(
     return scores.softmax(dim=-1), value
 
 
-class SpectralNorms:
-    """The largest singular value of every weight matrix in the blocks of a model, by power iteration.
-
-    Each call of `update` goes on from the vectors of the last, so that after a small change of the weights one
-    iteration is enough. A joint projection to queries, keys and values counts as three matrices. With a residual for
-    each layer, a weight's norm is the largest over the layers.
-
-    Args:
-        model: ODE-ViT, whose shared blocks are measured, or any model with `blocks`, each of which is.
-        seed: Seed of the first vectors.
-
-    Raises:
-        TypeError: The model has no blocks, or no matrices in them.
-    """
-
-    def __init__(self, model: nn.Module, seed: int = 0) -> None:
-        self.model, self.seed = model, seed
-        self.vectors: dict[str, Tensor] = {}
-        if not isinstance(model, nn.Module) or not _weights(model):
-            raise TypeError(f'A {type(model).__name__} has no blocks with weight matrices.')
-
-    @torch.no_grad()
-    def update(self, iterations: int = 1) -> dict[str, float]:
-        """Iterate, and return the norms by the name of the weight, a lower bound that converges from below."""
-        iterations = integer(1)('iterations', iterations)
-        found = {}
-        for name, weight in _weights(self.model).items():
-            first = torch.randn(weight.shape[::2], generator=torch.Generator().manual_seed(self.seed))
-            v = self.vectors.get(name, first).to(weight)[..., None]  # [L, N, 1]
-            for _ in range(iterations):
-                v = v / v.norm(dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
-                u = weight @ v
-                norm, v = u.norm(dim=1), weight.mT @ u
-            self.vectors[name] = v[..., 0]
-            found[name] = float(norm.max())
-        return found
-
-
+@torch.no_grad()
 def spectral_norms(model: nn.Module, *, iterations: int = 100) -> dict[str, float]:
     """The largest singular value of every weight matrix in the blocks of a model.
+
+    A joint projection to queries, keys and values counts as three matrices. With a residual for each layer, a weight's
+    norm is the largest over the layers.
 
     Args:
         model: ODE-ViT, whose shared blocks are measured, or any model with `blocks`, each of which is.
@@ -227,10 +193,22 @@ def spectral_norms(model: nn.Module, *, iterations: int = 100) -> dict[str, floa
 
     Source: the power method, Golub & Van Loan, Matrix Computations, 8.2.
     """
-    return SpectralNorms(model).update(iterations)
+    iterations = integer(1)('iterations', iterations)
+    weights = _weights(model) if isinstance(model, nn.Module) else {}
+    if not weights:
+        raise TypeError(f'A {type(model).__name__} has no blocks with weight matrices.')
+    found = {}
+    for name, weight in weights.items():
+        first = torch.randn(weight.shape[::2], generator=torch.Generator().manual_seed(0))
+        v = first.to(weight)[..., None]  # [L, N, 1]
+        for _ in range(iterations):
+            v = v / v.norm(dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
+            u = weight @ v
+            norm, v = u.norm(dim=1), weight.mT @ u
+        found[name] = float(norm.max())
+    return found
 
 
-@torch.no_grad()
 def _weights(model: Any) -> dict[str, Tensor]:
     """Every matrix, with a value for each layer [L, M, N]; L is 1 without residuals."""
     odes = find_ode_blocks(model)

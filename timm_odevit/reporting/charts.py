@@ -2,6 +2,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..dynamics.trajectories import Similarity
 from .findings import Findings
 
-__all__ = ['Chart', 'charts', 'plotly']
+__all__ = ['Chart', 'charts', 'drawn', 'fill_page', 'plotly']
 
 SHOWN = 5  # classes
 OURS, THEIRS, BAR, FAINT = '#3b82f6', '#c2610c', '#808080', 'rgba(128,128,128,0.5)'
@@ -78,6 +79,21 @@ def charts(found: Findings, names: Sequence[str] | None) -> list[Chart]:
     made += [_similarity(each, title) for each, title in zip(found.similarity, (
         't', "t of the teacher's state"), strict=True) if each is not None]
     return made
+
+
+def fill_page(package: str, parts: dict[str, str]) -> str:
+    """The page.html of a package, with a part in place of each {{name}}."""
+    before, *rest = files(package).joinpath('page.html').read_text(encoding='utf-8').split('{{')
+    for piece in rest:  # in one pass, so that what is filled in is not filled in again
+        name, after = piece.split('}}', 1)
+        before += parts[name] + after
+    return before
+
+
+def drawn(figure: Any, **options: Any) -> str:
+    """A figure as HTML for a page that holds plotly.js."""
+    return figure.to_html(full_html=False, include_plotlyjs=False,
+                          config={'displayModeBar': False, 'responsive': True}, **options)
 
 
 def plotly() -> Any:

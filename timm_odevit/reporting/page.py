@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from html import escape
-from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from ..data.pictures import class_names, model_name
 from ..data.preprocessing import data_config
 from ..files import to_json, write_text
 from ..settings import shown
-from .charts import Chart, charts, plotly
+from .charts import Chart, charts, drawn, fill_page, plotly
 from .findings import Findings, measure_all
 
 __all__ = ['PAGE', 'photos', 'spotlight', 'write_report']
@@ -141,12 +140,7 @@ def _page(
                   'The numbers are in report.json.',
         'frames': json.dumps(frames).replace('<', '\\u003c'), 'plotly': get_plotlyjs(),
     }
-    text = files(__package__).joinpath('page.html').read_text(encoding='utf-8')
-    before, *rest = text.split('{{')
-    for piece in rest:  # in one pass, so that what is filled in is not filled in again
-        name, after = piece.split('}}', 1)
-        before += parts[name] + after
-    return before
+    return fill_page(__package__, parts)
 
 
 def _said(found: Findings, names: Sequence[str], known: Sequence[str] | None) -> list[list[str]]:
@@ -169,10 +163,9 @@ def _figure(caption: str, veil: str | None = None) -> str:
 
 
 def _chart(i: int, chart: Chart) -> str:
-    drawn = chart.figure.to_html(full_html=False, include_plotlyjs=False, auto_play=False, div_id=f'chart-{i}',
-                                 config={'displayModeBar': False, 'responsive': True})
     moves = f' data-moves="{chart.moves}"' if chart.moves else ''
-    return f'<div role="img" aria-label="{escape(chart.title)}"{moves}>{drawn}</div>'
+    return f'<div role="img" aria-label="{escape(chart.title)}"{moves}>' + drawn(
+        chart.figure, auto_play=False, div_id=f'chart-{i}') + '</div>'
 
 
 def _name(index: Any, known: Sequence[str] | None) -> str:

@@ -8,7 +8,7 @@ import timm
 from huggingface_hub import HfApi
 from torch import nn
 
-from ..loading.find_weights import CONFIG, WEIGHTS
+from ..loading import CONFIG, WEIGHTS
 from ..settings import one_line
 from .cards import model_card
 from .save import CARD, REFERENCE, save_pretrained, save_reference

@@ -15,7 +15,7 @@ from torch import nn
 from ..convert.merge import check_not_merged
 from ..files import staged
 from ..hooks import on_meta
-from ..loading.find_weights import CONFIG, WEIGHTS
+from ..loading import CONFIG, WEIGHTS
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import PREFIX, OdeConfig
 from ..ode.methods import Step

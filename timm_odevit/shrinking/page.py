@@ -1,9 +1,8 @@
 """The verdict as a page, with plots; it needs no network and no server."""
 from html import escape
-from importlib.resources import files
 from typing import Any
 
-from ..reporting.charts import plotly
+from ..reporting.charts import drawn, fill_page, plotly
 from .candidates import Row
 from .verdict import Verdict, dominated
 
@@ -34,11 +33,7 @@ def write_page(verdict: Verdict, title: str) -> str:
         'about': ''.join(f'<p>{escape(text)}</p>' for text in (*verdict.about, f'Times: {verdict.machine}.')),
         'plotly': get_plotlyjs(),
     }
-    before, *rest = files(__package__).joinpath('page.html').read_text(encoding='utf-8').split('{{')
-    for piece in rest:
-        name, after = piece.split('}}', 1)
-        before += parts[name] + after
-    return before
+    return fill_page(__package__, parts)
 
 
 def _plot(verdict: Verdict, beaten: list[str], axis: str, of: Any) -> str:
@@ -69,4 +64,4 @@ def _plot(verdict: Verdict, beaten: list[str], axis: str, of: Any) -> str:
     figure.update_xaxes(type='log', title=axis, fixedrange=True, gridcolor='rgba(128,128,128,0.2)',
                        tickvals=ticks, ticktext=[f'{tick:g}' for tick in ticks])
     figure.update_yaxes(title=f'{verdict.measure}, %', fixedrange=True, gridcolor='rgba(128,128,128,0.2)')
-    return figure.to_html(full_html=False, include_plotlyjs=False, config={'displayModeBar': False, 'responsive': True})
+    return drawn(figure)

@@ -25,7 +25,7 @@ from ..distributed import alone_in, in_first_process, rank_and_world
 from ..evaluation.accuracy import AMP_DTYPES
 from ..files import staged, to_json, write_text
 from ..hooks import random_states_kept
-from ..loading.find_weights import CONFIG, WEIGHTS
+from ..loading import CONFIG, WEIGHTS
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import describe, save_pretrained
 from ..settings import number, one_line, shown

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from timm.models import PretrainedCfg
 from torch import nn
 
-from ..ode.config import PREFIX
-from ..settings import one_line, shown
+from .ode.config import PREFIX
+from .settings import one_line, shown
 
 __all__ = ['CONFIG', 'WEIGHTS', 'check_args', 'check_size', 'saved_in', 'weights_file']
 
