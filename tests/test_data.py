@@ -104,6 +104,8 @@ def test_a_share_of_each_class_is_held_out_whatever_the_labels_of_the_model(vit,
     assert sorted(label for _, label in val.dataset.reader.samples) == sorted(2 * list(range(5)))
     images, labels = next(iter(train))
     assert images.shape == (4, 3, 16, 16) and labels.shape == (4,) and sum(len(labels) for _, labels in val) == 10
+    same = folder_loaders(path / 'images', vit(), held_out=0.3, workers=0)  # by other commands, without labels
+    assert [files(part) for part in image_loaders(path / 'images', vit(), held_out=0.3, workers=0)] == [files(part) for part in same]
 
 
 def test_a_test_folder_is_for_the_final_number_only(vit, folder):

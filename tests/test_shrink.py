@@ -304,6 +304,11 @@ def test_a_tower_that_is_not_there_is_one_message(tmp_path, monkeypatch, capsys,
     assert f"Cannot build '{name.split('/')[0]}" in capsys.readouterr().err
 
 
+def test_a_tower_takes_no_image_size(tmp_path, capsys):
+    assert main(['shrink', 'open_clip:ViT-B-16/none', 'images', str(tmp_path / 'out'), '--img-size', '96']) == 2
+    assert 'Leave out --checkpoint and --img-size' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('names', [['{}.png'], ['a/{}.png', 'b/{}.png', 'c/{}.png'], ['train/a/{}.png', 'train/b/{}.png', 'train/c/{}.png', 'val/a/{}.png', 'val/b/{}.png', 'val/c/{}.png']])
 def test_folders_of_any_kind(model, tmp_path, names):
     for i in range(24):

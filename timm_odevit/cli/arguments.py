@@ -149,9 +149,11 @@ def load(name: str, args: argparse.Namespace, pretrained: bool = True, **kwargs:
         ValueError: It could not be built; the message is one line that says what to do.
     """
     check_name(name)
-    if name.startswith(TOWERS):
-        return _tower(name).to(args.device)
     checkpoint, size = (getattr(args, option, None) for option in ('checkpoint', 'img_size'))
+    if name.startswith(TOWERS):
+        if size is not None or checkpoint is not None:
+            raise ValueError(f"'{name}' has its own weights and image size. Leave out --checkpoint and --img-size.")
+        return _tower(name).to(args.device)
     if size is not None:
         kwargs['img_size'] = size
     if checkpoint is not None and not Path(checkpoint).is_file():

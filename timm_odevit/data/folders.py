@@ -126,7 +126,7 @@ def image_loaders(
     Args:
         root: A folder of images, or of folders of images; of one with a train/ of classes, only that is used.
         model, batch_size, workers: As in `folder_loaders`; a batch has no more images than there are.
-        held_out: Share of the images held out.
+        held_out: Share of the images of each folder held out: those that `folder_loaders` holds out.
 
     Returns:
         Two DataLoaders of (images [B, C, H, W], meaningless labels [B]): of the images to calibrate on, and of those
@@ -138,7 +138,10 @@ def image_loaders(
     root, parts = _folder(root)
     datasets = [_read(parts.get('train', root), image_mode(model)) for _ in range(2)]
     samples = datasets[0].reader.samples
-    if len(samples) > 1:
+    if max(Counter(label for _, label in samples).values()) > 1:
+        for dataset, train in zip(datasets, (True, False), strict=True):
+            _keep_share(dataset, train, held_out, 0)  # the images that other commands hold out
+    elif len(samples) > 1:
         order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
         held = count_held_out(len(samples), held_out)
         for dataset, chosen in zip(datasets, (order[held:], order[:held]), strict=True):
