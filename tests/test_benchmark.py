@@ -74,7 +74,7 @@ def test_peak_of_a_call():
 
 def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = timm.create_model('odevit_tiny_native_patch16_64.deit_tiny_cifar10', pretrained=True)
+    model = timm.create_model('odevit_tiny_native_patch16_128.deit_tiny_cifar100', pretrained=True)
     model.blocks.config = replace(model.blocks.config, halting='entropy', halting_threshold=0.9)
     save_pretrained(model, 'm')
     rng = np.random.default_rng(0)

@@ -129,7 +129,7 @@ def test_a_changed_byte_is_seen_and_downloaded_again_or_refused(hub, student, im
 
 
 def test_a_published_model_is_downloaded_where_its_file_is_absent(hub, student, images, monkeypatch):
-    folder = HUB / 'odevit_tiny_native_patch16_64.deit_tiny_cifar10'
+    folder = HUB / 'odevit_tiny_native_patch16_128.deit_tiny_cifar100'
     push_to_hub(folder, f'timm-odevit/{folder.name}')
     cfg = timm.get_pretrained_cfg(folder.name)
     cfg.file = None

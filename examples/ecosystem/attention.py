@@ -11,16 +11,16 @@ from timm_odevit.hooks import watch_blocks
 
 
 def main():
-    images = torch.randn(1, 3, 64, 64)    # yours, normalised for the model
+    images = torch.randn(1, 3, 128, 128)    # yours, normalised for the model
     set_fused_attn(False)    # a fused kernel keeps no map
     try:
-        model = timm.create_model('odevit_tiny_native_patch16_64.deit_tiny_cifar10', pretrained=True)
+        model = timm.create_model('odevit_tiny_native_patch16_128.deit_tiny_cifar100', pretrained=True)
         maps = AttentionExtract(model, names=['*attn.softmax*'])(images)    # * at the end: softmax_1, softmax_2, ...
     finally:
         set_fused_attn(True)
     print(len(maps), 'maps of', list(next(iter(maps.values())).shape))
 
-    model = timm.create_model('odevit_tiny_native_r23_patch16_64.deit_tiny_cifar10', pretrained=True).eval()
+    model = timm.create_model('odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100', pretrained=True).eval()
     steps = list(model.blocks)
     with torch.no_grad(), watch_blocks([steps]) as seen:
         model(images)

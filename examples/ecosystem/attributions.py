@@ -6,9 +6,9 @@ from captum.attr import IntegratedGradients
 import timm_odevit  # noqa: F401  registers the models
 
 
-def main(name='odevit_tiny_native_patch16_64.deit_tiny_cifar10'):
+def main(name='odevit_tiny_native_patch16_128.deit_tiny_cifar100'):
     model = timm.create_model(name, pretrained=True).eval()
-    image = torch.randn(1, 3, 64, 64)    # yours, normalised for the model
+    image = torch.randn(1, 3, 128, 128)    # yours, normalised for the model
     target = model(image).argmax(1)
     attributions, error = IntegratedGradients(model).attribute(
         image, target=target, n_steps=50, return_convergence_delta=True)

@@ -6,13 +6,13 @@ from peft import LoraConfig, get_peft_model
 from timm_odevit import save_pretrained
 
 
-def main(name='odevit_tiny_native_r23_patch16_64.deit_tiny_cifar10', out=None):
+def main(name='odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100', out=None):
     model = timm.create_model(name, pretrained=True)
     config = LoraConfig(r=4, target_modules=r'blocks\.shared\..*\.(qkv|proj|fc1|fc2)', modules_to_save=['head'])
     adapted = get_peft_model(model, config)
     adapted.print_trainable_parameters()
     optimizer = torch.optim.AdamW((p for p in adapted.parameters() if p.requires_grad), lr=1e-3)
-    images, labels = torch.randn(8, 3, 64, 64), torch.arange(8)    # yours, normalised for the model
+    images, labels = torch.randn(8, 3, 128, 128), torch.arange(8)    # yours, normalised for the model
     losses = []
     for _ in range(3):
         loss = torch.nn.functional.cross_entropy(adapted(images), labels)

@@ -7,13 +7,13 @@ from sklearn.linear_model import LogisticRegression
 import timm_odevit  # noqa: F401  registers the models
 
 
-def main(name='odevit_tiny_native_patch16_64.deit_tiny_cifar10', images=600):
+def main(name='odevit_tiny_native_patch16_128.deit_tiny_cifar100', images=600):
     model = timm.create_model(name, pretrained=True, num_classes=0).eval()
     digits = load_digits()
     x = torch.tensor(digits.images[:images], dtype=torch.float32)[:, None] / 8 - 1
-    x = torch.nn.functional.interpolate(x, size=64, mode='bilinear').expand(-1, 3, -1, -1)
+    x = torch.nn.functional.interpolate(x, size=128, mode='bilinear').expand(-1, 3, -1, -1)
     half, scores = images // 2, {}
-    for steps in (6, 12):
+    for steps in (3, 6):
         model.blocks.steps = steps
         with torch.no_grad():
             features = torch.cat([model(batch) for batch in x.split(100)]).numpy()

@@ -16,9 +16,9 @@ def size(model):
                for p in model.parameters())
 
 
-def main(name='odevit_tiny_native_patch16_64.deit_tiny_cifar10'):
+def main(name='odevit_tiny_native_patch16_128.deit_tiny_cifar100'):
     model = timm.create_model(name, pretrained=True).eval()
-    images = torch.randn(32, 3, 64, 64)
+    images = torch.randn(32, 3, 128, 128)
     with torch.no_grad():
         before = model(images)
         if model.blocks.shared.depends_on_time:
@@ -32,4 +32,4 @@ def main(name='odevit_tiny_native_patch16_64.deit_tiny_cifar10'):
 
 if __name__ == '__main__':
     main()
-    main('odevit_tiny_native_r23_patch16_64.deit_tiny_cifar10')
+    main('odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100')

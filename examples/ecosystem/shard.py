@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import timm_odevit  # noqa: F401  registers the models
 
-NAME = 'odevit_tiny_native_r23_patch16_64.deit_tiny_cifar10'
+NAME = 'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100'
 
 
 def losses(model, images, labels, steps=3):
@@ -34,7 +34,7 @@ def main():
     dist.init_process_group('gloo')
     rank = dist.get_rank()
     torch.manual_seed(0)
-    images, labels = torch.randn(8, 3, 64, 64), torch.arange(8)    # yours; each process takes its share
+    images, labels = torch.randn(8, 3, 128, 128), torch.arange(8)    # yours; each process takes its share
     mine = slice(rank * 4, rank * 4 + 4)
     model = timm.create_model(NAME, pretrained=True)
     plain = copy.deepcopy(model)

@@ -9,11 +9,11 @@ from torchvision.models.feature_extraction import create_feature_extractor
 from timm_odevit.ode.time_dependence import TimeField
 
 
-def main(name='odevit_tiny_native_r23_patch16_64.deit_tiny_cifar10'):
+def main(name='odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100'):
     model = timm.create_model(name, pretrained=True).eval()
     extract = create_feature_extractor(
         model, {'blocks.solver.5': 'half', 'norm': 'end'}, tracer_kwargs={'leaf_modules': [TimeField]})
-    features = extract(torch.randn(1, 3, 64, 64))
+    features = extract(torch.randn(1, 3, 128, 128))
     print({name: list(value.shape) for name, value in features.items()})
     return features
 
