@@ -62,7 +62,7 @@ def test_convert_distill_evaluate(folder, capsys):
 
 
 def test_convert_to_a_size_and_calibrate(folder, capsys):
-    assert run('convert', 'local-dir:teacher', 'new', '--target-params', '60%', '--images', 'images') == 0
+    assert run('convert', 'local-dir:teacher', 'new', '--size', '60%', '--images', 'images') == 0
     out = capsys.readouterr().out
     assert 'init svd_data' in out and 'residuals of rank' in out
     share = float(re.search(r'\(([0-9.]+) %\)', out)[1])
@@ -77,12 +77,12 @@ def test_convert_to_a_size_and_calibrate(folder, capsys):
 
 
 @pytest.mark.parametrize('options, message', [
-    (['--target-params', '60%', '--rank', '3'], '--target-params chooses time, rank, phases, boundaries, init. Leave out --rank'),
-    (['--target-params', '100'], '100 parameters are too few'),
+    (['--size', '60%', '--rank', '3'], '--size chooses time, rank, phases, boundaries, init. Leave out --rank'),
+    (['--size', '100'], '100 parameters are too few'),
     (['--rank', '3'], "rank applies only to time='low_rank'"),
     (['--random', '--checkpoint', 'teacher/model.safetensors'], '--random loads no weights'),
     (['--metod', 'euler'], "unrecognized arguments: --metod euler. Did you mean '--method'? See odevit convert --help"),
-    (['--target-params', 'many'], 'many'),
+    (['--size', 'many'], 'many'),
     (['--images', 'nowhere'], "There is no folder 'nowhere'"),
     (['--blocks', '3'], 'blocks must be the first and the last layer to convert, such as (3, 9); got 3'),
     (['--adjoint', '--T', 'none'], 'adjoint needs an adaptive method'),
@@ -322,7 +322,7 @@ def test_the_chain_without_labels(folder, capsys):
         '--set', 'data.batch_size=8', '--set', 'data.workers=0', *(f'--set=stages.{i}.fit.epochs=1' for i in range(2))]}
     for line in chain_of('embeddings.md', 'chain without labels'):
         _, command, *words = shlex.split(line, comments=True)
-        words = [{'25%': '90%'}.get(word, word) for word in words if word not in ('--minutes', '60')]
+        words = [{'25%': '90%'}.get(word, word) for word in words if word not in ('--minutes', '60', '600')]
         assert main([command, *words, *quick.get(command, []), '--quiet', '--device', 'cpu']) == 0, line
     assert 'cosine' in capsys.readouterr().out
 

@@ -55,7 +55,7 @@ def test_a_model_on_the_hub_is_converted_by_the_command_line(hub, vit, images, t
     again = timm.create_model(f'local-dir:{out}', pretrained=True).eval()
     torch.testing.assert_close(again(images), model(images))
     small = str(tmp_path / 'small')
-    assert cli.main(['convert', 'hf-hub:org/teacher', small, '--target-params', '100kB']) == 0, capsys.readouterr().err
+    assert cli.main(['convert', 'hf-hub:org/teacher', small, '--size', '100kB']) == 0, capsys.readouterr().err
     assert (tmp_path / 'small' / 'model.safetensors').stat().st_size < 110_000
     assert cli.main(['convert', 'hf-hub:org/nothing', str(tmp_path / 'none')]) == 2
     error = capsys.readouterr().err

@@ -38,10 +38,10 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     add_weights(parser, 'the model')
     parser.add_argument('--random', action='store_true', help='do not load weights')
     add_number(parser, '--num-classes', 'number of classes; if the weights have another number, the head is random', 0)
-    parser.add_argument('--target-params', metavar='SIZE',
+    parser.add_argument('--size', metavar='SIZE',
                         help=f"size of the result, such as 3M parameters, 25%% or 10MB; chooses {', '.join(_SIZE)}")
     parser.add_argument('--images', metavar='IMAGES',
-                        help=f'{IMAGES}; for --init svd_data, which --target-params uses if they are given')
+                        help=f'{IMAGES}; for --init svd_data, which --size uses if they are given')
     parser.add_argument('--seed', type=int, metavar='N', default=0,
                         help='seed of the choice of images (default: %(default)s)')
     parser.add_argument('--force', action='store_true', help='write into a folder that is not empty')
@@ -62,8 +62,8 @@ def convert(args: argparse.Namespace) -> None:
         raise ValueError(f"'{args.model}' has already been converted. Convert the model that it was made from.")
     if min(getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (1,)) < 1:
         raise ValueError(f'--img-size {args.img_size} is less than one patch of this model.')
-    if args.target_params is not None:
-        config = choose_size(model, args.target_params, config, init='svd_data' if args.images else 'svd')
+    if args.size is not None:
+        config = choose_size(model, args.size, config, init='svd_data' if args.images else 'svd')
     images = None
     if args.images:
         torch.manual_seed(args.seed)
@@ -77,9 +77,9 @@ def convert(args: argparse.Namespace) -> None:
 
 def _check_convert(args: argparse.Namespace, settings: Any) -> None:
     """Raise ValueError for options that contradict each other."""
-    both = [name for name in _SIZE if name in settings and args.target_params is not None]
+    both = [name for name in _SIZE if name in settings and args.size is not None]
     if both:
-        raise ValueError(f"--target-params chooses {', '.join(_SIZE)}. Leave out --{both[0]} or --target-params.")
+        raise ValueError(f"--size chooses {', '.join(_SIZE)}. Leave out --{both[0]} or --size.")
     if args.random and args.checkpoint is not None:
         raise ValueError('--random loads no weights, and --checkpoint does. Leave one of them out.')
 
