@@ -19,7 +19,8 @@ from sklearn.datasets import load_digits, load_sample_images
 import timm_odevit  # noqa: F401  (registers the models)
 
 TEACHER = 'deit_tiny_patch16_128.cifar100'
-STUDENTS = ('odevit_tiny_native_patch16_128.deit_tiny_cifar100',)
+STUDENTS = ('odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100',
+            'odevit_tiny_native_patch16_128.deit_tiny_cifar100')
 TIMES = (0.25, 0.5, 1.0)
 SIZE, DIGIT, DIGITS = 128, 48, 3  # pixels of a scene and of a digit; digits per scene
 TRAIN, TEST = 400, 100
@@ -112,7 +113,7 @@ def draw(path, test, shown, scores):
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = {'scene': test[0].permute(0, 2, 3, 1), 'truth': test[1]}
     for name, found in shown.items():
-        kind = 'teacher' if name == TEACHER else 'student, rank 23' if 'r23' in name else 'student, one block'
+        kind = 'teacher' if name == TEACHER else 'student, two blocks' if '_two_' in name else 'student, one block'
         columns[f'{kind}\nIoU {scores[name]:.1f} %'] = found
     figure, axes = plt.subplots(4, len(columns), figsize=(2 * len(columns), 8.4), layout='constrained')
     for row in range(4):
