@@ -18,7 +18,7 @@ from timm_odevit import (
     put_tower_,
 )
 
-open_clip = pytest.importorskip('open_clip', reason="open_clip is not installed: pip install 'timm-odevit[ecosystem]'")
+open_clip = pytest.importorskip('open_clip', reason='open_clip is not installed: pip install open_clip_torch')
 transformers = pytest.importorskip('transformers', reason='transformers is not installed')
 
 CLOSE = dict(rtol=0, atol=1e-5)

@@ -194,7 +194,7 @@ def _check_installed(name: str, int8: bool) -> None:
                if find_spec(package) is None]
     if missing:
         raise ImportError(f"{name}{' with int8' if int8 else ''} needs {' and '.join(missing)}. Type: pip install "
-                          "'timm-odevit[deploy]'")
+                          f"{' '.join(missing)}")
     if name == 'aoti':
         from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second, so only where it is needed
         from torch._inductor.exc import InvalidCxxCompiler

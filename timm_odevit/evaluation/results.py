@@ -152,7 +152,7 @@ class Evaluation(Generic[AnyResult]):
         try:
             from matplotlib.figure import Figure
         except ImportError as e:
-            raise ImportError("Plots need matplotlib. Type: pip install 'timm-odevit[examples]'") from e
+            raise ImportError('Plots need matplotlib. Type: pip install matplotlib') from e
         figure = Figure(figsize=(6, 4), layout='constrained')
         score, name = self.results[0].SCORE if self.results else Result.SCORE
         points = sorted((r.steps, getattr(r, score), r.images_per_second) for r in self.results

@@ -101,7 +101,7 @@ def plotly() -> Any:
     try:
         import plotly.graph_objects as go
     except ImportError as e:
-        raise ImportError("A report needs plotly. Type: pip install 'timm-odevit[report]'") from e
+        raise ImportError('A report needs plotly. Type: pip install plotly') from e
     return go
 
 

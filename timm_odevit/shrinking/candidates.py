@@ -100,7 +100,7 @@ def measure(
     device = next(chosen[0].model.parameters()).device
     onnx = device.type == 'cpu' and all(find_spec(name) for name in ('onnx', 'onnxscript', 'onnxruntime'))
     notes = [] if onnx else ['The files were written by torch.export and timed in torch.' + (
-        " For ONNX Runtime, type: pip install 'timm-odevit[deploy]'" if device.type == 'cpu' else '')]
+        ' For ONNX Runtime, type: pip install onnx onnxruntime onnxscript' if device.type == 'cpu' else '')]
     found: list[tuple[Candidate, Path, Any]] = []
     for candidate in chosen:
         progress(f'measuring {candidate.name}')
