@@ -63,7 +63,8 @@ _PUBLISHED: dict[str, Any] = {
         {'cifar100': 100}),
     'odevit_tiny_patch16_64': (*_DEIT_64, _PAPER, {'deit_tiny_cifar100': 100}),
     'odevit_tiny_native_patch16_128': (
-        *_DEIT_128, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12.}, {'deit_tiny_cifar100': 100}),
+        *_DEIT_128, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12.},
+        {'deit_tiny_cifar100': 100, 'deit_tiny_k6_cifar100': 100}),
     'odevit_tiny_native_two_r11_patch16_128': (
         *_DEIT_128, {**_NATIVE, 'ode_time': 'low_rank', 'ode_averaged': True, 'ode_rank': 11, 'ode_phases': 2,
                      'ode_init': 'svd_data'}, {'deit_tiny_cifar100': 100}),

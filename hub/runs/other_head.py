@@ -1,4 +1,4 @@
-"""A student of another teacher's classes to start from: its head is that teacher's, everything else is the student's.
+"""A student to start from for another teacher: of its classes and image size, and with its head.
 
     python hub/runs/other_head.py local-dir:hub/runs/c100_128_one local-dir:out/c10_128_teacher/best out/c10_128_start
 """
@@ -11,7 +11,8 @@ from timm_odevit import save_pretrained
 
 def main(student, teacher, out):
     theirs = timm.create_model(teacher, pretrained=True)
-    ours = timm.create_model(student, pretrained=True, num_classes=theirs.num_classes).float()
+    ours = timm.create_model(
+        student, pretrained=True, num_classes=theirs.num_classes, img_size=theirs.patch_embed.img_size).float()
     ours.get_classifier().load_state_dict(theirs.get_classifier().state_dict())
     cfg = {key: value for key, value in theirs.pretrained_cfg.items() if key in ('num_classes', 'label_names')}
     ours.pretrained_cfg = ours.default_cfg = {**ours.pretrained_cfg, **cfg}

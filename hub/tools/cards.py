@@ -38,7 +38,8 @@ def opening(name, record, steps):
     said = [f"**{row['top1']:.1f} % top-1** with K = {steps}{share}; {row['parameters'] / 1e6:.2f} million parameters; "
             f"trained with K = {', '.join(map(str, record['trained_at']))}."]
     files = {r['name']: r for group in json.loads((HUB / 'verdict.json').read_text())['groups'] for r in group['rows']}
-    teacher = 'deit_tiny_patch16_' + name.partition('_patch16_')[2].replace('deit_tiny_', '')
+    pixels, dataset = name.partition('_patch16_')[2].split('.')[0], name.rpartition('_')[2]
+    teacher = f'deit_tiny_patch16_{pixels}.{dataset}'
     names = (f'{name}, int8, K = {steps}', f'{teacher}, int8')
     if all(each in files for each in names):
         said.append('As int8, it takes {:.2f} MB and has {:.1f} %, its teacher {:.2f} MB and {:.1f} %.'.format(

@@ -17,8 +17,9 @@ BLUE, RED, GREEN, GREY, ORANGE = '#2a6fbb', '#c0392b', '#2e8b57', '#777777', '#d
 # students in words, color, where their accuracy stands, and for which numbers of steps
 SHOWN = {
     'odevit_tiny_native_patch16_128.deit_tiny_cifar100': ('one block', BLUE, (2, -11), (2, 3, 6, 24, 100)),
+    'odevit_tiny_native_patch16_128.deit_tiny_k6_cifar100': ('one block', GREEN, (6, 0), (6,)),
     'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100': (
-        'two blocks and residuals', ORANGE, (6, -3), (12,))}
+        'two blocks', ORANGE, (6, -3), (12,))}
 WORDS = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_two_r11': 'two blocks', 'deit_tiny': 'DeiT-tiny'}
 
 
@@ -94,8 +95,9 @@ def idea(path):
         share = found[0]['parameters'] / teacher['parameters']
         if len(record['trained_at']) == 1:  # it has no other
             found = [r for r in found if r['steps'] in record['trained_at']]
+        trained = f"K = {found[0]['steps']} alone" if len(found) == 1 else 'any K'
         right.plot([r['steps'] for r in found], [r['top1'] for r in found], 'o-', color=color, markersize=4,
-                   label=f'{words}: {100 * share:.0f} % of the parameters')
+                   label=f'{words}, {trained}: {100 * share:.0f} % of the parameters')
         for r in found:
             if r['steps'] in steps:
                 right.annotate(f"{r['top1']:.1f}", (r['steps'], r['top1']), shift, textcoords='offset points',
@@ -103,8 +105,8 @@ def idea(path):
     right.axhline(teacher['top1'], color=GREY, linestyle=':', linewidth=1)
     right.annotate(f"their teacher, 12 blocks: {teacher['top1']:.1f} %", (100, teacher['top1']), (0, 3), fontsize=8,
                    textcoords='offset points', color=GREY, ha='right')
-    right.legend(fontsize=8, loc='lower right')
-    right.set(xlabel='number of steps K, chosen after training', ylabel='top-1 accuracy on CIFAR-100, %', xscale='log',
+    right.legend(fontsize=7.5, loc='lower right')
+    right.set(xlabel='number of steps K', ylabel='top-1 accuracy on CIFAR-100, %', xscale='log',
               ylim=(0, 90), xlim=(0.85, 140))
     right.set_xticks(ticks := (1, 2, 3, 6, 12, 24, 48, 100), [str(tick) for tick in ticks])
     right.minorticks_off()
@@ -123,9 +125,9 @@ def compare(path):
             name, *file = row['name'].split(', ')
             words, steps = WORDS.get(name.partition('_patch')[0]), file[1:]
             if words and file != ['int8']:  # the teacher as it is, and students
-                found = {r['steps']: r['top1'] for r in json.loads((HUB / name / 'results.json').read_text())['test']
-                         if r['model'] != 'teacher'}
-                label = f"{words}, {group['size']} px" + (f', {steps[0]}' if steps else '')
+                record = json.loads((HUB / name / 'results.json').read_text())
+                found = {r['steps']: r['top1'] for r in record['test'] if r['model'] != 'teacher'}
+                label = ', '.join([words, *steps]) + (' alone' if len(record['trained_at']) == 1 else '')
                 points.append((label, BLUE if steps else GREY, row['parameters'] / 1e6, row['operations'],
                                found[int(steps[0].removeprefix('K = ')) if steps else None]))
     at_128 = {row['name'].rpartition(', ')[2]: row['operations'] for row in groups[0]['rows']}
@@ -152,7 +154,7 @@ def place_labels(axes, points):
     taken = [(other, other, y) for _, _, other, y in points]
     for name, color, x, y in sorted(points, key=lambda point: -point[3]):
         axes.plot(x, y, 'o', color=color, markersize=5)
-        end, shift = x * math.exp(0.1 + 0.047 * len(name)), 0.  # where a label ends on the logarithmic axis
+        end, shift = x * math.exp(0.1 + 0.055 * len(name)), 0.  # where a label ends on the logarithmic axis
         while any(first <= end and last > 1.02 * x and abs(y + shift - at) < high for first, last, at in taken):
             shift -= 0.1
         taken.append((x, end, y + shift))
