@@ -111,6 +111,7 @@ def main():
         'minutes': minutes + sum(r['seconds'] for r in history) / 60,
         'versions': f'timm_odevit {timm_odevit.__version__}, torch {torch.__version__}, timm {timm.__version__}',
         'trained_at': trained_at,
+        'curve': [round(r['val_top1'], 1) for r in history],
         'held_out_top1': max(r['val_top1'] for r in history if r['stage'] == history[-1]['stage']), 'test': rows,
     }
     if args.halting:
