@@ -90,22 +90,22 @@ def run_halting(
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return _run_all(steps, x, scores, config.halting_threshold)
     taken = torch.full((len(x),), len(steps), device=x.device)
-    running, ended = torch.arange(len(x), device=x.device), x
+    active, ended = torch.arange(len(x), device=x.device), x
     for i, (step, context) in enumerate(steps):
         before, x = x, step(x, context)
         if i == len(steps) - 1:
             break
         done = scores(before, x, step.h) <= config.halting_threshold
         if done.any():
-            where, stay = running[done], (~done).nonzero()[:, 0]
+            where, stay = active[done], (~done).nonzero()[:, 0]
             taken[where] = i + 1
             ended = ended.index_copy(0, where, x[done])
-            whole, x, running = x, x[stay], running[stay]
-            if not len(running):
+            whole, x, active = x, x[stay], active[stay]
+            if not len(active):
                 break
             scores.keep(stay)
             keep_groups(whole, x, stay)
-    return ended.index_copy(0, running, x), taken
+    return ended.index_copy(0, active, x), taken
 
 
 def _run_all(
@@ -114,9 +114,9 @@ def _run_all(
     taken = torch.full((x.shape[0],), len(steps), device=x.device)
     halted = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
     for i, (step, context) in enumerate(steps):
-        running = step(x, context)
-        after = torch.where(halted.view(-1, *[1] * (x.ndim - 1)), x, running)
-        keep_groups(running, after)
+        stepped = step(x, context)
+        after = torch.where(halted.view(-1, *[1] * (x.ndim - 1)), x, stepped)
+        keep_groups(stepped, after)
         if i < len(steps) - 1:
             done = scores(x, after, step.h) <= threshold
             taken = torch.where(done & ~halted, i + 1, taken)

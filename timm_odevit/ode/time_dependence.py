@@ -81,7 +81,7 @@ class TimeField(Field):
 
     def at(self, t: float, part: str = '', interval: tuple[float, float] | None = None) -> dict[str, Tensor]:
         """The parameters of the base at t, or averaged over an interval: those of its attention, of its MLP, or all."""
-        knots = self._knots(_number(t)) if interval is None else self._shares(*interval)
+        shares = self._layer_shares_at(_number(t)) if interval is None else self._layer_shares_over(*interval)
         parameters = {residual_key(name): (name, p) for name, p in self.base.named_parameters()}
         missing = [key.replace('-', '.') for key in (*self.vectors, *self.up) if key not in parameters]
         if missing:
@@ -92,18 +92,18 @@ class TimeField(Field):
             if part and name.startswith(self.base.attention_prefixes) != (part == 'attention'):
                 continue
             if key in self.vectors:
-                merged[name] = p + sum(w * self.vectors[key][i] for i, w in knots)
+                merged[name] = p + sum(share * self.vectors[key][i] for i, share in shares)
             elif key in self.up:
-                up = torch.cat([w * self.up[key][i] for i, w in knots], dim=1)
-                down = torch.cat([self.down[key][i] for i, _ in knots])
+                up = torch.cat([share * self.up[key][i] for i, share in shares], dim=1)
+                down = torch.cat([self.down[key][i] for i, _ in shares])
                 merged[name] = torch.addmm(p.flatten(1), up, down).view_as(p)
         for key, residuals in self.statistics.named_buffers():
             name = key.replace('-', '.')
-            merged[name] = self.base.get_buffer(name) + sum(w * residuals[i] for i, w in knots)
+            merged[name] = self.base.get_buffer(name) + sum(share * residuals[i] for i, share in shares)
         return merged
 
-    def _knots(self, t: float) -> list[tuple[int, float]]:
-        """Indices and weights of the layers between which t lies."""
+    def _layer_shares_at(self, t: float) -> list[tuple[int, float]]:
+        """The indices of the layers between which t lies, and the share of each."""
         right = sum(layer <= t + 1e-6 for layer in self.layers)  # bisect does not compile
         if right == 0 or right == len(self.layers):
             return [(max(right - 1, 0), 1.)]
@@ -111,8 +111,8 @@ class TimeField(Field):
         share = (t - a) / (b - a)
         return [(right - 1, 1.)] if share < 1e-6 else [(right - 1, 1. - share), (right, share)]
 
-    def _shares(self, start: float, end: float) -> list[tuple[int, float]]:
-        """Indices of the layers of an interval, and the share of it that each applies to."""
+    def _layer_shares_over(self, start: float, end: float) -> list[tuple[int, float]]:
+        """The indices of the layers of an interval, and the share of it that each applies to."""
         bounds = [-math.inf, *self.layers[1:], math.inf]
         shares = [(min(end, b) - max(start, a)) / (end - start) for a, b in pairwise(bounds)]
         return [(i, 1. if share > 1. - 1e-6 else share) for i, share in enumerate(shares) if share > 1e-6]

@@ -96,11 +96,11 @@ class TokenMerging:
             into, left = self._pairs(x, count)
             before = x.new_ones(B, G, dtype=torch.float32) if groups is None else groups.sizes
             sizes = before.new_zeros(B, G - count).scatter_add_(1, into, before)
-            share = (before / sizes.gather(1, into)).to(x.dtype)
+            weight = (before / sizes.gather(1, into)).to(x.dtype)
             groups = Groups(into, sizes, left) if groups is None else Groups(
                 into.gather(1, groups.numbers), sizes, groups.first.gather(1, left))
         rows = (into + (G - count) * torch.arange(B, device=x.device)[:, None]).flatten()
-        summed = x.new_zeros(B * (G - count), D).index_add(0, rows, (x * share[..., None]).flatten(0, 1))
+        summed = x.new_zeros(B * (G - count), D).index_add(0, rows, (x * weight[..., None]).flatten(0, 1))
         return summed.view(B, G - count, D), groups
 
     def _pairs(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
