@@ -89,6 +89,8 @@ def card(folder):
     by = f", by {record['by']}" if 'by' in record else ''
     training = (f"On {record['device']}, {record['minutes']:.0f} minutes, {record['versions']}{by}; the {recipes} in "
                 f"this folder:\n\n```bash\n{commands(record, folder)}\n```")
+    if 'start' in record:
+        training += f"\n\n{record['start']}"
     if 'curve' in record:
         last = '' if len(record['curve']) == epochs else f" of the last {len(record['curve'])} epochs"
         training += (f"\n\nTop-1 on the images held out, after each{last or ' epoch'}: "
