@@ -269,7 +269,7 @@ def test_a_model_that_cannot_be_traced_is_one_message(vit, tmp_path):
 @pytest.mark.parametrize('format, missing, int8', [('onnx', 'onnxscript', False), ('onnx', 'onnxruntime', True)])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(vit, tmp_path, monkeypatch, format, missing, int8):
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ImportError, match=rf"{format}.* needs .*{missing}.* Type: pip install 'timm-odevit\[deploy\]'"):
+    with pytest.raises(ImportError, match=rf'{format}.* needs .*{missing}.* Type: pip install .*{missing}'):
         export_model(vit(), tmp_path / f'a{deploy.FORMATS[format].suffix}', format=format, int8=int8)
 
 
