@@ -55,8 +55,6 @@ _NATIVE = {'ode_field': 'native', 'ode_method': 'lie_trotter', 'ode_init': 'mean
 _DEIT_64: Any = ('deit_tiny_patch16_224', dict(depth=12, img_size=64))
 _DEIT_128: Any = ('deit_tiny_patch16_224', dict(depth=12, img_size=128))
 _PUBLISHED: dict[str, Any] = {
-    'odevit_tiny_native_r23_patch16_64': (
-        *_DEIT_64, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 23, 'ode_init': 'svd'}, {'deit_tiny_cifar10': 10}),
     'odevit_tiny_native_patch4_32': (
         *_MODELS['odevit_tiny_patch4_32'], {**_NATIVE, 'ode_init': 'spectral', 'ode_steps': 6, 'ode_T': 6.},
         {'cifar100': 100}),
@@ -66,7 +64,7 @@ _PUBLISHED: dict[str, Any] = {
         {'deit_tiny_cifar100': 100, 'deit_tiny_k6_cifar100': 100, 'deit_tiny_k6_cifar10': 10}),
     'odevit_tiny_native_two_r11_patch16_128': (
         *_DEIT_128, {**_NATIVE, 'ode_time': 'low_rank', 'ode_averaged': True, 'ode_rank': 11, 'ode_phases': 2,
-                     'ode_init': 'svd_data'}, {'deit_tiny_cifar100': 100}),
+                     'ode_init': 'svd_data'}, {'deit_tiny_cifar100': 100, 'deit_tiny_cifar10': 10}),
     'deit_tiny_patch16_128': (*_DEIT_128, None, {'cifar100': 100}),
 }
 _HUB = 'timm-odevit'
