@@ -25,8 +25,6 @@ from timm.optim import create_optimizer_v2
 from timm_odevit import TrajectoryDistillationTask, convert_, evaluate
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.ode.blocks import count_parameters
-from timm_odevit.ode.solver import Solver
-from timm_odevit.training.losses import trajectory_loss
 from timm_odevit.training.monitor import muon_in_float32
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -37,8 +35,6 @@ parser.add_argument('--own', type=int, default=6, help='number of steps of the s
 parser.add_argument('--averaged', action='store_true')
 parser.add_argument('--steps', type=yaml.safe_load, help='of each update, in YAML; its own by default')
 parser.add_argument('--consistency', type=float, default=0.)
-parser.add_argument('--flow-map', type=float, default=0., help=(
-    "weight of one step from the teacher's state at a random layer to that at another, however far"))
 parser.add_argument('--minutes', type=float, default=8.)
 parser.add_argument('--lr', type=float, default=6e-4)
 parser.add_argument('--decay', type=float, default=1.)
@@ -49,28 +45,6 @@ parser.add_argument('--at', type=yaml.safe_load, help='numbers of steps to evalu
 parser.add_argument('--amp', action='store_true', help='in bfloat16')
 parser.add_argument('--seed', type=int, default=0)
 args = parser.parse_args()
-
-
-class Task(TrajectoryDistillationTask):
-    """Also learns one step between two of the teacher's states, drawn at random."""
-
-    def _teach(self, input):
-        output, states = super()._teach(input)
-        if self.training and args.flow_map:
-            t, end = sorted(torch.randperm(len(states[0]))[:2].tolist())
-            self.between = t, end, states[0][t], states[0][end]
-        return output, states
-
-    def forward(self, input, target):
-        found = super().forward(input, target)
-        if self.training and args.flow_map:
-            t, end, start, wanted = self.between
-            step, = Solver(replace(ode.config, steps=1, T=float(end - t)), ode.shared, float(t))
-            found['loss'] = found['loss'] + args.flow_map * trajectory_loss(
-                step(start), wanted, student.num_prefix_tokens, True, self.config.token_weights)
-        return found
-
-
 torch.set_num_threads(1)
 torch.manual_seed(args.seed)
 set_fused_attn(not args.amp)  # as `fit` does in bfloat16
@@ -79,7 +53,7 @@ student = timm.create_model(args.student, pretrained=True).float() if args.stude
     copy.deepcopy(teacher), keep_original=False).model
 ode = student.blocks
 ode.config = replace(ode.config, steps=args.own, averaged=args.averaged)
-tasks = [Task(
+tasks = [TrajectoryDistillationTask(
     student, copy.deepcopy(teacher), steps=args.steps, consistency_weight=args.consistency, kd_weight=args.kd_weight,
     trajectory_weight=args.trajectory_weight, patch_drop=drop, verbose=False)
     for drop in (args.patch_drop, args.patch_drop if args.decay == 1 else 0.)]
