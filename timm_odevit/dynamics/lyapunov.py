@@ -3,6 +3,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ def _without_shifts(flow: Flow) -> Flow:
     if x.ndim < 3:
         return flow
     shift = noise(x[..., :1], torch.Generator().manual_seed(0)) * x.std()
-    for step, before, after in zip(flow.maps, flow.states(), flow.states()[1:], strict=False):
+    for step, (before, after) in zip(flow.maps, pairwise(flow.states()), strict=True):
         missed = norms(step(before + shift) - after - shift) / norms(shift.expand_as(x))
         if (missed > SHIFTED).any():
             return flow
