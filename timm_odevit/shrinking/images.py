@@ -191,5 +191,5 @@ def _draw(source: Any, most: int) -> tuple[Tensor, Tensor]:
     found = list(islice(((image, label) for image, label in map(source.__getitem__, order.tolist())
                          if int(label) >= 0), most))
     if not found:
-        raise ValueError('None of the images that would be held out can be read. Give more.')
+        raise ValueError('None of the images can be read. Give others.')
     return torch.stack([image for image, _ in found]), torch.tensor([int(label) for _, label in found])
