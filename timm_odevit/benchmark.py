@@ -17,6 +17,7 @@ from tqdm import tqdm
 from ._version import __version__
 from .convert.merge import merge_
 from .data.preprocessing import data_config
+from .files import markdown_table
 from .ode.blocks import count_parameters, find_ode_blocks
 from .ode.with_steps import with_steps
 from .settings import integer, many, one_of
@@ -54,11 +55,11 @@ class Timing:
     parameters: int
     size: int
 
-    def row(self) -> str:
-        evaluations = '-' if self.evaluations is None else f'{self.evaluations:.3g}'
-        return (f'| {self.name} | {evaluations} | {1000 * self.seconds:.1f} ± {50 * self.iqr / self.seconds:.0f} % | '
-                f'{self.ratio:.3f} | {self.batch_size / self.seconds:.1f} | {self.peak / 1e6:.1f} | '
-                f'{self.parameters:,} | {self.size / 1e6:.1f} |')
+    def cells(self) -> list[str]:
+        return [self.name, '-' if self.evaluations is None else f'{self.evaluations:.3g}',
+                f'{1000 * self.seconds:.1f} ± {50 * self.iqr / self.seconds:.0f} %', f'{self.ratio:.3f}',
+                f'{self.batch_size / self.seconds:.1f}', f'{self.peak / 1e6:.1f}', f'{self.parameters:,}',
+                f'{self.size / 1e6:.1f}']
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,10 @@ class Benchmark:
     def __str__(self) -> str:
         tables = [', '.join(f'{key} {value}' for key, value in self.machine.items())]
         for size in dict.fromkeys(timing.batch_size for timing in self.timings):
-            rows = [timing.row() for timing in self.timings if timing.batch_size == size]
-            heads = f'| batch {size} | evaluations | ms | ratio | images/s | activation memory, MB | parameters | MB |'
-            tables.append('\n'.join([heads, '|' + ' --- |' * 8, *rows]))
+            heads = [f'batch {size}', 'evaluations', 'ms', 'ratio', 'images/s', 'activation memory, MB', 'parameters',
+                     'MB']
+            rows = [timing.cells() for timing in self.timings if timing.batch_size == size]
+            tables.append(markdown_table([heads, *rows]))
         return '\n\n'.join(tables)
 
 

@@ -1,11 +1,11 @@
-"""Files that are complete or absent, and folders that only one process at a time writes to."""
+"""Files that are complete or absent, folders that only one process at a time writes to, and what text is in them."""
 import errno
 import json
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from .settings import one_line
 
-__all__ = ['OWN', 'locked', 'staged', 'to_json', 'write_text']
+__all__ = ['OWN', 'locked', 'markdown_table', 'staged', 'to_json', 'write_text']
 
 OWN = '.odevit-'  # prefix of the names of locks and of unfinished files
 _WAIT = 300.  # seconds that a save waits for another save into the same folder
@@ -115,3 +115,11 @@ def to_json(tree: Any) -> str:
     """A tree of dicts, lists and values as JSON; numbers that are not finite become null."""
     text = json.dumps(tree, default=lambda value: value.tolist())  # tensors, and NumPy's numbers
     return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2) + '\n'
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table of the head and the rows below it; also legible as it is."""
+    widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [rows[0], ['-' * width for width in widths], *rows[1:]]
+    return '\n'.join(
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Generic
 
 from typing_extensions import TypeVar
 
-from ..files import to_json, write_text
+from ..files import markdown_table, to_json, write_text
 
 __all__ = ['EmbeddingResult', 'Evaluation', 'Result']
 
@@ -121,11 +121,12 @@ class Evaluation(Generic[AnyResult]):
 
     def table(self) -> str:
         """Return the results as a Markdown table."""
-        rows = self._rows()
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        rows.insert(1, ['-' * width for width in widths])
-        return '\n'.join(
-            f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows)
+        columns = list((self.results[0] if self.results else Result).COLUMNS)
+        rows = [['model', 'steps', 'NFE', 'parameters', *columns]]
+        for r in self.results:
+            steps = f'**{r.steps}**' if r.steps in self.trained_at else _text(r.steps)
+            rows.append([r.model, steps, _text(r.nfe), f'{r.parameters:,}', *r.cells()])
+        return markdown_table(rows)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the results as JSON, with null for what is not finite; also write them to `path` if given."""
@@ -179,14 +180,6 @@ class Evaluation(Generic[AnyResult]):
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
-
-    def _rows(self) -> list[list[str]]:
-        columns = list((self.results[0] if self.results else Result).COLUMNS)
-        rows = [['model', 'steps', 'NFE', 'parameters', *columns]]
-        for r in self.results:
-            steps = f'**{r.steps}**' if r.steps in self.trained_at else _text(r.steps)
-            rows.append([r.model, steps, _text(r.nfe), f'{r.parameters:,}', *r.cells()])
-        return rows
 
     def __repr__(self) -> str:
         scores = [f"{r.model if r.steps is None else f'K = {r.steps}'} {r.cells()[0]}" for r in self.results]

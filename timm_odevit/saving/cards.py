@@ -9,6 +9,7 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from .._version import __version__
+from ..files import markdown_table
 from ..ode.blocks import count_parameters, find_ode_blocks
 
 __all__ = ['model_card']
@@ -144,14 +145,13 @@ def _about(model: nn.Module) -> str:
 
 
 def _table(results: Sequence[Mapping[str, Any]], own: int | None, trained_at: Sequence[int]) -> str:
-    lines = [f"| {' | '.join(_COLUMNS)} |", '|' + ' --- |' * len(_COLUMNS)]
+    rows = [list(_COLUMNS)]
     for r in results:
         steps = f"**{r['steps']}**" if r['steps'] in trained_at else str(r['steps'] or '-')
         mark = ' (as saved)' if own and r['steps'] == own else ''
         shares = [f'{r[key]:.2f}' if r[key] is not None else '-' for key in ('top1', 'top5', 'kept', 'agreement')]
-        cells = [_plain(r['model']), steps + mark, str(r['nfe'] or '-'), f"{r['parameters']:,}", *shares]
-        lines.append(f"| {' | '.join(cells)} |")
-    return '\n'.join(lines)
+        rows.append([_plain(r['model']), steps + mark, str(r['nfe'] or '-'), f"{r['parameters']:,}", *shares])
+    return markdown_table(rows)
 
 
 def _metadata_of(row: Mapping[str, Any], dataset: str) -> EvalResult:

@@ -45,18 +45,12 @@ class Learned:
 
     Attributes:
         model: The student, in the best of its states.
-        start: What was measured before, on the images that choose, in percent.
-        scores: The same after each tenth of each part.
+        scores: What was measured on the images that choose after each tenth of each part, in percent.
         amp: The mixed precision in which it was trained; None for none.
     """
     model: nn.Module
-    start: float
     scores: dict[str, list[float]]
     amp: str | None
-
-    @property
-    def best(self) -> float:
-        return max([self.start, *(value for values in self.scores.values() for value in values)])
 
 
 def learn(
@@ -121,7 +115,7 @@ def learn(
     finally:
         best = _best(first, start, folder, tasks)
         save_pretrained(best, folder / BEST)
-    return Learned(best, start, scores, plan['amp'])
+    return Learned(best, scores, plan['amp'])
 
 
 def _first(held: Held, count: int) -> Held:

@@ -3,6 +3,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..files import markdown_table
 from .candidates import Row
 
 __all__ = ['Verdict', 'dominated']
@@ -100,8 +101,7 @@ class Verdict:
 
     def table(self) -> str:
         """The table, as Markdown."""
-        lines = [self.heads, ['---'] * len(self.heads), *self.cells()]
-        return '\n'.join(f"| {' | '.join(line)} |" for line in lines)
+        return markdown_table([self.heads, *self.cells()])
 
     def __str__(self) -> str:
         return '\n'.join([*self.about, '', self.table(), '', self.machine, self.recommendation, *self.outlook])
