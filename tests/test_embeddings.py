@@ -220,6 +220,10 @@ def test_the_training_images_of_a_folder_are_labelled_ones(vit, tmp_path, capsys
         return json.loads((tmp_path / 'a.json').read_text())
     assert rows('images')[0]['knn'] == 100 and rows('images/train', '--held-out', '0.3')[0]['knn'] is not None
     assert rows('images/val')[0]['knn'] is None
+    (tmp_path / 'all').mkdir()
+    (tmp_path / 'images' / 'train' / 'c1').rename(tmp_path / 'all' / 'c1')
+    assert rows('all', '--held-out', '0.3')[0]['knn'] is None  # one class is known to all
+    (tmp_path / 'all' / 'c1').rename(tmp_path / 'images' / 'train' / 'c1')
     (tmp_path / 'images' / 'val' / 'c2').rename(tmp_path / 'images' / 'val' / 'c3')
     capsys.readouterr()
     assert main(['evaluate', 'local-dir:model', 'images', '--quiet', '--workers', '0']) == 2

@@ -76,18 +76,12 @@ def card(folder):
 
     if record['trained_at'] and len(record['trained_at']) == 1:
         few += f" It was trained with K = {record['trained_at'][0]} only: with any other K it is less accurate."
-    stops = record.get('halting')
-    early = '' if stops is None else (
-        f" As saved, with halting='{stops['rule']}' at a threshold chosen to cost half a point on images held out, an "
-        f"image takes {stops['nfe']:.2f} evaluations on average and top-1 is {stops['top1']:.2f} %; the table is "
-        'without halting.')
     enlarged = f' enlarged to {pixels}' if pixels > 32 else ''
     pretrained = '' if scratch else (
         '`deit_tiny_patch16_224` (Facebook Research, Apache-2.0; LayerNorm parameters rounded to steps of 1/32 or '
         '1/64) and ')
     recipes = 'recipes are' if (folder / EARLIER[0]).exists() else 'recipe is'
-    by = f", by {record['by']}" if 'by' in record else ''
-    training = (f"On {record['device']}, {record['minutes']:.0f} minutes, {record['versions']}{by}; the {recipes} in "
+    training = (f"On {record['device']}, {record['minutes']:.0f} minutes, {record['versions']}; the {recipes} in "
                 f"this folder:\n\n```bash\n{commands(record, folder)}\n```")
     if 'start' in record:
         training += f"\n\n{record['start']}"
@@ -102,7 +96,7 @@ def card(folder):
         results=record['test'],
         dataset=dataset,
         protocol=f'{images:,} test images of {dataset} at {pixels} pixels; the epoch was chosen on training images '
-                 f'held out.{early}',
+                 'held out.',
         trained_at=record['trained_at'],
         training=training,
         limits=f'Trained on {dataset} only, 32-pixel photos of its classes{enlarged}; it knows no other images.{few}',

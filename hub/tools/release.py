@@ -10,15 +10,15 @@ top-1 on the images held out of training.
 import argparse
 import copy
 import json
-from dataclasses import replace
+import shutil
 from pathlib import Path
 
 import timm
 import torch
-from cards import card
+from cards import card, dataset_of
 
 import timm_odevit
-from timm_odevit import Recipe, calibrate_halting, evaluate, save_pretrained
+from timm_odevit import Recipe, evaluate, save_pretrained
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.ode.blocks import find_ode_blocks
 from timm_odevit.saving.push import EARLIER
@@ -36,16 +36,6 @@ def measure(model, images, teacher=None, steps=None):
 def trained(rows, model):
     blocks = find_ode_blocks(model)
     return next(r for r in rows if r['model'] != 'teacher' and (not blocks or r['steps'] == blocks[0].steps))
-
-
-def halting(model, rule, val, test):
-    """The rule with the threshold that costs half a point on images held out, measured on the test images."""
-    found = calibrate_halting(model, val, rule=rule, max_drop=0.005)
-    blocks = model.blocks
-    plain, blocks.config = blocks.config, replace(blocks.config, halting=rule, halting_threshold=found.threshold)
-    row = measure(model, test)[0]
-    blocks.config = plain
-    return {'rule': rule, 'threshold': found.threshold, **{key: row[key] for key in ('nfe', 'top1', 'halted')}}
 
 
 def before(published):
@@ -73,10 +63,11 @@ def main():
     parser.add_argument('--batch-size', type=int, default=128)
     parser.add_argument('--threads', type=int, default=1)
     parser.add_argument('--steps', type=int, nargs='+', default=STEPS, help='step counts to measure')
-    parser.add_argument('--halting', metavar='RULE', help='also measure with this rule for halting')
+    parser.add_argument('--start', help='a sentence or two on the student that the run began with, for the card')
     parser.add_argument('--hub', type=Path, default=HUB)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    dataset_of(args.name)  # fail now, for a data set that cards do not know
     run, folder = args.run, args.hub / args.name
     if json.loads((run / 'run.json').read_text())['limit'] is not None:
         raise SystemExit(f"'{run}' is a rehearsal on a part of the images. Give a run on all of them.")
@@ -92,14 +83,18 @@ def main():
     stored, measured = (copy.deepcopy(half).half(), half) if rounded >= full - 0.05 else (model, model)
     rows = measure(measured, test, teacher, steps)
     commands, recipes, epochs, minutes = before(args.earlier)
-    folder.mkdir(parents=True, exist_ok=True)
+    aside = args.hub / f'.{args.name}'  # a refused model leaves hub/ as it is
+    aside.mkdir(parents=True, exist_ok=True)
     # the images are used whole, without cropping
     names = {'label_names': test.label_names} if test.label_names else {}
     stored.pretrained_cfg = {**stored.pretrained_cfg, 'crop_pct': 1.0, **names}
-    save_pretrained(stored, folder)
-    size = (folder / 'model.safetensors').stat().st_size
+    save_pretrained(stored, aside)
+    size = (aside / 'model.safetensors').stat().st_size
     if size > LIMIT:
+        shutil.rmtree(aside)
         raise SystemExit(f'The weights take {size / 2 ** 20:.1f} MiB; at most 16 MiB are allowed.')
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
     for name, text in zip(EARLIER, recipes, strict=False):
         (folder / name).write_text(text)
     (folder / 'recipe.yaml').write_text(recipe.to_yaml())
@@ -114,11 +109,8 @@ def main():
         'curve': [round(r['val_top1'], 1) for r in history],
         'held_out_top1': max(r['val_top1'] for r in history if r['stage'] == history[-1]['stage']), 'test': rows,
     }
-    if args.halting:
-        record['halting'] = halting(measured, args.halting, val, test)
-        stored.blocks.config = replace(
-            stored.blocks.config, halting=args.halting, halting_threshold=record['halting']['threshold'])
-        save_pretrained(stored, folder)
+    if args.start:
+        record['start'] = args.start
     (folder / 'results.json').write_text(json.dumps(record, indent=2) + '\n')
     save_reference(timm.create_model(f'local-dir:{folder}', pretrained=True).eval(), folder)
     (folder / 'README.md').write_text(card(folder))

@@ -1,7 +1,7 @@
 """Write the tables of README.md and of the pages in hub/ from the records in hub/.
 
     python hub/tools/table.py            print them
-    python hub/tools/table.py --write    put them between their marks, and draw hub/pictures/*.png
+    python hub/tools/table.py --write    put them between their marks, draw hub/pictures/*.png, and write the cards
 """
 import json
 import re
@@ -9,8 +9,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import cards
 from ablate import table
-from cards import dataset_of
 from first_page import compare, idea, models, published, rows, which
 from pictures import MODELS, draw
 
@@ -54,7 +54,7 @@ def speed(name):
 def trained():
     lines = []
     for name, record, _ in published():
-        lines.append([f'[`{name}`]({name}/README.md)', dataset_of(name), str(record['epochs']),
+        lines.append([f'[`{name}`]({name}/README.md)', cards.dataset_of(name), str(record['epochs']),
                       f"{record['minutes'] / 60:.1f}", record['device'].split(' (')[0].removeprefix('one core of an ')])
     return rows(['model', 'data', 'epochs', 'hours', 'one core of an'], lines)
 
@@ -129,6 +129,7 @@ def main():
     idea(HUB / 'pictures' / 'idea.png')
     compare(HUB / 'pictures' / 'compare.png')
     draw()
+    cards.main()
 
 
 if __name__ == '__main__':

@@ -80,14 +80,17 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def _labelled(args: argparse.Namespace, model: Any, loader: Any) -> Any:
-    """The training images, as they are, of data that has any besides those of a loader; else None."""
+    """The training images, as they are, of data that has any besides those of a loader, of several classes; else None."""
+    names = label_names(loader)
+    if names and len(names) == 1:
+        return None
     if not Path(args.data).is_file():
         parts = folder_parts(args.data)
         if 'train' not in parts and (parts or args.held_out is None):
             return None
         found = folder_loader(args.data, model, batch_size=args.batch_size, held_out=args.held_out, any_classes=True,
                               seed=args.seed or 0, workers=args.workers, training=True)
-        if label_names(found) != label_names(loader):
+        if label_names(found) != names:
             raise ValueError(f"'{args.data}' has other classes to train on than to evaluate on, so k-NN and probe "
                              f"cannot be measured. To leave them out, give '{(parts.get('val') or parts['test'])}'.")
         return found
