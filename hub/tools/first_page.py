@@ -11,6 +11,7 @@ HUB = Path(__file__).parent.parent
 SCRATCH = {'ResNet-20': (0.28, 41, 68.8), 'CCT-2/3x2': (0.28, 33, 66.9), 'CCT-4/3x2': (0.48, 46, 70.5),
            'ResNet-56': (0.86, 126, 72.6), 'MobileNetV2 x 0.75': (1.48, 59, 73.6)}
 STEPS = (3, 6, 12, 24)
+PAPER = 72.1  # what arXiv 2511.16501 reports for its student of CIFAR-100 and any number of steps
 # of hub/runs/study.jsonl: what they are, and the row of the first group of verdict.json with as many multiply-adds
 CONTROLS = {'plain3_128': ('3 plain blocks', 'K = 3'), 'two_r11_128': ('2 blocks, rank 11', 'int8')}
 BLUE, RED, GREEN, GREY, ORANGE = '#2a6fbb', '#c0392b', '#2e8b57', '#777777', '#d9822b'
@@ -102,9 +103,11 @@ def idea(path):
             if r['steps'] in steps:
                 right.annotate(f"{r['top1']:.1f}", (r['steps'], r['top1']), shift, textcoords='offset points',
                                fontsize=8, color=color)
-    right.axhline(teacher['top1'], color=GREY, linestyle=':', linewidth=1)
-    right.annotate(f"their teacher, 12 blocks: {teacher['top1']:.1f} %", (100, teacher['top1']), (0, 3), fontsize=8,
-                   textcoords='offset points', color=GREY, ha='right')
+    for top1, words, color, start in (
+            (teacher['top1'], 'their teacher, 12 blocks', GREY, 0.85), (PAPER, 'the paper, 7 million', RED, 16)):
+        right.plot((start, 140), (top1, top1), ':', color=color, linewidth=1)
+        right.annotate(f'{words}: {top1:.1f} %', (130, top1), (0, 3), fontsize=8, textcoords='offset points',
+                       color=color, ha='right')
     right.legend(fontsize=7.5, loc='lower right')
     right.set(xlabel='number of steps K', ylabel='top-1 accuracy on CIFAR-100, %', xscale='log',
               ylim=(0, 90), xlim=(0.85, 140))
@@ -139,7 +142,7 @@ def compare(path):
     for axes, column, label, ticks in zip(
             drawing.subplots(1, 2, sharey=True), (2, 3), ('parameters, 10⁶', 'multiply-adds of an image, 10⁶'),
             ((0.25, 0.5, 1, 2, 4, 8), (25, 50, 100, 200, 400, 800)), strict=True):
-        axes.set(xlabel=label, xscale='log', xlim=(0.8 * ticks[0], 2.6 * ticks[-1]), ylim=(60, 84))
+        axes.set(xlabel=label, xscale='log', xlim=(0.8 * ticks[0], 3 * ticks[-1]), ylim=(60, 84))
         axes.set_xticks(ticks, [f'{tick:g}' for tick in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
