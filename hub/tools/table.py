@@ -5,6 +5,7 @@
 """
 import json
 import re
+import statistics
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,9 @@ TIMED = {
     'vit_tiny_patch16_224': 'vit_tiny, 12 blocks', 'local-dir:out/native': 'one block',
     'local-dir:out/paper': "the paper's block", 'local-dir:out/rank8': 'one block and residuals of rank 8',
     **{name: title for name, (title, _) in MODELS.items()}}
+SEEDS = {
+    '[6]': '6', '[1, 2, 3, 6, 12, 24]': 'one of 1, 2, 3, 6, 12, 24',
+    '[[6, 1], [6, 2], [6, 3], [6, 4], [12, 2], [12, 3], [24, 3]]': 'two: 6 + 1, 2, 3 or 4, 12 + 2 or 3, 24 + 3'}
 
 
 def ablation():
@@ -65,6 +69,29 @@ def records():
     for path in sorted((HUB / 'dynamics').glob('*/*.json')):
         found.setdefault(path.parent.name, {})[path.stem] = json.loads(path.read_text())
     return found
+
+
+def twelve():
+    """The rows of a verdict that no other beats in everything."""
+    record = json.loads((HUB / 'runs' / 'twelve.json').read_text())
+    heads = ['', 'file, MB', f"{record['measure']}, %", 'ms, batch 1', 'ms per image, batch 32', '10⁶ multiply-adds']
+    return rows(heads, [
+        [row['name'], f"{row['mb']:.2f}", f"{row['value']:.1f} ± {row['interval']:.1f}",
+         *(f'{each:.3g}' for each in row['ms']), f"{row['operations']:.0f}"]
+        for row in record['rows'] if row['mb'] and not row['dominated_by']])
+
+
+def seeds():
+    """One block after three minutes, by what each update runs: mean and standard deviation over three seeds."""
+    found = {}
+    for line in (HUB / 'runs' / 'study.jsonl').read_text().splitlines():
+        record = json.loads(line)
+        if record['minutes'] == 3 and record.get('amp'):
+            found.setdefault(str(record['steps']), []).append(record['top1'])
+    counts = ('1', '2', '3', '4', '6', '12', '24')
+    return rows(['each update runs', *counts], [[SEEDS[steps], *(
+        f'{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}'
+        for values in ([top1[count] for top1 in each] for count in counts))] for steps, each in found.items()])
 
 
 def per_model(heads, cells):
@@ -113,7 +140,8 @@ TABLES = {
     'ablation': (HUB / 'lab' / 'ingredients.md', ablation), 'paper': (RESULTS, paper),
     'speed at 224 px': (SPEED, partial(speed, 'tiny_224')), 'speed at 64 px': (SPEED, partial(speed, 'published_64')),
     'trained': (TRAINING, trained), 'exponents': (DYNAMICS, exponents), 'constants': (DYNAMICS, constants),
-    'regions': (DYNAMICS, regions)}
+    'regions': (DYNAMICS, regions), 'seeds': (HUB / 'lab' / 'steps.md', seeds),
+    'twelve': (HUB.parent / 'examples' / 'your-images.md', twelve)}
 
 
 def main():

@@ -80,7 +80,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def _labelled(args: argparse.Namespace, model: Any, loader: Any) -> Any:
-    """The training images of data with several classes that has any besides those of a loader, as they are; else None."""
+    """The training images of data with several classes, if it has any besides those of a loader, as they are."""
     names = label_names(loader)
     if names and len(names) == 1:
         return None
