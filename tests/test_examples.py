@@ -148,6 +148,11 @@ def test_release_makes_the_folder_of_a_published_model(tmp_path, vit, monkeypatc
     after = json.loads((folder / 'results.json').read_text())
     assert after['command'] == 'odevit distill\nodevit distill' and after['minutes'] == 2 * before['minutes']
     assert after['epochs'] == 4 and (folder / 'earlier.yaml').read_text() == (folder / 'recipe.yaml').read_text()
+    monkeypatch.setattr(release, 'LIMIT', 1000)
+    with pytest.raises(SystemExit, match='at most 16 MiB are allowed'):
+        release.main()
+    assert [path.name for path in (tmp_path / 'hub').iterdir()] == [folder.name]
+    assert json.loads((folder / 'results.json').read_text()) == after
 
 
 NOTEBOOKS = sorted((ROOT / 'examples').glob('*.ipynb'))

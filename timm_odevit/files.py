@@ -1,4 +1,4 @@
-"""Files that are complete or absent, folders that only one process at a time writes to, and what text is in them."""
+"""Files that are complete or absent, folders that only one process at a time writes to, and text for them."""
 import errno
 import json
 import os

@@ -7,7 +7,7 @@
         --student local-dir:out/plain3 --own 3
 
 Minutes are those of the processor. The learning rate falls linearly to 0 over the last share `--decay` of them.
-Accuracy is measured on images held out: 5,000 up to K = 6, 2,000 above, 1,000 with K = 100.
+Accuracy is measured on images held out: 5,000 with --at or up to K = 6, else 2,048 up to K = 24 and 1,024 with K = 100.
 """
 import argparse
 import copy

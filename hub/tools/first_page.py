@@ -11,7 +11,7 @@ HUB = Path(__file__).parent.parent
 SCRATCH = {'ResNet-20': (0.28, 41, 68.8), 'CCT-2/3x2': (0.28, 33, 66.9), 'CCT-4/3x2': (0.48, 46, 70.5),
            'ResNet-56': (0.86, 126, 72.6), 'MobileNetV2 x 0.75': (1.48, 59, 73.6)}
 STEPS = (3, 6, 12, 24)
-PAPER = 72.1  # what arXiv 2511.16501 reports for its student of CIFAR-100 and any number of steps
+PAPER = (35, 72.1)  # number of steps and top-1 % of CIFAR-100 of the student in arXiv 2511.16501
 # of hub/runs/study.jsonl: what they are, and the row of the first group of verdict.json with as many multiply-adds
 CONTROLS = {'plain3_128': ('3 plain blocks', 'K = 3'), 'two_r11_128': ('2 blocks, rank 11', 'int8')}
 BLUE, RED, GREEN, GREY, ORANGE = '#2a6fbb', '#c0392b', '#2e8b57', '#777777', '#d9822b'
@@ -103,11 +103,12 @@ def idea(path):
             if r['steps'] in steps:
                 right.annotate(f"{r['top1']:.1f}", (r['steps'], r['top1']), shift, textcoords='offset points',
                                fontsize=8, color=color)
-    for top1, words, color, start in (
-            (teacher['top1'], 'their teacher, 12 blocks', GREY, 0.85), (PAPER, 'the paper, 7 million', RED, 16)):
-        right.plot((start, 140), (top1, top1), ':', color=color, linewidth=1)
-        right.annotate(f'{words}: {top1:.1f} %', (130, top1), (0, 3), fontsize=8, textcoords='offset points',
-                       color=color, ha='right')
+    right.axhline(teacher['top1'], color=GREY, linestyle=':', linewidth=1)
+    right.annotate(f"their teacher, 12 blocks: {teacher['top1']:.1f} %", (130, teacher['top1']), (0, 3), fontsize=8,
+                   textcoords='offset points', color=GREY, ha='right')
+    right.plot(*PAPER, 'o', color=RED, markersize=4)
+    right.annotate(f'the paper, 7 million: {PAPER[1]} %', (130, PAPER[1]), (0, 4), textcoords='offset points',
+                   fontsize=8, color=RED, ha='right')
     right.legend(fontsize=7.5, loc='lower right')
     right.set(xlabel='number of steps K', ylabel='top-1 accuracy on CIFAR-100, %', xscale='log',
               ylim=(0, 90), xlim=(0.85, 140))

@@ -83,37 +83,37 @@ def main():
     stored, measured = (copy.deepcopy(half).half(), half) if rounded >= full - 0.05 else (model, model)
     rows = measure(measured, test, teacher, steps)
     commands, recipes, epochs, minutes = before(args.earlier)
-    aside = args.hub / f'.{args.name}'  # a refused model leaves hub/ as it is
-    aside.mkdir(parents=True, exist_ok=True)
-    # the images are used whole, without cropping
-    names = {'label_names': test.label_names} if test.label_names else {}
-    stored.pretrained_cfg = {**stored.pretrained_cfg, 'crop_pct': 1.0, **names}
-    save_pretrained(stored, aside)
-    size = (aside / 'model.safetensors').stat().st_size
-    if size > LIMIT:
-        shutil.rmtree(aside)
-        raise SystemExit(f'The weights take {size / 2 ** 20:.1f} MiB; at most 16 MiB are allowed.')
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
-    for name, text in zip(EARLIER, recipes, strict=False):
-        (folder / name).write_text(text)
-    (folder / 'recipe.yaml').write_text(recipe.to_yaml())
-    for r in rows:
-        del r['images_per_second']  # the machine was not idle
-    history = json.loads((run / 'history.json').read_text())
-    record = {
-        'command': '\n'.join([*commands, args.command]), 'epochs': epochs + len(history), 'device': args.device_name,
-        'minutes': minutes + sum(r['seconds'] for r in history) / 60,
-        'versions': f'timm_odevit {timm_odevit.__version__}, torch {torch.__version__}, timm {timm.__version__}',
-        'trained_at': trained_at,
-        'curve': [round(r['val_top1'], 1) for r in history],
-        'held_out_top1': max(r['val_top1'] for r in history if r['stage'] == history[-1]['stage']), 'test': rows,
-    }
-    if args.start:
-        record['start'] = args.start
-    (folder / 'results.json').write_text(json.dumps(record, indent=2) + '\n')
-    save_reference(timm.create_model(f'local-dir:{folder}', pretrained=True).eval(), folder)
-    (folder / 'README.md').write_text(card(folder))
+    aside = args.hub / '.release' / args.name  # hub/NAME changes only when all is there
+    try:
+        aside.mkdir(parents=True)
+        # the images are used whole, without cropping
+        names = {'label_names': test.label_names} if test.label_names else {}
+        stored.pretrained_cfg = {**stored.pretrained_cfg, 'crop_pct': 1.0, **names}
+        save_pretrained(stored, aside)
+        size = (aside / 'model.safetensors').stat().st_size
+        if size > LIMIT:
+            raise SystemExit(f'The weights take {size / 2 ** 20:.1f} MiB; at most 16 MiB are allowed.')
+        for name, text in zip(EARLIER, recipes, strict=False):
+            (aside / name).write_text(text)
+        (aside / 'recipe.yaml').write_text(recipe.to_yaml())
+        for r in rows:
+            del r['images_per_second']  # the machine was not idle
+        history = json.loads((run / 'history.json').read_text())
+        record = {
+            'command': '\n'.join([*commands, args.command]), 'epochs': epochs + len(history),
+            'device': args.device_name, 'minutes': minutes + sum(r['seconds'] for r in history) / 60,
+            **({'start': args.start} if args.start else {}),
+            'versions': f'timm_odevit {timm_odevit.__version__}, torch {torch.__version__}, timm {timm.__version__}',
+            'trained_at': trained_at, 'curve': [round(r['val_top1'], 1) for r in history],
+            'held_out_top1': max(r['val_top1'] for r in history if r['stage'] == history[-1]['stage']), 'test': rows,
+        }
+        (aside / 'results.json').write_text(json.dumps(record, indent=2) + '\n')
+        save_reference(timm.create_model(f'local-dir:{aside}', pretrained=True).eval(), aside)
+        (aside / 'README.md').write_text(card(aside))
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside.parent, ignore_errors=True)
     print(f'{folder}: {size / 2 ** 20:.2f} MiB, {trained(rows, model)}')
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of README.md and of the pages in hub/ from the records in hub/.
+"""Write the tables of README.md and of the pages in hub/ and examples/ from the records in hub/.
 
     python hub/tools/table.py            print them
     python hub/tools/table.py --write    put them between their marks, draw hub/pictures/*.png, and write the cards
@@ -86,7 +86,7 @@ def seeds():
     found = {}
     for line in (HUB / 'runs' / 'study.jsonl').read_text().splitlines():
         record = json.loads(line)
-        if record['minutes'] == 3 and record.get('amp'):
+        if record['minutes'] == 3 and record['amp'] and str(record['steps']) in SEEDS:
             found.setdefault(str(record['steps']), []).append(record['top1'])
     counts = ('1', '2', '3', '4', '6', '12', '24')
     return rows(['each update runs', *counts], [[SEEDS[steps], *(

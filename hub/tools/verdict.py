@@ -36,7 +36,7 @@ def chosen(tag):
         if not trained:
             group += [Candidate(name, model), Candidate(f'{name}, int8', model, True)]
         else:
-            counts = {3, 6} & set(trained) or {find_ode_blocks(model)[0].steps}
+            counts = {3, 6} & set(trained) | {find_ode_blocks(model)[0].steps}
             group += [Candidate(f'{name}, int8, K = {steps}', with_steps(model, steps), True, False)
                       for steps in sorted(counts, reverse=True)]
     return {size: group for size, group in groups.items() if group[0].name.startswith('deit_tiny')}

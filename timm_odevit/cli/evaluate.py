@@ -81,23 +81,20 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def _labelled(args: argparse.Namespace, model: Any, loader: Any) -> Any:
     """The training images of data with several classes, if it has any besides those of a loader, as they are."""
-    names = label_names(loader)
-    if names and len(names) == 1:
-        return None
     if not Path(args.data).is_file():
         parts = folder_parts(args.data)
         if 'train' not in parts and (parts or args.held_out is None):
             return None
         found = folder_loader(args.data, model, batch_size=args.batch_size, held_out=args.held_out, any_classes=True,
                               seed=args.seed or 0, workers=args.workers, training=True)
-        if label_names(found) != names:
+        if label_names(found) != label_names(loader):
             raise ValueError(f"'{args.data}' has other classes to train on than to evaluate on, so k-NN and probe "
                              f"cannot be measured. To leave them out, give '{(parts.get('val') or parts['test'])}'.")
-        return found
+        return found if len(label_names(found) or ()) > 1 else None
     train = array_loaders(args.data, model, batch_size=args.batch_size, held_out=args.held_out or 0.1,
                           any_classes=True)[0]
     train.train = False
-    return train
+    return train if len(train.labels.unique()) > 1 else None
 
 
 def _recipe(model: Any) -> Recipe | None:
