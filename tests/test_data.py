@@ -10,7 +10,9 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
+import timm
 import torch
+from conftest import TINY
 from PIL import Image
 from timm.data import resolve_input_data_config
 from timm.utils import random_seed
@@ -515,3 +517,16 @@ def test_a_file_of_arrays_that_is_damaged(arrays, vit, tmp_path):
     np.save(tmp_path / 'one.npy', np.zeros(3))
     with pytest.raises(ValueError, match='cannot be read as .npz: File is not a zip file'):
         array_loaders(tmp_path / 'one.npy', vit())
+
+
+def test_folders_may_be_some_of_the_models_classes(tmp_path):
+    model = timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 3})
+    model.pretrained_cfg = {**model.pretrained_cfg, 'label_names': ['zebra', 'apple', 'lion']}
+    for name in ('lion', 'zebra'):
+        (tmp_path / name).mkdir()
+        for i in range(10):
+            Image.new('RGB', (16, 16), (10 * i, 90, 200)).save(tmp_path / name / f'{i}.png')
+    loader, _ = folder_loaders(tmp_path, model, batch_size=20, workers=0)
+    assert {int(label) for _, label in loader.dataset.reader.samples} == {0, 2}
+    with pytest.raises(ValueError, match='2 classes .* but the model has 4. Give a folder whose classes are among'):
+        folder_loaders(tmp_path, timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 4}))

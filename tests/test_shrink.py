@@ -27,10 +27,11 @@ def model():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Four updates of each part in float32, and files that need no other package."""
+    """Four updates of each part in float32 in whatever minutes, and files that need no other package."""
     monkeypatch.setattr(learning, 'seconds_per_update', lambda model, loader, make, options: 2. if options['amp'] else 1.)
     monkeypatch.setattr(learning, 'updates_in', lambda *args: 4)
     monkeypatch.setattr(candidates, 'find_spec', lambda name: None)
+    monkeypatch.setattr(run, 'LEAST', 0.)
 
 
 @pytest.fixture
@@ -185,6 +186,7 @@ def test_an_interrupted_training_keeps_the_best_so_far_and_goes_on(model, tmp_pa
     with pytest.raises(ValueError, match='was made with minutes 1.0, but this run has 2.0'):
         shrink(model, images(), tmp_path, size=0.5, minutes=2., resume=True, progress=False)
     calls.clear()
+    monkeypatch.setattr(learning, 'loss_before', lambda *args: 0.01)  # other images come first; the rate stays
     monkeypatch.setattr(learning, 'fit', lambda task, *args, **kwargs: (calls.append(task.title), original(task, *args, **kwargs))[1])
     found = shrink(model, images(), tmp_path, size=0.5, minutes=1., resume=True, progress=False)
     assert calls == ['stepwise', 'unrolled', 'any steps', 'unrolled', 'any steps'] and found.rows
@@ -241,7 +243,7 @@ def test_a_row_is_dominated_by_one_that_is_as_good_in_everything_and_better_in_o
 @pytest.mark.parametrize('rows, says', [
     ([row('original', 20., 90.), row('original, int8', 5., 90.), row('student, int8', 2., 70.)], 'Keep your model: no file smaller than original, int8 (5.00 MB) keeps 95 % of its accuracy.'),
     ([row('original', 20., 90.), row('original, int8', 5., 90.), row('student, int8', 4.9, 90.)], 'Keep your model: no file smaller than original, int8 (5.00 MB) keeps 95 % of its accuracy.'),
-    ([row('original', 20., 90.), row('original, int8', 5., 90.), row('student, int8', 2., 89.)], 'For a small file: student, int8 (2.00 MB, 89.0 % accuracy'),
+    ([row('original', 20., 90.), row('original, int8', 5., 90.), row('student, int8', 2., 89.)], 'For a small file: student, int8 (2.00 MB, 89.0 % accuracy; 0.40 of the size and 1.00 of the time, for a batch, of original, int8).'),
     ([row('original', 20., 90.), row('original, int8', 5., 90.), row('plain', 6., 88., (0.2, 0.2))], 'For speed: plain'),
     ([row('original', 20., 90.), row('original, int8', 5., 90.), row('student, int8', 2., 84., off=3.)], '100 images cannot tell whether student, int8 would keep 95 % on others: the difference from the original is known to ± 3.0 points.'),
 ])
@@ -263,12 +265,20 @@ def test_operations_are_those_of_merged_weights(model):
 @pytest.mark.parametrize('options, message', [
     (dict(size='25%', keep='95%'), 'Give a size, or the share to keep, not both'), (dict(keep=95), 'keep must be a number between 0 and 1'),
     (dict(minutes=0), 'minutes must be'), (dict(size=1), 'are too few'), (dict(images=(torch.zeros(4, 3, 16, 16), torch.zeros(3))), 'got 4 images and 3 labels'),
-    (dict(images=torch.zeros(4, 3, 16, 16, dtype=torch.uint8)), 'floating-point'),
+    (dict(images=torch.zeros(4, 3, 16, 16, dtype=torch.uint8)), 'floating-point'), (dict(size='250%'), 'a share up to 100%'),
+    (dict(keep='950%'), "keep must be a number between 0 and 1; got '950%'"), (dict(resume=True), 'There is no folder'),
 ])
 def test_bad_input_is_refused_and_nothing_is_written(model, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         shrink(model, **{'images': images(), 'out': tmp_path / 'out', 'progress': False, **options})
     assert not (tmp_path / 'out').exists()
+
+
+def test_too_few_minutes_are_refused_with_how_many_it_takes(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, 'LEAST', 0.1)
+    with pytest.raises(ValueError, match=r'0.001 minutes are too few: .* Give at least \d+\.'):
+        shrink(model, images(), tmp_path, size=0.5, minutes=0.001, progress=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_command(model, tmp_path, monkeypatch, capsys, few):
@@ -278,7 +288,7 @@ def test_command(model, tmp_path, monkeypatch, capsys, few):
     command = ['shrink', 'local-dir:teacher', 'images.npz', 'out', '--size', '50%', '--minutes', '0.01']
     assert main(command) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
-    assert 'by agreement; labels are not used' in printed and '| original, int8 ' in printed
+    assert 'by agreement (few: small differences mean nothing); labels are not used' in printed and '| original, int8 ' in printed
     assert main(command) == 2 and "'out' is not empty. Give another folder, or --resume." in capsys.readouterr().err
     assert main([*command, '--resume', '--quiet']) == 0
 

@@ -78,7 +78,7 @@ def test_sizes_in_words(text, expected):
 
 @pytest.mark.parametrize('text', ['', 'many', '-3', '101%', '0', '3Q', '1.2.3', '10 bytes', 'nan', '1MBB'])
 def test_what_is_no_size(text):
-    with pytest.raises(ValueError, match=f"3M, a share, such as 25%, or bytes, such as 10MB; got '{text}'"):
+    with pytest.raises(ValueError, match=f"3M, a share up to 100%, such as 25%, or bytes, such as 10MB; got '{text}'"):
         parse_size(text)
 
 

@@ -132,7 +132,8 @@ def parse_size(text: str, bytes_each: float = 4.) -> int | float:
     whole = '.' not in text or unit
     if not 0 < value < math.inf or (share and value > 1) or not (share or whole):
         raise ValueError(
-            f"expected a number of parameters, such as 3M, a share, such as 25%, or bytes, such as 10MB; got '{text}'")
+            'expected a number of parameters, such as 3M, a share up to 100%, such as 25%, or bytes, such as 10MB; '
+            f"got '{text}'")
     return value if share else int(value)
 
 

@@ -62,11 +62,12 @@ def array_loaders(
     highest = max(int(labels.max()) for labels in (y, y_test))
     classes = highest + 1 if any_classes or model.num_classes == 0 else model.num_classes
     names = _names(path, arrays.get('classes'), highest)
-    if highest >= classes or (not any_classes and names is not None and len(names) != classes == model.num_classes):
-        has = f'has label {highest}' if names is None else f'names {len(names)} classes'
-        raise ValueError(f"'{path}' {has}, but the model has {model.num_classes} classes. Give the data that the model "
-                         "was made for, or create the model with the data's classes.")
     order = None if any_classes else labels_by_name(model, names)
+    if highest >= classes or (
+            not any_classes and order is None and names is not None and len(names) != classes == model.num_classes):
+        has = f'has label {highest}' if names is None else f'names {len(names)} classes'
+        raise ValueError(f"'{path}' {has}, but the model has {model.num_classes} classes. Give data whose classes are "
+                         f"among the model's, or fine-tune it first: odevit finetune MODEL {path} OUT")
     if order is not None and names is not None:
         y, y_test = (np.asarray(order)[labels] for labels in (y, y_test))
         names = [name for _, name in sorted(zip(order, names, strict=True))]

@@ -221,13 +221,12 @@ def _dataset(folder: Path, model: Any, any_classes: bool, names: set[str] | None
     if names is not None and names != set(found):
         raise ValueError(f"The training and validation folders of '{folder.parent}' have different classes. "
                          f"Only one of them has {', '.join(sorted(names ^ set(found))[:5])}.")
-    classes = len(found)
-    if classes != model.num_classes and model.num_classes and not any_classes:
-        raise ValueError(
-            f"'{folder}' has {classes} classes (sub-folders), but the model has {model.num_classes}. "
-            f'Give the folder that the model was made for, or create the model with num_classes={classes}.')
     order = None if any_classes else labels_by_name(model, list(found))
-    if order is not None:  # the model need not have its classes in alphabetical order
+    if len(found) != model.num_classes and order is None and model.num_classes and not any_classes:
+        raise ValueError(
+            f"'{folder}' has {len(found)} classes (sub-folders), but the model has {model.num_classes}. Give a folder "
+            f"whose classes are among the model's, or fine-tune it first: odevit finetune MODEL {folder} OUT")
+    if order is not None:  # the model may have more classes, and in another order than the alphabet's
         dataset.reader.class_to_idx = dict(zip(found, order, strict=True))  # in the order of the folders
         dataset.reader.samples = [(file, order[label]) for file, label in dataset.reader.samples]
     return dataset

@@ -41,9 +41,9 @@ def class_names(model: Any) -> list[str] | None:
 
 
 def labels_by_name(model: Any, names: Sequence[str] | None) -> list[int] | None:
-    """The label that a model has for each class of a data set, if both name the same classes in different orders."""
+    """The label that a model has for each class of a data set, if it names them all, in another order or among more."""
     own = class_names(model)
-    if names is None or own is None or own == list(names) or sorted(set(own)) != sorted(names):
+    if names is None or own is None or own == list(names) or not set(names) <= set(own) or len(set(names)) < len(names):
         return None
     return [own.index(name) for name in names]
 
@@ -51,7 +51,7 @@ def labels_by_name(model: Any, names: Sequence[str] | None) -> list[int] | None:
 def warn_of_other_classes(model: Any, names: Sequence[str] | None, data: Any) -> None:
     """Warn if a data set has as many classes as a model, but names others."""
     own = class_names(model)
-    if names is None or own is None or own == list(names):
+    if names is None or own is None or own == list(names) or labels_by_name(model, names):
         return
     here, there = next((pair for pair in zip(names, own, strict=False) if pair[0] != pair[1]), (names[-1], own[-1]))
     warnings.warn(f"The classes of '{data}' are not those of the model, so labels are compared by number: '{here}' "

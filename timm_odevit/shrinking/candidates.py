@@ -117,6 +117,7 @@ def measure(
         found.append((candidate, path, _session(path) if onnx else torch.export.load(path).module()))
     rows: list[Row] = []
     first = None
+    progress(f'timing {len(found)} files in turns')
     times = _times([run for *_, run in found], images.judging.images, device)
     for (candidate, path, run), ms in zip(found, times, strict=True):
         outputs = torch.cat([run(batch.to(device)).float().cpu() for batch in images.judging.images.split(BATCHES[-1])])

@@ -70,18 +70,17 @@ def learn(
         amps: Mixed precisions to choose from, by the time of an update.
         progress: Show progress bars.
     """
-    torch.manual_seed(0)  # the same learning rates when it continues
+    torch.manual_seed(0)
     began = time.perf_counter()
-    tasks, options = _parts(student, teacher, images)
-    shares = {name: share for share, name, *_ in PARTS if name in tasks}
     file = folder / PLAN
-    if file.is_file():
-        plan = json.loads(file.read_text())
-    else:
+    plan = json.loads(file.read_text()) if file.is_file() else {}
+    tasks, options, rate = _parts(student, teacher, images, plan.get('rate'))
+    shares = {name: share for share, name, *_ in PARTS if name in tasks}
+    if not plan:
         tried = time.perf_counter()
         value_of(student, _first(images.choosing, FEWEST), images.measure)
         fitting = VALIDATION * minutes * 60 / (EPOCHS * len(tasks)) / (time.perf_counter() - tried)
-        plan = {'choosing': max(FEWEST, int(FEWEST * fitting)), 'updates': {}, 'spent': 0.}
+        plan = {'choosing': max(FEWEST, int(FEWEST * fitting)), 'rate': rate, 'updates': {}, 'spent': 0.}
     images = images._replace(choosing=_first(images.choosing, plan['choosing']))
     tried = time.perf_counter()
     start = value_of(student, images.choosing, images.measure)
@@ -122,13 +121,17 @@ def _first(held: Held, count: int) -> Held:
     return Held(*(of[:count] for of in held))
 
 
-def _parts(student: nn.Module, teacher: nn.Module, images: Images) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """By the names of the parts, what makes the task of a student, and keywords of `fit`."""
+def _parts(
+        student: nn.Module, teacher: nn.Module, images: Images, rate: float | None,
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]], float]:
+    """By the names of the parts, what makes the task of a student, and keywords of `fit`; and the learning rate.
+
+    It is relative to that of a student that has everything to learn; None for what the first images say.
+    """
     ode = find_ode_blocks(student)[0]
     layers = len(find_stages(teacher)[0].blocks)
     own = ode.config.phases == ode.steps  # every step has a block of its own, so that no other number can be learned
     decay = 0. if ode.shared.depends_on_time or own else 0.05
-    rate = 1.
     embedding = images.measure == 'cosine'
     tasks: dict[str, Any] = {}
     options: dict[str, dict[str, Any]] = {}
@@ -137,7 +140,8 @@ def _parts(student: nn.Module, teacher: nn.Module, images: Images) -> tuple[dict
             if ode.config.steps_and_end[1] != layers:
                 continue
             tasks[name] = partial(StepwiseTask, teacher=teacher, embedding=embedding, verbose=False)
-            rate = min(1., 3. * loss_before(tasks[name](student), islice(images.loader, 1)))
+            if rate is None:
+                rate = min(1., 3. * loss_before(tasks[name](student), islice(images.loader, 1)))
         else:
             loss = {**loss, 'embedding': embedding}
             if name == 'any steps' and not own:
@@ -147,8 +151,9 @@ def _parts(student: nn.Module, teacher: nn.Module, images: Images) -> tuple[dict
             except ValueError:  # RoPE, say, which goes with all patches only
                 loss = {key: value for key, value in loss.items() if key != 'patch_drop'}
             tasks[name] = partial(TrajectoryDistillationTask, teacher=teacher, verbose=False, **loss)
+        rate = 1. if rate is None else rate  # without steps of their own
         options[name] = {**chosen, 'lr': chosen['lr'] * rate, 'weight_decay': decay}
-    return tasks, options
+    return tasks, options, 1. if rate is None else rate
 
 
 def _scores(history: list[dict[str, float]]) -> list[float]:

@@ -1,7 +1,10 @@
 """shrink: from a model and images to a small model, with a verdict on whether it is worth it, in a folder."""
 import copy
 import json
+import math
+import shutil
 import time
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,8 +39,9 @@ __all__ = ['shrink']
 
 VERDICT, PAGE = 'verdict.json', 'verdict.html'
 BATCH = 64
+FEW = 100  # images to judge by, of which the 95 % interval of a share is ± 10 points
 PART = 8  # of a batch, by which its memory is estimated
-SHARE = 0.45  # of the minutes, at most, for each of the two students
+SHARE, LEAST = 0.45, 0.1  # of the minutes for each of the two students, at most and at least
 MEASURED = 20  # times as long as for the original, about, for all that is measured
 MANY, SEEN = 5_000, 100_000  # images, and images seen in training, from which a quarter of the parameters suits
 UPDATE = 4.5  # times that a forward pass of the model takes for each image of an update
@@ -95,14 +99,20 @@ def shrink(
         >>> student = timm.create_model('local-dir:small/student/best', pretrained=True)
     """
     minutes, folder = number(0., open='(')('minutes', minutes), Path(out)
-    keep = parse_size(keep) if isinstance(keep, str) else keep
-    share = number(0., 1., open='()')('keep', 0.95 if keep is None else keep)
     if size is not None and keep is not None:
         raise ValueError('Give a size, or the share to keep, not both.')
+    if isinstance(size, str):
+        parse_size(size)  # fail now
+    if isinstance(keep, str):
+        with suppress(ValueError):
+            keep = parse_size(keep)
+    share = number(0., 1., open='()')('keep', 0.95 if keep is None else keep)
     base = _base(model)
     describe(model)  # fail now rather than after the training
     if (folder / RUN).exists() and not resume:
         raise ValueError(f"'{folder}' holds a run. Give another folder, or resume=True (--resume) to continue it.")
+    if resume and not folder.exists():
+        raise ValueError(f"There is no folder '{folder}' to continue. Give that of a run, or leave out --resume.")
     say: Any = print if progress else lambda *_: None
     device = next(model.parameters()).device
     began = time.perf_counter()
@@ -125,7 +135,6 @@ def shrink(
                 model, _suitable(model, found, minutes) if size is None else size, base, init='svd_data')
         config = config if config.time == 'autonomous' else replace(config, averaged=True)
         torch.manual_seed(0)  # whatever a search has drawn
-        write_text(folder / RUN, to_json({**asked, 'ode': config.to_args()}))
         student, teacher = copy.deepcopy(model).requires_grad_(True), copy.deepcopy(model)  # tasks freeze it
         done = convert_(student, config, images=found.learned.images[:SAMPLE].to(device), keep_original=False)
         plain = plain_student(model, count_parameters(student))
@@ -133,11 +142,19 @@ def shrink(
         measure([Candidate('original', model)], found, folder / 'files', progress=lambda *_: None)  # fail now, likewise
         now = time.perf_counter()
         left = minutes * (0.75 if keep is not None else 1.) - (now - began) / 60
-        each = max(0., min(SHARE * left, (left - MEASURED * (now - measuring) / 60) / 2))
-        about = [f'{model_name(model)}: {done}', f'{minutes:g} minutes: {each:.3g} to train the student, ' + (
-            'no plain student, since timm cannot build this model with fewer blocks' if plain is None else
-            f'{each:.3g} for a plain one with {len(find_ode_blocks(plain)[0])} of its blocks') + ', and some to '
-            f'measure; about {_memory(student, teacher, found) / 1e9:.1f} GB of memory']
+        measured = MEASURED * (now - measuring) / 60
+        each = max(0., min(SHARE * left, (left - measured) / 2))
+        if each < LEAST * minutes and not (folder / RUN).exists():
+            shutil.rmtree(folder / 'files')
+            least = (minutes - left + measured) / (1 - 2 * LEAST)
+            raise ValueError(f'{minutes:g} minutes are too few: to prepare and to measure takes about '
+                             f'{minutes - left + measured:.2g}. Give at least {math.ceil(least)}.')
+        write_text(folder / RUN, to_json({**asked, 'ode': config.to_args()}))
+        other = ('no plain student, since timm cannot build this model with fewer blocks' if plain is None else
+                 f'{each:.3g} for a plain one with {len(find_ode_blocks(plain)[0])} of its blocks')
+        about = [f'{model_name(model)}: {done}',
+                 f'{minutes:g} minutes: {each:.3g} to train the student, {other}, and about {measured:.2g} to measure; '
+                 f'about {_memory(student, teacher, found) / 1e9:.1f} GB of memory']
         say('\n'.join(about))
         learned = learn(student, teacher, found, each, folder / 'student', progress=progress)
         if plain is not None:
@@ -200,8 +217,9 @@ def _memory(student: nn.Module, teacher: nn.Module, images: Images) -> float:
 
 def _about_images(images: Images) -> str:
     why = '' if images.measure == 'accuracy' else f'; labels are not used, because {images.why}'
+    few = ' (few: small differences mean nothing)' if len(images.judging.images) < FEW else ''
     return (f'{images.number:,} images to learn from, {len(images.choosing.images):,} to choose the best state, '
-            f'{len(images.judging.images):,} to judge by {images.measure}{why}')
+            f'{len(images.judging.images):,} to judge by {images.measure}{few}{why}')
 
 
 def _outlook(learned: Learned, images: Images) -> tuple[str, ...]:
@@ -213,6 +231,8 @@ def _outlook(learned: Learned, images: Images) -> tuple[str, ...]:
         gained = max(constant[half:]) - max(constant[:half])
         said.append(f'In the second half of its training at a constant learning rate, the student gained {gained:.1f} '
                     f"points: more minutes would {'help' if gained > 1 else 'change little'}.")
+    else:
+        said.append('The student had time for a few updates only: more minutes would help.')
     if images.measure != 'cosine':
         known, others = (100. * float((outputs_of(learned.model, held.images).argmax(dim=-1) == held.outputs.argmax(
             dim=-1)).float().mean()) for held in (images.learned, images.judging))

@@ -66,15 +66,15 @@ class Verdict:
         small, plain = self.smallest, min(kept, key=lambda row: row.mb or 0.)
 
         def words(row: Row) -> str:
-            ms = row.ms or (0., 0.)
-            return (f'{row.name} ({row.mb:.2f} MB, {row.value:.1f} % {self.measure}, '
-                    f'{ms[1] / (first.ms or ms)[1]:.2f} of the time for a batch)')
+            other = first if row == plain else plain
+            size, time = (row.mb or 0.) / (other.mb or 1.), (row.ms or (0., 0.))[1] / (other.ms or (1., 1.))[1]
+            return (f'{row.name} ({row.mb:.2f} MB, {row.value:.1f} % {self.measure}; {size:.2f} of the size and '
+                    f'{time:.2f} of the time, for a batch, of {other.name})')
         if small.name.startswith('original') or (small.mb or 0.) > 0.9 * (plain.mb or 0.):
             said = (f'Keep your model: no file smaller than {plain.name} ({plain.mb:.2f} MB) keeps {share} of its '
                     f'{self.measure}.')
         else:
-            said = (f'For a small file: {words(small)}, {(small.mb or 0.) / (plain.mb or 1.):.2f} of the size of '
-                    f'{plain.name}.')
+            said = f'For a small file: {words(small)}.'
         if self.fastest != small:
             said += f' For speed: {words(self.fastest)}.'
         near = [row for row in self.rows[1:] if row.mb and (row.mb <= (small.mb or 0.) or row == self.fastest)

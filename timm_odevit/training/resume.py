@@ -117,8 +117,10 @@ def check_about(folder: Path, about: dict[str, Any]) -> None:
     before = json.loads((folder / RUN).read_text()) if (folder / RUN).exists() else about
     for name, value in about.items():
         if before.get(name) != value:
-            raise ValueError(f"'{folder}' was made with {name} {before.get(name)}, but this run has {value}. "
-                             'Resume with what the first run had, or give another folder.')
+            what = f"'{folder}' was made with {name} {before.get(name)}, but this run has {value}"
+            if name.endswith('sha256'):
+                what = f"The {name.removesuffix(' sha256')} of the run in '{folder}' is not this one's"
+            raise ValueError(f'{what}. Resume with what the first run had, or give another folder.')
 
 
 def hash_of(tensors: Iterable[Tensor]) -> str:
