@@ -145,6 +145,7 @@ def test_a_config_that_describes_no_model(tmp_path, capsys, content):
 
 MISTAKES = [
     (['convert', 'vit_tiny_patch16_22', 'new'], "Unknown model 'vit_tiny_patch16_22'. Did you mean 'vit_tiny_patch16_224'?"),
+    (['convert', 'deit_tiny_patch16_128.cifar10O', 'new'], "Did you mean 'deit_tiny_patch16_128.cifar100'? Known: deit_tiny_patch16_128.cifar100"),
     (['convert', 'teacher', 'new'], "'teacher' is a folder. For a saved model, type local-dir:teacher"),
     (['convert', 'local-dir:nowhere', 'new'], "There is no saved model in 'nowhere'"),
     (['convert', 'ftp:x', 'new'], "Unknown model source 'ftp'"),

@@ -170,7 +170,9 @@ def load(name: str, args: argparse.Namespace, pretrained: bool = True, **kwargs:
             file = '--checkpoint FILE or ' if 'checkpoint' in args else ''
             raise ValueError(f'The weights of {source} could not be loaded ({one_line(e)}). Without a network, give '
                              f'{file}local-dir:FOLDER.') from e
-        raise ValueError(f'Cannot build {source}: {one_line(e)}') from e
+        known = timm.list_pretrained(f"{name.partition('.')[0]}.*") if 'pretrained tag' in str(e) else []
+        hint = f" {suggest(name, known)}Known: {', '.join(known)}" if known else ''
+        raise ValueError(f'Cannot build {source}: {one_line(e)}{hint}') from e
 
 
 def _tower(name: str) -> nn.Module:
