@@ -52,13 +52,13 @@ _PAPER = {'ode_field': 'lipschitz', 'ode_method': 'euler', 'ode_init': 'spectral
 _NATIVE = {'ode_field': 'native', 'ode_method': 'lie_trotter', 'ode_init': 'mean'}
 
 # published models: base and arguments as above, ode_* settings or None, and each tag's number of classes
-_DEIT_64: Any = ('deit_tiny_patch16_224', dict(depth=12, img_size=64))
 _DEIT_128: Any = ('deit_tiny_patch16_224', dict(depth=12, img_size=128))
 _PUBLISHED: dict[str, Any] = {
     'odevit_tiny_native_patch4_32': (
         *_MODELS['odevit_tiny_patch4_32'], {**_NATIVE, 'ode_init': 'spectral', 'ode_steps': 6, 'ode_T': 6.},
         {'cifar100': 100}),
-    'odevit_tiny_patch16_64': (*_DEIT_64, _PAPER, {'deit_tiny_cifar100': 100}),
+    'odevit_tiny_patch16_128': (
+        *_DEIT_128, {**_PAPER, 'ode_steps': 6, 'ode_T': 12.}, {'deit_tiny_k6_cifar100': 100}),
     'odevit_tiny_native_patch16_128': (
         *_DEIT_128, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12.},
         {'deit_tiny_cifar100': 100, 'deit_tiny_k6_cifar100': 100, 'deit_tiny_k6_cifar10': 10}),
