@@ -135,13 +135,15 @@ def _parts(
     embedding = images.measure == 'cosine'
     tasks: dict[str, Any] = {}
     options: dict[str, dict[str, Any]] = {}
+    stepwise = partial(StepwiseTask, teacher=teacher, embedding=embedding, verbose=False)
+    steps_are_layers = ode.config.steps_and_end[1] == layers
+    if rate is None:
+        rate = min(1., 3. * loss_before(stepwise(student), islice(images.loader, 1))) if steps_are_layers else 1.
     for _, name, loss, chosen in PARTS:
         if name == 'stepwise':
-            if ode.config.steps_and_end[1] != layers:
+            if not steps_are_layers:
                 continue
-            tasks[name] = partial(StepwiseTask, teacher=teacher, embedding=embedding, verbose=False)
-            if rate is None:
-                rate = min(1., 3. * loss_before(tasks[name](student), islice(images.loader, 1)))
+            tasks[name] = stepwise
         else:
             loss = {**loss, 'embedding': embedding}
             if name == 'any steps' and not own:
@@ -151,9 +153,8 @@ def _parts(
             except ValueError:  # RoPE, say, which goes with all patches only
                 loss = {key: value for key, value in loss.items() if key != 'patch_drop'}
             tasks[name] = partial(TrajectoryDistillationTask, teacher=teacher, verbose=False, **loss)
-        rate = 1. if rate is None else rate  # without steps of their own
         options[name] = {**chosen, 'lr': chosen['lr'] * rate, 'weight_decay': decay}
-    return tasks, options, 1. if rate is None else rate
+    return tasks, options, rate
 
 
 def _scores(history: list[dict[str, float]]) -> list[float]:

@@ -141,14 +141,15 @@ def shrink(
         measuring = time.perf_counter()
         measure([Candidate('original', model)], found, folder / 'files', progress=lambda *_: None)  # fail now, likewise
         now = time.perf_counter()
-        left = minutes * (0.75 if keep is not None else 1.) - (now - began) / 60
-        measured = MEASURED * (now - measuring) / 60
+        prepared, measured = (now - began) / 60, MEASURED * (now - measuring) / 60
+        rest = 0.75 if keep is not None else 1.  # of the minutes, after a search
+        left = minutes * rest - prepared
         each = max(0., min(SHARE * left, (left - measured) / 2))
         if each < LEAST * minutes and not (folder / RUN).exists():
             shutil.rmtree(folder / 'files')
-            least = (minutes - left + measured) / (1 - 2 * LEAST)
-            raise ValueError(f'{minutes:g} minutes are too few: to prepare and to measure takes about '
-                             f'{minutes - left + measured:.2g}. Give at least {math.ceil(least)}.')
+            raise ValueError(
+                f'{minutes:g} minutes are too few: to prepare and to measure takes about {prepared + measured:.2g}. '
+                f'Give at least {math.ceil((prepared + measured) / (rest - 2 * LEAST))}.')
         write_text(folder / RUN, to_json({**asked, 'ode': config.to_args()}))
         other = ('no plain student, since timm cannot build this model with fewer blocks' if plain is None else
                  f'{each:.3g} for a plain one with {len(find_ode_blocks(plain)[0])} of its blocks')
