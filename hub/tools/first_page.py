@@ -15,13 +15,13 @@ PAPER = (35, 72.1)  # number of steps and top-1 % of CIFAR-100 of the student in
 # of hub/runs/study.jsonl: what they are, and the row of the first group of verdict.json with as many multiply-adds
 CONTROLS = {'plain3_128': ('3 plain blocks', 'K = 3'), 'two_r11_128': ('2 blocks, rank 11', 'int8')}
 BLUE, RED, GREEN, GREY, ORANGE = '#2a6fbb', '#c0392b', '#2e8b57', '#777777', '#d9822b'
-# students in words, color, where their accuracy stands, and for which numbers of steps
+# students that the first picture shows: color, where their accuracy stands, and for which numbers of steps
 SHOWN = {
-    'odevit_tiny_native_patch16_128.deit_tiny_cifar100': ('one block', BLUE, (2, -11), (2, 3, 6, 24, 100)),
-    'odevit_tiny_native_patch16_128.deit_tiny_k6_cifar100': ('one block', GREEN, (6, 0), (6,)),
-    'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100': (
-        'two blocks', ORANGE, (6, -3), (12,))}
-WORDS = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_two_r11': 'two blocks', 'deit_tiny': 'DeiT-tiny'}
+    'odevit_tiny_native_patch16_128.deit_tiny_cifar100': (BLUE, (-4, -11), (2, 3, 6, 24, 100)),
+    'odevit_tiny_native_patch16_128.deit_tiny_k6_cifar100': (GREEN, (6, 0), (6,)),
+    'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100': (ORANGE, (6, -3), (12,))}
+WORDS = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_two_r11': 'two blocks', 'deit_tiny': 'DeiT-tiny',
+         'odevit_tiny': "the paper's block"}
 
 
 def rows(heads, lines):
@@ -37,6 +37,12 @@ def published():
         yield path.parent.name, record, {r['steps']: r for r in record['test'] if r['model'] != 'teacher'}
 
 
+def in_words(name, trained):
+    """A published model in words, with the numbers of steps of its training."""
+    words = WORDS[name.partition('_patch')[0]]
+    return words if not trained else f'{words}, any K' if len(trained) > 1 else f'{words}, K = {trained[0]} alone'
+
+
 def models():
     """Each published model: size, top-1 with numbers of steps, those of training in bold, share of its teacher's."""
     lines = []
@@ -46,20 +52,24 @@ def models():
                  for k in STEPS] if trained else ['', '', f"{found[None]['top1']:.1f}", '']
         row = max((found[k] for k in trained or [None] if k in found), key=lambda r: r['top1'])
         kept = '' if row['kept'] is None else f"{row['kept']:.0f}"
-        lines.append([f'`{name}`', dataset_of(name), f"{row['parameters'] / 1e6:.2f}", *cells, kept])
-    return rows(['model', 'data', '10⁶ parameters', *(f'K = {steps}' for steps in STEPS), '% of its teacher'], lines)
+        words = f"{dataset_of(name)}: {in_words(name, record['trained_at'])}"
+        if trained and not kept:
+            words += ', from scratch'
+        lines.append([words, f"{row['parameters'] / 1e6:.2f}", *cells, kept, f'[`{name}`]({name}/README.md)'])
+    return rows(['model', '10⁶ parameters', *(f'K = {steps}' for steps in STEPS), '% of its teacher', 'name'], lines)
 
 
 def which():
     """The published models as files, in the terms of `odevit shrink`."""
-    lines = []
+    lines, trained = [], {name: record['trained_at'] for name, record, _ in published()}
     for group in json.loads((HUB / 'verdict.json').read_text())['groups']:
         first = group['rows'][0]
         for row in group['rows']:
             name, *more = row['name'].split(', ')
             ratios = [f'{ms / of:.2f}' for ms, of in zip(row['ms'], first['ms'], strict=True)]
-            lines.append([f'`{name}`', ', '.join(more) or 'float32', f"{row['parameters'] / 1e6:.2f}",
-                          f"{row['mb']:.2f}", f"{row['value']:.1f}", *ratios, f"{row['operations']:.0f}"])
+            lines.append([f'[{in_words(name, trained[name])}](hub/{name}/README.md)', ', '.join(more) or 'float32',
+                          f"{row['parameters'] / 1e6:.2f}", f"{row['mb']:.2f}", f"{row['value']:.1f}", *ratios,
+                          f"{row['operations']:.0f}"])
     return rows(['model', 'file', '10⁶ parameters', 'MB', 'top-1 %', 'time, batch 1', 'batch 32', '10⁶ multiply-adds'],
                 lines)
 
@@ -90,15 +100,14 @@ def idea(path):
     left.text(8.55, 0.05, 'slim residuals\n(if you want)', ha='center', va='top', fontsize=7)
     left.text(6.2, 3.3, '1/10 of the parameters;\nwith residuals, 1/4', ha='center', va='top', fontsize=7)
 
-    for name, (words, color, shift, steps) in SHOWN.items():
+    for name, (color, shift, steps) in SHOWN.items():
         record = json.loads((HUB / name / 'results.json').read_text())
         teacher, *found = sorted(record['test'], key=lambda r: r['model'] != 'teacher')
         share = found[0]['parameters'] / teacher['parameters']
         if len(record['trained_at']) == 1:  # it has no other
             found = [r for r in found if r['steps'] in record['trained_at']]
-        trained = f"K = {found[0]['steps']} alone" if len(found) == 1 else 'any K'
         right.plot([r['steps'] for r in found], [r['top1'] for r in found], 'o-', color=color, markersize=4,
-                   label=f'{words}, {trained}: {100 * share:.0f} % of the parameters')
+                   label=f"{in_words(name, record['trained_at'])}: {100 * share:.0f} % of the parameters")
         for r in found:
             if r['steps'] in steps:
                 right.annotate(f"{r['top1']:.1f}", (r['steps'], r['top1']), shift, textcoords='offset points',
@@ -127,13 +136,13 @@ def compare(path):
     for group in groups:
         for row in group['rows'] if group['data'] == 'cifar100' else ():
             name, *file = row['name'].split(', ')
-            words, steps = WORDS.get(name.partition('_patch')[0]), file[1:]
-            if words and file != ['int8']:  # the teacher as it is, and students
+            if name.partition('_patch')[0] in WORDS and file != ['int8']:  # the teacher as it is, and students
                 record = json.loads((HUB / name / 'results.json').read_text())
                 found = {r['steps']: r['top1'] for r in record['test'] if r['model'] != 'teacher'}
-                label = ', '.join([words, *steps]) + (' alone' if len(record['trained_at']) == 1 else '')
-                points.append((label, BLUE if steps else GREY, row['parameters'] / 1e6, row['operations'],
-                               found[int(steps[0].removeprefix('K = ')) if steps else None]))
+                _, _, steps = (file[-1] if file else '').partition('K = ')
+                words = in_words(name, record['trained_at']).replace('any K', f'K = {steps}')
+                points.append((words, BLUE if steps else GREY, row['parameters'] / 1e6, row['operations'],
+                               found[int(steps) if steps else None]))
     at_128 = {row['name'].rpartition(', ')[2]: row['operations'] for row in groups[0]['rows']}
     for line in (HUB / 'runs' / 'study.jsonl').read_text().splitlines():
         record = json.loads(line)
