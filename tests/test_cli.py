@@ -283,7 +283,8 @@ def test_a_test_folder_without_labels_is_no_hindrance(folder):
 
 def chain_of(page, name):
     text = (Path(__file__).parent.parent / 'examples' / page).read_text()
-    return re.search(rf'<!-- {name} -->\n```bash\n(.*?)```', text, re.S)[1].splitlines()
+    block = re.search(rf'<!-- {name} -->\n```bash\n(.*?)```', text, re.S)[1]
+    return re.sub(r'^#.*\n|\\\n', '', block, flags=re.M).splitlines()
 
 
 def test_the_whole_chain_on_ones_own_images(folder, capsys):

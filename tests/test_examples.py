@@ -57,7 +57,8 @@ def test_links_lead_somewhere(page):
 
 def test_commands_are_commands():
     pages = ''.join((ROOT / page).read_text() for page in PAGES if '/lab/' not in page)
-    lines = [line for block in re.findall(r'```bash\n(.*?)```', pages, re.S) for line in block.splitlines() if 'odevit' in line]
+    blocks = re.findall(r'```bash\n(.*?)```', pages.replace('\\\n', ''), re.S)
+    lines = [line for block in blocks for line in block.splitlines() if 'odevit' in line]
     parsed = 0
     for line in lines:
         command = shlex.split(line, comments=True)

@@ -122,12 +122,12 @@ def _plain(text: Any) -> str:
 def _usage(name: str, model: nn.Module, own: int | None) -> str:
     options = f'\nmodel.blocks.steps = {max(1, own // 2)}    # fewer steps cost less; {own} as saved' if own else ''
     if any(blocks.shared.depends_on_time and not blocks.config.adaptive for blocks in find_ode_blocks(model)):
-        options += ('\ntimm_odevit.merge_(model)    # for inference: as fast as a plain ViT; this fixes the number of '
-                    'steps')
+        options += ('\ntimm_odevit.merge_(model)    # for inference: as fast as a plain ViT; fixes the number of steps')
     return f"""```python
 import timm, timm_odevit, torch
 
-model = timm.create_model('{name}', pretrained=True).eval()
+name = '{name}'
+model = timm.create_model(name, pretrained=True).eval()
 data = timm.data.resolve_model_data_config(model)
 transform = timm.data.create_transform(**data, is_training=False)    # of a PIL image
 {'logits' if model.num_classes else 'embedding'} = model(torch.rand(1, *data['input_size'])){options}
