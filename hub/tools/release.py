@@ -59,6 +59,8 @@ def main():
     parser.add_argument('--teacher', help='folder of the teacher')
     parser.add_argument('--command', required=True, help='the command that trained it, for the card')
     parser.add_argument('--earlier', type=Path, help='folder of the published student that the run continued')
+    parser.add_argument('--begun', type=float, nargs=2, default=(0, 0), metavar=('EPOCHS', 'MINUTES'),
+                        help='what the weights took that the run began with, if they were not published')
     parser.add_argument('--device-name', required=True, help='hardware, for the card')
     parser.add_argument('--batch-size', type=int, default=128)
     parser.add_argument('--threads', type=int, default=1)
@@ -100,8 +102,9 @@ def main():
             del r['images_per_second']  # the machine was not idle
         history = json.loads((run / 'history.json').read_text())
         record = {
-            'command': '\n'.join([*commands, args.command]), 'epochs': epochs + len(history),
-            'device': args.device_name, 'minutes': minutes + sum(r['seconds'] for r in history) / 60,
+            'command': '\n'.join([*commands, args.command]), 'epochs': int(epochs + args.begun[0] + len(history)),
+            'device': args.device_name,
+            'minutes': minutes + args.begun[1] + sum(r['seconds'] for r in history) / 60,
             **({'start': args.start} if args.start else {}),
             'versions': f'timm_odevit {timm_odevit.__version__}, torch {torch.__version__}, timm {timm.__version__}',
             'trained_at': trained_at, 'curve': [round(r['val_top1'], 1) for r in history],

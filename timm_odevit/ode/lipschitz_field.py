@@ -43,9 +43,8 @@ class CenterNorm(nn.Module):
 class LipschitzField(Field):
     """The paper's field: bias-free multi-head self-attention and a bias-free MLP, each behind a CenterNorm.
 
-    Both sub-flows read the same state and a CenterNorm is linear, so both norms and both input projections fuse into
-    one matrix product, as do the two output projections. The weights of qkv, fc1, proj and fc2 are read, but these
-    modules are not called: put hooks and wrappers on the field or on a step, not on them.
+    A CenterNorm is linear, so each is one matrix product with the projection behind it. The weights of qkv and fc1 are
+    read, but these modules are not called: put hooks and wrappers on the field or on a step, not on them.
 
     Args:
         dim: Number of channels D.
@@ -100,30 +99,18 @@ class LipschitzField(Field):
         return None if hasattr(self.qkv.weight, 'to_local') else self._products()
 
     def _products(self) -> list[Tensor]:
-        """The products of norms and projections: w_in [3A + M, D], b_in [3A + M], w_out [D, A + M]; A = attn_dim."""
-        w_attn, b_attn = self.norm1.fold(self.qkv.weight)
-        w_mlp, b_mlp = self.norm2.fold(self.fc1.weight)
-        w_out = torch.cat([self.proj.weight, self.fc2.weight], dim=1)
-        return [torch.cat([w_attn, w_mlp]), torch.cat([b_attn, b_mlp]), w_out]
+        """Weight and bias of qkv behind its norm, then of fc1 behind its own."""
+        return [*self.norm1.fold(self.qkv.weight), *self.norm2.fold(self.fc1.weight)]
 
     def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
-        w_in, b_in, w_out = context.weights or self._products()
-        A = self.attn_dim
-        y = self._attend(F.linear(x, w_in[:3 * A], b_in[:3 * A]), context)
-        return self.proj_drop(F.linear(self.drop_path(y), w_out[:, :A]))
+        weight, bias = (context.weights or self._products())[:2]
+        y = self._attend(F.linear(x, weight, bias), context)
+        return self.drop_path(self.proj_drop(self.proj(y)))
 
     def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
-        w_in, b_in, w_out = context.weights or self._products()
-        A = self.attn_dim
-        y = self.proj_drop(self.act(F.linear(x, w_in[3 * A:], b_in[3 * A:])))
-        return self.proj_drop(F.linear(self.drop_path(y), w_out[:, A:]))
-
-    def both(self, t: float, x: Tensor, context: Context) -> Tensor:
-        w_in, b_in, w_out = context.weights or self._products()
-        qkv, y = F.linear(x, w_in, b_in).split([3 * self.attn_dim, self.hidden], dim=-1)
-        a = self.drop_path(self._attend(qkv, context))
-        y = self.drop_path(self.proj_drop(self.act(y)))
-        return self.proj_drop(F.linear(torch.cat([a, y], dim=-1), w_out))
+        weight, bias = (context.weights or self._products())[2:]
+        y = self.proj_drop(self.act(F.linear(x, weight, bias)))
+        return self.drop_path(self.proj_drop(self.fc2(y)))
 
     def attention_map(self, t, x, interval=None):
         q, k, _ = self._heads(self.qkv(self.norm1(x))).unbind(0)
