@@ -36,19 +36,20 @@ class Format(NamedTuple):
     suffix: str
     packages: tuple[str, ...]
     int8_packages: tuple[str, ...]
-    write: Callable[[ExportedProgram, Path, dict[str, str], bool, bool], Any]
+    write: Callable[[ExportedProgram, Path, dict[str, str], bool], Any]
 
 
-def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool, fixed: bool) -> None:
+def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
     import onnx
     size = sum(tensor.numel() * tensor.element_size() for tensor in exported.state_dict.values())
     if size > LARGEST:
         raise ValueError(f'The weights take {size / 1e9:.1f} GB, but an ONNX file holds at most 2 GB. Choose the '
                          'format pt2.')
+    fixed = int8 and _split_residuals(exported)
     program: Any = torch.onnx.export(
         exported, input_names=['images'], output_names=['output'], dynamic_shapes=({0: 'batch'},), verbose=False)
     program.save(path, external_data=False)
-    if int8 and fixed:
+    if fixed:
         from onnxruntime.quantization import quantize_dynamic
         from onnxruntime.quantization.shape_inference import quant_pre_process
         quant_pre_process(path, path, skip_onnx_shape=True, skip_symbolic_shape=True)  # folds transposed weights
@@ -64,11 +65,37 @@ def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], in
     onnx.save(model, path)
 
 
-def _write_pt2(exported: ExportedProgram, path: Path, about: dict[str, str], *_: bool) -> None:
+def _split_residuals(exported: ExportedProgram) -> bool:
+    """Compute x (W + B A) as x W + (x B) A, whose matrices are those of the file; False if some are still merged."""
+    aten, graph = torch.ops.aten, exported.graph
+
+    def is_merged(node: Any) -> bool:  # by TimeField.at
+        return node.target is aten.view_as.default and node.args[0].target is aten.addmm.default
+    for node in list(graph.nodes):
+        if node.target is not aten.linear.default or not is_merged(node.args[1]):
+            continue
+        x, merged, *bias = node.args
+        shared, up, down = merged.args[0].args
+        with graph.inserting_before(node):
+            inner = graph.call_function(aten.linear.default, (x, down))
+            outer = graph.call_function(aten.linear.default, (inner, up))
+            first = graph.call_function(aten.linear.default, (x, shared, *bias))
+            both = graph.call_function(aten.add.Tensor, (first, outer))
+        size, rank = x.meta['val'], down.meta['val'].shape[0]
+        inner.meta['val'] = size.new_empty((*size.shape[:-1], rank))
+        for new in (outer, first, both):
+            new.meta['val'] = node.meta['val']
+        node.replace_all_uses_with(both)
+    graph.eliminate_dead_code()
+    exported.graph_module.recompile()
+    return not any(map(is_merged, graph.nodes))
+
+
+def _write_pt2(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
     torch.export.save(exported, path, extra_files={METADATA: json.dumps(about)})
 
 
-def _write_aoti(exported: ExportedProgram, path: Path, about: dict[str, str], *_: bool) -> None:
+def _write_aoti(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
     from torch._inductor import aoti_compile_and_package, config
     configs: dict[str, Any] = {'aot_inductor.metadata': about}
     if hasattr(config.aot_inductor, 'check_lowerbound'):  # with AOTI_RUNTIME_CHECK_INPUTS=1, it would refuse one image
@@ -104,8 +131,8 @@ def export_model(
         format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled by AOTInductor for
             this kind of processor, for torch._inductor.aoti_load_package. An 'aoti' file takes contiguous images, and
             checks their layout, size and dtype only if the environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
-        int8: Store weights as int8, with a scale for each row. In 'onnx', merged and ordinary linear layers also
-            compute in int8; all other weights become floats again while the model runs.
+        int8: Store weights as int8, with a scale for each row. In 'onnx', linear layers also compute in int8, an
+            unmerged one and its residual one beside the other; other weights become floats again while the model runs.
         merged: Merge a block that depends on time, as `merge_` does: faster, but as large as one block per step.
         overwrite: Replace an existing file.
 
@@ -139,8 +166,6 @@ def export_model(
     _check_installed(format, int8)
     copied = _frozen_copy(model, merged)
     about = _about(copied, int8)
-    # else the matrices that tokens are multiplied by are not those of the file
-    fixed = not any(ode.shared.depends_on_time for ode in find_ode_blocks(copied))
     if format == 'onnx':
         copied.cpu()
     elif int8:
@@ -158,7 +183,7 @@ def export_model(
         node.meta.pop('stack_trace', None)  # names files of this machine
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary) / path.name
-        FORMATS[format].write(exported, made, about, int8, fixed)
+        FORMATS[format].write(exported, made, about, int8)
         with staged(path.parent, path.name) as aside:
             shutil.copyfile(made, aside / path.name)
     return path
