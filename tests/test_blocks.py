@@ -50,6 +50,8 @@ def test_is_the_sequence_of_its_steps(vit, images, config):
     torch.testing.assert_close(blocks[1:](path[1]), path[-1])
     torch.testing.assert_close(blocks[-1](path[-2]), path[-1])
     assert blocks[1:].t == pytest.approx(blocks[1].t)
+    blocks.train().shared.eval()
+    assert blocks[1:].training and not blocks.shared.training
     assert [m['module'] for m in model.feature_info] == [f'blocks.solver.{i}' for i in range(K)]
     assert model.feature_info[0]['num_chs'] == 32 and model.feature_info[0]['reduction'] == 4
     with pytest.raises(IndexError):
@@ -266,6 +268,10 @@ def test_a_wrapper_in_the_place_of_the_shared_block_is_used(vit, images):
     before = model(images)
     model.blocks.shared = Louder(model.blocks.shared)
     assert not torch.allclose(model(images), before)
+    held = model.blocks.shared
+    with pytest.raises(AttributeError):
+        model.blocks.shared = torch.nn.Identity()
+    assert model.blocks.shared is held and model.blocks[0].field is held
 
 
 def test_no_state_is_left_on_the_modules(vit, images):

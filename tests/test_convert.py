@@ -105,6 +105,7 @@ REFUSED = [
     (meta('mixer_s32_224'), {}, ValueError, 'but a MixerBlock of MlpMixer cannot be split. Use a method that does not split it (euler, '),
     (meta('eva02_tiny_patch14_224'), dict(field='lipschitz', init='spectral'), ValueError,
      "replaces plain pre-norm ViT blocks, but Eva has a EvaBlock. Use field='native'"),
+    (meta('swin_tiny_patch4_window7_224'), dict(field='lipschitz', method='euler', blocks=(3, 5)), ValueError, 'blocks=(3, 5) applies only to models with one sequence'),
     (meta('swin_tiny_patch4_window7_224'), dict(T=3.), ValueError, 'T=3.0 applies only to models with one sequence of blocks'),
     (meta('swin_tiny_patch4_window7_224'), dict(steps=(2, 2)), ValueError, '4 sequences of blocks; got 2 step counts'),
     (lambda: nn.Linear(2, 2), {}, TypeError, 'Cannot convert Linear'),

@@ -169,7 +169,7 @@ class Conversion:
         model: The converted model.
         blocks: Its OdeBlocks: one, or one per stage.
         layers: Number of blocks that were converted.
-        config: Settings; with one sequence of blocks, steps, T and boundaries are filled in.
+        config: Settings; with one sequence of blocks, steps and T are filled in.
         parameters_before: Number of parameters of the model before.
         parameters_after: Number of parameters of the model after.
 

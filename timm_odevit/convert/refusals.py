@@ -60,7 +60,6 @@ def check_all(model: nn.Module, config: OdeConfig, images: Tensor | None) -> lis
                     f'Cannot convert {name}: blocks.{key} contains NaN or infinite values. Load other weights.')
     if len(sites) == 1:
         _check_layers(name, sites[0].blocks, config)
-    _check_structure(name, sites, config)
     if len(sites) > 1:
         for setting, value in (('blocks', config.blocks is None), ('T', config.T is None),
                                ('boundaries', config.boundaries == 'uniform')):
@@ -68,6 +67,7 @@ def check_all(model: nn.Module, config: OdeConfig, images: Tensor | None) -> lis
                 raise ValueError(
                     f'{setting}={getattr(config, setting)!r} applies only to models with one sequence of blocks, but '
                     f'{name} has {len(sites)} stages. Leave it out.')
+    _check_structure(name, sites, config)
     if isinstance(config.steps, tuple) and len(config.steps) != len(sites):
         raise ValueError(f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} step counts.')
     if config.init == 'svd_data':

@@ -18,7 +18,7 @@ __all__ = ['choose_size', 'parse_size', 'predict_parameters']
 
 
 def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
-    """Parameters left after `convert_(model, config)`, for native fields and boundaries that are not measured."""
+    """Parameters left after `convert_(model, config)`, for native fields."""
     replaced: list[str] = []
     total = 0
     for stage, site in enumerate(find_stages(model)):

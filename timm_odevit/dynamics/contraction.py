@@ -96,8 +96,9 @@ def _region(flow: Flow, other: Flow | None, directions: int, limit: float, seed:
         distance = norms(way)
         towards = _radius(flow, x, unit(way), label, limit * norm)
         same = other.logits(y).argmax(dim=1) == label
-        worst = torch.minimum(worst, towards)
-    return Region(torch.stack(random, dim=1), worst, norm, distance, towards, same)
+        worst = torch.fmin(worst, towards)
+    found = torch.stack(random, dim=1)
+    return Region(found, torch.fmin(worst, found.amin(dim=1)), norm, distance, towards, same)
 
 
 def _read_by_the_head(flow: Flow, x: Tensor) -> Tensor:
@@ -122,7 +123,8 @@ def _radius(flow: Flow, x: Tensor, direction: Tensor, label: Tensor, limit: Tens
         middle = torch.where(high.isfinite(), (low + high) / 2, low)
         beyond = changed(middle) & high.isfinite()
         low, high = torch.where(beyond, low, middle), torch.where(beyond, middle, high)
-    return high.where(flow.logits(x).isfinite().all(dim=1) & limit.isfinite(), torch.nan)
+    finite = flow.logits(x).isfinite().all(dim=1) & direction.flatten(1).isfinite().all(dim=1) & limit.isfinite()
+    return high.where(finite, torch.nan)
 
 
 def _worst(flow: Flow, x: Tensor, label: Tensor, mask: Tensor, rounds: int = 6) -> Tensor:

@@ -15,10 +15,9 @@ from ..ode.fields import Context
 from ..ode.methods import METHODS, Step
 from ..ode.solver import Solver
 from ..settings import integer, many, one_of
-from .flow import Flow, Images, PerImage, noise, norms, over_images
-from .lipschitz import largest_singular_value
+from .flow import Flow, Images, PerImage, norms, over_images
 
-__all__ = ['DiscretisationError', 'discretisation_errors', 'observed_order']
+__all__ = ['DiscretisationError', 'discretisation_errors']
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,8 +28,6 @@ class DiscretisationError(PerImage):
     Attributes:
         error: Distance of the last state from the exact solution's [B].
         local: Error that each step makes on its own, from the state where it starts [B, K].
-        bound: Estimated upper bound on `error`, to first order: the local errors, each multiplied by the largest factor
-            by which the later steps of the method amplify a small change, found by iteration [B].
         reference: Distance of the reference solution from one with half as many steps: how accurate `error` is [B].
         method: The method.
         steps: Number K of steps.
@@ -38,15 +35,14 @@ class DiscretisationError(PerImage):
     """
     error: Tensor
     local: Tensor
-    bound: Tensor
     reference: Tensor
     method: str = field(metadata={'shared': True})
     steps: int = field(metadata={'shared': True})
     times: Tensor = field(metadata={'shared': True})
 
     def __repr__(self) -> str:
-        return (f'DiscretisationError({self.method}, K = {self.steps}: {self.error.mean():.2e}, bound '
-                f'{self.bound.mean():.2e}, reference {self.reference.mean():.0e})')
+        return (f'DiscretisationError({self.method}, K = {self.steps}: {self.error.mean():.2e}, reference '
+                f'{self.reference.mean():.0e})')
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,7 +57,6 @@ def discretisation_errors(
         methods: str | Sequence[str] | None = None,
         steps: int | Sequence[int] | None = None,
         fine: int = 8,
-        iterations: int = 10,
         batch_size: int = 16,
 ) -> list[DiscretisationError]:
     """Compare solutions of a model's ODE with one on a fine grid.
@@ -76,7 +71,6 @@ def discretisation_errors(
         steps: Number or numbers of steps; None for half, all and twice the model's own.
         fine: Steps of the reference per unit of time, an even number. It takes 6 fine T evaluations per image, and
             every method and number of steps 4 fine T more.
-        iterations: Iterations of the power method for `bound`.
 
     Returns:
         One DiscretisationError per method and number of steps, in this order.
@@ -89,7 +83,7 @@ def discretisation_errors(
         >>> for error in discretisation_errors(student, images, methods=['euler', 'rk4'], steps=[6, 12]):
         ...     print(error)
 
-    Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.3 (the error estimate with the transport of local errors).
+    Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.3.
     """
     odes = find_ode_blocks(model) if isinstance(model, nn.Module) else []
     if len(odes) != 1:
@@ -104,27 +98,14 @@ def discretisation_errors(
     counts = many(integer(1), 'whole numbers of at least 1')('steps', given)
     if not counts:
         raise ValueError('steps must be whole numbers of at least 1; got [].')
-    iterations = integer(1)('iterations', iterations)
     if type(fine) is not int or fine < 2 or fine % 2:
         raise ValueError(f'fine must be an even number of at least 2; got {fine!r}.')
 
     def measure(flow: Flow) -> _Batches:
         solutions = _Solutions(own, flow, fine)
-        return _Batches((tuple(solutions.compare(method, count, iterations) for method in chosen for count in counts),))
+        return _Batches((tuple(solutions.compare(method, count) for method in chosen for count in counts),))
     found = over_images(measure, model, images, batch_size)
     return [DiscretisationError.joined(list(batches)) for batches in zip(*found.rows, strict=True)]
-
-
-def observed_order(errors: Sequence[DiscretisationError]) -> float | None:
-    """The order of convergence that the errors of one method show: the slope of log error against log h, by least
-    squares; None with fewer than two numbers of steps whose error is not 0.
-    """
-    errors = [e for e in errors if e.error.mean() > 0]
-    if len({e.steps for e in errors}) < 2:
-        return None
-    x = torch.tensor([-math.log(e.steps) for e in errors], dtype=torch.float64)
-    y = torch.tensor([math.log(float(e.error.mean())) for e in errors], dtype=torch.float64)
-    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
 
 
 class _Solutions:
@@ -158,19 +139,16 @@ class _Solutions:
                 x = step(x)
         return x
 
-    def compare(self, method: str, steps: int, iterations: int) -> DiscretisationError:
+    def compare(self, method: str, steps: int) -> DiscretisationError:
         times = torch.linspace(self.ode.t, self.ode.end, steps + 1, dtype=torch.float64)
-        x, bound, local = self.start, self.start.new_zeros(len(self.start)), []
-        vector = noise(x, torch.Generator().manual_seed(0))
+        x, local = self.start, []
         for step, (t, end) in zip(self.maps(method, steps, self.ode.t, self.ode.end), pairwise(times.tolist()),
                                   strict=True):
             after = step(x)
             local.append(norms(after - self.reference(x, t, end, self.fine)) / self.path)
-            factor, vector = largest_singular_value(step, x, vector, 0., iterations)
-            bound = factor * bound + local[-1]
             x = after
-        return DiscretisationError(norms(x - self.exact) / self.path, torch.stack(local, 1), bound,
-                                   self.half / self.path, method, steps, times[1:])
+        return DiscretisationError(norms(x - self.exact) / self.path, torch.stack(local, 1), self.half / self.path,
+                                   method, steps, times[1:])
 
 
 def _step(step: Step, context: Context, x: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ def batches(images: Images, batch_size: int) -> Iterator[Tensor]:
     if isinstance(images, Tensor) and images.ndim != 4:
         raise ValueError(f'Expected images [B, C, H, W], or batches of them; got a tensor {list(images.shape)}.')
     found = 0
-    for batch in images.split(batch_size) if isinstance(images, Tensor) else images or ():
+    for batch in images.split(batch_size) if isinstance(images, Tensor) else () if images is None else images:
         batch = batch[0] if isinstance(batch, (tuple, list)) else batch
         found += len(batch)
         if len(batch):
@@ -175,7 +175,8 @@ class PerImage:
 
     def __repr__(self) -> str:
         values = {name: getattr(self, name) for name in self.per_image()}
-        means = [f'{name} {float(x.double().nanmean()):.3g}' for name, x in values.items() if isinstance(x, Tensor)]
+        means = [f'{name} {float(x.cpu().double().nanmean()):.3g}'
+                 for name, x in values.items() if isinstance(x, Tensor)]
         return f'{type(self).__name__}({len(next(iter(values.values())))} images; on average {", ".join(means)})'
 
     @classmethod

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..settings import integer
-from .flow import Flow, Images, PerImage, noise, norms, over_images
+from .flow import Flow, Images, PerImage, along, noise, norms, over_images
 from .lipschitz import Jacobian
 
 __all__ = ['Exponents', 'lyapunov_exponents']
 
 SETTLED = 1e-4  # change of the exponents in a sweep, per unit of time
-SHIFTED = 0.05  # share of a shift that rounding may lose, in bfloat16
+SHIFTED = {torch.bfloat16: 0.05, torch.float16: 0.05}  # share of a shift that rounding may lose in a step; else 1e-3
 
 
 @dataclass(frozen=True, repr=False)
@@ -24,7 +24,7 @@ class Exponents(PerImage):
     """Finite-time Lyapunov exponents of some images; the unit is 1/time, and one unit of time is one block.
 
     Attributes:
-        values: The leading exponents at the end [B, m], descending in the limit of a long time; NaN if there are none.
+        values: The leading exponents at the end [B, m], descending where they settled; NaN if there are none.
         running: Mean growth up to each time [B, K, m] of the tangent vectors that grow most until the end: at the end,
             the exponents; before it, at most the exponents up to that time.
         residual: How much the last sweep changed the exponents [B], at most 1e-4 if they settled; NaN without two
@@ -111,19 +111,20 @@ def lyapunov_exponents(
 
 
 def _exponents(flow: Flow, count: int, only_class: bool, sweeps: int, seed: int) -> Exponents:
-    flow = _without_shifts(flow)
+    given, flow = flow, _without_shifts(flow)
     x, states, T = flow.start, flow.states(), flow.times[-1] - flow.times[0]
     if only_class and (x.ndim != 3 or (flow.blocks and not flow.class_token)):
         raise ValueError(f"tokens='class' needs states [B, N, D] with a class token; these have the shape "
                          f'{list(x.shape)}' + ('.' if x.ndim != 3 else ', without one.'))
     B, size = len(x), x[0, :1].numel() if only_class else x[0].numel()
-    if count > size:
-        raise ValueError(f'count must be at most the number of dimensions, {size}; got {count}.')
+    dimensions = size if flow is given else size - size // x.shape[-1]
+    if count > dimensions:
+        raise ValueError(f'count must be at most the number of dimensions, {dimensions}; got {count}.')
     generator = torch.Generator().manual_seed(seed)
     first = torch.randn(size, count, generator=generator, dtype=torch.float64)  # the same for every image
     Q = torch.linalg.qr(first)[0].to(x).expand(B, size, count)
-    last = residual = torch.full((B,), math.nan, dtype=torch.float64, device=x.device)
-    turning = torch.ones(B, dtype=torch.bool, device=x.device)
+    last = residual = torch.full((B,), math.nan, dtype=torch.float64)  # on the CPU: not every device has float64
+    turning = torch.ones(B, dtype=torch.bool)
     for i in range(sweeps):
         moved, growth = _forwards(flow, states, Q)
         exponents = growth.log().sum(dim=1) / T
@@ -132,14 +133,15 @@ def _exponents(flow: Flow, count: int, only_class: bool, sweeps: int, seed: int)
             turning = turning & (residual > SETTLED)  # False also for NaN
         if not turning.any():
             break
-        last, Q = exponents, torch.where(turning[:, None, None], _backwards(flow, states, moved), Q)
+        still = turning.to(x.device)[:, None, None]
+        last, Q = exponents, torch.where(still, _backwards(flow, states, moved), Q)
     _, growth = _forwards(flow, states, Q)
-    elapsed = torch.tensor(flow.times[1:], dtype=torch.float64, device=x.device) - flow.times[0]
+    elapsed = torch.tensor(flow.times[1:], dtype=torch.float64) - flow.times[0]
     running = growth.log().cumsum(dim=1) / elapsed[:, None]
     reasons = [_reason(each, flow.times[1:]) for each in growth]
     running[torch.tensor([reason is not None for reason in reasons])] = math.nan
     drift = (running[:, elapsed >= T / 2] - running[:, -1:]).abs().amax(dim=1)
-    return Exponents(running[:, -1], running, residual, drift, tuple(reasons), elapsed.cpu() + flow.times[0])
+    return Exponents(running[:, -1], running, residual, drift, tuple(reasons), elapsed + flow.times[0])
 
 
 def _without_shifts(flow: Flow) -> Flow:
@@ -147,10 +149,12 @@ def _without_shifts(flow: Flow) -> Flow:
     x = flow.start
     if x.ndim < 3:
         return flow
-    shift = noise(x[..., :1], torch.Generator().manual_seed(0)) * x.std()
+    spread = x.flatten(1).std(dim=1)
+    spread = spread.where(spread.isfinite() & (spread > 0), 1.)  # of a state that says nothing of the maps
+    shift = noise(x[..., :1], torch.Generator().manual_seed(0)) * along(spread, x)
     for step, (before, after) in zip(flow.maps, pairwise(flow.states()), strict=True):
         missed = norms(step(before + shift) - after - shift) / norms(shift.expand_as(x))
-        if (missed > SHIFTED).any():
+        if (missed > SHIFTED.get(x.dtype, 1e-3)).any():
             return flow
     return replace(flow, start=_centred(x), maps=tuple(partial(_centred_step, step) for step in flow.maps))
 
@@ -166,12 +170,16 @@ def _centred_step(step: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _forwards(flow: Flow, states: list[Tensor], Q: Tensor) -> tuple[Tensor, Tensor]:
     """Tangent vectors [B, n, m] at the end, and how much each step stretched them [B, K, m]; NaN if not finite."""
     growth: list[Tensor] = []
+    product = torch.eye(Q.shape[-1], dtype=torch.float64).expand(len(Q), -1, -1)
     for step, before, after in zip(flow.maps, states, states[1:], strict=False):
         moved = _products(Jacobian(step, before).push, before, Q)
         finite = moved.isfinite().flatten(1).all(dim=1) & after.isfinite().flatten(1).all(dim=1)
-        Q, stretch = _orthogonal(moved)
-        growth.append(stretch.double().where(finite[:, None], torch.nan))
-    return Q, torch.stack(growth, dim=1)
+        Q, R = _orthogonal(moved)
+        growth.append(R.diagonal(dim1=-2, dim2=-1).abs().where(finite.cpu()[:, None], torch.nan))
+        product = R @ product
+        product = product / product.abs().amax(dim=(1, 2), keepdim=True).clamp_min(1e-300)
+    # in the order of their growth: the largest first, also where two are close
+    return Q @ torch.linalg.svd(product)[0].to(Q), torch.stack(growth, dim=1)
 
 
 def _backwards(flow: Flow, states: list[Tensor], Q: Tensor) -> Tensor:
@@ -193,10 +201,10 @@ def _products(product: Callable[[Tensor], Tensor], state: Tensor, Q: Tensor) -> 
 
 
 def _orthogonal(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """An orthonormal basis of vectors [B, n, m], and how long each vector was, beyond those before it [B, m]."""
+    """An orthonormal basis of vectors [B, n, m], and the vectors in terms of it [B, m, m], in float64 on the CPU."""
     wide = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
     Q, R = torch.linalg.qr(torch.nan_to_num(wide, posinf=0., neginf=0.))
-    return Q.to(vectors.dtype), R.diagonal(dim1=-2, dim2=-1).abs()
+    return Q.to(vectors.dtype), R.cpu().double()
 
 
 def _reason(growth: Tensor, times: tuple[float, ...]) -> str | None:

@@ -25,7 +25,6 @@ class Geometry(PerImage):
         speed: Euclidean distance per unit of time, over all tokens [B, K].
         norm: Euclidean norm of the state [B, K + 1].
         angle: Angle between a step and the next, in degrees [B, K - 1]; NaN where one of them has no length.
-        curvature: That angle, in radians, over the mean length of the two steps [B, K - 1].
         cosine: Cosine of the class token and the mean patch token [B, K + 1]; NaN without a class token.
         anisotropy: Mean cosine of two different patch tokens [B, K + 1]; NaN without a sequence of tokens.
         times: The times of the states; one unit is one block of the base [K + 1].
@@ -33,7 +32,6 @@ class Geometry(PerImage):
     speed: Tensor
     norm: Tensor
     angle: Tensor
-    curvature: Tensor
     cosine: Tensor
     anisotropy: Tensor
     times: Tensor = dataclasses.field(metadata={'shared': True})
@@ -60,12 +58,10 @@ def _geometry(flow: Flow) -> Geometry:
     lengths = torch.stack([norms(move) for move in moves], dim=1)
     angles = [_angle(first, second) for first, second in pairwise(moves)]
     angle = torch.stack(angles, dim=1) if angles else lengths[:, :0]
-    mean = (lengths[:, :-1] + lengths[:, 1:]) / 2
     return Geometry(
         lengths / torch.tensor(flow.lengths()).to(lengths),
         torch.stack([norms(x) for x in states], dim=1),
         angle.rad2deg(),
-        angle / mean,
         torch.stack([_class_and_patches(x, flow) for x in states], dim=1),
         torch.stack([_anisotropy(x, flow.prefix) for x in states], dim=1),
         torch.tensor(flow.times, dtype=torch.float64))
@@ -130,7 +126,7 @@ def _class_over_time(flow: Flow) -> ClassOverTime:
     times = torch.tensor(flow.times, dtype=torch.float64)
     stays = (classes == classes[:, -1:]).flip(1).cumprod(dim=1).sum(dim=1)  # how many of the last states
     final = classes[:, -1:, None].expand(-1, classes.shape[1], 1)
-    settled = times.to(classes.device)[-stays].masked_fill(~probabilities.isfinite().all(dim=(1, 2)), torch.nan)
+    settled = times[-stays.cpu()].masked_fill(~probabilities.isfinite().all(dim=(1, 2)).cpu(), torch.nan)
     return ClassOverTime(classes, probabilities.gather(2, final)[..., 0], settled, times)
 
 
@@ -291,10 +287,10 @@ def _principal(rows: Tensor) -> tuple[Tensor, Tensor, float]:
 
     Rows that are not finite do not count. Each axis points so that its largest entry is positive.
     """
-    dtype, rows = rows.dtype, rows[rows.isfinite().all(dim=-1)].double()
+    given, rows = rows, rows[rows.isfinite().all(dim=-1)].cpu().double()  # not every device has float64
     mean = rows.sum(dim=0) / max(len(rows), 1)
     values, axes = torch.linalg.eigh((rows - mean).T @ (rows - mean))  # ascending
     values, axes = values.flip(0).clamp_min(0.), F.pad(axes, (1, 0)).flip(1)[:, :2]  # 0 for a second of one dimension
     largest = axes.gather(0, axes.abs().argmax(dim=0, keepdim=True))
     share = float(values[:2].sum() / values.sum().clamp_min(1e-30))
-    return mean.to(dtype), (axes * largest.sign()).to(dtype), share
+    return mean.to(given), (axes * largest.sign()).to(given), share

@@ -301,4 +301,4 @@ def _agreement(ours: Tensor, theirs: Tensor) -> Tensor:
         cosines.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
         return cosines.argmax(dim=-1).unflatten(1, features.shape[2:])
     cosine, same = F.cosine_similarity(ours, theirs, dim=1), most_similar(ours) == most_similar(theirs)
-    return torch.stack([cosine.double().sum(dim=0), same.double().sum(dim=0)]).cpu()
+    return torch.stack([cosine.cpu().double().sum(dim=0), same.cpu().double().sum(dim=0)])

@@ -112,7 +112,7 @@ def calibrate_halting(
     for threshold in _thresholds(scores[:, :-1]):
         taken = _taken(scores, threshold)
         top1 = right.gather(1, taken[:, None] - 1).double().mean().item()
-        if top1 >= full - max_drop and (best is None or taken.sum() < best[1].sum()):
+        if top1 >= full - max_drop - 1e-9 and (best is None or taken.sum() < best[1].sum()):
             best = threshold, taken, top1
     if best is None:
         raise ValueError(f"Even the smallest threshold of '{rule}' costs more than max_drop={max_drop:g}. Use another "

@@ -37,23 +37,15 @@ class AdaptiveStep(Step):
     def __init__(self, field: Field, t: float, h: float, config: OdeConfig) -> None:
         super().__init__(field, t, h)
         self.config = config
-        self._counts = Counts()
 
     def set_field(self, field: Field) -> None:
         """Hold a field with all its phases."""
         super().set_field(field)
         self.__dict__['field'] = field
 
-    @property
-    def evaluations(self) -> int:  # type: ignore[override]
-        """Field evaluations of the last call in this thread."""
-        return self._counts.evaluations
-
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x, context = self.enter(x, args, kwargs)
-        states, self._counts.evaluations = solve_adaptive(
-            self.field, x, (self.t, self.t + self.h), self.config, context)
-        return states[-1]
+        return solve_adaptive(self.field, x, (self.t, self.t + self.h), self.config, context)[0][-1]
 
 
 def solve_adaptive(

@@ -94,10 +94,10 @@ class OdeBlocks(nn.Module):
         self.feature_info[:] = [{**self.feature, 'module': f'blocks.{name}'} for name in names]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
         if name == 'shared' and 'solver' in self._modules:  # by a wrapper, say: the steps must hold it, too
             for step in self.solver:
                 step.set_field(value)
+        super().__setattr__(name, value)
 
     @property
     def config(self) -> OdeConfig:
@@ -162,8 +162,7 @@ class OdeBlocks(nn.Module):
     def nfe(self) -> int:
         """Field evaluations of a forward pass; for an adaptive method, of this thread's last pass (0 before the first).
 
-        If images may halt, see `evaluations` for their mean. If a host calls adaptive steps one by one, each counts its
-        own: `sum(s.evaluations for s in blocks)`.
+        If images may halt, see `evaluations` for their mean.
         """
         if self.config.adaptive:
             return self._counts.evaluations
@@ -277,9 +276,12 @@ class OdeBlocks(nn.Module):
         if high <= low:
             return nn.Sequential(*chosen)
         before, after = modules[start:ahead], modules[ahead + steps:stop]
-        return OdeBlocks(
+        part = OdeBlocks(
             self.shared, self.config.part(low, high), self.feature, self.t + low * T / steps, before, after, None,
-            self.num_prefix_tokens).train(self.training)
+            self.num_prefix_tokens)
+        for new in (part, part.before, part.solver, part.after, *part.solver):  # not what they share with this one
+            new.training = self.training
+        return part
 
     def extra_repr(self) -> str:
         return f'{self.method}, {self.steps} steps on [{self.t:g}, {self.end:g}]'

@@ -151,9 +151,9 @@ class OdeConfig(Settings):
             raise ValueError(
                 f"adjoint needs an adaptive method ({', '.join(adaptive_methods())}); '{self.method}' has fixed steps. "
                 'To save memory with fixed steps, use model.set_grad_checkpointing().')
-        for name in ('tokens', 'halting'):
-            if self.adaptive and getattr(self, name) not in (None, 1.):
-                raise ValueError(f"{name} acts between fixed steps, but '{self.method}' chooses its own. Use one of "
+        for name, unset in (('tokens', 1.), ('halting', None), ('averaged', False)):
+            if self.adaptive and getattr(self, name) != unset:
+                raise ValueError(f"{name} needs fixed steps, but '{self.method}' chooses its own. Use one of "
                                  f"{', '.join(METHODS)}.")
 
     @property

@@ -189,7 +189,7 @@ def _words(model: Any) -> str:
         count = len(model.blocks)
         return f'{count} blocks, applied once each' if count > 1 else 'One block, applied once'
     ode = odes[0]
-    kept, phases = len(ode.before) + len(ode.after), ode.config.phases
+    kept, phases = len(ode.before) + len(ode.after), len(ode.shared.phases)
     shared = 'One shared block' if phases == 1 else f'{phases} shared blocks'
     extra = f" (and {kept} block{'s' if kept > 1 else ''} of the base)" if kept else ''
     times = 'once' if ode.nfe == 1 else f'{ode.nfe:g} times'
