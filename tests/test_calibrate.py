@@ -162,10 +162,23 @@ def test_it_leaves_a_student_that_it_makes_worse_as_it_was(vit, epochs):
 def test_the_time_of_an_update_is_that_of_each_number_of_steps_in_turn(vit, monkeypatch):
     student, teacher = pair(vit)
     counts = []
-    monkeypatch.setattr(minutes, 'fit', lambda task, loader, **options: counts.append(len(loader)) or [{'seconds': 6.}])
+    monkeypatch.setattr(minutes, 'fit', lambda task, loader, **options: counts.append(len(loader)) or [{'seconds': 5. + 2. * len(loader)}])
     makers = [partial(TrajectoryDistillationTask, teacher=teacher, steps=steps) for steps in ((1, 2, 3), None)]
-    assert [minutes.seconds_per_update(student, [], make, {}) for make in makers] == [2., 3.]
-    assert counts == [1, 3, 1, 2]  # the first warms up
+    assert [minutes.seconds_per_update(student, [], make, {}) for make in makers] == [2., 2.]
+    assert counts == [1, 1, 4, 1, 1, 3]  # the first warms up, the second tells what a start takes
+
+
+def test_every_part_of_a_training_has_orders_of_its_own():
+    seen = []
+
+    class Loader(list):
+        set_epoch = staticmethod(seen.append)
+    for first in (0, minutes.EPOCHS):
+        stream = minutes.Stream(Loader([1, 2]), 3, first)
+        for epoch in range(2):
+            stream.set_epoch(epoch)
+            assert list(stream) == [1, 2, 1]
+    assert len(set(seen)) == len(seen) == 8
 
 
 @pytest.mark.parametrize('given, seconds, updates', [(1., 2., 30), (1., 1.5, 40), (1., 1.6, 30), (1., 7., 8), (-1., 1., 1)])

@@ -199,8 +199,17 @@ def test_refuses(vit, tmp_path):
     run(task, tmp_path / 'run', epochs=1)
     with pytest.raises(ValueError, match="made with opt='muon', but this run has opt='sgd'"):
         run(task, tmp_path / 'run', epochs=2, resume=True, opt='sgd')
-    with pytest.raises(ValueError, match='holds another model'):
-        run(ClassificationTask(vit(depth=4), torch.nn.CrossEntropyLoss()), tmp_path / 'run', epochs=2, resume=True)
+    other = vit(mlp_ratio=2)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match='holds another model: its blocks.0.norm1.weight has the shape None, not'):
+        run(ClassificationTask(other, torch.nn.CrossEntropyLoss()), tmp_path / 'run', epochs=2, resume=True)
+    assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+    part = build(vit)
+    part.get_eval_model().patch_embed.requires_grad_(False)
+    before = copy.deepcopy(part.get_eval_model().state_dict())
+    with pytest.raises(ValueError, match='other parameters frozen'):
+        run(part, tmp_path / 'run', epochs=2, resume=True)
+    assert all(torch.equal(value, before[key]) for key, value in part.get_eval_model().state_dict().items())
     with pytest.raises(ValueError, match='already holds a run. Pass resume=True'):
         run(task, tmp_path / 'run', epochs=1)
     torch.save({'model': {}}, tmp_path / 'run' / 'last.pt')

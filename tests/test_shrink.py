@@ -252,6 +252,44 @@ def test_the_recommendation(rows, says):
     assert says in found.recommendation
 
 
+def test_the_fastest_row_is_not_one_that_another_beats():
+    beaten, better = row('plain', 2., 89., (1., 10.13)), row('student', 1., 90., (1., 10.22))  # as fast, as shown
+    found = Verdict((row('original', 20., 90., (9., 90.)), beaten, better), 'accuracy', 0.95, 100, (), (), '')
+    assert found.fastest == found.smallest == better
+
+
+@pytest.mark.parametrize('folder', [False, True])
+def test_labels_that_are_not_the_models_classes_do_not_matter(model, tmp_path, few, folder):
+    x, labels = images(), torch.arange(40) % 8  # the model has three
+    data = (x, labels)
+    if folder:
+        data = tmp_path / 'images'
+        for i, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), np.uint8)):
+            (data / f'c{i % 8}').mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(data / f'c{i % 8}' / f'{i}.png')
+    assert shrink(model, data, tmp_path / 'out', size=0.5, minutes=1., progress=False).measure == 'agreement'
+
+
+@pytest.mark.parametrize('right, measure', [(0.6, 'agreement'), (0.9, 'accuracy')])
+def test_labels_count_if_the_model_knows_more_of_them_than_by_chance(right, measure):
+    torch.manual_seed(0)
+    two = timm.create_model('vit_tiny_patch16_224', **{**TINY, 'depth': 2, 'num_classes': 2}).eval()
+    x = images(100)
+    with torch.no_grad():
+        labels = two(x).argmax(dim=1)
+    labels = torch.where(torch.rand(100) < right, labels, 1 - labels)
+    assert read_images((x, labels), two, 8).measure == measure
+
+
+def test_what_is_in_the_folder_already_stays(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, 'LEAST', 0.2)
+    (tmp_path / 'files').mkdir()
+    (tmp_path / 'files' / 'thesis.txt').write_text('mine')
+    with pytest.raises(ValueError, match='minutes are too few'):
+        shrink(model, images(), tmp_path, minutes=0.001, progress=False)
+    assert [path.name for path in tmp_path.rglob('*')] == ['files', 'thesis.txt']
+
+
 def test_operations_are_those_of_merged_weights(model):
     image = images(1)
     whole = candidates.operations(model, image)
@@ -330,7 +368,7 @@ def test_folders_of_any_kind(model, tmp_path, names):
     found = read_images(tmp_path, model, 4)
     held = len(found.choosing.images) + len(found.judging.images)
     assert found.number >= 12 and held >= 2 and len(next(iter(found.loader))[0]) == 4
-    assert ('labels' in found.why or found.measure == 'accuracy') if len(names) > 1 else found.measure == 'agreement'
+    assert found.why if found.measure == 'agreement' else len(names) > 1
 
 
 def test_a_size_that_keeps_a_share_is_searched_once(model, tmp_path, monkeypatch, few):

@@ -28,6 +28,7 @@ from timm_odevit.cli import main
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.training import run_recipe
 from timm_odevit.training.config import DataConfig, LossConfig
+from timm_odevit.training.fit import _Trainer
 from timm_odevit.training.minutes import share_minutes
 from timm_odevit.training.recipe import FIT, PARTS, Stage, builtin_recipes
 
@@ -424,6 +425,25 @@ def test_the_stages_share_the_minutes_and_a_resumed_run_keeps_their_epochs(place
     assert main([*words[:-1], '8', '--resume']) == 2 and 'was made with minutes 9.0, but this run has 8.0' in capsys.readouterr().err
 
 
+def test_each_stage_trains_its_own_steps_also_after_an_interrupt_which_changes_nothing_else(vit, data, tmp_path, monkeypatch):
+    student, teacher = pair(vit)
+    made = recipe('stages.0.fit.epochs=2', ode=None, stages=[{'task': 'stepwise', 'train': ['blocks']}, {'loss': {'steps': [2]}}])
+    again, epoch, seen = copy.deepcopy(student), _Trainer.epoch, []
+
+    def once(trainer, *args):
+        seen.append((trainer.task.title, student.blocks.steps))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return epoch(trainer, *args)
+    monkeypatch.setattr(_Trainer, 'epoch', once)
+    with pytest.raises(KeyboardInterrupt):
+        run(made, data, tmp_path / 'run', teacher, student=student)
+    assert all(p.requires_grad for p in student.parameters())
+    student = again
+    run(made, data, tmp_path / 'run', teacher, student=again, resume=True)
+    assert [steps for _, steps in seen] == [3, 3, 3, 2, 2]
+
+
 @pytest.mark.parametrize('minutes, epochs', [(1., [2, 5]), (0.5, [1, 2]), (0.05, [0.12, 0.24]), (-1., [0, 0])])
 def test_minutes_are_shared_in_proportion_to_the_epochs(minutes, epochs):
     """2 epochs of 5 s and 4 of 10 s take 50 s; what rounding leaves goes to the next stage."""
@@ -446,7 +466,7 @@ def test_a_disk_that_is_full_stops_with_a_message_and_keeps_the_last_state(place
     assert "Epoch 2 could not be written to 'run/stage1'" in printed and printed.count('\n') == 1
     after = {p: p.read_bytes() for p in (place / 'run').rglob('*') if p.is_file()}
     changed = {str(p.relative_to(place)) for p in after if after[p] != before.get(p)}
-    assert changed <= {'run/recipe.yaml', *(f'run/stage1/best/{n}' for n in ('config.json', 'model.safetensors'))}
+    assert changed <= {'run/recipe.yaml', 'run/stage1/history.json', *(f'run/stage1/best/{n}' for n in ('config.json', 'model.safetensors'))}
 
 
 def test_a_diverging_field_is_named_with_step_and_t(vit):

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from timm.data import Mixup, resolve_input_data_config
 from torch import Tensor
-from torch.utils.data import Sampler
 
 __all__ = ['MixupLoader', 'class_names', 'count_held_out', 'data_config', 'image_mode', 'labels_by_name',
            'renormalisation', 'warn_of_other_classes']
@@ -111,15 +110,6 @@ class MixupLoader:
         self.mix = Mixup(
             mixup_alpha=mixup if mixes else 1., cutmix_alpha=cutmix, prob=prob if mixes else 0.,  # smoothing alone
             label_smoothing=smoothing, num_classes=classes)
-
-    @property
-    def sampler(self) -> Sampler | None:
-        return getattr(self.loader, 'sampler', None)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the loader."""
-        if hasattr(self.loader, 'set_epoch'):
-            self.loader.set_epoch(epoch)
 
     def __len__(self) -> int:
         return len(self.loader)

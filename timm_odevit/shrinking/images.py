@@ -15,6 +15,7 @@ from ..data.folders import folder_loaders, image_loaders
 from ..data.preprocessing import count_held_out
 from ..evaluation.accuracy import is_pair, run_batches
 from ..settings import one_line
+from ..training.loaders import Unlabelled
 
 __all__ = ['SAMPLE', 'Held', 'Images', 'margin', 'outputs_of', 'read_images', 'score', 'scores', 'value_of']
 
@@ -23,7 +24,7 @@ HELD_OUT = 0.2  # share of the images that is held out to choose and to judge, u
 SAMPLE = 256  # images that are learned from, at least, to initialise by: a few would fit themselves alone
 NUMBERS = 2 ** 28  # in the images held out: 1 GB
 BATCH = 64
-LEAST = 0.2  # of the labels that a model must know
+LEAST = 0.2  # of the labels that a model must know, and more than by chance
 
 
 class Held(NamedTuple):
@@ -74,7 +75,7 @@ def read_images(
     Raises:
         ValueError: There are no images, or they do not fit the model.
     """
-    classes = getattr(model, 'num_classes', 0) and not embedding
+    classes = 0 if embedding else getattr(model, 'num_classes', 0)
     why = '' if classes else "the model's outputs are embeddings"
     test = None
     if isinstance(images, Tensor) or is_pair(images):
@@ -91,8 +92,11 @@ def read_images(
     if not len(others[0]):  # one image does both
         parts[1] = parts[0]
     right = (outputs_of(model, pictures).flatten(1).argmax(dim=-1) == labels).double().mean().item()
-    if measure == 'accuracy' and right < LEAST:
+    chance = 1. / max(classes, 1)
+    if measure == 'accuracy' and right < max(LEAST, chance + 2. * (chance * (1. - chance) / len(labels)) ** 0.5):
         measure, why = 'agreement', f'the model gets only {100 * right:.1f} % right, so they are not its classes'
+    if measure != 'accuracy':
+        loader = Unlabelled(loader, batch_size)
     choosing, judging, known = (_held(model, *part, measure) for part in parts)
     return Images(loader, _count(learned), choosing, judging, known, measure, why)
 

@@ -102,7 +102,7 @@ def learn(
             updates, started = plan['updates'][name], time.perf_counter()
             task = make(student)
             task.title = name
-            loader = Stream(images.loader, max(1, updates // EPOCHS))
+            loader = Stream(images.loader, max(1, updates // EPOCHS), EPOCHS * list(tasks).index(name))
             history = fit(task, loader, images.choosing.batches(), epochs=min(updates, EPOCHS), amp=plan['amp'],
                           out=folder / name.replace(' ', '_'), resume=True, progress=progress, **chosen)
             scores[name] = _scores(history)

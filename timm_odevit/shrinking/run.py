@@ -2,7 +2,7 @@
 import copy
 import json
 import math
-import shutil
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -139,14 +139,14 @@ def shrink(
         done = convert_(student, config, images=found.learned.images[:SAMPLE].to(device), keep_original=False)
         plain = plain_student(model, count_parameters(student))
         measuring = time.perf_counter()
-        measure([Candidate('original', model)], found, folder / 'files', progress=lambda *_: None)  # fail now, likewise
+        with tempfile.TemporaryDirectory(dir=folder) as aside:
+            measure([Candidate('original', model)], found, Path(aside), progress=lambda *_: None)  # fail now, likewise
         now = time.perf_counter()
         prepared, measured = (now - began) / 60, MEASURED * (now - measuring) / 60
         rest = 0.75 if keep is not None else 1.  # of the minutes, after a search
         left = minutes * rest - prepared
         each = max(0., min(SHARE * left, (left - measured) / 2))
         if each < LEAST * minutes and not (folder / RUN).exists():
-            shutil.rmtree(folder / 'files')
             raise ValueError(
                 f'{minutes:g} minutes are too few: to prepare and to measure takes about {prepared + measured:.2g}. '
                 f'Give at least {math.ceil((prepared + measured) / (rest - 2 * LEAST))}.')
@@ -185,7 +185,7 @@ def _base(model: nn.Module) -> OdeConfig:
 def _write(verdict: Verdict, folder: Path, name: str) -> None:
     """Write the verdict, and remove the files of candidates that another beats in everything."""
     for row, by in zip(verdict.rows, dominated(verdict.rows), strict=True):
-        if by and row.file:
+        if by and row.file and row not in (verdict.smallest, verdict.fastest):
             (folder / 'files' / row.file).unlink(missing_ok=True)
     write_text(folder / VERDICT, to_json(verdict.to_dict()))
     if find_spec('plotly') is not None:

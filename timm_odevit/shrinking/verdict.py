@@ -50,13 +50,18 @@ class Verdict:
 
     @property
     def smallest(self) -> Row:
-        """The row of `good` with the smallest file."""
-        return min(self.good, key=lambda row: row.mb or 0.)
+        """The row of `good` with the smallest file, of those that no other row beats in everything."""
+        return min(self._unbeaten, key=lambda row: row.mb or 0.)
 
     @property
     def fastest(self) -> Row:
-        """The row of `good` that takes the least time for a batch of 32."""
-        return min(self.good, key=lambda row: (row.ms or (0., 0.))[1])
+        """The row that takes the least time for a batch of 32, of the same rows."""
+        return min(self._unbeaten, key=lambda row: (row.ms or (0., 0.))[1])
+
+    @property
+    def _unbeaten(self) -> list[Row]:
+        beaten = [row for row, by in zip(self.rows, dominated(self.rows), strict=True) if by]
+        return [row for row in self.good if row not in beaten] or self.good
 
     @property
     def recommendation(self) -> str:

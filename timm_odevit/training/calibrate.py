@@ -3,7 +3,7 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -12,15 +12,14 @@ from timm.task import TrainingTask
 from timm.utils import random_seed
 from torch import Tensor, nn
 
-from ..convert.svd_data import check_images
-from ..distributed import over_processes
+from ..distributed import in_first_process, over_processes
 from ..evaluation.accuracy import AMP_DTYPES
 from ..evaluation.embeddings import evaluate_embeddings
 from ..hooks import evaluating, surely
 from ..ode.blocks import find_ode_blocks
 from .config import CalibrationConfig
 from .fit import fit
-from .loaders import set_epoch
+from .loaders import Unlabelled
 from .matching import check_converted_from
 from .minutes import EPOCHS, Stream, loss_before, seconds_per_update, updates_in
 from .monitor import loader_state_kept, must_fit
@@ -73,7 +72,7 @@ def calibrate_(
     """
     config = CalibrationConfig.from_keywords(config, settings, 'calibrate_')
     check_converted_from(model, teacher)
-    loader = _Batches(images, config.batch_size)
+    loader = Unlabelled(images, config.batch_size)
     student = copy.deepcopy(model)
     learning = {id(p) for ode in find_ode_blocks(student) for p in ode.shared.parameters()}
     for p in student.parameters():
@@ -89,7 +88,7 @@ def calibrate_(
 
 
 def _train(
-        model: nn.Module, teacher: nn.Module, loader: '_Batches', config: CalibrationConfig, progress: bool,
+        model: nn.Module, teacher: nn.Module, loader: Unlabelled, config: CalibrationConfig, progress: bool,
 ) -> list[dict[str, float]]:
     parts: list[Callable[[nn.Module], TrainingTask]] = [
         lambda student: StepwiseTask(student, teacher, verbose=False),
@@ -114,9 +113,10 @@ def _train(
     else:
         started = time.perf_counter()
         seconds = [seconds_per_update(model, loader, make, chosen) for make, chosen in zip(parts, options, strict=True)]
-        left = (config.minutes or 0.) - (time.perf_counter() - started) / 60.
+        left = in_first_process(lambda: (config.minutes or 0.) - (time.perf_counter() - started) / 60.)
         updates = [updates_in(left / 2, each) for each in seconds]
-        plan = [(Stream(loader, max(1, each // EPOCHS)), min(each, EPOCHS)) for each in updates]
+        plan = [(Stream(loader, max(1, each // EPOCHS), i * EPOCHS), min(each, EPOCHS))
+                for i, each in enumerate(updates)]
     history = []
     errors, states = [_error(model, teacher, first, few, config)], [copy.deepcopy(model.state_dict())]
     for task, (batches, epochs), chosen in zip(tasks, plan, options, strict=True):
@@ -150,32 +150,3 @@ def _error(
     with must_fit('train_loader', images, labels, task):
         found = evaluate_embeddings(model, few, teacher=teacher, amp_dtype=AMP_DTYPES[config.amp]).results[-1].error
     return over_processes(torch.tensor(math.inf if found is None else found, device=task.device)).item()
-
-
-class _Batches:
-    """Batches (images, dummy labels) from a tensor or a loader."""
-
-    def __init__(self, images: Tensor | Iterable[Any], batch_size: int) -> None:
-        self.source: Any = images
-        if isinstance(images, Tensor):
-            check_images(images)
-            self.batch_size = min(batch_size, len(images))
-        elif not hasattr(images, '__len__') or not hasattr(images, '__iter__') or hasattr(images, 'dtype'):
-            raise ValueError(
-                f'images must be a tensor [N, C, H, W], or a loader with a length; got {type(images).__name__}.')
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass it on."""
-        set_epoch(self.source, epoch)
-
-    def __len__(self) -> int:
-        return len(self.source) // self.batch_size if isinstance(self.source, Tensor) else len(self.source)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if isinstance(self.source, Tensor):
-            order = torch.randperm(len(self.source))
-            batches = (self.source[order[i * self.batch_size:(i + 1) * self.batch_size]] for i in range(len(self)))
-        else:
-            batches = (batch[0] if isinstance(batch, (list, tuple)) else batch for batch in self.source)
-        for batch in batches:
-            yield batch, torch.zeros(len(batch), dtype=torch.long)

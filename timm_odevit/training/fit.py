@@ -267,8 +267,8 @@ class _Trainer:
         try:
             if best:
                 save_pretrained(self.chosen, folder / BEST)
+            write_text(folder / HISTORY, to_json(history))  # before the state, which says what is still to be trained
             save_state(folder / LAST, self.task, self.optimizer, self.scaler, history, settings)
-            write_text(folder / HISTORY, to_json(history))
         except OSError as e:
             raise OSError(f"Epoch {len(history)} could not be written to '{folder}': {str(e).splitlines()[0]}. Files "
                           'written earlier are intact; free some space, and resume.') from e

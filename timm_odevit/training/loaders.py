@@ -1,15 +1,18 @@
 """The loaders of a recipe, the chain of loaders behind one, and a sample of their images."""
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..convert.svd_data import check_images
 from ..data.arrays import ArrayLoader, array_classes, array_loaders
 from ..data.folders import folder_classes, folder_loaders
 from ..data.preprocessing import MixupLoader
 from .config import DataConfig
 
-__all__ = ['count_classes', 'draw_sample', 'label_names', 'loader_chain', 'loaders', 'set_epoch']
+__all__ = ['Unlabelled', 'count_classes', 'draw_sample', 'label_names', 'loader_chain', 'loaders', 'set_epoch']
 
 
 def loaders(
@@ -56,11 +59,12 @@ def loader_chain(loader: Any) -> list[Any]:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader and its sampler which epoch comes next, if they ask for it."""
-    parts: Any = (loader, getattr(loader, 'sampler', None))
-    for part in parts:
-        if hasattr(part, 'set_epoch'):
-            part.set_epoch(epoch)
+    """Tell a loader, those it takes its batches from, and their samplers which epoch comes next, if they ask for it."""
+    for part in loader_chain(loader):
+        each: Any
+        for each in (part, getattr(part, 'sampler', None)):
+            if hasattr(each, 'set_epoch'):
+                each.set_epoch(epoch)
 
 
 def count_classes(data: str | Path) -> int:
@@ -77,7 +81,7 @@ def label_names(loader: Any) -> list[str] | None:
     return sorted(labels, key=labels.__getitem__)
 
 
-def draw_sample(loader: Any, count: int, seed: int) -> torch.Tensor:
+def draw_sample(loader: Any, count: int, seed: int) -> Tensor:
     """Random images [B, C, H, W] from a loader that does not augment; the same images in all processes."""
     arrays = isinstance(loader, ArrayLoader)
     total = len(loader.labels if arrays else loader.dataset)
@@ -85,3 +89,28 @@ def draw_sample(loader: Any, count: int, seed: int) -> torch.Tensor:
     if arrays:
         return loader.prepare(loader.images[index.to(loader.images.device)])
     return torch.stack([loader.dataset[i][0] for i in index.tolist()])
+
+
+class Unlabelled:
+    """Batches (images, dummy labels) from a tensor or a loader, whose own labels do not count."""
+
+    def __init__(self, images: Tensor | Iterable[Any], batch_size: int) -> None:
+        self.source: Any = images
+        if isinstance(images, Tensor):
+            check_images(images)
+            self.batch_size = min(batch_size, len(images))
+        elif not hasattr(images, '__len__') or not hasattr(images, '__iter__') or hasattr(images, 'dtype'):
+            raise ValueError(
+                f'images must be a tensor [N, C, H, W], or a loader with a length; got {type(images).__name__}.')
+
+    def __len__(self) -> int:
+        return len(self.source) // self.batch_size if isinstance(self.source, Tensor) else len(self.source)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if isinstance(self.source, Tensor):
+            order = torch.randperm(len(self.source))
+            batches = (self.source[order[i * self.batch_size:(i + 1) * self.batch_size]] for i in range(len(self)))
+        else:
+            batches = (batch[0] if isinstance(batch, (list, tuple)) else batch for batch in self.source)
+        for batch in batches:
+            yield batch, torch.zeros(len(batch), dtype=torch.long)

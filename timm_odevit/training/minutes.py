@@ -24,14 +24,17 @@ PASSES = 10_000  # over the data in an epoch, at most, that each have an order o
 
 
 class Stream:
-    """A loader in epochs of `count` batches, each from a new order of the data, over and over if it has fewer."""
+    """A loader in epochs of `count` batches, each from a new order of the data, over and over if it has fewer.
 
-    def __init__(self, loader: Any, count: int) -> None:
-        self.loader, self.count, self.epoch = loader, count, 0
+    The orders begin with that of the epoch `first`.
+    """
+
+    def __init__(self, loader: Any, count: int, first: int = 0) -> None:
+        self.loader, self.count, self.first, self.epoch = loader, count, first, first
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the data."""
-        self.epoch = epoch
+        self.epoch = self.first + epoch
 
     def __len__(self) -> int:
         return self.count
@@ -63,10 +66,13 @@ def seconds_per_update(
     """
     trial = copy.deepcopy(model)
     updates = max(TRIED, len(getattr(make(trial), 'counts', [None])[0] or ()))  # each number of steps has its turn
-    for n in (1, updates):  # the first warms up
+    seconds = []
+    for n in (1, 1, updates + 1):  # the first warms up, the second says how long a loader takes to start
         batches = Stream(loader, n * options.get('accumulate', 1))
         record, = fit(make(trial), batches, epochs=1, progress=False, **options)
-    found: float = in_first_process(lambda: record['seconds'] / updates)
+        seconds.append(record['seconds'])
+    _, one, all = seconds
+    found: float = in_first_process(lambda: (all - one) / updates if all > one else all / (updates + 1))
     return found
 
 
@@ -89,7 +95,7 @@ def share_minutes(minutes: float, epochs: Sequence[float], seconds: Sequence[flo
     left, found = 60. * minutes, []
     for i, (n, each) in enumerate(zip(epochs, seconds, strict=True)):
         share = n * left / sum(map(mul, epochs[i:], seconds[i:]))
-        found.append(round(share) if share >= 1 else max(share, 0.))
+        found.append(int(share + 0.1) if share >= 1 else max(share, 0.))
         left -= found[-1] * each
     return found
 

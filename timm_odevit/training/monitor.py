@@ -46,6 +46,8 @@ def try_one_batch(val_loader: Any, task: TrainingTask, dtype: torch.dtype | None
     """Validate one batch, and leave everything as it was."""
     with loader_state_kept(val_loader, task.device):
         for batch in val_loader:
+            if isinstance(batch, (tuple, list)) and len(batch) and not len(batch[0]):
+                continue  # none of its images can be read
             images, labels = check_batch('val_loader', batch, task)
             with must_fit('val_loader', images, labels, task):
                 validate(task, models_of(task)['model'], [(images, labels)], dtype)

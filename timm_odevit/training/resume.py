@@ -67,12 +67,18 @@ def read_state(path: Path, device: torch.device, settings: dict[str, Any], epoch
 
 
 def load_state(state: dict[str, Any], path: str, models: dict[str, nn.Module], optimizer, scaler) -> None:
+    for name, module in models.items():  # all before any is changed
+        now, then = ({key: list(value.shape) for key, value in of.items()} for of in (module.state_dict(), state[name]))
+        other = next((key for key in (*now, *then) if now.get(key) != then.get(key)), None)
+        if other is not None:
+            raise ValueError(f'{path} holds another model: its {other} has the shape {then.get(other)}, not '
+                             f'{now.get(other)}.')
+    try:
+        optimizer.load_state_dict(state['optimizer'])
+    except ValueError as e:
+        raise ValueError(f'{path} was trained with other parameters frozen. Resume with those of the first run.') from e
     for name, module in models.items():
-        try:
-            module.load_state_dict(state[name])
-        except RuntimeError as e:
-            raise ValueError(f'{path} holds another model ({str(e).splitlines()[1].strip()}).') from e
-    optimizer.load_state_dict(state['optimizer'])
+        module.load_state_dict(state[name])
     scaler.load_state_dict(state['scaler'])
 
 

@@ -24,7 +24,7 @@ from ..data.preprocessing import warn_of_other_classes
 from ..distributed import alone_in, in_first_process, rank_and_world
 from ..evaluation.accuracy import AMP_DTYPES
 from ..files import staged, to_json, write_text
-from ..hooks import random_states_kept
+from ..hooks import random_states_kept, surely
 from ..loading import CONFIG, WEIGHTS
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import describe, save_pretrained
@@ -148,7 +148,7 @@ def train(
         start = None if given is None else in_first_process(
             lambda: _start(student, own, stages[-1], val_loader, folder, progress))
         history = _train_stages(
-            student, stages, plan, train_loader, val_loader, folder, resume, progress and rank == 0)
+            student, own, stages, plan, train_loader, val_loader, folder, resume, progress and rank == 0)
         if rank == 0:
             _publish(folder, recipe, recipe.without_shares(own[0]) if len(own) == 1 else recipe, history, start)
     return history
@@ -272,29 +272,30 @@ def _score_in_words(record: dict[str, float]) -> str:
 
 
 def _train_stages(
-        student: nn.Module, stages: Sequence[tuple[TrainingTask, set[str], FitConfig]], plan: Sequence[float] | None,
-        train_loader: Any, val_loader: Any, folder: Path, resume: bool, progress: bool,
+        student: nn.Module, own: list[int], stages: Sequence[tuple[TrainingTask, set[str], FitConfig]],
+        plan: Sequence[float] | None, train_loader: Any, val_loader: Any, folder: Path, resume: bool, progress: bool,
 ) -> list[dict[str, float]]:
     """Train stage by stage; returns the records of all epochs."""
-    history: list[dict[str, float]] = []
-    trainable = {name for name, p in student.named_parameters() if p.requires_grad}
-    own = [ode.steps for ode in find_ode_blocks(student)]
-    arrays = loader_chain(train_loader)[-1]
-    for i, (task, names, config) in enumerate(stages):
-        _set_steps(student, task, own)
+    history, trainable = [], {name for name, p in student.named_parameters() if p.requires_grad}
+
+    def let_learn(names: set[str]) -> None:
         for name, p in student.named_parameters():
-            p.requires_grad_(name in names & trainable)
-        if progress:
-            count = sum(p.numel() for p in student.parameters() if p.requires_grad)
-            print(f"stage {i}: {getattr(task, 'title', 'labels')}, {count:,} trainable parameters")
-        if isinstance(arrays, ArrayLoader):
-            arrays.seed = config.seed  # for the order of the images
-        part = max(config.accumulate, int(plan[i] * len(train_loader))) if plan and plan[i] < 1 else 0
-        records = fit(task, Stream(train_loader, part) if part else train_loader, val_loader, out=folder / f'stage{i}',
-                      resume=resume, progress=progress, config=config)
-        history += [{'stage': i, **record} for record in records]
-    for name, p in student.named_parameters():
-        p.requires_grad_(name in trainable)
+            p.requires_grad_(name in names)
+    try:
+        for i, (task, names, config) in enumerate(stages):
+            _set_steps(student, task, own)
+            let_learn(names & trainable)
+            if progress:
+                count = sum(p.numel() for p in student.parameters() if p.requires_grad)
+                print(f"stage {i}: {getattr(task, 'title', 'labels')}, {count:,} trainable parameters")
+            if isinstance(arrays := loader_chain(train_loader)[-1], ArrayLoader):
+                arrays.seed = config.seed  # for the order of the images
+            part = max(config.accumulate, int(plan[i] * len(train_loader))) if plan and plan[i] < 1 else 0
+            records = fit(task, Stream(train_loader, part) if part else train_loader, val_loader,
+                          out=folder / f'stage{i}', resume=resume, progress=progress, config=config)
+            history += [{'stage': i, **record} for record in records]
+    finally:
+        surely(lambda: let_learn(trainable))
     return history
 
 
