@@ -119,6 +119,31 @@ def test_a_fine_tuned_head_is_kept(folder, capsys):
     assert timm.create_model('local-dir:b', pretrained=True).head.weight.shape == (7, 192)
 
 
+def test_a_checkpoint_takes_the_place_of_saved_weights_and_may_have_two_heads(folder):
+    state = timm.create_model('local-dir:teacher', pretrained=True).state_dict()
+    state['head.weight'] = torch.full_like(state['head.weight'], 7.)
+    torch.save(state, 'weights.pth')
+    assert run('convert', 'local-dir:teacher', 'a', '--checkpoint', 'weights.pth') == 0
+    assert (timm.create_model('local-dir:a', pretrained=True).head.weight == 7).all()
+    two = timm.create_model('deit_tiny_distilled_patch16_224', num_classes=4)
+    torch.save(two.state_dict(), 'two.pth')
+    assert run('convert', 'deit_tiny_distilled_patch16_224', 'b', '--checkpoint', 'two.pth') == 0
+    assert torch.equal(timm.create_model('local-dir:b', pretrained=True).head_dist.weight, two.head_dist.weight)
+
+
+def test_image_towers_are_models_like_others(folder, capsys):
+    transformers = pytest.importorskip('transformers')
+    tower = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    config = transformers.CLIPConfig(text_config={**tower, 'vocab_size': 99}, projection_dim=24,
+                                     vision_config={**tower, 'image_size': 16, 'patch_size': 4})
+    transformers.CLIPModel(config).half().save_pretrained('clip')
+    assert run('benchmark', 'transformers:clip', '--rounds', '1', '--batch-size', '1') == 0
+    assert run('convert', 'transformers:clip', 'seven', '--num-classes', '7') == 0
+    assert timm.create_model('local-dir:seven', pretrained=True).head.weight.shape == (7, 32)
+    assert run('convert', 'transformers:clip', 'none', '--random') == 2 and 'Leave out --random' in capsys.readouterr().err
+    assert run('finetune', 'transformers:clip', 'images', 'tuned', '--set', 'fit.epochs=1', '--set', 'data.batch_size=8', '--set', 'data.workers=0') == 0
+
+
 def test_a_teacher_of_another_size_from_a_file_teaches_a_student_of_that_size(folder, capsys):
     teacher = ['vit_tiny_patch16_224', '--checkpoint', 'weights.pth', '--img-size', '32']
     torch.save(timm.create_model('vit_tiny_patch16_224', num_classes=3, depth=12).state_dict(), 'weights.pth')

@@ -67,6 +67,18 @@ def test_what_timm_says_of_the_maps_follows_the_steps(images):
         assert copy.deepcopy(maps).feature_info.channels() == [x.shape[1] for x in maps(images)]
 
 
+@pytest.mark.parametrize('name, kwargs', [
+    ('swin_tiny_patch4_window7_224', dict(img_size=32, patch_size=2, embed_dim=8, depths=(2, 2, 2, 2), num_heads=(2, 2, 2, 2), window_size=2))])
+def test_a_student_has_as_many_maps_as_its_base(tmp_path, name, kwargs):
+    base = timm.create_model(name, features_only=True, **kwargs)
+    model = timm.create_model(name, **kwargs)
+    convert_(model)
+    save_pretrained(model, tmp_path / 'model')
+    maps = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True, features_only=True)
+    assert maps.feature_info.reduction() == base.feature_info.reduction()
+    assert maps.feature_info.channels() == base.feature_info.channels()
+
+
 def test_times_are_of_an_ode():
     with pytest.raises(ValueError, match='out_times needs an ODE-ViT, but this VisionTransformer is not one'):
         timm.create_model('deit_tiny_patch16_128.cifar100', features_only=True, out_times=(0.5,))

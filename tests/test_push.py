@@ -292,6 +292,12 @@ def test_the_command_line(hub, student, images, tmp_path, capsys):
     assert cli.main([*push, '--results', str(tmp_path / 'results.json'), '--dataset', 'CIFAR-10', '--private']) == 0
     assert 'sent: http' in capsys.readouterr().out and hub.repos['org/student'].private
     assert torch.equal(load('org/student')(images), student(images))
+    (tmp_path / 'student' / 'README.md').write_text('---\nlicense: mit\n---\nmine')
+    (tmp_path / 'student' / 'recipe.yaml').write_text('stages: []')
+    assert cli.main([*push[:2], 'org/folder']) == 0  # as it is, with its card
+    files = hub.repos['org/folder'].at('main')[1]
+    assert files['README.md'].endswith(b'mine') and 'recipe.yaml' in files
+    assert cli.main([*push[:2], 'org/folder', '--private']) == 2 and 'it exists and is public' in capsys.readouterr().err
     for args, message in ((['--results', str(tmp_path / 'results.json')], 'Results need the name of their data'),
                           (['--results', str(tmp_path / 'none.json')], 'none.json'),
                           (['--license', 'no-such-licence'], 'license')):

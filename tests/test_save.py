@@ -105,6 +105,32 @@ def test_what_cannot_be_described_is_refused_before_anything_is_written(tmp_path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize('name, value', [('dataset', 'my photos'), ('crop_pct', 0.05), ('std', (0., 1., 1.))])
+def test_what_would_not_load_again_is_not_saved(vit, tmp_path, name, value):
+    model = vit()
+    save_pretrained(model, tmp_path / 'a')
+    before = (tmp_path / 'a' / 'config.json').read_bytes()
+    model.pretrained_cfg[name] = value
+    with pytest.raises(ValueError, match=f'the model would not load again: .*{name}'):
+        save_pretrained(model, tmp_path / 'a')
+    assert (tmp_path / 'a' / 'config.json').read_bytes() == before
+
+
+def test_a_licence_is_that_of_the_weights(tmp_path):
+    dino = timm.create_model('odevit_converted', base='vit_small_patch16_dinov3.lvd1689m', base_args=TINY)
+    assert dino.pretrained_cfg['license'] == 'dinov3-license'
+    model = VisionTransformer(**TINY).eval()
+    save_pretrained(model, tmp_path / 'a', base='vit_tiny_patch16_224', base_args=TINY)
+    assert load(tmp_path / 'a').pretrained_cfg.get('license') is None
+
+
+def test_a_new_head_is_saved_whatever_the_keywords_of_the_base_were(images, tmp_path):
+    model = timm.create_model('odevit_converted', base='vit_tiny_patch16_224', base_args={**TINY, 'num_classes': 7}).eval()
+    model.reset_classifier(5)
+    save_pretrained(model, tmp_path / 'a')
+    assert torch.equal(load(tmp_path / 'a')(images), model(images))
+
+
 def test_base_and_base_args_describe_a_model_from_elsewhere(images, tmp_path):
     model = VisionTransformer(**TINY).eval()
     convert_(model)

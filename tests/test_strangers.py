@@ -81,6 +81,8 @@ CASES = {
     'an interpolation': ('pretrained_cfg', {'interpolation': 'evil'}, 'bicubic, bilinear'),
     'labels of a number': ('pretrained_cfg', {'label_names': 5}, 'a name for each class'),
     'labels of lists': (None, {'label_names': [['a'], ['b']]}, 'a name for each class'),
+    'a label that clears the screen': (None, {'label_names': ['\x1b[2J', 'a']}, 'a name for each class'),
+    'a description that does': ('pretrained_cfg', {'description': '\x1b[2J'}, 'expected text'),
     'descriptions in a list': (None, {'label_descriptions': ['a', {}]}, 'a text for each class'),
     'a classifier of a number': ('pretrained_cfg', {'classifier': 5}, 'has classifier 5; expected text, or a list of texts'),
     'a first layer of dicts': ('pretrained_cfg', {'first_conv': [{}]}, 'first_conv'),

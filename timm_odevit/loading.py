@@ -33,14 +33,15 @@ def _numbers(values: Any, least: float, most: float, kinds: tuple[type, ...] = (
 
 
 def _texts(values: Any, *kinds: type) -> bool:
-    """Whether values are of one of these kinds, and each is text, or a number that stands for a name."""
-    each = values.values() if isinstance(values, dict) else values
-    return isinstance(values, kinds) and all(isinstance(value, (str, int)) for value in each)
+    """Whether values are of one of these kinds, and each is printable text, or a number that stands for a name."""
+    each = values.values() if isinstance(values, dict) else [values] if isinstance(values, str) else values
+    return isinstance(values, kinds) and all(
+        isinstance(value, int) or (isinstance(value, str) and value.replace('\n', '').isprintable()) for value in each)
 
 
 _INTERPOLATIONS = ('bicubic', 'bilinear', 'nearest', 'lanczos', 'box', 'hamming', 'random')
 _CROP_MODES = ('center', 'squash', 'border', 'random')
-_TEXT: Any = (lambda v: isinstance(v, str), 'text')
+_TEXT: Any = (lambda v: _texts(v, str), 'text')
 _TEXTS: Any = (lambda v: _texts(v, str, list, tuple), 'text, or a list of texts')
 # what an entry of pretrained_cfg must be; None is allowed, too
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {

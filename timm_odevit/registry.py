@@ -132,15 +132,19 @@ def odevit_converted(
             f"Unknown base '{str(base)[:100]}'. Give the timm name of the original model; see timm.list_models().")
     if not kwargs.get('pretrained_cfg'):
         # preprocessing is the base's, unless the caller or a saved config says otherwise
-        keys = ('input_size', 'fixed_input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'first_conv',
-                'classifier')
+        keys = ('input_size', 'fixed_input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'crop_mode',
+                'num_classes', 'first_conv', 'classifier')
         overlay = {key: getattr(source, key) for key in keys if getattr(source, key) is not None}
+        overlay['license'] = source.license
         kwargs['pretrained_cfg_overlay'] = {**overlay, **(kwargs.get('pretrained_cfg_overlay') or {})}
     return _create('odevit_converted', base, _build, pretrained, **{**(base_args or {}), **kwargs})
 
 
 def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained: bool, /, **kwargs: Any) -> nn.Module:
     """A model as timm's factory makes it; `build` is timm.create_model, or also takes an OdeConfig after the base."""
+    overlay = kwargs.get('pretrained_cfg_overlay') or {}
+    if {'hf_hub_id', 'url'} & set(overlay):  # in place of the file of a published model
+        kwargs['pretrained_cfg_overlay'] = {'file': None, **overlay}
     file = _check_saved(variant, pretrained, kwargs)
     if file:
         kwargs['pretrained_cfg_overlay'] = {**(kwargs.get('pretrained_cfg_overlay') or {}), 'file': file, 'source': ''}
@@ -149,7 +153,10 @@ def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained
     if build is not timm.create_model:
         config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
         arguments.append(config)
-        levels = min(levels, len(config.steps) if isinstance(config.steps, tuple) else config.steps or levels)
+        if isinstance(config.steps, tuple):
+            levels = len(config.steps)
+        elif config.steps:
+            levels = min(levels, config.steps + (config.blocks or (0,))[0])
     if 'out_times' in kwargs and 'out_indices' in kwargs:
         raise ValueError('out_times and out_indices both choose features. Give one of them.')
     features: dict[str, Any] = dict(out_indices=kwargs.pop('out_indices', levels), feature_cls='getter')

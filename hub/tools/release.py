@@ -113,9 +113,12 @@ def main():
         (aside / 'results.json').write_text(json.dumps(record, indent=2) + '\n')
         save_reference(timm.create_model(f'local-dir:{aside}', pretrained=True).eval(), aside)
         (aside / 'README.md').write_text(card(aside))
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            folder.rename(aside.parent / 'old')
         aside.rename(folder)
     finally:
+        if not folder.exists() and (aside.parent / 'old').exists():
+            (aside.parent / 'old').rename(folder)
         shutil.rmtree(aside.parent, ignore_errors=True)
     print(f'{folder}: {size / 2 ** 20:.2f} MiB, {trained(rows, model)}')
 

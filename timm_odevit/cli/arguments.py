@@ -153,7 +153,12 @@ def load(name: str, args: argparse.Namespace, pretrained: bool = True, **kwargs:
     if name.startswith(TOWERS):
         if size is not None or checkpoint is not None:
             raise ValueError(f"'{name}' has its own weights and image size. Leave out --checkpoint and --img-size.")
-        return _tower(name).to(args.device)
+        if not pretrained:
+            raise ValueError(f"'{name}' has its own weights. Leave out --random.")
+        tower: Any = _tower(name).float()
+        if kwargs.get('num_classes') is not None:
+            tower.reset_classifier(kwargs['num_classes'])
+        return tower.to(args.device)
     if size is not None:
         kwargs['img_size'] = size
     if checkpoint is not None and not Path(checkpoint).is_file():
@@ -199,9 +204,10 @@ def load_as_saved(name: str, args: argparse.Namespace) -> nn.Module:
 
 def _overlay(name: str, checkpoint: str) -> dict[str, Any]:
     """Return what tells timm to load a file's weights, with its head if the number of classes fits."""
-    overlay: dict[str, Any] = {'state_dict': load_state_dict(checkpoint)}
+    overlay: dict[str, Any] = {'state_dict': load_state_dict(checkpoint), 'source': ''}
     cfg = timm.get_pretrained_cfg(name)
-    head = overlay['state_dict'].get(f'{cfg.classifier}.weight') if cfg is not None else None
+    heads: Any = () if cfg is None else [cfg.classifier] if isinstance(cfg.classifier, str) else cfg.classifier
+    head = next((overlay['state_dict'].get(f'{layer}.weight') for layer in heads or ()), None)
     if head is not None:
         overlay['num_classes'] = len(head)
     return overlay

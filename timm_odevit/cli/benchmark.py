@@ -11,7 +11,18 @@ from torch import Tensor, nn
 from ..benchmark import MODES
 from ..benchmark import benchmark as measure
 from ..files import to_json, write_text
-from .arguments import IMAGES, MODEL, add_number, add_quiet, check_file, check_name, images_of, load, step_counts
+from .arguments import (
+    IMAGES,
+    MODEL,
+    TOWERS,
+    add_number,
+    add_quiet,
+    check_file,
+    check_name,
+    images_of,
+    load,
+    step_counts,
+)
 
 DTYPES = ('float32', 'bfloat16', 'float16')
 
@@ -51,7 +62,7 @@ def benchmark(args: argparse.Namespace) -> None:
 def _model(name: str, args: argparse.Namespace) -> nn.Module:
     """A model by name; the weights of a name without a source or tag do not matter."""
     check_name(name)
-    with_weights = parse_model_name(name)[0] is not None or '.' in name
+    with_weights = name.startswith(TOWERS) or parse_model_name(name)[0] is not None or '.' in name
     return load(name, args, pretrained=with_weights).to(getattr(torch, args.dtype)).eval()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from ..deploy import FORMATS, export_model
 from ..files import write_text
 from ..saving.cards import model_card
-from ..saving.push import push_to_hub
+from ..saving.push import CARD, push_to_hub
 from .arguments import MODEL, add_number, add_steps, load, set_steps
 
 
@@ -44,8 +44,9 @@ def add_push(parser: argparse.ArgumentParser) -> None:
                         help='name of the dataset of the results, such as CIFAR-100')
     parser.add_argument('--license', metavar='ID',
                         help="the Hub's identifier of a licence, for the card (default: that of the base's weights)")
-    parser.add_argument('--card', metavar='FILE', help='write the card to a file, to read it, and send nothing')
-    parser.add_argument('--private', action='store_true', help='make the repository private')
+    parser.add_argument('--card', metavar='FILE', help=(
+        'write the card to a file, and send nothing; as README.md in the folder of the model, it is sent as it is'))
+    parser.add_argument('--private', action='store_true', help='make the repository, if it is new, private')
     parser.add_argument('--revision', default='main', metavar='BRANCH', help='branch (default: %(default)s)')
     parser.add_argument('--create-pr', action='store_true', help='open a pull request')
 
@@ -61,7 +62,12 @@ def push(args: argparse.Namespace) -> None:
             rows = json.loads(Path(args.results).read_text())
         except ValueError as e:
             raise ValueError(f"'{args.results}' is not what odevit evaluate --json writes: {e}") from None
-    model: Any = load(args.model, args)
+    folder = Path(args.model.removeprefix('local-dir:'))
+    if args.model.startswith('local-dir:') and (folder / CARD).is_file() and not (
+            args.card or args.results or args.dataset or args.license):
+        model: Any = folder  # as it is, with its card
+    else:
+        model = load(args.model, args)
     about: Any = dict(results=rows, dataset=args.dataset, license=args.license)
     if args.card:
         write_text(Path(args.card), model_card(f'hf-hub:{args.repo}', model, **about))

@@ -1,9 +1,10 @@
 """odevit shrink"""
 import argparse
 import os
+from pathlib import Path
 
 from ..shrinking.run import shrink as run
-from .arguments import IMAGES, MODEL, TOWERS, add_number, add_quiet, load, refuse_existing
+from .arguments import IMAGES, MODEL, TOWERS, add_quiet, add_weights, load, refuse_existing
 
 
 def add_shrink(parser: argparse.ArgumentParser) -> None:
@@ -16,9 +17,7 @@ def add_shrink(parser: argparse.ArgumentParser) -> None:
     size.add_argument('--keep', metavar='SHARE', help=(
         'find the smallest student that keeps this share of the accuracy, such as 95%%'))
     parser.add_argument('--minutes', type=float, metavar='M', default=60., help='minutes to spend (default: 60)')
-    add_number(parser, '--img-size', "image size in pixels (default: the model's)")
-    parser.add_argument('--checkpoint', metavar='FILE',
-                        help='file with the weights of the model, instead of a download')
+    add_weights(parser, 'the model')
     parser.add_argument('--embedding', action='store_true',
                         help="treat the model's outputs as embeddings, not logits; always on for image towers")
     parser.add_argument('--resume', action='store_true', help='continue the run in the folder')
@@ -36,6 +35,8 @@ def shrink(args: argparse.Namespace) -> None:
                       embedding=args.embedding or args.model.startswith(TOWERS), resume=args.resume,
                       progress=not args.quiet)
     except KeyboardInterrupt:
-        print(f'\nThe best student so far is in {args.out}/student/best. To continue: the same command with --resume')
+        best = Path(args.out, 'student', 'best')
+        if best.exists():
+            print(f'\nThe best student so far is in {best}. To continue: the same command with --resume')
         raise
     print(f'\n{verdict}')

@@ -81,6 +81,8 @@ def push_to_hub(
         api = HfApi(token=token, library_name='timm_odevit')
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
+            if private and not api.repo_info(repo_id).private:
+                raise ValueError('it exists and is public. Make it private there, or leave out private (--private).')
             if revision != 'main':
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             keep_card = made_here and not results and not license and api.file_exists(repo_id, CARD, revision=revision)

@@ -15,7 +15,7 @@ from torch import nn
 from ..convert.merge import check_not_merged
 from ..files import staged
 from ..hooks import on_meta
-from ..loading import CONFIG, WEIGHTS
+from ..loading import CONFIG, WEIGHTS, check_args
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.config import PREFIX, OdeConfig
 from ..ode.methods import Step
@@ -64,7 +64,9 @@ def save_pretrained(
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ValueError('The model is on the meta device, so it has no weights to save. Build it on another device.')
     architecture, args, rebuilt = describe(model, base, base_args)
-    cfg = dict(getattr(model, 'pretrained_cfg', None) or rebuilt.pretrained_cfg)
+    # the licence is that of weights, which an architecture does not have
+    cfg = dict(getattr(model, 'pretrained_cfg', None) or {**rebuilt.pretrained_cfg, 'license': None})
+    cfg.setdefault('input_size', rebuilt.pretrained_cfg['input_size'])
     names = cfg.pop('label_names', None)
     rebuilt.pretrained_cfg = cfg
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -79,6 +81,11 @@ def save_pretrained(
         config.update(architecture=architecture, model_args={k: v for k, v in args.items() if k != 'num_classes'})
         if names and len(names) == rebuilt.num_classes:  # otherwise they are those of an earlier head
             config['label_names'] = names
+        try:
+            about = {key: config[key] for key in ('num_classes', 'label_names') if key in config}
+            check_args(str(folder), {**config['pretrained_cfg'], **about}, config['model_args'])
+        except ValueError as e:
+            raise ValueError(f'Saved so, the model would not load again: {e}') from None
         path.write_text(json.dumps(config, indent=2) + '\n')
         (aside / WEIGHTS).chmod(path.stat().st_mode)  # safetensors lets only the owner read it
     return folder
@@ -118,7 +125,8 @@ def describe(
         # the current settings count
         args = {k: v for k, v in args.items() if not k.startswith(PREFIX)}
         if architecture == 'odevit_converted' or not architecture.startswith('odevit_'):
-            own = dict(args.pop('base_args', None) or {}, **{k: v for k, v in args.items() if k not in ('base', *_TOP)})
+            own = {**(args.pop('base_args', None) or {}), **args}
+            own = {k: v for k, v in own.items() if k not in ('base', *_TOP)}
             args = {'base': args.get('base', architecture), 'base_args': own,
                     **{k: v for k, v in args.items() if k in _TOP}}
             architecture = 'odevit_converted'
