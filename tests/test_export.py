@@ -120,7 +120,7 @@ def test_int8_is_close_and_smaller(vit, five, tmp_path, format):
     with torch.no_grad():
         expected = model(five)
     before = snapshot(model)
-    path = export_model(model, tmp_path / f'model{deploy.FORMATS[format].suffix}', format=format, int8=True)
+    path = export_model(model, tmp_path / f'model{deploy.FORMATS[format].suffix}', format=format, int8=True, merged=True)
     assert snapshot(model) == before
     (_, found), about = run_alone(format, path, five, tmp_path)
     error = (found - expected).norm() / expected.norm()
@@ -151,6 +151,24 @@ def test_int8_keeps_the_shared_block_and_its_residuals_as_they_are(vit, five, tm
     else:
         stored = sum(t.nbytes for t in torch.export.load(path).state_dict.values())
     assert stored < 0.4 * sum(p.nbytes for p in model.parameters())  # not one block per step; some small ones are floats
+
+
+@pytest.mark.parametrize('ode, computed', [
+    (dict(rank=4), 3 * 4 * 3 + 1), (dict(rank=4, steps=4), 4 * 4 * 3 + 1), (dict(rank=4, steps=2, averaged=True, phases=2), 2 * 4 * 3 + 1),
+    (dict(rank=4, field='lipschitz', method='euler'), 0)])  # whose norm is folded into the merged weights
+def test_unmerged_layers_compute_in_int8_beside_their_residuals(vit, five, tmp_path, ode, computed):
+    onnx = pytest.importorskip('onnx')
+    model = vit(embed_dim=128)
+    convert_(model, time='low_rank', **ode)
+    with torch.no_grad():
+        for name, p in model.blocks.shared.named_parameters():
+            if '.up.' in f'.{name}':
+                p.copy_(0.05 * torch.randn_like(p))
+        expected = model(five)
+    path = export_model(model, tmp_path / 'model.onnx', int8=True, merged=False)
+    (_, found), _ = run_alone('onnx', path, five, tmp_path)
+    assert 1e-6 < (found - expected).norm() / expected.norm() < 0.1
+    assert [node.op_type for node in onnx.load(path).graph.node].count('MatMulInteger') == computed
 
 
 def test_a_weight_in_int8_has_a_scale_per_row_or_for_residuals_per_column():
@@ -299,7 +317,7 @@ def test_the_example_runs_a_file_and_measures_it(vit, tmp_path, capsys, format):
         answers = model(prepared).argmax(1).numpy()
     np.savez(tmp_path / 'data.npz', x_test=x, y_test=np.where(np.arange(20) < 15, answers, (answers + 1) % 3))
     example = runpy.run_path(str(Path(__file__).parent.parent / 'examples' / 'exported.py'))
-    assert example['main'](str(path), tmp_path / 'data.npz', batch_size=8) == 75.
+    assert example['main'](str(path), tmp_path / 'data.npz', batch_size=8)[0] == 75.
     assert '4 steps, top-1 75.0 % of 20 images' in capsys.readouterr().out
 
 

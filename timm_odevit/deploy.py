@@ -32,11 +32,13 @@ LARGEST_BATCH = 2 ** 20  # without a bound, torch.export objects that merged tok
 
 
 class Format(NamedTuple):
-    """A format: the ending of its files, the packages that it needs, those that int8 needs too, and its writer."""
+    """A format: the ending of its files, the packages that it needs, those that int8 needs too, its writer, and
+    whether a file with one block per step is faster."""
     suffix: str
     packages: tuple[str, ...]
     int8_packages: tuple[str, ...]
     write: Callable[[ExportedProgram, Path, dict[str, str], bool], Any]
+    merged: bool
 
 
 def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
@@ -104,9 +106,9 @@ def _write_aoti(exported: ExportedProgram, path: Path, about: dict[str, str], in
 
 
 FORMATS = {
-    'onnx': Format('.onnx', ('onnx', 'onnxscript'), ('onnxruntime',), _write_onnx),
-    'pt2': Format('.pt2', (), (), _write_pt2),
-    'aoti': Format('.pt2', (), (), _write_aoti),
+    'onnx': Format('.onnx', ('onnx', 'onnxscript'), ('onnxruntime',), _write_onnx, False),
+    'pt2': Format('.pt2', (), (), _write_pt2, True),
+    'aoti': Format('.pt2', (), (), _write_aoti, True),
 }
 
 
@@ -116,7 +118,7 @@ def export_model(
         *,
         format: str = 'onnx',
         int8: bool = False,
-        merged: bool = True,
+        merged: bool | None = None,
         overwrite: bool = False,
 ) -> Path:
     """Write a model to a file that runs without this package and without timm, on batches of any size.
@@ -133,7 +135,8 @@ def export_model(
             checks their layout, size and dtype only if the environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
         int8: Store weights as int8, with a scale for each row. In 'onnx', linear layers also compute in int8, an
             unmerged one and its residual one beside the other; other weights become floats again while the model runs.
-        merged: Merge a block that depends on time, as `merge_` does: faster, but as large as one block per step.
+        merged: Merge a block that depends on time, as `merge_` does, into one per step: a larger file. None for what
+            suits the format: 'pt2' and 'aoti' are merged, which is faster, and 'onnx' is not, where it is not faster.
         overwrite: Replace an existing file.
 
     Returns:
@@ -152,9 +155,11 @@ def export_model(
         >>> logits, = session.run(None, {'images': images.numpy()})
     """
     suffix = FORMATS[one_of(tuple(FORMATS))('format', format)].suffix
+    path, model = Path(path), unwrap_model(model)
+    if merged is None:
+        merged = FORMATS[format].merged or any(ode.merged for ode in find_ode_blocks(model))
     for name, value in (('int8', int8), ('merged', merged), ('overwrite', overwrite)):
         flag(name, value)
-    path, model = Path(path), unwrap_model(model)
     if path.suffix != suffix:
         raise ValueError(f"The name of a file in the format {format} ends in {suffix}; got '{path}'.")
     if not path.parent.is_dir():

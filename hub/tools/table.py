@@ -22,7 +22,9 @@ RESULTS, SPEED, DYNAMICS, TRAINING = (HUB / f'{page}.md' for page in ('RESULTS',
 TIMED = {
     'vit_tiny_patch16_224': 'vit_tiny, 12 blocks', 'local-dir:out/native': 'one block',
     'local-dir:out/paper': "the paper's block", 'local-dir:out/rank8': 'one block and residuals of rank 8',
-    **{name: title for name, (title, _) in MODELS.items()}}
+    'deit_tiny_patch16_128.cifar100': 'DeiT-tiny', 'odevit_tiny_native_patch16_128.deit_tiny_cifar100': 'one block',
+    'odevit_tiny_patch16_128.deit_tiny_k6_cifar100': "the paper's block",
+    'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100': 'two blocks and residuals of rank 11'}
 SEEDS = {
     '[6]': '6', '[1, 2, 3, 6, 12, 24]': 'one of 1, 2, 3, 6, 12, 24',
     '[[6, 1], [6, 2], [6, 3], [6, 4], [12, 2], [12, 3], [24, 3]]': 'two: 6 + 1, 2, 3 or 4, 12 + 2 or 3, 24 + 3'}
@@ -49,6 +51,8 @@ def speed(name):
     lines = []
     for model, timings in found.items():
         base, *state = model.split(', ')
+        if not state and timings[0]['evaluations']:
+            state = [f"K = {timings[0]['evaluations']:g}"]
         lines.append([', '.join([TIMED[base], *state])] + [cell for r in timings for cell in (
             f"{1000 * r['seconds']:.1f} ± {50 * r['iqr'] / r['seconds']:.0f} %", f"{r['ratio']:.2f}")] + [
                 f"{timings[-1]['peak'] / 1e6:.1f}", f"{timings[0]['size'] / 1e6:.1f}"])
@@ -79,6 +83,20 @@ def twelve():
         [row['name'], f"{row['mb']:.2f}", f"{row['value']:.1f} ± {row['interval']:.1f}",
          *(f'{each:.3g}' for each in row['ms']), f"{row['operations']:.0f}"]
         for row in record['rows'] if row['mb'] and not row['dominated_by']])
+
+
+def formats():
+    """A student in every format: size, accuracy, time for an image."""
+    record = json.loads((HUB / 'speed' / 'formats.json').read_text())
+    readers = {'onnx': 'onnxruntime.InferenceSession', 'pt2': 'torch.export.load',
+               'aoti': 'torch._inductor.aoti_load_package'}
+    lines = []
+    for row in record['rows']:
+        options = ' '.join(['--int8'] * row['int8'] + (
+            ['--merged'] * row['merged'] if row['format'] == 'onnx' else ['--unmerged'] * (not row['merged'])))
+        lines.append([f"`{row['format']}`", f'`{options}`' if options else '', f"`{readers[row['format']]}`",
+                      f"{row['mb']:.2f}", f"{row['top1']:.1f}", f"{row['ms']:.1f}"])
+    return rows(['format', 'option', 'runs with', 'file, MB', 'top-1 %', 'ms'], lines)
 
 
 def seeds():
@@ -138,9 +156,10 @@ def regions():
 TABLES = {
     'which': (README, which), 'models': (RESULTS, models),
     'ablation': (HUB / 'lab' / 'ingredients.md', ablation), 'paper': (RESULTS, paper),
-    'speed at 224 px': (SPEED, partial(speed, 'tiny_224')), 'speed at 64 px': (SPEED, partial(speed, 'published_64')),
+    'speed at 224 px': (SPEED, partial(speed, 'tiny_224')), 'speed at 128 px': (SPEED, partial(speed, 'published_128')),
     'trained': (TRAINING, trained), 'exponents': (DYNAMICS, exponents), 'constants': (DYNAMICS, constants),
     'regions': (DYNAMICS, regions), 'seeds': (HUB / 'lab' / 'steps.md', seeds),
+    'formats': (HUB.parent / 'examples' / 'deploy.md', formats),
     'twelve': (HUB.parent / 'examples' / 'your-images.md', twelve)}
 
 

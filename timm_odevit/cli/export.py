@@ -19,8 +19,11 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('-o', '--out', metavar='FILE',
                         help="file to write: .onnx, or .pt2 for the others (default: the model's name)")
     parser.add_argument('--int8', action='store_true', help='store the weights of linear layers as int8')
-    parser.add_argument('--unmerged', action='store_true',
-                        help='do not merge a block that depends on time: a smaller file that may be slower')
+    merged = parser.add_mutually_exclusive_group()
+    merged.add_argument('--merged', action='store_true', default=None,
+                        help='merge a block that depends on time into one per step, as is done for pt2 and aoti')
+    merged.add_argument('--unmerged', action='store_false', dest='merged',
+                        help='do not, as is done for onnx: a smaller file, which is slower in the other formats')
     add_steps(parser)
     add_number(parser, '--img-size', "image size in pixels (default: the model's)")
     parser.add_argument('--overwrite', action='store_true', help='replace an existing file')
@@ -32,7 +35,7 @@ def export(args: argparse.Namespace) -> None:
     set_steps(model, args.steps, args.model)
     out = args.out or Path(args.model.split(':')[-1]).resolve().name + FORMATS[args.format].suffix
     path = export_model(
-        model, out, format=args.format, int8=args.int8, merged=not args.unmerged, overwrite=args.overwrite)
+        model, out, format=args.format, int8=args.int8, merged=args.merged, overwrite=args.overwrite)
     print(f'wrote {path}: {path.stat().st_size / 1e6:.2f} MB')
 
 

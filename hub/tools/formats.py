@@ -1,0 +1,42 @@
+"""Write a published student in every format, and measure the files as examples/exported.py does.
+
+Writes hub/speed/formats.json, on one CPU core:
+
+    OMP_NUM_THREADS=1 python hub/tools/formats.py cifar100.npz odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100
+"""
+import argparse
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import timm
+import torch
+
+from timm_odevit import export_model
+from timm_odevit.benchmark import processor
+from timm_odevit.deploy import FORMATS
+from timm_odevit.files import to_json, write_text
+
+HUB = Path(__file__).parent.parent
+sys.path.append(str(HUB.parent / 'examples'))
+import exported  # noqa: E402
+
+IMAGES = 1000
+
+if __name__ == '__main__':
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('data', help='.npz with test images')
+    parser.add_argument('model', help='name of a published model')
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model, rows = timm.create_model(args.model, pretrained=True).eval(), []
+    with tempfile.TemporaryDirectory() as folder:
+        for format, int8, merged in product(FORMATS, (False, True), (True, False)):
+            path = export_model(model, Path(folder, 'model' + FORMATS[format].suffix), format=format, int8=int8,
+                                merged=merged, overwrite=True)
+            top1, ms = exported.main(str(path), args.data, IMAGES)
+            rows.append({'format': format, 'int8': int8, 'merged': merged, 'mb': path.stat().st_size / 1e6,
+                         'top1': top1, 'ms': ms})
+    write_text(HUB / 'speed' / 'formats.json', to_json({
+        'machine': f'{processor()}, one thread', 'model': args.model, 'images': IMAGES, 'rows': rows}))
