@@ -68,14 +68,15 @@ def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], in
 
 
 def _split_residuals(exported: ExportedProgram) -> bool:
-    """Compute x (W + B A) as x W + (x B) A, whose matrices are those of the file; False if some are still merged."""
+    """Compute x (W + B A) as x W + (x B) A, whose matrices are those of the file; False if not all can be."""
     aten, graph = torch.ops.aten, exported.graph
 
     def is_merged(node: Any) -> bool:  # by TimeField.at
         return node.target is aten.view_as.default and node.args[0].target is aten.addmm.default
-    for node in list(graph.nodes):
-        if node.target is not aten.linear.default or not is_merged(node.args[1]):
-            continue
+    layers = [user for node in graph.nodes if is_merged(node) for user in node.users]
+    if any(node.target is not aten.linear.default for node in layers):
+        return False
+    for node in layers:
         x, merged, *bias = node.args
         shared, up, down = merged.args[0].args
         with graph.inserting_before(node):
@@ -90,7 +91,7 @@ def _split_residuals(exported: ExportedProgram) -> bool:
         node.replace_all_uses_with(both)
     graph.eliminate_dead_code()
     exported.graph_module.recompile()
-    return not any(map(is_merged, graph.nodes))
+    return True
 
 
 def _write_pt2(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:

@@ -60,7 +60,7 @@ def check_all(model: nn.Module, config: OdeConfig, images: Tensor | None) -> lis
                     f'Cannot convert {name}: blocks.{key} contains NaN or infinite values. Load other weights.')
     if len(sites) == 1:
         _check_layers(name, sites[0].blocks, config)
-    if len(sites) > 1:
+    else:
         for setting, value in (('blocks', config.blocks is None), ('T', config.T is None),
                                ('boundaries', config.boundaries == 'uniform')):
             if not value:

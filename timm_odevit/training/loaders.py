@@ -60,8 +60,8 @@ def loader_chain(loader: Any) -> list[Any]:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell a loader, those it takes its batches from, and their samplers which epoch comes next, if they ask for it."""
+    each: Any
     for part in loader_chain(loader):
-        each: Any
         for each in (part, getattr(part, 'sampler', None)):
             if hasattr(each, 'set_epoch'):
                 each.set_epoch(epoch)

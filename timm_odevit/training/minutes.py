@@ -71,8 +71,8 @@ def seconds_per_update(
         batches = Stream(loader, n * options.get('accumulate', 1))
         record, = fit(make(trial), batches, epochs=1, progress=False, **options)
         seconds.append(record['seconds'])
-    _, one, all = seconds
-    found: float = in_first_process(lambda: (all - one) / updates if all > one else all / (updates + 1))
+    _, one, more = seconds
+    found: float = in_first_process(lambda: (more - one) / updates if more > one else more / (updates + 1))
     return found
 
 
@@ -85,7 +85,8 @@ def updates_in(minutes: float, seconds: float) -> int:
 def share_minutes(minutes: float, epochs: Sequence[float], seconds: Sequence[float]) -> list[float]:
     """How many epochs of each stage take so many minutes together, in proportion to those given.
 
-    They are whole, except for a part of one; what is left by rounding goes to the next stage.
+    They are whole, and rounded down unless less than a tenth is missing, except for a part of one; what is left goes to
+    the next stage.
 
     Args:
         minutes: Minutes of all stages.
