@@ -12,19 +12,16 @@ from pathlib import Path
 
 import cards
 from ablate import table
-from first_page import compare, idea, models, published, rows, which
+from first_page import compare, idea, in_words, models, published, rows, which
 from pictures import MODELS, draw
 
 HUB = Path(__file__).parent.parent
 README = HUB.parent / 'README.md'
 RESULTS, SPEED, DYNAMICS, TRAINING = (HUB / f'{page}.md' for page in ('RESULTS', 'SPEED', 'DYNAMICS', 'TRAINING'))
-# models that were timed, as hub/SPEED.md names them
+# models that were timed and are not published, as hub/SPEED.md names them
 TIMED = {
     'vit_tiny_patch16_224': 'vit_tiny, 12 blocks', 'local-dir:out/native': 'one block',
-    'local-dir:out/paper': "the paper's block", 'local-dir:out/rank8': 'one block and residuals of rank 8',
-    'deit_tiny_patch16_128.cifar100': 'DeiT-tiny', 'odevit_tiny_native_patch16_128.deit_tiny_cifar100': 'one block',
-    'odevit_tiny_patch16_128.deit_tiny_k6_cifar100': "the paper's block",
-    'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100': 'two blocks and residuals of rank 11'}
+    'local-dir:out/paper': "the paper's block", 'local-dir:out/rank8': 'one block and residuals of rank 8'}
 SEEDS = {
     '[6]': '6', '[1, 2, 3, 6, 12, 24]': 'one of 1, 2, 3, 6, 12, 24',
     '[[6, 1], [6, 2], [6, 3], [6, 4], [12, 2], [12, 3], [24, 3]]': 'two: 6 + 1, 2, 3 or 4, 12 + 2 or 3, 24 + 3'}
@@ -53,7 +50,8 @@ def speed(name):
         base, *state = model.split(', ')
         if not state and timings[0]['evaluations']:
             state = [f"K = {timings[0]['evaluations']:g}"]
-        lines.append([', '.join([TIMED[base], *state])] + [cell for r in timings for cell in (
+        title = ', '.join([TIMED.get(base) or in_words(base, None), *state])
+        lines.append([title] + [cell for r in timings for cell in (
             f"{1000 * r['seconds']:.1f} ± {50 * r['iqr'] / r['seconds']:.0f} %", f"{r['ratio']:.2f}")] + [
                 f"{timings[-1]['peak'] / 1e6:.1f}", f"{timings[0]['size'] / 1e6:.1f}"])
     return rows(['', *heads, f"peak memory at batch {timings[-1]['batch_size']}, MB", 'weights, MB'], lines)

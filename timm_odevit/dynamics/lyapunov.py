@@ -150,7 +150,7 @@ def _without_shifts(flow: Flow) -> Flow:
     if x.ndim < 3:
         return flow
     spread = x.flatten(1).std(dim=1)
-    spread = spread.where(spread.isfinite() & (spread > 0), 1.)  # of a state that says nothing of the maps
+    spread = spread.where(spread.isfinite() & (spread > 0), 1.)  # else any length will do
     shift = noise(x[..., :1], torch.Generator().manual_seed(0)) * along(spread, x)
     for step, (before, after) in zip(flow.maps, pairwise(flow.states()), strict=True):
         missed = norms(step(before + shift) - after - shift) / norms(shift.expand_as(x))
