@@ -283,7 +283,7 @@ def test_classes_that_sort_alike_have_an_order(tmp_path):
             "model = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=4, depth=1, embed_dim=8, num_heads=2)\n"
             f"print(folder_classes({str(tmp_path)!r}), [s[0] for s in image_loaders({str(tmp_path)!r}, model)[1].dataset.reader.samples])")
     found = {subprocess.run([sys.executable, '-c', code], env={**os.environ, 'PYTHONHASHSEED': str(seed)}, check=True,
-                            capture_output=True, text=True).stdout for seed in range(4)}
+                            capture_output=True, text=True).stdout for seed in range(2)}
     assert len(found) == 1 and "['001', '01', '1', 'CAT', 'Cat', 'cat']" in found.pop()
 
 

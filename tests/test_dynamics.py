@@ -298,18 +298,18 @@ def test_images_may_come_in_a_stream(vit, images):
 
 def test_signals_of_a_model_and_their_relation_to_right_answers(vit, images, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / 'hub' / 'tools')
-    relations, signals = (__import__(name).__dict__[name] for name in ('relations', 'signals'))
+    tool = __import__('dynamics')
     teacher, student = vit().eval(), vit().eval()
     student.load_state_dict(teacher.state_dict())
     convert_(student)
     labels = student(images).argmax(1)
-    found, correct = signals(student, [(images[:2], labels[:2]), (images[2:], 4 - labels[2:])], teacher)
+    found, correct = tool.signals(student, [(images[:2], labels[:2]), (images[2:], 4 - labels[2:])], teacher)
     assert correct.tolist() == [True, True, False] and all(len(x) == 3 and x.isfinite().all() for x in found.values())
     torch.testing.assert_close(found['confidence'], student(images).softmax(1).amax(1).double())
     generator = torch.Generator().manual_seed(0)
     right = torch.rand(300, generator=generator) < 0.6
     noise = torch.randn(300, generator=generator)
-    chance, related = relations({'noise': noise, 'gaps': (noise + right).where(noise > -1, torch.nan)}, right, resamples=200)
+    chance, related = tool.relations({'noise': noise, 'gaps': (noise + right).where(noise > -1, torch.nan)}, right, resamples=200)
     assert not chance['related'] and related['related'] and related['images'] == int((noise > -1).sum())
 
 

@@ -94,7 +94,7 @@ def five():
     case('onnx', 'rank', True), case('onnx', 'rank', False), case('onnx', 'autonomous', True),
     case('pt2', 'rank', True), case('pt2', 'rank', False), case('pt2', 'autonomous', True),
     case('onnx', 'early and fewer tokens', True), case('pt2', 'early and fewer tokens', True),
-    case('aoti', 'rank', True), case('aoti', 'autonomous', True)])
+    case('aoti', 'rank', True)])
 def test_a_file_gives_the_models_outputs_without_this_package(vit, five, tmp_path, format, ode, merged):
     model = vit()
     model.pretrained_cfg['label_names'] = ['a', 'b', 'c', 'd', 'é']
@@ -185,11 +185,11 @@ def test_a_weight_in_int8_has_a_scale_per_row_or_for_residuals_per_column():
 @pytest.mark.parametrize('format', [case('onnx'), case('pt2')])
 @pytest.mark.parametrize('ode, merged', [({}, True), (dict(time='low_rank', rank=2), False), (dict(phases=3), True)])
 def test_each_tensor_is_stored_once(vit, tmp_path, format, ode, merged):
-    model = vit(embed_dim=256, depth=12)
-    convert_(model, steps=12, **ode)
+    model = vit(embed_dim=256, depth=6)
+    convert_(model, steps=6, **ode)
     path = export_model(model, tmp_path / f'model{deploy.FORMATS[format].suffix}', format=format, merged=merged)
     weights = save_pretrained(model, tmp_path / 'model') / 'model.safetensors'
-    assert path.stat().st_size < 1.3 * weights.stat().st_size  # twelve copies would take about ten times as much
+    assert path.stat().st_size < 1.3 * weights.stat().st_size  # six copies would take about five times as much
     if format == 'pt2':
         assert len(torch.export.load(path).state_dict) == len(model.state_dict())
 

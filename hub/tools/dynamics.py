@@ -1,4 +1,4 @@
-r"""Measure what the states of published models do along the way.
+r"""Measure what the states of published models do along the way, and which numbers go with a right answer.
 
     python hub/tools/dynamics.py cifar100.npz out/dynamics --teacher deit_tiny_patch16_128.cifar100 \
         --students odevit_tiny_native_patch16_128.deit_tiny_cifar100 --images 1000
@@ -14,15 +14,17 @@ from pathlib import Path
 import numpy as np
 import timm
 import torch
-from relations import relations
-from signals import signals
+from scipy.stats import bootstrap
+from sklearn.metrics import roc_auc_score
 
 import timm_odevit as odevit
 from timm_odevit.data.arrays import array_loaders
+from timm_odevit.dynamics.flow import follow, norms
 from timm_odevit.files import to_json, write_text
 from timm_odevit.ode.blocks import find_ode_blocks
 
 FEW = 100  # images for the errors of the discretisation, which take seconds each
+BATCH = 4  # images of which the slowest decides how long the iteration of the exponents goes on
 
 
 def spread(values):
@@ -31,10 +33,11 @@ def spread(values):
 
 
 def exponents(model, images, tokens='all'):
-    found = odevit.lyapunov_exponents(model, images, tokens=tokens)
+    found = odevit.lyapunov_exponents(model, images, tokens=tokens, batch_size=BATCH)
     return {**spread(found.values[:, 0]), 'drift': float(found.drift.mean()),
             'residual': float(found.residual.max()), 'running': found.running[..., 0].mean(0).tolist(),
-            'without': sum(reason is not None for reason in found.reasons)}
+            'without': sum(reason is not None for reason in found.reasons),
+            'values': [round(value, 5) for value in found.values[:, 0].tolist()]}
 
 
 def lipschitz(model, images):
@@ -69,15 +72,79 @@ def discretisation(model, images):
             for each in found for e in each]
 
 
-def measures(model, teacher, images, loader):
-    """The measures of one model, by name; each a function without arguments that returns what goes into JSON."""
+def signals(model, loader, teacher=None):
+    """By name, a number per image [B] that might tell whether the class is right; and whether it is [B].
+
+    confidence, the largest probability; entropy of the probabilities, in nats; margin between the two largest logits;
+    radius of the region of the class in its worst direction, relative to the norm of the state; acceleration, how much
+    the last step differs from the one before it, relative to it; and with a teacher distance of the last states,
+    relative to the teacher's.
+    """
+    rows, correct = [], []
+    for images, labels in loader:
+        with follow(model, images) as flow:
+            states = flow.states()
+            logits = flow.logits(states[-1])
+            probabilities, top = logits.softmax(dim=1), logits.topk(2, dim=1)
+            last, before = states[-1] - states[-2], states[-2] - states[-3]
+            region = odevit.contraction_regions(flow, directions=1)
+            row = {'confidence': probabilities.amax(dim=1),
+                   'entropy': torch.special.entr(probabilities).sum(dim=1),
+                   'margin': top.values[:, 0] - top.values[:, 1],
+                   'radius': region.worst / region.norm,
+                   'acceleration': norms(last - before) / norms(before)}
+            if teacher is not None:
+                with follow(teacher, images) as other:
+                    theirs = other.states()[-1]
+                row['distance'] = norms(states[-1] - theirs) / norms(theirs)
+        rows.append(row)
+        correct.append(top.indices[:, 0] == labels)
+    return {name: torch.cat([row[name].double() for row in rows]) for name in rows[0]}, torch.cat(correct)
+
+
+def relations(numbers, correct, resamples=1000, seed=0):
+    """For each name, the AUROC of its numbers, the ends of a 95 % bootstrap interval, and how many images have one.
+
+    The AUROC is the probability that the number is larger for an image that is classified correctly than for one that
+    is not; where the interval contains 0.5, that is chance, there is no relation. Images without a number (NaN) are
+    left out.
+    """
+    rows = []
+    for name, values in numbers.items():
+        values = np.asarray(values, float)
+        there = ~np.isnan(values)
+        right, score = np.asarray(correct, bool)[there], values[there]
+        low, high = bootstrap((right, score), roc_auc_score, paired=True, vectorized=False, n_resamples=resamples,
+                              method='percentile', rng=seed).confidence_interval
+        rows.append({'name': name, 'auroc': float(roc_auc_score(right, score)), 'low': float(low), 'high': float(high),
+                     'images': len(score), 'related': bool(low > 0.5 or high < 0.5)})
+    return rows
+
+
+def measure(model, teacher, loader, path, images):
+    """Each measure of one model: a file of its own, or that of an earlier run."""
+    def relate():
+        numbers, correct = signals(model, loader, None if model is teacher else teacher)
+        each = {name: json.loads((path / f'{name}.json').read_text())['found']['values']
+                for name in ('exponents', 'class_token')}
+        return relations({**numbers, **each}, correct)
     chosen = {
         'spectral_norms': lambda: odevit.spectral_norms(model), 'exponents': lambda: exponents(model, images),
         'class_token': lambda: exponents(model, images, 'class'), 'softmax': lambda: softmax(model, images),
-        'region': lambda: region(model, teacher, images),
-        'relations': lambda: relations(*signals(model, loader, teacher=None if model is teacher else teacher)),
+        'region': lambda: region(model, teacher, images), 'relations': relate,
         'lipschitz': lambda: lipschitz(model, images), 'discretisation': lambda: discretisation(model, images[:FEW])}
-    return {name: run for name, run in chosen.items() if name != 'discretisation' or find_ode_blocks(model)}
+    for name, run in chosen.items():
+        file = path / f'{name}.json'
+        count = min(FEW, len(images)) if name == 'discretisation' else len(images)
+        without_steps = name == 'discretisation' and not find_ode_blocks(model)
+        if without_steps or file.exists() and json.loads(file.read_text())['images'] == count:
+            continue
+        start = time.process_time()
+        found = run()
+        each = 1000 * (time.process_time() - start) / count
+        path.mkdir(parents=True, exist_ok=True)
+        write_text(file, to_json({'images': count, 'ms per image': each, 'found': found}))
+        print(f'{path.name}, {name}: {each:.1f} ms per image', flush=True)
 
 
 def main():
@@ -94,18 +161,7 @@ def main():
     for name in (args.teacher, *args.students):
         model = teacher if name == args.teacher else timm.create_model(name, pretrained=True).eval()
         loader = list(array_loaders(args.data, model, batch_size=50, limit=args.images)[2])
-        images = torch.cat([batch for batch, _ in loader])
-        for measure, run in measures(model, teacher, images, loader).items():
-            path = args.out / name / f'{measure}.json'
-            count = min(FEW, len(images)) if measure == 'discretisation' else len(images)
-            if path.exists() and json.loads(path.read_text())['images'] == count:
-                continue
-            start = time.process_time()
-            found = run()
-            each = 1000 * (time.process_time() - start) / count
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, to_json({'images': count, 'ms per image': each, 'found': found}))
-            print(f'{name}, {measure}: {each:.1f} ms per image', flush=True)
+        measure(model, teacher, loader, args.out / name, torch.cat([batch for batch, _ in loader]))
 
 
 if __name__ == '__main__':
