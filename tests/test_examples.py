@@ -167,13 +167,13 @@ def test_notebooks_run(path, tmp_path):
         if 'parameters' in cell.metadata.get('tags', ()):
             cell.source = 'EPOCHS, MINUTES = 1, 0.02'
     # each file takes seconds to write, and one of ONNX more than one of torch.export
-    notebook.cells.insert(0, nbformat.v4.new_code_cell('''
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("""
 import sys
 sys.modules['onnx'] = None
 from timm_odevit.shrinking import candidates, run
 run.LEAST = 0
 run.candidates = lambda *models: [each for each in candidates.candidates(*models) if not each.int8 and 'tokens' not in each.name]
-'''))
+"""))
     NotebookClient(notebook, kernel_name='python3', resources={'metadata': {'path': tmp_path}}).execute()  # raises on an error
 
 

@@ -137,7 +137,7 @@ def measure(model, teacher, loader, path, images):
         file = path / f'{name}.json'
         count = min(FEW, len(images)) if name == 'discretisation' else len(images)
         without_steps = name == 'discretisation' and not find_ode_blocks(model)
-        if without_steps or file.exists() and json.loads(file.read_text())['images'] == count:
+        if without_steps or (file.exists() and json.loads(file.read_text())['images'] == count):
             continue
         start = time.process_time()
         found = run()
