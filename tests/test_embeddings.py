@@ -127,7 +127,8 @@ def test_bad_input(vit):
         evaluate_embeddings(student, torch.utils.data.DataLoader(dummies, 4, shuffle=True), teacher=teacher)
     for options, message in [
             (dict(labelled=batches(1, 1)), 'labelled has one image'),
-            (dict(labelled=[(x, y - 1) for x, y in batches()]), 'The data has the label -1'),
+            (dict(labelled=[(x, y - 1) for x, y in batches()]), 'whole numbers from 0; the data has -1'),
+            (dict(labelled=[(x, y / 2) for x, y in batches()]), 'the data has 0, in torch.float32'),
             (dict(class_embeddings=[1.]), r'class_embeddings must be a tensor \[classes, E\]; got list'),
             (dict(class_embeddings=torch.full((3, 32), math.nan)), 'class_embeddings must be finite')]:
         with pytest.raises(ValueError, match=message):

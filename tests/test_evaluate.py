@@ -205,7 +205,7 @@ def test_what_cannot_be_measured_is_said(vit, given, options, message):
     with pytest.raises(ValueError, match=message):
         evaluate(model, given(x, y), **options)
     assert evaluate(model, iter([(x, y)])).results[0].images == 8
-    with pytest.raises(ValueError, match='needs an ODE-ViT'):
+    with pytest.raises(TypeError, match='is not an ODE-ViT'):
         evaluate(vit(), [(x, y)], steps=(1, 2))
     for measure in (evaluate, evaluate_embeddings):
         with pytest.raises(TypeError, match="^model must be a timm model; got 'odevit_tiny'"):

@@ -341,8 +341,8 @@ def test_data_and_settings_that_calibration_cannot_use(vit, images):
             ([(images[:0], labels[:0])], {}, 'gave no images'), ([], {}, 'gave no images'),
             ((images, labels + 10), {}, 'label 10, but the model has 5 classes'), ((images, labels - 1), {}, 'label -1'),
             ((images * torch.nan, labels), {}, 'not finite'), ([images], dict(rule='entropie'), 'Unknown rule'),
-            ([images], dict(max_drop=2.), 'max_drop must be'), ([(images.numpy(), labels)], {}, 'images of type ndarray'),
-            ([{'image': images}], {}, 'images of type dict'), ('cifar.npz', {}, 'images of type str'), ([(images, [0, 1])], {}, 'labels of type list')):
+            ([images], dict(max_drop=2.), 'max_drop must be'), ([(images.numpy(), labels)], {}, 'got ndarray'),
+            ([{'image': images}], {}, 'got dict'), ('cifar.npz', {}, 'got str'), ([(images, [0, 1])], {}, 'got torch.float32.*list')):
         with pytest.raises((TypeError, ValueError), match=message):
             calibrate_halting(model, loader, **options)
 

@@ -8,7 +8,7 @@ import argparse
 import timm
 
 from timm_odevit import save_pretrained
-from timm_odevit.shrinking.plain import plain_student
+from timm_odevit.shrinking.candidates import plain_student
 
 
 def main():

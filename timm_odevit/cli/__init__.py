@@ -4,10 +4,9 @@ arguments           what several commands share: argument types, models by name,
 shrink              shrink
 train               finetune, distill, recipe
 convert             convert, calibrate
-evaluate            evaluate, halt
+evaluate            evaluate, halt, benchmark
 predict             predict, report
 export              export, push
-benchmark           benchmark
 """
 import argparse
 import runpy
@@ -18,7 +17,7 @@ import torch
 
 from .._version import __version__
 from ..settings import one_line, suggest
-from . import benchmark, convert, evaluate, export, predict, shrink, train
+from . import convert, evaluate, export, predict, shrink, train
 from .arguments import add_number
 
 __all__ = ['COMMANDS', 'main', 'parser']
@@ -50,7 +49,7 @@ COMMANDS = {
     'evaluate': (evaluate.evaluate, evaluate.add_evaluate), 'halt': (evaluate.halt, evaluate.add_halt),
     'predict': (predict.predict, predict.add_predict), 'report': (predict.report, predict.add_report),
     'export': (export.export, export.add_export), 'push': (export.push, export.add_push),
-    'recipe': (train.recipe, train.add_recipe), 'benchmark': (benchmark.benchmark, benchmark.add_benchmark),
+    'recipe': (train.recipe, train.add_recipe), 'benchmark': (evaluate.benchmark, evaluate.add_benchmark),
     'script': (script, add_script),
 }
 
@@ -71,11 +70,6 @@ def main(argv: list[str] | None = None) -> int:
         args.run(args)
     except (ValueError, TypeError, OSError, FloatingPointError, ImportError) as e:
         print(f'odevit: error: {one_line(e)}', file=sys.stderr)
-        return 2
-    except RuntimeError as e:
-        if 'consecutive samples' not in str(e):  # timm's error for images that it cannot read
-            raise
-        print(f'odevit: error: The images cannot be read: {one_line(e)}', file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print('odevit: interrupted', file=sys.stderr)

@@ -116,7 +116,7 @@ def step_counts(text: str) -> list[int]:
     try:
         for part in text.split(','):
             first, _, last = part.partition('-')
-            counts += range(whole_number(1)(first), whole_number(1)(last or first) + 1)
+            counts += range(whole_number(1)(first), whole_number(whole_number(1)(first))(last or first) + 1)
     except argparse.ArgumentTypeError:
         counts = []
     if not counts:

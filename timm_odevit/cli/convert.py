@@ -54,7 +54,11 @@ def convert(args: argparse.Namespace) -> None:
     if not args.force:
         refuse_existing(args.out, '--force')
     settings = given(args, OdeConfig)
-    _check_convert(args, settings)
+    both = [name for name in _SIZE if name in settings and args.size is not None]
+    if both:
+        raise ValueError(f"--size chooses {', '.join(_SIZE)}. Leave out --{both[0]} or --size.")
+    if args.random and args.checkpoint is not None:
+        raise ValueError('--random loads no weights, and --checkpoint does. Leave one of them out.')
     config = OdeConfig(**settings)
     classes = {} if args.num_classes is None else {'num_classes': args.num_classes}
     model: Any = load(args.model, args, pretrained=not args.random, **classes)
@@ -70,18 +74,9 @@ def convert(args: argparse.Namespace) -> None:
         images = next(iter(images_of(args.images, model, seed=args.seed)[0]))[0].to(args.device)
     print(convert_(model, config, images=images, keep_original=False))
     known = model.pretrained_cfg['num_classes']
-    if not args.random and known != model.num_classes:
+    if not args.random and model.num_classes and known != model.num_classes:
         print(f'  head        new and random, for {model.num_classes} classes: the weights have {known}')
     save(model, args.out)
-
-
-def _check_convert(args: argparse.Namespace, settings: Any) -> None:
-    """Raise ValueError for options that contradict each other."""
-    both = [name for name in _SIZE if name in settings and args.size is not None]
-    if both:
-        raise ValueError(f"--size chooses {', '.join(_SIZE)}. Leave out --{both[0]} or --size.")
-    if args.random and args.checkpoint is not None:
-        raise ValueError('--random loads no weights, and --checkpoint does. Leave one of them out.')
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,16 @@
-"""odevit evaluate and halt"""
+"""odevit evaluate, halt and benchmark"""
 import argparse
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from timm.models import parse_model_name
+from torch import Tensor, nn
+
+from ..benchmark import MODES
+from ..benchmark import benchmark as measure
 from ..data.arrays import array_loaders
 from ..data.folders import folder_loader, folder_parts
 from ..data.preprocessing import data_config, warn_of_other_classes
@@ -11,6 +19,7 @@ from ..evaluation.accuracy import evaluate as measure_accuracy
 from ..evaluation.embeddings import evaluate_embeddings
 from ..evaluation.halting import calibrate_halting
 from ..evaluation.results import Evaluation
+from ..files import to_json, write_text
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import HALTING
 from ..training.loaders import label_names
@@ -18,18 +27,24 @@ from ..training.recipe import Recipe
 from ..training.resume import RECIPE
 from .arguments import (
     DATA,
+    IMAGES,
     MODEL,
+    TOWERS,
     add_number,
     add_quiet,
     add_steps,
     add_workers,
     check_file,
+    check_name,
+    images_of,
     load,
     refuse_existing,
     save,
     set_steps,
     step_counts,
 )
+
+DTYPES = ('float32', 'bfloat16', 'float16')
 
 
 def add_evaluate(parser: argparse.ArgumentParser) -> None:
@@ -54,9 +69,6 @@ def evaluate(args: argparse.Namespace) -> None:
     model = load(args.model, args)
     teacher = load(args.teacher, args) if args.teacher else None
     blocks = find_ode_blocks(model)
-    if args.steps and not blocks:
-        raise ValueError(
-            f"--steps needs an ODE-ViT, but '{args.model}' is not one. Run: odevit convert {args.model} OUT")
     sizes = [' x '.join(map(str, data_config(each)['input_size'])) for each in (model, teacher or model)]
     if sizes[0] != sizes[1]:
         raise ValueError(f'The teacher takes images of {sizes[1]}, the model of {sizes[0]}. Give a teacher with the '
@@ -167,3 +179,54 @@ def _images(
                            any_classes=any_classes, workers=args.workers)
     used = parts.get('train') if share else parts.get('val') or parts.get('test')
     return images, f'{share}{used or args.data}'
+
+
+def add_benchmark(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('models', nargs='+', metavar='MODEL', help=f'{MODEL}; the others are compared with the first')
+    parser.add_argument('--batch-size', type=step_counts, metavar='N,N,...', default=(1, 8),
+                        help='images per call (default: 1,8)')
+    parser.add_argument('--steps', type=step_counts, metavar='K-K,K,...', default=(),
+                        help='also time with these step counts (default: only as saved)')
+    parser.add_argument('--compile', choices=MODES, nargs='?', const=MODES[0], metavar='MODE',
+                        help=f"also time each model compiled by torch.compile, in one of its modes: {', '.join(MODES)}")
+    parser.add_argument('--dtype', choices=DTYPES, default=DTYPES[0], metavar='DTYPE',
+                        help=f"{', '.join(DTYPES)} (default: %(default)s)")
+    add_number(parser, '--img-size', "image size in pixels (default: the model's)")
+    add_number(parser, '--rounds', 'rounds in which all take turns', default=10)
+    parser.add_argument('--data', help=f'{IMAGES} (default: noise)')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='also write the measurements to this file')
+    add_quiet(parser)
+
+
+def benchmark(args: argparse.Namespace) -> None:
+    """Time models, and measure their memory and size, side by side in one run."""
+    os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # read when the profiler first starts: lower levels are noise
+    if len({*args.models}) < len(args.models):
+        raise ValueError('A model is named twice. Give each one once.')
+    check_file(args.json)
+    found = measure(
+        {name: _model(name, args) for name in args.models}, batch_sizes=args.batch_size, steps=args.steps,
+        rounds=args.rounds, compiled=args.compile, images=partial(_some_images, args.data) if args.data else None,
+        progress=not args.quiet)
+    print(found)
+    if args.json is not None:
+        write_text(args.json, to_json(found.to_dict()))
+
+
+def _model(name: str, args: argparse.Namespace) -> nn.Module:
+    """A model by name; the weights of a name without a source or tag do not matter."""
+    check_name(name)
+    with_weights = name.startswith(TOWERS) or parse_model_name(name)[0] is not None or '.' in name
+    return load(name, args, pretrained=with_weights).to(getattr(torch, args.dtype)).eval()
+
+
+def _some_images(path: str, model: nn.Module, count: int) -> Tensor:
+    """The first images of a folder or an .npz, again from the start if there are too few."""
+    like = next(p for p in model.parameters() if p.is_floating_point())
+    found: list[Tensor] = []
+    for images, _ in images_of(path, model, batch_size=count)[1]:
+        found.append(images)
+        if sum(map(len, found)) >= count:
+            break
+    images = torch.cat(found)
+    return images[torch.arange(count) % len(images)].to(like)

@@ -1,6 +1,6 @@
 """How a model expects its images, which label it has for each class, and timm's mixup of both."""
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,17 +64,17 @@ def count_held_out(count: int, share: float) -> int:
     return min(count - 1, max(1, round(share * count)))
 
 
-def renormalisation(model: Any, teacher: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return scale and shift [1, C, 1, 1] from images normalised for a model to images normalised for its teacher.
+def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | None:
+    """From images [B, C, H, W] normalised for a model to images normalised for its teacher.
 
     Returns:
-        Two tensors; None twice if both expect the same, or if one does not say what it expects.
+        A function of images; None if both expect the same, or if one does not say what it expects.
 
     Raises:
         ValueError: They take images with different numbers of channels.
     """
     if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in (model, teacher) for key in ('mean', 'std')):
-        return None, None
+        return None
     (mean, mean_t), (std, std_t) = (
         [torch.tensor(resolve_input_data_config(m)[key]).view(1, -1, 1, 1) for m in (model, teacher)]
         for key in ('mean', 'std'))
@@ -82,8 +82,9 @@ def renormalisation(model: Any, teacher: Any) -> tuple[Tensor | None, Tensor | N
         raise ValueError(f'The teacher takes images with {mean_t.shape[1]} channels, the model with {mean.shape[1]}. '
                          'Give a teacher with as many channels as the model.')
     if torch.equal(mean, mean_t) and torch.equal(std, std_t):
-        return None, None
-    return std / std_t, (mean - mean_t) / std_t
+        return None
+    scale, shift = std / std_t, (mean - mean_t) / std_t
+    return lambda images: images * scale.to(images) + shift.to(images)
 
 
 class MixupLoader:

@@ -2,7 +2,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from ..convert.merge import check_not_merged
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Context
-from ..ode.methods import METHODS, Step
+from ..ode.methods import METHODS
 from ..ode.solver import Solver
 from ..settings import integer, many, one_of
 from .flow import Flow, Images, PerImage, norms, over_images
@@ -96,8 +95,8 @@ def discretisation_errors(
     usual = sorted({max(own.steps // 2, 1), own.steps, 2 * own.steps})
     given: Any = usual if steps is None else steps if isinstance(steps, (list, tuple)) else [steps]
     counts = many(integer(1), 'whole numbers of at least 1')('steps', given)
-    if not counts:
-        raise ValueError('steps must be whole numbers of at least 1; got [].')
+    if not counts or not chosen:
+        raise ValueError('There are no methods or no steps. Give at least one of each.')
     if type(fine) is not int or fine < 2 or fine % 2:
         raise ValueError(f'fine must be an even number of at least 2; got {fine!r}.')
 
@@ -129,7 +128,8 @@ class _Solutions:
     def maps(self, method: str, steps: int, t: float, end: float) -> list[Any]:
         config = replace(self.ode.config, method=method, steps=steps, T=end - t, adjoint=False)
         solver: Any = Solver(config, self.ode.shared, t)
-        return [partial(_step, step, step.field.context((), self.block_kwargs, step.field.fold())) for step in solver]
+        return [lambda x, step=step: step(x, step.field.context((), self.block_kwargs, step.field.fold()))
+                for step in solver]
 
     def reference(self, x: Tensor, t: float, end: float, fine: int) -> Tensor:
         """It starts anew where the field jumps, and has a step end at every layer."""
@@ -149,7 +149,3 @@ class _Solutions:
             x = after
         return DiscretisationError(norms(x - self.exact) / self.path, torch.stack(local, 1), self.half / self.path,
                                    method, steps, times[1:])
-
-
-def _step(step: Step, context: Context, x: Tensor) -> Tensor:
-    return step(x, context)

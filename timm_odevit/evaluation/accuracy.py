@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..convert.merge import check_not_merged
 from ..data.preprocessing import renormalisation
 from ..hooks import autocast, evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks
@@ -18,14 +17,12 @@ from ..ode.with_steps import with_steps
 from ..settings import shown
 from .results import Evaluation, Result
 
-__all__ = ['AMP_DTYPES', 'NO_CLASS', 'Normalisation', 'check_labels', 'check_same_images', 'evaluate', 'in_batches',
-           'is_pair', 'lineup', 'run_batches', 'views', 'wait_for']
+__all__ = ['AMP_DTYPES', 'NO_CLASS', 'check_labels', 'check_same_images', 'evaluate',
+           'images_and_labels', 'in_batches', 'is_pair', 'lineup', 'run_batches', 'views', 'wait_for']
 
 AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
 NO_CLASS = -1  # the class of an image whose outputs are not finite, which is never right
 BATCH = 64  # images of a pair of tensors that run at once
-
-Normalisation = tuple[Tensor | None, Tensor | None]  # scale and shift of images; None twice to leave them
 
 
 def evaluate(
@@ -119,7 +116,8 @@ def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str
     """A name and a view of the model for each of the step counts; the model itself for None.
 
     Raises:
-        ValueError: There are no counts, or the model has no steps to set.
+        TypeError: The model is not an ODE-ViT.
+        ValueError: There are no counts, or the model has several stages.
     """
     blocks = find_ode_blocks(model)
     if steps is None:
@@ -127,10 +125,6 @@ def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str
     counts = [int(steps)] if isinstance(steps, (int, Integral)) else list(steps)
     if not counts:
         raise ValueError('steps is empty. Give step counts, such as steps=(1, 6, 12), or None.')
-    check_not_merged(model)
-    if not blocks:
-        raise ValueError(
-            f'steps={counts} needs an ODE-ViT; this {type(model).__name__} is not one. Call convert_ first.')
     if len(blocks) > 1:
         raise ValueError(
             f'steps={counts} is one number for all blocks, but this {type(model).__name__} has {len(blocks)} stages. '
@@ -140,14 +134,14 @@ def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str
 
 def lineup(
         model: nn.Module, steps: int | Sequence[int] | None, teacher: nn.Module | None,
-) -> list[tuple[str, str, nn.Module, Normalisation]]:
+) -> list[tuple[str, str, nn.Module, Callable[[Tensor], Tensor] | None]]:
     """What is measured, in this order: kind ('teacher', 'student' or 'model'), name, model, and its normalisation."""
     for what, given in (('model', model), ('teacher', teacher)):
         if not isinstance(given, nn.Module) and not (what == 'teacher' and given is None):
             raise TypeError(f'{what} must be a timm model; got {shown(given)}. Build it with timm.create_model.')
     taught = [] if teacher is None else [('teacher', 'teacher', teacher, renormalisation(model, teacher))]
     kind = 'model' if teacher is None else 'student'
-    return taught + [(kind, name, view, (None, None)) for name, view in views(model, steps)]
+    return taught + [(kind, name, view, None) for name, view in views(model, steps)]
 
 
 def check_same_images(marks: Tensor, others: Tensor) -> None:
@@ -194,18 +188,11 @@ def run_batches(
         amp_dtype: torch.dtype | None = None,
         progress: bool = False,
         name: str = '',
-        normalisation: Normalisation = (None, None),
+        normalisation: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[dict[str, Any], Tensor]:
     """The batches of a loader through a model in eval mode, on its device; empty batches are skipped.
 
-    Args:
-        model: Model, [B, C, H, W] to its outputs [B, ...].
-        loader: Batches (images [B, C, H, W], labels [B]).
-        each: Is called with the outputs in float32 [B, ...] and the labels [B] of each batch.
-        amp_dtype: Run under autocast in this dtype; None for the model's own.
-        progress: Show a progress bar.
-        name: What it says.
-        normalisation: Scale and shift of the images.
+    `each` is called with the outputs in float32 [B, ...] and the labels [B] of each batch; `name` is for the bar.
 
     Returns:
         Steps, evaluations, parameters, images, speed, and how many images halted when, as in a Result; and a mark of
@@ -215,18 +202,17 @@ def run_batches(
         ValueError: The loader gave no images.
     """
     parameter = next(model.parameters())
-    scale, shift = normalisation
     cost = _Cost(model, parameter.device)
     marks: list[Tensor] = []
     with evaluating(model), torch.inference_mode(), autocast(parameter.device, amp_dtype):
         for batch in tqdm(loader, desc=name, leave=False, disable=not progress):
-            images, labels = _images_and_labels(batch)
+            images, labels = images_and_labels(batch)
             if not len(images):
                 continue
             marks.append(images.float().flatten(1).mean(dim=1).cpu())
             images = images.to(parameter.device, parameter.dtype if amp_dtype is None else images.dtype)
-            if scale is not None and shift is not None:
-                images = images * scale.to(images) + shift.to(images)
+            if normalisation is not None:
+                images = normalisation(images)
             each(cost.forward(images).float(), labels.to(parameter.device))
     if not marks:
         raise ValueError('The loader gave no images.')
@@ -272,7 +258,10 @@ class _Cost:
             parameters=count_parameters(self.model), images_per_second=self.images / self.seconds)
 
 
-def _images_and_labels(batch: Any) -> tuple[Tensor, Tensor]:
+def images_and_labels(batch: Any, labelled: bool = True) -> tuple[Tensor, Any]:
+    """The images and labels of a batch; None for labels if it has none and needs none; else raises ValueError."""
+    if not labelled and isinstance(batch, Tensor) and batch.ndim == 4:
+        return batch, None
     if is_pair(batch) and batch[0].ndim == 4 and batch[1].shape == batch[0].shape[:1]:
         return batch[0], batch[1]
     parts = batch if isinstance(batch, (tuple, list)) else [batch]

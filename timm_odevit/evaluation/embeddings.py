@@ -74,9 +74,9 @@ def evaluate_embeddings(
         elif reference is not None:
             check_same_images(reference.marks, ours.marks)
         knn = probe = zero_shot = None
+        labels = ours.labels
         if labelled is not None or class_embeddings is not None:
-            _check_labels(ours.labels)
-        labels = ours.labels.masked_fill(~ours.finite, NO_CLASS)
+            labels = _check_labels(labels).masked_fill(~ours.finite, NO_CLASS)
         if class_embeddings is not None:
             zero_shot = _zero_shot(ours.values, labels, class_embeddings)
         if labelled is not None:
@@ -103,7 +103,7 @@ def _embed(model: nn.Module, loader: Any, name: str, **options: Any) -> _Embedde
 
     def each(outputs: Tensor, given: Tensor) -> None:
         embeddings.append(outputs.flatten(1).cpu())
-        labels.append(given.cpu().long())
+        labels.append(given.cpu())
     about, marks = run_batches(model, loader, each, name=name, **options)
     values = torch.cat(embeddings)
     finite = values.isfinite().all(dim=1)
@@ -115,16 +115,17 @@ def _embed(model: nn.Module, loader: Any, name: str, **options: Any) -> _Embedde
 
 def _memory(labelled: _Embedded) -> tuple[Tensor, Tensor]:
     """Embeddings and labels to learn from: those that are finite, if any is."""
-    _check_labels(labelled.labels)
-    if len(labelled.labels) < 2:
+    labels = _check_labels(labelled.labels)
+    if len(labels) < 2:
         raise ValueError('labelled has one image. Give two or more, such as the training images.')
     used = labelled.finite if labelled.finite.any() else ~labelled.finite
-    return labelled.values[used], labelled.labels[used]
+    return labelled.values[used], labels[used]
 
 
-def _check_labels(labels: Tensor) -> None:
-    if int(labels.min()) < 0:
-        raise ValueError(f'The data has the label {int(labels.min())}. Labels are numbers from 0.')
+def _check_labels(labels: Tensor) -> Tensor:
+    if labels.is_floating_point() or int(labels.min()) < 0:
+        raise ValueError(f'Labels are whole numbers from 0; the data has {labels.min():g}, in {labels.dtype}.')
+    return labels.long()
 
 
 def _compared(ours: _Embedded, theirs: _Embedded | None) -> dict[str, Any]:
@@ -258,7 +259,7 @@ def patch_agreement(
         ...     print(found)
     """
     measured = views(model, steps)
-    scale, shift = renormalisation(model, teacher)
+    normalisation = renormalisation(model, teacher)
     sums: list[list[Tensor]] = [[] for _ in measured]  # for each batch, the sums over its images [2, H, W]
     count = 0
     with evaluating(model), evaluating(teacher), torch.inference_mode():
@@ -266,7 +267,7 @@ def patch_agreement(
             if not len(images):
                 continue
             images = images.to(next(model.parameters()))
-            same = images if scale is None or shift is None else images * scale.to(images) + shift.to(images)
+            same = images if normalisation is None else normalisation(images)
             theirs = _features(teacher, same.to(next(teacher.parameters()).dtype))
             count += len(images)
             for found, (_, view) in zip(sums, measured, strict=True):

@@ -15,7 +15,7 @@ from ..ode.config import HALTING
 from ..ode.halting import Scores
 from ..ode.methods import METHODS
 from ..settings import number, one_of
-from .accuracy import check_labels, in_batches
+from .accuracy import check_labels, images_and_labels, in_batches
 
 __all__ = ['Halting', 'calibrate_halting']
 
@@ -80,7 +80,7 @@ def calibrate_halting(
         A Halting: print it; call its `apply_(model)` to turn halting on.
 
     Raises:
-        TypeError: The model is not an ODE-ViT with one sequence of blocks, or the loader gives no tensors.
+        TypeError: The model is not an ODE-ViT with one sequence of blocks.
         ValueError: Its head cannot be applied to the states along the way, it runs its blocks one by one, its method
             is adaptive, its logits are not finite, labels do not fit the classes, a setting is out of range, or there
             are no images.
@@ -101,7 +101,7 @@ def calibrate_halting(
     found = []
     with evaluating(model), torch.inference_mode():
         for batch in tqdm(in_batches(loader), desc='halting', leave=False, disable=not progress):
-            images, labels = _images_and_labels(batch)
+            images, labels = images_and_labels(batch, labelled=False)
             if len(images):
                 found.append(_scores(model, blocks, images, labels, rule))
     if not found:
@@ -125,15 +125,6 @@ def calibrate_halting(
         halted=tuple((100 * taken.bincount(minlength=blocks.steps + 1)[1:] / len(taken)).tolist()))
 
 
-def _images_and_labels(batch: Any) -> tuple[Tensor, Tensor | None]:
-    images, labels = batch if isinstance(batch, (list, tuple)) else (batch, None)
-    for name, part in (('images', images), ('labels', labels)):
-        if not isinstance(part, Tensor) and part is not None:
-            raise TypeError(f'The loader must give tensors: images [B, C, H, W], or (images, labels); got {name} of '
-                            f'type {type(part).__name__}.')
-    return images, labels
-
-
 def _scores(
         model: Any, blocks: Any, images: Tensor, labels: Tensor | None, rule: str,
 ) -> tuple[Tensor, Tensor]:
@@ -150,8 +141,6 @@ def _scores(
         raise ValueError(f'This {type(model).__name__} does not apply its norm and head to the last state alone, so no '
                          'image can halt.')
     truth = last if labels is None else labels.to(last.device)
-    if truth.shape != last.shape:
-        raise ValueError(f'Labels must be classes [B]; got {list(truth.shape)} for {len(last)} images.')
     truth = check_labels(truth, logits.shape[1])
     return torch.stack(scores, dim=1).cpu(), (answers == truth[:, None]).cpu()
 

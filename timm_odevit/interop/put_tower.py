@@ -126,7 +126,8 @@ def _in_open_clip(program: Any, old: Any, tower: Any) -> list[tuple[Any, str, An
     visual.trunk = tower
     if head is not None:
         visual.head = head
-    visual.image_size = to_2tuple(tower.patch_embed.img_size) if hasattr(tower, 'patch_embed') else old.image_size
+    size = getattr(getattr(tower, 'patch_embed', None), 'img_size', None)
+    visual.image_size = old.image_size if size is None else to_2tuple(size)
     for key in _KEPT:
         if hasattr(old, key):
             setattr(visual, key, getattr(old, key))

@@ -36,15 +36,7 @@ class Chart:
 
 
 def charts(found: Findings, names: Sequence[str] | None) -> list[Chart]:
-    """The charts of a report, the most important first.
-
-    Args:
-        found: What was measured.
-        names: Names of the classes.
-
-    Raises:
-        ImportError: plotly is not installed.
-    """
+    """The charts of a report, the most important first; `names` are those of the classes."""
     own, other = found.geometry
     made = [_plane(found)]
     if found.probabilities is not None:

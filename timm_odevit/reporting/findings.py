@@ -99,18 +99,7 @@ class Findings:
 
 
 def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool = True) -> Findings:
-    """Measure everything that a report shows.
-
-    Args:
-        model: timm model with one sequence of blocks, an ODE-ViT or an ordinary ViT.
-        images: Images [B, C, H, W], normalised for the model, on its device.
-        teacher: A model of the same width, tokens and normalisation of images.
-        progress: Show a progress bar.
-
-    Raises:
-        TypeError: A model has no single sequence of blocks.
-        ValueError: The teacher does not fit the model, or the model is not in float32.
-    """
+    """Measure everything that a report shows; arguments and errors are those of `write_report`."""
     _check(model, images, teacher)
     with follow(model, images[:1]) as flow:
         has_head, has_maps, grid = flow.head is not None, has_attention_maps(flow), _grid(model, flow)
@@ -156,7 +145,7 @@ def _check(model: Any, images: Tensor, teacher: Any) -> None:
                              f'{next(each.parameters()).dtype}. Call float() on it first.')
     if teacher is None:
         return
-    if renormalisation(model, teacher) != (None, None):
+    if renormalisation(model, teacher) is not None:
         raise ValueError('The teacher and the model normalise images differently (mean, std). Give a teacher with the '
                          'same normalisation.')
     for what, of in (('classes', lambda m: getattr(m, 'num_classes', None)),

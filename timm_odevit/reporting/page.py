@@ -97,12 +97,6 @@ def _texts(what: str, given: Sequence[Any], count: int) -> list[str]:
     return [text.encode(errors='replace').decode() for text in given]
 
 
-def _on_grid(found: Findings, tokens: Tensor) -> Tensor:
-    """Numbers per token [B, K, N] on the grid of the patches [B, K, rows, columns]."""
-    assert found.attention is not None and found.grid is not None
-    return tokens[..., found.attention.prefix:].unflatten(-1, found.grid)
-
-
 def _page(
         title: str, found: Findings, seen: list[Image.Image], made: list[Chart], names: Sequence[str],
         classes: Sequence[str] | None, known: Sequence[str] | None,
@@ -118,8 +112,9 @@ def _page(
         for name, tokens, words in (('attention', found.attention.attention, about),
                                     ('rollout', found.attention.rollout,
                                      'attention through all steps up to t (rollout)')):
+            # before the first step, there is none
             frames[name] = [[_uri(spotlight(torch.ones(found.grid))), *(_uri(spotlight(x)) for x in image)]
-                            for image in _on_grid(found, tokens)]  # before the first step, there is none
+                            for image in tokens[..., found.attention.prefix:].unflatten(-1, found.grid)]
             looks.append(_figure(words, name))
     first = [_panel('What it looks at', 'The image is dark where there is little attention.',
                     f'<div class="seen">{"".join(looks)}</div>')]

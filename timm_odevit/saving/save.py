@@ -1,6 +1,7 @@
 """save_pretrained: a folder that `timm.create_model('local-dir:...')` rebuilds exactly."""
 import json
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from ..convert.merge import check_not_merged
 from ..files import staged
 from ..hooks import on_meta
 from ..loading import CONFIG, WEIGHTS, check_args
-from ..ode.blocks import OdeBlocks, find_ode_blocks
-from ..ode.config import PREFIX, OdeConfig
+from ..ode.blocks import find_ode_blocks
+from ..ode.config import PREFIX
 from ..ode.methods import Step
 from ..ode.solver import Solver
 
@@ -130,25 +131,21 @@ def describe(
             args = {'base': args.get('base', architecture), 'base_args': own,
                     **{k: v for k, v in args.items() if k in _TOP}}
             architecture = 'odevit_converted'
-        args.update(_settings(blocks).to_args())
+        config = blocks[0].config
+        if len(blocks) > 1:  # stages: leave out what each derives from its own depth
+            config = replace(config, steps=tuple(b.steps for b in blocks), T=None, boundaries='uniform')
+        args.update(config.to_args())
     try:
         args = json.loads(json.dumps(args))
     except TypeError as e:
         raise ValueError(f'A keyword of this model cannot be written as JSON ({e}). {hint}') from None
     with on_meta():
         rebuilt = timm.create_model(architecture, **args)
-    difference = _first_difference(structure(model), structure(rebuilt))
-    if difference:
-        raise ValueError(f'{architecture} with {args} would not rebuild this model: {difference}. {hint}')
+    for ours, theirs in zip_longest(structure(model), structure(rebuilt), fillvalue='nothing in its place'):
+        if ours != theirs:
+            raise ValueError(f'{architecture} with {args} would not rebuild this model: it has {ours}, the rebuilt one '
+                             f'{theirs}. {hint}')
     return architecture, args, rebuilt
-
-
-def _settings(blocks: list[OdeBlocks]) -> OdeConfig:
-    """Return the settings from which all of a model's OdeBlocks can be rebuilt."""
-    config = blocks[0].config
-    if len(blocks) > 1:  # stages: leave out what each derives from its own depth
-        config = replace(config, steps=tuple(b.steps for b in blocks), T=None, boundaries='uniform')
-    return config
 
 
 def structure(model: nn.Module) -> list[str]:
@@ -163,13 +160,3 @@ def structure(model: nn.Module) -> list[str]:
                       if type(v) in (bool, int, float, str) and not k.startswith('_') and k not in _RUNTIME]
     lines += [f'{name}: {list(tensor.shape)}' for name, tensor in model.state_dict().items()]
     return lines
-
-
-def _first_difference(ours: list[str], theirs: list[str]) -> str:
-    for a, b in zip(ours, theirs, strict=False):
-        if a != b:
-            return f'it has {a}, the rebuilt one {b}'
-    if len(ours) != len(theirs):
-        longer = max(ours, theirs, key=len)
-        return f'one has {longer[min(len(ours), len(theirs))]}, the other has nothing in its place'
-    return ''

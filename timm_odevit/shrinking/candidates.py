@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import timm
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,12 +18,13 @@ from ..convert.conversion import convert_
 from ..convert.merge import merge_
 from ..deploy import export_model
 from ..evaluation.halting import calibrate_halting
-from ..ode.blocks import find_ode_blocks
+from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.with_steps import with_steps
+from ..saving.save import describe
 from ..settings import one_line
 from .images import Images, margin, outputs_of, score, scores
 
-__all__ = ['Candidate', 'Row', 'candidates', 'measure', 'operations']
+__all__ = ['Candidate', 'Row', 'candidates', 'measure', 'operations', 'plain_student']
 
 BATCHES = (1, 32)
 ROUNDS = 5
@@ -59,6 +61,36 @@ class Row:
     margin: float
     ms: tuple[float, float] | None
     operations: float
+
+
+def plain_student(model: nn.Module, parameters: int) -> nn.Module | None:
+    """A model of the same kind with so many of the model's blocks that it has about as many parameters, evenly spaced.
+
+    It has one block per layer, which an OdeBlocks holds, so that it is trained like any student.
+
+    Returns:
+        The student; None if timm cannot build the model with fewer blocks.
+    """
+    sites = find_stages(model)
+    blocks = sites[0].blocks
+    outside = count_parameters(model) - sum(map(count_parameters, blocks))
+    count = min(len(blocks) - 1, max(1, round((parameters - outside) / count_parameters(blocks[0]))))
+    if len(sites) > 1 or count < 1:
+        return None
+    architecture, args, _ = describe(model)
+    prefix = f'{sites[0].name}.blocks.'.lstrip('.')
+    layers = torch.linspace(0, len(blocks) - 1, count).round().int().tolist()
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefix)}
+    for i, layer in enumerate(layers):
+        state.update({f'{prefix}{i}.{name}': tensor for name, tensor in blocks[layer].state_dict().items()})
+    try:
+        plain = timm.create_model(architecture, **{**args, 'depth': count})
+        plain.load_state_dict(state)
+    except (AssertionError, RuntimeError, TypeError, ValueError):  # depth is no keyword, or other tensors depend on it
+        return None
+    plain.pretrained_cfg = plain.default_cfg = dict(model.pretrained_cfg)  # type: ignore[arg-type,assignment]
+    first = next(model.parameters())
+    return convert_(plain.to(first.device, first.dtype), phases=count, keep_original=False).model
 
 
 def candidates(model: nn.Module, student: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
@@ -135,7 +167,7 @@ def early_exit(student: nn.Module, images: Images) -> Row | None:
     if images.measure == 'cosine':
         return None
     try:
-        found = calibrate_halting(halting, images.choosing.batches())
+        found = calibrate_halting(halting, images.choosing[:2])
     except (TypeError, ValueError):
         return None
     found.apply_(halting)

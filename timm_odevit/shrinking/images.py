@@ -1,6 +1,5 @@
 """What images there are, to learn from and to judge by, and what is measured on them."""
 import copy
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +12,9 @@ from ..convert.svd_data import check_images
 from ..data.arrays import ArrayLoader, array_images, array_loaders
 from ..data.folders import folder_loaders, image_loaders
 from ..data.preprocessing import count_held_out
-from ..evaluation.accuracy import is_pair, run_batches
+from ..evaluation.accuracy import in_batches, is_pair, run_batches
 from ..settings import one_line
-from ..training.loaders import Unlabelled
+from ..training.loaders import Unlabelled, draw
 
 __all__ = ['SAMPLE', 'Held', 'Images', 'margin', 'outputs_of', 'read_images', 'score', 'scores', 'value_of']
 
@@ -23,7 +22,6 @@ HELD = 2048  # images that choose and judge, at most
 HELD_OUT = 0.2  # share of the images that is held out to choose and to judge, unless others are given for that
 SAMPLE = 256  # images that are learned from, at least, to initialise by: a few would fit themselves alone
 NUMBERS = 2 ** 28  # in the images held out: 1 GB
-BATCH = 64
 LEAST = 0.2  # of the labels that a model must know, and more than by chance
 
 
@@ -32,10 +30,6 @@ class Held(NamedTuple):
     images: Tensor
     labels: Tensor
     outputs: Tensor
-
-    def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """In batches (images, labels)."""
-        return list(zip(self.images.split(BATCH), self.labels.split(BATCH), strict=True))
 
 
 class Images(NamedTuple):
@@ -63,18 +57,7 @@ class Images(NamedTuple):
 def read_images(
         images: str | Path | Tensor | tuple[Tensor, Tensor], model: nn.Module, batch_size: int, embedding: bool = False,
 ) -> Images:
-    """Read images; of those with labels that are the model's classes, by class.
-
-    Args:
-        images: A folder of images, with one sub-folder per class or not, with train/ and val/ or not; an .npz; images
-            [N, C, H, W], normalised for the model; or a pair of such and labels [N].
-        model: The model.
-        batch_size: Images per batch.
-        embedding: The model's outputs are embeddings; always so for a model without classes.
-
-    Raises:
-        ValueError: There are no images, or they do not fit the model.
-    """
+    """Read images, in any form that `shrink` takes; raises ValueError for none, or if they do not fit the model."""
     classes = 0 if embedding else getattr(model, 'num_classes', 0)
     why = '' if classes else "the model's outputs are embeddings"
     test = None
@@ -84,11 +67,11 @@ def read_images(
     else:
         loader, learned, held, test, why = _files(Path(images), model, batch_size, why)  # type: ignore[arg-type]
     measure = 'accuracy' if classes and not why else 'agreement' if classes else 'cosine'
-    most = max(2, min(HELD, NUMBERS // _draw(held, 1)[0].numel()))
-    pictures, labels = _draw(held, most)
+    most = max(2, min(HELD, NUMBERS // draw(held, 1)[0].numel()))
+    pictures, labels = draw(held, most)
     half = (len(pictures) + 1) // 2 if test is None else most // 2
-    others = (pictures[half:], labels[half:]) if test is None else _draw(test, half)
-    parts = [(pictures[:half], labels[:half]), others, _draw(learned, max(len(others[0]), SAMPLE))]
+    others = (pictures[half:], labels[half:]) if test is None else draw(test, half)
+    parts = [(pictures[:half], labels[:half]), others, draw(learned, max(len(others[0]), SAMPLE))]
     if not len(others[0]):  # one image does both
         parts[1] = parts[0]
     right = (outputs_of(model, pictures).flatten(1).argmax(dim=-1) == labels).double().mean().item()
@@ -109,8 +92,8 @@ def _held(model: nn.Module, images: Tensor, labels: Tensor, measure: str) -> Hel
 def outputs_of(model: nn.Module, images: Tensor) -> Tensor:
     """The outputs of a model for images [N, C, H, W], in batches, on the CPU."""
     found: list[Tensor] = []
-    batches = [(batch, torch.zeros(len(batch), dtype=torch.long)) for batch in images.split(BATCH)]
-    run_batches(model, batches, lambda outputs, _: found.append(outputs.cpu()))
+    unlabelled = images, torch.zeros(len(images), dtype=torch.long)
+    run_batches(model, in_batches(unlabelled), lambda outputs, _: found.append(outputs.cpu()))
     return torch.cat(found)
 
 
@@ -184,16 +167,3 @@ def _files(path: Path, model: Any, batch_size: int, why: str) -> tuple[Any, Any,
 
 def _count(source: Any) -> int:
     return len(source.labels if isinstance(source, ArrayLoader) else source)
-
-
-def _draw(source: Any, most: int) -> tuple[Tensor, Tensor]:
-    """At most so many images at random, of those that can be read, and their labels."""
-    order = torch.randperm(_count(source), generator=torch.Generator().manual_seed(0))
-    if isinstance(source, ArrayLoader):
-        index = order[:most]
-        return source.prepare(source.images[index.to(source.images.device)]).cpu(), source.labels[index].cpu()
-    found = list(islice(((image, label) for image, label in map(source.__getitem__, order.tolist())
-                         if int(label) >= 0), most))
-    if not found:
-        raise ValueError('None of the images can be read. Give others.')
-    return torch.stack([image for image, _ in found]), torch.tensor([int(label) for _, label in found])

@@ -3,7 +3,7 @@ import copy
 import json
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,20 +14,26 @@ import torch
 from torch import nn
 
 from ..convert.block_kinds import find_stages
+from ..convert.conversion import convert_
+from ..convert.sizing import choose_size, predict_parameters
+from ..evaluation.accuracy import in_batches
 from ..files import to_json, write_text
-from ..ode.blocks import find_ode_blocks
+from ..ode.blocks import count_parameters, find_ode_blocks
+from ..ode.config import OdeConfig
 from ..saving.save import save_pretrained
+from ..training.calibrate import calibrate_
 from ..training.fit import fit
 from ..training.minutes import EPOCHS, Stream, loss_before, seconds_per_update, updates_in
 from ..training.monitor import score_of
 from ..training.recipe import Recipe
 from ..training.resume import BEST, HISTORY
 from ..training.tasks import StepwiseTask, TrajectoryDistillationTask
-from .images import Held, Images, value_of
+from .images import SAMPLE, Held, Images, value_of
 
-__all__ = ['Learned', 'learn']
+__all__ = ['Learned', 'learn', 'smallest_size']
 
 PLAN = 'plan.json'
+TRIALS = 4  # each halves the range that is left: 4 find the size to 5 % of the model's parameters
 VALIDATION = 0.1  # share of the minutes, which sets how many images choose: at least so many
 FEWEST = 128
 # share of the minutes; task, keywords of the loss and of fit
@@ -103,7 +109,7 @@ def learn(
             task = make(student)
             task.title = name
             loader = Stream(images.loader, max(1, updates // EPOCHS), EPOCHS * list(tasks).index(name))
-            history = fit(task, loader, images.choosing.batches(), epochs=min(updates, EPOCHS), amp=plan['amp'],
+            history = fit(task, loader, in_batches(images.choosing[:2]), epochs=min(updates, EPOCHS), amp=plan['amp'],
                           out=folder / name.replace(' ', '_'), resume=True, progress=progress, **chosen)
             scores[name] = _scores(history)
             outside = time.perf_counter() - started - sum(record['seconds'] for record in history)  # also to save
@@ -115,6 +121,44 @@ def learn(
         best = _best(first, start, folder, tasks)
         save_pretrained(best, folder / BEST)
     return Learned(best, scores, plan['amp'])
+
+
+def smallest_size(
+        model: nn.Module, images: Images, base: OdeConfig, keep: float, minutes: float, progress: bool,
+) -> OdeConfig:
+    """A binary search over the number of parameters, between one shared block and the model itself.
+
+    A student that does not keep the share as initialised, of what is measured of the model on the images that choose,
+    is calibrated, each for a fourth of the minutes.
+
+    Returns:
+        Settings of the smallest that kept enough; of one phase per layer, which is the model itself, if none did.
+    """
+    def kept(student: nn.Module) -> float:
+        return value_of(student, images.choosing, images.measure)
+    exact = best = choose_size(model, 1., base, init='svd_data')
+    low, high, wanted = predict_parameters(model, replace(exact, phases=1)), count_parameters(model), keep * kept(model)
+    tried: list[Any] = [exact]
+    for _ in range(TRIALS):
+        middle = (low + high) // 2
+        config = choose_size(model, middle, base, init='svd_data')
+        if config in tried:
+            break  # nothing lies between
+        tried.append(config)
+        student = copy.deepcopy(model)
+        pictures = images.learned.images[:SAMPLE].to(next(model.parameters()).device)
+        convert_(student, config, images=pictures, keep_original=False)
+        found = kept(student)
+        if found < wanted:
+            calibrate_(student, model, images.loader, minutes=minutes / TRIALS, progress=progress)
+            found = kept(student)
+        if progress:
+            print(f'{count_parameters(student):,} parameters: {found:.1f} % {images.measure}, {wanted:.1f} % wanted')
+        if found >= wanted:
+            best, high = config, count_parameters(student)
+        else:
+            low = middle
+    return best
 
 
 def _first(held: Held, count: int) -> Held:

@@ -12,11 +12,7 @@ COLOURS = {'original': '#808080', 'plain': '#c2610c', 'student': '#3b82f6'}
 
 
 def write_page(verdict: Verdict, title: str) -> str:
-    """The page, as HTML.
-
-    Raises:
-        ImportError: plotly is not installed.
-    """
+    """The page, as HTML; raises ImportError without plotly."""
     from plotly.offline import get_plotlyjs
     beaten = dominated(verdict.rows)
     head = ''.join(f'<th scope="col">{escape(text)}</th>' for text in ('', *verdict.heads))

@@ -27,12 +27,10 @@ from ..saving.save import describe
 from ..settings import number
 from ..training.resume import RUN, check_about, hash_of
 from ..training.tasks import TrajectoryDistillationTask
-from .candidates import Candidate, candidates, early_exit, measure
+from .candidates import Candidate, candidates, early_exit, measure, plain_student
 from .images import SAMPLE, Images, outputs_of, read_images
-from .learning import Learned, learn
+from .learning import Learned, learn, smallest_size
 from .page import write_page
-from .plain import plain_student
-from .search import smallest_size
 from .verdict import Verdict, dominated
 
 __all__ = ['shrink']

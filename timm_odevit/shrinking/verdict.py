@@ -76,7 +76,7 @@ class Verdict:
             return (f'{row.name} ({row.mb:.2f} MB, {row.value:.1f} % {self.measure}; {size:.2f} of the size and '
                     f'{time:.2f} of the time, for a batch, of {other.name})')
         if small.name.startswith('original') or (small.mb or 0.) > 0.9 * (plain.mb or 0.):
-            said = (f'Keep your model: no file smaller than {plain.name} ({plain.mb:.2f} MB) keeps {share} of its '
+            said = (f'Keep your model: no file much smaller than {plain.name} ({plain.mb:.2f} MB) keeps {share} of its '
                     f'{self.measure}.')
         else:
             said = f'For a small file: {words(small)}.'

@@ -96,7 +96,9 @@ def _train(
     used = [True, True] if config.epochs is None else [epochs > 0 for epochs in config.epochs]
     tasks = [make(model) if use else None for make, use in zip(parts, used, strict=True)]  # before any is trained
     first = next(task for task in tasks if task is not None)
-    few = _a_few(loader, torch.device(first.device), config.seed)
+    with loader_state_kept(loader, torch.device(first.device)):
+        random_seed(config.seed * 10_007 % 2 ** 31)
+        few: list[Any] = list(islice(loader, TRIED))
     share = 1.
     if None in (config.lr, config.unrolled_lr):
         share = min(1., 3. * loss_before(first, few, config.amp))
@@ -132,13 +134,6 @@ def _train(
             stacklevel=3)
     model.load_state_dict(states[best])
     return history
-
-
-def _a_few(loader: Any, device: torch.device, seed: int) -> list[Any]:
-    """A few batches, without a change to the loader."""
-    with loader_state_kept(loader, device):
-        random_seed(seed * 10_007 % 2 ** 31)
-        return list(islice(loader, TRIED))
 
 
 def _error(

@@ -1,5 +1,6 @@
 """The loaders of a recipe, the chain of loaders behind one, and a sample of their images."""
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..data.folders import folder_classes, folder_loaders
 from ..data.preprocessing import MixupLoader
 from .config import DataConfig
 
-__all__ = ['Unlabelled', 'count_classes', 'draw_sample', 'label_names', 'loader_chain', 'loaders', 'set_epoch']
+__all__ = ['Unlabelled', 'count_classes', 'draw', 'label_names', 'loader_chain', 'loaders', 'set_epoch']
 
 
 def loaders(
@@ -81,14 +82,18 @@ def label_names(loader: Any) -> list[str] | None:
     return sorted(labels, key=labels.__getitem__)
 
 
-def draw_sample(loader: Any, count: int, seed: int) -> Tensor:
-    """Random images [B, C, H, W] from a loader that does not augment; the same images in all processes."""
-    arrays = isinstance(loader, ArrayLoader)
-    total = len(loader.labels if arrays else loader.dataset)
-    index = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]
+def draw(source: Any, most: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """At most so many random images of arrays or of a data set, of those that can be read, and their labels."""
+    arrays = isinstance(source, ArrayLoader)
+    order = torch.randperm(len(source.labels if arrays else source), generator=torch.Generator().manual_seed(seed))
     if arrays:
-        return loader.prepare(loader.images[index.to(loader.images.device)])
-    return torch.stack([loader.dataset[i][0] for i in index.tolist()])
+        index = order[:most].to(source.images.device)
+        return source.prepare(source.images[index]).cpu(), source.labels[index].cpu()
+    found = list(islice(((image, label) for image, label in map(source.__getitem__, order.tolist())
+                         if int(label) >= 0), most))
+    if not found:
+        raise ValueError('None of the images can be read. Give others.')
+    return torch.stack([image for image, _ in found]), torch.tensor([int(label) for _, label in found])
 
 
 class Unlabelled:

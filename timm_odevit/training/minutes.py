@@ -58,11 +58,7 @@ def seconds_per_update(
 ) -> float:
     """Seconds that an update takes, by trying a few on a copy; of several processes, the first decides.
 
-    Args:
-        model: The student.
-        loader: Its images.
-        make: What makes its task of a student.
-        options: Keywords of `fit`.
+    `make` makes the task of a student; `options` are keywords of `fit`.
     """
     trial = copy.deepcopy(model)
     updates = max(TRIED, len(getattr(make(trial), 'counts', [None])[0] or ()))  # each number of steps has its turn
@@ -103,13 +99,7 @@ def share_minutes(minutes: float, epochs: Sequence[float], seconds: Sequence[flo
 
 @torch.no_grad()
 def loss_before(task: TrainingTask, batches: Iterable[Any], amp: str | None = None) -> float:
-    """A task's mean loss on a few batches: for a StepwiseTask, 0 if there is nothing to learn, 1 if everything.
-
-    Args:
-        task: Task.
-        batches: Pairs of images [B, C, H, W] and labels.
-        amp: As for `fit`.
-    """
+    """A task's mean loss on a few batches: for a StepwiseTask, 0 if there is nothing to learn, 1 if everything."""
     device, losses = torch.device(task.device), []
     module: Any = task.trainable_module
     with evaluating(module):

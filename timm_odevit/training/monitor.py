@@ -31,8 +31,7 @@ def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None
     if not getattr(task, 'embedding', False):
         top = evaluate(model, loader, amp_dtype=dtype).results[-1]
         return {'val_top1': top.top1, 'val_top5': top.top5, 'val_loss': top.loss}
-    teacher = getattr(task.teacher, 'model', task.teacher)
-    found: Any = evaluate_embeddings(model, loader, teacher=teacher, amp_dtype=dtype).results[-1]
+    found: Any = evaluate_embeddings(model, loader, teacher=task.teacher, amp_dtype=dtype).results[-1]
     return {f'val_{key}': getattr(found, key) for key in ('cosine', 'error', 'neighbours')
             if getattr(found, key) is not None}
 

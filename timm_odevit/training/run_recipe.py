@@ -31,7 +31,7 @@ from ..saving.save import describe, save_pretrained
 from ..settings import number, one_line, shown
 from .config import FitConfig
 from .fit import count_updates, fit
-from .loaders import count_classes, draw_sample, label_names, loader_chain, loaders
+from .loaders import count_classes, draw, label_names, loader_chain, loaders
 from .minutes import Stream, seconds_per_update, share_minutes
 from .monitor import score_of, try_one_batch, validate
 from .recipe import FIT, PARTS, Recipe
@@ -123,7 +123,7 @@ def train(
         for name, model in (('teacher', teacher), ('student', student)):
             about[f'{name} sha256'] = None if model is None else hash_of(model.state_dict().values())
         check_about(folder, about)
-        sample = draw_sample(val_loader, SAMPLE, recipe.seed).to(device)
+        sample = draw(getattr(val_loader, 'dataset', val_loader), SAMPLE, recipe.seed)[0].to(device)
         student = _student(recipe, host, sample)
         own = [ode.steps for ode in find_ode_blocks(student)]
         stages = [_prepare(i, recipe, student, teacher, sample, train_loader) for i in range(len(recipe.stages))]

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from timm.task import DistillationTeacher, TrainingTask
+from timm.task import TrainingTask
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 from typing_extensions import Self
@@ -49,18 +49,6 @@ class StudentTask(TrainingTask):
         return inner.student if inner is not None else found
 
 
-class _Renormalised(nn.Module):
-    """Convert images [B, C, H, W] from the student's normalisation to the teacher's."""
-
-    def __init__(self, student: nn.Module, teacher: nn.Module, device: Any = None, dtype: Any = None) -> None:
-        super().__init__()
-        for name, tensor in zip(('scale', 'shift'), renormalisation(student, teacher), strict=True):
-            self.register_buffer(name, None if tensor is None else tensor.to(device, dtype), persistent=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return images if self.scale is None else images * self.scale + self.shift  # type: ignore[operator]
-
-
 class StepwiseTask(StudentTask):
     """Teach each solver step on its own: from the teacher's state at its start to the teacher's state at its end.
 
@@ -101,7 +89,7 @@ class StepwiseTask(StudentTask):
         super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
         self.stages = stages
         self.embedding = flag('embedding', embedding) or getattr(student, 'num_classes', None) == 0
-        self.for_teacher = _Renormalised(student, teacher, self.device)
+        self.for_teacher = renormalisation(student, teacher) or nn.Identity()
         self.teacher = teacher.requires_grad_(False).eval()
         self.trainable_module: Any = StepwisePass(student)
 
@@ -134,12 +122,11 @@ class TrajectoryDistillationTask(StudentTask):
 
     Args:
         student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
-        teacher: timm model of the same width and tokens, or the name of one; None to train without one, with
-            trajectory_weight and kd_weight 0.
+        teacher: timm model of the same width and tokens; None to train without one, with trajectory_weight and
+            kd_weight 0.
         calibration: Batches of images [B, C, H, W], normalised for the student, for checkpoints 'distance'.
         criterion: Loss on the labels, (logits, target) to a scalar; cross-entropy by default.
         device: Device of the task; by default the student's.
-        dtype: Dtype of the task's buffers.
         verbose: Log timm's messages.
         config: Settings of the loss.
         **settings: Any of them, in place of `config`; see LossConfig.
@@ -162,12 +149,11 @@ class TrajectoryDistillationTask(StudentTask):
     def __init__(
             self,
             student: nn.Module,
-            teacher: str | nn.Module | None,
+            teacher: nn.Module | None,
             *,
             calibration: Iterable[Tensor] | None = None,
             criterion: nn.Module | None = None,
             device: torch.device | None = None,
-            dtype: torch.dtype | None = None,
             verbose: bool = True,
             config: LossConfig | None = None,
             **settings: Any,
@@ -176,24 +162,20 @@ class TrajectoryDistillationTask(StudentTask):
         matching.check_student(student)
         host: Any = student
         device = device or next(student.parameters()).device
-        if isinstance(teacher, str):
-            teacher = DistillationTeacher(
-                teacher, num_classes=host.num_classes, in_chans=host.in_chans, device=device, dtype=dtype).model
         if teacher is not None:
             matching.check_models(student, teacher)
         matching.check_loss(student, teacher, config)
         for_teacher, stages = None, []
         if teacher is not None:
-            for_teacher = _Renormalised(student, teacher, device, dtype)
+            for_teacher = renormalisation(student, teacher) or nn.Identity()
             stages = matching.teacher_stages(
                 teacher, config, (for_teacher(images.to(device)) for images in calibration or ()))
-        super().__init__(device=device, dtype=dtype, verbose=verbose)
+        super().__init__(device=device, verbose=verbose)
         self.config, self.weights, self.stages = config, config.weights, stages
         self.embedding = config.embedding or host.num_classes == 0
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
         self.for_teacher: Any = for_teacher
-        self.teacher = teacher if teacher is None else DistillationTeacher(
-            teacher, device=device, dtype=dtype).requires_grad_(False).eval()
+        self.teacher = teacher if teacher is None else teacher.requires_grad_(False).eval()
         self.trainable_module: Any = TrajectoryPass(student, config)
         odes = find_ode_blocks(student)
         self.counts: list[Any] = [config.counts(ode.steps) for ode in odes]  # shares are those of the present numbers
@@ -278,7 +260,7 @@ class TrajectoryDistillationTask(StudentTask):
         left = torch.randperm(patches)[:max(1, round((1. - self.config.patch_drop) * patches))].sort().values
         index = torch.cat([torch.arange(prefix), prefix + left]).to(self.device)
         return hooked(*((model.patch_drop, 'after', lambda module, args, x: x[:, index])
-                        for model in (self.teacher.model, student)))
+                        for model in (self.teacher, student)))
 
     @torch.no_grad()
     def _teach(self, input: Tensor) -> tuple[Tensor | None, list[list[Tensor]]]:
@@ -286,7 +268,7 @@ class TrajectoryDistillationTask(StudentTask):
         if self.teacher is None:
             return None, []
         with watch_blocks([stage.blocks for stage in self.stages]) as seen:
-            return self.teacher.model(self.for_teacher(input)), [states for states, _ in seen]
+            return self.teacher(self.for_teacher(input)), [states for states, _ in seen]
 
     def _trajectory_loss(self, student: Any, reached: list[Tensor], targets: list[Tensor]) -> Tensor:
         prefix = prefix_tokens(student) if matching.is_one_sequence(student) else 0
