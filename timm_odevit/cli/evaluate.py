@@ -10,7 +10,7 @@ from timm.models import parse_model_name
 from torch import Tensor, nn
 
 from ..benchmark import MODES
-from ..benchmark import benchmark as measure
+from ..benchmark import benchmark as measure_speed
 from ..data.arrays import array_loaders
 from ..data.folders import folder_loader, folder_parts
 from ..data.preprocessing import data_config, warn_of_other_classes
@@ -204,7 +204,7 @@ def benchmark(args: argparse.Namespace) -> None:
     if len({*args.models}) < len(args.models):
         raise ValueError('A model is named twice. Give each one once.')
     check_file(args.json)
-    found = measure(
+    found = measure_speed(
         {name: _model(name, args) for name in args.models}, batch_sizes=args.batch_size, steps=args.steps,
         rounds=args.rounds, compiled=args.compile, images=partial(_some_images, args.data) if args.data else None,
         progress=not args.quiet)

@@ -19,7 +19,6 @@ from .svd_data import Moments, aligning_orders, permuted
 __all__ = ['assignment', 'build_field', 'factors', 'set_per_layer', 'spectral_']
 
 
-
 def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -> list[int]:
     """For each of the blocks, the index of the shared block that replaces it.
 
