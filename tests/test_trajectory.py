@@ -201,7 +201,7 @@ def test_the_teacher_sees_images_in_its_own_normalisation(vit, kind, channels):
 
 @pytest.mark.parametrize('change, error, message', [
     (lambda s, t: (t, s), TypeError, 'The student must be an ODE-ViT'),
-    (lambda s, t: (s, s), ValueError, 'share parameters'),
+    (lambda s, t: (s, s), ValueError, 'share parameters'), (lambda s, t: (s, 'deit_tiny'), TypeError, 'The teacher must be a model; got str'),
     (lambda s, t: (s, copy.deepcopy(s)), TypeError, 'The teacher is itself converted'),
     (lambda s, t: (s, timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=48, num_heads=2,
                                         num_classes=5)), ValueError, 'differ in embed_dim: 32 and 48'),

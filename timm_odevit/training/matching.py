@@ -36,8 +36,6 @@ def check_student(student: Any) -> None:
 def check_converted_from(student: Any, teacher: Any) -> None:
     """Raise TypeError or ValueError unless the student was converted from this teacher, or from a model like it."""
     check_student(student)
-    if not isinstance(teacher, nn.Module):
-        raise TypeError(f'The teacher must be a model; got {type(teacher).__name__}. Build it with timm.create_model.')
     _check_teacher(student, teacher)
     outside = [{name: tuple(p.shape) for name, p in m.named_parameters() if '.blocks.' not in f'.{name}'}
                for m in (student, teacher)]
@@ -101,7 +99,9 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
             "model.blocks.method = 'rk4'.")
 
 
-def _check_teacher(student: nn.Module, teacher: nn.Module) -> None:
+def _check_teacher(student: nn.Module, teacher: Any) -> None:
+    if not isinstance(teacher, nn.Module):
+        raise TypeError(f'The teacher must be a model; got {type(teacher).__name__}. Build it with timm.create_model.')
     if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
         raise ValueError('Student and teacher share parameters, so training would change the teacher. '
                          'Make the teacher with copy.deepcopy(model) before convert_.')
