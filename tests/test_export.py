@@ -292,9 +292,10 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(vit, tmp_p
         export_model(vit(), tmp_path / f'a{deploy.FORMATS[format].suffix}', format=format, int8=int8)
 
 
-def test_a_missing_compiler_is_named(vit, tmp_path, monkeypatch):
-    monkeypatch.setattr('torch._inductor.config.cpp.cxx', ('no-such-compiler',))
-    with pytest.raises(OSError, match='no C\\+\\+ compiler was found. Install one, such as g\\+\\+'):
+def test_a_missing_compiler_is_named(vit, tmp_path):
+    from torch._inductor import config  # its own patch: pytest's leaves the setting deleted behind it
+    with (config.patch({'cpp.cxx': ('no-such-compiler',)}),
+          pytest.raises(OSError, match='no C\\+\\+ compiler was found. Install one, such as g\\+\\+')):
         export_model(vit(), tmp_path / 'a.pt2', format='aoti')
 
 
