@@ -10,10 +10,11 @@ from PIL import Image
 
 HUB = Path(__file__).parent.parent
 MODELS = {
-    'deit_tiny_patch16_64.cifar100': ('teacher', 'black'),
-    'odevit_tiny_native_patch16_64.deit_tiny_cifar100': ('one block', 'C0'),
-    'odevit_tiny_native_r23_patch16_64.deit_tiny_cifar100': ('one block and residuals of rank 23', 'C2'),
-    'odevit_tiny_patch16_64.deit_tiny_cifar100': ("the paper's block", 'C1'),
+    'deit_tiny_patch16_128.cifar100': ('teacher', 'black'),
+    'odevit_tiny_native_patch16_128.deit_tiny_cifar100': ('one block, any K', 'C0'),
+    'odevit_tiny_native_patch16_128.deit_tiny_k6_cifar100': ('one block, K = 6', 'C3'),
+    'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100': ('two blocks, rank 11', 'C2'),
+    'odevit_tiny_patch16_128.deit_tiny_k6_cifar100': ("the paper's block", 'C1'),
 }
 # variants of hub/lab/controls.jsonl
 SHARING = {
@@ -28,7 +29,8 @@ ONE_OR_TWO = {
 BLOCK = 444_864  # parameters of one of the teacher's twelve blocks
 SIGNALS = {
     'confidence': 'softmax confidence', 'margin': 'margin of the logits', 'radius': 'radius of the class',
-    'entropy': 'entropy', 'exponent': 'largest exponent', 'acceleration': 'acceleration',
+    'entropy': 'entropy', 'exponents': 'largest exponent', 'class_token': 'that of the class token',
+    'acceleration': 'acceleration',
     'distance': 'distance from the teacher'}
 KEPT = "top-1 accuracy, % of the teacher's"
 
@@ -189,13 +191,13 @@ def memory():
 
 
 def auroc():
-    figure, axes = sheet(8, 3.6)
+    figure, axes = sheet(8, 4.6)
     for at, (name, (text, color)) in enumerate(MODELS.items()):
         found = {r['name']: r for r in read(f'dynamics/{name}/relations.json')['found']}
         for row, key in enumerate(SIGNALS):
             if (r := found.get(key)) is not None:
                 bar = [[r['auroc'] - r['low']], [r['high'] - r['auroc']]]
-                axes.errorbar(r['auroc'], row + 0.18 * (at - 1.5), xerr=bar, fmt='o', markersize=4, color=color,
+                axes.errorbar(r['auroc'], row + 0.15 * (at - 2), xerr=bar, fmt='o', markersize=4, color=color,
                               capsize=2, elinewidth=1, label=text if row == 0 else None)
     axes.set_yticks(range(len(SIGNALS)), list(SIGNALS.values()))
     axes.invert_yaxis()
@@ -208,7 +210,7 @@ def auroc():
 
 def discretisation():
     students = [(name, text) for name, (text, _) in MODELS.items() if text != 'teacher']
-    figure, panels = sheet(10, 3.2, len(students), sharey=True)
+    figure, panels = sheet(11, 3.2, len(students), sharey=True)
     for axes, (name, text) in zip(panels, students, strict=True):
         found = read(f'dynamics/{name}/discretisation.json')['found']
         for method, color in zip(dict.fromkeys(row['method'] for row in found), ('C3', 'C0', 'C2'), strict=True):
