@@ -177,6 +177,7 @@ def test_list_convertible_is_what_converts():
     assert names['vit_tiny_patch16_224'] == 'native, lipschitz; all methods; at least 1 shared block'
     with pytest.raises(ValueError, match="No timm model matches 'vit_tinny"):
         list_convertible('vit_tinny*')
+    assert {**names, **list_convertible('test_vit')} == list_convertible(['*tiny_patch16_224*', 'test_vit'])
     refused = list_convertible('*tiny_patch16_224*', refused=True)
     assert set(names) | set(refused) == set(timm.list_models('*tiny_patch16_224*'))
     for name in names:

@@ -417,11 +417,14 @@ def test_arrays_that_do_not_fit(arrays, vit, tmp_path):
     with pytest.raises(ValueError, match=r'must hold uint8 images \[N, S, S, 1\] with a label each; got uint8 \[100, 5, 5, 3\]'):
         array_loaders(arrays, vit(in_chans=1))
     x, y = np.zeros((4, 5, 5, 3), np.uint8), np.arange(4)
+    np.savez(tmp_path / 'bad.npz', x_train=x.transpose(0, 3, 1, 2), y_train=y, x_test=x, y_test=y)  # channels first
+    with pytest.raises(ValueError, match=r'got uint8 \[4, 3, 5, 5\] and 4 labels.$'):
+        array_loaders(tmp_path / 'bad.npz', vit())
     for labels, found in ((y[:, None], r'int64 \[4, 1\]'), (y - 1, r'int64 \[4\]'), (y / 2, r'float64 \[4\]')):
         np.savez(tmp_path / 'bad.npz', x_train=x, y_train=labels, x_test=x, y_test=y)
         with pytest.raises(ValueError, match=f'must hold labels .*got {found}'):
             array_loaders(tmp_path / 'bad.npz', vit())
-    np.savez(tmp_path / 'good.npz', x_train=x, y_train=y.astype('>i8'), x_test=x, y_test=y.astype('>i2'))
+    np.savez(tmp_path / 'good.npz', x_train=x, y_train=y.astype('>i8') // 2, x_test=x, y_test=y.astype('>i2'))
     assert array_loaders(tmp_path / 'good.npz', vit())[2].labels.tolist() == [0, 1, 2, 3]
     np.savez(tmp_path / 'bad.npz', x_train=x, y_train=y[0], x_test=x, y_test=y)
     with pytest.raises(ValueError, match=r'must hold labels .*got int64 \[\]'):
@@ -429,6 +432,13 @@ def test_arrays_that_do_not_fit(arrays, vit, tmp_path):
     np.savez(tmp_path / 'bad.npz', x_train=x[:1], y_train=y[:1], x_test=x, y_test=y)
     with pytest.raises(ValueError, match='has one image to train on, so none can be held out'):
         array_loaders(tmp_path / 'bad.npz', vit())
+
+
+def test_arrays_that_are_sorted_by_class_are_a_warning(vit, tmp_path):
+    x, y = np.zeros((20, 5, 5, 3), np.uint8), np.arange(20) // 4
+    np.savez(tmp_path / 'sorted.npz', x_train=x, y_train=y, x_test=x, y_test=y)
+    with pytest.warns(UserWarning, match='of 1 classes that no other image has, as if they were sorted'):
+        array_loaders(tmp_path / 'sorted.npz', vit(), held_out=0.2)
 
 
 class Pickled:

@@ -103,7 +103,7 @@ def test_a_model_agrees_with_itself(images):
 def test_agreement_is_the_mean_cosine_and_the_same_nearest_patch(images):
     model, teacher = build(), timm.create_model(
         'vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2).eval()
-    found = patch_agreement(model, teacher, [(images[:2], None), (images[2:], None)], steps=[2, 6])
+    found = patch_agreement(model, teacher, [images[:2], (images[2:], None)], steps=[2, 6])
     for steps, result in zip((2, 6), found, strict=True):
         with torch.no_grad():
             ours, theirs = (m.forward_features(images)[:, 1:] for m in (with_steps(model, steps), teacher))

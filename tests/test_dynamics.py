@@ -430,8 +430,8 @@ def test_models_that_cannot_be_measured(vit, images):
             (discretisation_errors, vit(), 'Convert it first'), (class_over_time, headless, 'no norm and head')):
         with pytest.raises(TypeError, match=message):
             measure(model, torch.randn(1, 3, 96, 96))
-    for model in (nn.Linear(2, 2), 'vit'):
-        with pytest.raises(TypeError, match='no blocks with weight matrices'):
+    for model, message in ((nn.Linear(2, 2), 'no blocks with weight matrices'), ('vit', "Expected a timm model; got 'vit'")):
+        with pytest.raises(TypeError, match=message):
             spectral_norms(model)
     with pytest.raises(ValueError, match='never attend from all tokens to all tokens'):
         attention_over_time(timm.create_model('mixer_s32_224', img_size=64, num_classes=3).eval(), torch.randn(1, 3, 64, 64))

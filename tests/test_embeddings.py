@@ -126,7 +126,7 @@ def test_bad_input(vit):
     with pytest.raises(ValueError, match='same order each time. Make it with shuffle=False'):
         evaluate_embeddings(student, torch.utils.data.DataLoader(dummies, 4, shuffle=True), teacher=teacher)
     for options, message in [
-            (dict(labelled=batches(1, 1)), 'labelled has one image'),
+            (dict(labelled=batches(1, 1)), 'labelled has one image'), (dict(labelled=batches()), 'the images that are classified'),
             (dict(labelled=[(x, y - 1) for x, y in batches()]), 'whole numbers from 0; the data has -1'),
             (dict(labelled=[(x, y / 2) for x, y in batches()]), 'the data has 0, in torch.float32'),
             (dict(class_embeddings=[1.]), r'class_embeddings must be a tensor \[classes, E\]; got list'),
@@ -141,7 +141,7 @@ def test_embeddings_that_are_not_finite_are_never_right(vit):
     with torch.no_grad():
         student.norm.weight.fill_(math.nan)
     with pytest.warns(RuntimeWarning, match='the embeddings of 12 of 12 images are not finite'):
-        found = evaluate_embeddings(student, (x, y), labelled=(x, y), class_embeddings=torch.randn(3, 32), teacher=teacher)
+        found = evaluate_embeddings(student, (x, y), labelled=(-x, y), class_embeddings=torch.randn(3, 32), teacher=teacher)
     bad = found.results[-1]
     assert (bad.knn, bad.probe, bad.zero_shot, bad.neighbours, bad.cosine) == (0., 0., 0., 0., 0.)
     assert found.results[0].knn == found.results[0].probe == 100.
@@ -214,7 +214,7 @@ def test_the_training_images_of_a_folder_are_labelled_ones(vit, tmp_path, capsys
         for label in range(3):
             (tmp_path / 'images' / part / f'c{label}').mkdir(parents=True)
             for i in range(4):
-                Image.new('RGB', (16, 16), (100 * label, 9 * i, 0)).save(tmp_path / 'images' / part / f'c{label}' / f'{i}.png')
+                Image.new('RGB', (16, 16), (100 * label, 9 * i, len(part))).save(tmp_path / 'images' / part / f'c{label}' / f'{i}.png')
 
     def rows(*args):
         workers = () if args[0].endswith('.npz') else ('--workers', '0')

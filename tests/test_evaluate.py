@@ -191,7 +191,7 @@ class Shuffled:
     (lambda x, y: iter([(x, y)]), dict(steps=(1, 2)), 'gives its batches only once'),
     (lambda x, y: iter([(x, y)]), dict(teacher={}), 'gives its batches only once'),
     (lambda x, y: [(x, F.one_hot(y))], {}, r'labels \[B\]; got torch.float32 \[8, 3, 16, 16\], torch.int64 \[8, 5\]'),
-    (lambda x, y: [(x, y.float())], {}, 'whole numbers; got torch.float32'), (lambda x, y: [(x, y[:3])], {}, r'labels \[B\]; got'),
+    (lambda x, y: [(x, y.float())], {}, 'whole numbers; got torch.float32'), (lambda x, y: [(x, y[:3])], {}, r'labels \[B\]; got'), (lambda x, y: (x, y[:3]), {}, r'labels \[B\]; got'),
     (lambda x, y: [{'x': x, 'y': y}], {}, r'labels \[B\]; got dict'), (lambda x, y: [x], {}, r'labels \[B\]; got torch.float32'),
     (lambda x, y: [(x, y + 3)], {}, 'label 7, but the model has 5 classes'), (lambda x, y: [], {}, 'gave no images'),
     (Shuffled, dict(teacher={}), 'shuffle=False'), (lambda x, y: [(x, y)], dict(steps=()), 'steps is empty'),

@@ -329,10 +329,11 @@ def test_settings_that_cannot_halt(vit, images):
         convert_(timm.create_model('swin_tiny_patch4_window7_224', img_size=56, depths=(2, 2), embed_dim=24, num_heads=(2, 2)), halting='entropy')
     with pytest.raises(ValueError, match='attn_mask'):
         halting(vit).blocks(torch.randn(2, 17, 32), torch.ones(2, 1, 17, 17, dtype=torch.bool))
-    model = vit(num_classes=0)
-    convert_(model, halting='entropy', halting_threshold=1.)
-    with pytest.raises(ValueError, match="'acceleration' or 'residual'"):
-        model.eval()(images)
+    for classes in (0, 1):
+        model = vit(num_classes=classes)
+        convert_(model, halting='entropy', halting_threshold=1.)
+        with pytest.raises(ValueError, match="'acceleration' or 'residual'"):
+            model.eval()(images)
 
 
 def test_data_and_settings_that_calibration_cannot_use(vit, images):

@@ -88,6 +88,17 @@ def test_alignment_undoes_a_permutation_and_leaves_the_function_alone(vit, image
     torch.testing.assert_close(model(images), before, rtol=1e-4, atol=1e-5)  # nothing is left for the residuals to do
 
 
+def test_svd_data_of_a_layer_that_nothing_reaches_is_finite(vit, images):
+    model = vit()
+    for block in model.blocks:
+        torch.nn.init.zeros_(block.norm1.weight)
+        torch.nn.init.zeros_(block.norm1.bias)
+    with pytest.raises(ValueError, match=r'images \[2, 1, 16, 16\] do not fit this model'):
+        convert_(model, OdeConfig(time='low_rank', rank=2, init='svd_data'), images=images[:, :1])
+    convert_(model, OdeConfig(time='low_rank', rank=2, init='svd_data'), images=images)
+    assert model(images).isfinite().all()
+
+
 @pytest.mark.parametrize('base', [dict(init_values=0.1), dict(scale_attn_norm=True), dict(scale_mlp_norm=True)], ids=str)
 def test_alignment_keeps_each_layer_what_it_computes(vit, images, base):
     model = vit(**base)

@@ -291,6 +291,8 @@ def test_a_tower_that_does_not_fit_is_not_put_in(images):
         with pytest.raises(ValueError, match=r'The tower is torch.float64, the tower of this model torch.float32'):
             put_tower_(program, fitting.double())
         assert torch.equal(embedding_of(program, images), expected) and list(program.state_dict()) == names
+    with pytest.raises(ValueError, match='embeddings of width 1024; this model needs 32'):
+        put_tower_(clip(), timm.create_model('mobilenetv3_small_050', num_classes=0))
     with pytest.raises(ValueError, match='has two heads'):
         put_tower_(hf_clip(), timm.create_model('deit_tiny_distilled_patch16_224', img_size=32, num_classes=24))
     with pytest.raises(TypeError, match='put_tower_ got a VisionTransformer: expected an open_clip model'):

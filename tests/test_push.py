@@ -1,6 +1,5 @@
 """Round trips through the Hub: the real client, a server on the loopback."""
 import json
-import runpy
 from pathlib import Path
 
 import huggingface_hub
@@ -303,24 +302,6 @@ def test_the_command_line(hub, student, images, tmp_path, capsys):
                           (['--license', 'no-such-licence'], 'license')):
         assert cli.main([*push, *args]) == 2 and message in capsys.readouterr().err
     assert cli.main([*push[:2], 'a/b/c']) == 2 and 'a/b/c' in capsys.readouterr().err
-
-
-def test_publish_says_first_and_sends_on_request(hub, capsys, monkeypatch):
-    publish = runpy.run_path(str(HUB / 'tools' / 'publish.py'))
-    names = sorted(path.parent.name for path in HUB.glob('*/model.safetensors'))
-    monkeypatch.setattr('sys.argv', ['publish.py'])
-    publish['main']()
-    assert not hub.repos and capsys.readouterr().out.count('nothing was sent') == len(names)
-    monkeypatch.setattr('sys.argv', ['publish.py', names[0], '--send'])
-    publish['main']()
-    assert list(hub.repos) == [f'timm-odevit/{names[0]}'] and '/commit/' in capsys.readouterr().out
-    monkeypatch.setattr('sys.argv', ['publish.py', 'odevit_x', '--send'])
-    with pytest.raises(SystemExit, match='Not in hub/: odevit_x'):
-        publish['main']()
-    monkeypatch.setattr('sys.argv', ['publish.py', names[0], '--send'])
-    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
-    with pytest.raises(SystemExit, match=f'timm-odevit/{names[0]} on the Hub: Cannot reach'):
-        publish['main']()
 
 
 def test_a_folder_with_a_link_out_of_it_is_not_sent(hub, student, tmp_path):

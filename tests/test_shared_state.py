@@ -14,7 +14,7 @@ from timm.task import ClassificationTask
 from torch import nn
 
 from timm_odevit import OdeConfig, convert_, evaluate, fit, merge_, merged_bytes, save_pretrained, with_steps
-from timm_odevit.hooks import watch_blocks
+from timm_odevit.hooks import evaluating, watch_blocks
 from timm_odevit.ode.methods import METHODS
 
 KINDS = [
@@ -119,6 +119,18 @@ def test_training_beside_inference_gives_the_gradients_of_one_thread(vit, images
     for i, found in enumerate(in_threads(work, 4)):
         if i % 2 == 0:
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_last_of_two_evaluations_ends_eval_mode(vit):
+    model = vit().train()
+    model.norm.eval()
+    first, second = evaluating(model), evaluating(model)
+    for context in (first, second):
+        context.__enter__()
+    first.__exit__(None, None, None)
+    assert not any(module.training for module in model.modules())
+    second.__exit__(None, None, None)
+    assert model.training and model.blocks[0].mlp.training and not model.norm.training
 
 
 def test_hooks_of_one_thread_do_not_record_another(vit, images):
@@ -264,12 +276,13 @@ def test_every_kind_of_hook_on_a_step_is_called(vit, images):
     model(images).sum().backward()
     assert calls == ['before', 'after', 'backward before', 'backward after']
     model.forward_intermediates(images)
-    assert calls[4:] == ['before', 'after']
+    model.blocks[:2](torch.randn(1, 17, 32))  # of which timm's pruning makes use
+    assert calls[4:] == ['before', 'after'] * 2
     for handle in handles:
         handle.remove()
     model.blocks.shared.base.block.attn.register_forward_hook(lambda *_: calls.append('inner'))
     model(images).sum().backward()
-    assert calls[6:] == ['inner'] * 3
+    assert calls[8:] == ['inner'] * 3
 
 
 @pytest.mark.parametrize('after', [1, 2, 3])

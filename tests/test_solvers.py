@@ -133,6 +133,11 @@ def test_adaptive_keeps_states_at_times_that_rounding_moves_off_a_jump(vit):
     torch.testing.assert_close(states[-1], x, rtol=0.05, atol=0.05)
 
 
+def test_the_adjoint_refuses_a_field_whose_parameters_it_cannot_find():
+    with pytest.raises(ValueError, match='adjoint finds the parameters of a field that is an nn.Module; this one is a function'):
+        integrate(lambda t, x: -x, X, OdeConfig(method='dopri5', steps=1, T=1., adjoint=True))
+
+
 def test_divergence_names_step_and_time():
     with pytest.raises(FloatingPointError, match=r'after step \d+ of 20 \(t = [\d.]+'):
         integrate(lambda t, x: 1e3 * x ** 3, X, OdeConfig(method='euler', steps=20, T=20.))

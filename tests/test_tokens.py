@@ -186,7 +186,7 @@ def test_a_slice_merges_as_fast_as_the_whole(vit, images, merged):
         config = late.config
         assert config.steps == 3 and config.tokens == pytest.approx(0.65)
         assert late.t == pytest.approx(config.T)
-        assert len(torch.unique(late(x)[0], dim=0)) == 1 + tokens_at(16, 0.65, 2 / 3)
+        assert len(torch.unique(late(x)[0], dim=0)) == 1 + tokens_at(16, 0.3, 5 / 6)
 
 
 def test_fx_does_not_drop_merged_tokens(vit):

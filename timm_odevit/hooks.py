@@ -2,9 +2,10 @@
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from threading import get_ident
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from threading import RLock, get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 __all__ = ['BlockRecord', 'autocast', 'evaluating', 'hooked', 'on_meta', 'random_states_kept', 'state_at', 'surely',
            'watch_blocks']
 
+_EVALUATING: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()  # by module, who needs it in eval mode
+_LOCK = RLock()
 _INITIALISES = {'add_', 'clamp_', 'div_', 'erfinv_', 'fill_', 'mul_', 'normal_', 'sub_', 'uniform_', 'zero_',
                 *(name for name in dir(nn.init) if name.endswith('_') and not name.startswith('_'))}
 
@@ -37,15 +40,27 @@ class _Uninitialised(TorchFunctionMode):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Temporary eval mode; every module gets its own mode back. Modules already in eval mode are not touched."""
-    training = [module for module in model.modules() if module.training]
+    """Temporary eval mode; every module gets its own mode back. Modules already in eval mode are not touched.
+
+    Several threads may be inside at once: the last to leave a module puts its mode back.
+    """
+    me = object()
 
     def put_back() -> None:
-        for module in training:
-            module.training = True
+        with _LOCK:
+            for module, inside in [(module, inside) for module, inside in _EVALUATING.items() if me in inside]:
+                if len(inside) == 1:
+                    module.training = True
+                    del _EVALUATING[module]
+                else:
+                    inside.discard(me)
     try:
-        if training:
-            model.eval()
+        with _LOCK:
+            for module in model.modules():
+                if module.training or module in _EVALUATING:
+                    _EVALUATING.setdefault(module, set()).add(me)
+            if any(module.training for module in model.modules()):
+                model.eval()
         yield
     finally:
         surely(put_back)
@@ -75,25 +90,14 @@ def hooked(*hooks: tuple[nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
     """Temporary hooks on modules.
 
     Args:
-        hooks: Module, kind ('before', 'before with keywords' or 'after' its forward) and function of each hook. Hooks
-            are identified by function for removal, so each needs a function of its own.
+        hooks: Module, kind ('before', 'before with keywords' or 'after' its forward) and function of each hook.
     """
-    def take_off() -> None:
-        for module, _, function in hooks:
-            for kind in ('_forward_pre_hooks', '_forward_hooks'):
-                for key, found in list(getattr(module, kind).items()):
-                    if found is function:
-                        getattr(module, kind).pop(key, None)
-                        getattr(module, f'{kind}_with_kwargs').pop(key, None)
-    try:
+    with ExitStack() as stack:
         for module, kind, function in hooks:
-            if kind == 'after':
-                module.register_forward_hook(function)
-            else:
-                module.register_forward_pre_hook(function, with_kwargs=kind == 'before with keywords')
+            stack.enter_context(
+                module.register_forward_hook(function) if kind == 'after' else
+                module.register_forward_pre_hook(function, with_kwargs=kind == 'before with keywords'))
         yield
-    finally:
-        surely(take_off)
 
 
 def surely(clean_up: Callable[[], Any]) -> None:

@@ -130,9 +130,9 @@ def _refuse_size(*args: Any, **kwargs: Any) -> None:
 
 def _logits(model: Any, state: Tensor) -> Tensor:
     """The logits [B, classes] that a model gives for a last state [B, N, D]."""
-    if not model.num_classes:
-        raise ValueError("Halting by 'entropy' or 'confidence' needs class probabilities, but this model has no "
-                         "classes. Use 'acceleration' or 'residual', or set halting=None.")
+    if model.num_classes < 2:
+        raise ValueError("Halting by 'entropy' or 'confidence' needs class probabilities, but this model has fewer "
+                         "than two classes. Use 'acceleration' or 'residual', or set halting=None.")
     found: Tensor = model.forward_head(model.norm(state))
     return found
 

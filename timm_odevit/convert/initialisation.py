@@ -213,6 +213,8 @@ def factors(residual: Tensor, rank: int, moment: Tensor | None) -> tuple[Tensor,
     if rank == M:
         return torch.eye(M, dtype=residual.dtype, device=residual.device), residual
     R = residual.to(torch.promote_types(residual.dtype, torch.float32))
+    if moment is not None and not moment.any():  # nothing ever reaches the layer
+        moment = None
     if moment is not None:
         values, vectors = torch.linalg.eigh(moment.to(R))
         values = values.clamp_min(1e-6 * values.max()).sqrt()  # directions that never occur keep a little weight
@@ -241,13 +243,8 @@ def _seed(device: torch.device) -> None:
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
-    if len(tensors) == 1:
-        return tensors[0]
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    total = tensors[0].to(dtype)
-    for tensor in tensors[1:]:
-        total = total + tensor.to(dtype)
-    return total / len(tensors)
+    return torch.stack([tensor.to(dtype) for tensor in tensors]).mean(0)
 
 
 def _scaled(weight: Tensor, layer_scale: nn.Module) -> Tensor:

@@ -147,11 +147,11 @@ def count_in_words(blocks: Sequence[OdeBlocks]) -> str:
     return f"{count} shared block{'s' if count > 1 else ''}"
 
 
-def list_convertible(filter: str = '', *, refused: bool = False) -> dict[str, str]:
+def list_convertible(filter: str | list[str] = '', *, refused: bool = False) -> dict[str, str]:
     """The timm models that `convert_` accepts, found by building each on the meta device.
 
     Args:
-        filter: Wildcard for model names, such as 'vit_small*'; all by default, which takes about two minutes.
+        filter: Wildcard for model names, such as 'vit_small*', or several; all by default, which takes two minutes.
         refused: Instead, list the models that `convert_` refuses.
 
     Returns:
@@ -164,25 +164,21 @@ def list_convertible(filter: str = '', *, refused: bool = False) -> dict[str, st
         >>> for name, how in list_convertible('deit_tiny*').items():
         ...     print(name, how)
     """
-    return {name: text for name, (ok, text) in _convertible(filter).items() if ok is not refused}
+    names = [name for name in timm.list_models(filter) if not name.startswith('odevit')]
+    if not names:
+        raise ValueError(f"No timm model matches '{filter}'. Give a wildcard without a tag, such as 'vit_small*'.")
+    found = {name: _convertible(name) for name in names}
+    return {name: text for name, (ok, text) in found.items() if ok is not refused}
 
 
 @cache
-def _convertible(filter: str) -> dict[str, tuple[bool, str]]:
-    found = {}
-    for name in timm.list_models(filter):
-        if name.startswith('odevit'):
-            continue
-        try:
-            with on_meta():
-                model = timm.create_model(name)
-        except Exception as e:  # such as a third-party model that cannot be built without its files
-            found[name] = (False, f'Cannot be built from its name alone: {e}')
-            continue
-        found[name] = convertibility(model)
-    if not found:
-        raise ValueError(f"No timm model matches '{filter}'. Give a wildcard without a tag, such as 'vit_small*'.")
-    return found
+def _convertible(name: str) -> tuple[bool, str]:
+    try:
+        with on_meta():
+            model = timm.create_model(name)
+    except Exception as e:  # such as a third-party model that cannot be built without its files
+        return False, f'Cannot be built from its name alone: {e}'
+    return convertibility(model)
 
 
 def convertibility(model: nn.Module) -> tuple[bool, str]:

@@ -10,6 +10,7 @@ from torch import nn
 from ..ode.blocks import count_parameters
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.time_dependence import matrix_shape
+from ..settings import one_of
 from .block_kinds import find_stages
 from .initialisation import assignment
 from .refusals import check_convertible
@@ -68,7 +69,8 @@ def choose_size(
         >>> config = choose_size(vit, '50%')
         >>> print(convert_(vit, config))
     """
-    plain = replace(config, time='autonomous', rank=0, phases=1, init='mean')
+    one_of(('svd', 'svd_data'))('init', init)
+    plain = replace(config, time='autonomous', rank=0, phases=1, init='mean', averaged=False)
     check_convertible(model, replace(plain, boundaries='uniform'))
     if config.boundaries != 'uniform':
         raise ValueError(f"choose_size chooses the phases, so boundaries must be 'uniform'; got {config.boundaries!r}. "
@@ -89,12 +91,12 @@ def choose_size(
     exact = replace(plain, phases=layers)
     if predict_parameters(model, exact) <= wanted:
         return exact
-    ranked = replace(plain, time='low_rank', rank=1, init=init)
+    ranked = replace(plain, time='low_rank', rank=1, init=init, averaged=config.averaged)
     if predict_parameters(model, ranked) <= wanted:
         ranks = range(1, 2 ** 16)
         largest = bisect_right(ranks, wanted, key=lambda r: predict_parameters(model, replace(ranked, rank=r)))
         return replace(ranked, rank=largest)
-    vectors = replace(plain, time='vectors')
+    vectors = replace(plain, time='vectors', averaged=config.averaged)
     return vectors if predict_parameters(model, vectors) <= wanted else plain
 
 

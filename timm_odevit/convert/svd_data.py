@@ -48,7 +48,10 @@ def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor,
                for name, module in block.named_modules() if isinstance(module, nn.Linear)]
     with hooked(*((module, 'before', watch(key)) for key, module in linears)):
         with evaluating(model), torch.no_grad():
-            model(images)
+            try:
+                model(images)
+            except (RuntimeError, AssertionError) as e:  # as timm says it, of channels or of sizes
+                raise ValueError(f'images {list(images.shape)} do not fit this model: {e}') from e
     return moments
 
 

@@ -1,6 +1,7 @@
 """Arrays of small images, which stay in memory and are augmented on the device."""
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,9 @@ def array_loaders(
     split = len(y) - count_held_out(len(y), held_out)
     if split == len(y):
         raise ValueError(f"'{path}' has one image to train on, so none can be held out. Give more.")
+    if unseen := set(y[split:].tolist()) - set(y[:split].tolist()):
+        warnings.warn(f"'{path}': the last images, which are held out, are of {len(unseen)} classes that no other "
+                      'image has, as if they were sorted by class. Shuffle them.', stacklevel=2)
     parts = ((x[:split], y[:split]), (x[split:], y[split:]), (x_test, y_test))
     train, val, test = (
         ArrayLoader(images[:limit], labels[:limit], model, batch_size, train=i == 0, padding=padding, flip=flip,
@@ -131,8 +135,9 @@ def _images(path: str | Path, images: Any, model: Any, labels: int | None = None
     """The images [N, S, S, C], of which there are as many as labels."""
     images = images[..., None] if images.ndim == 3 else images
     good = images.ndim == 4 and images.dtype == np.uint8 and 0 not in images.shape and labels in (None, len(images))
-    if not good or images.shape[3] != model.in_chans:
-        other = f' Give such images, or create the model with in_chans={images.shape[3]}.' if good else ''
+    square = images.ndim == 4 and images.shape[1] == images.shape[2]
+    if not good or not square or images.shape[3] != model.in_chans:
+        other = f' Give such images, or create the model with in_chans={images.shape[3]}.' if good and square else ''
         each, found = ('', '') if labels is None else (' with a label each', f' and {labels} labels')
         raise ValueError(f"'{path}' must hold uint8 images [N, S, S, {model.in_chans}]{each}; got {images.dtype} "
                          f'{list(images.shape)}{found}.{other}')

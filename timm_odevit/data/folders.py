@@ -45,7 +45,7 @@ def folder_loader(
     Raises:
         ValueError: There are no images, or their classes are not the model's; the message says what to do.
     """
-    root, parts = _folder(root)
+    root, parts = Path(root), folder_parts(root)
     if training:
         dataset = _dataset(_training(root, parts), model, any_classes)
         if held_out is not None and 'val' not in parts:
@@ -89,7 +89,7 @@ def folder_loaders(
         ValueError: There are no images, their classes are not the model's, none can be held out, or it is unclear
             whether folders are parts or classes; the message says what to do.
     """
-    root, parts = _folder(root)
+    root, parts = Path(root), folder_parts(root)
     training = _dataset(_training(root, parts), model, any_classes)
     validation = _validation(root, parts, model, held_out, seed, any_classes, set(training.reader.class_to_idx))
     if 'val' not in parts:
@@ -110,12 +110,7 @@ def folder_loaders(
 
 def folder_classes(root: str | Path) -> list[str]:
     """The names of the classes that `folder_loaders` would train on, in the order of their labels."""
-    return list(_read(_training(*_folder(root)), 'RGB').reader.class_to_idx)
-
-
-def folder_parts(root: str | Path) -> dict[str, Path]:
-    """The parts of a data set, by 'train', 'val' and 'test'; none if the folder holds the classes itself."""
-    return _folder(root)[1]
+    return list(_read(_training(Path(root), folder_parts(root)), 'RGB').reader.class_to_idx)
 
 
 def image_loaders(
@@ -135,7 +130,7 @@ def image_loaders(
     Raises:
         ValueError: There are no images, or it is unclear whether folders are parts or classes.
     """
-    root, parts = _folder(root)
+    root, parts = Path(root), folder_parts(root)
     datasets = [_read(parts.get('train', root), image_mode(model)) for _ in range(2)]
     samples = datasets[0].reader.samples
     if max(Counter(label for _, label in samples).values()) > 1:
@@ -150,8 +145,8 @@ def image_loaders(
             _evaluation_loader(datasets[1], model, batch_size, workers))
 
 
-def _folder(root: str | Path) -> tuple[Path, dict[str, Path]]:
-    """Return a folder and its parts, by 'train', 'val' and 'test'; no parts if the folder holds the classes itself.
+def folder_parts(root: str | Path) -> dict[str, Path]:
+    """The parts of a data set, by 'train', 'val' and 'test'; no parts if the folder holds the classes itself.
 
     A folder `train` may be a class, as in CIFAR-100: `folder_loaders` says what makes it a part.
     """
@@ -161,7 +156,7 @@ def _folder(root: str | Path) -> tuple[Path, dict[str, Path]]:
     folders = [child for child in sorted(root.iterdir()) if child.is_dir() and not child.name.startswith('.')]
     named = [child for child in folders if child.name.lower() in _PARTS]
     if not named:
-        return root, {}
+        return {}
     others = [child for child in folders if child not in named and _has_images(child, below=True)]
     flat = [child for child in named if _has_images(child)]
     of_classes = [child for child in named if child not in flat and _has_images(child, below=True)]
@@ -181,7 +176,7 @@ def _folder(root: str | Path) -> tuple[Path, dict[str, Path]]:
         raise ValueError(f"'{root}' has {' and '.join(f'{child.name}/' for child in flat)}, which hold images but no "
                          f"folders. If they are parts of the data, give one, such as '{one}'; if they are classes, "
                          'rename them.')
-    return root, parts if of_classes else {}
+    return parts if of_classes else {}
 
 
 def _has_images(folder: Path, below: bool = False) -> bool:

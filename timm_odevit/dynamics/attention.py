@@ -5,16 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from .flow import Flow, Images, PerImage, over_images
-from .lipschitz import log_softmax_bound, plain_attention
+from .lipschitz import PlainAttention, log_softmax_bound
 
 __all__ = ['AttentionOverTime', 'attention_maps', 'attention_over_time', 'has_attention_maps']
-
-_SOFTMAX = (torch.softmax, F.softmax, torch.Tensor.softmax)
 
 
 def attention_maps(flow: Flow) -> Iterator[Tensor]:
@@ -27,7 +23,7 @@ def attention_maps(flow: Flow) -> Iterator[Tensor]:
     """
     x = flow.start
     for step in flow.maps:
-        with _Watched(x) as watched:
+        with PlainAttention(x) as watched:
             y = step(x)
         if watched.found is None:
             raise ValueError('These blocks never attend from all tokens to all tokens (windows, say), so they have no '
@@ -42,27 +38,6 @@ def has_attention_maps(flow: Flow) -> bool:
         return all(True for _ in attention_maps(flow))
     except ValueError:
         return False
-
-
-class _Watched(TorchFunctionMode):  # of one thread
-    """Keep the first attention probabilities over all tokens that are computed inside, fused or not."""
-
-    def __init__(self, x: Tensor) -> None:
-        super().__init__()
-        self.shape = (len(x), *x.shape[1:-1], *x.shape[1:-1])  # but for the heads
-        self.found: Tensor | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self.found is None and func is F.scaled_dot_product_attention:
-            self._keep(plain_attention(*args, **(kwargs or {}))[0])
-        elif self.found is None and func in _SOFTMAX:
-            self._keep(out)
-        return out
-
-    def _keep(self, found: Tensor) -> None:
-        if found.ndim == 4 and (found.shape[0], *found.shape[2:]) == self.shape:
-            self.found = found.float()
 
 
 @dataclass(frozen=True, repr=False)

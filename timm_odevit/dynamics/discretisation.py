@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..convert.merge import check_not_merged
 from ..ode.blocks import OdeBlocks, find_ode_blocks
@@ -14,7 +14,7 @@ from ..ode.fields import Context
 from ..ode.methods import METHODS
 from ..ode.solver import Solver
 from ..settings import integer, many, one_of
-from .flow import Flow, Images, PerImage, norms, over_images
+from .flow import Flow, Images, PerImage, batches, follow, norms
 
 __all__ = ['DiscretisationError', 'discretisation_errors']
 
@@ -42,11 +42,6 @@ class DiscretisationError(PerImage):
     def __repr__(self) -> str:
         return (f'DiscretisationError({self.method}, K = {self.steps}: {self.error.mean():.2e}, reference '
                 f'{self.reference.mean():.0e})')
-
-
-@dataclass(frozen=True, repr=False)
-class _Batches(PerImage):
-    rows: tuple[tuple[DiscretisationError, ...], ...]  # for each batch, one per method and number of steps
 
 
 def discretisation_errors(
@@ -84,9 +79,11 @@ def discretisation_errors(
 
     Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.3.
     """
-    odes = find_ode_blocks(model) if isinstance(model, nn.Module) else []
+    odes = find_ode_blocks(model)
     if len(odes) != 1:
-        raise TypeError(f'A {type(model).__name__} has no ODE whose solution could be compared. Convert it first.')
+        how = f'{len(odes)} ODEs, one per stage, and not one' if odes else 'no ODE'
+        hint = '' if odes else ' Convert it first.'
+        raise TypeError(f'A {type(model).__name__} has {how} whose solution could be compared.{hint}')
     check_not_merged(model)
     own = odes[0]
     chosen = [methods] if isinstance(methods, str) else [own.method] if methods is None else list(methods)
@@ -100,11 +97,12 @@ def discretisation_errors(
     if type(fine) is not int or fine < 2 or fine % 2:
         raise ValueError(f'fine must be an even number of at least 2; got {fine!r}.')
 
-    def measure(flow: Flow) -> _Batches:
-        solutions = _Solutions(own, flow, fine)
-        return _Batches((tuple(solutions.compare(method, count) for method in chosen for count in counts),))
-    found = over_images(measure, model, images, batch_size)
-    return [DiscretisationError.joined(list(batches)) for batches in zip(*found.rows, strict=True)]
+    rows = []
+    for batch in batches(images, batch_size):
+        with follow(model, batch) as flow:
+            solutions = _Solutions(own, flow, fine)
+            rows.append([solutions.compare(method, count) for method in chosen for count in counts])
+    return [DiscretisationError.joined(list(each)) for each in zip(*rows, strict=True)]
 
 
 class _Solutions:

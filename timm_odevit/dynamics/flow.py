@@ -152,11 +152,12 @@ def batches(images: Images, batch_size: int) -> Iterator[Tensor]:
     """
     images = images[0] if is_pair(images) else images  # type: ignore[index]
     batch_size = integer(1)('batch_size', batch_size)
-    if isinstance(images, Tensor) and images.ndim != 4:
-        raise ValueError(f'Expected images [B, C, H, W], or batches of them; got a tensor {list(images.shape)}.')
     found = 0
     for batch in images.split(batch_size) if isinstance(images, Tensor) else () if images is None else images:
         batch = batch[0] if isinstance(batch, (tuple, list)) else batch
+        if not isinstance(batch, Tensor) or batch.ndim != 4:
+            raise ValueError('Expected images [B, C, H, W], or batches of them; got '
+                             f'{list(batch.shape) if isinstance(batch, Tensor) else type(batch).__name__}.')
         found += len(batch)
         if len(batch):
             yield batch

@@ -14,8 +14,11 @@ from ..ode.time_dependence import TimeField, bare_name
 from ..settings import integer
 from .flow import Flow, Images, PerImage, noise, norms, over_images, unit
 
-__all__ = ['Jacobian', 'LipschitzConstants', 'largest_singular_value', 'lipschitz_constants', 'log_softmax_bound',
-           'plain_attention', 'spectral_norms']
+__all__ = ['Jacobian', 'LipschitzConstants', 'PlainAttention', 'lipschitz_constants', 'log_softmax_bound',
+           'spectral_norms']
+
+
+_SOFTMAX = (torch.softmax, F.softmax, torch.Tensor.softmax, F.scaled_dot_product_attention)
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,25 +74,15 @@ def lipschitz_constants(
         vector = noise(flow.start, torch.Generator().manual_seed(0))
         found: list[Tensor] = []
         for step, h, x in zip(flow.maps, flow.lengths(), flow.states(), strict=False):
-            sigma, vector = largest_singular_value(step, x, vector, shift, iterations)
-            found.append(sigma / h if of == 'field' else sigma)
+            J, moved = Jacobian(step, x), vector
+            for _ in range(iterations):
+                vector = unit(vector)
+                moved = J.push(vector) - shift * vector
+                vector = J.pull(moved) - shift * moved
+            vector = torch.nan_to_num(vector)
+            found.append(norms(moved) / (h if of == 'field' else 1.))
         return LipschitzConstants(torch.stack(found, 1), torch.tensor(flow.times[:-1], dtype=torch.float64))
     return over_images(measure, model, images, batch_size)
-
-
-def largest_singular_value(
-        step: Any, state: Tensor, vector: Tensor, shift: float, iterations: int,
-) -> tuple[Tensor, Tensor]:
-    """The largest singular values [B] of J - shift I, for the Jacobian J of a map at a state [B, ...], and their right
-    singular vectors [B, ...], by the power method from a vector [B, ...].
-    """
-    J, sigma = Jacobian(step, state), state.new_zeros(len(state))
-    for _ in range(iterations):
-        vector = unit(vector)
-        moved = J.push(vector) - shift * vector
-        sigma = norms(moved)
-        vector = J.pull(moved) - shift * moved
-    return sigma, torch.nan_to_num(vector)
 
 
 def log_softmax_bound(attention: Tensor, k: int) -> Tensor:
@@ -112,7 +105,7 @@ class Jacobian:
     def __init__(self, step: Callable[[Tensor], Tensor], state: Tensor) -> None:
         if torch.is_inference_mode_enabled() or state.is_inference():
             raise RuntimeError('Derivatives cannot be computed in inference mode. Use torch.no_grad() instead.')
-        with _PlainAttention(), torch.enable_grad():
+        with PlainAttention(state), torch.enable_grad():
             self._before = state.detach().requires_grad_()
             self._after = step(self._before.clone())  # the map may change its input in place
 
@@ -140,18 +133,30 @@ def _product(outputs: Tensor, inputs: Tensor, vector: Tensor, create_graph: bool
         materialize_grads=True)[0]
 
 
-class _PlainAttention(TorchFunctionMode):  # of one thread
-    """Attention as two products and a softmax: the fused kernels cannot be differentiated twice."""
+class PlainAttention(TorchFunctionMode):  # of one thread
+    """Attention as two products and a softmax: fused kernels cannot be differentiated twice, nor give probabilities.
+
+    `found` are the first ones over all tokens of the state x [B, ..., D], of attention fused or not.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.shape = (len(x), *x.shape[1:-1], *x.shape[1:-1])  # but for the heads
+        self.found: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            probabilities, value = plain_attention(*args, **(kwargs or {}))
-            return probabilities @ value
         kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward and not kwargs.get('need_weights', True):
-            out, _ = func(*args, **{**kwargs, 'need_weights': True})  # with weights, it uses no fused kernel
-            return out, None
-        return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            probabilities, value = plain_attention(*args, **kwargs)
+            out: Any = probabilities @ value
+        elif func is F.multi_head_attention_forward and not kwargs.get('need_weights', True):
+            out = func(*args, **{**kwargs, 'need_weights': True})[0], None  # with weights, it uses no fused kernel
+        else:
+            out = probabilities = func(*args, **kwargs)
+        if self.found is None and func in _SOFTMAX and probabilities.ndim == 4 and (
+                probabilities.shape[0], *probabilities.shape[2:]) == self.shape:
+            self.found = probabilities.float()
+        return out
 
 
 def plain_attention(
@@ -194,7 +199,7 @@ def spectral_norms(model: nn.Module, *, iterations: int = 100) -> dict[str, floa
     Source: the power method, Golub & Van Loan, Matrix Computations, 8.2.
     """
     iterations = integer(1)('iterations', iterations)
-    weights = _weights(model) if isinstance(model, nn.Module) else {}
+    weights = _weights(model)
     if not weights:
         raise TypeError(f'A {type(model).__name__} has no blocks with weight matrices.')
     found = {}
@@ -219,7 +224,7 @@ def _weights(model: Any) -> dict[str, Tensor]:
         timed = isinstance(block, TimeField)
         layers = [block.at(layer) for layer in block.layers] if timed else []
         for name, p in (block.base if timed else block).named_parameters():
-            if p.ndim != 2:
+            if p.ndim != 2 or 'bias' in name:  # tables of position bias are no maps
                 continue
             values = torch.stack([layer.get(name, p) for layer in layers]) if layers else p[None]
             short = bare_name(name).removeprefix('block.')

@@ -66,7 +66,7 @@ def evaluate(
     if getattr(model, 'num_classes', None) == 0:
         raise ValueError(f'This {type(model).__name__} has no classes, so it has no accuracy. Measure its embeddings '
                          'with evaluate_embeddings.')
-    models = lineup(model, steps, teacher)
+    models, trained_at = lineup(model, steps, teacher), tuple(trained_at)
     loader = in_batches(loader, len(models))
     classes = [getattr(each, 'num_classes', None) for each in (model, model if teacher is None else teacher)]
     if None not in classes and classes[0] != classes[1]:
@@ -85,7 +85,7 @@ def evaluate(
             agreement = 100 * ((predicted == taught) & (predicted != NO_CLASS)).double().mean().item()
             kept = 100 * found['top1'] / results[0].top1 if results[0].top1 else None
         results.append(Result(model=kind, agreement=agreement, kept=kept, **found))
-    return Evaluation(tuple(results), data, tuple(trained_at))
+    return Evaluation(tuple(results), data, trained_at)
 
 
 def _measure(model: nn.Module, loader: Iterable[Any], name: str, **options: Any) -> tuple[dict, Tensor, Tensor]:
@@ -177,7 +177,10 @@ def in_batches(loader: Any, passes: int = 1) -> Any:
     if isinstance(loader, Tensor):
         raise ValueError('Got images without labels. Give a pair (images, labels), or batches of such pairs; where '
                          'labels do not count, any will do.')
-    return list(zip(*(part.split(BATCH) for part in loader), strict=True)) if is_pair(loader) else loader
+    if not is_pair(loader):
+        return loader
+    images_and_labels(loader)  # raises if they are not as many
+    return list(zip(*(part.split(BATCH) for part in loader), strict=True))
 
 
 def run_batches(

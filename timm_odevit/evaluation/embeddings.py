@@ -57,7 +57,7 @@ def evaluate_embeddings(
             of the classes have another size, or are not as many as the labels need.
 
     Examples:
-        >>> found = evaluate_embeddings(student, loader, labelled=loader, teacher=teacher)
+        >>> found = evaluate_embeddings(student, loader, labelled=train_loader, teacher=teacher)
         >>> print(found)
 
     Source: k-NN with weights: arXiv 1805.01978; both protocols: DINO, arXiv 2104.14294.
@@ -80,7 +80,11 @@ def evaluate_embeddings(
         if class_embeddings is not None:
             zero_shot = _zero_shot(ours.values, labels, class_embeddings)
         if labelled is not None:
-            learned, known = _memory(_embed(of, labelled, name=f'{name}, labelled', **options))
+            others = _embed(of, labelled, name=f'{name}, labelled', **options)
+            learned, known = _memory(others)
+            if torch.equal(others.marks, ours.marks):
+                raise ValueError('labelled holds the images that are classified. Give others, such as the training '
+                                 'images.')
             knn = knn_accuracy(ours.values, labels, learned, known)
             probe = probe_accuracy(ours.values, labels, learned, known)
         results.append(EmbeddingResult(
@@ -244,8 +248,8 @@ def patch_agreement(
     Args:
         model: Student, or any timm model with `forward_intermediates`.
         teacher: timm model with the same grid of patches.
-        loader: Batches (images [B, C, H, W], labels), normalised for the model; labels are ignored. Or one pair of
-            tensors.
+        loader: Batches of images [B, C, H, W], normalised for the model, or (images, labels), whose labels are
+            ignored. Or one pair of tensors.
         steps: Step counts to measure; None for the model as it is. Only for an ODE-ViT.
 
     Returns:
@@ -263,7 +267,8 @@ def patch_agreement(
     sums: list[list[Tensor]] = [[] for _ in measured]  # for each batch, the sums over its images [2, H, W]
     count = 0
     with evaluating(model), evaluating(teacher), torch.inference_mode():
-        for images, _ in in_batches(loader):
+        for batch in in_batches(loader):
+            images = batch[0] if isinstance(batch, (tuple, list)) else batch
             if not len(images):
                 continue
             images = images.to(next(model.parameters()))

@@ -99,8 +99,13 @@ def _check_dtype(old: nn.Module, tower: nn.Module) -> None:
         raise ValueError(f'The tower is {found}, the tower of this model {wanted}. Call tower.to({wanted}) first.')
 
 
+def _features(tower: Any) -> int:
+    """The width of what a tower without classes gives; timm's convolutional heads widen the features."""
+    return int(getattr(tower, 'head_hidden_size', tower.num_features))
+
+
 def _width(tower: Any) -> int:
-    return tower.num_classes or tower.num_features
+    return tower.num_classes or _features(tower)
 
 
 def _in_open_clip(program: Any, old: Any, tower: Any) -> list[tuple[Any, str, Any]]:
@@ -116,8 +121,8 @@ def _in_open_clip(program: Any, old: Any, tower: Any) -> list[tuple[Any, str, An
         width = layers[-1].out_features if layers else _width(old.trunk)
         if layers and 'pool' not in dict(old.head.named_children()) and not tower.num_classes:
             head = old.head
-            if tower.num_features != layers[0].in_features:
-                raise ValueError(f'The tower has no classes and {tower.num_features} features; this model projects '
+            if _features(tower) != layers[0].in_features:
+                raise ValueError(f'The tower has no classes and {_features(tower)} features; this model projects '
                                  f'{layers[0].in_features} to {width}.')
     if head is None and _width(tower) != width:
         raise ValueError(f'The tower gives embeddings of width {_width(tower)}; this model needs {width}.')
@@ -150,10 +155,10 @@ def _in_transformers(program: Any, tower: Any) -> list[tuple[Any, str, Any]]:
     wanted: list[tuple[Any, str, Any]] = [(program, 'vision_model', visual)]
     if tower.num_classes and projection is not None and tower.num_classes == width:
         wanted.append((program, 'visual_projection', _Head(tower)))
-    elif tower.num_classes or tower.num_features != hidden:
+    elif tower.num_classes or _features(tower) != hidden:
         takes = f'{hidden} features without classes (num_classes=0)' + (
             f', which it projects to {width}, or a head of {width} classes.' if projection is not None else '.')
-        raise ValueError(f'The tower has {tower.num_features} features and {tower.num_classes} classes; this '
+        raise ValueError(f'The tower has {_features(tower)} features and {tower.num_classes} classes; this '
                          f'{type(program).__name__} takes {takes}')
     return wanted
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..settings import shown
 from .adaptive import Counts, solve_adaptive
 from .config import WITH_HEAD, OdeConfig
 from .fields import Context, Field
@@ -279,7 +280,8 @@ class OdeBlocks(nn.Module):
         part = OdeBlocks(
             self.shared, self.config.part(low, high), self.feature, self.t + low * T / steps, before, after, None,
             self.num_prefix_tokens)
-        for new in (part, part.before, part.solver, part.after, *part.solver):  # not what they share with this one
+        part.solver = nn.ModuleList([*self.solver][low:high])  # the same steps, with their hooks
+        for new in (part, part.before, part.solver, part.after):  # not what they share with this one
             new.training = self.training
         return part
 
@@ -292,7 +294,9 @@ class _FeatureInfo(list):
 
 
 def find_ode_blocks(model: nn.Module) -> list[OdeBlocks]:
-    """The OdeBlocks of a model, in order; empty for a model that is not an ODE-ViT."""
+    """The OdeBlocks of a model, in order; empty for a model that is not an ODE-ViT, TypeError for what is no model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f'Expected a timm model; got {shown(model)}. Build it with timm.create_model.')
     return [module for module in model.modules() if isinstance(module, OdeBlocks)]
 
 

@@ -3,7 +3,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .adaptive import solve_adaptive
 from .config import OdeConfig
@@ -32,8 +32,8 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
         x(T) [B, N, D], or all states [K + 1, B, N, D] with keep.
 
     Raises:
-        ValueError: steps or T is not set, an adaptive method gets a state in half precision, or a splitting method a
-            field without sub-flows.
+        ValueError: steps or T is not set, an adaptive method gets a state in half precision, a splitting method a field
+            without sub-flows, or the adjoint method one that is not an nn.Module.
         FloatingPointError: The state stopped being finite; the message names the step and t.
 
     Examples:
@@ -52,6 +52,9 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
         raise ValueError(
             f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does not have. "
             "Use an unsplit method, such as 'euler' or 'rk4'.")
+    if config.adjoint and not isinstance(field, nn.Module):
+        raise ValueError('adjoint finds the parameters of a field that is an nn.Module; this one is a '
+                         f'{type(field).__name__}. Set adjoint=False.')
     module: Any = field if isinstance(field, Field) else _CallableField(field)
     if config.adaptive:
         times = [i * T / steps for i in range(steps + 1)]

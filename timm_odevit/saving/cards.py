@@ -150,7 +150,8 @@ def _table(results: Sequence[Mapping[str, Any]], own: int | None, trained_at: Se
         steps = f"**{r['steps']}**" if r['steps'] in trained_at else str(r['steps'] or '-')
         mark = ' (as saved)' if own and r['steps'] == own else ''
         shares = [f'{r[key]:.2f}' if r[key] is not None else '-' for key in ('top1', 'top5', 'kept', 'agreement')]
-        rows.append([_plain(r['model']), steps + mark, str(r['nfe'] or '-'), f"{r['parameters']:,}", *shares])
+        nfe = '-' if r['nfe'] is None else f"{r['nfe']:.4g}"
+        rows.append([_plain(r['model']), steps + mark, nfe, f"{r['parameters']:,}", *shares])
     return markdown_table(rows)
 
 
