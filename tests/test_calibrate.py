@@ -81,6 +81,7 @@ def test_interrupted_it_leaves_both_models_as_they_were(vit, monkeypatch, when):
     (GOOD, dict(epochs=3), 'epochs must be two whole numbers'),
     (GOOD, dict(minutes=1., epochs=(1, 1)), 'Give minutes or epochs, not both'),
     (GOOD, dict(batch_size=0), 'batch_size must be a whole number of at least 1; got 0'),
+    ([], dict(minutes=0.01), 'train_loader is empty'),
     (torch.randn(3, 16, 16), {}, r'got torch.float32 \[3, 16, 16\]'),
     (torch.zeros(4, 3, 16, 16, dtype=torch.uint8), {}, r'got torch.uint8 \[4, 3, 16, 16\]'),
     (torch.empty(0, 3, 16, 16), {}, r'got torch.float32 \[0, 3, 16, 16\]'),

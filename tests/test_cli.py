@@ -222,6 +222,9 @@ MISTAKES = [
     (['distill', '--resume', 'images'], "There is no run to continue in 'images': it has no recipe.yaml"),
     (['distill', 'autonomous', 'images'], 'Expected RECIPE DATA OUT, or only --resume FOLDER; got autonomous images'),
     (['finetune', 'local-dir:teacher', 'images', 'out', '--recipe', 'autonomous'], 'odevit finetune trains on labels'),
+    (['finetune', 'local-dir:teacher', 'images', 'out', '--set', 'model=vit_tiny'], "'model=vit_tiny' has no effect"),
+    (['benchmark', 'local-dir:teacher', '--steps', '1,2'], '--steps needs an ODE-ViT'),
+    (['distill', 'scratch', 'images', 'new', '--set', 'model_args.num_heads=5'], "Cannot build 'odevit_tiny_patch4_32'"),
     (['recipe', 'show'], 'Expected: odevit recipe list'),
     (['predict', 'local-dir:teacher', 'images/c0/0.png', '--steps', '6'], '--steps needs an ODE-ViT'),
     (['predict', 'local-dir:teacher', 'images/c0/0.png', 'list.yaml'], "'list.yaml' cannot be read as an image"),
@@ -351,7 +354,8 @@ def test_the_chain_without_labels(folder, capsys):
         _, command, *words = shlex.split(line, comments=True)
         words = [{'25%': '90%'}.get(word, word) for word in words if word not in ('--minutes', '60', '600')]
         assert main([command, *words, *quick.get(command, []), '--quiet', '--device', 'cpu']) == 0, line
-    assert 'cosine' in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert 'cosine' in out and re.search('odevit evaluate .* --embedding$', out, re.M)
 
 
 def test_predict_gives_json(folder, capsys):

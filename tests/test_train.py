@@ -113,6 +113,8 @@ def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
     ('loss.kd_temperature=-1', 'kd_temperature must be a number above 0; got -1.'),
     ('loss.steps=[true]', 'steps must be a list of whole numbers'),
     ('loss.steps=[2, 3', "'loss.steps=[2, 3' is not valid YAML"),
+    (dict(model=5), "model must be a timm model's name; got 5"),
+    (dict(loss={'patch_drop': 0.5}, fit={'epochs': 1, 'compile': True}), 'patch_drop works by hooks, which a compiled model may miss'),
     ('data.batch_size=0', 'data.batch_size must be a whole number of at least 1'),
     ('data.padding=-1', 'data.padding must be'), ('data.flip=7', 'data.flip must be a number from 0 to 1'),
     ('data.mixup=-1', 'data.mixup must be'), ('fit.compile=maybe', 'compile must be True or False'),
@@ -337,11 +339,14 @@ def test_gradient_checkpointing_changes_no_loss_and_runs_the_steps_again(vit, da
     assert len(calls) - plain > 1.5 * plain
 
 
-def test_compiles(vit, data, tmp_path, monkeypatch):
-    teacher = vit()
-    monkeypatch.setattr('timm_odevit.TrajectoryDistillationTask.compile.__defaults__', ('aot_eager', None))
-    one = run(recipe('loss.steps=[2, 3]'), data, tmp_path / 'a', teacher)
-    two = run(recipe('loss.steps=[2, 3]', 'fit.compile=true'), data, tmp_path / 'b', teacher)
+@pytest.mark.parametrize('changes', [['loss.steps=[2, 3]'], ['stages.0.task=stepwise']], ids=['trajectory', 'stepwise'])
+def test_compiles(vit, data, tmp_path, monkeypatch, changes):
+    teacher, wrap, compiled = vit(), torch.compile, []
+    monkeypatch.setattr(torch, 'compile', lambda module, **_: compiled.append(module) or wrap(module, backend='aot_eager'))
+    one = run(recipe(*changes), data, tmp_path / 'a', teacher)
+    assert not compiled
+    two = run(recipe(*changes, 'fit.compile=true'), data, tmp_path / 'b', teacher)
+    assert len(compiled) == 2
     assert [r['loss'] for r in two] == pytest.approx([r['loss'] for r in one], rel=1e-4)
     torch._dynamo.reset()
 
@@ -498,13 +503,14 @@ def test_weights_that_are_not_finite_are_not_written(vit, data, tmp_path, monkey
 
 @pytest.mark.parametrize('changes, message', [
     (['model=vit_tiny_patch16_224'], 'The recipe names a model'),
-    (['ode=null', 'stages.0.task=labels'], 'the teacher itself would be trained'),
+    (['fit.accumulate=99'], 'has fewer than 99 batches'), (['ode=null', 'stages.0.task=labels'], 'the teacher itself would be trained'),
     (['stages=[{}, {train: [low_rank]}]'], "stages.1.train: the model has no parameters of the part 'low_rank'"),
 ])
 def test_models_that_do_not_fit_a_recipe_are_refused_before_anything_is_written(vit, data, tmp_path, changes, message):
     with pytest.raises(ValueError) as e:
-        run(recipe(*changes), data, tmp_path / 'run', vit())
+        run(recipe(*changes), data, tmp_path / 'run', teacher := vit().train())
     assert message in str(e.value) and not (tmp_path / 'run').exists()
+    assert teacher.training and all(p.requires_grad for p in teacher.parameters())
 
 
 def test_a_rehearsal_is_not_resumed_as_the_run(vit, data, tmp_path):

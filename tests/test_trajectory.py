@@ -239,6 +239,14 @@ def test_refuses_settings(vit, settings, message):
     assert message in str(e.value)
 
 
+def test_jasmin_needs_attention_maps():
+    teacher = timm.create_model('vit_relpos_small_patch16_224', img_size=32, depth=2, num_classes=5)
+    student = copy.deepcopy(teacher)
+    convert_(student)
+    with pytest.raises(ValueError, match="jasmin_weight needs timm's plain attention"):
+        TrajectoryDistillationTask(student, teacher, jasmin_weight=0.1)
+
+
 def test_labels_may_be_missing_where_they_do_not_count(vit, batch):
     parts = TrajectoryDistillationTask(*pair(vit))(batch[0], None)
     assert torch.isfinite(parts['loss']) and 'task_loss' not in parts

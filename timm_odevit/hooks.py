@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ['BlockRecord', 'autocast', 'evaluating', 'hooked', 'on_meta', 'random_states_kept', 'state_at', 'surely',
-           'watch_blocks']
+__all__ = ['BlockRecord', 'autocast', 'evaluating', 'hooked', 'lent', 'on_meta', 'random_states_kept', 'state_at',
+           'surely', 'watch_blocks']
 
 _EVALUATING: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()  # by module, who needs it in eval mode
 _LOCK = RLock()
@@ -64,6 +64,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         surely(put_back)
+
+
+@contextmanager
+def lent(model: nn.Module | None) -> Iterator[None]:
+    """Whatever is done to the modes of a model and to what of it may learn, its own come back; nothing for None."""
+    flags = [] if model is None else [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        with nullcontext() if model is None else evaluating(model):
+            yield
+    finally:
+        surely(lambda: [p.requires_grad_(flag) for p, flag in flags])
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:

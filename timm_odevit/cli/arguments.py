@@ -1,17 +1,14 @@
 """What several commands share: arguments and their types, models by name, images, folders to write to."""
 import argparse
 import json
-import math
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from itertools import islice
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import timm
-import torch
 from safetensors import SafetensorError
 from timm.models import load_state_dict, parse_model_name
 from torch import nn
@@ -28,7 +25,7 @@ from ..settings import Settings, one_line, suggest
 
 __all__ = [
     'DATA', 'IMAGES', 'MODEL', 'TOWERS', 'add_number', 'add_quiet', 'add_settings', 'add_steps', 'add_weights',
-    'add_workers', 'check_file', 'check_name', 'first_held_out', 'given', 'images_of', 'load', 'load_as_saved',
+    'add_workers', 'check_file', 'check_name', 'given', 'images_of', 'load', 'load_as_saved',
     'refuse_existing', 'save', 'set_steps', 'step_counts', 'whole_number',
 ]
 
@@ -38,7 +35,6 @@ TOWERS = ('open_clip:', 'transformers:')
 DATA = ('folder with one sub-folder of images per class, or with train/ and val/ folders of that kind; or an .npz of '
         'small images: x_train, y_train, x_test, y_test')
 IMAGES = 'folder of images, or an .npz of small images; labels are ignored'
-HELD_OUT = 512  # images to measure agreement on
 
 
 def add_settings(parser: Any, kind: type[Settings]) -> None:
@@ -136,12 +132,6 @@ def images_of(
     return image_loaders(path, model, batch_size=batch_size, workers=workers)
 
 
-def first_held_out(held_out: Any, batch_size: int) -> Any:
-    """The batches of the first 512 images of some that were held out, with labels 0."""
-    batches = islice(held_out, math.ceil(HELD_OUT / batch_size))
-    return [(images, torch.zeros(len(images), dtype=torch.long)) for images, _ in batches]
-
-
 def load(name: str, args: argparse.Namespace, pretrained: bool = True, **kwargs: Any) -> nn.Module:
     """Build a model by name, with the options --checkpoint and --img-size if the command has them.
 
@@ -155,6 +145,8 @@ def load(name: str, args: argparse.Namespace, pretrained: bool = True, **kwargs:
             raise ValueError(f"'{name}' has its own weights and image size. Leave out --checkpoint and --img-size.")
         if not pretrained:
             raise ValueError(f"'{name}' has its own weights. Leave out --random.")
+        if others := sorted(kwargs.keys() - {'num_classes'}):
+            raise ValueError(f"'{name}' is built as it is. Leave out {', '.join(others)}.")
         tower: Any = _tower(name).float()
         if kwargs.get('num_classes') is not None:
             tower.reset_classifier(kwargs['num_classes'])

@@ -1,5 +1,7 @@
 """odevit convert and calibrate"""
 import argparse
+import math
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from ..ode.blocks import find_ode_blocks
 from ..ode.config import OdeConfig
 from ..training.calibrate import calibrate_
 from ..training.config import CalibrationConfig
+from ..training.loaders import Unlabelled
 from .arguments import (
     IMAGES,
     MODEL,
@@ -20,7 +23,6 @@ from .arguments import (
     add_settings,
     add_weights,
     add_workers,
-    first_held_out,
     given,
     images_of,
     load,
@@ -29,6 +31,7 @@ from .arguments import (
     save,
 )
 
+HELD_OUT = 512  # images to measure agreement on
 _SIZE = ('time', 'rank', 'phases', 'boundaries', 'init')  # what a size determines
 
 
@@ -96,7 +99,7 @@ def calibrate(args: argparse.Namespace) -> None:
     refuse_existing(args.out, 'remove it')
     student, teacher = load_as_saved(args.student, args), load(args.teacher, args)
     loader, held_out = images_of(args.images, student, config.batch_size, args.workers, config.seed)
-    held_out = first_held_out(held_out, config.batch_size)
+    held_out = list(islice(Unlabelled(held_out, 1), math.ceil(HELD_OUT / config.batch_size)))
     measure, of = (evaluate, 'agreement') if student.num_classes else (evaluate_embeddings, 'neighbours')
     before: Any = measure(student, held_out, teacher=teacher).results[-1]
     calibrate_(student, teacher, loader, progress=not args.quiet, config=config)

@@ -204,8 +204,11 @@ def benchmark(args: argparse.Namespace) -> None:
     if len({*args.models}) < len(args.models):
         raise ValueError('A model is named twice. Give each one once.')
     check_file(args.json)
+    models = {name: _model(name, args) for name in args.models}
+    if args.steps and not any(find_ode_blocks(model) for model in models.values()):
+        raise ValueError('--steps needs an ODE-ViT, and none of these models is one. Leave it out.')
     found = measure_speed(
-        {name: _model(name, args) for name in args.models}, batch_sizes=args.batch_size, steps=args.steps,
+        models, batch_sizes=args.batch_size, steps=args.steps,
         rounds=args.rounds, compiled=args.compile, images=partial(_some_images, args.data) if args.data else None,
         progress=not args.quiet)
     print(found)
@@ -223,10 +226,5 @@ def _model(name: str, args: argparse.Namespace) -> nn.Module:
 def _some_images(path: str, model: nn.Module, count: int) -> Tensor:
     """The first images of a folder or an .npz, again from the start if there are too few."""
     like = next(p for p in model.parameters() if p.is_floating_point())
-    found: list[Tensor] = []
-    for images, _ in images_of(path, model, batch_size=count)[1]:
-        found.append(images)
-        if sum(map(len, found)) >= count:
-            break
-    images = torch.cat(found)
+    images = next(images for images, _ in images_of(path, model, batch_size=count)[1] if len(images))
     return images[torch.arange(count) % len(images)].to(like)

@@ -32,12 +32,17 @@ def finetune(args: argparse.Namespace) -> None:
     if recipe is not None and given:
         raise ValueError(f'The run has a recipe of its own, so --recipe {given} has no effect. Leave it out.')
     command = _to_resume(args, 'model', 'data', 'recipe', 'img_size', 'checkpoint', 'limit')
+    for change in args.set:
+        if change.partition('=')[0].strip() in ('model', 'model_args.num_classes'):
+            raise ValueError(f"'{change}' has no effect: the model is the first argument, its classes are those of the "
+                             'data. Leave it out.')
     recipe = recipe or Recipe.load(args.recipe or 'finetune', args.set)
     if recipe.ode is not None or any(stage.task != 'labels' for stage in recipe.stages):
         raise ValueError('odevit finetune trains on labels alone: the recipe must not have ode, and every stage must '
                          'have task: labels. To run any other recipe, use odevit distill')
-    options = {**(recipe.model_args or {}), 'num_classes': count_classes(args.data), 'img_size': args.img_size}
-    options = {key: value for key, value in options.items() if value is not None}
+    options = {**(recipe.model_args or {}), 'num_classes': count_classes(args.data)}
+    if args.img_size is not None:
+        options['img_size'] = args.img_size
     recipe = replace(recipe, model=command['model'], model_args=options)
     torch.manual_seed(recipe.seed)  # a new head is the same each time
     _train(recipe, args, command, student=load(args.model, args, **options))
@@ -140,7 +145,10 @@ def _read_run(args: argparse.Namespace, folder: Path) -> Recipe:
     if not (folder / RECIPE).is_file() or not (folder / RUN).is_file():
         raise ValueError(f"There is no run to continue in '{folder}': it has no {RECIPE}.")
     recipe = Recipe.load(folder / RECIPE, args.set)
-    command: dict[str, Any] = json.loads((folder / RUN).read_text()).get('command') or {}
+    try:
+        command: dict[str, Any] = dict(json.loads((folder / RUN).read_text())['command'] or {})
+    except (KeyError, TypeError, ValueError):
+        command = {}
     if not command:
         raise ValueError(f"'{folder / RUN}' does not say how the run was started. Give the whole command, with "
                          '--resume at its end.')
@@ -190,4 +198,4 @@ def _train(
         held_out = '' if 'val' in folder_parts(args.data) else f'{held_out} --seed {recipe.seed}'
     print('To evaluate it on the images that were held out:\n'
           f"  odevit evaluate {quote(f'local-dir:{best}')} {quote(args.data)}"
-          f"{f' --teacher {quote(named)}' if named else ''}{held_out}")
+          f"{f' --teacher {quote(named)}' if named else ''}{held_out}{' --embedding' if recipe.embeds else ''}")

@@ -219,7 +219,8 @@ class ArrayLoader:
         n, (rank, world) = len(self.labels), rank_and_world() if self.train else (0, 1)
         order = torch.arange(n)
         if self.train:  # the same for all processes
-            order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch))
+            seed = (self.seed * 1_000_003 + self.epoch) % 2 ** 63
+            order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
         for batch in order.split(self.batch_size * world)[:len(self)]:
             yield batch[rank::world].to(self.labels.device)
 

@@ -15,9 +15,15 @@ _MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's modes, by the model's number 
 
 def data_config(model: Any) -> dict[str, Any]:
     """timm's settings for the images of a model: size [C, H, W], mean, std, interpolation and crop."""
+    model = _bare(model)
     cfg = resolve_input_data_config(model)  # mean and std have as many values as the model has channels
     size = getattr(getattr(model, 'patch_embed', None), 'img_size', None)  # pretrained_cfg may have an older one
     return {**cfg, 'input_size': (model.in_chans, *(size or cfg['input_size'][1:]))}
+
+
+def _bare(model: Any) -> Any:
+    """A model without the wrapper of torch.compile, of which timm asks its truth, and so its length."""
+    return getattr(model, '_orig_mod', model)
 
 
 def image_mode(model: Any) -> str:
@@ -76,7 +82,7 @@ def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | No
     if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in (model, teacher) for key in ('mean', 'std')):
         return None
     (mean, mean_t), (std, std_t) = (
-        [torch.tensor(resolve_input_data_config(m)[key]).view(1, -1, 1, 1) for m in (model, teacher)]
+        [torch.tensor(resolve_input_data_config(_bare(m))[key]).view(1, -1, 1, 1) for m in (model, teacher)]
         for key in ('mean', 'std'))
     if mean.shape != mean_t.shape:
         raise ValueError(f'The teacher takes images with {mean_t.shape[1]} channels, the model with {mean.shape[1]}. '

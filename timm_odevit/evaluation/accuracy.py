@@ -122,7 +122,7 @@ def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str
     blocks = find_ode_blocks(model)
     if steps is None:
         return [(f'{blocks[0].steps} steps' if len(blocks) == 1 else 'model', model)]
-    counts = [int(steps)] if isinstance(steps, (int, Integral)) else list(steps)
+    counts = [int(steps)] if isinstance(steps, (int, Integral)) else list(dict.fromkeys(steps))
     if not counts:
         raise ValueError('steps is empty. Give step counts, such as steps=(1, 6, 12), or None.')
     if len(blocks) > 1:

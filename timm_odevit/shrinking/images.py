@@ -64,8 +64,11 @@ def read_images(
     if isinstance(images, Tensor) or is_pair(images):
         loader, learned, held = _tensors(images, batch_size)
         why = why or ('there are none' if isinstance(images, Tensor) else '')
+    elif not isinstance(images, (str, Path)):
+        raise ValueError('images must be a folder, an .npz, a tensor [N, C, H, W], or a pair of such and labels; got '
+                         f'{type(images).__name__}.')
     else:
-        loader, learned, held, test, why = _files(Path(images), model, batch_size, why)  # type: ignore[arg-type]
+        loader, learned, held, test, why = _files(Path(images), model, batch_size, why)
     measure = 'accuracy' if classes and not why else 'agreement' if classes else 'cosine'
     most = max(2, min(HELD, NUMBERS // draw(held, 1)[0].numel()))
     pictures, labels = draw(held, most)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ..distributed import in_first_process, over_processes
 from ..evaluation.accuracy import AMP_DTYPES
 from ..evaluation.embeddings import evaluate_embeddings
-from ..hooks import evaluating, surely
+from ..hooks import lent, surely
 from ..ode.blocks import find_ode_blocks
 from .config import CalibrationConfig
-from .fit import fit
+from .fit import count_updates, fit
 from .loaders import Unlabelled
 from .matching import check_converted_from
 from .minutes import EPOCHS, Stream, loss_before, seconds_per_update, updates_in
@@ -77,12 +77,9 @@ def calibrate_(
     learning = {id(p) for ode in find_ode_blocks(student) for p in ode.shared.parameters()}
     for p in student.parameters():
         p.requires_grad_(p.requires_grad and id(p) in learning)
-    flags = [(p, p.requires_grad) for p in teacher.parameters()]
-    try:
-        with evaluating(teacher):
-            history = _train(student, teacher, loader, config, progress)
-    finally:
-        surely(lambda: [p.requires_grad_(flag) for p, flag in flags])
+    count_updates(loader)
+    with lent(teacher):
+        history = _train(student, teacher, loader, config, progress)
     surely(lambda: model.load_state_dict(student.state_dict()))
     return history
 

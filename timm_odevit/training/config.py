@@ -14,6 +14,7 @@ __all__ = ['CalibrationConfig', 'DataConfig', 'FitConfig', 'LossConfig']
 SCHEDS = ('cosine', 'tanh', 'step', 'poly')  # timm's schedulers that depend only on the update count
 _amp = one_of([name for name in AMP_DTYPES if name], none='full precision')
 _weight = number(0.)
+COMPILED = 'patch_drop works by hooks, which a compiled model may miss. Use one of the two.'
 _EPOCHS = 'two whole numbers, one of which may be 0, such as (8, 2), or None to use minutes'
 
 

@@ -85,6 +85,9 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
                 class_token_comes_later(student) or not isinstance(getattr(student, 'norm', None), nn.Module)):
             raise ValueError('exits apply the final norm and the head to the states after earlier steps, which does '
                              f'not work for a {name}. Leave exits out.')
+        if config.jasmin_weight and not all(ode.shared.has_attention_maps for ode in odes):
+            raise ValueError("jasmin_weight needs timm's plain attention (no windows, RoPE or position bias), which "
+                             f'the blocks of this {name} do not use. Leave it out.')
         return
     for setting in ('jasmin_weight', 'exit_weight', 'patch_drop'):
         if getattr(config, setting):

@@ -90,10 +90,13 @@ def check_batch(name: str, batch: Any, task: TrainingTask) -> Any:
         check_images(images)
     except ValueError as e:
         raise ValueError(f'{name}: {e}') from None
+    if not isinstance(labels, Tensor):
+        raise ValueError(f'{name}: labels must be a tensor; got {type(labels).__name__}. Where they do not count, any '
+                         'will do.')
     criterion = getattr(task, 'criterion', None)
     classes = 0 if getattr(task, 'embedding', False) else getattr(models_of(task)['model'], 'num_classes', 0)
     used = classes and (criterion is not None or name == 'val_loader')  # some tasks ignore labels
-    if used and isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point():
+    if used and labels.ndim == 1 and not labels.is_floating_point():
         wrong = labels[((labels < 0) | (labels >= classes)) & (labels != getattr(criterion, 'ignore_index', -100))]
         if len(wrong):
             raise ValueError(f'{name} has label {int(wrong[0])}, but the {classes} classes of the model are 0 to '

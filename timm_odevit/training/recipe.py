@@ -9,7 +9,7 @@ import yaml
 
 from ..ode.config import OdeConfig
 from ..settings import Check, Settings, flag, integer, one_line, one_of, setting, suggest
-from .config import DataConfig, FitConfig, LossConfig
+from .config import COMPILED, DataConfig, FitConfig, LossConfig
 
 __all__ = ['FIT', 'FOLDER', 'Recipe', 'Stage', 'builtin_recipes']
 
@@ -43,6 +43,12 @@ def _section(known: Sequence[str] | None = None) -> Check:
                     f"{name} has an unknown key '{key}'. {suggest(str(key), known)}Keys: {', '.join(known)}.")
         return _plain(value)  # a copy, in which tuples are lists as in YAML
     return check
+
+
+def _name(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{name} must be a timm model's name; got {value!r}. In quotes, YAML takes it for text.")
+    return value
 
 
 def _parts(name: str, value: Any) -> tuple[str, ...]:
@@ -111,7 +117,7 @@ class Recipe(Settings):
         >>> print(recipe.to_yaml())
     """
     ode: dict[str, Any] | None = setting(None, _section(OdeConfig.names()))
-    model: str | None = None
+    model: str | None = setting(None, _name)
     model_args: dict[str, Any] | None = setting(None, _section())
     data: dict[str, Any] | None = setting(None, _section(DataConfig.names()))
     loss: dict[str, Any] | None = setting(None, _section(LossConfig.names()))
@@ -137,9 +143,9 @@ class Recipe(Settings):
                 continue
             used.append(stage)
             try:
-                self.fit_of(stage)
-                if stage.task == 'trajectory':
-                    self.loss_of(stage)
+                compiled = self.fit_of(stage).compile
+                if stage.task == 'trajectory' and self.loss_of(stage).patch_drop and compiled:
+                    raise ValueError(COMPILED)
             except ValueError as e:
                 raise ValueError(f'stages.{i}: {e}') from None
         if not used:

@@ -24,7 +24,7 @@ from ..data.preprocessing import warn_of_other_classes
 from ..distributed import alone_in, in_first_process, rank_and_world
 from ..evaluation.accuracy import AMP_DTYPES
 from ..files import staged, to_json, write_text
-from ..hooks import random_states_kept, surely
+from ..hooks import lent, random_states_kept, surely
 from ..loading import CONFIG, WEIGHTS
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import describe, save_pretrained
@@ -103,7 +103,7 @@ def train(
         if model is not None:
             device = next(model.parameters()).device
     given, folder, (rank, world), began = student, Path(out), rank_and_world(), time.perf_counter()
-    with alone_in(folder), random_states_kept(device):
+    with alone_in(folder), random_states_kept(device), lent(teacher):
         new = not (folder / RECIPE).exists()
         plan = None if new or not (folder / RUN).exists() else json.loads((folder / RUN).read_text()).get('epochs')
         if minutes is not None:
@@ -181,6 +181,8 @@ def _host(
         raise OSError(f"The weights of '{recipe.model}' could not be loaded: {one_line(e)} Without a "
                       'network, give --checkpoint FILE, or model_args.pretrained=false to train from random weights.'
                       ) from e
+    except Exception as e:  # what timm raises for its keywords is of any kind
+        raise ValueError(f"Cannot build '{recipe.model}' with {args}: {one_line(e)}") from e
 
 
 def _student(recipe: Recipe, host: nn.Module, images: Tensor) -> nn.Module:

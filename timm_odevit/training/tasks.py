@@ -17,10 +17,11 @@ from ..ode.blocks import find_ode_blocks
 from ..ode.with_steps import with_steps
 from ..settings import flag
 from . import matching
-from .config import LossConfig
+from .config import COMPILED, LossConfig
 from .losses import StepwisePass, TrainingPass, TrajectoryPass, embedding_loss, logit_loss, trajectory_loss
 
 __all__ = ['StepwiseTask', 'StudentTask', 'TrajectoryDistillationTask']
+
 
 class StudentTask(TrainingTask):
     """A task that trains a student inside a TrainingPass, with a frozen teacher that stays in eval mode."""
@@ -47,6 +48,13 @@ class StudentTask(TrainingTask):
         while inner is not None and not isinstance(inner, TrainingPass):
             inner = getattr(inner, 'module', None)
         return inner.student if inner is not None else found
+
+    def compile(self, backend: str = 'inductor', mode: str | None = None, **compile_kwargs: Any) -> Any:
+        """Compile the student's training pass and its evaluation, but not the teacher; returns the eval model."""
+        self.eval_model, self.trainable_module = (
+            torch.compile(module, backend=backend, mode=mode, **compile_kwargs)
+            for module in (unwrap_model(self.trainable_module).student, self.trainable_module))
+        return self.eval_model
 
 
 class StepwiseTask(StudentTask):
@@ -124,7 +132,7 @@ class TrajectoryDistillationTask(StudentTask):
         student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
         teacher: timm model of the same width and tokens; None to train without one, with trajectory_weight and
             kd_weight 0.
-        calibration: Batches of images [B, C, H, W], normalised for the student, for checkpoints 'distance'.
+        calibration: Images [N, C, H, W], or batches of them, normalised for the student, for checkpoints 'distance'.
         criterion: Loss on the labels, (logits, target) to a scalar; cross-entropy by default.
         device: Device of the task; by default the student's.
         verbose: Log timm's messages.
@@ -151,7 +159,7 @@ class TrajectoryDistillationTask(StudentTask):
             student: nn.Module,
             teacher: nn.Module | None,
             *,
-            calibration: Iterable[Tensor] | None = None,
+            calibration: Tensor | Iterable[Tensor] | None = None,
             criterion: nn.Module | None = None,
             device: torch.device | None = None,
             verbose: bool = True,
@@ -167,9 +175,10 @@ class TrajectoryDistillationTask(StudentTask):
         matching.check_loss(student, teacher, config)
         for_teacher, stages = None, []
         if teacher is not None:
+            batches = calibration.split(64) if isinstance(calibration, Tensor) else calibration or ()
             for_teacher = renormalisation(student, teacher) or nn.Identity()
             stages = matching.teacher_stages(
-                teacher, config, (for_teacher(images.to(device)) for images in calibration or ()))
+                teacher, config, (for_teacher(images.to(device)) for images in batches))
         super().__init__(device=device, verbose=verbose)
         self.config, self.weights, self.stages = config, config.weights, stages
         self.embedding = config.embedding or host.num_classes == 0
@@ -292,11 +301,7 @@ class TrajectoryDistillationTask(StudentTask):
                   if part is not None and self.weights[name] > 0]
         return torch.stack(losses).sum() / len(early) if losses else None
 
-    def compile(self, backend: str = 'inductor', mode: str | None = None, **compile_kwargs: Any) -> Any:
-        """Compile the student's training pass and its evaluation, but not the teacher; returns the eval model."""
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.patch_drop:
-            raise ValueError('patch_drop works by hooks, which a compiled model may miss. Use one of the two.')
-        self.eval_model, self.trainable_module = (
-            torch.compile(module, backend=backend, mode=mode, **compile_kwargs)
-            for module in (unwrap_model(self.trainable_module).student, self.trainable_module))
-        return self.eval_model
+            raise ValueError(COMPILED)
+        return super().compile(*args, **kwargs)
