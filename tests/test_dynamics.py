@@ -372,8 +372,9 @@ def test_attention_of_torch_itself_is_measured(images):
 def test_bfloat16_and_inference_mode(vit, images):
     model = vit().to(torch.bfloat16)
     assert lyapunov_exponents(model, images.to(torch.bfloat16)).values.isfinite().all()
-    with torch.inference_mode(), pytest.raises(RuntimeError, match=r'Use torch\.no_grad\(\) instead'):
-        lyapunov_exponents(model, images.to(torch.bfloat16))
+    for measure in (lyapunov_exponents, contraction_regions):
+        with torch.inference_mode(), pytest.raises(RuntimeError, match=r'Use torch\.no_grad\(\) instead'):
+            measure(model, images.to(torch.bfloat16))
 
 
 def test_spectral_norms_of_layers_that_a_library_wraps(vit):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..settings import integer, number
-from .flow import Flow, Images, PerImage, along, noise, norms, over_images, unit
+from .flow import Flow, Images, PerImage, along, check_derivatives, noise, norms, over_images, unit
 
 __all__ = ['Region', 'contraction_regions']
 
@@ -78,6 +78,7 @@ def contraction_regions(
 
 def _region(flow: Flow, other: Flow | None, directions: int, limit: float, seed: int) -> Region:
     x = flow.states()[-1]
+    check_derivatives(x)
     logits = flow.logits(x)
     label, mask = logits.argmax(dim=1), _read_by_the_head(flow, x)
     norm = norms(x * mask)

@@ -16,7 +16,8 @@ from ..ode.blocks import find_ode_blocks
 from ..ode.methods import Step
 from ..settings import integer
 
-__all__ = ['Flow', 'Images', 'PerImage', 'along', 'batches', 'follow', 'noise', 'norms', 'over_images', 'unit']
+__all__ = ['Flow', 'Images', 'PerImage', 'along', 'batches', 'check_derivatives', 'follow', 'noise', 'norms',
+           'over_images', 'unit']
 
 Images = Tensor | Iterable[Any] | None
 Found = TypeVar('Found', bound='PerImage')
@@ -205,6 +206,12 @@ def over_images(measure: Callable[..., Found], model: Any, images: Images, batch
         with ExitStack() as stack:
             parts.append(measure(*(stack.enter_context(follow(each, batch)) for each in (model, *others))))
     return type(parts[0]).joined(parts)
+
+
+def check_derivatives(x: Tensor) -> None:
+    """Raise RuntimeError if no derivatives can be taken at a state."""
+    if torch.is_inference_mode_enabled() or x.is_inference():
+        raise RuntimeError('Derivatives cannot be computed in inference mode. Use torch.no_grad() instead.')
 
 
 def norms(x: Tensor) -> Tensor:

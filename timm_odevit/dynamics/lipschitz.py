@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from ..ode.blocks import find_ode_blocks
 from ..ode.time_dependence import TimeField, bare_name
 from ..settings import integer
-from .flow import Flow, Images, PerImage, noise, norms, over_images, unit
+from .flow import Flow, Images, PerImage, check_derivatives, noise, norms, over_images, unit
 
 __all__ = ['Jacobian', 'LipschitzConstants', 'PlainAttention', 'lipschitz_constants', 'log_softmax_bound',
            'spectral_norms']
@@ -103,8 +103,7 @@ class Jacobian:
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor], state: Tensor) -> None:
-        if torch.is_inference_mode_enabled() or state.is_inference():
-            raise RuntimeError('Derivatives cannot be computed in inference mode. Use torch.no_grad() instead.')
+        check_derivatives(state)
         with PlainAttention(state), torch.enable_grad():
             self._before = state.detach().requires_grad_()
             self._after = step(self._before.clone())  # the map may change its input in place
