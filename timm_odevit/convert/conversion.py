@@ -83,13 +83,14 @@ def convert_(
 
 def _build(model: Any, site: Site, config: OdeConfig, images: Tensor | None) -> OdeBlocks:
     """The OdeBlocks for one sequence of blocks; nothing is changed."""
-    blocks = site.blocks
+    blocks, own = site.blocks, site.host is model
     first, last = config.converted_layers(len(blocks))
     chosen = blocks[first:last + 1]
     moments = None if images is None or config.init != 'svd_data' else input_moments(model, chosen, images, first)
     shared = build_field(config, chosen, first, moments)
-    own = site.host is model
-    feature = {k: v for k, v in model.feature_info[first].items() if k != 'module'} if _is_listed(model, site) else None
+    info: Any = getattr(model, 'feature_info', None)
+    listed = own and isinstance(info, list) and len(info) == len(blocks)  # an entry for each block
+    feature = {k: v for k, v in info[first].items() if k != 'module'} if listed else None
     readable = own and isinstance(getattr(model, 'norm', None), nn.Module) and hasattr(model, 'forward_head') and (
         not class_token_comes_later(model))
     ode = OdeBlocks(
@@ -102,17 +103,10 @@ def _build(model: Any, site: Site, config: OdeConfig, images: Tensor | None) -> 
     return ode
 
 
-def _is_listed(model: Any, site: Site) -> bool:
-    """Whether the model's feature_info has an entry for each block."""
-    info = getattr(model, 'feature_info', None)
-    return site.host is model and isinstance(info, list) and len(info) == len(site.blocks)
-
-
 def _replacements(model: Any, sites: Sequence[Site], built: Sequence[OdeBlocks]) -> list[tuple[Any, str, Any]]:
     """Owner, attribute and new value of everything that a conversion changes in a model."""
     wanted: list[tuple[Any, str, Any]] = [(site.host, 'blocks', ode) for site, ode in zip(sites, built, strict=True)]
-    wanted += [(model, 'feature_info', ode.feature_info) for site, ode in zip(sites, built, strict=True)
-               if _is_listed(model, site)]
+    wanted += [(model, 'feature_info', ode.feature_info) for ode in built if ode.feature]
     if sites[0].host is model and getattr(model, 'rope_mixed', False):
         wanted.append((model.rope, 'get_embed', partial(_rope_of_steps, model)))
     if hasattr(model, 'group_matcher'):
