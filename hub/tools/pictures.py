@@ -202,7 +202,7 @@ def auroc():
     axes.set_yticks(range(len(SIGNALS)), list(SIGNALS.values()))
     axes.invert_yaxis()
     axes.axvline(0.5, color='black', linewidth=0.8)
-    axes.set(xlabel='area under the ROC curve for a right answer', xlim=(0.1, 0.9))
+    axes.set(xlabel='area under the ROC curve for a right answer', xlim=(0.05, 0.95))
     axes.set_title('counts against the answer  ←   0.5: no relation   →  speaks for the answer', fontsize=9)
     axes.legend(fontsize=8, loc='center left', bbox_to_anchor=(1, 0.5))
     return figure
@@ -215,12 +215,11 @@ def discretisation():
         found = read(f'dynamics/{name}/discretisation.json')['found']
         for method, color in zip(dict.fromkeys(row['method'] for row in found), ('C3', 'C0', 'C2'), strict=True):
             rows = [row for row in found if row['method'] == method]
-            axes.plot([row['steps'] for row in rows], [row['error'] for row in rows], 'o-', color=color,
-                      label=f"{method}, order {rows[0]['order']:.1f}")
-        axes.set(xlabel='K', xscale='log', yscale='log', ylim=(1e-5, 2))
-        ticks(axes, (6, 12, 24))
+            axes.plot([row['steps'] for row in rows], [row['error'] for row in rows], 'o-', color=color, label=method)
+        axes.set(xlabel='K', xscale='log', yscale='log', ylim=(1e-3, 5))
+        ticks(axes, sorted({row['steps'] for row in found}))
         axes.set_title(text, fontsize=10)
-        axes.legend(fontsize=8, loc='lower left', title='method, order observed', title_fontsize=8)
+        axes.legend(fontsize=8, loc='lower left')
     panels[0].set_ylabel('distance from the exact solution')
     return figure
 
