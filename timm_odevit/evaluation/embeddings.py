@@ -57,7 +57,8 @@ def evaluate_embeddings(
             of the classes have another size, or are not as many as the labels need.
 
     Examples:
-        >>> found = evaluate_embeddings(student, loader, labelled=train_loader, teacher=teacher)
+        >>> labelled = [(images + 1, torch.tensor([0, 1, 2, 3]))]  # other images
+        >>> found = evaluate_embeddings(student, loader, labelled=labelled, teacher=teacher)
         >>> print(found)
 
     Source: k-NN with weights: arXiv 1805.01978; both protocols: DINO, arXiv 2104.14294.

@@ -163,8 +163,7 @@ def _host(
     One without weights has the classes of the data, unless the recipe says otherwise.
     """
     if teacher is not None and recipe.model is not None:
-        raise ValueError(
-            f"The recipe names a model, '{recipe.model}', but there is also a teacher. Leave one of them out.")
+        raise ValueError(f"The recipe names a model, '{recipe.model}', but there is a teacher. Leave one of them out.")
     if teacher is not None and student is None and recipe.ode is None:
         raise ValueError('ode is null, so the teacher itself would be trained. Give ode, or a student.')
     if student is not None or teacher is not None:
@@ -178,10 +177,9 @@ def _host(
     try:
         return timm.create_model(recipe.model, **args).to(device)
     except OSError as e:
-        raise OSError(f"The weights of '{recipe.model}' could not be loaded: {one_line(e)} Without a "
-                      'network, give --checkpoint FILE, or model_args.pretrained=false to train from random weights.'
-                      ) from e
-    except Exception as e:  # what timm raises for its keywords is of any kind
+        raise OSError(f"The weights of '{recipe.model}' could not be loaded: {one_line(e)} Without a network, give "
+                      '--checkpoint FILE, or model_args.pretrained=false for random weights.') from e
+    except Exception as e:  # of any kind, for keywords that do not fit
         raise ValueError(f"Cannot build '{recipe.model}' with {args}: {one_line(e)}") from e
 
 
