@@ -437,7 +437,7 @@ def test_arrays_that_do_not_fit(arrays, vit, tmp_path):
 def test_arrays_that_are_sorted_by_class_are_a_warning(vit, tmp_path):
     x, y = np.zeros((20, 5, 5, 3), np.uint8), np.arange(20) // 4
     np.savez(tmp_path / 'sorted.npz', x_train=x, y_train=y, x_test=x, y_test=y)
-    with pytest.warns(UserWarning, match='of 1 classes that no other image has, as if they were sorted'):
+    with pytest.warns(UserWarning, match='classes only among its last images, which are held out, as if it were sorted'):
         array_loaders(tmp_path / 'sorted.npz', vit(), held_out=0.2)
 
 

@@ -68,7 +68,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def lent(model: nn.Module | None) -> Iterator[None]:
-    """Whatever is done to the modes of a model and to what of it may learn, its own come back; nothing for None."""
+    """Temporary eval mode; afterwards also restore which parameters of the model are trainable. None is allowed."""
     flags = [] if model is None else [(p, p.requires_grad) for p in model.parameters()]
     try:
         with nullcontext() if model is None else evaluating(model):

@@ -226,5 +226,7 @@ def _model(name: str, args: argparse.Namespace) -> nn.Module:
 def _some_images(path: str, model: nn.Module, count: int) -> Tensor:
     """The first images of a folder or an .npz, again from the start if there are too few."""
     like = next(p for p in model.parameters() if p.is_floating_point())
-    images = next(images for images, _ in images_of(path, model, batch_size=count)[1] if len(images))
-    return images[torch.arange(count) % len(images)].to(like)
+    for images, _ in images_of(path, model, batch_size=count)[1]:
+        if len(images):
+            return images[torch.arange(count) % len(images)].to(like)
+    raise ValueError(f"No image of '{path}' can be read.")

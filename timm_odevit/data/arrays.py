@@ -75,9 +75,9 @@ def array_loaders(
     split = len(y) - count_held_out(len(y), held_out)
     if split == len(y):
         raise ValueError(f"'{path}' has one image to train on, so none can be held out. Give more.")
-    if unseen := set(y[split:].tolist()) - set(y[:split].tolist()):
-        warnings.warn(f"'{path}': the last images, which are held out, are of {len(unseen)} classes that no other "
-                      'image has, as if they were sorted by class. Shuffle them.', stacklevel=2)
+    if set(y[split:].tolist()) - set(y[:split].tolist()):
+        warnings.warn(f"'{path}' has classes only among its last images, which are held out, as if it were sorted by "
+                      'class. Shuffle it.', stacklevel=2)
     parts = ((x[:split], y[:split]), (x[split:], y[split:]), (x_test, y_test))
     train, val, test = (
         ArrayLoader(images[:limit], labels[:limit], model, batch_size, train=i == 0, padding=padding, flip=flip,

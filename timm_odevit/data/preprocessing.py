@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from timm.data import Mixup, resolve_input_data_config
+from timm.utils import unwrap_model
 from torch import Tensor
 
 __all__ = ['MixupLoader', 'class_names', 'count_held_out', 'data_config', 'image_mode', 'labels_by_name',
@@ -15,15 +16,10 @@ _MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's modes, by the model's number 
 
 def data_config(model: Any) -> dict[str, Any]:
     """timm's settings for the images of a model: size [C, H, W], mean, std, interpolation and crop."""
-    model = _bare(model)
+    model = unwrap_model(model)  # timm asks for a model's truth value, which a compiled one does not have
     cfg = resolve_input_data_config(model)  # mean and std have as many values as the model has channels
     size = getattr(getattr(model, 'patch_embed', None), 'img_size', None)  # pretrained_cfg may have an older one
     return {**cfg, 'input_size': (model.in_chans, *(size or cfg['input_size'][1:]))}
-
-
-def _bare(model: Any) -> Any:
-    """A model without the wrapper of torch.compile, of which timm asks its truth, and so its length."""
-    return getattr(model, '_orig_mod', model)
 
 
 def image_mode(model: Any) -> str:
@@ -82,7 +78,7 @@ def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | No
     if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in (model, teacher) for key in ('mean', 'std')):
         return None
     (mean, mean_t), (std, std_t) = (
-        [torch.tensor(resolve_input_data_config(_bare(m))[key]).view(1, -1, 1, 1) for m in (model, teacher)]
+        [torch.tensor(resolve_input_data_config(unwrap_model(m))[key]).view(1, -1, 1, 1) for m in (model, teacher)]
         for key in ('mean', 'std'))
     if mean.shape != mean_t.shape:
         raise ValueError(f'The teacher takes images with {mean_t.shape[1]} channels, the model with {mean.shape[1]}. '

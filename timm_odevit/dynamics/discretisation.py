@@ -81,9 +81,9 @@ def discretisation_errors(
     """
     odes = find_ode_blocks(model)
     if len(odes) != 1:
-        how = f'{len(odes)} ODEs, one per stage, and not one' if odes else 'no ODE'
-        hint = '' if odes else ' Convert it first.'
-        raise TypeError(f'A {type(model).__name__} has {how} whose solution could be compared.{hint}')
+        raise TypeError(f'A {type(model).__name__} has ' + (
+            f'{len(odes)} stages; this compares the solution of one ODE.' if odes else
+            'no ODE whose solution could be compared. Convert it first.'))
     check_not_merged(model)
     own = odes[0]
     chosen = [methods] if isinstance(methods, str) else [own.method] if methods is None else list(methods)
