@@ -143,11 +143,12 @@ def test_release_makes_the_folder_of_a_published_model(tmp_path, vit, monkeypatc
     stored = load_file(folder / 'test' / 'tensors.safetensors')
     torch.testing.assert_close(model(stored['input']), stored['output'])
     assert '**3** (as saved)' in (folder / 'README.md').read_text()
-    monkeypatch.setattr('sys.argv', [*args, '--earlier', str(folder), '--begun', '3', '7'])
+    monkeypatch.setattr('sys.argv', [*args, '--earlier', str(folder), '--begun', '3', '7', 'another'])
     before = json.loads((folder / 'results.json').read_text())
     release.main()
     after = json.loads((folder / 'results.json').read_text())
-    assert after['command'] == 'odevit distill\nodevit distill' and after['minutes'] == pytest.approx(2 * before['minutes'] + 7)
+    assert after['command'] == 'odevit distill\nodevit distill' and after['minutes'] == before['minutes']
+    assert after['before'] == [{key: before[key] for key in ('minutes', 'device')}, {'minutes': 7., 'device': 'another'}]
     assert after['epochs'] == 7 and (folder / 'earlier.yaml').read_text() == (folder / 'recipe.yaml').read_text()
     monkeypatch.setattr(release, 'LIMIT', 1000)
     with pytest.raises(SystemExit, match='at most 16 MiB are allowed'):

@@ -54,9 +54,9 @@ def table(rows):
     return '\n'.join(lines) + '\n'
 
 
-def measure(folder, recipe, data, limit):
+def measure(folder, recipe, data, limit, device):
     """Top-1 in percent on the images held out, at the student's number of steps, at half and at twice that number."""
-    model = timm.create_model(f'local-dir:{folder}/best', pretrained=True)
+    model = timm.create_model(f'local-dir:{folder}/best', pretrained=True).to(device)
     val = loaders(recipe.batches, data, model, limit=limit, seed=recipe.seed)[1]
     steps = getattr(model.blocks, 'steps', None)
     if steps is None:
@@ -66,7 +66,7 @@ def measure(folder, recipe, data, limit):
     return model, {key: result.top1 for key, result in zip(counts, results, strict=True)}
 
 
-def ablate(recipes, data, out, teacher, seeds, limit, progress):
+def ablate(recipes, data, out, teacher, seeds, limit, progress, device):
     out, rows = Path(out), []
     for name, recipe in recipes.items():
         row = {'name': name, 'parameters': 0, 'seconds': 0., 'diverged': 0, 'top1': [], 'half': [], 'double': []}
@@ -75,12 +75,12 @@ def ablate(recipes, data, out, teacher, seeds, limit, progress):
             seeded = replace(recipe, seed=seed)
             try:
                 history = train(seeded, data, folder, teacher=teacher, resume=(folder / 'recipe.yaml').exists(),
-                                limit=limit, progress=progress)
+                                limit=limit, progress=progress, device=device)
             except FloatingPointError as e:  # divergence is a result, too
                 print(f'{name}, seed {seed}: {e}')
                 row['diverged'] += 1
                 continue
-            model, found = measure(folder, seeded, data, limit)
+            model, found = measure(folder, seeded, data, limit, device)
             row['parameters'] = sum(p.numel() for p in model.parameters())
             row['seconds'] = statistics.mean(record['seconds'] for record in history)
             for key, value in found.items():
@@ -100,14 +100,16 @@ def main():
     parser.add_argument('--seeds', type=int, default=3)
     parser.add_argument('--set', metavar='KEY=VALUE', action='append', default=[], help='change all recipes')
     parser.add_argument('--limit', type=int, help='use only this many images of an .npz')
+    parser.add_argument('--device', default='cpu')
     parser.add_argument('--threads', type=int)
     parser.add_argument('--quiet', action='store_true')
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    teacher = timm.create_model(args.teacher, pretrained=True) if args.teacher else None
+    teacher = timm.create_model(args.teacher, pretrained=True).to(args.device) if args.teacher else None
     recipes = load_recipes(args.recipes, args.set)
-    print(table(ablate(recipes, args.data, args.out, teacher, args.seeds, args.limit, not args.quiet)))
+    print(table(ablate(recipes, args.data, args.out, teacher, args.seeds, args.limit, not args.quiet,
+                       args.device)))
 
 
 if __name__ == '__main__':

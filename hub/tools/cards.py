@@ -14,10 +14,7 @@ from timm_odevit.saving.push import EARLIER
 
 HUB = Path(__file__).parent.parent
 DATASETS = {'cifar100': 'CIFAR-100', 'cifar10': 'CIFAR-10'}
-# plain ViTs of as many parameters, in hub/runs/study.jsonl, beside the student after as many minutes
-PLAIN = {
-    'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100': (
-        'three of its blocks, each used once', 'plain3_128', 'two_r11_128')}
+PLAIN = 'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100'  # has as many parameters as hub/runs/plain.json
 
 
 def dataset_of(name):
@@ -28,7 +25,8 @@ def dataset_of(name):
 def commands(record, folder):
     """The commands of a record, as they run in the model's own folder: other published models go by their names."""
     here = record['command'].replace(f'hub/{folder.name}/', '')
-    return re.sub('local-dir:hub/', '', re.sub(r'hub/runs/\S+[.]yaml', 'recipe.yaml', here))
+    here = re.sub(r'hub/runs/\S+[.]yaml', 'recipe.yaml', here).replace('local-dir:hub/runs/', 'local-dir:out/')
+    return re.sub('local-dir:hub/', '', here)
 
 
 def opening(name, record, steps):
@@ -44,14 +42,11 @@ def opening(name, record, steps):
     if all(each in files for each in names):
         said.append('As int8, it takes {:.2f} MB and has {:.1f} %, its teacher {:.2f} MB and {:.1f} %.'.format(
             *(files[each][key] for each in names for key in ('mb', 'value'))))
-    if name in PLAIN:
-        words, *runs = PLAIN[name]
-        study = {(line.get('student') or '').partition('out/')[2]: line for line in map(
-            json.loads, (HUB / 'runs' / 'study.jsonl').read_text().splitlines())}
-        (steps, plain), (more, ours) = ((study[run]['own'], study[run]['top1'][str(study[run]['own'])]) for run in runs)
-        said.append(f'After {study[runs[0]]["minutes"]:.0f} minutes of training, a plain ViT of as many parameters '
-                    f'({words}) has {plain:.1f} % on images held out, this student {ours:.1f} %, with '
-                    f'{more // steps} times the operations.')
+    if name == PLAIN:
+        plain = json.loads((HUB / 'runs' / 'plain.json').read_text())[1]
+        said.append(f"A plain ViT of as many parameters ({plain['steps']} of its teacher's blocks, each used once), "
+                    f"after as many minutes of the same GPU, has {plain['top1']:.1f} %, with "
+                    f"1/{steps // plain['steps']} of the operations.")
     return ' '.join(said)
 
 
@@ -71,7 +66,7 @@ def card(folder):
     else:
         summary = (f'DeiT-tiny, fine-tuned on {dataset} at {pixels} pixels: the teacher of the `odevit_*` students of '
                    f'{dataset}.')
-    continued = re.search(r'--student local-dir:hub/(\S+)', record['command'].splitlines()[0])
+    continued = re.search(r'--student local-dir:hub/(?!runs/)(\S+)', record['command'].splitlines()[0])
     few = f' It continues `{continued[1]}` for {epochs} epochs.' if continued else ''
 
     if record['trained_at'] and len(record['trained_at']) == 1:
@@ -81,14 +76,19 @@ def card(folder):
         '`deit_tiny_patch16_224` (Facebook Research, Apache-2.0; LayerNorm parameters rounded to steps of 1/32 or '
         '1/64) and ')
     recipes = 'recipes are' if (folder / EARLIER[0]).exists() else 'recipe is'
-    training = (f"On {record['device']}, {record['minutes']:.0f} minutes, {record['versions']}; the {recipes} in "
-                f"this folder:\n\n```bash\n{commands(record, folder)}\n```")
+    spent = ', then '.join(f"{span['minutes']:.0f} minutes on {span['device']}"
+                           for span in (*record.get('before', ()), record))
+    training = (f"{spent}, {record['versions']}; the {recipes} in this folder:\n\n```bash\n"
+                f"{commands(record, folder)}\n```")
     if 'start' in record:
         training += f"\n\n{record['start']}"
     if 'curve' in record:
-        last = '' if len(record['curve']) == epochs else f" of the last {len(record['curve'])} epochs"
-        training += (f"\n\nTop-1 on the images held out, after each{last or ' epoch'}: "
-                     f"{', '.join(map(str, record['curve']))} %.")
+        curve = record['curve']
+        last = 'epoch' if len(curve) == epochs else f'of the last {len(curve)} epochs'
+        stride = -(-len(curve) // 15)
+        which = f'each {last}' if stride == 1 else f'one in {stride} {last}, the last among them'
+        shown = ', '.join(map(str, curve[::-stride][::-1]))
+        training += f'\n\nTop-1 on the images held out, after {which}: {shown} %.'
     return model_card(
         folder.name,
         model,

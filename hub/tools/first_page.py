@@ -12,8 +12,6 @@ SCRATCH = {'ResNet-20': (0.28, 41, 68.8), 'CCT-2/3x2': (0.28, 33, 66.9), 'CCT-4/
            'ResNet-56': (0.86, 126, 72.6), 'MobileNetV2 x 0.75': (1.48, 59, 73.6)}
 STEPS = (3, 6, 12, 24)
 PAPER = (35, 72.1)  # number of steps and top-1 % of CIFAR-100 of the student in arXiv 2511.16501
-# of hub/runs/study.jsonl: what they are, and the row of the first group of verdict.json with as many multiply-adds
-CONTROLS = {'plain3_128': ('3 plain blocks', 'K = 3'), 'two_r11_128': ('2 blocks, rank 11', 'int8')}
 BLUE, RED, GREEN, GREY, ORANGE = '#2a6fbb', '#c0392b', '#2e8b57', '#777777', '#d9822b'
 # students that the first picture shows: color, where their accuracy stands, and for which numbers of steps
 SHOWN = {
@@ -143,12 +141,10 @@ def compare(path):
                 words = in_words(name, record['trained_at']).replace('any K', f'K = {steps}')
                 points.append((words, BLUE if steps else GREY, row['parameters'] / 1e6, row['operations'],
                                found[int(steps) if steps else None]))
-    at_128 = {row['name'].rpartition(', ')[2]: row['operations'] for row in groups[0]['rows']}
-    for line in (HUB / 'runs' / 'study.jsonl').read_text().splitlines():
-        record = json.loads(line)
-        if (control := CONTROLS.get((record.get('student') or '').partition('out/')[2])) is not None:
-            points.append((f'{control[0]}, 20 minutes', GREEN, record['parameters'] / 1e6, at_128[control[1]],
-                           record['top1'][str(record['own'])]))
+    plain = json.loads((HUB / 'runs' / 'plain.json').read_text())[1]
+    operations = {row['name'].rpartition(', ')[2]: row['operations'] for row in groups[0]['rows']}
+    points.append(('3 plain blocks', GREEN, plain['parameters'] / 1e6, operations[f"K = {plain['steps']}"],
+                   plain['top1']))
     for axes, column, label, ticks in zip(
             drawing.subplots(1, 2, sharey=True), (2, 3), ('parameters, 10⁶', 'multiply-adds of an image, 10⁶'),
             ((0.25, 0.5, 1, 2, 4, 8), (25, 50, 100, 200, 400, 800)), strict=True):

@@ -39,16 +39,17 @@ def trained(rows, model):
 
 
 def before(published):
-    """Commands, recipes, epochs and minutes of the student that a run continued."""
+    """Commands, recipes, epochs, and minutes by device of the student that a run continued."""
     if published is None:
-        return [], [], 0, 0.
+        return [], [], 0, []
     record = json.loads((published / 'results.json').read_text())
     recipes = [path.read_text() for path in (*sorted(published.glob('earlier*.yaml')), published / 'recipe.yaml')]
     if len(recipes) > len(EARLIER):
         raise SystemExit(f'{len(recipes)} earlier recipes are too many; at most {len(EARLIER)} are kept.')
     last = EARLIER[len(recipes) - 1]
     commands = [record['command'].replace(f'{published.name}/recipe.yaml', f'{published.name}/{last}')]
-    return commands, recipes, record['epochs'], record['minutes']
+    spans = [*record.get('before', []), {key: record[key] for key in ('minutes', 'device')}]
+    return commands, recipes, record['epochs'], spans
 
 
 def main():
@@ -59,8 +60,8 @@ def main():
     parser.add_argument('--teacher', help='folder of the teacher')
     parser.add_argument('--command', required=True, help='the command that trained it, for the card')
     parser.add_argument('--earlier', type=Path, help='folder of the published student that the run continued')
-    parser.add_argument('--begun', type=float, nargs=2, default=(0, 0), metavar=('EPOCHS', 'MINUTES'),
-                        help='what the weights took that the run began with, if they were not published')
+    parser.add_argument('--begun', nargs=3, action='append', default=[], metavar=('EPOCHS', 'MINUTES', 'DEVICE'),
+                        help='what the weights took that the run began with, if they were not published, and on what')
     parser.add_argument('--device-name', required=True, help='hardware, for the card')
     parser.add_argument('--batch-size', type=int, default=128)
     parser.add_argument('--threads', type=int, default=1)
@@ -69,6 +70,7 @@ def main():
     parser.add_argument('--hub', type=Path, default=HUB)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    begun = [(int(epochs), {'minutes': float(minutes), 'device': device}) for epochs, minutes, device in args.begun]
     dataset_of(args.name)  # fail now, for a data set that cards do not know
     run, folder = args.run, args.hub / args.name
     if json.loads((run / 'run.json').read_text())['limit'] is not None:
@@ -84,7 +86,8 @@ def main():
     full, rounded = (trained(measure(m, val), m)['top1'] for m in (model, half))
     stored, measured = (copy.deepcopy(half).half(), half) if rounded >= full - 0.05 else (model, model)
     rows = measure(measured, test, teacher, steps)
-    commands, recipes, epochs, minutes = before(args.earlier)
+    commands, recipes, epochs, spans = before(args.earlier)
+    spans += [span for _, span in begun]
     aside = args.hub / '.release' / args.name  # hub/NAME changes only when all is there
     try:
         aside.mkdir(parents=True)
@@ -102,9 +105,10 @@ def main():
             del r['images_per_second']  # the machine was not idle
         history = json.loads((run / 'history.json').read_text())
         record = {
-            'command': '\n'.join([*commands, args.command]), 'epochs': int(epochs + args.begun[0] + len(history)),
-            'device': args.device_name,
-            'minutes': minutes + args.begun[1] + sum(r['seconds'] for r in history) / 60,
+            'command': '\n'.join([*commands, args.command]),
+            'epochs': epochs + sum(number for number, _ in begun) + len(history),
+            **({'before': spans} if spans else {}),
+            'device': args.device_name, 'minutes': sum(r['seconds'] for r in history) / 60,
             **({'start': args.start} if args.start else {}),
             'versions': f'timm_odevit {timm_odevit.__version__}, torch {torch.__version__}, timm {timm.__version__}',
             'trained_at': trained_at, 'curve': [round(r['val_top1'], 1) for r in history],

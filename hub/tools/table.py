@@ -60,9 +60,11 @@ def speed(name):
 def trained():
     lines = []
     for name, record, _ in published():
+        spans = [f"{span['minutes']:.0f} on {span['device'].replace('one core of ', '')}"
+                 for span in (*record.get('before', ()), record)]
         lines.append([f'[`{name}`]({name}/README.md)', cards.dataset_of(name), str(record['epochs']),
-                      f"{record['minutes'] / 60:.1f}", record['device'].split(' (')[0].removeprefix('one core of an ')])
-    return rows(['model', 'data', 'epochs', 'hours', 'one core of an'], lines)
+                      ', then '.join(spans)])
+    return rows(['model', 'data', 'epochs', 'minutes'], lines)
 
 
 def records():
