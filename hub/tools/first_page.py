@@ -139,6 +139,7 @@ def compare(path):
                 found = {r['steps']: r['top1'] for r in record['test'] if r['model'] != 'teacher'}
                 _, _, steps = (file[-1] if file else '').partition('K = ')
                 words = in_words(name, record['trained_at']).replace('any K', f'K = {steps}')
+                words = WORDS['odevit_tiny'] if words.startswith(WORDS['odevit_tiny']) else words
                 points.append((words, BLUE if steps else GREY, row['parameters'] / 1e6, row['operations'],
                                found[int(steps) if steps else None]))
     plain = json.loads((HUB / 'runs' / 'plain.json').read_text())[1]
@@ -148,7 +149,7 @@ def compare(path):
     for axes, column, label, ticks in zip(
             drawing.subplots(1, 2, sharey=True), (2, 3), ('parameters, 10⁶', 'multiply-adds of an image, 10⁶'),
             ((0.25, 0.5, 1, 2, 4, 8), (25, 50, 100, 200, 400, 800)), strict=True):
-        axes.set(xlabel=label, xscale='log', xlim=(0.8 * ticks[0], 3 * ticks[-1]), ylim=(60, 84))
+        axes.set(xlabel=label, xscale='log', xlim=(0.5 * ticks[0], 3 * ticks[-1]), ylim=(60, 84))
         axes.set_xticks(ticks, [f'{tick:g}' for tick in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
@@ -158,13 +159,18 @@ def compare(path):
 
 
 def place_labels(axes, points):
-    """Plot points with labels beside them, moved down where they would cover another point or label."""
+    """Plot points with labels beside them, as near as they cover no other point or label."""
     high = 0.9  # of a label, in percent
     taken = [(other, other, y) for _, _, other, y in points]
+
+    def free(low, top, y):
+        return not any(first <= top and last >= low and abs(y - at) < high for first, last, at in taken)
     for name, color, x, y in sorted(points, key=lambda point: -point[3]):
         axes.plot(x, y, 'o', color=color, markersize=5)
-        end, shift = x * math.exp(0.1 + 0.055 * len(name)), 0.  # where a label ends on the logarithmic axis
-        while any(first <= end and last > 1.02 * x and abs(y + shift - at) < high for first, last, at in taken):
-            shift -= 0.1
-        taken.append((x, end, y + shift))
-        axes.annotate(name, (x, y + shift), (5, -2), textcoords='offset points', fontsize=7, color=color)
+        wide = 0.1 + 0.055 * len(name)  # of a label, on the logarithmic axis
+        sides = {'left': (1.02 * x, x * math.exp(wide)), 'right': (x / math.exp(wide), x / 1.02)}  # by its alignment
+        shift, side = next((shift, side) for distance in range(100) for shift in (distance / 10, -distance / 10)
+                           for side in sides if free(*sides[side], y + shift))
+        taken.append((*sides[side], y + shift))
+        axes.annotate(name, (x, y + shift), (5 if side == 'left' else -5, -2), textcoords='offset points', fontsize=7,
+                      color=color, ha=side)
