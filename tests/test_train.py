@@ -374,15 +374,33 @@ def weights(folder):
     return torch.load(folder / 'stage1' / 'last.pt', weights_only=True)['model']
 
 
-def forked(args, before=lambda: None, printed='printed'):
-    """Run a command in a process of its own, which need not import torch again; what it prints goes to a file."""
-    def child():
-        sys.stdout = sys.stderr = open(printed, 'w')  # also for what an exception says
+def child(folder, args, before, printed):
+    os.chdir(folder)
+    sys.stdout = sys.stderr = open(printed, 'w')  # also for what an exception says
+    if before is not None:
         before()
-        sys.exit(main(args))
-    process = multiprocessing.get_context('fork').Process(target=child, daemon=True)
+    sys.exit(main(args))
+
+
+def forked(args, before=None, printed='printed'):
+    """Run a command in a process of its own, which need not import torch again; what it prints goes to a file.
+
+    It is forked from a process that has computed nothing: after some gradients, PyTorch's threads forbid a fork.
+    """
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload(['timm_odevit.cli'])
+    process = context.Process(target=child, args=(os.getcwd(), args, before, printed), daemon=True)
     process.start()
     return process
+
+
+def in_environment(values):
+    os.environ.update(values)
+
+
+def no_more_room(room):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
 
 
 def test_killed_at_any_moment_a_run_goes_on_to_the_same_weights(place, monkeypatch):
@@ -460,11 +478,7 @@ def test_a_disk_that_is_full_stops_with_a_message_and_keeps_the_last_state(place
     assert main(command('run', 'fit.epochs=1')) == 0
     before = {p: p.read_bytes() for p in (place / 'run').rglob('*') if p.is_file()}
     room = (place / 'run' / 'stage1' / 'last.pt').stat().st_size // 2
-
-    def small():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-    process = forked([*command('run', 'fit.epochs=1', 'stages.1.fit.epochs=2'), '--resume'], before=small)
+    process = forked([*command('run', 'fit.epochs=1', 'stages.1.fit.epochs=2'), '--resume'], partial(no_more_room, room))
     process.join()
     printed = (place / 'printed').read_text()
     assert process.exitcode == 2, printed
@@ -549,7 +563,7 @@ def by_fork(args):
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         where = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free.getsockname()[1]), 'WORLD_SIZE': '2'}
-    processes = [forked(args, partial(os.environ.update, where, RANK=rank, LOCAL_RANK=rank), f'printed {rank}') for rank in '01']
+    processes = [forked(args, partial(in_environment, {**where, 'RANK': rank, 'LOCAL_RANK': rank}), f'printed {rank}') for rank in '01']
     for process in processes:
         process.join()
     printed = ''.join(Path(f'printed {rank}').read_text() for rank in '01')

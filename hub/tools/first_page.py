@@ -65,7 +65,9 @@ def which():
         for row in group['rows']:
             name, *more = row['name'].split(', ')
             ratios = [f'{ms / of:.2f}' for ms, of in zip(row['ms'], first['ms'], strict=True)]
-            lines.append([f'[{in_words(name, trained[name])}](hub/{name}/README.md)', ', '.join(more) or 'float32',
+            words = (f'[{in_words(name, trained[name])}](hub/{name}/README.md)' if name in trained else
+                     "[three of DeiT-tiny's blocks](hub/TRAINING.md#at-128-px-on-a-gpu)")
+            lines.append([words, ', '.join(more) or 'float32',
                           f"{row['parameters'] / 1e6:.2f}", f"{row['mb']:.2f}", f"{row['value']:.1f}", *ratios,
                           f"{row['operations']:.0f}"])
     return rows(['model', 'file', '10⁶ parameters', 'MB', 'top-1 %', 'time, batch 1', 'batch 32', '10⁶ multiply-adds'],
@@ -142,10 +144,9 @@ def compare(path):
                 words = WORDS['odevit_tiny'] if words.startswith(WORDS['odevit_tiny']) else words
                 points.append((words, BLUE if steps else GREY, row['parameters'] / 1e6, row['operations'],
                                found[int(steps) if steps else None]))
-    plain = json.loads((HUB / 'runs' / 'plain.json').read_text())[1]
-    operations = {row['name'].rpartition(', ')[2]: row['operations'] for row in groups[0]['rows']}
-    points.append(('3 plain blocks', GREEN, plain['parameters'] / 1e6, operations[f"K = {plain['steps']}"],
-                   plain['top1']))
+            elif name == 'plain':
+                plain = json.loads((HUB / 'runs' / 'plain.json').read_text())[1]
+                points.append(('3 plain blocks', GREEN, row['parameters'] / 1e6, row['operations'], plain['top1']))
     for axes, column, label, ticks in zip(
             drawing.subplots(1, 2, sharey=True), (2, 3), ('parameters, 10⁶', 'multiply-adds of an image, 10⁶'),
             ((0.25, 0.5, 1, 2, 4, 8), (25, 50, 100, 200, 400, 800)), strict=True):

@@ -1,8 +1,8 @@
-"""Measure published students as `odevit shrink` would, on the test images, beside their teachers, if published.
+"""Measure published students as `odevit shrink` would, on the test images, beside their teachers and a plain student.
 
-Writes hub/verdict.json:
+Writes hub/verdict.json; hub/TRAINING.md has the commands of the plain student:
 
-    OMP_NUM_THREADS=1 python hub/tools/verdict.py cifar100.npz
+    OMP_NUM_THREADS=1 python hub/tools/verdict.py cifar100.npz --plain out/c100_plain/best
 """
 import argparse
 import json
@@ -24,8 +24,8 @@ from timm_odevit.shrinking.images import Held, Images
 HUB = Path(__file__).parent.parent
 
 
-def chosen(tag):
-    """Candidates by image size: each teacher, and its students with numbers of steps that they were trained with."""
+def chosen(tag, plain):
+    """Candidates by image size: each teacher, its students with numbers of steps of their training, and a plain one."""
     groups = {}
     for path in sorted(HUB.glob(f'*{tag}/results.json')):
         name, trained = path.parent.name, json.loads(path.read_text())['trained_at']
@@ -39,24 +39,28 @@ def chosen(tag):
             counts = {3, 6} & set(trained) | {find_ode_blocks(model)[0].steps}
             group += [Candidate(f'{name}, int8, K = {steps}', with_steps(model, steps), True, False)
                       for steps in sorted(counts, reverse=True)]
+    if plain is not None:
+        model = timm.create_model(f'local-dir:{plain}', pretrained=True).eval()
+        groups[model.patch_embed.img_size[0]].append(Candidate('plain, int8', model, True))
     return {size: group for size, group in groups.items() if group[0].name.startswith('deit_tiny')}
 
 
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('data', nargs='+', type=Path, help='.npz')
+    parser.add_argument('data', type=Path, help='.npz')
+    parser.add_argument('--plain', type=Path, help='folder of a plain ViT of a few blocks')
+    args = parser.parse_args()
     torch.set_num_threads(1)
     found = []
-    for data in parser.parse_args().data:
-        for size, group in chosen(data.stem).items():
-            batches = list(array_loaders(data, group[0].model, batch_size=1000)[-1])
-            images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-            held = Held(images, labels, torch.zeros(len(images)))
-            with tempfile.TemporaryDirectory() as folder:
-                rows, notes = measure(
-                    group, Images(None, 0, held, held, held, 'accuracy', ''), Path(folder), progress=print)
-            assert not notes, notes
-            found.append({'data': data.stem, 'size': size, 'images': len(images), 'rows': [
-                {**asdict(row), 'parameters': count_parameters(candidate.model)}
-                for row, candidate in zip(rows, group, strict=True)]})
+    for size, group in chosen(args.data.stem, args.plain).items():
+        batches = list(array_loaders(args.data, group[0].model, batch_size=1000)[-1])
+        images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        held = Held(images, labels, torch.zeros(len(images)))
+        with tempfile.TemporaryDirectory() as folder:
+            rows, notes = measure(
+                group, Images(None, 0, held, held, held, 'accuracy', ''), Path(folder), progress=print)
+        assert not notes, notes
+        found.append({'data': args.data.stem, 'size': size, 'images': len(images), 'rows': [
+            {**asdict(row), 'parameters': count_parameters(candidate.model)}
+            for row, candidate in zip(rows, group, strict=True)]})
     write_text(HUB / 'verdict.json', to_json({'machine': f'{processor()}, one thread', 'groups': found}))
