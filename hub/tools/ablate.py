@@ -108,8 +108,7 @@ def main():
         torch.set_num_threads(args.threads)
     teacher = timm.create_model(args.teacher, pretrained=True).to(args.device) if args.teacher else None
     recipes = load_recipes(args.recipes, args.set)
-    print(table(ablate(recipes, args.data, args.out, teacher, args.seeds, args.limit, not args.quiet,
-                       args.device)))
+    print(table(ablate(recipes, args.data, args.out, teacher, args.seeds, args.limit, not args.quiet, args.device)))
 
 
 if __name__ == '__main__':

@@ -45,7 +45,7 @@ def opening(name, record, steps):
     if name == PLAIN:
         plain = json.loads((HUB / 'runs' / 'plain.json').read_text())[1]
         said.append(f"A plain ViT of as many parameters ({plain['steps']} of its teacher's blocks, each used once), "
-                    f"after as many minutes of the same GPU, has {plain['top1']:.1f} %, with "
+                    f"after as many minutes of the same GPU and none of a core, has {plain['top1']:.1f} %, with "
                     f"1/{steps // plain['steps']} of the operations.")
     return ' '.join(said)
 
@@ -78,17 +78,17 @@ def card(folder):
     recipes = 'recipes are' if (folder / EARLIER[0]).exists() else 'recipe is'
     spent = ', then '.join(f"{span['minutes']:.0f} minutes on {span['device']}"
                            for span in (*record.get('before', ()), record))
-    training = (f"{spent}, {record['versions']}; the {recipes} in this folder:\n\n```bash\n"
+    training = (f"{spent} ({record['versions']}). The {recipes} in this folder:\n\n```bash\n"
                 f"{commands(record, folder)}\n```")
     if 'start' in record:
         training += f"\n\n{record['start']}"
     if 'curve' in record:
         curve = record['curve']
-        last = 'epoch' if len(curve) == epochs else f'of the last {len(curve)} epochs'
         stride = -(-len(curve) // 15)
-        which = f'each {last}' if stride == 1 else f'one in {stride} {last}, the last among them'
+        which = f'every {stride} epochs' if stride > 1 else 'after each epoch'
+        last = '' if len(curve) == epochs else f' of the last {len(curve)}'
         shown = ', '.join(map(str, curve[::-stride][::-1]))
-        training += f'\n\nTop-1 on the images held out, after {which}: {shown} %.'
+        training += f'\n\nTop-1 on the images held out, {which}{last}: {shown} %.'
     return model_card(
         folder.name,
         model,
