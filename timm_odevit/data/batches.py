@@ -41,12 +41,10 @@ class Mapped:
             yield self.change(*batch) if isinstance(batch, (tuple, list)) else self.change(*unlabelled(batch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader which epoch comes next."""
         set_epoch(self.loader, epoch)
 
     @property
     def seed(self) -> int | None:
-        """Seed of the order of images in memory."""
         return getattr(self.loader, 'seed', None)
 
     @seed.setter
@@ -68,12 +66,10 @@ class Mapped:
         return images, labels
 
     def sha256(self) -> str:
-        """SHA-256 of what the loader reads; only the length of one that is not of this package."""
         return self.loader.sha256() if hasattr(self.loader, 'sha256') else f'{len(self)} batches'
 
 
 def unlabelled(images: Tensor, _: Any = None) -> tuple[Tensor, Tensor]:
-    """Images with labels that mean nothing."""
     return images, torch.zeros(len(images), dtype=torch.long, device=images.device)
 
 

@@ -29,7 +29,7 @@ from .preprocessing import (
     read_image,
 )
 
-__all__ = ['folder_classes', 'folder_parts', 'image_files', 'read_folder']
+__all__ = ['files_in', 'folder_classes', 'folder_parts', 'read_folder']
 
 # the parts of a data set, by the names of their folders
 _PARTS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'eval': 'val',
@@ -40,7 +40,7 @@ Samples = list[tuple[str, int]]  # files and their labels
 
 
 class Files(Dataset):
-    """Images of files, as a model expects them [C, H, W], and their labels.
+    """Images of files [C, H, W] and their labels.
 
     The next readable image takes the place of one that cannot be read, with its own label in training, or else -1.
     """
@@ -84,20 +84,17 @@ class FileLoader(DataLoader):
                           f"'{self.files.samples[unreadable[0]][0]}'.", RuntimeWarning, stacklevel=2)
 
     def sample(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """At most so many random images of those that can be read, and their labels."""
         order = torch.randperm(self.count, generator=torch.Generator().manual_seed(seed)).tolist()
         pairs = list(islice((pair for pair in map(self.files.__getitem__, order) if pair[1] != _UNREADABLE), count))
         return torch.stack([image for image, _ in pairs]), torch.tensor([label for _, label in pairs])
 
     def sha256(self) -> str:
-        """SHA-256 of the names, sizes and labels of the files."""
         files = [[*Path(file).parts[-2:], os.path.getsize(file) if os.path.exists(file) else None, label]
                  for file, label in self.files.samples]
         return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
 def _training_loader(samples: Samples, to: Reading) -> Any:
-    """A DataLoader of files to train on: shuffled, augmented, an incomplete last batch dropped."""
     policy = to.config.auto_augment
     if policy is not None and to.model.in_chans == 4:
         raise ValueError("timm's auto_augment cannot handle an alpha channel, and the model takes 4 channels. "
@@ -131,10 +128,7 @@ def _workers(config: DataConfig) -> int:
 
 
 def read_folder(root: Path, to: Reading) -> tuple[dict[str, Any], list[str] | None, int]:
-    """The loaders of a folder's parts, the names of its classes, and their number.
-
-    Without labels, all images of train/ or, without one, of the folder itself are used.
-    """
+    """The loaders of a folder's parts, the names of its classes, and their number."""
     folders = _folders(root, to.labels and to.share > 0)
     files, names = _classes_in(root, folders, to) if to.labels else _images_in(folders.get('train', root), to)
     files = {part: _first_of_each(samples, to.limit) for part, samples in files.items()}
@@ -145,7 +139,7 @@ def read_folder(root: Path, to: Reading) -> tuple[dict[str, Any], list[str] | No
 
 
 def _images_in(folder: Path, to: Reading) -> tuple[dict[str, Samples], None]:
-    samples, names = _read(folder)
+    samples, names = files_in(folder)
     if len(samples) == len(names):
         samples, names = [(file, 0) for file, _ in samples], ['']
     files = _divided(samples, len(names), to)
@@ -161,16 +155,23 @@ def _classes_in(root: Path, folders: dict[str, Path], to: Reading) -> tuple[dict
     needed = {'train', 'val'} if to.share else {used, 'train'} if to.any_classes else {used}
     files: dict[str, Samples] = {}
     names: list[str] = []
+    order = None
     for part in sorted(folders, key=lambda part: part not in needed):
+        folder = folders[part]
         try:
-            samples, own = _read_classes(folders[part])
-            names = names or _fitting(folders[part], own, to)
-            if set(own) != set(names):
-                only = f"Only one of them has {', '.join(sorted({*own} ^ {*names})[:5])}."
-                raise ValueError(
-                    f"The training and validation folders of '{root}' have different classes. {only}" if to.share else
-                    f"'{root}' has other classes to train on than to evaluate on, so k-NN and probe cannot be "
-                    f"measured. To leave them out, give '{folders[used]}'. {only}")
+            samples, own = _read_classes(folder)
+            if not names and not to.any_classes:
+                order = labels_by_name(to.model, own)
+                if order is None and len(own) != to.model.num_classes:
+                    raise ValueError(
+                        f"'{folder}' has {len(own)} classes (sub-folders), but the model has {to.model.num_classes}. "
+                        "Give a folder whose classes are among the model's, or fine-tune it first: odevit finetune "
+                        f'MODEL {folder} OUT')
+            names = names or own
+            if own != names:
+                raise ValueError(f"The training and validation folders of '{root}' have different classes. Only one of "
+                                 f"them has {', '.join(sorted({*own} ^ {*names})[:5])}. To evaluate without the "
+                                 f"training images, give '{folders[used]}'.")
             files[part] = samples
         except ValueError:
             if part in needed:
@@ -180,19 +181,10 @@ def _classes_in(root: Path, folders: dict[str, Path], to: Reading) -> tuple[dict
         if not files.get('val', True):
             raise ValueError(f"Each class of '{folders['train']}' has one image, so none can be held out. Give more "
                              'images, or a val/ next to train/.')
-    order = None if to.any_classes else labels_by_name(to.model, names)
-    if order is None:
-        return files, names
-    return {part: [(file, order[i]) for file, i in of] for part, of in files.items()}, class_names(to.model) or names
-
-
-def _fitting(folder: Path, names: list[str], to: Reading) -> list[str]:
-    """The names of the classes, if they are the model's."""
-    if not to.any_classes and len(names) != to.model.num_classes and labels_by_name(to.model, names) is None:
-        raise ValueError(f"'{folder}' has {len(names)} classes (sub-folders), but the model has "
-                         f"{to.model.num_classes}. Give a folder whose classes are among the model's, or fine-tune it "
-                         f'first: odevit finetune MODEL {folder} OUT')
-    return names
+    if order is not None:
+        files = {part: [(file, order[i]) for file, i in samples] for part, samples in files.items()}
+        names = class_names(to.model) or names
+    return files, names
 
 
 def folder_classes(root: str | Path) -> list[str]:
@@ -201,7 +193,6 @@ def folder_classes(root: str | Path) -> list[str]:
 
 
 def _folders(root: Path, training: bool) -> dict[str, Path]:
-    """The folders of the parts, or the one of all images; raises ValueError if there is none to train on."""
     folders = folder_parts(root) or {'train': root}
     if training and 'train' not in folders:
         raise ValueError(f"'{root}' has {next(iter(folders.values())).name}/ but no train/ to train on. Give a folder "
@@ -215,9 +206,7 @@ def folder_parts(root: str | Path) -> dict[str, Path]:
     Folders are parts, not classes, if they are called train, val or test (or training, valid, validation, eval,
     evaluation), hold folders but no images directly, and are at least two, or the only folders with images. So `train`
     may be a class, as in CIFAR-100.
-
-    Raises:
-        ValueError: There is no such folder, or it is unclear whether its folders are parts or classes.
+    Otherwise ValueError says what is unclear.
     """
     root = Path(root)
     if not root.is_dir():
@@ -248,8 +237,7 @@ def _has_images(folder: Path, below: bool = False) -> bool:
 
 
 def _read_classes(folder: Path) -> tuple[Samples, list[str]]:
-    """The images of a folder of classes, and the names of the classes."""
-    samples, names = _read(folder)
+    samples, names = files_in(folder)
     if names[0] == '':
         file = next(Path(file).name for file, label in samples if label == 0)
         raise ValueError(f"'{folder}' holds images that are in no class folder, such as {file}. Put each image into "
@@ -258,7 +246,7 @@ def _read_classes(folder: Path) -> tuple[Samples, list[str]]:
     return samples, names
 
 
-def _read(folder: Path) -> tuple[Samples, list[str]]:
+def files_in(folder: Path) -> tuple[Samples, list[str]]:
     """All images of a folder, and the names of the folders that they are in ('' for itself), which are their classes.
 
     timm's natural_key takes '1' and '01' for equal: then the name decides.
@@ -270,11 +258,6 @@ def _read(folder: Path) -> tuple[Samples, list[str]]:
     classes = sorted({name for _, name in files}, key=lambda name: (natural_key(name), name))
     labels = {name: i for i, name in enumerate(classes)}
     return [(file, labels[name]) for file, name in sorted(files, key=lambda of: (natural_key(of[0]), of[0]))], classes
-
-
-def image_files(folder: Path) -> list[Path]:
-    """The image files of a folder and of those in it, in order."""
-    return sorted(Path(of, name) for of, names in _walk(folder) for name in names)
 
 
 def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
@@ -295,7 +278,7 @@ def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _divided(samples: Samples, classes: int, to: Reading) -> dict[str, Samples]:
-    """The samples to train on and those held out: a share of each class, but for one image."""
+    """The samples to train on, and those held out: a share of each class."""
     if not to.share:
         return {'train': samples}
     members: list[Samples] = [[] for _ in range(classes)]
@@ -333,7 +316,7 @@ def _old(root, model, batch_size=64, workers=None, auto_augment=None, reprob=0.,
             loader.dataset.reader = loader.dataset
             loader.dataset.root = str(root)
             order = labels_by_name(model, folder_names) if (
-                not options.get('any_classes') and (folder_names := _read(Path(root) if not folder_parts(root) else
+                not options.get('any_classes') and (folder_names := files_in(Path(root) if not folder_parts(root) else
                 next(iter(folder_parts(root).values())))[1])) else None
             names = folder_names if not options.get('any_classes') and order else list(data.classes or ())
             loader.dataset.class_to_idx = dict(zip(names, order or range(len(names)), strict=False))
