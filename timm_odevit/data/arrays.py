@@ -70,7 +70,7 @@ class ArrayLoader:
     def sha256(self) -> str:
         digest = hashlib.sha256()
         for tensor in (self.images, self.labels):
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 

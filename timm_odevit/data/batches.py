@@ -17,6 +17,7 @@ Change = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell a loader and its sampler which epoch comes next, if they ask for it."""
+    each: Any
     for each in (loader, getattr(loader, 'sampler', None)):
         if hasattr(each, 'set_epoch'):
             each.set_epoch(epoch)

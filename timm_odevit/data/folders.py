@@ -55,8 +55,8 @@ class Files(Dataset):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        for i in (*range(index, len(self)), *range(index)):
-            file, label = self.samples[i]
+        for i in range(index, index + len(self)):
+            file, label = self.samples[i % len(self)]
             try:
                 image = read_image(file, self.mode)
             except ValueError as e:
@@ -100,9 +100,10 @@ def _training_loader(samples: Samples, to: Reading) -> Any:
     if policy is not None and to.model.in_chans == 4:
         raise ValueError("timm's auto_augment cannot handle an alpha channel, and the model takes 4 channels. "
                          'Leave it out.')
+    dataset: Any = Files(samples, to.model, training=True)
     try:
         loader = create_loader(
-            Files(samples, to.model, training=True),
+            dataset,
             **data_config(to.model),
             batch_size=to.config.batch_of(len(samples)),
             is_training=True,
@@ -130,8 +131,15 @@ def _workers(config: DataConfig) -> int:
 
 def read_folder(root: Path, to: Reading) -> tuple[dict[str, Any], list[str] | None, int]:
     """The loaders of a folder's parts, the names of its classes, and their number."""
-    folders = _folders(root, to.labels and to.share > 0)
-    files, names = _classes_in(root, folders, to) if to.labels else _images_in(folders.get('train', root), to)
+    files: dict[str, Samples]
+    names: list[str] | None = None
+    if to.labels:
+        files, names = _classes_in(root, to)
+    else:
+        samples, places = files_in(folder_parts(root).get('train', root))
+        if len(samples) == len(places):
+            samples, places = [(file, 0) for file, _ in samples], ['']
+        files = {part: of or samples for part, of in _divided(samples, len(places), to).items()}  # one may be in both
     files = {part: _first_of_each(samples, to.limit) for part, samples in files.items()}
     loaders: dict[str, Any] = {part: FileLoader(samples, to.model, to.config) for part, samples in files.items()}
     if 'train' in files:
@@ -139,19 +147,12 @@ def read_folder(root: Path, to: Reading) -> tuple[dict[str, Any], list[str] | No
     return loaders, names, len(names or ())
 
 
-def _images_in(folder: Path, to: Reading) -> tuple[dict[str, Samples], None]:
-    samples, names = files_in(folder)
-    if len(samples) == len(names):
-        samples, names = [(file, 0) for file, _ in samples], ['']
-    files = _divided(samples, len(names), to)
-    return {part: of or samples for part, of in files.items()}, None  # a single image is in both
-
-
-def _classes_in(root: Path, folders: dict[str, Path], to: Reading) -> tuple[dict[str, Samples], list[str]]:
+def _classes_in(root: Path, to: Reading) -> tuple[dict[str, Samples], list[str]]:
     """The files of each part, with the model's labels, and the names of the classes.
 
     Only what is used must fit: to train, train/ and val/; to evaluate, the first of val/, test/ and all images.
     """
+    folders = _folders(root, training=to.share > 0)
     used = next(part for part in ('val', 'test', 'train') if part in folders)
     needed = {'train', 'val'} if to.share else {used, 'train'} if to.any_classes else {used}
     files: dict[str, Samples] = {}
@@ -205,13 +206,12 @@ def folder_parts(root: str | Path) -> dict[str, Path]:
     """The parts of a data set, by 'train', 'val' and 'test'; no parts if the folder holds the classes itself.
 
     Folders are parts, not classes, if they are called train, val or test (or training, valid, validation, eval,
-    evaluation), hold folders but no images directly, and are at least two, or the only folders with images. So `train`
-    may be a class, as in CIFAR-100.
-    Otherwise ValueError says what is unclear.
+    evaluation), hold folders but no images directly, and are at least two, or the only folders with images; a class
+    may be called train, too. Otherwise ValueError says what is unclear.
     """
     root = Path(root)
     if not root.is_dir():
-        raise ValueError(f"There is no folder '{root}'. Give a folder with one sub-folder of images per class.")
+        raise ValueError(f"There is no folder '{root}'.")
     folders = [child for child in sorted(root.iterdir()) if child.is_dir() and not child.name.startswith('.')]
     named = [child for child in folders if child.name.lower() in _PARTS]
     if not named:

@@ -72,10 +72,10 @@ class Data:
     def labelled_by(self, model: Any) -> 'Data':
         """The same images with the classes that a model gives them as labels, so that accuracy is agreement with it."""
         change, names = top_class(model), class_names(model)
-        loaders = {part: None if (loader := getattr(self, part)) is None else Mapped(loader, change)
-                   for part in ('train', 'val', 'test', 'unaugmented')}
-        return replace(self, **loaders, classes=names and tuple(names), num_classes=model.num_classes, labelled=True,
-                       why='')
+        loaders: Any = {part: None if (loader := getattr(self, part)) is None else Mapped(loader, change)
+                        for part in ('train', 'val', 'test', 'unaugmented')}
+        return replace(self, **loaders, classes=tuple(names) if names else None, num_classes=model.num_classes,
+                       labelled=True, why='')
 
     def sha256(self) -> str:
         """SHA-256 of all images and labels in memory, or of the names, sizes and labels of all files."""
@@ -177,15 +177,16 @@ def _read(source: Any, kind: str, to: Reading) -> Data:
     elif kind == 'images' and to.labels:
         raise ValueError('Got images without labels. Give a pair (images, labels).')
     else:
-        loaders, names, classes = read_tensors(*(source if kind == 'pair' else (source, None)), to)
+        images, labels = source if kind == 'pair' else (source, None)
+        loaders, names, classes = read_tensors(images, labels, to)
     words.setdefault('val', f"the share {to.share:g} held out of training of {words.get('train')}")
     if kind == 'folder' and words.get('train') != str(source):
         words.pop('train', None)
     if to.labels and to.config.mixes and kind != 'loader' and 'train' in loaders:
         loaders['train'] = mixed(loaders['train'], classes, to.config)
     why = ('they are ignored', 'any classes are allowed' if to.any_classes else '')[to.labels]
-    return Data(*map(loaders.get, ('train', 'val', 'test')), names and tuple(names), classes, not why, why,
-                loaders.get('plain'), words)
+    return Data(loaders.get('train'), loaders.get('val'), loaders.get('test'), tuple(names) if names else None,
+                classes, not why, why, loaders.get('plain'), words)
 
 
 def classes_of(source: Any) -> tuple[list[str] | None, int]:
@@ -220,9 +221,9 @@ def pictures(path: str | Path, model: Any, count: int) -> Pictures:
     known, device = class_names(model), next(model.parameters()).device
     if _kind(path) == 'npz':
         data = read_data(path, model, held_out=0.)
-        names, chosen = known or data.classes, _spread(data.count('test'), count)
+        names, chosen = known or list(data.classes or ()), _spread(data.count('test'), count)
         return Pictures(data.test.prepare(data.test.images[chosen]), [f'{Path(path).name} {i}' for i in chosen],
-                        names and [names[label] for label in data.test.labels[chosen].tolist()])
+                        [names[label] for label in data.test.labels[chosen].tolist()] if names else None)
     samples, folders = files_in(Path(path))
     samples = [samples[i] for i in _spread(len(samples), count)]
     classes = [folders[label] or Path(path).name for _, label in samples]
