@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_, fit, merge_
 from timm_odevit.dynamics.flow import follow
 from timm_odevit.hooks import watch_blocks
-from timm_odevit.ode.tokens import TokenMerging, _groups_of, tokens_at
+from timm_odevit.ode.tokens import TokenMerging, groups_of, tokens_at
 
 
 def embedded(model, images):
@@ -83,7 +83,7 @@ def test_prefix_tokens_are_never_merged(vit, images):
     x[:, :3] = x[:, :1]  # even if they are equal
     for step in model.blocks:
         x = step(x)
-    groups = _groups_of(x)
+    groups = groups_of(x)
     assert groups.numbers[:, :3].tolist() == [[0, 1, 2]] * 2 and (groups.numbers[:, 3:] > 2).all()
 
 
@@ -99,8 +99,7 @@ def test_the_state_of_every_step_has_all_tokens(vit, images):
         pass
 
 
-@pytest.mark.parametrize('reentrant', [False, True])
-def test_gradient_checkpointing_of_the_steps_in_another_thread_after_another_pass(vit, images, reentrant):
+def test_gradient_checkpointing_of_the_steps_in_another_thread_after_another_pass(vit, images):
     """Autograd computes a step again in a thread of its own on a GPU, and there may have been other passes before."""
     model = with_tokens(vit, 0.25).train()
     x = embedded(model, images).detach().requires_grad_()
@@ -109,11 +108,25 @@ def test_gradient_checkpointing_of_the_steps_in_another_thread_after_another_pas
     for k in (1, 2):
         y = x * k
         for step in model.blocks:
-            y = checkpoint(step, y, use_reentrant=reentrant)
+            y = checkpoint(step, y, use_reentrant=False)
         outputs.append(y.square().sum())
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: [y.backward() for y in outputs]).result()
     torch.testing.assert_close(x.grad, sum(expected))
+    for step in model.blocks:
+        x = checkpoint(step, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match='use_reentrant=False'):
+        x.sum().backward()
+
+
+def test_derivatives_by_function_transforms(vit, images):
+    model = with_tokens(vit, 0.25)
+    x = images.clone().requires_grad_()
+    expected = torch.autograd.grad(model(x).square().sum(), x)[0]
+    torch.testing.assert_close(torch.func.grad(lambda x: model(x).square().sum())(images), expected)
+    y = embedded(model, images).detach().requires_grad_()
+    expected = torch.stack([torch.autograd.grad(model.blocks(y)[0, -1, i], y)[0] for i in range(3)])
+    torch.testing.assert_close(torch.func.jacrev(lambda y: model.blocks(y)[0, -1, :3])(y.detach()), expected)
 
 
 def test_a_model_with_gradient_checkpointing_has_the_same_gradients(vit, images):

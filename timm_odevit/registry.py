@@ -63,8 +63,7 @@ _PUBLISHED: dict[str, Any] = {
         *_DEIT_128, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12.},
         {'deit_tiny_cifar100': 100, 'deit_tiny_k6_cifar100': 100, 'deit_tiny_k6_cifar10': 10}),
     'odevit_tiny_native_two_r11_patch16_128': (
-        *_DEIT_128, {**_NATIVE, 'ode_time': 'low_rank', 'ode_averaged': True, 'ode_rank': 11, 'ode_phases': 2,
-                     'ode_init': 'svd_data'}, {'deit_tiny_cifar100': 100, 'deit_tiny_cifar10': 10}),
+        *_DEIT_128, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 11, 'ode_phases': 2, 'ode_init': 'svd_data'}, {'deit_tiny_cifar100': 100, 'deit_tiny_cifar10': 10}),
     'deit_tiny_patch16_128': (*_DEIT_128, None, {'cifar100': 100}),
 }
 _HUB = 'timm-odevit'

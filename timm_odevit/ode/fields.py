@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from timm.layers import Attention
 from torch import Tensor, nn
+from typing_extensions import Self
+
+from .skeleton import copy_module
 
 __all__ = ['Context', 'Field', 'Groups', 'NativeField', 'attention_probabilities']
 
@@ -47,19 +50,25 @@ class Field(nn.Module):
     - `fold()`: what depends only on the parameters and is worth computing once per forward pass instead of once per
       evaluation, or None; passed back as `context.weights`;
     - `attention_map(t, x, interval)`: the attention probabilities [B, heads, N, N] in float32, before dropout;
-    - `select(t)`, `jumps`, `depends_on_time`: how it depends on time;
-    - `phases`: the fields that it consists of, one per phase;
+    - `select(t)`, `jumps`, `depends_on_time`, `phases`: how it depends on time, and the fields it consists of;
     - `block_to_resize()`: the block of the base, for a host that changes its image size.
+
+    One that a model can be converted to is a row of `FIELDS` (config.py), and also has the class methods `like` and
+    `values`.
 
     t is a float, or a 0-dim tensor from an adaptive method.
 
     Attributes:
+        about: What its sub-layers are, for the report of a conversion.
+        fits_layers: Whether it has the base's own layers, so that init 'svd_data' can fit them.
         names: What a host's blocks take after the state, in order.
         attention_prefixes: Prefixes of the parameters of G; all others belong to F.
         depends_on_time: Whether it depends on t within a phase.
         jumps: Times at which it is not continuous, increasing.
         has_attention_maps: Whether `attention_map` works.
     """
+    about: str = ''
+    fits_layers: bool = False
     names: tuple[str, ...] = ('attn_mask', 'is_causal')
     attention_prefixes: tuple[str, ...] = ()
     depends_on_time: bool = False
@@ -102,6 +111,16 @@ class Field(nn.Module):
         raise ValueError(f'{type(self).__name__} has no attention maps: windows, RoPE or a position bias are part of '
                          'its attention.')
 
+    @classmethod
+    def like(cls, blocks: Sequence[Any]) -> Self:
+        """A field with the structure of some blocks of the base; its weights are still to be filled in."""
+        raise NotImplementedError
+
+    @staticmethod
+    def values(block: Any) -> dict[str, Tensor]:
+        """The values that one block of the base gives the parameters of such a field, by name."""
+        raise NotImplementedError
+
 
 class NativeField(Field):
     """The base model's own sub-layers, with all their parts (LayerScale, qk-norm, biases, RoPE, ...).
@@ -110,6 +129,7 @@ class NativeField(Field):
         block: A transformer block of the base, here a pre-norm one (norm1, attn, ls1, norm2, mlp, ls2); the
             subclasses take the other kinds.
     """
+    about, fits_layers = "the base's own", True
     attention_prefixes: tuple[str, ...] = ('block.norm1', 'block.attn', 'block.ls1', 'block.gamma_1')
     block: Any
 
@@ -117,6 +137,18 @@ class NativeField(Field):
         super().__init__()
         self.block = block
         self.names = tuple(inspect.signature(type(block).forward).parameters)[2:]
+
+    @classmethod
+    def like(cls, blocks):
+        block = copy_module(blocks[0], hooks=False)  # hooks belong to the layer they were registered on
+        trainable = {name for each in blocks for name, p in each.named_parameters() if p.requires_grad}
+        for name, parameter in block.named_parameters():
+            parameter.requires_grad_(name in trainable)
+        return cls(block)
+
+    @staticmethod
+    def values(block):
+        return {f'block.{name}': p for name, p in block.named_parameters()}
 
     def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
         return self.block.drop_path1(self.block.ls1(self.block.attn(self.block.norm1(x), **context.block_kwargs)))

@@ -30,16 +30,11 @@ def skeleton(module: Module, tensors: Mapping[str, Tensor]) -> Module:
     """Create a module of the same structure that runs with other tensors; takes microseconds, copies nothing.
 
     Settings, hooks and tensors that are not replaced are shared with the original module, which does not change.
+    Replaced tensors are not Parameters: gradients flow through them.
 
     Args:
         module: Any module.
         tensors: Tensors for its parameters and buffers, by their name in the module ('attn.qkv.weight').
-
-    Returns:
-        A module of the same class. Its replaced tensors are not Parameters: gradients flow through them.
-
-    Raises:
-        RuntimeError: The `forward` of an affected module was replaced by a function that is tied to that module.
     """
     twin: Any = shallow_copy(module)
     for kind in ('_parameters', '_buffers'):
@@ -87,12 +82,7 @@ def tied_to(twin: Any, module: Any, value: Any) -> Any:
 
 
 def copy_module(module: Module, hooks: bool) -> Module:
-    """Deep-copy everything but the hooks, which may hold objects that cannot be copied.
-
-    Args:
-        module: Any module.
-        hooks: Whether the copy has the same hooks; otherwise it has none.
-    """
+    """Deep-copy everything but the hooks, which may hold what cannot be copied: the copy has the same ones, or none."""
     memo: dict[int, Any] = {}
     for inner in module.modules():
         memo.update({id(value): value.copy() if hooks else OrderedDict() for name, value in vars(inner).items()

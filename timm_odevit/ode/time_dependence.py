@@ -11,9 +11,7 @@ from .fields import Field
 from .skeleton import run_with, skeleton
 
 __all__ = [
-    'MERGED', 'RESIDUALS', 'MergedField', 'PiecewiseField', 'TimeField', 'bare_name', 'matrix_shape',
-    'residual_key',
-]
+    'MERGED', 'RESIDUALS', 'MergedField', 'PiecewiseField', 'TimeField', 'bare_name', 'matrix_shape', 'residual_key']
 
 RESIDUALS = ('vectors', 'up', 'down')  # attributes of a TimeField: of vectors, and the factors of those of matrices
 MERGED = 'This model is merged. Call `.restore()` on the object that `merge_()` returned.'
@@ -23,13 +21,12 @@ MERGED = 'This model is merged. Call `.restore()` on the object that `merge_()` 
 class TimeField(Field):
     """A field whose parameters are functions of t: those of a base field plus a residual for each layer.
 
-    A vector v becomes v + d(t), a matrix W becomes W + B(t) A(t), with A and B of rank r. The residual of layer l
-    applies at t = l; between two layers, residuals are interpolated linearly in t; before the first and after the last
-    layer, they are constant. Over the interval of a step, if its context names one, they are averaged instead, with the
-    residual of layer l from t = l to the next layer. Weight decay therefore pulls each layer towards the shared block.
+    A vector v becomes v + d(t), a matrix W becomes W + B(t) A(t), with A and B of rank r. The residual of layer l applies
+    from t = l to the next layer, that of the first also before, that of the last after it; over the interval of a step,
+    residuals are averaged. Weight decay therefore pulls each layer towards the shared block.
 
-    Matrices are merged before they are used, once per evaluation: r multiplications per entry of an M x N matrix
-    (2 r between two layers) instead of r (M + N) per token. Training keeps one merged block per evaluation for the
+    Matrices are merged before they are used, once per evaluation: r multiplications per entry of an M x N matrix, times
+    the layers in the interval, instead of r (M + N) per token. Training keeps one merged block per evaluation for the
     backward pass, as much memory as the base model's blocks; inference keeps one at a time, or all after `merge_`.
     Running statistics also have residuals per layer; training mode does not update them.
 
@@ -61,8 +58,11 @@ class TimeField(Field):
                 # not 0 as well: with both factors 0, neither gets a gradient
                 down = torch.randn(L, r, N, device=p.device, dtype=p.dtype) / N ** 0.5
                 self.down[key] = nn.Parameter(down, p.requires_grad)
-
         self.statistics = nn.Module()
+
+    @property
+    def jumps(self):
+        return [float(layer) for layer in self.layers[1:]]
 
     def add_statistics(self, name: str, residuals: Tensor) -> None:
         """Add residuals of a buffer of the base, such as a running mean, one per layer [L, ...]."""
@@ -81,7 +81,7 @@ class TimeField(Field):
 
     def at(self, t: float, part: str = '', interval: tuple[float, float] | None = None) -> dict[str, Tensor]:
         """The parameters of the base at t, or averaged over an interval: those of its attention, of its MLP, or all."""
-        shares = self._layer_shares_at(_number(t)) if interval is None else self._layer_shares_over(*interval)
+        shares = self._shares_at(_number(t)) if interval is None else self._shares_over(*interval)
         parameters = {residual_key(name): (name, p) for name, p in self.base.named_parameters()}
         missing = [key.replace('-', '.') for key in (*self.vectors, *self.up) if key not in parameters]
         if missing:
@@ -102,16 +102,11 @@ class TimeField(Field):
             merged[name] = self.base.get_buffer(name) + sum(share * residuals[i] for i, share in shares)
         return merged
 
-    def _layer_shares_at(self, t: float) -> list[tuple[int, float]]:
-        """The indices of the layers between which t lies, and the share of each."""
-        right = sum(layer <= t + 1e-6 for layer in self.layers)  # bisect does not compile
-        if right == 0 or right == len(self.layers):
-            return [(max(right - 1, 0), 1.)]
-        a, b = self.layers[right - 1], self.layers[right]
-        share = (t - a) / (b - a)
-        return [(right - 1, 1.)] if share < 1e-6 else [(right - 1, 1. - share), (right, share)]
+    def _shares_at(self, t: float) -> list[tuple[int, float]]:
+        """The index of the layer that applies at t, and its share, which is all."""
+        return [(max(sum(layer <= t + 1e-6 for layer in self.layers) - 1, 0), 1.)]  # bisect does not compile
 
-    def _layer_shares_over(self, start: float, end: float) -> list[tuple[int, float]]:
+    def _shares_over(self, start: float, end: float) -> list[tuple[int, float]]:
         """The indices of the layers of an interval, and the share of it that each applies to."""
         bounds = [-math.inf, *self.layers[1:], math.inf]
         shares = [(min(end, b) - max(start, a)) / (end - start) for a, b in pairwise(bounds)]
@@ -152,7 +147,8 @@ class PiecewiseField(Field):
 
     @property
     def jumps(self):
-        return [float(t) for t, (a, b) in zip(self.times[1:], pairwise(self.which), strict=True) if a != b]
+        return [float(t) for t, (a, b) in zip(self.times[1:], pairwise(self.which), strict=True)
+                if a != b or self.depends_on_time]
 
     @property
     def phases(self):
