@@ -95,10 +95,12 @@ def test_the_dial(vit, images):
     for bad in (0, -1, 2.5, None, '3'):
         with pytest.raises(ValueError, match='steps must be'):
             model.blocks.steps = bad
+    with pytest.raises(ValueError, match='steps must be at most 10,000; got 1000000000'):
+        model.blocks.steps = 10 ** 9
     with pytest.raises(ValueError, match="Unknown method 'rk5'"):
         model.blocks.method = 'rk5'
     assert model.blocks.steps == 64 and model.blocks.method == 'strang'
-    with pytest.raises(ValueError, match="is a 'native' field and cannot become 'lipschitz'"):
+    with pytest.raises(ValueError, match="field='native' is fixed at conversion; got 'lipschitz'"):
         model.blocks.config = OdeConfig(field='lipschitz', steps=2, T=3.)
 
 

@@ -316,8 +316,9 @@ def test_calibration_leaves_other_threads_alone(vit):
 # --- what is refused
 
 def test_settings_that_cannot_halt(vit, images):
-    with pytest.raises(ValueError, match="Did you mean 'entropy'"):
-        OdeConfig(halting='entropie')
+    for rule in ('entropie', 'residual', 'confidence'):  # the last two were rules of earlier versions
+        with pytest.raises(ValueError, match=f"Unknown halting '{rule}'.*Allowed: entropy, acceleration, or None"):
+            timm.create_model('odevit_tiny', device='meta', ode_halting=rule)
     with pytest.raises(ValueError, match='chooses its own'):
         OdeConfig(method='dopri5', halting='acceleration')
     with pytest.raises(ValueError, match='blocks after the ODE that they would skip'):

@@ -21,23 +21,20 @@ __all__ = ['OdeBlocks', 'count_parameters', 'find_ode_blocks']
 class OdeBlocks(nn.Module):
     """One shared block that a solver evaluates: a sequence of K steps that replaces L transformer blocks.
 
-    The steps are modules, 'solver.0' to 'solver.K-1', so hooks, feature extraction and FX find K layers. Each refers to
-    the same field, which is registered, named and saved once, as `shared`. `steps`, `method` and `config` may be set
-    after training; this creates new steps (hooks on the old ones are lost). An adaptive method solves [0, T] in one
-    call, and runs the steps only if the host asks for intermediate states. A forward pass changes nothing in the
-    module, so several threads may run it at the same time.
+    The steps are modules, 'solver.0' to 'solver.K-1', so hooks, feature extraction and FX find K layers. They refer to
+    one field, which is registered, named and saved once, as `shared`. `steps`, `method` and `config` may be set at any
+    time, which makes new steps (hooks on the old ones are lost). An adaptive method solves [0, T] in one call, and runs
+    the steps only if the host asks for intermediate states. A forward pass changes nothing, so several threads may run
+    it.
 
     Args:
         shared: Vector field that all steps share.
         config: Settings, resolved (steps and T set).
-        feature: `feature_info` entry of one block of the host: num_chs and reduction.
+        feature: `feature_info` entry of one block of the host.
         t: Time at which the first step starts.
-        before: Blocks of the base that are kept before the ODE.
-        after: Blocks of the base that are kept after the ODE.
+        before, after: Blocks of the base that are kept before and after the ODE.
         readout: Maps a final state [B, N, D] to the host's logits [B, classes]; None if it has no head.
         num_prefix_tokens: How many tokens of the host come before those of the patches.
-
-    Shape: [B, N, D] to [B, N, D].
 
     Source: ODE-ViT, arXiv 2511.16501.
     """
@@ -70,12 +67,13 @@ class OdeBlocks(nn.Module):
         if config.tokens < 1 and not self.shared.has_attention_maps:
             raise ValueError(f"tokens={config.tokens:g} needs timm's plain attention (no windows, RoPE or position "
                              'bias), which this block does not use. Set tokens=1.')
-        if config.halting is not None and self.after:
-            raise ValueError(f"halting='{config.halting}' lets images leave after any step, but this "
-                             'model has blocks after the ODE that they would skip. Set halting=None.')
-        if config.halting is not None and HALTING[config.halting].needs_head and self.readout is None:
-            raise ValueError(f"halting='{config.halting}' needs a model with one sequence of blocks, whose "
-                             "`forward_head(norm(state))` gives its logits. Use 'acceleration'.")
+        if config.halting is not None:
+            if self.after:
+                raise ValueError(f"halting='{config.halting}' lets images leave after any step, but this model has "
+                                 'blocks after the ODE that they would skip. Set halting=None.')
+            if HALTING[config.halting].needs_head and self.readout is None:
+                raise ValueError(f"halting='{config.halting}' needs a model with one sequence of blocks, whose "
+                                 "`forward_head(norm(state))` gives its logits. Use 'acceleration'.")
         self.solver, self._config = Solver(config, self.shared, self.t, self.num_prefix_tokens), config
         for module in (self.solver, *self.solver):
             module.training = self.training
@@ -98,15 +96,11 @@ class OdeBlocks(nn.Module):
     def config(self, config: OdeConfig) -> None:
         if self.merged:
             raise ValueError(MERGED)
-        if config.field != self.config.field:
-            raise ValueError(
-                f"The shared block is a '{self.config.field}' field and cannot become '{config.field}'. Convert the "
-                'original model again.')
-        for name in ('time', 'rank', 'phases', 'boundaries', 'blocks'):
-            now, wanted = getattr(self.config, name), getattr(config, name)
-            if now != wanted:
-                raise ValueError(
-                    f'{name}={now!r} is fixed at conversion; got {wanted!r}. Convert the original model again.')
+        for name in ('field', 'time', 'rank', 'phases', 'boundaries', 'blocks'):
+            now, new = getattr(self.config, name), getattr(config, name)
+            if now != new:
+                raise ValueError(f'{name}={now!r} is fixed at conversion; got {new!r}. Convert the original '
+                                 'model again.')
         self._make_steps(config)
 
     @property
@@ -122,7 +116,6 @@ class OdeBlocks(nn.Module):
 
     @property
     def method(self) -> str:
-        """Integration method."""
         return self.config.method
 
     @method.setter
@@ -149,20 +142,14 @@ class OdeBlocks(nn.Module):
 
     @property
     def nfe(self) -> int:
-        """Field evaluations of a forward pass; for an adaptive method, of this thread's last pass (0 before the first).
-
-        If images may halt, see `evaluations` for their mean.
-        """
+        """Field evaluations of a forward pass; for an adaptive method, of this thread's last pass, or 0."""
         if self.config.adaptive:
             return self._counts.evaluations
         return self.steps * METHODS[self.config.method].evaluations
 
     @property
     def evaluations(self) -> float:
-        """Field evaluations of this thread's last forward pass, on average over its images.
-
-        A pass in which the host calls the steps one by one, as for intermediate states, does not count.
-        """
+        """Field evaluations of this thread's last pass, on average over its images, where they could halt."""
         taken = self.steps_taken
         if self.config.adaptive or self.config.halting is None or taken is None or not len(taken):
             return self.nfe
@@ -200,10 +187,7 @@ class OdeBlocks(nn.Module):
         return x
 
     def trajectory(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """All states of the ODE, at t = 0, T/K, ..., T [K + 1, B, N, D], for that at its start [B, N, D].
-
-        `args` and `kwargs` are what the host passes to each of its blocks.
-        """
+        """All states of the ODE, at t = 0, T/K, ..., T [K + 1, B, N, D], for that at its start [B, N, D]."""
         if self.config.adaptive:
             return self._solve(x, [*(step.t for step in self.solver), self.end], args, kwargs)
         path = [x]

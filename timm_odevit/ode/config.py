@@ -72,34 +72,32 @@ class OdeConfig(Settings):
 
     Attributes:
         field: Vector field: 'native', the base model's own sub-layers, or 'lipschitz', the paper's.
-        method: Integration method: euler, midpoint, heun2, rk4, lie_trotter or strang (see METHODS), or an adaptive
-            method of the installed torchdiffeq, such as dopri5.
+        method: Integration method: euler, midpoint, heun2, rk4, lie_trotter, strang, or an adaptive method of the
+            installed torchdiffeq, such as dopri5.
         steps: Number K of steps on [0, T]; None for the number of converted layers; one number per stage for a model
             with stages (Swin). An adaptive method chooses its own steps; K is then the number of states it reports.
         T: End time, in blocks of the base model; None for the number of converted layers.
         time: How the shared block depends on t: 'autonomous', not at all; 'low_rank', its vectors (norms, biases,
-            LayerScale) have a value per layer, and each matrix a residual of rank `rank` per layer. A step uses the
-            mean of the layers' values over its interval, in which each holds from its layer to the next.
+            LayerScale) have a value per layer, each matrix a residual of rank `rank` per layer, and a step uses their
+            mean over its interval.
         rank: Rank of the residuals of 'low_rank'; 0 for vectors only.
         phases: Number of shared blocks, one per span of consecutive layers.
         boundaries: First layer of each span except the first, such as (7, 10); 'uniform' for spans of equal length.
-        init: Initial weights of a shared block: 'mean', the mean of the blocks that it replaces; 'svd', the mean, and
-            each layer's residual from it truncated to `rank`; 'svd_data', the same, fitted to the layer's inputs by
-            least squares; 'spectral', random, every weight matrix with spectral norm 1. None for 'svd' with a rank,
-            else 'mean'.
+        init: Initial weights of a shared block: 'mean' of the blocks that it replaces; 'svd', the mean, and each
+            layer's residual from it truncated to `rank`; 'svd_data', the same, fitted to the layer's inputs by least
+            squares; 'spectral', random, each matrix with spectral norm 1. None for 'svd' with a rank, else 'mean'.
         blocks: First and last layer to convert, such as (3, 9); None for all.
         rtol: Relative tolerance of an adaptive method, dimensionless.
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
-        adjoint: Backpropagate through an adaptive solution by the adjoint method (Chen et al., arXiv 1806.07366): its
-            memory does not grow with the number of evaluations, and at the default tolerance, gradients are wrong by 2
-            to 3 % (hub/RESULTS.md).
+        adjoint: Backpropagate through an adaptive solution by the adjoint method (arXiv 1806.07366): its memory does
+            not grow with the number of evaluations; at the default tolerance, gradients are wrong by 2 to 3 %
+            (hub/RESULTS.md).
         tokens: Share of the patch tokens left at T. Between steps, similar tokens are merged, so their number falls
-            linearly in t. The state keeps its shape: merged tokens have equal states. Needs plain attention (no
-            windows, RoPE or position bias).
+            linearly in t; in the state, they have equal values. Needs plain attention (no windows, RoPE or position
+            bias).
         halting: Rule by which an image leaves the batch before the last step: 'entropy' of the class probabilities
             after each step, for which norm and head run there, or 'acceleration' of the state; None for no halting.
-            Images halt only in eval mode, if the model runs all blocks in one call (as timm's VisionTransformer does)
-            and no step has a hook.
+            Images halt only in eval mode, if the model runs all blocks in one call and no step has a hook.
         halting_threshold: An image halts once its score is at most this; dimensionless; see `calibrate_halting`.
 
     Raises:
@@ -107,8 +105,7 @@ class OdeConfig(Settings):
 
     Examples:
         >>> paper = OdeConfig(field='lipschitz', method='euler', init='spectral')
-        >>> config = OdeConfig(time='low_rank', rank=8, steps=6)
-        >>> done = convert_(vit, config)
+        >>> done = convert_(vit, OdeConfig(time='low_rank', rank=8, steps=6))
         >>> model = timm.create_model('odevit_tiny', ode_steps=24, ode_method='rk4')
 
     Source: ODE-ViT, arXiv 2511.16501; low_rank: Relaxed Recursive Transformers, arXiv 2410.20672; phases: Raptor,
@@ -134,13 +131,13 @@ class OdeConfig(Settings):
     def _check(self) -> None:
         if self.rank and self.time != 'low_rank':
             raise ValueError(f"rank applies only to time='low_rank'; got rank={self.rank!r} with time='{self.time}'.")
-        chosen: dict[str, Any] = {} if self.init else {'init': 'svd' if self.rank else 'mean'}
         if isinstance(self.boundaries, tuple):
-            count = len(self.boundaries)
-            if self.phases not in (1, count + 1):
-                raise ValueError(f'{count} boundaries make {count + 1} phases; got phases={self.phases}.')
-            chosen['phases'] = count + 1
-        vars(self).update(chosen)
+            count = len(self.boundaries) + 1
+            if self.phases not in (1, count):
+                raise ValueError(f'{count - 1} boundaries make {count} phases; got phases={self.phases}.')
+            vars(self).update(phases=count)
+        if self.init is None:
+            vars(self).update(init='svd' if self.rank else 'mean')
         if self.init in ('svd', 'svd_data') and self.time != 'low_rank':
             raise ValueError(f"init '{self.init}' fills the residuals of time='low_rank'; got time='{self.time}'.")
         if self.init == 'svd_data' and not FIELDS[self.field].fits_layers:
@@ -149,10 +146,9 @@ class OdeConfig(Settings):
             raise ValueError(
                 f"adjoint needs an adaptive method ({', '.join(adaptive_methods())}); '{self.method}' has fixed steps. "
                 'To save memory with fixed steps, use model.set_grad_checkpointing().')
-        for name, unset in (('tokens', 1.), ('halting', None)):
-            if self.adaptive and getattr(self, name) != unset:
-                raise ValueError(f"{name} needs fixed steps, but '{self.method}' chooses its own. Use one of "
-                                 f"{', '.join(METHODS)}.")
+        if self.adaptive and (self.tokens < 1 or self.halting is not None):
+            raise ValueError(f"{'tokens' if self.tokens < 1 else 'halting'} needs fixed steps, but '{self.method}' "
+                             f"chooses its own. Use one of {', '.join(METHODS)}.")
 
     @property
     def adaptive(self) -> bool:

@@ -17,11 +17,7 @@ Readout = Callable[[Tensor], Tensor]  # logits [B, classes] for a state [B, N, D
 class Rule:
     """The score of each image after each step; an image halts when its score is at most the threshold.
 
-    Args:
-        readout: The model's norm and head; None if it has none, which only rules that need no head allow.
-
-    Attributes:
-        needs_head: Whether the rule applies the model's norm and head to states along the way.
+    `readout` is the model's norm and head; rules that need none may get None.
     """
     needs_head = False
 
@@ -33,7 +29,7 @@ class Rule:
         raise NotImplementedError
 
     def keep(self, images: Tensor) -> None:
-        """Keep only some of the images [B', as indices] of the batch."""
+        """Keep only some of the images of the batch, by index [B']."""
 
 
 class Entropy(Rule):
@@ -72,22 +68,13 @@ HALTING: dict[str, type[Rule]] = {'entropy': Entropy, 'acceleration': Accelerati
 
 def run_halting(
         steps: Sequence[tuple[Any, Context]], x: Tensor, rule: Rule, threshold: float) -> tuple[Tensor, Tensor]:
-    """Run the steps; an image whose score is at most the threshold keeps its state and leaves the batch.
+    """Run the steps, each with its context; an image whose score is at most the threshold leaves the batch.
 
     Under torch.compile, torch.export and tracing, shapes cannot depend on values: every image then goes through all
     steps, with the same result, and no time is saved.
 
-    Args:
-        steps: The steps, each with its context.
-        x: State before the first step [B, N, D].
-        rule: What scores the images.
-        threshold: The score at which they halt.
-
     Returns:
         The last state of each image [B, N, D], and how many steps it took [B].
-
-    Raises:
-        ValueError: The model passes its blocks something for each image, such as an attention mask.
     """
     for name, value in steps[0][1].block_kwargs.items():
         if isinstance(value, Tensor) and (value.ndim > 2 or name == 'attn_mask'):

@@ -46,16 +46,6 @@ class LipschitzField(Field):
     A CenterNorm is linear, so each is one matrix product with the projection behind it. The weights of qkv and fc1 are
     read, but these modules are not called: put hooks and wrappers on the field or on a step, not on them.
 
-    Args:
-        dim: Number of channels D.
-        num_heads: Number of attention heads.
-        head_dim: Channels per head.
-        hidden: Hidden channels M of the MLP.
-        act: Activation of the MLP.
-        attn_drop: Dropout rate of the attention probabilities.
-        proj_drop: Dropout rate after the activation and after the output projections.
-        drop_path: Stochastic-depth rate of each sub-flow.
-
     Source: ODE-ViT, arXiv 2511.16501.
     """
     about = 'new: no biases, no qk-norm, CenterNorm instead of LayerNorm'

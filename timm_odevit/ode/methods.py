@@ -13,21 +13,14 @@ __all__ = ['METHODS', 'LieTrotter', 'RungeKutta', 'Step', 'Strang']
 class Step(nn.Module):
     """One step of a solver: maps the state at t [B, N, D] to the state at t + h.
 
-    A step holds the field that all steps share, and is called as a host calls its transformer blocks: with the state
-    and with whatever the host passes besides it. Weights that depend on time are averaged over the step.
-
-    Args:
-        field: Vector field: field(t, x, context, part) with part 'attention', 'mlp' or '' for their sum.
-        t: Time at which the step starts.
-        h: Length of the step, in the same unit.
-        merging: How tokens are merged; None if they are not.
+    It is called as a host calls its transformer blocks: with the state and with whatever the host passes besides it.
+    All steps share the field. Weights that depend on time are averaged over the step.
 
     Attributes:
         order: Order of convergence of the global error.
         nodes: Times at which the step evaluates its field, as fractions of h.
         evaluations: Field evaluations of one step; one of a sub-flow alone counts as half.
         splits: Whether the step advances the two sub-flows one after the other.
-        interval: The times over which weights are averaged.
     """
     order: int
     nodes: tuple[float, ...]
@@ -57,7 +50,6 @@ class Step(nn.Module):
         return (x, context) if self.merging is None else self.merging.enter(self.t, x, context)
 
     def leave(self, x: Tensor, context: Context) -> Tensor:
-        """The state of all tokens."""
         return x if self.merging is None else self.merging.leave(x, context)
 
     @property
@@ -67,7 +59,6 @@ class Step(nn.Module):
         return parts[0] if len(parts) == 1 else _Together(parts)
 
     def set_input_size(self, *args: Any, **kwargs: Any) -> None:
-        """Set the image size, as Swin does on each of its blocks; the steps share one block."""
         for field in self.phases:
             field.block_to_resize().set_input_size(*args, **kwargs)
 
@@ -91,11 +82,7 @@ class _Together:
 
 
 class RungeKutta(Step):
-    """A step of an explicit Runge-Kutta method.
-
-    Attributes:
-        a: Lower triangle of the Butcher matrix, one row per stage.
-        b: Butcher weights.
+    """An explicit Runge-Kutta method: the lower triangle of its Butcher matrix, by rows, and its weights.
 
     Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.1.
     """

@@ -18,14 +18,7 @@ _SAME = 1e-6  # times that differ by rounding
 
 
 class Solver(nn.ModuleList):
-    """The K steps of a resolved configuration on [t, t + T]; what a step does is in methods.py.
-
-    Args:
-        config: Method, steps and T, resolved.
-        field: Vector field; a step holds the one that applies where it starts, an adaptive step the whole one.
-        t: Time at which the first step starts.
-        num_prefix_tokens: How many tokens come before those of the patches, which may be merged.
-    """
+    """The K steps of a resolved configuration on [t, t + T]; what a step does is in methods.py."""
 
     def __init__(self, config: OdeConfig, field: Field, t: float = 0., num_prefix_tokens: int = 0) -> None:
         steps, T = config.steps_and_end
@@ -37,12 +30,7 @@ class Solver(nn.ModuleList):
 
 
 class Counts(threading.local):
-    """What the last forward pass of each thread took; a copy starts anew.
-
-    Attributes:
-        evaluations: Field evaluations of an adaptive solution.
-        steps: Steps of each image [B] before it halted.
-    """
+    """What the last pass of each thread took: evaluations of an adaptive solution, steps of each image [B]."""
     evaluations = 0
     steps: Tensor | None = None
 
@@ -59,7 +47,6 @@ class AdaptiveStep(Step):
         self.config = config
 
     def set_field(self, field: Field) -> None:
-        """Hold a field with all its phases."""
         super().set_field(field)
         self.__dict__['field'] = field
 
@@ -70,17 +57,10 @@ class AdaptiveStep(Step):
 
 def solve_adaptive(
         field: Field, x0: Tensor, times: Sequence[float], config: OdeConfig, context: Context) -> tuple[Tensor, int]:
-    """Solve with an adaptive method of torchdiffeq.
-
-    Args:
-        field: Vector field, called as field(t, x, context, '') with t a 0-dim tensor.
-        x0: State at times[0] [B, N, D], float32 or float64.
-        times: Increasing times at which the state is wanted.
-        config: Method, tolerances and adjoint.
-        context: What the host passes to its blocks besides the state.
+    """Solve with an adaptive method of torchdiffeq, from x0 [B, N, D] at times[0].
 
     Returns:
-        The states [len(times), B, N, D], and the number of field evaluations of the forward solution.
+        The states at all times [len(times), B, N, D], and the number of field evaluations.
 
     Raises:
         ValueError: The state is in half precision, which is too coarse for step-size control.
@@ -129,7 +109,7 @@ def _solve_smooth(
 
 
 class _Counted(nn.Module):
-    """field(t, x) for torchdiffeq, with its context bound and its evaluations counted."""
+    """field(t, x) for torchdiffeq, with its context, and its evaluations counted."""
 
     def __init__(self, field: nn.Module, context: Context) -> None:
         super().__init__()
@@ -145,13 +125,13 @@ class _Counted(nn.Module):
 def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, keep: bool = False) -> Tensor:
     """Solve dx/dt = field(t, x) from t = 0 to config.T.
 
-    Fixed-step methods run as a plain loop over Python floats, adaptive ones through torchdiffeq.
-    Time is dimensionless: one unit is one transformer block of the base model.
+    Fixed-step methods run as a plain loop, adaptive ones through torchdiffeq. Time is dimensionless: one unit is one
+    transformer block of the base model.
 
     Args:
-        field: Vector field, called as field(t, x) with t a float (a 0-dim tensor from an adaptive method) and
-            x [B, N, D] (or any other shape); returns the slope in the shape of x. The splitting methods call its
-            `attention(t, x)` and `mlp(t, x)`.
+        field: Vector field, called as field(t, x) with t a float (a 0-dim tensor from an adaptive method) and x
+            [B, N, D] (or any other shape), which is that of the slope. Splitting methods call its `attention(t, x)` and
+            `mlp(t, x)`.
         x0: State at t = 0 [B, N, D]; integrated in its own dtype.
         config: Method, number of steps and end time; steps and T must be set.
         keep: Also keep the states in between.
@@ -175,15 +155,14 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
     steps, T = config.steps_and_end
     if config.tokens < 1 or config.halting is not None:
         raise ValueError('tokens and halting apply to the blocks of a model, not to integrate. Leave them out.')
-    if not config.adaptive and METHODS[config.method].splits and not hasattr(field, 'attention') and not isinstance(
-            field, Field):
+    module: Any = field if isinstance(field, Field) else _CallableField(field)
+    if not config.adaptive and METHODS[config.method].splits and not (module is field or hasattr(field, 'attention')):
         raise ValueError(
             f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does not have. "
             "Use an unsplit method, such as 'euler' or 'rk4'.")
     if config.adjoint and not isinstance(field, nn.Module):
         raise ValueError('adjoint finds the parameters of a field that is an nn.Module; this one is a '
                          f'{type(field).__name__}. Set adjoint=False.')
-    module: Any = field if isinstance(field, Field) else _CallableField(field)
     if config.adaptive:
         times = [i * T / steps for i in range(steps + 1)]
         path = solve_adaptive(module, x0, times if keep else (0., T), config, module.context((), {}))[0]

@@ -14,21 +14,13 @@ def tokens_at(patches: int, share: float, progress: float) -> int:
 
 
 class TokenMerging:
-    """How the steps of a solver merge tokens.
+    """How the steps of a solver on [start, start + T] merge tokens.
 
     The state between two steps always has all tokens; merged ones have equal states there. A step computes each group
-    once: the state of a group is the mean over its tokens, and attention counts a group as many times as it has tokens,
-    so that the result is what the same step would give for the whole state. At the start of a step, the patch tokens
-    are split into two halves, alternately, and those of the first half that are most like one of the second (in the
-    cosine of their states) are merged with it. Prefix tokens are never merged.
-
-    The state that a step returns carries its groups to the next step; see `groups_of`.
-
-    Args:
-        share: Share of the patch tokens that is left at T.
-        num_prefix_tokens: How many tokens, such as a class token and registers, come before those of the patches.
-        start: Time at which the first step starts.
-        T: Length of all steps together.
+    once: the state of a group is the mean over its tokens, and attention counts a group as many times as it has tokens.
+    At the start of a step, the patch tokens are split into two halves, alternately, and those of the first half that
+    are most like one of the second (in the cosine of their states) are merged with it, so that a `share` of them is
+    left at T.
 
     Source: Token Merging (ToMe), arXiv 2210.09461.
     """
@@ -37,12 +29,7 @@ class TokenMerging:
         self.share, self.num_prefix_tokens, self.start, self.T = share, num_prefix_tokens, start, T
 
     def enter(self, t: float, x: Tensor, context: Context) -> tuple[Tensor, Context]:
-        """Merge some tokens of a state [B, N, D] at the start of a step.
-
-        Returns:
-            The state of the groups [B, G, D], and a context that makes attention count each as many times as it has
-            tokens.
-        """
+        """The state of the groups [B, G, D] for that of all tokens [B, N, D], and the context for it."""
         if isinstance(x, torch.fx.Proxy):
             raise ValueError('FX cannot trace token merging. Set tokens=1, or use torch.export.')
         if context.block_kwargs.get('attn_mask') is not None or context.block_kwargs.get('is_causal'):
@@ -59,21 +46,10 @@ class TokenMerging:
         return y, context._replace(block_kwargs={**context.block_kwargs, 'attn_mask': mask}, groups=groups)
 
     def leave(self, x: Tensor, context: Context) -> Tensor:
-        """The state of all tokens [B, N, D] for that of the groups [B, G, D] at the end of a step."""
         return x if context.groups is None else _with_groups(_rows(x, context.groups.numbers), context.groups)
 
     def merge(self, x: Tensor, progress: float, tokens: int, groups: Groups | None) -> tuple[Tensor, Groups | None]:
-        """Merge as many groups of a state x [B, G, D] as is due.
-
-        Args:
-            x: State of the groups; of all tokens if there are no groups yet.
-            progress: t / T, from 0 to 1.
-            tokens: Number N of tokens.
-            groups: Its groups; None if every token is separate.
-
-        Returns:
-            The state [B, G', D] and the groups that are left.
-        """
+        """Merge as many groups of a state x [B, G, D] of N tokens as is due at t = `progress` T."""
         B, G, D = x.shape
         patches = G - self.num_prefix_tokens
         count = min(patches - tokens_at(tokens - self.num_prefix_tokens, self.share, progress), patches // 2)
@@ -109,7 +85,7 @@ class TokenMerging:
 def groups_of(x: Tensor) -> Groups | None:
     """The groups that a state [B, N, D] carries: those of the step that returned it; None if its tokens are separate.
 
-    A step's output carries them as an attribute, so they go wherever it goes: to another thread, through a function
+    They are an attribute of the step's output, so they go wherever it goes: to another thread, through a function
     transform or a checkpoint. What is made from a state, such as a detached copy, carries none; nor does one that was
     changed in place, as its version tells (but inference mode and compiled graphs keep no versions: there, a hook must
     return a new state).
@@ -119,7 +95,7 @@ def groups_of(x: Tensor) -> Groups | None:
 
 
 def carry_groups(before: Tensor, after: Tensor, images: Tensor | slice = slice(None)) -> Tensor:
-    """Let the state of some images of a batch [B', N, D], here all, have the groups that its state [B, N, D] has."""
+    """Let some images of a batch [B', N, D], here all, keep the groups of its state [B, N, D]."""
     groups = groups_of(before)
     return after if groups is None else _with_groups(after, Groups(*(of[images] for of in groups)))
 
