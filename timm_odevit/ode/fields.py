@@ -14,7 +14,7 @@ __all__ = ['Context', 'Field', 'Groups', 'NativeField', 'attention_probabilities
 
 
 class Groups(NamedTuple):
-    """The group of each token [B, N], the size of each group and one of its tokens [B, G]; the first are prefix tokens."""
+    """The group of each token [B, N], prefix tokens first; the size of each group, and one of its tokens [B, G]."""
     numbers: Tensor
     sizes: Tensor
     first: Tensor
