@@ -34,7 +34,7 @@ class FitConfig(Settings):
     Attributes:
         epochs: Number of epochs; or else give minutes.
         minutes: Train for about so long, validation included: the time of an update is measured first, and the updates
-            that fit are divided into epochs, at least 10 and of at most one pass over the data each.
+            that fit are divided into epochs, at least 10, of at most one pass over the data or ten seconds each.
         opt: timm optimizer. After 200 updates, muon is 8.4 points ahead of adamw (hub/lab/ingredients.md).
         lr: Peak learning rate. For residuals of low rank, 5e-4 is as good as 1e-3; 2e-3 and 3e-3 cost 2 and 7 points
             (hub/lab/minutes.md). One block without residuals learns with 2e-3.
@@ -117,9 +117,9 @@ def _steps(name: str, value: Any) -> Any:
         checked = [tuple(map(_number_of_steps, of)) for of in updates]
     except (TypeError, ValueError) as e:
         found = str(e) if str(e).startswith('; got') else f'; got {shown(value)}.'
-        raise ValueError(f"{name} must be a list of whole numbers of at least 1 and at most {MOST_STEPS:,}, or of shares "
-                         "of the student's own number of steps, such as ['50%', '100%', '200%'], or of several of "
-                         f'these for one update, such as [[6, 1], [6, 3]]{found}') from None
+        raise ValueError(f"{name} must be a list of whole numbers from 1 to {MOST_STEPS:,}, of shares of the student's "
+                         "own number of steps, such as ['50%', '100%', '200%'], or of several of these for one update, "
+                         f'such as [[6, 1], [6, 3]]{found}') from None
     return tuple(of if isinstance(k, (tuple, list)) else of[0] for k, of in zip(value, checked, strict=True))
 
 

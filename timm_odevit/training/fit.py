@@ -23,6 +23,7 @@ from .stream import EPOCHS, Stream, updates_in
 __all__ = ['count_updates', 'fit']
 
 TRIED = 2  # updates by which their time is found, at least
+LONG = 10.  # seconds of an epoch that may be more than a pass over the data
 
 
 def fit(
@@ -44,8 +45,8 @@ def fit(
     file is either complete or absent. While `fit` runs, no other process can use the folder.
 
     Data that does not fit is refused within seconds: one batch of `val_loader` goes through the model before anything
-    else, in an iteration of its own; the first training batch is checked when it arrives, so that the training data is
-    not read an extra time. A refusal leaves weights, buffers and modes as they were, and neither check changes a result.
+    else, in an iteration of its own; the first training batch is checked when it arrives. A refusal leaves weights,
+    buffers and modes as they were, and neither check changes a result.
 
     With minutes, and with amp 'auto', a few updates are tried first, on a copy of the task. What follows from their
     time is stored in `out/last.pt`, so that a resumed run continues exactly as it was planned.
@@ -193,7 +194,7 @@ def _measured(
         if config.minutes is not None:
             batches = 0 if val_loader is None else len(val_loader) if hasattr(val_loader, '__len__') else 1
             epochs, each = updates_in(60 * config.minutes - (time.perf_counter() - began), seconds[amp],
-                                      validation * batches, updates)
+                                      validation * batches, max(updates, int(LONG / seconds[amp])))
         return {'epochs': epochs, 'updates': each, 'amp': amp}
     found: dict[str, Any] = in_first_process(plan)
     return found

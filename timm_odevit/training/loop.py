@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from timm.utils import dispatch_clip_grad, random_seed
 
+from ..data.batches import set_epoch
 from ..distributed import over_processes, rank_and_world
 from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES, autocast
@@ -18,7 +19,6 @@ from .config import FitConfig
 from .monitor import check_batch, check_loss_is_finite, must_fit, validate
 from .optimizer import create_optimizer, create_schedule
 from .resume import BEST, HISTORY, LAST, models_of, save_state
-from .stream import set_epoch
 
 __all__ = ['Trainer']
 

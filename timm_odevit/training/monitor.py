@@ -30,8 +30,8 @@ def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None
         top = evaluate(model, loader, amp_dtype=dtype).results[-1]
         return {'val_top1': top.top1, 'val_top5': top.top5, 'val_loss': top.loss}
     result: Any = evaluate_embeddings(model, loader, teacher=task.teacher, amp_dtype=dtype).results[-1]
-    return {f'val_{key}': getattr(result, key) for key in (('cosine', 'error', 'neighbours') if embedding else ('error',))
-            if getattr(result, key) is not None}
+    measures = ('cosine', 'error', 'neighbours') if embedding else ('error',)
+    return {f'val_{key}': getattr(result, key) for key in measures if getattr(result, key) is not None}
 
 
 def score_of(record: dict[str, Any] | None, default: float = -math.inf) -> float:
@@ -44,7 +44,8 @@ def words_of(record: dict[str, float]) -> str:
     """What `score_of` compares, in words."""
     if 'val_top1' in record:
         return f"top-1 {record['val_top1']:.1f} %"
-    return f"cosine {record['val_cosine']:.4f}" if 'val_cosine' in record else f"squared error {record['val_error']:.3g}"
+    name, what = ('val_cosine', 'cosine') if 'val_cosine' in record else ('val_error', 'squared error')
+    return f'{what} {record[name]:.4g}'
 
 
 def try_one_batch(val_loader: Any, task: TrainingTask, dtype: torch.dtype | None) -> float:

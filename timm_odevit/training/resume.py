@@ -1,7 +1,8 @@
 """The files of a run: what it keeps after each epoch, what it plans, and what must be the same when it continues."""
 import hashlib
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from timm.task import TrainingTask
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
+from ..distributed import rank_and_world
 from ..files import staged, to_json, write_text
 from .config import FitConfig
-from .stream import loader_chain
 
 __all__ = ['BEST', 'HISTORY', 'LAST', 'RECIPE', 'RUN', 'START', 'Plan', 'check_about', 'check_unused', 'hash_of',
            'load_state', 'models_of', 'read_run', 'read_state', 'save_state', 'settings_to_resume']
@@ -71,9 +72,9 @@ def load_state(state: dict[str, Any], path: str, models: dict[str, nn.Module], o
 
 def settings_to_resume(config: FitConfig, train_loader: Any, updates: int) -> dict[str, Any]:
     """What must be the same when a run is resumed."""
-    sizes = [part.batch_size for part in loader_chain(train_loader) if type(getattr(part, 'batch_size', None)) is int]
+    size = getattr(train_loader, 'batch_size', None)
     settings = {key: value for key, value in asdict(config).items() if key not in ('epochs', 'compile')}
-    return {**settings, 'batch_size': sizes[0] if sizes else None, 'updates_per_epoch': updates}
+    return {**settings, 'batch_size': size if type(size) is int else None, 'updates_per_epoch': updates}
 
 
 def check_unused(folder: Path, resume: bool, *files: Path) -> None:
@@ -94,7 +95,7 @@ class Plan:
     """
 
     def __init__(self, folder: Path | None = None, about: dict[str, Any] | None = None) -> None:
-        self.folder, self.about = folder, about or {}
+        self.folder, self.about, self.began = folder, about or {}, time.perf_counter()
         stored = {} if folder is None else read_run(folder).get('plan') or {}
         try:
             self.lr_scale = None if stored.get('lr_scale') is None else float(stored['lr_scale'])
@@ -102,9 +103,26 @@ class Plan:
             self.minutes, self.spent = (list(map(float, stored.get(name, []))) for name in ('minutes', 'spent'))
         except (AttributeError, TypeError, ValueError) as e:
             raise _damaged(folder) from e
+        self.resumed = len(self.minutes)
+
+    def minutes_of(self, i: int, minutes: float, shares: Sequence[float]) -> float:
+        """Minutes of a stage: its share of those that are left when it begins."""
+        if i == len(self.minutes):
+            left = minutes - sum(self.spent) - (time.perf_counter() - self.began) / 60
+            self.minutes.append(max(1e-6, left * shares[i] / sum(shares[i:])))
+            self.write()
+        return self.minutes[i]
+
+    def end(self, i: int) -> None:
+        """Note what a stage took; of one that an earlier process began, at least what was planned."""
+        if i == len(self.spent):
+            taken = (time.perf_counter() - self.began) / 60
+            self.spent.append(max(taken, self.minutes[i]) if i < self.resumed else taken)
+            self.write()
+        self.began = time.perf_counter()
 
     def write(self) -> None:
-        if self.folder is not None:
+        if self.folder is not None and rank_and_world()[0] == 0:
             plan = {name: getattr(self, name) for name in ('lr_scale', 'start', 'minutes', 'spent')}
             write_text(self.folder / RUN, to_json({**self.about, 'plan': plan}))
 

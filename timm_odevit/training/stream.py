@@ -3,7 +3,9 @@ from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
-__all__ = ['EPOCHS', 'Stream', 'loader_chain', 'set_epoch', 'updates_in']
+from ..data.batches import set_epoch
+
+__all__ = ['EPOCHS', 'Stream', 'updates_in']
 
 EPOCHS = 10  # into which minutes are divided at least, for the progress bar and for validation
 PASSES = 10_000  # over the data in an epoch, at most, that each have an order of their own
@@ -34,23 +36,6 @@ class Stream:
                 yield batch
             if empty:
                 return
-
-
-def loader_chain(loader: Any) -> list[Any]:
-    """A loader, and the loaders that it takes its batches from."""
-    chain: list[Any] = []
-    while loader is not None:
-        chain.append(loader)
-        loader = getattr(loader, 'loader', getattr(loader, 'source', None))
-    return chain
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader, those it takes its batches from, and their samplers which epoch comes next, if they ask for it."""
-    for part in loader_chain(loader):
-        for each in (part, getattr(part, 'sampler', None)):
-            if hasattr(each, 'set_epoch'):
-                each.set_epoch(epoch)
 
 
 def updates_in(seconds: float, update: float, validation: float, most: int) -> tuple[int, int]:
