@@ -132,14 +132,14 @@ def test_muon_multiplies_in_float32_on_a_cpu_and_timms_own_stays_as_it_is(monkey
 # --- minutes
 
 class Ticking:
-    """A clock on which a tenth of a second passes between two looks at it."""
+    """A clock on which an eighth of a second passes between two looks at it."""
 
     def __init__(self):
         self.looks = 0
 
     def perf_counter(self):
         self.looks += 1
-        return self.looks / 10
+        return self.looks / 8
 
 
 @pytest.mark.parametrize('seconds, update, validation, most, epochs', [
