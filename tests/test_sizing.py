@@ -62,11 +62,9 @@ def test_ends_of_the_dial():
     for wrong in (1.5, '1.5', '3.0', float('inf')):
         with pytest.raises(ValueError, match='number of parameters, (such as 3M, )?a share'):
             choose_size(model, wrong)
-    assert choose_size(model, 0.5, OdeConfig(time='low_rank', rank=1, averaged=True)).averaged
     with pytest.raises(ValueError, match="Unknown init 'spectral'"):
         choose_size(model, 0.5, init='spectral')
-    with pytest.raises(ValueError, match='choose_size chooses the phases'):
-        choose_size(model, 0.5, OdeConfig(boundaries=(3,)))
+    assert choose_size(model, 0.5, OdeConfig(boundaries=(3,))) == choose_size(model, 0.5)
     with pytest.raises(TypeError, match='Cannot convert ResNet'):
         choose_size(timm.create_model('resnet18', device='meta'), 0.5)
 

@@ -2,7 +2,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from html import escape
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +14,8 @@ from ..ode.methods import METHODS
 from ..ode.time_dependence import TimeField
 from .block_kinds import Site, class_token_comes_later, prefix_tokens
 from .initialisation import build_field
-from .merge import check_not_merged
+from .merge import Replacements, check_not_merged, refuse
 from .refusals import check_all, count_in_words
-from .replacements import Replacements
 from .svd_data import input_moments
 
 __all__ = ['Conversion', 'convert_']
@@ -62,39 +60,33 @@ def convert_(
     """
     config = OdeConfig.from_keywords(config, settings, 'convert_')
     sites = check_all(model, config, images)
-    before = count_parameters(model)
-    built = tuple(_build(model, site, config.resolve(site.layers(config), stage), images)
-                  for stage, site in enumerate(sites))
+    layers, before = sum(len(site.converted(config)) for site in sites), count_parameters(model)
+    built = tuple(_build(model, site, config, stage, images) for stage, site in enumerate(sites))
     replacements = Replacements(model, _replacements(model, sites, built))
-    done = Conversion(
+    return Conversion(
         model=model,
         blocks=built,
-        layers=sum(site.layers(config) for site in sites),
+        layers=layers,
         config=built[0].config if len(built) == 1 else config,
         parameters_before=before,
-        parameters_after=before,
+        parameters_after=count_parameters(model),
         _replacements=replacements if keep_original else None,
-        _grids=tuple((ode.steps, ode.t, ode.end) for ode in built),
     )
-    replacements.put()
-    done.parameters_after = count_parameters(model)
-    return done
 
 
-def _build(model: Any, site: Site, config: OdeConfig, images: Tensor | None) -> OdeBlocks:
+def _build(model: Any, site: Site, config: OdeConfig, stage: int, images: Tensor | None) -> OdeBlocks:
     """The OdeBlocks for one sequence of blocks; nothing is changed."""
-    blocks, own = site.blocks, site.host is model
+    blocks, chosen, own = site.blocks, site.converted(config), site.host is model
     first, last = config.converted_layers(len(blocks))
-    chosen = blocks[first:last + 1]
-    moments = None if images is None or config.init != 'svd_data' else input_moments(model, chosen, images, first)
-    shared = build_field(config, chosen, first, moments)
+    config = config.resolve(len(chosen), stage)
+    moments = input_moments(model, chosen, images, first) if config.init == 'svd_data' and images is not None else {}
     info: Any = getattr(model, 'feature_info', None)
     listed = own and isinstance(info, list) and len(info) == len(blocks)  # an entry for each block
     feature = {k: v for k, v in info[first].items() if k != 'module'} if listed else None
     readable = own and isinstance(getattr(model, 'norm', None), nn.Module) and hasattr(model, 'forward_head') and (
         not class_token_comes_later(model))
     ode = OdeBlocks(
-        shared, config, feature, float(first), blocks[:first], blocks[last + 1:],
+        build_field(config, chosen, first, moments), config, feature, float(first), blocks[:first], blocks[last + 1:],
         readout=partial(_logits, model) if readable else None,
         num_prefix_tokens=prefix_tokens(model) if own else 0)
     kept = {module for block in (*ode.before, *ode.after) for module in block.modules()}
@@ -105,21 +97,18 @@ def _build(model: Any, site: Site, config: OdeConfig, images: Tensor | None) -> 
 
 def _replacements(model: Any, sites: Sequence[Site], built: Sequence[OdeBlocks]) -> list[tuple[Any, str, Any]]:
     """Owner, attribute and new value of everything that a conversion changes in a model."""
-    wanted: list[tuple[Any, str, Any]] = [(site.host, 'blocks', ode) for site, ode in zip(sites, built, strict=True)]
-    wanted += [(model, 'feature_info', ode.feature_info) for ode in built if ode.feature]
+    rows: list[tuple[Any, str, Any]] = [(site.host, 'blocks', ode) for site, ode in zip(sites, built, strict=True)]
+    rows += [(model, 'feature_info', ode.feature_info) for ode in built if ode.feature]
     if sites[0].host is model and getattr(model, 'rope_mixed', False):
-        wanted.append((model.rope, 'get_embed', partial(_rope_of_steps, model)))
+        rows.append((model.rope, 'get_embed', partial(_rope_of_steps, model)))
     if hasattr(model, 'group_matcher'):
-        wanted.append((model, 'group_matcher', partial(_group_matcher, model)))
+        rows.append((model, 'group_matcher', partial(_group_matcher, model)))
     if any('position_bias_table' in name for ode in built for field in ode.shared.modules()
            if isinstance(field, TimeField) for name in field.up):
-        wanted.append((model, 'set_input_size', _refuse_size))  # before the model has changed anything else
-    return wanted
-
-
-def _refuse_size(*args: Any, **kwargs: Any) -> None:
-    raise ValueError('The residuals of the position bias fit only the image size at which the model was converted. '
-                     'Call set_input_size before convert_.')
+        rows.append((model, 'set_input_size', partial(refuse, (
+            'The residuals of the position bias fit only the image size at which the model was converted. '
+            'Call set_input_size before convert_.'))))
+    return rows
 
 
 def _logits(model: Any, state: Tensor) -> Tensor:
@@ -127,8 +116,8 @@ def _logits(model: Any, state: Tensor) -> Tensor:
     if model.num_classes < 2:
         raise ValueError("Halting by 'entropy' or 'confidence' needs class probabilities, but this model has fewer "
                          "than two classes. Use 'acceleration' or 'residual', or set halting=None.")
-    found: Tensor = model.forward_head(model.norm(state))
-    return found
+    logits: Tensor = model.forward_head(model.norm(state))
+    return logits
 
 
 def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -179,7 +168,9 @@ class Conversion:
     parameters_before: int
     parameters_after: int
     _replacements: Replacements | None
-    _grids: tuple[tuple[int, float, float], ...]
+
+    def __post_init__(self) -> None:
+        self._text = self._report()  # the steps may be set later
 
     def restore(self) -> None:
         """Put the original blocks back, bit for bit, on the model's current device and in its current mode.
@@ -201,31 +192,28 @@ class Conversion:
         self._replacements.restore('the blocks of this conversion', 'original blocks are')
 
     def __repr__(self) -> str:
-        return (f'Conversion({type(self.model).__name__}: {self.layers} blocks -> {count_in_words(self.blocks)}, '
-                f'{self.parameters_before:,} -> {self.parameters_after:,} parameters)')
+        return self._text
 
-    def _repr_html_(self) -> str:
-        return f'<pre>{escape(str(self))}</pre>'
-
-    def __str__(self) -> str:
-        config, first = self.config, self.blocks[0]
-        where = f'blocks {int(first.t)}-{int(first.t) + self.layers - 1}' if len(self.blocks) == 1 else (
+    def _report(self) -> str:
+        config, first, name = self.config, int(self.blocks[0].t), type(self.model).__name__
+        where = f'blocks {first}-{first + self.layers - 1}' if len(self.blocks) == 1 else (
             f'{self.layers} blocks in {len(self.blocks)} stages')
-        per_step = None if config.adaptive else METHODS[config.method].evaluations
-        solver = '; '.join(f'{steps} steps on [{t:g}, {end:g}]' for steps, t, end in self._grids)
-        nfe = 'adaptive' if per_step is None else f'{sum(grid[0] for grid in self._grids) * per_step} evaluations'
-        native = config.field == 'native'
-        kept = "the base's own" if native else 'new: no biases, no qk-norm, CenterNorm instead of LayerNorm'
-        time = {'autonomous': 'autonomous', 'vectors': 'vectors of each layer',
-                'low_rank': f'vectors of each layer, residuals of rank {config.rank}'}[config.time]
+        kept = "the base's own" if config.field == 'native' else (
+            'new: no biases, no qk-norm, CenterNorm instead of LayerNorm')
+        time = 'autonomous' if config.time == 'autonomous' else 'vectors of each layer'
+        if config.rank:
+            time += f', residuals of rank {config.rank}'
         if isinstance(config.boundaries, tuple):
-            time += f", phases from layers {', '.join(map(str, (int(first.t), *config.boundaries)))}"
-        share = 100 * self.parameters_after / self.parameters_before
+            time += f", phases from layers {', '.join(map(str, (first, *config.boundaries)))}"
+        solver = '; '.join(f'{ode.steps} steps on [{ode.t:g}, {ode.end:g}]' for ode in self.blocks)
+        nfe = 'adaptive' if config.adaptive else (
+            f'{sum(ode.steps for ode in self.blocks) * METHODS[config.method].evaluations} evaluations')
         tokens = '' if config.tokens == 1 else (
             f'  tokens      merged along t, {100 * config.tokens:g} % of the patches left at T\n')
+        share = 100 * self.parameters_after / self.parameters_before
         larger = ', larger than the original' if share > 100 else ''
         return (
-            f'{type(self.model).__name__}: {where} -> {count_in_words(self.blocks)}\n'
+            f'{name}: {where} -> {count_in_words(self.blocks)}\n'
             f'  field       {config.field}, init {config.init}\n'
             f'  sub-layers  {kept}\n'
             f'  time        {time}\n'

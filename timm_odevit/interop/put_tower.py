@@ -1,15 +1,12 @@
 """put_tower_: a timm model as the image tower of an open_clip or transformers model."""
-from contextlib import nullcontext
-from threading import get_ident
 from typing import Any
 
 from timm.layers import to_2tuple
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..convert.replacements import Replacements
-from ..hooks import hooked, on_meta
-from .transformers import HOLDERS, kind_of
+from ..hooks import on_meta, watch_blocks
+from .from_libraries import HOLDERS, kind_of
 
 __all__ = ['PutTower', 'put_tower_']
 
@@ -24,9 +21,9 @@ class PutTower:
         tower: The timm model that is the image tower now.
     """
 
-    def __init__(self, tower: nn.Module, replacements: Replacements) -> None:
+    def __init__(self, tower: nn.Module, replaced: list[tuple[Any, str, Any, Any]]) -> None:
         self.tower = tower
-        self._replacements = replacements
+        self._replaced = replaced  # owner, name, new and former module
 
     def restore(self) -> None:
         """Put back the tower that was there before, on the device and in the dtype that the model has now.
@@ -34,15 +31,15 @@ class PutTower:
         Raises:
             ValueError: The model no longer holds this tower: it was restored, or another one was put in.
         """
-        if not self._replacements.in_place:
+        if any(getattr(owner, name) is not new for owner, name, new, _ in self._replaced):
             raise ValueError('The model no longer holds this tower: restore() was called already, or another tower '
                              'was put in later and must be restored first.')
         now = next(self.tower.parameters())
-        for module, _ in self._replacements.modules:
-            module.to(now.device)
-            if next(module.parameters(), now).dtype != now.dtype:  # some programs keep their norms in another one
-                module.to(now.dtype)
-        self._replacements.undo()
+        for owner, name, _, former in self._replaced:
+            former.to(now.device)
+            if next(former.parameters(), now).dtype != now.dtype:  # some programs keep their norms in another one
+                former.to(now.dtype)
+            setattr(owner, name, former)
 
     def __repr__(self) -> str:
         return f'{type(self).__name__}({type(self.tower).__name__})'
@@ -88,9 +85,10 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
         raise TypeError(
             f'put_tower_ got a {type(program).__name__}{has}: expected an open_clip model whose visual is its '
             f"VisionTransformer or a TimmModel, or one of transformers ({', '.join(HOLDERS)}).")
-    replacements = Replacements(program, wanted)
-    replacements.put()
-    return PutTower(tower, replacements)
+    done = PutTower(tower, [(owner, name, new, getattr(owner, name)) for owner, name, new in wanted])
+    for owner, name, new in wanted:
+        setattr(owner, name, new)
+    return done
 
 
 def _check_dtype(old: nn.Module, tower: nn.Module) -> None:
@@ -143,9 +141,6 @@ def _in_open_clip(program: Any, old: Any, tower: Any) -> list[tuple[Any, str, An
 def _in_transformers(program: Any, tower: Any) -> list[tuple[Any, str, Any]]:
     old = program.vision_model
     _check_dtype(old, tower)
-    if getattr(tower, 'head_dist', None) is not None:
-        raise ValueError(f'This {type(tower).__name__} has two heads (head and head_dist), but only one can be used. '
-                         'Call tower.reset_classifier(0) to let the model project the features.')
     projection = getattr(program, 'visual_projection', None)
     hidden = program.config.hidden_size if kind_of(program) == 'CLIPVisionModelWithProjection' else (
         program.config.vision_config.hidden_size)
@@ -172,8 +167,8 @@ class _Head(nn.Module):
 
     def forward(self, pooled: Tensor) -> Tensor:
         tower: Any = self._tower[0]
-        found: Tensor = tower.get_classifier()(pooled)
-        return found
+        embedding: Tensor = tower.get_classifier()(pooled)
+        return embedding
 
 
 class _VisionModel(nn.Module):
@@ -208,16 +203,10 @@ class _VisionModel(nn.Module):
                 'dynamic_img_size=True.')
         tower: Any = self.tower
         images = pixel_values.to(next(tower.parameters()).dtype)
-        before_norm: list[Tensor] = []
-        thread = get_ident()  # hooks also fire when other threads run the model
-
-        def keep(_: nn.Module, args: Any) -> None:
-            if get_ident() == thread:
-                before_norm.append(args[0])
         norm = None if self.normed else getattr(tower, 'norm', None)
-        with hooked((norm, 'before', keep)) if isinstance(norm, nn.Module) else nullcontext():
+        with watch_blocks([[norm]] if isinstance(norm, nn.Module) else []) as records:
             features = tower.forward_features(images)
-        found = BaseModelOutputWithPooling(
-            last_hidden_state=before_norm[-1] if before_norm else features,
+        output = BaseModelOutputWithPooling(
+            last_hidden_state=records[0][0][0] if records else features,
             pooler_output=tower.forward_head(features, pre_logits=True))
-        return found.to_tuple() if kwargs.get('return_dict') is False else found
+        return output.to_tuple() if kwargs.get('return_dict') is False else output

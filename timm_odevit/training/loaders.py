@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..convert.svd_data import check_images
+from ..convert.refusals import check_images
 from ..data.arrays import ArrayLoader, array_classes, array_loaders
 from ..data.folders import folder_classes, folder_loaders
 from ..data.preprocessing import MixupLoader
