@@ -117,7 +117,7 @@ REFUSED = [
     (tiny, dict(blocks=(3, 12)), ValueError, 'blocks=(3, 12): VisionTransformer has blocks 0 to 11'),
     (tiny, dict(time='low_rank', rank=2, init='svd_data'), ValueError, "init='svd_data' is measured on images. Pass"),
     (lambda: timm.create_model('vit_tiny_patch16_224', norm_layer='rmsnorm'), dict(field='lipschitz'), ValueError,
-     "Use init='spectral' or field='native'"),
+     "has a RmsNorm. Use field='native', or init='spectral'"),
 ]
 
 

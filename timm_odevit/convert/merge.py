@@ -19,11 +19,10 @@ __all__ = ['Merged', 'Replacements', 'check_not_merged', 'merge_', 'merged_bytes
 def merge_(model: nn.Module) -> 'Merged':
     """Give each step of an ODE-ViT with a time-dependent block its own merged weights, in place, for deployment.
 
-    Without it, a layer's residuals are added to the shared weights before every evaluation. That keeps only one block
-    in memory but takes time, which matters with few tokens. Merged in advance, the model is about as fast as its base
-    and takes as much memory, which `merged_bytes(model)` predicts. The blocks are ordinary frozen modules, which hooks,
-    ONNX and quantisation handle like any others. A merged model has a fixed number of steps and cannot be saved or
-    trained: call `restore()` first.
+    Without it, a layer's residuals are added to the shared weights before every evaluation, which takes time. Merged,
+    the model is about as fast as its base and takes as much memory, which `merged_bytes(model)` predicts. Its blocks
+    are ordinary frozen modules, for hooks, ONNX and quantisation. Its number of steps is fixed, and it cannot be saved
+    or trained: call `restore()` first.
 
     Args:
         model: ODE-ViT whose block depends on time, with a fixed-step method.
@@ -104,7 +103,7 @@ class Merged:
     _replacements: 'Replacements'
 
     def restore(self) -> None:
-        """Put the OdeBlocks back, with the parameters they had, on the model's device and for its image size.
+        """Put the OdeBlocks back, with the parameters they had, on the model's device.
 
         Raises:
             ValueError: The model no longer holds these merged blocks, or its dtype has changed.
@@ -170,19 +169,16 @@ class Replacements:
     def __init__(self, model: nn.Module, rows: Sequence[tuple[Any, str, Any]]) -> None:
         self._model: Any = model
         self._rows = [(owner, name, new, _own(owner, name)) for owner, name, new in rows]
-        self._training, self._sizes = model.training, _image_sizes(model)
+        self._training = model.training
         for owner, name, new in rows:
             setattr(owner, name, new)
 
     def restore(self, new: str, previous: str) -> None:
-        """Undo the replacements; what is put back follows the model's device, its mode and its image size.
+        """Undo the replacements; what is put back follows the model's device and its mode.
 
         Args:
             new: What the new modules are, for error messages.
             previous: What the previous ones are.
-
-        Raises:
-            ValueError: The model no longer has the new modules, or its dtype has changed.
         """
         modules = [row for row in self._rows if isinstance(row[2], nn.Module)]
         if any(_own(owner, name) is not module for owner, name, module, _ in modules):
@@ -202,20 +198,11 @@ class Replacements:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
-        if _image_sizes(self._model) != self._sizes:  # a change that the blocks put back have missed
-            self._model.set_input_size(img_size=self._model.patch_embed.img_size)
 
 
 def refuse(message: str, *args: Any, **kwargs: Any) -> None:
     """In place of a method that cannot work: raise a ValueError before anything has changed."""
     raise ValueError(message)
-
-
-def _image_sizes(model: Any) -> Any:
-    """What `set_input_size` sets outside of a model's blocks: the sizes of the images, of the grid and of windows."""
-    embed = getattr(model, 'patch_embed', None)
-    return tuple(getattr(of, name, None) for of, name in (
-        (embed, 'img_size'), (embed, 'grid_size'), (model, '_ref_window_sizes')))
 
 
 def _own(owner: Any, name: str) -> Any:

@@ -5,13 +5,13 @@ from typing import Any
 
 import timm
 import torch
-from timm.layers import Attention
+from timm.layers import Attention, Mlp
 from timm.models.vision_transformer import Block
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..hooks import on_meta
-from ..ode.blocks import OdeBlocks, find_ode_blocks
+from ..ode.blocks import find_ode_blocks
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.methods import METHODS
 from .block_kinds import FIELD_OF, Site, WholeField, cannot_convert, field_class, find_stages, kinds, takes_one_state
@@ -39,10 +39,9 @@ def check_all(model: nn.Module, config: OdeConfig, images: Tensor | None) -> lis
     check_not_merged(model)
     converted = find_ode_blocks(model)
     if converted:
-        now = converted[0].config
-        raise ValueError(
-            f'This model is already converted ({count_in_words(converted)}, {now.method}, {now.steps} steps). '
-            'Call restore() on its Conversion first.')
+        now, count = converted[0].config, count_in_words(sum(len(ode.shared.phases) for ode in converted))
+        raise ValueError(f'This model is already converted ({count}, {now.method}, {now.steps} steps). '
+                         'Call restore() on its Conversion first.')
     if unwrap_model(model) is not model:
         raise cannot_convert(model, 'convert it before you wrap it in torch.compile or DistributedDataParallel')
     sites = find_stages(model)
@@ -114,34 +113,21 @@ def _of_the_settings(name: str, sites: Sequence[Site], config: OdeConfig) -> Ite
     splits = not config.adaptive and METHODS[config.method].splits
     for block in (block for site in sites for block in site.converted(config)):
         if config.field == 'lipschitz':
-            yield from _of_lipschitz(name, block, config.init)
+            plain: dict[str, Any] = {'attn': Attention}
+            if config.init != 'spectral':  # then the field takes their weights
+                plain.update(mlp=Mlp, norm1=nn.LayerNorm)
+            parts = [block, *(getattr(block, part, None) for part in plain)]
+            for part, kind in zip(parts, (Block, *plain.values()), strict=True):
+                if not isinstance(part, kind):
+                    yield (f"field='lipschitz' replaces plain pre-norm ViT blocks, but {name} has a "
+                           f"{type(part).__name__}. Use field='native', or init='spectral' if it is an MLP or a norm.")
         elif splits and field_class(block) is WholeField:
             unsplit = ', '.join(method for method in METHODS if not METHODS[method].splits)
             yield (f"'{config.method}' splits a block into attention and MLP, but a {type(block).__name__} of {name} "
                    f"cannot be split. Use a method that does not split it ({unsplit}): OdeConfig(method='euler').")
 
 
-def _of_lipschitz(name: str, block: Any, init: str | None) -> Iterator[str]:
-    """Why the paper's field cannot take the place of a block."""
-    for part, plain in ((block, Block), (getattr(block, 'attn', None), Attention)):
-        if type(part) is not plain:
-            yield (f"field='lipschitz' replaces plain pre-norm ViT blocks, but {name} has a {type(part).__name__}. "
-                   "Use field='native'.")
-    mlp, norm = block.mlp, block.norm1
-    gated = not hasattr(mlp, 'fc1') or mlp.fc1.out_features != mlp.fc2.in_features
-    bare = getattr(norm, 'weight', None) is None or getattr(norm, 'bias', None) is None
-    if init != 'spectral' and (gated or bare):
-        needs = 'a plain two-layer MLP' if gated else 'norms with weight and bias'
-        yield (f"init '{init}' needs a base with {needs} for the lipschitz field; this one has a "
-               f"{type(mlp if gated else norm).__name__}. Use init='spectral' or field='native'.")
-
-
-def count_in_words(blocks: Sequence[OdeBlocks]) -> str:
-    """How many shared blocks there are."""
-    return _counted(sum(len(b.shared.phases) for b in blocks))
-
-
-def _counted(count: int) -> str:
+def count_in_words(count: int) -> str:
     return f"{count} shared block{'s' if count > 1 else ''}"
 
 
@@ -193,4 +179,4 @@ def convertibility(model: nn.Module) -> tuple[bool, str]:
         return False, why
     fields = 'native' if refusal(OdeConfig(field='lipschitz', method='euler', init='spectral')) else 'native, lipschitz'
     shared = sum(len(set(kinds(site.blocks))) for site in find_stages(model))
-    return True, f"{fields}; {'unsplit' if split else 'all'} methods; at least {_counted(shared)}"
+    return True, f"{fields}; {'unsplit' if split else 'all'} methods; at least {count_in_words(shared)}"

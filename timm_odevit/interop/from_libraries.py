@@ -1,9 +1,4 @@
-"""timm's VisionTransformer from those of other libraries: torchvision, open_clip and transformers.
-
-Each function builds a new model that computes the same up to rounding, which is checked on a random image. Device,
-dtype, mode and requires_grad carry over. Parameters are copies: the other model does not change, and may be wrapped for
-compilation or distribution.
-"""
+"""timm's VisionTransformer from those of other libraries: torchvision, open_clip and transformers."""
 import math
 from typing import Any
 
@@ -49,10 +44,7 @@ def from_torchvision(vit: nn.Module, *, weights: tv.WeightsEnum | None = None) -
     """Build a timm VisionTransformer that computes the same as a torchvision one.
 
     Logits agree up to rounding, which is checked on a random image; dropouts have the rates of the first layer. Device,
-    dtype, mode and requires_grad carry over. Parameters are copies; hooks are not carried over.
-
-    The result comes from `timm.create_model`, with the nearest registered name and every size as a keyword, so that
-    `save_pretrained` can describe it; only an eps of its norms other than 1e-6 has no keyword and is refused there.
+    dtype, mode and requires_grad carry over; parameters are copies. `save_pretrained` refuses an eps other than 1e-6.
 
     Args:
         vit: torchvision VisionTransformer of any size, also wrapped for compilation or distribution. Its heads are one
@@ -120,9 +112,9 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
     """Build a timm VisionTransformer that computes the same image embedding as an open_clip model.
 
     It maps images [B, C, H, W] to what `encode_image` returns, [B, dim], not normalised; its head is the projection.
-    Embeddings agree up to rounding, which is checked on a random image. Device, dtype, mode and requires_grad carry
-    over, and so does the preprocessing where open_clip records it. Parameters are copies. `put_tower_` puts the model,
-    converted or not, into the open_clip model.
+    Embeddings agree up to rounding, which is checked on a random image. Device, dtype, mode, requires_grad and the
+    recorded preprocessing carry over; parameters are copies. `put_tower_` puts the model, converted or not, into the
+    open_clip model.
 
     Args:
         model: open_clip model (CLIP, CustomTextCLIP), or the VisionTransformer that is its `visual`, also wrapped for
@@ -182,15 +174,15 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
 
     It maps images [B, C, S, S] to the embedding [B, dim], not normalised: with the projection where the model has one
     (CLIPModel, CLIPVisionModelWithProjection); else the pooled output, `pooler_output`. Embeddings agree up to
-    rounding, which is checked on a random image. Device, dtype, mode and requires_grad carry over. Parameters are
+    rounding, which is checked on a random image. Device, dtype, mode and requires_grad carry over; parameters are
     copies. `put_tower_` puts the timm model, converted or not, into that model.
 
-    A model does not record its preprocessing: CLIP's mean and standard deviation are assumed for CLIP, and 0.5 for
-    SigLIP, both with bicubic resizing: of the shorter side and a crop of the centre for CLIP, of both sides for SigLIP.
+    The preprocessing, which a model does not record, is assumed: CLIP's mean and standard deviation and a crop of the
+    centre for CLIP; 0.5 and both sides resized for SigLIP.
 
     Args:
-        model: CLIPModel, CLIPVisionModelWithProjection, CLIPVisionModel, SiglipModel or SiglipVisionModel (also used by
-            a SigLIP 2 with a fixed image size), also wrapped for compilation or distribution.
+        model: CLIPModel, CLIPVisionModelWithProjection, CLIPVisionModel, SiglipModel or SiglipVisionModel (also of
+            SigLIP 2 with a fixed image size), also wrapped for compilation or distribution.
 
     Returns:
         A new timm VisionTransformer.
