@@ -35,17 +35,10 @@ def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -
 
 def build_field(
         config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0, moments: Moments | None = None) -> Field:
-    """Build the vector field of an ODE-ViT; the base's blocks are read, not changed.
+    """Build the vector field that replaces consecutive blocks of the base, which are read, not changed.
 
-    Args:
-        config: Field, time dependence, phases (boundaries given or uniform) and initialisation.
-        blocks: Consecutive transformer blocks of the base.
-        first: Layer of the first block.
-        moments: For init 'svd_data', the second moment of the inputs of each linear layer.
-
-    Returns:
-        A field with weights of its own, and with the device, dtype and mode of the blocks. A parameter is trainable if
-        it is trainable in any of the blocks that it replaces.
+    It has weights of its own, and the device, dtype and mode of the blocks. A parameter is trainable if it is trainable
+    in any of the blocks that it replaces. `first` is the layer of the first block; `moments` are for init 'svd_data'.
     """
     assigned = assignment(config, blocks, first)
     with torch.no_grad(), random_states_kept(next(blocks[0].parameters()).device):
@@ -57,11 +50,7 @@ def build_field(
 
 
 def spectral_(weight: Tensor, parts: int = 1) -> Tensor:
-    """Fill a matrix with random values and scale it to spectral norm 1, in place.
-
-    Args:
-        weight: Matrix [M, D].
-        parts: Number of equal row blocks, each scaled separately; 3 for a joint q, k, v projection.
+    """Fill a matrix [M, D] with random values and scale each of its parts (q, k, v) to spectral norm 1, in place.
 
     Source: ODE-ViT, arXiv 2511.16501 (spectral initialisation).
     """

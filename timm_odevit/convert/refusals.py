@@ -22,11 +22,7 @@ __all__ = ['check_all', 'check_convertible', 'check_images', 'convertibility', '
 
 def check_convertible(
         model: nn.Module, config: OdeConfig | None = None, *, images: Tensor | None = None, **settings: Any) -> None:
-    """Raise what `convert_` with the same arguments would raise, and change nothing.
-
-    Raises:
-        TypeError: The model has no blocks that can be converted.
-        ValueError: The model is already converted, or the settings do not fit it.
+    """Raise the TypeError or ValueError that `convert_` with the same arguments would raise, and change nothing.
 
     Examples:
         >>> check_convertible(vit, method='rk4', phases=2)    # raises nothing: this can be converted

@@ -44,14 +44,13 @@ def choose_size(
 ) -> OdeConfig:
     """Choose the phases and the rank that make the best use of a number of parameters.
 
-    This gives one shared block, with residuals per layer of the largest rank that fits; hub/RESULTS.md shows how much
-    accuracy each size keeps. A target of all the model's parameters gives one phase per layer, which is the model
-    itself.
+    This gives one shared block, with residuals per layer of the largest rank that fits (hub/RESULTS.md shows how much
+    accuracy each size keeps), or the model itself, with a phase per layer, if all its parameters fit.
 
     Args:
         model: Model that can be converted.
         target: Largest size of the converted model: a number of parameters, such as 3_000_000 or '3M'; a share of the
-            model's, such as 0.25 or '25%'; or what they take in the model's dtype, such as '10MB' or '500kB'.
+            model's, such as 0.25 or '25%'; or what they take in the model's dtype, such as '10MB'.
         config: All other settings; time, rank, phases, boundaries and init are chosen for you.
         init: How residuals are filled: 'svd', or 'svd_data', which keeps more but needs images to convert.
 
@@ -105,15 +104,7 @@ def _residual(block: nn.Module, rank: int) -> int:
 
 
 def parse_size(text: str, bytes_each: float = 4.) -> int | float:
-    """A size in words as a number of parameters or, of a share, as a float.
-
-    Args:
-        text: Such as '3M', '25%', '0.25' or '10MB'.
-        bytes_each: Bytes that a parameter takes.
-
-    Raises:
-        ValueError: It is none of these.
-    """
+    """A size, such as '3M', '25%', '0.25' or '10MB', as a number of parameters or, of a share, as a float."""
     match = re.fullmatch(r'(\d+(?:_\d+)*(?:\.\d*)?(?:e\d+)?) ?(%|[kKMGB]|[kKMG]B)?', text.strip())
     number, unit = (match[1], match[2] or '') if match else ('0', '')
     share = unit == '%' or ('.' in number and not unit)

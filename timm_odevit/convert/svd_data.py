@@ -16,13 +16,9 @@ ROUNDS = 3
 
 
 def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor, first: int = 0) -> Moments:
-    """Second moment x^T x / n [N, N] of the inputs of every linear layer of the blocks.
+    """Second moment x^T x / n [N, N] of the inputs of every linear layer of some blocks, for images [B, C, H, W].
 
-    Args:
-        model: Any timm model.
-        blocks: Consecutive blocks of the model.
-        images: Calibration images [B, C, H, W].
-        first: Layer of the first block.
+    `first` is the layer of the first block.
     """
     moments: Moments = {}
 
@@ -45,12 +41,8 @@ def aligned(layers: Layers, block: Any, moments: Moments) -> tuple[Layers, Momen
     """Bring heads and neurons of several layers into one order, without changing what each layer computes.
 
     In several rounds, layer by layer, heads and neurons are assigned to those of the mean of the other layers so as to
-    maximise the inner product of the weights (a linear assignment).
-
-    Args:
-        layers: Tensors of each layer.
-        block: One of the blocks; anything but plain attention and a plain MLP is left in its order.
-        moments: Moments of the inputs, of which those of the second linear layers follow the new order.
+    maximise the inner product of the weights (a linear assignment). Moments of inputs follow. What is not plain
+    attention or a plain MLP in `block`, one of the blocks, is left in its order.
 
     Source: weight matching, Git Re-Basin, arXiv 2209.04836.
     """

@@ -52,8 +52,7 @@ def build_vit(
 ) -> VisionTransformer:
     """Build the timm model `name` with copies of a host's weights, and compare the two on a random image.
 
-    Device, dtype, mode and requires_grad are the host's. A bias that timm alone has is 0. A host on the meta device is
-    not compared.
+    A bias that timm alone has is 0. A host on the meta device is not compared.
 
     Args:
         host: The other library's model; it does not change.
@@ -62,7 +61,7 @@ def build_vit(
             gradients are recorded, so that they tell what requires them.
         outputs: From images [1, C, H, W] to the host's logits or embedding, after its tokens or without them.
         overlay: What differs from timm's pretrained_cfg.
-        args: Keywords of `timm.create_model`.
+        **args: Keywords of `timm.create_model`.
 
     Raises:
         ValueError: A tensor has no place in timm's model, or none takes its place, or the outputs differ.
@@ -99,9 +98,9 @@ def _compare(host: nn.Module, model: Any, outputs: Callable[[Tensor], Sequence[T
     with evaluating(host), evaluating(model), torch.no_grad():
         try:
             theirs = outputs(images)
+            ours = [model.forward_features(images), model(images)][-len(theirs):]
         except (AttributeError, RuntimeError, TypeError, ValueError) as e:
             raise refusal(host, f'it does not compute an embedding of a random image: {one_line(e)}') from e
-        ours = [model.forward_features(images), model(images)][-len(theirs):]
     rounding = 1e-4 if torch.finfo(like.dtype).bits > 16 else 0.1  # of a dozen blocks
     for a, b in zip(ours, theirs, strict=True):
         if a.shape != b.shape or not (a.float() - b.float()).norm() <= rounding * b.float().norm():
