@@ -68,7 +68,8 @@ def build_vit(
     """
     with on_meta():  # timm's random initialisation takes no time there and draws no random numbers
         model: Any = timm.create_model(name, pretrained_cfg_overlay={**_NO_SOURCE, **overlay}, **args)
-    state = checkpoint_filter_fn(dict(state), model)
+    made = {'head.bias', 'patch_embed.proj.bias'} - set(state)  # which timm makes in float32, without a gradient
+    state = {key: tensor for key, tensor in checkpoint_filter_fn(dict(state), model).items() if key not in made}
     for key in model.state_dict():
         weight = state.get(f'{key.removesuffix("bias")}weight')
         if key.endswith('.bias') and key not in state and weight is not None:
