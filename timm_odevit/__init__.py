@@ -39,10 +39,8 @@ from .evaluation.accuracy import evaluate
 from .evaluation.embeddings import evaluate_embeddings, patch_agreement
 from .evaluation.halting import calibrate_halting
 from .evaluation.results import Evaluation
-from .interop.open_clip import from_open_clip
+from .interop.from_libraries import from_open_clip, from_torchvision, from_transformers
 from .interop.put_tower import put_tower_
-from .interop.torchvision import from_torchvision
-from .interop.transformers import from_transformers
 from .ode.config import OdeConfig
 from .ode.solver import integrate
 from .ode.with_steps import with_steps

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ..convert.svd_data import check_images
+from ..convert.refusals import check_images
 from ..data.arrays import ArrayLoader, array_images, array_loaders
 from ..data.folders import folder_loaders, image_loaders
 from ..data.preprocessing import count_held_out
