@@ -1,7 +1,7 @@
 """Finite-time Lyapunov exponents of the map that is deployed."""
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -39,18 +39,18 @@ class Exponents(PerImage):
     residual: Tensor
     drift: Tensor
     reasons: tuple[str | None, ...]
-    times: Tensor = field(metadata={'shared': True})
+    times: Tensor
 
     def __repr__(self) -> str:
-        largest = self.values[:, 0]
-        good = largest[~largest.isnan()]
-        missing = len(largest) - len(good)
-        spread = f' ± {good.std():.4f}' if len(good) > 1 else ''
-        shown = f', largest {good.mean():.4f}{spread} per block' if len(good) else ''
-        unsettled = int((self.residual > SETTLED).sum())
-        shown += f', {unsettled} not settled: raise sweeps' if unsettled else ''
-        reason = next((reason for reason in self.reasons if reason), None)
-        return f"Exponents({len(largest)} images{shown}{f', none for {missing}: {reason}' if missing else ''})"
+        good = self.values[~self.values[:, 0].isnan(), 0]
+        text = f'{len(self.values)} images'
+        if len(good):
+            text += f', largest {good.mean():.4f}' + (f' ± {good.std():.4f}' if len(good) > 1 else '') + ' per block'
+        if unsettled := int((self.residual > SETTLED).sum()):
+            text += f', {unsettled} not settled: raise sweeps'
+        if missing := list(filter(None, self.reasons)):
+            text += f', none for {len(missing)}: {missing[0]}'
+        return f'Exponents({text})'
 
 
 def lyapunov_exponents(

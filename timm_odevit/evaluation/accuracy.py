@@ -218,8 +218,8 @@ def read_batches(
                 len(parts) == 2 and isinstance(truth, Tensor) and truth.shape == images.shape[:1])):
             types = ', '.join(f'{p.dtype} {list(p.shape)}' if isinstance(p, Tensor) else type(p).__name__
                               for p in parts)
-            raise ValueError('Expected images [B, C, H, W]' + (' and labels [B]' if labels else '') +
-                             f', in batches or as tensors; got {types}.')
+            raise ValueError(f"Expected batches of images [B, C, H, W]{' and labels [B]' if labels else ''}; got "
+                             f'{types}.')
         if len(images):
             empty = False
             yield images, None if bare else truth
