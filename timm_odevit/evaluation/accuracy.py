@@ -183,7 +183,7 @@ def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str
 def is_pair(loader: Any) -> bool:
     """Whether a loader is a pair of tensors, images [N, C, H, W] and labels, and not two batches of images."""
     return (isinstance(loader, (tuple, list)) and len(loader) == 2
-            and all(isinstance(part, Tensor) for part in loader) and loader[1].ndim < 4)
+            and isinstance(loader[0], Tensor) and isinstance(loader[1], Tensor) and loader[1].ndim < 4)
 
 
 def in_batches(source: Any, size: int = BATCH) -> Any:
