@@ -169,7 +169,8 @@ def _time(
 ) -> list[Timing]:
     """Time all candidates with batches of one size."""
     batches = [_batches(model, size, images) for model in candidates.values()]
-    runs = [partial(_run, model, of) for model, of in zip(candidates.values(), batches, strict=True)]
+    runs = [lambda model=model, of=of: [model(batch) for batch in of]
+            for model, of in zip(candidates.values(), batches, strict=True)]
     times = torch.tensor(times_in_turns(runs, rounds, progress), dtype=torch.float64)
     timings: list[Timing] = []
     for (name, model), of, seconds in zip(candidates.items(), batches, times, strict=True):
@@ -183,11 +184,6 @@ def _time(
             statistics.mean(evaluations) or None, peak_of(partial(model, of[-1]), of[-1].device),
             count_parameters(model), sum(weight.nbytes for weight in model.state_dict().values())))
     return timings
-
-
-def _run(model: nn.Module, batches: Sequence[Tensor]) -> None:
-    for batch in batches:
-        model(batch)
 
 
 def _batches(model: nn.Module, size: int, images: Images | None) -> Sequence[Tensor]:

@@ -86,8 +86,7 @@ def follow(model: Any, images: Any = None) -> Iterator[Flow]:
 
     Raises:
         TypeError: The model has no single sequence of blocks.
-        ValueError: The model solves its ODE with an adaptive method, which has no fixed steps, or merges tokens, so
-            that its steps are not maps of the state alone.
+        ValueError: Its method is adaptive, or it merges tokens, so that its steps are not maps of the state alone.
     """
     if isinstance(model, Flow):
         yield model

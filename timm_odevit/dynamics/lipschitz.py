@@ -43,8 +43,8 @@ def lipschitz_constants(
     """The largest singular value of the Jacobian of a model's field, at the states that the model passes through.
 
     The field is what the deployed method sees: the increment of the state over a step, per unit of time, with all
-    tokens as one vector. For Euler steps, that is the field of the ODE itself. The Jacobian is never built: the power
-    method needs only products with it and with its transpose; it starts from the vector found at the step before.
+    tokens as one vector. The Jacobian is never built: the power method needs only products with it and with its
+    transpose; it starts from the vector of the step before.
 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`.
@@ -95,10 +95,9 @@ def log_softmax_bound(attention: Tensor, k: int) -> Tensor:
 
 
 class Jacobian:
-    """The Jacobian J of a map at a state [B, ...], which is never built: its products with vectors [B, ...].
+    """Products of the Jacobian J of a map at a state [B, ...] with vectors [B, ...]; the map runs once for all.
 
-    The map is run once for all products. J v is a product with a transposed Jacobian, too: that of J^T u, which is
-    linear in u. Forward-mode AD takes as long for one product, and repeats the map for each.
+    J v is a product with a transposed Jacobian, too: that of J^T u, which is linear in u.
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor], state: Tensor) -> None:
@@ -134,7 +133,7 @@ def _product(outputs: Tensor, inputs: Tensor, vector: Tensor, create_graph: bool
 class PlainAttention(TorchFunctionMode):  # of one thread
     """Attention as two products and a softmax: fused kernels cannot be differentiated twice, nor give probabilities.
 
-    `found` are the first ones over all tokens of the state x [B, ..., D], of attention fused or not.
+    `found` are the first probabilities over all tokens of the state x [B, ..., D].
     """
 
     def __init__(self, x: Tensor) -> None:

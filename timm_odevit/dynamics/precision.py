@@ -65,18 +65,16 @@ def discretisation_errors(
         fine: int = 8,
         batch_size: int = 16,
 ) -> list[DiscretisationError]:
-    """Compare solutions of a model's ODE with one on a fine grid.
+    """Compare solutions of a model's ODE with one by rk4 on a fine grid.
 
-    The reference is rk4 with `fine` steps per unit of time. Local errors are measured along the numerical solution,
-    against the reference started from the same state.
+    Local errors are measured along the numerical solution, against the reference started from the same state.
 
     Args:
         model: ODE-ViT with one sequence of blocks. Its own method and steps stay as they are.
         images, batch_size: See `timm_odevit.dynamics`.
         methods: Fixed-step method or methods; None for the model's own.
         steps: Number or numbers of steps; None for half, all and twice the model's own.
-        fine: Steps of the reference per unit of time, an even number. It takes 6 fine T evaluations per image, and
-            every method and number of steps 4 fine T more.
+        fine: Steps of the reference per unit of time, an even number.
 
     Returns:
         One DiscretisationError per method and number of steps, in this order.
@@ -190,7 +188,7 @@ def contraction_regions(
     """How far the last state of each image may be moved before norm and head give another class.
 
     A student that ends nearer to its teacher's last state than the boundary gives the teacher's class with the
-    teacher's head, whatever its error looks like. Distances to the boundary are found by search, not guaranteed.
+    teacher's head. Distances to the boundary are found by search, not guaranteed.
 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`; the model, such as the teacher, has a head.
@@ -198,10 +196,6 @@ def contraction_regions(
         directions: Number of random directions.
         limit: Largest radius that is tried, in units of the norm of the state.
         seed: Seed of the directions.
-
-    Returns:
-        Region. The worst direction is searched for by linear approximations of the boundaries to the ten classes that
-        come next.
 
     Raises:
         TypeError: The model has no head for a state.

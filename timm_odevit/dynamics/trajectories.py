@@ -237,8 +237,6 @@ class AttentionOverTime(PerImage):
 def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 64) -> AttentionOverTime:
     """What the class token attends to at each step, and through all steps together (attention rollout).
 
-    The maps of one step at a time are held.
-
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`.
 

@@ -121,7 +121,7 @@ class Pass(NamedTuple):
         name: The model in words.
         columns: What was computed of each image: tensors [N, ...] on the CPU.
         others: The same of the images of another loader; None without one.
-        about: Steps, evaluations, parameters, images, speed, and how many images halted when, as in a Result.
+        about: What every Result says.
     """
     kind: str
     name: str
@@ -161,12 +161,7 @@ def passes(
 
 
 def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str, nn.Module]]:
-    """A name and a view of the model for each of the step counts; the model itself for None.
-
-    Raises:
-        TypeError: The model is not an ODE-ViT.
-        ValueError: There are no counts, or the model has several stages.
-    """
+    """A name and a view of the model for each of the step counts; the model itself for None."""
     blocks = find_ode_blocks(model)
     if steps is None:
         return [(f'{blocks[0].steps} steps' if len(blocks) == 1 else 'model', model)]
@@ -202,12 +197,9 @@ def read_batches(
 
     Args:
         source: A loader of batches, or a tensor or pair of tensors.
-        labels: Whether labels are needed; None if they are used where there are any; where not, they are None.
+        labels: Whether labels are needed; None to take them where there are any. Without, they are None.
         size: Images in a batch of tensors.
         bar: Name of a progress bar; '' for none.
-
-    Raises:
-        ValueError: There are no images, or the batches are none.
     """
     empty = True
     for batch in tqdm(in_batches(source, size), desc=bar, leave=False, disable=not bar):
