@@ -7,7 +7,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from timm_odevit import OdeConfig, calibrate_halting, convert_, evaluate, evaluate_embeddings
+from timm_odevit import OdeConfig, calibrate_halting, convert_, evaluate, evaluate_embeddings, shrink
 from timm_odevit.ode.config import HALTING
 
 
@@ -177,7 +177,7 @@ def test_every_batch_runs_once(vit, data):
     assert seen == [8, 8, 7]
 
 
-def test_one_output_is_no_class(vit, data):
+def test_one_output_is_no_class(vit, data, tmp_path):
     model, teacher = vit(num_classes=1), vit(num_classes=1)
     convert_(model)
     images, labels = data[0], torch.zeros(23, dtype=torch.long)
@@ -187,6 +187,9 @@ def test_one_output_is_no_class(vit, data):
     for rule in HALTING:
         with pytest.raises(ValueError, match=r'one output \(num_classes=1\), so there is no class'):
             calibrate_halting(model, (images, labels), rule=rule)
+    with pytest.raises(ValueError, match='one output .* every student would agree'):
+        shrink(teacher, images, tmp_path / 'out', minutes=1.)
+    assert not (tmp_path / 'out').exists()
     error = evaluate_embeddings(model, images, teacher=teacher).results[1].error
     a, b = (m(images) for m in (model, teacher))
     assert error == pytest.approx((F.mse_loss(a, b) / (b - b.mean()).square().mean()).item(), rel=1e-4)

@@ -101,7 +101,7 @@ def check_labels(labels: Tensor, classes: int | None = None) -> Tensor:
     """Labels [B] in int64; raises ValueError unless a model can tell classes apart, and all labels are among them."""
     if classes == 1:
         raise ValueError('The model has one output (num_classes=1), so every image has the same class, and any other '
-                         'model agrees. Compare its outputs as embeddings, with evaluate_embeddings.')
+                         'model agrees. Compare its outputs with evaluate_embeddings (odevit evaluate --embedding).')
     if labels.is_floating_point():
         raise ValueError(f'Labels must be whole numbers; got {labels.dtype}.')
     labels = labels.long()

@@ -6,7 +6,7 @@ from typing import Any
 from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 
-from ..evaluation.accuracy import AMP_DTYPES
+from ..hooks import AMP_DTYPES
 from ..settings import Settings, flag, integer, many, number, one_of, setting, suggest
 
 __all__ = ['CalibrationConfig', 'DataConfig', 'FitConfig', 'LossConfig']
