@@ -189,7 +189,6 @@ def test_one_output_is_no_class(vit, data, tmp_path):
             calibrate_halting(model, (images, labels), rule=rule)
     with pytest.raises(ValueError, match='one output .* every student would agree'):
         shrink(teacher, images, tmp_path / 'out', minutes=1.)
-    assert not (tmp_path / 'out').exists()
     error = evaluate_embeddings(model, images, teacher=teacher).results[1].error
     a, b = (m(images) for m in (model, teacher))
     assert error == pytest.approx((F.mse_loss(a, b) / (b - b.mean()).square().mean()).item(), rel=1e-4)
