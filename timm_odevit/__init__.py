@@ -29,12 +29,15 @@ from .convert.merge import merge_, merged_bytes
 from .convert.refusals import check_convertible, list_convertible
 from .convert.sizing import choose_size
 from .deploy import export_model
-from .dynamics.attention import attention_over_time
-from .dynamics.contraction import contraction_regions
-from .dynamics.discretisation import discretisation_errors
 from .dynamics.lipschitz import lipschitz_constants, spectral_norms
 from .dynamics.lyapunov import lyapunov_exponents
-from .dynamics.trajectories import class_over_time, distance_over_time, state_similarity, trajectory_geometry
+from .dynamics.precision import contraction_regions, discretisation_errors
+from .dynamics.trajectories import (
+    attention_over_time,
+    class_over_time,
+    distance_over_time,
+    trajectory_geometry,
+)
 from .evaluation.accuracy import evaluate
 from .evaluation.embeddings import evaluate_embeddings, patch_agreement
 from .evaluation.halting import calibrate_halting
@@ -63,8 +66,8 @@ __all__ = [
     'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
     'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate', 'lipschitz_constants',
     'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'patch_agreement', 'push_to_hub',
-    'put_tower_', 'save_pretrained', 'shrink', 'spectral_norms', 'state_similarity', 'train', 'trajectory_geometry',
-    'with_steps', 'write_report',
+    'put_tower_', 'save_pretrained', 'shrink', 'spectral_norms', 'train', 'trajectory_geometry', 'with_steps',
+    'write_report',
 ]
 
 

@@ -20,10 +20,9 @@ from pathlib import Path
 import timm
 import torch
 import torch.nn.functional as F
-from torch.utils.benchmark import Measurement, Timer
 
 import timm_odevit
-from timm_odevit.benchmark import peak_of
+from timm_odevit.benchmark import peak_of, times_in_turns
 
 PAPER = "the paper's code"
 SIZE, WIDTH, HEADS, STEPS, REGISTERS, CLASSES = 224, 192, 3, 12, 4, 100
@@ -47,16 +46,13 @@ def main():
     found = []
     for what, names in NAMES.items():
         calls = {name: call_of(name, what, args) for name in names}
-        turns = {name: [] for name in names}
-        for _ in range(args.rounds):
-            for name, call in calls.items():
-                turns[name].append(Timer('call()', globals={'call': call}, num_threads=args.threads).timeit(1))
+        turns = dict(zip(names, times_in_turns(calls.values(), args.rounds), strict=True))
         for name, call in calls.items():
-            ratio = statistics.median(a.median / b.median for a, b in zip(turns[PAPER], turns[name], strict=True))
+            ratio = statistics.median(a / b for a, b in zip(turns[PAPER], turns[name], strict=True))
             outside = subprocess.run([sys.executable, __file__, args.code, args.out, '--only', name, what, '--threads',
                                       str(args.threads), '--batch-size', str(args.batch_size)],
                                      check=True, capture_output=True, text=True).stdout
-            found.append({'what': what, 'model': name, 'ms': 1000 * Measurement.merge(turns[name])[0].median,
+            found.append({'what': what, 'model': name, 'ms': 1000 * statistics.median(turns[name]),
                           'ratio': ratio, 'bytes': peak_of(call, 'cpu'), 'resident': int(outside)})
             print(json.dumps(found[-1]), flush=True)
     record = {

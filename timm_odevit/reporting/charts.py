@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dynamics.trajectories import Similarity
 from .findings import Findings
 
 __all__ = ['Chart', 'charts', 'drawn', 'fill_page', 'plotly']
 
 SHOWN = 5  # classes
-OURS, THEIRS, BAR, FAINT = '#3b82f6', '#c2610c', '#808080', 'rgba(128,128,128,0.5)'
+OURS, THEIRS, BAR = '#3b82f6', '#c2610c', '#808080'
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Chart:
 def charts(found: Findings, names: Sequence[str] | None) -> list[Chart]:
     """The charts of a report, the most important first; `names` are those of the classes."""
     own, other = found.geometry
-    made = [_plane(found)]
+    made: list[Chart] = []
     if found.probabilities is not None:
         made.append(_classes(found, names))
     rows: list[Any] = [  # title, what it shows, the model's measures [B, times] and the teacher's
@@ -68,8 +67,6 @@ def charts(found: Findings, names: Sequence[str] | None) -> list[Chart]:
     for title, about, ours, of, theirs in rows:
         if ours is not None and not bool(of(ours)[1].isnan().all()):
             made.append(_line(found, title, about, of(ours), None if theirs is None else of(theirs)))
-    made += [_similarity(each, title) for each, title in zip(found.similarity, (
-        't', "t of the teacher's state"), strict=True) if each is not None]
     return made
 
 
@@ -119,41 +116,6 @@ def _rounded(values: Any, digits: int = 4) -> list[Any]:
 def _frame(name: str, data: list[Any], first: int, **layout: Any) -> Any:
     """A frame that replaces traces, from the `first` on, and parts of the layout."""
     return plotly().Frame(name=name, data=data, traces=list(range(first, first + len(data))), layout=layout)
-
-
-def _plane(found: Findings) -> Chart:
-    go = plotly()
-    ours, theirs = found.plane.points, found.plane.others
-    taught, count = theirs.shape[1] > 0, len(ours)
-    near = [min(range(theirs.shape[1]), key=lambda n: abs(float(found.plane.other_times[n]) - t), default=0)
-            for t in found.times]
-
-    def line(points: Tensor, **kwargs: Any) -> Any:
-        return go.Scatter(x=_rounded(points[:, 0]), y=_rounded(points[:, 1]), hoverinfo='skip', **kwargs)
-
-    def ways(i: int) -> list[Any]:
-        made = [line(ours[i], mode='lines+markers', name='model', line=dict(color=OURS, width=2), marker=dict(size=4))]
-        return made if not taught else [*made, line(
-            theirs[i], mode='lines', name='teacher', line=dict(color=THEIRS, width=2, dash='dash'))]
-
-    def now(i: int, k: int) -> list[Any]:
-        made = [line(ours[i, k:k + 1], mode='markers', marker=dict(color=OURS, size=14), showlegend=False)]
-        return made if not taught else [*made, line(
-            theirs[i, near[k]:near[k] + 1], mode='markers', showlegend=False,
-            marker=dict(color=THEIRS, size=14, symbol='circle-open', line=dict(width=3)))]
-    gap = ours.new_full((count, 1, 2), torch.nan)
-    everything = line(torch.cat([ours, gap], dim=1).flatten(0, 1), mode='lines', name='other images',
-                      line=dict(color=FAINT, width=1))
-    first = 1 + len(ways(0))
-    figure = _figure(
-        [everything, *ways(0), *now(0, 0)],
-        [*(_frame(f'i{i}', ways(i), 1) for i in range(count)),
-         *(_frame(f'{i}-{k}', now(i, k), first) for i in range(count) for k in range(len(found.times)))],
-        xaxis=dict(showticklabels=False, title='first principal component'),
-        yaxis=dict(showticklabels=False, title='second', scaleanchor='x'))
-    figure.update_layout(height=300, margin=dict(l=30))
-    about = (f'The {found.token} in a plane that shows {100 * found.plane.explained:.0f} % of the variance.')
-    return Chart('Its path through feature space', about, figure, 'ib', True)
 
 
 def _classes(found: Findings, names: Sequence[str] | None) -> Chart:
@@ -213,19 +175,3 @@ def _line(found: Findings, title: str, about: str, measured: Any, taught: Any) -
                      yaxis=dict(rangemode='tozero' if bool((ours.nan_to_num() >= 0).all()) else 'normal'),
                      **now(found.times[0]))
     return Chart(title, about, figure, 'it')
-
-
-def _similarity(alike: Similarity, columns: str) -> Chart:
-    go = plotly()
-    z = [_rounded(row, 3) for row in alike.values.nanmean(dim=0)]
-    heat = go.Heatmap(
-        z=z, x=[f'{t:.3g}' for t in alike.other_times], y=[f'{t:.3g}' for t in alike.times], zmin=0, zmax=1,
-        colorscale='Viridis', hovertemplate='t = %{y} and %{x}: %{z:.3f}<extra></extra>')
-    ticks = dict(type='category', tickangle=0, dtick=max(1, len(z) // 6))
-    figure = _figure([heat], [], xaxis=dict(title=columns, **ticks),
-                     yaxis=dict(title='t', autorange='reversed', **ticks))
-    about = 'Mean cosine of each token with itself at another time; negative values are shown as 0.'
-    if columns != 't':
-        return Chart("Similarity to the teacher's states", f'{about} A bright diagonal: they agree at '
-                     'equal times.', figure, '')
-    return Chart('Similarity of its states', about, figure, '')

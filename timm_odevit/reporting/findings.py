@@ -9,21 +9,19 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..data.preprocessing import data_config, renormalisation
-from ..dynamics.attention import AttentionOverTime, attention_over_time, has_attention_maps
-from ..dynamics.contraction import Region, contraction_regions
 from ..dynamics.flow import follow
 from ..dynamics.lyapunov import Exponents, lyapunov_exponents
+from ..dynamics.precision import Region, contraction_regions
 from ..dynamics.trajectories import (
+    AttentionOverTime,
     ClassOverTime,
     DistanceOverTime,
     Geometry,
-    Plane,
-    Similarity,
+    attention_over_time,
     check_comparable,
     class_over_time,
     distance_over_time,
-    plane,
-    state_similarity,
+    has_attention_maps,
     trajectory_geometry,
 )
 from ..ode.blocks import find_ode_blocks
@@ -45,11 +43,9 @@ class Findings:
         decided: Which class each state leads to.
         geometry: How the states move; of the model, and of the teacher.
         attention: Where the class token looks.
-        plane: The trajectories in a plane.
         followed: The distance from the teacher.
         region: The region around the last state in which the class stays.
         exponents: The largest Lyapunov exponent.
-        similarity: Cosines of the tokens at different times, with one another and with the teacher's.
         grid: Rows and columns of the patches.
     """
     words: str
@@ -59,11 +55,9 @@ class Findings:
     decided: ClassOverTime | None
     geometry: tuple[Geometry, Geometry | None]
     attention: AttentionOverTime | None
-    plane: Plane
     followed: DistanceOverTime | None
     region: Region | None
     exponents: Exponents
-    similarity: tuple[Similarity, Similarity | None]
     grid: tuple[int, int] | None
 
     @property
@@ -78,7 +72,7 @@ class Findings:
                                    'classes that the model knows.' if unlike else '')
 
     def _sentence(self) -> str:
-        count = len(self.plane.points)
+        count = len(self.geometry[0].speed)
         images = 'one image' if count == 1 else f'{count} images'
         of = '' if count == 1 else f' (median of {images})'
         if self.followed is not None:
@@ -103,7 +97,6 @@ def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool 
     _check(model, images, teacher)
     with follow(model, images[:1]) as flow:
         has_head, has_maps, grid = flow.head is not None, has_attention_maps(flow), _grid(model, flow)
-    both: dict[str, Any] = {} if teacher is None else {'other': teacher}
     measures: dict[str, Callable[[], Any]] = {
         'probabilities': lambda: _probabilities(model, images),
         'taught': lambda: None if teacher is None or not has_head else _probabilities(teacher, images),
@@ -111,12 +104,9 @@ def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool 
         'geometry': lambda: (trajectory_geometry(model, images),
                              None if teacher is None else trajectory_geometry(teacher, images)),
         'attention': lambda: attention_over_time(model, images) if has_maps else None,
-        'plane': lambda: plane(model, images, **both),
         'followed': lambda: None if teacher is None else distance_over_time(model, images, teacher=teacher),
         'region': lambda: contraction_regions(model, images, directions=4) if has_head else None,
         'exponents': lambda: lyapunov_exponents(model, images),
-        'similarity': lambda: (state_similarity(model, images),
-                               None if teacher is None else state_similarity(model, images, **both)),
     }
     found: dict[str, Any] = {}
     with tqdm(measures, desc='report', disable=not progress) as bar, torch.autocast(images.device.type, enabled=False):

@@ -59,6 +59,9 @@ def read_images(
 ) -> Images:
     """Read images, in any form that `shrink` takes; raises ValueError for none, or if they do not fit the model."""
     classes = 0 if embedding else getattr(model, 'num_classes', 0)
+    if getattr(model, 'num_classes', 0) == 1:
+        raise ValueError('The model has one output (num_classes=1), so every student would agree with it. Give a model '
+                         'with two classes or more, or with embeddings.')
     why = '' if classes else "the model's outputs are embeddings"
     test = None
     if isinstance(images, Tensor) or is_pair(images):
