@@ -8,9 +8,9 @@ import timm
 from huggingface_hub import HfApi
 from torch import nn
 
-from ..loading import CONFIG, WEIGHTS
 from ..settings import one_line
 from .cards import model_card
+from .loading import CONFIG, WEIGHTS
 from .save import CARD, REFERENCE, save_pretrained, save_reference
 
 __all__ = ['EARLIER', 'push_to_hub']
@@ -36,12 +36,11 @@ def push_to_hub(
     """Send a model to the Hugging Face Hub, for `timm.create_model('hf-hub:org/name', pretrained=True)` to load.
 
     One commit holds model.safetensors, config.json, README.md (the card) and test/tensors.safetensors (an input and the
-    model's output for it); from a folder, also recipes and results.json. Files that the Hub already has are not sent
-    again. Its card is replaced only by that of a folder, or if results or license are given.
+    model's output for it); from a folder, also recipes and results.json. A card on the Hub is replaced only by that of
+    a folder, or if results or license are given.
 
     Args:
-        model: Model to send, or the folder of a saved model, which is sent as it is, so that you can edit its card
-            first.
+        model: Model to send, or the folder of a saved model, which is sent as it is, with the card that you edited.
         repo_id: 'org/name'; created if it does not exist.
         results: Rows for the card, as returned by `json.loads(evaluate(...).to_json())`.
         dataset: Name of the dataset of the results, such as 'CIFAR-100'.
