@@ -154,7 +154,7 @@ def test_int8_keeps_the_shared_block_and_its_residuals_as_they_are(vit, five, tm
 
 
 @pytest.mark.parametrize('ode, computed', [
-    (dict(rank=4), 3 * 4 * 3 + 1), (dict(rank=4, steps=4), 4 * 4 * 3 + 1), (dict(rank=4, steps=2, averaged=True, phases=2), 2 * 4 * 3 + 1),
+    (dict(rank=4), 3 * 4 * 3 + 1), (dict(rank=4, steps=4), 4 * 4 * 3 + 1), (dict(rank=4, steps=2, phases=2), 2 * 4 * 3 + 1),
     (dict(rank=4, field='lipschitz', method='euler'), 0)])  # whose norm is folded into the merged weights
 def test_unmerged_layers_compute_in_int8_beside_their_residuals(vit, five, tmp_path, ode, computed):
     onnx = pytest.importorskip('onnx')
@@ -199,7 +199,7 @@ MODELS = {
     'stock Swin': lambda: timm.create_model('swin_tiny_patch4_window7_224', img_size=16, patch_size=2, window_size=4, embed_dim=16, depths=(2, 2),
                                             num_heads=(1, 2), num_classes=5),
     'stages': lambda: convert_(MODELS['stock Swin'](), phases=2).model,
-    'merged': lambda: merge_(convert_(MODELS['stock ViT'](), time='vectors', steps=3).model).model,
+    'merged': lambda: merge_(convert_(MODELS['stock ViT'](), time='low_rank', steps=3).model).model,
 }
 
 
@@ -217,7 +217,7 @@ def test_other_models(five, tmp_path, format, name):
 
 def test_a_view_is_exported_with_its_own_steps(vit, five, tmp_path):
     model = vit()
-    convert_(model, time='vectors')
+    convert_(model, time='low_rank')
     view = with_steps(model, 7)
     export_model(view, tmp_path / 'a.pt2', format='pt2')
     extra = {deploy.METADATA: ''}

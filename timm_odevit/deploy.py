@@ -20,7 +20,6 @@ from .data.pictures import class_names, model_name
 from .data.preprocessing import data_config
 from .files import staged
 from .ode.blocks import find_ode_blocks
-from .ode.config import WITH_HEAD
 from .settings import flag, one_line, one_of
 
 __all__ = ['FORMATS', 'METADATA', 'Format', 'export_model']
@@ -213,7 +212,7 @@ def _check(model: Any, format: str, int8: bool, merged: bool) -> None:
         raise ValueError(f'The weights are {dtype}, which ONNX Runtime does not run. Call model.float() first, or '
                          'choose the format pt2.')
     if int8 and format == 'onnx' and dtype == torch.float16 and any(
-            ode.config.halting in WITH_HEAD for ode in blocks):
+            ode.config.halting == 'entropy' for ode in blocks):
         raise ValueError('ONNX Runtime cannot store a float16 head as int8 if halting runs it after every step. Call '
                          'model.float() first, leave out int8, or choose the format pt2.')
 

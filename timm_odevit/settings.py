@@ -9,7 +9,6 @@ from difflib import get_close_matches
 from html import escape
 from numbers import Integral, Real
 from typing import Any
-from unicodedata import category
 
 from typing_extensions import Self
 
@@ -181,12 +180,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f'{text[:60]}...'
 
 
+def printable(text: str) -> bool:
+    """Whether text has nothing that a terminal would obey; lines, no-break spaces and zero-width joiners may be."""
+    return re.sub('[\n\u00a0\u200c\u200d]', '', text).isprintable()
+
+
 def suggest(word: str, allowed: Iterable[str]) -> str:
     """A sentence naming the closest allowed word, with a trailing space; empty if none is close."""
     close = get_close_matches(word, list(allowed), n=1, cutoff=0.5)
     return f"Did you mean '{close[0]}'? " if close else ''
-
-
-def printable(text: str) -> bool:
-    """Whether text is safe to print on one line; spaces of any width and (non-)joiners, as in Persian, are."""
-    return all(c.isprintable() or c in '\u200c\u200d' or category(c) == 'Zs' for c in text)

@@ -32,7 +32,6 @@ parser.add_argument('data')
 parser.add_argument('--teacher', default='deit_tiny_patch16_128.cifar100')
 parser.add_argument('--student', help='by default, the teacher with one block')
 parser.add_argument('--own', type=int, default=6, help='number of steps of the student')
-parser.add_argument('--averaged', action='store_true')
 parser.add_argument('--steps', type=yaml.safe_load, help='of each update, in YAML; its own by default')
 parser.add_argument('--consistency', type=float, default=0.)
 parser.add_argument('--minutes', type=float, default=8.)
@@ -52,7 +51,7 @@ teacher = timm.create_model(args.teacher, pretrained=True).eval()
 student = timm.create_model(args.student, pretrained=True).float() if args.student else convert_(
     copy.deepcopy(teacher), keep_original=False).model
 ode = student.blocks
-ode.config = replace(ode.config, steps=args.own, averaged=args.averaged)
+ode.config = replace(ode.config, steps=args.own)
 tasks = [TrajectoryDistillationTask(
     student, copy.deepcopy(teacher), steps=args.steps, consistency_weight=args.consistency, kd_weight=args.kd_weight,
     trajectory_weight=args.trajectory_weight, patch_drop=drop, verbose=False)

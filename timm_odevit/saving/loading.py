@@ -12,14 +12,14 @@ from safetensors import SafetensorError, safe_open
 from timm.models import PretrainedCfg
 from torch import nn
 
-from ..ode.config import PREFIX
+from ..ode.config import LARGEST_STEPS, PREFIX
 from ..settings import one_line, printable, shown
 
 __all__ = ['CONFIG', 'WEIGHTS', 'check_args', 'check_size', 'saved_in', 'weights_file']
 
 CONFIG, WEIGHTS = 'config.json', 'model.safetensors'
-# no timm model comes near these; numbers of any other name are from -_LARGEST_NUMBER to _LARGEST_NUMBER
-_LARGEST = {'depth': 256, 'depths': 64, 'num_blocks': 256, 'layers': 256, f'{PREFIX}steps': 10_000,
+# no timm model comes near these; numbers of any other name are at most _LARGEST_NUMBER
+_LARGEST = {'depth': 256, 'depths': 64, 'num_blocks': 256, 'layers': 256, f'{PREFIX}steps': LARGEST_STEPS,
             f'{PREFIX}phases': 256, 'num_classes': 10_000_000}
 _LARGEST_NUMBER = 100_000
 _LARGEST_MODEL = 2 ** 31  # numbers in all tensors together
@@ -35,7 +35,7 @@ def _texts(values: Any, *kinds: type) -> bool:
     """Whether values are of one of these kinds, and each is printable text, or a number that stands for a name."""
     each = values.values() if isinstance(values, dict) else [values] if isinstance(values, str) else values
     return isinstance(values, kinds) and all(
-        isinstance(value, int) or (isinstance(value, str) and printable(value.replace('\n', ''))) for value in each)
+        isinstance(value, int) or (isinstance(value, str) and printable(value)) for value in each)
 
 
 _INTERPOLATIONS = ('bicubic', 'bilinear', 'nearest', 'lanczos', 'box', 'hamming', 'random')
@@ -166,7 +166,8 @@ def check_args(where: str, cfg: dict[str, Any], args: Any) -> None:
     if not isinstance(args, dict) or not isinstance(args.get('base_args') or {}, dict):
         raise refused(f'has {shown(args)} instead of keywords')
     for name, value, depth in _entries(args):
-        least, most = (0, _LARGEST[name]) if name in _LARGEST else (-_LARGEST_NUMBER, _LARGEST_NUMBER)
+        most = _LARGEST.get(name, _LARGEST_NUMBER)
+        least = -most if isinstance(value, float) else 0  # no size or count is below 0, but a scale may be
         if depth > _DEEPEST:
             raise refused(f'has lists inside of lists, {depth} deep, in {shown(name)}')
         if name in _CALLER:

@@ -131,7 +131,6 @@ def shrink(
         else:
             config = choose_size(
                 model, _suitable(model, found, minutes) if size is None else size, base, init='svd_data')
-        config = config if config.time == 'autonomous' else replace(config, averaged=True)
         torch.manual_seed(0)  # whatever a search has drawn
         student, teacher = copy.deepcopy(model).requires_grad_(True), copy.deepcopy(model)  # tasks freeze it
         done = convert_(student, config, images=found.learned.images[:SAMPLE].to(device), keep_original=False)
