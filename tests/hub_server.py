@@ -1,6 +1,6 @@
 """A small server that speaks to the huggingface_hub client as the Hub does, for tests: repositories in memory, on the loopback.
 
-Its faults are set by tests: a connection that is cut within a file, bytes that change on the way, a gate.
+Its faults are set by tests: a connection that is cut within a file, a gate.
 """
 import base64
 import hashlib
@@ -75,7 +75,6 @@ class HubServer:
     def __init__(self):
         self.repos, self.lfs, self.log = {}, {}, []
         self.cut = {}  # path: bytes after which the connection of the next download is cut, a list of them
-        self.flip = {}  # path: how many downloads come with a changed byte
 
     def __enter__(self):
         self.server = ThreadingHTTPServer(('127.0.0.1', 0), type('Handler', (Handler,), {'hub': self}))
@@ -251,9 +250,6 @@ class Handler(BaseHTTPRequestHandler):
                    'Accept_Ranges': 'bytes'}
         if self.command == 'HEAD':
             return self.reply(200, content, **headers)
-        if self.hub.flip.get(path, 0) > 0:
-            self.hub.flip[path] -= 1
-            content = content[:-1] + bytes([content[-1] ^ 1])
         asked = re.fullmatch(r'bytes=(\d+)-', self.headers.get('Range', ''))
         start = int(asked[1]) if asked else 0
         if asked:

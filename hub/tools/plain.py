@@ -1,7 +1,6 @@
 """Make a plain ViT of a few of a teacher's blocks, to be distilled by the same recipes as the ODE-ViTs: the control.
 
     python hub/tools/plain.py deit_tiny_patch16_128.cifar100 out/plain --parameters 1500000
-    python hub/runs/study.py cifar100.npz --teacher deit_tiny_patch16_128.cifar100 --student local-dir:out/plain --own 3
 """
 import argparse
 
