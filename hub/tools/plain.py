@@ -9,8 +9,7 @@ import timm
 from timm_odevit import save_pretrained
 from timm_odevit.shrinking.candidates import plain_student
 
-
-def main():
+if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('teacher', help='name of the teacher')
     parser.add_argument('out', help='folder')
@@ -19,7 +18,3 @@ def main():
     plain = plain_student(timm.create_model(args.teacher, pretrained=True), args.parameters)
     print(plain.blocks)
     save_pretrained(plain, args.out)
-
-
-if __name__ == '__main__':
-    main()

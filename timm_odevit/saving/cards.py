@@ -92,8 +92,6 @@ Made with timm-odevit {{ version }}, after:
 ```
 {%- endif %}
 """
-_ODE_VIT = ('A vision transformer whose blocks are one shared block that an ODE solver evaluates K times (ODE-ViT, '
-            'arXiv 2511.16501).')
 _COST = ('K evaluations of the shared block cost what K blocks cost: it has fewer parameters than a plain transformer, '
          'not less compute.')
 _SETTINGS = ('field', 'method', 'steps', 'T', 'time', 'rank', 'phases', 'blocks', 'init', 'halting',
@@ -126,10 +124,9 @@ def model_card(
         dataset: Dataset of the results, such as 'CIFAR-100'; its id is the letters and digits of this, in lower case.
         protocol: A sentence on how the results were measured.
         trained_at: Step counts that the model was trained with; bold in the table.
-        training: How it was trained, in Markdown.
-        limits: What it cannot do, in Markdown.
+        training, limits, provenance: How it was trained, what it cannot do, and where weights and data come from, in
+            Markdown.
         license: The Hub's identifier of the licence; None for that of the weights from which the model was made.
-        provenance: Where the weights and data come from, in Markdown.
 
     Raises:
         ValueError: The licence is not known, or the results have no dataset name or are not rows of
@@ -165,8 +162,10 @@ def model_card(
         template_str=_TEMPLATE,
         title=name.removeprefix('hf-hub:'),
         name=name,
-        summary=summary or (f'An image classifier for {dataset}.' if rows else _ODE_VIT if blocks else
-                            f'A timm {type(model).__name__}.'),
+        summary=summary or (
+            f'An image classifier for {dataset}.' if rows else f'A timm {type(model).__name__}.' if not blocks else
+            'A vision transformer whose blocks are one shared block that an ODE solver evaluates K times (ODE-ViT, '
+            'arXiv 2511.16501).'),
         classes=[*map(_plain, classes)] if isinstance(classes, (list, tuple)) else [],
         output='logits' if model.num_classes else 'embedding',
         own=None if set(trained_at) == {own} else own,  # one K in training leaves no choice

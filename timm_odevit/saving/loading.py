@@ -26,7 +26,7 @@ _LARGEST_MODEL = 2 ** 31  # numbers in all tensors together
 _DEEPEST = 10  # lists and dicts inside of one another
 
 
-def _numbers(values: Any, least: float, most: float, kinds: tuple[type, ...] = (int, float)) -> bool:
+def _numbers(values: Any, least: float, most: float, *kinds: type) -> bool:
     return isinstance(values, (list, tuple)) and len(values) > 0 and all(
         type(value) in kinds and least <= value <= most for value in values)  # NaN is not
 
@@ -38,29 +38,18 @@ def _texts(values: Any, *kinds: type) -> bool:
         isinstance(value, int) or (isinstance(value, str) and printable(value)) for value in each)
 
 
-_INTERPOLATIONS = ('bicubic', 'bilinear', 'nearest', 'lanczos', 'box', 'hamming', 'random')
-_CROP_MODES = ('center', 'squash', 'border', 'random')
-_CLASSES: Any = (lambda v: type(v) is int and -1 <= v <= _LARGEST['num_classes'], 'a number of classes')
-_TEXT: Any = (lambda v: _texts(v, str), 'text')
-_TEXTS: Any = (lambda v: _texts(v, str, list, tuple), 'text, or a list of texts')
 # what an entry of pretrained_cfg must be; None is allowed, too
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    'input_size': (lambda v: _numbers(v, 1, _LARGEST_NUMBER, (int,)) and len(v) == 3,
+    'input_size': (lambda v: _numbers(v, 1, _LARGEST_NUMBER, int) and len(v) == 3,
                    f'three sizes from 1 to {_LARGEST_NUMBER:,}'),
-    'fixed_input_size': (lambda v: isinstance(v, bool), 'true or false'),
-    'pool_size': (lambda v: _numbers(v, 1, _LARGEST_NUMBER, (int,)), f'sizes from 1 to {_LARGEST_NUMBER:,}'),
-    'mean': (lambda v: _numbers(v, -_LARGEST_NUMBER, _LARGEST_NUMBER), 'a number for each channel'),
-    'std': (lambda v: _numbers(v, 1e-9, _LARGEST_NUMBER), 'a number above 0 for each channel'),
-    'crop_pct': (lambda v: _numbers([v], 0.1, 2), 'a number from 0.1 to 2'),
-    'interpolation': (lambda v: v in _INTERPOLATIONS, ', '.join(_INTERPOLATIONS)),
-    'crop_mode': (lambda v: v in _CROP_MODES, ', '.join(_CROP_MODES)),
-    'num_classes': _CLASSES,
-    'label_offset': _CLASSES,
+    'mean': (lambda v: _numbers(v, -_LARGEST_NUMBER, _LARGEST_NUMBER, int, float), 'a number for each channel'),
+    'std': (lambda v: _numbers(v, 1e-9, _LARGEST_NUMBER, int, float), 'a number above 0 for each channel'),
+    'crop_pct': (lambda v: _numbers([v], 0.1, 2, int, float), 'a number from 0.1 to 2'),
+    'num_classes': (lambda v: _numbers([v], -1, _LARGEST['num_classes'], int), 'a number of classes'),
     'label_names': (lambda v: _texts(v, list, tuple, dict), 'a name for each class'),
     'label_descriptions': (lambda v: _texts(v, dict), 'a text for each class'),
-    **dict.fromkeys(('architecture', 'description', 'license', 'origin_url', 'paper_name', 'tag'), _TEXT),
-    **dict.fromkeys(('classifier', 'first_conv', 'notes', 'paper_ids'), _TEXTS),
 }
+_ANY: Any = (lambda v: isinstance(v, (int, float)) or _texts(v, str, list, tuple), 'text, a number, or a list of them')
 _ABOUT_FILES = ('url', 'state_dict', 'hf_hub_filename', 'custom_load')
 # keywords that choose files, or how a model is made: only the caller may give them
 _CALLER = (
@@ -79,16 +68,10 @@ def saved_in(cfg: str | dict[str, Any] | PretrainedCfg | None) -> str:
 
 
 def weights_file(cfg: dict[str, Any], cache_dir: str | Path | None = None) -> str | None:
-    """Return the file with a model's weights, downloaded if necessary.
+    """Return the safetensors file with a model's weights, downloaded if necessary: reading a pickle can run code.
 
-    Only safetensors are read from a saved folder or from the Hub: reading a pickle can run code.
-
-    Args:
-        cfg: The model's pretrained_cfg; source 'local-dir' or 'hf-hub' decides, or else file, or else hf_hub_id.
-        cache_dir: Folder for downloads instead of the Hub's own cache.
-
-    Returns:
-        Path of the file; None if timm finds the weights itself (`state_dict`, a file or a URL that the caller gave).
+    Its pretrained_cfg says where: source 'local-dir' or 'hf-hub', or else file, or else hf_hub_id. None if timm finds
+    the weights itself (`state_dict`, a file or a URL that the caller gave).
 
     Raises:
         ValueError: There is no model.safetensors, or it is damaged.
@@ -160,7 +143,7 @@ def check_args(where: str, cfg: dict[str, Any], args: Any) -> None:
             raise refused(f'has an unknown entry {shown(name)} in pretrained_cfg')
         if name in _ABOUT_FILES and value:
             raise refused(f"says where the weights are or how to read them ('{name}')")
-        good, expected = _EXPECTED.get(re.sub('^(test|min)_', '', name), (lambda v: True, ''))
+        good, expected = _EXPECTED.get(re.sub('^(test|min)_', '', name), _ANY)
         if (value is not None and not good(value)) or (name == 'num_classes' and value is None):
             raise refused(f'has {name} {shown(value)}; expected {expected}')
     if not isinstance(args, dict) or not isinstance(args.get('base_args') or {}, dict):

@@ -13,12 +13,10 @@ from .cards import model_card
 from .loading import CONFIG, WEIGHTS
 from .save import CARD, REFERENCE, save_pretrained, save_reference
 
-__all__ = ['EARLIER', 'push_to_hub']
+__all__ = ['push_to_hub']
 
-# recipes of the runs before the last one, in order
-EARLIER = ('earlier.yaml', 'earlier2.yaml', 'earlier3.yaml', 'earlier4.yaml')
-# the files of a model's folder that are sent; never a pickle
-_SENT = [WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', *EARLIER, 'results.json']
+# the files of a model's folder that are sent, with the recipes of earlier runs; never a pickle
+_SENT = [WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', 'earlier*.yaml', 'results.json']
 
 
 def push_to_hub(
@@ -66,9 +64,6 @@ def push_to_hub(
         folder = save_pretrained(model, Path(temporary) / 'model') if isinstance(model, nn.Module) else Path(model)
         if not all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
             raise ValueError(f"'{folder}' must hold {CONFIG} and {WEIGHTS}: see save_pretrained(model, folder).")
-        for path in folder.rglob('*'):
-            if not path.resolve().is_relative_to(folder.resolve()):
-                raise ValueError(f"'{path}' is a link out of the folder. Replace it with a copy.")
         saved: Any = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()  # raises if it cannot be loaded
         if made_here:
             card = model_card(f'hf-hub:{repo_id}', saved, results=results, dataset=dataset, license=license)
