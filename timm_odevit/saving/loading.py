@@ -51,12 +51,10 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 _ANY: Any = (lambda v: isinstance(v, (int, float)) or _texts(v, str, list, tuple), 'text, a number, or a list of them')
 _ABOUT_FILES = ('url', 'state_dict', 'hf_hub_filename', 'custom_load')
-# keywords that choose files, or how a model is made: only the caller may give them
-_CALLER = (
-    'build', 'cache_dir', 'checkpoint_path', 'device', 'dtype', 'exportable', 'feature_cfg', 'feature_cls',
-    'features_only', 'file', 'kwargs_filter', 'named', 'no_jit', 'out_indices', 'out_times', 'pretrained',
-    'pretrained_cfg', 'pretrained_cfg_overlay', 'pretrained_filter_fn', 'pretrained_model_args', 'pretrained_strict',
-    'pruned', 'scriptable', 'state_dict', 'url', 'variant')
+# keywords that choose files, or how they are read: only the caller may give them
+_CALLER = ('cache_dir', 'checkpoint_path', 'file', 'kwargs_filter', 'pretrained', 'pretrained_cfg',
+           'pretrained_cfg_overlay', 'pretrained_filter_fn', 'pretrained_model_args', 'pretrained_strict', 'state_dict',
+           'url')
 _SAVE = 'Save the model with timm_odevit.save_pretrained(model, folder).'
 
 
