@@ -1,6 +1,6 @@
 """ODE-ViT (arXiv 2511.16501) for timm: `import timm_odevit` registers the `odevit_*` models.
 
-The parts of the package, from the ground up; each imports only from those above it, and its docstring lists its files:
+The rooms of the package, from the ground up; each imports only from those above it:
 
 settings            settings as dataclasses that check themselves; words that messages share
 files, distributed  files that are complete or absent; several processes of one run
@@ -8,10 +8,9 @@ hooks               hooks and modes that are restored; the hidden states of a mo
 ode                 the mathematics
 convert             from a pretrained transformer to an ODE-ViT, and back
 interop             vision transformers of other libraries: turned into timm models, and put back
-loading             saved weights and config.json, found and checked
 features            features at given times
+saving              models in files and on the Hub: found and checked, saved, sent
 registry            the registered models
-saving              models in files and on the Hub
 data                images and labels in batches
 evaluation          accuracy over step counts
 dynamics            what the states do along the way: exponents, Lipschitz constants, trajectories, attention
@@ -20,7 +19,7 @@ reporting           a page that shows what a model does with a few images
 deploy              models in files that run without this package
 benchmark           speed and memory
 shrinking           from a model and images to a small model, with a verdict
-cli                 the command line; the options of the ODE come from OdeConfig's docstring
+cli                 the command line
 """
 from . import registry as _registers  # noqa: F401
 from ._version import __version__

@@ -21,9 +21,9 @@ from .convert.initialisation import set_per_layer
 from .convert.refusals import check_convertible
 from .features import FeaturesAtTimes, check_times
 from .hooks import on_meta
-from .loading import CONFIG, WEIGHTS, check_args, check_size, saved_in, weights_file
 from .ode.config import PREFIX, OdeConfig
 from .ode.time_dependence import RESIDUALS
+from .saving.loading import CONFIG, WEIGHTS, check_args, check_size, saved_in, weights_file
 from .settings import one_line
 
 __all__ = ['default_cfgs']  # register_model adds the entry points

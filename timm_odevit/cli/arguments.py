@@ -17,8 +17,8 @@ from ..data.arrays import array_images
 from ..data.folders import image_loaders
 from ..files import OWN
 from ..interop.from_libraries import from_open_clip, from_transformers
-from ..loading import CONFIG
 from ..ode.blocks import find_ode_blocks
+from ..saving.loading import CONFIG
 from ..saving.save import save_pretrained
 from ..settings import Settings, one_line, suggest
 
