@@ -17,7 +17,7 @@ evaluation          accuracy over step counts
 dynamics            what the states do along the way: exponents, Lipschitz constants, trajectories, attention
 training            distillation, calibration, recipes
 reporting           a page that shows what a model does with a few images
-deploy              models in files that run without this package
+export              models in files that run without this package
 benchmark           speed and memory
 shrinking           from a model and images to a small model, with a verdict
 cli                 the command line; the options of the ODE come from OdeConfig's docstring
@@ -28,7 +28,7 @@ from .convert.conversion import Conversion, convert_
 from .convert.merge import merge_, merged_bytes
 from .convert.refusals import check_convertible, list_convertible
 from .convert.sizing import choose_size
-from .deploy import export_model
+from .export import export_model
 from .dynamics.attention import attention_over_time
 from .dynamics.contraction import contraction_regions
 from .dynamics.discretisation import discretisation_errors

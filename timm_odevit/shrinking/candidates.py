@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..convert.block_kinds import find_stages
 from ..convert.conversion import convert_
 from ..convert.merge import merge_
-from ..deploy import export_model
+from ..export import export_model
 from ..evaluation.halting import calibrate_halting
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.with_steps import with_steps
