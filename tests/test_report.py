@@ -14,7 +14,7 @@ from PIL import Image
 from timm_odevit import OdeConfig, convert_, save_pretrained, write_report
 from timm_odevit.cli import main
 from timm_odevit.data.pictures import some_images
-from timm_odevit.reporting.page import photos, spotlight
+from timm_odevit.reporting.report import photos, spotlight
 
 pytest.importorskip('plotly')
 CHROMIUM = shutil.which('chromium') or shutil.which('google-chrome')
@@ -65,7 +65,7 @@ def test_the_page_says_what_was_measured(pair, images, tmp_path):
     assert [row['model'] for row in rows] == [f'class {i}' for i in ours.argmax(-1).tolist()]
     assert [row['teacher'] for row in rows] == [f'class {i}' for i in theirs.argmax(-1).tolist()]
     assert [row['probability'] for row in rows] == pytest.approx(ours.amax(-1).tolist(), rel=1e-4)
-    assert numbers['times'] == [0, 1, 2, 3] and np.array(numbers['similarity'][1]['values']).shape == (4, 4, 4)
+    assert numbers['times'] == [0, 1, 2, 3] and np.array(numbers['plane']).shape == (2, 4, 4, 2)
     assert {file.name for file in tmp_path.iterdir()} == {'index.html', 'report.json'}
 
 
@@ -101,7 +101,7 @@ def test_a_diverging_image_is_shown_beside_the_others(vit, images, tmp_path):
     _, numbers = written(write_report(vit(), images, tmp_path, progress=False).parent)
     rows = numbers['images']
     assert rows[1]['exponent'] is None and rows[1]['settled at t'] is None and rows[0]['exponent'] is not None
-    assert 'not finite' in numbers['exponents']['reasons'][1] and np.isfinite(numbers['plane']['points'][0]).all()
+    assert 'not finite' in numbers['exponents']['reasons'][1] and np.isfinite(numbers['plane'][0][0]).all()
 
 
 @pytest.mark.parametrize('kwargs', [dict(class_token=False, global_pool='avg', reg_tokens=2), dict(reg_tokens=2)])
@@ -127,7 +127,7 @@ def test_nothing_is_half_written(vit, images, tmp_path, monkeypatch):
         write_report(vit().bfloat16(), images, tmp_path / 'out', progress=False)
     with torch.autocast('cpu', torch.bfloat16):
         assert write_report(vit(), images, tmp_path, progress=False).exists()
-    monkeypatch.setattr('timm_odevit.reporting.page.to_json', lambda _: 1 / 0)
+    monkeypatch.setattr('timm_odevit.reporting.report.to_json', lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_report(vit(), images, tmp_path / 'out', progress=False)
     assert not (tmp_path / 'out').exists()
@@ -135,12 +135,12 @@ def test_nothing_is_half_written(vit, images, tmp_path, monkeypatch):
 
 def test_names_are_text_and_nothing_else(vit, images, tmp_path):
     model = vit()
-    model.pretrained_cfg = {**model.pretrained_cfg, 'label_names': [f'</script><b>{i}{{{{table}}}}' for i in range(5)]}
-    write_report(model, images, tmp_path, names=['<img src=x onerror=alert(1)>', '"', '{{plotly}}', '&amp;'],
+    model.pretrained_cfg = {**model.pretrained_cfg, 'label_names': [f'</script><b>{i}$body' for i in range(5)]}
+    write_report(model, images, tmp_path, names=['<img src=x onerror=alert(1)>', '"', '$plotly', '&amp;'],
                  title='</title><script>alert(1)</script>', progress=False)
     html, numbers = written(tmp_path)
     assert '<script>alert(1)' not in html and '<img src=x' not in html and '</script><b>' not in html
-    assert html.count('<table>') == 1 and numbers['images'][2]['image'] == '{{plotly}}'
+    assert html.count('<table>') == 1 and numbers['images'][2]['image'] == '$plotly'
 
 
 def test_the_page_asks_for_nothing_outside(pair, images, tmp_path):
@@ -164,7 +164,7 @@ def test_what_cannot_be_shown_is_refused_before_anything_is_written(pair, vit, i
 
 
 def test_without_plotly_it_says_what_to_type(vit, images, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'plotly.graph_objects', None)
+    monkeypatch.setitem(sys.modules, 'plotly.offline', None)
     with pytest.raises(ImportError, match='Type: pip install plotly'):
         write_report(vit(), images[:, :2], tmp_path / 'out', progress=False)  # before the images are looked at
     assert not (tmp_path / 'out').exists()

@@ -28,7 +28,6 @@ from .convert.conversion import Conversion, convert_
 from .convert.merge import merge_, merged_bytes
 from .convert.refusals import check_convertible, list_convertible
 from .convert.sizing import choose_size
-from .export import export_model
 from .dynamics.attention import attention_over_time
 from .dynamics.contraction import contraction_regions
 from .dynamics.discretisation import discretisation_errors
@@ -39,6 +38,7 @@ from .evaluation.accuracy import evaluate
 from .evaluation.embeddings import evaluate_embeddings, patch_agreement
 from .evaluation.halting import calibrate_halting
 from .evaluation.results import Evaluation
+from .export import export_model
 from .interop.open_clip import from_open_clip
 from .interop.put_tower import put_tower_
 from .interop.torchvision import from_torchvision
@@ -46,7 +46,7 @@ from .interop.transformers import from_transformers
 from .ode.config import OdeConfig
 from .ode.integrate import integrate
 from .ode.with_steps import with_steps
-from .reporting.page import write_report
+from .reporting.report import write_report
 from .saving.push import push_to_hub
 from .saving.save import save_pretrained
 from .shrinking.run import shrink

@@ -22,7 +22,7 @@ from .ode.blocks import count_parameters, find_ode_blocks
 from .ode.with_steps import with_steps
 from .settings import integer, many, one_of
 
-__all__ = ['MODES', 'Benchmark', 'Timing', 'benchmark', 'peak_of', 'processor']
+__all__ = ['MODES', 'Benchmark', 'Timing', 'benchmark', 'peak_of', 'processor', 'times_in_turns']
 
 Images = Callable[[nn.Module, int], Tensor]
 MODES = ('default', 'reduce-overhead', 'max-autotune')  # of torch.compile
@@ -182,6 +182,13 @@ def _batches(model: nn.Module, size: int, images: Images | None) -> Sequence[Ten
         return images(model, max(size, SAMPLE // size * size)).split(size)
     like = next(p for p in model.parameters() if p.is_floating_point())
     return [torch.randn(size, *data_config(model)['input_size'], dtype=like.dtype, device=like.device)]
+
+
+def times_in_turns(runs: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
+    """Seconds of each run in each round; the runs take turns in every round, so that a busy machine slows all."""
+    timers = [Timer('run()', globals={'run': run}, num_threads=torch.get_num_threads()) for run in runs]
+    turns = [[timer.timeit(CALLS).median for timer in timers] for _ in range(rounds)]
+    return [list(of) for of in zip(*turns, strict=True)]
 
 
 def peak_of(call: Callable[[], Any], device: str | torch.device) -> int:

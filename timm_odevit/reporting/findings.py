@@ -1,10 +1,11 @@
 """Findings: everything that a report shows, measured on a few images."""
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -17,13 +18,8 @@ from ..dynamics.trajectories import (
     ClassOverTime,
     DistanceOverTime,
     Geometry,
-    Plane,
-    Similarity,
-    check_comparable,
     class_over_time,
     distance_over_time,
-    plane,
-    state_similarity,
     trajectory_geometry,
 )
 from ..ode.blocks import find_ode_blocks
@@ -45,12 +41,11 @@ class Findings:
         decided: Which class each state leads to.
         geometry: How the states move; of the model, and of the teacher.
         attention: Where the class token looks.
-        plane: The trajectories in a plane.
+        plane: A token of the model's states, and of the teacher's, in the plane of most variance [B, times, 2].
         followed: The distance from the teacher.
         region: The region around the last state in which the class stays.
         exponents: The largest Lyapunov exponent.
-        similarity: Cosines of the tokens at different times, with one another and with the teacher's.
-        grid: Rows and columns of the patches.
+        grid: Rows and columns of the patches, if the tokens are one for each of them.
     """
     words: str
     times: list[float]
@@ -59,11 +54,10 @@ class Findings:
     decided: ClassOverTime | None
     geometry: tuple[Geometry, Geometry | None]
     attention: AttentionOverTime | None
-    plane: Plane
+    plane: list[Tensor]
     followed: DistanceOverTime | None
     region: Region | None
     exponents: Exponents
-    similarity: tuple[Similarity, Similarity | None]
     grid: tuple[int, int] | None
 
     @property
@@ -73,69 +67,57 @@ class Findings:
 
     def sentence(self) -> str:
         """What the model does, in a sentence; and another, if these images look unlike its classes."""
-        unlike = self.probabilities is not None and float(self.probabilities[:, -1].amax(dim=-1).max()) < UNLIKE
-        return self._sentence() + (f' No class gets {100 * UNLIKE:.0f} % for any image: they do not look like the '
-                                   'classes that the model knows.' if unlike else '')
-
-    def _sentence(self) -> str:
-        count = len(self.plane.points)
+        count = len(self.plane[0])
         images = 'one image' if count == 1 else f'{count} images'
         of = '' if count == 1 else f' (median of {images})'
+        verb = ': '
         if self.followed is not None:
-            off = (f"its last states differ from the teacher's by {100 * self.followed.distance[:, -1].median():.0f} % "
-                   'of their norm')
-            if self.taught is None or self.decided is None:
-                return f'{self.words}: {off}{of}.'
-            same = int((self.taught.argmax(dim=-1) == self.decided.classes[:, -1]).sum())
-            return f"{self.words}, gives the teacher's class for {same} of {images}; {off}{of}."
-        largest = self.exponents.values[:, 0]
-        growth = (f'small changes of the state grow at most by a factor of '
-                  f'{math.exp(float(largest.nanmedian())):.2f} per block' if largest.isfinite().any() else
-                  f'there are no exponents ({next(r for r in self.exponents.reasons if r)})')
-        if self.decided is None:
-            return f'{self.words}: {growth}{of}.'
-        return (f'{self.words}, has settled on its class at t = {self.decided.settled.nanmedian():.3g} of '
-                f'{self.times[-1]:.3g}; {growth}{of}.')
+            said = (f"its last states differ from the teacher's by {100 * self.followed.distance[:, -1].median():.0f} "
+                    '% of their norm')
+            if self.taught is not None and self.decided is not None:
+                same = int((self.taught.argmax(dim=-1) == self.decided.classes[:, -1]).sum())
+                verb = f", gives the teacher's class for {same} of {images}; "
+        else:
+            largest = self.exponents.values[:, 0]
+            said = (f'small changes of the state grow at most by a factor of '
+                    f'{math.exp(float(largest.nanmedian())):.2f} per block' if largest.isfinite().any() else
+                    f'there are no exponents ({next(reason for reason in self.exponents.reasons if reason)})')
+            if self.decided is not None:
+                verb = (f', has settled on its class at t = {self.decided.settled.nanmedian():.3g} of '
+                        f'{self.times[-1]:.3g}; ')
+        unlike = self.probabilities is not None and float(self.probabilities[:, -1].amax(dim=-1).max()) < UNLIKE
+        return f'{self.words}{verb}{said}{of}.' + unlike * (
+            f' No class gets {100 * UNLIKE:.0f} % for any image: they do not look like the classes that the model '
+            'knows.')
 
 
 def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool = True) -> Findings:
     """Measure everything that a report shows; arguments and errors are those of `write_report`."""
     _check(model, images, teacher)
     with follow(model, images[:1]) as flow:
-        has_head, has_maps, grid = flow.head is not None, has_attention_maps(flow), _grid(model, flow)
-    both: dict[str, Any] = {} if teacher is None else {'other': teacher}
+        has_head, has_maps = flow.head is not None, has_attention_maps(flow)
+        grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
+        if grid is None or flow.start.ndim != 3 or grid[0] * grid[1] != flow.start.shape[1] - flow.prefix:
+            grid = None
+    taught = teacher is not None
     measures: dict[str, Callable[[], Any]] = {
-        'probabilities': lambda: _probabilities(model, images),
-        'taught': lambda: None if teacher is None or not has_head else _probabilities(teacher, images),
+        'probabilities': lambda: _probabilities(model, images) if has_head else None,
+        'taught': lambda: _probabilities(teacher, images)[:, -1] if taught and has_head else None,
         'decided': lambda: class_over_time(model, images) if has_head else None,
         'geometry': lambda: (trajectory_geometry(model, images),
-                             None if teacher is None else trajectory_geometry(teacher, images)),
+                             trajectory_geometry(teacher, images) if taught else None),
         'attention': lambda: attention_over_time(model, images) if has_maps else None,
-        'plane': lambda: plane(model, images, **both),
-        'followed': lambda: None if teacher is None else distance_over_time(model, images, teacher=teacher),
+        'plane': lambda: _plane([model, teacher] if taught else [model], images),
+        'followed': lambda: distance_over_time(model, images, teacher=teacher) if taught else None,
         'region': lambda: contraction_regions(model, images, directions=4) if has_head else None,
         'exponents': lambda: lyapunov_exponents(model, images),
-        'similarity': lambda: (state_similarity(model, images),
-                               None if teacher is None else state_similarity(model, images, **both)),
     }
     found: dict[str, Any] = {}
     with tqdm(measures, desc='report', disable=not progress) as bar, torch.autocast(images.device.type, enabled=False):
         for name in bar:
             bar.set_postfix_str(name)
-            found[name] = _on_cpu(measures[name]())
-    if found['taught'] is not None:
-        found['taught'] = found['taught'][:, -1]
+            found[name] = measures[name]()
     return Findings(words=_words(model), times=found['geometry'][0].times.tolist(), grid=grid, **found)
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_on_cpu, value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _on_cpu(getattr(value, f.name)) for f in fields(value)})
-    return value
 
 
 def _check(model: Any, images: Tensor, teacher: Any) -> None:
@@ -153,23 +135,25 @@ def _check(model: Any, images: Tensor, teacher: Any) -> None:
         if of(model) != of(teacher):
             raise ValueError(f'The teacher does not fit the model: {what} {of(teacher)} and {of(model)}. Give the '
                              'teacher that the model was made from.')
-    with follow(model, images[:1]) as flow, follow(teacher, images[:1]) as other:
-        check_comparable(flow, other)
 
 
-def _grid(model: Any, flow: Any) -> tuple[int, int] | None:
-    """Rows and columns of the patches, if the tokens are one for each of them."""
-    grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
-    if grid is None or flow.start.ndim != 3 or grid[0] * grid[1] != flow.start.shape[1] - flow.prefix:
-        return None
-    return grid[0], grid[1]
-
-
-def _probabilities(model: Any, images: Tensor) -> Tensor | None:
+def _probabilities(model: Any, images: Tensor) -> Tensor:
     with follow(model, images) as flow:
-        if flow.head is None:
-            return None
         return torch.stack([flow.logits(x).softmax(dim=-1) for x in flow.states()], dim=1)
+
+
+def _plane(models: list[Any], images: Tensor) -> list[Tensor]:
+    """The class token, or the mean of the patch tokens without one; states that are not finite do not count."""
+    paths = []
+    for model in models:
+        with follow(model, images) as flow:
+            paths.append(torch.stack([x[:, 0] if x.ndim == 3 and flow.class_token else x.flatten(1, -2).mean(dim=1)
+                                      for x in flow.states()], dim=1))
+    rows = torch.cat([path.flatten(0, 1) for path in paths])
+    rows = rows[rows.isfinite().all(dim=-1)]
+    mean = rows.sum(dim=0) / max(len(rows), 1)
+    axes = torch.linalg.svd(F.pad(rows - mean, (0, 0, 0, 2)), full_matrices=False)[2][:2]  # at least two rows
+    return [(path - mean) @ axes.T for path in paths]
 
 
 def _words(model: Any) -> str:
