@@ -100,7 +100,8 @@ def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool 
         if grid is None or flow.start.ndim != 3 or grid[0] * grid[1] != flow.start.shape[1] - flow.prefix:
             grid = None
     taught = teacher is not None
-    measures: dict[str, Callable[[], Any]] = {
+    measures: dict[str, Callable[[], Any]] = {  # the first compares the shapes of the states
+        'followed': lambda: distance_over_time(model, images, teacher=teacher) if taught else None,
         'probabilities': lambda: _probabilities(model, images) if has_head else None,
         'taught': lambda: _probabilities(teacher, images)[:, -1] if taught and has_head else None,
         'decided': lambda: class_over_time(model, images) if has_head else None,
@@ -108,7 +109,6 @@ def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool 
                              trajectory_geometry(teacher, images) if taught else None),
         'attention': lambda: attention_over_time(model, images) if has_maps else None,
         'plane': lambda: _plane([model, teacher] if taught else [model], images),
-        'followed': lambda: distance_over_time(model, images, teacher=teacher) if taught else None,
         'region': lambda: contraction_regions(model, images, directions=4) if has_head else None,
         'exponents': lambda: lyapunov_exponents(model, images),
     }

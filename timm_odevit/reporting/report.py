@@ -102,7 +102,8 @@ def _page(title: str, found: Findings, photos: list[str], rows: list[dict[str, A
                             ('attention through all steps up to t (rollout)', 'rollout')):
             tokens = getattr(seen, name)[..., seen.prefix:].unflatten(-1, found.grid)
             # before the first step, there is none
-            looks.append([words, name, [[_uri(spotlight(x)) for x in (torch.ones(found.grid), *each)] for each in tokens]])
+            veils = [[_uri(spotlight(x)) for x in (torch.ones(found.grid), *steps)] for steps in tokens]
+            looks.append([words, name, veils])
     legend = '' if found.followed is None else 'Dashed: the teacher. '
     return page(
         title, found.sentence(), f'Made by timm-odevit {__version__}: odevit report. One unit of time is one block of '

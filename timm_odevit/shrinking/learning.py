@@ -28,7 +28,7 @@ from ..training.monitor import score_of
 from ..training.recipe import Recipe
 from ..training.resume import BEST, HISTORY
 from ..training.tasks import StepwiseTask, TrajectoryDistillationTask
-from .images import SAMPLE, Held, Images, value_of
+from .judge import SAMPLE, Held, Images, value_of
 
 __all__ = ['Learned', 'learn', 'smallest_size']
 

@@ -186,12 +186,9 @@ def _trained(
         student: nn.Module, model: nn.Module, found: Images, minutes: float, folder: Path, progress: bool,
 ) -> tuple[nn.Module, list[dict[str, Any]]]:
     """The student in the best of its states, and the records of its training."""
-    recipe = Recipe.load('shrink', [f'loss.embedding={found.measure == "cosine"}'])
-    data = replace(found.data, val=[found.choosing[:2]])
-    records = train(recipe, data, folder, teacher=copy.deepcopy(model), student=student, minutes=minutes, resume=True,
-                    progress=progress)
-    best = timm.create_model(f'local-dir:{folder / BEST}', pretrained=True)
-    return best.to(next(model.parameters())).eval(), records
+    from .learning import learn  # TEMPORARY
+    learned = learn(student, copy.deepcopy(model), found, minutes, folder, progress=progress)
+    return learned.model, [{'stage': i, 'val_top1': value} for i, name in enumerate(learned.scores) for value in learned.scores[name]]
 
 
 def _write(verdict: Verdict, folder: Path, name: str) -> None:
