@@ -55,7 +55,7 @@ from .training.calibrate import calibrate_
 from .training.config import CalibrationConfig, FitConfig, LossConfig
 from .training.fit import fit
 from .training.recipe import Recipe
-from .training.run_recipe import train
+from .training.run import train
 from .training.tasks import StepwiseTask, TrajectoryDistillationTask
 
 __all__ = [

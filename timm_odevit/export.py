@@ -15,8 +15,7 @@ from torch.export import ExportedProgram
 
 from ._version import __version__
 from .convert.merge import check_not_merged, merge_
-from .data.pictures import class_names, model_name
-from .data.preprocessing import data_config
+from .data.preprocessing import class_names, data_config, model_name
 from .files import staged
 from .ode.blocks import find_ode_blocks
 from .settings import one_line, one_of

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ['BlockRecord', 'autocast', 'evaluating', 'hooked', 'lent', 'on_meta', 'random_states_kept', 'state_at',
-           'surely', 'watch_blocks']
+__all__ = ['AMP_DTYPES', 'BlockRecord', 'autocast', 'evaluating', 'hooked', 'lent', 'on_meta', 'random_states_kept',
+           'state_at', 'surely', 'watch_blocks']
 
+AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
 _EVALUATING: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()  # by module, who needs it in eval mode
 _LOCK = RLock()
 _INITIALISES = {'add_', 'clamp_', 'div_', 'erfinv_', 'fill_', 'mul_', 'normal_', 'sub_', 'uniform_', 'zero_',

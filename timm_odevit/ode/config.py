@@ -6,7 +6,7 @@ from typing import Any
 from ..settings import Settings, flag, integer, many, number, one_of, refuse_unknown, setting
 from .methods import METHODS
 
-__all__ = ['DEFAULT', 'FIELDS', 'HALTING', 'PREFIX', 'TIMES', 'WITH_HEAD', 'OdeConfig', 'adaptive_methods']
+__all__ = ['DEFAULT', 'FIELDS', 'HALTING', 'MOST_STEPS', 'PREFIX', 'TIMES', 'WITH_HEAD', 'OdeConfig', 'adaptive_methods']
 
 FIELDS = ('lipschitz', 'native')
 INITS = ('mean', 'spectral', 'svd', 'svd_data')
@@ -14,6 +14,7 @@ TIMES = ('autonomous', 'vectors', 'low_rank')
 WITH_HEAD = ('entropy', 'confidence')  # halting rules that apply the model's norm and head to states along the way
 HALTING = (*WITH_HEAD, 'acceleration', 'residual')
 PREFIX = 'ode_'
+MOST_STEPS = 10_000  # in a recipe or a config.json
 
 
 def adaptive_methods() -> list[str]:

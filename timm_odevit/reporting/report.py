@@ -13,8 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..data.pictures import class_names, model_name
-from ..data.preprocessing import data_config
+from ..data.preprocessing import class_names, data_config, model_name
 from ..files import to_json, write_text
 from ..settings import shown
 from .charts import charts

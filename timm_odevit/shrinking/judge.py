@@ -44,7 +44,6 @@ class Images(NamedTuple):
     learned: Held
     measure: str
     why: str
-    loader = property(lambda self: self.data.train)  # TEMPORARY
 
 
 def read_images(source: Any, model: nn.Module, embedding: bool = False) -> Images:

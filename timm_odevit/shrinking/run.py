@@ -1,6 +1,5 @@
 """shrink: from a model and images to a small model, with a verdict on whether it is worth it, in a folder."""
 import copy
-import json
 import math
 import tempfile
 import time
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 from ..benchmark import peak_of, processor
 from ..convert.conversion import convert_
 from ..convert.sizing import choose_size, parse_size
-from ..data.pictures import model_name
+from ..data.batches import Mapped
+from ..data.preprocessing import model_name
 from ..distributed import alone_in
 from ..files import to_json, write_text
 from ..hooks import random_states_kept
@@ -28,8 +28,8 @@ from ..saving.save import describe
 from ..settings import number
 from ..training.monitor import score_of
 from ..training.recipe import Recipe
-from ..training.resume import BEST, RUN, check_about, hash_of
-from ..training.run_recipe import train
+from ..training.resume import BEST, RUN, check_about, hash_of, read_run
+from ..training.run import train
 from ..training.tasks import TrajectoryDistillationTask
 from .candidates import Candidate, candidates, early_exit, measure, plain_student
 from .judge import BATCH, SAMPLE, Images, outputs_of, read_images
@@ -105,7 +105,7 @@ def shrink(
                  'keep': share, 'minutes': minutes, 'embedding': embedding}
         check_about(folder, asked)
         say(_about_images(found))
-        plan = json.loads((folder / RUN).read_text()) if (folder / RUN).exists() else {}
+        plan = read_run(folder)
         if not plan:
             plan['ode'] = _settings(model, found, size, share, minutes, progress).to_args()
         student, plain, about = _students(model, found, OdeConfig.from_args(plan['ode'], 'shrink'))
@@ -186,9 +186,14 @@ def _trained(
         student: nn.Module, model: nn.Module, found: Images, minutes: float, folder: Path, progress: bool,
 ) -> tuple[nn.Module, list[dict[str, Any]]]:
     """The student in the best of its states, and the records of its training."""
-    from .learning import learn  # TEMPORARY
-    learned = learn(student, copy.deepcopy(model), found, minutes, folder, progress=progress)
-    return learned.model, [{'stage': i, 'val_top1': value} for i, name in enumerate(learned.scores) for value in learned.scores[name]]
+    classes, images = found.measure != 'cosine', found.choosing
+    chosen = Mapped(list(zip(images.images.split(BATCH), images.labels.split(BATCH), strict=True)))
+    records = train(
+        Recipe.load('shrink', [f'loss.embedding={str(not classes).lower()}']),
+        replace(found.data, val=chosen, labelled=classes), folder, teacher=model, student=student, minutes=minutes,
+        resume=True, progress=progress)
+    best = timm.create_model(f'local-dir:{folder / BEST}', pretrained=True)
+    return best.to(next(model.parameters())).eval(), records
 
 
 def _write(verdict: Verdict, folder: Path, name: str) -> None:
@@ -229,7 +234,8 @@ def _about_minutes(minutes: float, plan: dict[str, Any], plain: nn.Module | None
 def _outlook(student: nn.Module, found: Images, records: list[dict[str, Any]]) -> tuple[str, ...]:
     """What more minutes or images would change, as far as the training tells."""
     stages = sorted({record['stage'] for record in records})  # the last but one has a constant learning rate
-    constant = [score_of(record, 0.) for record in records if record['stage'] == stages[-2:][0]]
+    constant = [score_of(record) * (100. if found.measure == 'cosine' else 1.)
+                for record in records if record['stage'] == stages[-2:][0]]
     half, said = len(constant) // 2, ['The student had time for a few updates only: more minutes would help.']
     if half >= 2:
         gained = max(constant[half:]) - max(constant[:half])

@@ -214,13 +214,14 @@ class TrajectoryDistillationTask(StudentTask):
         students = self._students_of_update()
         with self._patches_of_update(students[0]):
             wanted, states = self._teach(input)
-            pairs = [self._pairs(student) for student in students]
+            pairs = [[stage.pairs(ode) for stage, ode in zip(self.stages, find_ode_blocks(student), strict=False)]
+                     for student in students]  # by stage, the times at which it is compared, and the steps ending there
             passes = self.trainable_module(students, input, [[[k for _, k in each] for each in of] for of in pairs])
         output = passes[0][0]
-        found = [self._parts(student, of, states, wanted, target, result)
-                 for student, of, result in zip(students, pairs, passes, strict=True)]
-        names = dict.fromkeys(name for of in found for name in of)  # a pass of one step has no exits
-        parts = {name: torch.stack([of[name] for of in found if name in of]).mean() for name in names}
+        each_parts = [self._parts(student, of, states, wanted, target, result)
+                      for student, of, result in zip(students, pairs, passes, strict=True)]
+        names = dict.fromkeys(name for of in each_parts for name in of)  # a pass of one step has no exits
+        parts = {name: torch.stack([of[name] for of in each_parts if name in of]).mean() for name in names}
         if len(passes) > 1:
             parts['consistency'] = torch.stack([self._distance(out, output.detach()) for out, *_ in passes[1:]]).mean()
         parts = {name: part if self.weights[name] > 0 else part.detach() for name, part in parts.items()}
@@ -241,10 +242,6 @@ class TrajectoryDistillationTask(StudentTask):
         # made anew, in half a millisecond, so that it has the student's present mode, checkpointing and image size
         return [student if steps == own else with_steps(student, steps) for steps in self.drawn]
 
-    def _pairs(self, student: Any) -> list[list[tuple[float, int]]]:
-        """For each stage, the times at which a student is compared, and the indices of the steps that end there."""
-        return [stage.pairs(ode) for stage, ode in zip(self.stages, find_ode_blocks(student), strict=False)]
-
     def _parts(
             self, student: Any, pairs: list[list[tuple[float, int]]], states: list[list[Tensor]],
             wanted: Tensor | None, target: Any, result: tuple[Tensor, list[Tensor], Tensor | None, list[Tensor]],
@@ -253,8 +250,12 @@ class TrajectoryDistillationTask(StudentTask):
         output, reached, jasmin, early = result
         targets = [stage.target(ode, path, t) for stage, ode, path, each in zip(
             self.stages, find_ode_blocks(student), states, pairs, strict=False) for t, _ in each]
+        prefix = prefix_tokens(student) if matching.is_one_sequence(student) else 0
+        has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
+        weights = self.config.cls_weight, self.config.register_weight, self.config.patch_weight
         parts = {
-            'trajectory': self._trajectory_loss(student, reached, targets) if targets else None,
+            'trajectory': torch.stack([trajectory_loss(ours, theirs, prefix, has_cls, weights) for ours, theirs in zip(
+                reached, targets, strict=True)]).mean() if targets else None,
             'jasmin': jasmin,
             **self._output_losses(output, wanted, target),
             'exit': self._exit_loss(early, wanted, target),
@@ -279,19 +280,12 @@ class TrajectoryDistillationTask(StudentTask):
         with watch_blocks([stage.blocks for stage in self.stages]) as seen:
             return self.teacher(self.for_teacher(input)), [states for states, _ in seen]
 
-    def _trajectory_loss(self, student: Any, reached: list[Tensor], targets: list[Tensor]) -> Tensor:
-        prefix = prefix_tokens(student) if matching.is_one_sequence(student) else 0
-        has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
-        return torch.stack([trajectory_loss(ours, theirs, prefix, has_cls, self.config.token_weights)
-                            for ours, theirs in zip(reached, targets, strict=True)]).mean()
-
     def _output_losses(self, output: Tensor, wanted: Tensor | None, target: Any) -> dict[str, Tensor | None]:
         """The distances of logits or embeddings from the teacher's (kd) and from the labels (task)."""
         return {'kd': None if wanted is None else self._distance(output, wanted),
                 'task': None if target is None or self.embedding else self.criterion(output, target)}
 
     def _distance(self, output: Tensor, wanted: Tensor) -> Tensor:
-        """How far logits or embeddings are from those wanted."""
         return embedding_loss(output, wanted) if self.embedding else logit_loss(
             output, wanted, self.config.kd_temperature)
 
