@@ -1,10 +1,12 @@
 """Images to learn from and to judge by, what is measured of a model on them, and how sure that is."""
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..data.batches import Mapped, unlabelled
 from ..data.config import DataConfig
 from ..data.read import Data, read_data
 from ..hooks import evaluating
@@ -69,6 +71,8 @@ def read_images(source: Any, model: nn.Module, embedding: bool = False) -> Image
         if right < max(LEAST, 1. / classes + 2. * (1. / classes * (1. - 1. / classes) / len(labels)) ** 0.5):
             measure, why = 'agreement', f'the model gets only {100 * right:.1f} % right, so they are not its classes'
     parts = (images[:half], labels[:half]), judging, data.sample('train', max(len(judging[0]), SAMPLE))
+    if measure != 'accuracy':
+        data = replace(data, train=Mapped(data.train, unlabelled))
     return Images(data, *(_held(model, *part, measure) for part in parts), measure, why)
 
 

@@ -1,5 +1,6 @@
 """shrink: from a model and images to a small model, with a verdict on whether it is worth it, in a folder."""
 import copy
+import json
 import math
 import tempfile
 import time
@@ -24,11 +25,11 @@ from ..hooks import random_states_kept
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.config import OdeConfig
 from ..reporting.page import printable
-from ..saving.save import describe
+from ..saving.save import describe, save_pretrained
 from ..settings import number
 from ..training.monitor import score_of
 from ..training.recipe import Recipe
-from ..training.resume import BEST, RUN, check_about, hash_of, read_run
+from ..training.resume import BEST, HISTORY, RUN, START, check_about, hash_of, read_run
 from ..training.run import train
 from ..training.tasks import TrajectoryDistillationTask
 from .candidates import Candidate, candidates, early_exit, measure, plain_student
@@ -106,7 +107,7 @@ def shrink(
         check_about(folder, asked)
         say(_about_images(found))
         plan = read_run(folder)
-        if not plan:
+        if 'ode' not in plan:
             plan['ode'] = _settings(model, found, size, share, minutes, progress).to_args()
         student, plain, about = _students(model, found, OdeConfig.from_args(plan['ode'], 'shrink'))
         if 'train' not in plan:
@@ -174,12 +175,12 @@ def _minutes(model: nn.Module, found: Images, folder: Path, minutes: float, bega
     prepared, measured = ((time.perf_counter() - since) / 60 for since in (began, started))
     measured *= MEASURED
     left = minutes - prepared
-    train = max(0., min(SHARE * left, (left - measured) / 2))
-    if train < LEAST * minutes:
+    minutes_each = min(SHARE * left, (left - measured) / 2)
+    if minutes_each < LEAST * minutes:
         raise ValueError(
             f'{minutes:g} minutes are too few: to prepare and to measure takes about {prepared + measured:.2g}. '
             f'Give at least {math.ceil((prepared + measured) / (1 - 2 * LEAST))}.')
-    return {'train': train, 'measure': measured}
+    return {'train': max(1e-3, minutes_each), 'measure': measured}
 
 
 def _trained(
@@ -188,12 +189,25 @@ def _trained(
     """The student in the best of its states, and the records of its training."""
     classes, images = found.measure != 'cosine', found.choosing
     chosen = Mapped(list(zip(images.images.split(BATCH), images.labels.split(BATCH), strict=True)))
-    records = train(
-        Recipe.load('shrink', [f'loss.embedding={str(not classes).lower()}']),
-        replace(found.data, val=chosen, labelled=classes), folder, teacher=model, student=student, minutes=minutes,
-        resume=True, progress=progress)
+    recipe = Recipe.load('shrink', [f'loss.embedding={str(not classes).lower()}'])
+    try:
+        records = train(recipe, replace(found.data, val=chosen, labelled=classes), folder, teacher=model,
+                        student=student, minutes=minutes, resume=True, progress=progress)
+    except BaseException:
+        _save_best(folder)
+        raise
     best = timm.create_model(f'local-dir:{folder / BEST}', pretrained=True)
     return best.to(next(model.parameters())).eval(), records
+
+
+def _save_best(folder: Path) -> None:
+    """Save the best state so far of a training that was interrupted, if there is one."""
+    states = [(score_of((read_run(folder).get('plan') or {}).get('start')), folder / START)]
+    for file in folder.glob(f'stage*/{HISTORY}'):
+        states.append((max(map(score_of, json.loads(file.read_text()))), file.parent / BEST))
+    best = max(states)[1]
+    if best.is_dir():
+        save_pretrained(timm.create_model(f'local-dir:{best}', pretrained=True), folder / BEST)
 
 
 def _write(verdict: Verdict, folder: Path, name: str) -> None:
