@@ -54,7 +54,7 @@ def test_compiled_models_are_timed_too(tiny, monkeypatch):
 
 
 def test_halting_is_timed_on_images(tiny):
-    models = {'base': tiny, 'ode': converted(tiny, halting='residual', halting_threshold=1e4)}
+    models = {'base': tiny, 'ode': converted(tiny, halting='entropy', halting_threshold=1e4)}
     with pytest.raises(ValueError, match='--data'):
         benchmark(models, **QUICK)
     found = benchmark(models, images=lambda model, count: torch.randn(count, 3, 32, 32), **QUICK)

@@ -119,7 +119,7 @@ def test_a_part_reloads_bit_for_bit(name, tmp_path):
     done = convert_(model, config_for(name, blocks=run, phases=run[1] - run[0] + 1))
     torch.testing.assert_close(model(x), before)
     done.restore()
-    convert_(model, config_for(name, blocks=run, time='vectors', steps=3))
+    convert_(model, config_for(name, blocks=run, time='low_rank', steps=3))
     again = reloaded(model, tmp_path / 'model')
     assert torch.equal(again(x), model(x))
     assert len({p.data_ptr() for p in again.parameters()}) == len(list(again.parameters()))
@@ -252,7 +252,7 @@ def test_an_interrupt_while_the_original_blocks_are_resized_leaves_the_converted
 def test_a_merged_model_changes_its_image_size_wholly_or_not_at_all():
     for name in ('swin_tiny_patch4_window7_224', 'deit_tiny_distilled_patch16_224'):
         model = build(name)
-        convert_(model, config_for(name, time='vectors'))
+        convert_(model, config_for(name, time='low_rank'))
         size = model.patch_embed.img_size
         other = tuple(2 * side for side in size)
         expected = copy.deepcopy(model)

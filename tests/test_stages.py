@@ -85,7 +85,7 @@ def test_it_learns_in_every_stage(pair):
 def test_shares_of_the_steps_are_drawn_for_every_stage():
     teacher, images = build('swin_tiny_patch4_window7_224')
     student = converted(teacher)
-    task = task_of(student, teacher, steps=(0.5, 1.0, 2.0)).train()
+    task = task_of(student, teacher, steps=('50%', '100%', '200%')).train()
     seen, odes = set(), [stage.blocks for stage in student.layers]
     for ode in odes:
         ode.register_forward_pre_hook(lambda ode, args: seen.add((ode.shared, ode.steps)))
@@ -111,7 +111,7 @@ def test_gradients_with_checkpointing_are_the_same():
 @pytest.mark.parametrize('settings, message', [
     (dict(jasmin_weight=1.), 'jasmin_weight needs one sequence of tokens with the prefix tokens first, but a Swin'),
     (dict(exits=(0.5,), exit_weight=1.), 'exit_weight needs one sequence'),
-    (dict(steps=(3,)), r'SwinTransformer has 2 stages with step counts of their own. Give shares of them, such as \[0.5'),
+    (dict(steps=(3,)), r'SwinTransformer has 2 stages with step counts of their own. Give shares of them, such as'),
     (dict(checkpoints='distance'), "checkpoints='distance' applies to models with one sequence of blocks"),
 ])
 def test_what_needs_one_sequence_is_refused(settings, message):

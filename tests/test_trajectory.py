@@ -231,7 +231,12 @@ def test_a_refused_call_changes_nobody(vit):
     (dict(checkpoints='distance'), 'needs calibration images'),
     (dict(kd_weight=-1), 'kd_weight must be a number of at least 0'),
     (dict(steps=[[]]), 'steps must be a list of whole numbers'), (dict(steps=6), 'steps must be a list of whole numbers'),
+    (dict(steps=[2.0]), "; got 2, which could be a number or a share. Write 2, or '200%'."),
+    (dict(steps=[1e308]), 'which could be a number or a share'), (dict(steps=[10 ** 9]), 'whole numbers from 1 to 10,000'),
+    (dict(steps=['1e308%']), 'steps must be a list'),
     (dict(steps=[6, 3], consistency_weight=0.1), 'compares the numbers of steps of one update'),
+    (dict(steps=[[4, 1], [2]], consistency_weight=1, trajectory_weight=0, kd_weight=0),
+     'consistency_weight alone trains nothing in updates with one number of steps, such as [2]'),
 ])
 def test_refuses_settings(vit, settings, message):
     with pytest.raises(ValueError) as e:
@@ -268,7 +273,7 @@ def test_the_class_token_is_known_at_any_image_size():
                                 num_classes=5, dynamic_img_size=True).eval()
     student = copy.deepcopy(teacher)
     convert_(student, method='euler')
-    weights = LossConfig().token_weights
+    weights = 0.45, 0.1, 0.45
     for size in ((16, 16), (12, 20)):  # of both, one has as many tokens as the other has patches
         images = torch.randn(2, 3, *size)
         found = TrajectoryDistillationTask(student, teacher, kd_weight=0., verbose=False)(images, None)['trajectory_loss']
@@ -312,9 +317,9 @@ def test_teacher_and_student_see_the_same_share_of_the_patches(vit, batch):
 
 def test_steps_may_be_shares_and_are_drawn_by_the_seed(vit, images):
     student, teacher = pair(vit)
-    assert LossConfig(steps=[0.5, 0.67, 1.0, 1.33, 2.0, 5]).counts(12) == ((6,), (8,), (12,), (16,), (24,), (5,))
+    assert LossConfig(steps=['50%', 0.67, '100%', '133%', '200%', 5]).counts(12) == ((6,), (8,), (12,), (16,), (24,), (5,))
     assert LossConfig(steps=[0.1]).counts(3) == ((1,),) and LossConfig().counts(3) is None
-    task = TrajectoryDistillationTask(student, teacher, steps=(1 / 3, 1.0, 2.0)).train()
+    task = TrajectoryDistillationTask(student, teacher, steps=('33.3%', '100%', '200%')).train()
 
     def drawn(seed):
         found = []

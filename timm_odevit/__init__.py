@@ -44,7 +44,7 @@ from .interop.put_tower import put_tower_
 from .interop.torchvision import from_torchvision
 from .interop.transformers import from_transformers
 from .ode.config import OdeConfig
-from .ode.integrate import integrate
+from .ode.solver import integrate
 from .ode.with_steps import with_steps
 from .reporting.report import write_report
 from .saving.push import push_to_hub

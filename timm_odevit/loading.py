@@ -13,14 +13,14 @@ from safetensors import SafetensorError, safe_open
 from timm.models import PretrainedCfg
 from torch import nn
 
-from .ode.config import PREFIX
+from .ode.config import LARGEST_STEPS, PREFIX
 from .settings import one_line, printable, shown
 
 __all__ = ['CONFIG', 'WEIGHTS', 'check_args', 'check_size', 'saved_in', 'weights_file']
 
 CONFIG, WEIGHTS = 'config.json', 'model.safetensors'
 # no timm model comes near these; numbers of any other name are at most _LARGEST_NUMBER
-_LARGEST = {'depth': 256, 'depths': 64, 'num_blocks': 256, 'layers': 256, f'{PREFIX}steps': 10_000,
+_LARGEST = {'depth': 256, 'depths': 64, 'num_blocks': 256, 'layers': 256, f'{PREFIX}steps': LARGEST_STEPS,
             f'{PREFIX}phases': 256, 'num_classes': 10_000_000}
 _LARGEST_NUMBER = 100_000
 _LARGEST_MODEL = 2 ** 31  # numbers in all tensors together
@@ -194,8 +194,9 @@ def check_args(where: str, cfg: dict[str, Any], args: Any) -> None:
         largest = _LARGEST.get(name, _LARGEST_NUMBER)
         if name in _CALLER:
             raise refused(f"gives '{name}', which only the caller of timm.create_model may give")
-        if isinstance(value, (int, float)) and not 0 <= value <= largest:  # nor NaN
-            raise refused(f'has {name} {shown(value)}; numbers from 0 to {largest:,} are allowed')
+        least = -largest if isinstance(value, float) else 0  # no size or count is below 0, but a scale may be
+        if isinstance(value, (int, float)) and not least <= value <= largest:  # nor NaN
+            raise refused(f'has {name} {shown(value)}; numbers from {least:,} to {largest:,} are allowed')
         if isinstance(value, (list, dict)) and len(value) > 10_000:
             raise refused(f'has {len(value)} entries in {name}')
         if any(isinstance(text, str) and (len(text) > 500 or not text.isprintable()) for text in (name, value)):

@@ -63,16 +63,15 @@ _PUBLISHED: dict[str, Any] = {
         *_DEIT_128, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12.},
         {'deit_tiny_cifar100': 100, 'deit_tiny_k6_cifar100': 100, 'deit_tiny_k6_cifar10': 10}),
     'odevit_tiny_native_two_r11_patch16_128': (
-        *_DEIT_128, {**_NATIVE, 'ode_time': 'low_rank', 'ode_averaged': True, 'ode_rank': 11, 'ode_phases': 2,
-                     'ode_init': 'svd_data'}, {'deit_tiny_cifar100': 100, 'deit_tiny_cifar10': 10}),
+        *_DEIT_128, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 11, 'ode_phases': 2, 'ode_init': 'svd_data'},
+        {'deit_tiny_cifar100': 100, 'deit_tiny_cifar10': 10}),
     'deit_tiny_patch16_128': (*_DEIT_128, None, {'cifar100': 100}),
 }
-_HUB = 'timm-odevit'
 
 
 def _published_cfg(name: str, cfg: dict[str, Any], classes: int) -> dict[str, Any]:
     """The configuration of a published model; its weights are in this package or, if not there, on the Hub."""
-    cfg = {**cfg, 'num_classes': classes, 'hf_hub_id': f'{_HUB}/{name}'}
+    cfg = {**cfg, 'num_classes': classes, 'hf_hub_id': f'timm-odevit/{name}'}
     here = Path(__file__).parent
     for folder in (here / 'published', here.parent / 'hub'):  # in an installed package, in a checkout
         if (folder / name / WEIGHTS).is_file():
@@ -112,13 +111,9 @@ def odevit_converted(
         base_args: dict[str, Any] | None = None,
         **kwargs: Any,
 ) -> nn.Module:
-    """Any converted model, as saved by `save_pretrained`.
+    """Any converted model: `base` is the timm name of its base model, `base_args` are keywords of that.
 
-    Args:
-        pretrained: Load weights from a folder or a Hub repo.
-        base: timm name of the base model.
-        base_args: Keywords of the base model.
-        **kwargs: Further keywords of the base model, and the `ode_*` keywords of OdeConfig.
+    Further keywords are those of the base model, too, and the `ode_*` keywords of OdeConfig.
     """
     cfg: Any = kwargs.get('pretrained_cfg')
     if saved_in(cfg):  # before the two sets of keywords are merged
@@ -227,10 +222,9 @@ def _build(base: str, config: OdeConfig, drop_path_rate: float = 0., named: bool
 
 
 def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
-    """Build the base with tensors for only one block of each kind; the other blocks of that kind share them.
+    """The base with tensors for only one block of each kind, which the others that will be converted share.
 
-    Only blocks that will not be converted have tensors of their own. The base is first built on the meta device to
-    inspect its blocks, and then with as few blocks as it allows, because all blocks of a ViT-L take a gigabyte.
+    It is built on the meta device to see its blocks, then with as few as it allows: those of a ViT-L take a gigabyte.
     """
     with on_meta():
         whole: Any = timm.create_model(base, **{**kwargs, 'device': None})
@@ -238,9 +232,8 @@ def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
     sites = find_stages(whole)
     orders = [kinds(site.blocks) for site in sites]
     known = inspect.signature(type(whole).__init__).parameters
-    key = next((k for k in ('depth', 'num_blocks', 'depths') if k in known), '')
-    if isinstance(whole, NaFlexVit):
-        key = 'depth'
+    key = 'depth' if isinstance(whole, NaFlexVit) else next(
+        (k for k in ('depth', 'num_blocks', 'depths') if k in known), '')
     # how many blocks, counted from the first, include every kind
     needed = [max(order.index(kind) for kind in set(order)) + 1 for order in orders]
     model: Any = None
@@ -253,8 +246,7 @@ def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
     if model is None or _outside(model) != _outside(whole):
         model = timm.create_model(base, **kwargs)
     for ours, theirs, order in zip(find_stages(model), sites, orders, strict=True):
-        few = ours.blocks
-        layers = []
+        few, layers = ours.host.blocks, []
         start, end = config.converted_layers(len(order))
         for i, (kind, whole_block) in enumerate(zip(order, theirs.blocks, strict=True)):
             first = few[order.index(kind)]
@@ -263,8 +255,7 @@ def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
             set_per_layer(layers[-1], [whole_block])
         if isinstance(getattr(theirs.host, 'depth', None), int):
             ours.host.depth = theirs.host.depth
-        sequential = isinstance(ours.host.blocks, nn.Sequential)
-        ours.host.blocks = nn.Sequential(*layers) if sequential else nn.ModuleList(layers)
+        ours.host.blocks = nn.Sequential(*layers) if isinstance(few, nn.Sequential) else nn.ModuleList(layers)
     if isinstance(getattr(whole, 'feature_info', None), list):
         model.feature_info = whole.feature_info
     return model

@@ -20,19 +20,17 @@ import timm
 import torch
 import yaml
 from timm.layers import set_fused_attn
-from timm.optim import create_optimizer_v2
 
-from timm_odevit import TrajectoryDistillationTask, convert_, evaluate
+from timm_odevit import FitConfig, TrajectoryDistillationTask, convert_, evaluate
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.ode.blocks import count_parameters
-from timm_odevit.training.monitor import muon_in_float32
+from timm_odevit.training.optimizer import create_optimizer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument('data')
 parser.add_argument('--teacher', default='deit_tiny_patch16_128.cifar100')
 parser.add_argument('--student', help='by default, the teacher with one block')
 parser.add_argument('--own', type=int, default=6, help='number of steps of the student')
-parser.add_argument('--averaged', action='store_true')
 parser.add_argument('--steps', type=yaml.safe_load, help='of each update, in YAML; its own by default')
 parser.add_argument('--consistency', type=float, default=0.)
 parser.add_argument('--minutes', type=float, default=8.)
@@ -52,33 +50,32 @@ teacher = timm.create_model(args.teacher, pretrained=True).eval()
 student = timm.create_model(args.student, pretrained=True).float() if args.student else convert_(
     copy.deepcopy(teacher), keep_original=False).model
 ode = student.blocks
-ode.config = replace(ode.config, steps=args.own, averaged=args.averaged)
+ode.config = replace(ode.config, steps=args.own)
 tasks = [TrajectoryDistillationTask(
     student, copy.deepcopy(teacher), steps=args.steps, consistency_weight=args.consistency, kd_weight=args.kd_weight,
     trajectory_weight=args.trajectory_weight, patch_drop=drop, verbose=False)
     for drop in (args.patch_drop, args.patch_drop if args.decay == 1 else 0.)]
 train, val, _ = array_loaders(args.data, student, batch_size=64, held_out=0.1)
 weight_decay = 0.05 if ode.config.time == 'autonomous' else 0.
-optimizer = create_optimizer_v2(student, opt='muon', lr=args.lr, weight_decay=weight_decay)
+optimizer = create_optimizer(student, FitConfig(epochs=1, opt='muon', lr=args.lr, weight_decay=weight_decay))
 rates = [group['lr'] for group in optimizer.param_groups]
 started, images, share = time.process_time(), 0, 0.
-with muon_in_float32():
-    while share < 1:
-        for x, y in train:
-            share = (time.process_time() - started) / 60 / args.minutes
-            if share >= 1:
-                break
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group['lr'] = rate * min(1., (images + 64) / 3200) * min(1., (1 - share) / args.decay)
-            task = tasks[share >= 1 - args.decay]
-            task.begin_update(images // 64, args.seed)
-            with torch.autocast('cpu', torch.bfloat16, enabled=args.amp):
-                loss = task.train()(x, y)['loss']
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(student.parameters(), 1.)
-            optimizer.step()
-            images += len(x)
+while share < 1:
+    for x, y in train:
+        share = (time.process_time() - started) / 60 / args.minutes
+        if share >= 1:
+            break
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group['lr'] = rate * min(1., (images + 64) / 3200) * min(1., (1 - share) / args.decay)
+        task = tasks[share >= 1 - args.decay]
+        task.begin_update(images // 64, args.seed)
+        with torch.autocast('cpu', torch.bfloat16, enabled=args.amp):
+            loss = task.train()(x, y)['loss']
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.)
+        optimizer.step()
+        images += len(x)
 batches, top1 = list(val), {}
 for counts, number in [(args.at, 5000)] if args.at else (
         ((1, 2, 3, 4, 5, 6), 5000), ((9, 12, 24), 2000), ((100,), 1000)):

@@ -10,7 +10,7 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 
 from ..ode.blocks import OdeBlocks, count_parameters
-from ..ode.config import OdeConfig
+from ..ode.config import FIELDS, OdeConfig
 from ..ode.methods import METHODS
 from ..ode.time_dependence import TimeField
 from .block_kinds import Site, class_token_comes_later, prefix_tokens
@@ -125,8 +125,8 @@ def _refuse_size(*args: Any, **kwargs: Any) -> None:
 def _logits(model: Any, state: Tensor) -> Tensor:
     """The logits [B, classes] that a model gives for a last state [B, N, D]."""
     if model.num_classes < 2:
-        raise ValueError("Halting by 'entropy' or 'confidence' needs class probabilities, but this model has fewer "
-                         "than two classes. Use 'acceleration' or 'residual', or set halting=None.")
+        raise ValueError("Halting by 'entropy' needs class probabilities, but this model has fewer "
+                         "than two classes. Use 'acceleration', or set halting=None.")
     found: Tensor = model.forward_head(model.norm(state))
     return found
 
@@ -214,10 +214,8 @@ class Conversion:
         per_step = None if config.adaptive else METHODS[config.method].evaluations
         solver = '; '.join(f'{steps} steps on [{t:g}, {end:g}]' for steps, t, end in self._grids)
         nfe = 'adaptive' if per_step is None else f'{sum(grid[0] for grid in self._grids) * per_step} evaluations'
-        native = config.field == 'native'
-        kept = "the base's own" if native else 'new: no biases, no qk-norm, CenterNorm instead of LayerNorm'
-        time = {'autonomous': 'autonomous', 'vectors': 'vectors of each layer',
-                'low_rank': f'vectors of each layer, residuals of rank {config.rank}'}[config.time]
+        time = 'autonomous' if config.time == 'autonomous' else 'vectors of each layer' + (
+            f', residuals of rank {config.rank}' if config.rank else '')
         if isinstance(config.boundaries, tuple):
             time += f", phases from layers {', '.join(map(str, (int(first.t), *config.boundaries)))}"
         share = 100 * self.parameters_after / self.parameters_before
@@ -227,7 +225,7 @@ class Conversion:
         return (
             f'{type(self.model).__name__}: {where} -> {count_in_words(self.blocks)}\n'
             f'  field       {config.field}, init {config.init}\n'
-            f'  sub-layers  {kept}\n'
+            f'  sub-layers  {FIELDS[config.field].about}\n'
             f'  time        {time}\n'
             f'  solver      {config.method}, {solver}, {nfe}\n'
             f'{tokens}'

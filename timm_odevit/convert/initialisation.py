@@ -8,10 +8,8 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from ..hooks import random_states_kept
-from ..ode.config import OdeConfig
-from ..ode.fields import Field
-from ..ode.lipschitz_field import LipschitzField
-from ..ode.skeleton import copy_module
+from ..ode.config import FIELDS, OdeConfig
+from ..ode.fields import Field, NativeField
 from ..ode.time_dependence import PiecewiseField, TimeField, matrix_shape, residual_key
 from .block_kinds import field_class, kinds, per_layer
 from .svd_data import Moments, aligning_orders, permuted
@@ -102,7 +100,7 @@ def _build(
     if config.init == 'spectral':
         _spectral_init(base)
     else:
-        layers = [_values(config.field, block) for block in members]
+        layers = [FIELDS[config.field].values(block) for block in members]
         if config.init == 'svd_data' and not next(base.parameters()).is_meta:
             layers, moments = _aligned(layers, members[0], group, first, moments)
         for name, parameter in base.named_parameters():
@@ -150,40 +148,11 @@ def _fill_residuals(
 
 def _structure(kind: str, members: Sequence[Any]) -> Field:
     """A field with the structure of some blocks; its weights are still to be filled in."""
-    first = members[0]
-    trainable = {name for block in members for name, p in block.named_parameters() if p.requires_grad}
-    if kind == 'native':
-        block = copy_module(first, hooks=False)  # hooks belong to the layer they were registered on
-        for name, parameter in block.named_parameters():
-            parameter.requires_grad_(name in trainable)
-        set_per_layer(block, members)
-        return field_class(block)(block).train(first.training)
-    attn, weight = first.attn, first.attn.qkv.weight
-    return LipschitzField(
-        dim=weight.shape[1],
-        num_heads=attn.num_heads,
-        head_dim=weight.shape[0] // (3 * attn.num_heads),
-        hidden=first.mlp.fc2.in_features,
-        act=copy_module(first.mlp.act, hooks=False),
-        attn_drop=attn.attn_drop.p,
-        proj_drop=attn.proj_drop.p,
-        drop_path=sum(getattr(b.drop_path1, 'drop_prob', 0.) or 0. for b in members) / len(members),
-        device=weight.device,
-        dtype=weight.dtype,
-    ).train(first.training).requires_grad_(bool(trainable))
-
-
-def _values(kind: str, block: Any) -> dict[str, Tensor]:
-    """The values that one block of the base gives the parameters of the field."""
-    if kind == 'native':
-        return {f'block.{name}': p for name, p in block.named_parameters()}
-    # LayerScale scales the rows of the projection before it; a field without LayerScale folds it into those rows.
-    return {
-        'norm1.weight': block.norm1.weight, 'norm1.bias': block.norm1.bias, 'qkv.weight': block.attn.qkv.weight,
-        'proj.weight': _scaled(block.attn.proj.weight, block.ls1), 'norm2.weight': block.norm2.weight,
-        'norm2.bias': block.norm2.bias, 'fc1.weight': block.mlp.fc1.weight,
-        'fc2.weight': _scaled(block.mlp.fc2.weight, block.ls2),
-    }
+    cls = field_class(members[0]) if FIELDS[kind] is NativeField else FIELDS[kind]
+    field = cls.like(members).train(members[0].training)
+    if isinstance(field, NativeField):
+        set_per_layer(field.block, members)
+    return field
 
 
 def _statistics(field: Field) -> list[tuple[str, Tensor]]:
@@ -245,8 +214,3 @@ def _seed(device: torch.device) -> None:
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     return torch.stack([tensor.to(dtype) for tensor in tensors]).mean(0)
-
-
-def _scaled(weight: Tensor, layer_scale: nn.Module) -> Tensor:
-    gamma = getattr(layer_scale, 'gamma', None)
-    return weight if gamma is None else weight * gamma[:, None]

@@ -27,7 +27,7 @@ def merge_(model: nn.Module) -> 'Merged':
     first.
 
     Args:
-        model: ODE-ViT with time 'vectors' or 'low_rank' and a fixed-step method.
+        model: ODE-ViT with time 'low_rank' and a fixed-step method.
 
     Returns:
         A Merged: print it for the memory, call its `restore()` to undo.

@@ -70,7 +70,7 @@ def choose_size(
         >>> print(convert_(vit, config))
     """
     one_of(('svd', 'svd_data'))('init', init)
-    plain = replace(config, time='autonomous', rank=0, phases=1, init='mean', averaged=False)
+    plain = replace(config, time='autonomous', rank=0, phases=1, init='mean')
     check_convertible(model, replace(plain, boundaries='uniform'))
     if config.boundaries != 'uniform':
         raise ValueError(f"choose_size chooses the phases, so boundaries must be 'uniform'; got {config.boundaries!r}. "
@@ -91,12 +91,12 @@ def choose_size(
     exact = replace(plain, phases=layers)
     if predict_parameters(model, exact) <= wanted:
         return exact
-    ranked = replace(plain, time='low_rank', rank=1, init=init, averaged=config.averaged)
+    ranked = replace(plain, time='low_rank', rank=1, init=init)
     if predict_parameters(model, ranked) <= wanted:
         ranks = range(1, 2 ** 16)
         largest = bisect_right(ranks, wanted, key=lambda r: predict_parameters(model, replace(ranked, rank=r)))
         return replace(ranked, rank=largest)
-    vectors = replace(plain, time='vectors', averaged=config.averaged)
+    vectors = replace(plain, time='low_rank')
     return vectors if predict_parameters(model, vectors) <= wanted else plain
 
 

@@ -123,19 +123,16 @@ def count_held_out(count: int, share: float) -> int:
 
 
 def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | None:
-    """From images [B, C, H, W] normalised for a model to images normalised for its teacher.
+    """A function from images [B, C, H, W] normalised for a model to images normalised for its teacher.
 
-    Returns:
-        A function of images; None if both expect the same, or if one does not say what it expects.
-
-    Raises:
-        ValueError: They take images with different numbers of channels.
+    None if both expect the same, or if one does not say what it expects. Raises ValueError if they take images with
+    different numbers of channels.
     """
     if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in (model, teacher) for key in ('mean', 'std')):
         return None
+    cfgs = [resolve_input_data_config(unwrap_model(m)) for m in (model, teacher)]
     (mean, mean_t), (std, std_t) = (
-        [torch.tensor(resolve_input_data_config(unwrap_model(m))[key]).view(1, -1, 1, 1) for m in (model, teacher)]
-        for key in ('mean', 'std'))
+        [torch.tensor(cfg[key]).view(1, -1, 1, 1) for cfg in cfgs] for key in ('mean', 'std'))
     if mean.shape != mean_t.shape:
         raise ValueError(f'The teacher takes images with {mean_t.shape[1]} channels, the model with {mean.shape[1]}. '
                          'Give a teacher with as many channels as the model.')

@@ -12,7 +12,6 @@ from ..convert.merge import check_not_merged
 from ..hooks import evaluating, hooked
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import HALTING
-from ..ode.halting import Scores
 from ..ode.methods import METHODS
 from ..settings import number, one_of
 from .accuracy import check_labels, images_and_labels, in_batches
@@ -72,7 +71,7 @@ def calibrate_halting(
         model: ODE-ViT with one sequence of blocks, a fixed-step method and a head.
         loader: Batches (images [B, C, H, W], labels [B]), or one pair of tensors; or batches of images alone, whose
             answers in the full run then count as right.
-        rule: 'entropy', 'confidence', 'acceleration' or 'residual'; see `OdeConfig.halting`.
+        rule: 'entropy' or 'acceleration'; see `OdeConfig.halting`.
         max_drop: Largest loss of top-1 accuracy, as a share of all images: 0.005 for half a percentage point.
         progress: Show a progress bar.
 
@@ -92,7 +91,7 @@ def calibrate_halting(
 
     Source: entropy along the way: Loop-ViT, arXiv 2602.02156.
     """
-    rule, max_drop = one_of(HALTING)('rule', rule), number(0., 1.)('max_drop', max_drop)
+    rule, max_drop = one_of(tuple(HALTING))('rule', rule), number(0., 1.)('max_drop', max_drop)
     blocks = _blocks(model)
     replace(blocks.config, halting=rule)  # refuses an adaptive method
     if blocks.readout is None or blocks.after or not getattr(model, 'num_classes', 0):
@@ -132,7 +131,7 @@ def _scores(
     logits, states = _run(model, blocks, images)
     if not logits.isfinite().all():
         raise ValueError(f'The logits of this {type(model).__name__} are not finite for some images.')
-    score = Scores(rule, blocks.readout)
+    score = HALTING[rule](blocks.readout)
     scores = [score(before, after, step.h) for before, after, step in zip(
         states[:-1], states[1:], blocks.solver, strict=True)]
     answers = torch.stack([blocks.readout(state).argmax(dim=-1) for state in states[1:]], dim=1)

@@ -158,8 +158,6 @@ def _settings(
 def _students(model: nn.Module, found: Images, config: OdeConfig) -> tuple[nn.Module, nn.Module | None, list[str]]:
     """The student, the plain one of equal size if timm can build it, and what was done in words."""
     torch.manual_seed(0)  # whatever a search has drawn
-    if config.time != 'autonomous':
-        config = replace(config, averaged=True)
     student = copy.deepcopy(model).requires_grad_(True)
     few = found.learned.images[:SAMPLE].to(next(model.parameters()).device)
     done = convert_(student, config, images=few, keep_original=False)

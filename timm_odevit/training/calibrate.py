@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from timm.utils import random_seed
 from torch import Tensor, nn
 
 from ..data.config import DataConfig
@@ -67,6 +68,7 @@ def calibrate_(
     recipe = _recipe(config)
     student, device = copy.deepcopy(model), next(model.parameters()).device
     with lent(teacher), random_states_kept(device):
+        random_seed(recipe.seed)
         few = list(islice(data.train, JUDGED))
         history, state = run_stages(
             recipe, student, teacher, replace(data, val=few), few[0][0][:1], Plan(),

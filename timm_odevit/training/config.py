@@ -6,7 +6,7 @@ from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 
 from ..hooks import AMP_DTYPES
-from ..ode.config import MOST_STEPS
+from ..ode.config import LARGEST_STEPS
 from ..settings import Settings, flag, integer, many, number, one_of, setting, shown, suggest
 
 __all__ = ['MINUTES', 'CalibrationConfig', 'FitConfig', 'LossConfig']
@@ -102,7 +102,7 @@ def _number_of_steps(k: Any) -> Any:
     if isinstance(k, str) and k.endswith('%'):
         number(0., 10_000., open='(')('share', float(k[:-1]))
         return k
-    if isinstance(k, bool) or integer(1)('steps', k) > MOST_STEPS:
+    if isinstance(k, bool) or integer(1)('steps', k) > LARGEST_STEPS:
         raise ValueError
     return int(k)
 
@@ -117,7 +117,7 @@ def _steps(name: str, value: Any) -> Any:
         checked = [tuple(map(_number_of_steps, of)) for of in updates]
     except (TypeError, ValueError) as e:
         found = str(e) if str(e).startswith('; got') else f'; got {shown(value)}.'
-        raise ValueError(f"{name} must be a list of whole numbers from 1 to {MOST_STEPS:,}, of shares of the student's "
+        raise ValueError(f"{name} must be a list of whole numbers from 1 to {LARGEST_STEPS:,}, of shares of the student's "
                          "own number of steps, such as ['50%', '100%', '200%'], or of several of these for one update, "
                          f'such as [[6, 1], [6, 3]]{found}') from None
     return tuple(of if isinstance(k, (tuple, list)) else of[0] for k, of in zip(value, checked, strict=True))
@@ -215,8 +215,8 @@ class LossConfig(Settings):
             return None
         counts = tuple(tuple(k if isinstance(k, int) else max(1, round(float(k[:-1]) / 100 * own)) for k in of)
                        for of in self.of_updates)
-        if max(map(max, counts)) > MOST_STEPS:
-            raise ValueError(f'steps={self.steps} of {own} are more than {MOST_STEPS:,} steps. Give smaller shares.')
+        if max(map(max, counts)) > LARGEST_STEPS:
+            raise ValueError(f'steps={self.steps} of {own} are more than {LARGEST_STEPS:,} steps. Give smaller shares.')
         return counts
 
 

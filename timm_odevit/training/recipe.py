@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from ..data.config import DataConfig
-from ..ode.config import OdeConfig
+from ..ode.config import GONE, OdeConfig
 from ..settings import Check, Settings, flag, integer, one_of, setting, suggest
 from .config import COMPILED, FitConfig, LossConfig
 from .yaml_text import change_entry, read
@@ -132,7 +132,7 @@ class Recipe(Settings):
         >>> recipe = Recipe.load('low_rank', ['ode.rank=8', 'stages.1.fit.epochs=20'])
         >>> print(recipe.to_yaml())
     """
-    ode: dict[str, Any] | None = setting(None, _section(OdeConfig.names()))
+    ode: dict[str, Any] | None = setting(None, _section([*OdeConfig.names(), *GONE]))
     model: str | None = setting(None, _name)
     model_args: dict[str, Any] | None = setting(None, _section())
     data: dict[str, Any] | None = setting(None, _section(DataConfig.names()))
@@ -173,7 +173,7 @@ class Recipe(Settings):
     @property
     def config(self) -> OdeConfig:
         """The settings of the conversion."""
-        return OdeConfig(**(self.ode or {}))
+        return OdeConfig.from_args(self.ode or {}, 'ode', prefix='')
 
     def loss_of(self, stage: Stage) -> LossConfig:
         """The loss settings of a stage: the recipe's, overridden by its own."""
