@@ -19,7 +19,7 @@ from ..convert.svd_data import check_images
 from ..distributed import rank_and_world
 from ..settings import one_line
 from .config import Reading
-from .preprocessing import check_names, class_names, count_held_out, data_config, dtype_of, labels_by_name
+from .preprocessing import check_names, class_names, count_held_out, data_config, dtype_of, labels_by_name, shuffled
 
 __all__ = ['ArrayLoader', 'checked_labels', 'npz_classes', 'read_npz', 'read_tensors']
 
@@ -59,13 +59,12 @@ class ArrayLoader:
         """The indices of the images of each batch."""
         order, (rank, world) = torch.arange(self.count), rank_and_world() if self.train else (0, 1)
         if self.train:  # the same for all processes
-            seed = (self.seed * 1_000_003 + self.epoch) % 2 ** 63
-            order = torch.randperm(self.count, generator=torch.Generator().manual_seed(seed))
+            order = shuffled(self.count, (self.seed * 1_000_003 + self.epoch) % 2 ** 63)
         for batch in order.split(self.batch_size * world)[:len(self)]:
             yield batch[rank::world].to(self.labels.device)
 
     def sample(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        index = torch.randperm(self.count, generator=torch.Generator().manual_seed(seed))[:count].to(self.labels.device)
+        index = shuffled(self.count, seed)[:count].to(self.labels.device)
         return self.prepare(self.images[index]).cpu(), self.labels[index].cpu()
 
     def sha256(self) -> str:
@@ -88,14 +87,14 @@ def read_tensors(images: Tensor, labels: Any, to: Reading) -> tuple[dict[str, An
     """The loaders of images [N, C, H, W] and labels [N], which are not augmented; no names; the number of classes."""
     check_images(images)
     number = 0 if to.any_classes else to.model.num_classes
-    used = checked_labels(labels, len(images), number) if to.labels else torch.zeros(len(images), dtype=torch.long)
-    used, parts = used.to(images.device), {'train': torch.arange(len(images), device=images.device)}
+    used = checked_labels(labels, len(images), number).cpu() if to.labels else torch.zeros(len(images)).long()
+    parts = {'train': torch.arange(len(images))}
     if to.share:
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(to.seed)).to(images.device)
-        held = count_held_out(len(images), to.share)
+        order, held = shuffled(len(images), to.seed), count_held_out(len(images), to.share)
         parts = {'train': order[held:], 'val': order[:held or None]}  # a single image is in both
     dtype = dtype_of(to.model)
-    loaders = _loaders({part: (images[i], used[i]) for part, i in parts.items()}, lambda x: x.to(dtype), None, to)
+    pairs = {part: (images[i.to(images.device)], used[i].to(images.device)) for part, i in parts.items()}
+    loaders = _loaders(pairs, lambda x: x.to(dtype), None, to)
     return loaders, None, (number or int(used.max()) + 1) if to.labels else 0
 
 

@@ -27,6 +27,7 @@ from .preprocessing import (
     image_mode,
     labels_by_name,
     read_image,
+    shuffled,
 )
 
 __all__ = ['files_in', 'folder_classes', 'folder_parts', 'read_folder']
@@ -84,7 +85,7 @@ class FileLoader(DataLoader):
                           f"'{self.files.samples[unreadable[0]][0]}'.", RuntimeWarning, stacklevel=2)
 
     def sample(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(seed)).tolist()
+        order = shuffled(self.count, seed).tolist()
         pairs = list(islice((pair for pair in map(self.files.__getitem__, order) if pair[1] != _UNREADABLE), count))
         return torch.stack([image for image, _ in pairs]), torch.tensor([label for _, label in pairs])
 
@@ -213,6 +214,8 @@ def folder_parts(root: str | Path) -> dict[str, Path]:
         raise ValueError(f"There is no folder '{root}'. Give a folder with one sub-folder of images per class.")
     folders = [child for child in sorted(root.iterdir()) if child.is_dir() and not child.name.startswith('.')]
     named = [child for child in folders if child.name.lower() in _PARTS]
+    if not named:
+        return {}
     others = [child for child in folders if child not in named and _has_images(child, below=True)]
     flat = [child for child in named if _has_images(child)]
     of_classes = [child for child in named if child not in flat and _has_images(child, below=True)]
@@ -286,7 +289,7 @@ def _divided(samples: Samples, classes: int, to: Reading) -> dict[str, Samples]:
         members[sample[1]].append(sample)
     parts: dict[str, Samples] = {'train': [], 'val': []}
     for i, of in enumerate(members):
-        order = torch.randperm(len(of), generator=torch.Generator().manual_seed(to.seed + i)).tolist()
+        order = shuffled(len(of), to.seed + i).tolist()
         held = count_held_out(len(of), to.share)
         parts['train'] += [of[j] for j in sorted(order[held:])]
         parts['val'] += [of[j] for j in sorted(order[:held])]
