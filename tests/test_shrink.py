@@ -198,7 +198,7 @@ def test_an_interrupted_training_keeps_the_best_so_far_and_goes_on(model, tmp_pa
     first[torch.randperm(40, generator=torch.Generator().manual_seed(0))[-1]] += 1  # which is learned from
     for wrong, message in ((dict(minutes=2 * M), 'was made with minutes 0.03, but this run has 0.06'),
                            (dict(images=first), "The data of the run in '.*' is not this one's"),
-                           (dict(images=(x, torch.zeros(40, dtype=torch.long))), 'The data of the run')):
+                           (dict(images=(x, torch.ones(40, dtype=torch.long))), 'The data of the run')):
         with pytest.raises(ValueError, match=message):
             shrink(model, **{'images': x, 'out': tmp_path, 'size': 0.5, 'minutes': M, 'resume': True, 'progress': False, **wrong})
     calls[:] = ['', '', '']  # no more interrupts
@@ -211,7 +211,7 @@ def test_the_smallest_size_that_keeps_enough(model, monkeypatch, needed):
     total = count_parameters(model)
     monkeypatch.setattr(size, 'calibrate_', lambda *args, **kwargs: None)
     monkeypatch.setattr(size, 'value_of', lambda student, *rest: 100. * (count_parameters(student) >= needed * total))
-    config = size.smallest_size(model, read_images(images(), model), OdeConfig(), 0.9, 1., False)
+    config = size.smallest_size(read_images(images(), model), OdeConfig(), 0.9, 1., False)
     parameters = count_parameters(convert_(model, config, images=images(8)).model)
     assert parameters >= needed * total and (needed == 1. or parameters < total * (needed + 0.4))
 
@@ -323,7 +323,7 @@ def test_command(model, tmp_path, monkeypatch, capsys, few):
 def test_few_images_or_minutes_get_a_larger_student(model, number, minutes, share):
     found = read_images(images(), model)
     found = found._replace(data=SimpleNamespace(count=lambda: number))
-    assert size.suitable(model, found, minutes) == share
+    assert size.suitable(found, minutes) == share
 
 
 def test_an_embedding_is_followed_by_its_cosine(model, tmp_path, few):
@@ -363,8 +363,8 @@ def test_folders_of_any_kind(model, tmp_path, names):
 
 def test_a_size_that_keeps_a_share_is_searched_once(model, tmp_path, monkeypatch, few):
     monkeypatch.setattr(size, 'calibrate_', lambda *args, **kwargs: None)
-    calls, original = [], run.smallest_size
-    monkeypatch.setattr(run, 'smallest_size', lambda *args: (calls.append(args), original(*args))[1])
+    calls, original = [], size.smallest_size
+    monkeypatch.setattr(size, 'smallest_size', lambda *args: (calls.append(args), original(*args))[1])
     found = shrink(model, images(), tmp_path, keep='60%', minutes=M, progress=False)
     again = shrink(model, images(), tmp_path, keep='60%', minutes=M, resume=True, progress=False)
     assert found.keep == 0.6 and len(calls) == 1 and [row.value for row in again.rows] == [row.value for row in found.rows]

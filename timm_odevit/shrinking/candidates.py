@@ -24,7 +24,7 @@ from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.with_steps import with_steps
 from ..saving.save import describe
 from ..settings import one_line
-from .judge import Held, Images, margin, outputs_of, score, scores
+from .judge import Held, Material, margin, outputs_of, score, scores
 
 __all__ = ['Candidate', 'Row', 'candidates', 'early_exit', 'measure', 'operations', 'plain_student']
 
@@ -180,21 +180,20 @@ def measure(
     return rows, notes
 
 
-def early_exit(student: nn.Module, found: Images) -> Row | None:
+def early_exit(student: nn.Module, material: Material) -> Row | None:
     """The student that halts image by image, by a threshold from the images that choose; None if it cannot."""
-    halting = copy.deepcopy(student)
-    if found.measure == 'cosine':
+    halting, judging, kind = copy.deepcopy(student), material.judging, material.measure
+    if kind == 'cosine':
         return None
     try:
-        calibrated = calibrate_halting(halting, found.choosing[:2])
+        calibrated = calibrate_halting(halting, material.choosing[:2])
     except (TypeError, ValueError):
         return None
     calibrated.apply_(halting)
-    each = scores(outputs_of(halting, found.judging.images), found.judging, found.measure)
-    steps = find_ode_blocks(student)[0].steps
-    one, whole = (operations(with_steps(student, k), found.judging.images[:1]) for k in (1, steps))
+    each, steps = scores(outputs_of(halting, judging.images), judging, kind), find_ode_blocks(student)[0].steps
+    one, whole = (operations(with_steps(student, k), judging.images[:1]) for k in (1, steps))
     share = (calibrated.nfe / calibrated.full_nfe * steps - 1) / max(1, steps - 1)
-    return Row('student', f'student, K = {steps}, early exit', '', None, *score(each, found.measure), 0., None,
+    return Row('student', f'student, K = {steps}, early exit', '', None, *score(each, kind), 0., None,
                one + share * (whole - one))
 
 

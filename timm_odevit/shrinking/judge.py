@@ -11,7 +11,7 @@ from ..data.config import DataConfig
 from ..data.read import Data, read_data
 from ..hooks import evaluating
 
-__all__ = ['BATCH', 'SAMPLE', 'Held', 'Images', 'margin', 'outputs_of', 'read_images', 'score', 'scores', 'value_of']
+__all__ = ['BATCH', 'SAMPLE', 'Held', 'Material', 'margin', 'outputs_of', 'read_images', 'score', 'scores', 'value_of']
 
 BATCH = 64
 HELD = 2048  # images that choose and judge, at most
@@ -28,11 +28,12 @@ class Held(NamedTuple):
     outputs: Tensor
 
 
-class Images(NamedTuple):
-    """Images to shrink a model by.
+class Material(NamedTuple):
+    """A model to shrink, and images to shrink it by.
 
     Attributes:
-        data: All of them, to learn from.
+        model: The model.
+        data: All images, to learn from.
         choosing: Images held out that choose the best state of a training.
         judging: Others, which judge the result: those kept for that, if there are labels.
         learned: Some of those that are learned from, not augmented.
@@ -40,6 +41,7 @@ class Images(NamedTuple):
             classes; or 'cosine' with its embeddings.
         why: Why it is not accuracy, in a sentence.
     """
+    model: nn.Module
     data: Data
     choosing: Held
     judging: Held
@@ -48,8 +50,8 @@ class Images(NamedTuple):
     why: str
 
 
-def read_images(source: Any, model: nn.Module, embedding: bool = False) -> Images:
-    """Read images, in any form that `shrink` takes; raises ValueError for none, or if they do not fit the model."""
+def read_images(source: Any, model: nn.Module, embedding: bool = False) -> Material:
+    """Read images, in any form that `shrink` takes; raises ValueError if they do not fit the model."""
     classes: Any = 0 if embedding else getattr(model, 'num_classes', 0)
     if classes == 1:
         raise ValueError('The model has one output, with which every student would agree. Give a model with classes or '
@@ -73,7 +75,7 @@ def read_images(source: Any, model: nn.Module, embedding: bool = False) -> Image
     parts = (images[:half], labels[:half]), judging, data.sample('train', max(len(judging[0]), SAMPLE))
     if measure != 'accuracy':
         data = replace(data, train=Mapped(data.train, unlabelled))
-    return Images(data, *(_held(model, *part, measure) for part in parts), measure, why)
+    return Material(model, data, *(_held(model, *part, measure) for part in parts), measure, why)
 
 
 def _held(model: nn.Module, images: Tensor, labels: Tensor, measure: str) -> Held:

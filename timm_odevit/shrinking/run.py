@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..benchmark import peak_of, processor
-from ..convert.conversion import convert_
-from ..convert.sizing import choose_size, parse_size
+from ..convert.sizing import parse_size
 from ..data.batches import Mapped
 from ..data.preprocessing import model_name
 from ..distributed import alone_in
@@ -33,15 +32,15 @@ from ..training.resume import BEST, HISTORY, RUN, START, check_about, hash_of, r
 from ..training.run import train
 from ..training.tasks import TrajectoryDistillationTask
 from .candidates import Candidate, candidates, early_exit, measure, plain_student
-from .judge import BATCH, SAMPLE, Images, outputs_of, read_images
-from .size import base_settings, smallest_size, suitable
+from .judge import BATCH, Material, outputs_of, read_images
+from .size import SHARE, base_settings, converted, settings
 from .verdict import Verdict, dominated
 
 __all__ = ['shrink']
 
 FEW = 100  # images to judge by, of which the 95 % interval of a share is ± 10 points
 PART = 8  # of a batch, by which its memory is estimated
-SHARE, LEAST = 0.45, 0.1  # of the minutes for each of the two students, at most and at least
+LEAST = 0.1  # of the minutes for each of the two students
 MEASURED = 20  # times as long as for the original, about, for all that is measured
 
 
@@ -101,30 +100,33 @@ def shrink(
     with alone_in(folder), random_states_kept(next(model.parameters()).device):
         began = time.perf_counter()
         torch.manual_seed(0)
-        found = read_images(images, model, embedding)
-        asked = {'model sha256': hash_of(model.state_dict().values()), 'data sha256': found.data.sha256(), 'size': size,
-                 'keep': share, 'minutes': minutes, 'embedding': embedding}
+        material = read_images(images, model, embedding)
+        asked = {'model sha256': hash_of(model.state_dict().values()), 'data sha256': material.data.sha256(),
+                 'size': size, 'keep': share, 'minutes': minutes, 'embedding': embedding}
         check_about(folder, asked)
-        say(_about_images(found))
+        about = [_about_images(material)]
+        say(about[0])
         plan = read_run(folder)
         if 'ode' not in plan:
-            plan['ode'] = _settings(model, found, size, share, minutes, progress).to_args()
-        student, plain, about = _students(model, found, OdeConfig.from_args(plan['ode'], 'shrink'))
+            plan['ode'] = settings(material, size, share, minutes, progress).to_args()
+        torch.manual_seed(0)  # whatever a search has drawn
+        student, done = converted(material, OdeConfig.from_args(plan['ode'], 'shrink'))
+        plain = plain_student(material.model, count_parameters(student))
         if 'train' not in plan:
-            plan.update(_minutes(model, found, folder, minutes, began))
+            plan.update(_minutes(material, folder, minutes, began))
         write_text(folder / RUN, to_json({**asked, **plan}))
-        about.append(_about_minutes(minutes, plan, plain, _memory(student, model, found)))
-        say('\n'.join(about))
-        student, records = _trained(student, model, found, plan['train'], folder / 'student', progress)
+        about += [f'{model_name(student)}: {done}', _about_minutes(minutes, plan, plain, _memory(student, material))]
+        say('\n'.join(about[1:]))
+        student, records = _trained(student, material, plan['train'], folder / 'student', progress)
         if plain is not None:
-            plain, _ = _trained(plain, model, found, plan['train'], folder / 'plain', progress)
-        rows, notes = measure([*candidates(model, student, plain)], found.judging, found.measure, folder / 'files',
-                              progress=say)
+            plain, _ = _trained(plain, material, plan['train'], folder / 'plain', progress)
+        rows, notes = measure([*candidates(material.model, student, plain)], material.judging, material.measure,
+                              folder / 'files', progress=say)
         verdict = Verdict(
-            rows=(*rows, *filter(None, [early_exit(student, found)])), measure=found.measure, keep=share or 0.95,
-            images=len(found.judging.images), about=(_about_images(found), *about, *notes),
-            outlook=_outlook(student, found, records), machine=f'{processor()}, {torch.get_num_threads()} threads')
-        _write(verdict, folder, model_name(model))
+            rows=(*rows, *filter(None, [early_exit(student, material)])), measure=material.measure, keep=share or 0.95,
+            images=len(material.judging.images), about=(*about, *notes), outlook=_outlook(student, material, records),
+            machine=f'{processor()}, {torch.get_num_threads()} threads')
+        _write(verdict, folder, model_name(student))
     return verdict
 
 
@@ -146,56 +148,37 @@ def _check(model: nn.Module, folder: Path, size: Any, keep: Any, resume: bool) -
     return None if keep is None else number(0., 1., open='()')('keep', keep)
 
 
-def _settings(
-        model: nn.Module, found: Images, size: Any, keep: float | None, minutes: float, progress: bool,
-) -> OdeConfig:
-    base = base_settings(model)
-    if keep is not None:
-        return smallest_size(model, found, base, keep, minutes / 4, progress)
-    return choose_size(model, suitable(model, found, SHARE * minutes) if size is None else size, base, init='svd_data')
-
-
-def _students(model: nn.Module, found: Images, config: OdeConfig) -> tuple[nn.Module, nn.Module | None, list[str]]:
-    """The student, the plain one of equal size if timm can build it, and what was done in words."""
-    torch.manual_seed(0)  # whatever a search has drawn
-    student = copy.deepcopy(model).requires_grad_(True)
-    few = found.learned.images[:SAMPLE].to(next(model.parameters()).device)
-    done = convert_(student, config, images=few, keep_original=False)
-    return student, plain_student(model, count_parameters(student)), [f'{model_name(model)}: {done}']
-
-
-def _minutes(model: nn.Module, found: Images, folder: Path, minutes: float, began: float) -> dict[str, float]:
+def _minutes(material: Material, folder: Path, minutes: float, began: float) -> dict[str, float]:
     """Minutes to train each student, and to measure, by measuring the original."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=folder) as aside:  # what cannot be written is refused here
-        measure([Candidate('original', 'original', model)], found.judging, found.measure, Path(aside),
+        measure([Candidate('original', 'original', material.model)], material.judging, material.measure, Path(aside),
                 progress=lambda *_: None)
     prepared, measured = ((time.perf_counter() - since) / 60 for since in (began, started))
     measured *= MEASURED
-    left = minutes - prepared
-    minutes_each = min(SHARE * left, (left - measured) / 2)
-    if minutes_each < LEAST * minutes:
+    each = min(SHARE * (minutes - prepared), (minutes - prepared - measured) / 2)
+    if each < LEAST * minutes:
         raise ValueError(
             f'{minutes:g} minutes are too few: to prepare and to measure takes about {prepared + measured:.2g}. '
             f'Give at least {math.ceil((prepared + measured) / (1 - 2 * LEAST))}.')
-    return {'train': max(1e-3, minutes_each), 'measure': measured}
+    return {'train': max(1e-3, each), 'measure': measured}
 
 
 def _trained(
-        student: nn.Module, model: nn.Module, found: Images, minutes: float, folder: Path, progress: bool,
+        student: nn.Module, material: Material, minutes: float, folder: Path, progress: bool,
 ) -> tuple[nn.Module, list[dict[str, Any]]]:
     """The student in the best of its states, and the records of its training."""
-    classes, images = found.measure != 'cosine', found.choosing
-    chosen = Mapped(list(zip(images.images.split(BATCH), images.labels.split(BATCH), strict=True)))
-    recipe = Recipe.load('shrink', [f'loss.embedding={str(not classes).lower()}'])
+    classes, (images, labels, _) = material.measure != 'cosine', material.choosing
+    chosen = Mapped(list(zip(images.split(BATCH), labels.split(BATCH), strict=True)))
+    recipe = Recipe.load('shrink', [] if classes else ['loss.embedding=true'])
     try:
-        records = train(recipe, replace(found.data, val=chosen, labelled=classes), folder, teacher=model,
+        records = train(recipe, replace(material.data, val=chosen, labelled=classes), folder, teacher=material.model,
                         student=student, minutes=minutes, resume=True, progress=progress)
     except BaseException:
         _save_best(folder)
         raise
     best = timm.create_model(f'local-dir:{folder / BEST}', pretrained=True)
-    return best.to(next(model.parameters())).eval(), records
+    return best.to(next(student.parameters())).eval(), records
 
 
 def _save_best(folder: Path) -> None:
@@ -218,22 +201,22 @@ def _write(verdict: Verdict, folder: Path, name: str) -> None:
         write_text(folder / 'verdict.html', verdict.to_html(f'{name}: is a smaller one worth it?'))
 
 
-def _memory(student: nn.Module, model: nn.Module, found: Images) -> float:
+def _memory(student: nn.Module, material: Material) -> float:
     """About how many bytes training takes: weights, gradients, states of the optimizer, and what an update computes."""
-    few = found.learned.images[:PART].to(next(student.parameters()).device)
+    few = material.learned.images[:PART].to(next(student.parameters()).device)
     task = TrajectoryDistillationTask(
-        student, copy.deepcopy(model), embedding=found.measure == 'cosine', verbose=False)
+        student, copy.deepcopy(material.model), embedding=material.measure == 'cosine', verbose=False)
     update = peak_of(lambda: task(few, None)['loss'].backward(), few.device)
     student.zero_grad()
-    weights = sum(p.nbytes for p in model.parameters()) + 4 * sum(p.nbytes for p in student.parameters())
-    return weights + update * min(BATCH, found.data.count()) / len(few)
+    weights = sum(p.nbytes for p in material.model.parameters()) + 4 * sum(p.nbytes for p in student.parameters())
+    return weights + update * min(BATCH, material.data.count()) / len(few)
 
 
-def _about_images(found: Images) -> str:
-    why = '' if found.measure == 'accuracy' else f'; labels are not used, because {printable(found.why)}'
-    few = ' (few: small differences mean nothing)' if len(found.judging.images) < FEW else ''
-    return (f'{found.data.count():,} images to learn from, {len(found.choosing.images):,} to choose the best state, '
-            f'{len(found.judging.images):,} to judge by {found.measure}{few}{why}')
+def _about_images(material: Material) -> str:
+    why = '' if material.measure == 'accuracy' else f'; labels are not used, because {printable(material.why)}'
+    few = ' (few: small differences mean nothing)' if len(material.judging.images) < FEW else ''
+    return (f'{material.data.count():,} images to learn from, {len(material.choosing.images):,} to choose the best '
+            f'state, {len(material.judging.images):,} to judge by {material.measure}{few}{why}')
 
 
 def _about_minutes(minutes: float, plan: dict[str, Any], plain: nn.Module | None, memory: float) -> str:
@@ -243,19 +226,18 @@ def _about_minutes(minutes: float, plan: dict[str, Any], plain: nn.Module | None
             f'to measure; about {memory / 1e9:.1f} GB of memory')
 
 
-def _outlook(student: nn.Module, found: Images, records: list[dict[str, Any]]) -> tuple[str, ...]:
+def _outlook(student: nn.Module, material: Material, records: list[dict[str, Any]]) -> tuple[str, ...]:
     """What more minutes or images would change, as far as the training tells."""
-    stages = sorted({record['stage'] for record in records})  # the last but one has a constant learning rate
-    constant = [score_of(record) * (100. if found.measure == 'cosine' else 1.)
-                for record in records if record['stage'] == stages[-2:][0]]
+    stages, unit = sorted({record['stage'] for record in records}), 100. if material.measure == 'cosine' else 1.
+    constant = [unit * score_of(record) for record in records if record['stage'] == stages[-2:][0]]  # learning rate
     half, said = len(constant) // 2, ['The student had time for a few updates only: more minutes would help.']
     if half >= 2:
         gained = max(constant[half:]) - max(constant[:half])
         said = [f'In the second half of its training at a constant learning rate, the student gained {gained:.1f} '
                 f"points: more minutes would {'help' if gained > 1 else 'change little'}."]
-    if found.measure != 'cosine':
+    if material.measure != 'cosine':
         known, others = (100. * float((outputs_of(student, held.images).argmax(dim=-1) == held.outputs.argmax(
-            dim=-1)).double().mean()) for held in (found.learned, found.judging))
+            dim=-1)).double().mean()) for held in (material.learned, material.judging))
         said.append(f'It gives the class of the original for {known:.1f} % of images that it learned from and for '
                     f'{others:.1f} % of others: '
                     f"more images would {'help' if known - others > 5 else 'change little'}.")
