@@ -53,9 +53,9 @@ class Material(NamedTuple):
 def read_images(source: Any, model: nn.Module, embedding: bool = False) -> Material:
     """Read images, in any form that `shrink` takes; raises ValueError if they do not fit the model."""
     classes: Any = 0 if embedding else getattr(model, 'num_classes', 0)
-    if classes == 1:
-        raise ValueError('The model has one output, with which every student would agree. Give a model with classes or '
-                         'embeddings.')
+    if getattr(model, 'num_classes', 0) == 1:
+        raise ValueError('The model has one output (num_classes=1), with which every student would agree. Give a model '
+                         'with classes or embeddings.')
     data = read_data(source, model, DataConfig(batch_size=BATCH), labels=False if embedding else None,
                      held_out=HELD_OUT)
     if data.val is None:

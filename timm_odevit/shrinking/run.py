@@ -156,12 +156,12 @@ def _minutes(material: Material, folder: Path, minutes: float, began: float) -> 
                 progress=lambda *_: None)
     prepared, measured = ((time.perf_counter() - since) / 60 for since in (began, started))
     measured *= MEASURED
-    each = min(SHARE * (minutes - prepared), (minutes - prepared - measured) / 2)
+    each = max(1e-6, min(SHARE * (minutes - prepared), (minutes - prepared - measured) / 2))
     if each < LEAST * minutes:
         raise ValueError(
             f'{minutes:g} minutes are too few: to prepare and to measure takes about {prepared + measured:.2g}. '
             f'Give at least {math.ceil((prepared + measured) / (1 - 2 * LEAST))}.')
-    return {'train': max(1e-3, each), 'measure': measured}
+    return {'train': each, 'measure': measured}
 
 
 def _trained(
