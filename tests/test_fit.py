@@ -19,10 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from timm_odevit import (
     FitConfig,
     Recipe,
-    StepwiseTask,
     TrajectoryDistillationTask,
     calibrate_,
-    distributed,
     fit,
     train,
 )
@@ -368,10 +366,6 @@ def test_loaders_that_are_empty_short_or_read_once_are_refused(vit):
         fit(build(vit), Short(), epochs=1, progress=False)
 
 
-def test_labels_that_a_task_does_not_look_at_may_be_anything(vit):
-    assert fit(StepwiseTask(*pair(vit)), [(X[:8], Y[:8] + 100)], epochs=1, progress=False)
-
-
 def test_a_finished_run_reads_no_batch(vit, tmp_path):
     run(build(vit), tmp_path / 'run', epochs=1)
     val = seeded(32, 40)
@@ -435,24 +429,6 @@ def test_a_folder_in_use_is_refused_at_once_and_a_killed_run_does_not_block(vit,
         other.join()
     run(build(vit), tmp_path / 'run', epochs=1)
     assert {p.name for p in (tmp_path / 'run').iterdir()} - {'tensorboard'} == {'best', 'history.json', 'last.pt'}
-
-
-def test_of_several_processes_the_first_has_the_lock_and_all_refuse(tmp_path, monkeypatch):
-    def process(rank, broadcast):
-        monkeypatch.setattr(distributed, 'rank_and_world', lambda: (rank, 2))
-        monkeypatch.setattr(distributed.dist, 'broadcast_object_list', broadcast)
-    sent = []
-    process(0, lambda values: sent.extend(values))
-    with locked(tmp_path / 'run'):
-        with pytest.raises(OSError, match='in use'), distributed.alone_in(tmp_path / 'run'):
-            pass
-    process(1, lambda values: values.__setitem__(slice(None), sent))
-    with pytest.raises(OSError, match='in use'), distributed.alone_in(tmp_path / 'run'):
-        pass
-    process(1, lambda values: None)
-    with distributed.alone_in(tmp_path / 'run'), locked(tmp_path / 'run'):  # which is free: the other one has none
-        pass
-    assert not (tmp_path / 'run').exists()
 
 
 def test_the_random_state_of_the_process_is_left_alone(vit, tmp_path):

@@ -286,28 +286,6 @@ def test_from_scratch_without_a_teacher(data, tmp_path):
     assert not (tmp_path / 'new').exists()
 
 
-@pytest.mark.parametrize('channels', [1, 4])
-def test_from_scratch_on_other_channels(tmp_path, monkeypatch, channels):
-    monkeypatch.chdir(tmp_path)
-    y = np.arange(60) % 5
-    x = (40 * y[:, None, None, None] + np.random.default_rng(0).integers(0, 60, (60, 12, 12, channels))).astype(np.uint8)
-    np.savez('data.npz', x_train=x.squeeze(), y_train=y, x_test=x.squeeze(), y_test=y)  # grey: [N, S, S]
-    changes = [f'model_args={json.dumps(TINY)}', f'model_args.in_chans={channels}', 'data.batch_size=8', 'fit.epochs=8',
-               'fit.warmup_epochs=0', 'fit.lr=3e-3', 'fit.ema_decay=0.5']
-    assert main(['distill', 'scratch', 'data.npz', 'run', '--limit', '40', '--device', 'cpu', '--quiet',
-                 *(word for change in changes for word in ('--set', change))]) == 0
-    history = json.loads((tmp_path / 'run' / 'history.json').read_text())
-    assert history[-1]['task_loss'] < history[0]['task_loss']
-    assert timm.create_model('local-dir:run/best', pretrained=True).patch_embed.proj.weight.shape[1] == channels
-
-
-def test_fine_tunes_a_plain_model(data, tmp_path):
-    made = Recipe.load('finetune', ['fit.epochs=4', 'fit.warmup_epochs=0', 'data.batch_size=8', 'model=vit_tiny_patch16_224',
-                                    f'model_args={json.dumps(TINY)}', 'fit.lr=3e-3', 'fit.layer_decay=0.7'])
-    history = run(made, data, tmp_path / 'run')
-    assert history[-1]['loss'] < history[0]['loss']
-
-
 def named(data, path, names):
     with np.load(data) as arrays:
         np.savez(path, **arrays, classes=np.asarray(names))
@@ -360,11 +338,6 @@ def test_compiles(vit, data, tmp_path, monkeypatch, changes):
     assert len(compiled) == 2
     assert [r['loss'] for r in two] == pytest.approx([r['loss'] for r in one], rel=1e-4)
     torch._dynamo.reset()
-
-
-def test_a_model_with_batch_norm_is_trained_too(data, tmp_path):
-    model = timm.create_model('xcit_nano_12_p16_224', img_size=16, patch_size=8, embed_dim=32, num_heads=2, depth=2, num_classes=5)
-    run(recipe(ode=None, stages=[{'task': 'labels'}]), data, tmp_path / 'run', student=model)
 
 
 # --- faults

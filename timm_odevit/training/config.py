@@ -117,8 +117,8 @@ def _steps(name: str, value: Any) -> Any:
         checked = [tuple(map(_number_of_steps, of)) for of in updates]
     except (TypeError, ValueError) as e:
         found = str(e) if str(e).startswith('; got') else f'; got {shown(value)}.'
-        raise ValueError(f"{name} must be a list of whole numbers from 1 to {LARGEST_STEPS:,}, of shares of the student's "
-                         "own number of steps, such as ['50%', '100%', '200%'], or of several of these for one update, "
+        raise ValueError(f'{name} must be a list of whole numbers from 1 to {LARGEST_STEPS:,}, of shares of the '
+                         "student's own number, such as ['50%', '100%', '200%'], or of several of them for an update, "
                          f'such as [[6, 1], [6, 3]]{found}') from None
     return tuple(of if isinstance(k, (tuple, list)) else of[0] for k, of in zip(value, checked, strict=True))
 

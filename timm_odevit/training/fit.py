@@ -44,15 +44,13 @@ def fit(
     `out/history.json` one record per epoch, and `out/tensorboard` the same for TensorBoard, if it is installed. Each
     file is either complete or absent. While `fit` runs, no other process can use the folder.
 
-    Data that does not fit is refused within seconds: one batch of `val_loader` goes through the model before anything
-    else, in an iteration of its own; the first training batch is checked when it arrives. A refusal leaves weights,
-    buffers and modes as they were, and neither check changes a result.
+    Data that does not fit is refused within seconds, by one batch of `val_loader` and the first training batch. A
+    refusal leaves weights, buffers and modes as they were, and neither check changes a result.
 
     With minutes, and with amp 'auto', a few updates are tried first, on a copy of the task. What follows from their
     time is stored in `out/last.pt`, so that a resumed run continues exactly as it was planned.
 
-    The seed is local: afterwards, the global random states are what they were. Two calls in two threads at once draw
-    from the same random states, so that neither result can be repeated; use processes for that.
+    Afterwards, the global random states are what they were. Two calls at once need two processes, not threads.
 
     Under torch.distributed, the task is wrapped by its `prepare_distributed`, the first process validates and writes,
     and all processes read `out/last.pt` to resume, so they must share a file system.
@@ -92,14 +90,15 @@ def fit(
     folder, began = Path(out) if out is not None else None, time.perf_counter()
     rank = rank_and_world()[0]
     with alone_in(folder), random_states_kept(task.device):
-        asked, state = settings_to_resume(config, train_loader, updates), {'history': []}
+        state: dict[str, Any] = {'history': []}
+        asked, amp = settings_to_resume(config, train_loader, updates), AMP_DTYPES.get(config.amp)
         if folder is not None:
             describe(models_of(task)['model'])  # fail now rather than after the first epoch
             check_unused(folder, resume, folder / LAST)
             if (folder / LAST).exists():
                 state = read_state(folder / LAST, torch.device(task.device), asked)
         history: list[dict[str, float]] = state['history']
-        plan = state.get('plan') or {'epochs': config.epochs, 'updates': updates, 'amp': config.amp}
+        plan: dict[str, Any] = state.get('plan') or {'epochs': config.epochs, 'updates': updates, 'amp': config.amp}
         if config.minutes is None:
             plan['epochs'] = config.epochs  # which may be more than before
         if history and len(history) > plan['epochs']:
@@ -107,7 +106,7 @@ def fit(
                              'epochs, or another folder.')
         validation = 0.
         if val_loader is not None and len(history) != plan['epochs']:
-            validation = in_first_process(lambda: try_one_batch(val_loader, task, AMP_DTYPES.get(config.amp)))
+            validation = in_first_process(lambda: try_one_batch(val_loader, task, amp))
         if not history and (config.minutes is not None or config.amp == 'auto'):
             plan = _measured(task, train_loader, val_loader, config, updates, validation, began)
         if config.minutes is not None:

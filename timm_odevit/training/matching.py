@@ -206,9 +206,9 @@ def hidden_states(model: Any, images: Tensor, indices: list[int]) -> tuple[Tenso
         with watch_blocks([list(model.blocks)]) as seen:
             features = model.forward_features(images)
         return features, [seen[0][0][i + 1] for i in indices]
-    features, states = model.forward_intermediates(
+    found: Any = model.forward_intermediates(
         images, indices=indices, norm=False, output_fmt='NLC', return_prefix_tokens=True)
-    return features, [torch.cat([s[1], s[0]], dim=1) if isinstance(s, tuple) else s for s in states]
+    return found[0], [torch.cat([s[1], s[0]], dim=1) if isinstance(s, tuple) else s for s in found[1]]
 
 
 def match(times: Sequence[float], steps: int) -> list[tuple[int, int]]:

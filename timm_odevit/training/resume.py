@@ -98,8 +98,8 @@ class Plan:
         self.folder, self.about, self.began = folder, about or {}, time.perf_counter()
         stored = {} if folder is None else read_run(folder).get('plan') or {}
         try:
-            self.lr_scale = None if stored.get('lr_scale') is None else float(stored['lr_scale'])
-            self.start = None if stored.get('start') is None else dict(stored['start'])
+            self.lr_scale: float | None = None if stored.get('lr_scale') is None else float(stored['lr_scale'])
+            self.start: Any = None if stored.get('start') is None else dict(stored['start'])
             self.minutes, self.spent = (list(map(float, stored.get(name, []))) for name in ('minutes', 'spent'))
         except (AttributeError, TypeError, ValueError) as e:
             raise _damaged(folder) from e

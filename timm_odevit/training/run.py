@@ -94,7 +94,9 @@ def train(
     with alone_in(folder), random_states_kept(device), lent(teacher):
         _check_recipe(folder, recipe, resume)
         before = read_run(folder)
-        minutes = before.get('minutes') if minutes is None else MINUTES('minutes', minutes)
+        minutes = before.get('minutes') if minutes is None else minutes
+        if minutes is not None:
+            minutes = MINUTES('minutes', minutes)
         host = _host(recipe, data, teacher, student, device)
         images = read_data(data, host, recipe.batches, labels=not recipe.embeds, limit=limit, seed=recipe.seed)
         names = list(images.classes) if images.classes and not recipe.embeds else None

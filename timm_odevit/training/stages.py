@@ -58,22 +58,13 @@ def run_stages(
         begin: Callable[[], None] = lambda: None, minutes: float | None = None, resume: bool = False,
         progress: bool = True,
 ) -> tuple[list[dict[str, float]], Any]:
-    """Train a student stage by stage, in place.
+    """Train a student in place; the records of all epochs, and the best state: its folder or, without one, its weights.
 
     Args:
-        recipe: Recipe, of which the stages, the loss and the settings of `fit` are used.
-        student: Student.
-        teacher: Teacher, if there is one.
-        data: Images, of which `val` chooses the best state.
         sample: Images [N, C, H, W] for checkpoints by distance.
         plan: What the run has planned. With a folder, states are kept there, or else in memory.
         begin: Is called when everything has been checked, before anything is written.
         minutes: Minutes of all stages; None for what the recipe says.
-        resume: Continue what the folder holds.
-        progress: Show progress bars.
-
-    Returns:
-        The records of all epochs, and the folder that holds the best model or, without a folder, its state_dict.
     """
     own, folder = [ode.steps for ode in find_ode_blocks(student)], plan.folder
     stages = [_prepare(recipe, i, student, teacher, data, sample, own) for i in range(len(recipe.stages))]
@@ -82,13 +73,13 @@ def run_stages(
     if data.val is not None:
         in_first_process(lambda: try_one_batch(data.val, last.task, None))
     begin()
-    _scale_lr(stages[0], data, plan)
+    scale = _scale_lr(stages[0], data, plan)
     _set_steps(student, last, own)
     states = [in_first_process(lambda: _start(student, last, data, plan, progress))]
     history: list[dict[str, float]] = []
     try:
-        for i, stage in enumerate(stages if plan.lr_scale >= EXACT else []):
-            config = replace(stage.config, lr=stage.config.lr * (plan.lr_scale if stage.scaled else 1.))
+        for i, stage in enumerate(stages if scale >= EXACT else []):
+            config = replace(stage.config, lr=stage.config.lr * (scale if stage.scaled else 1.))
             if minutes is not None:
                 part = in_first_process(partial(plan.minutes_of, i, minutes, shares))
                 tenths = EPOCHS * config.warmup_epochs / (config.epochs or EPOCHS)
@@ -170,22 +161,20 @@ def _set_steps(student: nn.Module, stage: PreparedStage, own: Sequence[int]) -> 
 
 
 @torch.no_grad()
-def _scale_lr(stage: PreparedStage, data: Data, plan: Plan) -> None:
-    """Plan the factor on the learning rates, by the loss of the first stage on a few batches.
+def _scale_lr(stage: PreparedStage, data: Data, plan: Plan) -> float:
+    """The factor on the learning rates: three times the loss of the first stage on a few batches, at most 1.
 
     The loss of a stepwise stage is 0 if there is nothing to learn, 1 if everything.
     """
-    if plan.lr_scale is not None:
-        return
-    plan.lr_scale, losses = 1., []
-    if not stage.scaled:
-        return
-    device = torch.device(stage.task.device)
+    if plan.lr_scale is not None or not stage.scaled:
+        return 1. if plan.lr_scale is None else plan.lr_scale
+    device, losses = torch.device(stage.task.device), []
     with evaluating(stage.task.trainable_module):
         for images, labels in islice(data.train if data.val is None else data.val, TRIED):
             with autocast(device, AMP_DTYPES.get(stage.config.amp)):
                 losses.append(over_processes(stage.task(images.to(device), labels.to(device))['loss']))
     plan.lr_scale = min(1., 3. * torch.stack(losses).mean().item())
+    return plan.lr_scale
 
 
 def _state(student: nn.Module, stage: PreparedStage, data: Data) -> tuple[dict[str, float], Any]:

@@ -60,9 +60,7 @@ class StudentTask(TrainingTask):
 class StepwiseTask(StudentTask):
     """Teach each solver step on its own: from the teacher's state at its start to the teacher's state at its end.
 
-    Nothing is unrolled, so the error of one step does not reach the next, and no gradient passes through more than one
-    step. Between two layers, the teacher's state is interpolated linearly in t. Works for every model that `convert_`
-    accepts.
+    No error reaches the next step. Between two layers, the teacher's state is interpolated linearly in t.
 
     Args:
         student: Converted model.
@@ -102,15 +100,10 @@ class StepwiseTask(StudentTask):
         self.trainable_module: Any = StepwisePass(student)
 
     def forward(self, input: Tensor, target: Any = None) -> dict[str, Tensor]:
-        """Compute the loss of one batch.
+        """Of images [B, C, H, W]: 'loss', and 'output', the teacher's logits [B, classes].
 
-        Args:
-            input: Images [B, C, H, W], normalised for the student.
-            target: Ignored.
-
-        Returns:
-            'loss', the squared error of a step relative to the squared distance that the teacher moves in that time,
-            averaged over the steps (dimensionless, 1 for a step that does nothing), and 'output', the teacher's logits.
+        The loss is the squared error of a step relative to the squared distance that the teacher moves in that time,
+        averaged over the steps: dimensionless, 1 for a step that does nothing.
         """
         with torch.no_grad(), watch_blocks(self.stages) as seen:
             output = self.teacher(self.for_teacher(input))
@@ -168,7 +161,6 @@ class TrajectoryDistillationTask(StudentTask):
     ) -> None:
         config = LossConfig.from_keywords(config, settings, 'TrajectoryDistillationTask')
         matching.check_student(student)
-        host: Any = student
         device = device or next(student.parameters()).device
         if teacher is not None:
             matching.check_models(student, teacher)
@@ -181,7 +173,7 @@ class TrajectoryDistillationTask(StudentTask):
                 teacher, config, (for_teacher(images.to(device)) for images in batches))
         super().__init__(device=device, verbose=verbose)
         self.config, self.weights, self.stages = config, config.weights, stages
-        self.embedding = config.embedding or host.num_classes == 0
+        self.embedding = config.embedding or student.num_classes == 0
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
         self.for_teacher: Any = for_teacher
         self.teacher = teacher if teacher is None else teacher.requires_grad_(False).eval()
@@ -192,10 +184,7 @@ class TrajectoryDistillationTask(StudentTask):
         self.update, self.seed = 0, 0
 
     def begin_update(self, update: int, seed: int = 0) -> None:
-        """Set the number of the next update, counted from 0, and the seed; from both, numbers of steps are drawn.
-
-        They must be the same in all processes. Without this call, training passes count as updates.
-        """
+        """Set the number of the next update and the seed, from which all processes draw the same numbers of steps."""
         self.update, self.seed = update, seed
 
     def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
@@ -207,9 +196,8 @@ class TrajectoryDistillationTask(StudentTask):
 
         Returns:
             'loss', 'output' (the student's logits [B, classes] or embeddings [B, E]), and the parts of the loss before
-            weighting: 'trajectory_loss', 'kd_loss' and 'task_loss' wherever they can be computed, even with weight 0;
-            'jasmin_loss' and 'exit_loss' if their weight is above 0; and 'consistency_loss' if an update runs several
-            numbers of steps. All others are then averaged over these, and 'output' is that of the first.
+            weighting, such as 'trajectory_loss'; those that cost nothing also with weight 0. If an update runs several
+            numbers of steps, parts are averaged over them, and 'output' is that of the first.
         """
         students = self._students_of_update()
         with self._patches_of_update(students[0]):

@@ -57,8 +57,8 @@ def parse(text: str | bytes, name: str) -> Any:
 
 def change_entry(tree: Any, change: str) -> None:
     """Make a change such as 'stages.0.fit.lr=1e-3', with a path of keys and indices; null removes an entry."""
-    key, equals, text = change.partition('=')
-    change, path = change if len(change) <= 100 else f'{change[:100]} ...', key.strip().split('.')
+    at, equals, text = change.partition('=')
+    change, path = change if len(change) <= 100 else f'{change[:100]} ...', at.strip().split('.')
     if not equals:
         raise ValueError(f"Expected a change to a recipe, such as fit.lr=1e-3; got '{change}'.")
     if len(path) > DEEPEST:
@@ -70,11 +70,12 @@ def change_entry(tree: Any, change: str) -> None:
         if not isinstance(tree, (dict, list)):
             raise ValueError(f"'{change}': '{name}' is not a key, because the entry before it is a single value.")
         key: Any = int(name) if isinstance(tree, list) else name
+        entries: Any = tree
         if below is not None:
             if isinstance(tree, dict) and tree.get(key) is None:
-                tree[key] = {}
-            tree = tree[key]
+                entries[key] = {}
+            tree = entries[key]
         elif value is None and isinstance(tree, dict):
             tree.pop(key, None)
         else:
-            tree[key] = value
+            entries[key] = value
