@@ -13,7 +13,7 @@ from PIL import Image
 
 from timm_odevit import OdeConfig, convert_, save_pretrained, write_report
 from timm_odevit.cli import main
-from timm_odevit.data.pictures import some_images
+from timm_odevit.data.read import pictures
 from timm_odevit.reporting.report import photos, spotlight
 
 pytest.importorskip('plotly')
@@ -222,16 +222,16 @@ def test_images_of_a_folder_are_spread_and_hidden_ones_left_out(folder, vit):
     model = vit()
     (folder / 'images' / '.hidden').mkdir()
     (folder / 'images' / '.hidden' / 'x.png').write_bytes(b'')
-    found = some_images(folder / 'images', model, 100)
+    found = pictures(folder / 'images', model, 100)
     assert len(found.images) == 5 and found.classes is None
     model.pretrained_cfg = {**model.pretrained_cfg, 'label_names': ['cats', 'dogs', 'c', 'd', 'e']}
-    assert some_images(folder / 'images', model, 2).classes == ['cats', 'dogs']
+    assert pictures(folder / 'images', model, 2).classes == ['cats', 'dogs']
 
 
 def test_images_of_an_npz_come_with_their_classes(vit, tmp_path):
     x, y = np.arange(6 * 16 * 16 * 3, dtype=np.uint8).reshape(6, 16, 16, 3), np.arange(6) % 5
     np.savez(tmp_path / 'x.npz', x_train=x, y_train=y, x_test=x, y_test=y, classes=np.array(list('abcde')))
-    found = some_images(tmp_path / 'x.npz', vit(), 3)
+    found = pictures(tmp_path / 'x.npz', vit(), 3)
     assert found.names == ['x.npz 0', 'x.npz 2', 'x.npz 5'] and found.classes == ['a', 'c', 'a']
 
 

@@ -112,9 +112,8 @@ def export_model(
 ) -> Path:
     """Write a model to a file that runs without this package and without timm, on batches of any size.
 
-    A copy is exported, so the model stays as it is. The file has the model's image size, its current steps, and
-    metadata, each value as JSON: the model's name, its steps, the names of its classes if it knows them, and how images
-    are prepared (input_size, mean, std, interpolation, crop_pct, crop_mode).
+    The file has the model's image size, its current steps, and metadata, each value as JSON: the model's name, its
+    steps, the names of its classes if it knows them, and how images are prepared (input_size, mean, std, ...).
 
     Args:
         model: timm model, converted or not; merged or not. An 'aoti' or 'pt2' file runs on its device.
@@ -122,10 +121,9 @@ def export_model(
         format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled by AOTInductor for
             this kind of processor, for torch._inductor.aoti_load_package. An 'aoti' file takes contiguous images, and
             checks their layout, size and dtype only if the environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
-        int8: Store weights as int8, with a scale for each row; only 'onnx'. Linear layers also compute in int8, an
-            unmerged one and its residual one beside the other; other weights become floats again while the model runs.
+        int8: Store weights as int8, with a scale for each row (only 'onnx'). Linear layers also compute in int8.
         merged: Merge a block that depends on time, as `merge_` does, into one per step: a larger file. None for what
-            suits the format: 'pt2' and 'aoti' are merged, which is faster, and 'onnx' is not, where it is not faster.
+            is faster: merged for 'pt2' and 'aoti', and not for 'onnx'.
         overwrite: Replace an existing file.
 
     Returns:

@@ -93,7 +93,7 @@ class Findings:
 
 def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool = True) -> Findings:
     """Measure everything that a report shows; arguments and errors are those of `write_report`."""
-    _check(model, images, teacher)
+    _check(model, teacher)
     with follow(model, images[:1]) as flow:
         has_head, has_maps = flow.head is not None, has_attention_maps(flow)
         grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
@@ -120,7 +120,7 @@ def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool 
     return Findings(words=_words(model), times=found['geometry'][0].times.tolist(), grid=grid, **found)
 
 
-def _check(model: Any, images: Tensor, teacher: Any) -> None:
+def _check(model: Any, teacher: Any) -> None:
     for each in (model, teacher):
         if each is not None and any(p.dtype != torch.float32 for p in each.parameters()):
             raise ValueError(f'A report measures in float32, but this {type(each).__name__} is in '
@@ -130,8 +130,7 @@ def _check(model: Any, images: Tensor, teacher: Any) -> None:
     if renormalisation(model, teacher) is not None:
         raise ValueError('The teacher and the model normalise images differently (mean, std). Give a teacher with the '
                          'same normalisation.')
-    for what, of in (('classes', lambda m: getattr(m, 'num_classes', None)),
-                     ('input', lambda m: list(data_config(m)['input_size']))):
+    for what, of in (('classes', lambda m: m.num_classes), ('input', lambda m: list(data_config(m)['input_size']))):
         if of(model) != of(teacher):
             raise ValueError(f'The teacher does not fit the model: {what} {of(teacher)} and {of(model)}. Give the '
                              'teacher that the model was made from.')

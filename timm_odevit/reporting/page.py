@@ -13,19 +13,16 @@ def page(
         title: str, lead: str, footer: str, table: Sequence[Sequence[str]], charts: Sequence[dict[str, Any]],
         **more: Any,
 ) -> str:
-    """A page as HTML.
+    """A page as HTML; raises ImportError without plotly.
 
     Args:
         title: Its title.
         lead: What it says, above everything else.
         footer: What stands below everything else.
         table: The heads of a table, and its rows.
-        charts: Charts with a kind, a title and what they show (about); page.html has the kinds and what each draws.
-        **more: Other parts: sentences above (text) and below the table (notes), rows that are pale, charts behind a
-            heading and a sentence (more), and what the slider and the choice of an image show.
-
-    Raises:
-        ImportError: plotly is not installed; the message says what to type.
+        charts: Charts with a kind, a title and what they show (about); page.html says what each kind draws.
+        **more: Sentences above (text) and below the table (notes), which rows are pale, charts behind a heading and a
+            sentence (more), and what the slider and the choice of an image show.
     """
     tree = {'text': [], 'notes': [], **more, 'footer': footer, 'table': table, 'first': charts}
     template = Template(files(__package__).joinpath('page.html').read_text(encoding='utf-8'))

@@ -34,11 +34,8 @@ TOKENS = (0.5, 0.2)
 
 
 class Candidate(NamedTuple):
-    """A model to be compared, and how its file is written: as int8, and with a block per step or without.
-
-    Its kind is 'original', 'plain' or 'student'.
-    """
-    kind: str
+    """A model to be compared, and how its file is written: as int8, and with a block per step or without."""
+    kind: str  # 'original', 'plain' or 'student'
     name: str
     model: nn.Module
     int8: bool = False
@@ -133,15 +130,8 @@ def measure(
 ) -> tuple[list[Row], list[str]]:
     """Write each candidate to a file, and measure the files on images held out, their times in turns.
 
-    Args:
-        chosen: Candidates, the first of which the others are compared with.
-        held: The images that judge.
-        kind: What is measured on them: 'accuracy', 'agreement' or 'cosine'.
-        folder: Folder for the files.
-        progress: Is told what is done.
-
     Returns:
-        A row for each, and notes on what could not be measured.
+        A row for each, with its difference from the first, and notes on what could not be measured.
     """
     folder.mkdir(exist_ok=True)
     like = next(chosen[0].model.parameters())

@@ -25,9 +25,8 @@ class Verdict:
 
     Examples:
         >>> verdict = shrink(vit, 'photos', 'small', size='50%')
-        >>> print(verdict.recommendation)
         >>> best = verdict.smallest
-        >>> print(best.name, best.file, best.mb, best.value)
+        >>> print(verdict.recommendation, best.name, best.file, best.mb, best.value)
     """
     rows: tuple[Row, ...]
     measure: str
