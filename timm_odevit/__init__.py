@@ -16,7 +16,7 @@ evaluation          accuracy over step counts
 dynamics            what the states do along the way: exponents, Lipschitz constants, trajectories, attention
 training            distillation, calibration, recipes
 reporting           a page that shows what a model does with a few images
-deploy              models in files that run without this package
+export              models in files that run without this package
 benchmark           speed and memory
 shrinking           from a model and images to a small model, with a verdict
 cli                 the command line
@@ -27,7 +27,6 @@ from .convert.conversion import Conversion, convert_
 from .convert.merge import merge_, merged_bytes
 from .convert.refusals import check_convertible, list_convertible
 from .convert.sizing import choose_size
-from .deploy import export_model
 from .dynamics.lipschitz import lipschitz_constants, spectral_norms
 from .dynamics.lyapunov import lyapunov_exponents
 from .dynamics.precision import contraction_regions, discretisation_errors
@@ -41,12 +40,13 @@ from .evaluation.accuracy import evaluate
 from .evaluation.embeddings import evaluate_embeddings, patch_agreement
 from .evaluation.halting import calibrate_halting
 from .evaluation.results import Evaluation
+from .export import export_model
 from .interop.from_libraries import from_open_clip, from_torchvision, from_transformers
 from .interop.put_tower import put_tower_
 from .ode.config import OdeConfig
 from .ode.solver import integrate
 from .ode.with_steps import with_steps
-from .reporting.page import write_report
+from .reporting.report import write_report
 from .saving.push import push_to_hub
 from .saving.save import save_pretrained
 from .shrinking.run import shrink
