@@ -97,7 +97,7 @@ def test_convert_refuses(folder, capsys, options, message):
 
 
 @pytest.mark.parametrize('source, options, expected', [
-    ('local-dir:teacher', ['--time', 'vectors', '--boundaries', '1'], dict(time='vectors', boundaries=(1,))),
+    ('local-dir:teacher', ['--time', 'low_rank', '--boundaries', '1'], dict(time='low_rank', boundaries=(1,))),
     ('local-dir:teacher', ['--blocks', '1,2'], dict(blocks=(1, 2))),
     ('vit_tiny_patch16_224', ['--random', '--img-size', '32', '--num-classes', '4', '--field', 'lipschitz', '--method', 'euler', '--init',
                               'spectral', '--T', '6'], dict(T=6., field='lipschitz', method='euler', init='spectral'))])

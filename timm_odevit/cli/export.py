@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..deploy import FORMATS, export_model
+from ..export import FORMATS, export_model
 from ..files import write_text
 from ..saving.cards import model_card
 from ..saving.push import CARD, push_to_hub
@@ -18,7 +18,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
                              'this kind of processor (default: %(default)s)')
     parser.add_argument('-o', '--out', metavar='FILE',
                         help="file to write: .onnx, or .pt2 for the others (default: the model's name)")
-    parser.add_argument('--int8', action='store_true', help='store the weights of linear layers as int8')
+    parser.add_argument('--int8', action='store_true', help='store the weights of linear layers as int8 (only onnx)')
     merged = parser.add_mutually_exclusive_group()
     merged.add_argument('--merged', action='store_true', default=None,
                         help='merge a block that depends on time into one per step, as is done for pt2 and aoti')

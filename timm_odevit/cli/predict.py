@@ -8,7 +8,7 @@ import torch
 
 from ..data.pictures import class_names, open_image, some_images
 from ..ode.blocks import find_ode_blocks
-from ..reporting.page import write_report
+from ..reporting.report import write_report
 from ..training.resume import BEST
 from .arguments import MODEL, add_number, add_quiet, add_steps, load, refuse_existing, set_steps
 

@@ -14,7 +14,7 @@ from ..data.folders import folder_parts
 from ..training.loaders import count_classes
 from ..training.recipe import FOLDER, Recipe, builtin_recipes
 from ..training.resume import BEST, RECIPE, RUN
-from ..training.run_recipe import train
+from ..training.run import train
 from .arguments import DATA, MODEL, add_number, add_quiet, add_weights, check_name, load, load_as_saved, refuse_existing
 
 

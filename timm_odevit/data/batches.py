@@ -39,7 +39,8 @@ class Mapped:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
         for batch in self.loader:
-            yield self.change(*batch) if isinstance(batch, (tuple, list)) else self.change(*unlabelled(batch))
+            pair = batch if isinstance(batch, (tuple, list)) else (batch,)
+            yield self.change(*(pair if len(pair) != 1 else unlabelled(pair[0])))
 
     def set_epoch(self, epoch: int) -> None:
         set_epoch(self.loader, epoch)

@@ -138,7 +138,7 @@ def read_data(
             return _read(source, kind, to._replace(labels=True))
     except ValueError as e:
         if kind == 'pair':
-            raise
+            checked_labels(source[1], len(source[0]))  # of other classes, they are ignored
         why = one_line(e)
     return replace(_read(source, kind, to), why=why)
 
