@@ -330,7 +330,7 @@ def test_batches_and_threads_and_modes_change_nothing(vit, images):
     convert_(model)
     model.train()
     whole = lyapunov_exponents(model, images, count=2).values
-    assert model.training and all(p.grad is None for p in model.parameters())
+    assert torch.is_grad_enabled() and model.training and all(p.grad is None for p in model.parameters())
     assert torch.allclose(lyapunov_exponents(model, images, count=2, batch_size=2).values, whole, atol=1e-5)
     assert torch.allclose(lyapunov_exponents(model, [(images[:1], None), images[1:]], count=2).values, whole, atol=1e-5)
     assert torch.allclose(lyapunov_exponents(model, (images, torch.zeros(3)), count=2).values, whole, atol=1e-5)

@@ -130,7 +130,7 @@ def _call(block: Any, args: tuple[Any, ...], kwargs: Any, x: Tensor) -> Tensor:
 def _sequence(model: Any) -> list[Any]:
     if not isinstance(model, nn.Module):
         raise TypeError(f'Expected a timm model or a Flow; got {type(model).__name__}.')
-    blocks = getattr(model, 'blocks', None)
+    blocks: Any = getattr(model, 'blocks', None)
     odes = find_ode_blocks(model)
     if not hasattr(blocks, '__iter__') or len(odes) > 1:
         raise TypeError(f'A {type(model).__name__} has no single sequence of blocks whose states could be followed.')
@@ -189,7 +189,7 @@ def over_images(
         raise TypeError('A Flow can be compared with another Flow, and a model with a model; got one of each.')
     parts = []
     for batch in [None] if isinstance(model, Flow) else batches(images, batch_size):
-        with ExitStack() as stack, torch.no_grad():
+        with torch.no_grad(), ExitStack() as stack:
             parts.append(measure(*(stack.enter_context(follow(each, batch)) for each in models)))
     return type(parts[0]).joined(parts)
 

@@ -83,7 +83,7 @@ def evaluate_embeddings(
             zero_shot = _zero_shot(ours, labels, class_embeddings)
         if run.others is not None:
             learned, known = run.others[0], check_labels(run.others[2])
-            if torch.equal(learned, ours):
+            if finite.any() and torch.equal(learned, ours):
                 raise ValueError('labelled holds the images that are classified. Give others, such as the training '
                                  'images.')
             used = run.others[1] if run.others[1].any() else slice(None)

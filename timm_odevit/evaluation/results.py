@@ -160,7 +160,7 @@ class Evaluation(Generic[AnyResult]):
             raise ValueError(f'These results have no {name}. Evaluate with teacher=.')
         figure = Figure(figsize=(6, 4), layout='constrained')
         axes = figure.subplots()
-        counts = [r.steps for r in students]
+        counts: list[Any] = [r.steps for r in students]
         scores = [getattr(r, score) for r in students]
         line, = axes.plot(counts, scores, marker='o', markerfacecolor='white', label='ODE-ViT')
         if trained := [point for point in zip(counts, scores, strict=True) if point[0] in self.trained_at]:
