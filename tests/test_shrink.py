@@ -132,14 +132,11 @@ def test_a_model_with_stages(tmp_path, few):
     assert not any('plain' in name or 'tokens' in name for name in names)
 
 
-def test_few_images_make_smaller_batches(model):
-    found = read_images(images(12), model)
-    assert len(found.data.train) == 1 and len(next(iter(found.data.train))[0]) == found.data.count() == 10
-
-
-def test_one_image_learns_chooses_and_judges(model):
-    found = read_images(images(1), model)
-    assert found.data.count() == len(found.choosing.images) == len(found.judging.images) == 1
+@pytest.mark.parametrize('count, learned, chosen', [(12, 10, 1), (1, 1, 1)])  # one image does everything
+def test_few_images_make_smaller_batches(model, count, learned, chosen):
+    found = read_images(images(count), model)
+    assert len(found.data.train) == 1 and len(next(iter(found.data.train))[0]) == found.data.count() == learned
+    assert len(found.choosing.images) == len(found.judging.images) == chosen
 
 
 def test_the_interval_of_a_share_is_never_zero():
@@ -168,13 +165,11 @@ def test_a_plain_student_has_the_blocks_of_the_model(model):
     torch.testing.assert_close(plain(images(2)), expected)
 
 
-def test_a_model_that_takes_no_depth_has_no_plain_student():
-    model = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, window_size=2, depths=(1, 1, 2, 1), embed_dim=24)
-    assert plain_student(model, 100_000) is None
-
-
-def test_a_model_with_tensors_for_each_layer_outside_its_blocks_has_no_plain_student():
-    model = timm.create_model('vit_small_patch16_rope_mixed_224', **{**TINY, 'depth': 4})
+@pytest.mark.parametrize('name, options', [
+    ('swin_tiny_patch4_window7_224', dict(img_size=32, window_size=2, depths=(1, 1, 2, 1), embed_dim=24)),  # takes no depth
+    ('vit_small_patch16_rope_mixed_224', {**TINY, 'depth': 4})])  # has tensors for each layer outside of its blocks
+def test_a_model_that_timm_cannot_build_with_fewer_blocks_has_no_plain_student(name, options):
+    model = timm.create_model(name, **options)
     assert plain_student(model, count_parameters(model) // 2) is None
 
 

@@ -20,7 +20,7 @@ from .charts import charts
 from .findings import Findings, measure_all
 from .page import page, plotly_js, printable
 
-__all__ = ['PAGE', 'photos', 'spotlight', 'write_report']
+__all__ = ['photos', 'spotlight', 'write_report']
 
 PAGE = 'index.html'
 MOST = 64  # images; a page grows with each
