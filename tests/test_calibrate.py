@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from timm_odevit import OdeConfig, StepwiseTask, calibrate_
 from timm_odevit.data.config import DataConfig
 from timm_odevit.data.read import read_data
-from timm_odevit.training.stream import Stream
+from timm_odevit.training.loop import Stream
 
 GOOD = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 

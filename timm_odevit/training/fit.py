@@ -15,13 +15,13 @@ from ..distributed import alone_in, in_first_process, rank_and_world
 from ..hooks import AMP_DTYPES, random_states_kept
 from ..saving.save import describe
 from .config import FitConfig
-from .loop import Trainer
+from .loop import Stream, Trainer
 from .monitor import scalars, score_of, try_one_batch, unfused_in_bfloat16
 from .resume import LAST, check_unused, load_state, models_of, read_state, settings_to_resume
-from .stream import EPOCHS, Stream, updates_in
 
-__all__ = ['count_updates', 'fit']
+__all__ = ['EPOCHS', 'count_updates', 'fit', 'updates_in']
 
+EPOCHS = 10  # into which minutes are divided at least, for the progress bar and for validation
 TRIED = 2  # updates by which their time is found, at least
 LONG = 10.  # seconds of an epoch that may be more than a pass over the data
 
@@ -42,25 +42,21 @@ def fit(
     `out/last.pt` is the whole training state after the last complete epoch, `out/best` the model with the best top-1
     accuracy, or cosine with the teacher's embeddings, on `val_loader` (without one, the last model) in timm's format,
     `out/history.json` one record per epoch, and `out/tensorboard` the same for TensorBoard, if it is installed. Each
-    file is either complete or absent. While `fit` runs, no other process can use the folder.
+    file is complete or absent, and no other process can use the folder meanwhile.
 
-    Data that does not fit is refused within seconds, by one batch of `val_loader` and the first training batch. A
-    refusal leaves weights, buffers and modes as they were, and neither check changes a result.
+    One batch of `val_loader` and the first training batch are tried first; a refusal leaves weights, buffers and modes
+    as they were. With minutes, and with amp 'auto', a few updates are timed on a copy of the task, and the plan that
+    follows is stored in `out/last.pt`, so that a resumed run continues exactly as it was planned.
 
-    With minutes, and with amp 'auto', a few updates are tried first, on a copy of the task. What follows from their
-    time is stored in `out/last.pt`, so that a resumed run continues exactly as it was planned.
-
-    Afterwards, the global random states are what they were. Two calls at once need two processes, not threads.
-
-    Under torch.distributed, the task is wrapped by its `prepare_distributed`, the first process validates and writes,
-    and all processes read `out/last.pt` to resume, so they must share a file system.
+    Afterwards, the global random states are what they were. Two calls at once need two processes, not threads. Under
+    torch.distributed, the task is wrapped by its `prepare_distributed`, the first process validates and writes, and all
+    processes read `out/last.pt` to resume, so they must share a file system.
 
     Args:
         task: Task to train, such as TrajectoryDistillationTask or timm's ClassificationTask; on its device.
         train_loader: Batches (images [B, C, H, W], labels [B]); before each epoch, all seeds are set, and its (or its
             sampler's) `set_epoch` is called if it has one. With several processes, each passes its part of the data.
-        val_loader: Batches held out from training, for choosing the best epoch; it is read after every epoch, so an
-            iterator, such as a generator, is refused.
+        val_loader: Batches held out from training, for choosing the best epoch; read after every epoch.
         out: Folder for the files; None saves nothing.
         resume: Resume from `out/last.pt`, if it exists, with the same settings, batch size and updates per epoch;
             epochs may be increased.
@@ -73,10 +69,8 @@ def fit(
         or, if the task follows embeddings, val_cosine, val_error and val_neighbours; see EmbeddingResult.
 
     Raises:
-        FloatingPointError: The loss stopped being finite; the message says which step of an ODE-ViT diverged, and the
-            files of the previous epoch remain.
-        OSError: A file could not be written, as on a full disk (files written earlier remain); or another process
-            uses the folder.
+        FloatingPointError: The loss stopped being finite; the files of the previous epoch remain.
+        OSError: A file could not be written (files written earlier remain); or another process uses the folder.
         TypeError: A keyword is unknown, or neither epochs nor minutes are given.
         ValueError: A setting, a loader or the folder is unsuitable, or no description to save the model by was found.
 
@@ -174,8 +168,7 @@ def count_updates(train_loader: Any, accumulate: int = 1) -> int:
 
 
 def _measured(
-        task: TrainingTask, train_loader: Any, val_loader: Any, config: FitConfig, updates: int, validation: float,
-        began: float,
+        task: Any, train_loader: Any, val_loader: Any, config: FitConfig, updates: int, validation: float, began: float,
 ) -> dict[str, Any]:
     """Epochs, updates of each and mixed precision, by the time of an update on a copy; the first process decides.
 
@@ -195,8 +188,8 @@ def _measured(
             epochs, each = updates_in(60 * config.minutes - (time.perf_counter() - began), seconds[amp],
                                       validation * batches, max(updates, int(LONG / seconds[amp])))
         return {'epochs': epochs, 'updates': each, 'amp': amp}
-    found: dict[str, Any] = in_first_process(plan)
-    return found
+    planned: dict[str, Any] = in_first_process(plan)
+    return planned
 
 
 def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> float:
@@ -206,8 +199,20 @@ def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> floa
     updates = 1 + max(TRIED, len(getattr(trial, 'counts', [None])[0] or ()))
     config = replace(config, epochs=1, minutes=None, compile=False)
     done: list[float] = []
-    with random_states_kept(task.device):
-        trainer = Trainer(trial, Stream(train_loader, updates * config.accumulate), config, updates)
-        with unfused_in_bfloat16(trial, trainer.device, trainer.dtype):
-            trainer.train(0, lambda: done.append(time.perf_counter()))
+    trainer = Trainer(trial, Stream(train_loader, updates * config.accumulate), config, updates)
+    with unfused_in_bfloat16(trial, trainer.device, trainer.dtype):
+        trainer.train(0, lambda: done.append(time.perf_counter()))
     return (done[-1] - done[0]) / (updates - 1)
+
+
+def updates_in(seconds: float, update: float, validation: float, most: int) -> tuple[int, int]:
+    """How many epochs of how many updates, at most `most`, fit into some seconds; at least one of one.
+
+    `update` and `validation` are the seconds of an update and of the validation after each epoch.
+    """
+    each = int((seconds / EPOCHS - validation) / update)
+    if each < 1:
+        return max(1, min(EPOCHS, int(seconds / (update + validation)))), 1
+    if each <= most:
+        return EPOCHS, each
+    return int(seconds / (most * update + validation)), most

@@ -1,14 +1,20 @@
 """The training loop: a task, its optimizer and its schedule, epoch by epoch."""
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import cache, partial
+from importlib.util import find_spec, module_from_spec
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from timm.optim import Muon, create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
 from timm.utils import dispatch_clip_grad, random_seed
+from torch import nn
 
 from ..data.batches import set_epoch
 from ..distributed import over_processes, rank_and_world
@@ -16,15 +22,16 @@ from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES, autocast
 from ..saving.save import save_pretrained
 from .config import FitConfig
-from .monitor import check_batch, check_loss_is_finite, must_fit, validate
-from .optimizer import create_optimizer, create_schedule
+from .monitor import check_loss_is_finite, must_fit, validate
 from .resume import BEST, HISTORY, LAST, models_of, save_state
 
-__all__ = ['Trainer']
+__all__ = ['Stream', 'Trainer', 'create_optimizer']
+
+PASSES = 10_000  # over the data in an epoch, at most, that each have an order of their own
 
 
 class Trainer:
-    """A task in training, with its data, its optimizer and its schedule."""
+    """A task in training, with its data, its optimizer and timm's schedule over epochs of so many updates."""
 
     def __init__(self, task: Any, train_loader: Any, config: FitConfig, updates: int) -> None:
         self.task, self.loader, self.config, self.updates = task, train_loader, config, updates
@@ -41,7 +48,10 @@ class Trainer:
         if self.world > 1:
             task.prepare_distributed(device_ids=[self.device.index] if self.device.type == 'cuda' else None)
         self.optimizer = create_optimizer(trainable, config)
-        self.scheduler = create_schedule(self.optimizer, config, updates)
+        self.scheduler: Any = create_scheduler_v2(
+            self.optimizer, sched=config.sched, num_epochs=config.epochs or 1, step_on_epochs=False,
+            warmup_epochs=config.warmup_epochs,  # type: ignore[arg-type]
+            warmup_lr=config.min_lr, min_lr=config.min_lr, updates_per_epoch=updates)[0]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == 'float16')
         self.models = models_of(task)
         self.chosen = self.models['ema' if 'ema' in self.models else 'model']  # is validated and saved
@@ -77,13 +87,12 @@ class Trainer:
             if i == batches:
                 break
             update, last = epoch * self.updates + i // accumulate, (i + 1) % accumulate == 0
-            images, labels = check_batch('train_loader', batch, task) if i == 0 else batch
-            images, labels = (x.to(self.device, non_blocking=True) for x in (images, labels))
             self.scheduler.step_update(update)
             if hasattr(task, 'begin_update'):
                 task.begin_update(update, self.config.seed)
             with nullcontext() if last else task.no_sync():
-                with must_fit('train_loader', images, labels, task) if update == i == 0 else nullcontext():
+                with must_fit('train_loader', batch, task) if i == 0 else nullcontext():
+                    images, labels = (x.to(self.device, non_blocking=True) for x in batch)
                     if i == 0:
                         task.train()
                     with autocast(self.device, self.dtype):
@@ -123,3 +132,48 @@ class Trainer:
         except OSError as e:
             raise OSError(f"Epoch {len(history)} could not be written to '{folder}': {str(e).splitlines()[0]}. Files "
                           'written earlier are intact; free some space, and resume.') from e
+
+
+def create_optimizer(model: nn.Module, config: FitConfig) -> Any:
+    """timm's optimizer; Muon multiplies in float32 on a CPU, since most CPUs emulate bfloat16, 30 times slower."""
+    optimizer = create_optimizer_v2(
+        model, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay, layer_decay=config.layer_decay)
+    if type(optimizer) is not Muon or next(model.parameters()).device.type != 'cpu':
+        return optimizer
+    return _muon_in_float32()(optimizer.param_groups, **optimizer.defaults)
+
+
+@cache
+def _muon_in_float32() -> Any:
+    """timm's Muon from a copy of its module, since it takes the dtype of its products from there."""
+    spec: Any = find_spec('timm.optim.muon')
+    own: Any = module_from_spec(spec)
+    spec.loader.exec_module(own)
+    own.zeropower_via_newtonschulz = partial(own.zeropower_via_newtonschulz, dtype=torch.float32)
+    return own.Muon
+
+
+class Stream:
+    """A loader in epochs of `count` batches, each from a new order of the data, over and over if it has fewer."""
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self.loader, self.count, self.epoch = loader, count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._endless(), self.count)
+
+    def _endless(self) -> Iterator[Any]:
+        for i in count(self.epoch * PASSES):
+            set_epoch(self.loader, i)
+            empty = True
+            for batch in self.loader:
+                empty = False
+                yield batch
+            if empty:
+                return

@@ -1,26 +1,27 @@
-"""What surrounds the loop of `fit`: checks of the first batches, validation, where a loss diverged, TensorBoard."""
+"""What surrounds the loop of `fit`: the first batch, validation, where a loss diverged, TensorBoard."""
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from timm.task import TrainingTask
 from torch import Tensor, nn
 
 from ..convert.refusals import check_images
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
-from ..hooks import autocast, evaluating, random_states_kept, surely, watch_blocks
+from ..hooks import autocast, evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.with_steps import with_steps
+from ..settings import one_line
 from .resume import models_of
 
-__all__ = ['check_batch', 'check_loss_is_finite', 'must_fit', 'scalars', 'score_of', 'try_one_batch',
-           'unfused_in_bfloat16', 'validate', 'words_of']
+__all__ = ['check_loss_is_finite', 'must_fit', 'scalars', 'score_of', 'try_one_batch', 'unfused_in_bfloat16',
+           'validate', 'words_of']
 
 
 def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None) -> dict[str, float]:
@@ -48,57 +49,32 @@ def words_of(record: dict[str, float]) -> str:
     return f'{what} {record[name]:.4g}'
 
 
-def try_one_batch(val_loader: Any, task: TrainingTask, dtype: torch.dtype | None) -> float:
-    """Validate one batch, and leave everything as it was; returns the seconds that another such batch takes."""
-    with random_states_kept(task.device):
-        for batch in val_loader:
-            if isinstance(batch, (tuple, list)) and len(batch) and not len(batch[0]):
-                continue  # none of its images can be read
-            images, labels = check_batch('val_loader', batch, task)
-            model = models_of(task)['model']
-            with must_fit('val_loader', images, labels, task):
-                validate(task, model, [(images, labels)], dtype)
-                started = time.perf_counter()
-                validate(task, model, [(images, labels)], dtype)
-            return time.perf_counter() - started
+def try_one_batch(val_loader: Any, task: Any, dtype: torch.dtype | None) -> float:
+    """Validate one batch; returns the seconds that another such batch takes."""
+    for batch in val_loader:
+        if isinstance(batch, (tuple, list)) and len(batch) and not len(batch[0]):
+            continue  # none of its images can be read
+        model = models_of(task)['model']
+        with must_fit('val_loader', batch, task):
+            validate(task, model, [batch], dtype)
+            started = time.perf_counter()
+            validate(task, model, [batch], dtype)
+        return time.perf_counter() - started
     raise ValueError('val_loader is empty. Give at least one batch, or None.')
 
 
-def check_batch(name: str, batch: Any, task: TrainingTask) -> Any:
-    """The images and labels of a first batch.
-
-    Raises:
-        ValueError: It is not a batch, or a label is not one of the model's classes.
-    """
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        given = f'{len(batch)} items' if isinstance(batch, (tuple, list)) else f'a {type(batch).__name__}'
-        raise ValueError(f'{name} must give batches (images, labels); got {given}.')
-    images, labels = batch
-    try:
-        check_images(images)
-    except ValueError as e:
-        raise ValueError(f'{name}: {e}') from None
-    if not isinstance(labels, Tensor):
-        raise ValueError(f'{name}: labels must be a tensor; got {type(labels).__name__}. Where they do not count, any '
-                         'will do.')
-    criterion = getattr(task, 'criterion', None)
-    count = not getattr(task, 'embedding', False) and getattr(task, 'labelled', True) and (
-        criterion is not None or name == 'val_loader')  # some tasks ignore labels
-    classes = getattr(models_of(task)['model'], 'num_classes', 0) if count else 0
-    if classes and labels.ndim == 1 and not labels.is_floating_point():
-        wrong = labels[((labels < 0) | (labels >= classes)) & (labels != getattr(criterion, 'ignore_index', -100))]
-        if len(wrong):
-            raise ValueError(f'{name} has label {int(wrong[0])}, but the {classes} classes of the model are 0 to '
-                             f'{classes - 1}. Create the model with the num_classes of the data.')
-    return images, labels
-
-
 @contextmanager
-def must_fit(name: str, images: Tensor, labels: Any, task: TrainingTask) -> Iterator[None]:
-    """If a batch does not fit the model, say why, and restore the task's buffers and modes."""
+def must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
+    """If a first batch does not fit the model, say why, and restore the task's buffers and modes."""
     buffers = [(buffer, buffer.clone()) for buffer in task.buffers()]
     modes = [(module, module.training) for module in task.modules()]
+    parts = batch if isinstance(batch, (tuple, list)) else [batch]
     try:
+        if len(parts) != 2:
+            what = f'{len(parts)} items' if parts is batch else f'a {type(batch).__name__}'
+            raise ValueError(f'it must give batches (images, labels); got {what}')
+        check_images(parts[0])
+        _check_labels(name, parts[1], task)
         yield
     except torch.OutOfMemoryError:
         raise
@@ -108,9 +84,23 @@ def must_fit(name: str, images: Tensor, labels: Any, task: TrainingTask) -> Iter
                 buffer.copy_(before)
         for module, mode in modes:
             module.training = mode
-        given = [f'{x.dtype} {list(x.shape)}' if isinstance(x, Tensor) else type(x).__name__ for x in (images, labels)]
-        raise ValueError(f'The first batch of {name} (images {given[0]}, labels {given[1]}) does not fit the model: '
-                         f'{type(e).__name__}: {" ".join(str(e).split())}') from e
+        given = [f'{x.dtype} {list(x.shape)}' if isinstance(x, Tensor) else type(x).__name__ for x in parts]
+        what = ', '.join(map(' '.join, zip(('images', 'labels'), given, strict=False)))
+        raise ValueError(
+            f'The first batch of {name} ({what}) does not fit the model: {type(e).__name__}: {one_line(e)}') from e
+
+
+def _check_labels(name: str, labels: Tensor, task: Any) -> None:
+    """Labels must be the model's classes, where they count: on a GPU, others stop the process without a reason."""
+    criterion = getattr(task, 'criterion', None)
+    count = not getattr(task, 'embedding', False) and getattr(task, 'labelled', True) and (
+        criterion is not None or name == 'val_loader')
+    classes = getattr(models_of(task)['model'], 'num_classes', 0) if count else 0
+    if classes and labels.ndim == 1 and not labels.is_floating_point():
+        wrong = labels[((labels < 0) | (labels >= classes)) & (labels != getattr(criterion, 'ignore_index', -100))]
+        if len(wrong):
+            raise ValueError(f'it has label {int(wrong[0])}, but the {classes} classes of the model are 0 to '
+                             f'{classes - 1}. Create the model with the num_classes of the data.')
 
 
 def check_loss_is_finite(
@@ -156,35 +146,27 @@ def unfused_in_bfloat16(task: nn.Module, device: torch.device, dtype: torch.dtyp
     """Attention by its own operations, for training on a CPU in bfloat16, where PyTorch's fused kernel is slower."""
     slow = device.type == 'cpu' and dtype is torch.bfloat16
     fused: list[Any] = [module for module in task.modules() if slow and getattr(module, 'fused_attn', False)]
-
-    def fuse(on: bool) -> None:
-        for module in fused:
-            module.fused_attn = on
     try:
-        fuse(False)
+        for module in fused:
+            module.fused_attn = False
         yield
     finally:
-        surely(lambda: fuse(True))
+        for module in fused:
+            module.fused_attn = True
 
 
 @contextmanager
 def scalars(folder: Path | None) -> Iterator[Callable[[dict[str, float]], None]]:
     """Yields a function that adds the record of an epoch to `folder/tensorboard`, if TensorBoard is installed."""
-    writer: Any = None
+    @cache
+    def writer(path: Path) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+        return stack.enter_context(SummaryWriter(path))  # type: ignore[no-untyped-call]
 
     def add(record: dict[str, float]) -> None:
-        nonlocal writer
-        if folder is None or find_spec('tensorboard') is None:
-            return
-        if writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-            writer = SummaryWriter(folder / 'tensorboard')  # type: ignore[no-untyped-call]
-        for name, value in record.items():
-            if name != 'epoch':
-                writer.add_scalar(name, value, record['epoch'])
-        writer.flush()
-    try:
+        if folder is not None and find_spec('tensorboard') is not None:
+            for name in record.keys() - {'epoch'}:
+                writer(folder / 'tensorboard').add_scalar(name, record[name], record['epoch'])
+            writer(folder / 'tensorboard').flush()
+    with ExitStack() as stack:
         yield add
-    finally:
-        if writer is not None:
-            writer.close()

@@ -77,9 +77,9 @@ def settings_to_resume(config: FitConfig, train_loader: Any, updates: int) -> di
     return {**settings, 'batch_size': size if type(size) is int else None, 'updates_per_epoch': updates}
 
 
-def check_unused(folder: Path, resume: bool, *files: Path) -> None:
-    """Refuse a folder in which a run left one of its files, unless that run is to be resumed."""
-    if not resume and any(file.exists() for file in files):
+def check_unused(folder: Path, resume: bool, file: Path) -> None:
+    """Refuse a folder in which a run left this file, unless that run is to be resumed."""
+    if not resume and file.exists():
         raise ValueError(f"'{folder}' already holds a run. Pass resume=True to continue it, or give another folder.")
 
 
@@ -96,13 +96,11 @@ class Plan:
 
     def __init__(self, folder: Path | None = None, about: dict[str, Any] | None = None) -> None:
         self.folder, self.about, self.began = folder, about or {}, time.perf_counter()
-        stored = {} if folder is None else read_run(folder).get('plan') or {}
-        try:
-            self.lr_scale: float | None = None if stored.get('lr_scale') is None else float(stored['lr_scale'])
-            self.start: Any = None if stored.get('start') is None else dict(stored['start'])
-            self.minutes, self.spent = (list(map(float, stored.get(name, []))) for name in ('minutes', 'spent'))
-        except (AttributeError, TypeError, ValueError) as e:
-            raise _damaged(folder) from e
+        stored = {} if folder is None else read_run(folder).get('plan', {})
+        self.lr_scale: float | None = stored.get('lr_scale')
+        self.start: Any = stored.get('start')
+        self.minutes: list[float] = stored.get('minutes', [])
+        self.spent: list[float] = stored.get('spent', [])
         self.resumed = len(self.minutes)
 
     def minutes_of(self, i: int, minutes: float, shares: Sequence[float]) -> float:
@@ -128,23 +126,15 @@ class Plan:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """What a folder's run.json holds; nothing if it has none.
-
-    Raises:
-        ValueError: It is damaged.
-    """
+    """What a folder's run.json holds; nothing if it has none. Raises ValueError if it is damaged."""
     try:
         run = json.loads((folder / RUN).read_text(encoding='utf-8')) if (folder / RUN).exists() else {}
+        if not isinstance(run, dict) or not isinstance(run.get('plan', {}), dict):
+            raise ValueError
     except ValueError as e:
-        raise _damaged(folder) from e
-    if not isinstance(run, dict):
-        raise _damaged(folder)
+        raise ValueError(f"'{folder / RUN}' is damaged, so the run in this folder cannot be resumed. Put the file back "
+                         'as it was, or start again in another folder.') from e
     return run
-
-
-def _damaged(folder: Any) -> ValueError:
-    return ValueError(f"'{Path(folder) / RUN}' is damaged, so the run in this folder cannot be resumed. Put the file "
-                      'back as it was, or start again in another folder.')
 
 
 def check_about(folder: Path, about: dict[str, Any]) -> None:
@@ -160,7 +150,7 @@ def check_about(folder: Path, about: dict[str, Any]) -> None:
 
 def hash_of(tensors: Iterable[Tensor]) -> str:
     """SHA-256 of the concatenated bytes of tensors."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from ..convert.block_kinds import find_stages
 from ..data.read import Data
 from ..distributed import in_first_process, over_processes
-from ..hooks import AMP_DTYPES, autocast, evaluating, surely
+from ..hooks import AMP_DTYPES, autocast, evaluating
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import save_pretrained
 from .config import FitConfig
-from .fit import count_updates, fit
+from .fit import EPOCHS, count_updates, fit
 from .matching import check_loss
 from .monitor import score_of, try_one_batch, validate, words_of
 from .recipe import PARTS, Recipe
 from .resume import BEST, START, Plan
-from .stream import EPOCHS
 from .tasks import StepwiseTask, TrajectoryDistillationTask
 
 __all__ = ['adapted', 'run_stages']
@@ -97,7 +96,7 @@ def run_stages(
                 states.append((max(records, key=score_of), out / BEST) if out else _state(student, stage, data))
             plan.end(i)
     finally:
-        surely(lambda: _let_learn(student, trainable))
+        _let_learn(student, trainable)
     return history, _best(states, folder)
 
 
