@@ -8,7 +8,8 @@ monitor    what surrounds the loop: the first batch, validation, where a loss di
 loop       the training loop, epoch by epoch, with timm's optimizers and schedules
 fit        fit: a task, for epochs or minutes
 resume     what a run saves and plans, and what must be the same when it continues
-recipe     recipes (those of the package are in recipes/), from YAML that may be anybody's
+recipe     recipes; those of the package are in recipes/
+yaml_text  YAML that may be anybody's
 stages     the stages of a recipe, and the best of them
 run        train: runs a recipe in a folder
 calibrate  calibrate_: the recipe of that name on tensors, in memory

@@ -16,8 +16,12 @@ from ..ode.blocks import find_ode_blocks
 from .config import LossConfig
 from .matching import hidden_states, is_one_sequence
 
-__all__ = ['StepwisePass', 'TrainingPass', 'TrajectoryPass', 'embedding_loss', 'jasmin_loss', 'logit_loss',
+__all__ = ['Pass', 'StepwisePass', 'TrainingPass', 'TrajectoryPass', 'embedding_loss', 'jasmin_loss', 'logit_loss',
            'trajectory_loss']
+
+
+# outputs, states after some steps of each stage, the JaSMin loss if it has a weight, and outputs at the exits
+Pass = tuple[Tensor, list[Tensor], Tensor | None, list[Tensor]]
 
 
 class TrainingPass(nn.Module):
@@ -60,16 +64,11 @@ class TrajectoryPass(TrainingPass):
         super().__init__(student)
         self.config, self.one_sequence = config, is_one_sequence(student)
 
-    def forward(
-            self, students: Sequence[Any], images: Tensor, steps: Sequence[Sequence[Sequence[int]]],
-    ) -> list[tuple[Tensor, list[Tensor], Tensor | None, list[Tensor]]]:
-        """For the student, or each of several views of it, what `_follow` returns."""
+    def forward(self, students: Sequence[Any], images: Tensor, steps: Sequence[Sequence[Sequence[int]]]) -> list[Pass]:
+        """A pass of the student, or of each of several views of it."""
         return [self._follow(student, images, of) for student, of in zip(students, steps, strict=True)]
 
-    def _follow(
-            self, student: Any, images: Tensor, steps: Sequence[Sequence[int]],
-    ) -> tuple[Tensor, list[Tensor], Tensor | None, list[Tensor]]:
-        """Outputs, states after `steps` of each stage, the JaSMin loss if it has a weight, and outputs at the exits."""
+    def _follow(self, student: Any, images: Tensor, steps: Sequence[Sequence[int]]) -> Pass:
         if not self.one_sequence:
             with watch_blocks([list(ode) for ode in find_ode_blocks(student)]) as seen:
                 output = student(images)
@@ -98,21 +97,12 @@ def _attention_after(field: Any, step: Any, x: Tensor) -> Tensor:
 def trajectory_loss(
         student: Tensor, teacher: Tensor, num_prefix_tokens: int, has_class_token: bool, weights: Sequence[float],
 ) -> Tensor:
-    """Squared error between hidden states, relative to the teacher's variance over the batch of all processes.
+    """Squared error of hidden states [B, N, D], relative to the teacher's variance over the batch of all processes.
 
-    Args:
-        student: Hidden state [B, N, D].
-        teacher: Hidden state [B, N, D].
-        num_prefix_tokens: Number of class and register tokens, which come first.
-        has_class_token: Whether the first token is a class token.
-        weights: Weights of class token, registers and patches; weights of absent groups are shared among the others.
-
-    Returns:
-        Weighted mean of the groups, dimensionless: 0 for equal states, 1 for a student that explains nothing.
+    Prefix tokens, of which the first may be a class token, come first; the weights are those of class token, registers
+    and patches. Returns the weighted mean of the groups that there are: 0 for equal states, 1 for a student that
+    explains nothing.
     """
-    if student.shape != teacher.shape:
-        raise ValueError(f'The student has a state {list(student.shape)}, the teacher {list(teacher.shape)}. Give both '
-                         'the same images and the same tokens.')
     cls = 1 if has_class_token else 0
     bounds = ((0, cls), (cls, num_prefix_tokens), (num_prefix_tokens, student.shape[1]))
     loss, total = student.new_zeros((), dtype=torch.float32), 0.
@@ -135,10 +125,7 @@ def _variance(x: Tensor) -> Tensor:
 
 
 def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.) -> Tensor:
-    """Kullback-Leibler divergence of the class probabilities of two logits [B, C], in nats per image.
-
-    The temperature divides both; the result is multiplied by its square (Hinton et al., arXiv 1503.02531).
-    """
+    """KL divergence of logits [B, C] in nats per image, times temperature squared (Hinton et al., arXiv 1503.02531)."""
     s = F.log_softmax(student.float() / temperature, dim=-1)
     t = F.log_softmax(teacher.float() / temperature, dim=-1)
     return F.kl_div(s, t, reduction='batchmean', log_target=True) * temperature ** 2
@@ -147,8 +134,7 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.) -> Ten
 def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """One minus the cosine of embeddings [B, E], plus their squared error relative to the teacher's variance.
 
-    The variance is one number for all dimensions, over the batch of all processes, so that a few dimensions with large
-    values keep their proportion, as in PHI-S (arXiv 2410.01680); 0 for equal embeddings.
+    The variance is one number for all dimensions, so that they keep their proportions, as in PHI-S (arXiv 2410.01680).
     """
     s, t = student.float().flatten(1), teacher.float().flatten(1)
     angle = 1. - F.cosine_similarity(s, t, dim=-1)
@@ -157,9 +143,5 @@ def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def jasmin_loss(attention: Tensor) -> Tensor:
-    """JaSMin with k = 0 (arXiv 2507.07814): how large the Jacobian of softmax rows is, in nats.
-
-    Args:
-        attention: Probabilities before dropout, in float32 [..., heads, N, N].
-    """
+    """JaSMin with k = 0 (arXiv 2507.07814) of probabilities [..., heads, N, N]: the Jacobian of their rows, in nats."""
     return log_softmax_bound(attention, 1)[..., 0].amax(dim=-1).mean()

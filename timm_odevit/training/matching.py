@@ -25,7 +25,7 @@ def is_one_sequence(student: Any) -> bool:
 
 
 def check_student(student: Any) -> None:
-    """Raise TypeError for a student that is not an ODE-ViT, ValueError for one that is merged."""
+    """Refuse a student that is not an ODE-ViT, or is merged."""
     if isinstance(student, nn.Module):
         check_not_merged(student)
     if not isinstance(student, nn.Module) or not find_ode_blocks(student):
@@ -34,7 +34,7 @@ def check_student(student: Any) -> None:
 
 
 def check_converted_from(student: Any, teacher: Any) -> None:
-    """Raise TypeError or ValueError unless the student was converted from this teacher, or from a model like it."""
+    """Refuse a student that was not converted from this teacher, or from a model like it."""
     check_student(student)
     _check_teacher(student, teacher)
     ours, theirs = ({name: tuple(p.shape) for name, p in m.named_parameters() if '.blocks.' not in f'.{name}'}
@@ -47,7 +47,7 @@ def check_converted_from(student: Any, teacher: Any) -> None:
 
 
 def check_same_time(student: nn.Module, stages: list[list[nn.Module]]) -> None:
-    """Raise ValueError unless the student's steps end at the states after the blocks of the teacher's stages."""
+    """Refuse a student whose steps do not end at the states after the blocks of the teacher's stages."""
     for ode, blocks in zip(find_ode_blocks(student), stages, strict=True):
         kept, T = len(ode.before) + len(ode.after), ode.config.steps_and_end[1]
         if kept + T != len(blocks):
@@ -56,7 +56,7 @@ def check_same_time(student: nn.Module, stages: list[list[nn.Module]]) -> None:
 
 
 def check_models(student: Any, teacher: Any) -> None:
-    """Raise TypeError or ValueError unless the student's states can follow the teacher's."""
+    """Refuse models of which the student's states cannot follow the teacher's."""
     if not is_one_sequence(student):
         check_converted_from(student, teacher)
     else:
@@ -87,7 +87,7 @@ def _check_teacher(student: nn.Module, teacher: Any) -> None:
 
 
 def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> None:
-    """Raise ValueError if a loss needs what the models do not have."""
+    """Refuse a loss that needs what the models do not have."""
     name, odes = type(student).__name__, find_ode_blocks(student)
     for part in ('trajectory', 'kd'):
         if teacher is None and config.weights[part] > 0:
@@ -97,8 +97,8 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
     if config.patch_drop and (teacher is None or not all(
             isinstance(getattr(model, 'patch_drop', None), nn.Identity) and not getattr(model, 'rope', None)
             for model in (student, teacher))):
-        raise ValueError(f'patch_drop needs a teacher, and models that can run on some of their patches; a {name} '
-                         'with RoPE, or without a patch_drop module, cannot. Set patch_drop=0.')
+        raise ValueError(f'patch_drop needs a teacher, and models that run on some of their patches, which a {name} '
+                         'with RoPE or without patch_drop cannot. Set patch_drop=0.')
     if is_one_sequence(student):
         if config.exits and (
                 class_token_comes_later(student) or not isinstance(getattr(student, 'norm', None), nn.Module)):
@@ -122,12 +122,7 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
 
 
 class TeacherStage:
-    """One sequence of the teacher's blocks, and when a student's OdeBlocks in its place is to reach its states.
-
-    Attributes:
-        blocks: The teacher's blocks.
-        times: Relative times in (0, 1] of the states after them.
-    """
+    """One sequence of the teacher's blocks, and the relative times in (0, 1] of the states after them."""
 
     def __init__(self, blocks: list[nn.Module], times: list[float]) -> None:
         self.blocks, self.times = blocks, times
@@ -169,11 +164,8 @@ def uniform_times(layers: int) -> list[float]:
 def softmax_times(distances: Sequence[float], temperature: float = 1.) -> list[float]:
     """Relative times in (0, 1] that give a layer more time the further it moves the hidden state.
 
-    Args:
-        distances: Mean distance by which each of the L layers moves the hidden state, in any unit.
-        temperature: Of the softmax over the distances, in units of their mean; large values give uniform times.
-
-    Source: ODE-ViT, arXiv 2511.16501, which gives the temperature in units of its distances.
+    The softmax is over the mean distances of the L layers in units of their mean, times 1 / temperature: large values
+    give uniform times. Source: ODE-ViT, arXiv 2511.16501, which gives the temperature in units of its distances.
     """
     d = torch.tensor(distances, dtype=torch.float64)
     w = (d / (d.mean().clamp_min(1e-12) * temperature)).softmax(0)
@@ -212,15 +204,10 @@ def hidden_states(model: Any, images: Tensor, indices: list[int]) -> tuple[Tenso
 
 
 def match(times: Sequence[float], steps: int) -> list[tuple[int, int]]:
-    """Pair the teacher's layers with the student's steps, which end at 1/K, 2/K, ..., 1.
+    """Pair a teacher's L layers, at strictly increasing times in (0, 1], with K steps, which end at 1/K, 2/K, ..., 1.
 
-    Args:
-        times: Relative times in (0, 1] of the teacher's L layers, strictly increasing.
-        steps: Number K of the student's steps.
-
-    Returns:
-        min(L, K) pairs (layer, step), both counted from 0 and both strictly increasing, the last pair (L - 1, K - 1).
-        Every member of the smaller side is matched, each with a nearby member of the other side.
+    Returns min(L, K) pairs (layer, step), both counted from 0 and strictly increasing, the last (L - 1, K - 1): every
+    member of the smaller side with a nearby member of the other side.
     """
     own = uniform_times(steps)
     if len(times) <= steps:
@@ -233,8 +220,7 @@ def _nearest(few: Sequence[float], many: Sequence[float]) -> list[int]:
     n, m = len(few), len(many)
     chosen: list[int] = []
     for i, value in enumerate(few):
-        low = chosen[-1] + 1 if chosen else 0
-        high = m - n + i  # leaves room for the remaining ones
+        low, high = chosen[-1] + 1 if chosen else 0, m - n + i  # which leaves room for the remaining ones
         index = min(range(m), key=lambda j: abs(many[j] - value))
         chosen.append(high if i == n - 1 else min(max(index, low), high))
     return chosen

@@ -47,18 +47,12 @@ def _section(known: Sequence[str] | None = None) -> Check:
 
 
 def _loss(name: str, value: Any) -> Any:
-    """Settings of the loss; of a recipe of an earlier version, in which the share 200 % is 2.0."""
+    """Settings of the loss; in recipes of earlier versions, the share 200 % is 2.0."""
     def translated(k: Any) -> Any:
         return [translated(each) for each in k] if isinstance(k, list) else (
             f'{100 * k:.12g}%' if isinstance(k, float) else k)
     loss = _section(LossConfig.names())(name, value)
     return loss if not loss or 'steps' not in loss else {**loss, 'steps': translated(loss['steps'])}
-
-
-def _name(name: str, value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"{name} must be a timm model's name; got {value!r}. In quotes, YAML takes it for text.")
-    return value
 
 
 def _parts(name: str, value: Any) -> tuple[str, ...]:
@@ -89,9 +83,9 @@ class Stage(Settings):
     Attributes:
         task: 'stepwise', each solver step from the teacher's state (StepwiseTask); 'trajectory', all steps, unrolled
             (TrajectoryDistillationTask); 'labels', cross-entropy alone, for any model (timm's ClassificationTask).
-        train: Names, from PARTS, of the parts of the model that learn; the others are frozen.
-        loss: Keywords of TrajectoryDistillationTask; they override the recipe's.
-        fit: Keywords of `fit`; they override the recipe's.
+        train: Names, from PARTS, of the parts of the model that learn.
+        loss: Settings of LossConfig; they override the recipe's.
+        fit: Settings of FitConfig; they override the recipe's.
         scale_lr: Multiply lr by min(1, 3 * loss), with the loss of the first stage before training: a student that has
             little to learn learns slowly, and one that has nothing to learn is left as it is.
     """
@@ -116,10 +110,10 @@ class Recipe(Settings):
         model: timm name of the model, for training without a teacher.
         model_args: Keywords of timm.create_model for `model`.
         data: Settings of the data; see DataConfig.
-        loss: Keywords of TrajectoryDistillationTask for all stages.
-        fit: Keywords of `fit` for all stages.
-        stages: The stages, in order, all in epochs or all in minutes; each starts from the last weights of the previous
-            one. In a file, one with 0 epochs is left out.
+        loss: Settings of LossConfig for all stages.
+        fit: Settings of FitConfig for all stages.
+        stages: The stages, in order, all in epochs or all in minutes; each starts from the last weights of the one
+            before. In a file, one with 0 epochs is left out.
         adapt: Leave out what the student cannot do: a stepwise stage if its steps do not end at the teacher's layers,
             patch_drop, other numbers of steps; and weight_decay where blocks depend on time.
         grad_checkpointing: Recompute activations in the backward pass, step by step.
@@ -133,7 +127,7 @@ class Recipe(Settings):
         >>> print(recipe.to_yaml())
     """
     ode: dict[str, Any] | None = setting(None, _section([*OdeConfig.names(), *GONE]))
-    model: str | None = setting(None, _name)
+    model: str | None = None
     model_args: dict[str, Any] | None = setting(None, _section())
     data: dict[str, Any] | None = setting(None, _section(DataConfig.names()))
     loss: dict[str, Any] | None = setting(None, _loss)
@@ -144,12 +138,13 @@ class Recipe(Settings):
     seed: int = setting(0, integer(0))
 
     def _check(self) -> None:
+        if self.model is not None and not isinstance(self.model, str):
+            raise ValueError(f"model must be a timm model's name; got {self.model!r}.")
         try:
-            self.batches  # noqa: B018 (raises if a setting is invalid)
+            self.batches  # noqa: B018 (raises if a setting is invalid, as does the next)
         except ValueError as e:
             raise ValueError(f'data.{e}') from None
-        if self.ode is not None:
-            self.config  # noqa: B018 (likewise)
+        self.config  # noqa: B018
         for i, stage in enumerate(self.stages):
             asked = {**(self.fit or {}), **(stage.fit or {})}
             if asked.get('epochs') is None and asked.get('minutes') is None:
@@ -167,20 +162,16 @@ class Recipe(Settings):
 
     @property
     def batches(self) -> DataConfig:
-        """The settings of the data."""
         return DataConfig(**(self.data or {}))
 
     @property
     def config(self) -> OdeConfig:
-        """The settings of the conversion."""
         return OdeConfig.from_args(self.ode or {}, 'ode', prefix='')
 
     def loss_of(self, stage: Stage) -> LossConfig:
-        """The loss settings of a stage: the recipe's, overridden by its own."""
         return LossConfig(**{**(self.loss or {}), **(stage.loss or {})})
 
     def fit_of(self, stage: Stage) -> FitConfig:
-        """The settings of `fit` for a stage: the recipe's, overridden by its own."""
         return FitConfig(**{**(self.fit or {}), **(stage.fit or {})})
 
     @property
@@ -195,7 +186,7 @@ class Recipe(Settings):
         return tuple(sorted({k for of in counts or ((own,),) for k in of}))
 
     def without_shares(self, own: int) -> 'Recipe':
-        """The recipe with numbers of steps in place of shares, for a student that had `own` steps before training."""
+        """The recipe with numbers of steps in place of shares; see `trained_at`."""
         def counted(loss: dict[str, Any] | None) -> dict[str, Any] | None:
             counts = LossConfig(steps=(loss or {}).get('steps')).counts(own)
             return loss if counts is None else {

@@ -18,7 +18,7 @@ from ..ode.with_steps import with_steps
 from ..settings import flag
 from . import matching
 from .config import COMPILED, LossConfig
-from .losses import StepwisePass, TrainingPass, TrajectoryPass, embedding_loss, logit_loss, trajectory_loss
+from .losses import Pass, StepwisePass, TrainingPass, TrajectoryPass, embedding_loss, logit_loss, trajectory_loss
 
 __all__ = ['StepwiseTask', 'StudentTask', 'TrajectoryDistillationTask']
 
@@ -102,8 +102,8 @@ class StepwiseTask(StudentTask):
     def forward(self, input: Tensor, target: Any = None) -> dict[str, Tensor]:
         """Of images [B, C, H, W]: 'loss', and 'output', the teacher's logits [B, classes].
 
-        The loss is the squared error of a step relative to the squared distance that the teacher moves in that time,
-        averaged over the steps: dimensionless, 1 for a step that does nothing.
+        The loss is the mean over the steps of their squared error relative to the squared distance that the teacher
+        moves in that time: 1 for a step that does nothing.
         """
         with torch.no_grad(), watch_blocks(self.stages) as seen:
             output = self.teacher(self.for_teacher(input))
@@ -113,9 +113,9 @@ class StepwiseTask(StudentTask):
 class TrajectoryDistillationTask(StudentTask):
     """Teach an ODE-ViT to follow the hidden states of a pretrained ViT; a `timm.task.TrainingTask`.
 
-    The teacher is frozen and stays in eval mode. Its layers lie at checkpoints in time. The student is compared with it
-    at the ends of min(steps, layers) solver steps; between two layers, the teacher's state is interpolated linearly in
-    t. The loss is the weighted sum of its parts: trajectory, JaSMin, logits or embeddings, labels, and exits.
+    The teacher is frozen and stays in eval mode. The student is compared with its layers, which lie at checkpoints in
+    time, at the ends of min(steps, layers) solver steps; in between, the teacher's state is interpolated linearly in t.
+    The loss is the weighted sum of its parts: trajectory, JaSMin, logits or embeddings, labels, and exits.
 
     A model with stages (Swin) follows its teacher in each of them. Where the tokens are not one sequence, prefix tokens
     first (Swin, SAM, NaFlexViT, MLP-Mixer), all tokens count alike, the teacher must be the model that the student was
@@ -188,16 +188,11 @@ class TrajectoryDistillationTask(StudentTask):
         self.update, self.seed = update, seed
 
     def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
-        """Compute the loss of one batch.
+        """The loss of images [B, C, H, W] and labels [B] or [B, classes]; None will do with task_weight 0.
 
-        Args:
-            input: Images [B, C, H, W], normalised for the student.
-            target: Labels [B], or class probabilities [B, classes]; may be None with task_weight 0.
-
-        Returns:
-            'loss', 'output' (the student's logits [B, classes] or embeddings [B, E]), and the parts of the loss before
-            weighting, such as 'trajectory_loss'; those that cost nothing also with weight 0. If an update runs several
-            numbers of steps, parts are averaged over them, and 'output' is that of the first.
+        Returns 'loss', 'output' (the student's logits [B, classes] or embeddings [B, E]), and the parts of the loss
+        before weighting, such as 'trajectory_loss'; those that cost nothing also with weight 0. If an update runs
+        several numbers of steps, parts are averaged over them, and 'output' is that of the first.
         """
         students = self._students_of_update()
         with self._patches_of_update(students[0]):
@@ -232,7 +227,7 @@ class TrajectoryDistillationTask(StudentTask):
 
     def _parts(
             self, student: Any, pairs: list[list[tuple[float, int]]], states: list[list[Tensor]],
-            wanted: Tensor | None, target: Any, result: tuple[Tensor, list[Tensor], Tensor | None, list[Tensor]],
+            wanted: Tensor | None, target: Any, result: Pass,
     ) -> dict[str, Tensor]:
         """The parts of the loss of one pass, before weighting."""
         output, reached, jasmin, early = result

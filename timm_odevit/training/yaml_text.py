@@ -7,7 +7,7 @@ import yaml
 
 from ..settings import one_line
 
-__all__ = ['change_entry', 'parse', 'read']
+__all__ = ['change_entry', 'read']
 
 LONGEST, DEEPEST = 50_000, 50  # most characters and levels that are read; our recipes have 2,200 and 4
 
@@ -39,10 +39,10 @@ _Loader.add_implicit_resolver(
 
 def read(path: Path, name: str) -> Any:
     with open(path, 'rb') as file:
-        return parse(file.read(LONGEST + 1), name)
+        return _parse(file.read(LONGEST + 1), name)
 
 
-def parse(text: str | bytes, name: str) -> Any:
+def _parse(text: str | bytes, name: str) -> Any:
     if len(text) > LONGEST:
         raise ValueError(f"'{name}' has more than {LONGEST:,} characters, so it is not a recipe.")
     try:
@@ -63,7 +63,7 @@ def change_entry(tree: Any, change: str) -> None:
         raise ValueError(f"Expected a change to a recipe, such as fit.lr=1e-3; got '{change}'.")
     if len(path) > DEEPEST:
         raise ValueError(f"'{change}' has {len(path)} levels, but a recipe has at most {DEEPEST}.")
-    value = parse(text, change)
+    value = _parse(text, change)
     for name, below in zip(path, [*path[1:], None], strict=True):
         if isinstance(tree, list) and (not name.isdigit() or int(name) >= len(tree)):
             raise ValueError(f"'{change}': there is no entry '{name}'; the entries are 0 to {len(tree) - 1}.")
