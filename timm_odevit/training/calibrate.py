@@ -14,7 +14,7 @@ from ..hooks import lent, random_states_kept
 from .config import CalibrationConfig
 from .fit import count_updates
 from .matching import check_converted_from
-from .recipe import Recipe, Stage
+from .recipe import Recipe
 from .resume import Plan
 from .stages import run_stages
 
@@ -34,28 +34,25 @@ def calibrate_(
 ) -> list[dict[str, float]]:
     """Fit a converted model in place to the model that it was converted from, in minutes, on images without labels.
 
-    First, each step learns on its own, from the teacher's state to the teacher's next state (StepwiseTask); then the
-    unrolled steps learn the whole trajectory (TrajectoryDistillationTask), each in half of the time. Only the shared
-    blocks learn. Of the weights before, between and after the parts, those that come nearest to the teacher's outputs
-    on a few of the batches are kept; a warning says if they are the first. A copy is trained and its weights are
-    assigned at the end, so that an interrupted or failed call leaves the model as it was. A student that already equals
-    its teacher is left as it is, in no time.
+    Only the shared blocks learn: in half of the time each step on its own (StepwiseTask), then the whole trajectory
+    (TrajectoryDistillationTask). Of the weights before, between and after the parts, those that come nearest to the
+    teacher's outputs on a few of the batches are kept; a warning says if they are the first. An interrupted or failed
+    call leaves the model as it was, as does one of a student that already equals its teacher.
 
     Args:
         model: Converted model.
         teacher: The model that it was converted from: a `copy.deepcopy` made before `convert_`.
-        images: Images [N, C, H, W], normalised for the model; or a loader with a length that yields such batches, or
-            (images, labels), whose labels are ignored.
+        images: Images [N, C, H, W], normalised for the model; or a loader with a length, whose labels are ignored.
         progress: Show a progress bar.
         config: Settings.
-        **settings: Any of them, in place of `config`, such as minutes=10; see CalibrationConfig.
+        **settings: Any of them, in place of `config`, such as minutes=10.
 
     Returns:
         The records of all epochs, as returned by `fit`, each with its stage.
 
     Raises:
         TypeError: The model is not converted, or a keyword is unknown.
-        ValueError: Model and teacher do not match; or a setting or the images are invalid.
+        ValueError: Model, teacher, images and settings do not fit together.
         FloatingPointError: The loss stopped being finite.
 
     Examples:
@@ -79,14 +76,11 @@ def calibrate_(
 
 def _recipe(config: CalibrationConfig) -> Recipe:
     """The packaged recipe, with the settings of a call."""
-    recipe = Recipe.load('calibrate')
-
-    def stage(i: int, lr: float | None) -> Stage:
-        of = recipe.stages[i]
-        fit = {**(of.fit or {}), 'amp': config.amp}
+    recipe, stages = Recipe.load('calibrate'), []
+    for i, (stage, lr) in enumerate(zip(recipe.stages, (config.lr, config.unrolled_lr), strict=True)):
+        fit = {**(stage.fit or {}), 'amp': config.amp, **({} if lr is None else {'lr': lr})}
         if config.epochs is not None:
             fit = {**fit, 'minutes': None, 'epochs': config.epochs[i]}
-        return replace(of, fit=fit) if lr is None else replace(of, fit={**fit, 'lr': lr}, scale_lr=False)
-    stages = [stage(0, config.lr), stage(1, config.unrolled_lr)]
-    used = [of for i, of in enumerate(stages) if config.epochs is None or config.epochs[i]]
-    return replace(recipe, stages=tuple(used), seed=config.seed % 2 ** 31)
+        if fit.get('epochs') != 0:
+            stages.append(replace(stage, fit=fit, scale_lr=lr is None))
+    return replace(recipe, stages=tuple(stages), seed=config.seed % 2 ** 31)

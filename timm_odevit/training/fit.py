@@ -130,7 +130,7 @@ def fit(
 
 
 def _check(task: Any, train_loader: Any, val_loader: Any, config: FitConfig) -> int:
-    """Refuse what cannot be trained; returns the updates in a pass over the data."""
+    """Refuse what cannot be trained; returns the updates of a pass over the data."""
     if not isinstance(task, TrainingTask):
         raise TypeError(f'fit trains a task; got a {type(task).__name__}. Give one, such as '
                         'TrajectoryDistillationTask(model, teacher) or timm.task.ClassificationTask(model, criterion).')
@@ -151,11 +151,7 @@ def _check(task: Any, train_loader: Any, val_loader: Any, config: FitConfig) -> 
 
 
 def count_updates(train_loader: Any, accumulate: int = 1) -> int:
-    """Updates per pass over the data, at least 1.
-
-    Raises:
-        ValueError: The loader has no length, or too few batches.
-    """
+    """Updates per pass over the data; ValueError if there is none."""
     try:
         batches = len(train_loader)
     except TypeError:
@@ -172,10 +168,7 @@ def _measured(
 ) -> dict[str, Any]:
     """Epochs, updates of each and mixed precision, by the time of an update on a copy; the first process decides.
 
-    Args:
-        updates: Updates in a pass over the data.
-        validation: Seconds of the validation of a batch.
-        began: When the minutes began, by `time.perf_counter`.
+    `updates` are those of a pass over the data, `validation` the seconds of a batch of it, `began` when minutes began.
     """
     seconds = {amp: _seconds_per_update(task, train_loader, replace(config, amp=amp))
                for amp in ((None, 'bfloat16') if config.amp == 'auto' else (config.amp,))}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..convert.conversion import convert_
 from ..data.preprocessing import warn_of_other_classes
-from ..data.read import Data, classes_of, read_data
+from ..data.read import classes_of, read_data
 from ..distributed import alone_in, rank_and_world
 from ..files import staged, to_json, write_text
 from ..hooks import lent, random_states_kept
@@ -48,11 +48,10 @@ def train(
     """Run a recipe.
 
     Writes to `out`: recipe.yaml; run.json, with what else must be the same to resume, and what was planned; start/, the
-    student before training; stage0/, stage1/, ..., as `fit` writes them; and at the end best/, with the recipe, and
-    history.json, the records of all stages. best/ holds the best model of the start and of the stages that train the
-    same numbers of steps as the last one; if that is the start, a warning says so. A stage that does not train the
-    student's own number of steps is validated and saved with the nearest one that it trains; the recipe in best/ has
-    numbers of steps in place of shares of the student's own number.
+    student before training; stage0/, stage1/, ..., as `fit` writes them; and at the end history.json, the records of
+    all stages, and best/, with the recipe: the best model of the start (then a warning says so) and of the stages that
+    train the same numbers of steps as the last one. A stage that does not train the student's own number of steps is
+    validated and saved with the nearest one that it trains.
 
     Args:
         recipe: Recipe to run.
@@ -61,9 +60,8 @@ def train(
         teacher: timm model; None to train without one.
         student: Model to train as it is, ignoring the recipe's `ode`; None to make it from the teacher or, without one,
             from the recipe's `model`.
-        minutes: Train for about so long instead of the recipe's epochs or minutes. Each stage gets a part of the time
-            that is left when it begins: in proportion to its minutes, or else to its epochs times the steps of an
-            update.
+        minutes: Train for about so long instead of the recipe's epochs or minutes; each stage gets a part of the time
+            that is left when it begins, in proportion to its minutes, or its epochs times the steps of an update.
         resume: Continue the run in `out`.
         limit: Use only this many images of each part of the data, for a rehearsal.
         command: What to record in run.json, so that `odevit distill --resume` knows data and models by name.
@@ -76,8 +74,7 @@ def train(
     Raises:
         TypeError: The recipe is not a Recipe.
         ValueError: Recipe, models, data and folder do not fit together; nothing has been trained.
-        FloatingPointError: The loss stopped being finite; the files of the previous epoch remain.
-        OSError: A file could not be written (files written earlier remain); or another process uses the folder.
+        FloatingPointError, OSError: As from `fit`.
 
     Examples:
         >>> recipe = Recipe.load('autonomous', ['data.batch_size=8', 'stages.0.fit.epochs=1', 'stages.1.fit.epochs=1'])
@@ -108,7 +105,7 @@ def train(
             for name, model in (('teacher', teacher), ('student', student))}}
         check_about(folder, about)
         plan = Plan(folder, {**about, 'command': command or before.get('command')})
-        sample = _sample(images, recipe.seed).to(device)
+        sample = images.sample('train' if images.val is None else 'val', SAMPLE, recipe.seed)[0].to(device)
         student = _student(recipe, host, sample)
         used = adapted(recipe, student, teacher) if recipe.adapt else recipe
         steps = [ode.steps for ode in find_ode_blocks(student)]
@@ -134,7 +131,6 @@ def train(
 
 
 def _check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
-    """Refuse a folder with another run."""
     check_unused(folder, resume, folder / RECIPE)
     if not (folder / RECIPE).exists():
         return
@@ -149,7 +145,7 @@ def _check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
 
 
 def _flat(tree: Any, at: str = '') -> dict[str, Any]:
-    """A tree of dicts and lists as one dict, with keys such as stages.0.fit.lr."""
+    """A tree as one dict, with keys such as stages.0.fit.lr."""
     if not isinstance(tree, (dict, list)):
         return {at: tree}
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
@@ -184,10 +180,6 @@ def _host(
         raise ValueError(f"Cannot build '{recipe.model}' with {args}: {one_line(e)}") from e
 
 
-def _sample(images: Data, seed: int) -> Tensor:
-    return images.sample('train' if images.val is None else 'val', SAMPLE, seed)[0]
-
-
 def _student(recipe: Recipe, host: nn.Module, images: Tensor) -> nn.Module:
     """The student: the host converted by the recipe, or itself."""
     if recipe.ode is not None:
@@ -201,10 +193,7 @@ def _student(recipe: Recipe, host: nn.Module, images: Tensor) -> nn.Module:
 
 
 def _name_classes(model: Any, names: list[str] | None, keep: bool) -> None:
-    """Put the names of the classes into a model's pretrained_cfg, unless it is to keep its own.
-
-    What it says about other classes goes: a model that is trained on labels without names has none.
-    """
+    """Put the names of the classes, if any, into a model's pretrained_cfg, unless it is to keep its own."""
     cfg: Any = getattr(model, 'pretrained_cfg', None)
     own = (cfg or {}).get('label_names')
     if not isinstance(cfg, dict) or (keep and (not names or (own and len(own) == model.num_classes))):

@@ -34,22 +34,12 @@ EXACT = 1e-6  # a loss that is rounding
 
 
 class PreparedStage(NamedTuple):
-    """What a stage of a recipe trains.
-
-    Attributes:
-        task: Its task.
-        names: Names of the parameters that learn.
-        config: Settings of `fit`.
-        counts: The numbers of steps that it trains.
-        share: Its share of the time, in any unit.
-        scaled: Whether its learning rate is scaled.
-    """
     task: Any
-    names: set[str]
+    names: set[str]  # of the parameters that learn
     config: FitConfig
-    counts: Any
-    share: float
-    scaled: bool
+    counts: list[list[int]]  # the numbers of steps that it trains, of each OdeBlocks
+    share: float  # of the time, in any unit
+    scaled: bool  # whether its learning rate is
 
 
 def run_stages(
@@ -59,11 +49,8 @@ def run_stages(
 ) -> tuple[list[dict[str, float]], Any]:
     """Train a student in place; the records of all epochs, and the best state: its folder or, without one, its weights.
 
-    Args:
-        sample: Images [N, C, H, W] for checkpoints by distance.
-        plan: What the run has planned. With a folder, states are kept there, or else in memory.
-        begin: Is called when everything has been checked, before anything is written.
-        minutes: Minutes of all stages; None for what the recipe says.
+    `sample` are images [N, C, H, W] for checkpoints by distance. With a folder in `plan`, states are kept there, or
+    else in memory. `begin` is called when everything has been checked. `minutes` replace what the recipe says.
     """
     own, folder = [ode.steps for ode in find_ode_blocks(student)], plan.folder
     stages = [_prepare(recipe, i, student, teacher, data, sample, own) for i in range(len(recipe.stages))]
@@ -104,7 +91,6 @@ def _prepare(
         recipe: Recipe, i: int, student: nn.Module, teacher: nn.Module | None, data: Data, sample: Tensor,
         own: Sequence[int],
 ) -> PreparedStage:
-    """A stage of a recipe, with everything checked."""
     stage, device = recipe.stages[i], next(student.parameters()).device
     task: Any
     criterion = SoftTargetCrossEntropy() if recipe.batches.mixes else nn.CrossEntropyLoss()
@@ -137,7 +123,6 @@ def _prepare(
 
 
 def _names_of(student: nn.Module, parts: Sequence[str], where: str) -> set[str]:
-    """Names of the parameters of the given parts, each of which must have some."""
     chosen = set()
     for part in parts:
         names = [name for name, _ in student.named_parameters() if any(
@@ -161,10 +146,7 @@ def _set_steps(student: nn.Module, stage: PreparedStage, own: Sequence[int]) -> 
 
 @torch.no_grad()
 def _scale_lr(stage: PreparedStage, data: Data, plan: Plan) -> float:
-    """The factor on the learning rates: three times the loss of the first stage on a few batches, at most 1.
-
-    The loss of a stepwise stage is 0 if there is nothing to learn, 1 if everything.
-    """
+    """The factor on the learning rates: three times the loss of the first stage on a few batches, at most 1."""
     if plan.lr_scale is not None or not stage.scaled:
         return 1. if plan.lr_scale is None else plan.lr_scale
     device, losses = torch.device(stage.task.device), []
@@ -177,7 +159,7 @@ def _scale_lr(stage: PreparedStage, data: Data, plan: Plan) -> float:
 
 
 def _state(student: nn.Module, stage: PreparedStage, data: Data) -> tuple[dict[str, float], Any]:
-    """What is measured of a student, and a copy of its weights."""
+    """What is measured of a student, and its weights."""
     record = {} if data.val is None else validate(stage.task, student, data.val, AMP_DTYPES.get(stage.config.amp))
     return record, copy.deepcopy(student.state_dict())
 
@@ -185,7 +167,6 @@ def _state(student: nn.Module, stage: PreparedStage, data: Data) -> tuple[dict[s
 def _start(
         student: nn.Module, stage: PreparedStage, data: Data, plan: Plan, progress: bool,
 ) -> tuple[dict[str, float], Any]:
-    """What is measured of a student before training, as the last stage does, and its weights or their folder."""
     if plan.folder is None:
         return _state(student, stage, data)
     if plan.start is None:
@@ -198,7 +179,7 @@ def _start(
 
 
 def _best(states: Sequence[tuple[dict[str, float], Any]], folder: Path | None) -> Any:
-    """The best of the states at the start and after the stages; the last of equal ones."""
+    """The best state; the last of equal ones."""
     best = max(range(len(states)), key=lambda i: (score_of(states[i][0]), i))
     if best == 0 and len(states) > 1:
         trained = max((record for record, _ in states[1:]), key=score_of)

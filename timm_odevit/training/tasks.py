@@ -29,28 +29,26 @@ class StudentTask(TrainingTask):
     trainable_module: Any
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the student; the teacher stays in eval mode."""
         super().train(mode)
         if self.teacher is not None:
             self.teacher.eval()
         return self
 
     def prepare_distributed(self, device_ids: list[Any] | None = None, **ddp_kwargs: Any) -> Self:
-        """Wrap the student, but not the frozen teacher, in DistributedDataParallel."""
         from torch.nn.parallel import DistributedDataParallel
         ddp_kwargs.setdefault('find_unused_parameters', True)  # such as the head, or layers that few steps leave out
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
         return self
 
     def get_eval_model(self, module: nn.Module | None = None, ema: bool = False) -> nn.Module | None:
-        """The student itself, without the wrapper of the training pass."""
+        """The student itself, without its training pass."""
         found = inner = super().get_eval_model(module=module, ema=ema)
         while inner is not None and not isinstance(inner, TrainingPass):
             inner = getattr(inner, 'module', None)
         return inner.student if inner is not None else found
 
     def compile(self, backend: str = 'inductor', mode: str | None = None, **compile_kwargs: Any) -> Any:
-        """Compile the student's training pass and its evaluation, but not the teacher; returns the eval model."""
+        """Compile the student's training pass and its evaluation, but not the teacher."""
         self.eval_model, self.trainable_module = (
             torch.compile(module, backend=backend, mode=mode, **compile_kwargs)
             for module in (unwrap_model(self.trainable_module).student, self.trainable_module))
@@ -60,17 +58,17 @@ class StudentTask(TrainingTask):
 class StepwiseTask(StudentTask):
     """Teach each solver step on its own: from the teacher's state at its start to the teacher's state at its end.
 
-    No error reaches the next step. Between two layers, the teacher's state is interpolated linearly in t.
+    Between two layers, the teacher's state is interpolated linearly in t.
 
     Args:
         student: Converted model.
-        teacher: The model that it was converted from; it is frozen and kept in eval mode.
-        embedding: The models' outputs are embeddings, not logits; always so for models without classes.
+        teacher: The model that it was converted from; it is frozen.
+        embedding: The outputs are embeddings, not logits; always so for models without classes.
         device: Device of the task; by default the student's.
         verbose: Log timm's messages.
 
     Raises:
-        TypeError: The student is not an ODE-ViT, or the teacher is not an unconverted model.
+        TypeError: The student is not an ODE-ViT, or the teacher is one.
         ValueError: Student and teacher do not match, or share parameters.
 
     Examples:
@@ -113,20 +111,19 @@ class StepwiseTask(StudentTask):
 class TrajectoryDistillationTask(StudentTask):
     """Teach an ODE-ViT to follow the hidden states of a pretrained ViT; a `timm.task.TrainingTask`.
 
-    The teacher is frozen and stays in eval mode. The student is compared with its layers, which lie at checkpoints in
-    time, at the ends of min(steps, layers) solver steps; in between, the teacher's state is interpolated linearly in t.
-    The loss is the weighted sum of its parts: trajectory, JaSMin, logits or embeddings, labels, and exits.
+    The student is compared with the layers of the frozen teacher, which lie at checkpoints in time, at the ends of
+    min(steps, layers) solver steps; in between, the teacher's state is interpolated linearly in t. The loss is the
+    weighted sum of its parts: trajectory, JaSMin, logits or embeddings, labels, and exits.
 
-    A model with stages (Swin) follows its teacher in each of them. Where the tokens are not one sequence, prefix tokens
-    first (Swin, SAM, NaFlexViT, MLP-Mixer), all tokens count alike, the teacher must be the model that the student was
-    converted from, and JaSMin and exits are not available.
+    A model with stages (Swin) follows its teacher in each. Where the tokens are not one sequence, prefix tokens first
+    (Swin, SAM, NaFlexViT, MLP-Mixer), all count alike, the teacher must be the model that the student was converted
+    from, and there are no JaSMin and exits.
 
     Args:
         student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
-        teacher: timm model of the same width and tokens; None to train without one, with trajectory_weight and
-            kd_weight 0.
+        teacher: timm model of the same width and tokens; None with trajectory_weight and kd_weight 0.
         calibration: Images [N, C, H, W], or batches of them, normalised for the student, for checkpoints 'distance'.
-        criterion: Loss on the labels, (logits, target) to a scalar; cross-entropy by default.
+        criterion: Loss on the labels; cross-entropy by default.
         device: Device of the task; by default the student's.
         verbose: Log timm's messages.
         config: Settings of the loss.
@@ -141,8 +138,7 @@ class TrajectoryDistillationTask(StudentTask):
         >>> for images, labels in loader:    # a loop of your own; or fit(task, loader, epochs=10)
         ...     task(images, labels)['loss'].backward()
 
-    Source: ODE-ViT, arXiv 2511.16501; token shares: Raptor, arXiv 2512.19941; JaSMin: arXiv 2507.07814; divergence of
-    the logits: Hinton et al., arXiv 1503.02531.
+    Source: ODE-ViT, arXiv 2511.16501; token shares: Raptor, arXiv 2512.19941.
     """
 
     title = 'trajectory'
@@ -190,9 +186,8 @@ class TrajectoryDistillationTask(StudentTask):
     def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
         """The loss of images [B, C, H, W] and labels [B] or [B, classes]; None will do with task_weight 0.
 
-        Returns 'loss', 'output' (the student's logits [B, classes] or embeddings [B, E]), and the parts of the loss
-        before weighting, such as 'trajectory_loss'; those that cost nothing also with weight 0. If an update runs
-        several numbers of steps, parts are averaged over them, and 'output' is that of the first.
+        Returns 'loss', 'output' (logits [B, classes] or embeddings [B, E], of the update's first number of steps), and
+        the parts before weighting, such as 'trajectory_loss', averaged over the update's numbers of steps.
         """
         students = self._students_of_update()
         with self._patches_of_update(students[0]):
@@ -213,23 +208,22 @@ class TrajectoryDistillationTask(StudentTask):
         return {'loss': loss, 'output': output, **{f'{name}_loss': part for name, part in parts.items()}}
 
     def _students_of_update(self) -> list[Any]:
-        """The student with each number of steps of this update: the student itself, or views of it."""
+        """The student, or views of it, with each number of steps of this update."""
         student = unwrap_model(self.trainable_module).student
         own = tuple(ode.steps for ode in find_ode_blocks(student))
         self.drawn = [own]
         if self.training and self.config.steps is not None:  # from the update, so that all processes draw the same
-            n = len(self.config.steps)  # updates in which each has its turn
+            n = len(self.config.steps)
             chosen = random.Random(f'{self.seed} {self.update // n}').sample(range(n), n)[self.update % n]
             self.update += 1
             self.drawn = list(zip(*(counts[chosen] for counts in self.counts), strict=True))
-        # made anew, in half a millisecond, so that it has the student's present mode, checkpointing and image size
+        # made anew, so that it has the student's present mode, checkpointing and image size
         return [student if steps == own else with_steps(student, steps) for steps in self.drawn]
 
     def _parts(
             self, student: Any, pairs: list[list[tuple[float, int]]], states: list[list[Tensor]],
             wanted: Tensor | None, target: Any, result: Pass,
     ) -> dict[str, Tensor]:
-        """The parts of the loss of one pass, before weighting."""
         output, reached, jasmin, early = result
         targets = [stage.target(ode, path, t) for stage, ode, path, each in zip(
             self.stages, find_ode_blocks(student), states, pairs, strict=False) for t, _ in each]
@@ -246,7 +240,6 @@ class TrajectoryDistillationTask(StudentTask):
         return {name: part for name, part in parts.items() if part is not None}
 
     def _patches_of_update(self, student: Any) -> Any:
-        """A context in which teacher and student see the same random patches."""
         if not self.training or not self.config.patch_drop:
             return nullcontext()
         prefix, patches = student.num_prefix_tokens, student.patch_embed.num_patches
@@ -257,14 +250,13 @@ class TrajectoryDistillationTask(StudentTask):
 
     @torch.no_grad()
     def _teach(self, input: Tensor) -> tuple[Tensor | None, list[list[Tensor]]]:
-        """The teacher's output, and its states before the first and after each block of each stage."""
+        """The teacher's output, and its states around the blocks of each stage."""
         if self.teacher is None:
             return None, []
         with watch_blocks([stage.blocks for stage in self.stages]) as seen:
             return self.teacher(self.for_teacher(input)), [states for states, _ in seen]
 
     def _output_losses(self, output: Tensor, wanted: Tensor | None, target: Any) -> dict[str, Tensor | None]:
-        """The distances of logits or embeddings from the teacher's (kd) and from the labels (task)."""
         return {'kd': None if wanted is None else self._distance(output, wanted),
                 'task': None if target is None or self.embedding else self.criterion(output, target)}
 
