@@ -176,8 +176,8 @@ class LossConfig(Settings):
         if not any(weight > 0 for weight in self.weights.values()):
             raise ValueError('All weights of the loss are 0, so there is nothing to learn. Set one of them above 0.')
         if self.embedding and self.task_weight > 0:
-            raise ValueError('task_weight compares classes, but embedding=True takes the outputs as embeddings. Set '
-                             'task_weight=0, or embedding=False.')
+            raise ValueError('task_weight compares classes, but embedding=True takes the outputs as embeddings. Drop '
+                             'one of them.')
         if self.exits and not (self.kd_weight > 0 or self.task_weight > 0):
             raise ValueError('exits are trained by kd_weight and task_weight, but both are 0. Set one of them above 0.')
         if (self.exit_weight > 0) != bool(self.exits):
@@ -188,7 +188,7 @@ class LossConfig(Settings):
                              'steps=[[6, 1], [6, 2], [6, 3]].')
         if single and self.consistency_weight > 0 and sum(self.weights.values()) == self.consistency_weight:
             raise ValueError(f'consistency_weight alone trains nothing in updates with one number of steps, such as '
-                             f'[{single[0][0]}]. Set another weight above 0, such as kd_weight=0.1.')
+                             f'[{single[0][0]}]. Set another weight too.')
 
     @property
     def of_updates(self) -> tuple[tuple[int | str, ...], ...]:

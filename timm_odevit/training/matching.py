@@ -1,5 +1,5 @@
 """Whether student, teacher and loss fit together, and which step is to reach which teacher's state."""
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -37,13 +37,13 @@ def check_converted_from(student: Any, teacher: Any) -> None:
     """Refuse a student that was not converted from this teacher, or from a model like it."""
     check_student(student)
     _check_teacher(student, teacher)
-    ours, theirs = ({name: tuple(p.shape) for name, p in m.named_parameters() if '.blocks.' not in f'.{name}'}
-                    for m in (student, teacher))
-    other = next((f'{name} is {ours.get(name)} and {theirs.get(name)}' for name in {**ours, **theirs}
-                  if ours.get(name) != theirs.get(name)), '')
-    if other or type(student) is not type(teacher):
-        other = other or f'a {type(student).__name__} and a {type(teacher).__name__}'
-        raise ValueError(f'The student was not converted from this teacher: {other}. Give the original model.')
+    ours, theirs = ({'type': type(m).__name__, **{
+        name: tuple(p.shape) for name, p in m.named_parameters() if '.blocks.' not in f'.{name}'}}
+        for m in (student, teacher))
+    for name in {**ours, **theirs}:
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(f'The student was not converted from this teacher: {name} is {ours.get(name)} and '
+                             f'{theirs.get(name)}. Give the original model.')
 
 
 def check_same_time(student: nn.Module, stages: list[list[nn.Module]]) -> None:
@@ -65,11 +65,11 @@ def check_models(student: Any, teacher: Any) -> None:
             ours, theirs = getattr(student, name, None), getattr(teacher, name, None)
             if ours != theirs:
                 raise ValueError(f'Student and teacher differ in {name}: {ours} and {theirs}.')
-        patches = [m.patch_embed for m in (student, teacher)]
-        sizes = [tuple(getattr(patch, 'grid_size', None) or (patch.num_patches,)) for patch in patches]
-        if sizes[0] != sizes[1]:
-            raise ValueError(f'Student and teacher have different patch grids: {sizes[0]} and {sizes[1]}. Give both '
-                             'the same img_size.')
+        ours, theirs = (getattr(patch, 'grid_size', None) or patch.num_patches
+                        for patch in (student.patch_embed, teacher.patch_embed))
+        if ours != theirs:
+            raise ValueError(f'Student and teacher have different patch grids: {ours} and {theirs}. Give both the same '
+                             'img_size.')
     if not isinstance(getattr(student, 'patch_drop', None) or nn.Identity(), nn.Identity):
         raise ValueError(
             "The student drops patches, so its tokens do not match the teacher's. Create it with patch_drop_rate=0.")
@@ -82,43 +82,46 @@ def _check_teacher(student: nn.Module, teacher: Any) -> None:
         raise ValueError('Student and teacher share parameters, so training would change the teacher. '
                          'Make the teacher with copy.deepcopy(model) before convert_.')
     if find_ode_blocks(teacher):
-        raise TypeError('The teacher is itself converted. Give an ordinary model, such as the one that the student was '
-                        'converted from.')
+        raise TypeError('The teacher is itself converted. Give the model that the student was converted from.')
 
 
 def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> None:
     """Refuse a loss that needs what the models do not have."""
-    name, odes = type(student).__name__, find_ode_blocks(student)
+    if why := next(_lacks(student, teacher, config), ''):
+        raise ValueError(why)
+
+
+def _lacks(student: Any, teacher: nn.Module | None, config: LossConfig) -> Iterator[str]:
+    name, odes = f'a {type(student).__name__}', find_ode_blocks(student)
     for part in ('trajectory', 'kd'):
         if teacher is None and config.weights[part] > 0:
-            raise ValueError(f'{part}_weight needs a teacher. Give one, or set {part}_weight=0.')
+            yield f'{part}_weight needs a teacher. Give one, or set {part}_weight=0.'
     if student.num_classes == 0 and config.task_weight > 0:
-        raise ValueError('task_weight compares classes, but these models have none (num_classes=0). Set it to 0.')
+        yield 'task_weight compares classes, but these models have none (num_classes=0). Set it to 0.'
     if config.patch_drop and (teacher is None or not all(
             isinstance(getattr(model, 'patch_drop', None), nn.Identity) and not getattr(model, 'rope', None)
             for model in (student, teacher))):
-        raise ValueError(f'patch_drop needs a teacher, and models that run on some of their patches, which a {name} '
-                         'with RoPE or without patch_drop cannot. Set patch_drop=0.')
+        yield (f'patch_drop needs a teacher, and models that run on some of their patches, which {name} with RoPE or '
+               'without patch_drop cannot. Set patch_drop=0.')
     if is_one_sequence(student):
         if config.exits and (
                 class_token_comes_later(student) or not isinstance(getattr(student, 'norm', None), nn.Module)):
-            raise ValueError('exits apply the final norm and the head to the states after earlier steps, which does '
-                             f'not work for a {name}. Leave exits out.')
+            yield (f'exits apply the final norm and the head to earlier states, which does not work for {name}. Leave '
+                   'exits out.')
         if config.jasmin_weight and not all(ode.shared.has_attention_maps for ode in odes):
-            raise ValueError("jasmin_weight needs timm's plain attention (no windows, RoPE or position bias), which "
-                             f'the blocks of this {name} do not use. Leave it out.')
+            yield ("jasmin_weight needs timm's plain attention (no windows, RoPE or position bias), which the blocks "
+                   f'of {name} do not use. Leave it out.')
         return
     for setting in ('jasmin_weight', 'exit_weight', 'patch_drop'):
         if getattr(config, setting):
-            raise ValueError(f'{setting} needs one sequence of tokens with the prefix tokens first, but a {name} has '
-                             'none. Leave it out.')
+            yield (f'{setting} needs one sequence of tokens with the prefix tokens first, but {name} has none. Leave '
+                   'it out.')
     if len(odes) > 1 and any(isinstance(k, int) for of in config.of_updates for k in of):
-        raise ValueError(f'steps={config.steps}: a {name} has {len(odes)} stages with step counts of their own. Give '
-                         "shares of them, such as ['50%', '100%', '200%'].")
+        yield (f'steps={config.steps}: {name} has {len(odes)} stages with step counts of their own. Give shares of '
+               "them, such as ['50%', '100%', '200%'].")
     if any(ode.config.adaptive for ode in odes):
-        raise ValueError(
-            f"'{odes[0].method}' gives no states to follow in a {name}. Set a fixed-step method first, such as "
-            "model.blocks.method = 'rk4'.")
+        yield (f"'{odes[0].method}' gives no states to follow in {name}. Set a fixed-step method first, such as "
+               "model.blocks.method = 'rk4'.")
 
 
 class TeacherStage:

@@ -152,13 +152,8 @@ def _flat(tree: Any, at: str = '') -> dict[str, Any]:
     return {k: v for key, entry in pairs for k, v in _flat(entry, f'{at}.{key}'.lstrip('.')).items()}
 
 
-def _host(
-        recipe: Recipe, data: Any, teacher: nn.Module | None, student: nn.Module | None, device: str | torch.device,
-) -> Any:
-    """The model to convert or to train: the student, the teacher or, without them, the recipe's.
-
-    One without weights has the classes of the data, unless the recipe says otherwise.
-    """
+def _host(recipe: Recipe, data: Any, teacher: Any, student: Any, device: str | torch.device) -> Any:
+    """The model to convert or to train; one of the recipe without weights has the classes of the data."""
     if teacher is not None and recipe.model is not None:
         raise ValueError(f"The recipe names a model, '{recipe.model}', but there is a teacher. Leave one of them out.")
     if teacher is not None and student is None and recipe.ode is None:

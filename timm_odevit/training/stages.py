@@ -88,27 +88,25 @@ def run_stages(
 
 
 def _prepare(
-        recipe: Recipe, i: int, student: nn.Module, teacher: nn.Module | None, data: Data, sample: Tensor,
-        own: Sequence[int],
+        recipe: Recipe, i: int, student: nn.Module, teacher: Any, data: Data, sample: Tensor, own: Sequence[int],
 ) -> PreparedStage:
-    stage, device = recipe.stages[i], next(student.parameters()).device
+    stage, loss = recipe.stages[i], recipe.loss_of(recipe.stages[i])
     task: Any
     criterion = SoftTargetCrossEntropy() if recipe.batches.mixes else nn.CrossEntropyLoss()
     config = replace(recipe.fit_of(stage), seed=recipe.seed + 1000 * i)
     names = _names_of(student, stage.train, f'stages.{i}.train')
-    loss = recipe.loss_of(stage)
+    common: Any = {'device': next(student.parameters()).device, 'verbose': False}
+    if stage.task == 'stepwise' and teacher is None:
+        raise ValueError(f"stages.{i}: task 'stepwise' needs a teacher. Give one.")
     try:
         if stage.task == 'labels':
-            task = ClassificationTask(student, criterion, device=device, verbose=False)
+            task = ClassificationTask(student, criterion, **common)
             task.embedding = False
-        elif stage.task == 'trajectory':
-            task = TrajectoryDistillationTask(
-                student, teacher, calibration=sample.split(64), criterion=criterion, device=device, verbose=False,
-                config=loss)
-        elif teacher is None:
-            raise ValueError("task 'stepwise' needs a teacher. Give one.")
+        elif stage.task == 'stepwise':
+            task = StepwiseTask(student, teacher, embedding=loss.embedding, **common)
         else:
-            task = StepwiseTask(student, teacher, embedding=loss.embedding, device=device, verbose=False)
+            task = TrajectoryDistillationTask(
+                student, teacher, calibration=sample.split(64), criterion=criterion, config=loss, **common)
     except (TypeError, ValueError) as e:
         raise ValueError(f'stages.{i}: {e}') from e
     task.labelled = data.labelled or teacher is None
@@ -164,9 +162,7 @@ def _state(student: nn.Module, stage: PreparedStage, data: Data) -> tuple[dict[s
     return record, copy.deepcopy(student.state_dict())
 
 
-def _start(
-        student: nn.Module, stage: PreparedStage, data: Data, plan: Plan, progress: bool,
-) -> tuple[dict[str, float], Any]:
+def _start(student: nn.Module, stage: PreparedStage, data: Data, plan: Plan, progress: bool) -> tuple[Any, Any]:
     if plan.folder is None:
         return _state(student, stage, data)
     if plan.start is None:
