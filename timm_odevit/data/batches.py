@@ -94,10 +94,3 @@ def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:
     mix = Mixup(mixup_alpha=config.mixup if mixes else 1., cutmix_alpha=config.cutmix, prob=prob,
                 label_smoothing=config.smoothing, num_classes=classes)
     return Mapped(loader, lambda images, labels: mix(images.clone(), labels))
-
-
-class MixupLoader(Mapped):  # a door of before, until nobody uses it
-    def __init__(self, loader, classes, mixup=0., cutmix=0., smoothing=0., prob=1.):
-        made = mixed(loader, classes, DataConfig(mixup=mixup, cutmix=cutmix, smoothing=smoothing,
-                                                 prob=prob if mixup or cutmix else None))
-        super().__init__(loader, made.change)
