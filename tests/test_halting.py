@@ -240,7 +240,7 @@ def test_on_the_command_line(tmp_path, capsys):
     save_pretrained(model, tmp_path / 'student')
     out = tmp_path / 'out'
     options = [f'local-dir:{tmp_path / "student"}', str(tmp_path / 'data.npz')]
-    assert main(['halt', *options, str(out), '--rule', 'entropy', '--max-drop', '1', '--device', 'cpu', '--quiet']) == 0
+    assert main(['halt', *options, str(out), '--max-drop', '1', '--device', 'cpu', '--quiet']) == 0
     assert 'instead of 3' in capsys.readouterr().out
     assert main(['evaluate', f'local-dir:{out}', options[1], '--device', 'cpu', '--quiet']) == 0
     assert 'steps taken with at most 3: 1 by ' in capsys.readouterr().out
@@ -330,7 +330,7 @@ def test_settings_that_cannot_halt(vit, images):
     for classes in (0, 1):
         model = vit(num_classes=classes)
         convert_(model, halting='entropy', halting_threshold=1.)
-        with pytest.raises(ValueError, match="Use 'acceleration', or"):
+        with pytest.raises(ValueError, match="'acceleration'"):
             model.eval()(images)
 
 
@@ -355,7 +355,7 @@ def test_models_that_calibration_cannot_use(vit, images):
     merge_(merged)
     one_by_one = timm.create_model('beit_base_patch16_224', img_size=16, depth=2, embed_dim=32, num_heads=2, num_classes=3).eval()
     convert_(one_by_one)
-    for model, message in ((stages, 'one sequence of blocks; this SwinTransformer has 2'), (vit(), 'has 0'), (None, 'got NoneType'),
+    for model, message in ((stages, 'one sequence of blocks; this SwinTransformer has 2'), (vit(), 'has 0'), (None, 'got None'),
                            (featureless, 'cannot be applied'), (merged, 'merged'), (one_by_one, 'runs its blocks one by one')):
         with pytest.raises((TypeError, ValueError), match=message):
             calibrate_halting(model, [images])

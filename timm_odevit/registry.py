@@ -3,6 +3,7 @@ import copy
 import inspect
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -20,9 +21,9 @@ from .convert.initialisation import set_per_layer
 from .convert.refusals import check_convertible
 from .features import FeaturesAtTimes, check_times
 from .hooks import on_meta
-from .loading import CONFIG, WEIGHTS, check_args, check_size, saved_in, weights_file
 from .ode.config import PREFIX, OdeConfig
 from .ode.time_dependence import RESIDUALS
+from .saving.loading import CONFIG, WEIGHTS, check_args, check_size, saved_in, weights_file
 from .settings import one_line
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
@@ -144,7 +145,7 @@ def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained
     if file:
         kwargs['pretrained_cfg_overlay'] = {**(kwargs.get('pretrained_cfg_overlay') or {}), 'file': file, 'source': ''}
     arguments: list[Any] = [base]
-    levels = 3
+    levels = 3  # of feature maps
     if build is not timm.create_model:
         config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
         arguments.append(config)
@@ -160,14 +161,8 @@ def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained
         if not kwargs.get('features_only'):
             raise ValueError('out_times chooses features. Give features_only=True with it.')
     try:
-        return build_model_with_cfg(
-            partial(build, *arguments),
-            variant,
-            pretrained,
-            pretrained_filter_fn=partial(_filter, base),
-            feature_cfg=features,
-            **kwargs,
-        )
+        return build_model_with_cfg(partial(build, *arguments), variant, pretrained, feature_cfg=features,
+                                    pretrained_filter_fn=partial(_filter, base), **kwargs)
     except RuntimeError as e:
         if not str(e).startswith('Error(s) in loading'):  # its message is a page of names and shapes
             raise
@@ -175,10 +170,9 @@ def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained
 
 
 def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str | None:
-    """Return the file with the weights, if any; a model described by a config.json is first built without them."""
+    """The file with the weights, if any; a model described by a config.json is first built without them."""
     cfg: Any = kwargs.get('pretrained_cfg')
-    overlay, cache_dir = kwargs.get('pretrained_cfg_overlay'), kwargs.get('cache_dir')
-    where = saved_in(cfg)
+    overlay, cache_dir, where = kwargs.get('pretrained_cfg_overlay'), kwargs.get('cache_dir'), saved_in(cfg)
     if where:
         saved: Any = kwargs.get('pretrained_model_args', {})
         check_args(where, cfg, saved)
@@ -187,8 +181,7 @@ def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str 
         plain = {k: v for k, v in cfg.items() if k not in ('source', 'file', 'hf_hub_id')}
         try:
             with on_meta():
-                described = timm.create_model(variant, pretrained_cfg=plain, **saved)
-            check_size(described, file)
+                check_size(timm.create_model(variant, pretrained_cfg=plain, **saved), file)
         except Exception as e:  # timm's models raise errors of all kinds for arguments they cannot take
             why = f'{type(e).__name__}: {one_line(e)}'
             raise ValueError(f"{variant} cannot be built from the config.json of '{where}': {why}") from e
@@ -239,10 +232,8 @@ def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
     model: Any = None
     if key:
         fewer = dict(kwargs, drop_path_rate=0.) if 'drop_path_rate' in kwargs else kwargs
-        try:
+        with suppress(AssertionError, TypeError, ValueError):  # of a base whose settings for each block fix its depth
             model = timm.create_model(base, **{**fewer, key: tuple(needed) if key == 'depths' else needed[0]})
-        except (AssertionError, TypeError, ValueError):
-            model = None  # a base with per-block settings, which allows only one depth
     if model is None or _outside(model) != _outside(whole):
         model = timm.create_model(base, **kwargs)
     for ours, theirs, order in zip(find_stages(model), sites, orders, strict=True):

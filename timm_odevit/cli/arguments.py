@@ -16,10 +16,9 @@ from torch import nn
 from ..data.arrays import array_images
 from ..data.folders import image_loaders
 from ..files import OWN
-from ..interop.open_clip import from_open_clip
-from ..interop.transformers import from_transformers
-from ..loading import CONFIG
+from ..interop.from_libraries import from_open_clip, from_transformers
 from ..ode.blocks import find_ode_blocks
+from ..saving.loading import CONFIG
 from ..saving.save import save_pretrained
 from ..settings import Settings, one_line, suggest
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from ..convert.svd_data import check_images
+from ..convert.refusals import check_images
 from ..distributed import rank_and_world
 from ..settings import one_line
 from .config import Reading

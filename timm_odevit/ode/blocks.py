@@ -135,10 +135,9 @@ class OdeBlocks(nn.Module):
     @property
     def layers(self) -> list[int]:
         """For each block of the sequence, its layer in the base; for a step, the layer in which it starts."""
-        last = self.config.blocks[1] if self.config.blocks else 0
-        steps = [int(step.t + 1e-6) for step in self.solver]
-        return [*range(int(self.t) - len(self.before), int(self.t)), *steps,
-                *range(last + 1, last + 1 + len(self.after))]
+        first, after = int(self.t), 1 + (self.config.blocks[1] if self.config.blocks else 0)
+        return [*range(first - len(self.before), first), *(int(step.t + 1e-6) for step in self.solver),
+                *range(after, after + len(self.after))]
 
     @property
     def nfe(self) -> int:
@@ -234,13 +233,12 @@ class OdeBlocks(nn.Module):
         start, stop, stride = index.indices(len(modules))
         if stride != 1 or stop <= start:
             raise ValueError(f'A slice of {len(modules)} blocks must be consecutive and not empty; got {index}.')
-        steps, T = self.config.steps_and_end
-        ahead, chosen = len(self.before), modules[start:stop]
+        ahead, steps = len(self.before), len(self.solver)
         low, high = max(start - ahead, 0), min(stop - ahead, steps)
         if high <= low:
-            return nn.Sequential(*chosen)
+            return nn.Sequential(*modules[start:stop])
         part = OdeBlocks(
-            self.shared, self.config.part(low, high), self.feature, self.t + low * T / steps, modules[start:ahead],
+            self.shared, self.config.part(low, high), self.feature, self.solver[low].t, modules[start:ahead],
             modules[ahead + steps:stop], None, self.num_prefix_tokens)
         part.solver = nn.ModuleList([*self.solver][low:high])  # the same steps, with their hooks
         for new in (part, part.before, part.solver, part.after):  # not what they share with this one

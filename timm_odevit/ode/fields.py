@@ -14,7 +14,7 @@ __all__ = ['Context', 'Field', 'Groups', 'NativeField', 'attention_probabilities
 
 
 class Groups(NamedTuple):
-    """The group of each token [B, N], the size of each group and one of its tokens [B, G]; the first are prefix tokens."""
+    """The group of each token [B, N], prefix tokens first; the size of each group, and one of its tokens [B, G]."""
     numbers: Tensor
     sizes: Tensor
     first: Tensor
@@ -95,7 +95,7 @@ class Field(nn.Module):
 
     @staticmethod
     def values(block: Any) -> dict[str, Tensor]:
-        """The values that one block of the base gives the parameters of such a field, by name."""
+        """The values that one block of the base gives the parameters and buffers of such a field, by name."""
         raise NotImplementedError
 
 
@@ -123,7 +123,7 @@ class NativeField(Field):
 
     @staticmethod
     def values(block):
-        return {f'block.{name}': p for name, p in block.named_parameters()}
+        return {f'block.{name}': tensor for name, tensor in (*block.named_parameters(), *block.named_buffers())}
 
     def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
         return self.block.drop_path1(self.block.ls1(self.block.attn(self.block.norm1(x), **context.block_kwargs)))

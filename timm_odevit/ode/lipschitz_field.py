@@ -60,15 +60,14 @@ class LipschitzField(Field):
         dd = {'device': device, 'dtype': dtype}
         self.num_heads = num_heads
         self.head_dim = head_dim
-        self.attn_dim = num_heads * head_dim
-        self.hidden = hidden
+        attn_dim = num_heads * head_dim
         self.scale = head_dim ** -0.5
         self.fused_attn = use_fused_attn()
 
         self.norm1 = CenterNorm(dim, **dd)
-        self.qkv = nn.Linear(dim, 3 * self.attn_dim, bias=False, **dd)
+        self.qkv = nn.Linear(dim, 3 * attn_dim, bias=False, **dd)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = nn.Linear(self.attn_dim, dim, bias=False, **dd)
+        self.proj = nn.Linear(attn_dim, dim, bias=False, **dd)
         self.norm2 = CenterNorm(dim, **dd)
         self.fc1 = nn.Linear(dim, hidden, bias=False, **dd)
         self.act = act

@@ -15,9 +15,7 @@ SHOWN = 5  # classes
 
 def charts(found: Findings, names: Sequence[str] | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The charts that come first, and the others; `names` are those of the classes."""
-    first = [dict(
-        kind='path', title='Its path through feature space', paths=[_rounded(path) for path in found.plane],
-        about=f'The {found.token} in the plane of most variance.')]
+    first = []
     if found.probabilities is not None:
         first.append(dict(kind='bars', title='What it would answer at t',
                           about='Probabilities, as the norm and head read them from the state at t.',

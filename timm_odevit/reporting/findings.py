@@ -5,21 +5,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 from ..data.preprocessing import data_config, renormalisation
-from ..dynamics.attention import AttentionOverTime, attention_over_time, has_attention_maps
-from ..dynamics.contraction import Region, contraction_regions
 from ..dynamics.flow import follow
 from ..dynamics.lyapunov import Exponents, lyapunov_exponents
+from ..dynamics.precision import Region, contraction_regions
 from ..dynamics.trajectories import (
+    AttentionOverTime,
     ClassOverTime,
     DistanceOverTime,
     Geometry,
+    attention_over_time,
     class_over_time,
     distance_over_time,
+    has_attention_maps,
     trajectory_geometry,
 )
 from ..ode.blocks import find_ode_blocks
@@ -41,7 +42,6 @@ class Findings:
         decided: Which class each state leads to.
         geometry: How the states move; of the model, and of the teacher.
         attention: Where the class token looks.
-        plane: A token of the model's states, and of the teacher's, in the plane of most variance [B, times, 2].
         followed: The distance from the teacher.
         region: The region around the last state in which the class stays.
         exponents: The largest Lyapunov exponent.
@@ -54,20 +54,14 @@ class Findings:
     decided: ClassOverTime | None
     geometry: tuple[Geometry, Geometry | None]
     attention: AttentionOverTime | None
-    plane: list[Tensor]
     followed: DistanceOverTime | None
     region: Region | None
     exponents: Exponents
     grid: tuple[int, int] | None
 
-    @property
-    def token(self) -> str:
-        """Which token stands for an image."""
-        return 'class token' if self.geometry[0].cosine.isfinite().any() else 'mean patch token'
-
     def sentence(self) -> str:
         """What the model does, in a sentence; and another, if these images look unlike its classes."""
-        count = len(self.plane[0])
+        count = len(self.geometry[0].speed)
         images = 'one image' if count == 1 else f'{count} images'
         of = '' if count == 1 else f' (median of {images})'
         verb = ': '
@@ -108,7 +102,6 @@ def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool 
         'geometry': lambda: (trajectory_geometry(model, images),
                              trajectory_geometry(teacher, images) if taught else None),
         'attention': lambda: attention_over_time(model, images) if has_maps else None,
-        'plane': lambda: _plane([model, teacher] if taught else [model], images),
         'region': lambda: contraction_regions(model, images, directions=4) if has_head else None,
         'exponents': lambda: lyapunov_exponents(model, images),
     }
@@ -139,20 +132,6 @@ def _check(model: Any, teacher: Any) -> None:
 def _probabilities(model: Any, images: Tensor) -> Tensor:
     with follow(model, images) as flow:
         return torch.stack([flow.logits(x).softmax(dim=-1) for x in flow.states()], dim=1)
-
-
-def _plane(models: list[Any], images: Tensor) -> list[Tensor]:
-    """The class token, or the mean of the patch tokens without one; states that are not finite do not count."""
-    paths = []
-    for model in models:
-        with follow(model, images) as flow:
-            paths.append(torch.stack([x[:, 0] if x.ndim == 3 and flow.class_token else x.flatten(1, -2).mean(dim=1)
-                                      for x in flow.states()], dim=1))
-    rows = torch.cat([path.flatten(0, 1) for path in paths])
-    rows = rows[rows.isfinite().all(dim=-1)]
-    mean = rows.sum(dim=0) / max(len(rows), 1)
-    axes = torch.linalg.svd(F.pad(rows - mean, (0, 0, 0, 2)), full_matrices=False)[2][:2]  # at least two rows
-    return [(path - mean) @ axes.T for path in paths]
 
 
 def _words(model: Any) -> str:

@@ -39,7 +39,7 @@ def write_report(
 ) -> Path:
     """Write a page that shows what a model does with a few images; it needs no network and no server.
 
-    A slider over t moves attention, the state in a plane, and the probabilities of the classes together. Beside the
+    A slider over t moves attention and the probabilities of the classes together. Beside the
     page, report.json has the numbers.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..convert.svd_data import check_images
+from ..convert.refusals import check_images
 from ..data.arrays import ArrayLoader
 from ..data.batches import Mapped
 from ..data.batches import set_epoch as set_epoch_of

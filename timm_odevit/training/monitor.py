@@ -11,7 +11,7 @@ import torch
 from timm.task import TrainingTask
 from torch import Tensor, nn
 
-from ..convert.svd_data import check_images
+from ..convert.refusals import check_images
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..hooks import autocast, evaluating, random_states_kept, surely, watch_blocks

@@ -17,8 +17,8 @@ from ..data.read import Data, classes_of, read_data
 from ..distributed import alone_in, rank_and_world
 from ..files import staged, to_json, write_text
 from ..hooks import lent, random_states_kept
-from ..loading import CONFIG, WEIGHTS
 from ..ode.blocks import find_ode_blocks
+from ..saving.loading import CONFIG, WEIGHTS
 from ..saving.save import describe
 from ..settings import one_line, shown
 from .config import MINUTES
