@@ -1,5 +1,4 @@
 """odevit evaluate, halt and benchmark"""
-import argparse
 import os
 from functools import partial
 from pathlib import Path
@@ -21,50 +20,32 @@ from ..evaluation.halting import calibrate_halting
 from ..evaluation.results import Evaluation
 from ..files import to_json, write_text
 from ..ode.blocks import find_ode_blocks
-from ..ode.config import HALTING
 from ..training.loaders import label_names
 from ..training.recipe import Recipe
 from ..training.resume import RECIPE
-from .arguments import (
-    DATA,
-    IMAGES,
-    MODEL,
-    TOWERS,
-    add_number,
-    add_quiet,
-    add_steps,
-    add_workers,
-    check_file,
-    check_name,
-    images_of,
-    load,
-    refuse_existing,
-    save,
-    set_steps,
-    step_counts,
-)
-
-DTYPES = ('float32', 'bfloat16', 'float16')
+from .convert import images_of
+from .models import TOWERS, check_file, check_name, load, refuse_existing, save, set_steps
 
 
-def add_evaluate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('model', help=MODEL)
-    parser.add_argument('data', help=DATA)
-    parser.add_argument('--steps', type=step_counts, metavar='K-K,K,...',
-                        help='step counts, such as 1-6,12,24 (default: as saved)')
-    parser.add_argument('--teacher', metavar='MODEL', help='model to compare with: ' + MODEL)
-    parser.add_argument('--amp', choices=[name for name in AMP_DTYPES if name], help='mixed precision')
-    parser.add_argument('--embedding', action='store_true', help=(
-        "evaluate embeddings instead of classes: cosine with the teacher's and nearest images and, if there are "
-        'training images (train/, x_train or what --held-out leaves), k-NN and a linear classifier; always on for a '
-        'model without classes'))
-    parser.add_argument('--json', type=Path, metavar='FILE', help='file to write the results to')
-    _add_images(parser, 'if the data has no val/, evaluate only on the share that training held out (default: of a '
-                        'folder, val/, else test/, else all images; of an .npz, x_test)')
+def evaluate(args: Any) -> None:
+    """Measure accuracy at several step counts. To compare speeds, use odevit benchmark.
 
-
-def evaluate(args: argparse.Namespace) -> None:
-    """Measure accuracy at several step counts. To compare speeds, use odevit benchmark."""
+    model
+    data
+    --steps K-K,K,...  step counts, such as 1-6,12,24 (default: as saved)
+    --teacher MODEL  model to compare with: MODEL
+    --amp {bfloat16,float16}  mixed precision
+    --embedding  evaluate embeddings instead of classes: cosine with the teacher's and nearest images and, if there are
+        training images (train/, x_train or what --held-out leaves), k-NN and a linear classifier; always on for a model
+        without classes
+    --json FILE  file to write the results to
+    --held-out SHARE  if the data has no val/, evaluate only on the share that training held out (default: of a folder,
+        val/, else test/, else all images; of an .npz, x_test)
+    --seed
+    --batch-size
+    --workers
+    --quiet
+    """
     check_file(args.json)
     model = load(args.model, args)
     teacher = load(args.teacher, args) if args.teacher else None
@@ -91,7 +72,7 @@ def evaluate(args: argparse.Namespace) -> None:
         found.to_json(args.json)
 
 
-def _labelled(args: argparse.Namespace, model: Any, loader: Any) -> Any:
+def _labelled(args: Any, model: Any, loader: Any) -> Any:
     """The training images of data with several classes, if it has any besides those of a loader, as they are."""
     if not Path(args.data).is_file():
         parts = folder_parts(args.data)
@@ -119,23 +100,24 @@ def _recipe(model: Any) -> Recipe | None:
         return None
 
 
-def add_halt(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('model', help=MODEL)
-    parser.add_argument('data', help=DATA)
-    parser.add_argument('out', help='folder to save the model to; must be new')
-    parser.add_argument('--rule', choices=HALTING, default='entropy', help=(
-        'score by which an image stops (default: %(default)s)'))
-    parser.add_argument('--max-drop', type=float, metavar='SHARE', default=0.005,
-                        help='largest loss of accuracy, as a share of all images (default: %(default)s)')
-    add_steps(parser)
-    _add_images(parser, 'share that training held out, if the data has no val/ (default: 0.1)')
+def halt(args: Any) -> None:
+    """Choose when an image may stop before the last step, and save the model with this setting.
 
-
-def halt(args: argparse.Namespace) -> None:
-    """Choose when an image may stop before the last step, and save the model with this setting."""
-    refuse_existing(args.out, 'remove it')
+    model
+    data
+    out
+    --rule RULE [entropy]  score by which an image stops
+    --max-drop SHARE [0.005]  largest loss of accuracy, as a share of all images
+    --steps
+    --held-out SHARE  share that training held out, if the data has no val/ (default: 0.1)
+    --seed
+    --batch-size
+    --workers
+    --quiet
+    """
+    refuse_existing(args.out)
     model = load(args.model, args)
-    set_steps(model, args.steps, args.model)
+    set_steps(model, args)
     has_val = Path(args.data).is_dir() and 'val' in folder_parts(args.data)
     share = 0.1 if args.held_out is None and not has_val else args.held_out
     held_out, _ = _images(args, model, share)  # not the test images
@@ -151,16 +133,8 @@ def halt(args: argparse.Namespace) -> None:
     save(model, args.out)
 
 
-def _add_images(parser: argparse.ArgumentParser, held_out: str) -> None:
-    parser.add_argument('--held-out', type=float, metavar='SHARE', help=held_out)
-    parser.add_argument('--seed', type=int, metavar='N', help='the seed of the training, for --held-out (default: 0)')
-    add_number(parser, '--batch-size', 'images per batch', default=64)
-    add_workers(parser)
-    add_quiet(parser)
-
-
 def _images(
-        args: argparse.Namespace, model: Any, held_out: float | None, any_classes: bool = False) -> tuple[Any, str]:
+        args: Any, model: Any, held_out: float | None, any_classes: bool = False) -> tuple[Any, str]:
     """Labelled images, and what they are in words: the share held out of training, else val/, test/, x_test or all."""
     share = '' if held_out is None else f'the share {held_out:g} held out of training of '
     if Path(args.data).is_file():
@@ -181,42 +155,37 @@ def _images(
     return images, f'{share}{used or args.data}'
 
 
-def add_benchmark(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('models', nargs='+', metavar='MODEL', help=f'{MODEL}; the others are compared with the first')
-    parser.add_argument('--batch-size', type=step_counts, metavar='N,N,...', default=(1, 8),
-                        help='images per call (default: 1,8)')
-    parser.add_argument('--steps', type=step_counts, metavar='K-K,K,...', default=(),
-                        help='also time with these step counts (default: only as saved)')
-    parser.add_argument('--compile', choices=MODES, nargs='?', const=MODES[0], metavar='MODE',
-                        help=f"also time each model compiled by torch.compile, in one of its modes: {', '.join(MODES)}")
-    parser.add_argument('--dtype', choices=DTYPES, default=DTYPES[0], metavar='DTYPE',
-                        help=f"{', '.join(DTYPES)} (default: %(default)s)")
-    add_number(parser, '--img-size', "image size in pixels (default: the model's)")
-    add_number(parser, '--rounds', 'rounds in which all take turns', default=10)
-    parser.add_argument('--data', help=f'{IMAGES} (default: noise)')
-    parser.add_argument('--json', type=Path, metavar='FILE', help='also write the measurements to this file')
-    add_quiet(parser)
+def benchmark(args: Any) -> None:
+    """Time models, and measure their memory and size, side by side in one run.
 
-
-def benchmark(args: argparse.Namespace) -> None:
-    """Time models, and measure their memory and size, side by side in one run."""
+    model...  MODEL; the others are compared with the first
+    --batch-size N,N,... [1,8]  images per call
+    --steps K-K,K,...  also time with these step counts (default: only as saved)
+    --compile MODE?  also time each model compiled by torch.compile, in one of its modes, such as max-autotune
+    --dtype {float32,bfloat16,float16} [float32]  of weights and images
+    --img-size
+    --rounds N [10]  rounds in which all take turns
+    --data DATA  IMAGES (default: noise)
+    --json FILE  also write the measurements to this file
+    --quiet
+    """
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # read when the profiler first starts: lower levels are noise
-    if len({*args.models}) < len(args.models):
+    if len({*args.model}) < len(args.model):
         raise ValueError('A model is named twice. Give each one once.')
     check_file(args.json)
-    models = {name: _model(name, args) for name in args.models}
+    models = {name: _model(name, args) for name in args.model}
     if args.steps and not any(find_ode_blocks(model) for model in models.values()):
         raise ValueError('--steps needs an ODE-ViT, and none of these models is one. Leave it out.')
     found = measure_speed(
-        models, batch_sizes=args.batch_size, steps=args.steps,
-        rounds=args.rounds, compiled=args.compile, images=partial(_some_images, args.data) if args.data else None,
+        models, batch_sizes=args.batch_size, steps=args.steps or (),
+        rounds=args.rounds, compiled=MODES[0] if args.compile == '' else args.compile, images=partial(_some_images, args.data) if args.data else None,
         progress=not args.quiet)
     print(found)
     if args.json is not None:
-        write_text(args.json, to_json(found.to_dict()))
+        write_text(Path(args.json), to_json(found.to_dict()))
 
 
-def _model(name: str, args: argparse.Namespace) -> nn.Module:
+def _model(name: str, args: Any) -> nn.Module:
     """A model by name; the weights of a name without a source or tag do not matter."""
     check_name(name)
     with_weights = name.startswith(TOWERS) or parse_model_name(name)[0] is not None or '.' in name
