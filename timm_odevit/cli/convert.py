@@ -1,7 +1,5 @@
 """odevit convert, calibrate, export and push"""
 import json
-import math
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +8,8 @@ import torch
 
 from ..convert.conversion import convert_
 from ..convert.sizing import choose_size
-from ..data.arrays import array_images
-from ..data.folders import image_loaders
+from ..data.config import DataConfig
+from ..data.read import read_data
 from ..deploy import FORMATS, export_model
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
@@ -22,23 +20,10 @@ from ..saving.cards import model_card
 from ..saving.push import CARD, push_to_hub
 from ..training.calibrate import calibrate_
 from ..training.config import CalibrationConfig
-from ..training.loaders import Unlabelled
 from .models import load, refuse_existing, save, set_steps
 
 HELD_OUT = 512  # images to measure agreement on
 _SIZE = ('time', 'rank', 'phases', 'boundaries', 'init')  # what a size determines
-
-
-def images_of(
-        path: str, model: Any, batch_size: int = 64, workers: int | None = None, seed: int = 0,
-) -> tuple[Any, Any]:
-    """Make batches of images whose labels do not matter, from a folder or an .npz: to calibrate on, and held out."""
-    if Path(path).is_file():
-        if workers is not None:
-            raise ValueError('--workers applies to folders of images; an .npz is read into memory at once. Leave it '
-                             'out.')
-        return array_images(path, model, batch_size=batch_size, seed=seed)
-    return image_loaders(path, model, batch_size=batch_size, workers=workers)
 
 
 def convert(args: Any) -> None:
@@ -46,8 +31,7 @@ def convert(args: Any) -> None:
 
     model
     out  folder to save to
-    --checkpoint
-    --img-size
+    --checkpoint --img-size
     --random  do not load weights
     --num-classes N0  number of classes; if the weights have another number, the head is random
     --size SIZE  size of the result, such as 3M parameters, 25% or 10MB; chooses time, rank, phases, boundaries, init
@@ -77,7 +61,7 @@ def convert(args: Any) -> None:
     images = None
     if args.images:
         torch.manual_seed(args.seed)
-        images = next(iter(images_of(args.images, model, seed=args.seed)[0]))[0].to(args.device)
+        images = read_data(args.images, model, labels=False).sample('train', 64, args.seed)[0].to(args.device)
     print(convert_(model, config, images=images, keep_original=False))
     known = model.pretrained_cfg['num_classes']
     if not args.random and model.num_classes and known != model.num_classes:
@@ -90,22 +74,20 @@ def calibrate(args: Any) -> None:
 
     student  'local-dir:FOLDER' of a converted model
     images
-    out
-    --teacher
-    --checkpoint
-    --img-size
-    --workers
-    --quiet
+    out  folder to save to; must be new
+    --teacher MODEL!  MODEL
+    --checkpoint --img-size --workers --quiet
     +training.config.CalibrationConfig  the calibration
     """
     config = CalibrationConfig(**{k: v for k, v in vars(args).items() if k in CalibrationConfig.names()})
     refuse_existing(args.out)
     student, teacher = load(args.student, SimpleNamespace(device=args.device)), load(args.teacher, args)
-    loader, held_out = images_of(args.images, student, config.batch_size, args.workers, config.seed)
-    held_out = list(islice(Unlabelled(held_out, 1), math.ceil(HELD_OUT / config.batch_size)))
+    data = read_data(args.images, student, DataConfig(batch_size=config.batch_size, workers=args.workers), labels=False,
+                     seed=config.seed)
+    held_out = data.sample('val', HELD_OUT)
     measure, score = (evaluate, 'agreement') if student.num_classes else (evaluate_embeddings, 'neighbours')
     before: Any = measure(student, held_out, teacher=teacher).results[-1]
-    calibrate_(student, teacher, loader, progress=not args.quiet, config=config)
+    calibrate_(student, teacher, data.train, progress=not args.quiet, config=config)
     after: Any = measure(student, held_out, teacher=teacher).results[-1]
     what = 'agreement with' if student.num_classes else 'same nearest image as'
     print(f'{what} the teacher on {after.images} images held out: {getattr(before, score):.1f} % before, '
@@ -117,14 +99,13 @@ def export(args: Any) -> None:
     """Write a model to a file that runs without this package.
 
     model
-    --format {onnx,pt2,aoti} [onnx]  onnx, for ONNX Runtime and others; pt2, for torch.export.load; or aoti, compiled for
-        this kind of processor
+    --format {onnx,pt2,aoti} [onnx]  onnx, for ONNX Runtime and others; pt2, for torch.export.load; or aoti, compiled
+        for this kind of processor
     -o,--out FILE  file to write: .onnx, or .pt2 for the others (default: the model's name)
     --int8  store the weights of linear layers as int8
     --merged  merge a block that depends on time into one per step, as is done for pt2 and aoti
     --unmerged  do not, as is done for onnx: a smaller file, which is slower in the other formats
-    --steps
-    --img-size
+    --steps --img-size
     --overwrite  replace an existing file
     """
     if args.merged and args.unmerged:
@@ -145,7 +126,8 @@ def push(args: Any) -> None:
     --results FILE  results from odevit evaluate --json, for the card
     --dataset NAME  name of the dataset of the results, such as CIFAR-100
     --license ID  the Hub's identifier of a licence, for the card (default: that of the base's weights)
-    --card FILE  write the card to a file, and send nothing; as README.md in the folder of the model, it is sent as it is
+    --card FILE  write the card to a file, and send nothing; as README.md in the folder of the model, it is sent as it
+        is
     --private  make the repository, if it is new, private
     --revision BRANCH [main]  branch
     --create-pr  open a pull request

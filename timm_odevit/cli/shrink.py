@@ -16,8 +16,7 @@ def shrink(args: Any) -> None:
     --size SIZE  size of the student, such as 25%, 3M parameters or 4MB (default: one that suits the images and minutes)
     --keep SHARE%  instead of --size: find the smallest student that keeps this share of the accuracy, such as 95%
     --minutes M [60]  minutes to spend
-    --checkpoint
-    --img-size
+    --checkpoint --img-size
     --embedding  treat the model's outputs as embeddings, not logits; always on for image towers
     --resume  continue the run in the folder
     --quiet

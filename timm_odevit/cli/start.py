@@ -1,4 +1,14 @@
-"""What runs first. Nothing of the package is imported before a command needs it, so that help needs no torch."""
+"""What runs first. It imports nothing of the package until a command needs it, so that help needs no torch.
+
+The docstring of a command lists its arguments, one a line; two spaces come before the help:
+
+name  help                      also [name] if it may be left out, name... for one or more, name* for all that follow
+--name  help                    a flag
+--name PLACE [default]  help    an option; the placeholder says of what type; PLACE! must be given, its value may be left
+                                out of PLACE?, PLACE* may be repeated
++module.Class  title            an option for each setting of a class
+--name --other                  as SHARED says
+"""
 import argparse
 import ast
 import re
@@ -15,22 +25,25 @@ from typing import Any
 __all__ = ['COMMANDS', 'main', 'parser']
 
 PACKAGE = Path(next(iter(find_spec('timm_odevit').submodule_search_locations)))  # type: ignore
-# the file of each command
-COMMANDS = {
+COMMANDS = {  # in the order of their help, and the file of each
     'shrink': 'shrink', 'finetune': 'train', 'convert': 'convert', 'calibrate': 'convert', 'distill': 'train',
-    'evaluate': 'evaluate', 'halt': 'evaluate', 'predict': 'predict', 'report': 'predict', 'export': 'convert',
+    'evaluate': 'evaluate', 'halt': 'evaluate', 'predict': 'evaluate', 'report': 'evaluate', 'export': 'convert',
     'push': 'convert', 'recipe': 'start', 'benchmark': 'evaluate', 'script': 'start'}
+WORDS = {
+    'MODEL': "a timm name, such as deit_tiny_patch16_224; 'local-dir:FOLDER' for a saved model; or the image tower of "
+             "'open_clip:NAME/TAG' or 'transformers:NAME'",
+    'IMAGES': 'folder of images, or an .npz of small images; labels are ignored',
+    'DATA': 'folder with one sub-folder of images per class, or with train/ and val/ folders of that kind; or an .npz '
+            'of small images: x_train, y_train, x_test, y_test'}
 SHARED = """
 model  MODEL
 images  IMAGES
-data  folder with one sub-folder of images per class, or with train/ and val/ folders of that kind; or an .npz of small
-    images: x_train, y_train, x_test, y_test
-out  folder to save to; must be new
-[data]  folder of images or .npz, as for odevit evaluate
+data  DATA
+[data]  DATA
 [out]  folder for recipe.yaml, checkpoints, best/ and history.json
---teacher MODEL  the teacher: MODEL
---checkpoint FILE  file with the weights of the model or, if the command has --teacher, of the teacher
---img-size N  image size in pixels of the same model (default: its own)
+--teacher MODEL  MODEL
+--checkpoint FILE  file with the weights of the model (of the teacher, if there is one), instead of a download
+--img-size N  image size in pixels of the model (of the teacher, if there is one; default: its own)
 --steps N  number of solver steps (default: as saved)
 --set KEY=VALUE*  change the recipe, such as --set ode.rank=8 --set stages.0.fit.epochs=5
 --minutes M  train for about so long, with the stages' shares of time (default: the recipe's epochs)
@@ -43,10 +56,6 @@ out  folder to save to; must be new
 --device DEVICE  torch device (default: cuda if there is one, else cpu)
 --threads N  CPU threads (default: torch's own choice)
 """
-WORDS = {
-    'MODEL': "a timm name, such as deit_tiny_patch16_224; 'local-dir:FOLDER' for a saved model; or the image tower of "
-             "'open_clip:NAME/TAG' or 'transformers:NAME'",
-    'IMAGES': 'folder of images, or an .npz of small images; labels are ignored'}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,18 +67,19 @@ def main(argv: list[str] | None = None) -> int:
         from timm_odevit.settings import suggest
         known = suggest(unknown[0].split('=')[0], args.options)
         top.error(f"unrecognized arguments: {' '.join(unknown)}. {known}See odevit {args.command} --help")
-    if args.command == 'script':  # its errors are its own
+    if args.command == 'script':  # its device is its own, and so are its errors
         return script(args)
     try:
-        if args.command != 'recipe':
+        if args.command == 'recipe':
+            recipe(args)
+        else:
             _prepare(args)
-        run = globals().get(args.command) or getattr(
-            import_module(f'timm_odevit.cli.{COMMANDS[args.command]}'), args.command)
-        run(args)
+            getattr(import_module(f'timm_odevit.cli.{COMMANDS[args.command]}'), args.command)(args)
     except (ValueError, TypeError, OSError, FloatingPointError, ImportError) as e:
         if not _is_for_the_user(e):
             raise
-        print(f'odevit: error: {_one_line(e)}', file=sys.stderr)
+        from timm_odevit.settings import one_line
+        print(f'odevit: error: {one_line(e)}', file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print('odevit: interrupted', file=sys.stderr)
@@ -85,26 +95,20 @@ def _prepare(args: argparse.Namespace) -> None:
     try:
         torch.empty(0, device=args.device)
     except Exception as e:  # RuntimeError, AssertionError, ... by backend
-        raise ValueError(
-            f"--device '{args.device}' cannot be used here: {_one_line(e)} Give another, such as cpu.") from e
+        raise ValueError(f"--device '{args.device}' cannot be used here. Give another, such as cpu. ({e})") from e
 
 
 def _is_for_the_user(error: Exception) -> bool:
     """Whether a check found a mistake in the input, to be told in a line; a defect of the program keeps its traceback.
 
-    A check is a `raise`. What Python itself raises (a wrong operand, too few values) is a defect, and so is a TypeError
-    of a library, which we called.
+    A check is a `raise`. What Python itself raises (a wrong operand, too few values) is a defect; so is a TypeError of
+    a library, since we called it.
     """
     if not isinstance(error, (TypeError, ValueError)):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
     ours = Path(last.filename).is_relative_to(PACKAGE) or isinstance(error, ValueError)
     return ours and (last.line or '').startswith('raise ')
-
-
-def _one_line(error: Exception) -> str:
-    from timm_odevit.settings import one_line
-    return one_line(error)
 
 
 def parser(commands: Iterable[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
@@ -118,66 +122,66 @@ def parser(commands: Iterable[str] = tuple(COMMANDS)) -> argparse.ArgumentParser
                '  odevit evaluate local-dir:run/best images --held-out 0.1 --teacher local-dir:tuned/best\n'
                '  odevit predict local-dir:run/best photo.jpg',
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    version = runpy.run_path(str(PACKAGE / '_version.py'))['__version__']
+    version = (PACKAGE / '_version.py').read_text().split("'")[1]
     top.add_argument('--version', action='version', version=f'odevit {version}')
     group = top.add_subparsers(title='commands', metavar='COMMAND', required=True)
     trees = [ast.parse((PACKAGE / 'cli' / f'{file}.py').read_text()) for file in {*COMMANDS.values()}]
     docs = {f.name: ast.get_docstring(f) for tree in trees for f in tree.body if isinstance(f, ast.FunctionDef)}
     for name in COMMANDS:
         about, _, arguments = (docs[name] or '').partition('\n\n')
-        about = ' '.join(about.split())
         command = group.add_parser(name, help=about, description=about)
         if name in commands:
-            for entry in _entries(arguments if name == 'script' else f'{arguments}\n--device\n--threads'):
-                _add(command, entry)
+            for argument in _arguments(arguments if name == 'script' else f'{arguments}\n--device --threads'):
+                _add(command, *argument)
         options = [text for action in command._actions for text in action.option_strings]
         command.set_defaults(command=name, options=options)
     return top
 
 
-def _entries(text: str) -> list[re.Match[str]]:
-    """The arguments that a docstring lists: name, placeholder, default and help of each."""
-    entry = r'(\S+)(?: (\S+))?(?: \[(\S+)\])?(?:  (.*))?'
-    return [m for line in re.sub('\n +', ' ', text).splitlines() if (m := re.fullmatch(entry, line))]
+def _arguments(text: str) -> list[tuple[Any, ...]]:
+    """Name, placeholder, default and help of each argument that a docstring lists."""
+    arguments: list[tuple[Any, ...]] = []
+    for line in re.sub('\n +', ' ', text).strip().splitlines():
+        entry = re.fullmatch(r'(\S+)(?: (\S+))?(?: \[(\S+)\])?  (.*)', line)
+        arguments += [entry.groups()] if entry else [
+            shared for name in line.split() for shared in _arguments(SHARED) if shared[0] == name]
+    return arguments
 
 
-def _add(command: argparse.ArgumentParser, entry: re.Match[str]) -> None:
-    if entry[4] is None:
-        entry = next(shared for shared in _entries(SHARED) if shared[1] == entry[1])
-    name, place, default, text = entry.groups()
+def _add(command: argparse.ArgumentParser, name: str, place: str | None, default: str | None, text: str) -> None:
     if name.startswith('+'):
         return _add_settings(command.add_argument_group(text), *name[1:].rsplit('.', 1))
     text = re.sub('|'.join(WORDS), lambda m: WORDS[m[0]], text).replace('%', '%%')
-    options: dict[str, Any] = {'help': text if default is None else f'{text} (default: {default})'}
-    if place is None:
-        options.update(action='store_true') if name.startswith('--') else None
-    elif place.startswith('{'):
-        options.update(choices=place[1:-1].split(','), default=default)
-    elif place.endswith('*'):
-        options.update(metavar=place[:-1], action='append', default=[])
-    else:
-        options.update(metavar=place.rstrip('?0'), type=TYPES.get(place), default=default)
-        options.update(dict(nargs='?', const='') if place.endswith('?') else {})
+    options: dict[str, Any] = {'help': text if default is None else f'{text} (default: {default})', 'default': default}
     several = {'[': '?', '.': '+', '*': argparse.REMAINDER}
-    nargs = several.get(name[0]) or several.get(name[-1])
-    command.add_argument(*name.strip('[].*').split(','), **options, **({'nargs': nargs} if nargs else {}))
+    if nargs := several.get(name[0]) or several.get(name[-1]):
+        options['nargs'] = nargs
+    if place and place.startswith('{'):
+        options['choices'] = place[1:-1].split(',')
+    elif place and place.endswith('*'):
+        options.update(metavar=place[:-1], action='append', default=[])
+    elif place:
+        options.update(metavar=place.rstrip('?!0'), type=TYPES.get(place), required=place.endswith('!'))
+        options.update(nargs='?', const='') if place.endswith('?') else None
+    elif name.startswith('--'):
+        options.update(action='store_true', default=False)
+    command.add_argument(*name.strip('[].*').split(','), **options)
 
 
 def _add_settings(group: Any, module: str, name: str) -> None:
     """Add an option for each setting of a class; its help and default come from the class."""
-    kind = getattr(import_module(f'timm_odevit.{module}'), name)
-    about = kind.about()
-    for f in fields(kind):
+    settings = getattr(import_module(f'timm_odevit.{module}'), name)
+    about = settings.about()
+    for f in fields(settings):
         text, default = about[f.name], ','.join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
         if f.default is None:  # the description says what None stands for
             default = ''.join(re.findall(r'None for ([^;.]+)', text))
             text = re.sub(r'[;.] None for [^;.]+', '', text)
-        options: Any = dict(type=_value, metavar='VALUE')
-        shown = f"{text.rstrip('.')} (default: {default})"
-        if isinstance(f.default, bool):
-            options, shown = dict(action='store_const', const=not f.default), text.rstrip('.')
-        text = re.sub(r'\((\d+), (\d+)\)', r'\1,\2', shown).replace('%', '%%')
-        group.add_argument(f"--{f.name.replace('_', '-')}", help=text, default=argparse.SUPPRESS, **options)
+        text = re.sub(r'\((\d+), (\d+)\)', r'\1,\2', text.rstrip('.')).replace('%', '%%')
+        flag = isinstance(f.default, bool)
+        options: Any = dict(help=text, action='store_const', const=not f.default) if flag else dict(
+            help=f'{text} (default: {default})', type=_value, metavar='VALUE')
+        group.add_argument(f"--{f.name.replace('_', '-')}", default=argparse.SUPPRESS, **options)
 
 
 def _value(text: str) -> Any:
@@ -242,7 +246,6 @@ def script(args: argparse.Namespace) -> int:
               'validate.py, inference.py, benchmark.py, onnx_export.py.', file=sys.stderr)
         return 2
     import_module('timm_odevit')
-    sys.argv = [args.script, *args.arguments]
-    sys.path[0] = str(path.resolve().parent)
+    sys.argv, sys.path[0] = [args.script, *args.arguments], str(path.resolve().parent)
     runpy.run_path(str(path), run_name='__main__')
     return 0

@@ -21,23 +21,18 @@ def finetune(args: Any) -> None:
     """Fine-tune a model on labelled images, to make a teacher. Also runs under torchrun.
 
     [model]  MODEL
-    [data]
-    [out]
+    [data] [out]
     --recipe RECIPE  a .yaml file, or the name of a recipe (default: finetune)
-    --set
-    --minutes
-    --resume
-    --limit
-    --checkpoint
-    --img-size
-    --quiet
+    --set --minutes --resume --limit --checkpoint --img-size --quiet
     """
     asked = args.recipe
     recipe = _start(args, 'model', 'data', 'out')
     if recipe is not None and asked:
         raise ValueError(f'The run has a recipe of its own, so --recipe {asked} has no effect. Leave it out.')
-    _refuse(args, ('model', 'model_args.num_classes'), 'has no effect: the model is the first argument, its classes are '
-            'those of the data. Leave it out.')
+    for change in args.set:
+        if change.partition('=')[0].strip() in ('model', 'model_args.num_classes'):
+            raise ValueError(f"'{change}' has no effect: the model is the first argument, its classes are those of the "
+                             'data. Leave it out.')
     recipe = recipe or Recipe.load(args.recipe or 'finetune', args.set)
     if recipe.ode is not None or any(stage.task != 'labels' for stage in recipe.stages):
         raise ValueError('odevit finetune trains on labels alone: the recipe must not have ode, and every stage must '
@@ -54,24 +49,16 @@ def distill(args: Any) -> None:
     """Train by a recipe: distil a teacher or, without one, train from scratch. Also runs under torchrun.
 
     [recipe]  a .yaml file, or a name from odevit recipe list
-    [data]
-    [out]
-    --teacher
+    [data] [out] --teacher
     --student MODEL  'local-dir:FOLDER' of a model to start from, instead of a new one
-    --set
-    --minutes
-    --resume
-    --limit
-    --checkpoint
-    --img-size
-    --quiet
+    --set --minutes --resume --limit --checkpoint --img-size --quiet
     """
     recipe = _start(args, 'recipe', 'data', 'out')
     if not args.teacher and (args.img_size or args.checkpoint):
         raise ValueError('--img-size and --checkpoint are those of the teacher. Give --teacher, or leave them out.')
-    if args.student:
-        _refuse(args, ('ode', 'model', 'model_args'), 'says how to make a student, but --student gives one. Leave one of '
-                'them out.')
+    for change in args.set if args.student else []:
+        if change.partition('=')[0].split('.')[0].strip() in ('ode', 'model', 'model_args'):
+            raise ValueError(f"'{change}' says how to make a student, but --student gives one. Leave one of them out.")
     recipe = recipe or Recipe.load(args.recipe, args.set)
     if args.student:
         recipe = replace(recipe, ode=None, model=None, model_args=None)
@@ -80,13 +67,6 @@ def distill(args: Any) -> None:
     if teacher is None and student is None and recipe.model:
         check_name(recipe.model)
     _train(recipe, args, teacher, student)
-
-
-def _refuse(args: Any, keys: tuple[str, ...], why: str) -> None:
-    for change in args.set:
-        key = change.partition('=')[0].strip()
-        if key in keys or (key.split('.')[0] in keys and '.' not in ''.join(keys)):
-            raise ValueError(f"'{change}' {why}")
 
 
 def _start(args: Any, *names: str) -> Recipe | None:
