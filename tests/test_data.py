@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tracemalloc
 import warnings
+from functools import partial
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
@@ -21,7 +22,8 @@ from timm_odevit import evaluate
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.data.folders import folder_loader, folder_loaders, image_loaders
 from timm_odevit.data.pictures import open_image, read_image
-from timm_odevit.data.preprocessing import MixupLoader, warn_of_other_classes
+from timm_odevit.data.batches import MixupLoader
+from timm_odevit.data.preprocessing import warn_of_other_classes
 
 
 @pytest.fixture
@@ -380,7 +382,7 @@ def test_arrays_are_split_shuffled_and_augmented(arrays, vit):
     found = train.augment(raw)
     variants = {tuple(image[0].flatten().tolist()) for image in found}
     assert found.dtype == torch.uint8 and len(variants) == 18 and tuple(range(1, 26)) in variants  # 3 x 3 shifts, mirrored or not
-    train.reprob = 1.
+    train.augment = partial(train.augment, reprob=1.)
     erased = train.augment(raw)
     assert (erased[:, 0] == 0).sum() > (found[:, 0] == 0).sum() and (erased[:, 0] == erased[:, 2]).all()
 

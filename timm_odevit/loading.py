@@ -14,7 +14,7 @@ from timm.models import PretrainedCfg
 from torch import nn
 
 from .ode.config import PREFIX
-from .settings import one_line, shown
+from .settings import one_line, printable, shown
 
 __all__ = ['CONFIG', 'WEIGHTS', 'check_args', 'check_size', 'saved_in', 'weights_file']
 
@@ -36,7 +36,7 @@ def _texts(values: Any, *kinds: type) -> bool:
     """Whether values are of one of these kinds, and each is printable text, or a number that stands for a name."""
     each = values.values() if isinstance(values, dict) else [values] if isinstance(values, str) else values
     return isinstance(values, kinds) and all(
-        isinstance(value, int) or (isinstance(value, str) and value.replace('\n', '').isprintable()) for value in each)
+        isinstance(value, int) or (isinstance(value, str) and printable(value)) for value in each)
 
 
 _INTERPOLATIONS = ('bicubic', 'bilinear', 'nearest', 'lanczos', 'box', 'hamming', 'random')

@@ -13,8 +13,8 @@ from typing import Any
 from typing_extensions import Self
 
 __all__ = [
-    'Check', 'Settings', 'flag', 'integer', 'many', 'number', 'one_line', 'one_of', 'refuse_unknown', 'setting',
-    'shown', 'suggest',
+    'Check', 'Settings', 'flag', 'integer', 'many', 'number', 'one_line', 'one_of', 'printable', 'refuse_unknown',
+    'setting', 'shown', 'suggest',
 ]
 
 Check = Callable[[str, Any], Any]  # takes a name and a value; returns the value or raises ValueError
@@ -182,6 +182,11 @@ def shown(value: Any) -> str:
     """A value as code, cut off after 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f'{text[:60]}...'
+
+
+def printable(text: str) -> bool:
+    """Whether text has nothing that a terminal would obey; lines, no-break spaces and zero-width joiners may be."""
+    return re.sub('[\n\u00a0\u200c\u200d]', '', text).isprintable()
 
 
 def suggest(word: str, allowed: Iterable[str]) -> str:

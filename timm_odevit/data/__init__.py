@@ -1,7 +1,9 @@
-"""Images and labels in batches.
+"""Images and labels in batches: `read_data` makes a `Data` of whatever there is.
 
-preprocessing       how a model expects its images and labels; timm's mixup
-folders             image files, through timm.data
-arrays              small images in memory
-pictures            image files one by one, and a few of either to look at
+config              settings of the data
+preprocessing       how a model expects its images and labels
+batches             loaders of loaders: mixed, labelled by a model, told of an epoch
+arrays              images in memory, augmented on the device
+folders             image files
+read                the one door to all of them
 """

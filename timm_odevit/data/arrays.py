@@ -1,8 +1,9 @@
-"""Arrays of small images, which stay in memory and are augmented on the device."""
+"""Images in memory: those of an .npz, which are augmented on the device, and tensors."""
+import hashlib
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile, ZipInfo
@@ -14,97 +15,165 @@ from torch import Tensor
 
 from ..distributed import rank_and_world
 from ..settings import one_line
-from .preprocessing import count_held_out, data_config, labels_by_name
+from .preprocessing import check_names, class_names, count_held_out, data_config, dtype_of, labels_by_name
 
-__all__ = ['ArrayLoader', 'array_classes', 'array_images', 'array_loaders']
+__all__ = ['ArrayLoader', 'augment', 'npz_classes', 'preparation', 'read_npz']
 
 LARGEST = 100_000  # names of classes
+KEYS = ('x_train', 'y_train', 'x_test', 'y_test')
+Parts = dict[str, tuple[Tensor, Tensor]]
 
 
-def array_loaders(
-        path: str | Path,
-        model: Any,
-        *,
-        batch_size: int = 64,
-        held_out: float = 0.1,
-        padding: int = 4,
-        flip: float = 0.5,
-        reprob: float = 0.,
-        limit: int | None = None,
-        seed: int = 0,
-        any_classes: bool = False,
-) -> tuple['ArrayLoader', 'ArrayLoader', 'ArrayLoader']:
-    """Make batches for training, validation and testing from images that stay in memory, on the model's device.
+class ArrayLoader:
+    """Batches (images [B, C, H, W], normalised; labels [B]) of images in memory.
+
+    In training, the order of the images depends on the seed and the epoch, their augmentation on torch's global
+    generator; an incomplete last batch is dropped, and each of several processes has its own part.
 
     Args:
-        path: .npz with uint8 images x_train and x_test [N, S, S, C] and labels y_train and y_test [N]; S may differ
-            from the size that the model takes, and grey images may be [N, S, S]. It may also hold classes, the names of
-            the classes; if the model has the same names, the images get its labels.
-        model: timm model that will see the images.
-        batch_size: Images per batch.
-        held_out: Share of the training images held out, taken from the end.
-        padding: How far a crop may move, in pixels of the original images.
-        flip: Probability of mirroring an image.
-        reprob: Probability of erasing a part of an image.
-        limit: Use only this many images of each part, for a rehearsal.
-        seed: Seed of the image order.
-        any_classes: The labels need not be the model's classes; always so for a model without classes.
+        images: Images [N, C, S, S].
+        labels: Labels [N], on the same device.
+        batch_size: Images per batch of this process.
+        prepare: Makes of images [B, C, S, S] what a model expects [B, C, H, W].
+        augment: Changes images [B, C, S, S] at random in training; None for nothing.
+        train: Shuffle and augment.
+        seed: Seed of the order.
+    """
 
-    Returns:
-        Three loaders; the first one shuffles and augments, and gives each of several processes its own part.
+    def __init__(
+            self, images: Tensor, labels: Tensor, batch_size: int, prepare: Callable[[Tensor], Tensor],
+            augment: Callable[[Tensor], Tensor] | None = None, *, train: bool = False, seed: int = 0,
+    ) -> None:
+        self.images, self.labels, self.batch_size = images, labels, batch_size
+        self.prepare, self.augment = prepare, augment
+        self.train, self.seed, self.epoch = train, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the images."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        if self.train:
+            return len(self.labels) // (self.batch_size * rank_and_world()[1])
+        return math.ceil(len(self.labels) / self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in self.indices():
+            images = self.images[index]
+            yield self.prepare(self.augment(images) if self.train and self.augment else images), self.labels[index]
+
+    def indices(self) -> Iterator[Tensor]:
+        """Yield the indices of the images of each batch."""
+        order, (rank, world) = torch.arange(len(self.labels)), rank_and_world() if self.train else (0, 1)
+        if self.train:  # the same for all processes
+            seed = (self.seed * 1_000_003 + self.epoch) % 2 ** 63
+            order = torch.randperm(len(order), generator=torch.Generator().manual_seed(seed))
+        for batch in order.split(self.batch_size * world)[:len(self)]:
+            yield batch[rank::world].to(self.labels.device)
+
+    @property
+    def count(self) -> int:
+        """Number of images."""
+        return len(self.labels)
+
+    def sample(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """At most so many random images and their labels, on the CPU."""
+        order = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(seed))
+        index = order[:count].to(self.labels.device)
+        return self.prepare(self.images[index]).cpu(), self.labels[index].cpu()
+
+    def sha256(self) -> str:
+        """SHA-256 of images and labels."""
+        digest = hashlib.sha256()
+        for tensor in (self.images, self.labels):
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+
+def preparation(model: Any) -> Callable[[Tensor], Tensor]:
+    """Makes of uint8 images [B, C, S, S] the input [B, C, H, W] that a model expects."""
+    cfg, device = data_config(model), next(model.parameters()).device
+    mean, std = (torch.tensor(cfg[key], device=device).view(1, -1, 1, 1) for key in ('mean', 'std'))
+    size, mode, dtype = tuple(cfg['input_size'][1:]), cfg['interpolation'], dtype_of(model)
+
+    def prepare(images: Tensor) -> Tensor:
+        pixels = images.float() / 255
+        if pixels.shape[-2:] != size:
+            pixels = F.interpolate(pixels, size=size, mode=mode if mode == 'bilinear' else 'bicubic',
+                                   antialias=True).clamp(0, 1)
+        return ((pixels - mean) / std).to(dtype)
+    return prepare
+
+
+def augment(images: Tensor, padding: int = 4, flip: float = 0.5, reprob: float = 0.) -> Tensor:
+    """Pad and crop, mirror and erase each image [B, C, S, S] at random, independently of the others."""
+    B, _, H, W = images.shape
+    device, p = images.device, padding
+    shift = torch.randint(0, 2 * p + 1, (2, B, 1)).to(device)
+    rows, cols = shift[0] + torch.arange(H, device=device), shift[1] + torch.arange(W, device=device)
+    cols = torch.where((torch.rand(B, 1) < flip).to(device), cols.flip(1), cols)
+    each = torch.arange(B, device=device)
+    out = F.pad(images, (p,) * 4)[each[:, None, None], :, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)
+    if reprob > 0:
+        # a black box of 2 to 33 % of the image, as in timm's RandomErasing; aspect ratio from 1 : 2 to 2 : 1
+        area, ratio = torch.empty(B).uniform_(0.02, 0.33), torch.empty(B).uniform_(-0.7, 0.7).exp()
+        size = torch.stack([(area * ratio).sqrt() * H, (area / ratio).sqrt() * W]).clamp(min=1.)
+        start = torch.rand(2, B) * (torch.tensor([[H], [W]]) - size).clamp_min(0.)
+        erased = (torch.rand(B) < reprob)[:, None]
+        inside = [((torch.arange(n) >= a[:, None]) & (torch.arange(n) < (a + s)[:, None]) & erased).to(device)
+                  for n, a, s in zip((H, W), start, size, strict=True)]
+        out = out.masked_fill((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0)
+    return out
+
+
+def read_npz(path: Path, model: Any, labels: bool, share: float, any_classes: bool) -> tuple[Parts, Any, int]:
+    """The images [N, C, S, S] and labels [N] of each part of an .npz, on the model's device; its classes; their number.
+
+    The images held out are the last ones of x_train. Without `labels`, only x_train is used, and labels are 0.
 
     Raises:
         ValueError: The file does not fit the model; the message says what was found.
     """
-    keys = ('x_train', 'y_train', 'x_test', 'y_test')
-    arrays = _read_arrays(path, keys)
-    y, y_test = (_labels(path, arrays[key]) for key in ('y_train', 'y_test'))
-    x, x_test = (_images(path, arrays[key], model, len(labels)) for key, labels in (('x_train', y), ('x_test', y_test)))
-    highest = max(int(labels.max()) for labels in (y, y_test))
-    classes = highest + 1 if any_classes or model.num_classes == 0 else model.num_classes
-    names = _names(path, arrays.get('classes'), highest)
-    order = None if any_classes else labels_by_name(model, names)
-    if highest >= classes or (
-            not any_classes and order is None and names is not None and len(names) != classes == model.num_classes):
-        has = f'has label {highest}' if names is None else f'names {len(names)} classes'
-        raise ValueError(f"'{path}' {has}, but the model has {model.num_classes} classes. Give data whose classes are "
-                         f"among the model's, or fine-tune it first: odevit finetune MODEL {path} OUT")
-    if order is not None and names is not None:
-        y, y_test = (np.asarray(order)[labels] for labels in (y, y_test))
-        names = [name for _, name in sorted(zip(order, names, strict=True))]
-    split = len(y) - count_held_out(len(y), held_out)
-    if split == len(y):
+    arrays = _read_arrays(path, KEYS if labels else KEYS[:1])
+    names, classes = None, 0
+    if not labels:
+        x = _images(path, arrays['x_train'], model)
+        parts = {'train': (x, np.zeros(len(x), int))}
+    else:
+        y, y_test = (_labels(path, arrays[key]) for key in ('y_train', 'y_test'))
+        x, x_test = (_images(path, arrays[f'x_{part}'], model, len(of)) for part, of in (('train', y), ('test', y_test)))
+        highest = max(int(y.max()), int(y_test.max()))
+        names = _names(path, arrays.get('classes'), highest)
+        classes = (highest + 1 if names is None else len(names)) if any_classes else model.num_classes
+        order = None if any_classes else labels_by_name(model, names)
+        if highest >= classes or (order is None and names is not None and len(names) != classes):
+            has = f'has label {highest}' if names is None else f'names {len(names)} classes'
+            raise ValueError(f"'{path}' {has}, but the model has {model.num_classes} classes. Give data whose classes "
+                             f"are among the model's, or fine-tune it first: odevit finetune MODEL {path} OUT")
+        if order is not None:
+            y, y_test, names = np.asarray(order)[y], np.asarray(order)[y_test], class_names(model)
+        parts = {'train': (x, y), 'test': (x_test, y_test)}
+    x, y = parts['train']
+    split = len(y) - count_held_out(len(y), share)
+    if labels and share and split == len(y):
         raise ValueError(f"'{path}' has one image to train on, so none can be held out. Give more.")
     if set(y[split:].tolist()) - set(y[:split].tolist()):
         warnings.warn(f"'{path}' has classes only among its last images, which are held out, as if it were sorted by "
                       'class. Shuffle it.', stacklevel=2)
-    parts = ((x[:split], y[:split]), (x[split:], y[split:]), (x_test, y_test))
-    train, val, test = (
-        ArrayLoader(images[:limit], labels[:limit], model, batch_size, train=i == 0, padding=padding, flip=flip,
-                    reprob=reprob, seed=seed, label_names=names)
-        for i, (images, labels) in enumerate(parts))
-    return train, val, test
+    if share:
+        first = split % len(y)  # one image is in both
+        parts = {**parts, 'train': (x[:split], y[:split]), 'val': (x[first:], y[first:])}
+    device = next(model.parameters()).device
+    return {part: (torch.as_tensor(np.ascontiguousarray(x)).permute(0, 3, 1, 2).contiguous().to(device),
+                   torch.as_tensor(y).long().to(device)) for part, (x, y) in parts.items()}, names, classes
 
 
-def array_classes(path: str | Path) -> int:
-    """The number of classes of an .npz: as many as it names, or else its largest label plus 1."""
+def npz_classes(path: str | Path) -> tuple[list[str] | None, int]:
+    """The names of the classes of an .npz, if it has them, and their number, or else its largest label plus 1."""
     arrays = _read_arrays(path, ('y_train', 'y_test'))
     largest = max(int(_labels(path, arrays[key]).max()) for key in ('y_train', 'y_test'))
     names = _names(path, arrays.get('classes'), largest)
-    return 1 + largest if names is None else len(names)
-
-
-def array_images(
-        path: str | Path, model: Any, *, batch_size: int = 64, held_out: float = 0.1, seed: int = 0,
-) -> tuple['ArrayLoader', 'ArrayLoader']:
-    """Make batches of the images x_train of an .npz, with labels 0: to calibrate on (augmented), and held out."""
-    images = _images(path, _read_arrays(path, ('x_train',))['x_train'], model)
-    split = len(images) - count_held_out(len(images), held_out)
-    parts = (images[:split], images[split:]) if split < len(images) else (images, images)
-    first, second = (
-        ArrayLoader(part, np.zeros(len(part), int), model, min(batch_size, len(part)), train=i == 0, seed=seed)
-        for i, part in enumerate(parts))
-    return first, second
+    return names, 1 + largest if names is None else len(names)
 
 
 def _read_arrays(path: str | Path, keys: tuple[str, ...]) -> dict[str, Any]:
@@ -151,6 +220,7 @@ def _names(path: str | Path, names: Any, largest: int) -> list[str] | None:
     if names.ndim != 1 or names.dtype.kind != 'U' or not largest < len(names) <= LARGEST:
         raise ValueError(f"'{path}' must hold classes, a name for each label from 0 to {largest}; got {names.dtype} "
                          f'{list(names.shape)}.')
+    check_names(list(map(str, names)), f"'{path}'")
     return [str(name) for name in names]
 
 
@@ -168,86 +238,27 @@ def _read_array(archive: ZipFile, info: ZipInfo) -> Any:
         return np.lib.format.read_array(f, allow_pickle=False)
 
 
-class ArrayLoader:
-    """Batches (images [B, C, H, W], normalised; labels [B]) of uint8 images in memory, augmented on the device.
+# doors of before, until nobody uses them
 
-    The order of the images depends on `set_epoch` and the seed; their augmentation, on torch's global generator. In
-    training, an incomplete last batch is dropped.
+def array_loaders(path, model, *, batch_size=64, held_out=0.1, padding=None, flip=None, reprob=0., limit=None, seed=0,
+                  any_classes=False):
+    from importlib import import_module
+    config = import_module('timm_odevit.data.config').DataConfig(
+        batch_size=batch_size, padding=padding, flip=flip, reprob=reprob)
+    data = import_module('timm_odevit.data.read').read_data(
+        path, model, config, held_out=held_out, limit=limit, seed=seed, any_classes=any_classes)
+    for loader in (data.train, data.val, data.test):
+        loader.label_names = None if data.classes is None else list(data.classes)
+    return data.train, data.val, data.test
 
-    Args:
-        images: Images [N, S, S, C], uint8.
-        labels: Labels [N].
-        model: timm model that will see the images; they are kept on its device.
-        batch_size: Images per batch of this process.
-        train: Shuffle and augment.
-        padding, flip, reprob: See `array_loaders`.
-        seed: Seed of the image order.
-        label_names: Names of the classes, if known.
-    """
 
-    def __init__(
-            self, images: Any, labels: Any, model: Any, batch_size: int, *, train: bool = False, padding: int = 4,
-            flip: float = 0.5, reprob: float = 0., seed: int = 0, label_names: list[str] | None = None,
-    ) -> None:
-        cfg = data_config(model)
-        device = next(model.parameters()).device
-        self.images = torch.as_tensor(np.ascontiguousarray(images)).permute(0, 3, 1, 2).contiguous().to(device)
-        self.labels = torch.as_tensor(labels).long().to(device)
-        self.mean, self.std = (torch.tensor(cfg[key], device=device).view(1, -1, 1, 1) for key in ('mean', 'std'))
-        self.size, self.interpolation = cfg['input_size'][1:], cfg['interpolation']
-        self.batch_size, self.train = batch_size, train
-        self.padding, self.flip, self.reprob = padding, flip, reprob
-        self.seed, self.epoch = seed, 0
-        self.label_names = label_names
+def array_classes(path):
+    return npz_classes(path)[1]
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the images, which depends only on the seed and the epoch."""
-        self.epoch = epoch
 
-    def __len__(self) -> int:
-        if self.train:
-            return len(self.labels) // (self.batch_size * rank_and_world()[1])
-        return math.ceil(len(self.labels) / self.batch_size)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for index in self.indices():
-            images = self.images[index]
-            yield self.prepare(self.augment(images) if self.train else images), self.labels[index]
-
-    def indices(self) -> Iterator[Tensor]:
-        """Yield the indices of the images of each batch."""
-        n, (rank, world) = len(self.labels), rank_and_world() if self.train else (0, 1)
-        order = torch.arange(n)
-        if self.train:  # the same for all processes
-            seed = (self.seed * 1_000_003 + self.epoch) % 2 ** 63
-            order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-        for batch in order.split(self.batch_size * world)[:len(self)]:
-            yield batch[rank::world].to(self.labels.device)
-
-    def prepare(self, images: Tensor) -> Tensor:
-        """Turn uint8 images [B, C, S, S] into the input [B, C, H, W] that the model expects."""
-        pixels = images.float() / 255
-        if pixels.shape[-2:] != tuple(self.size):
-            mode = self.interpolation if self.interpolation in ('bilinear', 'bicubic') else 'bicubic'
-            pixels = F.interpolate(pixels, size=tuple(self.size), mode=mode, antialias=True).clamp(0, 1)
-        return (pixels - self.mean) / self.std
-
-    def augment(self, images: Tensor) -> Tensor:
-        """Pad and crop, mirror and erase each image [B, C, S, S] at random, independently of the others."""
-        B, _, H, W = images.shape
-        device, p = images.device, self.padding
-        shift = torch.randint(0, 2 * p + 1, (2, B, 1)).to(device)
-        rows, cols = shift[0] + torch.arange(H, device=device), shift[1] + torch.arange(W, device=device)
-        cols = torch.where((torch.rand(B, 1) < self.flip).to(device), cols.flip(1), cols)
-        each = torch.arange(B, device=device)
-        out = F.pad(images, (p,) * 4)[each[:, None, None], :, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)
-        if self.reprob > 0:
-            # a black box of 2 to 33 % of the image, as in timm's RandomErasing; aspect ratio from 1 : 2 to 2 : 1
-            area, ratio = torch.empty(B).uniform_(0.02, 0.33), torch.empty(B).uniform_(-0.7, 0.7).exp()
-            size = torch.stack([(area * ratio).sqrt() * H, (area / ratio).sqrt() * W]).clamp(min=1.)
-            start = torch.rand(2, B) * (torch.tensor([[H], [W]]) - size).clamp_min(0.)
-            erased = (torch.rand(B) < self.reprob)[:, None]
-            inside = [((torch.arange(n) >= a[:, None]) & (torch.arange(n) < (a + s)[:, None]) & erased).to(device)
-                      for n, a, s in zip((H, W), start, size, strict=True)]
-            out = out.masked_fill((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0)
-        return out
+def array_images(path, model, *, batch_size=64, held_out=0.1, seed=0):
+    from importlib import import_module
+    data = import_module('timm_odevit.data.read').read_data(
+        path, model, import_module('timm_odevit.data.config').DataConfig(batch_size=batch_size), labels=False,
+        held_out=held_out, seed=seed)
+    return data.train, data.val

@@ -1,154 +1,209 @@
-"""Folders of images, through timm.data."""
+"""Folders of image files."""
+import hashlib
+import json
+import logging
 import os
+import warnings
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from timm.data import create_loader, create_transform, is_img_extension
 from timm.utils import natural_key
-from torch.utils.data import DistributedSampler
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ..distributed import rank_and_world
-from .pictures import EvaluationLoader, ImageFiles
-from .preprocessing import count_held_out, data_config, image_mode, labels_by_name
+from .config import DataConfig
+from .preprocessing import (
+    check_names,
+    class_names,
+    count_held_out,
+    data_config,
+    dtype_of,
+    image_mode,
+    labels_by_name,
+    read_image,
+)
 
-__all__ = ['folder_classes', 'folder_loader', 'folder_loaders', 'folder_parts', 'image_loaders']
+__all__ = ['FileLoader', 'Files', 'folder_classes', 'folder_parts', 'image_files', 'read_folder', 'training_loader']
 
 # the parts of a data set, by the names of their folders
 _PARTS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'eval': 'val',
           'evaluation': 'val', 'test': 'test'}
+_UNREADABLE = -1  # the label of an image file that cannot be read
+_logger = logging.getLogger(__name__)
+Samples = list[tuple[str, int]]  # files and their labels
 
 
-def folder_loader(
-        root: str | Path, model: Any, *, batch_size: int = 64, workers: int | None = None,
-        held_out: float | None = None, seed: int = 0, any_classes: bool = False, training: bool = False,
-) -> EvaluationLoader:
-    """Make batches to evaluate on: images in one sub-folder per class, preprocessed as the model expects.
+class Files(Dataset):
+    """Images of files, as a model expects them [C, H, W], and their labels.
 
-    Args:
-        root: The folder of classes, or one that holds it as val/ or test/; see `folder_loaders`.
-        model: timm model that will see the images. If its classes have names and the folders have the same names, the
-            images get its labels; otherwise, labels follow the alphabetical order of the folders.
-        batch_size: Images per batch.
-        workers: Worker processes; None for min(2, usable CPU cores - 1).
-        held_out: Use val/ or, without one, only the share of each class that `folder_loaders` holds out of training
-            with this share and seed. None for val/, or else test/, or else all images.
-        seed: Seed of the choice of images held out.
-        any_classes: The folders need not be the model's classes; always so for a model without classes.
-        training: Use those images that `folder_loaders` trains on, in place of those to evaluate on.
-
-    Returns:
-        A DataLoader of (images [B, C, H, W], labels [B]), in the order of the file names, without the files that cannot
-        be read as images: a warning says how many.
-
-    Raises:
-        ValueError: There are no images, or their classes are not the model's; the message says what to do.
+    The next readable image takes the place of one that cannot be read. In training it keeps its label; otherwise its
+    label is -1, by which a FileLoader leaves it out.
     """
-    root, parts = Path(root), folder_parts(root)
-    if training:
-        dataset = _dataset(_training(root, parts), model, any_classes)
-        if held_out is not None and 'val' not in parts:
-            _keep_share(dataset, True, held_out, seed)
-    elif held_out is not None:
-        dataset = _validation(root, parts, model, held_out, seed, any_classes)
-    elif set(parts) == {'train'}:
-        raise ValueError(
-            f"'{root}' has {parts['train'].name}/ but no val/ or test/ to evaluate on. Give the folder that holds the "
-            'classes, or the share that was held out of training (held_out, --held-out).')
-    else:
-        dataset = _dataset(parts.get('val') or parts.get('test') or root, model, any_classes)
-    return _evaluation_loader(dataset, model, batch_size, workers)
+
+    def __init__(self, samples: Samples, model: Any, training: bool = False) -> None:
+        self.samples, self.training = samples, training
+        self.mode, self.dtype = image_mode(model), dtype_of(model)
+        self.transform: Any = create_transform(**data_config(model), is_training=False)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        for i in (*range(index, len(self)), *range(index)):
+            file, label = self.samples[i]
+            try:
+                image = read_image(file, self.mode)
+            except ValueError as e:
+                _logger.warning(str(e))
+                continue
+            return self.transform(image).to(self.dtype), label if i == index or self.training else _UNREADABLE
+        raise ValueError(f"None of the {len(self)} images can be read, such as '{self.samples[0][0]}'.")
 
 
-def folder_loaders(
-        root: str | Path, model: Any, *, batch_size: int = 64, workers: int | None = None, held_out: float = 0.1,
-        auto_augment: str | None = None, reprob: float = 0., limit: int | None = None, seed: int = 0,
-        any_classes: bool = False,
-) -> tuple[Any, EvaluationLoader]:
-    """Make batches to train on (shuffled, augmented, an incomplete last one dropped) and batches to validate on.
+class FileLoader(DataLoader):
+    """A DataLoader of Files in order, without the images that cannot be read: a warning says how many."""
 
-    Folders are parts of a data set, not classes, if they are called train, val or test (or training, valid, validation,
-    eval, evaluation), hold folders but no images directly, and are at least two, or the only folders with images.
+    def __init__(self, samples: Samples, model: Any, config: DataConfig) -> None:
+        super().__init__(Files(samples, model), config.batch_size, num_workers=_workers(config))
+        self.files: Any = self.dataset
 
-    Args:
-        root: A folder with train/ and val/, each with one sub-folder of images per class; or such a folder of classes
-            itself (or train/ alone), of which a share is held out.
-        model, batch_size, workers, any_classes: As in `folder_loader`.
-        held_out: Share of each class held out if there is no val/; at least one image of each class that has two.
-        auto_augment: timm's augmentation policy, such as 'rand-m9-mstd0.5-inc1' for RandAugment.
-        reprob: Probability of erasing a part of an image.
-        limit: Use only this many images of each part, from all classes in turn, for a rehearsal.
-        seed: Seed of the choice of images held out and, with several processes, of the image order.
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private class
+        unreadable: list[int] = []
+        for i, (images, labels) in enumerate(super().__iter__()):
+            good = labels != _UNREADABLE
+            unreadable += [i * int(self.batch_size or 1) + int(j) for j in (~good).nonzero()]
+            yield (images, labels) if good.all() else (images[good], labels[good])
+        if unreadable:
+            warnings.warn(f'{len(unreadable)} of {self.count} images cannot be read and are left out, such as '
+                          f"'{self.files.samples[unreadable[0]][0]}'.", RuntimeWarning, stacklevel=2)
 
-    Returns:
-        Two DataLoaders of (images [B, C, H, W], labels [B]) that share no image; each of several processes trains on
-        its own part. A file that cannot be read is replaced by the next one in training, and left out of validation.
+    @property
+    def count(self) -> int:
+        """Number of image files."""
+        return len(self.files)
+
+    def sample(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """At most so many random images of those that can be read, and their labels."""
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(seed)).tolist()
+        pairs = list(islice((pair for pair in map(self.files.__getitem__, order) if pair[1] != _UNREADABLE), count))
+        if not pairs:
+            raise ValueError('None of the images can be read. Give others.')
+        return torch.stack([image for image, _ in pairs]), torch.tensor([label for _, label in pairs])
+
+    def sha256(self) -> str:
+        """SHA-256 of the names, sizes and labels of the files."""
+        files = [[*Path(file).parts[-2:], os.path.getsize(file) if os.path.exists(file) else None, label]
+                 for file, label in self.files.samples]
+        return hashlib.sha256(json.dumps(files).encode()).hexdigest()
+
+
+def training_loader(samples: Samples, model: Any, config: DataConfig, seed: int) -> Any:
+    """A DataLoader of files to train on: shuffled, augmented, an incomplete last batch dropped."""
+    if config.auto_augment is not None and model.in_chans == 4:
+        raise ValueError("timm's auto_augment cannot handle an alpha channel, and the model takes 4 channels. "
+                         'Leave it out.')
+    try:
+        loader = create_loader(
+            Files(samples, model, training=True),
+            **data_config(model),
+            batch_size=config.batch_of(len(samples)),
+            is_training=True,
+            scale=(0.35, 1.),
+            auto_augment=config.auto_augment,
+            re_prob=config.reprob,
+            num_workers=_workers(config),
+            distributed=rank_and_world()[1] > 1,
+            persistent_workers=False,  # each epoch seeds new workers, so that a resumed run sees the same images
+            device=torch.device('cpu'),
+            use_prefetcher=False,
+        )
+    except (AssertionError, AttributeError, TypeError, ValueError) as e:  # how timm rejects an unknown policy
+        if config.auto_augment is None:
+            raise
+        raise ValueError(f"Unknown auto_augment '{config.auto_augment}'. Give a timm policy, such as "
+                         "'rand-m9-mstd0.5-inc1' or 'original'.") from e
+    if isinstance(loader.sampler, DistributedSampler):
+        loader.sampler.seed = seed
+    return loader
+
+
+def _workers(config: DataConfig) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+    return min(2, cores - 1) if config.workers is None else config.workers
+
+
+def read_folder(
+        root: Path, model: Any, labels: bool, share: float, limit: int | None, seed: int, any_classes: bool,
+) -> tuple[dict[str, Samples], Any, int]:
+    """The files and labels of each part of a folder; the names of its classes; their number.
+
+    Without `labels`, all images of train/ or, without one, of the folder itself are used; labels mean nothing.
 
     Raises:
         ValueError: There are no images, their classes are not the model's, none can be held out, or it is unclear
             whether folders are parts or classes; the message says what to do.
     """
-    root, parts = Path(root), folder_parts(root)
-    training = _dataset(_training(root, parts), model, any_classes)
-    validation = _validation(root, parts, model, held_out, seed, any_classes, set(training.reader.class_to_idx))
-    if 'val' not in parts:
-        _keep_share(training, True, held_out, seed)
-    for dataset in (training, validation):
-        dataset.reader.samples = _first_of_each(dataset.reader.samples, limit)
-    if auto_augment is not None and model.in_chans == 4:
-        raise ValueError("timm's auto_augment cannot handle an alpha channel, and the model takes 4 channels. "
-                         'Leave it out.')
-    try:
-        train_loader = _training_loader(
-            training, model, batch_size, workers, seed, auto_augment=auto_augment, re_prob=reprob)
-    except (AssertionError, AttributeError, TypeError, ValueError) as e:  # how timm rejects an unknown policy
-        raise ValueError(f"Unknown auto_augment '{auto_augment}'. Give a timm policy, such as 'rand-m9-mstd0.5-inc1' "
-                         "or 'original'.") from e
-    return train_loader, _evaluation_loader(validation, model, batch_size, workers)
+    folders = folder_parts(root) or {'train': root}
+    if not labels:
+        samples, names = _read(folders.get('train', root))
+        divided = _divided(samples, len(names), share, seed)
+        if not divided[-1]:  # each folder has one image
+            divided = _divided([(file, 0) for file, _ in samples], 1, share, seed)
+        parts = dict(zip(('train', 'val'), (of or samples for of in divided), strict=False))  # a single one is in both
+        return {part: _first_of_each(of, limit) for part, of in parts.items()}, None, 0
+    if share and 'train' not in folders:
+        raise ValueError(f"'{root}' has {next(iter(folders.values())).name}/ but no train/ to train on. Give a folder "
+                         'with both.')
+    # only what is used must fit: to train, train/ and val/; to evaluate, the first of val/, test/ and all
+    used = next(part for part in ('val', 'test', 'train') if part in folders)
+    needed = {'train', 'val'} if share else {used, 'train'} if any_classes else {used}
+    parts, names = {}, None
+    for part in sorted(folders, key=lambda part: part not in needed):
+        try:
+            parts[part], own = _read_classes(folders[part])
+            if names is None:
+                _check_fits(folders[part], own, model, any_classes)
+                names = own
+            elif set(own) != set(names):
+                raise ValueError(f"The training and validation folders of '{root}' have different classes. "
+                                 f"Only one of them has {', '.join(sorted({*own} ^ {*names})[:5])}.")
+        except ValueError:
+            if part in needed:
+                raise
+            parts.pop(part, None)
+    if share and 'val' not in folders:
+        parts['train'], parts['val'] = _divided(parts['train'], len(names), share, seed)
+        if not parts['val']:
+            raise ValueError(f"Each class of '{folders['train']}' has one image, so none can be held out. Give more "
+                             'images, or a val/ next to train/.')
+    order = None if any_classes else labels_by_name(model, names)
+    if order is not None:  # the model may have more classes, and in another order than the alphabet's
+        parts = {part: [(file, order[label]) for file, label in of] for part, of in parts.items()}
+        names = class_names(model)
+    return {part: _first_of_each(of, limit) for part, of in parts.items()}, names, len(names)
 
 
 def folder_classes(root: str | Path) -> list[str]:
-    """The names of the classes that `folder_loaders` would train on, in the order of their labels."""
-    return list(_read(_training(Path(root), folder_parts(root)), 'RGB').reader.class_to_idx)
-
-
-def image_loaders(
-        root: str | Path, model: Any, *, batch_size: int = 64, workers: int | None = None, held_out: float = 0.1,
-) -> tuple[Any, EvaluationLoader]:
-    """Make batches of images to calibrate on (shuffled, augmented), and others, from any folders: labels are ignored.
-
-    Args:
-        root: A folder of images, or of folders of images; of one with a train/ of classes, only that is used.
-        model, batch_size, workers: As in `folder_loaders`; a batch has no more images than there are.
-        held_out: Share of the images of each folder held out: those that `folder_loaders` holds out.
-
-    Returns:
-        Two DataLoaders of (images [B, C, H, W], meaningless labels [B]): of the images to calibrate on, and of those
-        held out. With one image, both have it.
-
-    Raises:
-        ValueError: There are no images, or it is unclear whether folders are parts or classes.
-    """
-    root, parts = Path(root), folder_parts(root)
-    datasets = [_read(parts.get('train', root), image_mode(model)) for _ in range(2)]
-    samples = datasets[0].reader.samples
-    if max(Counter(label for _, label in samples).values()) > 1:
-        for dataset, train in zip(datasets, (True, False), strict=True):
-            _keep_share(dataset, train, held_out, 0)  # the images that other commands hold out
-    elif len(samples) > 1:
-        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
-        held = count_held_out(len(samples), held_out)
-        for dataset, chosen in zip(datasets, (order[held:], order[:held]), strict=True):
-            dataset.reader.samples = [samples[i] for i in sorted(chosen)]
-    return (_training_loader(datasets[0], model, min(batch_size, len(datasets[0])), workers),
-            _evaluation_loader(datasets[1], model, batch_size, workers))
+    """The names of the classes that would be trained on, in the order of their labels."""
+    folders = folder_parts(root) or {'train': Path(root)}
+    if 'train' not in folders:
+        raise ValueError(f"'{root}' has {next(iter(folders.values())).name}/ but no train/ to train on. Give a folder "
+                         'with both.')
+    return _read_classes(folders['train'])[1]
 
 
 def folder_parts(root: str | Path) -> dict[str, Path]:
     """The parts of a data set, by 'train', 'val' and 'test'; no parts if the folder holds the classes itself.
 
-    A folder `train` may be a class, as in CIFAR-100: `folder_loaders` says what makes it a part.
+    Folders are parts, not classes, if they are called train, val or test (or training, valid, validation, eval,
+    evaluation), hold folders but no images directly, and are at least two, or the only folders with images. So `train`
+    may be a class, as in CIFAR-100.
     """
     root = Path(root)
     if not root.is_dir():
@@ -180,112 +235,87 @@ def folder_parts(root: str | Path) -> dict[str, Path]:
 
 
 def _has_images(folder: Path, below: bool = False) -> bool:
-    """Whether a folder, or with `below` also one beneath it, holds images; hidden ones do not count."""
-    for _, folders, files in os.walk(folder, followlinks=True):
-        if any(is_img_extension(Path(name).suffix.lower()) and not name.startswith('.') for name in files):
-            return True
-        folders[:] = [name for name in folders if below and not name.startswith('.')]
-    return False
+    """Whether a folder, or with `below` also one beneath it, holds images."""
+    return any(names for _, names in (_walk(folder) if below else islice(_walk(folder), 1)))
 
 
-def _training(root: Path, parts: dict[str, Path]) -> Path:
-    if parts and 'train' not in parts:
-        name = next(iter(parts.values())).name
-        raise ValueError(f"'{root}' has {name}/ but no train/ to train on. Give a folder with both.")
-    return parts.get('train', root)
-
-
-def _validation(
-        root: Path, parts: dict[str, Path], model: Any, share: float, seed: int, any_classes: bool,
-        names: set[str] | None = None,
-) -> ImageFiles:
-    """Return the images of val/, whose classes must be the names given, or else the share held out of training."""
-    if 'val' in parts:
-        return _dataset(parts['val'], model, any_classes, names)
-    return _keep_share(_dataset(_training(root, parts), model, any_classes), False, share, seed)
-
-
-def _dataset(folder: Path, model: Any, any_classes: bool, names: set[str] | None = None) -> ImageFiles:
-    """The images of a folder of classes, with the labels that the model has for them."""
-    dataset = _read(folder, image_mode(model))
-    found = dataset.reader.class_to_idx
-    if '' in found:
-        file = next(Path(file).name for file, label in dataset.reader.samples if label == found[''])
+def _read_classes(folder: Path) -> tuple[Samples, list[str]]:
+    """The images of a folder of classes, and the names of the classes."""
+    samples, names = _read(folder)
+    if '' in names:
+        file = next(Path(file).name for file, label in samples if label == names.index(''))
         raise ValueError(f"'{folder}' holds images that are in no class folder, such as {file}. Put each image into "
                          'the folder of its class.')
-    if names is not None and names != set(found):
-        raise ValueError(f"The training and validation folders of '{folder.parent}' have different classes. "
-                         f"Only one of them has {', '.join(sorted(names ^ set(found))[:5])}.")
-    order = None if any_classes else labels_by_name(model, list(found))
-    if len(found) != model.num_classes and order is None and model.num_classes and not any_classes:
+    check_names(names, f"'{folder}'")
+    return samples, names
+
+
+def _check_fits(folder: Path, names: list[str], model: Any, any_classes: bool) -> None:
+    if len(names) != model.num_classes and not any_classes and labels_by_name(model, names) is None:
         raise ValueError(
-            f"'{folder}' has {len(found)} classes (sub-folders), but the model has {model.num_classes}. Give a folder "
+            f"'{folder}' has {len(names)} classes (sub-folders), but the model has {model.num_classes}. Give a folder "
             f"whose classes are among the model's, or fine-tune it first: odevit finetune MODEL {folder} OUT")
-    if order is not None:  # the model may have more classes, and in another order than the alphabet's
-        dataset.reader.class_to_idx = dict(zip(found, order, strict=True))  # in the order of the folders
-        dataset.reader.samples = [(file, order[label]) for file, label in dataset.reader.samples]
-    return dataset
 
 
-def _read(folder: Path, mode: str) -> ImageFiles:
-    """A data set of all images of a folder but hidden ones; its classes are the folders that hold any.
+def _read(folder: Path) -> tuple[Samples, list[str]]:
+    """All images of a folder, and the names of the folders that hold any, which are their classes.
 
-    timm sorts by natural_key, by which '1' and '01' are equal: then the name decides, not the order of a set.
+    timm's natural_key takes '1' and '01' for equal: then the name decides.
     """
-    nothing = f"There are no images in '{folder}'. Give a folder with one sub-folder of images per class."
-    try:
-        dataset = ImageFiles(str(folder), input_img_mode=mode)
-    except RuntimeError as e:
-        raise ValueError(nothing) from e
-    reader = dataset.reader
-    names = list(reader.class_to_idx)
-    seen = [(file, names[label]) for file, label in reader.samples if f'{os.sep}.' not in file[len(str(folder)):]]
-    if not seen:
-        raise ValueError(nothing)
-    classes = sorted({name for _, name in seen}, key=_order)
-    reader.class_to_idx = {name: i for i, name in enumerate(classes)}
-    reader.samples = [(file, reader.class_to_idx[name]) for file, name in sorted(seen, key=lambda s: _order(s[0]))]
-    return dataset
+    files = [(file, os.path.basename(os.path.relpath(of, folder)) if of != str(folder) else '')
+             for of, names in _walk(folder) for file in (os.path.join(of, name) for name in names)]
+    if not files:
+        raise ValueError(f"There are no images in '{folder}'. Give a folder with one sub-folder of images per class.")
+    classes = sorted({name for _, name in files}, key=_order)
+    labels = {name: i for i, name in enumerate(classes)}
+    return [(file, labels[name]) for file, name in sorted(files, key=lambda pair: _order(pair[0]))], classes
 
 
 def _order(name: str) -> tuple[Any, str]:
     return natural_key(name), name
 
 
-def _training_loader(
-        dataset: ImageFiles, model: Any, batch_size: int, workers: int | None, seed: int = 0, **augmentation: Any,
-) -> Any:
-    dataset.training = True
-    loader = create_loader(
-        dataset,
-        **data_config(model),
-        batch_size=batch_size,
-        is_training=True,
-        scale=(0.35, 1.),
-        num_workers=_count(workers),
-        distributed=rank_and_world()[1] > 1,
-        persistent_workers=False,  # each epoch seeds new workers, so that a resumed run sees the same images
-        device=torch.device('cpu'),
-        use_prefetcher=False,
-        **augmentation,
-    )
-    if isinstance(loader.sampler, DistributedSampler):
-        loader.sampler.seed = seed
-    return loader
+def image_files(folder: Path) -> list[Path]:
+    """The image files of a folder and of those in it, in order."""
+    return sorted(Path(of, name) for of, names in _walk(folder) for name in names)
 
 
-def _count(workers: int | None) -> int:
-    """The number of worker processes; None for what suits this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    return min(2, cores - 1) if workers is None else workers
+def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """A folder and those in it, with the names of their images; hidden ones do not count.
+
+    None is entered twice, whatever links lead to it.
+    """
+    seen = {os.path.realpath(root)}
+    for folder, folders, files in os.walk(root, followlinks=True):
+        links = {name: os.path.islink(os.path.join(folder, name)) for name in folders if not name.startswith('.')}
+        folders.clear()
+        for name in sorted(links, key=lambda name: (links[name], name)):  # its own name comes before those of links
+            real = os.path.realpath(os.path.join(folder, name))
+            if real not in seen:
+                seen.add(real)
+                folders.append(name)
+        yield folder, [name for name in files
+                       if is_img_extension(os.path.splitext(name)[1].lower()) and not name.startswith('.')]
 
 
-def _evaluation_loader(dataset: ImageFiles, model: Any, batch_size: int, workers: int | None) -> EvaluationLoader:
-    dataset.transform = create_transform(**data_config(model), is_training=False)
-    return EvaluationLoader(dataset, batch_size, num_workers=_count(workers))
+def _divided(samples: Samples, classes: int, share: float, seed: int) -> list[Samples]:
+    """Samples to train on and, of each class, a share held out but for one image; all samples for a share of 0."""
+    if not share:
+        return [samples]
+    members: list[Samples] = [[] for _ in range(classes)]
+    for sample in samples:
+        members[sample[1]].append(sample)
+    train: Samples = []
+    val: Samples = []
+    for i, of in enumerate(members):
+        order = torch.randperm(len(of), generator=torch.Generator().manual_seed(seed + i)).tolist()
+        held = count_held_out(len(of), share)
+        val += [of[j] for j in sorted(order[:held])]
+        train += [of[j] for j in sorted(order[held:])]
+    return [train, val]
 
 
-def _first_of_each(samples: list[tuple[str, int]], limit: int | None) -> list[tuple[str, int]]:
+def _first_of_each(samples: Samples, limit: int | None) -> Samples:
     """At most so many of the samples, in their order: the first of each class, then the second of each, and so on."""
     seen: Counter[int] = Counter()
     places = []
@@ -296,19 +326,36 @@ def _first_of_each(samples: list[tuple[str, int]], limit: int | None) -> list[tu
     return [samples[i] for i in sorted(chosen)]
 
 
-def _keep_share(dataset: ImageFiles, train: bool, share: float, seed: int) -> ImageFiles:
-    """Keep only the images to train on, or only each class's share held out; at least one per class is trained on."""
-    by_class: dict[int, list[tuple[str, int]]] = {}
-    for sample in dataset.reader.samples:
-        by_class.setdefault(sample[1], []).append(sample)
-    part = []
-    for place, label in enumerate(dataset.reader.class_to_idx.values()):  # whatever labels a model has for them
-        members = by_class.get(label, [])
-        order = torch.randperm(len(members), generator=torch.Generator().manual_seed(seed + place)).tolist()
-        held = count_held_out(len(members), share)
-        part += [members[i] for i in sorted(order[held:] if train else order[:held])]
-    if not part:
-        raise ValueError(f"Each class of '{dataset.reader.root}' has one image, so none can be held out. Give more "
-                         'images, or a val/ next to train/.')
-    dataset.reader.samples = part
-    return dataset
+# doors of before, until nobody uses them
+
+def _old(root, model, batch_size=64, workers=None, auto_augment=None, reprob=0., **options):
+    from importlib import import_module
+    config = DataConfig(batch_size=batch_size, workers=workers, auto_augment=auto_augment, reprob=reprob)
+    if not Path(root).is_dir():
+        raise ValueError(f"There is no folder '{root}'. Give a folder with one sub-folder of images per class.")
+    data = import_module('timm_odevit.data.read').read_data(root, model, config, **options)
+    for loader in (data.train, data.val, data.test, data.unaugmented):
+        if loader is not None:
+            loader.dataset.reader = loader.dataset
+            loader.dataset.root = str(root)
+            order = labels_by_name(model, folder_names) if (
+                not options.get('any_classes') and (folder_names := _read(Path(root) if not folder_parts(root) else
+                next(iter(folder_parts(root).values())))[1])) else None
+            names = folder_names if not options.get('any_classes') and order else list(data.classes or ())
+            loader.dataset.class_to_idx = dict(zip(names, order or range(len(names))))
+    return data
+
+
+def folder_loader(root, model, *, held_out=None, training=False, **options):
+    data = _old(root, model, held_out=held_out or 0. if held_out is None else held_out, **options)
+    return data.plain() if training else data.evaluated()[0]
+
+
+def folder_loaders(root, model, **options):
+    data = _old(root, model, **options)
+    return data.train, data.val
+
+
+def image_loaders(root, model, **options):
+    data = _old(root, model, labels=False, **options)
+    return data.train, data.val

@@ -1,15 +1,21 @@
-"""How a model expects its images, which label it has for each class, and timm's mixup of both."""
+"""How a model expects its images, and which label it has for each class."""
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from timm.data import Mixup, resolve_input_data_config
+from PIL import Image, ImageOps
+from timm.data import create_transform, resolve_input_data_config
 from timm.utils import unwrap_model
 from torch import Tensor
 
-__all__ = ['MixupLoader', 'class_names', 'count_held_out', 'data_config', 'image_mode', 'labels_by_name',
-           'renormalisation', 'warn_of_other_classes']
+from ..settings import one_line, printable
+
+__all__ = ['check_names', 'class_names', 'count_held_out', 'data_config', 'dtype_of', 'image_mode', 'labels_by_name',
+           'model_name', 'open_image', 'read_image', 'renormalisation', 'warn_of_other_classes']
 
 _MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's modes, by the model's number of channels
 
@@ -22,16 +28,51 @@ def data_config(model: Any) -> dict[str, Any]:
     return {**cfg, 'input_size': (model.in_chans, *(size or cfg['input_size'][1:]))}
 
 
-def image_mode(model: Any) -> str:
-    """Pillow's mode of the images that a model takes.
+def dtype_of(model: Any) -> torch.dtype:
+    """The floating-point dtype of a model, which its images get."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
-    Raises:
-        ValueError: There is no mode with as many channels.
-    """
+
+def image_mode(model: Any) -> str:
+    """Pillow's mode of the images that a model takes; raises ValueError if none has as many channels."""
     if model.in_chans not in _MODES:
         raise ValueError(f'Image files are read with 1, 3 or 4 channels (grey, RGB, RGBA), but the model takes '
                          f'{model.in_chans}. Use an .npz.')
     return _MODES[model.in_chans]
+
+
+def read_image(file: str | Path, mode: str) -> Image.Image:
+    """An image file in Pillow's mode 'L', 'RGB' or 'RGBA', turned upright; 16 bits are scaled to 8.
+
+    Raises:
+        ValueError: The file cannot be read as an image, or its pixels are numbers without a known range.
+    """
+    try:
+        with Image.open(file) as image:
+            deep = image.mode.startswith('I;16') or (image.mode == 'I' and image.format in ('PNG', 'PPM'))
+            if image.mode in ('I', 'F') and not deep:
+                raise ValueError(f"pixels of mode '{image.mode}' have no known range; save it with 8 or 16 bits")
+            upright = ImageOps.exif_transpose(image)
+            if deep:
+                upright = Image.fromarray((np.asarray(upright) / 257).round().astype(np.uint8))
+            return upright.convert(mode)
+    except Exception as e:  # a foreign file can raise anything
+        raise ValueError(f"'{file}' cannot be read as an image: {one_line(e)}") from None
+
+
+def open_image(file: str | Path, model: Any) -> Tensor:
+    """An image file as a model expects it [C, H, W]; raises ValueError if it cannot be read."""
+    transform: Any = create_transform(**data_config(model), is_training=False)
+    return transform(read_image(file, image_mode(model))).to(dtype_of(model))
+
+
+def model_name(model: Any) -> str:
+    """The timm name of a model with the tag of its weights, or else the name of its class."""
+    cfg = getattr(model, 'pretrained_cfg', None) or {}
+    name = cfg.get('architecture') or type(model).__name__
+    if name == 'odevit_converted':  # the tag is that of the base
+        return str(name)
+    return f"{name}.{cfg['tag']}" if cfg.get('tag') else name
 
 
 def class_names(model: Any) -> list[str] | None:
@@ -41,18 +82,36 @@ def class_names(model: Any) -> list[str] | None:
     return list(map(str, names)) if good else None
 
 
+def check_names(names: Sequence[str], what: str) -> None:
+    """Raise ValueError for names of classes that a saved model could not have."""
+    for name in names:
+        if not printable(name) or '\n' in name:
+            raise ValueError(f'{what} has the class {name!r}, whose name cannot be printed. Rename it.')
+
+
 def labels_by_name(model: Any, names: Sequence[str] | None) -> list[int] | None:
-    """The label that a model has for each class of a data set, if it names them all, in another order or among more."""
+    """The label that a model has for each class of a data set, if it names them all, in another order or among more.
+
+    Raises:
+        ValueError: The model has two classes of that name.
+    """
     own = class_names(model)
     if names is None or own is None or own == list(names) or not set(names) <= set(own) or len(set(names)) < len(names):
         return None
+    counts = Counter(own)
+    for name in names:
+        if counts[name] > 1:
+            labels = ' and '.join(str(i) for i, other in enumerate(own) if other == name)
+            raise ValueError(f"The model has {counts[name]} classes called '{name}' ({labels}), so the name does not "
+                             'say which. Leave this class out, or give an .npz without classes, with the model\'s own '
+                             'labels.')
     return [own.index(name) for name in names]
 
 
 def warn_of_other_classes(model: Any, names: Sequence[str] | None, data: Any) -> None:
     """Warn if a data set has as many classes as a model, but names others."""
     own = class_names(model)
-    if names is None or own is None or own == list(names) or labels_by_name(model, names):
+    if names is None or own is None or own == list(names) or (set(names) <= set(own) and len({*names}) == len(names)):
         return
     here, there = next((pair for pair in zip(names, own, strict=False) if pair[0] != pair[1]), (names[-1], own[-1]))
     warnings.warn(f"The classes of '{data}' are not those of the model, so labels are compared by number: '{here}' "
@@ -60,10 +119,8 @@ def warn_of_other_classes(model: Any, names: Sequence[str] | None, data: Any) ->
 
 
 def count_held_out(count: int, share: float) -> int:
-    """Return how many of `count` images are held out: at least one, but not all."""
-    if not 0 < share < 1:
-        raise ValueError(f'The share held out must lie between 0 and 1; got {share!r}.')
-    return min(count - 1, max(1, round(share * count)))
+    """How many of `count` images are held out: at least one, but not all; none for a share of 0."""
+    return min(count - 1, max(1, round(share * count))) if share else 0
 
 
 def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | None:
@@ -87,36 +144,3 @@ def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | No
         return None
     scale, shift = std / std_t, (mean - mean_t) / std_t
     return lambda images: images * scale.to(images) + shift.to(images)
-
-
-class MixupLoader:
-    """Batches of another loader, mixed by timm's Mixup: labels become class probabilities [B, classes].
-
-    Args:
-        loader: Batches of an even number of images.
-        classes: Number of classes.
-        mixup: alpha of mixup; 0 for none.
-        cutmix: alpha of CutMix; 0 for none.
-        smoothing: Label smoothing.
-        prob: Share of the batches that are mixed.
-    """
-
-    def __init__(
-            self, loader: Any, classes: int, mixup: float = 0., cutmix: float = 0., smoothing: float = 0.,
-            prob: float = 1.,
-    ) -> None:
-        size = getattr(loader, 'batch_size', None)
-        if size is not None and size % 2:
-            raise ValueError(f'mixup mixes pairs of images, so batch_size must be even; got {size}.')
-        self.loader = loader
-        mixes = mixup > 0 or cutmix > 0
-        self.mix = Mixup(
-            mixup_alpha=mixup if mixes else 1., cutmix_alpha=cutmix, prob=prob if mixes else 0.,  # smoothing alone
-            label_smoothing=smoothing, num_classes=classes)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for images, labels in self.loader:
-            yield self.mix(images.clone(), labels)

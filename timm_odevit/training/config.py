@@ -6,6 +6,7 @@ from typing import Any
 from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 
+from ..data.config import DataConfig
 from ..evaluation.accuracy import AMP_DTYPES
 from ..settings import Settings, flag, integer, many, number, one_of, setting, suggest
 
@@ -187,45 +188,6 @@ class LossConfig(Settings):
         if self.steps is None:
             return None
         return tuple(tuple(k if isinstance(k, int) else max(1, round(k * own)) for k in of) for of in self.of_updates)
-
-
-@dataclass(frozen=True, repr=False)
-class DataConfig(Settings):
-    """Settings of the data; each is a key of a recipe's `data`.
-
-    Attributes:
-        batch_size: Images per batch.
-        held_out: Share of the training images held out for validation.
-        padding: Pixels by which a crop may be shifted (arrays); None for 4.
-        flip: Probability of mirroring an image (arrays); None for 0.5.
-        reprob: Probability of erasing a part of an image.
-        auto_augment: timm augmentation policy (folders); None for none.
-        workers: Processes that load images (folders); None for min(2, usable CPU cores - 1).
-        mixup: alpha of mixup; 0 for none.
-        cutmix: alpha of CutMix; 0 for none.
-        smoothing: Label smoothing.
-        prob: Share of the batches that are mixed; None for all.
-    """
-    batch_size: int = setting(64, integer(1))
-    held_out: float = setting(0.1, number(0., 1.))
-    padding: int | None = setting(None, integer(0, none='4'))
-    flip: float | None = setting(None, number(0., 1., none='0.5'))
-    reprob: float = setting(0., number(0., 1.))
-    auto_augment: str | None = None
-    workers: int | None = setting(None, integer(0, none='min(2, usable CPU cores - 1)'))
-    mixup: float = setting(0., number(0.))
-    cutmix: float = setting(0., number(0.))
-    smoothing: float = setting(0., number(0., 1.))
-    prob: float | None = setting(None, number(0., 1., none='all'))
-
-    def _check(self) -> None:
-        if self.prob is not None and not (self.mixup or self.cutmix):
-            raise ValueError('prob is the share of the batches that are mixed. Give mixup or cutmix, or omit prob.')
-
-    @property
-    def mixes(self) -> bool:
-        """Whether images or labels of a batch are mixed or smoothed."""
-        return any((self.mixup, self.cutmix, self.smoothing))
 
 
 @dataclass(frozen=True, repr=False)

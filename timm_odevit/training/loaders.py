@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..convert.svd_data import check_images
-from ..data.arrays import ArrayLoader, array_classes, array_loaders
-from ..data.folders import folder_classes, folder_loaders
-from ..data.preprocessing import MixupLoader
+from ..data.arrays import ArrayLoader
+from ..data.batches import Mapped, set_epoch
+from ..data.read import classes_of, read_data
 from .config import DataConfig
 
 __all__ = ['Unlabelled', 'count_classes', 'draw', 'label_names', 'loader_chain', 'loaders', 'set_epoch']
@@ -26,28 +26,14 @@ def loaders(
         any_classes: bool = False,
 ) -> tuple[Any, Any]:
     """The loader of the training images, and that of the images held out for validation."""
-    if not Path(data).exists():
-        raise ValueError(f"There is no '{data}'. Give a folder with one sub-folder of images per class, a folder with "
-                         'train/ and val/ folders of that kind, or an .npz of small images.')
-    arrays = Path(data).is_file()
-    for name in ('auto_augment', 'workers') if arrays else ('padding', 'flip'):
-        if getattr(config, name) is not None:
-            kind = 'an .npz, whose images are augmented on the device' if arrays else 'a folder of images'
-            raise ValueError(f"data.{name} does not apply to {kind} ('{data}'). Leave it out.")
-    names = ('batch_size', 'held_out', 'reprob', *(('padding', 'flip') if arrays else ('auto_augment', 'workers')))
-    options: Any = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    options.update(limit=limit, seed=seed, any_classes=any_classes)
-    train_loader: Any
-    val_loader: Any
-    if arrays:
-        train_loader, val_loader, _ = array_loaders(data, model, **options)
-    else:
-        train_loader, val_loader = folder_loaders(data, model, **options)
-    if config.mixes:
-        classes = count_classes(data) if any_classes or not model.num_classes else model.num_classes
-        train_loader = MixupLoader(train_loader, classes, config.mixup, config.cutmix, config.smoothing,
-                                   1. if config.prob is None else config.prob)
-    return train_loader, val_loader
+    found = read_data(data, model, config, limit=limit, seed=seed, any_classes=any_classes)
+    found.unaugmented.label_names = None if found.classes is None else list(found.classes)
+    plain = found.train.loader if isinstance(found.train, Mapped) else found.train
+    plain.label_names = found.unaugmented.label_names
+    for loader in (plain, found.val):
+        if not isinstance(loader, ArrayLoader):
+            loader.dataset.reader = loader.dataset
+    return found.train, found.val
 
 
 def loader_chain(loader: Any) -> list[Any]:
@@ -59,24 +45,15 @@ def loader_chain(loader: Any) -> list[Any]:
     return parts
 
 
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader, those it takes its batches from, and their samplers which epoch comes next, if they ask for it."""
-    each: Any
-    for part in loader_chain(loader):
-        for each in (part, getattr(part, 'sampler', None)):
-            if hasattr(each, 'set_epoch'):
-                each.set_epoch(epoch)
-
-
 def count_classes(data: str | Path) -> int:
     """The number of classes of a folder of images or of an .npz."""
-    return array_classes(data) if Path(data).is_file() else len(folder_classes(data))
+    return classes_of(data)[1]
 
 
 def label_names(loader: Any) -> list[str] | None:
     """The names of the classes, in the order of their labels: those of an .npz, or of the folders."""
     plain = loader_chain(loader)[-1]
-    if isinstance(plain, ArrayLoader):
+    if hasattr(plain, 'label_names'):
         return plain.label_names
     labels = plain.dataset.reader.class_to_idx
     return sorted(labels, key=labels.__getitem__)

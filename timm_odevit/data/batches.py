@@ -1,0 +1,119 @@
+"""Loaders that change the batches of another loader, and what is asked of any loader."""
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from timm.data import Mixup
+from torch import Tensor
+
+from ..hooks import evaluating, random_states_kept
+from .config import DataConfig
+from .preprocessing import dtype_of
+
+__all__ = ['Mapped', 'mixed', 'set_epoch', 'top_class', 'unlabelled']
+
+Change = Callable[[Tensor, Any], tuple[Tensor, Any]]
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader and its sampler which epoch comes next, if they ask for it."""
+    for each in (loader, getattr(loader, 'sampler', None)):
+        if hasattr(each, 'set_epoch'):
+            each.set_epoch(epoch)
+
+
+class Mapped:
+    """Batches (images [B, C, H, W], labels [B]) of any loader with a length, changed by a function of both.
+
+    Where the loader gives images only, their labels are 0.
+    """
+
+    def __init__(self, loader: Any, change: Change = lambda images, labels: (images, labels)) -> None:
+        self.loader, self.change = loader, change
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
+        for batch in self.loader:
+            images, labels = batch if isinstance(batch, (tuple, list)) else (batch, torch.zeros(len(batch), dtype=int))
+            yield self.change(images, labels)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader which epoch comes next."""
+        set_epoch(self.loader, epoch)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Images per batch, if the loader says so."""
+        size = getattr(self.loader, 'batch_size', None)
+        return size if isinstance(size, int) else None
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the order of the images, if the loader has one."""
+        return getattr(self.loader, 'seed', None)
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        if hasattr(self.loader, 'seed'):
+            self.loader.seed = seed
+
+    @property
+    def count(self) -> int:
+        """Number of images."""
+        return getattr(self.loader, 'count', len(self.loader) * (self.batch_size or 1))
+
+    def sample(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """At most so many random images and their labels; of a loader that cannot choose, its next ones."""
+        if hasattr(self.loader, 'sample'):
+            return self.change(*self.loader.sample(count, seed))
+        images, labels, there = [], [], 0
+        with random_states_kept('cpu'):
+            torch.manual_seed(seed)
+            for each, of in self:
+                images.append(each.cpu())
+                labels.append(of.cpu())
+                there += len(each)
+                if there >= count:
+                    break
+        if not there:
+            raise ValueError('The loader gives no images. Give another.')
+        return torch.cat(images)[:count], torch.cat(labels)[:count]
+
+    def sha256(self) -> str:
+        """SHA-256 of what the loader reads; only the length of one that is not of this package."""
+        return self.loader.sha256() if hasattr(self.loader, 'sha256') else f'{len(self.loader)} batches'
+
+
+def unlabelled(images: Tensor, _: Any) -> tuple[Tensor, Tensor]:
+    """Labels 0, for labels that mean nothing."""
+    return images, torch.zeros(len(images), dtype=torch.long, device=images.device)
+
+
+def top_class(model: Any) -> Change:
+    """A change of labels to the classes that a model gives the images."""
+    def change(images: Tensor, _: Any) -> tuple[Tensor, Tensor]:
+        device = next(model.parameters()).device
+        with evaluating(model), torch.no_grad():
+            outputs = [model(part.to(device, dtype_of(model))) for part in images.split(64)]
+        return images, torch.cat(outputs).argmax(dim=-1).to(images.device)
+    return change
+
+
+def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:
+    """Batches of an even number of images, mixed by timm's Mixup; labels become probabilities [B, classes]."""
+    if loader.batch_size % 2:
+        raise ValueError(f'mixup mixes pairs of images, so batch_size must be even; got {loader.batch_size}.')
+    mixes = config.mixup > 0 or config.cutmix > 0
+    prob = (1. if config.prob is None else config.prob) if mixes else 0.  # smoothing alone
+    mix = Mixup(mixup_alpha=config.mixup if mixes else 1., cutmix_alpha=config.cutmix, prob=prob,
+                label_smoothing=config.smoothing, num_classes=classes)
+    return Mapped(loader, lambda images, labels: mix(images.clone(), labels))
+
+
+class MixupLoader(Mapped):  # a door of before, until nobody uses it
+    def __init__(self, loader, classes, mixup=0., cutmix=0., smoothing=0., prob=1.):
+        made = mixed(loader, classes, DataConfig(mixup=mixup, cutmix=cutmix, smoothing=smoothing,
+                                                 prob=prob if mixup or cutmix else None))
+        super().__init__(loader, made.change)
