@@ -6,20 +6,24 @@ from typing import Any
 
 import torch
 
-from ..convert.conversion import convert_
-from ..convert.sizing import choose_size
+from timm_odevit import (
+    CalibrationConfig,
+    OdeConfig,
+    calibrate_,
+    choose_size,
+    convert_,
+    evaluate,
+    evaluate_embeddings,
+    export_model,
+    push_to_hub,
+)
+
 from ..data.config import DataConfig
 from ..data.read import read_data
-from ..deploy import FORMATS, export_model
-from ..evaluation.accuracy import evaluate
-from ..evaluation.embeddings import evaluate_embeddings
+from ..deploy import FORMATS
 from ..files import write_text
-from ..ode.blocks import find_ode_blocks
-from ..ode.config import OdeConfig
 from ..saving.cards import model_card
-from ..saving.push import CARD, push_to_hub
-from ..training.calibrate import calibrate_
-from ..training.config import CalibrationConfig
+from ..saving.push import CARD
 from .models import load, refuse_existing, save, set_steps
 
 HELD_OUT = 512  # images to measure agreement on
@@ -52,8 +56,6 @@ def convert(args: Any) -> None:
     config = OdeConfig(**settings)
     classes = {} if args.num_classes is None else {'num_classes': args.num_classes}
     model = load(args.model, args, pretrained=not args.random, **classes)
-    if find_ode_blocks(model):
-        raise ValueError(f"'{args.model}' has already been converted. Convert the model that it was made from.")
     if min(getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (1,)) < 1:
         raise ValueError(f'--img-size {args.img_size} is less than one patch of this model.')
     if args.size is not None:
@@ -132,15 +134,11 @@ def push(args: Any) -> None:
     --revision BRANCH [main]  branch
     --create-pr  open a pull request
     """
-    rows = []
-    if args.results:
-        if not Path(args.results).is_file():
-            raise ValueError(f"There is no results file '{args.results}'. Make one: odevit evaluate {args.model} DATA "
-                             f'--json {args.results}')
-        try:
-            rows = json.loads(Path(args.results).read_text())
-        except ValueError as e:
-            raise ValueError(f"'{args.results}' is not what odevit evaluate --json writes: {e}") from None
+    try:
+        rows = json.loads(Path(args.results).read_text()) if args.results else []
+    except (OSError, ValueError) as e:
+        raise ValueError(f"'{args.results}' does not hold results ({e}). Make them: odevit evaluate {args.model} DATA "
+                         f'--json {args.results}') from None
     folder = Path(args.model.removeprefix('local-dir:'))
     has_card = args.model.startswith('local-dir:') and (folder / CARD).is_file()
     as_it_is = has_card and not (args.card or args.results or args.dataset or args.license)

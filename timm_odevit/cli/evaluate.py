@@ -8,6 +8,9 @@ import torch
 from timm.models import parse_model_name
 from torch import Tensor, nn
 
+from timm_odevit import Recipe, calibrate_halting, evaluate_embeddings, write_report
+from timm_odevit import evaluate as evaluate_classes
+
 from ..benchmark import MODES
 from ..benchmark import benchmark as measure_speed
 from ..data.config import DataConfig
@@ -15,13 +18,8 @@ from ..data.folders import folder_parts
 from ..data.preprocessing import class_names, data_config, open_image, warn_of_other_classes
 from ..data.read import Data, pictures, read_data
 from ..evaluation.accuracy import AMP_DTYPES
-from ..evaluation.accuracy import evaluate as measure_accuracy
-from ..evaluation.embeddings import evaluate_embeddings
-from ..evaluation.halting import calibrate_halting
 from ..files import to_json, write_text
 from ..ode.blocks import find_ode_blocks
-from ..reporting.page import write_report
-from ..training.recipe import Recipe
 from ..training.resume import BEST, RECIPE
 from .models import TOWERS, check_file, check_name, load, refuse_existing, save, set_steps
 
@@ -59,11 +57,10 @@ def evaluate(args: Any) -> None:
         steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet, data=words,
         trained_at=recipe.trained_at(blocks[0].steps) if recipe is not None and len(blocks) == 1 else ())
     if embedding:
-        train = data.unaugmented
-        labelled = train if train is not None and train is not loader and data.num_classes > 1 else None
-        results: Any = evaluate_embeddings(model, loader, labelled=labelled, **options)
+        others = data.train is not None and (data.val or data.test) is not None and data.num_classes > 1
+        results: Any = evaluate_embeddings(model, loader, labelled=data.plain() if others else None, **options)
     else:
-        results = measure_accuracy(model, loader, **options)
+        results = evaluate_classes(model, loader, **options)
     print(results)
     if args.json:
         results.to_json(args.json)

@@ -1,11 +1,9 @@
 """Models by name, and the folders and files that a command writes to."""
 import json
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import timm
-from safetensors import SafetensorError
 from timm.models import load_state_dict, parse_model_name
 from torch import nn
 
@@ -48,8 +46,6 @@ def load(name: str, args: Any, pretrained: bool = True, **kwargs: Any) -> Any:
         return timm.create_model(name, pretrained=pretrained, **kwargs).to(args.device)
     except Exception as e:  # a foreign file can raise anything
         source = f"checkpoint '{checkpoint}'" if checkpoint else f"'{name}'"
-        if isinstance(e, (SafetensorError, EOFError, UnpicklingError)) or 'PytorchStreamReader' in str(e):
-            raise ValueError(f'The weights of {source} cannot be read. The file may be truncated: {one_line(e)}') from e
         if isinstance(e, OSError):
             file = '--checkpoint FILE or ' if 'checkpoint' in args else ''
             raise ValueError(f'The weights of {source} could not be loaded ({one_line(e)}). Without a network, give '

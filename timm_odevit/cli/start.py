@@ -2,12 +2,11 @@
 
 The docstring of a command lists its arguments, one a line; two spaces come before the help:
 
-name  help                      also [name] if it may be left out, name... for one or more, name* for all that follow
---name  help                    a flag
---name PLACE [default]  help    an option; the placeholder says of what type; PLACE! must be given, its value may be left
-                                out of PLACE?, PLACE* may be repeated
-+module.Class  title            an option for each setting of a class
---name --other                  as SHARED says
+name  help                    also [name] if it may be left out, name... for one or more, name* for all that follow
+--name  help                  a flag
+--name TYPE [default]  help   an option; TYPE! must be given, TYPE? may lack its value, TYPE* may be repeated
++module.Class  title          an option for each setting of a class
+--name --other                as SHARED says
 """
 import argparse
 import ast
@@ -26,7 +25,7 @@ __all__ = ['COMMANDS', 'main', 'parser']
 
 PACKAGE = Path(next(iter(find_spec('timm_odevit').submodule_search_locations)))  # type: ignore
 COMMANDS = {  # in the order of their help, and the file of each
-    'shrink': 'shrink', 'finetune': 'train', 'convert': 'convert', 'calibrate': 'convert', 'distill': 'train',
+    'shrink': 'train', 'finetune': 'train', 'convert': 'convert', 'calibrate': 'convert', 'distill': 'train',
     'evaluate': 'evaluate', 'halt': 'evaluate', 'predict': 'evaluate', 'report': 'evaluate', 'export': 'convert',
     'push': 'convert', 'recipe': 'start', 'benchmark': 'evaluate', 'script': 'start'}
 WORDS = {

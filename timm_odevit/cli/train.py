@@ -1,5 +1,6 @@
-"""odevit finetune and distill"""
+"""odevit shrink, finetune and distill"""
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -9,12 +10,42 @@ from typing import Any
 import torch
 from timm.utils import init_distributed_device
 
+from timm_odevit import Recipe, train
+from timm_odevit import shrink as run_shrink
+
 from ..data.folders import folder_parts
-from ..training.loaders import count_classes
-from ..training.recipe import Recipe
+from ..data.read import classes_of
 from ..training.resume import BEST, RECIPE, RUN
-from ..training.run_recipe import train
-from .models import check_name, load, refuse_existing
+from .models import TOWERS, check_name, load, refuse_existing
+
+
+def shrink(args: Any) -> None:
+    """Make a small student of a model, and say whether it is worth it.
+
+    model
+    images  IMAGES unless they are the classes of the model
+    out  folder for the student, the files that were compared, and the verdict
+    --size SIZE  size of the student, such as 25%, 3M parameters or 4MB (default: one that suits the images and minutes)
+    --keep PART  instead of --size: find the smallest student that keeps this share of the accuracy, such as 95%
+    --minutes M [60]  minutes to spend
+    --checkpoint --img-size
+    --embedding  treat the model's outputs as embeddings, not logits; always on for image towers
+    --resume  continue the run in the folder
+    --quiet
+    """
+    if not args.resume:
+        refuse_existing(args.out, '--resume')
+    os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # read when the profiler first starts: lower levels are noise
+    model = load(args.model, args)
+    try:
+        verdict = run_shrink(
+            model, args.images, args.out, size=args.size, keep=args.keep, minutes=args.minutes, resume=args.resume,
+            embedding=args.embedding or args.model.startswith(TOWERS), progress=not args.quiet)
+    except KeyboardInterrupt:
+        if (best := Path(args.out, 'student', BEST)).exists():
+            print(f'\nThe best student so far is in {best}. To continue: the same command with --resume')
+        raise
+    print(f'\n{verdict}')
 
 
 def finetune(args: Any) -> None:
@@ -37,7 +68,7 @@ def finetune(args: Any) -> None:
     if recipe.ode is not None or any(stage.task != 'labels' for stage in recipe.stages):
         raise ValueError('odevit finetune trains on labels alone: the recipe must not have ode, and every stage must '
                          'have task: labels. To run any other recipe, use odevit distill')
-    options = {**(recipe.model_args or {}), 'num_classes': count_classes(args.data)}
+    options = {**(recipe.model_args or {}), 'num_classes': classes_of(args.data)[1]}
     if args.img_size is not None:
         options['img_size'] = args.img_size
     recipe = replace(recipe, model=args.started['model'], model_args=options)
