@@ -18,12 +18,14 @@ from PIL import Image
 from timm.data import resolve_input_data_config
 from timm.utils import random_seed
 
-from timm_odevit import evaluate
+from timm_odevit import evaluate, save_pretrained
 from timm_odevit.data.arrays import array_loaders
+from timm_odevit.data.batches import MixupLoader, set_epoch
+from timm_odevit.data.config import DataConfig
 from timm_odevit.data.folders import folder_loader, folder_loaders, image_loaders
 from timm_odevit.data.pictures import open_image, read_image
-from timm_odevit.data.batches import MixupLoader
 from timm_odevit.data.preprocessing import warn_of_other_classes
+from timm_odevit.data.read import classes_of, pictures, read_data
 
 
 @pytest.fixture
@@ -137,7 +139,7 @@ def test_halves_that_do_not_fit(vit, folder):
     shutil.rmtree(path / 'a' / 'val' / 'class9')
     with pytest.raises(ValueError, match='have different classes. Only one of them has class4'):
         folder_loaders(path / 'a', vit())
-    for share in (0, 1, -1, 1.5):
+    for share in (1, -1, 1.5):
         with pytest.raises(ValueError, match='share held out must lie between 0 and 1'):
             folder_loaders(build(path / f'b{share}'), vit(), held_out=share)
 
@@ -542,3 +544,152 @@ def test_folders_may_be_some_of_the_models_classes(tmp_path):
     assert {int(label) for _, label in loader.dataset.reader.samples} == {0, 2}
     with pytest.raises(ValueError, match='2 classes .* but the model has 4. Give a folder whose classes are among'):
         folder_loaders(tmp_path, timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 4}))
+
+
+# --- read_data
+
+def named(model, names):
+    model.pretrained_cfg = {**model.pretrained_cfg, 'label_names': list(names)}
+    return model
+
+
+@pytest.mark.parametrize('name', ['گل\u200cسرخ', 'गुलाब\u200d', 'sweet\u00a0pea'])
+def test_classes_may_have_joiners_and_no_break_spaces(vit, folder, tmp_path, name):
+    build, path = folder
+    (build(path / 'images') / 'class2').rename(path / 'images' / name)
+    data = read_data(path / 'images', vit())
+    assert name in data.classes and sorted(data.classes) == sorted(classes_of(path / 'images')[0])
+    save_pretrained(named(vit(), data.classes), tmp_path / 'saved')
+    assert timm.create_model(f"local-dir:{tmp_path / 'saved'}").pretrained_cfg['label_names'] == list(data.classes)
+
+
+@pytest.mark.parametrize('name', ['a\tb', 'a\nb', '\x1b[2J', os.fsdecode(b'\xff')])
+def test_classes_that_cannot_be_printed_are_refused_before_anything_runs(vit, folder, name):
+    build, path = folder
+    (build(path / 'images') / 'class2').rename(path / 'images' / name)
+    for refused in (lambda: read_data(path / 'images', vit()), lambda: classes_of(path / 'images')):
+        with pytest.raises(ValueError, match=r"images' has the class .*, whose name cannot be printed. Rename it") as e:
+            refused()
+        assert repr(name) in str(e.value) and str(e.value).isprintable()
+    assert read_data(path / 'images', vit(), labels=False).count() > 0
+
+
+def test_a_class_whose_name_the_model_has_twice_is_refused(vit, folder):
+    build, path = folder
+    model = named(vit(num_classes=6), ['class0', 'class3', 'class1', 'class2', 'class3', 'class4'])
+    with pytest.raises(ValueError, match=r"has 2 classes called 'class3' \(1 and 4\), so the name does not say which. Leave it out"):
+        read_data(build(path / 'images'), model)
+    assert read_data(path / 'images', model, any_classes=True).num_classes == 5
+    shutil.rmtree(path / 'images' / 'class3')
+    assert {label for _, label in read_data(path / 'images', model).plain().files.samples} == {0, 2, 3, 5}
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16, torch.float32])
+def test_images_have_the_dtype_of_the_model(vit, folder, arrays, dtype):
+    build, path = folder
+    model = vit().to(dtype)
+    tensors = torch.rand(20, 3, 16, 16), torch.arange(20) % 5
+    for source in (build(path / 'images'), arrays, tensors):
+        data = read_data(source, model, DataConfig(batch_size=4), labels=None)
+        assert data.labelled
+        for images in (next(iter(data.train))[0], next(iter(data.val))[0], data.sample('train', 3)[0]):
+            assert images.dtype == dtype and model(images).dtype == dtype
+
+
+def test_links_lead_to_no_folder_twice(vit, folder):
+    build, path = folder
+    root = build(path / 'images')
+    for link in ('one', 'two', 'class0/three'):
+        (root / link).symlink_to(root, target_is_directory=True)
+    (root / 'again').symlink_to(root / 'class1', target_is_directory=True)
+    (path / 'far').mkdir()
+    (root / 'class2').rename(path / 'far' / 'two')
+    (root / 'class2').symlink_to(path / 'far' / 'two', target_is_directory=True)
+    data = read_data(root, vit(), held_out=0.)
+    assert data.classes == tuple(f'class{i}' for i in range(5)) and data.count() == 30
+    assert len(pictures(root, vit(), 100).names) == 30
+
+
+LABELS = {
+    'one-hot': (torch.eye(5).repeat(4, 1), r'must be whole numbers \[N\].* got torch.float32 \[20, 5\].* labels.argmax\(dim=1\)'),
+    'whole one-hot': (torch.eye(5).repeat(4, 1).long(), r'got torch.int64 \[20, 5\]'),
+    'floats': (torch.arange(20) % 5 / 1., r'got torch.float32 \[20\]'),
+    'negative': (torch.arange(20) % 5 - 1, 'There is a label -1, but the 5 classes of the model are 0 to 4'),
+    'too large': (torch.arange(20) % 6, 'There is a label 5, but the 5 classes of the model are 0 to 4'),
+    'too few': (torch.arange(19) % 5, 'got 20 images and 19 labels'),
+}
+
+
+@pytest.mark.parametrize('kind', LABELS)
+def test_labels_that_are_no_classes_are_refused(vit, kind):
+    labels, message = LABELS[kind]
+    for wanted in (True, None):
+        with pytest.raises(ValueError, match=message):
+            read_data((torch.rand(20, 3, 16, 16), labels), vit(), labels=wanted)
+    assert not read_data((torch.rand(20, 3, 16, 16), labels), vit(), labels=False).labelled
+
+
+def test_what_data_is_labelled_and_why_not(vit, folder, arrays):
+    build, path = folder
+    tensors, labels, model = torch.rand(20, 3, 16, 16), torch.arange(20) % 5, vit()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tensors, labels), 4)
+    for source in (build(path / 'images'), arrays, (tensors, labels)):
+        data = read_data(source, model, labels=None)
+        assert data.labelled and data.num_classes == 5 and not data.why
+    three = build(path / 'three', classes=3)
+    for source, of, why in ((tensors, model, 'there are none'), (loader, model, 'what the labels of a loader mean is not known'),
+                            (three, model, 'has 3 classes'), (arrays, vit(num_classes=0), 'outputs are embeddings')):
+        data = read_data(source, of, labels=None)
+        assert not data.labelled and why in data.why and data.num_classes == 0 and data.classes is None
+        assert all(not label for _, labels in data.train for label in labels) or source is three
+    with pytest.raises(ValueError, match='images without labels'):
+        read_data(tensors, model)
+    with pytest.raises(ValueError, match='a loader with a length; got generator'):
+        read_data((batch for batch in loader), model)
+    assert read_data(data, model) is data and read_data(loader, model).labelled
+
+
+def test_data_is_divided_sampled_relabelled_and_hashed(vit, folder, arrays):
+    build, path = folder
+    tensors, model = (torch.rand(20, 3, 16, 16), torch.arange(20) % 5), vit()
+    for source in (build(path / 'images'), arrays, tensors):
+        data = read_data(source, model, DataConfig(batch_size=8), held_out=0.2)
+        n, held = {'images': (30, 5), 'data.npz': (100, 20)}.get(getattr(source, 'name', ''), (20, 4))
+        assert (data.count('train'), data.count('val')) == (n - held, held) and (data.test is not None) is (source is arrays)
+        images, labels = data.sample('val', 3)
+        again = data.sample('val', 3)
+        assert images.shape == (3, 3, 16, 16) and torch.equal(images, again[0]) and torch.equal(labels, again[1])
+        assert torch.equal(torch.cat([x for x, _ in data.plain()]), torch.cat([x for x, _ in data.plain('train')]))
+        agreed = data.labelled_by(model)
+        assert evaluate(model, agreed.val).results[0].top1 == 100 and len(agreed.train) == len(data.train)
+        assert torch.equal(agreed.sample('val', 3)[1], model(images).argmax(1)) and agreed.labelled
+        assert data.sha256() == read_data(source, model, held_out=0.2).sha256() != read_data(source, model, held_out=0.4).sha256()
+        whole = read_data(source, model, held_out=0.)
+        assert whole.val is None and whole.count() == n
+        assert read_data(source, model, held_out=0.2, limit=3).count() == 3
+    with pytest.raises(ValueError, match='has no test images'):
+        data.sample('test', 1)
+    other = tensors[1].clone()
+    other[0] = 3
+    assert read_data((tensors[0], other), model).sha256() != read_data(tensors, model).sha256()
+
+
+def test_a_batch_has_no_more_images_than_there_are(vit, arrays):
+    tensors = torch.rand(8, 3, 16, 16), torch.arange(8) % 5
+    images, labels = next(iter(read_data(tensors, vit(), DataConfig(smoothing=0.1)).train))
+    assert len(images) == 6 and labels.shape == (6, 5)  # seven are trained on, and pairs are mixed
+    assert len(next(iter(read_data(tensors, vit()).train))[0]) == 7
+    assert len(next(iter(read_data(tensors[0][:1], vit(), labels=False).val))[0]) == 1
+
+
+def test_the_order_depends_on_seed_and_epoch_alone(vit, arrays):
+    def orders(source, seed, epoch, **options):
+        data = read_data(source, vit(), DataConfig(batch_size=8, **options), seed=seed)
+        torch.rand(seed + epoch)
+        set_epoch(data.train, epoch)
+        random_seed(0)
+        return torch.cat([images.mean((1, 2, 3)) for images, _ in data.train])
+    tensors = torch.rand(40, 3, 16, 16), torch.arange(40) % 5
+    for options in ({}, dict(mixup=0.5)):
+        assert torch.equal(orders(tensors, 1, 2, **options), orders(tensors, 1, 2, **options))
+        assert not torch.equal(orders(tensors, 1, 2, **options), orders(tensors, 1, 3, **options))

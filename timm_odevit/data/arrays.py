@@ -141,7 +141,8 @@ def read_npz(path: Path, model: Any, labels: bool, share: float, any_classes: bo
         parts = {'train': (x, np.zeros(len(x), int))}
     else:
         y, y_test = (_labels(path, arrays[key]) for key in ('y_train', 'y_test'))
-        x, x_test = (_images(path, arrays[f'x_{part}'], model, len(of)) for part, of in (('train', y), ('test', y_test)))
+        x, x_test = (_images(path, arrays[f'x_{part}'], model, len(of))
+                     for part, of in (('train', y), ('test', y_test)))
         highest = max(int(y.max()), int(y_test.max()))
         names = _names(path, arrays.get('classes'), highest)
         classes = (highest + 1 if names is None else len(names)) if any_classes else model.num_classes

@@ -5,7 +5,7 @@ import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -171,8 +171,11 @@ def read_folder(
                 _check_fits(folders[part], own, model, any_classes)
                 names = own
             elif set(own) != set(names):
-                raise ValueError(f"The training and validation folders of '{root}' have different classes. "
-                                 f"Only one of them has {', '.join(sorted({*own} ^ {*names})[:5])}.")
+                raise ValueError(
+                    f"The training and validation folders of '{root}' have different classes. Only one of them has "
+                    f"{', '.join(sorted({*own} ^ {*names})[:5])}." if share else
+                    f"'{root}' has other classes to train on than to evaluate on, so k-NN and probe cannot be "
+                    f"measured. To leave them out, give '{folders[used]}'.")
         except ValueError:
             if part in needed:
                 raise
@@ -342,7 +345,7 @@ def _old(root, model, batch_size=64, workers=None, auto_augment=None, reprob=0.,
                 not options.get('any_classes') and (folder_names := _read(Path(root) if not folder_parts(root) else
                 next(iter(folder_parts(root).values())))[1])) else None
             names = folder_names if not options.get('any_classes') and order else list(data.classes or ())
-            loader.dataset.class_to_idx = dict(zip(names, order or range(len(names))))
+            loader.dataset.class_to_idx = dict(zip(names, order or range(len(names)), strict=False))
     return data
 
 

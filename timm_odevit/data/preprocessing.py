@@ -103,8 +103,7 @@ def labels_by_name(model: Any, names: Sequence[str] | None) -> list[int] | None:
         if counts[name] > 1:
             labels = ' and '.join(str(i) for i, other in enumerate(own) if other == name)
             raise ValueError(f"The model has {counts[name]} classes called '{name}' ({labels}), so the name does not "
-                             'say which. Leave this class out, or give an .npz without classes, with the model\'s own '
-                             'labels.')
+                             "say which. Leave it out, or give an .npz without classes, with the model's own labels.")
     return [own.index(name) for name in names]
 
 

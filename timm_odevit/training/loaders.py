@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..convert.svd_data import check_images
 from ..data.arrays import ArrayLoader
-from ..data.batches import Mapped, set_epoch
+from ..data.batches import Mapped
+from ..data.batches import set_epoch as set_epoch_of
 from ..data.read import classes_of, read_data
 from .config import DataConfig
 
@@ -43,6 +44,12 @@ def loader_chain(loader: Any) -> list[Any]:
         parts.append(loader)
         loader = getattr(loader, 'loader', getattr(loader, 'source', None))
     return parts
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader and those it takes its batches from which epoch comes next."""
+    for part in loader_chain(loader):
+        set_epoch_of(part, epoch)
 
 
 def count_classes(data: str | Path) -> int:
