@@ -79,8 +79,10 @@ def _recipe(model: Any) -> Recipe | None:
 def _data(args: Any, model: nn.Module, held_out: float | None, any_classes: bool = False) -> Data:
     if args.seed is not None and (held_out is None or Path(args.data).is_file()):
         raise ValueError('--seed chooses the images of --held-out in a folder. Give both, or leave --seed out.')
-    return read_data(args.data, model, DataConfig(batch_size=args.batch_size, workers=args.workers),
-                     held_out=held_out or 0., seed=args.seed or 0, any_classes=any_classes)
+    config = DataConfig(batch_size=args.batch_size, workers=args.workers, **(
+        {} if held_out is None else {'held_out': held_out}))
+    return read_data(args.data, model, config, held_out=0. if held_out is None else None, seed=args.seed or 0,
+                     any_classes=any_classes)
 
 
 def halt(args: Any) -> None:

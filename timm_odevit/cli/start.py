@@ -24,10 +24,8 @@ from typing import Any
 __all__ = ['COMMANDS', 'main', 'parser']
 
 PACKAGE = Path(next(iter(find_spec('timm_odevit').submodule_search_locations)))  # type: ignore
-COMMANDS = {  # in the order of their help, and the file of each
-    'shrink': 'train', 'finetune': 'train', 'convert': 'convert', 'calibrate': 'convert', 'distill': 'train',
-    'evaluate': 'evaluate', 'halt': 'evaluate', 'predict': 'evaluate', 'report': 'evaluate', 'export': 'convert',
-    'push': 'convert', 'recipe': 'start', 'benchmark': 'evaluate', 'script': 'start'}
+COMMANDS = ('shrink', 'finetune', 'convert', 'calibrate', 'distill', 'evaluate', 'halt', 'predict', 'report', 'export',
+            'push', 'recipe', 'benchmark', 'script')
 WORDS = {
     'MODEL': "a timm name, such as deit_tiny_patch16_224; 'local-dir:FOLDER' for a saved model; or the image tower of "
              "'open_clip:NAME/TAG' or 'transformers:NAME'",
@@ -73,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             recipe(args)
         else:
             _prepare(args)
-            getattr(import_module(f'timm_odevit.cli.{COMMANDS[args.command]}'), args.command)(args)
+            getattr(import_module(f'timm_odevit.cli.{args.file}'), args.command)(args)
     except (ValueError, TypeError, OSError, FloatingPointError, ImportError) as e:
         if not _is_for_the_user(e):
             raise
@@ -110,7 +108,7 @@ def _is_for_the_user(error: Exception) -> bool:
     return ours and (last.line or '').startswith('raise ')
 
 
-def parser(commands: Iterable[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+def parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     """Build the parser of all commands, with the arguments of `commands`."""
     top = argparse.ArgumentParser(
         prog='odevit',
@@ -124,16 +122,17 @@ def parser(commands: Iterable[str] = tuple(COMMANDS)) -> argparse.ArgumentParser
     version = (PACKAGE / '_version.py').read_text().split("'")[1]
     top.add_argument('--version', action='version', version=f'odevit {version}')
     group = top.add_subparsers(title='commands', metavar='COMMAND', required=True)
-    trees = [ast.parse((PACKAGE / 'cli' / f'{file}.py').read_text()) for file in {*COMMANDS.values()}]
-    docs = {f.name: ast.get_docstring(f) for tree in trees for f in tree.body if isinstance(f, ast.FunctionDef)}
+    functions = {f.name: (path.stem, ast.get_docstring(f)) for path in (PACKAGE / 'cli').glob('*.py')
+                 for f in ast.parse(path.read_text()).body if isinstance(f, ast.FunctionDef)}
     for name in COMMANDS:
-        about, _, arguments = (docs[name] or '').partition('\n\n')
+        file, doc = functions[name]
+        about, _, arguments = (doc or '').partition('\n\n')
         command = group.add_parser(name, help=about, description=about)
         if name in commands:
             for argument in _arguments(arguments if name == 'script' else f'{arguments}\n--device --threads'):
                 _add(command, *argument)
         options = [text for action in command._actions for text in action.option_strings]
-        command.set_defaults(command=name, options=options)
+        command.set_defaults(command=name, file=file, options=options)
     return top
 
 
