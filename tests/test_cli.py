@@ -148,7 +148,7 @@ def test_a_config_that_describes_no_model(tmp_path, capsys, content):
     (tmp_path / 'config.json').write_text(content)
     assert main(['convert', f'local-dir:{tmp_path}', str(tmp_path / 'new')]) == 2
     error = capsys.readouterr().err
-    assert "config.json' names no architecture. Write it with save_pretrained." in error and error.count('\n') == 1
+    assert 'Give a folder that odevit convert or save_pretrained has written' in error and error.count('\n') == 1
 
 
 CONVERT, DISTILL = ['convert', 'local-dir:teacher', 'new'], ['distill', 'autonomous', 'images', 'new', '--teacher', 'local-dir:teacher']
@@ -162,10 +162,10 @@ MISTAKES = [
         (['--images', 'nowhere'], "There is no 'nowhere'. Give a folder"),
         (['--blocks', '3'], 'blocks must be the first and the last layer to convert, such as (3, 9); got 3'),
         (['--adjoint', '--T', 'none'], 'adjoint needs an adaptive method'))),
-    (['convert', 'vit_tiny_patch16_22', 'new'], "Unknown model 'vit_tiny_patch16_22'. Did you mean 'vit_tiny_patch16_224'?"),
-    (['convert', 'deit_tiny_patch16_128.cifar10O', 'new'], "Did you mean 'deit_tiny_patch16_128.cifar100'? Known: deit_tiny_patch16_128.cifar100"),
-    (['convert', 'teacher', 'new'], "'teacher' is a folder. For a saved model, type local-dir:teacher"),
-    (['convert', 'local-dir:nowhere', 'new'], "There is no saved model in 'nowhere'"),
+    (['convert', 'vit_tiny_patch16_22', 'new'], "Unknown model (vit_tiny_patch16_22). Did you mean 'vit_tiny_patch16_224'?"),
+    (['convert', 'deit_tiny_patch16_128.cifar10O', 'new'], "Did you mean 'deit_tiny_patch16_128.cifar100'?"),
+    (['convert', 'teacher', 'new'], 'For a saved model, type local-dir:teacher'),
+    (['convert', 'local-dir:nowhere', 'new'], 'Config file not found: nowhere/config.json. Give a folder that odevit convert or save_pretrained has written'),
     (['convert', 'ftp:x', 'new'], "Unknown model source 'ftp'"),
     (['convert', 'local-dir:student', 'new'], 'This model is already converted'),
     (['convert', 'local-dir:teacher', 'student'], "'student' is not empty"),
@@ -182,7 +182,7 @@ MISTAKES = [
      "'ode.rank=4' says how to make a student, but --student gives one"),
     (['distill', 'list.yaml', 'images', 'new', '--teacher', 'local-dir:teacher'], 'list.yaml must hold keys and values'),
     (['distill', 'bad.yaml', 'images', 'new', '--teacher', 'local-dir:teacher'], "'bad.yaml' is not valid YAML"),
-    (['distill', 'scratch', 'images', 'new', '--set', 'model=vit_tinny'], "Unknown model 'vit_tinny'"),
+    (['distill', 'scratch', 'images', 'new', '--set', 'model=vit_tinny'], 'Unknown model (vit_tinny)'),
     *(([*DISTILL, '--set', change], message) for change, message in (
         ('data.batch_size', "Expected a change to a recipe, such as fit.lr=1e-3; got 'data.batch_size'"),
         ('fit.opt=adamv', "Unknown opt 'adamv'. Did you mean 'adam"),
@@ -195,10 +195,9 @@ MISTAKES = [
     (['evaluate', 'local-dir:teacher', 'images', '--steps', '1,2'], 'is not an ODE-ViT'),
     (['evaluate', 'local-dir:student', 'two'], "'two' has 2 classes"),
     (['evaluate', 'local-dir:student', 'images', '--json', 'nowhere/a.json'], "There is no folder 'nowhere'"),
-    (['convert', 'vit_tiny_patch16_224', 'new', '--random', '--img-size', '8'], 'less than one patch'),
     (['evaluate', 'local-dir:student', 'images', '--teacher', 'local-dir:large'], 'The teacher takes images of 3 x 32 x 32, the model of 3 x 16 x 16'),
     (['evaluate', 'local-dir:student', 'images', '--json', 'images'], "'images' is a folder"),
-    (['benchmark', 'vit_tinny'], "Unknown model 'vit_tinny'"),
+    (['benchmark', 'vit_tinny'], 'Unknown model (vit_tinny)'),
     (['benchmark', 'local-dir:teacher', 'local-dir:teacher'], 'named twice'),
     (['benchmark', 'local-dir:teacher', '--json', 'nowhere/a.json'], "no folder 'nowhere'"),
     (['evaluate', 'local-dir:teacher', 'images', '--seed', '1'], '--seed chooses the images of --held-out'),

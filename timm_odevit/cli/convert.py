@@ -56,8 +56,6 @@ def convert(args: Any) -> None:
     config = OdeConfig(**settings)
     classes = {} if args.num_classes is None else {'num_classes': args.num_classes}
     model = load(args.model, args, pretrained=not args.random, **classes)
-    if min(getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (1,)) < 1:
-        raise ValueError(f'--img-size {args.img_size} is less than one patch of this model.')
     if args.size is not None:
         config = choose_size(model, args.size, config, init='svd_data' if args.images else 'svd')
     images = None

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.models import parse_model_name
 from torch import Tensor, nn
 
 from timm_odevit import Recipe, calibrate_halting, evaluate_embeddings, write_report
@@ -21,7 +20,7 @@ from ..evaluation.accuracy import AMP_DTYPES
 from ..files import to_json, write_text
 from ..ode.blocks import find_ode_blocks
 from ..training.resume import BEST, RECIPE
-from .models import TOWERS, check_file, check_name, load, refuse_existing, save, set_steps
+from .models import check_file, load, refuse_existing, save, set_steps
 
 
 def evaluate(args: Any) -> None:
@@ -132,12 +131,9 @@ def benchmark(args: Any) -> None:
     if len({*args.model}) < len(args.model):
         raise ValueError('A model is named twice. Give each one once.')
     check_file(args.json)
-    models = {}
-    for name in args.model:
-        check_name(name)
-        # the weights of a name without a source or tag do not matter
-        weights = name.startswith(TOWERS) or parse_model_name(name)[0] is not None or '.' in name
-        models[name] = load(name, args, pretrained=weights).to(getattr(torch, args.dtype)).eval()
+    # the weights of a name without a source or tag do not matter
+    models = {name: load(name, args, pretrained=':' in name or '.' in name).to(getattr(torch, args.dtype)).eval()
+              for name in args.model}
     if args.steps and not any(find_ode_blocks(model) for model in models.values()):
         raise ValueError('--steps needs an ODE-ViT, and none of these models is one. Leave it out.')
     results = measure_speed(

@@ -1,21 +1,18 @@
 """Models by name, and the folders and files that a command writes to."""
-import json
 from pathlib import Path
 from typing import Any
 
 import timm
-from timm.models import load_state_dict, parse_model_name
+from timm.models import load_state_dict
 from torch import nn
 
+from timm_odevit import from_open_clip, from_transformers, save_pretrained
+
 from ..files import OWN
-from ..interop.open_clip import from_open_clip
-from ..interop.transformers import from_transformers
-from ..loading import CONFIG
 from ..ode.blocks import find_ode_blocks
-from ..saving.save import save_pretrained
 from ..settings import one_line, suggest
 
-__all__ = ['TOWERS', 'check_file', 'check_name', 'load', 'refuse_existing', 'save', 'set_steps']
+__all__ = ['TOWERS', 'check_file', 'load', 'refuse_existing', 'save', 'set_steps']
 
 TOWERS = ('open_clip:', 'transformers:')
 
@@ -26,7 +23,6 @@ def load(name: str, args: Any, pretrained: bool = True, **kwargs: Any) -> Any:
     Raises:
         ValueError: It could not be built; the message is one line that says what to do.
     """
-    check_name(name)
     checkpoint, size = (getattr(args, option, None) for option in ('checkpoint', 'img_size'))
     if size is not None:
         kwargs['img_size'] = size
@@ -45,14 +41,19 @@ def load(name: str, args: Any, pretrained: bool = True, **kwargs: Any) -> Any:
             kwargs['pretrained_cfg_overlay'] = _overlay(name, checkpoint)
         return timm.create_model(name, pretrained=pretrained, **kwargs).to(args.device)
     except Exception as e:  # a foreign file can raise anything
-        source = f"checkpoint '{checkpoint}'" if checkpoint else f"'{name}'"
-        if isinstance(e, OSError):
+        hint, stem = '', name.partition('.')[0]
+        if Path(name).is_dir():
+            hint = f'For a saved model, type local-dir:{name}'
+        elif name.startswith('local-dir:'):
+            hint = 'Give a folder that odevit convert or save_pretrained has written.'
+        elif isinstance(e, OSError):
             file = '--checkpoint FILE or ' if 'checkpoint' in args else ''
-            raise ValueError(f'The weights of {source} could not be loaded ({one_line(e)}). Without a network, give '
-                             f'{file}local-dir:FOLDER.') from e
-        known = timm.list_pretrained(f"{name.partition('.')[0]}.*") if 'pretrained tag' in str(e) else []
-        hint = f" {suggest(name, known)}Known: {', '.join(known)}" if known else ''
-        raise ValueError(f'Cannot build {source}: {one_line(e)}{hint}') from e
+            hint = f'Without a network, give {file}local-dir:FOLDER.'
+        elif 'nknown model' in str(e) or 'pretrained tag' in str(e):
+            known = timm.list_pretrained(f'{stem}.*') if timm.is_model(stem) else timm.list_models()
+            hint = f'{suggest(name, known)}See timm.list_models() and timm.list_pretrained().'
+        source = f"checkpoint '{checkpoint}'" if checkpoint else f"'{name}'"
+        raise ValueError(f"Cannot build {source}: {one_line(e).rstrip('.')}. {hint}") from e
 
 
 def _tower(name: str) -> Any:
@@ -81,35 +82,13 @@ def _overlay(name: str, checkpoint: str) -> dict[str, Any]:
     return overlay if head is None else {**overlay, 'num_classes': len(head)}
 
 
-def check_name(name: str) -> None:
-    """Raise ValueError for a name from which no model can be built."""
-    if name.startswith(TOWERS):
-        return
-    if Path(name).is_dir() and not timm.is_model(name):
-        raise ValueError(f"'{name}' is a folder. For a saved model, type local-dir:{name}")
-    source, model = parse_model_name(name)
-    config = Path(model, CONFIG)
-    if source == 'local-dir' and not config.is_file():
-        raise ValueError(
-            f"There is no saved model in '{model}': it has no {CONFIG}. Make one: odevit convert MODEL {model}")
-    if source == 'local-dir':
-        try:
-            known = isinstance(json.loads(config.read_text())['architecture'], str)
-        except (ValueError, TypeError, KeyError):
-            known = False
-        if not known:
-            raise ValueError(f"'{config}' names no architecture. Write it with save_pretrained.")
-    if source is None and not timm.is_model(name.split('.')[0]):
-        raise ValueError(f"Unknown model '{name}'. {suggest(name, timm.list_models())}See timm.list_models().")
-
-
 def set_steps(model: nn.Module, args: Any) -> None:
     """Set the number of steps of an ODE-ViT to --steps, if it is given."""
-    blocks = find_ode_blocks(model)
-    if args.steps is not None and len(blocks) != 1:
-        raise ValueError(f"--steps needs an ODE-ViT with one sequence of blocks; '{args.model}' is not one. Leave it "
-                         'out.')
     if args.steps is not None:
+        blocks = find_ode_blocks(model)
+        if len(blocks) != 1:
+            raise ValueError(f"--steps needs an ODE-ViT with one sequence of blocks; '{args.model}' is not one. Leave "
+                             'it out.')
         blocks[0].steps = args.steps
 
 
@@ -129,7 +108,7 @@ def check_file(file: str | None) -> None:
 def refuse_existing(out: str, instead: str = 'remove it') -> None:
     """Raise ValueError for a folder that is not empty; `instead` is the option that allows it."""
     path = Path(out)
-    if path.exists() and not path.is_dir():
+    if path.is_file():
         raise ValueError(f"'{out}' is a file. Give a folder to write to.")
     if path.is_dir() and any(not p.name.startswith(OWN) for p in path.iterdir()):
         raise ValueError(f"'{out}' is not empty. Give another folder, or {instead}.")

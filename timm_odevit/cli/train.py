@@ -16,7 +16,7 @@ from timm_odevit import shrink as run_shrink
 from ..data.folders import folder_parts
 from ..data.read import classes_of
 from ..training.resume import BEST, RECIPE, RUN
-from .models import TOWERS, check_name, load, refuse_existing
+from .models import TOWERS, load, refuse_existing
 
 
 def shrink(args: Any) -> None:
@@ -95,8 +95,6 @@ def distill(args: Any) -> None:
         recipe = replace(recipe, ode=None, model=None, model_args=None)
     student = load(args.student, SimpleNamespace(device=args.device)) if args.student else None
     teacher = load(args.teacher, args) if args.teacher else None
-    if teacher is None and student is None and recipe.model:
-        check_name(recipe.model)
     _train(recipe, args, teacher, student)
 
 
