@@ -36,12 +36,11 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(*args):
-    quick = {'calibrate': ['--workers', '0', '--quiet'], 'evaluate': ['--workers', '0', '--quiet'],
-             'distill': ['--quiet']}.get(args[0], [])
-    if args[0] == 'distill' and not any(a.endswith('.npz') or a.endswith('.pth') for a in args):
+def run(command, *args):
+    quick = {'calibrate': ['--workers', '0', '--quiet'], 'evaluate': ['--workers', '0', '--quiet'], 'distill': ['--quiet']}.get(command, [])
+    if command == 'distill' and not any(a.endswith('.npz') for a in args):
         quick = ['--quiet', '--set', 'data.workers=0']
-    return main([*args, *([] if args[0] == 'calibrate' and '--workers' in args else quick), '--device', 'cpu'])
+    return main([command, *args, *([] if '--workers' in args else quick), '--device', 'cpu'])
 
 
 def test_convert_distill_evaluate(folder, capsys):
@@ -80,7 +79,7 @@ def test_convert_to_a_size_and_calibrate(folder, capsys):
 
 
 @pytest.mark.parametrize('source, options, expected', [
-    ('local-dir:teacher', ['--time', 'vectors', '--boundaries', '1'], dict(time='vectors', boundaries=(1,))),
+    ('local-dir:teacher', ['--time', 'low_rank', '--rank', '2', '--boundaries', '1'], dict(rank=2, boundaries=(1,))),
     ('local-dir:teacher', ['--blocks', '1,2'], dict(blocks=(1, 2))),
     ('vit_tiny_patch16_224', ['--random', '--img-size', '32', '--num-classes', '4', '--field', 'lipschitz', '--method', 'euler', '--init',
                               'spectral', '--T', '6'], dict(T=6., field='lipschitz', method='euler', init='spectral'))])
@@ -142,15 +141,6 @@ def test_a_teacher_of_another_size_from_a_file_teaches_a_student_of_that_size(fo
     assert '--img-size and --checkpoint are those of the teacher. Give --teacher' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('content', [
-    '{', '[1]', '{}', '{"architecture": 1}'])
-def test_a_config_that_describes_no_model(tmp_path, capsys, content):
-    (tmp_path / 'config.json').write_text(content)
-    assert main(['convert', f'local-dir:{tmp_path}', str(tmp_path / 'new')]) == 2
-    error = capsys.readouterr().err
-    assert 'Give a folder that odevit convert or save_pretrained has written' in error and error.count('\n') == 1
-
-
 CONVERT, DISTILL = ['convert', 'local-dir:teacher', 'new'], ['distill', 'autonomous', 'images', 'new', '--teacher', 'local-dir:teacher']
 MISTAKES = [
     *(([*CONVERT, *options], message) for options, message in (
@@ -166,9 +156,9 @@ MISTAKES = [
     (['convert', 'deit_tiny_patch16_128.cifar10O', 'new'], "Did you mean 'deit_tiny_patch16_128.cifar100'?"),
     (['convert', 'teacher', 'new'], 'For a saved model, type local-dir:teacher'),
     (['convert', 'local-dir:nowhere', 'new'], 'Config file not found: nowhere/config.json. Give a folder that odevit convert or save_pretrained has written'),
+    (['convert', 'local-dir:damaged', 'new'], "Cannot build 'local-dir:damaged'"),
     (['convert', 'ftp:x', 'new'], "Unknown model source 'ftp'"),
     (['convert', 'local-dir:student', 'new'], 'This model is already converted'),
-    (['convert', 'local-dir:teacher', 'student'], "'student' is not empty"),
     (['convert', 'local-dir:cut', 'new'], "Cannot build 'local-dir:cut'"),
     (['convert', 'vit_tiny_patch16_224', 'new', '--checkpoint', 'cut.pth'], "Cannot build checkpoint 'cut.pth'"),
     (['convert', 'vit_tiny_patch16_224', 'new', '--checkpoint', 'no.pth'], "There is no checkpoint file 'no.pth'"),
@@ -180,21 +170,15 @@ MISTAKES = [
     (['distill', 'autonomos', 'images', 'new', '--teacher', 'local-dir:teacher'], "There is no recipe 'autonomos'. Did you mean 'autonomous'?"),
     (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:student', '--teacher', 'local-dir:teacher', '--set', 'ode.rank=4'],
      "'ode.rank=4' says how to make a student, but --student gives one"),
-    (['distill', 'list.yaml', 'images', 'new', '--teacher', 'local-dir:teacher'], 'list.yaml must hold keys and values'),
     (['distill', 'bad.yaml', 'images', 'new', '--teacher', 'local-dir:teacher'], "'bad.yaml' is not valid YAML"),
     (['distill', 'scratch', 'images', 'new', '--set', 'model=vit_tinny'], 'Unknown model (vit_tinny)'),
     *(([*DISTILL, '--set', change], message) for change, message in (
         ('data.batch_size', "Expected a change to a recipe, such as fit.lr=1e-3; got 'data.batch_size'"),
         ('fit.opt=adamv', "Unknown opt 'adamv'. Did you mean 'adam"),
         ('fit.optt=sgd', "fit has an unknown key 'optt'. Did you mean 'opt'?"),
-        ('data.padding=2', 'data.padding does not apply to a folder of images'),
-        ('data.auto_augment=rnd-m9', "Unknown auto_augment 'rnd-m9'. Give a timm policy"),
-        ('stages.2.train=all', "there is no entry '2'; the entries are 0 to 1"),
-        ('stages.0.train=[heads]', "stages.0: Unknown part 'heads'. Did you mean 'head'?"),
         ('data.held_out=0', 'must lie between 0 and 1'))),
     (['evaluate', 'local-dir:teacher', 'images', '--steps', '1,2'], 'is not an ODE-ViT'),
     (['evaluate', 'local-dir:student', 'two'], "'two' has 2 classes"),
-    (['evaluate', 'local-dir:student', 'images', '--json', 'nowhere/a.json'], "There is no folder 'nowhere'"),
     (['evaluate', 'local-dir:student', 'images', '--teacher', 'local-dir:large'], 'The teacher takes images of 3 x 32 x 32, the model of 3 x 16 x 16'),
     (['evaluate', 'local-dir:student', 'images', '--json', 'images'], "'images' is a folder"),
     (['benchmark', 'vit_tinny'], 'Unknown model (vit_tinny)'),
@@ -218,12 +202,12 @@ MISTAKES = [
 
 @pytest.mark.parametrize('args, message', MISTAKES, ids=[' '.join(m[0])[:60] for m in MISTAKES])
 def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, capsys, args, message):
-    (folder / 'empty').mkdir()
+    for name in ('empty', 'damaged', 'two/c0', 'two/c1'):
+        (folder / name).mkdir(parents=True)
     for name in ('c0', 'c1'):
-        (folder / 'two' / name).mkdir(parents=True)
-        Image.new('RGB', (18, 18)).save(folder / 'two' / name / 'a.png')
-    (folder / 'cut').mkdir()
-    (folder / 'cut' / 'config.json').write_bytes((folder / 'teacher' / 'config.json').read_bytes())
+        shutil.copy('images/c0/0.png', folder / 'two' / name)
+    (folder / 'damaged' / 'config.json').write_text('[1]')
+    shutil.copytree('teacher', 'cut')
     (folder / 'cut' / 'model.safetensors').write_bytes((folder / 'teacher' / 'model.safetensors').read_bytes()[:1000])
     torch.save(torch.zeros(1000), folder / 'cut.pth')
     (folder / 'cut.pth').write_bytes((folder / 'cut.pth').read_bytes()[:1500])
@@ -285,11 +269,6 @@ def test_a_defect_of_the_program_shows_its_traceback(folder, monkeypatch, defect
         run('evaluate', 'local-dir:student', 'images')
 
 
-def test_runs_as_a_module():
-    done = subprocess.run([sys.executable, '-m', 'timm_odevit.cli', '--version'], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith('odevit ')
-
-
 @pytest.mark.parametrize('arguments, output', [
     (['--help'], '    shrink    Make a small student'), (['--version'], f'odevit {__version__}'), (['recipe', 'list'], 'autonomous  One shared block'),
     (['evaluate', '--help'], 'usage: odevit evaluate')])
@@ -298,15 +277,6 @@ def test_the_console_script_answers_at_once_because_help_needs_no_torch(argument
     began = time.perf_counter()
     done = subprocess.run([sys.executable, '-c', code, *arguments], capture_output=True, text=True, check=True, cwd=ROOT)
     assert output in done.stdout and time.perf_counter() - began < 2  # 0.2 s; a busy machine is slower, and torch takes 3.7 s
-
-
-def test_a_test_folder_without_labels_is_no_hindrance(folder):
-    (folder / 'all').mkdir()
-    (folder / 'images').rename(folder / 'all' / 'train')
-    (folder / 'all' / 'test').mkdir()
-    Image.new('RGB', (18, 18)).save(folder / 'all' / 'test' / 'a.png')
-    assert run('distill', 'low_rank', 'all', 'new', '--teacher', 'local-dir:teacher', '--set', 'ode.rank=2', '--set', 'data.batch_size=8',
-               '--set', 'stages.0.fit.epochs=1', '--set', 'stages.1.fit.epochs=1', '--set', 'stages.2.fit.epochs=1') == 0
 
 
 def chain_of(page, name):

@@ -29,14 +29,12 @@ COMMANDS = ('shrink', 'finetune', 'convert', 'calibrate', 'distill', 'evaluate',
 WORDS = {
     'MODEL': "a timm name, such as deit_tiny_patch16_224; 'local-dir:FOLDER' for a saved model; or the image tower of "
              "'open_clip:NAME/TAG' or 'transformers:NAME'",
-    'IMAGES': 'folder of images, or an .npz of small images; labels are ignored',
-    'DATA': 'folder with one sub-folder of images per class, or with train/ and val/ folders of that kind; or an .npz '
-            'of small images: x_train, y_train, x_test, y_test'}
+    'IMAGES': 'folder of images, or an .npz of small images; labels are ignored'}
 SHARED = """
 model  MODEL
 images  IMAGES
-data  DATA
-[data]  DATA
+data  folder with one sub-folder of images per class, or with train/ and val/ folders of that kind; or an .npz of small
+    images: x_train, y_train, x_test, y_test
 [out]  folder for recipe.yaml, checkpoints, best/ and history.json
 --teacher MODEL  MODEL
 --checkpoint FILE  file with the weights of the model (of the teacher, if there is one), instead of a download
@@ -142,7 +140,8 @@ def _arguments(text: str) -> list[tuple[Any, ...]]:
     for line in re.sub('\n +', ' ', text).strip().splitlines():
         entry = re.fullmatch(r'(\S+)(?: (\S+))?(?: \[(\S+)\])?  (.*)', line)
         arguments += [entry.groups()] if entry else [
-            shared for name in line.split() for shared in _arguments(SHARED) if shared[0] == name]
+            (name, *shared[1:]) for name in line.split() for shared in _arguments(SHARED)
+            if shared[0] in (name, name.strip('[]'))]
     return arguments
 
 

@@ -51,8 +51,7 @@ def shrink(args: Any) -> None:
 def finetune(args: Any) -> None:
     """Fine-tune a model on labelled images, to make a teacher. Also runs under torchrun.
 
-    [model]  MODEL
-    [data] [out]
+    [model] [data] [out]
     --recipe RECIPE  a .yaml file, or the name of a recipe (default: finetune)
     --set --minutes --resume --limit --checkpoint --img-size --quiet
     """
