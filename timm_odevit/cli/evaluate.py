@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from timm_odevit import Recipe, calibrate_halting, evaluate_embeddings, write_report
 from timm_odevit import evaluate as evaluate_classes
 
-from ..benchmark import MODES
 from ..benchmark import benchmark as measure_speed
 from ..data.config import DataConfig
-from ..data.folders import folder_parts
 from ..data.preprocessing import class_names, data_config, open_image, warn_of_other_classes
 from ..data.read import Data, pictures, read_data
 from ..evaluation.accuracy import AMP_DTYPES
@@ -49,8 +47,9 @@ def evaluate(args: Any) -> None:
     embedding = args.embedding or not model.num_classes
     data = _data(args, model, args.held_out, embedding)
     loader, words = data.evaluated()
-    for each in () if embedding else (model, teacher or model):
-        warn_of_other_classes(each, data.classes, args.data)
+    for each in (model, teacher):
+        if each is not None and not embedding:
+            warn_of_other_classes(each, data.classes, args.data)
     recipe, blocks = _recipe(model), find_ode_blocks(model)
     options: Any = dict(
         steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet, data=words,
@@ -78,8 +77,8 @@ def _recipe(model: Any) -> Recipe | None:
 def _data(args: Any, model: nn.Module, held_out: float | None, any_classes: bool = False) -> Data:
     if args.seed is not None and (held_out is None or Path(args.data).is_file()):
         raise ValueError('--seed chooses the images of --held-out in a folder. Give both, or leave --seed out.')
-    config = DataConfig(batch_size=args.batch_size, workers=args.workers, **(
-        {} if held_out is None else {'held_out': held_out}))
+    config = DataConfig(
+        batch_size=args.batch_size, workers=args.workers, held_out=0.1 if held_out is None else held_out)
     return read_data(args.data, model, config, held_out=0. if held_out is None else None, seed=args.seed or 0,
                      any_classes=any_classes)
 
@@ -99,8 +98,7 @@ def halt(args: Any) -> None:
     refuse_existing(args.out)
     model = load(args.model, args)
     set_steps(model, args)
-    has_val = Path(args.data).is_dir() and 'val' in folder_parts(args.data)
-    data = _data(args, model, 0.1 if args.held_out is None and not has_val else args.held_out)  # not the test images
+    data = _data(args, model, 0.1 if args.held_out is None else args.held_out)  # not the test images
     warn_of_other_classes(model, data.classes, args.data)
     setting = calibrate_halting(
         model, data.evaluated()[0], rule=args.rule, max_drop=args.max_drop, progress=not args.quiet)
@@ -138,7 +136,7 @@ def benchmark(args: Any) -> None:
         raise ValueError('--steps needs an ODE-ViT, and none of these models is one. Leave it out.')
     results = measure_speed(
         models, batch_sizes=args.batch_size, steps=args.steps or (), rounds=args.rounds,
-        compiled=MODES[0] if args.compile == '' else args.compile,
+        compiled=args.compile,
         images=partial(_some_images, args.data) if args.data else None, progress=not args.quiet)
     print(results)
     if args.json:

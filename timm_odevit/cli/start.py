@@ -4,7 +4,7 @@ The docstring of a command lists its arguments, one a line; two spaces come befo
 
 name  help                    also [name] if it may be left out, name... for one or more, name* for all that follow
 --name  help                  a flag
---name TYPE [default]  help   an option; TYPE! must be given, TYPE? may lack its value, TYPE* may be repeated
+--name TYPE [default]  help   an option; TYPE! must be given, TYPE? is 'default' without a value, TYPE* may be repeated
 +module.Class  title          an option for each setting of a class
 --name --other                as SHARED says
 """
@@ -159,7 +159,7 @@ def _add(command: argparse.ArgumentParser, name: str, place: str | None, default
         options.update(metavar=place[:-1], action='append', default=[])
     elif place:
         options.update(metavar=place.rstrip('?!0'), type=TYPES.get(place), required=place.endswith('!'))
-        options.update(nargs='?', const='') if place.endswith('?') else None
+        options.update(nargs='?', const='default') if place.endswith('?') else None
     elif name.startswith('--'):
         options.update(action='store_true', default=False)
     command.add_argument(*name.strip('[].*').split(','), **options)
