@@ -19,7 +19,7 @@ SECTIONS = {
     'Train': ('training',),
     'Evaluate': ('evaluation',),
     'Dynamics': ('dynamics',),
-    'Save and share': ('convert.merge', 'saving', 'deploy', 'reporting'),
+    'Save and share': ('convert.merge', 'saving', 'export', 'reporting'),
     'Other libraries': ('interop',),
 }
 INTRODUCTION = """# API reference

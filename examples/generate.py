@@ -137,7 +137,7 @@ def registered():
             continue
         model, tags = built(name), timm.list_pretrained(f'{name}.*')
         config = model.blocks.config
-        time = {'autonomous': '-', 'vectors': 'vectors', 'low_rank': f'rank {config.rank}'}[config.time]
+        time = '-' if config.time == 'autonomous' else f'rank {config.rank}'
         size, patch = (getattr(model.patch_embed, key)[0] for key in ('img_size', 'patch_size'))
         lines.append([f'`{name}`', str(model.embed_dim), f'{size}, {patch}', f'`{config.field}`', time,
                       f'{config.steps} on [0, {config.T:g}]', f'{count_parameters(model.blocks) / 1e6:.2f} M',

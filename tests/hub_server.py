@@ -1,12 +1,8 @@
-"""A small server that speaks to the huggingface_hub client as the Hub does, for tests: repositories in memory, on the loopback.
-
-Its faults are set by tests: a connection that is cut within a file, bytes that change on the way, a gate.
-"""
+"""A small server that speaks to the huggingface_hub client as the Hub does, for tests: repositories in memory, on the loopback."""
 import base64
 import hashlib
 import json
 import re
-import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlparse
@@ -20,7 +16,7 @@ TASKS = ('image-classification', 'image-feature-extraction')
 
 class Repo:
     def __init__(self, private=False):
-        self.private, self.gated = private, False
+        self.private = private
         self.commits = {'0' * 40: {}}  # oid: {path: bytes}
         self.refs = {'main': '0' * 40}
 
@@ -74,8 +70,6 @@ class HubServer:
 
     def __init__(self):
         self.repos, self.lfs, self.log = {}, {}, []
-        self.cut = {}  # path: bytes after which the connection of the next download is cut, a list of them
-        self.flip = {}  # path: how many downloads come with a changed byte
 
     def __enter__(self):
         self.server = ThreadingHTTPServer(('127.0.0.1', 0), type('Handler', (Handler,), {'hub': self}))
@@ -98,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-    def reply(self, code=200, body=None, cut=None, **headers):
+    def reply(self, code=200, body=None, **headers):
         content = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
         self.send_response(code)
         for name, value in headers.items():
@@ -106,11 +100,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header('Content-Length', str(len(content)))
         self.end_headers()
         if self.command != 'HEAD':
-            self.wfile.write(content[:cut])
-        if cut is not None:
-            self.wfile.flush()
-            self.connection.shutdown(socket.SHUT_RDWR)
-            self.close_connection = True
+            self.wfile.write(content)
 
     def fail(self, code, kind, message, **headers):
         self.reply(code, {'error': message}, X_Error_Code=kind, X_Error_Message=message, **headers)
@@ -142,8 +132,6 @@ class Handler(BaseHTTPRequestHandler):
             self.fail(401, '', 'Invalid username or password.')
         elif repo is None or (repo.private and not self.allowed):
             self.fail(404, 'RepoNotFound', 'Repository not found')
-        elif repo.gated and not self.allowed:
-            self.fail(401, 'GatedRepo', f'Access to model {name} is restricted.')
         else:
             return repo
 
@@ -247,19 +235,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.fail(404, 'EntryNotFound', 'Entry not found', X_Repo_Commit=oid)
         content = files[path]
         etag = hashlib.sha256(content).hexdigest() if is_lfs(path) else blob_id(content)
-        headers = {'ETag': f'"{etag}"', 'X_Repo_Commit': oid, 'X_Linked_ETag': f'"{etag}"', 'X_Linked_Size': str(len(content)),
-                   'Accept_Ranges': 'bytes'}
-        if self.command == 'HEAD':
-            return self.reply(200, content, **headers)
-        if self.hub.flip.get(path, 0) > 0:
-            self.hub.flip[path] -= 1
-            content = content[:-1] + bytes([content[-1] ^ 1])
-        asked = re.fullmatch(r'bytes=(\d+)-', self.headers.get('Range', ''))
-        start = int(asked[1]) if asked else 0
-        if asked:
-            headers['Content_Range'] = f'bytes {start}-{len(content) - 1}/{len(content)}'
-        cuts = self.hub.cut.get(path, [])
-        self.reply(206 if asked else 200, content[start:], cuts.pop(0) if cuts else None, **headers)
+        headers = {'ETag': f'"{etag}"', 'X_Repo_Commit': oid, 'X_Linked_ETag': f'"{etag}"', 'X_Linked_Size': str(len(content))}
+        self.reply(200, content, **headers)
 
 
 NAME, REV = r'([\w.-]+/[\w.-]+)', r'([^?]+)'

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from timm_odevit import convert_, save_pretrained
-from timm_odevit.benchmark import benchmark, peak_of
+from timm_odevit.benchmark import benchmark, peak_of, times_in_turns
 from timm_odevit.cli import main
 
 QUICK = dict(rounds=1, batch_sizes=(2,))
@@ -54,7 +54,7 @@ def test_compiled_models_are_timed_too(tiny, monkeypatch):
 
 
 def test_halting_is_timed_on_images(tiny):
-    models = {'base': tiny, 'ode': converted(tiny, halting='residual', halting_threshold=1e4)}
+    models = {'base': tiny, 'ode': converted(tiny, halting='entropy', halting_threshold=1e4)}
     with pytest.raises(ValueError, match='--data'):
         benchmark(models, **QUICK)
     found = benchmark(models, images=lambda model, count: torch.randn(count, 3, 32, 32), **QUICK)
@@ -67,6 +67,13 @@ def test_halting_is_timed_on_images(tiny):
 def test_what_cannot_be_timed_is_refused(tiny, given, message):
     with pytest.raises(ValueError, match=message):
         benchmark(**{'models': {'base': tiny}, **given})
+
+
+def test_all_take_turns_in_every_round():
+    calls = []
+    times = times_in_turns([lambda: calls.append('a'), lambda: calls.append('b')], 3)
+    assert calls == 3 * (4 * ['a'] + 4 * ['b'])  # two calls that are not timed, two that are
+    assert [len(seconds) for seconds in times] == [3, 3] and min(map(min, times)) > 0
 
 
 def test_peak_of_a_call():

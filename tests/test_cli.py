@@ -79,7 +79,7 @@ def test_convert_to_a_size_and_calibrate(folder, capsys):
 
 
 @pytest.mark.parametrize('source, options, expected', [
-    ('local-dir:teacher', ['--time', 'low_rank', '--rank', '2', '--boundaries', '1'], dict(rank=2, boundaries=(1,))),
+    ('local-dir:teacher', ['--time', 'low_rank', '--boundaries', '1'], dict(time='low_rank', boundaries=(1,))),
     ('local-dir:teacher', ['--blocks', '1,2'], dict(blocks=(1, 2))),
     ('vit_tiny_patch16_224', ['--random', '--img-size', '32', '--num-classes', '4', '--field', 'lipschitz', '--method', 'euler', '--init',
                               'spectral', '--T', '6'], dict(T=6., field='lipschitz', method='euler', init='spectral'))])

@@ -13,8 +13,8 @@ from test_push import hub  # noqa: F401
 
 import timm_odevit
 from timm_odevit import OdeConfig, convert_
-from timm_odevit.shrinking import candidates, learning, run
-from timm_odevit.training import calibrate
+from timm_odevit.shrinking import candidates, run
+from timm_odevit.training import fit
 
 NAMES = [name for name in timm_odevit.__all__ if name != '__version__']
 NEEDS = {'export_model': ['onnx', 'onnxscript', 'onnxruntime'], 'write_report': ['plotly'], 'from_open_clip': ['open_clip'],
@@ -43,8 +43,7 @@ def photos(tmp_path_factory):
 def names(vit, photos, tmp_path, monkeypatch):
     """What the reference says of the names in its examples, at a tiny size; a minute of training is a few updates."""
     monkeypatch.chdir(tmp_path)
-    for module in (learning, calibrate):
-        monkeypatch.setattr(module, 'updates_in', lambda *args: 2)
+    monkeypatch.setattr(fit, 'updates_in', lambda *args: (1, 2))
     monkeypatch.setattr(run, 'candidates', lambda *models: islice(candidates.candidates(*models), 1))  # a file takes seconds
     monkeypatch.setattr(candidates, 'find_spec', lambda name: None)  # one of ONNX, more of them
     (tmp_path / 'photos').symlink_to(photos)

@@ -10,17 +10,15 @@ import torch
 from torch import nn
 
 from timm_odevit import OdeConfig, convert_
-from timm_odevit.dynamics.attention import attention_maps, attention_over_time
-from timm_odevit.dynamics.contraction import contraction_regions
-from timm_odevit.dynamics.discretisation import discretisation_errors
 from timm_odevit.dynamics.flow import Flow, follow
 from timm_odevit.dynamics.lipschitz import lipschitz_constants, log_softmax_bound, spectral_norms
 from timm_odevit.dynamics.lyapunov import lyapunov_exponents
+from timm_odevit.dynamics.precision import contraction_regions, discretisation_errors
 from timm_odevit.dynamics.trajectories import (
+    attention_maps,
+    attention_over_time,
     class_over_time,
     distance_over_time,
-    plane,
-    state_similarity,
     trajectory_geometry,
 )
 
@@ -185,7 +183,7 @@ def test_g_k_bounds_the_eigenvalues_of_the_softmax_jacobian(vit, images):
 def test_spectral_norms(vit, options):
     model = vit()
     convert_(model, **options)
-    found = spectral_norms(model, iterations=300)
+    found = spectral_norms(model)
     shared = model.blocks.shared
     with torch.no_grad():
         parts = [part.at(float(layer)) if part.depends_on_time else {k: p.data for k, p in part.named_parameters()}
@@ -402,14 +400,13 @@ def test_spectral_norms_of_layers_that_a_library_wraps(vit):
     (lambda m, x: discretisation_errors(m, x, steps=[]), 'no methods or no steps'),
     (lambda m, x: discretisation_errors(m, x, methods=[]), 'no methods or no steps'),
     (lambda m, x: discretisation_errors(m, x, methods='eulre'), "Unknown method 'eulre'. Did you mean 'euler'"),
-    (lambda m, x: discretisation_errors(m, x, fine=3), 'fine must be an even number'),
+    (lambda m, x: discretisation_errors(m, x, fine=3), 'fine must be an even number of at least 2; got 3'),
     (lambda m, x: lipschitz_constants(m, x, batch_size=0), 'batch_size must be'),
     (lambda m, x: lipschitz_constants(m, x, of='map'), "of must be 'field' or 'step'"),
     (lambda m, x: lipschitz_constants(m, []), 'no images'),
-    (lambda m, x: lipschitz_constants(m, x[0]), r'Expected images \[B, C, H, W\]'),
+    (lambda m, x: lipschitz_constants(m, x[0]), r'images \[B, C, H, W\]; got torch.float32 \[3, 16, 16\]'),
     (lambda m, x: contraction_regions(m, x, directions=0), 'directions must'),
     (lambda m, x: contraction_regions(m, x, limit=0.), 'limit must'),
-    (lambda m, x: spectral_norms(m, iterations=0), 'iterations must be'),
     (lambda m, x: Flow(x, (), ()), 'one time more than maps; got 0 maps and 0 times')])
 def test_wrong_arguments(vit, images, call, message):
     model = vit()
@@ -493,33 +490,6 @@ def test_the_distance_is_taken_at_the_times_of_the_student():
     assert torch.allclose(found.distance, torch.tensor([[1., 1 / 3]])) and found.patches.shape == (1, 1)
     with pytest.raises(ValueError, match=r'until t = 1, and \[1, 2\] until t = 2'):
         distance_over_time(Flow(torch.ones(1, 2), (lambda x: x,), (0., 1.)), teacher=teacher)
-
-
-def test_a_plane_shows_all_of_what_lies_in_one():
-    generator = torch.Generator().manual_seed(0)
-    axes = torch.linalg.qr(torch.randn(8, 2, generator=generator))[0]
-    flat = torch.randn(5, 3, 2, generator=generator)  # [K + 1, B, 2]
-    flow = line_of((flat @ axes.T)[:, :, None])
-    found = plane(flow, other=flow)
-    assert found.explained == pytest.approx(1) and torch.allclose(found.points, found.others)
-    for i in range(3):  # distances in the plane are those in space
-        assert torch.allclose(torch.cdist(found.points[i], found.points[i]), torch.cdist(flat[:, i], flat[:, i]), atol=1e-4)
-    assert plane(flow).others.shape == (3, 0, 2)
-    with pytest.raises(ValueError, match='different width'):
-        plane(flow, other=line_of(torch.randn(2, 3, 1, 4)))
-
-
-def test_likeness_of_states_is_the_mean_cosine_of_their_tokens(vit, images):
-    model, other = vit().eval(), vit(depth=2).eval()
-    found = state_similarity(model, images, batch_size=2)
-    torch.testing.assert_close(found.values.diagonal(dim1=1, dim2=2), torch.ones(3, 4))
-    between = state_similarity(model, images, other=other)
-    with follow(model, images) as flow, follow(other, images) as theirs:
-        expected = torch.cosine_similarity(flow.states()[3], theirs.states()[1], dim=-1).mean(dim=1)
-    torch.testing.assert_close(between.values[:, 3, 1], expected)
-    assert between.values.shape == (3, 4, 3) and between.other_times.tolist() == [0, 1, 2]
-    with pytest.raises(ValueError, match='Give a model of the same width and tokens'):
-        state_similarity(model, images, other=vit(embed_dim=64))
 
 
 # --- attention over time ---

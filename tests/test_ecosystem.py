@@ -11,7 +11,6 @@ import pytest
 import timm
 import torch
 from timm.layers import set_fused_attn
-from timm.models._features import FeatureGetterNet
 from timm.optim import create_optimizer_v2
 from timm.task import FeatureDistillationTask, LogitDistillationTask
 from timm.utils import AttentionExtract
@@ -57,11 +56,6 @@ def test_layer_decay_gives_the_shared_block_one_rate(name):
     scales = {id(p): group['lr_scale'] for group in optimizer.param_groups for p in group['params']}
     found = {part: {scales[id(p)] for n, p in model.named_parameters() if n.startswith(part)} for part in ('patch_embed', 'blocks', 'head')}
     assert len(found['blocks']) == 1 and max(found['patch_embed']) < max(found['blocks']) < max(found['head']) == 1
-
-
-@both
-def test_feature_getter_net(name, x):
-    assert [tuple(f.shape) for f in FeatureGetterNet(build(name), out_indices=(1, 3, 5))(x)] == [(4, 192, 8, 8)] * 3
 
 
 def test_attention_extract_by_hooks_sees_the_last_evaluation(x):

@@ -2,6 +2,7 @@
 import copy
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -101,8 +102,10 @@ def test_without_a_teacher_and_without_labels_there_is_nothing_to_compare(vit):
     assert found.cosine is None and found.knn is None and found.images == 12 and found.images_per_second > 0
     with pytest.raises(ValueError, match='have no cosine.*Evaluate with teacher='):
         evaluate_embeddings(pair(vit)[0], batches(), steps=(1, 2)).plot()
-    with pytest.raises(ValueError, match=r'Got images without labels. Give a pair \(images, labels\)'):
-        evaluate_embeddings(vit(num_classes=0), torch.randn(4, 3, 16, 16))
+    images = torch.cat([x for x, _ in batches()])
+    assert evaluate_embeddings(vit(num_classes=0), images).results[0].images == 12
+    with pytest.raises(ValueError, match=r'images \[B, C, H, W\] and labels \[B\]; got torch.float32'):
+        evaluate_embeddings(vit(num_classes=0), images, class_embeddings=torch.randn(3, 32))
 
 
 def test_bad_input(vit):
@@ -126,25 +129,32 @@ def test_bad_input(vit):
     with pytest.raises(ValueError, match='same order each time. Make it with shuffle=False'):
         evaluate_embeddings(student, torch.utils.data.DataLoader(dummies, 4, shuffle=True), teacher=teacher)
     for options, message in [
-            (dict(labelled=batches(1, 1)), 'labelled has one image'), (dict(labelled=batches()), 'the images that are classified'),
-            (dict(labelled=[(x, y - 1) for x, y in batches()]), 'whole numbers from 0; the data has -1'),
-            (dict(labelled=[(x, y / 2) for x, y in batches()]), 'the data has 0, in torch.float32'),
-            (dict(class_embeddings=[1.]), r'class_embeddings must be a tensor \[classes, E\]; got list'),
-            (dict(class_embeddings=torch.full((3, 32), math.nan)), 'class_embeddings must be finite')]:
+            (dict(labelled=batches(1, 1)), 'at least 2 classes'), (dict(labelled=batches()), 'the images that are classified'),
+            (dict(labelled=[(x, y - 1) for x, y in batches()]), 'label -1, but labels count from 0'),
+            (dict(labelled=[(x, y / 2) for x, y in batches()]), 'whole numbers; got torch.float32'),
+            (dict(class_embeddings=[1.]), r'class_embeddings must be a tensor \[classes, E\] of finite numbers; got list'),
+            (dict(class_embeddings=torch.full((3, 32), math.nan)), 'got values that are not finite')]:
         with pytest.raises(ValueError, match=message):
             evaluate_embeddings(student, batches(), **options)
 
 
 def test_embeddings_that_are_not_finite_are_never_right(vit):
     student, teacher = pair(vit)
-    x, y = torch.randn(12, 3, 16, 16), torch.zeros(12, dtype=torch.long)
+    x, y = torch.randn(12, 3, 16, 16), torch.arange(12) % 2
     with torch.no_grad():
         student.norm.weight.fill_(math.nan)
     with pytest.warns(RuntimeWarning, match='the embeddings of 12 of 12 images are not finite'):
-        found = evaluate_embeddings(student, (x, y), labelled=(-x, y), class_embeddings=torch.randn(3, 32), teacher=teacher)
+        found = evaluate_embeddings(student, (x, y), labelled=(x + 1e-3, y), class_embeddings=torch.randn(3, 32), teacher=teacher)
     bad = found.results[-1]
     assert (bad.knn, bad.probe, bad.zero_shot, bad.neighbours, bad.cosine) == (0., 0., 0., 0., 0.)
-    assert found.results[0].knn == found.results[0].probe == 100.
+    assert found.results[0].probe == 100.
+
+
+def test_without_scikit_learn_it_is_said_what_to_install(vit, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'sklearn', None)
+    with pytest.raises(ImportError, match='pip install scikit-learn'):
+        evaluate_embeddings(vit(num_classes=0), batches(), labelled=batches(seed=1))
+    assert evaluate_embeddings(vit(num_classes=0), batches(), teacher=vit(num_classes=0)).results[1].neighbours is not None
 
 
 @pytest.mark.parametrize('dtype', [torch.uint8, torch.int32])

@@ -7,7 +7,8 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from timm_odevit import OdeConfig, convert_, evaluate, evaluate_embeddings
+from timm_odevit import OdeConfig, calibrate_halting, convert_, evaluate, evaluate_embeddings, shrink
+from timm_odevit.ode.config import HALTING
 
 
 @pytest.fixture
@@ -148,8 +149,6 @@ def test_batches_of_no_images_are_left_out(vit, data, made, place):
     empty = [*plain[:place], (data[0][:0], data[1][:0]), *plain[place:]]
     a, b = (evaluate(model, loader, teacher=vit()).results[1] for loader in (plain, empty))
     assert (a.nfe, a.images, a.top1, a.loss) == (b.nfe, b.images, b.top1, b.loss) and b.nfe > 0
-    with pytest.raises(ValueError, match='gave no images'):
-        evaluate(model, [(data[0][:0], data[1][:0])])
 
 
 def test_table_json_and_plot(vit, data, tmp_path, monkeypatch):
@@ -169,6 +168,30 @@ def test_table_json_and_plot(vit, data, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__('sys').modules, 'matplotlib.figure', None)
     with pytest.raises(ImportError, match='Type: pip install matplotlib'):
         found.plot()
+
+
+def test_every_batch_runs_once(vit, data):
+    model, seen = vit(), []
+    model.register_forward_hook(lambda _, args, out: seen.append(len(out)))
+    evaluate(model, batches(data, 8), teacher=vit())
+    assert seen == [8, 8, 7]
+
+
+def test_one_output_is_no_class(vit, data, tmp_path):
+    model, teacher = vit(num_classes=1), vit(num_classes=1)
+    convert_(model)
+    images, labels = data[0], torch.zeros(23, dtype=torch.long)
+    for options in ({}, dict(teacher=teacher)):  # all have the same class, and would agree
+        with pytest.raises(ValueError, match=r'one output \(num_classes=1\), so every image has the same class'):
+            evaluate(model, (images, labels), **options)
+    for rule in HALTING:
+        with pytest.raises(ValueError, match=r'one output \(num_classes=1\), so there is no class'):
+            calibrate_halting(model, (images, labels), rule=rule)
+    with pytest.raises(ValueError, match='one output .* every student would agree'):
+        shrink(teacher, images, tmp_path / 'out', minutes=1.)
+    error = evaluate_embeddings(model, images, teacher=teacher).results[1].error
+    a, b = (m(images) for m in (model, teacher))
+    assert error == pytest.approx((F.mse_loss(a, b) / (b - b.mean()).square().mean()).item(), rel=1e-4)
 
 
 @pytest.mark.parametrize('dtype', [torch.int32, torch.int16, torch.uint8, torch.bool])

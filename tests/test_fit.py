@@ -1,11 +1,9 @@
 import copy
 import json
-import math
 import multiprocessing
 import random
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,21 +11,24 @@ import timm
 import torch
 from conftest import pair
 from timm.models.vision_transformer import VisionTransformer
-from timm.optim import muon
+from timm.optim import create_optimizer_v2, muon
 from timm.task import ClassificationTask
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from timm_odevit import (
+    FitConfig,
     Recipe,
-    StepwiseTask,
     TrajectoryDistillationTask,
     calibrate_,
-    distributed,
     fit,
     train,
 )
 from timm_odevit.files import locked
+from timm_odevit.training.fit import _seconds_per_update
+from timm_odevit.training.loop import Trainer
+from timm_odevit.training.optimizer import create_optimizer
+from timm_odevit.training.stream import updates_in
 
 X, Y = torch.randn(40, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 5
 GOOD = [(X[:8], Y[:8])] * 2
@@ -112,28 +113,85 @@ def test_resume_gives_the_weights_of_an_undisturbed_run(vit, tmp_path, monkeypat
     assert strip(history) == strip(expected)
 
 
-def test_muon_multiplies_in_float32_on_a_cpu(vit, monkeypatch):
-    seen, original = [], muon.zeropower_via_newtonschulz
+def test_muon_multiplies_in_float32_on_a_cpu_and_timms_own_stays_as_it_is(monkeypatch):
+    models, before = [nn.Linear(8, 8)], muon.zeropower_via_newtonschulz
+    models.append(copy.deepcopy(models[0]))
+    ours = create_optimizer(models[0], FitConfig(epochs=1, opt='muon', lr=0.1, weight_decay=0.))
+    theirs = create_optimizer_v2(models[1], opt='muon', lr=0.1, weight_decay=0.)
+    for model in models:
+        model.weight.grad = torch.arange(64.).reshape(8, 8).sin()
+    ours.step()
+    assert muon.zeropower_via_newtonschulz is before
+    monkeypatch.setattr(muon, 'zeropower_via_newtonschulz', partial(before, dtype=torch.float32))
+    theirs.step()
+    assert torch.equal(models[0].weight, models[1].weight)
 
-    def spy(*args, **kwargs):
-        seen.append(kwargs.get('dtype'))
-        return original(*args, **kwargs)
-    monkeypatch.setattr(muon, 'zeropower_via_newtonschulz', spy)
-    history = run(build(vit), opt='muon')
-    assert set(seen) == {torch.float32} and history[-1]['loss'] < history[0]['loss']
-    assert muon.zeropower_via_newtonschulz is spy  # as it was
-    seen.clear()
-    inside = threading.Barrier(2)
 
-    class Waiting(list):  # both fits are at their first batch before either goes on
-        def __iter__(self):
-            inside.wait(timeout=60)
-            return super().__iter__()
-    with ThreadPoolExecutor(2) as pool:
-        found = [pool.submit(fit, build(vit), Waiting([(X[:8], Y[:8])] * count), epochs=1, opt='muon', lr=3e-3, progress=False)
-                 for count in (1, 6)]
-        assert all(math.isfinite(future.result()[0]['loss']) for future in found)
-    assert set(seen) == {torch.float32} and muon.zeropower_via_newtonschulz is spy
+# --- minutes
+
+class Ticking:
+    """A clock on which an eighth of a second passes between two looks at it."""
+
+    def __init__(self):
+        self.looks = 0
+
+    def perf_counter(self):
+        self.looks += 1
+        return self.looks / 8
+
+
+@pytest.mark.parametrize('seconds, update, validation, most, epochs', [
+    (60., 2., 0., 9, (10, 3)), (60., 2., 2., 9, (10, 2)), (60., 7., 0., 9, (8, 1)), (-1., 1., 0., 9, (1, 1)),
+    (600., 1., 0., 4, (150, 4)), (600., 1., 1., 4, (120, 4))])
+def test_minutes_are_ten_epochs_or_more_of_one_pass(seconds, update, validation, most, epochs):
+    assert updates_in(seconds, update, validation, most) == epochs
+
+
+def test_a_run_of_some_minutes_is_resumed_as_it_was_planned(vit, tmp_path, monkeypatch):
+    """Bit for bit, with the epochs and the precision that were measured first, whatever the machine does then."""
+    settings = dict(minutes=0.05, amp='auto', lr=3e-3, progress=False)
+    monkeypatch.setattr('timm_odevit.training.fit.time', Ticking())
+    monkeypatch.setattr('timm_odevit.training.fit.LONG', 0.)
+    task = build(vit)
+    expected = fit(task, *loaders(), out=tmp_path / 'whole', **settings)
+    plan = torch.load(tmp_path / 'whole' / 'last.pt', weights_only=True)['plan']
+    assert len(expected) == plan['epochs'] >= 10 and 1 <= plan['updates'] <= 4
+    again, epoch, seen = build(vit), Trainer.epoch, []
+
+    def stop(trainer, *args):
+        seen.append(1)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return epoch(trainer, *args)
+    monkeypatch.setattr(Trainer, 'epoch', stop)
+    with pytest.raises(KeyboardInterrupt):
+        fit(again, *loaders(), out=tmp_path / 'run', **settings)
+    monkeypatch.undo()  # and so is the clock
+    history = fit(resumed := build(vit), *loaders(), out=tmp_path / 'run', resume=True, **settings)
+    assert strip(history) == strip(expected)
+    ours, theirs = (of.get_eval_model().state_dict() for of in (resumed, task))
+    assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+    with pytest.raises(ValueError, match='made with minutes=0.05, but this run has minutes=0.06'):
+        fit(build(vit), *loaders(), out=tmp_path / 'run', resume=True, **{**settings, 'minutes': 0.06})
+
+
+def test_the_measurement_changes_nothing(vit):
+    student, teacher = pair(vit)
+    task = TrajectoryDistillationTask(student, teacher, steps=(1, 2, 3), verbose=False)
+    before = copy.deepcopy(task.state_dict()), torch.get_rng_state()
+    seconds = _seconds_per_update(task, loaders()[0], FitConfig(minutes=1.))
+    assert seconds > 0 and torch.equal(torch.get_rng_state(), before[1])
+    assert all(torch.equal(value, before[0][key]) for key, value in task.state_dict().items())
+    assert task.teacher is teacher and not any(module._forward_hooks for module in teacher.modules())
+
+
+@pytest.mark.parametrize('settings, error, message', [
+    (dict(), TypeError, 'fit needs epochs, such as epochs=1, or minutes'),
+    (dict(epochs=1, minutes=1.), ValueError, 'Give epochs or minutes, not both'),
+    (dict(minutes=1e308), ValueError, 'minutes must be a number above 0 and at most 525600')])
+def test_epochs_or_minutes(vit, settings, error, message):
+    with pytest.raises(error, match=message):
+        fit(build(vit), *loaders(), **settings)
 
 
 @pytest.mark.parametrize('ema_decay', [None, 0.5])
@@ -223,7 +281,7 @@ def test_refuses(vit, tmp_path):
 # --- what is tried before anything is trained
 
 class Counting(torch.utils.data.Dataset):
-    """Images that are different each time they are read, by the global generators and by one of its own."""
+    """Images that are different each time they are read."""
 
     def __init__(self, start, stop):
         self.range, self.reads = range(start, stop), 0
@@ -236,23 +294,20 @@ class Counting(torch.utils.data.Dataset):
         return X[self.range[i]] + 0.1 * torch.randn(1) + 0.1 * float(np.random.randn()) + 0.1 * random.random(), Y[self.range[i]]
 
 
-def seeded(start, stop, **kwargs):
-    return DataLoader(Counting(start, stop), 8, shuffle=True, generator=torch.Generator().manual_seed(3), **kwargs)
+def seeded(start, stop):
+    return DataLoader(Counting(start, stop), 8, shuffle=True)
 
 
-@pytest.mark.parametrize('workers', [{}, dict(num_workers=1, persistent_workers=True, multiprocessing_context='fork')],
-                         ids=['alone', 'kept workers'])
-def test_trying_a_batch_changes_no_result(vit, monkeypatch, workers):
+def test_trying_a_batch_changes_no_result(vit, monkeypatch):
     found = []
     for look in (True, False):
         with monkeypatch.context() as patch:
             if not look:
-                patch.setattr('timm_odevit.training.fit.try_one_batch', lambda *args: None)
-            task, val = build(vit), seeded(32, 40, **workers)
-            list(val)  # workers that are kept are there already
+                patch.setattr('timm_odevit.training.fit.try_one_batch', lambda *args: 0.)
+            task, val = build(vit), seeded(32, 40)
             history = fit(task, seeded(0, 32), val, epochs=2, lr=3e-3, progress=False)
             found.append((strip(history), task.get_eval_model().state_dict()))
-            assert val.dataset.reads == (0 if workers else 24 + 8 * look)
+            assert val.dataset.reads == 16 + 8 * look
     assert found[0][0] == found[1][0] and all(torch.equal(a, b) for a, b in zip(found[0][1].values(), found[1][1].values()))
 
 
@@ -309,10 +364,6 @@ def test_loaders_that_are_empty_short_or_read_once_are_refused(vit):
         fit(build(vit), Short(GOOD), epochs=1, progress=False)
     with pytest.raises(ValueError, match='train_loader gave 0 batches in epoch 1, but its length is 3'):
         fit(build(vit), Short(), epochs=1, progress=False)
-
-
-def test_labels_that_a_task_does_not_look_at_may_be_anything(vit):
-    assert fit(StepwiseTask(*pair(vit)), [(X[:8], Y[:8] + 100)], epochs=1, progress=False)
 
 
 def test_a_finished_run_reads_no_batch(vit, tmp_path):
@@ -378,24 +429,6 @@ def test_a_folder_in_use_is_refused_at_once_and_a_killed_run_does_not_block(vit,
         other.join()
     run(build(vit), tmp_path / 'run', epochs=1)
     assert {p.name for p in (tmp_path / 'run').iterdir()} - {'tensorboard'} == {'best', 'history.json', 'last.pt'}
-
-
-def test_of_several_processes_the_first_has_the_lock_and_all_refuse(tmp_path, monkeypatch):
-    def process(rank, broadcast):
-        monkeypatch.setattr(distributed, 'rank_and_world', lambda: (rank, 2))
-        monkeypatch.setattr(distributed.dist, 'broadcast_object_list', broadcast)
-    sent = []
-    process(0, lambda values: sent.extend(values))
-    with locked(tmp_path / 'run'):
-        with pytest.raises(OSError, match='in use'), distributed.alone_in(tmp_path / 'run'):
-            pass
-    process(1, lambda values: values.__setitem__(slice(None), sent))
-    with pytest.raises(OSError, match='in use'), distributed.alone_in(tmp_path / 'run'):
-        pass
-    process(1, lambda values: None)
-    with distributed.alone_in(tmp_path / 'run'), locked(tmp_path / 'run'):  # which is free: the other one has none
-        pass
-    assert not (tmp_path / 'run').exists()
 
 
 def test_the_random_state_of_the_process_is_left_alone(vit, tmp_path):

@@ -12,7 +12,6 @@ import torch
 from timm_odevit import OdeConfig, calibrate_halting, convert_, evaluate, merge_, save_pretrained
 from timm_odevit.cli import main
 from timm_odevit.ode.config import HALTING
-from timm_odevit.ode.halting import Scores
 
 rules = pytest.mark.parametrize('rule', HALTING)
 
@@ -31,7 +30,7 @@ def halting(vit, rule='entropy', threshold=None, steps=6, **kwargs):
 
 def all_scores(model, x, rule):
     path = states(model, x)
-    scores = Scores(rule, model.blocks.readout)
+    scores = HALTING[rule](model.blocks.readout)
     return [scores(a, b, step.h) for a, b, step in zip(path, path[1:], model.blocks.solver)]
 
 
@@ -42,10 +41,8 @@ def states(model, x):
 def test_scores_with_known_answers():
     before, after = torch.zeros(2, 3, 4), torch.ones(2, 3, 4)
     logits = torch.tensor([[0., 0., 0., 0.], [100., 0., 0., 0.]])
-    torch.testing.assert_close(Scores('entropy', lambda _: logits)(before, after, 1.), torch.tensor([1., 0.]))
-    torch.testing.assert_close(Scores('confidence', lambda _: logits)(before, after, 1.), torch.tensor([0.75, 0.]))
-    torch.testing.assert_close(Scores('residual', None)(before, 2 * after, 0.5), torch.tensor([2., 2.]))
-    scores = Scores('acceleration', None)
+    torch.testing.assert_close(HALTING['entropy'](lambda _: logits)(before, after, 1.), torch.tensor([1., 0.]))
+    scores = HALTING['acceleration']()
     path = [torch.full((1, 1, 1), v) for v in (1., 2., 3., 4., 6.)]  # velocity 1, 1, 1, 2
     found = [scores(a, b, 1.).item() for a, b in zip(path, path[1:])]
     assert found == pytest.approx([math.inf, math.inf, 0., 1 / 6])  # of two changes, so the first one is after step 3
@@ -107,7 +104,7 @@ def test_steps_with_hooks_training_and_intermediates_see_all_images(vit, images)
 
 
 def test_evaluations_are_those_of_the_last_pass(vit, images):
-    model = halting(vit, threshold=10., time='vectors')  # every image halts after its first step
+    model = halting(vit, threshold=10., time='low_rank')  # every image halts after its first step
     for of in (model, copy.deepcopy(model)):
         if of is not model:
             merge_(of)
@@ -181,7 +178,7 @@ def test_evaluate_counts_the_evaluations_of_each_image(vit):
 
 
 def test_a_model_in_train_mode_halts_at_every_number_of_steps(vit):
-    model, data = halting(vit, 'residual', threshold=10.), (torch.randn(8, 3, 16, 16), torch.arange(8) % 5)
+    model, data = halting(vit, threshold=10.), (torch.randn(8, 3, 16, 16), torch.arange(8) % 5)
     expected = [r.halted for r in evaluate(model.eval(), data, steps=(3, 6, 12)).results]
     assert [r.halted for r in evaluate(model.train(), data, steps=(3, 6, 12)).results] == expected
     assert [halted[0] for halted in expected] == [100.] * 3 and all(m.training for m in model.modules())
@@ -243,7 +240,7 @@ def test_on_the_command_line(tmp_path, capsys):
     save_pretrained(model, tmp_path / 'student')
     out = tmp_path / 'out'
     options = [f'local-dir:{tmp_path / "student"}', str(tmp_path / 'data.npz')]
-    assert main(['halt', *options, str(out), '--rule', 'residual', '--max-drop', '1', '--device', 'cpu', '--quiet']) == 0
+    assert main(['halt', *options, str(out), '--max-drop', '1', '--device', 'cpu', '--quiet']) == 0
     assert 'instead of 3' in capsys.readouterr().out
     assert main(['evaluate', f'local-dir:{out}', options[1], '--device', 'cpu', '--quiet']) == 0
     assert 'steps taken with at most 3: 1 by ' in capsys.readouterr().out
@@ -254,7 +251,7 @@ def test_on_the_command_line(tmp_path, capsys):
 def test_merged_models_halt_when_compiled_and_with_kept_blocks(vit, images):
     for settings in (dict(tokens=0.4), dict(blocks=(1, 2))):
         model = vit()
-        convert_(model, time='vectors', steps=4, halting='residual', halting_threshold=0.5, **settings)
+        convert_(model, time='low_rank', steps=4, halting='entropy', halting_threshold=0.9, **settings)
         model.eval()
         with torch.no_grad():
             expected = model(images)
@@ -266,7 +263,7 @@ def test_merged_models_halt_when_compiled_and_with_kept_blocks(vit, images):
 
 def test_the_kept_blocks_alone_of_a_merged_model(vit, images):
     model = vit()
-    convert_(model, time='vectors', halting='residual', blocks=(1, 2))
+    convert_(model, time='low_rank', halting='acceleration', blocks=(1, 2))
     x = torch.randn(2, 17, 32)
     expected = model.blocks[0](x)
     merge_(model)
@@ -275,7 +272,7 @@ def test_the_kept_blocks_alone_of_a_merged_model(vit, images):
 
 def test_halting_of_states_with_two_dimensions_of_tokens_is_the_same_when_compiled():
     model = timm.create_model('samvit_base_patch16', img_size=64, depth=4, embed_dim=32, num_heads=2, num_classes=3)
-    convert_(model, steps=6, halting='residual', halting_threshold=0.3)
+    convert_(model, steps=6, halting='acceleration', halting_threshold=0.3)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn_like(p))
@@ -291,14 +288,14 @@ def test_halting_of_states_with_two_dimensions_of_tokens_is_the_same_when_compil
 def test_evaluations_of_several_stages_are_counted_together():
     model = timm.create_model('swin_tiny_patch4_window7_224', img_size=56, depths=(2, 4), embed_dim=24, num_heads=(2, 2),
                               num_classes=3).eval()
-    convert_(model, halting='residual', halting_threshold=1e4)  # all halt after the first step of each stage
+    convert_(model, halting='acceleration', halting_threshold=1e4)  # as early as they can: in the second stage, after step 3
     found = evaluate(model, [(torch.randn(2, 3, 56, 56), torch.zeros(2, dtype=torch.long))]).results[0]
-    assert found.nfe == 2 and found.halted is None
+    assert found.nfe == 2 + 3 and found.halted is None
 
 
 def test_calibration_leaves_other_threads_alone(vit):
     model = vit()
-    convert_(model, steps=6, halting='residual', halting_threshold=0.4)
+    convert_(model, steps=6, halting='entropy', halting_threshold=0.9)
     model.eval()
     x = torch.randn(8, 3, 16, 16)
     with torch.no_grad():
@@ -319,12 +316,13 @@ def test_calibration_leaves_other_threads_alone(vit):
 # --- what is refused
 
 def test_settings_that_cannot_halt(vit, images):
-    with pytest.raises(ValueError, match="Did you mean 'entropy'"):
-        OdeConfig(halting='entropie')
+    for rule in ('entropie', 'residual', 'confidence'):  # the last two were rules of earlier versions
+        with pytest.raises(ValueError, match=f"Unknown halting '{rule}'.*Allowed: entropy, acceleration, or None"):
+            timm.create_model('odevit_tiny', device='meta', ode_halting=rule)
     with pytest.raises(ValueError, match='chooses its own'):
-        OdeConfig(method='dopri5', halting='residual')
+        OdeConfig(method='dopri5', halting='acceleration')
     with pytest.raises(ValueError, match='blocks after the ODE that they would skip'):
-        convert_(vit(), blocks=(0, 1), halting='residual')
+        convert_(vit(), blocks=(0, 1), halting='acceleration')
     with pytest.raises(ValueError, match='one sequence of blocks'):
         convert_(timm.create_model('swin_tiny_patch4_window7_224', img_size=56, depths=(2, 2), embed_dim=24, num_heads=(2, 2)), halting='entropy')
     with pytest.raises(ValueError, match='attn_mask'):
@@ -332,7 +330,7 @@ def test_settings_that_cannot_halt(vit, images):
     for classes in (0, 1):
         model = vit(num_classes=classes)
         convert_(model, halting='entropy', halting_threshold=1.)
-        with pytest.raises(ValueError, match="'acceleration' or 'residual'"):
+        with pytest.raises(ValueError, match="'acceleration'"):
             model.eval()(images)
 
 
@@ -357,7 +355,7 @@ def test_models_that_calibration_cannot_use(vit, images):
     merge_(merged)
     one_by_one = timm.create_model('beit_base_patch16_224', img_size=16, depth=2, embed_dim=32, num_heads=2, num_classes=3).eval()
     convert_(one_by_one)
-    for model, message in ((stages, 'one sequence of blocks; this SwinTransformer has 2'), (vit(), 'has 0'), (None, 'got NoneType'),
+    for model, message in ((stages, 'one sequence of blocks; this SwinTransformer has 2'), (vit(), 'has 0'), (None, 'got None'),
                            (featureless, 'cannot be applied'), (merged, 'merged'), (one_by_one, 'runs its blocks one by one')):
         with pytest.raises((TypeError, ValueError), match=message):
             calibrate_halting(model, [images])

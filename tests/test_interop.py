@@ -55,6 +55,15 @@ def images():
     return torch.randn(2, 3, 32, 32)
 
 
+BLOCK, LAYER = 'visual.transformer.resblocks.1.', 'vision_model.encoder.layers.1.'
+
+
+def changed(model, name, value):
+    owner, _, key = name.rpartition('.')
+    setattr(model.get_submodule(owner), key, value)
+    return model
+
+
 def embedding_of(model, images):
     with torch.no_grad():
         if hasattr(model, 'encode_image'):
@@ -75,7 +84,9 @@ PROGRAMS = {
     'open_clip-wide': (lambda: clip(image_size=(32, 48), mlp_ratio=3.7), from_open_clip),
     'open_clip-patch-dropout': (lambda: clip(patch_dropout=0.5), from_open_clip),
     'transformers-clip': (hf_clip, from_transformers),
+    'open_clip-no-bias': (lambda: changed(clip(), BLOCK + 'attn', nn.MultiheadAttention(64, 4, bias=False, batch_first=True)), from_open_clip),
     'transformers-clip-gelu': (lambda: hf_clip(hidden_act='gelu', intermediate_size=77), from_transformers),
+    'transformers-clip-relu': (lambda: hf_clip(hidden_act='relu'), from_transformers),
     'transformers-siglip': (hf_siglip, from_transformers),
 }
 three = pytest.mark.parametrize('build, map_', [PROGRAMS[name] for name in ('open_clip', 'transformers-clip', 'transformers-siglip')],
@@ -215,40 +226,27 @@ def test_preprocessing_is_that_of_open_clip():
     assert program.visual.preprocess_cfg['resize_mode'] == 'squash' and tuple(program.visual.image_size) == (32, 32)
 
 
-BLOCK, LAYER = 'visual.transformer.resblocks.1.', 'vision_model.encoder.layers.1.'
-
-
-def changed(model, name, value):
-    owner, _, key = name.rpartition('.')
-    setattr(model.get_submodule(owner), key, value)
-    return model
-
-
 OTHER = "its output for a random image differs from timm's, so one of its layers computes something else"
 
 
 @pytest.mark.parametrize('build, map_, error, message', [
-    (lambda: clip(attentional_pool=True), from_open_clip, ValueError, 'it has attentional pooling'),
-    (lambda: changed(clip(), 'visual.proj', None), from_open_clip, ValueError, 'it has no projection'),
-    (lambda: clip(pool_type='none'), from_open_clip, ValueError, "it has pool_type='none'"),
-    (lambda: changed(clip(), 'visual.transformer.resblocks.0.mlp.gelu', nn.ReLU()), from_open_clip, ValueError, r'its activation is ReLU\(\); supported: GELU'),
+    *((build, from_open_clip, ValueError, 'it must have a projection .* and pool by its class token') for build in (
+        lambda: clip(attentional_pool=True), lambda: changed(clip(), 'visual.proj', None), lambda: clip(pool_type='none'))),
     (lambda: changed(clip(), BLOCK + 'mlp.gelu', nn.ReLU()), from_open_clip, ValueError, OTHER),
     (lambda: changed(changed(clip(), BLOCK + 'attn.num_heads', 2), BLOCK + 'attn.head_dim', 32), from_open_clip, ValueError, OTHER),
     (lambda: changed(clip(), BLOCK + 'mlp.last', nn.Tanh()), from_open_clip, ValueError, OTHER),
-    (lambda: clip(qk_norm=True), from_open_clip, ValueError, 'its blocks are of the kind CustomResidualAttentionBlock'),
-    (lambda: changed(clip(), 'visual.adapter', nn.Linear(4, 4)), from_open_clip, ValueError, 'timm has no place for adapter.weight'),
-    (lambda: changed(clip(), BLOCK + 'attn', nn.MultiheadAttention(64, 4, bias=False, batch_first=True)), from_open_clip, ValueError,
-     r'in place of blocks\.1\.attn\.qkv\.bias.* it has nothing'),
-    (lambda: changed(clip(), 'visual.ln_post', nn.LayerNorm(64).double()), from_open_clip, ValueError, r'several dtypes \(torch.float32, torch.float64\)'),
-    (lambda: changed(clip(), 'visual.ln_post.eps', 0.1), from_open_clip, ValueError, r'its norms have several eps \(1e-05, 0.1\)'),
+    (lambda: clip(qk_norm=True), from_open_clip, ValueError, r'Unexpected key.*blocks\.0\.attn\.ln_q\.weight'),
+    (lambda: changed(clip(), 'visual.adapter', nn.Linear(4, 4)), from_open_clip, ValueError, 'Unexpected key.*adapter.weight'),
+    (lambda: changed(clip(), 'visual.ln_post', nn.LayerNorm(64).double()), from_open_clip, ValueError, 'it does not compute an embedding'),
+    (lambda: changed(clip(), 'visual.ln_post.eps', 0.1), from_open_clip, ValueError, OTHER),
     (lambda: open_clip.CLIP(32, dict(layers=(1, 1, 1, 1), width=8, head_width=8, image_size=32), TEXT),
      from_open_clip, TypeError, "expected open_clip's own VisionTransformer"),
     (lambda: nn.Linear(2, 2), from_open_clip, TypeError, 'from_open_clip got a Linear'),
     (lambda: nn.Linear(2, 2), from_transformers, TypeError, 'expected CLIPModel, SiglipModel'),
-    (lambda: hf_clip(hidden_act='relu'), from_transformers, ValueError, "its activation is 'relu'; supported: gelu"),
     (lambda: hf_siglip(vision_use_head=False), from_transformers, ValueError, 'no pooling head'),
     (lambda: changed(hf_siglip(), LAYER + 'mlp.activation_fn', nn.Tanh()), from_transformers, ValueError, OTHER),
-    (lambda: changed(hf_clip(), LAYER + 'self_attn.k_proj', nn.Linear(32, 32, bias=False)), from_transformers, ValueError, r'timm has no place for blocks\.1\.attn\.[qv]_proj\.bias'),
+    (lambda: changed(hf_clip(), LAYER + 'self_attn.k_proj', nn.Linear(32, 32, bias=False)), from_transformers, ValueError,
+     r'Unexpected key.*blocks\.1\.attn\.[qv]_proj\.bias'),
 ])
 def test_what_timm_lacks_is_refused(build, map_, error, message):
     program = build()
@@ -293,13 +291,11 @@ def test_a_tower_that_does_not_fit_is_not_put_in(images):
         assert torch.equal(embedding_of(program, images), expected) and list(program.state_dict()) == names
     with pytest.raises(ValueError, match='embeddings of width 1024; this model needs 32'):
         put_tower_(clip(), timm.create_model('mobilenetv3_small_050', num_classes=0))
-    with pytest.raises(ValueError, match='has two heads'):
-        put_tower_(hf_clip(), timm.create_model('deit_tiny_distilled_patch16_224', img_size=32, num_classes=24))
     with pytest.raises(TypeError, match='put_tower_ got a VisionTransformer: expected an open_clip model'):
         put_tower_(other, other)
 
 
-@pytest.mark.parametrize('how', [dict(halting='residual', halting_threshold=0.5), dict(method='dopri5'), dict(tokens=0.5)], ids=str)
+@pytest.mark.parametrize('how', [dict(halting='acceleration', halting_threshold=0.5), dict(method='dopri5'), dict(tokens=0.5)], ids=str)
 @three
 def test_a_tower_computes_in_its_program_what_it_computes_alone(build, map_, how, images):
     program = build()

@@ -1,4 +1,4 @@
-"""Imports inside the package go downwards only, and a file can be read in one sitting."""
+"""Imports inside the package go downwards only; it stays small, and a file can be read in one sitting."""
 import ast
 import re
 import subprocess
@@ -51,9 +51,36 @@ def test_there_is_no_circle_inside_a_room():
     TopologicalSorter({name_of(path): set(imports(path)) for path in FILES}).prepare()  # raises CycleError
 
 
+def lines(paths):
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def test_the_house_keeps_to_its_budget():
+    root = PACKAGE.parent
+    assert lines(FILES) <= 10_500 and len(FILES) <= 70
+    assert sum(path.stat().st_size for path in FILES) <= 480_000
+    assert lines((root / 'tests').glob('*.py')) <= 9_500
+    assert lines([*root.glob('hub/tools/*.py'), *root.glob('hub/runs/*.py')]) <= 1_200
+
+
 @pytest.mark.parametrize('path', FILES, ids=name_of)
-def test_a_file_has_no_more_than_350_lines(path):
-    assert len(path.read_text().splitlines()) <= 350
+def test_a_file_has_no_more_than_300_lines_and_a_function_80_without_its_docstring(path):
+    assert lines([path]) <= 300
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            told = node.body[0] if ast.get_docstring(node) is not None else None
+            length = node.end_lineno - node.lineno + 1 - (told.end_lineno - told.lineno + 1 if told else 0)
+            assert length <= 80, f'{node.name} has {length} lines'
+
+
+def test_rooms_lie_on_no_more_than_eight_floors():
+    arrows = {}
+    for path in FILES:
+        arrows.setdefault(room(name_of(path)), set()).update(map(room, imports(path)))
+    floors = {}
+    for own in TopologicalSorter({own: targets - {own} for own, targets in arrows.items()}).static_order():
+        floors[own] = 1 + max((floors[target] for target in arrows.get(own, ()) if target != own), default=0)
+    assert max(floors.values()) < 8, floors  # hub/ stands on top of them
 
 
 def test_no_private_name_is_used_by_another_file():

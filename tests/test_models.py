@@ -3,6 +3,7 @@ import re
 import pytest
 import timm
 import torch
+from conftest import reloaded
 
 from timm_odevit.ode.blocks import count_parameters, find_ode_blocks
 
@@ -43,7 +44,7 @@ def test_sizes_are_the_papers_and_others_are_as_named():
 @pytest.mark.parametrize('name', NAMES)
 def test_every_ode_keyword_on_every_name(name):
     model = meta(name, ode_field='native', ode_method='dopri5', ode_steps=3, ode_T=2, ode_init='mean', ode_rtol=0.1,
-                 ode_atol=0.2, ode_adjoint=True, ode_averaged=False)
+                 ode_atol=0.2, ode_adjoint=True)
     config = find_ode_blocks(model)[0].config
     assert (config.field, config.method, config.steps, config.T, config.init, config.rtol, config.atol, config.adjoint) == (
         'native', 'dopri5', 3, 2., 'mean', 0.1, 0.2, True)
@@ -57,6 +58,13 @@ def test_unknown_keywords_are_type_errors(name):
         meta(name, not_an_argument=3)
     with pytest.raises(ValueError, match='Did you mean'):
         meta(name, ode_method='heun')
+
+
+def test_a_keyword_below_0_is_saved_and_loads(tmp_path):
+    model = timm.create_model('odevit_tiny', img_size=16, patch_size=4, embed_dim=32, num_heads=2, ode_field='native', init_values=-0.1)
+    again = reloaded(model, tmp_path)
+    images = torch.randn(1, 3, 16, 16)
+    assert torch.equal(again(images), model.eval()(images)) and (again.blocks.shared.block.ls1.gamma == -0.1).all()
 
 
 def test_native_at_random_is_the_bases_own_start():

@@ -41,11 +41,6 @@ def load(name, **kwargs):
     return timm.create_model(f'hf-hub:{name}', pretrained=True, **kwargs).eval()
 
 
-def cached(tmp_path):
-    """Every file of the cache that is no lock and no reference: complete blobs only are allowed."""
-    return sorted(p.name for p in (tmp_path / 'cache').rglob('*') if p.is_file() and 'blobs' in p.parts)
-
-
 def test_a_model_on_the_hub_is_converted_by_the_command_line(hub, vit, images, tmp_path, capsys):
     model = vit()
     push_to_hub(model, 'org/teacher')
@@ -76,55 +71,16 @@ def test_cards_have_metadata_that_the_hub_understands_and_code_that_runs(hub, st
     assert '- Base: `vit_tiny_patch16_224`' in card.text and '@article' in card.text
 
 
-def test_a_gated_a_missing_and_an_empty_repository(hub, student, monkeypatch):
+def test_a_missing_and_an_empty_repository(hub, student):
     push_to_hub(student, 'org/student')
-    hub.repos['org/student'].gated = True
-    monkeypatch.setenv('HF_TOKEN', 'hf_other')
-    with pytest.raises(huggingface_hub.errors.GatedRepoError):
-        load('org/student')
-    with pytest.raises(huggingface_hub.errors.RepositoryNotFoundError):
-        load('org/missing')
-    monkeypatch.setenv('HF_TOKEN', TOKEN)
-    with pytest.raises(huggingface_hub.errors.RevisionNotFoundError):
-        load('org/student@v9')
+    for name, error in (('org/missing', 'RepositoryNotFoundError'), ('org/student@v9', 'RevisionNotFoundError')):
+        with pytest.raises(getattr(huggingface_hub.errors, error)):
+            load(name)
     repo = hub.repos['org/student']
     repo.commit('main', {k: v for k, v in repo.at('main')[1].items() if k == 'config.json'} | {'pytorch_model.bin': b'\x80'})
     with pytest.raises(ValueError, match='org/student on the Hub holds no model.safetensors'):
         load('org/student')
     assert not hub.sent('GET', 'pytorch_model.bin')
-
-
-def test_a_cut_connection_leaves_no_half_file_and_is_resumed(hub, student, images, tmp_path, monkeypatch):
-    push_to_hub(student, 'org/student')
-    monkeypatch.setattr('time.sleep', lambda seconds: None)
-    hub.cut['model.safetensors'] = [100, *[0] * 100]
-    with pytest.raises(OSError, match='model.safetensors of org/student could not be downloaded: ') as e:
-        load('org/student')
-    assert '\n' not in str(e.value)
-    names = {p.name for p in (tmp_path / 'cache').rglob('*') if p.is_file()}
-    assert 'config.json' in names and 'model.safetensors' not in names
-    hub.cut['model.safetensors'] = [1000, 2000]
-    for _ in list(hub.cut['model.safetensors']):
-        try:
-            load('org/student')
-        except OSError as e:  # the first clients of version 1 go on only when asked again
-            assert 'model.safetensors of org/student could not be downloaded: ' in str(e)
-    assert torch.equal(load('org/student')(images), student(images))
-    assert not hub.cut['model.safetensors'] and len(cached(tmp_path)) == 2
-
-
-def test_a_changed_byte_is_seen_and_downloaded_again_or_refused(hub, student, images, tmp_path):
-    push_to_hub(student, 'org/student')
-    hub.flip['model.safetensors'] = 1
-    assert torch.equal(load('org/student')(images), student(images))
-    for path in (tmp_path / 'cache').rglob('model.safetensors'):
-        path.resolve().unlink()
-        path.unlink()
-    hub.flip['model.safetensors'] = 2
-    with pytest.raises(ValueError, match=r'is damaged: its SHA-256 is .* Two downloads from org/student were damaged'):
-        load('org/student')
-    assert not list((tmp_path / 'cache').rglob('model.safetensors')) and len(cached(tmp_path)) == 1
-    assert torch.equal(load('org/student')(images), student(images))
 
 
 def test_a_published_model_is_downloaded_where_its_file_is_absent(hub, student, images, monkeypatch):
@@ -261,27 +217,6 @@ def test_a_model_without_classes_gives_embeddings(student):
     assert 'pipeline_tag: image-feature-extraction' in text and 'embedding = model(' in text and 'classification' not in text
 
 
-def test_weights_that_rotted_in_the_cache_are_downloaded_again_or_refused_offline(hub, student, images, tmp_path, monkeypatch):
-    push_to_hub(student, 'org/student')
-    load('org/student')
-    requests = len(hub.log)
-    blob = next((tmp_path / 'cache').rglob('model.safetensors')).resolve()
-    content = blob.read_bytes()
-    for offline in (False, True):
-        blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', offline)
-        if offline:
-            requests = len(hub.log)
-            with pytest.raises(OSError, match=r'is damaged: .* could not be downloaded again'):
-                load('org/student')
-        else:
-            assert torch.equal(load('org/student')(images), student(images)) and len(hub.log) > requests
-    blob.write_bytes(content)
-    assert torch.equal(load('org/student')(images), student(images)) and len(hub.log) == requests
-    with pytest.raises(OSError):
-        load('org/other')
-
-
 def test_the_command_line(hub, student, images, tmp_path, capsys):
     save_pretrained(student, tmp_path / 'student')
     push = ['push', f"local-dir:{tmp_path / 'student'}", 'org/student']
@@ -302,11 +237,3 @@ def test_the_command_line(hub, student, images, tmp_path, capsys):
                           (['--license', 'no-such-licence'], 'license')):
         assert cli.main([*push, *args]) == 2 and message in capsys.readouterr().err
     assert cli.main([*push[:2], 'a/b/c']) == 2 and 'a/b/c' in capsys.readouterr().err
-
-
-def test_a_folder_with_a_link_out_of_it_is_not_sent(hub, student, tmp_path):
-    save_pretrained(student, tmp_path / 'model')
-    (tmp_path / 'secret').write_text('x')
-    (tmp_path / 'model' / 'results.json').symlink_to(tmp_path / 'secret')
-    with pytest.raises(ValueError, match='is a link out of the folder. Replace it with a copy'):
-        push_to_hub(tmp_path / 'model', 'me/model')

@@ -18,13 +18,12 @@ set_up = getattr(backend_registration, '_setup_privateuseone_for_python_backend'
 FACTORIES = ('empty.memory_format', 'empty_strided', 'arange', 'arange.start', 'arange.start_step', 'eye', 'eye.m')
 CASES = {
     'autonomous': {}, 'rk4': dict(method='rk4'), 'adaptive': dict(method='dopri5', rtol=0.1, atol=0.1), 'lipschitz': dict(field='lipschitz', T=1.),
-    'vectors': dict(time='vectors', method='midpoint'), 'low rank, svd': dict(time='low_rank', rank=2),
+    'vectors': dict(time='low_rank', method='midpoint'), 'low rank, svd': dict(time='low_rank', rank=2),
     'low rank, svd on data': dict(time='low_rank', rank=2, init='svd_data'), 'random': dict(init='spectral'),
     'phases': dict(phases=2), 'tokens': dict(tokens=0.5, time='low_rank', rank=2),
-    'residual': dict(halting='residual', halting_threshold=0.068, steps=6),
-    'residual and tokens': dict(halting='residual', halting_threshold=0.068, steps=6, tokens=0.5),
     'acceleration': dict(halting='acceleration', halting_threshold=0.0031, steps=6),
     'entropy': dict(halting='entropy', halting_threshold=0.9825, steps=6),
+    'entropy and tokens': dict(halting='entropy', halting_threshold=0.9825, steps=6, tokens=0.5),
 }
 
 

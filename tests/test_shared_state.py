@@ -1,5 +1,4 @@
 """A model may run in several threads at a time, and be interrupted at any moment: nothing in it changes."""
-import contextlib
 import copy
 import functools
 import sys
@@ -21,8 +20,8 @@ KINDS = [
     OdeConfig(),
     OdeConfig(time='low_rank', rank=2),
     OdeConfig(time='low_rank', rank=2, phases=2, method='rk4', steps=2),
-    OdeConfig(field='lipschitz', method='euler', time='vectors'),
-    OdeConfig(time='vectors', method='dopri5'),
+    OdeConfig(field='lipschitz', method='euler', time='low_rank'),
+    OdeConfig(time='low_rank', method='dopri5'),
 ]
 kinds = pytest.mark.parametrize('config', KINDS, ids=lambda c: f'{c.field}-{c.time}-{c.method}')
 
@@ -201,7 +200,7 @@ def test_hooks_that_cannot_be_copied_stay_behind(vit, images):
 
 
 @pytest.mark.parametrize('method', METHODS)
-@pytest.mark.parametrize('config', [dict(time='low_rank', rank=2), dict(time='vectors', phases=2),
+@pytest.mark.parametrize('config', [dict(time='low_rank', rank=2), dict(time='low_rank', phases=2),
                                     dict(time='low_rank', rank=2, field='lipschitz')], ids=str)
 def test_merged_is_the_same_and_ordinary(vit, images, method, config):
     model = converted(vit, OdeConfig(method=method, steps=4, **config))
@@ -227,9 +226,9 @@ def test_merging_refuses_and_is_refused(vit, images, tmp_path):
     with pytest.raises(ValueError, match='There is nothing to merge: the shared block does not depend on time'):
         merge_(converted(vit, OdeConfig()))
     with pytest.raises(ValueError, match="'dopri5' chooses its own times"):
-        merge_(converted(vit, OdeConfig(time='vectors', method='dopri5')))
+        merge_(converted(vit, OdeConfig(time='low_rank', method='dopri5')))
     model = vit()
-    conversion = convert_(model, OdeConfig(time='vectors', blocks=(1, 1)))
+    conversion = convert_(model, OdeConfig(time='low_rank', blocks=(1, 1)))
     kept, expected = model.blocks[0], model(images)
     done = merge_(model)
     assert model.blocks[0] is kept and torch.equal(model(images), expected) and kept.mlp.fc1.weight.requires_grad
@@ -240,29 +239,6 @@ def test_merging_refuses_and_is_refused(vit, images, tmp_path):
     assert not list(tmp_path.iterdir())
     done.restore()
     conversion.restore()
-
-
-def stop_at(monkeypatch, owner, after):
-    """KeyboardInterrupt at the `after`-th assignment to an attribute of an object of a class."""
-    original, calls = owner.__setattr__, []
-
-    def stop(self, *args):
-        calls.append(args)
-        if len(calls) == after:
-            raise KeyboardInterrupt
-        original(self, *args)
-    monkeypatch.setattr(owner, '__setattr__', stop)
-
-
-def test_an_interrupted_replacement_is_taken_back(monkeypatch):
-    model = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, embed_dim=8, depths=(2, 2), num_heads=(1, 1),
-                              window_size=4)
-    before, keys = [stage.blocks for stage in model.layers], list(model.state_dict())
-    stop_at(monkeypatch, type(model.layers[1]), 2)
-    with pytest.raises(KeyboardInterrupt):
-        convert_(model)
-    assert [stage.blocks for stage in model.layers] == before and list(model.state_dict()) == keys
-    assert 'group_matcher' not in vars(model)
 
 
 def test_every_kind_of_hook_on_a_step_is_called(vit, images):
@@ -283,24 +259,6 @@ def test_every_kind_of_hook_on_a_step_is_called(vit, images):
     model.blocks.shared.base.block.attn.register_forward_hook(lambda *_: calls.append('inner'))
     model(images).sum().backward()
     assert calls[8:] == ['inner'] * 3
-
-
-@pytest.mark.parametrize('after', [1, 2, 3])
-def test_an_interrupted_way_back_can_be_gone_again(vit, images, monkeypatch, after):
-    model = vit()
-    expected, cls = model(images), type(model)
-    conversion = convert_(model, OdeConfig(time='low_rank', rank=2))
-    converted_answer = model(images)
-    merged = merge_(model)
-    for undo, answer in ((merged.restore, converted_answer), (conversion.restore, expected)):
-        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            stop_at(patch, cls, after)
-            undo()
-            continue  # there were fewer
-        model(images)
-        undo()
-        assert torch.equal(model(images), answer)
-    assert torch.equal(model(images), expected)
 
 
 def test_copies_of_a_conversion_restore_too(vit, images):
@@ -374,10 +332,3 @@ def test_a_forward_that_wrappers_replaced(vit, images):
         model.blocks.shared.base.block.mlp.fc1.forward = lambda x: x
         with pytest.raises(RuntimeError, match='forward of this Linear was replaced by a function'):
             model(images)
-
-
-def test_weights_that_hooks_make_are_refused(vit):
-    model = vit()
-    torch.nn.utils.spectral_norm(model.blocks[1].mlp.fc1)
-    with pytest.raises(TypeError, match='a SpectralNorm computes the weight of a Linear in block 1'):
-        convert_(model)

@@ -12,11 +12,13 @@ from PIL import Image
 
 from timm_odevit import OdeConfig, convert_, save_pretrained, shrink
 from timm_odevit.cli import main
+from timm_odevit.data.read import read_data
 from timm_odevit.ode.blocks import count_parameters, find_ode_blocks
-from timm_odevit.shrinking import candidates, learning, run
+from timm_odevit.shrinking import candidates, run, size
 from timm_odevit.shrinking.candidates import Row, plain_student
-from timm_odevit.shrinking.images import Held, margin, read_images, score, scores, value_of
+from timm_odevit.shrinking.judge import Held, margin, read_images, score, scores, value_of
 from timm_odevit.shrinking.verdict import Verdict, dominated
+from timm_odevit.training import stages
 
 
 @pytest.fixture
@@ -25,13 +27,15 @@ def model():
     return timm.create_model('vit_tiny_patch16_224', **{**TINY, 'depth': 4, 'num_classes': 3}).eval()
 
 
+M = 0.03  # minutes
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Four updates of each part in float32 in whatever minutes, and files that need no other package."""
-    monkeypatch.setattr(learning, 'seconds_per_update', lambda model, loader, make, options: 2. if options['amp'] else 1.)
-    monkeypatch.setattr(learning, 'updates_in', lambda *args: 4)
+    """A second of training at most, and files that need no other package."""
     monkeypatch.setattr(candidates, 'find_spec', lambda name: None)
     monkeypatch.setattr(run, 'LEAST', 0.)
+    monkeypatch.setattr(run, 'MEASURED', 0.)
 
 
 @pytest.fixture
@@ -66,11 +70,11 @@ def npz(path, model, n=60, **more):
 
 def test_the_verdict_compares_original_plain_and_student_and_leaves_the_model_as_it_is(model, tmp_path):
     before = snapshot(model)
-    found = shrink(model, images(), tmp_path, size=0.5, minutes=1., progress=False)
+    found = shrink(model, images(), tmp_path, size=0.5, minutes=M, progress=False)
     assert snapshot(model) == before
     names = [row.name for row in found.rows]
-    assert names[:4] == ['original', 'original, int8', 'original, tokens = 0.5', 'original, tokens = 0.2']
-    assert {'plain, 2 blocks', 'plain, 2 blocks, int8', 'student, K = 4', 'student, K = 4, int8', 'student, K = 2', 'student, K = 1'} <= set(names)
+    assert names == ['original', 'original, tokens = 0.5', 'original, tokens = 0.2', 'plain, 2 blocks', 'student, K = 4', 'student, K = 2', 'student, K = 1', 'student, K = 4, early exit']
+    assert [row.kind for row in found.rows] == [name.split(',')[0] for name in names] and 'without int8' in str(found)
     assert found.measure == 'agreement' and found.rows[0].value == 100. and found.images == 4
     text = str(found)
     assert found._repr_markdown_().startswith('```\n') and found.table() in found._repr_markdown_()
@@ -78,18 +82,18 @@ def test_the_verdict_compares_original_plain_and_student_and_leaves_the_model_as
     saved = json.loads((tmp_path / 'verdict.json').read_text())
     assert [row['name'] for row in saved['rows']] == names and saved['recommendation'] == found.recommendation
     page = (tmp_path / 'verdict.html').read_text()
-    assert all(f'<td>{name}</td>' in page for name in names) and found.recommendation in page and '{{' not in page.split('</script>')[-1]
+    assert all(f'"{name}"' in page for name in names) and found.recommendation in page
     kept = {row.file for row, by in zip(found.rows, dominated(found.rows), strict=True) if row.file and not by}
     assert {path.name for path in (tmp_path / 'files').iterdir()} == kept
 
 
 def test_the_student_in_the_folder_is_the_one_that_was_measured(model, tmp_path, few):
     x = images()
-    found = shrink(model, x, tmp_path, size=0.5, minutes=1., progress=False)
+    found = shrink(model, x, tmp_path, size=0.5, minutes=M, progress=False)
     student = timm.create_model(f"local-dir:{tmp_path / 'student' / 'best'}", pretrained=True).eval()
     plain = timm.create_model(f"local-dir:{tmp_path / 'plain' / 'best'}", pretrained=True).eval()
-    assert count_parameters(student) < count_parameters(model) and student.blocks.config.averaged
-    data = read_images(x, model, 64)
+    assert count_parameters(student) < count_parameters(model)
+    data = read_images(x, model)
     for each, name in ((student, 'student, K = 4'), (plain, 'plain, 2 blocks')):
         with torch.no_grad():
             value = score(scores(each(data.judging.images), data.judging, 'agreement'), 'agreement')[0]
@@ -105,15 +109,13 @@ def test_what_is_measured_depends_on_the_labels(model, tmp_path, kind, measure):
     if given is None:
         given = npz(tmp_path / 'd.npz', model)
         if kind == 'npz':
-            from timm_odevit.data.arrays import array_images
-            plain = array_images(given, model, held_out=0.2)
-            pixels = [loader.prepare(loader.images) for loader in plain]
-            y = labels_of(model, torch.cat(pixels)).numpy()
+            prepared = torch.cat([x for x, _ in read_data(given, model, labels=False, held_out=0.).plain()])
+            y = labels_of(model, prepared).numpy()
             npz(given, model, y_train=y, x_test=np.load(given)['x_train'][:4], y_test=y[:4])  # which then judge
     if kind == 'no classes':
         model.reset_classifier(0)
-    found = read_images(given, model, 64)
-    assert found.measure == measure and found.number == 48 and len(found.judging.images) == (4 if kind == 'npz' else 6)
+    found = read_images(given, model)
+    assert found.measure == measure and found.data.count() == 48 and len(found.judging.images) == (4 if kind == 'npz' else 6)
     assert value_of(model, found.judging, measure) == pytest.approx(100.)
     assert bool(found.why) == (measure != 'accuracy')
 
@@ -122,7 +124,7 @@ def test_a_model_with_stages(tmp_path, few):
     torch.manual_seed(0)
     swin = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, window_size=2, depths=(4, 4), num_heads=(2, 4), embed_dim=24,
                              num_classes=3).eval()
-    found = shrink(swin, torch.randn(40, 3, 32, 32), tmp_path, size=0.7, minutes=1., progress=False)
+    found = shrink(swin, torch.randn(40, 3, 32, 32), tmp_path, size=0.7, minutes=M, progress=False)
     assert [row.name for row in found.rows] == ['original', 'student, K = 4+4'] and 'no plain student' in str(found)
     student = timm.create_model(f"local-dir:{tmp_path / 'student' / 'best'}", pretrained=True)
     names = [each.name for each in candidates.candidates(swin, student, None)]
@@ -131,13 +133,13 @@ def test_a_model_with_stages(tmp_path, few):
 
 
 def test_few_images_make_smaller_batches(model):
-    found = read_images(images(12), model, 64)
-    assert len(found.loader) == 1 and len(next(iter(found.loader))[0]) == found.number == 10
+    found = read_images(images(12), model)
+    assert len(found.data.train) == 1 and len(next(iter(found.data.train))[0]) == found.data.count() == 10
 
 
 def test_one_image_learns_chooses_and_judges(model):
-    found = read_images(images(1), model, 64)
-    assert found.number == len(found.choosing.images) == len(found.judging.images) == 1
+    found = read_images(images(1), model)
+    assert found.data.count() == len(found.choosing.images) == len(found.judging.images) == 1
 
 
 def test_the_interval_of_a_share_is_never_zero():
@@ -177,69 +179,45 @@ def test_a_model_with_tensors_for_each_layer_outside_its_blocks_has_no_plain_stu
 
 
 def test_an_interrupted_training_keeps_the_best_so_far_and_goes_on(model, tmp_path, monkeypatch, few):
-    original, calls = learning.fit, []
+    original, calls = stages.fit, []
 
     def interrupted(task, *args, **kwargs):
-        calls.append(task.title)
+        calls.append(kwargs['out'].parent.name)
         if len(calls) == 3:
             raise KeyboardInterrupt
         return original(task, *args, **kwargs)
-    monkeypatch.setattr(learning, 'fit', interrupted)
+    monkeypatch.setattr(stages, 'fit', interrupted)
+    x = images()
     with pytest.raises(KeyboardInterrupt):
-        shrink(model, images(), tmp_path, size=0.5, minutes=1., progress=False)
+        shrink(model, x, tmp_path, size=0.5, minutes=M, progress=False)
     saved = timm.create_model(f"local-dir:{tmp_path / 'student' / 'best'}", pretrained=True)
     assert count_parameters(saved) < count_parameters(model)
     with pytest.raises(ValueError, match='holds a run. Give another folder, or resume=True'):
-        shrink(model, images(), tmp_path, size=0.5, minutes=1., progress=False)
-    with pytest.raises(ValueError, match='was made with minutes 1.0, but this run has 2.0'):
-        shrink(model, images(), tmp_path, size=0.5, minutes=2., resume=True, progress=False)
-    calls.clear()
-    monkeypatch.setattr(learning, 'loss_before', lambda *args: 0.01)  # other images come first; the rate stays
-    monkeypatch.setattr(learning, 'fit', lambda task, *args, **kwargs: (calls.append(task.title), original(task, *args, **kwargs))[1])
-    found = shrink(model, images(), tmp_path, size=0.5, minutes=1., resume=True, progress=False)
-    assert calls == ['stepwise', 'unrolled', 'any steps', 'unrolled', 'any steps'] and found.rows
-
-
-def test_a_training_never_ends_below_where_it_started(model, tmp_path, monkeypatch):
-    data = read_images(images(400), model, 16)
-    student, original = convert_(copy.deepcopy(model), phases=4).model, learning.fit
-
-    def spoiled(task, *args, **kwargs):
-        for p in task.get_eval_model().head.parameters():
-            p.data.neg_()
-        return original(task, *args, **kwargs)
-    monkeypatch.setattr(learning, 'fit', spoiled)
-    monkeypatch.setattr(learning, 'PARTS', ((1., 'unrolled', {}, dict(opt='muon', lr=1e-6)),))
-    found = learning.learn(student, model, data, 1., tmp_path, progress=False)
-    assert max(found.scores['unrolled']) < 100.
-    x = images(3)
-    torch.testing.assert_close(found.model(x), model(x), atol=1e-4, rtol=1e-4)
-
-
-def test_in_few_minutes_fewer_images_choose_and_the_faster_dtype_is_found_once(model, tmp_path, monkeypatch):
-    tried = []
-    monkeypatch.setattr(learning, 'seconds_per_update', lambda *args: tried.append(args[-1]['amp']) or 2. - len(tried))
-    data = read_images(images(2000), model, 16)
-    found = learning.learn(convert_(copy.deepcopy(model)).model, model, data, 1e-3, tmp_path / 'a', progress=False)
-    assert tried == [None, *3 * ['bfloat16']] and found.amp == 'bfloat16' and len(data.choosing.images) == 200
-    assert json.loads((tmp_path / 'a' / 'plan.json').read_text())['choosing'] == 128
-    learning.learn(plain_student(model, 30_000), model, data, 1e3, tmp_path / 'b', amps=[found.amp], progress=False)
-    assert set(tried[4:]) == {'bfloat16'} and json.loads((tmp_path / 'b' / 'plan.json').read_text())['choosing'] > 200
+        shrink(model, x, tmp_path, size=0.5, minutes=M, progress=False)
+    first = x.clone()
+    first[torch.randperm(40, generator=torch.Generator().manual_seed(0))[-1]] += 1  # which is learned from
+    for wrong, message in ((dict(minutes=2 * M), 'was made with minutes 0.03, but this run has 0.06'),
+                           (dict(images=first), "The data of the run in '.*' is not this one's"),
+                           (dict(images=(x, torch.ones(40, dtype=torch.long))), 'The data of the run')):
+        with pytest.raises(ValueError, match=message):
+            shrink(model, **{'images': x, 'out': tmp_path, 'size': 0.5, 'minutes': M, 'resume': True, 'progress': False, **wrong})
+    calls[:] = ['', '', '']  # no more interrupts
+    found = shrink(model, x, tmp_path, size=0.5, minutes=M, resume=True, progress=False)
+    assert calls[3:] == ['student'] * 3 + ['plain'] * 2 and found.rows
 
 
 @pytest.mark.parametrize('needed', [0., 0.6, 1.])
 def test_the_smallest_size_that_keeps_enough(model, monkeypatch, needed):
     total = count_parameters(model)
-    monkeypatch.setattr(learning, 'calibrate_', lambda *args, **kwargs: None)
-    monkeypatch.setattr(learning, 'value_of', lambda student, *rest: 100. * (count_parameters(student) >= needed * total))
-    config = learning.smallest_size(model, read_images(images(), model, 64), OdeConfig(), 0.9, 1., False)
-    student = convert_(model, config, images=images(8)).model
-    size = count_parameters(student)
-    assert size >= needed * total and (needed == 1. or size < total * (needed + 0.4))
+    monkeypatch.setattr(size, 'calibrate_', lambda *args, **kwargs: None)
+    monkeypatch.setattr(size, 'value_of', lambda student, *rest: 100. * (count_parameters(student) >= needed * total))
+    config = size.smallest_size(read_images(images(), model), OdeConfig(), 0.9, 1., False)
+    parameters = count_parameters(convert_(model, config, images=images(8)).model)
+    assert parameters >= needed * total and (needed == 1. or parameters < total * (needed + 0.4))
 
 
 def row(name, mb=1., value=50., ms=(1., 1.), off=0.):
-    return Row(name, name, mb, value, 1., off, ms, 1.)
+    return Row(name.split(',')[0], name, name, mb, value, 1., off, ms, 1.)
 
 
 def test_a_row_is_dominated_by_one_that_is_as_good_in_everything_and_better_in_one():
@@ -275,7 +253,7 @@ def test_labels_that_are_not_the_models_classes_do_not_matter(model, tmp_path, f
         for i, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), np.uint8)):
             (data / f'c{i % 8}').mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels).save(data / f'c{i % 8}' / f'{i}.png')
-    assert shrink(model, data, tmp_path / 'out', size=0.5, minutes=1., progress=False).measure == 'agreement'
+    assert shrink(model, data, tmp_path / 'out', size=0.5, minutes=M, progress=False).measure == 'agreement'
 
 
 @pytest.mark.parametrize('right, measure', [(0.6, 'agreement'), (0.9, 'accuracy')])
@@ -286,7 +264,7 @@ def test_labels_count_if_the_model_knows_more_of_them_than_by_chance(right, meas
     with torch.no_grad():
         labels = two(x).argmax(dim=1)
     labels = torch.where(torch.rand(100) < right, labels, 1 - labels)
-    assert read_images((x, labels), two, 8).measure == measure
+    assert read_images((x, labels), two).measure == measure
 
 
 def test_what_is_in_the_folder_already_stays(model, tmp_path, monkeypatch):
@@ -310,9 +288,11 @@ def test_operations_are_those_of_merged_weights(model):
 
 @pytest.mark.parametrize('options, message', [
     (dict(size='25%', keep='95%'), 'Give a size, or the share to keep, not both'), (dict(keep=95), 'keep must be a number between 0 and 1'),
-    (dict(minutes=0), 'minutes must be'), (dict(size=1), 'are too few'), (dict(images=(torch.zeros(4, 3, 16, 16), torch.zeros(3))), 'got 4 images and 3 labels'),
+    (dict(minutes=0), 'minutes must be'), (dict(size=1), 'are too few'), (dict(images=(torch.zeros(4, 3, 16, 16), torch.zeros(3).long())), 'got 4 images and 3 labels'),
     (dict(images=torch.zeros(4, 3, 16, 16, dtype=torch.uint8)), 'floating-point'), (dict(size='250%'), 'a share up to 100%'),
     (dict(keep='950%'), "keep must be a number between 0 and 1; got '950%'"), (dict(resume=True), 'There is no folder'),
+    (dict(images=(torch.zeros(4, 3, 16, 16), torch.zeros(4))), 'labels must be whole numbers'), (dict(images=(torch.zeros(4, 3, 16, 16), torch.eye(4).long())), 'argmax'),
+    (dict(images=(torch.zeros(4, 3, 16, 16), torch.tensor([0, 1, -1, 2]))), 'There is a label -1'), (dict(images=[torch.zeros(4, 3, 16, 16)]), 'cannot do for a loader'),
 ])
 def test_bad_input_is_refused_and_nothing_is_written(model, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
@@ -331,7 +311,7 @@ def test_command(model, tmp_path, monkeypatch, capsys, few):
     monkeypatch.chdir(tmp_path)
     npz('images.npz', model)
     save_pretrained(model, 'teacher')
-    command = ['shrink', 'local-dir:teacher', 'images.npz', 'out', '--size', '50%', '--minutes', '0.01']
+    command = ['shrink', 'local-dir:teacher', 'images.npz', 'out', '--size', '50%', '--minutes', '0.03']
     assert main(command) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
     assert 'by agreement (few: small differences mean nothing); labels are not used' in printed and '| plain, 2 blocks ' in printed
@@ -341,15 +321,17 @@ def test_command(model, tmp_path, monkeypatch, capsys, few):
 
 @pytest.mark.parametrize('number, minutes, share', [(100_000, 1e6, 0.25), (100, 1e6, 0.5), (100_000, 1e-3, 0.5)])
 def test_few_images_or_minutes_get_a_larger_student(model, number, minutes, share):
-    assert run._suitable(model, read_images(images(), model, 64)._replace(number=number), minutes) == share
+    found = read_images(images(), model)
+    found = found._replace(data=SimpleNamespace(count=lambda: number))
+    assert size.suitable(found, minutes) == share
 
 
 def test_an_embedding_is_followed_by_its_cosine(model, tmp_path, few):
-    found = shrink(model, images(), tmp_path, size=0.6, minutes=1., embedding=True, progress=False)
+    found = shrink(model, images(), tmp_path, size=0.6, minutes=M, embedding=True, progress=False)
     assert found.measure == 'cosine' and found.rows[0].value == pytest.approx(100., abs=0.01)
-    history = json.loads((tmp_path / 'student' / 'unrolled' / 'history.json').read_text())
+    history = json.loads((tmp_path / 'student' / 'history.json').read_text())
     assert 'val_cosine' in history[0]
-    assert shrink(model, images(), tmp_path, size=0.6, minutes=1., embedding=True, resume=True, progress=False).rows[-1].value == found.rows[-1].value
+    assert shrink(model, images(), tmp_path, size=0.6, minutes=M, embedding=True, resume=True, progress=False).rows[-1].value == found.rows[-1].value
 
 
 @pytest.mark.parametrize('name', ['open_clip:ViT-Tiny/none', 'transformers:nowhere'])
@@ -373,18 +355,18 @@ def test_folders_of_any_kind(model, tmp_path, names):
         Image.fromarray(np.random.default_rng(i).integers(0, 256, (20, 20, 3), np.uint8)).save(path)
     for name in ('aaa', 'broken', 'zzz'):
         (path.parent / f'{name}.png').write_bytes(b'no image')
-    found = read_images(tmp_path, model, 4)
+    found = read_images(tmp_path, model)
     held = len(found.choosing.images) + len(found.judging.images)
-    assert found.number >= 12 and held >= 2 and len(next(iter(found.loader))[0]) == 4
+    assert found.data.count() >= 12 and held >= 2 and len(next(iter(found.data.train))[0]) >= 4
     assert found.why if found.measure == 'agreement' else len(names) > 1
 
 
 def test_a_size_that_keeps_a_share_is_searched_once(model, tmp_path, monkeypatch, few):
-    monkeypatch.setattr(learning, 'calibrate_', lambda *args, **kwargs: None)
-    calls, original = [], run.smallest_size
-    monkeypatch.setattr(run, 'smallest_size', lambda *args: (calls.append(args), original(*args))[1])
-    found = shrink(model, images(), tmp_path, keep='60%', minutes=1., progress=False)
-    again = shrink(model, images(), tmp_path, keep='60%', minutes=1., resume=True, progress=False)
+    monkeypatch.setattr(size, 'calibrate_', lambda *args, **kwargs: None)
+    calls, original = [], size.smallest_size
+    monkeypatch.setattr(size, 'smallest_size', lambda *args: (calls.append(args), original(*args))[1])
+    found = shrink(model, images(), tmp_path, keep='60%', minutes=M, progress=False)
+    again = shrink(model, images(), tmp_path, keep='60%', minutes=M, resume=True, progress=False)
     assert found.keep == 0.6 and len(calls) == 1 and [row.value for row in again.rows] == [row.value for row in found.rows]
 
 
@@ -395,10 +377,34 @@ def test_an_interrupted_command_says_how_to_go_on(model, tmp_path, monkeypatch, 
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
-    monkeypatch.setattr(learning, 'fit', interrupted)
+    monkeypatch.setattr(stages, 'fit', interrupted)
     assert main(['shrink', 'local-dir:teacher', 'images.npz', 'out', '--size', '50%', '--minutes', '0.01', '--quiet']) == 130
     assert 'The best student so far is in out/student/best' in capsys.readouterr().out
     assert timm.create_model('local-dir:out/student/best', pretrained=True)
     monkeypatch.setattr('timm_odevit.cli.train.run_shrink', interrupted)
     assert main(['shrink', 'local-dir:teacher', 'images.npz', 'none', '--quiet']) == 130
     assert 'best' not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize('kind', ['folder', 'npz'])
+def test_a_model_of_another_precision_is_shrunk_on_a_folder_and_on_arrays(model, tmp_path, few, dtype, kind):
+    data = npz(tmp_path / 'd.npz', model) if kind == 'npz' else tmp_path / 'images'
+    if kind == 'folder':
+        data.mkdir()
+        for i in range(20):
+            Image.fromarray(np.random.default_rng(i).integers(0, 256, (16, 16, 3), np.uint8)).save(data / f'{i}.png')
+    found = shrink(model.to(dtype), data, tmp_path / 'out', size=0.5, minutes=M, progress=False)
+    assert found.rows[0].value == 100. and next(timm.create_model(f"local-dir:{tmp_path / 'out' / 'student' / 'best'}", pretrained=True).parameters()).dtype
+
+
+def test_a_folder_whose_name_is_in_no_encoding_has_a_verdict(model, tmp_path, few, capsys):
+    data = tmp_path / 'caf\udce9'
+    try:
+        data.mkdir()
+    except OSError:
+        pytest.skip('the file system takes UTF-8 only')
+    for i in range(20):
+        Image.fromarray(np.random.default_rng(i).integers(0, 256, (16, 16, 3), np.uint8)).save(data / f'{i}.png')
+    found = shrink(model, data, tmp_path / 'out', size=0.5, minutes=M)
+    assert (tmp_path / 'out' / 'verdict.html').is_file() and 'caf?' in capsys.readouterr().out and str(found).encode()

@@ -10,7 +10,7 @@ from timm_odevit.ode.blocks import count_parameters
 
 @pytest.mark.parametrize('name', ['deit_tiny_patch16_224', 'samvit_base_patch16', 'swin_tiny_patch4_window7_224'])
 @pytest.mark.parametrize('settings', [
-    dict(), dict(phases=3), dict(time='vectors'), dict(time='low_rank', rank=5), dict(time='low_rank', rank=5, phases=2),
+    dict(), dict(phases=3), dict(time='low_rank'), dict(time='low_rank', rank=5), dict(time='low_rank', rank=5, phases=2),
     dict(time='low_rank', rank=10 ** 4)], ids=str)
 def test_prediction_is_what_conversion_leaves(name, settings):
     model = timm.create_model(name, device='meta')
@@ -45,7 +45,7 @@ def test_ends_of_the_dial():
     model = timm.create_model('deit_tiny_patch16_224', device='meta')
     assert choose_size(model, 1.0).phases == 12
     assert choose_size(model, 10 ** 9, OdeConfig(steps=7)).steps == 7
-    assert choose_size(model, 0.1450).time == 'autonomous' and choose_size(model, 0.1500).time == 'vectors'
+    assert choose_size(model, 0.1450).time == 'autonomous' and choose_size(model, 0.1500).time == 'low_rank'
     assert choose_size(model, 0.3, init='svd_data').init == 'svd_data'
     with pytest.raises(ValueError, match=r'570,000 parameters are too few: one shared block .* take 823,912 of 5,717,416 \(14.4 %\)'):
         choose_size(model, 570_000)
@@ -62,11 +62,9 @@ def test_ends_of_the_dial():
     for wrong in (1.5, '1.5', '3.0', float('inf')):
         with pytest.raises(ValueError, match='number of parameters, (such as 3M, )?a share'):
             choose_size(model, wrong)
-    assert choose_size(model, 0.5, OdeConfig(time='low_rank', rank=1, averaged=True)).averaged
     with pytest.raises(ValueError, match="Unknown init 'spectral'"):
         choose_size(model, 0.5, init='spectral')
-    with pytest.raises(ValueError, match='choose_size chooses the phases'):
-        choose_size(model, 0.5, OdeConfig(boundaries=(3,)))
+    assert choose_size(model, 0.5, OdeConfig(boundaries=(3,))) == choose_size(model, 0.5)
     with pytest.raises(TypeError, match='Cannot convert ResNet'):
         choose_size(timm.create_model('resnet18', device='meta'), 0.5)
 

@@ -85,7 +85,7 @@ def test_it_learns_in_every_stage(pair):
 def test_shares_of_the_steps_are_drawn_for_every_stage():
     teacher, images = build('swin_tiny_patch4_window7_224')
     student = converted(teacher)
-    task = task_of(student, teacher, steps=(0.5, 1.0, 2.0)).train()
+    task = task_of(student, teacher, steps=('50%', '100%', '200%')).train()
     seen, odes = set(), [stage.blocks for stage in student.layers]
     for ode in odes:
         ode.register_forward_pre_hook(lambda ode, args: seen.add((ode.shared, ode.steps)))
@@ -96,22 +96,10 @@ def test_shares_of_the_steps_are_drawn_for_every_stage():
     assert [ode.steps for ode in odes] == [2, 4]
 
 
-def test_gradients_with_checkpointing_are_the_same():
-    teacher, images = build('swin_tiny_patch4_window7_224')
-    found, students = [], [converted(teacher), converted(teacher)]
-    for again, student in enumerate(students):
-        student.set_grad_checkpointing(bool(again))
-        torch.manual_seed(0)  # stochastic depth
-        task_of(student, teacher).train()(images, None)['loss'].backward()
-        found.append([p.grad for p in student.layers[1].blocks.shared.parameters()])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize('settings, message', [
     (dict(jasmin_weight=1.), 'jasmin_weight needs one sequence of tokens with the prefix tokens first, but a Swin'),
     (dict(exits=(0.5,), exit_weight=1.), 'exit_weight needs one sequence'),
-    (dict(steps=(3,)), r'SwinTransformer has 2 stages with step counts of their own. Give shares of them, such as \[0.5'),
+    (dict(steps=(3,)), r'SwinTransformer has 2 stages with step counts of their own. Give shares of them, such as'),
     (dict(checkpoints='distance'), "checkpoints='distance' applies to models with one sequence of blocks"),
 ])
 def test_what_needs_one_sequence_is_refused(settings, message):
@@ -132,14 +120,6 @@ def test_other_teachers_and_adaptive_methods_are_refused():
     convert_(student, method='dopri5')
     with pytest.raises(ValueError, match="'dopri5' gives no states to follow in a MlpMixer. Set a fixed-step method"):
         task_of(student, mixer)
-
-
-def test_dropped_patches_are_refused():
-    teacher = timm.create_model('naflexvit_base_patch16_gap', patch_size=4, embed_dim=32, num_heads=2, depth=4, patch_drop_rate=0.5)
-    student = copy.deepcopy(teacher)
-    convert_(student)
-    with pytest.raises(ValueError, match='Create it with patch_drop_rate=0'):
-        task_of(student, teacher)
 
 
 def test_a_swin_is_trained_by_a_recipe_and_saved(tmp_path):

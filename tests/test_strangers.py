@@ -1,6 +1,5 @@
 """A config.json from a stranger: refused with a message, whatever it says, and nothing is built, read or run."""
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -40,65 +39,39 @@ CASES = {
     'an unknown keyword of the base': ('model_args', {'base_args': {**BASE_ARGS, 'hook': 'os.system'}}, 'unexpected keyword'),
     'an unknown entry of the cfg': ('pretrained_cfg', {'code': 'import os'}, "unknown entry 'code'"),
     'a file elsewhere': ('pretrained_cfg', {'url': 'file:///etc/passwd'}, r"where the weights are .*\('url'\)"),
-    'another file of a repository': ('pretrained_cfg', {'hf_hub_filename': '../x.bin'}, r"\('hf_hub_filename'\)"),
-    'custom loading': ('pretrained_cfg', {'custom_load': 'hf'}, r"\('custom_load'\)"),
     'a state dict': ('pretrained_cfg', {'state_dict': {'a': 1}}, r"\('state_dict'\)"),
     'a checkpoint': ('model_args', {'checkpoint_path': '/etc/passwd'}, "gives 'checkpoint_path'"),
-    'a pretrained base': ('model_args', {'base_args': {**BASE_ARGS, 'pretrained': True}}, "gives 'pretrained'"),
-    'a cache': ('model_args', {'base_args': {**BASE_ARGS, 'cache_dir': '/tmp'}}, "gives 'cache_dir'"),
     'an overlay': ('model_args', {'base_args': {**BASE_ARGS, 'pretrained_cfg_overlay': {'file': 'x'}}}, "'pretrained_cfg_overlay'"),
     'a base on the Hub': ('model_args', {'base': 'hf-hub:evil/model'}, "Unknown base 'hf-hub:evil/model'"),
-    'a base in a folder': ('model_args', {'base': 'local-dir:/tmp'}, "Unknown base 'local-dir:/tmp'"),
     'a base that is no transformer': ('model_args', {'base': 'resnet18', 'base_args': {}}, 'cannot be built from'),
     'itself as a base': ('model_args', {'base': 'odevit_converted'}, "Unknown base 'odevit_converted'"),
-    'a list for the arguments of the base': ('model_args', {'base_args': [1, 2]}, 'instead of keywords'),
     'width 10 ** 12': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': 10 ** 12}}, r'embed_dim 1000000000000; numbers'),
     'width 98,304': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': 98304}}, 'numbers in its tensors'),
     'an image of 99,968': ('model_args', {'img_size': [99968, 99968]}, 'numbers in its tensors'),
     'a negative width': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': -32}}, 'embed_dim -32'),
-    'no heads': ('model_args', {'base_args': {**BASE_ARGS, 'num_heads': 0}}, 'ZeroDivisionError|cannot be built'),
     'depth 10 ** 6': ('model_args', {'base_args': {**BASE_ARGS, 'depth': 10 ** 6}}, 'depth 1000000; numbers from 0 to 256'),
-    'depth 0': ('model_args', {'base_args': {**BASE_ARGS, 'depth': 0}}, 'cannot be built from'),
     'a million steps': ('model_args', {'ode_steps': 10 ** 6}, 'ode_steps 1000000'),
     'no steps': ('model_args', {'ode_steps': 0}, 'steps must be a whole number of at least 1'),
     'endless time': ('model_args', {'ode_T': float('inf')}, 'ode_T inf'),
     'rank 10 ** 9': ('model_args', {'ode_time': 'low_rank', 'ode_rank': 10 ** 9}, 'ode_rank'),
-    'a method': ('model_args', {'ode_method': '__import__("os")'}, 'Unknown method'),
-    'an init': ('model_args', {'ode_init': 'os.system'}, "Unknown init 'os.system'"),
     'a field': ('model_args', {'ode_field': ['native']}, 'Unknown field'),
     'classes': ('model_args', {'num_classes': 10 ** 10}, 'num_classes'),
-    'channels': ('model_args', {'in_chans': 'three'}, 'expected three sizes'),
     'a layer by name': ('model_args', {'base_args': {**BASE_ARGS, 'act_layer': 'os.system'}}, 'cannot be built from'),
     'a long string': ('model_args', {'global_pool': 'a' * 10 ** 6}, 'global_pool'),
     'a zero byte': ('model_args', {'global_pool': 'avg\0'}, 'global_pool'),
-    'a deep list': ('model_args', {'ode_boundaries': deep(50)}, 'boundaries'),
     'a long list': ('model_args', {'ode_boundaries': list(range(10 ** 5))}, 'ode_boundaries'),
-    'a negative input': ('pretrained_cfg', {'input_size': [3, -1, 16], 'fixed_input_size': False}, 'input_size'),
-    'an input of words': ('pretrained_cfg', {'input_size': 'big', 'fixed_input_size': False}, 'input_size'),
     'a mean of nothing': ('pretrained_cfg', {'mean': [float('nan')] * 3}, 'mean'),
-    'no mean': ('pretrained_cfg', {'mean': []}, 'a number for each channel'),
     'a crop of nothing': ('pretrained_cfg', {'crop_pct': 1e-12}, 'a number from 0.1 to 2'),
-    'an interpolation': ('pretrained_cfg', {'interpolation': 'evil'}, 'bicubic, bilinear'),
-    'labels of a number': ('pretrained_cfg', {'label_names': 5}, 'a name for each class'),
     'labels of lists': (None, {'label_names': [['a'], ['b']]}, 'a name for each class'),
     'a label that clears the screen': (None, {'label_names': ['\x1b[2J', 'a']}, 'a name for each class'),
-    'a description that does': ('pretrained_cfg', {'description': '\x1b[2J'}, 'expected text'),
-    'descriptions in a list': (None, {'label_descriptions': ['a', {}]}, 'a text for each class'),
-    'a classifier of a number': ('pretrained_cfg', {'classifier': 5}, 'has classifier 5; expected text, or a list of texts'),
-    'a first layer of dicts': ('pretrained_cfg', {'first_conv': [{}]}, 'first_conv'),
     'a licence of lists': ('pretrained_cfg', {'license': deep(400)}, r'has license \[+\.\.\.; expected text'),
     'lists in lists in a keyword': ('model_args', {'base_args': {**BASE_ARGS, 'img_size': deep(400)}}, "11 deep, in 'img_size'"),
     'no number of classes': (None, {'num_classes': 'ten'}, 'num_classes'),
     'a base with a tag that is none': ('model_args', {'base': 'vit_tiny_patch16_224.xx'}, 'Unknown base'),
     'a long keyword': ('model_args', {'x' * 10 ** 6: 1}, r"has 'x{59}\.\.\. 1\."),
     'a keyword that clears the screen': ('model_args', {'\x1b[2J': 1}, r"has '\\x1b\[2J' 1\."),
-    'a device': ('model_args', {'device': 'meta'}, "gives 'device'"),
-    'a feature extractor': ('model_args', {'features_only': True}, "gives 'features_only'"),
-    'an internal keyword': ('model_args', {'named': True}, "gives 'named'"),
     'thousands of layers in stages': (
         'model_args', {'base': 'swin_tiny_patch4_window7_224', 'base_args': {'depths': [1024] * 4}}, 'depths 1024'),
-    'a ratio': ('model_args', {'base_args': {**BASE_ARGS, 'mlp_ratio': 1e300}}, 'mlp_ratio'),
-    'a deviation of zero': ('pretrained_cfg', {'std': [0, 0, 0]}, 'std'),
 }
 
 
@@ -174,10 +147,6 @@ def test_a_pickle_is_not_read(saved, name, tmp_path):
     (saved / 'model.safetensors').unlink()
     torch.save({'a': Evil()}, saved / name)
     message = 'is not a valid safetensors file' if name == 'model.safetensors' else f'holds no model.safetensors. {name} is not read'
-    with pytest.raises(ValueError, match=message):
-        timm.create_model(f'local-dir:{saved}', pretrained=True)
-    with (saved / name).open('wb') as f:
-        pickle.dump(Evil(), f)
     with pytest.raises(ValueError, match=message):
         timm.create_model(f'local-dir:{saved}', pretrained=True)
     assert not Path('/tmp/odevit-evil').exists()

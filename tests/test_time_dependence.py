@@ -1,12 +1,14 @@
 import copy
+import json
 from dataclasses import replace
 
 import pytest
+import timm
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from timm_odevit import OdeConfig, convert_, integrate, merge_
+from timm_odevit import OdeConfig, Recipe, convert_, integrate, merge_, save_pretrained
 from timm_odevit.convert.initialisation import build_field, factors
 from timm_odevit.convert.merge import _frozen, merged_bytes
 from timm_odevit.convert.svd_data import input_moments
@@ -35,22 +37,18 @@ def test_at_a_layer_the_field_has_that_layers_vectors_and_the_best_residual(vit)
                 torch.testing.assert_close((value - p).norm(), s[2:].norm(), rtol=1e-3, atol=1e-5)  # Eckart-Young
 
 
-def test_between_layers_everything_is_linear_in_t_and_constant_outside(vit):
+def test_from_one_layer_to_the_next_the_field_is_constant(vit):
     field, _ = timed(vit)
-    a, b = field.at(1.), field.at(2.)
-    for share in (0.25, 0.5):
-        for name, value in field.at(1. + share).items():
-            torch.testing.assert_close(value, torch.lerp(a[name], b[name], share))
-    for t, layer in ((-1., 0.), (2.7, 2.), (9., 2.)):
+    for t, layer in ((-1., 0.), (0.9, 0.), (1., 1.), (1.5, 1.), (2.7, 2.), (9., 2.)):
         assert all(torch.equal(v, field.at(layer)[k]) for k, v in field.at(t).items())
 
 
 @pytest.mark.parametrize('kind', ['native', 'lipschitz'])
-@pytest.mark.parametrize('time', ['vectors', 'low_rank'])
+@pytest.mark.parametrize('rank', [0, 2])
 @pytest.mark.parametrize('method', [*METHODS, 'dopri5'])
-def test_every_method_and_number_of_steps_runs_and_gets_gradients(vit, images, kind, time, method):
+def test_every_method_and_number_of_steps_runs_and_gets_gradients(vit, images, kind, rank, method):
     model = vit()
-    convert_(model, OdeConfig(field=kind, time=time, rank=2 if time == 'low_rank' else 0, method=method, phases=2))
+    convert_(model, OdeConfig(field=kind, time='low_rank', rank=rank, method=method, phases=2))
     for steps in (1, 3, 5):
         model.blocks.steps = steps
         model.zero_grad()
@@ -129,7 +127,7 @@ def test_input_moments_are_what_the_layers_see(vit, images):
 
 def test_phases_own_their_layers(vit, images):
     model = vit(depth=6)
-    done = convert_(model, OdeConfig(boundaries=(2, 5), time='vectors'))
+    done = convert_(model, OdeConfig(boundaries=(2, 5), time='low_rank'))
     shared = model.blocks.shared
     assert isinstance(shared, PiecewiseField) and shared.which == (0, 0, 1, 1, 1, 2)
     assert [field.layers for field in shared.fields] == [(0, 1), (2, 3, 4), (5,)]
@@ -198,7 +196,7 @@ def test_field_is_autonomous_in_integrate_too(vit):
     assert isinstance(field, TimeField) and isinstance(field.base, NativeField)
 
 
-@pytest.mark.parametrize('change', [dict(phases=2), dict(time='vectors', rank=0, init='mean'), dict(rank=4)])
+@pytest.mark.parametrize('change', [dict(phases=2), dict(rank=0), dict(time='autonomous', rank=0, init='mean'), dict(rank=4)])
 def test_what_the_blocks_were_made_for_cannot_be_set(vit, images, change):
     model = vit()
     convert_(model, OdeConfig(time='low_rank', rank=2))
@@ -230,21 +228,10 @@ def test_a_layer_may_be_wrapped_and_may_not_be_replaced(vit, images):
         model(images)
 
 
-@pytest.mark.parametrize('time', [dict(time='vectors'), dict(time='low_rank', rank=2), dict(time='low_rank', rank=2, phases=2)])
-def test_averaged_over_steps_of_length_one_nothing_changes(vit, images, time):
-    model = vit(depth=4)
-    convert_(model, **time)
-    expected = model(images)
-    model.blocks.config = replace(model.blocks.config, averaged=True)
-    assert torch.equal(model(images), expected)
-    with pytest.raises(ValueError, match="averaged needs fixed steps, but 'dopri5' chooses its own"):
-        model.blocks.method = 'dopri5'
-
-
 @pytest.mark.parametrize('steps, layers', [(2, [[0, 1], [2, 3]]), (8, [[0], [0], [1], [1], [2], [2], [3], [3]]), (1, [[0, 1, 2, 3]])])
 def test_a_step_has_the_mean_over_its_layers(vit, images, steps, layers):
     model = vit(depth=4)
-    convert_(model, time='low_rank', rank=2, averaged=True, steps=steps)
+    convert_(model, time='low_rank', rank=2, steps=steps)
     field = model.blocks.shared
     for step, of in zip(model.blocks, layers, strict=True):
         found = field.at(step.t, interval=step.interval)
@@ -258,7 +245,7 @@ def test_a_step_has_the_mean_over_its_layers(vit, images, steps, layers):
 @pytest.mark.parametrize('method', ['lie_trotter', 'heun2', 'rk4'])
 def test_merged_and_averaged_there_is_one_block_per_step(vit, images, method):
     model = vit(depth=4)
-    convert_(model, time='low_rank', rank=2, averaged=True, steps=2, method=method)
+    convert_(model, time='low_rank', rank=2, steps=2, method=method)
     expected, predicted = model(images), merged_bytes(model)
     done = merge_(model)
     torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-5)
@@ -268,13 +255,24 @@ def test_merged_and_averaged_there_is_one_block_per_step(vit, images, method):
 
 def test_attention_maps_may_be_averaged(vit):
     model = vit(depth=4)
-    convert_(model, time='low_rank', rank=2, averaged=True, steps=2)
+    convert_(model, time='low_rank', rank=2, steps=2)
     field, x = model.blocks.shared, torch.randn(1, 17, 32)
     base = _frozen(field, 2., (2., 4.))
     torch.testing.assert_close(field.attention_map(2., x, (2., 4.)), base.attention_map(2., x))
     assert not torch.allclose(field.attention_map(2., x), base.attention_map(2., x), atol=1e-6)
 
 
-def test_an_autonomous_block_has_nothing_to_average():
-    with pytest.raises(ValueError, match='averaged applies to'):
-        OdeConfig(averaged=True)
+@pytest.mark.parametrize('saved, now', [
+    (dict(time='vectors', averaged=True, init='mean'), dict(time='low_rank', rank=0, init='mean')),
+    (dict(time='low_rank', rank=2, averaged=False), dict(time='low_rank', rank=2))], ids=str)
+def test_settings_of_earlier_versions_load_from_folders_and_recipes(vit, images, tmp_path, saved, now):
+    model = vit()
+    convert_(model, **now)
+    save_pretrained(model, tmp_path)
+    config = json.loads((tmp_path / 'config.json').read_text())
+    config['model_args'].update({f'ode_{name}': value for name, value in saved.items()})
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    again = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    assert again.blocks.config == model.blocks.config and torch.equal(again(images), model(images))
+    stages = [{'task': 'trajectory', 'fit': {'epochs': 1}}]
+    assert Recipe(ode=saved, stages=stages).config == OdeConfig(**now)

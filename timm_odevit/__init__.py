@@ -1,6 +1,6 @@
 """ODE-ViT (arXiv 2511.16501) for timm: `import timm_odevit` registers the `odevit_*` models.
 
-The parts of the package, from the ground up; each imports only from those above it, and its docstring lists its files:
+The rooms of the package, from the ground up; each imports only from those above it:
 
 settings            settings as dataclasses that check themselves; words that messages share
 files, distributed  files that are complete or absent; several processes of one run
@@ -8,19 +8,18 @@ hooks               hooks and modes that are restored; the hidden states of a mo
 ode                 the mathematics
 convert             from a pretrained transformer to an ODE-ViT, and back
 interop             vision transformers of other libraries: turned into timm models, and put back
-loading             saved weights and config.json, found and checked
 features            features at given times
+saving              models in files and on the Hub: found and checked, saved, sent
 registry            the registered models
-saving              models in files and on the Hub
 data                images and labels in batches
 evaluation          accuracy over step counts
 dynamics            what the states do along the way: exponents, Lipschitz constants, trajectories, attention
 training            distillation, calibration, recipes
 reporting           a page that shows what a model does with a few images
-deploy              models in files that run without this package
+export              models in files that run without this package
 benchmark           speed and memory
 shrinking           from a model and images to a small model, with a verdict
-cli                 the command line; the options of the ODE come from OdeConfig's docstring
+cli                 the command line
 """
 from . import registry as _registers  # noqa: F401
 from ._version import __version__
@@ -28,25 +27,26 @@ from .convert.conversion import Conversion, convert_
 from .convert.merge import merge_, merged_bytes
 from .convert.refusals import check_convertible, list_convertible
 from .convert.sizing import choose_size
-from .deploy import export_model
-from .dynamics.attention import attention_over_time
-from .dynamics.contraction import contraction_regions
-from .dynamics.discretisation import discretisation_errors
 from .dynamics.lipschitz import lipschitz_constants, spectral_norms
 from .dynamics.lyapunov import lyapunov_exponents
-from .dynamics.trajectories import class_over_time, distance_over_time, state_similarity, trajectory_geometry
+from .dynamics.precision import contraction_regions, discretisation_errors
+from .dynamics.trajectories import (
+    attention_over_time,
+    class_over_time,
+    distance_over_time,
+    trajectory_geometry,
+)
 from .evaluation.accuracy import evaluate
 from .evaluation.embeddings import evaluate_embeddings, patch_agreement
 from .evaluation.halting import calibrate_halting
 from .evaluation.results import Evaluation
-from .interop.open_clip import from_open_clip
+from .export import export_model
+from .interop.from_libraries import from_open_clip, from_torchvision, from_transformers
 from .interop.put_tower import put_tower_
-from .interop.torchvision import from_torchvision
-from .interop.transformers import from_transformers
 from .ode.config import OdeConfig
-from .ode.integrate import integrate
+from .ode.solver import integrate
 from .ode.with_steps import with_steps
-from .reporting.page import write_report
+from .reporting.report import write_report
 from .saving.push import push_to_hub
 from .saving.save import save_pretrained
 from .shrinking.run import shrink
@@ -55,7 +55,7 @@ from .training.calibrate import calibrate_
 from .training.config import CalibrationConfig, FitConfig, LossConfig
 from .training.fit import fit
 from .training.recipe import Recipe
-from .training.run_recipe import train
+from .training.run import train
 from .training.tasks import StepwiseTask, TrajectoryDistillationTask
 
 __all__ = [
@@ -65,8 +65,8 @@ __all__ = [
     'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
     'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate', 'lipschitz_constants',
     'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'patch_agreement', 'push_to_hub',
-    'put_tower_', 'save_pretrained', 'shrink', 'spectral_norms', 'state_similarity', 'train', 'trajectory_geometry',
-    'with_steps', 'write_report',
+    'put_tower_', 'save_pretrained', 'shrink', 'spectral_norms', 'train', 'trajectory_geometry', 'with_steps',
+    'write_report',
 ]
 
 

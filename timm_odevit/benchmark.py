@@ -11,7 +11,7 @@ from typing import Any
 import timm
 import torch
 from torch import Tensor, nn
-from torch.utils.benchmark import Measurement, Timer
+from torch.utils.benchmark import Timer
 from tqdm import tqdm
 
 from ._version import __version__
@@ -22,11 +22,10 @@ from .ode.blocks import count_parameters, find_ode_blocks
 from .ode.with_steps import with_steps
 from .settings import integer, many, one_of
 
-__all__ = ['MODES', 'Benchmark', 'Timing', 'benchmark', 'peak_of', 'processor']
+__all__ = ['MODES', 'Benchmark', 'Timing', 'benchmark', 'peak_of', 'processor', 'times_in_turns']
 
 Images = Callable[[nn.Module, int], Tensor]
 MODES = ('default', 'reduce-overhead', 'max-autotune')  # of torch.compile
-CALLS = 2  # in a round, after two that are not timed
 SAMPLE = 32  # images over which a time is averaged, if it depends on the images
 
 
@@ -134,46 +133,56 @@ def benchmark(
     timings = [timing for size in dict.fromkeys(batch_sizes)
                for timing in _time(candidates, size, rounds, images, progress)]
     parameter = next(next(iter(models.values())).parameters())
-    return Benchmark(_machine(parameter.device, parameter.dtype, rounds), timings)
+    device = torch.cuda.get_device_name(parameter.device) if parameter.device.type == 'cuda' else processor()
+    return Benchmark({
+        'device': device, 'threads': torch.get_num_threads(), 'dtype': str(parameter.dtype).removeprefix('torch.'),
+        'torch': torch.__version__, 'timm': timm.__version__, 'timm-odevit': __version__, 'rounds': rounds}, timings)
+
+
+def times_in_turns(runs: Sequence[Callable[[], Any]], rounds: int, progress: bool = False) -> list[list[float]]:
+    """Time functions, which all take turns in every round.
+
+    Returns:
+        For each function, the seconds that a call took in each round, over two calls after two that are not timed.
+    """
+    timers = [Timer('run()', globals={'run': run}, num_threads=torch.get_num_threads()) for run in runs]
+    turns = [[timer.timeit(2).median for timer in timers]
+             for _ in tqdm(range(rounds), unit='round', leave=False, disable=not progress)]
+    return [list(seconds) for seconds in zip(*turns, strict=True)]
 
 
 def _states(name: str, model: nn.Module, steps: Sequence[int], compiled: str | None) -> dict[str, nn.Module]:
     """A model as it is, with other step counts, merged and compiled."""
-    found, blocks = {name: model}, find_ode_blocks(model)
+    states, blocks = {name: model}, find_ode_blocks(model)
     if len(blocks) == 1 and not blocks[0].merged and not blocks[0].config.adaptive:
-        found.update({f'{name}, K = {count}': with_steps(model, count) for count in steps if count != blocks[0].steps})
+        states.update({f'{name}, K = {count}': with_steps(model, count) for count in steps if count != blocks[0].steps})
     if any(not ode.merged and ode.shared.depends_on_time and not ode.config.adaptive for ode in blocks):
-        found[f'{name}, merged'] = merged = copy.deepcopy(model)
+        states[f'{name}, merged'] = merged = copy.deepcopy(model)
         merge_(merged)
     if compiled is not None:
-        found[f'{name}, compiled'] = torch.compile(copy.deepcopy(model), mode=compiled)  # type: ignore[assignment]
-    return found
+        states[f'{name}, compiled'] = torch.compile(copy.deepcopy(model), mode=compiled)  # type: ignore[assignment]
+    return states
 
 
 def _time(
         candidates: dict[str, nn.Module], size: int, rounds: int, images: Images | None, progress: bool,
 ) -> list[Timing]:
     """Time all candidates with batches of one size."""
-    batches = {name: _batches(model, size, images) for name, model in candidates.items()}
-    timers = {name: Timer('for x in batches: model(x)', globals={'model': model, 'batches': batches[name]},
-                          num_threads=torch.get_num_threads()) for name, model in candidates.items()}
-    turns: dict[str, list[Measurement]] = {name: [] for name in candidates}
-    for _ in tqdm(range(rounds), unit='round', leave=False, disable=not progress):
-        for name, timer in timers.items():
-            turns[name].append(timer.timeit(CALLS))
+    batches = [_batches(model, size, images) for model in candidates.values()]
+    runs = [lambda model=model, of=of: [model(batch) for batch in of]
+            for model, of in zip(candidates.values(), batches, strict=True)]
+    times = torch.tensor(times_in_turns(runs, rounds, progress), dtype=torch.float64)
     timings: list[Timing] = []
-    first = [turn.median for turn in next(iter(turns.values()))]
-    for name, model in candidates.items():
-        found, evaluations = Measurement.merge(turns[name])[0], []
-        for batch in batches[name]:
+    for (name, model), of, seconds in zip(candidates.items(), batches, times, strict=True):
+        low, median, high = (seconds.quantile(torch.tensor([0.25, 0.5, 0.75]).double()) / len(of)).tolist()
+        evaluations = []
+        for batch in of:
             model(batch)
             evaluations.append(sum(float(ode.evaluations) for ode in find_ode_blocks(model)))
-        weights, count = list(model.state_dict().values()), len(batches[name])
         timings.append(Timing(
-            name, size, found.median / count, found.iqr / count,
-            statistics.median(turn.median / other for turn, other in zip(turns[name], first, strict=True)),
-            statistics.mean(evaluations) or None, peak_of(partial(model, batch), batch.device),
-            count_parameters(model), sum(w.numel() * w.element_size() for w in weights)))
+            name, size, median, high - low, float((seconds / times[0]).quantile(0.5)),
+            statistics.mean(evaluations) or None, peak_of(partial(model, of[-1]), of[-1].device),
+            count_parameters(model), sum(weight.nbytes for weight in model.state_dict().values())))
     return timings
 
 
@@ -199,13 +208,6 @@ def peak_of(call: Callable[[], Any], device: str | torch.device) -> int:
             now += event.nbytes()
             peak = max(peak, now)
     return peak
-
-
-def _machine(device: torch.device, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    """What the figures depend on."""
-    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else processor()
-    return {'device': name, 'threads': torch.get_num_threads(), 'dtype': str(dtype).removeprefix('torch.'),
-            'torch': torch.__version__, 'timm': timm.__version__, 'timm-odevit': __version__, 'rounds': rounds}
 
 
 def processor() -> str:

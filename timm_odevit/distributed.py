@@ -28,26 +28,22 @@ def over_processes(x: Tensor) -> Tensor:
 def in_first_process(do: Callable[[], Any]) -> Any:
     """Call a function in the first process only; all get what it returns, and raise its OSError or ValueError."""
     rank, world = rank_and_world()
-    found: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]  # what it returned, what it raised
     if rank == 0:
         try:
-            found[0] = do()
+            outcome[0] = do()
         except (OSError, ValueError) as e:
-            found[1] = e
+            outcome[1] = e
     if world > 1:
-        dist.broadcast_object_list(found)
-    if found[1] is not None:
-        raise found[1]
-    return found[0]
+        dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 @contextmanager
 def alone_in(folder: Path | None) -> Iterator[None]:
-    """Lock a folder against other runs; the first process of a run holds the lock. None locks nothing.
-
-    Raises:
-        OSError: Another run is using the folder, or it cannot be written to.
-    """
+    """Lock a folder against other runs, which raise OSError; the first process holds the lock. None locks nothing."""
     with ExitStack() as stack:
         if folder is not None:
             in_first_process(lambda: stack.enter_context(locked(folder)))

@@ -12,16 +12,12 @@ __all__ = ['FeaturesAtTimes', 'check_times']
 
 
 def check_times(times: Any) -> tuple[float, ...]:
-    """Relative times in (0, 1], strictly increasing.
-
-    Raises:
-        ValueError: They are not.
-    """
+    """Relative times in (0, 1], strictly increasing; ValueError for others."""
     what = 'strictly increasing relative times, such as (0.25, 0.5, 1.0)'
-    found: tuple[float, ...] = many(number(0., 1., open='('), what)('out_times', times)
-    if not found or any(a >= b for a, b in pairwise(found)):
+    checked: tuple[float, ...] = many(number(0., 1., open='('), what)('out_times', times)
+    if not checked or any(a >= b for a, b in pairwise(checked)):
         raise ValueError(f'out_times must be {what}; got {times!r}.')
-    return found
+    return checked
 
 
 class FeaturesAtTimes(FeatureGetterNet):
@@ -36,21 +32,16 @@ class FeaturesAtTimes(FeatureGetterNet):
         norm: Apply the model's last norm to each state.
 
     Raises:
-        ValueError: The model has several sequences of blocks, or two times lie at the end of one step.
+        ValueError: The model has no single sequence of blocks, or two times lie at the end of one step.
     """
-
     times: tuple[float, ...]
-    _first: FeatureInfo
+    _first: FeatureInfo  # at the first number of steps
 
     def __init__(self, model: nn.Module, out_times: tuple[float, ...], norm: bool = False, **kwargs: Any) -> None:
-        odes = find_ode_blocks(model)
-        if not odes:
-            raise ValueError(f'out_times needs an ODE-ViT, but this {type(model).__name__} is not one. Give '
-                             'out_indices.')
-        if len(odes) != 1:
-            raise ValueError(
-                f'out_times needs one sequence of blocks, but this {type(model).__name__} has {len(odes)} stages. Give '
-                'out_indices.')
+        stages = len(find_ode_blocks(model))
+        if stages != 1:
+            needed, has = ('one sequence of blocks', f'has {stages} stages') if stages else ('an ODE-ViT', 'is not one')
+            raise ValueError(f'out_times needs {needed}, but this {type(model).__name__} {has}. Give out_indices.')
         times = check_times(out_times)
         super().__init__(model, out_indices=_indices(model, times), norm=norm, prune=False)
         self.times = times
@@ -65,14 +56,14 @@ class FeaturesAtTimes(FeatureGetterNet):
 
     @feature_info.setter
     def feature_info(self, value: FeatureInfo) -> None:
-        self._first = value  # at the first number of steps
+        self._first = value
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Maps [B, D, H, W] of images [B, C, H, W], one per time."""
         model: Any = self.model
-        found: list[Tensor] = model.forward_intermediates(
+        maps: list[Tensor] = model.forward_intermediates(
             x, indices=_indices(model, self.times), norm=self.norm, output_fmt='NCHW', intermediates_only=True)
-        return found
+        return maps
 
 
 def _indices(model: Any, times: tuple[float, ...]) -> tuple[int, ...]:

@@ -1,10 +1,8 @@
 """Files that are complete or absent, folders that only one process at a time writes to, and text for them."""
-import errno
 import json
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,20 +11,15 @@ from typing import Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from .settings import one_line
-
 __all__ = ['OWN', 'locked', 'markdown_table', 'staged', 'to_json', 'write_text']
 
 OWN = '.odevit-'  # prefix of the names of locks and of unfinished files
 _WAIT = 300.  # seconds that a save waits for another save into the same folder
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @contextmanager
-def locked(folder: str | Path, name: str = 'run', wait: float = 0.) -> Iterator[bool]:
-    """Lock a folder, created if missing, against other processes; yield False where the file system has no locks.
-
-    The operating system holds the lock, so it ends with the process. Locks of different names are independent.
+def locked(folder: str | Path, name: str = 'run', wait: float = 0.) -> Iterator[None]:
+    """Lock a folder, created if missing, against other processes; locks of different names are independent.
 
     Raises:
         ValueError: A file of that name exists.
@@ -44,12 +37,9 @@ def locked(folder: str | Path, name: str = 'run', wait: float = 0.) -> Iterator[
         except Timeout:
             raise OSError(
                 f"'{folder}' is in use by another process. Wait until it is done, or give another folder.") from None
-        except (NotImplementedError, OSError) as e:
-            if isinstance(e, OSError) and e.errno not in _NO_LOCKS:
-                raise OSError(f"Cannot write to '{folder}': {e.strerror or e}.") from e
-            warnings.warn(f"The file system of '{folder}' has no locks: a second process writing to it would go "
-                          'unnoticed.', stacklevel=3)
-        yield lock.is_locked
+        except OSError as e:
+            raise OSError(f"Cannot write to '{folder}': {e.strerror or e}.") from e
+        yield
     finally:
         with suppress(OSError):
             if lock.is_locked:
@@ -64,45 +54,34 @@ def staged(folder: str | Path, *names: str) -> Iterator[Path]:
     """Yield an empty folder inside `folder` to write one file to, or two that belong together; then move them there.
 
     Each file is always complete or absent. Of two, the second is the one that readers look for first: if it changes, it
-    is absent while the first is replaced. An exception leaves both old files or both new ones.
+    is absent while the first is replaced. After an exception in the block, the old files are there.
 
     Raises:
         OSError: A file could not be written; or see `locked`.
     """
     folder = Path(folder)
-    with locked(folder, 'save', _WAIT) as alone:
+    with locked(folder, 'save', _WAIT):
         aside = Path(tempfile.mkdtemp(prefix=f'{OWN}save-', dir=folder))
         try:
             yield aside
             for name in names:
                 with open(aside / name, 'rb+') as file:
                     os.fsync(file.fileno())
-            for other in folder.glob(f'{OWN}save-*') if alone else ():  # of a process that was killed
+            for other in folder.glob(f'{OWN}save-*'):  # of a process that was killed
                 if other.name != aside.name:  # aside may be absolute where folder is not
                     shutil.rmtree(other, ignore_errors=True)
-            _move(aside, names[0], names[-1])
+            last = folder / names[-1]
+            if len(names) > 1 and last.is_file() and last.read_bytes() != (aside / last.name).read_bytes():
+                last.unlink()
+            for name in names:
+                os.replace(aside / name, folder / name)
         except (SafetensorError, RuntimeError) as e:  # what safetensors and torch.save raise if the disk is full
             if isinstance(e, SafetensorError) or 'inline_container' in str(e) or 'PytorchStream' in str(e):
-                raise OSError(f"'{folder / names[0]}' could not be written: {one_line(e)}") from e
+                reason = ' '.join(str(e).split())
+                raise OSError(f"'{folder / names[0]}' could not be written: {reason}") from e
             raise
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-
-
-def _move(aside: Path, first: str, last: str) -> None:
-    """Move one or two complete files one folder up; if stopped between the two, move both back or both forth."""
-    folder, old = aside.parent, aside / 'old'
-    try:
-        if first != last and (folder / last).is_file() and (folder / last).read_bytes() != (aside / last).read_bytes():
-            os.replace(folder / last, old)
-        os.replace(aside / first, folder / first)
-        if first != last:
-            os.replace(aside / last, folder / last)
-    except BaseException:
-        source = old if (aside / first).exists() else aside / last
-        if source.exists():
-            os.replace(source, folder / last)
-        raise
 
 
 def write_text(path: Path, text: str) -> None:

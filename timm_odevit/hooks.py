@@ -3,7 +3,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from threading import RLock, get_ident
+from threading import Lock, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ['BlockRecord', 'autocast', 'evaluating', 'hooked', 'lent', 'on_meta', 'random_states_kept', 'state_at',
-           'surely', 'watch_blocks']
+__all__ = ['AMP_DTYPES', 'BlockRecord', 'autocast', 'evaluating', 'hooked', 'lent', 'on_meta', 'random_states_kept',
+           'state_at', 'surely', 'watch_blocks']
 
-_EVALUATING: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()  # by module, who needs it in eval mode
-_LOCK = RLock()
+AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
+_USERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # by module, how many need it in eval mode
+_LOCK = Lock()
 _INITIALISES = {'add_', 'clamp_', 'div_', 'erfinv_', 'fill_', 'mul_', 'normal_', 'sub_', 'uniform_', 'zero_',
                 *(name for name in dir(nn.init) if name.endswith('_') and not name.startswith('_'))}
 
@@ -44,26 +45,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     Several threads may be inside at once: the last to leave a module puts its mode back.
     """
-    me = object()
-
-    def put_back() -> None:
-        with _LOCK:
-            for module, inside in [(module, inside) for module, inside in _EVALUATING.items() if me in inside]:
-                if len(inside) == 1:
-                    module.training = True
-                    del _EVALUATING[module]
-                else:
-                    inside.discard(me)
+    with _LOCK:
+        modules = [module for module in model.modules() if module.training or module in _USERS]
+        for module in modules:
+            _USERS[module] = _USERS.get(module, 0) + 1
+            module.training = False
     try:
-        with _LOCK:
-            for module in model.modules():
-                if module.training or module in _EVALUATING:
-                    _EVALUATING.setdefault(module, set()).add(me)
-            if any(module.training for module in model.modules()):
-                model.eval()
         yield
     finally:
-        surely(put_back)
+        with _LOCK:
+            for module in modules:
+                _USERS[module] -= 1
+                if not _USERS[module]:
+                    del _USERS[module]
+                    module.training = True
 
 
 @contextmanager
@@ -74,7 +69,8 @@ def lent(model: nn.Module | None) -> Iterator[None]:
         with nullcontext() if model is None else evaluating(model):
             yield
     finally:
-        surely(lambda: [p.requires_grad_(flag) for p, flag in flags])
+        for p, flag in flags:
+            p.requires_grad_(flag)
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -98,11 +94,7 @@ def random_states_kept(device: str | torch.device) -> Iterator[None]:
 
 @contextmanager
 def hooked(*hooks: tuple[nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
-    """Temporary hooks on modules.
-
-    Args:
-        hooks: Module, kind ('before', 'before with keywords' or 'after' its forward) and function of each hook.
-    """
+    """Temporary hooks: module, kind ('before', 'before with keywords' or 'after' its forward) and function of each."""
     with ExitStack() as stack:
         for module, kind, function in hooks:
             stack.enter_context(
@@ -126,47 +118,32 @@ BlockRecord = tuple[list[Tensor], list[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 @contextmanager
 def watch_blocks(stages: Sequence[Sequence[nn.Module]]) -> Iterator[list[BlockRecord]]:
-    """Record what passes through a model's blocks while it runs in this thread.
-
-    Args:
-        stages: Sequences of consecutive blocks.
-
-    Returns:
-        A context manager that yields a list. Once the model has run, it holds for each sequence the states before its
-        first and after each of its blocks, and what the host passed to each block, positional and by keyword.
-    """
-    seen: list[Any] = [([], []) for _ in stages]
+    """Yield a list that a run of the model in this thread fills with a BlockRecord for each sequence of blocks."""
+    records: list[Any] = [([], []) for _ in stages]
     thread = get_ident()  # hooks also fire when other threads run the model
 
-    def before(i: int):
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def watch(states: list[Tensor], passed: list[Any]) -> tuple[Callable[..., None], Callable[..., None]]:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             if get_ident() == thread:
-                if not seen[i][0]:
-                    seen[i][0].append(args[0])
-                seen[i][1].append((args[1:], kwargs))
-        return hook
+                if not states:
+                    states.append(args[0])
+                passed.append((args[1:], kwargs))
 
-    def after(i: int):
-        def hook(_: nn.Module, args: Any, out: Tensor) -> None:
+        def after(_: nn.Module, args: Any, out: Tensor) -> None:
             if get_ident() == thread:
-                seen[i][0].append(out)
-        return hook
+                states.append(out)
+        return before, after
     hooks: list[Any] = []
-    for i, blocks in enumerate(stages):
+    for blocks, record in zip(stages, records, strict=True):
+        before, after = watch(*record)
         for block in blocks:
-            hooks += [(block, 'before with keywords', before(i)), (block, 'after', after(i))]
+            hooks += [(block, 'before with keywords', before), (block, 'after', after)]
     with hooked(*hooks):
-        yield seen
+        yield records
 
 
 def state_at(states: Sequence[Tensor], times: Sequence[float], t: float) -> Tensor:
-    """The state at a time, interpolated linearly between those recorded.
-
-    Args:
-        states: Two or more states.
-        times: Their times, strictly increasing.
-        t: Time from the first to the last of them.
-    """
+    """The state at a time, interpolated linearly between those recorded at strictly increasing times."""
     right = min(max(bisect_right(times, t + 1e-6), 1), len(times) - 1)
     share = min((t - times[right - 1]) / (times[right] - times[right - 1]), 1.)
     if share < 1e-5:

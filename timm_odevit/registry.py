@@ -3,6 +3,7 @@ import copy
 import inspect
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -20,9 +21,9 @@ from .convert.initialisation import set_per_layer
 from .convert.refusals import check_convertible
 from .features import FeaturesAtTimes, check_times
 from .hooks import on_meta
-from .loading import CONFIG, WEIGHTS, check_args, check_size, saved_in, weights_file
 from .ode.config import PREFIX, OdeConfig
 from .ode.time_dependence import RESIDUALS
+from .saving.loading import CONFIG, WEIGHTS, check_args, check_size, saved_in, weights_file
 from .settings import one_line
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
@@ -63,16 +64,15 @@ _PUBLISHED: dict[str, Any] = {
         *_DEIT_128, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12.},
         {'deit_tiny_cifar100': 100, 'deit_tiny_k6_cifar100': 100, 'deit_tiny_k6_cifar10': 10}),
     'odevit_tiny_native_two_r11_patch16_128': (
-        *_DEIT_128, {**_NATIVE, 'ode_time': 'low_rank', 'ode_averaged': True, 'ode_rank': 11, 'ode_phases': 2,
-                     'ode_init': 'svd_data'}, {'deit_tiny_cifar100': 100, 'deit_tiny_cifar10': 10}),
+        *_DEIT_128, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 11, 'ode_phases': 2, 'ode_init': 'svd_data'},
+        {'deit_tiny_cifar100': 100, 'deit_tiny_cifar10': 10}),
     'deit_tiny_patch16_128': (*_DEIT_128, None, {'cifar100': 100}),
 }
-_HUB = 'timm-odevit'
 
 
 def _published_cfg(name: str, cfg: dict[str, Any], classes: int) -> dict[str, Any]:
     """The configuration of a published model; its weights are in this package or, if not there, on the Hub."""
-    cfg = {**cfg, 'num_classes': classes, 'hf_hub_id': f'{_HUB}/{name}'}
+    cfg = {**cfg, 'num_classes': classes, 'hf_hub_id': f'timm-odevit/{name}'}
     here = Path(__file__).parent
     for folder in (here / 'published', here.parent / 'hub'):  # in an installed package, in a checkout
         if (folder / name / WEIGHTS).is_file():
@@ -112,13 +112,9 @@ def odevit_converted(
         base_args: dict[str, Any] | None = None,
         **kwargs: Any,
 ) -> nn.Module:
-    """Any converted model, as saved by `save_pretrained`.
+    """Any converted model: `base` is the timm name of its base model, `base_args` are keywords of that.
 
-    Args:
-        pretrained: Load weights from a folder or a Hub repo.
-        base: timm name of the base model.
-        base_args: Keywords of the base model.
-        **kwargs: Further keywords of the base model, and the `ode_*` keywords of OdeConfig.
+    Further keywords are those of the base model, too, and the `ode_*` keywords of OdeConfig.
     """
     cfg: Any = kwargs.get('pretrained_cfg')
     if saved_in(cfg):  # before the two sets of keywords are merged
@@ -149,7 +145,7 @@ def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained
     if file:
         kwargs['pretrained_cfg_overlay'] = {**(kwargs.get('pretrained_cfg_overlay') or {}), 'file': file, 'source': ''}
     arguments: list[Any] = [base]
-    levels = 3
+    levels = 3  # of feature maps
     if build is not timm.create_model:
         config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
         arguments.append(config)
@@ -165,14 +161,8 @@ def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained
         if not kwargs.get('features_only'):
             raise ValueError('out_times chooses features. Give features_only=True with it.')
     try:
-        return build_model_with_cfg(
-            partial(build, *arguments),
-            variant,
-            pretrained,
-            pretrained_filter_fn=partial(_filter, base),
-            feature_cfg=features,
-            **kwargs,
-        )
+        return build_model_with_cfg(partial(build, *arguments), variant, pretrained, feature_cfg=features,
+                                    pretrained_filter_fn=partial(_filter, base), **kwargs)
     except RuntimeError as e:
         if not str(e).startswith('Error(s) in loading'):  # its message is a page of names and shapes
             raise
@@ -180,10 +170,9 @@ def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained
 
 
 def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str | None:
-    """Return the file with the weights, if any; a model described by a config.json is first built without them."""
+    """The file with the weights, if any; a model described by a config.json is first built without them."""
     cfg: Any = kwargs.get('pretrained_cfg')
-    overlay, cache_dir = kwargs.get('pretrained_cfg_overlay'), kwargs.get('cache_dir')
-    where = saved_in(cfg)
+    overlay, cache_dir, where = kwargs.get('pretrained_cfg_overlay'), kwargs.get('cache_dir'), saved_in(cfg)
     if where:
         saved: Any = kwargs.get('pretrained_model_args', {})
         check_args(where, cfg, saved)
@@ -192,8 +181,7 @@ def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str 
         plain = {k: v for k, v in cfg.items() if k not in ('source', 'file', 'hf_hub_id')}
         try:
             with on_meta():
-                described = timm.create_model(variant, pretrained_cfg=plain, **saved)
-            check_size(described, file)
+                check_size(timm.create_model(variant, pretrained_cfg=plain, **saved), file)
         except Exception as e:  # timm's models raise errors of all kinds for arguments they cannot take
             why = f'{type(e).__name__}: {one_line(e)}'
             raise ValueError(f"{variant} cannot be built from the config.json of '{where}': {why}") from e
@@ -227,10 +215,9 @@ def _build(base: str, config: OdeConfig, drop_path_rate: float = 0., named: bool
 
 
 def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
-    """Build the base with tensors for only one block of each kind; the other blocks of that kind share them.
+    """The base with tensors for only one block of each kind, which the others that will be converted share.
 
-    Only blocks that will not be converted have tensors of their own. The base is first built on the meta device to
-    inspect its blocks, and then with as few blocks as it allows, because all blocks of a ViT-L take a gigabyte.
+    It is built on the meta device to see its blocks, then with as few as it allows: those of a ViT-L take a gigabyte.
     """
     with on_meta():
         whole: Any = timm.create_model(base, **{**kwargs, 'device': None})
@@ -238,23 +225,19 @@ def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
     sites = find_stages(whole)
     orders = [kinds(site.blocks) for site in sites]
     known = inspect.signature(type(whole).__init__).parameters
-    key = next((k for k in ('depth', 'num_blocks', 'depths') if k in known), '')
-    if isinstance(whole, NaFlexVit):
-        key = 'depth'
+    key = 'depth' if isinstance(whole, NaFlexVit) else next(
+        (k for k in ('depth', 'num_blocks', 'depths') if k in known), '')
     # how many blocks, counted from the first, include every kind
     needed = [max(order.index(kind) for kind in set(order)) + 1 for order in orders]
     model: Any = None
     if key:
         fewer = dict(kwargs, drop_path_rate=0.) if 'drop_path_rate' in kwargs else kwargs
-        try:
+        with suppress(AssertionError, TypeError, ValueError):  # of a base whose settings for each block fix its depth
             model = timm.create_model(base, **{**fewer, key: tuple(needed) if key == 'depths' else needed[0]})
-        except (AssertionError, TypeError, ValueError):
-            model = None  # a base with per-block settings, which allows only one depth
     if model is None or _outside(model) != _outside(whole):
         model = timm.create_model(base, **kwargs)
     for ours, theirs, order in zip(find_stages(model), sites, orders, strict=True):
-        few = ours.blocks
-        layers = []
+        few, layers = ours.host.blocks, []
         start, end = config.converted_layers(len(order))
         for i, (kind, whole_block) in enumerate(zip(order, theirs.blocks, strict=True)):
             first = few[order.index(kind)]
@@ -263,8 +246,7 @@ def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
             set_per_layer(layers[-1], [whole_block])
         if isinstance(getattr(theirs.host, 'depth', None), int):
             ours.host.depth = theirs.host.depth
-        sequential = isinstance(ours.host.blocks, nn.Sequential)
-        ours.host.blocks = nn.Sequential(*layers) if sequential else nn.ModuleList(layers)
+        ours.host.blocks = nn.Sequential(*layers) if isinstance(few, nn.Sequential) else nn.ModuleList(layers)
     if isinstance(getattr(whole, 'feature_info', None), list):
         model.feature_info = whole.feature_info
     return model

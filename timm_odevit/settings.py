@@ -17,7 +17,7 @@ __all__ = [
     'setting', 'shown', 'suggest',
 ]
 
-Check = Callable[[str, Any], Any]  # takes a name and a value; returns the value or raises ValueError
+Check = Callable[[str, Any], Any]  # takes a name and a value; returns the value to keep, or raises ValueError
 
 
 def setting(default: Any = MISSING, check: Check | None = None) -> Any:
@@ -39,21 +39,23 @@ class Settings:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            check = f.metadata.get('check')
-            if check is not None:
-                object.__setattr__(self, f.name, check(f.name, getattr(self, f.name)))
-        self._check()
+            if check := f.metadata.get('check'):
+                self._keep(**{f.name: check(f.name, getattr(self, f.name))})
+        self._keep(**(self._check() or {}))
 
-    def _check(self) -> None:
-        pass
+    def _keep(self, **values: Any) -> None:
+        vars(self).update(values)  # a frozen dataclass refuses assignments
+
+    def _check(self) -> Mapping[str, Any] | None:
+        """Conditions on several settings; return the values of those that follow from others."""
 
     def __repr__(self) -> str:
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     def _repr_html_(self) -> str:
-        values = {name: escape(str(getattr(self, name))) for name in self.names()}
-        rows = ''.join(f'<tr><td>{name}</td><td>{value}</td></tr>' for name, value in values.items())
+        rows = ''.join(
+            f'<tr><td>{name}</td><td>{escape(str(getattr(self, name)))}</td></tr>' for name in self.names())
         return f'<table><caption>{type(self).__name__}</caption>{rows}</table>'
 
     @classmethod
@@ -65,17 +67,15 @@ class Settings:
     def about(cls) -> dict[str, str]:
         """A one-line description of each setting, from the docstring's Attributes (empty under `python -OO`)."""
         text = inspect.cleandoc(cls.__doc__ or '')  # Python 3.13 does so itself
-        entries = re.findall(r'^ {4}(\w+): (.*(?:\n {8}.*)*)', text, re.M)
-        found = {name: ' '.join(lines.split()) for name, lines in entries}
-        return {name: found.get(name, '') for name in cls.names()}
+        entries = dict(re.findall(r'^ {4}(\w+): (.*(?:\n {8}.*)*)', text, re.M))
+        return {name: ' '.join(entries.get(name, '').split()) for name in cls.names()}
 
     @classmethod
     def from_keywords(cls, config: Self | None, given: Mapping[str, Any], caller: str) -> Self:
         """The settings that a function was given, either as `config` or as keywords.
 
         Raises:
-            TypeError: Both were given, `config` is of another type, or a keyword is unknown (the message names the
-                closest match) or missing.
+            TypeError: Both were given, `config` is of another type, or a keyword is unknown or missing.
             ValueError: A value is out of range.
         """
         if config is not None:
@@ -86,9 +86,9 @@ class Settings:
                 raise TypeError(f'config of {caller} must be of type {cls.__name__}; got {type(config).__name__}.')
             return config
         refuse_unknown(given, cls.names(), caller)
-        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in given]
-        if missing:
-            raise TypeError(f'{caller} needs {missing[0]}, such as {missing[0]}=1.')
+        for f in fields(cls):
+            if f.default is MISSING and f.name not in given:
+                raise TypeError(f'{caller} needs {f.name}, such as {f.name}=1.')
         return cls(**given)
 
 
@@ -98,6 +98,10 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str], caller: str) -> N
         if key not in known:
             raise TypeError(f"{caller} got an unknown argument '{key}'. {suggest(str(key), known)}Arguments: "
                             f"{', '.join(known)}.")
+
+
+def _or_none(none: str) -> str:
+    return f', or None for {none}' if none else ''
 
 
 def integer(least: int | None = 0, none: str = '') -> Check:
@@ -116,27 +120,21 @@ def integer(least: int | None = 0, none: str = '') -> Check:
 def number(least: float = 0., most: float = math.inf, *, open: str = '', none: str = '') -> Check:
     """A finite number from `least` to `most`; or None, if `none` says what None stands for.
 
-    Args:
-        least: The smallest number.
-        most: The largest number.
-        open: '(' if `least` itself is not allowed, ')' if `most` is not, '()' for both.
-        none: What None stands for, if it is allowed.
+    `open` is '(' if `least` itself is not allowed, ')' if `most` is not, '()' for both.
     """
-    low, high = ('above' if '(' in open else 'of at least'), ('below' if ')' in open else 'at most')
-    bounds = f'{low} {least:g}' if most == math.inf else f'{low} {least:g} and {high} {most:g}'
-    if most < math.inf and open in ('', '()'):
-        bounds = f"{'between' if open else 'from'} {least:g} {'and' if open else 'to'} {most:g}"
-    allowed = f'a number {bounds}{_or_none(none)}'
+    bounds = f"{'above' if '(' in open else 'of at least'} {least:g}"
+    if most < math.inf:
+        bounds = {'': f'from {least:g} to {most:g}', '()': f'between {least:g} and {most:g}'}.get(
+            open, f"{bounds} and {'below' if ')' in open else 'at most'} {most:g}")
 
     def check(name: str, value: Any) -> Any:
         if value is None and none:
             return None
         real = value if isinstance(value, int) else float(value) if isinstance(value, Real) else math.nan
-        # False for NaN, and for whole numbers with hundreds of digits
-        good = not isinstance(value, bool) and abs(real) <= sys.float_info.max
-        if not good or not (least < real if '(' in open else least <= real) or not (
-                real < most if ')' in open else real <= most):
-            raise ValueError(f'{name} must be {allowed}; got {shown(value)}.')
+        inside = (least < real if '(' in open else least <= real) and (real < most if ')' in open else real <= most)
+        # NaN is not inside; whole numbers may have hundreds of digits
+        if isinstance(value, bool) or not inside or abs(real) > sys.float_info.max:
+            raise ValueError(f'{name} must be a number {bounds}{_or_none(none)}; got {shown(value)}.')
         return float(real)
     return check
 
@@ -144,9 +142,7 @@ def number(least: float = 0., most: float = math.inf, *, open: str = '', none: s
 def one_of(allowed: Sequence[Any], none: str = '') -> Check:
     """One of a few words; or None, if `none` says what None stands for."""
     def check(name: str, value: Any) -> Any:
-        if value is None and none:
-            return None
-        if value not in list(allowed):  # a list, since the value may not be hashable
+        if (value is not None or not none) and value not in list(allowed):  # a list: the value may not be hashable
             raise ValueError(f"Unknown {name} '{value}'. {suggest(str(value), allowed)}Allowed: {', '.join(allowed)}"
                              f'{_or_none(none)}.')
         return value
@@ -193,7 +189,3 @@ def suggest(word: str, allowed: Iterable[str]) -> str:
     """A sentence naming the closest allowed word, with a trailing space; empty if none is close."""
     close = get_close_matches(word, list(allowed), n=1, cutoff=0.5)
     return f"Did you mean '{close[0]}'? " if close else ''
-
-
-def _or_none(none: str) -> str:
-    return f', or None for {none}' if none else ''

@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from timm_odevit import Recipe, evaluate, train
-from timm_odevit.training.loaders import loaders
+from timm_odevit.data.read import read_data
 
 
 def load_recipes(paths, changes=()):
@@ -57,7 +57,7 @@ def table(rows):
 def measure(folder, recipe, data, limit, device):
     """Top-1 in percent on the images held out, at the student's number of steps, at half and at twice that number."""
     model = timm.create_model(f'local-dir:{folder}/best', pretrained=True).to(device)
-    val = loaders(recipe.batches, data, model, limit=limit, seed=recipe.seed)[1]
+    val = read_data(data, model, recipe.batches, limit=limit, seed=recipe.seed).val
     steps = getattr(model.blocks, 'steps', None)
     if steps is None:
         return model, {'top1': evaluate(model, val).results[-1].top1}

@@ -10,9 +10,10 @@ import timm
 
 from timm_odevit.ode.blocks import find_ode_blocks
 from timm_odevit.saving.cards import model_card
-from timm_odevit.saving.push import EARLIER
 
 HUB = Path(__file__).parent.parent
+# recipes of the runs before the last one, in order
+EARLIER = ('earlier.yaml', 'earlier2.yaml', 'earlier3.yaml', 'earlier4.yaml')
 DATASETS = {'cifar100': 'CIFAR-100', 'cifar10': 'CIFAR-10'}
 PLAIN = 'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100'  # has as many parameters as hub/runs/plain.json
 

@@ -15,7 +15,7 @@ import torch
 
 from timm_odevit import export_model
 from timm_odevit.benchmark import processor
-from timm_odevit.deploy import FORMATS
+from timm_odevit.export import FORMATS
 from timm_odevit.files import to_json, write_text
 
 HUB = Path(__file__).parent.parent
@@ -33,6 +33,8 @@ if __name__ == '__main__':
     model, rows = timm.create_model(args.model, pretrained=True).eval(), []
     with tempfile.TemporaryDirectory() as folder:
         for format, int8, merged in product(FORMATS, (False, True), (True, False)):
+            if int8 and format != 'onnx':
+                continue
             path = export_model(model, Path(folder, 'model' + FORMATS[format].suffix), format=format, int8=int8,
                                 merged=merged, overwrite=True)
             top1, ms = exported.main(str(path), args.data, IMAGES)

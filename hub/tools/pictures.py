@@ -1,4 +1,7 @@
-"""Draw hub/pictures/*.png from the records in hub/; `python hub/tools/table.py --write` calls it."""
+"""Draw pictures of hub/pictures/ from the records in hub/; `python hub/tools/table.py --write` calls it.
+
+`git show 9508f57:hub/tools/pictures.py` drew those of closed studies: faster, memory, sharing, steps.
+"""
 import io
 import json
 import math
@@ -16,17 +19,6 @@ MODELS = {
     'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100': ('two blocks, rank 11', 'C2'),
     'odevit_tiny_patch16_128.deit_tiny_k6_cifar100': ("the paper's block", 'C1'),
 }
-# variants of hub/lab/controls.jsonl
-SHARING = {
-    'two blocks, rank 11': 'two blocks, residuals of rank 11', 'no KL': 'one block, residuals of rank 23',
-    'only the MLP shared': 'only the MLP shared, rank 27', 'nothing shared': 'nothing shared, rank 35',
-    'only attention shared': 'only attention shared, rank 31', 'three blocks': 'three blocks, no residuals',
-    'three blocks, mixed': 'a mixture of three blocks per layer',
-    'first and last layer kept': 'first and last layer kept, one block between'}
-ONE_OR_TWO = {
-    'one block': ('fifth: one block', 'no KL', 'third: one block', 'half: one block'),
-    'two blocks': ('fifth: two blocks', 'two blocks, rank 11', 'third: two blocks', 'half: two blocks')}
-BLOCK = 444_864  # parameters of one of the teacher's twelve blocks
 SIGNALS = {
     'confidence': 'softmax confidence', 'margin': 'margin of the logits', 'radius': 'radius of the class',
     'entropy': 'entropy', 'exponents': 'largest exponent', 'class_token': 'that of the class token',
@@ -36,9 +28,8 @@ KEPT = "top-1 accuracy, % of the teacher's"
 
 
 def read(name):
-    """A record of hub/: the tree of a .json, the lines of a .jsonl."""
-    text = (HUB / name).read_text()
-    return [json.loads(line) for line in text.splitlines()] if name.endswith('l') else json.loads(text)
+    """The tree of a record of hub/."""
+    return json.loads((HUB / name).read_text())
 
 
 def sheet(width, height, columns=1, **kwargs):
@@ -54,15 +45,6 @@ def say(axes, text, point, shift=(6, 0), **kwargs):
 def ticks(axes, values, which='x'):
     getattr(axes, f'set_{which}ticks')(values, [f'{value:g}' for value in values])
     axes.minorticks_off()
-
-
-def controls():
-    """The runs of hub/lab/controls.jsonl by variant: the share of the blocks' parameters in %, and top-1 by seed."""
-    found = {}
-    for run in read('lab/controls.jsonl'):
-        share = 100 * run['block_parameters'] / (12 * BLOCK)
-        found.setdefault(run['variant'], (share, []))[1].append(run['top1'])
-    return found
 
 
 def sizes():
@@ -85,53 +67,6 @@ def sizes():
     return figure
 
 
-def steps():
-    figure, (left, right) = sheet(9, 4.1, 2, sharey=True)
-    runs = [run for run in read('runs/study.jsonl')
-            if str(run.get('student')).startswith('odevit_tiny_native_patch16_64') and 'note' not in run]
-    chosen = {'null': ('each update runs K = 6', 'C3'), '[1, 2, 3, 6, 12, 24]': ('one of 1, 2, 3, 6, 12 and 24', 'C0'),
-              '[[6, 1], [6, 2], [6, 3], [12, 2], [12, 3], [24, 3]]': ('two of them: a large and a small one', 'C2')}
-    for run in runs:
-        if (key := json.dumps(run['steps'])) in chosen:
-            text, color = chosen[key]
-            left.plot([int(k) for k in run['top1']], list(run['top1'].values()), '.-', color=color, label=text)
-    left.set_title('one block', fontsize=10)
-    for run, text, color in zip(read('lab/steps.jsonl'), (
-            'each update runs K = 12', 'one of 6, 8, 12, 16 and 24'), ('C3', 'C0'), strict=True):
-        right.plot([int(k) for k in run['top1']], list(run['top1'].values()), '.-', color=color, label=text)
-    runs = [run for run in read('runs/study.jsonl') if run.get('averaged') and run['steps'] == [12, 12, 6, 4, 3, 2, 24]]
-    right.plot([int(k) for k in runs[0]['top1']], list(runs[0]['top1'].values()), '.-', color='C2',
-               label='one of 2, 3, 4, 6, 12 and 24; residuals averaged over a step')
-    right.set_title('one block and residuals of rank 23', fontsize=10)
-    for axes in (left, right):
-        axes.set(xlabel='K in use', xscale='log', ylim=(0, 75), xlim=(0.9, 120))
-        ticks(axes, (1, 2, 3, 4, 6, 12, 24, 100))
-        axes.legend(fontsize=8, loc='upper left', bbox_to_anchor=(0, -0.17), borderaxespad=0)
-    left.set_ylabel('top-1 accuracy, %')
-    return figure
-
-
-def sharing():
-    figure, (left, right) = sheet(10, 3.3, 2, width_ratios=(3, 2))
-    found = controls()
-    for row, (key, _) in enumerate(SHARING.items()):
-        mean, sd = statistics.mean(found[key][1]), statistics.stdev(found[key][1])
-        left.barh(row, mean, xerr=sd, height=0.7, color='C0' if row < 2 else 'C7', alpha=0.8)
-        say(left, f'{mean:.1f}', (mean + sd, row))
-    left.set_yticks(range(len(SHARING)), list(SHARING.values()), fontsize=8)
-    left.invert_yaxis()
-    left.set(xlabel='top-1 accuracy, %', xlim=(0, 62))
-    left.set_title('a quarter of the parameters of the blocks', fontsize=10)
-    for (name, variants), color in zip(ONE_OR_TWO.items(), ('C1', 'C0'), strict=True):
-        pairs = [(found[variant][0], statistics.mean(found[variant][1])) for variant in variants]
-        right.plot(*zip(*pairs, strict=True), 'o-', color=color, label=name)
-    right.set(xlabel='parameters of the blocks, %', ylabel='top-1 accuracy, %', ylim=(40, 70))
-    right.set_title('one block or two, with residuals', fontsize=10)
-    ticks(right, (20, 25, 34, 50))
-    right.legend(fontsize=8, loc='lower right')
-    return figure
-
-
 def ingredients():
     figure, axes = sheet(7.5, 4.8)
     rows = read('lab/ablation.json')
@@ -146,47 +81,6 @@ def ingredients():
     axes.invert_yaxis()
     axes.axvline(0, color='black', linewidth=0.8)
     axes.set(xlabel=f'points of top-1 accuracy, from {first:.1f} %', xlim=(-27, 39))
-    return figure
-
-
-def faster():
-    figure, (left, right) = sheet(10, 3.7, 2)
-    found = read('speed/tokens.json')['found']
-    top1, images = [row['top1'] for row in found], read('speed/tokens.json')['images']
-    bars = [196 * math.sqrt(p / 100 * (1 - p / 100) / images) for p in top1]
-    left.errorbar([row['times as fast'] for row in found], top1, bars, fmt='o-', color='C0', capsize=3, elinewidth=0.5)
-    for row in found:
-        shift = {0.2: (-10, 10), 0.15: (10, 10), 0.1: (0, -10)}.get(row['tokens'], (0, 10))
-        say(left, f"{100 * row['tokens']:.0f} %", (row['times as fast'], row['top1']), shift, ha='center')
-    left.set(xlabel='times as fast, measured', ylabel='top-1 accuracy, %', ylim=(73, 82), xlim=(0.95, 1.6))
-    left.set_title('DeiT-tiny, 224 px: share of the tokens left at the end', fontsize=10)
-    found = read('speed/dials.json')['found']
-    for text, style, color, chosen in [
-            ('fewer steps', 's-', 'C1', lambda r: r['tokens'] == 1 and not r['threshold']),
-            ('fewer tokens', '^-', 'C0', lambda r: r['steps'] == 6 and not r['threshold']),
-            ('early exit', 'o-', 'C2', lambda r: r['steps'] == 6 and r['tokens'] == 1),
-            ('early exit from five steps', 'o:', 'C3', lambda r: r['steps'] == 5 and r['tokens'] == 1)]:
-        rows = sorted((r for r in found if chosen(r)), key=lambda r: r['times as fast'])
-        rows = [r for r in rows if r['top1'] > 75]
-        right.plot([r['times as fast'] for r in rows], [r['top1'] for r in rows], style, color=color, label=text)
-    right.set(xlabel='times as fast, measured')
-    right.set_title('student of CIFAR-10 with exits, 64 px, K = 6', fontsize=10)
-    right.legend(fontsize=8, loc='lower left')
-    return figure
-
-
-def memory():
-    figure, axes = sheet(7, 3)
-    ways = {'plain back-propagation': ('every state kept', 'C3', (8, 0)),
-            'gradient checkpointing per step': ('each step recomputed (checkpointing)', 'C2', (8, 0)),
-            'dopri5': ('dopri5', 'C1', (-38, 8)), 'dopri5, adjoint': ('dopri5, adjoint', 'C0', (8, -4))}
-    rows = read('speed/memory.json')['found']
-    for way, (text, color, shift) in ways.items():
-        pairs = [(row['evaluations'], row['bytes'] / 1e6) for row in rows if row['way'] == way]
-        axes.plot(*zip(*pairs, strict=True), 'o-', color=color)
-        say(axes, text, pairs[-1], shift, color=color)
-    axes.set(xlabel='evaluations of the block', ylabel='peak memory, MB', ylim=(0, 165), xlim=(8, 84))
-    ticks(axes, (12, 20, 32, 48))
     return figure
 
 
@@ -224,7 +118,7 @@ def discretisation():
     return figure
 
 
-PICTURES = (sizes, steps, sharing, ingredients, faster, memory, auroc, discretisation)
+PICTURES = (sizes, ingredients, auroc, discretisation)
 
 
 def draw():

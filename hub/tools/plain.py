@@ -1,7 +1,6 @@
 """Make a plain ViT of a few of a teacher's blocks, to be distilled by the same recipes as the ODE-ViTs: the control.
 
     python hub/tools/plain.py deit_tiny_patch16_128.cifar100 out/plain --parameters 1500000
-    python hub/runs/study.py cifar100.npz --teacher deit_tiny_patch16_128.cifar100 --student local-dir:out/plain --own 3
 """
 import argparse
 
@@ -10,8 +9,7 @@ import timm
 from timm_odevit import save_pretrained
 from timm_odevit.shrinking.candidates import plain_student
 
-
-def main():
+if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('teacher', help='name of the teacher')
     parser.add_argument('out', help='folder')
@@ -20,7 +18,3 @@ def main():
     plain = plain_student(timm.create_model(args.teacher, pretrained=True), args.parameters)
     print(plain.blocks)
     save_pretrained(plain, args.out)
-
-
-if __name__ == '__main__':
-    main()

@@ -7,8 +7,7 @@ import argparse
 import numpy as np
 import torchvision
 
-
-def main():
+if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('data')
     parser.add_argument('--name', default='CIFAR100', choices=('CIFAR10', 'CIFAR100'))
@@ -19,7 +18,3 @@ def main():
         data = getattr(torchvision.datasets, args.name)(args.root, train=train, download=True)
         arrays[f'x_{name}'], arrays[f'y_{name}'] = np.asarray(data.data), np.asarray(data.targets)
     np.savez(args.data, classes=np.asarray(data.classes), **arrays)
-
-
-if __name__ == '__main__':
-    main()

@@ -15,13 +15,12 @@ from pathlib import Path
 
 import timm
 import torch
-from cards import card, dataset_of
+from cards import EARLIER, card, dataset_of
 
 import timm_odevit
 from timm_odevit import Recipe, evaluate, save_pretrained
 from timm_odevit.data.arrays import array_loaders
 from timm_odevit.ode.blocks import find_ode_blocks
-from timm_odevit.saving.push import EARLIER
 from timm_odevit.saving.save import save_reference
 
 HUB = Path(__file__).parent.parent

@@ -15,11 +15,12 @@ import torch
 
 from timm_odevit import with_steps
 from timm_odevit.benchmark import processor
-from timm_odevit.data.arrays import array_loaders
+from timm_odevit.data.config import DataConfig
+from timm_odevit.data.read import read_data
 from timm_odevit.files import to_json, write_text
 from timm_odevit.ode.blocks import count_parameters, find_ode_blocks
 from timm_odevit.shrinking.candidates import Candidate, measure
-from timm_odevit.shrinking.images import Held, Images
+from timm_odevit.shrinking.judge import Held
 
 HUB = Path(__file__).parent.parent
 
@@ -34,14 +35,14 @@ def chosen(tag, plain):
             continue  # trained from scratch, without a teacher
         group = groups.setdefault(model.patch_embed.img_size[0], [])
         if not trained:
-            group += [Candidate(name, model), Candidate(f'{name}, int8', model, True)]
+            group += [Candidate('original', name, model), Candidate('original', f'{name}, int8', model, True)]
         else:
             counts = {3, 6} & set(trained) | {find_ode_blocks(model)[0].steps}
-            group += [Candidate(f'{name}, int8, K = {steps}', with_steps(model, steps), True, False)
+            group += [Candidate('student', f'{name}, int8, K = {steps}', with_steps(model, steps), True, False)
                       for steps in sorted(counts, reverse=True)]
     if plain is not None:
         model = timm.create_model(f'local-dir:{plain}', pretrained=True).eval()
-        groups[model.patch_embed.img_size[0]].append(Candidate('plain, int8', model, True))
+        groups[model.patch_embed.img_size[0]].append(Candidate('plain', 'plain, int8', model, True))
     return {size: group for size, group in groups.items() if group[0].name.startswith('deit_tiny')}
 
 
@@ -53,12 +54,11 @@ if __name__ == '__main__':
     torch.set_num_threads(1)
     found = []
     for size, group in chosen(args.data.stem, args.plain).items():
-        batches = list(array_loaders(args.data, group[0].model, batch_size=1000)[-1])
+        batches = list(read_data(args.data, group[0].model, DataConfig(batch_size=1000)).test)
         images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
         held = Held(images, labels, torch.zeros(len(images)))
         with tempfile.TemporaryDirectory() as folder:
-            rows, notes = measure(
-                group, Images(None, 0, held, held, held, 'accuracy', ''), Path(folder), progress=print)
+            rows, notes = measure(group, held, 'accuracy', Path(folder), progress=print)
         assert not notes, notes
         found.append({'data': args.data.stem, 'size': size, 'images': len(images), 'rows': [
             {**asdict(row), 'parameters': count_parameters(candidate.model)}

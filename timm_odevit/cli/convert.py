@@ -20,10 +20,10 @@ from timm_odevit import (
 
 from ..data.config import DataConfig
 from ..data.read import read_data
-from ..deploy import FORMATS
+from ..export import FORMATS
 from ..files import write_text
 from ..saving.cards import model_card
-from ..saving.push import CARD
+from ..saving.save import CARD
 from .models import load, refuse_existing, save, set_steps
 
 HELD_OUT = 512  # images to measure agreement on
@@ -87,7 +87,7 @@ def calibrate(args: Any) -> None:
     held_out = data.sample('val', HELD_OUT)
     measure, score = (evaluate, 'agreement') if student.num_classes else (evaluate_embeddings, 'neighbours')
     before: Any = measure(student, held_out, teacher=teacher).results[-1]
-    calibrate_(student, teacher, data.train, progress=not args.quiet, config=config)
+    calibrate_(student, teacher, data, progress=not args.quiet, config=config)
     after: Any = measure(student, held_out, teacher=teacher).results[-1]
     what = 'agreement with' if student.num_classes else 'same nearest image as'
     print(f'{what} the teacher on {after.images} images held out: {getattr(before, score):.1f} % before, '
@@ -102,7 +102,7 @@ def export(args: Any) -> None:
     --format {onnx,pt2,aoti} [onnx]  onnx, for ONNX Runtime and others; pt2, for torch.export.load; or aoti, compiled
         for this kind of processor
     -o,--out FILE  file to write: .onnx, or .pt2 for the others (default: the model's name)
-    --int8  store the weights of linear layers as int8
+    --int8  store the weights of linear layers as int8 (only onnx)
     --merged  merge a block that depends on time into one per step, as is done for pt2 and aoti
     --unmerged  do not, as is done for onnx: a smaller file, which is slower in the other formats
     --steps --img-size

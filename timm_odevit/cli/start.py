@@ -226,9 +226,11 @@ def recipe(args: argparse.Namespace) -> None:
     loaded = Recipe.load(args.name)
     if args.action == 'show':
         return print(loaded.to_yaml(), end='')
-    epochs = [loaded.fit_of(stage).epochs for stage in loaded.stages]
-    print(f"'{args.name}' is a valid recipe: {len(epochs)} stage{'s' if len(epochs) > 1 else ''}, "
-          f"{sum(epochs)} epoch{'s' if sum(epochs) > 1 else ''}.")
+    fits = [loaded.fit_of(stage) for stage in loaded.stages]
+    counts = {'stage': len(fits), 'epoch': sum(fit.epochs or 0 for fit in fits),
+              'minute': sum(fit.minutes or 0 for fit in fits)}
+    words = [f"{count:g} {word}{'s' if count > 1 else ''}" for word, count in counts.items() if count]
+    print(f"'{args.name}' is a valid recipe: {', '.join(words)}.")
 
 
 def script(args: argparse.Namespace) -> int:

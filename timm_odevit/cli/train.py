@@ -1,5 +1,4 @@
 """odevit shrink, finetune and distill"""
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from timm_odevit import shrink as run_shrink
 
 from ..data.folders import folder_parts
 from ..data.read import classes_of
-from ..training.resume import BEST, RECIPE, RUN
+from ..training.resume import BEST, RECIPE, RUN, read_run
 from .models import TOWERS, load, refuse_existing
 
 
@@ -126,12 +125,11 @@ def _read_run(args: Any, folder: Path) -> Recipe:
     if not (folder / RECIPE).is_file() or not (folder / RUN).is_file():
         raise ValueError(f"There is no run to continue in '{folder}': it has no {RECIPE}.")
     recipe = Recipe.load(folder / RECIPE, args.set)
-    try:
-        started: dict[str, Any] = dict(json.loads((folder / RUN).read_text())['command'])
-        command = started.pop('command', args.command)
-    except (KeyError, TypeError, ValueError):
+    started = read_run(folder).get('command')
+    if not isinstance(started, dict) or not started:
         raise ValueError(f"'{folder / RUN}' does not say how the run was started. Give the whole command, with "
-                         '--resume at its end.') from None
+                         '--resume at its end.')
+    command = started.pop('command', args.command)
     if command != args.command:
         raise ValueError(f"'{folder}' is not a run of odevit {args.command}. Type: odevit {command} --resume {folder}")
     for name, value in started.items():

@@ -12,26 +12,23 @@ from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr, SwinTransfor
 from timm.models.vision_transformer_sam import window_partition, window_unpartition
 from timm.models.xcit import Xcit
 from torch import Tensor, nn
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from ..ode.config import OdeConfig
-from ..ode.fields import Context, NativeField
+from ..ode.fields import NativeField
 
 __all__ = [
-    'HINT', 'Site', 'WholeField', 'check_blocks', 'class_token_comes_later', 'field_class', 'find_stages', 'kinds',
-    'per_layer', 'prefix_tokens',
+    'PER_LAYER', 'Site', 'WholeField', 'cannot_convert', 'class_token_comes_later', 'field_class', 'find_stages',
+    'kinds', 'prefix_tokens', 'takes_one_state',
 ]
 
 
 class PostNormField(NativeField):
     """A block whose norms follow its sub-layers: ResPostBlock, EvaBlockPostNorm, ResPostRelPosBlock."""
 
-    def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
+    def attention(self, t, x, context):
         return self.block.drop_path1(self.block.norm1(self.block.attn(x, **context.block_kwargs)))
 
-    def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
+    def mlp(self, t, x, context):
         return self.block.drop_path2(self.block.norm2(self.block.mlp(x)))
 
 
@@ -126,10 +123,8 @@ FIELD_OF: dict[type[nn.Module], type[NativeField]] = {
 STAGES: dict[type[nn.Module], str] = {
     SwinTransformer: 'layers', SwinTransformerV2: 'layers', SwinTransformerV2Cr: 'stages'}
 # constants that timm sets per layer, by depth; a shared block gets their mean over its layers
-_PER_LAYER = ('drop_prob', 'lambda_init')
-_WEIGHT_MAKERS = (BasePruningMethod, SpectralNorm, WeightNorm)  # as forward pre-hooks
+PER_LAYER = ('drop_prob', 'lambda_init')
 _UNUSED = ('training', 'target_shift_size')  # settings that change nothing at this image size
-HINT = 'See timm_odevit.list_convertible().'
 
 
 class Site(NamedTuple):
@@ -141,10 +136,15 @@ class Site(NamedTuple):
     def blocks(self) -> list[Any]:
         return list(self.host.blocks)
 
-    def layers(self, config: OdeConfig) -> int:
-        """How many of the blocks a conversion replaces."""
+    def converted(self, config: OdeConfig) -> list[Any]:
+        """The blocks that a conversion replaces."""
         first, last = config.converted_layers(len(self.host.blocks))
-        return last - first + 1
+        return self.blocks[first:last + 1]
+
+
+def cannot_convert(model: nn.Module, why: str) -> TypeError:
+    """The error for a model whose blocks cannot be converted."""
+    return TypeError(f'Cannot convert {type(model).__name__}: {why}. See timm_odevit.list_convertible().')
 
 
 def find_stages(model: nn.Module) -> list[Site]:
@@ -161,7 +161,7 @@ def find_stages(model: nn.Module) -> list[Site]:
         blocks = getattr(host, 'blocks', None)
         if isinstance(blocks, (nn.Sequential, nn.ModuleList)) and len(blocks):
             return [Site(host, name)]
-    raise TypeError(f'Cannot convert {type(model).__name__}: it has no sequence of transformer blocks. {HINT}')
+    raise cannot_convert(model, 'it has no sequence of transformer blocks')
 
 
 def class_token_comes_later(model: Any) -> bool:
@@ -181,64 +181,25 @@ def field_class(block: nn.Module) -> type[NativeField]:
 
 def kinds(blocks: Sequence[nn.Module]) -> list[int]:
     """For each block, the index of its kind: blocks of one kind differ only in the values of their parameters."""
-    seen: list[Any] = []
-    found = []
-    for block in blocks:
-        signature = _signature(block)
-        if signature not in seen:
-            seen.append(signature)
-        found.append(seen.index(signature))
-    return found
+    order: dict[str, int] = {}
+    return [order.setdefault(_signature(block), len(order)) for block in blocks]
 
 
-def check_blocks(model: nn.Module, blocks: Sequence[Any]) -> None:
-    """Raise TypeError if the blocks cannot be steps of an ODE."""
-    name, first = type(model).__name__, blocks[0]
-    if type(first) not in FIELD_OF:
-        parameters = list(inspect.signature(type(first).forward).parameters.values())[1:]
-        simple = parameters and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        if not simple or parameters[0].annotation not in (inspect.Parameter.empty, Tensor):
-            raise TypeError(f'Cannot convert {name}: a {type(first).__name__} does not take one state tensor. {HINT}')
-        if parameters[1:] and parameters[1].default is inspect.Parameter.empty and parameters[1].annotation is (
-                inspect.Parameter.empty):
-            raise TypeError(
-                f'Cannot convert {name}: a {type(first).__name__} takes two states ({parameters[0].name}, '
-                f'{parameters[1].name}). {HINT}')
-        if len(set(kinds(blocks))) > 1:
-            raise TypeError(
-                f'Cannot convert {name}: its blocks are of {len(set(kinds(blocks)))} kinds, which cannot share one '
-                f'block. {HINT}')
-    for i, block in enumerate(blocks):
-        for module in block.modules():
-            makers = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_MAKERS)]
-            if makers:
-                raise TypeError(
-                    f'Cannot convert {name}: a {type(makers[0]).__name__} computes the weight of a '
-                    f'{type(module).__name__} in block {i}, which a shared block cannot do. Make the weight permanent '
-                    'first (in torch.nn.utils: prune.remove, remove_spectral_norm or remove_weight_norm).')
-        if type(block) is not type(first):
-            raise TypeError(
-                f'Cannot convert {name}: block {i} is a {type(block).__name__}, block 0 is a {type(first).__name__}. '
-                f'{HINT}')
+def takes_one_state(block: nn.Module) -> bool:
+    """Whether a block that is not in FIELD_OF is called with one tensor, and perhaps with options."""
+    state, *others = list(inspect.signature(type(block).forward).parameters.values())[1:3] or [None]
+    empty = inspect.Parameter.empty
+    return (state is not None and state.kind is state.POSITIONAL_OR_KEYWORD and state.annotation in (empty, Tensor)
+            and not any(other.default is empty and other.annotation is empty for other in others))
 
 
-def per_layer(block: nn.Module) -> dict[tuple[str, str], float]:
-    """Constants of a block that timm sets by depth, such as stochastic-depth rates, by module and attribute."""
-    found = {}
-    for name, module in block.named_modules():
-        for key in _PER_LAYER:
-            if isinstance(getattr(module, key, None), float):
-                found[name, key] = float(getattr(module, key))
-    return found
-
-
-def _signature(block: nn.Module) -> list[Any]:
+def _signature(block: nn.Module) -> str:
     """Type and settings of every module except dropout, and the shape of every tensor."""
     lines: list[Any] = []
     for name, module in block.named_modules():
         if 'drop' not in name.rsplit('.', 1)[-1]:
             settings = {k: v for k, v in vars(module).items() if type(v) in (bool, int, float, str, tuple, torch.Size)
-                        and not k.startswith('_') and k not in (*_UNUSED, *_PER_LAYER)}
+                        and not k.startswith('_') and k not in (*_UNUSED, *PER_LAYER)}
             lines.append((name, type(module), module.extra_repr(), sorted(settings.items())))
     lines += [(name, tuple(p.shape)) for name, p in (*block.named_parameters(), *block.named_buffers())]
-    return lines
+    return repr(lines)

@@ -2,7 +2,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from html import escape
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +9,12 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 
 from ..ode.blocks import OdeBlocks, count_parameters
-from ..ode.config import OdeConfig
+from ..ode.config import FIELDS, OdeConfig
 from ..ode.methods import METHODS
-from ..ode.time_dependence import TimeField
 from .block_kinds import Site, class_token_comes_later, prefix_tokens
 from .initialisation import build_field
-from .merge import check_not_merged
+from .merge import Replacements, check_not_merged, refuse
 from .refusals import check_all, count_in_words
-from .replacements import Replacements
 from .svd_data import input_moments
 
 __all__ = ['Conversion', 'convert_']
@@ -39,9 +36,8 @@ def convert_(
     Args:
         model: A timm model with a sequence of blocks of one width, or with stages (Swin); see `list_convertible()`.
         config: Settings; steps and T default to the number of converted layers.
-        images: Calibration images [B, C, H, W], normalised for the model, for init 'svd_data'; a few dozen
-            suffice. It keeps the second moments of the inputs of all linear layers of
-            a sequence in memory: a ViT-L needs 2 GB and takes minutes.
+        images: For init 'svd_data', a few dozen images [B, C, H, W], normalised for the model. The second moments of
+            the inputs of all linear layers are kept in memory: for a ViT-L, that is 2 GB and takes minutes.
         keep_original: Keep the original blocks, so that `restore()` can bring them back; False frees their memory.
         **settings: Instead of `config`, any of its settings, such as steps=6; see OdeConfig.
 
@@ -62,39 +58,29 @@ def convert_(
     """
     config = OdeConfig.from_keywords(config, settings, 'convert_')
     sites = check_all(model, config, images)
-    before = count_parameters(model)
-    built = tuple(_build(model, site, config.resolve(site.layers(config), stage), images)
-                  for stage, site in enumerate(sites))
+    counts, before = [len(site.converted(config)) for site in sites], count_parameters(model)
+    built = tuple(_build(model, site, config.resolve(count, stage), images)
+                  for stage, (site, count) in enumerate(zip(sites, counts, strict=True)))
     replacements = Replacements(model, _replacements(model, sites, built))
-    done = Conversion(
-        model=model,
-        blocks=built,
-        layers=sum(site.layers(config) for site in sites),
-        config=built[0].config if len(built) == 1 else config,
-        parameters_before=before,
-        parameters_after=before,
-        _replacements=replacements if keep_original else None,
-        _grids=tuple((ode.steps, ode.t, ode.end) for ode in built),
-    )
-    replacements.put()
-    done.parameters_after = count_parameters(model)
-    return done
+    return Conversion(
+        model, built, sum(counts), built[0].config if len(built) == 1 else config, before, count_parameters(model),
+        replacements if keep_original else None)
 
 
 def _build(model: Any, site: Site, config: OdeConfig, images: Tensor | None) -> OdeBlocks:
     """The OdeBlocks for one sequence of blocks; nothing is changed."""
-    blocks, own = site.blocks, site.host is model
+    blocks, chosen, own = site.blocks, site.converted(config), site.host is model
     first, last = config.converted_layers(len(blocks))
-    chosen = blocks[first:last + 1]
-    moments = None if images is None or config.init != 'svd_data' else input_moments(model, chosen, images, first)
-    shared = build_field(config, chosen, first, moments)
+    moments = input_moments(model, chosen, images, first) if config.init == 'svd_data' and images is not None else {}
     info: Any = getattr(model, 'feature_info', None)
     listed = own and isinstance(info, list) and len(info) == len(blocks)  # an entry for each block
-    feature = {k: v for k, v in info[first].items() if k != 'module'} if listed else None
     readable = own and isinstance(getattr(model, 'norm', None), nn.Module) and hasattr(model, 'forward_head') and (
         not class_token_comes_later(model))
     ode = OdeBlocks(
-        shared, config, feature, float(first), blocks[:first], blocks[last + 1:],
+        build_field(config, chosen, first, moments),
+        config,
+        {k: v for k, v in info[first].items() if k != 'module'} if listed else None,
+        float(first), blocks[:first], blocks[last + 1:],
         readout=partial(_logits, model) if readable else None,
         num_prefix_tokens=prefix_tokens(model) if own else 0)
     kept = {module for block in (*ode.before, *ode.after) for module in block.modules()}
@@ -105,38 +91,32 @@ def _build(model: Any, site: Site, config: OdeConfig, images: Tensor | None) -> 
 
 def _replacements(model: Any, sites: Sequence[Site], built: Sequence[OdeBlocks]) -> list[tuple[Any, str, Any]]:
     """Owner, attribute and new value of everything that a conversion changes in a model."""
-    wanted: list[tuple[Any, str, Any]] = [(site.host, 'blocks', ode) for site, ode in zip(sites, built, strict=True)]
-    wanted += [(model, 'feature_info', ode.feature_info) for ode in built if ode.feature]
+    rows: list[tuple[Any, str, Any]] = [(site.host, 'blocks', ode) for site, ode in zip(sites, built, strict=True)]
+    rows += [(model, 'feature_info', ode.feature_info) for ode in built if ode.feature]
     if sites[0].host is model and getattr(model, 'rope_mixed', False):
-        wanted.append((model.rope, 'get_embed', partial(_rope_of_steps, model)))
+        rows.append((model.rope, 'get_embed', partial(_rope_of_steps, model)))
     if hasattr(model, 'group_matcher'):
-        wanted.append((model, 'group_matcher', partial(_group_matcher, model)))
-    if any('position_bias_table' in name for ode in built for field in ode.shared.modules()
-           if isinstance(field, TimeField) for name in field.up):
-        wanted.append((model, 'set_input_size', _refuse_size))  # before the model has changed anything else
-    return wanted
-
-
-def _refuse_size(*args: Any, **kwargs: Any) -> None:
-    raise ValueError('The residuals of the position bias fit only the image size at which the model was converted. '
-                     'Call set_input_size before convert_.')
+        rows.append((model, 'group_matcher', partial(_group_matcher, model)))
+    if any('position_bias_table' in name and '.up.' in name for ode in built for name, _ in ode.named_parameters()):
+        rows.append((model, 'set_input_size', partial(refuse, (
+            'The residuals of the position bias fit only the image size at which the model was converted. '
+            'Call set_input_size before convert_.'))))
+    return rows
 
 
 def _logits(model: Any, state: Tensor) -> Tensor:
     """The logits [B, classes] that a model gives for a last state [B, N, D]."""
     if model.num_classes < 2:
-        raise ValueError("Halting by 'entropy' or 'confidence' needs class probabilities, but this model has fewer "
-                         "than two classes. Use 'acceleration' or 'residual', or set halting=None.")
+        raise ValueError("Halting by 'entropy' needs class probabilities, but this model has fewer "
+                         "than two classes. Use 'acceleration', or set halting=None.")
     found: Tensor = model.forward_head(model.norm(state))
     return found
 
 
 def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
     """RoPE tables of a base that has one per layer: each step gets that of the layer in which it starts."""
-    rope = model.rope
-    tables = type(rope).get_embed(rope, *args, **kwargs)
-    blocks = model.blocks
-    layers = getattr(blocks, 'layers', range(len(blocks)))  # absent if the model was pruned to kept blocks
+    tables = type(model.rope).get_embed(model.rope, *args, **kwargs)
+    layers = getattr(model.blocks, 'layers', range(len(model.blocks)))  # absent if the model was pruned to kept blocks
     return tables[[min(layer, len(tables) - 1) for layer in layers]]
 
 
@@ -179,16 +159,16 @@ class Conversion:
     parameters_before: int
     parameters_after: int
     _replacements: Replacements | None
-    _grids: tuple[tuple[int, float, float], ...]
+
+    def __post_init__(self) -> None:
+        self._text = self._report()  # the steps may be set later
 
     def restore(self) -> None:
         """Put the original blocks back, bit for bit, on the model's current device and in its current mode.
 
-        If `set_input_size` was called since, their position biases and windows follow.
-
         Everything else keeps its current weights: blocks that were not converted, embeddings, final norm and head. If
-        they were trained since, they no longer fit the original blocks; to undo that as well, keep a
-        `copy.deepcopy(model)` made before the conversion.
+        they were trained since, or the image size was changed, they no longer fit the original blocks; to undo that as
+        well, keep a `copy.deepcopy(model)` made before the conversion.
 
         Raises:
             ValueError: The original blocks were not kept, the model no longer holds this conversion, or its dtype has
@@ -201,33 +181,29 @@ class Conversion:
         self._replacements.restore('the blocks of this conversion', 'original blocks are')
 
     def __repr__(self) -> str:
-        return (f'Conversion({type(self.model).__name__}: {self.layers} blocks -> {count_in_words(self.blocks)}, '
-                f'{self.parameters_before:,} -> {self.parameters_after:,} parameters)')
+        return self._text
 
-    def _repr_html_(self) -> str:
-        return f'<pre>{escape(str(self))}</pre>'
-
-    def __str__(self) -> str:
-        config, first = self.config, self.blocks[0]
-        where = f'blocks {int(first.t)}-{int(first.t) + self.layers - 1}' if len(self.blocks) == 1 else (
+    def _report(self) -> str:
+        config, first, name = self.config, int(self.blocks[0].t), type(self.model).__name__
+        where = f'blocks {first}-{first + self.layers - 1}' if len(self.blocks) == 1 else (
             f'{self.layers} blocks in {len(self.blocks)} stages')
-        per_step = None if config.adaptive else METHODS[config.method].evaluations
-        solver = '; '.join(f'{steps} steps on [{t:g}, {end:g}]' for steps, t, end in self._grids)
-        nfe = 'adaptive' if per_step is None else f'{sum(grid[0] for grid in self._grids) * per_step} evaluations'
-        native = config.field == 'native'
-        kept = "the base's own" if native else 'new: no biases, no qk-norm, CenterNorm instead of LayerNorm'
-        time = {'autonomous': 'autonomous', 'vectors': 'vectors of each layer',
-                'low_rank': f'vectors of each layer, residuals of rank {config.rank}'}[config.time]
+        time = 'autonomous' if config.time == 'autonomous' else 'vectors of each layer'
+        if config.rank:
+            time += f', residuals of rank {config.rank}'
         if isinstance(config.boundaries, tuple):
-            time += f", phases from layers {', '.join(map(str, (int(first.t), *config.boundaries)))}"
-        share = 100 * self.parameters_after / self.parameters_before
+            time += f", phases from layers {', '.join(map(str, (first, *config.boundaries)))}"
+        solver = '; '.join(f'{ode.steps} steps on [{ode.t:g}, {ode.end:g}]' for ode in self.blocks)
+        nfe = 'adaptive' if config.adaptive else (
+            f'{sum(ode.steps for ode in self.blocks) * METHODS[config.method].evaluations} evaluations')
         tokens = '' if config.tokens == 1 else (
             f'  tokens      merged along t, {100 * config.tokens:g} % of the patches left at T\n')
+        shared = count_in_words(sum(len(ode.shared.phases) for ode in self.blocks))
+        share = 100 * self.parameters_after / self.parameters_before
         larger = ', larger than the original' if share > 100 else ''
         return (
-            f'{type(self.model).__name__}: {where} -> {count_in_words(self.blocks)}\n'
+            f'{name}: {where} -> {shared}\n'
             f'  field       {config.field}, init {config.init}\n'
-            f'  sub-layers  {kept}\n'
+            f'  sub-layers  {FIELDS[config.field].about}\n'
             f'  time        {time}\n'
             f'  solver      {config.method}, {solver}, {nfe}\n'
             f'{tokens}'

@@ -1,6 +1,5 @@
 """The shared blocks' weights, from the base's blocks."""
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,13 +7,11 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from ..hooks import random_states_kept
-from ..ode.config import OdeConfig
-from ..ode.fields import Field
-from ..ode.lipschitz_field import LipschitzField
-from ..ode.skeleton import copy_module
+from ..ode.config import FIELDS, OdeConfig
+from ..ode.fields import Field, NativeField
 from ..ode.time_dependence import PiecewiseField, TimeField, matrix_shape, residual_key
-from .block_kinds import field_class, kinds, per_layer
-from .svd_data import Moments, aligning_orders, permuted
+from .block_kinds import PER_LAYER, field_class, kinds
+from .svd_data import Layers, Moments, aligned
 
 __all__ = ['assignment', 'build_field', 'factors', 'set_per_layer', 'spectral_']
 
@@ -35,27 +32,15 @@ def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -
 
 
 def build_field(
-        config: OdeConfig,
-        blocks: Sequence[nn.Module],
-        first: int = 0,
-        moments: Moments | None = None,
-) -> Field:
-    """Build the vector field of an ODE-ViT; the base's blocks are read, not changed.
+        config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0, moments: Moments | None = None) -> Field:
+    """Build the vector field that replaces consecutive blocks of the base, which are read, not changed.
 
-    Args:
-        config: Field, time dependence, phases (boundaries given or uniform) and initialisation.
-        blocks: Consecutive transformer blocks of the base.
-        first: Layer of the first block.
-        moments: For init 'svd_data', the second moment of the inputs of each linear layer.
-
-    Returns:
-        A field with weights of its own, and with the device, dtype and mode of the blocks. A parameter is trainable if
-        it is trainable in any of the blocks that it replaces.
+    It has weights of its own, and the device, dtype and mode of the blocks. A parameter is trainable if it is trainable
+    in any of the blocks that it replaces. `first` is the layer of the first block; `moments` are for init 'svd_data'.
     """
     assigned = assignment(config, blocks, first)
-    device = next(blocks[0].parameters()).device
-    with torch.no_grad(), random_states_kept(device):
-        fields = [_build([i for i, o in enumerate(assigned) if o == index], config, blocks, first, moments)
+    with torch.no_grad(), random_states_kept(next(blocks[0].parameters()).device):
+        fields = [_build(config, {first + i: blocks[i] for i, o in enumerate(assigned) if o == index}, moments or {})
                   for index in range(max(assigned) + 1)]
     if len(fields) == 1:
         return fields[0]
@@ -63,11 +48,7 @@ def build_field(
 
 
 def spectral_(weight: Tensor, parts: int = 1) -> Tensor:
-    """Fill a matrix with random values and scale it to spectral norm 1, in place.
-
-    Args:
-        weight: Matrix [M, D].
-        parts: Number of equal row blocks, each scaled separately; 3 for a joint q, k, v projection.
+    """Fill a matrix [M, D] with random values and scale each of its parts (q, k, v) to spectral norm 1, in place.
 
     Source: ODE-ViT, arXiv 2511.16501 (spectral initialisation).
     """
@@ -75,121 +56,62 @@ def spectral_(weight: Tensor, parts: int = 1) -> Tensor:
         nn.init.normal_(weight)
         if not weight.is_meta:
             for part in weight.chunk(parts):
-                dtype = torch.promote_types(part.dtype, torch.float32)
-                part.div_(torch.linalg.matrix_norm(part.to(dtype), ord=2).to(part.dtype))
+                part.div_(torch.linalg.matrix_norm(_precise(part), ord=2).to(part.dtype))
     return weight
 
 
 def set_per_layer(block: nn.Module, others: Sequence[nn.Module]) -> None:
     """Give a block the mean over `others` of the constants that timm sets by depth, such as stochastic-depth rates."""
-    found = [per_layer(other) for other in others]
-    for name, key in {pair for constants in found for pair in constants}:
-        value = sum(constants.get((name, key), 0.) for constants in found) / len(found)
-        parent = block.get_submodule(name.rpartition('.')[0])
+    constants = [{(name, key): getattr(module, key) for name, module in other.named_modules() for key in PER_LAYER
+                  if isinstance(getattr(module, key, None), float)} for other in others]
+    for name, key in set().union(*constants):
+        value = sum(by_name.get((name, key), 0.) for by_name in constants) / len(others)
         if key == 'drop_prob':
+            parent, _, own = name.rpartition('.')
             module = DropPath(value) if value > 0. else nn.Identity()
-            setattr(parent, name.rpartition('.')[2], module.train(block.training))
+            setattr(block.get_submodule(parent), own, module.train(block.training))
         else:
             setattr(block.get_submodule(name), key, value)
 
 
-def _build(
-        group: list[int], config: OdeConfig, blocks: Sequence[nn.Module], first: int, moments: Moments | None,
-) -> Field:
-    """The field for the blocks with the given indices."""
-    members = [blocks[i] for i in group]
-    base = _structure(config.field, members)
+def _build(config: OdeConfig, blocks: dict[int, Any], moments: Moments) -> Field:
+    """The field that replaces the blocks of some layers."""
+    base = _structure(config.field, list(blocks.values()))
+    layers: Layers = {}
+    statistics = [(name, buffer) for name, buffer in base.named_buffers()  # running means and variances, not counts
+                  if name in base.state_dict() and buffer.is_floating_point()]
     if config.init == 'spectral':
         _spectral_init(base)
     else:
-        layers = [_values(config.field, block) for block in members]
-        if config.init == 'svd_data' and not next(base.parameters()).is_meta:
-            layers, moments = _aligned(layers, members[0], group, first, moments)
-        for name, parameter in base.named_parameters():
-            parameter.copy_(_mean([values[name] for values in layers]))
-        for name, buffer in _statistics(base):
-            buffer.copy_(_mean([block.get_buffer(name.removeprefix('block.')) for block in members]))
+        layers = {layer: FIELDS[config.field].values(block) for layer, block in blocks.items()}
+        if config.init == 'svd_data':
+            layers, moments = aligned(layers, next(iter(blocks.values())), moments)
+        for name, tensor in (*base.named_parameters(), *statistics):
+            tensor.copy_(torch.stack([_precise(values[name]) for values in layers.values()]).mean(0))
     if config.time == 'autonomous':
         return base
-    field = TimeField(base, [first + i for i in group], config.rank).train(base.training)
-    if config.init != 'spectral':
-        _fill_residuals(field, layers, config, moments)
-        for name, buffer in _statistics(base):
-            inner = name.removeprefix('block.')
-            field.add_statistics(name, torch.stack([block.get_buffer(inner) - buffer for block in members]))
-    return field
-
-
-def _aligned(
-        layers: list[dict[str, Tensor]], block: nn.Module, group: list[int], first: int, moments: Moments | None,
-) -> tuple[list[dict[str, Tensor]], Moments]:
-    """The layers' values and the moments of their inputs, with heads and neurons in a common order."""
-    orders = aligning_orders(layers, block)
-    moments = dict(moments or {})
-    for index, order in zip(group, orders, strict=True):
-        for name, (_, columns) in order.items():
-            if columns is not None and (first + index, name) in moments:
-                moments[first + index, name] = permuted(moments[first + index, name], (columns, columns))
-    return [{name: permuted(p, order.get(name)) for name, p in values.items()}
-            for values, order in zip(layers, orders, strict=True)], moments
-
-
-def _fill_residuals(
-        field: TimeField, layers: list[dict[str, Tensor]], config: OdeConfig, moments: Moments | None) -> None:
-    """Set the residuals of a field to the layers' values, those of matrices truncated to the field's rank."""
-    for row, (layer, values) in enumerate(zip(field.layers, layers, strict=True)):
-        for name, parameter in field.base.named_parameters():
+    field = TimeField(base, list(blocks), config.rank).train(base.training)
+    for row, (layer, values) in enumerate(layers.items()):
+        for name, parameter in base.named_parameters():
             key = residual_key(name)
             if key in field.vectors:
                 field.vectors[key][row] = values[name] - parameter
-            elif key in field.up and config.init in ('svd', 'svd_data') and not parameter.is_meta:
+            elif key in field.up and config.init != 'mean':
                 residual = (values[name] - parameter).reshape(matrix_shape(parameter))
-                found = factors(residual, field.up[key].shape[-1], (moments or {}).get((layer, name)))
-                field.up[key][row], field.down[key][row] = found
+                field.up[key][row], field.down[key][row] = factors(
+                    residual, field.up[key].shape[-1], moments.get((layer, name)))
+    for name, buffer in statistics if layers else ():
+        field.add_statistics(name, torch.stack([values[name] - buffer for values in layers.values()]))
+    return field
 
 
-def _structure(kind: str, members: Sequence[Any]) -> Field:
+def _structure(kind: str, blocks: Sequence[Any]) -> Field:
     """A field with the structure of some blocks; its weights are still to be filled in."""
-    first = members[0]
-    trainable = {name for block in members for name, p in block.named_parameters() if p.requires_grad}
-    if kind == 'native':
-        block = copy_module(first, hooks=False)  # hooks belong to the layer they were registered on
-        for name, parameter in block.named_parameters():
-            parameter.requires_grad_(name in trainable)
-        set_per_layer(block, members)
-        return field_class(block)(block).train(first.training)
-    attn, weight = first.attn, first.attn.qkv.weight
-    return LipschitzField(
-        dim=weight.shape[1],
-        num_heads=attn.num_heads,
-        head_dim=weight.shape[0] // (3 * attn.num_heads),
-        hidden=first.mlp.fc2.in_features,
-        act=copy_module(first.mlp.act, hooks=False),
-        attn_drop=attn.attn_drop.p,
-        proj_drop=attn.proj_drop.p,
-        drop_path=sum(getattr(b.drop_path1, 'drop_prob', 0.) or 0. for b in members) / len(members),
-        device=weight.device,
-        dtype=weight.dtype,
-    ).train(first.training).requires_grad_(bool(trainable))
-
-
-def _values(kind: str, block: Any) -> dict[str, Tensor]:
-    """The values that one block of the base gives the parameters of the field."""
-    if kind == 'native':
-        return {f'block.{name}': p for name, p in block.named_parameters()}
-    # LayerScale scales the rows of the projection before it; a field without LayerScale folds it into those rows.
-    return {
-        'norm1.weight': block.norm1.weight, 'norm1.bias': block.norm1.bias, 'qkv.weight': block.attn.qkv.weight,
-        'proj.weight': _scaled(block.attn.proj.weight, block.ls1), 'norm2.weight': block.norm2.weight,
-        'norm2.bias': block.norm2.bias, 'fc1.weight': block.mlp.fc1.weight,
-        'fc2.weight': _scaled(block.mlp.fc2.weight, block.ls2),
-    }
-
-
-def _statistics(field: Field) -> list[tuple[str, Tensor]]:
-    """Saved buffers that are not counts: running means and variances."""
-    saved = field.state_dict()
-    return [(name, b) for name, b in field.named_buffers() if name in saved and b.is_floating_point()]
+    cls = field_class(blocks[0]) if FIELDS[kind] is NativeField else FIELDS[kind]
+    field = cls.like(blocks).train(blocks[0].training)
+    if isinstance(field, NativeField):
+        set_per_layer(field.block, blocks)
+    return field
 
 
 def _spectral_init(field: Field) -> None:
@@ -212,41 +134,26 @@ def factors(residual: Tensor, rank: int, moment: Tensor | None) -> tuple[Tensor,
         return residual, torch.eye(N, dtype=residual.dtype, device=residual.device)
     if rank == M:
         return torch.eye(M, dtype=residual.dtype, device=residual.device), residual
-    R = residual.to(torch.promote_types(residual.dtype, torch.float32))
-    if moment is not None and not moment.any():  # nothing ever reaches the layer
-        moment = None
+    R = _precise(residual)
     if moment is not None:
         values, vectors = torch.linalg.eigh(moment.to(R))
-        values = values.clamp_min(1e-6 * values.max()).sqrt()  # directions that never occur keep a little weight
+        # directions that never occur keep a little weight
+        values = values.clamp_min(1e-6 * values.max() + 1e-30).sqrt()
         R = R @ (vectors * values)
-    if 8 * rank < min(M, N):
-        _seed(R.device)  # the sketch is random; a conversion must not be
-        U, S, V = torch.svd_lowrank(R, q=min(2 * rank + 8, M, N), niter=4)
-        U, S, Vh = U[:, :rank], S[:rank], V[:, :rank].T
-    else:
-        U, S, Vh = torch.linalg.svd(R, full_matrices=False)
-        U, S, Vh = U[:, :rank], S[:rank], Vh[:rank]
-    up, down = U * S.sqrt(), S.sqrt()[:, None] * Vh
+    Q = None
+    if 8 * rank < min(M, N):  # the range of R, from a sketch: Halko et al., arXiv 0909.4061, algorithm 4.4
+        sketch = torch.randn(N, 2 * rank + 8, generator=torch.Generator().manual_seed(0)).to(R)
+        Q = torch.linalg.qr(R @ sketch).Q
+        for _ in range(4):
+            Q = torch.linalg.qr(R @ torch.linalg.qr(R.T @ Q).Q).Q
+    U, S, Vh = torch.linalg.svd(R if Q is None else Q.T @ R, full_matrices=False)
+    U, root, Vh = (U if Q is None else Q @ U)[:, :rank], S[:rank].sqrt(), Vh[:rank]
+    up, down = U * root, root[:, None] * Vh
     if moment is not None:
         down = down @ (vectors / values).T
     return up.to(residual), down.to(residual)
 
 
-def _seed(device: torch.device) -> None:
-    """Seed only the generator that random tensors on a device come from."""
-    if device.type in ('cpu', 'meta'):
-        torch.default_generator.manual_seed(0)
-        return
-    backend = torch.get_device_module(device)
-    with backend.device(device) if hasattr(backend, 'device') else nullcontext():
-        backend.manual_seed(0)
-
-
-def _mean(tensors: Sequence[Tensor]) -> Tensor:
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    return torch.stack([tensor.to(dtype) for tensor in tensors]).mean(0)
-
-
-def _scaled(weight: Tensor, layer_scale: nn.Module) -> Tensor:
-    gamma = getattr(layer_scale, 'gamma', None)
-    return weight if gamma is None else weight * gamma[:, None]
+def _precise(tensor: Tensor) -> Tensor:
+    """A tensor in float32, or in its own dtype if that is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,6 +1,7 @@
 """merge_: for deployment, merge the weights of every step into ordinary blocks, in place, and back."""
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,23 +12,20 @@ from ..ode.fields import Field
 from ..ode.methods import Step
 from ..ode.skeleton import copy_module
 from ..ode.time_dependence import MERGED, MergedField, TimeField
-from .replacements import Replacements
 
-__all__ = ['Merged', 'check_not_merged', 'merge_', 'merged_bytes']
+__all__ = ['Merged', 'Replacements', 'check_not_merged', 'merge_', 'merged_bytes', 'refuse']
 
 
 def merge_(model: nn.Module) -> 'Merged':
     """Give each step of an ODE-ViT with a time-dependent block its own merged weights, in place, for deployment.
 
-    Without it, a layer's residuals are added to the shared weights before every evaluation. That keeps only one block
-    in memory but takes time, which matters with few tokens. Merged in advance, the model is about as fast as its base
-    and takes as much memory: one block per step, or one for each time at which a step evaluates its field;
-    `merged_bytes(model)` predicts how much. The blocks are ordinary frozen modules, which hooks, ONNX and quantisation
-    handle like any others. A merged model has a fixed number of steps and cannot be saved or trained: call `restore()`
-    first.
+    Without it, a layer's residuals are added to the shared weights before every evaluation, which takes time. Merged,
+    the model is about as fast as its base and takes as much memory, which `merged_bytes(model)` predicts. Its blocks
+    are ordinary frozen modules, for hooks, ONNX and quantisation. Its number of steps is fixed, and it cannot be saved
+    or trained: call `restore()` first.
 
     Args:
-        model: ODE-ViT with time 'vectors' or 'low_rank' and a fixed-step method.
+        model: ODE-ViT with time 'low_rank' and a fixed-step method.
 
     Returns:
         A Merged: print it for the memory, call its `restore()` to undo.
@@ -43,19 +41,17 @@ def merge_(model: nn.Module) -> 'Merged':
         >>> merged.restore()
     """
     hosts = _hosts(model)
-    after, replacements = merged_bytes(model), list[Any]()
-    for host, name in hosts:
-        merged = _merged(getattr(host, name))
-        replacements.append((host, name, merged))
-        if getattr(host, 'feature_info', None) is getattr(host, name).feature_info:
-            replacements.append((host, 'feature_info', merged.feature_info))
-    blocks = tuple(new for *_, new in replacements if isinstance(new, OdeBlocks))
-    parts = [part for host, name in hosts for part in getattr(host, name).shared.modules()]
+    before, after = _bytes(model), merged_bytes(model)
+    rows: list[tuple[Any, str, Any]] = []
+    for host, ode in hosts:
+        rows.append((host, 'blocks', _merged(ode)))
+        if getattr(host, 'feature_info', None) is ode.feature_info:
+            rows.append((host, 'feature_info', rows[-1][2].feature_info))
+    blocks = tuple(new for _, _, new in rows if isinstance(new, OdeBlocks))
+    parts = [part for _, ode in hosts for part in ode.shared.modules()]
     if any(hasattr(part, name) for part in parts for name in ('set_input_size', 'set_window_size')):
-        replacements.append((model, 'set_input_size', _refuse_size))  # before the model has changed anything else
-    done = Merged(model, blocks, _bytes(model), after, Replacements(model, replacements))
-    done._replacements.put()
-    return done
+        rows.append((model, 'set_input_size', partial(refuse, MERGED)))
+    return Merged(model, blocks, before, after, Replacements(model, rows))
 
 
 def _merged(ode: OdeBlocks) -> OdeBlocks:
@@ -65,9 +61,7 @@ def _merged(ode: OdeBlocks) -> OdeBlocks:
         times = _times(step)
         at_times = [_frozen(step.field, t, step.interval) for t in times]
         fields.append(at_times[0] if len(times) == 1 else MergedField(at_times, times))
-    table = MergedField(fields, [step.t for step in ode.solver]).requires_grad_(False)
-    for module in (table, *(field for field in fields if isinstance(field, MergedField))):
-        module.training = ode.shared.training
+    table = MergedField(fields, [step.t for step in ode.solver]).requires_grad_(False).train(ode.shared.training)
     merged = OdeBlocks(table, ode.config, ode.feature, ode.t, [*ode.before], [*ode.after], ode.readout,
                        ode.num_prefix_tokens)
     for old, new in zip((ode, ode.solver, *ode.solver), (merged, merged.solver, *merged.solver), strict=True):
@@ -106,10 +100,10 @@ class Merged:
     blocks: tuple[OdeBlocks, ...]
     bytes_before: int
     bytes_after: int
-    _replacements: Replacements
+    _replacements: 'Replacements'
 
     def restore(self) -> None:
-        """Put the OdeBlocks back, with the parameters they had, on the model's device and for its image size.
+        """Put the OdeBlocks back, with the parameters they had, on the model's device.
 
         Raises:
             ValueError: The model no longer holds these merged blocks, or its dtype has changed.
@@ -117,12 +111,6 @@ class Merged:
         self._replacements.restore('the merged blocks', 'shared block is')
 
     def __repr__(self) -> str:
-        return f'Merged({type(self.model).__name__}, {self.bytes_before:,} -> {self.bytes_after:,} bytes)'
-
-    def _repr_html_(self) -> str:
-        return f'<pre>{escape(str(self))}</pre>'
-
-    def __str__(self) -> str:
         count = sum(len(blocks) for blocks in self.blocks)
         return (f'{type(self.model).__name__}: merged into {count} blocks\n'
                 f'  memory      {self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB')
@@ -138,12 +126,9 @@ def merged_bytes(model: nn.Module) -> int:
     Examples:
         >>> print(f'{merged_bytes(student) / 1e6:.2f} MB')
     """
-    total = _bytes(model)
-    for host, name in _hosts(model):
-        ode = getattr(host, name)
-        total -= _bytes(ode.shared)
-        total += sum(len(_times(step)) * _bytes(step.field.base) for step in ode.solver)
-    return total
+    return _bytes(model) + sum(
+        sum(len(_times(step)) * _bytes(step.field.base) for step in ode.solver) - _bytes(ode.shared)
+        for _, ode in _hosts(model))
 
 
 def check_not_merged(model: nn.Module) -> None:
@@ -152,27 +137,74 @@ def check_not_merged(model: nn.Module) -> None:
         raise ValueError(MERGED)
 
 
-def _hosts(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The modules that hold OdeBlocks, each with the attribute's name; raise if any cannot be merged."""
+def _hosts(model: nn.Module) -> list[tuple[nn.Module, OdeBlocks]]:
+    """The OdeBlocks of a model, each with the module that holds it; raise if any cannot be merged."""
     check_not_merged(model)
-    found: list[tuple[nn.Module, str]] = [(host, name) for host in model.modules()
-                                          for name, child in host.named_children() if isinstance(child, OdeBlocks)]
-    if not found:
+    hosts = [(host, blocks) for host in model.modules()
+             if isinstance(blocks := host._modules.get('blocks'), OdeBlocks)]
+    if not hosts:
         raise TypeError(f'Cannot merge {type(model).__name__}: it is not an ODE-ViT. Give a converted model.')
-    for host, name in found:
-        ode: Any = getattr(host, name)
+    for _, ode in hosts:
         if ode.config.adaptive:
             raise ValueError(f"'{ode.method}' chooses its own times, so nothing can be merged in advance. Set a "
                              "fixed-step method first, such as model.blocks.method = 'rk4'.")
         if not ode.shared.depends_on_time:
             raise ValueError('There is nothing to merge: the shared block does not depend on time.')
-    return found
-
-
-def _refuse_size(*args: Any, **kwargs: Any) -> None:
-    raise ValueError(MERGED)
+    return hosts
 
 
 def _bytes(model: nn.Module) -> int:
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+class Replacements:
+    """Attributes of a model and of its parts that are replaced together, at construction, and restored together.
+
+    Args:
+        model: The model.
+        rows: Owner, attribute name and new value of each; the first is an OdeBlocks.
+    """
+
+    def __init__(self, model: nn.Module, rows: Sequence[tuple[Any, str, Any]]) -> None:
+        self._model: Any = model
+        self._rows = [(owner, name, new, _own(owner, name)) for owner, name, new in rows]
+        self._training = model.training
+        for owner, name, new in rows:
+            setattr(owner, name, new)
+
+    def restore(self, new: str, previous: str) -> None:
+        """Undo the replacements; what is put back follows the model's device and its mode.
+
+        Args:
+            new: What the new modules are, for error messages.
+            previous: What the previous ones are.
+        """
+        modules = [row for row in self._rows if isinstance(row[2], nn.Module)]
+        if any(_own(owner, name) is not module for owner, name, module, _ in modules):
+            raise ValueError(f'This model no longer holds {new}: it was restored or changed.')
+        _, _, ode, before = modules[0]
+        kept = set(ode.parameters())
+        now, then = next(ode.shared.parameters()), next(p for p in before.parameters() if p not in kept)
+        if now.dtype != then.dtype:
+            raise ValueError(
+                f'The model is now {now.dtype}, its {previous} {then.dtype}. Call model.to({then.dtype}) first.')
+        for _, _, _, module in modules:
+            module.to(now.device)
+            if self._model.training != self._training:
+                module.train(self._model.training)
+        for owner, name, _, value in self._rows:
+            if value is None:  # what the class defines
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def refuse(message: str, *args: Any, **kwargs: Any) -> None:
+    """In place of a method that cannot work: raise a ValueError before anything has changed."""
+    raise ValueError(message)
+
+
+def _own(owner: Any, name: str) -> Any:
+    """An attribute of a module itself, not of its class; None if it has none."""
+    return owner._modules.get(name, vars(owner).get(name))

@@ -1,32 +1,28 @@
 """Which models and settings `convert_` accepts, and why it refuses the others."""
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import timm
 import torch
-from timm.layers import Attention
+from timm.layers import Attention, Mlp
 from timm.models.vision_transformer import Block
+from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..hooks import on_meta
-from ..ode.blocks import OdeBlocks, find_ode_blocks
+from ..ode.blocks import find_ode_blocks
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.methods import METHODS
-from .block_kinds import HINT, Site, WholeField, check_blocks, field_class, find_stages, kinds
+from .block_kinds import FIELD_OF, Site, WholeField, cannot_convert, field_class, find_stages, kinds, takes_one_state
 from .merge import check_not_merged
-from .svd_data import check_images
 
-__all__ = ['check_all', 'check_convertible', 'convertibility', 'count_in_words', 'list_convertible']
+__all__ = ['check_all', 'check_convertible', 'check_images', 'convertibility', 'count_in_words', 'list_convertible']
 
 
 def check_convertible(
         model: nn.Module, config: OdeConfig | None = None, *, images: Tensor | None = None, **settings: Any) -> None:
-    """Raise what `convert_` with the same arguments would raise, and change nothing.
-
-    Raises:
-        TypeError: The model has no blocks that can be converted.
-        ValueError: The model is already converted, or the settings do not fit it.
+    """Raise the TypeError or ValueError that `convert_` with the same arguments would raise, and change nothing.
 
     Examples:
         >>> check_convertible(vit, method='rk4', phases=2)    # raises nothing: this can be converted
@@ -35,115 +31,99 @@ def check_convertible(
 
 
 def check_all(model: nn.Module, config: OdeConfig, images: Tensor | None) -> list[Site]:
-    name = type(model).__name__
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f'Cannot convert {name}: expected a timm model, such as timm.create_model("vit_small_patch16_224").')
+    """Where the blocks of a model are, if it and its blocks can be converted so."""
     check_not_merged(model)
     converted = find_ode_blocks(model)
     if converted:
-        now = converted[0].config
-        raise ValueError(
-            f'This model is already converted ({count_in_words(converted)}, {now.method}, {now.steps} steps). '
-            'Call restore() on its Conversion first.')
-    for wrapper, inner in (('_orig_mod', 'torch.compile'), ('module', 'DistributedDataParallel')):
-        if isinstance(getattr(model, wrapper, None), nn.Module):
-            raise TypeError(f'Cannot convert {name}: convert the model before you wrap it in {inner}.')
+        now, count = converted[0].config, count_in_words(sum(len(ode.shared.phases) for ode in converted))
+        raise ValueError(f'This model is already converted ({count}, {now.method}, {now.steps} steps). '
+                         'Call restore() on its Conversion first.')
+    if unwrap_model(model) is not model:
+        raise cannot_convert(model, 'convert it before you wrap it in torch.compile or DistributedDataParallel')
     sites = find_stages(model)
-    if getattr(model, 'rope_is_mixed', False):
-        raise TypeError(f'Cannot convert {name}: it generates its RoPE tables one block at a time. {HINT}')
-    for site in sites:
-        check_blocks(model, site.blocks)
-        for key, p in site.host.blocks.named_parameters():
-            if not p.is_meta and not torch.isfinite(p).all():
-                raise ValueError(
-                    f'Cannot convert {name}: blocks.{key} contains NaN or infinite values. Load other weights.')
-    if len(sites) == 1:
-        _check_layers(name, sites[0].blocks, config)
-    else:
-        for setting, value in (('blocks', config.blocks is None), ('T', config.T is None),
-                               ('boundaries', config.boundaries == 'uniform')):
-            if not value:
-                raise ValueError(
-                    f'{setting}={getattr(config, setting)!r} applies only to models with one sequence of blocks, but '
-                    f'{name} has {len(sites)} stages. Leave it out.')
-    _check_structure(name, sites, config)
-    if isinstance(config.steps, tuple) and len(config.steps) != len(sites):
-        raise ValueError(f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} step counts.')
+    if why := next(_of_the_model(model, sites, config), ''):
+        raise cannot_convert(model, why)
+    if why := next(_of_the_settings(type(model).__name__, sites, config), ''):
+        raise ValueError(why)
     if config.init == 'svd_data':
-        _check_images(images, next(model.parameters()))
+        if images is None:
+            raise ValueError("init='svd_data' is measured on images. Pass a batch of them, normalised for the model: "
+                             'convert_(model, config, images=batch).')
+        check_images(images)
     return sites
 
 
-def _check_images(images: Any, parameter: Tensor) -> None:
-    if images is None:
-        raise ValueError("init='svd_data' is measured on images. Pass a batch of them, normalised for the model: "
-                         'convert_(model, config, images=batch).')
-    check_images(images)
-    if images.device != parameter.device or images.dtype != parameter.dtype:
-        raise ValueError(
-            f'images are {images.dtype} on {images.device}, the model is {parameter.dtype} on {parameter.device}. '
-            'Call images.to(...) first.')
-    if images.is_meta:
-        raise ValueError("init='svd_data' is measured on images, but a model on the meta device computes nothing. Use "
-                         "init='svd'.")
+def check_images(images: Any) -> None:
+    """Raise ValueError for anything but a batch of images [B, C, H, W]."""
+    if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point() or not len(images):
+        what = f'{images.dtype} {list(images.shape)}' if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f'images must be a floating-point tensor [N, C, H, W], normalised for the model; got {what}.')
+    if not images.is_meta and not torch.isfinite(images).all():
+        raise ValueError('images must be finite; some values are not.')
 
 
-def _check_structure(name: str, sites: Sequence[Site], config: OdeConfig) -> None:
-    """Check that the blocks can share weights, and that they suit the field and the method."""
-    count, fields = 0, 0
+def _of_the_model(model: nn.Module, sites: Sequence[Site], config: OdeConfig) -> Iterator[str]:
+    """Why the blocks of a model cannot be steps of an ODE."""
+    if getattr(model, 'rope_is_mixed', False):
+        yield 'it generates its RoPE tables one block at a time'
     for site in sites:
-        first, last = config.converted_layers(len(site.blocks))
-        chosen = site.blocks[first:last + 1]
-        count, fields = count + len(chosen), fields + len(set(kinds(chosen)))
-        whole = sorted({type(b).__name__ for b in chosen if field_class(b) is WholeField})
+        first, kind = site.blocks[0], type(site.blocks[0])
+        if kind not in FIELD_OF:
+            if not takes_one_state(first):
+                yield f'a {kind.__name__} does not take one state tensor'
+            if len(set(kinds(site.blocks))) > 1:
+                yield f'its blocks are of {len(set(kinds(site.blocks)))} kinds, which cannot share one block'
+        for i, block in enumerate(site.blocks):
+            if type(block) is not kind:
+                yield f'block {i} is a {type(block).__name__}, block 0 is a {kind.__name__}'
+    chosen = [site.converted(config) for site in sites]
+    count = sum(map(len, chosen))
+    if count > 1 and sum(len(set(kinds(blocks))) for blocks in chosen) == count:
+        yield f'each of its {count} blocks has different parameters or settings, so none can be shared'
+
+
+def _of_the_settings(name: str, sites: Sequence[Site], config: OdeConfig) -> Iterator[str]:
+    """Why the values of a model's weights, or the settings, do not allow a conversion."""
+    for key, p in ((key, p) for site in sites for key, p in site.host.blocks.named_parameters()):
+        if not p.is_meta and not torch.isfinite(p).all():
+            yield f'Cannot convert {name}: blocks.{key} contains NaN or infinite values. Load other weights.'
+    if len(sites) == 1:
+        depth = len(sites[0].blocks)
+        first, last = config.converted_layers(depth)
+        layers = last - first + 1
+        if last >= depth:
+            yield f'blocks={config.blocks}: {name} has blocks 0 to {depth - 1}.'
+        if config.phases > layers:
+            yield f'phases={config.phases}: there are {layers} layers. Allowed: 1 to {layers}.'
+        if isinstance(config.boundaries, tuple) and not all(first < b <= last for b in config.boundaries):
+            yield (f'boundaries={config.boundaries}: each must be a layer from {first + 1} to {last}, where a span can '
+                   'start.')
+    else:
+        for setting, unset in (('blocks', None), ('T', None), ('boundaries', 'uniform')):
+            value = getattr(config, setting)
+            if value != unset:
+                yield (f'{setting}={value!r} applies only to models with one sequence of blocks, but {name} has '
+                       f'{len(sites)} stages. Leave it out.')
+    if isinstance(config.steps, tuple) and len(config.steps) != len(sites):
+        yield f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} step counts.'
+    splits = not config.adaptive and METHODS[config.method].splits
+    for block in (block for site in sites for block in site.converted(config)):
         if config.field == 'lipschitz':
-            _check_lipschitz(name, chosen, config)
-        elif whole and config.method in METHODS and METHODS[config.method].splits:
-            unsplit = [m for m in METHODS if not METHODS[m].splits]
-            raise ValueError(
-                f"'{config.method}' splits a block into attention and MLP, but a {whole[0]} of {name} cannot be "
-                f"split. Use a method that does not split it ({', '.join(unsplit)}): OdeConfig(method='euler').")
-    if fields == count > 1:
-        shapes = {tuple((n, tuple(p.shape)) for n, p in b.named_parameters()) for s in sites for b in s.blocks}
-        why = 'different parameters' if len(shapes) > 1 else 'different settings'
-        raise TypeError(f'Cannot convert {name}: each of its {count} blocks has {why}, so none can be shared. {HINT}')
+            plain: dict[str, Any] = {'attn': Attention}
+            if config.init != 'spectral':  # then the field takes their weights
+                plain.update(mlp=Mlp, norm1=nn.LayerNorm)
+            parts = [block, *(getattr(block, part, None) for part in plain)]
+            for part, kind in zip(parts, (Block, *plain.values()), strict=True):
+                if not isinstance(part, kind):
+                    yield (f"field='lipschitz' replaces plain pre-norm ViT blocks, but {name} has a "
+                           f"{type(part).__name__}. Use field='native', or init='spectral' if it is an MLP or a norm.")
+        elif splits and field_class(block) is WholeField:
+            unsplit = ', '.join(method for method in METHODS if not METHODS[method].splits)
+            yield (f"'{config.method}' splits a block into attention and MLP, but a {type(block).__name__} of {name} "
+                   f"cannot be split. Use a method that does not split it ({unsplit}): OdeConfig(method='euler').")
 
 
-def _check_layers(name: str, blocks: Sequence[nn.Module], config: OdeConfig) -> None:
-    """Check that the layers named in the settings exist."""
-    first, last = config.converted_layers(len(blocks))
-    if last >= len(blocks):
-        raise ValueError(f'blocks={config.blocks}: {name} has blocks 0 to {len(blocks) - 1}.')
-    layers = last - first + 1
-    if config.phases > layers:
-        raise ValueError(f'phases={config.phases}: there are {layers} layers. Allowed: 1 to {layers}.')
-    if isinstance(config.boundaries, tuple) and not all(first < b <= last for b in config.boundaries):
-        raise ValueError(
-            f'boundaries={config.boundaries}: each must be a layer from {first + 1} to {last}, where a span can start.')
-
-
-def _check_lipschitz(name: str, blocks: Sequence[Any], config: OdeConfig) -> None:
-    for block in blocks:
-        if type(block) is not Block or type(block.attn) is not Attention:
-            kind = type(block).__name__ if type(block) is not Block else type(block.attn).__name__
-            raise ValueError(
-                f"field='lipschitz' replaces plain pre-norm ViT blocks, but {name} has a {kind}. Use field='native'.")
-    if config.init == 'spectral':
-        return
-    mlp, norm = blocks[0].mlp, blocks[0].norm1
-    if not hasattr(mlp, 'fc1') or mlp.fc1.out_features != mlp.fc2.in_features:
-        raise ValueError(
-            f"init '{config.init}' needs a base with a plain two-layer MLP for the lipschitz field; this one has a "
-            f"{type(mlp).__name__}. Use init='spectral' or field='native'.")
-    if getattr(norm, 'weight', None) is None or getattr(norm, 'bias', None) is None:
-        raise ValueError(
-            f"init '{config.init}' needs a base whose norms have weight and bias for the lipschitz field; this one "
-            f"has a {type(norm).__name__}. Use init='spectral' or field='native'.")
-
-
-def count_in_words(blocks: Sequence[OdeBlocks]) -> str:
-    count = sum(len(b.shared.phases) for b in blocks)
+def count_in_words(count: int) -> str:
     return f"{count} shared block{'s' if count > 1 else ''}"
 
 
@@ -167,8 +147,8 @@ def list_convertible(filter: str | list[str] = '', *, refused: bool = False) -> 
     names = [name for name in timm.list_models(filter) if not name.startswith('odevit')]
     if not names:
         raise ValueError(f"No timm model matches '{filter}'. Give a wildcard without a tag, such as 'vit_small*'.")
-    found = {name: _convertible(name) for name in names}
-    return {name: text for name, (ok, text) in found.items() if ok is not refused}
+    answers = {name: _convertible(name) for name in names}
+    return {name: text for name, (ok, text) in answers.items() if ok is not refused}
 
 
 @cache
@@ -183,19 +163,16 @@ def _convertible(name: str) -> tuple[bool, str]:
 
 def convertibility(model: nn.Module) -> tuple[bool, str]:
     """Whether a model can be converted, and with which field and methods, or why not."""
-    try:
+    def refusal(config: OdeConfig) -> str:
         try:
-            sites = check_all(model, DEFAULT, None)
-            methods = 'all methods'
-        except ValueError:
-            sites = check_all(model, OdeConfig(method='euler'), None)
-            methods = 'unsplit methods'
-    except (TypeError, ValueError) as e:
-        return False, str(e)
-    shared = sum(len(set(kinds(site.blocks))) for site in sites)
-    try:
-        check_all(model, OdeConfig(field='lipschitz', method='euler', init='spectral'), None)
-        fields = 'native, lipschitz'
-    except ValueError:
-        fields = 'native'
-    return True, f"{fields}; {methods}; at least {shared} shared block{'s' if shared > 1 else ''}"
+            check_all(model, config, None)
+        except (TypeError, ValueError) as e:
+            return str(e)
+        return ''
+    split = refusal(DEFAULT)
+    why = split and refusal(OdeConfig(method='euler'))
+    if why:
+        return False, why
+    fields = 'native' if refusal(OdeConfig(field='lipschitz', method='euler', init='spectral')) else 'native, lipschitz'
+    shared = sum(len(set(kinds(site.blocks))) for site in find_stages(model))
+    return True, f"{fields}; {'unsplit' if split else 'all'} methods; at least {count_in_words(shared)}"

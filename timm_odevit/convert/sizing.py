@@ -4,6 +4,7 @@ import re
 from bisect import bisect_right
 from dataclasses import replace
 from numbers import Integral, Real
+from typing import Any
 
 from torch import nn
 
@@ -20,22 +21,18 @@ __all__ = ['choose_size', 'parse_size', 'predict_parameters']
 
 def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
     """Parameters left after `convert_(model, config)`, for native fields."""
-    replaced: list[str] = []
+    replaced: tuple[str, ...] = ()
     total = 0
-    for stage, site in enumerate(find_stages(model)):
-        blocks = site.blocks
-        first, last = config.converted_layers(len(blocks))
-        chosen = blocks[first:last + 1]
-        replaced += [f'{site.name}.blocks.{i}.'.lstrip('.') for i in range(first, last + 1)]
-        assigned = assignment(config.resolve(len(chosen), stage), chosen, first)
-        for index in set(assigned):
-            members = [block for block, o in zip(chosen, assigned, strict=True) if o == index]
-            total += count_parameters(members[0])
-            if config.time != 'autonomous':
-                total += len(members) * _residual(members[0], config.rank)
+    for site in find_stages(model):
+        first, last = config.converted_layers(len(site.blocks))
+        replaced += tuple(f'{site.name}.blocks.{i}.'.lstrip('.') for i in range(first, last + 1))
+        blocks = site.converted(config)
+        assigned = assignment(config, blocks, first)
+        total += sum(count_parameters(blocks[assigned.index(index)]) for index in set(assigned))
+        if config.time != 'autonomous':
+            total += sum(_residual(block, config.rank) for block in blocks)
     everything = model.named_parameters(remove_duplicate=False)  # they may be tied, between blocks or with others
-    kept = {p: p.numel() for name, p in everything if not name.startswith(tuple(replaced))}
-    return total + sum(kept.values())
+    return total + sum(p.numel() for p in {p for name, p in everything if not name.startswith(replaced)})
 
 
 def choose_size(
@@ -47,15 +44,14 @@ def choose_size(
 ) -> OdeConfig:
     """Choose the phases and the rank that make the best use of a number of parameters.
 
-    This gives one shared block, with residuals per layer of the largest rank that fits; hub/RESULTS.md shows how much
-    accuracy each size keeps. A target of all the model's parameters gives one phase per layer, which is the model
-    itself.
+    This gives one shared block, with residuals per layer of the largest rank that fits (hub/RESULTS.md shows how much
+    accuracy each size keeps), or the model itself, with a phase per layer, if all its parameters fit.
 
     Args:
         model: Model that can be converted.
         target: Largest size of the converted model: a number of parameters, such as 3_000_000 or '3M'; a share of the
-            model's, such as 0.25 or '25%'; or what they take in the model's dtype, such as '10MB' or '500kB'.
-        config: All other settings; time, rank, phases and init are chosen for you.
+            model's, such as 0.25 or '25%'; or what they take in the model's dtype, such as '10MB'.
+        config: All other settings; time, rank, phases, boundaries and init are chosen for you.
         init: How residuals are filled: 'svd', or 'svd_data', which keeps more but needs images to convert.
 
     Returns:
@@ -70,34 +66,30 @@ def choose_size(
         >>> print(convert_(vit, config))
     """
     one_of(('svd', 'svd_data'))('init', init)
-    plain = replace(config, time='autonomous', rank=0, phases=1, init='mean', averaged=False)
-    check_convertible(model, replace(plain, boundaries='uniform'))
-    if config.boundaries != 'uniform':
-        raise ValueError(f"choose_size chooses the phases, so boundaries must be 'uniform'; got {config.boundaries!r}. "
-                         'Leave them out.')
     if config.field != 'native':
         raise ValueError("choose_size works only for field='native'. For another field, set time, rank and phases "
                          'yourself.')
-    total = count_parameters(model)
-    wanted = _target(target, total, model)
-    smallest = predict_parameters(model, plain)
+    ranked = replace(config, time='low_rank', rank=1, phases=1, boundaries='uniform', init=init)
+    plain = replace(ranked, time='autonomous', rank=0, init='mean')
+    check_convertible(model, plain)
+
+    def size(config: OdeConfig, **settings: Any) -> int:
+        return predict_parameters(model, replace(config, **settings))
+    total, smallest = count_parameters(model), size(plain)
+    wanted = _target(target, total, next(model.parameters()).element_size())
     if wanted < smallest:
         share = f" For a share of the model, give '{wanted}%'." if wanted <= 100 else ''
         raise ValueError(
             f'{wanted:,} parameters are too few: one shared block and everything outside the blocks take '
             f'{smallest:,} of {total:,} ({100 * smallest / total:.1f} %).{share}')
-    first, last = config.converted_layers(max(len(site.blocks) for site in find_stages(model)))
-    layers = last - first + 1
-    exact = replace(plain, phases=layers)
-    if predict_parameters(model, exact) <= wanted:
-        return exact
-    ranked = replace(plain, time='low_rank', rank=1, init=init, averaged=config.averaged)
-    if predict_parameters(model, ranked) <= wanted:
-        ranks = range(1, 2 ** 16)
-        largest = bisect_right(ranks, wanted, key=lambda r: predict_parameters(model, replace(ranked, rank=r)))
-        return replace(ranked, rank=largest)
-    vectors = replace(plain, time='vectors', averaged=config.averaged)
-    return vectors if predict_parameters(model, vectors) <= wanted else plain
+    layers = max(len(site.converted(config)) for site in find_stages(model))
+    if size(plain, phases=layers) <= wanted:
+        return replace(plain, phases=layers)
+    rank = bisect_right(range(1, 2 ** 16), wanted, key=lambda rank: size(ranked, rank=rank))
+    if rank:
+        return replace(ranked, rank=rank)
+    vectors = replace(ranked, rank=0, init='mean')
+    return vectors if size(vectors) <= wanted else plain
 
 
 def _residual(block: nn.Module, rank: int) -> int:
@@ -105,49 +97,31 @@ def _residual(block: nn.Module, rank: int) -> int:
     for p in block.parameters():
         if p.ndim <= 1:
             size += p.numel()
-        elif rank:
+        else:
             rows, columns = matrix_shape(p)
             size += min(rank, rows, columns) * (rows + columns)
     return size
 
 
 def parse_size(text: str, bytes_each: float = 4.) -> int | float:
-    """A size in words as a number of parameters or, of a share, as a float.
-
-    Args:
-        text: Such as '3M', '25%', '0.25' or '10MB'.
-        bytes_each: Bytes that a parameter takes.
-
-    Raises:
-        ValueError: It is none of these.
-    """
-    found = re.fullmatch(r'([0-9][0-9_.]*(?:e[0-9]+)?) ?(%|[kKMGB]|[kKMG]B)?', text.strip())
-    try:
-        value = float(found[1]) if found else 0.
-    except ValueError:
-        value = 0.
-    unit = (found[2] or '') if found else ''
-    share = unit == '%' or ('.' in text and not unit and value <= 1)
-    value *= {'%': 1e-2, 'k': 1e3, 'K': 1e3, 'M': 1e6, 'G': 1e9, 'B': 1e9}.get(unit[:1], 1.)
+    """A size, such as '3M', '25%', '0.25' or '10MB', as a number of parameters or, of a share, as a float."""
+    match = re.fullmatch(r'(\d+(?:_\d+)*(?:\.\d*)?(?:e\d+)?) ?(%|[kKMGB]|[kKMG]B)?', text.strip())
+    number, unit = (match[1], match[2] or '') if match else ('0', '')
+    share = unit == '%' or ('.' in number and not unit)
+    value = float(number) * {'%': 1e-2, 'k': 1e3, 'K': 1e3, 'M': 1e6, 'G': 1e9, 'B': 1e9}.get(unit[:1], 1.)
     if len(unit) == 2:
         value /= bytes_each
-    whole = '.' not in text or unit
-    if not 0 < value < math.inf or (share and value > 1) or not (share or whole):
+    if not 0 < value < math.inf or (share and value > 1):
         raise ValueError(
             'expected a number of parameters, such as 3M, a share up to 100%, such as 25%, or bytes, such as 10MB; '
             f"got '{text}'")
     return value if share else int(value)
 
 
-def _target(target: int | float | str, total: int, model: nn.Module) -> int:
-    if isinstance(target, Integral) and not isinstance(target, bool):  # NumPy's numbers too
-        target = int(target)
-    elif isinstance(target, Real) and not isinstance(target, bool):
-        target = float(target)
-    elif isinstance(target, str):
-        target = parse_size(target, next(model.parameters()).element_size())
-    whole = isinstance(target, int) or (isinstance(target, float) and (target <= 1 or target.is_integer()))
-    if isinstance(target, bool) or not whole or not 0 < target < math.inf:
+def _target(target: int | float | str, total: int, bytes_each: int) -> int:
+    """A target as a number of parameters."""
+    value: Any = parse_size(target, bytes_each) if isinstance(target, str) else target
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf or (value > 1 and value % 1):
         raise ValueError(
             f"target must be a number of parameters, a share of the model such as 0.25, or '10MB'; got {target!r}.")
-    return int(target * total) if isinstance(target, float) and target <= 1 else int(target)
+    return int(value) if isinstance(value, Integral) or value > 1 else int(float(value) * total)

@@ -1,4 +1,4 @@
-"""What svd_data needs: moments of the inputs of linear layers, and one order of heads and neurons for all layers."""
+"""What init 'svd_data' needs: moments of the inputs of linear layers, and one order of heads and neurons."""
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,34 +8,17 @@ from torch import Tensor, nn
 
 from ..hooks import evaluating, hooked
 
-__all__ = ['Moments', 'Orders', 'aligning_orders', 'check_images', 'input_moments', 'permuted']
+__all__ = ['Layers', 'Moments', 'aligned', 'input_moments']
 
 Moments = dict[tuple[int, str], Tensor]  # second moment of the inputs of a linear layer, by layer and parameter name
-# By parameter: the order of its rows and of its columns; None keeps them as they are
-Orders = dict[str, tuple[Tensor | None, Tensor | None]]
+Layers = dict[int, dict[str, Tensor]]  # for each layer, its tensors by their name in the field ('block.mlp.fc1.weight')
 ROUNDS = 3
 
 
-def check_images(images: Any) -> None:
-    """Raise ValueError for anything but a batch of images [B, C, H, W]."""
-    if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point() or not len(images):
-        found = f'{images.dtype} {list(images.shape)}' if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f'images must be a floating-point tensor [N, C, H, W], normalised for the model; got {found}.')
-    if not images.is_meta and not torch.isfinite(images).all():
-        raise ValueError('images must be finite; some values are not.')
-
-
 def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor, first: int = 0) -> Moments:
-    """Second moment x^T x / n [N, N] of the inputs of every linear layer of the blocks.
+    """Second moment x^T x / n [N, N] of the inputs of every linear layer of some blocks, for images [B, C, H, W].
 
-    Args:
-        model: Any timm model.
-        blocks: Consecutive blocks of the model.
-        images: Calibration images [B, C, H, W].
-        first: Layer of the first block.
-
-    Returns:
-        The moments by layer and parameter name, such as (3, 'block.mlp.fc1.weight').
+    `first` is the layer of the first block.
     """
     moments: Moments = {}
 
@@ -46,72 +29,50 @@ def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor,
         return hook
     linears = [((first + i, f'block.{name}.weight'), module) for i, block in enumerate(blocks)
                for name, module in block.named_modules() if isinstance(module, nn.Linear)]
-    with hooked(*((module, 'before', watch(key)) for key, module in linears)):
-        with evaluating(model), torch.no_grad():
-            try:
-                model(images)
-            except (RuntimeError, AssertionError) as e:  # as timm says it, of channels or of sizes
-                raise ValueError(f'images {list(images.shape)} do not fit this model: {e}') from e
+    with hooked(*((module, 'before', watch(key)) for key, module in linears)), evaluating(model), torch.no_grad():
+        try:
+            model(images)
+        except (RuntimeError, AssertionError) as e:  # of channels, sizes, dtype or device
+            raise ValueError(f'images {list(images.shape)} do not fit this model: {e}') from e
     return moments
 
 
-def aligning_orders(layers: Sequence[dict[str, Tensor]], block: Any) -> list[Orders]:
-    """Find orders of heads and neurons that bring blocks closest together without changing what each computes.
+def aligned(layers: Layers, block: Any, moments: Moments) -> tuple[Layers, Moments]:
+    """Bring heads and neurons of several layers into one order, without changing what each layer computes.
 
     In several rounds, layer by layer, heads and neurons are assigned to those of the mean of the other layers so as to
-    maximise the inner product of the weights (a linear assignment).
-
-    Args:
-        layers: Parameters of each block, by their name in the field ('block.attn.qkv.weight', ...).
-        block: One of the blocks; anything but plain attention and a plain MLP is left in its order.
-
-    Returns:
-        For each layer, orders for `permuted`; empty if there is nothing to reorder.
+    maximise the inner product of the weights (a linear assignment). Moments of inputs follow. What is not plain
+    attention or a plain MLP in `block`, one of the blocks, is left in its order.
 
     Source: weight matching, Git Re-Basin, arXiv 2209.04836.
     """
+    layers, moments = {layer: dict(values) for layer, values in layers.items()}, dict(moments)
     attn, mlp = getattr(block, 'attn', None), getattr(block, 'mlp', None)
-    orders: list[Orders] = [{} for _ in layers]
-    if len(layers) < 2:
-        return orders
-    if type(attn) is Attention and isinstance(attn.norm, torch.nn.Identity) and getattr(attn, 'gate', None) is None:
-        _align_heads(layers, orders, attn.num_heads)
-    if type(mlp) is Mlp and isinstance(mlp.norm, torch.nn.Identity):
-        _align_neurons(layers, orders)
-    return orders
+    if type(attn) is Attention and isinstance(attn.norm, nn.Identity) and getattr(attn, 'gate', None) is None:
+        _align(layers, moments, 'block.attn.qkv', 'block.attn.proj', 3, attn.num_heads)
+    if type(mlp) is Mlp and isinstance(mlp.norm, nn.Identity):
+        _align(layers, moments, 'block.mlp.fc1', 'block.mlp.fc2', 1, mlp.fc1.out_features)
+    return layers, moments
 
 
-def permuted(p: Tensor, order: tuple[Tensor | None, Tensor | None] | None) -> Tensor:
-    """A vector or a matrix with its rows and columns in another order."""
-    if order is None:
-        return p
-    rows, columns = order
-    if rows is not None:
-        p = p[rows]
-    return p if columns is None else p[:, columns]
+def _align(layers: Layers, moments: Moments, first: str, second: str, parts: int, units: int) -> None:
+    """Reorder the units between two linear layers: rows of the first, in so many parts, and columns of the second."""
+    weight, bias, after = f'{first}.weight', f'{first}.bias', f'{second}.weight'
 
-
-def _align_neurons(layers: Sequence[dict[str, Tensor]], orders: list[Orders]) -> None:
     def features(values: dict[str, Tensor]) -> Tensor:
-        parts = [values['block.mlp.fc1.weight'], values['block.mlp.fc2.weight'].T]
-        bias = values.get('block.mlp.fc1.bias')
-        return torch.cat(parts if bias is None else [*parts, bias[:, None]], dim=1).float()
-    for order, found in zip(orders, _match([features(values) for values in layers]), strict=True):
-        order['block.mlp.fc1.weight'] = order['block.mlp.fc1.bias'] = (found, None)
-        order['block.mlp.fc2.weight'] = (None, found)
-
-
-def _align_heads(layers: Sequence[dict[str, Tensor]], orders: list[Orders], heads: int) -> None:
-    def features(values: dict[str, Tensor]) -> Tensor:
-        qkv, proj = values['block.attn.qkv.weight'], values['block.attn.proj.weight']
-        parts = [*(part.reshape(heads, -1) for part in qkv.chunk(3)), proj.T.reshape(heads, -1)]
-        return torch.cat(parts, dim=1).float()
-    for values, order, found in zip(layers, orders, _match([features(values) for values in layers]), strict=True):
-        width = values['block.attn.proj.weight'].shape[1]
-        channels = torch.arange(width, device=found.device).view(heads, -1)[found].flatten()
-        rows = torch.cat([channels + i * width for i in range(3)])
-        order['block.attn.qkv.weight'] = order['block.attn.qkv.bias'] = (rows, None)
-        order['block.attn.proj.weight'] = (None, channels)
+        columns = [*values[weight].reshape(parts, units, -1), values[after].T.reshape(units, -1)]
+        if parts == 1 and bias in values:  # in attention, the biases of the keys do nothing
+            columns.append(values[bias][:, None])
+        return torch.cat(columns, dim=1).float()
+    orders = _match([features(values) for values in layers.values()])
+    for (layer, values), order in zip(layers.items(), orders, strict=True):
+        width = values[after].shape[1]
+        columns = torch.arange(width, device=order.device).view(units, -1)[order].flatten()
+        rows = torch.cat([columns + part * width for part in range(parts)])
+        values.update({name: values[name][rows] for name in (weight, bias) if name in values})
+        values[after] = values[after][:, columns]
+        if (layer, after) in moments:
+            moments[layer, after] = moments[layer, after][columns][:, columns]
 
 
 def _match(features: list[Tensor]) -> list[Tensor]:
@@ -119,10 +80,10 @@ def _match(features: list[Tensor]) -> list[Tensor]:
     from scipy.optimize import linear_sum_assignment  # comes with torchdiffeq
     orders = [torch.arange(len(f), device=f.device) for f in features]
     total = torch.stack(features).sum(0)
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS if len(features) > 1 else 0):
         for i, f in enumerate(features):
             others = total - f[orders[i]]
-            found = linear_sum_assignment((others @ f.T).cpu().numpy(), maximize=True)[1]
-            orders[i] = torch.as_tensor(found, device=f.device)
+            order = linear_sum_assignment((others @ f.T).cpu().numpy(), maximize=True)[1]
+            orders[i] = torch.as_tensor(order, device=f.device)
             total = others + f[orders[i]]
     return orders

@@ -25,69 +25,52 @@ def set_epoch(loader: Any, epoch: int) -> None:
 class Mapped:
     """Batches (images [B, C, H, W], labels [B]) of any loader with a length, changed by a function of both.
 
-    Where the loader gives images only, their labels are 0.
+    Labels are 0 where the loader gives images only.
     """
 
     def __init__(self, loader: Any, change: Change = lambda images, labels: (images, labels)) -> None:
         self.loader, self.change = loader, change
+        self.batch_size: int | None = getattr(loader, 'batch_size', None)
+        self.count: int = getattr(loader, 'count', len(loader) * (self.batch_size or 1))
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
         for batch in self.loader:
-            images, labels = batch if isinstance(batch, (tuple, list)) else (batch, torch.zeros(len(batch), dtype=int))
-            yield self.change(images, labels)
+            pair = batch if isinstance(batch, (tuple, list)) else (batch,)
+            yield self.change(*(pair if len(pair) != 1 else unlabelled(pair[0])))
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader which epoch comes next."""
         set_epoch(self.loader, epoch)
 
     @property
-    def batch_size(self) -> int | None:
-        """Images per batch, if the loader says so."""
-        size = getattr(self.loader, 'batch_size', None)
-        return size if isinstance(size, int) else None
-
-    @property
     def seed(self) -> int | None:
-        """Seed of the order of the images, if the loader has one."""
         return getattr(self.loader, 'seed', None)
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        if hasattr(self.loader, 'seed'):
-            self.loader.seed = seed
-
-    @property
-    def count(self) -> int:
-        """Number of images."""
-        return getattr(self.loader, 'count', len(self.loader) * (self.batch_size or 1))
+        self.loader.seed = seed
 
     def sample(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """At most so many random images and their labels; of a loader that cannot choose, its next ones."""
         if hasattr(self.loader, 'sample'):
             return self.change(*self.loader.sample(count, seed))
-        images, labels, there = [], [], 0
+        batches: list[Any] = []
         with random_states_kept('cpu'):
             torch.manual_seed(seed)
-            for each, of in self:
-                images.append(each.cpu())
-                labels.append(of.cpu())
-                there += len(each)
-                if there >= count:
+            for batch in self:
+                batches.append(batch)
+                if sum(len(images) for images, _ in batches) >= count:
                     break
-        if not there:
-            raise ValueError('The loader gives no images. Give another.')
-        return torch.cat(images)[:count], torch.cat(labels)[:count]
+        images, labels = (torch.cat(parts)[:count].cpu() for parts in zip(*batches, strict=True))
+        return images, labels
 
     def sha256(self) -> str:
-        """SHA-256 of what the loader reads; only the length of one that is not of this package."""
-        return self.loader.sha256() if hasattr(self.loader, 'sha256') else f'{len(self.loader)} batches'
+        return self.loader.sha256() if hasattr(self.loader, 'sha256') else f'{len(self)} batches'
 
 
-def unlabelled(images: Tensor, _: Any) -> tuple[Tensor, Tensor]:
-    """Labels 0, for labels that mean nothing."""
+def unlabelled(images: Tensor, _: Any = None) -> tuple[Tensor, Tensor]:
     return images, torch.zeros(len(images), dtype=torch.long, device=images.device)
 
 

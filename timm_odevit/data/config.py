@@ -1,10 +1,11 @@
 """Settings of the data."""
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from ..distributed import rank_and_world
 from ..settings import Settings, integer, number, setting
 
-__all__ = ['DataConfig']
+__all__ = ['DataConfig', 'Reading']
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,3 +50,14 @@ class DataConfig(Settings):
         """Images per batch of this process, for so many to train on: an even number if they are mixed in pairs."""
         most = max(1, images // rank_and_world()[1])
         return self.batch_size if self.batch_size <= most else most - (most % 2 if self.mixes and most > 1 else 0)
+
+
+class Reading(NamedTuple):
+    """What `read_data` was asked for; `share` of the training images is held out."""
+    model: Any
+    config: DataConfig
+    labels: bool
+    share: float
+    limit: int | None
+    seed: int
+    any_classes: bool

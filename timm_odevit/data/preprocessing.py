@@ -1,6 +1,5 @@
 """How a model expects its images, and which label it has for each class."""
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from ..settings import one_line, printable
 
 __all__ = ['check_names', 'class_names', 'count_held_out', 'data_config', 'dtype_of', 'image_mode', 'labels_by_name',
-           'model_name', 'open_image', 'read_image', 'renormalisation', 'warn_of_other_classes']
+           'model_name', 'open_image', 'read_image', 'renormalisation', 'shuffled', 'warn_of_other_classes']
 
 _MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's modes, by the model's number of channels
 
@@ -44,8 +43,7 @@ def image_mode(model: Any) -> str:
 def read_image(file: str | Path, mode: str) -> Image.Image:
     """An image file in Pillow's mode 'L', 'RGB' or 'RGBA', turned upright; 16 bits are scaled to 8.
 
-    Raises:
-        ValueError: The file cannot be read as an image, or its pixels are numbers without a known range.
+    Raises ValueError if it cannot be read, or if its pixels are numbers without a known range.
     """
     try:
         with Image.open(file) as image:
@@ -92,19 +90,18 @@ def check_names(names: Sequence[str], what: str) -> None:
 def labels_by_name(model: Any, names: Sequence[str] | None) -> list[int] | None:
     """The label that a model has for each class of a data set, if it names them all, in another order or among more.
 
-    Raises:
-        ValueError: The model has two classes of that name.
+    Raises ValueError if it has two classes of that name.
     """
     own = class_names(model)
     if names is None or own is None or own == list(names) or not set(names) <= set(own) or len(set(names)) < len(names):
         return None
-    counts = Counter(own)
-    for name in names:
-        if counts[name] > 1:
-            labels = ' and '.join(str(i) for i, other in enumerate(own) if other == name)
-            raise ValueError(f"The model has {counts[name]} classes called '{name}' ({labels}), so the name does not "
-                             "say which. Leave it out, or give an .npz without classes, with the model's own labels.")
-    return [own.index(name) for name in names]
+    labels = {name: i for i, name in enumerate(own)}
+    for i, name in enumerate(own):
+        if labels[name] != i and name in names:
+            raise ValueError(f"The model has two classes called '{name}' ({i} and {labels[name]}), so the name does "
+                             'not say which. Leave it out, or give an .npz without classes, with the labels of the '
+                             'model.')
+    return [labels[name] for name in names]
 
 
 def warn_of_other_classes(model: Any, names: Sequence[str] | None, data: Any) -> None:
@@ -117,25 +114,27 @@ def warn_of_other_classes(model: Any, names: Sequence[str] | None, data: Any) ->
                   f"counts as '{there}'.", RuntimeWarning, stacklevel=3)
 
 
+def shuffled(count: int, seed: int) -> Tensor:
+    """The numbers below `count` in an order of their own for each seed."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
 def count_held_out(count: int, share: float) -> int:
     """How many of `count` images are held out: at least one, but not all; none for a share of 0."""
     return min(count - 1, max(1, round(share * count))) if share else 0
 
 
 def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | None:
-    """From images [B, C, H, W] normalised for a model to images normalised for its teacher.
+    """A function from images [B, C, H, W] normalised for a model to images normalised for its teacher.
 
-    Returns:
-        A function of images; None if both expect the same, or if one does not say what it expects.
-
-    Raises:
-        ValueError: They take images with different numbers of channels.
+    None if both expect the same, or if one does not say what it expects. Raises ValueError if they take images with
+    different numbers of channels.
     """
     if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in (model, teacher) for key in ('mean', 'std')):
         return None
+    cfgs = [resolve_input_data_config(unwrap_model(m)) for m in (model, teacher)]
     (mean, mean_t), (std, std_t) = (
-        [torch.tensor(resolve_input_data_config(unwrap_model(m))[key]).view(1, -1, 1, 1) for m in (model, teacher)]
-        for key in ('mean', 'std'))
+        [torch.tensor(cfg[key]).view(1, -1, 1, 1) for cfg in cfgs] for key in ('mean', 'std'))
     if mean.shape != mean_t.shape:
         raise ValueError(f'The teacher takes images with {mean_t.shape[1]} channels, the model with {mean.shape[1]}. '
                          'Give a teacher with as many channels as the model.')

@@ -9,8 +9,6 @@ single sequence of blocks, and ValueError for an adaptive method, or without ima
 flow                a model as a sequence of maps of a state; measures, batch by batch
 lyapunov            finite-time Lyapunov exponents
 lipschitz           products with a Jacobian; local Lipschitz constants; JaSMin's bound; spectral norms of the weights
-contraction         how far the last state may move before the class changes
-discretisation      the distance from the solution of the ODE
-trajectories        speed, angles, likeness of tokens; distance from another model; the class; cosines; in a plane
-attention           attention maps of each step, rollout, and the bound on their softmax
+precision           the distance from the solution of the ODE; how far the last state may be off
+trajectories        speed, angles, likeness of tokens; distance from another model; the class; attention
 """

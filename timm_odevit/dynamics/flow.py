@@ -4,13 +4,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..convert.block_kinds import prefix_tokens
-from ..evaluation.accuracy import is_pair
+from ..evaluation.accuracy import read_batches
 from ..hooks import evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.methods import Step
@@ -20,7 +20,7 @@ __all__ = ['Flow', 'Images', 'PerImage', 'along', 'batches', 'check_derivatives'
            'over_images', 'unit']
 
 Images = Tensor | Iterable[Any] | None
-Found = TypeVar('Found', bound='PerImage')
+Measured = TypeVar('Measured', bound='PerImage')
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,11 +58,7 @@ class Flow:
         return states
 
     def logits(self, state: Tensor) -> Tensor:
-        """The logits [B, classes] for a last state.
-
-        Raises:
-            TypeError: The maps have no head.
-        """
+        """The logits [B, classes] for a last state; raises TypeError without a head."""
         if self.head is None:
             raise TypeError('This measure reads a class from every state, but there is no norm and head to apply to '
                             'it. Use a model whose `forward_head(norm(state))` gives its logits.')
@@ -71,6 +67,10 @@ class Flow:
     def lengths(self) -> list[float]:
         """The length of each step in time."""
         return [after - before for before, after in pairwise(self.times)]
+
+    def clock(self, first: int = 0, last: int | None = None) -> Tensor:
+        """The times, or some of them, as a tensor."""
+        return torch.tensor(self.times[first:last], dtype=torch.float64)
 
 
 @contextmanager
@@ -86,30 +86,28 @@ def follow(model: Any, images: Any = None) -> Iterator[Flow]:
 
     Raises:
         TypeError: The model has no single sequence of blocks.
-        ValueError: The model solves its ODE with an adaptive method, which has no fixed steps, or merges tokens, so
-            that its steps are not maps of the state alone.
+        ValueError: Its method is adaptive, or it merges tokens, so that its steps are not maps of the state alone.
     """
     if isinstance(model, Flow):
         yield model
         return
     blocks = _sequence(model)
     with evaluating(model), torch.no_grad():
-        with watch_blocks([blocks]) as seen:
+        with watch_blocks([blocks]) as [(states, handed)]:
             logits = model(images)
-        states, handed = seen[0]
         shapes = {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in states}
         if len(shapes) > 1 or len(states) != len(blocks) + 1:
             raise TypeError(
                 f'A {type(model).__name__} has no single sequence of blocks whose states could be followed; they have '
                 f"the shapes {', '.join(sorted(map(str, shapes)))}.")
-        maps = tuple(partial(_call, block, args, kwargs) for block, (args, kwargs) in zip(blocks, handed, strict=True))
+        maps = [partial(_call, block, *given) for block, given in zip(blocks, handed, strict=True)]
         times = [0.]
         for block in blocks:
             times.append(times[-1] + (block.h if isinstance(block, Step) else 1.))
-        head = _head(model, states[-1], logits)
         prefix = prefix_tokens(model)
         has_class = prefix > 0 and getattr(model, 'cls_token', None) is not None
-        yield Flow(states[0], maps, tuple(times), head, tuple(blocks), prefix, has_class)
+        yield Flow(states[0], tuple(maps), tuple(times), _head(model, states[-1], logits), tuple(blocks), prefix,
+                   has_class)
 
 
 def _head(model: Any, last: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor] | None:
@@ -120,8 +118,8 @@ def _head(model: Any, last: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor
 
     def head(x: Tensor) -> Tensor:
         return model.forward_head(model.norm(x))
-    found = head(last)
-    same = found.shape == logits.shape and torch.allclose(found, logits, rtol=1e-3, atol=1e-4, equal_nan=True)
+    own = head(last)
+    same = own.shape == logits.shape and torch.allclose(own, logits, rtol=1e-3, atol=1e-4, equal_nan=True)
     return head if same else None
 
 
@@ -134,7 +132,7 @@ def _sequence(model: Any) -> list[Any]:
         raise TypeError(f'Expected a timm model or a Flow; got {type(model).__name__}.')
     blocks = getattr(model, 'blocks', None)
     odes = find_ode_blocks(model)
-    if blocks is None or not hasattr(blocks, '__iter__') or len(odes) > 1:
+    if not hasattr(blocks, '__iter__') or len(odes) > 1:
         raise TypeError(f'A {type(model).__name__} has no single sequence of blocks whose states could be followed.')
     if odes and odes[0].config.adaptive:
         raise ValueError(f"'{odes[0].method}' chooses its own steps for each batch, so there is no fixed map to "
@@ -146,34 +144,22 @@ def _sequence(model: Any) -> list[Any]:
 
 
 def batches(images: Images, batch_size: int) -> Iterator[Tensor]:
-    """Batches of images [B, C, H, W], from a tensor, a pair (images, labels), or a loader of one or the other.
-
-    Raises:
-        ValueError: There are no images, or batch_size is out of range.
-    """
-    images = images[0] if is_pair(images) else images  # type: ignore[index]
-    batch_size = integer(1)('batch_size', batch_size)
-    found = 0
-    for batch in images.split(batch_size) if isinstance(images, Tensor) else () if images is None else images:
-        batch = batch[0] if isinstance(batch, (tuple, list)) else batch
-        if not isinstance(batch, Tensor) or batch.ndim != 4:
-            raise ValueError('Expected images [B, C, H, W], or batches of them; got '
-                             f'{list(batch.shape) if isinstance(batch, Tensor) else type(batch).__name__}.')
-        found += len(batch)
-        if len(batch):
-            yield batch
-    if not found:
+    """Batches of images [B, C, H, W]; raises ValueError if there are none, or batch_size is out of range."""
+    if images is None or (isinstance(images, Tensor) and not len(images)):
         raise ValueError('There are no images to measure on.')
+    size = integer(1)('batch_size', batch_size)
+    return (batch for batch, _ in read_batches(images, labels=False, size=size))
 
 
 @dataclass(frozen=True, repr=False)
 class PerImage:
-    """Measurements of images: fields of `per_image` have a row for each, the others are the same for all."""
+    """Measurements of images: fields of `per_image` have a row for each, those in SHARED are the same for all."""
+    SHARED: ClassVar[tuple[str, ...]] = ('class_token', 'method', 'prefix', 'steps', 'times')
 
     @classmethod
     def per_image(cls) -> tuple[str, ...]:
         """The names of the fields that have a row for each image."""
-        return tuple(f.name for f in fields(cls) if not f.metadata.get('shared'))
+        return tuple(f.name for f in fields(cls) if f.name not in cls.SHARED)
 
     def __repr__(self) -> str:
         values = {name: getattr(self, name) for name in self.per_image()}
@@ -191,20 +177,20 @@ class PerImage:
         return replace(parts[0], **rows)
 
 
-def over_images(measure: Callable[..., Found], model: Any, images: Images, batch_size: int, *others: Any) -> Found:
+def over_images(
+        measure: Callable[..., Measured], model: Any, images: Images, batch_size: int, other: Any = None,
+) -> Measured:
     """Measure a flow, or a model on images, batch by batch; what is kept is the measurements alone.
 
-    The flows of other models on the same images are passed to `measure` after that of the model.
+    The flow of another model on the same images, if any, is passed to `measure` after that of the model.
     """
-    if any(isinstance(other, Flow) != isinstance(model, Flow) for other in others):
+    models = [model] if other is None else [model, other]
+    if len({isinstance(each, Flow) for each in models}) > 1:
         raise TypeError('A Flow can be compared with another Flow, and a model with a model; got one of each.')
-    if isinstance(model, Flow):
-        with torch.no_grad():
-            return measure(model, *others)
     parts = []
-    for batch in batches(images, batch_size):
-        with ExitStack() as stack:
-            parts.append(measure(*(stack.enter_context(follow(each, batch)) for each in (model, *others))))
+    for batch in [None] if isinstance(model, Flow) else batches(images, batch_size):
+        with ExitStack() as stack, torch.no_grad():
+            parts.append(measure(*(stack.enter_context(follow(each, batch)) for each in models)))
     return type(parts[0]).joined(parts)
 
 

@@ -1,6 +1,6 @@
 """How much a model amplifies: products with Jacobians, Lipschitz constants, the bound of JaSMin, spectral norms."""
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,6 @@ from .flow import Flow, Images, PerImage, check_derivatives, noise, norms, over_
 __all__ = ['Jacobian', 'LipschitzConstants', 'PlainAttention', 'lipschitz_constants', 'log_softmax_bound',
            'spectral_norms']
 
-
 _SOFTMAX = (torch.softmax, F.softmax, torch.Tensor.softmax, F.scaled_dot_product_attention)
 
 
@@ -30,7 +29,7 @@ class LipschitzConstants(PerImage):
         times: The times at which the steps start [K].
     """
     values: Tensor
-    times: Tensor = field(metadata={'shared': True})
+    times: Tensor
 
 
 def lipschitz_constants(
@@ -44,8 +43,8 @@ def lipschitz_constants(
     """The largest singular value of the Jacobian of a model's field, at the states that the model passes through.
 
     The field is what the deployed method sees: the increment of the state over a step, per unit of time, with all
-    tokens as one vector. For Euler steps, that is the field of the ODE itself. The Jacobian is never built: the power
-    method needs only products with it and with its transpose; it starts from the vector found at the step before.
+    tokens as one vector. The Jacobian is never built: the power method needs only products with it and with its
+    transpose; it starts from the vector of the step before.
 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`.
@@ -72,7 +71,7 @@ def lipschitz_constants(
 
     def measure(flow: Flow) -> LipschitzConstants:
         vector = noise(flow.start, torch.Generator().manual_seed(0))
-        found: list[Tensor] = []
+        values: list[Tensor] = []
         for step, h, x in zip(flow.maps, flow.lengths(), flow.states(), strict=False):
             J, moved = Jacobian(step, x), vector
             for _ in range(iterations):
@@ -80,8 +79,8 @@ def lipschitz_constants(
                 moved = J.push(vector) - shift * vector
                 vector = J.pull(moved) - shift * moved
             vector = torch.nan_to_num(vector)
-            found.append(norms(moved) / (h if of == 'field' else 1.))
-        return LipschitzConstants(torch.stack(found, 1), torch.tensor(flow.times[:-1], dtype=torch.float64))
+            values.append(norms(moved) / (h if of == 'field' else 1.))
+        return LipschitzConstants(torch.stack(values, 1), flow.clock(last=-1))
     return over_images(measure, model, images, batch_size)
 
 
@@ -96,10 +95,9 @@ def log_softmax_bound(attention: Tensor, k: int) -> Tensor:
 
 
 class Jacobian:
-    """The Jacobian J of a map at a state [B, ...], which is never built: its products with vectors [B, ...].
+    """Products of the Jacobian J of a map at a state [B, ...] with vectors [B, ...]; the map runs once for all.
 
-    The map is run once for all products. J v is a product with a transposed Jacobian, too: that of J^T u, which is
-    linear in u. Forward-mode AD takes as long for one product, and repeats the map for each.
+    J v is a product with a transposed Jacobian, too: that of J^T u, which is linear in u.
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor], state: Tensor) -> None:
@@ -135,7 +133,7 @@ def _product(outputs: Tensor, inputs: Tensor, vector: Tensor, create_graph: bool
 class PlainAttention(TorchFunctionMode):  # of one thread
     """Attention as two products and a softmax: fused kernels cannot be differentiated twice, nor give probabilities.
 
-    `found` are the first ones over all tokens of the state x [B, ..., D], of attention fused or not.
+    `found` are the first probabilities over all tokens of the state x [B, ..., D].
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -173,7 +171,7 @@ def plain_attention(
 
 
 @torch.no_grad()
-def spectral_norms(model: nn.Module, *, iterations: int = 100) -> dict[str, float]:
+def spectral_norms(model: nn.Module) -> dict[str, float]:
     """The largest singular value of every weight matrix in the blocks of a model.
 
     A joint projection to queries, keys and values counts as three matrices. With a residual for each layer, a weight's
@@ -181,7 +179,6 @@ def spectral_norms(model: nn.Module, *, iterations: int = 100) -> dict[str, floa
 
     Args:
         model: ODE-ViT, whose shared blocks are measured, or any model with `blocks`, each of which is.
-        iterations: Iterations of the power method; the values converge from below.
 
     Returns:
         The norms by the name of the weight, such as 'attn.qkv.weight (queries)' or, of a model with several blocks,
@@ -189,48 +186,28 @@ def spectral_norms(model: nn.Module, *, iterations: int = 100) -> dict[str, floa
 
     Raises:
         TypeError: The model has no blocks with weight matrices.
-        ValueError: `iterations` is out of range.
 
     Examples:
         >>> norms = spectral_norms(student)
         >>> print(norms['attn.proj.weight'])
-
-    Source: the power method, Golub & Van Loan, Matrix Computations, 8.2.
     """
-    iterations = integer(1)('iterations', iterations)
-    weights = _weights(model)
-    if not weights:
-        raise TypeError(f'A {type(model).__name__} has no blocks with weight matrices.')
-    found = {}
-    for name, weight in weights.items():
-        first = torch.randn(weight.shape[::2], generator=torch.Generator().manual_seed(0))
-        v = first.to(weight)[..., None]  # [L, N, 1]
-        for _ in range(iterations):
-            v = v / v.norm(dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
-            u = weight @ v
-            norm, v = u.norm(dim=1), weight.mT @ u
-        found[name] = float(norm.max())
-    return found
-
-
-def _weights(model: Any) -> dict[str, Tensor]:
-    """Every matrix, with a value for each layer [L, M, N]; L is 1 without residuals."""
     odes = find_ode_blocks(model)
-    blocks: list[Any] = [field for ode in odes for field in ode.shared.phases] if odes else list(
-        getattr(model, 'blocks', ()))
-    found = {}
+    blocks: list[Any] = [phase for ode in odes for phase in ode.shared.phases] or list(getattr(model, 'blocks', ()))
+    values: dict[str, float] = {}
     for i, block in enumerate(blocks):
-        timed = isinstance(block, TimeField)
-        layers = [block.at(layer) for layer in block.layers] if timed else []
-        for name, p in (block.base if timed else block).named_parameters():
+        layers = [block.at(layer) for layer in block.layers] if isinstance(block, TimeField) else []
+        for name, p in (block.base if layers else block).named_parameters():
             if p.ndim != 2 or 'bias' in name:  # tables of position bias are no maps
                 continue
-            values = torch.stack([layer.get(name, p) for layer in layers]) if layers else p[None]
+            weight = torch.stack([layer.get(name, p) for layer in layers]) if layers else p[None]  # [layers, M, N]
             short = bare_name(name).removeprefix('block.')
             label = short if len(blocks) == 1 else f'blocks.{i}.{short}'
+            parts = {label: weight}
             if short.endswith('qkv.weight'):
-                found.update({f'{label} ({what})': part for what, part in zip(
-                    ('queries', 'keys', 'values'), values.chunk(3, dim=1), strict=True)})
-            else:
-                found[label] = values
-    return found
+                parts = {f'{label} ({what})': part for what, part in zip(
+                    ('queries', 'keys', 'values'), weight.chunk(3, dim=1), strict=True)}
+            values.update({key: float(torch.linalg.matrix_norm(part.float(), ord=2).max())
+                           for key, part in parts.items()})
+    if not values:
+        raise TypeError(f'A {type(model).__name__} has no blocks with weight matrices.')
+    return values

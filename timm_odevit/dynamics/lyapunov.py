@@ -1,7 +1,7 @@
 """Finite-time Lyapunov exponents of the map that is deployed."""
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -39,18 +39,18 @@ class Exponents(PerImage):
     residual: Tensor
     drift: Tensor
     reasons: tuple[str | None, ...]
-    times: Tensor = field(metadata={'shared': True})
+    times: Tensor
 
     def __repr__(self) -> str:
-        largest = self.values[:, 0]
-        good = largest[~largest.isnan()]
-        missing = len(largest) - len(good)
-        spread = f' ± {good.std():.4f}' if len(good) > 1 else ''
-        shown = f', largest {good.mean():.4f}{spread} per block' if len(good) else ''
-        unsettled = int((self.residual > SETTLED).sum())
-        shown += f', {unsettled} not settled: raise sweeps' if unsettled else ''
-        reason = next((reason for reason in self.reasons if reason), None)
-        return f"Exponents({len(largest)} images{shown}{f', none for {missing}: {reason}' if missing else ''})"
+        good = self.values[~self.values[:, 0].isnan(), 0]
+        text = f'{len(self.values)} images'
+        if len(good):
+            text += f', largest {good.mean():.4f}' + (f' ± {good.std():.4f}' if len(good) > 1 else '') + ' per block'
+        if unsettled := int((self.residual > SETTLED).sum()):
+            text += f', {unsettled} not settled: raise sweeps'
+        if missing := list(filter(None, self.reasons)):
+            text += f', none for {len(missing)}: {missing[0]}'
+        return f'Exponents({text})'
 
 
 def lyapunov_exponents(
@@ -67,9 +67,9 @@ def lyapunov_exponents(
 
     They tell how fast states near the one that the model passes through draw apart (above 0) or together (below 0).
     Tangent vectors are carried along by exact products with the Jacobian of each step that the model runs, with its own
-    method and number of steps and in the space of all tokens, and orthogonalised after each. Before that, they are
-    turned towards the directions that grow most until the end, so that the largest exponent is log(s) / T with the
-    largest singular value s of the Jacobian of the whole map.
+    method and number of steps, and orthogonalised after each. Before that, they are turned towards the directions that
+    grow most until the end, so that the largest exponent is log(s) / T with the largest singular value s of the
+    Jacobian of the whole map.
 
     What is added to all channels of a token alike is left out if all maps of a [B, N, D] state pass it on unchanged, as
     blocks behind LayerNorm or CenterNorm do: the head's norm does not see it, and with it, no largest exponent could be
@@ -80,11 +80,10 @@ def lyapunov_exponents(
         count: Number m of exponents, the largest first.
         sweeps: How often, at most, the tangent vectors are carried to the end and, by the transposed Jacobians, back,
             before the exponents are measured; an image is done when a sweep changes its exponents by at most 1e-4.
-            0 leaves the vectors random at the start: for times so long that they align by themselves.
+            0 leaves the vectors random at the start.
         tokens: 'all' for the whole state; 'class' for perturbations of the class token alone, held to it after each
-            step, so that what passes through the other tokens is left out.
-        batch_size: Images at a time; more need more memory, for all states, m tangent vectors, and what two backward
-            passes through a step need.
+            step.
+        batch_size: Images at a time.
         seed: Seed of the first tangent vectors.
 
     Returns:
@@ -156,15 +155,12 @@ def _without_shifts(flow: Flow) -> Flow:
         missed = norms(step(before + shift) - after - shift) / norms(shift.expand_as(x))
         if (missed > SHIFTED.get(x.dtype, 1e-3)).any():
             return flow
-    return replace(flow, start=_centred(x), maps=tuple(partial(_centred_step, step) for step in flow.maps))
+    return replace(flow, start=_centred(x), maps=tuple(partial(_centred, step=step) for step in flow.maps))
 
 
-def _centred(x: Tensor) -> Tensor:
+def _centred(x: Tensor, step: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    x = x if step is None else step(x)
     return x - x.mean(dim=-1, keepdim=True)
-
-
-def _centred_step(step: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return _centred(step(x))
 
 
 def _forwards(flow: Flow, states: list[Tensor], Q: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,10 +186,7 @@ def _backwards(flow: Flow, states: list[Tensor], Q: Tensor) -> Tensor:
 
 
 def _products(product: Callable[[Tensor], Tensor], state: Tensor, Q: Tensor) -> Tensor:
-    """The products of a step's Jacobian, or of its transpose, with tangent vectors [B, n, m].
-
-    Vectors of the class token alone are 0 in the other tokens.
-    """
+    """Products with tangent vectors [B, n, m]; those of the class token alone are 0 in the other tokens."""
     B, size, _ = Q.shape
     zeros = Q.new_zeros(B, state[0].numel() - size)
     return torch.stack([product(torch.cat([v, zeros], dim=1).view_as(state)).flatten(1)[:, :size]

@@ -1,5 +1,5 @@
-"""The states of each image along the way: how they move, how near another model's, to which class; in a plane."""
-import dataclasses
+"""The states of each image along the way: how they move, how near another model's, to which class; attention."""
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..hooks import state_at
 from .flow import Flow, Images, PerImage, norms, over_images
+from .lipschitz import PlainAttention, log_softmax_bound
 
-__all__ = [
-    'ClassOverTime', 'DistanceOverTime', 'Geometry', 'Plane', 'Similarity', 'check_comparable', 'class_over_time',
-    'distance_over_time', 'plane', 'state_similarity', 'trajectory_geometry',
-]
+__all__ = ['AttentionOverTime', 'ClassOverTime', 'DistanceOverTime', 'Geometry', 'attention_maps',
+           'attention_over_time', 'check_comparable', 'class_over_time', 'distance_over_time', 'has_attention_maps',
+           'trajectory_geometry']
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,7 +34,7 @@ class Geometry(PerImage):
     angle: Tensor
     cosine: Tensor
     anisotropy: Tensor
-    times: Tensor = dataclasses.field(metadata={'shared': True})
+    times: Tensor
 
 
 def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 64) -> Geometry:
@@ -64,7 +64,7 @@ def _geometry(flow: Flow) -> Geometry:
         angle.rad2deg(),
         torch.stack([_class_and_patches(x, flow) for x in states], dim=1),
         torch.stack([_anisotropy(x, flow.prefix) for x in states], dim=1),
-        torch.tensor(flow.times, dtype=torch.float64))
+        flow.clock())
 
 
 def _angle(a: Tensor, b: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class ClassOverTime(PerImage):
     classes: Tensor
     probability: Tensor
     settled: Tensor
-    times: Tensor = dataclasses.field(metadata={'shared': True})
+    times: Tensor
 
 
 def class_over_time(model: Any, images: Images = None, *, batch_size: int = 64) -> ClassOverTime:
@@ -123,7 +123,7 @@ def class_over_time(model: Any, images: Images = None, *, batch_size: int = 64) 
 def _class_over_time(flow: Flow) -> ClassOverTime:
     probabilities = torch.stack([flow.logits(x).softmax(dim=-1) for x in flow.states()], dim=1)
     classes = probabilities.argmax(dim=-1)
-    times = torch.tensor(flow.times, dtype=torch.float64)
+    times = flow.clock()
     stays = (classes == classes[:, -1:]).flip(1).cumprod(dim=1).sum(dim=1)  # how many of the last states
     final = classes[:, -1:, None].expand(-1, classes.shape[1], 1)
     settled = times[-stays.cpu()].masked_fill(~probabilities.isfinite().all(dim=(1, 2)).cpu(), torch.nan)
@@ -141,7 +141,7 @@ class DistanceOverTime(PerImage):
     """
     distance: Tensor
     patches: Tensor
-    times: Tensor = dataclasses.field(metadata={'shared': True})
+    times: Tensor
 
 
 def distance_over_time(model: Any, images: Images = None, *, teacher: Any, batch_size: int = 64) -> DistanceOverTime:
@@ -180,117 +180,92 @@ def _distance_over_time(flow: Flow, other: Flow) -> DistanceOverTime:
         found.append(norms(x - y) / norms(y))
     ours, wanted = (x[:, flow.prefix:].flatten(1, -2) if x.ndim > 2 else x[:, None] for x in (states[-1], theirs[-1]))
     return DistanceOverTime(torch.stack(found, dim=1), F.cosine_similarity(ours, wanted, dim=-1),
-                            torch.tensor(flow.times, dtype=torch.float64))
+                            flow.clock())
+
+
+def attention_maps(flow: Flow) -> Iterator[Tensor]:
+    """The attention probabilities [B, heads, N, N] at the start of each step, one step at a time.
+
+    Of blocks that combine several attentions, such as parallel or differential ones, it is the first.
+
+    Raises:
+        ValueError: A step computes no attention of all tokens over all tokens, like those with windows.
+    """
+    x = flow.start
+    for step in flow.maps:
+        with PlainAttention(x) as watched:
+            y = step(x)
+        if watched.found is None:
+            raise ValueError('These blocks never attend from all tokens to all tokens (windows, say), so they have no '
+                             'attention maps. Use a measure that needs none, such as trajectory_geometry.')
+        yield watched.found
+        x = y
+
+
+def has_attention_maps(flow: Flow) -> bool:
+    """Whether `attention_maps` works."""
+    try:
+        return all(True for _ in attention_maps(flow))
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, repr=False)
-class Similarity(PerImage):
-    """Similarity of a model's states at all its times to another model's states at all its times.
+class AttentionOverTime(PerImage):
+    """Where B images are attended to in K steps, averaged over the heads.
 
     Attributes:
-        values: Mean cosine of each token with itself at the other time [B, K + 1, L + 1].
-        times: The times of the rows [K + 1].
-        other_times: The times of the columns [L + 1].
+        attention: What the class token attends to at the start of each step: probabilities over the tokens [B, K, N].
+            Without a class token, the mean over all tokens.
+        rollout: The same for all steps so far together: of x + h attention(x), x counts 1 and attention h [B, K, N].
+        entropy: Mean entropy of the rows of the maps, in nats, at most log N [B, K].
+        softmax_bound: JaSMin's g_1 of each head, the largest over the query rows, between 0 and 1/2 [B, K, heads]: a
+            bound on the Jacobian of softmax, see `log_softmax_bound`.
+        times: The times at which the steps start [K].
+        prefix: How many of the tokens come before those of the patches.
+        class_token: Whether it is the attention of a class token.
     """
-    values: Tensor
-    times: Tensor = dataclasses.field(metadata={'shared': True})
-    other_times: Tensor = dataclasses.field(metadata={'shared': True})
+    attention: Tensor
+    rollout: Tensor
+    entropy: Tensor
+    softmax_bound: Tensor
+    times: Tensor
+    prefix: int
+    class_token: bool
 
 
-def state_similarity(model: Any, images: Images = None, *, other: Any = None, batch_size: int = 64) -> Similarity:
-    """Similarity of the states at all pairs of times, over all tokens.
+def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 64) -> AttentionOverTime:
+    """What the class token attends to at each step, and through all steps together (attention rollout).
 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`.
-        other: A model of the same width and tokens; None for the model itself.
 
     Raises:
-        ValueError: The two models have states of different shapes.
+        ValueError: The blocks have no attention of all tokens over all tokens.
 
     Examples:
-        >>> found = state_similarity(student, images, other=teacher)
-        >>> print(found.values.mean(dim=0))    # [K + 1, L + 1]
+        >>> found = attention_over_time(student, images)
+        >>> print(found.rollout[:, -1])    # [B, N]
 
-    Source: Raptor, arXiv 2512.19941.
+    Source: attention rollout, arXiv 2005.00928; the bound on the softmax: JaSMin, arXiv 2507.07814.
     """
-    return over_images(_similarity, model, images, batch_size, *([] if other is None else [other]))
+    return over_images(_attention_over_time, model, images, batch_size)
 
 
-def _similarity(flow: Flow, other: Flow | None = None) -> Similarity:
-    other = other or flow
-    if flow.start.shape != other.start.shape:
-        raise ValueError(f'Cosines compare tokens one by one, but the states have the shapes {list(flow.start.shape)} '
-                         f'and {list(other.start.shape)}. Give a model of the same width and tokens.')
-    ours, theirs = (torch.stack([F.normalize(x.flatten(1, -2) if x.ndim > 2 else x[:, None], dim=-1)
-                                 for x in each.states()], dim=1) for each in (flow, other))  # [B, times, N, D]
-    return Similarity(torch.einsum('bknd,blnd->bkl', ours, theirs) / ours.shape[2],
-                      *(torch.tensor(each.times, dtype=torch.float64) for each in (flow, other)))
-
-
-@dataclass(frozen=True, repr=False)
-class Plane(PerImage):
-    """The trajectories of one token of B images in the plane of their two first principal components.
-
-    Attributes:
-        points: Coordinates of the model's states [B, K + 1, 2].
-        others: Coordinates of the other model's states [B, L + 1, 2]; without another model, L + 1 is 0.
-        times: The times of the states [K + 1].
-        other_times: The times of the other model's states [L + 1].
-        explained: Share of the variance that the plane shows.
-    """
-    points: Tensor
-    others: Tensor
-    times: Tensor = dataclasses.field(metadata={'shared': True})
-    other_times: Tensor = dataclasses.field(metadata={'shared': True})
-    explained: float = dataclasses.field(metadata={'shared': True}, default=0.)
-
-
-def plane(model: Any, images: Images = None, *, other: Any = None, batch_size: int = 64) -> Plane:
-    """The trajectories of the class token, of a model and of another, in one plane for all images.
-
-    Args:
-        model, images, batch_size: See `timm_odevit.dynamics`.
-        other: A model of the same width, such as the teacher.
-
-    Returns:
-        Plane. Without a class token, it shows the mean of the patch tokens.
-
-    Raises:
-        ValueError: The two models differ in width.
-    """
-    found = over_images(_tokens, model, images, batch_size, *([] if other is None else [other]))
-    if other is not None and found.points.shape[-1] != found.others.shape[-1]:
-        raise ValueError(f'Tokens of different width do not lie in one plane: {found.points.shape[-1]} and '
-                         f'{found.others.shape[-1]}. Give a model of the same width.')
-    everything = [found.points.flatten(0, 1), *([] if other is None else [found.others.flatten(0, 1)])]
-    mean, axes, share = _principal(torch.cat(everything))
-    points = (found.points - mean) @ axes
-    others = points[:, :0] if other is None else (found.others - mean) @ axes
-    return dataclasses.replace(found, points=points, others=others, explained=share)
-
-
-def _tokens(flow: Flow, other: Flow | None = None) -> Plane:
-    first = _token_path(flow)
-    return Plane(first, first[:, :0] if other is None else _token_path(other),
-                 torch.tensor(flow.times, dtype=torch.float64),
-                 torch.tensor(() if other is None else other.times, dtype=torch.float64))
-
-
-def _token_path(flow: Flow) -> Tensor:
-    rows = [x if x.ndim == 2 else x[:, 0] if x.ndim == 3 and flow.class_token else x.flatten(1, -2).mean(dim=1)
-            for x in flow.states()]
-    return torch.stack(rows, dim=1)
-
-
-def _principal(rows: Tensor) -> tuple[Tensor, Tensor, float]:
-    """The mean [D], the two first principal axes [D, 2] and the share of the variance along them, of rows [n, D].
-
-    Rows that are not finite do not count. Each axis points so that its largest entry is positive.
-    """
-    given, rows = rows, rows[rows.isfinite().all(dim=-1)].cpu().double()  # not every device has float64
-    mean = rows.sum(dim=0) / max(len(rows), 1)
-    values, axes = torch.linalg.eigh((rows - mean).T @ (rows - mean))  # ascending
-    values, axes = values.flip(0).clamp_min(0.), F.pad(axes, (1, 0)).flip(1)[:, :2]  # 0 for a second of one dimension
-    largest = axes.gather(0, axes.abs().argmax(dim=0, keepdim=True))
-    share = float(values[:2].sum() / values.sum().clamp_min(1e-30))
-    return mean.to(given), (axes * largest.sign()).to(given), share
+def _attention_over_time(flow: Flow) -> AttentionOverTime:
+    attention: list[Tensor] = []
+    rollout: list[Tensor] = []
+    entropy: list[Tensor] = []
+    bound: list[Tensor] = []
+    through: Any = None
+    for h, heads in zip(flow.lengths(), attention_maps(flow), strict=True):
+        entropy.append(torch.special.entr(heads).sum(dim=-1).mean(dim=(1, 2)))
+        bound.append(log_softmax_bound(heads, 1)[..., 0].amax(dim=-1).exp())
+        mean = heads.mean(dim=1)
+        mixed = (h * mean + torch.eye(mean.shape[-1]).to(mean)) / (1. + h)
+        through = mixed if through is None else mixed @ through
+        for rows, found in ((mean, attention), (through, rollout)):
+            found.append(rows[:, 0] if flow.class_token else rows.mean(dim=1))
+    return AttentionOverTime(
+        torch.stack(attention, 1), torch.stack(rollout, 1), torch.stack(entropy, 1), torch.stack(bound, 1),
+        flow.clock(last=-1), flow.prefix, flow.class_token)

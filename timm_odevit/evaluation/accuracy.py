@@ -1,9 +1,10 @@
-"""Accuracy of a model, ODE-ViT or not, over several step counts; the passes of a loader that every evaluation makes."""
+"""Accuracy of a model over several step counts; the timed passes over a data set that every evaluation makes."""
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,18 +12,17 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..data.preprocessing import renormalisation
-from ..hooks import autocast, evaluating
+from ..hooks import AMP_DTYPES, autocast, evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.with_steps import with_steps
 from ..settings import shown
 from .results import Evaluation, Result
 
-__all__ = ['AMP_DTYPES', 'NO_CLASS', 'check_labels', 'check_same_images', 'evaluate',
-           'images_and_labels', 'in_batches', 'is_pair', 'lineup', 'run_batches', 'views', 'wait_for']
+__all__ = ['AMP_DTYPES', 'NO_CLASS', 'Pass', 'check_labels', 'evaluate', 'in_batches', 'is_pair', 'passes',
+           'read_batches', 'run_batches', 'views']
 
-AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
 NO_CLASS = -1  # the class of an image whose outputs are not finite, which is never right
-BATCH = 64  # images of a pair of tensors that run at once
+BATCH = 64  # images of tensors that run at once
 
 
 def evaluate(
@@ -38,10 +38,9 @@ def evaluate(
 ) -> Evaluation[Result]:
     """Measure accuracy per image, at several step counts, on the model's device.
 
-    The model is not changed: other numbers of steps run on views of it (see `with_steps`), and modes are restored.
-
     Args:
-        model: Model to measure, [B, C, H, W] to logits [B, classes].
+        model: Model to measure, [B, C, H, W] to logits [B, classes]. It does not change: other numbers of steps run on
+            views of it (see `with_steps`).
         loader: Batches (images [B, C, H, W], labels [B]), in the same order each time; empty ones are skipped. Or one
             pair of tensors, images [N, C, H, W] and labels [N].
         steps: Step counts to measure; None for the model as it is. Only for an ODE-ViT.
@@ -56,8 +55,8 @@ def evaluate(
         images; these count as wrong.
 
     Raises:
-        ValueError: The model has no classes, or no steps to set; the loader is empty or shuffled; or labels do not fit
-            the classes.
+        ValueError: The model has no classes, a single output, or no steps to set; the loader is empty or shuffled; or
+            labels do not fit the classes.
 
     Examples:
         >>> found = evaluate(student, loader, steps=(6, 12, 24), teacher=teacher)
@@ -66,59 +65,103 @@ def evaluate(
     if getattr(model, 'num_classes', None) == 0:
         raise ValueError(f'This {type(model).__name__} has no classes, so it has no accuracy. Measure its embeddings '
                          'with evaluate_embeddings.')
-    models, trained_at = lineup(model, steps, teacher), tuple(trained_at)
-    loader = in_batches(loader, len(models))
     classes = [getattr(each, 'num_classes', None) for each in (model, model if teacher is None else teacher)]
     if None not in classes and classes[0] != classes[1]:
         raise ValueError(f'The teacher has {classes[1]} classes, the model {classes[0]}. Give a teacher with the same '
                          'classes.')
     results: list[Result] = []
-    taught, marks = torch.empty(0), torch.empty(0)
-    for kind, name, of, normalisation in models:
-        found, predicted, seen = _measure(
-            of, loader, name=name, normalisation=normalisation, amp_dtype=amp_dtype, progress=progress)
+    taught = torch.empty(0)
+    for run in passes(model, loader, _score, steps=steps, teacher=teacher, amp_dtype=amp_dtype, progress=progress):
+        best, right, losses = run.columns
+        predicted, count = best[:, 0], len(best)
+        if without := int((predicted == NO_CLASS).sum()):
+            warnings.warn(f'{run.name}: the logits of {without} of {count} images are NaN. They count as wrong.',
+                          RuntimeWarning, stacklevel=2)
+        top1, top5 = (100 * hits.sum().item() / count for hits in (right[:, 0], right))
         agreement = kept = None
-        if kind == 'teacher':
-            kept, taught, marks = 100., predicted, seen
+        if run.kind == 'teacher':
+            taught, kept = predicted, 100.
         elif teacher is not None:
-            check_same_images(marks, seen)
             agreement = 100 * ((predicted == taught) & (predicted != NO_CLASS)).double().mean().item()
-            kept = 100 * found['top1'] / results[0].top1 if results[0].top1 else None
-        results.append(Result(model=kind, agreement=agreement, kept=kept, **found))
-    return Evaluation(tuple(results), data, trained_at)
+            kept = 100 * top1 / results[0].top1 if results[0].top1 else None
+        results.append(Result(model=run.kind, top1=top1, top5=top5, loss=losses.double().mean().item(),
+                              agreement=agreement, kept=kept, **run.about))
+    return Evaluation(tuple(results), data, tuple(trained_at))
 
 
-def _measure(model: nn.Module, loader: Iterable[Any], name: str, **options: Any) -> tuple[dict, Tensor, Tensor]:
-    """What a Result says of a model; the class of each image [N], and the images' marks [N]."""
-    top: list[Tensor] = []  # [B, 5], best first
-    right: list[Tensor] = []
-    loss = 0.
+def _score(logits: Tensor, labels: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each image, the five likeliest classes [B, 5], which of them is right [B, 5], and the cross-entropy [B]."""
+    labels = check_labels(labels, logits.shape[1])
+    nan = logits.isnan().any(dim=1, keepdim=True)  # topk takes NaN for the largest
+    best = logits.topk(min(5, logits.shape[1])).indices.masked_fill(nan, NO_CLASS)
+    return best, best == labels[:, None], F.cross_entropy(logits, labels, reduction='none')
 
-    def each(logits: Tensor, labels: Tensor) -> None:
-        nonlocal loss
-        labels = check_labels(labels, logits.shape[1])
-        nan = logits.isnan().any(dim=1, keepdim=True)  # topk takes NaN for the largest
-        best = logits.topk(min(5, logits.shape[1])).indices.masked_fill(nan, NO_CLASS)
-        top.append(best.cpu())
-        right.append(best.eq(labels[:, None]).cpu())
-        loss += F.cross_entropy(logits, labels, reduction='sum').item()
-    about, marks = run_batches(model, loader, each, name=name, **options)
-    predicted, hits = torch.cat(top)[:, 0], torch.cat(right)
-    n, without = len(predicted), int((predicted == NO_CLASS).sum())
-    if without:
-        warnings.warn(f'{name}: the logits of {without} of {n} images are NaN. They count as wrong.', RuntimeWarning,
-                      stacklevel=3)
-    return dict(top1=100 * hits[:, 0].sum().item() / n, top5=100 * hits.sum().item() / n, loss=loss / n,
-                **about), predicted, marks
+
+def check_labels(labels: Tensor, classes: int | None = None) -> Tensor:
+    """Labels [B] in int64; raises ValueError unless a model can tell classes apart, and all labels are among them."""
+    if classes == 1:
+        raise ValueError('The model has one output (num_classes=1), so every image has the same class, and any other '
+                         'model agrees. Compare its outputs with evaluate_embeddings (odevit evaluate --embedding).')
+    if labels.is_floating_point():
+        raise ValueError(f'Labels must be whole numbers; got {labels.dtype}.')
+    labels = labels.long()
+    for label in (int(labels.min()), int(labels.max())):
+        if label < 0 or (classes is not None and label >= classes):
+            what = 'labels count from 0' if classes is None else f'the model has {classes} classes'
+            raise ValueError(f'The data has label {label}, but {what}. Create the model with the num_classes of the '
+                             'data.')
+    return labels
+
+
+class Pass(NamedTuple):
+    """One or two data sets through one model.
+
+    Attributes:
+        kind: 'teacher', 'student' or 'model'.
+        name: The model in words.
+        columns: What was computed of each image: tensors [N, ...] on the CPU.
+        others: The same of the images of another loader; None without one.
+        about: What every Result says.
+    """
+    kind: str
+    name: str
+    columns: list[Tensor]
+    others: list[Tensor] | None
+    about: dict[str, Any]
+
+
+def passes(
+        model: nn.Module, loader: Any, each: Callable[[Tensor, Any], tuple[Tensor, ...]], *,
+        steps: int | Sequence[int] | None, teacher: nn.Module | None, others: Any = None, **options: Any,
+) -> Iterator[Pass]:
+    """Run data sets through the teacher, if any, and through a model with each number of steps.
+
+    `each` computes tensors [B, ...] of the outputs and the labels of a batch; options are those of `run_batches`.
+    """
+    for what, value in (('model', model), ('teacher', teacher)):
+        if not isinstance(value, nn.Module) and not (what == 'teacher' and value is None):
+            raise TypeError(f'{what} must be a timm model; got {shown(value)}. Build it with timm.create_model.')
+    runs: list[Any] = [('model' if teacher is None else 'student', *view, None) for view in views(model, steps)]
+    if teacher is not None:
+        runs.insert(0, ('teacher', 'teacher', teacher, renormalisation(model, teacher)))
+    for source in (loader, others):
+        if isinstance(source, Iterator) and len(runs) > 1:
+            raise ValueError(f'loader is a {type(source).__name__}, which gives its batches only once, but it is read '
+                             'for each number of steps and for the teacher. Give a list of batches, or a DataLoader.')
+    first = None
+    for kind, name, view, normalisation in runs:
+        options.update(name=name, normalisation=normalisation)
+        about, marks, columns = run_batches(view, loader, each, **options)
+        first = marks if first is None else first
+        if marks.shape != first.shape or not torch.allclose(marks, first, rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise ValueError('The loader does not give the same images in the same order each time. Make it with '
+                             'shuffle=False and without augmentation.')
+        also = None if others is None else run_batches(view, others, each, **options)[2]
+        yield Pass(kind, name, columns, also, about)
 
 
 def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str, nn.Module]]:
-    """A name and a view of the model for each of the step counts; the model itself for None.
-
-    Raises:
-        TypeError: The model is not an ODE-ViT.
-        ValueError: There are no counts, or the model has several stages.
-    """
+    """A name and a view of the model for each of the step counts; the model itself for None."""
     blocks = find_ode_blocks(model)
     if steps is None:
         return [(f'{blocks[0].steps} steps' if len(blocks) == 1 else 'model', model)]
@@ -132,147 +175,108 @@ def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str
     return [(f'{count} steps', with_steps(model, count)) for count in counts]
 
 
-def lineup(
-        model: nn.Module, steps: int | Sequence[int] | None, teacher: nn.Module | None,
-) -> list[tuple[str, str, nn.Module, Callable[[Tensor], Tensor] | None]]:
-    """What is measured, in this order: kind ('teacher', 'student' or 'model'), name, model, and its normalisation."""
-    for what, given in (('model', model), ('teacher', teacher)):
-        if not isinstance(given, nn.Module) and not (what == 'teacher' and given is None):
-            raise TypeError(f'{what} must be a timm model; got {shown(given)}. Build it with timm.create_model.')
-    taught = [] if teacher is None else [('teacher', 'teacher', teacher, renormalisation(model, teacher))]
-    kind = 'model' if teacher is None else 'student'
-    return taught + [(kind, name, view, None) for name, view in views(model, steps)]
-
-
-def check_same_images(marks: Tensor, others: Tensor) -> None:
-    """Raise ValueError unless two passes had the same images in the same order, by the mark of each image."""
-    if marks.shape != others.shape or not torch.allclose(marks, others, rtol=1e-4, atol=1e-6, equal_nan=True):
-        raise ValueError('The loader does not give the same images in the same order each time. Make it with '
-                         'shuffle=False and without augmentation.')
-
-
-def check_labels(labels: Tensor, classes: int) -> Tensor:
-    """Labels [B] in int64; raises ValueError unless all are classes of the model."""
-    if labels.is_floating_point():
-        raise ValueError(f'Labels must be whole numbers; got {labels.dtype}.')
-    labels = labels.long()
-    for label in (int(labels.min()), int(labels.max())) if len(labels) else ():
-        if not 0 <= label < classes:
-            raise ValueError(f'The data has label {label}, but the model has {classes} classes. Create the model with '
-                             'the num_classes of the data.')
-    return labels
-
-
 def is_pair(loader: Any) -> bool:
     """Whether a loader is a pair of tensors, images [N, C, H, W] and labels, and not two batches of images."""
     return (isinstance(loader, (tuple, list)) and len(loader) == 2
-            and all(isinstance(part, Tensor) for part in loader) and loader[1].ndim < 4)
+            and isinstance(loader[0], Tensor) and isinstance(loader[1], Tensor) and loader[1].ndim < 4)
 
 
-def in_batches(loader: Any, passes: int = 1) -> Any:
-    """A loader that is read several times, or the batches of a pair of tensors: images [N, C, H, W] and labels [N]."""
-    if isinstance(loader, Iterator) and passes > 1:
-        raise ValueError(f'loader is a {type(loader).__name__}, which gives its batches only once, but it is read for '
-                         'each number of steps and for the teacher. Give a list of batches, or a DataLoader.')
-    if isinstance(loader, Tensor):
-        raise ValueError('Got images without labels. Give a pair (images, labels), or batches of such pairs; where '
-                         'labels do not count, any will do.')
-    if not is_pair(loader):
-        return loader
-    images_and_labels(loader)  # raises if they are not as many
-    return list(zip(*(part.split(BATCH) for part in loader), strict=True))
+def in_batches(source: Any, size: int = BATCH) -> Any:
+    """A loader, or the batches of a tensor of images [N, C, H, W] or of a pair of such and labels [N]."""
+    if isinstance(source, Tensor):
+        return source.split(size)
+    if is_pair(source):
+        return list(zip_longest(*(part.split(size) for part in source)))
+    return source
+
+
+def read_batches(
+        source: Any, labels: bool | None = True, *, size: int = BATCH, bar: str = '',
+) -> Iterator[tuple[Tensor, Any]]:
+    """The images [B, C, H, W] and labels [B] of each batch that is not empty.
+
+    Args:
+        source: A loader of batches, or a tensor or pair of tensors.
+        labels: Whether labels are needed; None to take them where there are any. Without, they are None.
+        size: Images in a batch of tensors.
+        bar: Name of a progress bar; '' for none.
+    """
+    empty = True
+    for batch in tqdm(in_batches(source, size), desc=bar, leave=False, disable=not bar):
+        parts = batch if isinstance(batch, (tuple, list)) else [batch]
+        images, truth = (*parts, None, None)[:2]
+        bare = labels is False or (labels is None and len(parts) == 1)
+        if not isinstance(images, Tensor) or images.ndim != 4 or not (bare or (
+                len(parts) == 2 and isinstance(truth, Tensor) and truth.shape == images.shape[:1])):
+            types = ', '.join(f'{p.dtype} {list(p.shape)}' if isinstance(p, Tensor) else type(p).__name__
+                              for p in parts)
+            raise ValueError(f"Expected batches of images [B, C, H, W]{' and labels [B]' if labels else ''}; got "
+                             f'{types}.')
+        if len(images):
+            empty = False
+            yield images, None if bare else truth
+    if empty:
+        raise ValueError('The loader gave no images.')
 
 
 def run_batches(
         model: nn.Module,
-        loader: Iterable[Any],
-        each: Callable[[Tensor, Tensor], Any],
+        loader: Any,
+        each: Callable[[Tensor, Any], tuple[Tensor, ...] | None],
         *,
+        labels: bool = True,
         amp_dtype: torch.dtype | None = None,
         progress: bool = False,
         name: str = '',
         normalisation: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[dict[str, Any], Tensor]:
-    """The batches of a loader through a model in eval mode, on its device; empty batches are skipped.
+) -> tuple[dict[str, Any], Tensor, list[Tensor]]:
+    """Run a data set through a model in eval mode, once, on the model's device.
 
     `each` is called with the outputs in float32 [B, ...] and the labels [B] of each batch; `name` is for the bar.
 
     Returns:
-        Steps, evaluations, parameters, images, speed, and how many images halted when, as in a Result; and a mark of
-        each image [N], by which a shuffled loader is noticed.
-
-    Raises:
-        ValueError: The loader gave no images.
+        What a Result says of the pass; the mean of each image [N], by which a shuffled loader is noticed; and the
+        tensors that `each` returned, of all images [N, ...], on the CPU.
     """
     parameter = next(model.parameters())
-    cost = _Cost(model, parameter.device)
+    device, stages = parameter.device, find_ode_blocks(model)
+    halts = len(stages) == 1 and stages[0].config.halting is not None
+    varies = any(ode.config.adaptive or ode.config.halting for ode in stages)
     marks: list[Tensor] = []
-    with evaluating(model), torch.inference_mode(), autocast(parameter.device, amp_dtype):
-        for batch in tqdm(loader, desc=name, leave=False, disable=not progress):
-            images, labels = images_and_labels(batch)
-            if not len(images):
-                continue
+    timed: list[tuple[int, float]] = []  # images and seconds of each batch
+    taken: list[Tensor] = []  # steps of each image
+    evaluations = 0.
+    rows: list[Any] = []
+    with evaluating(model), torch.inference_mode(), autocast(device, amp_dtype):
+        for images, truth in read_batches(loader, labels, bar=name if progress else ''):
             marks.append(images.float().flatten(1).mean(dim=1).cpu())
-            images = images.to(parameter.device, parameter.dtype if amp_dtype is None else images.dtype)
+            images = images.to(device, parameter.dtype if amp_dtype is None else images.dtype)
             if normalisation is not None:
                 images = normalisation(images)
-            each(cost.forward(images).float(), labels.to(parameter.device))
-    if not marks:
-        raise ValueError('The loader gave no images.')
-    return cost.result(), torch.cat(marks)
+            for ode in stages:
+                ode.steps_taken = None  # and so it stays if the host runs the steps one by one
+            _wait_for(device)
+            start = time.perf_counter()
+            outputs = model(images)
+            _wait_for(device)
+            timed.append((len(images), time.perf_counter() - start))
+            evaluations += len(images) * sum(ode.evaluations for ode in stages)
+            if halts:
+                steps = stages[0].steps_taken
+                taken.append(torch.full((len(images),), stages[0].steps) if steps is None else steps.cpu())
+            rows.append(each(outputs.float(), None if truth is None else truth.to(device)) or ())
+    count = sum(map(len, marks))
+    later, seconds = map(sum, zip(*(timed[1:] or timed), strict=True))  # the first batch is slower than the others
+    halted = None
+    if halts:
+        halted = tuple((100 * torch.cat(taken).bincount(minlength=stages[0].steps + 1)[1:] / count).tolist())
+    return dict(
+        steps=sum(ode.steps for ode in stages) if stages else None,
+        nfe=None if not stages else evaluations / count if varies else round(evaluations / count), halted=halted,
+        images=count, parameters=count_parameters(model), images_per_second=later / seconds,
+    ), torch.cat(marks), [torch.cat(column).cpu() for column in zip(*rows, strict=True)]
 
 
-class _Cost:
-    """What the forward passes of a model take."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model, self.device = model, device
-        self.stages: list[Any] = find_ode_blocks(model)
-        self.images, self.seconds, self.evaluations = 0, 0., 0.
-        self.taken: list[Tensor] = []  # steps of each image, if the only stage can halt
-
-    def forward(self, images: Tensor) -> Tensor:
-        for blocks in self.stages:
-            blocks.steps_taken = None  # and so it stays if the host runs the steps one by one
-        if not self.images:
-            self.model(images)  # the first pass is slower than the others, and is not timed
-        wait_for(self.device)
-        start = time.perf_counter()
-        outputs = self.model(images)
-        wait_for(self.device)
-        self.seconds += time.perf_counter() - start
-        self.images += len(images)
-        self.evaluations += len(images) * sum(blocks.evaluations for blocks in self.stages)
-        if len(self.stages) == 1 and self.stages[0].config.halting is not None:
-            steps = self.stages[0].steps_taken
-            self.taken.append(torch.full((len(images),), self.stages[0].steps) if steps is None else steps.cpu())
-        return outputs
-
-    def result(self) -> dict[str, Any]:
-        nfe = self.evaluations / self.images
-        varies = any(blocks.config.adaptive or blocks.config.halting for blocks in self.stages)
-        halted = None
-        if self.taken:
-            counts = torch.cat(self.taken).bincount(minlength=self.stages[0].steps + 1)[1:]
-            halted = tuple((100 * counts / self.images).tolist())
-        return dict(
-            steps=sum(blocks.steps for blocks in self.stages) if self.stages else None,
-            nfe=None if not self.stages else nfe if varies else round(nfe), halted=halted, images=self.images,
-            parameters=count_parameters(self.model), images_per_second=self.images / self.seconds)
-
-
-def images_and_labels(batch: Any, labelled: bool = True) -> tuple[Tensor, Any]:
-    """The images and labels of a batch; None for labels if it has none and needs none; else raises ValueError."""
-    if not labelled and isinstance(batch, Tensor) and batch.ndim == 4:
-        return batch, None
-    if is_pair(batch) and batch[0].ndim == 4 and batch[1].shape == batch[0].shape[:1]:
-        return batch[0], batch[1]
-    parts = batch if isinstance(batch, (tuple, list)) else [batch]
-    found = ', '.join(f'{p.dtype} {list(p.shape)}' if isinstance(p, Tensor) else type(p).__name__ for p in parts)
-    raise ValueError(f'Expected batches of images [B, C, H, W] and labels [B]; got {found}.')
-
-
-def wait_for(device: str | torch.device) -> None:
-    """Wait until a device has done what it was given."""
-    if torch.device(device).type not in ('cpu', 'meta'):
+def _wait_for(device: torch.device) -> None:
+    if device.type not in ('cpu', 'meta'):
         torch.accelerator.synchronize(device)

@@ -1,23 +1,24 @@
-"""Embeddings and features of a model, ODE-ViT or not, over several step counts: how near the teacher's, how useful."""
+"""Embeddings and features of a model over several step counts: how near the teacher's, and how useful."""
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.preprocessing import renormalisation
 from ..hooks import evaluating
-from .accuracy import NO_CLASS, check_same_images, in_batches, lineup, run_batches, views
+from .accuracy import NO_CLASS, check_labels, passes, read_batches, views
 from .results import EmbeddingResult, Evaluation
 
 __all__ = ['PatchAgreement', 'evaluate_embeddings', 'knn_accuracy', 'nearest', 'patch_agreement', 'probe_accuracy']
 
-CHUNK = 1024  # images that are compared with all others at once
 NEIGHBOURS, TEMPERATURE = 20, 0.07
-PENALTY, ITERATIONS = 1e-3, 100
+PENALTY = 1e-3
 
 
 def evaluate_embeddings(
@@ -35,17 +36,16 @@ def evaluate_embeddings(
 ) -> Evaluation[EmbeddingResult]:
     """Measure the outputs of a model, with or without classes, as embeddings, at several step counts.
 
-    The counterpart of `evaluate` for what has no classes. Without labels, embeddings are compared with the teacher's:
-    cosine, squared error, and whether an image has the same nearest image. With labelled images to learn from, the
-    images of `loader` are also classified, by their 20 nearest labelled images and by a linear classifier; with one
-    embedding per class, such as those of the classes' names from the text tower of a CLIP, by the class of the largest
-    cosine (zero-shot classification).
+    Embeddings are compared with the teacher's: cosine, squared error, and whether an image has the same nearest image.
+    With labelled images to learn from, the images of `loader` are also classified, by their 20 nearest labelled images
+    and by a linear classifier, both of scikit-learn; with one embedding per class, such as those of the classes' names
+    from the text tower of a CLIP, by the class of the largest cosine (zero-shot classification).
 
     Args:
         model: Model to measure, [B, C, H, W] to embeddings [B, E].
-        loader: Batches (images [B, C, H, W], labels [B]), in the same order each time; the labels count only with
-            `labelled` or `class_embeddings`. Or one pair of tensors, images [N, C, H, W] and labels [N].
-        labelled: The same kind of batches, of other images, whose labels are used; such as the training images.
+        loader: Batches (images [B, C, H, W], labels [B]), in the same order each time; the labels are needed only with
+            `labelled` or `class_embeddings`. Or images [N, C, H, W], or one pair of tensors.
+        labelled: Batches or a pair of other images, whose labels are used; such as the training images.
         class_embeddings: Embedding of each class [classes, E], of any norm.
         steps, teacher, amp_dtype, progress, data, trained_at: As in `evaluate`.
 
@@ -53,6 +53,7 @@ def evaluate_embeddings(
         An Evaluation with one EmbeddingResult for the teacher, if any, and one for each step count.
 
     Raises:
+        ImportError: `labelled` is given, but scikit-learn is not installed.
         ValueError: The model has no steps to set, the loader is empty or shuffled, or the embeddings of the teacher or
             of the classes have another size, or are not as many as the labels need.
 
@@ -63,101 +64,73 @@ def evaluate_embeddings(
 
     Source: k-NN with weights: arXiv 1805.01978; both protocols: DINO, arXiv 2104.14294.
     """
-    models = lineup(model, steps, teacher)
-    loader, labelled = (in_batches(each, len(models)) for each in (loader, labelled))
+    if labelled is not None:
+        _scikit_learn()
+    scored = labelled is not None or class_embeddings is not None
     results: list[EmbeddingResult] = []
     reference = None
-    for kind, name, of, normalisation in models:
-        options: dict[str, Any] = dict(amp_dtype=amp_dtype, progress=progress, normalisation=normalisation)
-        ours = _embed(of, loader, name=name, **options)
-        if kind == 'teacher':
+    for run in passes(model, loader, _row, steps=steps, teacher=teacher, others=labelled, labels=scored,
+                      amp_dtype=amp_dtype, progress=progress):
+        (ours, finite, labels), knn, probe, zero_shot = run.columns, None, None, None
+        if without := int((~finite).sum()):
+            warnings.warn(f'{run.name}: the embeddings of {without} of {len(finite)} images are not finite. They count '
+                          'as 0, and as wrong.', RuntimeWarning, stacklevel=2)
+        if run.kind == 'teacher':
             reference = ours
-        elif reference is not None:
-            check_same_images(reference.marks, ours.marks)
-        knn = probe = zero_shot = None
-        labels = ours.labels
-        if labelled is not None or class_embeddings is not None:
-            labels = _check_labels(labels).masked_fill(~ours.finite, NO_CLASS)
+        if scored:
+            labels = check_labels(labels).masked_fill(~finite, NO_CLASS)
         if class_embeddings is not None:
-            zero_shot = _zero_shot(ours.values, labels, class_embeddings)
-        if labelled is not None:
-            others = _embed(of, labelled, name=f'{name}, labelled', **options)
-            learned, known = _memory(others)
-            if torch.equal(others.marks, ours.marks):
+            zero_shot = _zero_shot(ours, labels, class_embeddings)
+        if run.others is not None:
+            learned, known = run.others[0], check_labels(run.others[2])
+            if torch.equal(learned, ours):
                 raise ValueError('labelled holds the images that are classified. Give others, such as the training '
                                  'images.')
-            knn = knn_accuracy(ours.values, labels, learned, known)
-            probe = probe_accuracy(ours.values, labels, learned, known)
-        results.append(EmbeddingResult(
-            model=kind, knn=knn, probe=probe, zero_shot=zero_shot, **_compared(ours, reference), **ours.about))
+            used = run.others[1] if run.others[1].any() else slice(None)
+            knn, probe = (accuracy(ours, labels, learned[used], known[used])
+                          for accuracy in (knn_accuracy, probe_accuracy))
+        results.append(EmbeddingResult(model=run.kind, knn=knn, probe=probe, zero_shot=zero_shot,
+                                       **_compared(ours, finite, reference), **run.about))
     return Evaluation(tuple(results), data, tuple(trained_at))
 
 
-class _Embedded(NamedTuple):
-    """Embeddings [N, E] and labels [N] of all images, on the CPU; which are finite; the images' marks; what it took."""
-    values: Tensor
-    labels: Tensor
-    finite: Tensor
-    marks: Tensor
-    about: dict[str, Any]
+def _row(outputs: Tensor, labels: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Embeddings [B, E], 0 where they are not finite; whether they are [B]; and labels [B]."""
+    outputs = outputs.flatten(1)
+    finite = outputs.isfinite().all(dim=1)
+    return outputs.masked_fill(~finite[:, None], 0.), finite, finite if labels is None else labels
 
 
-def _embed(model: nn.Module, loader: Any, name: str, **options: Any) -> _Embedded:
-    embeddings: list[Tensor] = []
-    labels: list[Tensor] = []
-
-    def each(outputs: Tensor, given: Tensor) -> None:
-        embeddings.append(outputs.flatten(1).cpu())
-        labels.append(given.cpu())
-    about, marks = run_batches(model, loader, each, name=name, **options)
-    values = torch.cat(embeddings)
-    finite = values.isfinite().all(dim=1)
-    if not finite.all():
-        warnings.warn(f'{name}: the embeddings of {int((~finite).sum())} of {len(values)} images are not finite. They '
-                      'count as 0, and as wrong.', RuntimeWarning, stacklevel=3)
-    return _Embedded(values.masked_fill(~finite[:, None], 0.), torch.cat(labels), finite, marks, about)
-
-
-def _memory(labelled: _Embedded) -> tuple[Tensor, Tensor]:
-    """Embeddings and labels to learn from: those that are finite, if any is."""
-    labels = _check_labels(labelled.labels)
-    if len(labels) < 2:
-        raise ValueError('labelled has one image. Give two or more, such as the training images.')
-    used = labelled.finite if labelled.finite.any() else ~labelled.finite
-    return labelled.values[used], labels[used]
-
-
-def _check_labels(labels: Tensor) -> Tensor:
-    if labels.is_floating_point() or int(labels.min()) < 0:
-        raise ValueError(f'Labels are whole numbers from 0; the data has {labels.min():g}, in {labels.dtype}.')
-    return labels.long()
-
-
-def _compared(ours: _Embedded, theirs: _Embedded | None) -> dict[str, Any]:
+def _compared(ours: Tensor, finite: Tensor, theirs: Tensor | None) -> dict[str, Any]:
     """How near the embeddings are; None where there is nothing to compare: one image has no variance, no neighbour."""
     if theirs is None:
         return dict(cosine=None, error=None, neighbours=None)
-    a, b = ours.values, theirs.values
-    if a.shape != b.shape:
-        raise ValueError(f'The model gives embeddings {list(a.shape)}, the teacher {list(b.shape)}. Give a teacher '
-                         'with the same output.')
-    cosine = 1. if ours is theirs else F.cosine_similarity(a, b, dim=-1).mean().item()
-    if len(a) < 2:
+    if ours.shape != theirs.shape:
+        raise ValueError(f'The model gives embeddings {list(ours.shape)}, the teacher {list(theirs.shape)}. Give a '
+                         'teacher with the same output.')
+    cosine = 1. if ours is theirs else F.cosine_similarity(ours, theirs, dim=-1).mean().item()
+    if len(ours) < 2:
         return dict(cosine=cosine, error=None, neighbours=None)
-    variance = (b - b.mean(dim=0)).square().mean().clamp_min(1e-12)
-    same = (nearest(a) == nearest(b)) & (ours.finite | (ours is theirs))
-    return dict(cosine=cosine, error=(F.mse_loss(a, b) / variance).item(), neighbours=100 * same.double().mean().item())
+    variance = (theirs - theirs.mean(dim=0)).square().mean().clamp_min(1e-12)
+    same = (nearest(ours) == nearest(theirs)) & (finite | (ours is theirs))
+    return dict(cosine=cosine, error=(F.mse_loss(ours, theirs) / variance).item(),
+                neighbours=100 * same.double().mean().item())
 
 
 def nearest(embeddings: Tensor) -> Tensor:
     """The index [N] of the image whose embedding has the largest cosine with that of each other image [N, E]."""
-    unit, found = F.normalize(embeddings, dim=-1), []
-    for start in range(0, len(unit), CHUNK):
-        cosines = unit[start:start + CHUNK] @ unit.T
-        rows = torch.arange(len(cosines))
-        cosines[rows, start + rows] = -torch.inf
-        found.append(cosines.argmax(dim=-1))
-    return torch.cat(found)
+    unit, indices = F.normalize(embeddings, dim=-1), []
+    for rows in torch.arange(len(unit), device=unit.device).split(1024):
+        cosines = unit[rows] @ unit.T
+        indices.append(cosines.scatter_(1, rows[:, None], -torch.inf).argmax(dim=-1))
+    return torch.cat(indices)
+
+
+def _scikit_learn() -> None:
+    try:
+        import sklearn  # noqa: F401
+    except ImportError as e:
+        raise ImportError('k-NN and the linear classifier need scikit-learn. Type: pip install scikit-learn') from e
 
 
 def knn_accuracy(embeddings: Tensor, labels: Tensor, learned: Tensor, known: Tensor) -> float:
@@ -169,13 +142,10 @@ def knn_accuracy(embeddings: Tensor, labels: Tensor, learned: Tensor, known: Ten
         learned: Embeddings of labelled images [M, E].
         known: Their classes [M].
     """
-    memory, classes = F.normalize(learned, dim=-1), int(max(known.max(), labels.max())) + 1
-    right = 0
-    for part, truth in zip(F.normalize(embeddings, dim=-1).split(CHUNK), labels.split(CHUNK), strict=True):
-        cosines, nearby = (part @ memory.T).topk(min(NEIGHBOURS, len(memory)), dim=-1)
-        votes = torch.zeros(len(part), classes).scatter_add_(1, known[nearby], (cosines / TEMPERATURE).exp())
-        right += int((votes.argmax(dim=-1) == truth).sum())
-    return 100 * right / len(labels)
+    from sklearn.neighbors import KNeighborsClassifier
+    model = KNeighborsClassifier(min(NEIGHBOURS, len(learned)), metric='cosine', algorithm='brute',
+                                 weights=lambda distances: np.exp((1 - distances) / TEMPERATURE))
+    return 100 * float(model.fit(learned, known).score(embeddings, labels))
 
 
 def probe_accuracy(embeddings: Tensor, labels: Tensor, learned: Tensor, known: Tensor) -> float:
@@ -183,32 +153,18 @@ def probe_accuracy(embeddings: Tensor, labels: Tensor, learned: Tensor, known: T
 
     Args: those of `knn_accuracy`.
     """
-    classes = int(max(known.max(), labels.max())) + 1
-    with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
-        embeddings, labels, learned, y = (given.clone() for given in (embeddings, labels, learned, known))
-        mean, std = learned.mean(dim=0), learned.std(dim=0, correction=0).clamp_min(1e-6)
-        x = (learned - mean) / std
-        weight = torch.zeros(classes, x.shape[1] + 1, requires_grad=True)
-        optimizer = torch.optim.LBFGS([weight], max_iter=ITERATIONS, line_search_fn='strong_wolfe')
-
-        def logits(z: Tensor) -> Tensor:
-            return F.linear(z, weight[:, 1:], weight[:, 0])
-
-        def loss() -> Tensor:
-            optimizer.zero_grad()
-            value = F.cross_entropy(logits(x), y) + PENALTY * weight[:, 1:].square().sum()
-            value.backward()
-            return value
-        optimizer.step(loss)
-        right = logits((embeddings - mean) / std).argmax(dim=-1) == labels
-    return 100 * right.double().mean().item()
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+    # C weighs the sum of the losses of the images against half the squared weights, PENALTY the squared weights alone
+    model = make_pipeline(StandardScaler(), LogisticRegression(C=0.5 / PENALTY / len(learned), max_iter=100))
+    return 100 * float(model.fit(learned, known).score(embeddings, labels))
 
 
 def _zero_shot(embeddings: Tensor, labels: Tensor, classes: Tensor) -> float:
-    if not isinstance(classes, Tensor):
-        raise ValueError(f'class_embeddings must be a tensor [classes, E]; got {type(classes).__name__}.')
-    if not classes.isfinite().all():
-        raise ValueError('class_embeddings must be finite; some values are not.')
+    if not isinstance(classes, Tensor) or not classes.isfinite().all():
+        what = 'values that are not finite' if isinstance(classes, Tensor) else type(classes).__name__
+        raise ValueError(f'class_embeddings must be a tensor [classes, E] of finite numbers; got {what}.')
     if classes.ndim != 2 or classes.shape[1] != embeddings.shape[1] or len(classes) <= int(labels.max()):
         raise ValueError(
             f'class_embeddings have the shape {list(classes.shape)}; expected one row for each of the labels 0 to '
@@ -257,43 +213,35 @@ def patch_agreement(
         A PatchAgreement per step count.
 
     Raises:
-        ValueError: The model has no steps to set, the grids or the features differ in shape, or there are no images.
+        ValueError: The model has no steps to set, the features differ in shape, or there are no images.
 
     Examples:
         >>> for found in patch_agreement(student, teacher, loader, steps=(6, 12)):
         ...     print(found)
     """
-    measured = views(model, steps)
+    named = views(model, steps)
     normalisation = renormalisation(model, teacher)
-    sums: list[list[Tensor]] = [[] for _ in measured]  # for each batch, the sums over its images [2, H, W]
+    sums: list[Any] = [0.] * len(named)  # over the images, [2, H, W]
     count = 0
-    with evaluating(model), evaluating(teacher), torch.inference_mode():
-        for batch in in_batches(loader):
-            images = batch[0] if isinstance(batch, (tuple, list)) else batch
-            if not len(images):
-                continue
+    with ExitStack() as stack, torch.inference_mode():
+        for each in (model, teacher, *(view for _, view in named)):
+            stack.enter_context(evaluating(each))
+        for images, _ in read_batches(loader, labels=False):
             images = images.to(next(model.parameters()))
             same = images if normalisation is None else normalisation(images)
             theirs = _features(teacher, same.to(next(teacher.parameters()).dtype))
+            sums = [total + _agreement(_features(view, images), theirs)
+                    for total, (_, view) in zip(sums, named, strict=True)]
             count += len(images)
-            for found, (_, view) in zip(sums, measured, strict=True):
-                with evaluating(view):
-                    found.append(_agreement(_features(view, images), theirs))
-                if found[0].shape != found[-1].shape:
-                    raise ValueError(f'The images have grids of {list(found[0].shape[1:])} and '
-                                     f'{list(found[-1].shape[1:])} patches. Give images of one size.')
-    if not count:
-        raise ValueError('The loader gave no images.')
-    means = [torch.stack(found).sum(dim=0) / count for found in sums]
     return tuple(PatchAgreement(name, count, mean[0].mean().item(), 100 * mean[1].mean().item(), mean[0].float())
-                 for (name, _), mean in zip(measured, means, strict=True))
+                 for (name, _), mean in zip(named, [total / count for total in sums], strict=True))
 
 
 def _features(model: Any, images: Tensor) -> Tensor:
     """The last features of the patches [B, D, H, W]."""
-    found: Tensor = model.forward_intermediates(
+    features: Tensor = model.forward_intermediates(
         images, indices=1, norm=True, output_fmt='NCHW', intermediates_only=True)[-1]
-    return found.float()
+    return features.float()
 
 
 def _agreement(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -301,11 +249,7 @@ def _agreement(ours: Tensor, theirs: Tensor) -> Tensor:
     if ours.shape != theirs.shape:
         raise ValueError(f'The model gives features {list(ours.shape)}, the teacher {list(theirs.shape)}. Give a '
                          'teacher with the same width and the same grid of patches.')
-
-    def most_similar(features: Tensor) -> Tensor:
-        unit = F.normalize(features.flatten(2), dim=1)
-        cosines = unit.transpose(1, 2) @ unit
-        cosines.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
-        return cosines.argmax(dim=-1).unflatten(1, features.shape[2:])
-    cosine, same = F.cosine_similarity(ours, theirs, dim=1), most_similar(ours) == most_similar(theirs)
+    (a, b), grid = (x.flatten(2).mT for x in (ours, theirs)), ours.shape[2:]
+    same = torch.stack([nearest(x) == nearest(y) for x, y in zip(a, b, strict=True)]).unflatten(1, grid)
+    cosine = F.cosine_similarity(ours, theirs, dim=1)
     return torch.stack([cosine.cpu().double().sum(dim=0), same.cpu().double().sum(dim=0)])

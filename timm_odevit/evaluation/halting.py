@@ -1,21 +1,18 @@
 """calibrate_halting: the threshold at which images may halt without losing more accuracy than allowed."""
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ..convert.merge import check_not_merged
-from ..hooks import evaluating, hooked
+from ..hooks import evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import HALTING
-from ..ode.halting import Scores
 from ..ode.methods import METHODS
 from ..settings import number, one_of
-from .accuracy import check_labels, images_and_labels, in_batches
+from .accuracy import check_labels, read_batches
 
 __all__ = ['Halting', 'calibrate_halting']
 
@@ -69,10 +66,10 @@ def calibrate_halting(
     Use images that were not trained on. The model does not change; see `Halting.apply_`.
 
     Args:
-        model: ODE-ViT with one sequence of blocks, a fixed-step method and a head.
+        model: ODE-ViT with one sequence of blocks, a fixed-step method and a head with two classes or more.
         loader: Batches (images [B, C, H, W], labels [B]), or one pair of tensors; or batches of images alone, whose
             answers in the full run then count as right.
-        rule: 'entropy', 'confidence', 'acceleration' or 'residual'; see `OdeConfig.halting`.
+        rule: 'entropy' or 'acceleration'; see `OdeConfig.halting`.
         max_drop: Largest loss of top-1 accuracy, as a share of all images: 0.005 for half a percentage point.
         progress: Show a progress bar.
 
@@ -81,9 +78,9 @@ def calibrate_halting(
 
     Raises:
         TypeError: The model is not an ODE-ViT with one sequence of blocks.
-        ValueError: Its head cannot be applied to the states along the way, it runs its blocks one by one, its method
-            is adaptive, its logits are not finite, labels do not fit the classes, a setting is out of range, or there
-            are no images.
+        ValueError: Its head cannot be applied to the states along the way or has one output, it runs its blocks one by
+            one, its method is adaptive, its logits are not finite, labels do not fit the classes, a setting is out of
+            range, or there are no images.
 
     Examples:
         >>> found = calibrate_halting(student, loader, max_drop=0.005)
@@ -92,25 +89,25 @@ def calibrate_halting(
 
     Source: entropy along the way: Loop-ViT, arXiv 2602.02156.
     """
-    rule, max_drop = one_of(HALTING)('rule', rule), number(0., 1.)('max_drop', max_drop)
-    blocks = _blocks(model)
+    rule, max_drop = one_of(tuple(HALTING))('rule', rule), number(0., 1.)('max_drop', max_drop)
+    blocks, name = _blocks(model), type(model).__name__
     replace(blocks.config, halting=rule)  # refuses an adaptive method
     if blocks.readout is None or blocks.after or not getattr(model, 'num_classes', 0):
-        raise ValueError(f'The head of this {type(model).__name__} cannot be applied to the states along the way, so '
-                         'no image can halt.')
-    found = []
+        raise ValueError(f'The head of this {name} cannot be applied to the states along the way, so no image can '
+                         'halt.')
+    if model.num_classes == 1:
+        raise ValueError(f'This {name} has one output (num_classes=1), so there is no class that an image could settle '
+                         'on, and no threshold can be chosen.')
     with evaluating(model), torch.inference_mode():
-        for batch in tqdm(in_batches(loader), desc='halting', leave=False, disable=not progress):
-            images, labels = images_and_labels(batch, labelled=False)
-            if len(images):
-                found.append(_scores(model, blocks, images, labels, rule))
-    if not found:
-        raise ValueError('The loader gave no images.')
-    scores, right = (torch.cat(batches) for batches in zip(*found, strict=True))
+        rows = [_scores(model, blocks, *batch, rule)
+                for batch in read_batches(loader, labels=None, bar='halting' if progress else '')]
+    scores, right = (torch.cat(batches) for batches in zip(*rows, strict=True))
     full = right[:, -1].double().mean().item()
     best = None
     for threshold in _thresholds(scores[:, :-1]):
-        taken = _taken(scores, threshold)
+        done = scores <= threshold
+        done[:, -1] = True
+        taken = done.int().argmax(dim=1) + 1  # steps of each image
         top1 = right.gather(1, taken[:, None] - 1).double().mean().item()
         if top1 >= full - max_drop - 1e-9 and (best is None or taken.sum() < best[1].sum()):
             best = threshold, taken, top1
@@ -125,67 +122,39 @@ def calibrate_halting(
         halted=tuple((100 * taken.bincount(minlength=blocks.steps + 1)[1:] / len(taken)).tolist()))
 
 
-def _scores(
-        model: Any, blocks: Any, images: Tensor, labels: Tensor | None, rule: str,
-) -> tuple[Tensor, Tensor]:
+def _scores(model: Any, blocks: Any, images: Tensor, labels: Tensor | None, rule: str) -> tuple[Tensor, Tensor]:
     """The scores [B, K] after each step, and whether the answer there is right [B, K]."""
-    logits, states = _run(model, blocks, images)
-    if not logits.isfinite().all():
-        raise ValueError(f'The logits of this {type(model).__name__} are not finite for some images.')
-    score = Scores(rule, blocks.readout)
-    scores = [score(before, after, step.h) for before, after, step in zip(
-        states[:-1], states[1:], blocks.solver, strict=True)]
-    answers = torch.stack([blocks.readout(state).argmax(dim=-1) for state in states[1:]], dim=1)
-    last = answers[:, -1]
-    if blocks.config.halting is None and not torch.equal(last, logits.argmax(dim=-1)):
-        raise ValueError(f'This {type(model).__name__} does not apply its norm and head to the last state alone, so no '
-                         'image can halt.')
-    truth = last if labels is None else labels.to(last.device)
-    truth = check_labels(truth, logits.shape[1])
-    return torch.stack(scores, dim=1).cpu(), (answers == truth[:, None]).cpu()
-
-
-def _run(model: Any, blocks: Any, images: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The logits [B, classes] of a model, and the states before the first and after each step, without halting."""
-    this_thread = threading.get_ident()
-    passed: list[Any] = []  # what the host hands to its blocks; hooks on steps would keep other threads from halting
-
-    def watch(_: nn.Module, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() == this_thread:
-            passed[:] = [args, kwargs]
-    with hooked((blocks, 'before with keywords', watch)):
+    with watch_blocks([[blocks]]) as [(states, handed)]:  # a hook on a step would keep other threads from halting
         logits = model(images.to(next(model.parameters())))
-    if not passed:
+    if not handed:
         why = ' Call model.set_grad_checkpointing(False) first.' if getattr(model, 'grad_checkpointing', False) else ''
         raise ValueError(f'This {type(model).__name__} runs its blocks one by one, so no image can leave the batch '
                          f'between them.{why}')
-    (x, *args), kwargs = passed
+    if not logits.isfinite().all():
+        raise ValueError(f'The logits of this {type(model).__name__} are not finite for some images.')
+    x, (args, kwargs) = states[0], handed[0]
     for block in blocks.before:
         x = block(x, *args, **kwargs)
-    return logits, blocks.trajectory(x, *args, **kwargs)
+    path = blocks.trajectory(x, *args, **kwargs)
+    score = HALTING[rule](blocks.readout)
+    scores = [score(before, after, step.h) for before, after, step in zip(
+        path[:-1], path[1:], blocks.solver, strict=True)]
+    answers = torch.stack([blocks.readout(state).argmax(dim=-1) for state in path[1:]], dim=1)
+    truth = answers[:, -1] if labels is None else check_labels(labels.to(answers.device), logits.shape[1])
+    return torch.stack(scores, dim=1).cpu(), (answers == truth[:, None]).cpu()
 
 
 def _thresholds(scores: Tensor) -> list[float]:
     """0, and thresholds between two scores each, where rounding changes nothing; the last lies above all scores."""
-    found = scores.flatten().unique()
-    found = found[found.isfinite()]
-    between = torch.cat([(found[:-1] + found[1:]) / 2, 1.01 * found[-1:] + 1e-6])
+    finite = scores[scores.isfinite()].unique()
+    between = torch.cat([(finite[:-1] + finite[1:]) / 2, 1.01 * finite[-1:] + 1e-6])
     return [0., *between[torch.linspace(0, len(between) - 1, min(TRIED, len(between))).long()].tolist()]
 
 
-def _taken(scores: Tensor, threshold: float) -> Tensor:
-    """The steps [B] that images take: the first whose score is at most the threshold, or all."""
-    done = scores <= threshold
-    done[:, -1] = True
-    return done.int().argmax(dim=1) + 1
-
-
 def _blocks(model: Any) -> Any:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f'Halting needs a model; got {type(model).__name__}. Build one with timm.create_model.')
+    stages = find_ode_blocks(model)
     check_not_merged(model)
-    found = find_ode_blocks(model)
-    if len(found) != 1:
+    if len(stages) != 1:
         raise TypeError('Halting needs an ODE-ViT with one sequence of blocks; this '
-                        f'{type(model).__name__} has {len(found)}.')
-    return found[0]
+                        f'{type(model).__name__} has {len(stages)}.')
+    return stages[0]

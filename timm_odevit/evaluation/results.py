@@ -21,8 +21,8 @@ class _Measured:
             not an ODE-ViT.
         parameters: Number of parameters.
         images: Number of images.
-        images_per_second: Speed of the forward pass, without data loading; each batch is timed once, so other programs
-            disturb it. `odevit benchmark` compares speeds.
+        images_per_second: Speed of the forward pass, without data loading and the first of several batches; each batch
+            is timed once, so other programs disturb it. `odevit benchmark` compares speeds.
         halted: Share of the images that took 1, 2, ... steps, in percent; None if no image can halt.
     """
     model: str
@@ -32,6 +32,12 @@ class _Measured:
     images: int
     images_per_second: float
     halted: tuple[float, ...] | None = None
+
+    COLUMNS: ClassVar[tuple[tuple[str, str, int], ...]] = ()  # attribute, heading in a table, decimal places
+
+    def cells(self) -> list[str]:
+        """What a table shows in COLUMNS."""
+        return [_text(getattr(self, name), digits) for name, _, digits in self.COLUMNS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +58,9 @@ class Result(_Measured):
     agreement: float | None
     kept: float | None
 
-    SCORE: ClassVar[tuple[str, str]] = ('top1', 'top-1 accuracy, %')
-    COLUMNS: ClassVar[tuple[str, ...]] = ('top-1 %', 'top-5 %', 'loss', 'agreement %', 'kept %')
-
-    def cells(self) -> list[str]:
-        """What a table shows in COLUMNS."""
-        return [f'{self.top1:.2f}', f'{self.top5:.2f}', f'{self.loss:.4f}', _text(self.agreement), _text(self.kept)]
+    SCORE: ClassVar[str] = 'top-1 accuracy, %'
+    COLUMNS = (('top1', 'top-1 %', 2), ('top5', 'top-5 %', 2), ('loss', 'loss', 4), ('agreement', 'agreement %', 1),
+               ('kept', 'kept %', 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +83,9 @@ class EmbeddingResult(_Measured):
     probe: float | None
     zero_shot: float | None
 
-    SCORE: ClassVar[tuple[str, str]] = ('cosine', "cosine with the teacher's embedding")
-    COLUMNS: ClassVar[tuple[str, ...]] = ('cosine', 'error', 'neighbours %', 'k-NN %', 'probe %', 'zero-shot %')
-
-    def cells(self) -> list[str]:
-        """What a table shows in COLUMNS."""
-        return [_text(self.cosine, 4), _text(self.error, 4), _text(self.neighbours), _text(self.knn, 2),
-                _text(self.probe, 2), _text(self.zero_shot, 2)]
+    SCORE: ClassVar[str] = "cosine with the teacher's embedding"
+    COLUMNS = (('cosine', 'cosine', 4), ('error', 'error', 4), ('neighbours', 'neighbours %', 1), ('knn', 'k-NN %', 2),
+               ('probe', 'probe %', 2), ('zero_shot', 'zero-shot %', 2))
 
 
 AnyResult = TypeVar('AnyResult', bound=Result | EmbeddingResult, default=Result)
@@ -97,7 +96,7 @@ class Evaluation(Generic[AnyResult]):
     """Results in the order in which they were measured: the teacher first, then one per step count.
 
     Attributes:
-        results: The results.
+        results: The results, at least one.
         data: What the images are, in words.
         trained_at: Step counts that the model was trained with, if known.
 
@@ -113,16 +112,14 @@ class Evaluation(Generic[AnyResult]):
     @property
     def caption(self) -> str:
         """A sentence on what was measured."""
-        counted = f'{self.results[0].images:,} images' if self.results else 'no images'
         trained = f"; trained with K = {', '.join(map(str, self.trained_at))}" if self.trained_at else ''
         if any(r.steps in self.trained_at for r in self.results):
             trained += ', in bold'
-        return f"{f'{self.data}: ' if self.data else ''}{counted}{trained}"
+        return f"{f'{self.data}: ' if self.data else ''}{self.results[0].images:,} images{trained}"
 
     def table(self) -> str:
         """Return the results as a Markdown table."""
-        columns = list((self.results[0] if self.results else Result).COLUMNS)
-        rows = [['model', 'steps', 'NFE', 'parameters', *columns]]
+        rows = [['model', 'steps', 'NFE', 'parameters', *(heading for _, heading, _ in self.results[0].COLUMNS)]]
         for r in self.results:
             steps = f'**{r.steps}**' if r.steps in self.trained_at else _text(r.steps)
             rows.append([r.model, steps, _text(r.nfe), f'{r.parameters:,}', *r.cells()])
@@ -154,28 +151,28 @@ class Evaluation(Generic[AnyResult]):
             from matplotlib.figure import Figure
         except ImportError as e:
             raise ImportError('Plots need matplotlib. Type: pip install matplotlib') from e
-        figure = Figure(figsize=(6, 4), layout='constrained')
-        score, name = self.results[0].SCORE if self.results else Result.SCORE
-        points = sorted((r.steps, getattr(r, score), r.images_per_second) for r in self.results
-                        if r.steps is not None and r.model != 'teacher' and getattr(r, score) is not None)
-        if not points and any(r.steps is not None for r in self.results):
-            raise ValueError(f'These results have no {name}. Evaluate with teacher=.')
-        if not points:
+        score, name = self.results[0].COLUMNS[0][0], self.results[0].SCORE
+        students = sorted((r for r in self.results if r.steps is not None and r.model != 'teacher'),
+                          key=lambda r: r.steps or 0)
+        if not students:
             raise ValueError('There is no result of an ODE-ViT to plot. Evaluate one with steps=(1, 2, 4, ...).')
+        if getattr(students[0], score) is None:
+            raise ValueError(f'These results have no {name}. Evaluate with teacher=.')
+        figure = Figure(figsize=(6, 4), layout='constrained')
         axes = figure.subplots()
-        counts, scores, speeds = zip(*points, strict=True)
+        counts = [r.steps for r in students]
+        scores = [getattr(r, score) for r in students]
         line, = axes.plot(counts, scores, marker='o', markerfacecolor='white', label='ODE-ViT')
-        if trained := [point[:2] for point in points if point[0] in self.trained_at]:
+        if trained := [point for point in zip(counts, scores, strict=True) if point[0] in self.trained_at]:
             axes.plot(*zip(*trained, strict=True), 'o', color=line.get_color(), label='K used in training')
-        for r in self.results:
-            if r.model == 'teacher':
-                axes.axhline(getattr(r, score), color='gray', linestyle='--', label='teacher')
+        if self.results[0].model == 'teacher':
+            axes.axhline(getattr(self.results[0], score), color='gray', linestyle='--', label='teacher')
         axes.set(xlabel='solver steps K', ylabel=name, xscale='log', ylim=(0, None), title=self.data)
         axes.set_xticks(counts, [str(k) for k in counts])
         axes.minorticks_off()
         axes.legend(loc='lower right')
         speed = axes.twinx()
-        speed.plot(counts, speeds, ':', color='gray')
+        speed.plot(counts, [r.images_per_second for r in students], ':', color='gray')
         speed.set(ylabel='images/s (dotted)', ylim=(0, None))
         if path is not None:
             figure.savefig(path, dpi=150)
@@ -183,8 +180,7 @@ class Evaluation(Generic[AnyResult]):
 
     def __repr__(self) -> str:
         scores = [f"{r.model if r.steps is None else f'K = {r.steps}'} {r.cells()[0]}" for r in self.results]
-        name = (self.results[0] if self.results else Result).COLUMNS[0]
-        return f"Evaluation({name}: {', '.join(scores)}; {self.caption})"
+        return f"Evaluation({self.results[0].COLUMNS[0][1]}: {', '.join(scores)}; {self.caption})"
 
     def __str__(self) -> str:
         stops = [f'steps taken with at most {r.steps or len(r.halted)}: ' + ', '.join(

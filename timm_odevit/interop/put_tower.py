@@ -1,15 +1,12 @@
 """put_tower_: a timm model as the image tower of an open_clip or transformers model."""
-from contextlib import nullcontext
-from threading import get_ident
 from typing import Any
 
 from timm.layers import to_2tuple
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..convert.replacements import Replacements
-from ..hooks import hooked, on_meta
-from .transformers import HOLDERS, kind_of
+from ..hooks import on_meta, watch_blocks
+from .from_libraries import HOLDERS, kind_of
 
 __all__ = ['PutTower', 'put_tower_']
 
@@ -24,9 +21,11 @@ class PutTower:
         tower: The timm model that is the image tower now.
     """
 
-    def __init__(self, tower: nn.Module, replacements: Replacements) -> None:
-        self.tower = tower
-        self._replacements = replacements
+    def __init__(self, program: Any, tower: nn.Module, modules: dict[str, nn.Module]) -> None:
+        self.tower, self._program, self._new = tower, program, modules
+        self._former = {name: getattr(program, name) for name in modules}
+        for name, module in modules.items():
+            setattr(program, name, module)
 
     def restore(self) -> None:
         """Put back the tower that was there before, on the device and in the dtype that the model has now.
@@ -34,18 +33,18 @@ class PutTower:
         Raises:
             ValueError: The model no longer holds this tower: it was restored, or another one was put in.
         """
-        if not self._replacements.in_place:
+        if any(getattr(self._program, name) is not module for name, module in self._new.items()):
             raise ValueError('The model no longer holds this tower: restore() was called already, or another tower '
                              'was put in later and must be restored first.')
         now = next(self.tower.parameters())
-        for module, _ in self._replacements.modules:
+        for name, module in self._former.items():
             module.to(now.device)
             if next(module.parameters(), now).dtype != now.dtype:  # some programs keep their norms in another one
                 module.to(now.dtype)
-        self._replacements.undo()
+            setattr(self._program, name, module)
 
     def __repr__(self) -> str:
-        return f'{type(self).__name__}({type(self.tower).__name__})'
+        return f'PutTower({type(self.tower).__name__})'
 
 
 def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
@@ -75,28 +74,23 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
         >>> put.restore()
     """
     program: Any = unwrap_model(model)
-    visual = unwrap_model(program.visual) if isinstance(getattr(program, 'visual', None), nn.Module) else None
     if not all(hasattr(tower, name) for name in ('forward_features', 'forward_head', 'num_classes', 'num_features')):
         raise TypeError(f'The tower must be a timm model; got {type(tower).__name__}. See from_open_clip and '
                         'from_transformers.')
+    visual = unwrap_model(getattr(program, 'visual', None))
     if f'{type(visual).__module__}.{type(visual).__qualname__}' in _OPEN_CLIP:
-        wanted = _in_open_clip(program, visual, tower)
-    elif kind_of(program) in HOLDERS:
-        wanted = _in_transformers(program, tower)
-    else:
-        has = '' if visual is None else f' whose visual is a {type(visual).__module__}.{type(visual).__qualname__}'
-        raise TypeError(
-            f'put_tower_ got a {type(program).__name__}{has}: expected an open_clip model whose visual is its '
-            f"VisionTransformer or a TimmModel, or one of transformers ({', '.join(HOLDERS)}).")
-    replacements = Replacements(program, wanted)
-    replacements.put()
-    return PutTower(tower, replacements)
+        return PutTower(program, tower, {'visual': _in_open_clip(program, visual, tower)})
+    if kind_of(program) in HOLDERS:
+        return PutTower(program, tower, _in_transformers(program, tower))
+    raise TypeError(
+        f'put_tower_ got a {type(program).__name__}: expected an open_clip model whose visual is its VisionTransformer '
+        f"or a TimmModel, or one of transformers ({', '.join(HOLDERS)}).")
 
 
 def _check_dtype(old: nn.Module, tower: nn.Module) -> None:
-    wanted, found = (next((p.dtype for p in m.parameters()), None) for m in (old, tower))
-    if wanted != found:
-        raise ValueError(f'The tower is {found}, the tower of this model {wanted}. Call tower.to({wanted}) first.')
+    wanted, given = (next(m.parameters()).dtype for m in (old, tower))
+    if wanted != given:
+        raise ValueError(f'The tower is {given}, the tower of this model {wanted}. Call tower.to({wanted}) first.')
 
 
 def _features(tower: Any) -> int:
@@ -104,28 +98,25 @@ def _features(tower: Any) -> int:
     return int(getattr(tower, 'head_hidden_size', tower.num_features))
 
 
-def _width(tower: Any) -> int:
-    return tower.num_classes or _features(tower)
-
-
-def _in_open_clip(program: Any, old: Any, tower: Any) -> list[tuple[Any, str, Any]]:
+def _in_open_clip(program: Any, old: Any, tower: Any) -> nn.Module:
     from open_clip.timm_model import TimmModel
     if getattr(old, 'output_tokens', False):
         raise TypeError(
             f'A {type(program).__name__} also uses the patch tokens of its image tower, but a timm tower gives only '
             'embeddings.')
     _check_dtype(old, tower)
-    head, width = None, getattr(old, 'output_dim', 0)
+    head, width, features = None, getattr(old, 'output_dim', 0), _features(tower)
     if isinstance(old, TimmModel):
         layers = [module for module in old.head.modules() if isinstance(module, nn.Linear)]
-        width = layers[-1].out_features if layers else _width(old.trunk)
+        width = layers[-1].out_features if layers else old.trunk.num_classes or _features(old.trunk)
         if layers and 'pool' not in dict(old.head.named_children()) and not tower.num_classes:
             head = old.head
-            if _features(tower) != layers[0].in_features:
-                raise ValueError(f'The tower has no classes and {_features(tower)} features; this model projects '
+            if features != layers[0].in_features:
+                raise ValueError(f'The tower has no classes and {features} features; this model projects '
                                  f'{layers[0].in_features} to {width}.')
-    if head is None and _width(tower) != width:
-        raise ValueError(f'The tower gives embeddings of width {_width(tower)}; this model needs {width}.')
+    if head is None and (tower.num_classes or features) != width:
+        raise ValueError(f'The tower gives embeddings of width {tower.num_classes or features}; this model needs '
+                         f'{width}.')
     with on_meta():  # open_clip's own wrapper, which builds a model of its own by name
         visual = TimmModel('test_vit', width, pool='', proj='none')
     visual.trunk = tower
@@ -137,30 +128,22 @@ def _in_open_clip(program: Any, old: Any, tower: Any) -> list[tuple[Any, str, An
         if hasattr(old, key):
             setattr(visual, key, getattr(old, key))
     visual.training = old.training
-    return [(program, 'visual', visual)]
+    return visual
 
 
-def _in_transformers(program: Any, tower: Any) -> list[tuple[Any, str, Any]]:
-    old = program.vision_model
+def _in_transformers(program: Any, tower: Any) -> dict[str, nn.Module]:
+    old, projection = program.vision_model, getattr(program, 'visual_projection', None)
     _check_dtype(old, tower)
-    if getattr(tower, 'head_dist', None) is not None:
-        raise ValueError(f'This {type(tower).__name__} has two heads (head and head_dist), but only one can be used. '
-                         'Call tower.reset_classifier(0) to let the model project the features.')
-    projection = getattr(program, 'visual_projection', None)
-    hidden = program.config.hidden_size if kind_of(program) == 'CLIPVisionModelWithProjection' else (
-        program.config.vision_config.hidden_size)
-    width = hidden if projection is None else projection.out_features
+    hidden = getattr(program.config, 'vision_config', program.config).hidden_size
     visual = _VisionModel(tower, projection is None, program.config)
     visual.training = old.training  # the tower keeps its own mode
-    wanted: list[tuple[Any, str, Any]] = [(program, 'vision_model', visual)]
-    if tower.num_classes and projection is not None and tower.num_classes == width:
-        wanted.append((program, 'visual_projection', _Head(tower)))
-    elif tower.num_classes or _features(tower) != hidden:
-        takes = f'{hidden} features without classes (num_classes=0)' + (
-            f', which it projects to {width}, or a head of {width} classes.' if projection is not None else '.')
+    if projection is not None and tower.num_classes == projection.out_features:
+        return {'vision_model': visual, 'visual_projection': _Head(tower)}
+    if tower.num_classes or _features(tower) != hidden:
+        or_head = '' if projection is None else f', or a head of {projection.out_features} classes'
         raise ValueError(f'The tower has {_features(tower)} features and {tower.num_classes} classes; this '
-                         f'{type(program).__name__} takes {takes}')
-    return wanted
+                         f'{type(program).__name__} takes {hidden} features without classes (num_classes=0){or_head}.')
+    return {'vision_model': visual}
 
 
 class _Head(nn.Module):
@@ -172,14 +155,14 @@ class _Head(nn.Module):
 
     def forward(self, pooled: Tensor) -> Tensor:
         tower: Any = self._tower[0]
-        found: Tensor = tower.get_classifier()(pooled)
-        return found
+        embedding: Tensor = tower.get_classifier()(pooled)
+        return embedding
 
 
 class _VisionModel(nn.Module):
     """A timm tower with the arguments and the outputs of a vision model of transformers."""
 
-    def __init__(self, tower: nn.Module, normed: bool, config: Any) -> None:
+    def __init__(self, tower: Any, normed: bool, config: Any) -> None:
         super().__init__()
         self.tower = tower
         self.config = config
@@ -192,8 +175,7 @@ class _VisionModel(nn.Module):
 
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, enable: bool) -> None:
-        tower: Any = self.tower
-        tower.set_grad_checkpointing(enable)
+        self.tower.set_grad_checkpointing(enable)
 
     def forward(self, pixel_values: Tensor, interpolate_pos_encoding: bool = False, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPooling
@@ -206,18 +188,11 @@ class _VisionModel(nn.Module):
             raise ValueError(
                 'interpolate_pos_encoding=True does not work with a timm tower. For other image sizes, build it with '
                 'dynamic_img_size=True.')
-        tower: Any = self.tower
-        images = pixel_values.to(next(tower.parameters()).dtype)
-        before_norm: list[Tensor] = []
-        thread = get_ident()  # hooks also fire when other threads run the model
-
-        def keep(_: nn.Module, args: Any) -> None:
-            if get_ident() == thread:
-                before_norm.append(args[0])
+        tower = self.tower
         norm = None if self.normed else getattr(tower, 'norm', None)
-        with hooked((norm, 'before', keep)) if isinstance(norm, nn.Module) else nullcontext():
-            features = tower.forward_features(images)
-        found = BaseModelOutputWithPooling(
-            last_hidden_state=before_norm[-1] if before_norm else features,
+        with watch_blocks([[norm]] if isinstance(norm, nn.Module) else []) as records:
+            features = tower.forward_features(pixel_values.to(next(tower.parameters()).dtype))
+        output = BaseModelOutputWithPooling(
+            last_hidden_state=records[0][0][0] if records else features,
             pooler_output=tower.forward_head(features, pre_logits=True))
-        return found.to_tuple() if kwargs.get('return_dict') is False else found
+        return output.to_tuple() if kwargs.get('return_dict') is False else output

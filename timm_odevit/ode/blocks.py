@@ -7,13 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from ..settings import shown
-from .adaptive import Counts, solve_adaptive
-from .config import WITH_HEAD, OdeConfig
+from .config import HALTING, OdeConfig
 from .fields import Context, Field
 from .halting import Readout, run_halting
 from .methods import METHODS, Step
 from .skeleton import shallow_copy
-from .solver import Solver
+from .solver import Counts, Solver, solve_adaptive
 from .time_dependence import MERGED, MergedField
 
 __all__ = ['OdeBlocks', 'count_parameters', 'find_ode_blocks']
@@ -22,31 +21,20 @@ __all__ = ['OdeBlocks', 'count_parameters', 'find_ode_blocks']
 class OdeBlocks(nn.Module):
     """One shared block that a solver evaluates: a sequence of K steps that replaces L transformer blocks.
 
-    The steps are modules, 'solver.0' to 'solver.K-1', so hooks, feature extraction and FX find K layers. Each holds the
-    same field. It is registered first, as `shared`; parameters are named, and saved, only under that name. `steps`,
-    `method` and `config` may be set after training; this creates new steps (hooks on the old ones are lost). To use
-    another number of steps temporarily, or in another thread, see `with_steps`. An adaptive method solves [0, T] in one
-    call, and runs the steps only if the host asks for intermediate states.
-
-    A forward pass changes nothing in the module, so several threads may run it at the same time.
+    The steps are modules, 'solver.0' to 'solver.K-1', so hooks, feature extraction and FX find K layers. They refer to
+    one field, which is registered, named and saved once, as `shared`. `steps`, `method` and `config` may be set at any
+    time, which makes new steps (hooks on the old ones are lost). An adaptive method solves [0, T] in one call, and runs
+    the steps only if the host asks for intermediate states. A forward pass changes nothing, so several threads may run
+    it.
 
     Args:
         shared: Vector field that all steps share.
         config: Settings, resolved (steps and T set).
-        feature: `feature_info` entry of one block of the host: num_chs and reduction.
+        feature: `feature_info` entry of one block of the host.
         t: Time at which the first step starts.
-        before: Blocks of the base that are kept before the ODE.
-        after: Blocks of the base that are kept after the ODE.
+        before, after: Blocks of the base that are kept before and after the ODE.
         readout: Maps a final state [B, N, D] to the host's logits [B, classes]; None if it has no head.
         num_prefix_tokens: How many tokens of the host come before those of the patches.
-
-    Attributes:
-        shared: The vector field.
-        solver: The steps.
-        before: The blocks of the base before the ODE.
-        after: The blocks of the base after the ODE.
-
-    Shape: [B, N, D] to [B, N, D].
 
     Source: ODE-ViT, arXiv 2511.16501.
     """
@@ -79,17 +67,16 @@ class OdeBlocks(nn.Module):
         if config.tokens < 1 and not self.shared.has_attention_maps:
             raise ValueError(f"tokens={config.tokens:g} needs timm's plain attention (no windows, RoPE or position "
                              'bias), which this block does not use. Set tokens=1.')
-        if config.halting is not None and self.after:
-            raise ValueError(f"halting='{config.halting}' lets images leave after any step, but this "
-                             'model has blocks after the ODE that they would skip. Set halting=None.')
-        if config.halting in WITH_HEAD and self.readout is None:
-            raise ValueError(f"halting='{config.halting}' needs a model with one sequence of blocks, whose "
-                             "`forward_head(norm(state))` gives its logits. Use 'acceleration' or 'residual'.")
-        solver = Solver(config, self.shared, self.t, self.num_prefix_tokens)
-        solver.training = self.training
-        for step in solver:
-            step.training = self.training
-        self.solver, self._config = solver, config
+        if config.halting is not None:
+            if self.after:
+                raise ValueError(f"halting='{config.halting}' lets images leave after any step, but this model has "
+                                 'blocks after the ODE that they would skip. Set halting=None.')
+            if HALTING[config.halting].needs_head and self.readout is None:
+                raise ValueError(f"halting='{config.halting}' needs a model with one sequence of blocks, whose "
+                                 "`forward_head(norm(state))` gives its logits. Use 'acceleration'.")
+        self.solver, self._config = Solver(config, self.shared, self.t, self.num_prefix_tokens), config
+        for module in (self.solver, *self.solver):
+            module.training = self.training
         kinds = (('before', self.before), ('solver', self.solver), ('after', self.after))
         names = [f'{kind}.{i}' for kind, modules in kinds for i in range(len(modules))]
         self.feature_info[:] = [{**self.feature, 'module': f'blocks.{name}'} for name in names]
@@ -109,15 +96,11 @@ class OdeBlocks(nn.Module):
     def config(self, config: OdeConfig) -> None:
         if self.merged:
             raise ValueError(MERGED)
-        if config.field != self.config.field:
-            raise ValueError(
-                f"The shared block is a '{self.config.field}' field and cannot become '{config.field}'. Convert the "
-                'original model again.')
-        for name in ('time', 'rank', 'phases', 'boundaries', 'blocks'):
-            now, wanted = getattr(self.config, name), getattr(config, name)
-            if now != wanted:
-                raise ValueError(
-                    f'{name}={now!r} is fixed at conversion; got {wanted!r}. Convert the original model again.')
+        for name in ('field', 'time', 'rank', 'phases', 'boundaries', 'blocks'):
+            now, new = getattr(self.config, name), getattr(config, name)
+            if now != new:
+                raise ValueError(f'{name}={now!r} is fixed at conversion; got {new!r}. Convert the original '
+                                 'model again.')
         self._make_steps(config)
 
     @property
@@ -133,13 +116,11 @@ class OdeBlocks(nn.Module):
 
     @property
     def method(self) -> str:
-        """Integration method."""
         return self.config.method
 
     @method.setter
     def method(self, method: str) -> None:
-        adaptive = method not in METHODS
-        self.config = replace(self.config, method=method, adjoint=self.config.adjoint and adaptive)
+        self.config = replace(self.config, method=method, adjoint=self.config.adjoint and method not in METHODS)
 
     @property
     def end(self) -> float:
@@ -154,27 +135,20 @@ class OdeBlocks(nn.Module):
     @property
     def layers(self) -> list[int]:
         """For each block of the sequence, its layer in the base; for a step, the layer in which it starts."""
-        last = self.config.blocks[1] if self.config.blocks else 0
-        steps = [int(step.t + 1e-6) for step in self.solver]
-        return [*range(int(self.t) - len(self.before), int(self.t)), *steps,
-                *range(last + 1, last + 1 + len(self.after))]
+        first, after = int(self.t), 1 + (self.config.blocks[1] if self.config.blocks else 0)
+        return [*range(first - len(self.before), first), *(int(step.t + 1e-6) for step in self.solver),
+                *range(after, after + len(self.after))]
 
     @property
     def nfe(self) -> int:
-        """Field evaluations of a forward pass; for an adaptive method, of this thread's last pass (0 before the first).
-
-        If images may halt, see `evaluations` for their mean.
-        """
+        """Field evaluations of a forward pass; for an adaptive method, of this thread's last pass, or 0."""
         if self.config.adaptive:
             return self._counts.evaluations
         return self.steps * METHODS[self.config.method].evaluations
 
     @property
     def evaluations(self) -> float:
-        """Field evaluations of this thread's last forward pass, on average over its images.
-
-        A pass in which the host calls the steps one by one, as for intermediate states, does not count.
-        """
+        """Field evaluations of this thread's last pass, on average over its images, where they could halt."""
         taken = self.steps_taken
         if self.config.adaptive or self.config.halting is None or taken is None or not len(taken):
             return self.nfe
@@ -192,10 +166,7 @@ class OdeBlocks(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map the state before the first block [B, N, D] to the state after the last one [B, N, D].
 
-        Args:
-            x: The embedded tokens.
-            *args: What the host passes to each of its blocks: masks, RoPE tables, ...
-            **kwargs: Likewise.
+        `args` and `kwargs` are what the host passes to each of its blocks: masks, RoPE tables, ...
         """
         taken = None
         for block in self.before:
@@ -203,9 +174,10 @@ class OdeBlocks(nn.Module):
         if self.config.adaptive:
             x = self._solve(x, (self.t, self.end), args, kwargs)[-1]
         elif self._halts(x):
-            x, taken = run_halting(list(self._steps_with_context(args, kwargs)), x, self.config, self.readout)
+            rule = HALTING[str(self.config.halting)](self.readout)
+            x, taken = run_halting(list(self._steps(args, kwargs)), x, rule, self.config.halting_threshold)
         else:
-            for step, context in self._steps_with_context(args, kwargs):
+            for step, context in self._steps(args, kwargs):
                 x = step(x, context)
         if not torch.compiler.is_compiling():
             self._counts.steps = taken
@@ -214,24 +186,15 @@ class OdeBlocks(nn.Module):
         return x
 
     def trajectory(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """All states of the ODE.
-
-        Args:
-            x: State at its start [B, N, D]: the embedded tokens, unless earlier blocks were kept.
-            *args: What the host passes to each of its blocks: masks, RoPE tables, ...
-            **kwargs: Likewise.
-
-        Returns:
-            The states at t = 0, T/K, ..., T [K + 1, B, N, D].
-        """
+        """All states of the ODE, at t = 0, T/K, ..., T [K + 1, B, N, D], for that at its start [B, N, D]."""
         if self.config.adaptive:
             return self._solve(x, [*(step.t for step in self.solver), self.end], args, kwargs)
         path = [x]
-        for step, context in self._steps_with_context(args, kwargs):
+        for step, context in self._steps(args, kwargs):
             path.append(step(path[-1], context))
         return torch.stack(path)
 
-    def _steps_with_context(self, args: Any, kwargs: Any) -> Iterator[tuple[Step, Context]]:
+    def _steps(self, args: Any, kwargs: Any) -> Iterator[tuple[Step, Context]]:
         """Each step with the context that it is called with in one pass; every field is folded once."""
         field, context = None, Context({})
         for step in self.solver:
@@ -246,10 +209,9 @@ class OdeBlocks(nn.Module):
         return states
 
     def _halts(self, x: Any) -> bool:
-        """Whether images may halt in this pass."""
-        values = not isinstance(x, torch.fx.Proxy) and not x.is_meta  # by which they could
-        return (self.config.halting is not None and not self.training and values
-                and not any(step._forward_hooks or step._forward_pre_hooks for step in self.solver))
+        """Whether images may halt in this pass, by the values of their states and past no hook."""
+        return (self.config.halting is not None and not self.training and not isinstance(x, torch.fx.Proxy)
+                and not x.is_meta and not any(step._forward_hooks or step._forward_pre_hooks for step in self.solver))
 
     def with_config(self, config: OdeConfig) -> 'OdeBlocks':
         """A shallow copy that shares the field and the kept blocks, but has steps of its own; see `with_steps`."""
@@ -271,15 +233,13 @@ class OdeBlocks(nn.Module):
         start, stop, stride = index.indices(len(modules))
         if stride != 1 or stop <= start:
             raise ValueError(f'A slice of {len(modules)} blocks must be consecutive and not empty; got {index}.')
-        steps, T = self.config.steps_and_end
-        ahead, chosen = len(self.before), modules[start:stop]
+        ahead, steps = len(self.before), len(self.solver)
         low, high = max(start - ahead, 0), min(stop - ahead, steps)
         if high <= low:
-            return nn.Sequential(*chosen)
-        before, after = modules[start:ahead], modules[ahead + steps:stop]
+            return nn.Sequential(*modules[start:stop])
         part = OdeBlocks(
-            self.shared, self.config.part(low, high), self.feature, self.t + low * T / steps, before, after, None,
-            self.num_prefix_tokens)
+            self.shared, self.config.part(low, high), self.feature, self.solver[low].t, modules[start:ahead],
+            modules[ahead + steps:stop], None, self.num_prefix_tokens)
         part.solver = nn.ModuleList([*self.solver][low:high])  # the same steps, with their hooks
         for new in (part, part.before, part.solver, part.after):  # not what they share with this one
             new.training = self.training

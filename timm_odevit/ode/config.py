@@ -1,19 +1,23 @@
 """OdeConfig: the settings that turn a stack of transformer blocks into an ODE; frozen, validated, serialisable."""
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from ..settings import Settings, flag, integer, many, number, one_of, refuse_unknown, setting
+from .fields import Field, NativeField
+from .halting import HALTING
+from .lipschitz_field import LipschitzField
 from .methods import METHODS
 
-__all__ = ['DEFAULT', 'FIELDS', 'HALTING', 'PREFIX', 'TIMES', 'WITH_HEAD', 'OdeConfig', 'adaptive_methods']
+__all__ = ['DEFAULT', 'FIELDS', 'GONE', 'HALTING', 'LARGEST_STEPS', 'PREFIX', 'TIMES', 'OdeConfig', 'adaptive_methods']
 
-FIELDS = ('lipschitz', 'native')
+FIELDS: dict[str, type[Field]] = {'lipschitz': LipschitzField, 'native': NativeField}
 INITS = ('mean', 'spectral', 'svd', 'svd_data')
-TIMES = ('autonomous', 'vectors', 'low_rank')
-WITH_HEAD = ('entropy', 'confidence')  # halting rules that apply the model's norm and head to states along the way
-HALTING = (*WITH_HEAD, 'acceleration', 'residual')
+TIMES = ('autonomous', 'low_rank')
 PREFIX = 'ode_'
+LARGEST_STEPS = 10_000  # each is a module
+GONE = ('averaged',)  # settings of earlier versions, which saved files may still have
 
 
 def adaptive_methods() -> list[str]:
@@ -31,28 +35,32 @@ def _method(name: str, value: Any) -> str:
 
 def _steps(name: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)) and value:
-        return many(integer(1), 'whole numbers of at least 1, one per stage')(name, value)
-    return integer(1, none='the number of converted layers')(name, value)
+        value = many(integer(1), 'whole numbers of at least 1, one per stage')(name, value)
+    else:
+        value = integer(1, none='the number of converted layers')(name, value)
+    if value is not None and max(value if isinstance(value, tuple) else (value,)) > LARGEST_STEPS:
+        raise ValueError(f'{name} must be at most {LARGEST_STEPS:,}; got {value}.')
+    return value
 
 
 def _boundaries(name: str, value: Any) -> Any:
     if value == 'uniform':
         return value
     allowed = "'uniform', or strictly increasing layers, each at least 1, such as (7, 10)"
-    found = many(integer(1), allowed)(name, [value] if isinstance(value, int) else value)
-    if not all(a < b for a, b in pairwise(found)):
+    layers = many(integer(1), allowed)(name, [value] if isinstance(value, int) else value)
+    if not all(a < b for a, b in pairwise(layers)):
         raise ValueError(f'{name} must be {allowed}; got {value!r}.')
-    return found
+    return layers
 
 
 def _blocks(name: str, value: Any) -> Any:
     if value is None:
         return None
     allowed = 'the first and the last layer to convert, such as (3, 9)'
-    found = many(integer(0), allowed)(name, value)
-    if len(found) != 2 or found[0] > found[1]:
+    layers = many(integer(0), allowed)(name, value)
+    if len(layers) != 2 or layers[0] > layers[1]:
         raise ValueError(f'{name} must be {allowed}; got {value!r}.')
-    return found
+    return layers
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,38 +72,32 @@ class OdeConfig(Settings):
 
     Attributes:
         field: Vector field: 'native', the base model's own sub-layers, or 'lipschitz', the paper's.
-        method: Integration method: euler, midpoint, heun2, rk4, lie_trotter or strang (see METHODS), or an adaptive
-            method of the installed torchdiffeq, such as dopri5.
+        method: Integration method: euler, midpoint, heun2, rk4, lie_trotter, strang, or an adaptive method of the
+            installed torchdiffeq, such as dopri5.
         steps: Number K of steps on [0, T]; None for the number of converted layers; one number per stage for a model
             with stages (Swin). An adaptive method chooses its own steps; K is then the number of states it reports.
         T: End time, in blocks of the base model; None for the number of converted layers.
-        time: How the shared block depends on t: 'autonomous', not at all; 'vectors', its vectors (norms, biases,
-            LayerScale) have a value per layer; 'low_rank', each matrix also has a residual of rank `rank` per layer.
-            Between two layers, values are interpolated linearly in t, unless they are `averaged`.
-        averaged: Each step of a fixed-step method uses the mean of the layers' values over the step, not their value at
-            one t. Better if several numbers of steps are trained (hub/lab/steps.md); with euler and lie_trotter, it
-            changes nothing for steps of length 1.
-        rank: Rank of the residuals of 'low_rank'.
+        time: How the shared block depends on t: 'autonomous', not at all; 'low_rank', its vectors (norms, biases,
+            LayerScale) have a value per layer, each matrix a residual of rank `rank` per layer, and a step uses their
+            mean over its interval.
+        rank: Rank of the residuals of 'low_rank'; 0 for vectors only.
         phases: Number of shared blocks, one per span of consecutive layers.
         boundaries: First layer of each span except the first, such as (7, 10); 'uniform' for spans of equal length.
-        init: Initial weights of a shared block: 'mean', the mean of the blocks that it replaces; 'svd', the mean, and
-            each layer's residual from it truncated to `rank`; 'svd_data', the same, fitted to the layer's inputs by
-            least squares; 'spectral', random, every weight matrix with spectral norm 1. None for 'svd' with low_rank,
-            else 'mean'.
+        init: Initial weights of a shared block: 'mean' of the blocks that it replaces; 'svd', the mean, and each
+            layer's residual from it truncated to `rank`; 'svd_data', the same, fitted to the layer's inputs by least
+            squares; 'spectral', random, each matrix with spectral norm 1. None for 'svd' with a rank, else 'mean'.
         blocks: First and last layer to convert, such as (3, 9); None for all.
         rtol: Relative tolerance of an adaptive method, dimensionless.
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
-        adjoint: Backpropagate through an adaptive solution by the adjoint method (Chen et al., arXiv 1806.07366): its
-            memory does not grow with the number of evaluations, and at the default tolerance, gradients are wrong by 2
-            to 3 % (hub/RESULTS.md).
+        adjoint: Backpropagate through an adaptive solution by the adjoint method (arXiv 1806.07366): its memory does
+            not grow with the number of evaluations; at the default tolerance, gradients are wrong by 2 to 3 %
+            (hub/RESULTS.md).
         tokens: Share of the patch tokens left at T. Between steps, similar tokens are merged, so their number falls
-            linearly in t. The state keeps its shape: merged tokens have equal states. Needs plain attention (no
-            windows, RoPE or position bias).
+            linearly in t; in the state, they have equal values. Needs plain attention (no windows, RoPE or position
+            bias).
         halting: Rule by which an image leaves the batch before the last step: 'entropy' of the class probabilities
-            after each step, 'confidence' in the predicted class, 'acceleration' or 'residual' of the state; None for no
-            halting. Images halt only in eval mode, if the model runs all blocks in one call (as timm's
-            VisionTransformer does) and no step has a hook. With the first two rules, norm and head run after every
-            step.
+            after each step, for which norm and head run there, or 'acceleration' of the state; None for no halting.
+            Images halt only in eval mode, if the model runs all blocks in one call and no step has a hook.
         halting_threshold: An image halts once its score is at most this; dimensionless; see `calibrate_halting`.
 
     Raises:
@@ -103,58 +105,50 @@ class OdeConfig(Settings):
 
     Examples:
         >>> paper = OdeConfig(field='lipschitz', method='euler', init='spectral')
-        >>> config = OdeConfig(time='low_rank', rank=8, steps=6)
-        >>> done = convert_(vit, config)
+        >>> done = convert_(vit, OdeConfig(time='low_rank', rank=8, steps=6))
         >>> model = timm.create_model('odevit_tiny', ode_steps=24, ode_method='rk4')
 
     Source: ODE-ViT, arXiv 2511.16501; low_rank: Relaxed Recursive Transformers, arXiv 2410.20672; phases: Raptor,
     arXiv 2512.19941; tokens: Token Merging, arXiv 2210.09461; halting by entropy: Loop-ViT, arXiv 2602.02156.
     """
-    field: str = setting('native', one_of(FIELDS))
+    field: str = setting('native', one_of(tuple(FIELDS)))
     method: str = setting('lie_trotter', _method)
     steps: int | tuple[int, ...] | None = setting(None, _steps)
     T: float | None = setting(None, number(0., open='(', none='the number of converted layers'))
     time: str = setting('autonomous', one_of(TIMES))
-    averaged: bool = setting(False, flag)
     rank: int = setting(0, integer(0))
     phases: int = setting(1, integer(1))
     boundaries: str | tuple[int, ...] = setting('uniform', _boundaries)
-    init: str | None = setting(None, one_of(INITS, none="'svd' with low_rank, else 'mean'"))
+    init: str | None = setting(None, one_of(INITS, none="'svd' with a rank, else 'mean'"))
     blocks: tuple[int, int] | None = setting(None, _blocks)
     rtol: float = setting(1e-3, number(0., open='('))
     atol: float = setting(1e-3, number(0., open='('))
     adjoint: bool = setting(False, flag)
     tokens: float = setting(1., number(0., 1., open='('))
-    halting: str | None = setting(None, one_of(HALTING, none='no halting'))
+    halting: str | None = setting(None, one_of(tuple(HALTING), none='no halting'))
     halting_threshold: float = setting(0., number(0.))
 
     def _check(self) -> None:
-        if self.init is None:
-            object.__setattr__(self, 'init', 'svd' if self.time == 'low_rank' else 'mean')
-        if self.time == 'low_rank' and self.rank < 1:
-            raise ValueError(f"time='low_rank' needs a rank of at least 1, such as rank=8; got {self.rank!r}.")
-        if self.time != 'low_rank' and self.rank != 0:
+        if self.rank and self.time != 'low_rank':
             raise ValueError(f"rank applies only to time='low_rank'; got rank={self.rank!r} with time='{self.time}'.")
-        if self.averaged and self.time == 'autonomous':
-            raise ValueError("averaged applies to time='vectors' or 'low_rank'; an autonomous block has one value for "
-                             'all layers. Leave it out.')
         if isinstance(self.boundaries, tuple):
-            count = len(self.boundaries)
-            if self.phases not in (1, count + 1):
-                raise ValueError(f'{count} boundaries make {count + 1} phases; got phases={self.phases}.')
-            object.__setattr__(self, 'phases', count + 1)
+            count = len(self.boundaries) + 1
+            if self.phases not in (1, count):
+                raise ValueError(f'{count - 1} boundaries make {count} phases; got phases={self.phases}.')
+            vars(self).update(phases=count)
+        if self.init is None:
+            vars(self).update(init='svd' if self.rank else 'mean')
         if self.init in ('svd', 'svd_data') and self.time != 'low_rank':
             raise ValueError(f"init '{self.init}' fills the residuals of time='low_rank'; got time='{self.time}'.")
-        if self.init == 'svd_data' and self.field != 'native':
+        if self.init == 'svd_data' and not FIELDS[self.field].fits_layers:
             raise ValueError("init 'svd_data' fits the base's own layers, so it needs field='native'. Use 'svd'.")
         if self.adjoint and not self.adaptive:
             raise ValueError(
                 f"adjoint needs an adaptive method ({', '.join(adaptive_methods())}); '{self.method}' has fixed steps. "
                 'To save memory with fixed steps, use model.set_grad_checkpointing().')
-        for name, unset in (('tokens', 1.), ('halting', None), ('averaged', False)):
-            if self.adaptive and getattr(self, name) != unset:
-                raise ValueError(f"{name} needs fixed steps, but '{self.method}' chooses its own. Use one of "
-                                 f"{', '.join(METHODS)}.")
+        if self.adaptive and (self.tokens < 1 or self.halting is not None):
+            raise ValueError(f"{'tokens' if self.tokens < 1 else 'halting'} needs fixed steps, but '{self.method}' "
+                             f"chooses its own. Use one of {', '.join(METHODS)}.")
 
     @property
     def adaptive(self) -> bool:
@@ -193,18 +187,25 @@ class OdeConfig(Settings):
         return {PREFIX + name: value for name, value in asdict(self).items()}
 
     @classmethod
-    def from_args(cls, args: dict[str, Any], model: str) -> 'OdeConfig':
-        """Build a configuration from `ode_*` keywords.
+    def from_args(cls, args: Mapping[str, Any], caller: str, prefix: str = PREFIX) -> 'OdeConfig':
+        """Build a configuration from keywords, which this version or an earlier one may have saved.
+
+        Earlier versions called low_rank of rank 0 'vectors', and could leave out the mean over a step (`averaged`).
 
         Args:
-            args: Keywords that all start with `ode_`.
-            model: Name of the model, for error messages.
+            args: Keywords, each with the prefix.
+            caller: Who got them, for messages.
+            prefix: What their names start with; '' in recipes.
 
         Raises:
             TypeError: A keyword is unknown; the message names the closest match.
         """
-        refuse_unknown(args, [PREFIX + name for name in cls.names()], model)
-        return cls(**{name[len(PREFIX):]: value for name, value in args.items()})
+        values = {name.removeprefix(prefix): value for name, value in args.items()}
+        values = {name: value for name, value in values.items() if name not in GONE}
+        refuse_unknown([prefix + name for name in values], [prefix + name for name in cls.names()], caller)
+        if values.get('time') == 'vectors':
+            values['time'] = 'low_rank'
+        return cls(**values)
 
 
 DEFAULT = OdeConfig()

@@ -6,18 +6,15 @@ from typing import Any, NamedTuple
 import torch
 from timm.layers import Attention
 from torch import Tensor, nn
+from typing_extensions import Self
+
+from .skeleton import copy_module
 
 __all__ = ['Context', 'Field', 'Groups', 'NativeField', 'attention_probabilities']
 
 
 class Groups(NamedTuple):
-    """Which tokens of a state [B, N, D] are merged.
-
-    Attributes:
-        numbers: The group of each token [B, N]; the prefix tokens are the first groups.
-        sizes: Tokens in each group [B, G].
-        first: One token of each group [B, G].
-    """
+    """The group of each token [B, N], prefix tokens first; the size of each group, and one of its tokens [B, G]."""
     numbers: Tensor
     sizes: Tensor
     first: Tensor
@@ -29,7 +26,7 @@ class Context(NamedTuple):
     Attributes:
         block_kwargs: What the host passes to its blocks, by name: masks, RoPE tables, shared position bias, ...
         weights: What `fold()` returned for this forward pass.
-        interval: The step, over which weights that depend on time are averaged; None to take them at t.
+        interval: Times over which weights that depend on time are averaged; None to take them at t.
         groups: The merged tokens of the step, if any.
     """
     block_kwargs: dict[str, Any]
@@ -41,31 +38,18 @@ class Context(NamedTuple):
 class Field(nn.Module):
     """A vector field psi(t, x) = G(t, x) + F(t, x): G is attention, which mixes tokens; F is the MLP on each token.
 
-    Every field has
-    - `__call__(t, x, context, part)`: G for part 'attention', F for part 'mlp', their sum for '' [B, N, D];
-    - `attention(t, x, context)` and `mlp(t, x, context)`: G and F separately, if the field can be split;
-    - `fold()`: what depends only on the parameters and is worth computing once per forward pass instead of once per
-      evaluation, or None; passed back as `context.weights`;
-    - `attention_map(t, x, interval)`: the attention probabilities [B, heads, N, N] in float32, before dropout;
-    - `select(t)`, `jumps`, `depends_on_time`: how it depends on time;
-    - `phases`: the fields that it consists of, one per phase;
-    - `block_to_resize()`: the block of the base, for a host that changes its image size.
-
-    t is a float, or a 0-dim tensor from an adaptive method.
-
-    Attributes:
-        names: What a host's blocks take after the state, in order.
-        attention_prefixes: Prefixes of the parameters of G; all others belong to F.
-        depends_on_time: Whether it depends on t within a phase.
-        jumps: Times at which it is not continuous, increasing.
-        has_attention_maps: Whether `attention_map` works.
+    A field that can be split has `attention` (G) and `mlp` (F); others override `both`. One that a model can be
+    converted to is a row of `FIELDS` in config.py, and has the class methods `like` and `values` as well. t is a float,
+    or a 0-dim tensor from an adaptive method.
     """
-    names: tuple[str, ...] = ('attn_mask', 'is_causal')
-    attention_prefixes: tuple[str, ...] = ()
-    depends_on_time: bool = False
-    jumps: Sequence[float] = ()
+    about: str = ''  # what its sub-layers are, for the report of a conversion
+    fits_layers: bool = False  # whether it has the base's own layers, which init 'svd_data' can fit
+    names: tuple[str, ...] = ('attn_mask', 'is_causal')  # what a host's blocks take after the state, in order
+    attention_prefixes: tuple[str, ...] = ()  # of the parameters of G; all others belong to F
+    depends_on_time: bool = False  # within a phase
+    jumps: Sequence[float] = ()  # times at which it is not continuous, increasing
     has_attention_maps: bool = False
-    attention: Any  # of a field that can be split
+    attention: Any
     mlp: Any
 
     def forward(self, t: float, x: Tensor, context: Context | None = None, part: str = '') -> Tensor:
@@ -81,14 +65,15 @@ class Field(nn.Module):
         return self.attention(t, x, context) + self.mlp(t, x, context)
 
     def context(self, args: Sequence[Any], kwargs: dict[str, Any], weights: list[Tensor] | None = None) -> Context:
-        """Build a Context from what a host passes to its blocks after the state, and from what `fold()` returned."""
+        """From what a host passes to its blocks after the state, and from what `fold()` returned."""
         return Context({**dict(zip(self.names[:len(args)], args, strict=False)), **kwargs}, weights)
 
     def fold(self) -> list[Tensor] | None:
+        """What depends on the parameters alone and is computed once per forward pass, for `Context.weights`."""
         return None
 
     def select(self, t: float) -> Any:
-        """The field that applies at t."""
+        """The field that applies at t, of those of its phases."""
         return self
 
     @property
@@ -99,17 +84,27 @@ class Field(nn.Module):
         return self.block
 
     def attention_map(self, t: float, x: Tensor, interval: tuple[float, float] | None = None) -> Tensor:
+        """The attention probabilities [B, heads, N, N] in float32, before dropout."""
         raise ValueError(f'{type(self).__name__} has no attention maps: windows, RoPE or a position bias are part of '
                          'its attention.')
+
+    @classmethod
+    def like(cls, blocks: Sequence[Any]) -> Self:
+        """A field with the structure of some blocks of the base; its weights are still to be filled in."""
+        raise NotImplementedError
+
+    @staticmethod
+    def values(block: Any) -> dict[str, Tensor]:
+        """The values that one block of the base gives the parameters and buffers of such a field, by name."""
+        raise NotImplementedError
 
 
 class NativeField(Field):
     """The base model's own sub-layers, with all their parts (LayerScale, qk-norm, biases, RoPE, ...).
 
-    Args:
-        block: A transformer block of the base, here a pre-norm one (norm1, attn, ls1, norm2, mlp, ls2); the
-            subclasses take the other kinds.
+    This class takes pre-norm blocks (norm1, attn, ls1, norm2, mlp, ls2); subclasses take the other kinds.
     """
+    about, fits_layers = "the base's own", True
     attention_prefixes: tuple[str, ...] = ('block.norm1', 'block.attn', 'block.ls1', 'block.gamma_1')
     block: Any
 
@@ -117,6 +112,18 @@ class NativeField(Field):
         super().__init__()
         self.block = block
         self.names = tuple(inspect.signature(type(block).forward).parameters)[2:]
+
+    @classmethod
+    def like(cls, blocks):
+        block = copy_module(blocks[0], hooks=False)  # hooks belong to the layer they were registered on
+        trainable = {name for each in blocks for name, p in each.named_parameters() if p.requires_grad}
+        for name, parameter in block.named_parameters():
+            parameter.requires_grad_(name in trainable)
+        return cls(block)
+
+    @staticmethod
+    def values(block):
+        return {f'block.{name}': tensor for name, tensor in (*block.named_parameters(), *block.named_buffers())}
 
     def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
         return self.block.drop_path1(self.block.ls1(self.block.attn(self.block.norm1(x), **context.block_kwargs)))

@@ -1,19 +1,19 @@
 """The paper's Lipschitz field."""
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
 from torch import Tensor, nn
 
 from .fields import Context, Field, attention_probabilities
+from .skeleton import copy_module
 
 __all__ = ['CenterNorm', 'LipschitzField']
 
 
 class CenterNorm(nn.Module):
     """gamma * D / (D - 1) * (x - mean(x)) + beta: a LayerNorm without the division, and thus Lipschitz.
-
-    Args:
-        dim: Number of channels D.
 
     Shape: [..., D] to [..., D].
 
@@ -46,53 +46,57 @@ class LipschitzField(Field):
     A CenterNorm is linear, so each is one matrix product with the projection behind it. The weights of qkv and fc1 are
     read, but these modules are not called: put hooks and wrappers on the field or on a step, not on them.
 
-    Args:
-        dim: Number of channels D.
-        num_heads: Number of attention heads.
-        head_dim: Channels per head.
-        hidden: Hidden channels M of the MLP.
-        act: Activation of the MLP.
-        attn_drop: Dropout rate of the attention probabilities.
-        proj_drop: Dropout rate after the activation and after the output projections.
-        drop_path: Stochastic-depth rate of each sub-flow.
-
     Source: ODE-ViT, arXiv 2511.16501.
     """
+    about = 'new: no biases, no qk-norm, CenterNorm instead of LayerNorm'
     attention_prefixes = ('norm1', 'qkv', 'proj')
     has_attention_maps = True
 
     def __init__(
-            self,
-            dim: int,
-            num_heads: int,
-            head_dim: int,
-            hidden: int,
-            act: nn.Module,
-            attn_drop: float = 0.,
-            proj_drop: float = 0.,
-            drop_path: float = 0.,
-            device=None,
-            dtype=None,
+            self, dim: int, num_heads: int, head_dim: int, hidden: int, act: nn.Module, attn_drop: float = 0.,
+            proj_drop: float = 0., drop_path: float = 0., device=None, dtype=None,
     ) -> None:
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
         self.num_heads = num_heads
         self.head_dim = head_dim
-        self.attn_dim = num_heads * head_dim
-        self.hidden = hidden
+        attn_dim = num_heads * head_dim
         self.scale = head_dim ** -0.5
         self.fused_attn = use_fused_attn()
 
         self.norm1 = CenterNorm(dim, **dd)
-        self.qkv = nn.Linear(dim, 3 * self.attn_dim, bias=False, **dd)
+        self.qkv = nn.Linear(dim, 3 * attn_dim, bias=False, **dd)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = nn.Linear(self.attn_dim, dim, bias=False, **dd)
+        self.proj = nn.Linear(attn_dim, dim, bias=False, **dd)
         self.norm2 = CenterNorm(dim, **dd)
         self.fc1 = nn.Linear(dim, hidden, bias=False, **dd)
         self.act = act
         self.fc2 = nn.Linear(hidden, dim, bias=False, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
         self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
+
+    @classmethod
+    def like(cls, blocks):
+        first, attn, weight = blocks[0], blocks[0].attn, blocks[0].attn.qkv.weight
+        field = cls(
+            weight.shape[1], attn.num_heads, weight.shape[0] // (3 * attn.num_heads), first.mlp.fc2.in_features,
+            copy_module(first.mlp.act, hooks=False), attn.attn_drop.p, attn.proj_drop.p,
+            sum(getattr(block.drop_path1, 'drop_prob', 0.) or 0. for block in blocks) / len(blocks),
+            weight.device, weight.dtype)
+        return field.requires_grad_(any(p.requires_grad for block in blocks for p in block.parameters()))
+
+    @staticmethod
+    def values(block):
+        def scaled(weight: Tensor, layer_scale: Any) -> Tensor:
+            # LayerScale scales the rows of the projection before it; a field without LayerScale folds it into those
+            gamma = getattr(layer_scale, 'gamma', None)
+            return weight if gamma is None else weight * gamma[:, None]
+        return {
+            'norm1.weight': block.norm1.weight, 'norm1.bias': block.norm1.bias, 'qkv.weight': block.attn.qkv.weight,
+            'proj.weight': scaled(block.attn.proj.weight, block.ls1), 'norm2.weight': block.norm2.weight,
+            'norm2.bias': block.norm2.bias, 'fc1.weight': block.mlp.fc1.weight,
+            'fc2.weight': scaled(block.mlp.fc2.weight, block.ls2),
+        }
 
     def fold(self) -> list[Tensor] | None:
         # FSDP2 gathers sharded weights only for a call of the field
@@ -124,15 +128,10 @@ class LipschitzField(Field):
         q, k, v = self._heads(qkv).unbind(0)
         mask, causal = context.block_kwargs.get('attn_mask'), context.block_kwargs.get('is_causal', False)
         if self.fused_attn:
-            y = F.scaled_dot_product_attention(
-                q, k, v,
-                attn_mask=mask,
-                dropout_p=self.attn_drop.p if self.training else 0.,
-                is_causal=causal,
-            )
+            dropout = self.attn_drop.p if self.training else 0.
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         else:
             attn = (q * self.scale) @ k.transpose(-2, -1)
-            bias = resolve_self_attn_mask(attn.shape[-1], attn, mask, causal)
-            attn = maybe_add_mask(attn, bias)
+            attn = maybe_add_mask(attn, resolve_self_attn_mask(attn.shape[-1], attn, mask, causal))
             y = self.attn_drop(attn.softmax(dim=-1)) @ v
         return y.transpose(1, 2).flatten(2)

@@ -13,15 +13,8 @@ __all__ = ['METHODS', 'LieTrotter', 'RungeKutta', 'Step', 'Strang']
 class Step(nn.Module):
     """One step of a solver: maps the state at t [B, N, D] to the state at t + h.
 
-    A step holds the field that all steps share, and is called as a host calls its transformer blocks: with the state
-    and with whatever the host passes besides it.
-
-    Args:
-        field: Vector field: field(t, x, context, part) with part 'attention', 'mlp' or '' for their sum.
-        t: Time at which the step starts.
-        h: Length of the step, in the same unit.
-        merging: How tokens are merged; None if they are not.
-        averaged: Whether weights that depend on time are averaged over the step.
+    It is called as a host calls its transformer blocks: with the state and with whatever the host passes besides it.
+    All steps share the field. Weights that depend on time are averaged over the step.
 
     Attributes:
         order: Order of convergence of the global error.
@@ -35,14 +28,12 @@ class Step(nn.Module):
     splits = False
     field: Any
 
-    def __init__(
-            self, field: Field, t: float, h: float, merging: TokenMerging | None = None, averaged: bool = False,
-    ) -> None:
+    def __init__(self, field: Field, t: float, h: float, merging: TokenMerging | None = None) -> None:
         super().__init__()
         self.t = t
         self.h = h
         self.merging = merging
-        self.interval = (t, t + h) if averaged else None
+        self.interval = (t, t + h)
         self.set_field(field)
 
     def set_field(self, field: Field) -> None:
@@ -53,26 +44,21 @@ class Step(nn.Module):
 
     def enter(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Context]:
         """The state that the step computes, in which similar tokens may be merged, and the context of its field."""
-        given = len(args) == 1 and isinstance(args[0], Context)  # by OdeBlocks, which makes one for all steps
-        context = args[0] if given else self.field.context(args, kwargs)
-        if self.interval is not None:
-            context = context._replace(interval=self.interval)
-        if self.merging is None:
-            return x, context
-        return self.merging.enter(self.t, x, context)
+        ready = len(args) == 1 and isinstance(args[0], Context)  # from OdeBlocks, which makes one for all steps
+        context = args[0] if ready else self.field.context(args, kwargs)
+        context = context._replace(interval=self.interval)
+        return (x, context) if self.merging is None else self.merging.enter(self.t, x, context)
 
     def leave(self, x: Tensor, context: Context) -> Tensor:
-        """The state of all tokens."""
         return x if self.merging is None else self.merging.leave(x, context)
 
     @property
     def attn(self) -> Any:
         """The attention of the block, or of all phases' blocks, by which a host changes its image size."""
-        found = [field.block_to_resize().attn for field in self.phases]
-        return found[0] if len(found) == 1 else _Together(found)
+        parts = [field.block_to_resize().attn for field in self.phases]
+        return parts[0] if len(parts) == 1 else _Together(parts)
 
     def set_input_size(self, *args: Any, **kwargs: Any) -> None:
-        """Set the image size, as Swin does on each of its blocks; the steps share one block."""
         for field in self.phases:
             field.block_to_resize().set_input_size(*args, **kwargs)
 
@@ -87,8 +73,8 @@ class _Together:
         self._parts = parts
 
     def __getattr__(self, name: str) -> Any:
-        found = [getattr(part, name) for part in self._parts]
-        return _Together(found) if callable(found[0]) else found[0]
+        values = [getattr(part, name) for part in self._parts]
+        return _Together(values) if callable(values[0]) else values[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         for part in self._parts:
@@ -96,11 +82,7 @@ class _Together:
 
 
 class RungeKutta(Step):
-    """A step of an explicit Runge-Kutta method.
-
-    Attributes:
-        a: Lower triangle of the Butcher matrix, one row per stage.
-        b: Butcher weights.
+    """An explicit Runge-Kutta method: the lower triangle of its Butcher matrix, by rows, and its weights.
 
     Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.1.
     """

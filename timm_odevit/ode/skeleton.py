@@ -1,7 +1,6 @@
 """Skeletons: modules with the structure, settings and hooks of another module, but with other tensors.
 
-A running model must not be changed, because another thread may be running it too. To run a module with other weights,
-a skeleton is created for that call, filled, used and discarded.
+A running model must not be changed, because another thread may be running it too.
 """
 import copy
 from collections import OrderedDict
@@ -27,19 +26,10 @@ def run_with(module: nn.Module, tensors: Mapping[str, Tensor], *args: Any) -> An
 
 
 def skeleton(module: Module, tensors: Mapping[str, Tensor]) -> Module:
-    """Create a module of the same structure that runs with other tensors; takes microseconds, copies nothing.
+    """Create a module of the same class that runs with other tensors; takes microseconds, copies nothing.
 
-    Settings, hooks and tensors that are not replaced are shared with the original module, which does not change.
-
-    Args:
-        module: Any module.
-        tensors: Tensors for its parameters and buffers, by their name in the module ('attn.qkv.weight').
-
-    Returns:
-        A module of the same class. Its replaced tensors are not Parameters: gradients flow through them.
-
-    Raises:
-        RuntimeError: The `forward` of an affected module was replaced by a function that is tied to that module.
+    `tensors` are for its parameters and buffers, by name ('attn.qkv.weight'). Everything else is shared with the
+    original, which does not change. Replaced tensors are not Parameters: gradients flow through them.
     """
     twin: Any = shallow_copy(module)
     for kind in ('_parameters', '_buffers'):
@@ -59,11 +49,7 @@ def skeleton(module: Module, tensors: Mapping[str, Tensor]) -> Module:
 
 
 def shallow_copy(module: Module) -> Module:
-    """A module of the same class with the same settings, hooks and tensors, but submodules that can be replaced.
-
-    Raises:
-        RuntimeError: The `forward` of the module was replaced by a function that is tied to that module.
-    """
+    """A module of the same class with the same settings, hooks and tensors, but submodules that can be replaced."""
     twin: Any = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     if 'forward' in module.__dict__:
@@ -87,12 +73,7 @@ def tied_to(twin: Any, module: Any, value: Any) -> Any:
 
 
 def copy_module(module: Module, hooks: bool) -> Module:
-    """Deep-copy everything but the hooks, which may hold objects that cannot be copied.
-
-    Args:
-        module: Any module.
-        hooks: Whether the copy has the same hooks; otherwise it has none.
-    """
+    """Deep-copy everything but the hooks, which may hold what cannot be copied: the copy shares them, or has none."""
     memo: dict[int, Any] = {}
     for inner in module.modules():
         memo.update({id(value): value.copy() if hooks else OrderedDict() for name, value in vars(inner).items()

@@ -1,24 +1,24 @@
-"""Solver: the sequence of steps that a configuration asks for."""
-from torch import nn
+"""The steps that a configuration asks for, adaptive methods by way of torchdiffeq, and the solver for any field."""
+import threading
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
-from .adaptive import AdaptiveStep
+import torch
+from torch import Tensor, nn
+
 from .config import OdeConfig
-from .fields import Field
-from .methods import METHODS
+from .fields import Context, Field
+from .methods import METHODS, Step
 from .tokens import TokenMerging
 
-__all__ = ['Solver']
+__all__ = ['AdaptiveStep', 'Counts', 'Solver', 'integrate', 'solve_adaptive']
+
+_SAME = 1e-6  # times that differ by rounding
 
 
 class Solver(nn.ModuleList):
-    """The K steps of a resolved configuration on [t, t + T]; what a step does is in methods.py.
-
-    Args:
-        config: Method, steps and T, resolved.
-        field: Vector field; a step holds the one that applies where it starts, an adaptive step the whole one.
-        t: Time at which the first step starts.
-        num_prefix_tokens: How many tokens come before those of the patches, which may be merged.
-    """
+    """The K steps of a resolved configuration on [t, t + T]; what a step does is in methods.py."""
 
     def __init__(self, config: OdeConfig, field: Field, t: float = 0., num_prefix_tokens: int = 0) -> None:
         steps, T = config.steps_and_end
@@ -26,4 +26,171 @@ class Solver(nn.ModuleList):
         h, starts = T / steps, [t + i * (T / steps) for i in range(steps)]
         super().__init__(
             AdaptiveStep(field, start, h, config) if config.adaptive
-            else METHODS[config.method](field, start, h, merging, config.averaged) for start in starts)
+            else METHODS[config.method](field, start, h, merging) for start in starts)
+
+
+class Counts(threading.local):
+    """What the last pass of each thread took: evaluations of an adaptive solution, steps of each image [B]."""
+    evaluations = 0
+    steps: Tensor | None = None
+
+    def __reduce__(self) -> Any:
+        return Counts, ()
+
+
+class AdaptiveStep(Step):
+    """An adaptive solution over [t, t + h]."""
+    nodes = ()
+
+    def __init__(self, field: Field, t: float, h: float, config: OdeConfig) -> None:
+        super().__init__(field, t, h)
+        self.config = config
+
+    def set_field(self, field: Field) -> None:
+        super().set_field(field)
+        self.__dict__['field'] = field
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        x, context = self.enter(x, args, kwargs)
+        return solve_adaptive(self.field, x, (self.t, self.t + self.h), self.config, context)[0][-1]
+
+
+def solve_adaptive(
+        field: Field, x0: Tensor, times: Sequence[float], config: OdeConfig, context: Context) -> tuple[Tensor, int]:
+    """Solve with an adaptive method of torchdiffeq, from x0 [B, N, D] at times[0].
+
+    Returns:
+        The states at all times [len(times), B, N, D], and the number of field evaluations.
+
+    Raises:
+        ValueError: The state is in half precision, which is too coarse for step-size control.
+        FloatingPointError: The solver could not meet the tolerance with any step size.
+    """
+    if x0.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"'{config.method}' controls its error and needs float32 or float64; got {x0.dtype}. "
+            f"Use a fixed-step method ({', '.join(METHODS)}) or a float32 model.")
+    if not x0.numel():  # an empty state has no error to measure
+        return x0.expand(len(times), *x0.shape), 0
+    # no error estimate holds across a jump of the field, so each piece between two jumps is solved separately, with the
+    # weights of that piece also where it ends
+    jumps = [t for t in field.jumps if times[0] + _SAME < t < times[-1] - _SAME]
+    times = [next((jump for jump in jumps if abs(jump - t) < _SAME), t) for t in times]
+    x, states, evaluations = x0, [x0], 0
+    for start, end in pairwise([times[0], *jumps, times[-1]]):
+        wanted = [t for t in times[1:] if start < t <= end]
+        inner = [start, *wanted, *([] if wanted and wanted[-1] == end else [end])]
+        piece, count = _solve_smooth(field.select(start), x, inner, config, context._replace(interval=(start, end)))
+        states += list(piece[1:len(wanted) + 1])
+        x, evaluations = piece[-1], evaluations + count
+    return torch.stack(states), evaluations
+
+
+def _solve_smooth(
+        field: Field, x0: Tensor, times: Sequence[float], config: OdeConfig, context: Context) -> tuple[Tensor, int]:
+    import torchdiffeq
+
+    # the adjoint evaluates the field again in the backward pass, outside autocast; there it folds its own weights
+    counted = _Counted(field, context._replace(weights=None if config.adjoint else field.fold()))
+    grid = torch.tensor(times, dtype=x0.dtype, device=x0.device)
+    options: dict[str, Any] = dict(rtol=config.rtol, atol=config.atol, method=config.method)
+    try:
+        if config.adjoint:
+            passed = [v for v in context.block_kwargs.values() if isinstance(v, Tensor) and v.requires_grad]
+            states = torchdiffeq.odeint_adjoint(
+                counted, x0, grid, adjoint_params=(*counted.parameters(), *passed), **options)
+        else:
+            states = torchdiffeq.odeint(counted, x0, grid, **options)
+    except AssertionError as e:  # torchdiffeq raises it if the step size underflows or the state is not finite
+        raise FloatingPointError(
+            f"'{config.method}' failed between t = {times[0]:g} and {times[-1]:g} after {counted.evaluations} "
+            f'evaluations: {e}. Loosen rtol and atol, or check the field for divergence.') from e
+    return states, counted.evaluations
+
+
+class _Counted(nn.Module):
+    """field(t, x) for torchdiffeq, with its context, and its evaluations counted."""
+
+    def __init__(self, field: nn.Module, context: Context) -> None:
+        super().__init__()
+        self.field = field
+        self.context = context
+        self.evaluations = 0
+
+    def forward(self, t: Tensor, x: Tensor) -> Tensor:
+        self.evaluations += 1  # the adjoint's own evaluations come later, in the backward pass
+        return self.field(t, x, self.context, '')
+
+
+def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, keep: bool = False) -> Tensor:
+    """Solve dx/dt = field(t, x) from t = 0 to config.T.
+
+    Fixed-step methods run as a plain loop, adaptive ones through torchdiffeq. Time is dimensionless: one unit is one
+    transformer block of the base model.
+
+    Args:
+        field: Vector field, called as field(t, x) with t a float (a 0-dim tensor from an adaptive method) and x
+            [B, N, D] (or any other shape), which is that of the slope. Splitting methods call its `attention(t, x)` and
+            `mlp(t, x)`.
+        x0: State at t = 0 [B, N, D]; integrated in its own dtype.
+        config: Method, number of steps and end time; steps and T must be set.
+        keep: Also keep the states in between.
+
+    Returns:
+        x(T) [B, N, D], or all states [K + 1, B, N, D] with keep.
+
+    Raises:
+        ValueError: steps or T is not set, an adaptive method gets a state in half precision, a splitting method a field
+            without sub-flows, or the adjoint method one that is not an nn.Module.
+        FloatingPointError: The state stopped being finite; the message names the step and t.
+
+    Examples:
+        >>> config = OdeConfig(method='rk4', steps=10, T=1.)
+        >>> x = integrate(lambda t, x: -x, torch.ones(1, 1, 1), config)    # exp(-1)
+        >>> print(f'{x.item():.4f}')
+        0.3679
+
+    Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.1; ODE-ViT, arXiv 2511.16501.
+    """
+    steps, T = config.steps_and_end
+    if config.tokens < 1 or config.halting is not None:
+        raise ValueError('tokens and halting apply to the blocks of a model, not to integrate. Leave them out.')
+    module: Any = field if isinstance(field, Field) else _CallableField(field)
+    if not config.adaptive and METHODS[config.method].splits and not (module is field or hasattr(field, 'attention')):
+        raise ValueError(
+            f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does not have. "
+            "Use an unsplit method, such as 'euler' or 'rk4'.")
+    if config.adjoint and not isinstance(field, nn.Module):
+        raise ValueError('adjoint finds the parameters of a field that is an nn.Module; this one is a '
+                         f'{type(field).__name__}. Set adjoint=False.')
+    if config.adaptive:
+        times = [i * T / steps for i in range(steps + 1)]
+        path = solve_adaptive(module, x0, times if keep else (0., T), config, module.context((), {}))[0]
+        _check_finite(path[-1], steps, config)
+        return path if keep else path[-1]
+    x, states = x0, [x0]
+    for i, step in enumerate(Solver(config, module)):
+        x = step(x)
+        _check_finite(x, i + 1, config)
+        if keep:
+            states.append(x)
+    return torch.stack(states) if keep else x
+
+
+class _CallableField(Field):
+    """Any callable field(t, x) as a Field."""
+
+    def __init__(self, field: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.field = field
+
+    def forward(self, t, x, context=None, part=''):
+        return (getattr(self.field, part) if part else self.field)(t, x)
+
+
+def _check_finite(x: Tensor, step: int, config: OdeConfig) -> None:
+    steps, T = config.steps_and_end
+    if not torch.isfinite(x).all():
+        raise FloatingPointError(
+            f'The state is not finite after step {step} of {steps} '
+            f"(t = {step * T / steps:g}, '{config.method}'). Use more steps or a smaller T.")

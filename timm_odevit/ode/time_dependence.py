@@ -11,9 +11,7 @@ from .fields import Field
 from .skeleton import run_with, skeleton
 
 __all__ = [
-    'MERGED', 'RESIDUALS', 'MergedField', 'PiecewiseField', 'TimeField', 'bare_name', 'matrix_shape',
-    'residual_key',
-]
+    'MERGED', 'RESIDUALS', 'MergedField', 'PiecewiseField', 'TimeField', 'bare_name', 'matrix_shape', 'residual_key']
 
 RESIDUALS = ('vectors', 'up', 'down')  # attributes of a TimeField: of vectors, and the factors of those of matrices
 MERGED = 'This model is merged. Call `.restore()` on the object that `merge_()` returned.'
@@ -21,22 +19,16 @@ MERGED = 'This model is merged. Call `.restore()` on the object that `merge_()` 
 
 @register_notrace_module  # FX would look up the parameters in the base field and miss the residuals
 class TimeField(Field):
-    """A field whose parameters are functions of t: those of a base field plus a residual for each layer.
+    """A field whose parameters are those of a base field plus a residual for each layer of the base model.
 
-    A vector v becomes v + d(t), a matrix W becomes W + B(t) A(t), with A and B of rank r. The residual of layer l
-    applies at t = l; between two layers, residuals are interpolated linearly in t; before the first and after the last
-    layer, they are constant. Over the interval of a step, if its context names one, they are averaged instead, with the
-    residual of layer l from t = l to the next layer. Weight decay therefore pulls each layer towards the shared block.
+    A vector v becomes v + d(t), a matrix W becomes W + B(t) A(t), with A and B of rank r (0 for vectors only). The
+    residual of layer l applies from t = l to the next layer, that of the first also before, that of the last after it;
+    over the interval of a step, residuals are averaged. Weight decay therefore pulls each layer towards the shared
+    block.
 
-    Matrices are merged before they are used, once per evaluation: r multiplications per entry of an M x N matrix
-    (2 r between two layers) instead of r (M + N) per token. Training keeps one merged block per evaluation for the
-    backward pass, as much memory as the base model's blocks; inference keeps one at a time, or all after `merge_`.
-    Running statistics also have residuals per layer; training mode does not update them.
-
-    Args:
-        base: Field whose parameters are shared.
-        layers: Layers of the base model that have a residual, increasing.
-        rank: Rank r of the residuals of matrices; 0 for vectors only.
+    Matrices are merged before they are used, once per evaluation: r multiplications per entry and layer instead of r (M
+    + N) per token. Training keeps one merged block per evaluation for the backward pass, as much memory as the base
+    model's blocks; inference keeps one at a time, or all after `merge_`.
 
     Source: Relaxed Recursive Transformers, arXiv 2410.20672.
     """
@@ -61,11 +53,14 @@ class TimeField(Field):
                 # not 0 as well: with both factors 0, neither gets a gradient
                 down = torch.randn(L, r, N, device=p.device, dtype=p.dtype) / N ** 0.5
                 self.down[key] = nn.Parameter(down, p.requires_grad)
-
         self.statistics = nn.Module()
 
+    @property
+    def jumps(self):
+        return [float(layer) for layer in self.layers[1:]]
+
     def add_statistics(self, name: str, residuals: Tensor) -> None:
-        """Add residuals of a buffer of the base, such as a running mean, one per layer [L, ...]."""
+        """Add residuals of a buffer of the base, such as a running mean, per layer [L, ...]; not trained."""
         self.statistics.register_buffer(name.replace('.', '-'), residuals)
 
     def forward(self, t, x, context=None, part=''):
@@ -81,10 +76,12 @@ class TimeField(Field):
 
     def at(self, t: float, part: str = '', interval: tuple[float, float] | None = None) -> dict[str, Tensor]:
         """The parameters of the base at t, or averaged over an interval: those of its attention, of its MLP, or all."""
-        shares = self._layer_shares_at(_number(t)) if interval is None else self._layer_shares_over(*interval)
+        if interval is None:  # the layer that applies at t; bisect does not compile
+            shares = [(max(sum(layer <= _number(t) + 1e-6 for layer in self.layers) - 1, 0), 1.)]
+        else:
+            shares = self._shares(*interval)
         parameters = {residual_key(name): (name, p) for name, p in self.base.named_parameters()}
-        missing = [key.replace('-', '.') for key in (*self.vectors, *self.up) if key not in parameters]
-        if missing:
+        if missing := [key.replace('-', '.') for key in (*self.vectors, *self.up) if key not in parameters]:
             raise RuntimeError(f"{', '.join(missing)}: these parameters have residuals but are no longer in the "
                                'shared block. Put back the part that was replaced, or convert again.')
         merged = {}
@@ -102,17 +99,8 @@ class TimeField(Field):
             merged[name] = self.base.get_buffer(name) + sum(share * residuals[i] for i, share in shares)
         return merged
 
-    def _layer_shares_at(self, t: float) -> list[tuple[int, float]]:
-        """The indices of the layers between which t lies, and the share of each."""
-        right = sum(layer <= t + 1e-6 for layer in self.layers)  # bisect does not compile
-        if right == 0 or right == len(self.layers):
-            return [(max(right - 1, 0), 1.)]
-        a, b = self.layers[right - 1], self.layers[right]
-        share = (t - a) / (b - a)
-        return [(right - 1, 1.)] if share < 1e-6 else [(right - 1, 1. - share), (right, share)]
-
-    def _layer_shares_over(self, start: float, end: float) -> list[tuple[int, float]]:
-        """The indices of the layers of an interval, and the share of it that each applies to."""
+    def _shares(self, start: float, end: float) -> list[tuple[int, float]]:
+        """The index of each layer that applies in an interval, and its share of it."""
         bounds = [-math.inf, *self.layers[1:], math.inf]
         shares = [(min(end, b) - max(start, a)) / (end - start) for a, b in pairwise(bounds)]
         return [(i, 1. if share > 1. - 1e-6 else share) for i, share in enumerate(shares) if share > 1e-6]
@@ -127,10 +115,8 @@ class TimeField(Field):
 class PiecewiseField(Field):
     """Several fields, one at a time: fields[which[i]] from times[i] to times[i + 1].
 
-    Args:
-        fields: The fields.
-        times: Increasing times; the first piece also applies before it, the last one after it.
-        which: For each time, the index of the field that applies from then on; in order by default.
+    The first piece also applies before the first time, the last one after the last; by default, the fields come in
+    order.
 
     Source: Raptor, arXiv 2512.19941.
     """
@@ -152,7 +138,8 @@ class PiecewiseField(Field):
 
     @property
     def jumps(self):
-        return [float(t) for t, (a, b) in zip(self.times[1:], pairwise(self.which), strict=True) if a != b]
+        return [float(t) for t, (a, b) in zip(self.times[1:], pairwise(self.which), strict=True)
+                if a != b or self.depends_on_time]
 
     @property
     def phases(self):
@@ -185,12 +172,10 @@ def bare_name(name: str) -> str:
 
 
 def residual_key(name: str) -> str:
-    """The key of a parameter's residual."""
     return bare_name(name).replace('.', '-')
 
 
 def _number(t: float | Tensor) -> float:
-    """t as a number: an adaptive method gives a tensor, which may require a gradient."""
     return float(t.detach()) if isinstance(t, Tensor) else t
 
 

@@ -1,45 +1,26 @@
 """Token merging: patch tokens that have become alike are merged along t, so that later steps compute fewer of them."""
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .fields import Context, Groups
 
-__all__ = ['TokenMerging', 'keep_groups', 'tokens_at']
+__all__ = ['TokenMerging', 'carry_groups', 'groups_of', 'tokens_at']
 
 
 def tokens_at(patches: int, share: float, progress: float) -> int:
-    """How many patch tokens are left: the number falls linearly in t, to `share` of them at T.
-
-    Args:
-        patches: Number of patch tokens at t = 0.
-        share: Share of them that is left at T.
-        progress: t / T, from 0 to 1.
-    """
+    """How many of `patches` tokens are left at t = `progress` T: the number falls linearly in t, to a share at T."""
     return max(1, round(int(patches) * (1. - (1. - share) * progress) + 1e-6))  # halves up, whatever the rounding of t
 
 
 class TokenMerging:
-    """How the steps of a solver merge tokens.
+    """How the steps of a solver on [start, start + T] merge tokens.
 
     The state between two steps always has all tokens; merged ones have equal states there. A step computes each group
-    once: the state of a group is the mean over its tokens, and attention counts a group as many times as it has tokens,
-    so that the result is what the same step would give for the whole state. At the start of a step, the patch tokens
-    are split into two halves, alternately, and those of the first half that are most like one of the second (in the
-    cosine of their states) are merged with it. Prefix tokens are never merged.
-
-    A state knows its groups: they are kept with its memory, which it shares with detached copies and with what gradient
-    checkpointing saves. In a state that no step returned, or that was changed in place since, all tokens are separate;
-    so they are between a compiled step and one that is not. Changes in place are told by the version of a tensor, which
-    those of torch.inference_mode and of compiled graphs do not have: there, a hook must return a new state.
-
-    Args:
-        share: Share of the patch tokens that is left at T.
-        num_prefix_tokens: How many tokens, such as a class token and registers, come before those of the patches.
-        start: Time at which the first step starts.
-        T: Length of all steps together.
+    once: the state of a group is the mean over its tokens, and attention counts a group as many times as it has tokens.
+    At the start of a step, the patch tokens are split into two halves, alternately, and those of the first half that
+    are most like one of the second (in the cosine of their states) are merged with it, so that a `share` of them is
+    left at T.
 
     Source: Token Merging (ToMe), arXiv 2210.09461.
     """
@@ -48,18 +29,15 @@ class TokenMerging:
         self.share, self.num_prefix_tokens, self.start, self.T = share, num_prefix_tokens, start, T
 
     def enter(self, t: float, x: Tensor, context: Context) -> tuple[Tensor, Context]:
-        """Merge some tokens of a state [B, N, D] at the start of a step.
-
-        Returns:
-            The state of the groups [B, G, D], and a context that makes attention count each as many times as it has
-            tokens.
-        """
+        """The state of the groups [B, G, D] for that of all tokens [B, N, D], and the context for it."""
         if isinstance(x, torch.fx.Proxy):
             raise ValueError('FX cannot trace token merging. Set tokens=1, or use torch.export.')
         if context.block_kwargs.get('attn_mask') is not None or context.block_kwargs.get('is_causal'):
             raise ValueError(
                 'Tokens cannot be merged under an attention mask, which refers to their positions. Set tokens=1.')
-        groups = _groups_of(x)
+        groups = groups_of(x)
+        if groups is None and t > self.start and x.is_leaf and x.requires_grad and _in_backward():
+            raise RuntimeError('Merged tokens do not pass through reentrant checkpoints. Use use_reentrant=False.')
         y = x if groups is None else _rows(x, groups.first)
         y, groups = self.merge(y, (t - self.start) / self.T, x.shape[1], groups)
         if groups is None:
@@ -68,25 +46,10 @@ class TokenMerging:
         return y, context._replace(block_kwargs={**context.block_kwargs, 'attn_mask': mask}, groups=groups)
 
     def leave(self, x: Tensor, context: Context) -> Tensor:
-        """The state of all tokens [B, N, D] for that of the groups [B, G, D] at the end of a step."""
-        if context.groups is None:
-            return x
-        x = _rows(x, context.groups.numbers)
-        _set_groups(x, context.groups)
-        return x
+        return x if context.groups is None else _with_groups(_rows(x, context.groups.numbers), context.groups)
 
     def merge(self, x: Tensor, progress: float, tokens: int, groups: Groups | None) -> tuple[Tensor, Groups | None]:
-        """Merge as many groups of a state x [B, G, D] as is due.
-
-        Args:
-            x: State of the groups; of all tokens if there are no groups yet.
-            progress: t / T, from 0 to 1.
-            tokens: Number N of tokens.
-            groups: Its groups; None if every token is separate.
-
-        Returns:
-            The state [B, G', D] and the groups that are left.
-        """
+        """Merge as many groups of a state x [B, G, D] of N tokens as is due at t = `progress` T."""
         B, G, D = x.shape
         patches = G - self.num_prefix_tokens
         count = min(patches - tokens_at(tokens - self.num_prefix_tokens, self.share, progress), patches // 2)
@@ -95,7 +58,7 @@ class TokenMerging:
         with torch.no_grad():
             into, left = self._pairs(x, count)
             before = x.new_ones(B, G, dtype=torch.float32) if groups is None else groups.sizes
-            sizes = before.new_zeros(B, G - count).scatter_add_(1, into, before)
+            sizes = before.new_zeros(B, G - count).scatter_add(1, into, before)
             weight = (before / sizes.gather(1, into)).to(x.dtype)
             groups = Groups(into, sizes, left) if groups is None else Groups(
                 into.gather(1, groups.numbers), sizes, groups.first.gather(1, left))
@@ -119,30 +82,35 @@ class TokenMerging:
         return into, torch.zeros_like(old)[:, :G - count + 1].scatter(1, places, old)[:, :G - count]
 
 
-def keep_groups(before: Tensor, after: Tensor, images: Tensor | slice = slice(None)) -> None:
-    """Let the state of some images of a batch [B', N, D], here all, have the groups that its state [B, N, D] has."""
-    groups = _groups_of(before)
-    if groups is not None:
-        _set_groups(after, Groups(*(of[images] for of in groups)))
+def groups_of(x: Tensor) -> Groups | None:
+    """The groups that a state [B, N, D] carries: those of the step that returned it; None if its tokens are separate.
+
+    They are an attribute of the step's output, so they go wherever it goes: to another thread, through a function
+    transform or a checkpoint. What is made from a state, such as a detached copy, carries none; nor does one that was
+    changed in place, as its version tells (but inference mode and compiled graphs keep no versions: there, a hook must
+    return a new state).
+    """
+    version, groups = getattr(x, 'merged_groups', (None, None))
+    return groups if version == _version(x) else None
 
 
-def _groups_of(x: Tensor) -> Groups | None:
-    if torch.compiler.is_compiling():
-        return getattr(x, '_groups', None)
-    identity, groups = getattr(x.untyped_storage(), '_groups', (None, None))
-    return groups if identity == _identity(x) else None
+def carry_groups(before: Tensor, after: Tensor, images: Tensor | slice = slice(None)) -> Tensor:
+    """Let some images of a batch [B', N, D], here all, keep the groups of its state [B, N, D]."""
+    groups = groups_of(before)
+    return after if groups is None else _with_groups(after, Groups(*(of[images] for of in groups)))
 
 
-def _set_groups(x: Tensor, groups: Groups) -> None:
-    if torch.compiler.is_compiling():  # a traced tensor has no memory
-        x._groups = groups  # type: ignore[attr-defined]
-    else:
-        x.untyped_storage()._groups = _identity(x), groups  # type: ignore[attr-defined]
+def _with_groups(x: Tensor, groups: Groups) -> Tensor:
+    x.merged_groups = _version(x), groups  # type: ignore[attr-defined]
+    return x
 
 
-def _identity(x: Tensor) -> tuple[Any, ...]:
-    """What tells a state from others in the same memory: parts of it, and what it was before a change in place."""
-    return x.shape, x.stride(), x.storage_offset(), None if x.is_inference() else x._version
+def _in_backward() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _version(x: Tensor) -> int | None:
+    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:

@@ -14,9 +14,8 @@ __all__ = ['with_steps']
 def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
     """A view of an ODE-ViT with another number of steps: it shares all weights, but has steps of its own.
 
-    The view follows every later change of the weights. Several threads may each use a view with another number of steps
-    at the same time. Modules that contain no steps are shared and follow the model's mode (training or evaluation);
-    copies start in that mode. Hooks on the model's steps do not fire. A view of a compiled model is not compiled.
+    The view follows every later change of the weights; several threads may each use one at the same time. Hooks on the
+    model's steps do not fire in it, and a view of a compiled model is not compiled.
 
     Args:
         model: An ODE-ViT; it does not change.

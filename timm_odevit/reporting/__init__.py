@@ -1,7 +1,7 @@
-"""A page that shows what a model does with a few images, with a slider over t.
+"""Pages that need no network and no server, and the report of what a model does with a few images.
 
+page, page.html     the writer of pages, for the report and for the verdict of `shrink`, and what draws them
 findings            everything that a report shows, measured
-charts              charts that move with the image and with t
-page                write_report: the page and report.json
-page.html           its template
+charts              its charts, as numbers
+report              write_report: index.html and report.json
 """

@@ -1,7 +1,7 @@
 """Findings: everything that a report shows, measured on a few images."""
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,21 +9,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..data.preprocessing import data_config, renormalisation
-from ..dynamics.attention import AttentionOverTime, attention_over_time, has_attention_maps
-from ..dynamics.contraction import Region, contraction_regions
 from ..dynamics.flow import follow
 from ..dynamics.lyapunov import Exponents, lyapunov_exponents
+from ..dynamics.precision import Region, contraction_regions
 from ..dynamics.trajectories import (
+    AttentionOverTime,
     ClassOverTime,
     DistanceOverTime,
     Geometry,
-    Plane,
-    Similarity,
-    check_comparable,
+    attention_over_time,
     class_over_time,
     distance_over_time,
-    plane,
-    state_similarity,
+    has_attention_maps,
     trajectory_geometry,
 )
 from ..ode.blocks import find_ode_blocks
@@ -45,12 +42,10 @@ class Findings:
         decided: Which class each state leads to.
         geometry: How the states move; of the model, and of the teacher.
         attention: Where the class token looks.
-        plane: The trajectories in a plane.
         followed: The distance from the teacher.
         region: The region around the last state in which the class stays.
         exponents: The largest Lyapunov exponent.
-        similarity: Cosines of the tokens at different times, with one another and with the teacher's.
-        grid: Rows and columns of the patches.
+        grid: Rows and columns of the patches, if the tokens are one for each of them.
     """
     words: str
     times: list[float]
@@ -59,86 +54,66 @@ class Findings:
     decided: ClassOverTime | None
     geometry: tuple[Geometry, Geometry | None]
     attention: AttentionOverTime | None
-    plane: Plane
     followed: DistanceOverTime | None
     region: Region | None
     exponents: Exponents
-    similarity: tuple[Similarity, Similarity | None]
     grid: tuple[int, int] | None
-
-    @property
-    def token(self) -> str:
-        """Which token stands for an image."""
-        return 'class token' if self.geometry[0].cosine.isfinite().any() else 'mean patch token'
 
     def sentence(self) -> str:
         """What the model does, in a sentence; and another, if these images look unlike its classes."""
-        unlike = self.probabilities is not None and float(self.probabilities[:, -1].amax(dim=-1).max()) < UNLIKE
-        return self._sentence() + (f' No class gets {100 * UNLIKE:.0f} % for any image: they do not look like the '
-                                   'classes that the model knows.' if unlike else '')
-
-    def _sentence(self) -> str:
-        count = len(self.plane.points)
+        count = len(self.geometry[0].speed)
         images = 'one image' if count == 1 else f'{count} images'
         of = '' if count == 1 else f' (median of {images})'
+        verb = ': '
         if self.followed is not None:
-            off = (f"its last states differ from the teacher's by {100 * self.followed.distance[:, -1].median():.0f} % "
-                   'of their norm')
-            if self.taught is None or self.decided is None:
-                return f'{self.words}: {off}{of}.'
-            same = int((self.taught.argmax(dim=-1) == self.decided.classes[:, -1]).sum())
-            return f"{self.words}, gives the teacher's class for {same} of {images}; {off}{of}."
-        largest = self.exponents.values[:, 0]
-        growth = (f'small changes of the state grow at most by a factor of '
-                  f'{math.exp(float(largest.nanmedian())):.2f} per block' if largest.isfinite().any() else
-                  f'there are no exponents ({next(r for r in self.exponents.reasons if r)})')
-        if self.decided is None:
-            return f'{self.words}: {growth}{of}.'
-        return (f'{self.words}, has settled on its class at t = {self.decided.settled.nanmedian():.3g} of '
-                f'{self.times[-1]:.3g}; {growth}{of}.')
+            said = (f"its last states differ from the teacher's by {100 * self.followed.distance[:, -1].median():.0f} "
+                    '% of their norm')
+            if self.taught is not None and self.decided is not None:
+                same = int((self.taught.argmax(dim=-1) == self.decided.classes[:, -1]).sum())
+                verb = f", gives the teacher's class for {same} of {images}; "
+        else:
+            largest = self.exponents.values[:, 0]
+            said = (f'small changes of the state grow at most by a factor of '
+                    f'{math.exp(float(largest.nanmedian())):.2f} per block' if largest.isfinite().any() else
+                    f'there are no exponents ({next(reason for reason in self.exponents.reasons if reason)})')
+            if self.decided is not None:
+                verb = (f', has settled on its class at t = {self.decided.settled.nanmedian():.3g} of '
+                        f'{self.times[-1]:.3g}; ')
+        unlike = self.probabilities is not None and float(self.probabilities[:, -1].amax(dim=-1).max()) < UNLIKE
+        return f'{self.words}{verb}{said}{of}.' + unlike * (
+            f' No class gets {100 * UNLIKE:.0f} % for any image: they do not look like the classes that the model '
+            'knows.')
 
 
 def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool = True) -> Findings:
     """Measure everything that a report shows; arguments and errors are those of `write_report`."""
-    _check(model, images, teacher)
+    _check(model, teacher)
     with follow(model, images[:1]) as flow:
-        has_head, has_maps, grid = flow.head is not None, has_attention_maps(flow), _grid(model, flow)
-    both: dict[str, Any] = {} if teacher is None else {'other': teacher}
-    measures: dict[str, Callable[[], Any]] = {
-        'probabilities': lambda: _probabilities(model, images),
-        'taught': lambda: None if teacher is None or not has_head else _probabilities(teacher, images),
+        has_head, has_maps = flow.head is not None, has_attention_maps(flow)
+        grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
+        if grid is None or flow.start.ndim != 3 or grid[0] * grid[1] != flow.start.shape[1] - flow.prefix:
+            grid = None
+    taught = teacher is not None
+    measures: dict[str, Callable[[], Any]] = {  # the first compares the shapes of the states
+        'followed': lambda: distance_over_time(model, images, teacher=teacher) if taught else None,
+        'probabilities': lambda: _probabilities(model, images) if has_head else None,
+        'taught': lambda: _probabilities(teacher, images)[:, -1] if taught and has_head else None,
         'decided': lambda: class_over_time(model, images) if has_head else None,
         'geometry': lambda: (trajectory_geometry(model, images),
-                             None if teacher is None else trajectory_geometry(teacher, images)),
+                             trajectory_geometry(teacher, images) if taught else None),
         'attention': lambda: attention_over_time(model, images) if has_maps else None,
-        'plane': lambda: plane(model, images, **both),
-        'followed': lambda: None if teacher is None else distance_over_time(model, images, teacher=teacher),
         'region': lambda: contraction_regions(model, images, directions=4) if has_head else None,
         'exponents': lambda: lyapunov_exponents(model, images),
-        'similarity': lambda: (state_similarity(model, images),
-                               None if teacher is None else state_similarity(model, images, **both)),
     }
     found: dict[str, Any] = {}
     with tqdm(measures, desc='report', disable=not progress) as bar, torch.autocast(images.device.type, enabled=False):
         for name in bar:
             bar.set_postfix_str(name)
-            found[name] = _on_cpu(measures[name]())
-    if found['taught'] is not None:
-        found['taught'] = found['taught'][:, -1]
+            found[name] = measures[name]()
     return Findings(words=_words(model), times=found['geometry'][0].times.tolist(), grid=grid, **found)
 
 
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_on_cpu, value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _on_cpu(getattr(value, f.name)) for f in fields(value)})
-    return value
-
-
-def _check(model: Any, images: Tensor, teacher: Any) -> None:
+def _check(model: Any, teacher: Any) -> None:
     for each in (model, teacher):
         if each is not None and any(p.dtype != torch.float32 for p in each.parameters()):
             raise ValueError(f'A report measures in float32, but this {type(each).__name__} is in '
@@ -148,27 +123,14 @@ def _check(model: Any, images: Tensor, teacher: Any) -> None:
     if renormalisation(model, teacher) is not None:
         raise ValueError('The teacher and the model normalise images differently (mean, std). Give a teacher with the '
                          'same normalisation.')
-    for what, of in (('classes', lambda m: getattr(m, 'num_classes', None)),
-                     ('input', lambda m: list(data_config(m)['input_size']))):
+    for what, of in (('classes', lambda m: m.num_classes), ('input', lambda m: list(data_config(m)['input_size']))):
         if of(model) != of(teacher):
             raise ValueError(f'The teacher does not fit the model: {what} {of(teacher)} and {of(model)}. Give the '
                              'teacher that the model was made from.')
-    with follow(model, images[:1]) as flow, follow(teacher, images[:1]) as other:
-        check_comparable(flow, other)
 
 
-def _grid(model: Any, flow: Any) -> tuple[int, int] | None:
-    """Rows and columns of the patches, if the tokens are one for each of them."""
-    grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
-    if grid is None or flow.start.ndim != 3 or grid[0] * grid[1] != flow.start.shape[1] - flow.prefix:
-        return None
-    return grid[0], grid[1]
-
-
-def _probabilities(model: Any, images: Tensor) -> Tensor | None:
+def _probabilities(model: Any, images: Tensor) -> Tensor:
     with follow(model, images) as flow:
-        if flow.head is None:
-            return None
         return torch.stack([flow.logits(x).softmax(dim=-1) for x in flow.states()], dim=1)
 
 

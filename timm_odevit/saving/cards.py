@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from timm.data import resolve_model_data_config
 from torch import nn
 
@@ -14,7 +14,73 @@ from ..ode.blocks import count_parameters, find_ode_blocks
 
 __all__ = ['model_card']
 
-_CITATION = """```bibtex
+_TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ title }}
+
+{{ summary }}
+{%- if classes %}
+
+Its {{ classes | length }} classes: {{ classes[:20] | join(', ') }}
+{%- if classes[20:] %}, and {{ classes[20:] | length }} more{% endif %}.
+{%- endif %}
+
+## Use
+
+```python
+import timm, timm_odevit, torch
+
+name = '{{ name }}'
+model = timm.create_model(name, pretrained=True).eval()
+data = timm.data.resolve_model_data_config(model)
+transform = timm.data.create_transform(**data, is_training=False)    # of a PIL image
+{{ output }} = model(torch.rand(1, *data['input_size']))
+{%- if own %}
+model.blocks.steps = {{ [1, own // 2] | max }}    # fewer steps cost less; {{ own }} as saved
+{%- endif %}
+{%- if merges %}
+timm_odevit.merge_(model)    # for inference: as fast as a plain ViT; fixes the number of steps
+{%- endif %}
+```
+{%- if about %}
+
+## The model
+
+{{ about }}
+{%- endif %}
+{%- if table %}
+
+## Results
+
+{{ protocol }}
+
+{{ table }}
+{%- endif %}
+{%- if training %}
+
+## How it was trained
+
+{{ training }}
+{%- endif %}
+{%- if limits %}
+
+## Limits
+
+{{ limits }}
+{%- endif %}
+
+## Licence and provenance
+
+Licence: {{ licence }}.{{ provenance }}
+{%- if about %}
+
+## Citation
+
+Made with timm-odevit {{ version }}, after:
+
+```bibtex
 @article{boned2025odevit,
   title = {ODE-ViT: Plug \\& Play Attention Layer from the Generalization of the ViT
            as an Ordinary Differential Equation},
@@ -23,9 +89,9 @@ _CITATION = """```bibtex
   year = {2025},
   url = {https://arxiv.org/abs/2511.16501},
 }
-```"""
-_ODE_VIT = ('A vision transformer whose blocks are one shared block that an ODE solver evaluates K times (ODE-ViT, '
-            'arXiv 2511.16501).')
+```
+{%- endif %}
+"""
 _COST = ('K evaluations of the shared block cost what K blocks cost: it has fewer parameters than a plain transformer, '
          'not less compute.')
 _SETTINGS = ('field', 'method', 'steps', 'T', 'time', 'rank', 'phases', 'blocks', 'init', 'halting',
@@ -58,13 +124,9 @@ def model_card(
         dataset: Dataset of the results, such as 'CIFAR-100'; its id is the letters and digits of this, in lower case.
         protocol: A sentence on how the results were measured.
         trained_at: Step counts that the model was trained with; bold in the table.
-        training: How it was trained, in Markdown.
-        limits: What it cannot do, in Markdown.
+        training, limits, provenance: How it was trained, what it cannot do, and where weights and data come from, in
+            Markdown.
         license: The Hub's identifier of the licence; None for that of the weights from which the model was made.
-        provenance: Where the weights and data come from, in Markdown.
-
-    Returns:
-        The text of README.md.
 
     Raises:
         ValueError: The licence is not known, or the results have no dataset name or are not rows of
@@ -92,25 +154,31 @@ def model_card(
         model_name=name.rsplit('/', 1)[-1].removeprefix('hf-hub:') if rows else None,
         eval_results=[_metadata_of(r, dataset) for r in rows] or None,
     )
-    if not summary:
-        summary = (f'An image classifier for {dataset}.' if rows else _ODE_VIT if blocks else
-                   f'A timm {type(model).__name__}.')
-    sections = {
-        'Use': _usage(name, model, None if set(trained_at) == {own} else own),  # one K in training leaves no choice
-        'The model': _about(model) if blocks else '',
-        'Results': f"""{protocol or f"On {rows[0]['images']:,} images of {dataset}."}{
-            ' It was trained with the K in bold.' if trained_at else ''}\n\n{
-            _table(results, own, trained_at)}""" if rows else '',
-        'How it was trained': training,
-        'Limits': f"{limits} {_COST if blocks else ''}".strip(),
-        'Licence and provenance': f'Licence: {_plain(license)}. {provenance}'.strip(),
-        'Citation': f'Made with timm-odevit {__version__}, after:\n\n{_CITATION}' if blocks else '',
-    }
-    start = [f'---\n{metadata.to_yaml()}\n---', f"# {name.removeprefix('hf-hub:')}", summary]
-    if isinstance(names := cfg.get('label_names'), (list, tuple)) and names:
-        more = f', and {len(names) - 20} more' if len(names) > 20 else ''
-        start.append(f"Its {len(names)} classes: {', '.join(map(_plain, names[:20]))}{more}.")
-    return '\n\n'.join([*start, *(f'## {title}\n\n{text}' for title, text in sections.items() if text)]) + '\n'
+    if rows:
+        protocol = protocol or f"On {rows[0]['images']:,} images of {dataset}."
+    classes = cfg.get('label_names')
+    return str(ModelCard.from_template(
+        metadata,
+        template_str=_TEMPLATE,
+        title=name.removeprefix('hf-hub:'),
+        name=name,
+        summary=summary or (
+            f'An image classifier for {dataset}.' if rows else f'A timm {type(model).__name__}.' if not blocks else
+            'A vision transformer whose blocks are one shared block that an ODE solver evaluates K times (ODE-ViT, '
+            'arXiv 2511.16501).'),
+        classes=[*map(_plain, classes)] if isinstance(classes, (list, tuple)) else [],
+        output='logits' if model.num_classes else 'embedding',
+        own=None if set(trained_at) == {own} else own,  # one K in training leaves no choice
+        merges=any(b.shared.depends_on_time and not b.config.adaptive for b in blocks),
+        about=_about(model),
+        protocol=f"{protocol}{' It was trained with the K in bold.' if trained_at else ''}",
+        table=_table(results, own, trained_at) if rows else '',
+        training=training,
+        limits=f"{limits} {_COST if blocks else ''}".strip(),
+        licence=_plain(license),
+        provenance=f' {provenance}'.rstrip(),
+        version=__version__,
+    )) + '\n'
 
 
 def _plain(text: Any) -> str:
@@ -119,23 +187,10 @@ def _plain(text: Any) -> str:
     return re.sub(r'[\\`*\[\]#|~]|(?<![^\W_])_|_(?![^\W_])', r'\\\g<0>', line)
 
 
-def _usage(name: str, model: nn.Module, own: int | None) -> str:
-    options = f'\nmodel.blocks.steps = {max(1, own // 2)}    # fewer steps cost less; {own} as saved' if own else ''
-    if any(blocks.shared.depends_on_time and not blocks.config.adaptive for blocks in find_ode_blocks(model)):
-        options += ('\ntimm_odevit.merge_(model)    # for inference: as fast as a plain ViT; fixes the number of steps')
-    return f"""```python
-import timm, timm_odevit, torch
-
-name = '{name}'
-model = timm.create_model(name, pretrained=True).eval()
-data = timm.data.resolve_model_data_config(model)
-transform = timm.data.create_transform(**data, is_training=False)    # of a PIL image
-{'logits' if model.num_classes else 'embedding'} = model(torch.rand(1, *data['input_size'])){options}
-```"""
-
-
 def _about(model: nn.Module) -> str:
-    args, blocks = getattr(model, '_model_args', {}), find_ode_blocks(model)
+    blocks, args = find_ode_blocks(model), getattr(model, '_model_args', {})
+    if not blocks:
+        return ''
     config = blocks[0].config
     lines = [f"- Base: `{args['base']}`"] if 'base' in args else []
     lines.append(f'- Parameters: {count_parameters(model):,}')

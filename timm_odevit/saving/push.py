@@ -8,17 +8,15 @@ import timm
 from huggingface_hub import HfApi
 from torch import nn
 
-from ..loading import CONFIG, WEIGHTS
 from ..settings import one_line
 from .cards import model_card
+from .loading import CONFIG, WEIGHTS
 from .save import CARD, REFERENCE, save_pretrained, save_reference
 
-__all__ = ['EARLIER', 'push_to_hub']
+__all__ = ['push_to_hub']
 
-# recipes of the runs before the last one, in order
-EARLIER = ('earlier.yaml', 'earlier2.yaml', 'earlier3.yaml', 'earlier4.yaml')
-# the files of a model's folder that are sent; never a pickle
-_SENT = [WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', *EARLIER, 'results.json']
+# the files of a model's folder that are sent, with the recipes of earlier runs; never a pickle
+_SENT = [WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', 'earlier*.yaml', 'results.json']
 
 
 def push_to_hub(
@@ -36,12 +34,11 @@ def push_to_hub(
     """Send a model to the Hugging Face Hub, for `timm.create_model('hf-hub:org/name', pretrained=True)` to load.
 
     One commit holds model.safetensors, config.json, README.md (the card) and test/tensors.safetensors (an input and the
-    model's output for it); from a folder, also recipes and results.json. Files that the Hub already has are not sent
-    again. Its card is replaced only by that of a folder, or if results or license are given.
+    model's output for it); from a folder, also recipes and results.json. A card on the Hub is replaced only by that of
+    a folder, or if results or license are given.
 
     Args:
-        model: Model to send, or the folder of a saved model, which is sent as it is, so that you can edit its card
-            first.
+        model: Model to send, or the folder of a saved model, which is sent as it is, with the card that you edited.
         repo_id: 'org/name'; created if it does not exist.
         results: Rows for the card, as returned by `json.loads(evaluate(...).to_json())`.
         dataset: Name of the dataset of the results, such as 'CIFAR-100'.
@@ -67,9 +64,6 @@ def push_to_hub(
         folder = save_pretrained(model, Path(temporary) / 'model') if isinstance(model, nn.Module) else Path(model)
         if not all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
             raise ValueError(f"'{folder}' must hold {CONFIG} and {WEIGHTS}: see save_pretrained(model, folder).")
-        for path in folder.rglob('*'):
-            if not path.resolve().is_relative_to(folder.resolve()):
-                raise ValueError(f"'{path}' is a link out of the folder. Replace it with a copy.")
         saved: Any = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()  # raises if it cannot be loaded
         if made_here:
             card = model_card(f'hf-hub:{repo_id}', saved, results=results, dataset=dataset, license=license)

@@ -16,11 +16,11 @@ from torch import nn
 from ..convert.merge import check_not_merged
 from ..files import staged
 from ..hooks import on_meta
-from ..loading import CONFIG, WEIGHTS, check_args
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import PREFIX
 from ..ode.methods import Step
 from ..ode.solver import Solver
+from .loading import CONFIG, WEIGHTS, check_args
 
 __all__ = ['CARD', 'REFERENCE', 'describe', 'save_pretrained', 'save_reference', 'structure']
 
@@ -39,13 +39,13 @@ def save_pretrained(
 ) -> Path:
     """Save an ODE-ViT, or any timm model, in timm's own format: config.json and model.safetensors.
 
-    The folder holds either the old model or the new one, even after an exception. A process killed at the very moment
-    when one replaces the other may leave no config.json; the next save repairs that. The model is rebuilt once, without
-    weights, to make sure that the folder describes it. The current settings are saved, such as `model.blocks.steps`.
+    The folder holds either the old model or the new one; a process that ends at the very moment when one replaces the
+    other may leave no config.json, which the next save repairs. The model is rebuilt once, without weights, to make
+    sure that the folder describes it. The current settings are saved, such as `model.blocks.steps`.
 
     Args:
         model: Model made by `timm.create_model`, converted or not; may be wrapped for compilation or distribution.
-        folder: Folder, created if it does not exist; a model that it holds is replaced, as timm and transformers do.
+        folder: Folder, created if it does not exist; a model that it holds is replaced.
         base: timm name of the base, for a converted model that was not made by `timm.create_model`.
         base_args: Keywords of the base, for such a model.
 
@@ -106,9 +106,7 @@ def describe(
         base: str | None = None,
         base_args: dict[str, Any] | None = None,
 ) -> tuple[str, dict[str, Any], Any]:
-    """Return the architecture and keywords with which `timm.create_model` rebuilds a model, and the rebuilt model.
-
-    The rebuilt model is on the meta device. `base` and `base_args` are those of `save_pretrained`.
+    """Return the architecture and keywords with which `timm.create_model` rebuilds a model, and it on the meta device.
 
     Raises:
         ValueError: No description that rebuilds the model was found; the message says what to pass.

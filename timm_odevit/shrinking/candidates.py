@@ -1,7 +1,9 @@
 """What is compared, as files that run without this package."""
 import copy
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,21 +12,21 @@ import timm
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..benchmark import times_in_turns
 from ..convert.block_kinds import find_stages
 from ..convert.conversion import convert_
 from ..convert.merge import merge_
-from ..deploy import export_model
 from ..evaluation.halting import calibrate_halting
+from ..export import export_model
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.with_steps import with_steps
 from ..saving.save import describe
 from ..settings import one_line
-from .images import Images, margin, outputs_of, score, scores
+from .judge import Held, Material, margin, outputs_of, score, scores
 
-__all__ = ['Candidate', 'Row', 'candidates', 'measure', 'operations', 'plain_student']
+__all__ = ['Candidate', 'Row', 'candidates', 'early_exit', 'measure', 'operations', 'plain_student']
 
 BATCHES = (1, 32)
 ROUNDS = 5
@@ -33,6 +35,7 @@ TOKENS = (0.5, 0.2)
 
 class Candidate(NamedTuple):
     """A model to be compared, and how its file is written: as int8, and with a block per step or without."""
+    kind: str  # 'original', 'plain' or 'student'
     name: str
     model: nn.Module
     int8: bool = False
@@ -44,6 +47,7 @@ class Row:
     """What was measured of a candidate.
 
     Attributes:
+        kind: 'original', 'plain' or 'student'.
         name: Its name.
         file: Name of its file; '' if it has none.
         mb: Size of the file in MB (10^6 bytes); None without a file.
@@ -53,13 +57,14 @@ class Row:
         ms: Median time for a batch of 1 image and of 32, per image, in ms.
         operations: Multiply-adds for an image, in 10^6.
     """
+    kind: str
     name: str
     file: str
     mb: float | None
     value: float
     interval: float
     margin: float
-    ms: tuple[float, float] | None
+    ms: tuple[float, ...] | None
     operations: float
 
 
@@ -79,9 +84,8 @@ def plain_student(model: nn.Module, parameters: int) -> nn.Module | None:
         return None
     architecture, args, _ = describe(model)
     prefix = f'{sites[0].name}.blocks.'.lstrip('.')
-    layers = torch.linspace(0, len(blocks) - 1, count).round().int().tolist()
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefix)}
-    for i, layer in enumerate(layers):
+    for i, layer in enumerate(torch.linspace(0, len(blocks) - 1, count).round().int().tolist()):
         state.update({f'{prefix}{i}.{name}': tensor for name, tensor in blocks[layer].state_dict().items()})
     try:
         plain = timm.create_model(architecture, **{**args, 'depth': count})
@@ -95,97 +99,102 @@ def plain_student(model: nn.Module, parameters: int) -> nn.Module | None:
 
 def candidates(model: nn.Module, student: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
     """The model, a plain student and the student, in the forms in which each can be deployed."""
-    yield Candidate('original', model)
-    yield Candidate('original, int8', model, True)
+    yield Candidate('original', 'original', model)
+    yield Candidate('original', 'original, int8', model, True)
     for share in TOKENS:
         try:
             fewer = convert_(copy.deepcopy(model), phases=len(find_stages(model)[0].blocks), tokens=share,
                              keep_original=False).model
         except (TypeError, ValueError):  # windows, say
             break
-        yield Candidate(f'original, tokens = {share:g}', fewer)
+        yield Candidate('original', f'original, tokens = {share:g}', fewer)
     if plain is not None:
         count = len(find_ode_blocks(plain)[0])
         name = f"plain, {count} block{'s' if count > 1 else ''}"
-        yield Candidate(name, plain)
-        yield Candidate(f'{name}, int8', plain, True)
+        yield Candidate('plain', name, plain)
+        yield Candidate('plain', f'{name}, int8', plain, True)
     stages = find_ode_blocks(student)
     # with a block for each step, no other number is trained
     parts = (1, 2, 4) if all(ode.config.phases < ode.steps for ode in stages) else (1,)
     for counts in dict.fromkeys(tuple(max(1, ode.steps // part) for ode in stages) for part in parts):
         name, view = f"student, K = {'+'.join(map(str, counts))}", with_steps(student, counts)
-        yield Candidate(name, view, merged=False)
-        yield Candidate(f'{name}, int8', view, True, False)
+        yield Candidate('student', name, view, merged=False)
+        yield Candidate('student', f'{name}, int8', view, True, False)
         if stages[0].shared.depends_on_time:
-            yield Candidate(f'{name}, int8, merged', view, True)
+            yield Candidate('student', f'{name}, int8, merged', view, True)
 
 
+@torch.no_grad()
 def measure(
-        chosen: Sequence[Candidate], images: Images, folder: Path, *, progress: Callable[[str], Any],
+        chosen: Sequence[Candidate], held: Held, kind: str, folder: Path, *, progress: Callable[[str], Any],
 ) -> tuple[list[Row], list[str]]:
-    """Write each candidate to a file, and measure the files on the images that judge, their times in turns.
+    """Write each candidate to a file, and measure the files on images held out, their times in turns.
 
     Returns:
-        A row for each, and notes on what could not be measured.
+        A row for each, with its difference from the first, and notes on what could not be measured.
     """
     folder.mkdir(exist_ok=True)
-    device = next(chosen[0].model.parameters()).device
-    onnx = device.type == 'cpu' and all(find_spec(name) for name in ('onnx', 'onnxscript', 'onnxruntime'))
-    notes = [] if onnx else ['The files were written by torch.export and timed in torch.' + (
-        ' For ONNX Runtime, type: pip install onnx onnxruntime onnxscript' if device.type == 'cpu' else '')]
-    found: list[tuple[Candidate, Path, Any]] = []
+    like = next(chosen[0].model.parameters())
+    onnx = like.device.type == 'cpu' and like.dtype in (torch.float32, torch.float16) and all(
+        map(find_spec, ('onnx', 'onnxscript', 'onnxruntime')))
+    format, notes = ('onnx', []) if onnx else ('pt2', [
+        'The files were written by torch.export and timed in torch, without int8.' + (
+            ' For ONNX Runtime, type: pip install onnx onnxruntime onnxscript' if like.device.type == 'cpu' else '')])
+    files: list[tuple[Candidate, Path, Any]] = []
     for candidate in chosen:
+        if candidate.int8 and not onnx:
+            continue
         progress(f'measuring {candidate.name}')
-        stem = candidate.name.replace(' = ', '').translate({32: '_', 44: None})
-        path = folder / f"{stem}.{'onnx' if onnx else 'pt2'}"
+        stem = candidate.name.replace(' = ', '').replace(',', '').replace(' ', '_')
+        path = folder / f'{stem}.{format}'
         try:
-            export_model(candidate.model, path, format='onnx' if onnx else 'pt2', int8=candidate.int8,
-                         merged=candidate.merged, overwrite=True)
+            export_model(candidate.model, path, format=format, int8=candidate.int8, merged=candidate.merged,
+                         overwrite=True)
         except ValueError as e:
             if candidate is chosen[0]:
                 raise
             notes.append(f'{candidate.name}: {one_line(e)}')
             continue
-        found.append((candidate, path, _session(path) if onnx else torch.export.load(path).module()))
+        files.append((candidate, path, _session(path) if onnx else torch.export.load(path).module()))
+    progress(f'timing {len(files)} files in turns')
+    runs = [run for *_, run in files]
+    times = list(zip(*(_times(runs, held.images, size, like.device) for size in BATCHES), strict=True))
     rows: list[Row] = []
     first = None
-    progress(f'timing {len(found)} files in turns')
-    times = _times([run for *_, run in found], images.judging.images, device)
-    for (candidate, path, run), ms in zip(found, times, strict=True):
-        outputs = torch.cat([run(batch.to(device)).float().cpu() for batch in images.judging.images.split(BATCHES[-1])])
-        each = scores(outputs, images.judging, images.measure)
+    for (candidate, path, run), ms in zip(files, times, strict=True):
+        outputs = [run(batch.to(like.device)).float().cpu() for batch in held.images.split(BATCHES[-1])]
+        each = scores(torch.cat(outputs), held, kind)
         first = each if first is None else first
-        rows.append(Row(
-            candidate.name, path.name, path.stat().st_size / 1e6, *score(each, images.measure),
-            margin(each, first, images.measure), ms, operations(candidate.model, images.judging.images[:1])))
+        rows.append(Row(candidate.kind, candidate.name, path.name, path.stat().st_size / 1e6, *score(each, kind),
+                        margin(each, first, kind), ms, operations(candidate.model, held.images[:1])))
     return rows, notes
 
 
-def early_exit(student: nn.Module, images: Images) -> Row | None:
+def early_exit(student: nn.Module, material: Material) -> Row | None:
     """The student that halts image by image, by a threshold from the images that choose; None if it cannot."""
-    halting = copy.deepcopy(student)
-    if images.measure == 'cosine':
+    halting, judging, kind = copy.deepcopy(student), material.judging, material.measure
+    if kind == 'cosine':
         return None
     try:
-        found = calibrate_halting(halting, images.choosing[:2])
+        calibrated = calibrate_halting(halting, material.choosing[:2])
     except (TypeError, ValueError):
         return None
-    found.apply_(halting)
-    each = scores(outputs_of(halting, images.judging.images), images.judging, images.measure)
-    steps = find_ode_blocks(student)[0].steps
-    one, all_of_them = (operations(with_steps(student, k), images.judging.images[:1]) for k in (1, steps))
-    share = (found.nfe / found.full_nfe * steps - 1) / max(1, steps - 1)
-    return Row(f'student, K = {steps}, early exit', '', None, *score(each, images.measure), 0., None,
-               one + share * (all_of_them - one))
+    calibrated.apply_(halting)
+    each, steps = scores(outputs_of(halting, judging.images), judging, kind), find_ode_blocks(student)[0].steps
+    one, whole = (operations(with_steps(student, k), judging.images[:1]) for k in (1, steps))
+    share = (calibrated.nfe / calibrated.full_nfe * steps - 1) / max(1, steps - 1)
+    return Row('student', f'student, K = {steps}, early exit', '', None, *score(each, kind), 0., None,
+               one + share * (whole - one))
 
 
 @torch.no_grad()
 def operations(model: nn.Module, image: Tensor) -> float:
     """Multiply-adds for one image, in 10^6, with weights that are merged in advance, and without halting."""
     model = copy.deepcopy(model).eval()
-    for ode in find_ode_blocks(model):
+    stages = find_ode_blocks(model)
+    for ode in stages:
         ode.config = replace(ode.config, halting=None)
-    if any(ode.shared.depends_on_time for ode in find_ode_blocks(model)):
+    if any(ode.shared.depends_on_time for ode in stages):
         merge_(model)
     first = next(model.parameters(), image)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # whose products are counted
@@ -198,19 +207,11 @@ def _session(path: Path) -> Callable[[Tensor], Tensor]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
-    dtype = {'tensor(float16)': torch.float16}.get(session.get_inputs()[0].type, torch.float32)
-    return lambda images: torch.from_numpy(session.run(None, {'images': images.to(dtype).numpy()})[0])
+    return lambda images: torch.from_numpy(session.run(None, {'images': images.numpy()})[0])
 
 
-@torch.no_grad()
-def _times(runs: Sequence[Any], images: Tensor, device: torch.device) -> list[tuple[float, float]]:
-    """The median time of each for a batch of each size, in ms per image; all take turns in every round."""
-    found: list[list[float]] = [[] for _ in runs]
-    for size in BATCHES:
-        batch = images[torch.arange(size) % len(images)].to(device)
-        timers = [Timer('run(batch)', globals={'run': run, 'batch': batch}, num_threads=torch.get_num_threads())
-                  for run in runs]
-        turns = [[timer.timeit(2).median for timer in timers] for _ in range(ROUNDS)]
-        for i, of in enumerate(found):
-            of.append(1000 * sorted(turn[i] for turn in turns)[ROUNDS // 2] / size)
-    return [(of[0], of[1]) for of in found]
+def _times(runs: Sequence[Any], images: Tensor, size: int, device: torch.device) -> list[float]:
+    """The median time of each for a batch of so many images, in ms per image; all take turns in every round."""
+    batch = images[torch.arange(size) % len(images)].to(device)
+    return [1000. * statistics.median(seconds) / size
+            for seconds in times_in_turns([partial(run, batch) for run in runs], ROUNDS)]

@@ -10,39 +10,38 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from torch import Tensor, nn
 
 from ..benchmark import peak_of, processor
-from ..convert.conversion import convert_
-from ..convert.refusals import check_convertible
-from ..convert.sizing import choose_size, parse_size
-from ..data.pictures import model_name
+from ..convert.sizing import parse_size
+from ..data.batches import Mapped
+from ..data.preprocessing import model_name
 from ..distributed import alone_in
 from ..files import to_json, write_text
 from ..hooks import random_states_kept
 from ..ode.blocks import count_parameters, find_ode_blocks
-from ..ode.config import DEFAULT, OdeConfig
-from ..saving.save import describe
+from ..ode.config import OdeConfig
+from ..reporting.page import printable
+from ..saving.save import describe, save_pretrained
 from ..settings import number
-from ..training.resume import RUN, check_about, hash_of
+from ..training.monitor import score_of
+from ..training.recipe import Recipe
+from ..training.resume import BEST, HISTORY, RUN, START, check_about, hash_of, read_run
+from ..training.run import train
 from ..training.tasks import TrajectoryDistillationTask
 from .candidates import Candidate, candidates, early_exit, measure, plain_student
-from .images import SAMPLE, Images, outputs_of, read_images
-from .learning import Learned, learn, smallest_size
-from .page import write_page
+from .judge import BATCH, Material, outputs_of, read_images
+from .size import SHARE, base_settings, converted, settings
 from .verdict import Verdict, dominated
 
 __all__ = ['shrink']
 
-VERDICT, PAGE = 'verdict.json', 'verdict.html'
-BATCH = 64
 FEW = 100  # images to judge by, of which the 95 % interval of a share is ± 10 points
 PART = 8  # of a batch, by which its memory is estimated
-SHARE, LEAST = 0.45, 0.1  # of the minutes for each of the two students, at most and at least
+LEAST = 0.1  # of the minutes for each of the two students
 MEASURED = 20  # times as long as for the original, about, for all that is measured
-MANY, SEEN = 5_000, 100_000  # images, and images seen in training, from which a quarter of the parameters suits
-UPDATE = 4.5  # times that a forward pass of the model takes for each image of an update
 
 
 def shrink(
@@ -71,16 +70,16 @@ def shrink(
     Args:
         model: Model that `convert_` accepts, with weights, on the device to train on; it is left as it is.
         images: A folder of images, with one sub-folder per class or not, with train/ and val/ or not; an .npz of small
-            images (see `array_loaders`); images [N, C, H, W], normalised for the model; or a pair of such and labels.
+            images; images [N, C, H, W], normalised for the model; or a pair of such and labels [N]. See `read_data`.
         out: Folder for the results.
         size: Size of the student, as for `choose_size`, such as '25%', '3M' or '4MB' in the model's dtype; None for one
             that suits the images and minutes.
         keep: Share of the original's accuracy to keep, such as 0.95 or '95%', instead of a size: a quarter of the
             minutes goes into finding the smallest student that keeps it. None for no search, and 0.95 in the verdict.
         minutes: Minutes to spend.
-        embedding: The model's outputs are embeddings, not logits; always so for a model without classes.
-        resume: Continue what `out` holds, with the same arguments.
-        progress: Say what is being done, and show progress bars.
+        embedding: Treat the model's outputs as embeddings, not logits.
+        resume: Continue the run in the folder.
+        progress: Show progress bars, and say what is done.
 
     Returns:
         A Verdict: print it for the table and what it recommends.
@@ -96,88 +95,100 @@ def shrink(
         >>> print(verdict)
         >>> student = timm.create_model('local-dir:small/student/best', pretrained=True)
     """
-    minutes, folder = number(0., open='(')('minutes', minutes), Path(out)
+    minutes, folder, say = number(0., open='(')('minutes', minutes), Path(out), print if progress else lambda *_: None
+    share = _check(model, folder, size, keep, resume)
+    with alone_in(folder), random_states_kept(next(model.parameters()).device):
+        began = time.perf_counter()
+        torch.manual_seed(0)
+        material = read_images(images, model, embedding)
+        asked = {'model sha256': hash_of(model.state_dict().values()), 'data sha256': material.data.sha256(),
+                 'size': size, 'keep': share, 'minutes': minutes, 'embedding': embedding}
+        check_about(folder, asked)
+        about = [_about_images(material)]
+        say(about[0])
+        plan = read_run(folder)
+        if 'ode' not in plan:
+            plan['ode'] = settings(material, size, share, minutes, progress).to_args()
+        torch.manual_seed(0)  # whatever a search has drawn
+        student, done = converted(material, OdeConfig.from_args(plan['ode'], 'shrink'))
+        plain = plain_student(material.model, count_parameters(student))
+        if 'train' not in plan:
+            plan.update(_minutes(material, folder, minutes, began))
+        write_text(folder / RUN, to_json({**asked, **plan}))
+        about += [f'{model_name(student)}: {done}', _about_minutes(minutes, plan, plain, _memory(student, material))]
+        say('\n'.join(about[1:]))
+        student, records = _trained(student, material, plan['train'], folder / 'student', progress)
+        if plain is not None:
+            plain, _ = _trained(plain, material, plan['train'], folder / 'plain', progress)
+        rows, notes = measure([*candidates(material.model, student, plain)], material.judging, material.measure,
+                              folder / 'files', progress=say)
+        verdict = Verdict(
+            rows=(*rows, *filter(None, [early_exit(student, material)])), measure=material.measure, keep=share or 0.95,
+            images=len(material.judging.images), about=(*about, *notes), outlook=_outlook(student, material, records),
+            machine=f'{processor()}, {torch.get_num_threads()} threads')
+        _write(verdict, folder, model_name(student))
+    return verdict
+
+
+def _check(model: nn.Module, folder: Path, size: Any, keep: Any, resume: bool) -> float | None:
+    """Refuse what can be refused before the images are read; returns the share to keep."""
     if size is not None and keep is not None:
         raise ValueError('Give a size, or the share to keep, not both.')
     if isinstance(size, str):
-        parse_size(size)  # fail now
+        parse_size(size)
     if isinstance(keep, str):
         with suppress(ValueError):
             keep = parse_size(keep)
-    share = number(0., 1., open='()')('keep', 0.95 if keep is None else keep)
-    base = _base(model)
-    describe(model)  # fail now rather than after the training
+    base_settings(model)
+    describe(model)
     if (folder / RUN).exists() and not resume:
         raise ValueError(f"'{folder}' holds a run. Give another folder, or resume=True (--resume) to continue it.")
     if resume and not folder.exists():
         raise ValueError(f"There is no folder '{folder}' to continue. Give that of a run, or leave out --resume.")
-    say: Any = print if progress else lambda *_: None
-    device = next(model.parameters()).device
-    began = time.perf_counter()
-    with alone_in(folder), random_states_kept(device):
-        torch.manual_seed(0)
-        found = read_images(images, model, BATCH, embedding)
-        asked = {'model sha256': hash_of(model.state_dict().values()),
-                 'data sha256': hash_of([found.choosing.images, found.judging.images]),
-                 'size': size, 'keep': keep, 'minutes': minutes, 'embedding': embedding}
-        check_about(folder, asked)
-        say(_about_images(found))
-        if (folder / RUN).exists():
-            config = OdeConfig.from_args(json.loads((folder / RUN).read_text())['ode'], 'shrink')
-        elif keep is not None:
-            searching = time.perf_counter()
-            config = smallest_size(model, found, base, share, minutes / 4, progress)
-            began += time.perf_counter() - searching
-        else:
-            config = choose_size(
-                model, _suitable(model, found, minutes) if size is None else size, base, init='svd_data')
-        config = config if config.time == 'autonomous' else replace(config, averaged=True)
-        torch.manual_seed(0)  # whatever a search has drawn
-        student, teacher = copy.deepcopy(model).requires_grad_(True), copy.deepcopy(model)  # tasks freeze it
-        done = convert_(student, config, images=found.learned.images[:SAMPLE].to(device), keep_original=False)
-        plain = plain_student(model, count_parameters(student))
-        measuring = time.perf_counter()
-        with tempfile.TemporaryDirectory(dir=folder) as aside:
-            measure([Candidate('original', model)], found, Path(aside), progress=lambda *_: None)  # fail now, likewise
-        now = time.perf_counter()
-        prepared, measured = (now - began) / 60, MEASURED * (now - measuring) / 60
-        rest = 0.75 if keep is not None else 1.  # of the minutes, after a search
-        left = minutes * rest - prepared
-        each = max(0., min(SHARE * left, (left - measured) / 2))
-        if each < LEAST * minutes and not (folder / RUN).exists():
-            raise ValueError(
-                f'{minutes:g} minutes are too few: to prepare and to measure takes about {prepared + measured:.2g}. '
-                f'Give at least {math.ceil((prepared + measured) / (rest - 2 * LEAST))}.')
-        write_text(folder / RUN, to_json({**asked, 'ode': config.to_args()}))
-        other = ('no plain student, since timm cannot build this model with fewer blocks' if plain is None else
-                 f'{each:.3g} for a plain one with {len(find_ode_blocks(plain)[0])} of its blocks')
-        about = [f'{model_name(model)}: {done}',
-                 f'{minutes:g} minutes: {each:.3g} to train the student, {other}, and about {measured:.2g} to measure; '
-                 f'about {_memory(student, teacher, found) / 1e9:.1f} GB of memory']
-        say('\n'.join(about))
-        learned = learn(student, teacher, found, each, folder / 'student', progress=progress)
-        if plain is not None:
-            plain = learn(
-                plain, teacher, found, each, folder / 'plain', amps=[learned.amp], progress=progress).model
-        rows, notes = measure([*candidates(model, learned.model, plain)], found, folder / 'files', progress=say)
-        leaving = early_exit(learned.model, found)
-        verdict = Verdict(
-            rows=(*rows, *([leaving] if leaving else [])), measure=found.measure, keep=share,
-            images=len(found.judging.images), about=(_about_images(found), *about, *notes),
-            outlook=_outlook(learned, found), machine=f'{processor()}, {torch.get_num_threads()} threads')
-        _write(verdict, folder, model_name(model))
-    return verdict
+    return None if keep is None else number(0., 1., open='()')('keep', keep)
 
 
-def _base(model: nn.Module) -> OdeConfig:
-    """The default settings, with a method that suits the model's blocks."""
+def _minutes(material: Material, folder: Path, minutes: float, began: float) -> dict[str, float]:
+    """Minutes to train each student, and to measure, by measuring the original."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=folder) as aside:  # what cannot be written is refused here
+        measure([Candidate('original', 'original', material.model)], material.judging, material.measure, Path(aside),
+                progress=lambda *_: None)
+    prepared, measured = ((time.perf_counter() - since) / 60 for since in (began, started))
+    measured *= MEASURED
+    each = max(1e-6, min(SHARE * (minutes - prepared), (minutes - prepared - measured) / 2))
+    if each < LEAST * minutes:
+        raise ValueError(
+            f'{minutes:g} minutes are too few: to prepare and to measure takes about {prepared + measured:.2g}. '
+            f'Give at least {math.ceil((prepared + measured) / (1 - 2 * LEAST))}.')
+    return {'train': each, 'measure': measured}
+
+
+def _trained(
+        student: nn.Module, material: Material, minutes: float, folder: Path, progress: bool,
+) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """The student in the best of its states, and the records of its training."""
+    classes, (images, labels, _) = material.measure != 'cosine', material.choosing
+    chosen = Mapped(list(zip(images.split(BATCH), labels.split(BATCH), strict=True)))
+    recipe = Recipe.load('shrink', [] if classes else ['loss.embedding=true'])
     try:
-        check_convertible(model)
-    except ValueError:  # they cannot be split into attention and MLP
-        base = replace(DEFAULT, method='euler')
-        check_convertible(model, base)
-        return base
-    return DEFAULT
+        records = train(recipe, replace(material.data, val=chosen, labelled=classes), folder, teacher=material.model,
+                        student=student, minutes=minutes, resume=True, progress=progress)
+    except BaseException:
+        _save_best(folder)
+        raise
+    best = timm.create_model(f'local-dir:{folder / BEST}', pretrained=True)
+    return best.to(next(student.parameters())).eval(), records
+
+
+def _save_best(folder: Path) -> None:
+    """Save the best state so far of a training that was interrupted, if there is one."""
+    states = [(score_of((read_run(folder).get('plan') or {}).get('start')), folder / START)]
+    for file in folder.glob(f'stage*/{HISTORY}'):
+        states.append((max(map(score_of, json.loads(file.read_text()))), file.parent / BEST))
+    best = max(states)[1]
+    if best.is_dir():
+        save_pretrained(timm.create_model(f'local-dir:{best}', pretrained=True), folder / BEST)
 
 
 def _write(verdict: Verdict, folder: Path, name: str) -> None:
@@ -185,56 +196,48 @@ def _write(verdict: Verdict, folder: Path, name: str) -> None:
     for row, by in zip(verdict.rows, dominated(verdict.rows), strict=True):
         if by and row.file and row not in (verdict.smallest, verdict.fastest):
             (folder / 'files' / row.file).unlink(missing_ok=True)
-    write_text(folder / VERDICT, to_json(verdict.to_dict()))
+    write_text(folder / 'verdict.json', to_json(verdict.to_dict()))
     if find_spec('plotly') is not None:
-        write_text(folder / PAGE, write_page(verdict, f'{name}: is a smaller one worth it?'))
+        write_text(folder / 'verdict.html', verdict.to_html(f'{name}: is a smaller one worth it?'))
 
 
-def _suitable(model: nn.Module, images: Images, minutes: float) -> float:
-    """The share of the model's parameters that suits images and minutes: a quarter, or a half if they are few.
-
-    From hub/lab/sizes.md: after 50,000 images, a quarter keeps 78 % and a half 91 %.
-    """
-    started = time.perf_counter()
-    batch = images.learned.images[:BATCH]
-    outputs_of(model, batch)
-    outputs_of(model, batch)
-    each = (time.perf_counter() - started) / 4 / len(batch)  # each call runs its first batch twice
-    seen = SHARE * 60. * minutes / (UPDATE * each)
-    return 0.25 if images.number >= MANY and seen >= SEEN else 0.5
-
-
-def _memory(student: nn.Module, teacher: nn.Module, images: Images) -> float:
+def _memory(student: nn.Module, material: Material) -> float:
     """About how many bytes training takes: weights, gradients, states of the optimizer, and what an update computes."""
-    few = images.learned.images[:PART].to(next(student.parameters()).device)
-    task = TrajectoryDistillationTask(student, teacher, embedding=images.measure == 'cosine', verbose=False)
+    few = material.learned.images[:PART].to(next(student.parameters()).device)
+    task = TrajectoryDistillationTask(
+        student, copy.deepcopy(material.model), embedding=material.measure == 'cosine', verbose=False)
     update = peak_of(lambda: task(few, None)['loss'].backward(), few.device)
     student.zero_grad()
-    weights = sum(p.nbytes for p in teacher.parameters()) + 4 * sum(p.nbytes for p in student.parameters())
-    return weights + update * min(BATCH, images.number) / len(few)
+    weights = sum(p.nbytes for p in material.model.parameters()) + 4 * sum(p.nbytes for p in student.parameters())
+    return weights + update * min(BATCH, material.data.count()) / len(few)
 
 
-def _about_images(images: Images) -> str:
-    why = '' if images.measure == 'accuracy' else f'; labels are not used, because {images.why}'
-    few = ' (few: small differences mean nothing)' if len(images.judging.images) < FEW else ''
-    return (f'{images.number:,} images to learn from, {len(images.choosing.images):,} to choose the best state, '
-            f'{len(images.judging.images):,} to judge by {images.measure}{few}{why}')
+def _about_images(material: Material) -> str:
+    why = '' if material.measure == 'accuracy' else f'; labels are not used, because {printable(material.why)}'
+    few = ' (few: small differences mean nothing)' if len(material.judging.images) < FEW else ''
+    return (f'{material.data.count():,} images to learn from, {len(material.choosing.images):,} to choose the best '
+            f'state, {len(material.judging.images):,} to judge by {material.measure}{few}{why}')
 
 
-def _outlook(learned: Learned, images: Images) -> tuple[str, ...]:
+def _about_minutes(minutes: float, plan: dict[str, Any], plain: nn.Module | None, memory: float) -> str:
+    other = ('no plain student, since timm cannot build this model with fewer blocks' if plain is None else
+             f"{plan['train']:.3g} for a plain one with {len(find_ode_blocks(plain)[0])} of its blocks")
+    return (f"{minutes:g} minutes: {plan['train']:.3g} to train the student, {other}, and about {plan['measure']:.2g} "
+            f'to measure; about {memory / 1e9:.1f} GB of memory')
+
+
+def _outlook(student: nn.Module, material: Material, records: list[dict[str, Any]]) -> tuple[str, ...]:
     """What more minutes or images would change, as far as the training tells."""
-    said = []
-    constant = learned.scores.get('unrolled', [])
-    if len(constant) >= 4:
-        half = len(constant) // 2
+    stages, unit = sorted({record['stage'] for record in records}), 100. if material.measure == 'cosine' else 1.
+    constant = [unit * score_of(record) for record in records if record['stage'] == stages[-2:][0]]  # learning rate
+    half, said = len(constant) // 2, ['The student had time for a few updates only: more minutes would help.']
+    if half >= 2:
         gained = max(constant[half:]) - max(constant[:half])
-        said.append(f'In the second half of its training at a constant learning rate, the student gained {gained:.1f} '
-                    f"points: more minutes would {'help' if gained > 1 else 'change little'}.")
-    else:
-        said.append('The student had time for a few updates only: more minutes would help.')
-    if images.measure != 'cosine':
-        known, others = (100. * float((outputs_of(learned.model, held.images).argmax(dim=-1) == held.outputs.argmax(
-            dim=-1)).float().mean()) for held in (images.learned, images.judging))
+        said = [f'In the second half of its training at a constant learning rate, the student gained {gained:.1f} '
+                f"points: more minutes would {'help' if gained > 1 else 'change little'}."]
+    if material.measure != 'cosine':
+        known, others = (100. * float((outputs_of(student, held.images).argmax(dim=-1) == held.outputs.argmax(
+            dim=-1)).double().mean()) for held in (material.learned, material.judging))
         said.append(f'It gives the class of the original for {known:.1f} % of images that it learned from and for '
                     f'{others:.1f} % of others: '
                     f"more images would {'help' if known - others > 5 else 'change little'}.")

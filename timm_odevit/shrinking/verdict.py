@@ -1,9 +1,10 @@
-"""The verdict: a table of what was compared, and what it recommends."""
+"""The verdict: a table of what was compared, what it recommends, and both as a page."""
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..files import markdown_table
+from ..reporting.page import page
 from .candidates import Row
 
 __all__ = ['Verdict', 'dominated']
@@ -24,9 +25,8 @@ class Verdict:
 
     Examples:
         >>> verdict = shrink(vit, 'photos', 'small', size='50%')
-        >>> print(verdict.recommendation)
         >>> best = verdict.smallest
-        >>> print(best.name, best.file, best.mb, best.value)
+        >>> print(verdict.recommendation, best.name, best.file, best.mb, best.value)
     """
     rows: tuple[Row, ...]
     measure: str
@@ -38,10 +38,8 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as dicts and lists, ready for JSON."""
-        found = asdict(self)
-        for row, by in zip(found['rows'], dominated(self.rows), strict=True):
-            row['dominated_by'] = by
-        return {**found, 'recommendation': self.recommendation}
+        rows = [{**asdict(row), 'dominated_by': by} for row, by in zip(self.rows, dominated(self.rows), strict=True)]
+        return {**asdict(self), 'rows': rows, 'recommendation': self.recommendation}
 
     @property
     def good(self) -> list[Row]:
@@ -51,12 +49,12 @@ class Verdict:
     @property
     def smallest(self) -> Row:
         """The row of `good` with the smallest file, of those that no other row beats in everything."""
-        return min(self._unbeaten, key=lambda row: row.mb or 0.)
+        return min(self._unbeaten, key=_size)
 
     @property
     def fastest(self) -> Row:
         """The row that takes the least time for a batch of 32, of the same rows."""
-        return min(self._unbeaten, key=lambda row: (row.ms or (0., 0.))[1])
+        return min(self._unbeaten, key=_time)
 
     @property
     def _unbeaten(self) -> list[Row]:
@@ -66,23 +64,22 @@ class Verdict:
     @property
     def recommendation(self) -> str:
         """What to use, in a sentence or two."""
-        first, share = self.rows[0], f'{100 * self.keep:g} %'
-        kept = [row for row in self.good if row.name.startswith('original')]
-        small, plain = self.smallest, min(kept, key=lambda row: row.mb or 0.)
+        first, small, fast, share = self.rows[0], self.smallest, self.fastest, f'{100 * self.keep:g} %'
+        own = min((row for row in self.good if row.kind == 'original'), key=_size)
 
         def words(row: Row) -> str:
-            other = first if row == plain else plain
-            size, time = (row.mb or 0.) / (other.mb or 1.), (row.ms or (0., 0.))[1] / (other.ms or (1., 1.))[1]
+            other = first if row == own else own
+            size, time = _size(row) / _size(other), _time(row) / _time(other)
             return (f'{row.name} ({row.mb:.2f} MB, {row.value:.1f} % {self.measure}; {size:.2f} of the size and '
                     f'{time:.2f} of the time, for a batch, of {other.name})')
-        if small.name.startswith('original') or (small.mb or 0.) > 0.9 * (plain.mb or 0.):
-            said = (f'Keep your model: no file much smaller than {plain.name} ({plain.mb:.2f} MB) keeps {share} of its '
+        if small.kind == 'original' or _size(small) > 0.9 * _size(own):
+            said = (f'Keep your model: no file much smaller than {own.name} ({own.mb:.2f} MB) keeps {share} of its '
                     f'{self.measure}.')
         else:
             said = f'For a small file: {words(small)}.'
-        if self.fastest != small:
-            said += f' For speed: {words(self.fastest)}.'
-        near = [row for row in self.rows[1:] if row.mb and (row.mb <= (small.mb or 0.) or row == self.fastest)
+        if fast != small:
+            said += f' For speed: {words(fast)}.'
+        near = [row for row in self.rows[1:] if row.mb and (_size(row) <= _size(small) or row == fast)
                 and abs(row.value - self.keep * first.value) < row.margin]
         if near:
             said += (f" {self.images:,} images cannot tell whether {', '.join(row.name for row in near)} would keep "
@@ -90,23 +87,19 @@ class Verdict:
                      f'{max(row.margin for row in near):.1f} points.')
         return said
 
-    @property
-    def heads(self) -> list[str]:
-        """The heads of the table's columns."""
-        return ['', 'file, MB', f'{self.measure}, %', 'ms, batch 1', 'ms per image, batch 32', '10⁶ multiply-adds', '']
-
     def cells(self) -> list[list[str]]:
-        """The rows of the table, as text."""
-        found = []
+        """The table as text: its heads, and a line for each row."""
+        lines = [['', 'file, MB', f'{self.measure}, %', 'ms, batch 1', 'ms per image, batch 32', '10⁶ multiply-adds',
+                  '']]
         for row, by in zip(self.rows, dominated(self.rows), strict=True):
             ms = ('-', '-') if row.ms is None else tuple(f'{value:.3g}' for value in row.ms)
-            found.append([row.name, '-' if row.mb is None else f'{row.mb:.2f}', f'{row.value:.1f} ± {row.interval:.1f}',
+            lines.append([row.name, '-' if row.mb is None else f'{row.mb:.2f}', f'{row.value:.1f} ± {row.interval:.1f}',
                           *ms, f'{row.operations:.0f}', f'worse than {by}' if by else ''])
-        return found
+        return lines
 
     def table(self) -> str:
         """The table, as Markdown."""
-        return markdown_table([self.heads, *self.cells()])
+        return markdown_table(self.cells())
 
     def __str__(self) -> str:
         return '\n'.join([*self.about, '', self.table(), '', self.machine, self.recommendation, *self.outlook])
@@ -114,6 +107,29 @@ class Verdict:
     def _repr_markdown_(self) -> str:  # in a notebook
         about = '\n'.join(['```', *self.about, '```'])
         return '\n\n'.join([about, self.table(), self.machine, self.recommendation, *self.outlook])
+
+    def to_html(self, title: str) -> str:
+        """A page with plots, which needs no network and no server; raises ImportError without plotly."""
+        (head, *lines), beaten = self.cells(), dominated(self.rows)
+        about = ('The numbers are those of the rows of the table. Pale: another row is at least as good in size, value '
+                 'and both times, and better in one of them.')
+        plots = [dict(
+            kind='points', title=f'{self.measure} by {what}', about=about, axes=[axis, f'{self.measure}, %'],
+            points=[[row.kind, row.name, str(i), of(row), row.value, row.interval, bool(by)]
+                    for i, (row, by) in enumerate(zip(self.rows, beaten, strict=True), 1) if row.ms])
+            for what, axis, of in (('size', 'file, MB (logarithmic)', _size),
+                                   ('time', 'ms per image in a batch of 32 (logarithmic)', _time))]
+        return page(title, self.recommendation, '\n\n'.join([*self.about, f'Times: {self.machine}.']),
+                    [['', *head], *([str(i), *line] for i, line in enumerate(lines, 1))], plots, text=self.outlook,
+                    pale=beaten)
+
+
+def _size(row: Row) -> float:
+    return row.mb or 1.
+
+
+def _time(row: Row) -> float:
+    return row.ms[1] if row.ms else 1.
 
 
 def dominated(rows: Sequence[Row]) -> list[str]:

@@ -1,35 +1,26 @@
 """calibrate_: fit the shared blocks to the teacher in minutes, on images without labels."""
 import copy
-import math
-import time
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import torch
-from timm.task import TrainingTask
 from timm.utils import random_seed
 from torch import Tensor, nn
 
-from ..distributed import in_first_process, over_processes
-from ..evaluation.accuracy import AMP_DTYPES
-from ..evaluation.embeddings import evaluate_embeddings
-from ..hooks import lent, surely
-from ..ode.blocks import find_ode_blocks
+from ..data.config import DataConfig
+from ..data.read import read_data
+from ..hooks import lent, random_states_kept, surely
 from .config import CalibrationConfig
-from .fit import count_updates, fit
-from .loaders import Unlabelled
+from .fit import count_updates
 from .matching import check_converted_from
-from .minutes import EPOCHS, Stream, loss_before, seconds_per_update, updates_in
-from .monitor import loader_state_kept, must_fit
-from .tasks import StepwiseTask, TrajectoryDistillationTask
+from .recipe import Recipe, Stage
+from .resume import Plan
+from .stages import run_stages
 
 __all__ = ['calibrate_']
 
-HIGHEST_LR = (3e-3, 1e-3)  # of the two parts
-TRIED = 3  # batches by which the learning rate is chosen and its end is judged
-EXACT = 1e-6  # a loss that is rounding
+JUDGED = 3  # batches by which the start and the end are compared
 
 
 def calibrate_(
@@ -60,7 +51,7 @@ def calibrate_(
         **settings: Any of them, in place of `config`, such as minutes=10; see CalibrationConfig.
 
     Returns:
-        The records of all epochs, as returned by `fit`. With minutes, an epoch is a tenth of a part.
+        The records of all epochs, as returned by `fit`, each with its stage.
 
     Raises:
         TypeError: The model is not converted, or a keyword is unknown.
@@ -72,73 +63,30 @@ def calibrate_(
     """
     config = CalibrationConfig.from_keywords(config, settings, 'calibrate_')
     check_converted_from(model, teacher)
-    loader = Unlabelled(images, config.batch_size)
-    student = copy.deepcopy(model)
-    learning = {id(p) for ode in find_ode_blocks(student) for p in ode.shared.parameters()}
-    for p in student.parameters():
-        p.requires_grad_(p.requires_grad and id(p) in learning)
-    count_updates(loader)
-    with lent(teacher):
-        history = _train(student, teacher, loader, config, progress)
-    surely(lambda: model.load_state_dict(student.state_dict()))
+    data = read_data(images, model, DataConfig(batch_size=config.batch_size), labels=False, held_out=0.)
+    count_updates(data.train)
+    recipe = _recipe(config)
+    student, device = copy.deepcopy(model), next(model.parameters()).device
+    with lent(teacher), random_states_kept(device):
+        random_seed(recipe.seed)
+        few = list(islice(data.train, JUDGED))
+        history, state = run_stages(
+            recipe, student, teacher, replace(data, val=few), few[0][0][:1], Plan(),
+            minutes=None if config.epochs else config.minutes or 5., progress=progress)
+    surely(lambda: model.load_state_dict(state))
     return history
 
 
-def _train(
-        model: nn.Module, teacher: nn.Module, loader: Unlabelled, config: CalibrationConfig, progress: bool,
-) -> list[dict[str, float]]:
-    parts: list[Callable[[nn.Module], TrainingTask]] = [
-        lambda student: StepwiseTask(student, teacher, verbose=False),
-        lambda student: TrajectoryDistillationTask(student, teacher, kd_weight=0., verbose=False)]
-    used = [True, True] if config.epochs is None else [epochs > 0 for epochs in config.epochs]
-    tasks = [make(model) if use else None for make, use in zip(parts, used, strict=True)]  # before any is trained
-    first = next(task for task in tasks if task is not None)
-    with loader_state_kept(loader, torch.device(first.device)):
-        random_seed(config.seed * 10_007 % 2 ** 31)
-        few: list[Any] = list(islice(loader, TRIED))
-    share = 1.
-    if None in (config.lr, config.unrolled_lr):
-        share = min(1., 3. * loss_before(first, few, config.amp))
-    if share < EXACT:
-        return []
-    lrs = [highest * share if lr is None else lr
-           for lr, highest in zip((config.lr, config.unrolled_lr), HIGHEST_LR, strict=True)]
-    options: list[dict[str, Any]] = [
-        {'opt': opt, 'lr': lr, 'amp': config.amp, 'seed': config.seed, 'weight_decay': 0.}
-        for opt, lr in zip(('adamw', 'muon'), lrs, strict=True)]
-    plan: list[tuple[Any, int]]  # batches of an epoch, and epochs, of each part
-    if config.epochs is not None:
-        plan = [(loader, epochs) for epochs in config.epochs]
-    else:
-        started = time.perf_counter()
-        seconds = [seconds_per_update(model, loader, make, chosen) for make, chosen in zip(parts, options, strict=True)]
-        left = in_first_process(lambda: (config.minutes or 0.) - (time.perf_counter() - started) / 60.)
-        updates = [updates_in(left / 2, each) for each in seconds]
-        plan = [(Stream(loader, max(1, each // EPOCHS), i * EPOCHS), min(each, EPOCHS))
-                for i, each in enumerate(updates)]
-    history = []
-    errors, states = [_error(model, teacher, first, few, config)], [copy.deepcopy(model.state_dict())]
-    for task, (batches, epochs), chosen in zip(tasks, plan, options, strict=True):
-        if task is not None:
-            history += fit(task, batches, epochs=epochs, progress=progress, **chosen)
-            errors.append(_error(model, teacher, first, few, config))
-            states.append(copy.deepcopy(model.state_dict()))
-    best = max(range(len(errors)), key=lambda i: (-errors[i], i))
-    if best == 0:
-        warnings.warn(
-            f"The calibration ended farther from the teacher's outputs than it started (squared error {errors[-1]:.3g} "
-            f'of their variance, {errors[0]:.3g} before), so the model is as it was. Try a lower lr, or more time.',
-            stacklevel=3)
-    model.load_state_dict(states[best])
-    return history
+def _recipe(config: CalibrationConfig) -> Recipe:
+    """The packaged recipe, with the settings of a call."""
+    recipe = Recipe.load('calibrate')
 
-
-def _error(
-        model: nn.Module, teacher: nn.Module, task: TrainingTask, few: list[Any], config: CalibrationConfig) -> float:
-    """The squared error of the outputs on a few batches, relative to the variance of the teacher's."""
-    if not few:
-        return math.inf  # fit refuses this
-    images, labels = few[0]
-    with must_fit('train_loader', images, labels, task):
-        found = evaluate_embeddings(model, few, teacher=teacher, amp_dtype=AMP_DTYPES[config.amp]).results[-1].error
-    return over_processes(torch.tensor(math.inf if found is None else found, device=task.device)).item()
+    def stage(i: int, lr: float | None) -> Stage:
+        of = recipe.stages[i]
+        fit = {**(of.fit or {}), 'amp': config.amp}
+        if config.epochs is not None:
+            fit = {**fit, 'minutes': None, 'epochs': config.epochs[i]}
+        return replace(of, fit=fit) if lr is None else replace(of, fit={**fit, 'lr': lr}, scale_lr=False)
+    stages = [stage(0, config.lr), stage(1, config.unrolled_lr)]
+    used = [of for i, of in enumerate(stages) if config.epochs is None or config.epochs[i]]
+    return replace(recipe, stages=tuple(used), seed=config.seed % 2 ** 31)

@@ -1,29 +1,30 @@
-"""Settings of training, of its loss and of its data."""
-import math
+"""Settings of training, of its loss and of a calibration."""
 from dataclasses import dataclass
 from typing import Any
 
 from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 
-from ..data.config import DataConfig
-from ..evaluation.accuracy import AMP_DTYPES
-from ..settings import Settings, flag, integer, many, number, one_of, setting, suggest
+from ..hooks import AMP_DTYPES
+from ..ode.config import LARGEST_STEPS
+from ..settings import Settings, flag, integer, many, number, one_of, setting, shown, suggest
 
-__all__ = ['CalibrationConfig', 'DataConfig', 'FitConfig', 'LossConfig']
+__all__ = ['MINUTES', 'CalibrationConfig', 'FitConfig', 'LossConfig']
 
 SCHEDS = ('cosine', 'tanh', 'step', 'poly')  # timm's schedulers that depend only on the update count
-_amp = one_of([name for name in AMP_DTYPES if name], none='full precision')
-_weight = number(0.)
+YEAR = 525_600.  # in minutes
+MINUTES = number(0., YEAR, open='(')
 COMPILED = 'patch_drop works by hooks, which a compiled model may miss. Use one of the two.'
+_DTYPES = [name for name in AMP_DTYPES if name]
 _EPOCHS = 'two whole numbers, one of which may be 0, such as (8, 2), or None to use minutes'
+_weight = number(0.)
 
 
 def _epochs(name: str, value: Any) -> Any:
-    found = None if value is None else many(integer(0), _EPOCHS)(name, value)
-    if found is not None and (len(found) != 2 or max(found) < 1):
+    epochs = None if value is None else many(integer(0), _EPOCHS)(name, value)
+    if epochs is not None and (len(epochs) != 2 or max(epochs) < 1):
         raise ValueError(f'{name} must be {_EPOCHS}; got {value!r}.')
-    return found
+    return epochs
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,13 +32,15 @@ class FitConfig(Settings):
     """Settings of `fit`; each is also a keyword of `fit` and a key of a recipe's `fit`.
 
     Attributes:
-        epochs: Number of epochs.
+        epochs: Number of epochs; or else give minutes.
+        minutes: Train for about so long, validation included: the time of an update is measured first, and the updates
+            that fit are divided into epochs, at least 10, of at most one pass over the data or ten seconds each.
         opt: timm optimizer. After 200 updates, muon is 8.4 points ahead of adamw (hub/lab/ingredients.md).
         lr: Peak learning rate. For residuals of low rank, 5e-4 is as good as 1e-3; 2e-3 and 3e-3 cost 2 and 7 points
             (hub/lab/minutes.md). One block without residuals learns with 2e-3.
         weight_decay: Weight decay; not applied to norms, biases and embeddings.
         sched: timm scheduler, stepped at every update.
-        warmup_epochs: Epochs of linear warm-up.
+        warmup_epochs: Epochs of linear warm-up; with minutes, tenths of them.
         min_lr: Final learning rate.
         clip_grad: Maximum norm of the gradient; None for no clipping.
         layer_decay: Factor on the learning rate for each layer further from the head, with the shared blocks as one
@@ -45,7 +48,8 @@ class FitConfig(Settings):
         accumulate: Batches per update, whose gradients are averaged; an incomplete last group is dropped.
         ema_decay: Decay of a moving average of the weights, which is then validated and saved as best; None for no
             average. An average that the task still has from an earlier `fit` is dropped.
-        amp: Mixed precision: 'bfloat16' or 'float16'; None for full precision.
+        amp: Mixed precision: 'bfloat16' or 'float16'; None for full precision; 'auto' for the faster of full precision
+            and bfloat16, by a few updates on a copy.
         compile: Call the task's `compile` (torch.compile) before the first update.
         seed: Seed of the run.
 
@@ -56,7 +60,8 @@ class FitConfig(Settings):
         >>> config = FitConfig(epochs=10, lr=5e-4, ema_decay=0.99)
         >>> history = fit(TrajectoryDistillationTask(student, teacher), loader, config=config)
     """
-    epochs: int = setting(check=integer(1))
+    epochs: int | None = setting(None, integer(1, none='minutes'))
+    minutes: float | None = setting(None, number(0., YEAR, open='(', none='epochs'))
     opt: str = 'muon'
     lr: float = setting(1e-3, number(0.))
     weight_decay: float = setting(0.05, number(0.))
@@ -67,25 +72,55 @@ class FitConfig(Settings):
     layer_decay: float | None = setting(None, number(0., 1., open='(', none='one rate'))
     accumulate: int = setting(1, integer(1))
     ema_decay: float | None = setting(None, number(0., 1., open=')', none='no moving average'))
-    amp: str | None = setting(None, _amp)
+    amp: str | None = setting(None, one_of([*_DTYPES, 'auto'], none='full precision'))
     compile: bool = setting(False, flag)
     seed: int = setting(0, integer(None))
 
     def _check(self) -> None:
+        if self.epochs is None and self.minutes is None:
+            raise TypeError('fit needs epochs, such as epochs=1, or minutes, such as minutes=10.')
+        if self.epochs is not None and self.minutes is not None:
+            raise ValueError(f'Give epochs or minutes, not both; got epochs={self.epochs}, minutes={self.minutes:g}.')
         known = [str(name) for name in list_optimizers()]
         if self.opt not in known:
             raise ValueError(f"Unknown opt '{self.opt}'. {suggest(str(self.opt), known)}See "
                              'timm.optim.list_optimizers().')
         try:
-            made = create_optimizer_v2(nn.Linear(2, 2, device='meta'), opt=self.opt, lr=self.lr, weight_decay=0.)
+            optimizer = create_optimizer_v2(nn.Linear(2, 2, device='meta'), opt=self.opt, lr=self.lr, weight_decay=0.)
         except Exception as e:  # each may lack something else: a package, a GPU, an argument
             raise ValueError(f"opt '{self.opt}' cannot be used here: {type(e).__name__} {e}".strip()) from e
-        if getattr(made, 'is_second_order', False):
+        if getattr(optimizer, 'is_second_order', False):
             raise ValueError(f"opt '{self.opt}' needs second derivatives, which are not computed. Use another.")
 
 
-def _count_or_share(k: Any) -> bool:
-    return (type(k) is int and k >= 1) or (type(k) is float and 0 < k < math.inf)
+def _number_of_steps(k: Any) -> Any:
+    """A number of steps, or a share of the student's own as text."""
+    if isinstance(k, float) and 0 < k < 1:
+        return f'{100 * k:.12g}%'  # as earlier versions wrote it
+    if isinstance(k, float):
+        raise ValueError(f"; got {k:g}, which could be a number or a share. Write {k:.0f}, or '{100 * k:g}%'.")
+    if isinstance(k, str) and k.endswith('%'):
+        number(0., 10_000., open='(')('share', float(k[:-1]))
+        return k
+    if isinstance(k, bool) or integer(1)('steps', k) > LARGEST_STEPS:
+        raise ValueError
+    return int(k)
+
+
+def _steps(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    try:
+        updates = [k if isinstance(k, (tuple, list)) else (k,) for k in value if isinstance(value, (tuple, list))]
+        if not updates or not all(updates):
+            raise ValueError
+        checked = [tuple(map(_number_of_steps, of)) for of in updates]
+    except (TypeError, ValueError) as e:
+        found = str(e) if str(e).startswith('; got') else f'; got {shown(value)}.'
+        raise ValueError(f'{name} must be a list of whole numbers from 1 to {LARGEST_STEPS:,}, of shares of the '
+                         "student's own number, such as ['50%', '100%', '200%'], or of several of them for an update, "
+                         f'such as [[6, 1], [6, 3]]{found}') from None
+    return tuple(of if isinstance(k, (tuple, list)) else of[0] for k, of in zip(value, checked, strict=True))
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,7 +137,7 @@ class LossConfig(Settings):
         register_weight: Share of the register tokens in the trajectory loss.
         patch_weight: Share of the patch tokens in the trajectory loss.
         steps: Numbers of steps, such as (6, 8, 12, 16, 24), or shares of the student's own number, such as
-            (0.5, 0.67, 1.0, 1.33, 2.0), rounded; each update draws one, all of them in turn, so that K can be chosen
+            ('50%', '100%', '200%'), rounded; each update draws one, all of them in turn, so that K can be chosen
             after training. In ((6, 1), (6, 2), (6, 3)), each update draws a pair and runs both. None for the student's
             own number.
         consistency_weight: Weight of the distance between the outputs with the second, third, ... number of steps of an
@@ -133,7 +168,7 @@ class LossConfig(Settings):
     cls_weight: float = setting(0.45, _weight)
     register_weight: float = setting(0.10, _weight)
     patch_weight: float = setting(0.45, _weight)
-    steps: tuple[float | tuple[float, ...], ...] | None = None
+    steps: tuple[int | str | tuple[int | str, ...], ...] | None = setting(None, _steps)
     consistency_weight: float = setting(0., _weight)
     patch_drop: float = setting(0., number(0., 1., open=')'))
     jasmin_weight: float = setting(0., _weight)
@@ -155,20 +190,16 @@ class LossConfig(Settings):
             raise ValueError('exits are trained by kd_weight and task_weight, but both are 0. Set one of them above 0.')
         if (self.exit_weight > 0) != bool(self.exits):
             raise ValueError('exits and exit_weight go together, such as exits=(0.5, 0.75), exit_weight=0.5.')
-        if self.steps is not None:
-            listed = isinstance(self.steps, (tuple, list)) and self.steps
-            object.__setattr__(self, 'steps', tuple(tuple(k) if isinstance(k, list) else k for k in self.steps)
-                               if listed else self.steps)
-            if not listed or not all(of and all(map(_count_or_share, of)) for of in self.of_updates):
-                raise ValueError("steps must be a list of whole numbers of at least 1, or of shares of the student's "
-                                 "own number of steps, such as [0.5, 1.0, 2.0], or of several of these for one update, "
-                                 f'such as [[6, 1], [6, 3]]; got {self.steps!r}.')
-        if self.consistency_weight > 0 and all(len(of) == 1 for of in self.of_updates):
+        single = [of for of in self.of_updates if len(of) == 1]
+        if self.consistency_weight > 0 and len(single) == len(self.of_updates):
             raise ValueError('consistency_weight compares the numbers of steps of one update. Give several, such as '
                              'steps=[[6, 1], [6, 2], [6, 3]].')
+        if single and self.consistency_weight > 0 and sum(self.weights.values()) == self.consistency_weight:
+            raise ValueError(f'consistency_weight alone trains nothing in updates with one number of steps, such as '
+                             f'[{single[0][0]}]. Set another weight above 0, such as kd_weight=0.1.')
 
     @property
-    def of_updates(self) -> tuple[tuple[float, ...], ...]:
+    def of_updates(self) -> tuple[tuple[int | str, ...], ...]:
         """`steps`, with a tuple for each update that may be drawn."""
         return tuple(of if isinstance(of, tuple) else (of,) for of in self.steps or ())
 
@@ -178,16 +209,15 @@ class LossConfig(Settings):
         names = ('trajectory', 'jasmin', 'kd', 'task', 'exit', 'consistency')
         return {name: getattr(self, f'{name}_weight') for name in names}
 
-    @property
-    def token_weights(self) -> tuple[float, float, float]:
-        """The weights of class token, registers and patches."""
-        return self.cls_weight, self.register_weight, self.patch_weight
-
     def counts(self, own: int) -> tuple[tuple[int, ...], ...] | None:
         """The numbers of steps that updates draw from, for a student with `own` steps; None to use only its own."""
         if self.steps is None:
             return None
-        return tuple(tuple(k if isinstance(k, int) else max(1, round(k * own)) for k in of) for of in self.of_updates)
+        counts = tuple(tuple(k if isinstance(k, int) else max(1, round(float(k[:-1]) / 100 * own)) for k in of)
+                       for of in self.of_updates)
+        if max(map(max, counts)) > LARGEST_STEPS:
+            raise ValueError(f'steps={self.steps} of {own} are more than {LARGEST_STEPS:,} steps. Give smaller shares.')
+        return counts
 
 
 @dataclass(frozen=True, repr=False)
@@ -212,16 +242,14 @@ class CalibrationConfig(Settings):
         >>> config = CalibrationConfig(epochs=(8, 2), batch_size=32)
         >>> history = calibrate_(student, teacher, images, config=config)
     """
-    minutes: float | None = setting(None, number(0., open='(', none='5'))
+    minutes: float | None = setting(None, number(0., YEAR, open='(', none='5'))
     epochs: tuple[int, int] | None = setting(None, _epochs)
     batch_size: int = setting(16, integer(1))
     lr: float | None = setting(None, number(0., none='chosen by what there is to learn'))
     unrolled_lr: float | None = setting(None, number(0., none='chosen by what there is to learn'))
-    amp: str | None = setting(None, _amp)
+    amp: str | None = setting(None, one_of(_DTYPES, none='full precision'))
     seed: int = setting(0, integer(None))
 
     def _check(self) -> None:
         if self.epochs is not None and self.minutes is not None:
             raise ValueError(f'Give minutes or epochs, not both; got minutes={self.minutes!r}, epochs={self.epochs!r}.')
-        if self.epochs is None and self.minutes is None:
-            object.__setattr__(self, 'minutes', 5.)

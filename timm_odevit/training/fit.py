@@ -1,42 +1,29 @@
-"""The training loop, built from timm's parts: it trains any `timm.task.TrainingTask`."""
-import math
+"""fit: train any `timm.task.TrainingTask`, for epochs or for minutes."""
+import copy
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from timm.optim import create_optimizer_v2
-from timm.scheduler import create_scheduler_v2
 from timm.task import TrainingTask
-from timm.utils import dispatch_clip_grad, random_seed
 from tqdm import tqdm
 
 from ..convert.merge import check_not_merged
-from ..distributed import alone_in, in_first_process, over_processes, rank_and_world
-from ..evaluation.accuracy import AMP_DTYPES
-from ..files import to_json, write_text
-from ..hooks import autocast, random_states_kept
-from ..saving.save import describe, save_pretrained
+from ..distributed import alone_in, in_first_process, rank_and_world
+from ..hooks import AMP_DTYPES, random_states_kept
+from ..saving.save import describe
 from .config import FitConfig
-from .loaders import set_epoch
-from .monitor import (
-    check_batch,
-    check_loss_is_finite,
-    muon_in_float32,
-    must_fit,
-    scalars,
-    score_of,
-    try_one_batch,
-    unfused_in_bfloat16,
-    validate,
-)
-from .resume import BEST, HISTORY, LAST, check_unused, load_state, models_of, read_state, save_state, settings_to_resume
+from .loop import Trainer
+from .monitor import scalars, score_of, try_one_batch, unfused_in_bfloat16
+from .resume import LAST, check_unused, load_state, models_of, read_state, settings_to_resume
+from .stream import EPOCHS, Stream, updates_in
 
 __all__ = ['count_updates', 'fit']
+
+TRIED = 2  # updates by which their time is found, at least
+LONG = 10.  # seconds of an epoch that may be more than a pass over the data
 
 
 def fit(
@@ -57,13 +44,13 @@ def fit(
     `out/history.json` one record per epoch, and `out/tensorboard` the same for TensorBoard, if it is installed. Each
     file is either complete or absent. While `fit` runs, no other process can use the folder.
 
-    Data that does not fit is refused within seconds: one batch of `val_loader` goes through the model before anything
-    else, in an iteration of its own, with workers of its own if it has any; the first training batch is checked when it
-    arrives, so that the training data is not read an extra time. A refusal leaves weights, buffers and modes as they
-    were, and neither check changes a result.
+    Data that does not fit is refused within seconds, by one batch of `val_loader` and the first training batch. A
+    refusal leaves weights, buffers and modes as they were, and neither check changes a result.
 
-    The seed is local: afterwards, the global random states are what they were. Two calls in two threads at once draw
-    from the same random states, so that neither result can be repeated; use processes for that.
+    With minutes, and with amp 'auto', a few updates are tried first, on a copy of the task. What follows from their
+    time is stored in `out/last.pt`, so that a resumed run continues exactly as it was planned.
+
+    Afterwards, the global random states are what they were. Two calls at once need two processes, not threads.
 
     Under torch.distributed, the task is wrapped by its `prepare_distributed`, the first process validates and writes,
     and all processes read `out/last.pt` to resume, so they must share a file system.
@@ -79,7 +66,7 @@ def fit(
             epochs may be increased.
         progress: Show a progress bar.
         config: Settings.
-        **settings: Any of them, in place of `config`, such as epochs=10; see FitConfig.
+        **settings: Any of them, in place of `config`, such as epochs=10 or minutes=60; see FitConfig.
 
     Returns:
         One record per epoch: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss,
@@ -90,7 +77,7 @@ def fit(
             files of the previous epoch remain.
         OSError: A file could not be written, as on a full disk (files written earlier remain); or another process
             uses the folder.
-        TypeError: A keyword is unknown.
+        TypeError: A keyword is unknown, or neither epochs nor minutes are given.
         ValueError: A setting, a loader or the folder is unsuitable, or no description to save the model by was found.
 
     Examples:
@@ -100,35 +87,48 @@ def fit(
     """
     config = FitConfig.from_keywords(config, settings, 'fit')
     updates = _check(task, train_loader, val_loader, config)
-    folder = Path(out) if out is not None else None
+    folder, began = Path(out) if out is not None else None, time.perf_counter()
     rank = rank_and_world()[0]
     with alone_in(folder), random_states_kept(task.device):
-        kept = settings_to_resume(config, train_loader, updates)
         state: dict[str, Any] = {'history': []}
+        asked, amp = settings_to_resume(config, train_loader, updates), AMP_DTYPES.get(config.amp)
         if folder is not None:
             describe(models_of(task)['model'])  # fail now rather than after the first epoch
             check_unused(folder, resume, folder / LAST)
             if (folder / LAST).exists():
-                state = read_state(folder / LAST, torch.device(task.device), kept, config.epochs)
+                state = read_state(folder / LAST, torch.device(task.device), asked)
         history: list[dict[str, float]] = state['history']
-        left = range(len(history), config.epochs)
-        if val_loader is not None and left:
-            in_first_process(lambda: try_one_batch(val_loader, task, AMP_DTYPES[config.amp]))
-        trainer = _Trainer(task, train_loader, config, updates)
+        plan: dict[str, Any] = state.get('plan') or {'epochs': config.epochs, 'updates': updates, 'amp': config.amp}
+        if config.minutes is None:
+            plan['epochs'] = config.epochs  # which may be more than before
+        if history and len(history) > plan['epochs']:
+            raise ValueError(f"'{folder}' already has {len(history)} epochs, but epochs={plan['epochs']}. Give more "
+                             'epochs, or another folder.')
+        validation = 0.
+        if val_loader is not None and len(history) != plan['epochs']:
+            validation = in_first_process(lambda: try_one_batch(val_loader, task, amp))
+        if not history and (config.minutes is not None or config.amp == 'auto'):
+            plan = _measured(task, train_loader, val_loader, config, updates, validation, began)
+        if config.minutes is not None:
+            train_loader = Stream(train_loader, plan['updates'] * config.accumulate)
+            config = replace(config, warmup_epochs=config.warmup_epochs * plan['epochs'] / EPOCHS)
+        config = replace(config, epochs=plan['epochs'], minutes=None, amp=plan['amp'])
+        trainer = Trainer(task, train_loader, config, plan['updates'])
         if history:
             load_state(state, f"'{folder}'", trainer.models, trainer.optimizer, trainer.scaler)
         del state
-        bar = tqdm(total=config.epochs * updates, initial=len(history) * updates, unit='update',
+        left = range(len(history), plan['epochs'])
+        bar = tqdm(total=plan['epochs'] * trainer.updates, initial=len(history) * trainer.updates, unit='update',
                    disable=not progress or rank > 0 or not left)
         attention = unfused_in_bfloat16(task, trainer.device, trainer.dtype)
-        with bar, muon_in_float32(), attention, scalars(folder if rank == 0 else None) as add_scalars:
+        with bar, attention, scalars(folder if rank == 0 else None) as add_scalars:
             for epoch in left:
-                bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {config.epochs}")
+                bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {plan['epochs']}")
                 record = trainer.epoch(epoch, val_loader, bar.update)
-                best = max((score_of(before, -math.inf) for before in history), default=-math.inf)
+                best = max(map(score_of, history), default=-1e99)
                 history.append(record)
                 if folder is not None and rank == 0:
-                    trainer.save(folder, history, kept, best=score_of(record, math.inf) > best)
+                    trainer.save(folder, history, asked, plan, best=score_of(record, 1e99) > best)
                 add_scalars(record)
                 shown = ('loss', 'val_top1', 'val_cosine')
                 bar.set_postfix({key: f'{record[key]:.4g}' for key in shown if key in record})
@@ -136,7 +136,7 @@ def fit(
 
 
 def _check(task: Any, train_loader: Any, val_loader: Any, config: FitConfig) -> int:
-    """Refuse what cannot be trained; returns the updates per epoch."""
+    """Refuse what cannot be trained; returns the updates in a pass over the data."""
     if not isinstance(task, TrainingTask):
         raise TypeError(f'fit trains a task; got a {type(task).__name__}. Give one, such as '
                         'TrajectoryDistillationTask(model, teacher) or timm.task.ClassificationTask(model, criterion).')
@@ -157,7 +157,7 @@ def _check(task: Any, train_loader: Any, val_loader: Any, config: FitConfig) -> 
 
 
 def count_updates(train_loader: Any, accumulate: int = 1) -> int:
-    """Updates per epoch, at least 1.
+    """Updates per pass over the data, at least 1.
 
     Raises:
         ValueError: The loader has no length, or too few batches.
@@ -173,102 +173,41 @@ def count_updates(train_loader: Any, accumulate: int = 1) -> int:
     return batches // accumulate
 
 
-class _Trainer:
-    """A task in training, with its data, its optimizer and its schedule."""
+def _measured(
+        task: TrainingTask, train_loader: Any, val_loader: Any, config: FitConfig, updates: int, validation: float,
+        began: float,
+) -> dict[str, Any]:
+    """Epochs, updates of each and mixed precision, by the time of an update on a copy; the first process decides.
 
-    def __init__(self, task: Any, train_loader: Any, config: FitConfig, updates: int) -> None:
-        self.task, self.loader, self.config, self.updates = task, train_loader, config, updates
-        self.device, self.dtype = torch.device(task.device), AMP_DTYPES[config.amp]
-        self.rank, self.world = rank_and_world()
-        for name in ('trainable_module_ema', 'eval_model_ema'):  # left by an earlier fit
-            if hasattr(task, name):
-                delattr(task, name)
-        if config.ema_decay is not None:
-            task.setup_ema(decay=config.ema_decay, use_warmup=True)
-        trainable = task.get_trainable_module()
-        if config.compile:
-            task.compile()
-        if self.world > 1:
-            task.prepare_distributed(device_ids=[self.device.index] if self.device.type == 'cuda' else None)
-        self.optimizer = create_optimizer_v2(
-            trainable, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay, layer_decay=config.layer_decay)
-        self.scheduler: Any = create_scheduler_v2(
-            self.optimizer, sched=config.sched, num_epochs=config.epochs,
-            warmup_epochs=config.warmup_epochs,  # type: ignore[arg-type]
-            warmup_lr=config.min_lr, min_lr=config.min_lr, step_on_epochs=False, updates_per_epoch=updates)[0]
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == 'float16')
-        self.models = models_of(task)
-        self.chosen = self.models['ema' if 'ema' in self.models else 'model']  # is validated and saved
+    Args:
+        updates: Updates in a pass over the data.
+        validation: Seconds of the validation of a batch.
+        began: When the minutes began, by `time.perf_counter`.
+    """
+    seconds = {amp: _seconds_per_update(task, train_loader, replace(config, amp=amp))
+               for amp in ((None, 'bfloat16') if config.amp == 'auto' else (config.amp,))}
 
-    def epoch(self, epoch: int, val_loader: Any, done: Callable[[], Any]) -> dict[str, float]:
-        """Train for one epoch and validate; returns its record, which depends only on the seed and the state."""
-        random_seed((self.config.seed * 10_007 + epoch) * self.world % 2 ** 31, self.rank)
-        set_epoch(self.loader, epoch)
-        started = time.perf_counter()
-        record: dict[str, float] = {'epoch': epoch + 1, **self._train(epoch, done)}
-        record['seconds'] = time.perf_counter() - started
-        if not all(torch.isfinite(p).all() for model in self.models.values() for p in model.parameters()):
-            raise FloatingPointError(
-                f'The weights are not finite after epoch {epoch + 1}; files written earlier remain. '
-                'Start again in another folder with a lower lr, or with amp bfloat16 or None.')
-        if val_loader is not None and self.rank == 0:
-            record.update(validate(self.task, self.chosen, val_loader, self.dtype))
-        if self.world > 1:
-            records = [record]
-            dist.broadcast_object_list(records)  # the others also wait here while the first validates
-            record = records[0]
-        return record
+    def plan() -> dict[str, Any]:
+        amp = min(seconds, key=seconds.__getitem__)
+        epochs, each = config.epochs, updates
+        if config.minutes is not None:
+            batches = 0 if val_loader is None else len(val_loader) if hasattr(val_loader, '__len__') else 1
+            epochs, each = updates_in(60 * config.minutes - (time.perf_counter() - began), seconds[amp],
+                                      validation * batches, max(updates, int(LONG / seconds[amp])))
+        return {'epochs': epochs, 'updates': each, 'amp': amp}
+    found: dict[str, Any] = in_first_process(plan)
+    return found
 
-    def _train(self, epoch: int, done: Callable[[], Any]) -> dict[str, float]:
-        """Train for one epoch; returns the learning rate and the mean of each part of the loss."""
-        task, optimizer, scaler, accumulate = self.task, self.optimizer, self.scaler, self.config.accumulate
-        batches, i = self.updates * accumulate, -1
-        sums: dict[str, Any] = defaultdict(float)
-        counts: dict[str, int] = defaultdict(int)  # a part may be absent from some updates
-        optimizer.zero_grad()
-        for i, batch in enumerate(self.loader):
-            if i == batches:
-                break
-            update, last = epoch * self.updates + i // accumulate, (i + 1) % accumulate == 0
-            images, labels = check_batch('train_loader', batch, task) if i == 0 else batch
-            images, labels = (x.to(self.device, non_blocking=True) for x in (images, labels))
-            self.scheduler.step_update(update)
-            if hasattr(task, 'begin_update'):
-                task.begin_update(update, self.config.seed)
-            with nullcontext() if last else task.no_sync():
-                with must_fit('train_loader', images, labels, task) if update == i == 0 else nullcontext():
-                    if i == 0:
-                        task.train()
-                    with autocast(self.device, self.dtype):
-                        parts = task(images, labels)
-                parts = {key: part for key, part in parts.items() if key != 'output'}
-                check_loss_is_finite(parts, images, task, epoch, i, self.dtype)
-                scaler.scale(parts['loss'] / accumulate).backward()
-            for key, part in parts.items():
-                sums[key] += part.detach().float()  # stays on the device: one wait per batch is enough
-                counts[key] += 1
-            if last:
-                if self.config.clip_grad is not None:
-                    scaler.unscale_(optimizer)
-                    dispatch_clip_grad(task.get_clip_parameters(), self.config.clip_grad)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-                task.update_ema(step=update)
-                done()
-        if i < batches - 1:
-            raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, but its length is '
-                             f'{len(self.loader)}. Give a loader that gives as many batches as its length.')
-        means = {key: float(over_processes(value / counts[key])) for key, value in sums.items()}
-        return {'lr': optimizer.param_groups[-1]['lr'], **means}
 
-    def save(self, folder: Path, history: list[dict[str, float]], settings: dict[str, Any], best: bool) -> None:
-        """Save the whole state, and the model if it is the best so far."""
-        try:
-            if best:
-                save_pretrained(self.chosen, folder / BEST)
-            write_text(folder / HISTORY, to_json(history))  # before the state, which says what is still to be trained
-            save_state(folder / LAST, self.task, self.optimizer, self.scaler, history, settings)
-        except OSError as e:
-            raise OSError(f"Epoch {len(history)} could not be written to '{folder}': {str(e).splitlines()[0]}. Files "
-                          'written earlier are intact; free some space, and resume.') from e
+def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> float:
+    """Seconds of an update, by a few on a copy of the task, in which each number of steps has its turn."""
+    teacher = getattr(task, 'teacher', None)
+    trial = copy.deepcopy(task, {} if teacher is None else {id(module): module for module in teacher.modules()})
+    updates = 1 + max(TRIED, len(getattr(trial, 'counts', [None])[0] or ()))
+    config = replace(config, epochs=1, minutes=None, compile=False)
+    done: list[float] = []
+    with random_states_kept(task.device):
+        trainer = Trainer(trial, Stream(train_loader, updates * config.accumulate), config, updates)
+        with unfused_in_bfloat16(trial, trainer.device, trainer.dtype):
+            trainer.train(0, lambda: done.append(time.perf_counter()))
+    return (done[-1] - done[0]) / (updates - 1)

@@ -28,11 +28,9 @@ class TrainingPass(nn.Module):
         self.student: Any = student
 
     def no_weight_decay(self) -> set[str]:
-        """The student's, for prefixed names."""
         return {f'student.{name}' for name in getattr(self.student, 'no_weight_decay', set)()}
 
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
-        """The student's, for prefixed names."""
         groups = group_parameters(self.student, self.student.group_matcher(coarse=coarse), reverse=True)
         return lambda name: groups[name[len('student.'):]]
 
@@ -75,8 +73,7 @@ class TrajectoryPass(TrainingPass):
         if not self.one_sequence:
             with watch_blocks([list(ode) for ode in find_ode_blocks(student)]) as seen:
                 output = student(images)
-            reached = [after[step + 1] for (after, _), of in zip(seen, steps, strict=False) for step in of]
-            return output, reached, None, []
+            return output, [after[i + 1] for (after, _), of in zip(seen, steps, strict=False) for i in of], None, []
         blocks, along = student.blocks, steps[0] if steps else ()
         first, last = len(blocks.before), len(blocks.before) + blocks.steps - 1
         exits = [min(max(first + round(t * blocks.steps) - 1, first), last - 1) for t in self.config.exits
@@ -99,11 +96,7 @@ def _attention_after(field: Any, step: Any, x: Tensor) -> Tensor:
 
 
 def trajectory_loss(
-        student: Tensor,
-        teacher: Tensor,
-        num_prefix_tokens: int,
-        has_class_token: bool,
-        weights: Sequence[float],
+        student: Tensor, teacher: Tensor, num_prefix_tokens: int, has_class_token: bool, weights: Sequence[float],
 ) -> Tensor:
     """Squared error between hidden states, relative to the teacher's variance over the batch of all processes.
 
@@ -142,14 +135,9 @@ def _variance(x: Tensor) -> Tensor:
 
 
 def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.) -> Tensor:
-    """Kullback-Leibler divergence of the student's class probabilities from the teacher's, in nats per image.
+    """Kullback-Leibler divergence of the class probabilities of two logits [B, C], in nats per image.
 
-    Args:
-        student: Logits [B, C].
-        teacher: Logits [B, C].
-        temperature: Divides both; the result is multiplied by its square.
-
-    Source: Hinton, Vinyals & Dean, arXiv 1503.02531.
+    The temperature divides both; the result is multiplied by its square (Hinton et al., arXiv 1503.02531).
     """
     s = F.log_softmax(student.float() / temperature, dim=-1)
     t = F.log_softmax(teacher.float() / temperature, dim=-1)
@@ -157,19 +145,10 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.) -> Ten
 
 
 def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """One minus the cosine of two embeddings, plus their squared error relative to the teacher's variance.
+    """One minus the cosine of embeddings [B, E], plus their squared error relative to the teacher's variance.
 
     The variance is one number for all dimensions, over the batch of all processes, so that a few dimensions with large
-    values keep their proportion, as PHI-S does; its rotation of the dimensions would not change a squared error.
-
-    Args:
-        student: Embeddings [B, E].
-        teacher: Embeddings [B, E].
-
-    Returns:
-        Mean over the images, dimensionless: 0 for equal embeddings.
-
-    Source: PHI-S, arXiv 2410.01680 (one scale for all dimensions).
+    values keep their proportion, as in PHI-S (arXiv 2410.01680); 0 for equal embeddings.
     """
     s, t = student.float().flatten(1), teacher.float().flatten(1)
     angle = 1. - F.cosine_similarity(s, t, dim=-1)
@@ -178,14 +157,9 @@ def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def jasmin_loss(attention: Tensor) -> Tensor:
-    """JaSMin with k = 0: how large the Jacobian of softmax rows is, by its bound log g_1; see `log_softmax_bound`.
+    """JaSMin with k = 0 (arXiv 2507.07814): how large the Jacobian of softmax rows is, in nats.
 
     Args:
         attention: Probabilities before dropout, in float32 [..., heads, N, N].
-
-    Returns:
-        The maximum over the query rows, averaged over everything else, in nats.
-
-    Source: arXiv 2507.07814.
     """
     return log_softmax_bound(attention, 1)[..., 0].amax(dim=-1).mean()

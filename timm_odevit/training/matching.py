@@ -1,4 +1,4 @@
-"""Whether student, teacher and loss fit together, and which step is to reach the state after which layer."""
+"""Whether student, teacher and loss fit together, and which step is to reach which teacher's state."""
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -37,13 +37,13 @@ def check_converted_from(student: Any, teacher: Any) -> None:
     """Raise TypeError or ValueError unless the student was converted from this teacher, or from a model like it."""
     check_student(student)
     _check_teacher(student, teacher)
-    outside = [{name: tuple(p.shape) for name, p in m.named_parameters() if '.blocks.' not in f'.{name}'}
-               for m in (student, teacher)]
-    if type(student) is not type(teacher) or outside[0] != outside[1]:
-        names = [name for name in {**outside[0], **outside[1]} if outside[0].get(name) != outside[1].get(name)]
-        found = f': {names[0]} is {outside[0].get(names[0])} and {outside[1].get(names[0])}' if names else (
-            f': a {type(student).__name__} and a {type(teacher).__name__}')
-        raise ValueError(f'The student was not converted from this teacher{found}. Give the original model.')
+    ours, theirs = ({name: tuple(p.shape) for name, p in m.named_parameters() if '.blocks.' not in f'.{name}'}
+                    for m in (student, teacher))
+    other = next((f'{name} is {ours.get(name)} and {theirs.get(name)}' for name in {**ours, **theirs}
+                  if ours.get(name) != theirs.get(name)), '')
+    if other or type(student) is not type(teacher):
+        other = other or f'a {type(student).__name__} and a {type(teacher).__name__}'
+        raise ValueError(f'The student was not converted from this teacher: {other}. Give the original model.')
 
 
 def check_same_time(student: nn.Module, stages: list[list[nn.Module]]) -> None:
@@ -57,14 +57,33 @@ def check_same_time(student: nn.Module, stages: list[list[nn.Module]]) -> None:
 
 def check_models(student: Any, teacher: Any) -> None:
     """Raise TypeError or ValueError unless the student's states can follow the teacher's."""
-    if is_one_sequence(student):
-        _check_teacher(student, teacher)
-        _check_same_tokens(student, teacher)
-    else:
+    if not is_one_sequence(student):
         check_converted_from(student, teacher)
+    else:
+        _check_teacher(student, teacher)
+        for name in ('embed_dim', 'in_chans', 'num_prefix_tokens', 'num_classes'):
+            ours, theirs = getattr(student, name, None), getattr(teacher, name, None)
+            if ours != theirs:
+                raise ValueError(f'Student and teacher differ in {name}: {ours} and {theirs}.')
+        patches = [m.patch_embed for m in (student, teacher)]
+        sizes = [tuple(getattr(patch, 'grid_size', None) or (patch.num_patches,)) for patch in patches]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f'Student and teacher have different patch grids: {sizes[0]} and {sizes[1]}. Give both '
+                             'the same img_size.')
     if not isinstance(getattr(student, 'patch_drop', None) or nn.Identity(), nn.Identity):
         raise ValueError(
             "The student drops patches, so its tokens do not match the teacher's. Create it with patch_drop_rate=0.")
+
+
+def _check_teacher(student: nn.Module, teacher: Any) -> None:
+    if not isinstance(teacher, nn.Module):
+        raise TypeError(f'The teacher must be a model; got {type(teacher).__name__}. Build it with timm.create_model.')
+    if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
+        raise ValueError('Student and teacher share parameters, so training would change the teacher. '
+                         'Make the teacher with copy.deepcopy(model) before convert_.')
+    if find_ode_blocks(teacher):
+        raise TypeError('The teacher is itself converted. Give an ordinary model, such as the one that the student was '
+                        'converted from.')
 
 
 def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> None:
@@ -95,34 +114,11 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
                              'none. Leave it out.')
     if len(odes) > 1 and any(isinstance(k, int) for of in config.of_updates for k in of):
         raise ValueError(f'steps={config.steps}: a {name} has {len(odes)} stages with step counts of their own. Give '
-                         'shares of them, such as [0.5, 1.0, 2.0].')
+                         "shares of them, such as ['50%', '100%', '200%'].")
     if any(ode.config.adaptive for ode in odes):
         raise ValueError(
             f"'{odes[0].method}' gives no states to follow in a {name}. Set a fixed-step method first, such as "
             "model.blocks.method = 'rk4'.")
-
-
-def _check_teacher(student: nn.Module, teacher: Any) -> None:
-    if not isinstance(teacher, nn.Module):
-        raise TypeError(f'The teacher must be a model; got {type(teacher).__name__}. Build it with timm.create_model.')
-    if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
-        raise ValueError('Student and teacher share parameters, so training would change the teacher. '
-                         'Make the teacher with copy.deepcopy(model) before convert_.')
-    if find_ode_blocks(teacher):
-        raise TypeError('The teacher is itself converted. Give an ordinary model, such as the one that the student was '
-                        'converted from.')
-
-
-def _check_same_tokens(student: Any, teacher: Any) -> None:
-    for name in ('embed_dim', 'in_chans', 'num_prefix_tokens', 'num_classes'):
-        ours, theirs = getattr(student, name, None), getattr(teacher, name, None)
-        if ours != theirs:
-            raise ValueError(f'Student and teacher differ in {name}: {ours} and {theirs}.')
-    patches = [m.patch_embed for m in (student, teacher)]
-    sizes = [tuple(getattr(patch, 'grid_size', None) or (patch.num_patches,)) for patch in patches]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f'Student and teacher have different patch grids: {sizes[0]} and {sizes[1]}. Give both the same img_size.')
 
 
 class TeacherStage:
@@ -154,19 +150,15 @@ class TeacherStage:
 
 
 def teacher_stages(teacher: nn.Module, config: LossConfig, calibration: Iterable[Tensor]) -> list[TeacherStage]:
-    """A teacher's stages, with the times that the settings give or, for 'distance', images on the teacher's device.
-
-    Raises:
-        ValueError: The times do not suit the teacher.
-    """
+    """A teacher's stages, with the times that the settings give or, for 'distance', images on the teacher's device."""
     sites = find_stages(teacher)
-    if len(sites) > 1 and config.checkpoints != 'uniform':
+    if config.checkpoints == 'uniform':
+        return [TeacherStage(site.blocks, uniform_times(len(site.blocks))) for site in sites]
+    if len(sites) > 1:
         raise ValueError(
             f'checkpoints={config.checkpoints!r} applies to models with one sequence of blocks, but a '
             f"{type(teacher).__name__} has {len(sites)} stages. Set checkpoints='uniform'.")
-    if config.checkpoints == 'distance':
-        return [TeacherStage(sites[0].blocks, distance_times(teacher, calibration, config.checkpoint_temperature))]
-    return [TeacherStage(site.blocks, uniform_times(len(site.blocks))) for site in sites]
+    return [TeacherStage(sites[0].blocks, distance_times(teacher, calibration, config.checkpoint_temperature))]
 
 
 def uniform_times(layers: int) -> list[float]:
@@ -175,15 +167,11 @@ def uniform_times(layers: int) -> list[float]:
 
 
 def softmax_times(distances: Sequence[float], temperature: float = 1.) -> list[float]:
-    """Relative times that give a layer more time the further it moves the hidden state.
+    """Relative times in (0, 1] that give a layer more time the further it moves the hidden state.
 
     Args:
         distances: Mean distance by which each of the L layers moves the hidden state, in any unit.
-        temperature: Temperature of the softmax over the distances, in units of their mean; large values give nearly
-            uniform times.
-
-    Returns:
-        L strictly increasing times in (0, 1], the last one 1.
+        temperature: Of the softmax over the distances, in units of their mean; large values give uniform times.
 
     Source: ODE-ViT, arXiv 2511.16501, which gives the temperature in units of its distances.
     """
@@ -196,19 +184,7 @@ def softmax_times(distances: Sequence[float], temperature: float = 1.) -> list[f
 
 @torch.no_grad()
 def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float = 1.) -> list[float]:
-    """Relative times of a teacher's layers, from the distances between its consecutive hidden states.
-
-    Args:
-        teacher: timm model with a sequence of blocks; measured in eval mode.
-        batches: Calibration images [B, C, H, W], on the teacher's device.
-        temperature: See `softmax_times`.
-
-    Returns:
-        L strictly increasing times in (0, 1].
-
-    Raises:
-        ValueError: There are no batches.
-    """
+    """The `softmax_times` of a teacher's layers, by batches of images [B, C, H, W] on its device."""
     total, images = None, 0
     for batch in batches:
         with evaluating(teacher), watch_blocks([list(teacher.blocks)]) as seen:
@@ -223,16 +199,7 @@ def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float =
 
 
 def hidden_states(model: Any, images: Tensor, indices: list[int]) -> tuple[Tensor, list[Tensor]]:
-    """Final features, and the hidden states of all tokens after the given blocks, before the final norm.
-
-    Args:
-        model: timm model with one sequence of blocks.
-        images: Images [B, C, H, W].
-        indices: Blocks, counted from 0.
-
-    Returns:
-        The features for `forward_head` [B, N, D], and one state [B, N, D] per block.
-    """
+    """Features for `forward_head` [B, N, D], and the states [B, N, D] after blocks, before the final norm."""
     if not indices:
         return model.forward_features(images), []
     if not isinstance(model, VisionTransformer):  # for others, timm does not always return prefix tokens
@@ -245,11 +212,11 @@ def hidden_states(model: Any, images: Tensor, indices: list[int]) -> tuple[Tenso
 
 
 def match(times: Sequence[float], steps: int) -> list[tuple[int, int]]:
-    """Pair the teacher's layers with the student's steps.
+    """Pair the teacher's layers with the student's steps, which end at 1/K, 2/K, ..., 1.
 
     Args:
         times: Relative times in (0, 1] of the teacher's L layers, strictly increasing.
-        steps: Number K of the student's steps, which end at 1/K, 2/K, ..., 1.
+        steps: Number K of the student's steps.
 
     Returns:
         min(L, K) pairs (layer, step), both counted from 0 and both strictly increasing, the last pair (L - 1, K - 1).

@@ -1,6 +1,6 @@
 """What surrounds the loop of `fit`: checks of the first batches, validation, where a loss diverged, TensorBoard."""
 import math
-import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -8,72 +8,60 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.optim import muon
 from timm.task import TrainingTask
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from ..convert.svd_data import check_images
+from ..convert.refusals import check_images
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..hooks import autocast, evaluating, random_states_kept, surely, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.with_steps import with_steps
-from .loaders import loader_chain
 from .resume import models_of
 
-__all__ = ['check_batch', 'check_loss_is_finite', 'loader_state_kept', 'muon_in_float32', 'must_fit', 'scalars',
-           'score_of', 'try_one_batch', 'unfused_in_bfloat16', 'validate']
+__all__ = ['check_batch', 'check_loss_is_finite', 'must_fit', 'scalars', 'score_of', 'try_one_batch',
+           'unfused_in_bfloat16', 'validate', 'words_of']
 
 
 def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None) -> dict[str, float]:
-    """Accuracy; of a task that follows embeddings, how near they are to the teacher's."""
-    if not getattr(task, 'embedding', False):
+    """Accuracy; without labels, how near the outputs are to the teacher's."""
+    embedding = getattr(task, 'embedding', False)
+    if not embedding and getattr(task, 'labelled', True):
         top = evaluate(model, loader, amp_dtype=dtype).results[-1]
         return {'val_top1': top.top1, 'val_top5': top.top5, 'val_loss': top.loss}
-    found: Any = evaluate_embeddings(model, loader, teacher=task.teacher, amp_dtype=dtype).results[-1]
-    return {f'val_{key}': getattr(found, key) for key in ('cosine', 'error', 'neighbours')
-            if getattr(found, key) is not None}
+    result: Any = evaluate_embeddings(model, loader, teacher=task.teacher, amp_dtype=dtype).results[-1]
+    measures = ('cosine', 'error', 'neighbours') if embedding else ('error',)
+    return {f'val_{key}': getattr(result, key) for key in measures if getattr(result, key) is not None}
 
 
-def score_of(record: dict[str, Any], default: float) -> float:
-    """What chooses the best epoch, of its record: the accuracy, or the cosine with the teacher's embeddings."""
-    return record.get('val_top1', record.get('val_cosine', default))
+def score_of(record: dict[str, Any] | None, default: float = -math.inf) -> float:
+    """What chooses the best state: the accuracy, the cosine with the teacher's embeddings, or less error."""
+    record = record or {}
+    return record.get('val_top1', record.get('val_cosine', -record['val_error'] if 'val_error' in record else default))
 
 
-def try_one_batch(val_loader: Any, task: TrainingTask, dtype: torch.dtype | None) -> None:
-    """Validate one batch, and leave everything as it was."""
-    with loader_state_kept(val_loader, task.device):
+def words_of(record: dict[str, float]) -> str:
+    """What `score_of` compares, in words."""
+    if 'val_top1' in record:
+        return f"top-1 {record['val_top1']:.1f} %"
+    name, what = ('val_cosine', 'cosine') if 'val_cosine' in record else ('val_error', 'squared error')
+    return f'{what} {record[name]:.4g}'
+
+
+def try_one_batch(val_loader: Any, task: TrainingTask, dtype: torch.dtype | None) -> float:
+    """Validate one batch, and leave everything as it was; returns the seconds that another such batch takes."""
+    with random_states_kept(task.device):
         for batch in val_loader:
             if isinstance(batch, (tuple, list)) and len(batch) and not len(batch[0]):
                 continue  # none of its images can be read
             images, labels = check_batch('val_loader', batch, task)
+            model = models_of(task)['model']
             with must_fit('val_loader', images, labels, task):
-                validate(task, models_of(task)['model'], [(images, labels)], dtype)
-            return
+                validate(task, model, [(images, labels)], dtype)
+                started = time.perf_counter()
+                validate(task, model, [(images, labels)], dtype)
+            return time.perf_counter() - started
     raise ValueError('val_loader is empty. Give at least one batch, or None.')
-
-
-@contextmanager
-def loader_state_kept(loader: Any, device: torch.device) -> Iterator[None]:
-    """Restore what an extra iteration changes: random states, and the persistent workers of a DataLoader."""
-    parts = loader_chain(loader)
-    owners = [owner for part in parts for owner in (
-        part, getattr(part, 'sampler', None), getattr(part, 'batch_sampler', None),
-        getattr(getattr(part, 'batch_sampler', None), 'sampler', None))]
-    found = [getattr(owner, 'generator', None) for owner in owners]
-    states = [(generator, generator.get_state()) for generator in found if isinstance(generator, torch.Generator)]
-    workers = [(part, part._iterator) for part in parts if isinstance(part, DataLoader)]
-    with random_states_kept(device):
-        try:
-            for part, _ in workers:
-                part._iterator = None
-            yield
-        finally:
-            for part, kept in workers:
-                part._iterator = kept
-            for generator, state in states:
-                generator.set_state(state)
 
 
 def check_batch(name: str, batch: Any, task: TrainingTask) -> Any:
@@ -83,8 +71,8 @@ def check_batch(name: str, batch: Any, task: TrainingTask) -> Any:
         ValueError: It is not a batch, or a label is not one of the model's classes.
     """
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        found = f'{len(batch)} items' if isinstance(batch, (tuple, list)) else f'a {type(batch).__name__}'
-        raise ValueError(f'{name} must give batches (images, labels); got {found}.')
+        given = f'{len(batch)} items' if isinstance(batch, (tuple, list)) else f'a {type(batch).__name__}'
+        raise ValueError(f'{name} must give batches (images, labels); got {given}.')
     images, labels = batch
     try:
         check_images(images)
@@ -94,9 +82,10 @@ def check_batch(name: str, batch: Any, task: TrainingTask) -> Any:
         raise ValueError(f'{name}: labels must be a tensor; got {type(labels).__name__}. Where they do not count, any '
                          'will do.')
     criterion = getattr(task, 'criterion', None)
-    classes = 0 if getattr(task, 'embedding', False) else getattr(models_of(task)['model'], 'num_classes', 0)
-    used = classes and (criterion is not None or name == 'val_loader')  # some tasks ignore labels
-    if used and labels.ndim == 1 and not labels.is_floating_point():
+    count = not getattr(task, 'embedding', False) and getattr(task, 'labelled', True) and (
+        criterion is not None or name == 'val_loader')  # some tasks ignore labels
+    classes = getattr(models_of(task)['model'], 'num_classes', 0) if count else 0
+    if classes and labels.ndim == 1 and not labels.is_floating_point():
         wrong = labels[((labels < 0) | (labels >= classes)) & (labels != getattr(criterion, 'ignore_index', -100))]
         if len(wrong):
             raise ValueError(f'{name} has label {int(wrong[0])}, but the {classes} classes of the model are 0 to '
@@ -119,8 +108,8 @@ def must_fit(name: str, images: Tensor, labels: Any, task: TrainingTask) -> Iter
                 buffer.copy_(before)
         for module, mode in modes:
             module.training = mode
-        found = [f'{x.dtype} {list(x.shape)}' if isinstance(x, Tensor) else type(x).__name__ for x in (images, labels)]
-        raise ValueError(f'The first batch of {name} (images {found[0]}, labels {found[1]}) does not fit the model: '
+        given = [f'{x.dtype} {list(x.shape)}' if isinstance(x, Tensor) else type(x).__name__ for x in (images, labels)]
+        raise ValueError(f'The first batch of {name} (images {given[0]}, labels {given[1]}) does not fit the model: '
                          f'{type(e).__name__}: {" ".join(str(e).split())}') from e
 
 
@@ -133,9 +122,9 @@ def check_loss_is_finite(
     if not torch.isfinite(images).all():
         raise FloatingPointError(f'Batch {batch + 1} of epoch {epoch + 1} has images that are not finite, so neither '
                                  'is the loss. Check the data.')
-    found = ', '.join(f'{key} {part.item():.4g}' for key, part in parts.items())
+    values = ', '.join(f'{key} {part.item():.4g}' for key, part in parts.items())
     raise FloatingPointError(
-        f'The loss is not finite in epoch {epoch + 1}, batch {batch + 1} ({found}). '
+        f'The loss is not finite in epoch {epoch + 1}, batch {batch + 1} ({values}). '
         f'{_divergence(task, images, dtype)}Lower lr, or use amp bfloat16 or None and a model that is not in float16.')
 
 
@@ -162,47 +151,20 @@ def _divergence(task: Any, images: Tensor, dtype: torch.dtype | None) -> str:
     return ''
 
 
-_lock, _fits = threading.Lock(), 0  # in progress, in all threads
-_newtonschulz: Any = None  # timm's own, during these
-
-
-@contextmanager
-def muon_in_float32() -> Iterator[None]:
-    """Make timm's Muon multiply in float32 on a CPU: most CPUs emulate bfloat16, which is 30 times slower."""
-    global _fits, _newtonschulz
-    with _lock:
-        if _fits == 0:
-            _newtonschulz = muon.zeropower_via_newtonschulz
-            muon.zeropower_via_newtonschulz = _in_float32
-        _fits += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _fits -= 1
-            if _fits == 0:
-                muon.zeropower_via_newtonschulz = _newtonschulz
-
-
-def _in_float32(G: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _newtonschulz(G, *args, **({'dtype': torch.float32, **kwargs} if G.device.type == 'cpu' else kwargs))
-
-
 @contextmanager
 def unfused_in_bfloat16(task: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
     """Attention by its own operations, for training on a CPU in bfloat16, where PyTorch's fused kernel is slower."""
     slow = device.type == 'cpu' and dtype is torch.bfloat16
     fused: list[Any] = [module for module in task.modules() if slow and getattr(module, 'fused_attn', False)]
 
-    def put_back() -> None:
+    def fuse(on: bool) -> None:
         for module in fused:
-            module.fused_attn = True
+            module.fused_attn = on
     try:
-        for module in fused:
-            module.fused_attn = False
+        fuse(False)
         yield
     finally:
-        surely(put_back)
+        surely(lambda: fuse(True))
 
 
 @contextmanager

@@ -1,5 +1,4 @@
 """Recipes: what to train, on what data and how, in one validated YAML file."""
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -7,20 +6,22 @@ from typing import Any
 
 import yaml
 
-from ..ode.config import OdeConfig
-from ..settings import Check, Settings, flag, integer, one_line, one_of, setting, suggest
-from .config import COMPILED, DataConfig, FitConfig, LossConfig
+from ..data.config import DataConfig
+from ..ode.config import GONE, OdeConfig
+from ..settings import Check, Settings, flag, integer, one_of, setting, suggest
+from .config import COMPILED, FitConfig, LossConfig
+from .yaml_text import change_entry, read
 
-__all__ = ['FIT', 'FOLDER', 'Recipe', 'Stage', 'builtin_recipes']
+__all__ = ['FIT', 'FOLDER', 'PARTS', 'Recipe', 'Stage', 'builtin_recipes']
 
 FOLDER = Path(__file__).parent / 'recipes'
-LONGEST, DEEPEST = 50_000, 50  # most characters and levels that are read; our recipes have 2,200 and 4
 TASKS = ('stepwise', 'trajectory', 'labels')
 FIT = [name for name in FitConfig.names() if name != 'seed']  # the recipe has its own
 # the parts of a model that a stage may train, and what the names of their parameters contain
 PARTS: dict[str, tuple[str, ...]] = {
     'all': ('',),
     'blocks': ('.blocks.',),
+    'shared': ('.shared.',),
     'base': ('.base.',),
     'vectors': ('.vectors.',),
     'low_rank': ('.up.', '.down.'),
@@ -45,6 +46,15 @@ def _section(known: Sequence[str] | None = None) -> Check:
     return check
 
 
+def _loss(name: str, value: Any) -> Any:
+    """Settings of the loss; of a recipe of an earlier version, in which the share 200 % is 2.0."""
+    def translated(k: Any) -> Any:
+        return [translated(each) for each in k] if isinstance(k, list) else (
+            f'{100 * k:.12g}%' if isinstance(k, float) else k)
+    loss = _section(LossConfig.names())(name, value)
+    return loss if not loss or 'steps' not in loss else {**loss, 'steps': translated(loss['steps'])}
+
+
 def _name(name: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{name} must be a timm model's name; got {value!r}. In quotes, YAML takes it for text.")
@@ -61,14 +71,15 @@ def _parts(name: str, value: Any) -> tuple[str, ...]:
 def _stages(name: str, value: Any) -> tuple['Stage', ...]:
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError(f'{name} must be a list of at least one stage, such as [{{task: trajectory}}].')
-    found = []
-    for i, given in enumerate(value):
-        keywords = given if isinstance(given, Stage) else _section(Stage.names())(f'{name}.{i}', given) or {}
+    stages = []
+    for i, stage in enumerate(value):
         try:
-            found.append(keywords if isinstance(keywords, Stage) else Stage(**keywords))
+            stages.append(stage if isinstance(stage, Stage) else Stage(
+                **_section(Stage.names())(f'{name}.{i}', stage) or {}))
         except ValueError as e:
-            raise ValueError(f"{name}.{i}{'.' if str(e)[0].islower() else ': '}{e}") from None
-    return tuple(found)
+            at = '' if str(e).startswith(f'{name}.{i}') else f"{name}.{i}{'.' if str(e)[0].islower() else ': '}"
+            raise ValueError(f'{at}{e}') from None
+    return tuple(stages)
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,11 +92,14 @@ class Stage(Settings):
         train: Names, from PARTS, of the parts of the model that learn; the others are frozen.
         loss: Keywords of TrajectoryDistillationTask; they override the recipe's.
         fit: Keywords of `fit`; they override the recipe's.
+        scale_lr: Multiply lr by min(1, 3 * loss), with the loss of the first stage before training: a student that has
+            little to learn learns slowly, and one that has nothing to learn is left as it is.
     """
     task: str = setting('trajectory', one_of(TASKS))
     train: tuple[str, ...] = setting(('all',), _parts)
-    loss: dict[str, Any] | None = setting(None, _section(LossConfig.names()))
+    loss: dict[str, Any] | None = setting(None, _loss)
     fit: dict[str, Any] | None = setting(None, _section(FIT))
+    scale_lr: bool = setting(False, flag)
 
     def _check(self) -> None:
         if self.task != 'trajectory' and self.loss:
@@ -104,8 +118,10 @@ class Recipe(Settings):
         data: Settings of the data; see DataConfig.
         loss: Keywords of TrajectoryDistillationTask for all stages.
         fit: Keywords of `fit` for all stages.
-        stages: The stages, in order; each starts from the last weights of the previous one. One with 0 epochs is left
-            out.
+        stages: The stages, in order, all in epochs or all in minutes; each starts from the last weights of the previous
+            one. In a file, one with 0 epochs is left out.
+        adapt: Leave out what the student cannot do: a stepwise stage if its steps do not end at the teacher's layers,
+            patch_drop, other numbers of steps; and weight_decay where blocks depend on time.
         grad_checkpointing: Recompute activations in the backward pass, step by step.
         seed: Seed of the run.
 
@@ -116,13 +132,14 @@ class Recipe(Settings):
         >>> recipe = Recipe.load('low_rank', ['ode.rank=8', 'stages.1.fit.epochs=20'])
         >>> print(recipe.to_yaml())
     """
-    ode: dict[str, Any] | None = setting(None, _section(OdeConfig.names()))
+    ode: dict[str, Any] | None = setting(None, _section([*OdeConfig.names(), *GONE]))
     model: str | None = setting(None, _name)
     model_args: dict[str, Any] | None = setting(None, _section())
     data: dict[str, Any] | None = setting(None, _section(DataConfig.names()))
-    loss: dict[str, Any] | None = setting(None, _section(LossConfig.names()))
+    loss: dict[str, Any] | None = setting(None, _loss)
     fit: dict[str, Any] | None = setting(None, _section(FIT))
     stages: tuple[Stage, ...] = setting((), _stages)
+    adapt: bool = setting(False, flag)
     grad_checkpointing: bool = setting(False, flag)
     seed: int = setting(0, integer(0))
 
@@ -133,27 +150,20 @@ class Recipe(Settings):
             raise ValueError(f'data.{e}') from None
         if self.ode is not None:
             self.config  # noqa: B018 (likewise)
-        used = []
         for i, stage in enumerate(self.stages):
-            epochs = {**(self.fit or {}), **(stage.fit or {})}.get('epochs')
-            if epochs is None:
+            asked = {**(self.fit or {}), **(stage.fit or {})}
+            if asked.get('epochs') is None and asked.get('minutes') is None:
                 raise ValueError(
                     f"stages.{i}.fit.epochs is missing. Give the number of epochs here or in the recipe's fit.")
-            if epochs == 0 and type(epochs) is int:
-                continue
-            used.append(stage)
             try:
-                compiled = self.fit_of(stage).compile
-                if stage.task == 'trajectory' and self.loss_of(stage).patch_drop and compiled:
+                if stage.task == 'trajectory' and self.loss_of(stage).patch_drop and self.fit_of(stage).compile:
                     raise ValueError(COMPILED)
+                if (self.fit_of(stage).epochs is None) != (self.fit_of(self.stages[0]).epochs is None):
+                    raise ValueError('All stages need epochs, or all minutes.')
             except ValueError as e:
                 raise ValueError(f'stages.{i}: {e}') from None
-        if not used:
-            raise ValueError('All stages have 0 epochs, so there is nothing to train. Set fit.epochs to at least 1 in '
-                             'one of them.')
         if self.loss and all(stage.task != 'trajectory' for stage in self.stages):
             raise ValueError('loss applies only to stages with task trajectory, and there are none. Leave it out.')
-        object.__setattr__(self, 'stages', tuple(used))
 
     @property
     def batches(self) -> DataConfig:
@@ -163,7 +173,7 @@ class Recipe(Settings):
     @property
     def config(self) -> OdeConfig:
         """The settings of the conversion."""
-        return OdeConfig(**(self.ode or {}))
+        return OdeConfig.from_args(self.ode or {}, 'ode', prefix='')
 
     def loss_of(self, stage: Stage) -> LossConfig:
         """The loss settings of a stage: the recipe's, overridden by its own."""
@@ -193,15 +203,6 @@ class Recipe(Settings):
         stages = tuple(replace(stage, loss=counted(stage.loss)) for stage in self.stages)
         return replace(self, loss=counted(self.loss), stages=stages)
 
-    def with_epochs(self, epochs: Sequence[float]) -> 'Recipe':
-        """The recipe with other numbers of epochs, at least 1, of which as large a share warms up."""
-        stages = list(self.stages)
-        for i, (stage, count) in enumerate(zip(stages, epochs, strict=False)):
-            fit, n = self.fit_of(stage), max(1, int(count))
-            warmup = {'warmup_epochs': fit.warmup_epochs * n / fit.epochs} if fit.warmup_epochs else {}
-            stages[i] = replace(stage, fit={**(stage.fit or {}), 'epochs': n, **warmup})
-        return replace(self, stages=tuple(stages))
-
     @classmethod
     def load(cls, name: str | Path, changes: Sequence[str] = ()) -> 'Recipe':
         """Read a recipe.
@@ -221,41 +222,28 @@ class Recipe(Settings):
             known = builtin_recipes()
             raise ValueError(f"There is no recipe '{name}'. {suggest(str(name), known)}Give a .yaml file, or one of: "
                              f"{', '.join(known)}.")
-        with open(path, 'rb') as f:
-            return cls.from_dict(_parse(f.read(LONGEST + 1), str(name)), changes, str(name))
+        return cls.from_dict(read(path, str(name)), changes, str(name))
 
     @classmethod
     def from_dict(cls, tree: Any, changes: Sequence[str] = (), name: str = 'recipe') -> 'Recipe':
         """A recipe from the contents of a YAML file; see `load`."""
         tree = _section()(name, tree) or {}
         for change in changes:
-            key, equals, text = change.partition('=')
-            shown = change if len(change) <= 100 else f'{change[:100]} ...'
-            path = key.strip().split('.')
-            if not equals:
-                raise ValueError(f"Expected a change to a recipe, such as fit.lr=1e-3; got '{shown}'.")
-            if len(path) > DEEPEST:
-                raise ValueError(f"'{shown}' has {len(path)} levels, but a recipe has at most {DEEPEST}.")
-            _set(tree, path, _parse(text, shown), shown)
+            change_entry(tree, change)
         tree = _section(cls.names())(name, tree)
         try:
-            recipe = cls(**tree)
+            stages = dict(enumerate(_stages('stages', tree.get('stages'))))
+            fit = _section(FIT)('fit', tree.get('fit')) or {}
+            epochs = {i: {**fit, **(stage.fit or {})}.get('epochs') for i, stage in stages.items()}
+            used = {i: stage for i, stage in stages.items() if epochs[i] != 0 or epochs[i] is False}
+            if not used:
+                raise ValueError('All stages have 0 epochs, so there is nothing to train. Set fit.epochs to at least '
+                                 '1 in one of them.')
+            for change in changes:
+                _check_effect(change, tree, used)
+            return cls(**{**tree, 'stages': tuple(used.values())})
         except (TypeError, ValueError) as e:
             raise ValueError(f'{name}: {e}') from None
-        kept = [i for i, given in enumerate(tree['stages'])  # stages of 0 epochs are gone
-                if {**(recipe.fit or {}), **((given or {}).get('fit') or {})}['epochs'] != 0]
-        for change in changes:
-            section, _, key = change.partition('=')[0].strip().partition('.')
-            if section in ('fit', 'loss') and key in (getattr(recipe, section) or {}):
-                users = {i: stage for i, stage in zip(kept, recipe.stages, strict=True)
-                         if section == 'fit' or stage.task == 'trajectory'}
-                if not users:
-                    raise ValueError(f"'{change}' has no effect, because all stages with task trajectory have 0 epochs."
-                                     ' Leave it out.')
-                if all(key in (getattr(stage, section) or {}) for stage in users.values()):
-                    own = ', '.join(f'stages.{i}.{section}.{key}' for i in users)
-                    raise ValueError(f"'{change}' has no effect, because each stage sets its own {key}. Change {own}.")
-        return recipe
 
     def to_yaml(self) -> str:
         """The recipe as YAML, without default values."""
@@ -270,66 +258,21 @@ def builtin_recipes() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob('*.yaml'))
 
 
-def _set(tree: Any, path: list[str], value: Any, change: str) -> None:
-    """Set the entry at a path of keys and indices; None removes it."""
-    for name, below in zip(path, [*path[1:], None], strict=True):
-        if isinstance(tree, list) and (not name.isdigit() or int(name) >= len(tree)):
-            raise ValueError(f"'{change}': there is no entry '{name}'; the entries are 0 to {len(tree) - 1}.")
-        if not isinstance(tree, (dict, list)):
-            raise ValueError(f"'{change}': '{name}' is not a key, because the entry before it is a single value.")
-        key: Any = int(name) if isinstance(tree, list) else name
-        if below is not None:
-            if isinstance(tree, dict) and tree.get(key) is None:
-                tree[key] = {}
-            tree = tree[key]
-        elif value is None and isinstance(tree, dict):
-            tree.pop(key, None)
-        else:
-            tree[key] = value
+def _check_effect(change: str, tree: dict[str, Any], stages: dict[int, Stage]) -> None:
+    """Refuse a change of the recipe's fit or loss that no stage would use."""
+    section, _, key = change.partition('=')[0].strip().partition('.')
+    if section not in ('fit', 'loss') or key not in (tree.get(section) or {}):
+        return
+    users = {i: stage for i, stage in stages.items() if section == 'fit' or stage.task == 'trajectory'}
+    if not users:
+        raise ValueError(f"'{change}' has no effect, because all stages with task trajectory have 0 epochs. Leave it "
+                         'out.')
+    if all(key in (getattr(stage, section) or {}) for stage in users.values()):
+        own = ', '.join(f'stages.{i}.{section}.{key}' for i in users)
+        raise ValueError(f"'{change}' has no effect, because each stage sets its own {key}. Change {own}.")
 
 
 def _plain(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {k: _plain(v) for k, v in tree.items()}
     return [_plain(v) for v in tree] if isinstance(tree, (list, tuple)) else tree
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses aliases, deep nesting and repeated keys; reads 1e-3 as a number, as YAML 1.2 does."""
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
-        self.depth += 1
-        if isinstance(event, yaml.AliasEvent) or self.depth > DEEPEST:
-            what = f'more than {DEEPEST} levels' if self.depth > DEEPEST else f'the alias *{event.anchor}'
-            raise yaml.MarkedYAMLError(problem=f'it has {what}, which no recipe needs', problem_mark=event.start_mark)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        found = super().construct_mapping(node, deep)
-        if len(found) < len(node.value):
-            keys = [key.value for key, _ in node.value]
-            twice = next((key for i, key in enumerate(keys) if key in keys[:i]), keys[-1])
-            raise yaml.MarkedYAMLError(problem=f"it has the key '{twice}' twice", problem_mark=node.start_mark)
-        return found
-
-
-_Loader.add_implicit_resolver(
-    'tag:yaml.org,2002:float', re.compile(r'[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+'), list('-+.0123456789'))
-
-
-def _parse(text: str | bytes, name: str) -> Any:
-    """Parse YAML, whatever it holds, within seconds and with a few times its size in memory."""
-    if len(text) > LONGEST:
-        raise ValueError(f"'{name}' has more than {LONGEST:,} characters, so it is not a recipe.")
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as e:
-        found = ', '.join(filter(None, (e.context, e.problem)))
-        found += f' (line {e.problem_mark.line + 1}).' if e.problem_mark else '.'
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as e:  # PyYAML's, for values such as 2001-13-32
-        found = one_line(e)
-    raise ValueError(f"'{name}' is not valid YAML: {found}")

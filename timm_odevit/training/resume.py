@@ -1,34 +1,25 @@
-"""Resuming: what a run keeps after each epoch, and what must be the same when it continues."""
+"""The files of a run: what it keeps after each epoch, what it plans, and what must be the same when it continues."""
 import hashlib
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from timm.task import TrainingTask
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..data.arrays import ArrayLoader
-from ..files import staged
+from ..distributed import rank_and_world
+from ..files import staged, to_json, write_text
 from .config import FitConfig
-from .loaders import loader_chain
-from .recipe import Recipe
 
-__all__ = [
-    'BEST', 'HISTORY', 'LAST', 'RECIPE', 'RUN', 'START', 'check_about', 'check_recipe', 'check_unused', 'hash_of',
-    'hash_of_data', 'load_state', 'models_of', 'read_state', 'save_state', 'settings_to_resume',
-]
+__all__ = ['BEST', 'HISTORY', 'LAST', 'RECIPE', 'RUN', 'START', 'Plan', 'check_about', 'check_unused', 'hash_of',
+           'load_state', 'models_of', 'read_run', 'read_state', 'save_state', 'settings_to_resume']
 
-LAST = 'last.pt'
-BEST = 'best'
-START = 'start'
-HISTORY = 'history.json'
-RECIPE = 'recipe.yaml'
-RUN = 'run.json'
+LAST, BEST, START, HISTORY, RECIPE, RUN = 'last.pt', 'best', 'start', 'history.json', 'recipe.yaml', 'run.json'
 
 
 def models_of(task: TrainingTask) -> dict[str, nn.Module]:
@@ -39,14 +30,14 @@ def models_of(task: TrainingTask) -> dict[str, nn.Module]:
     return {name: unwrap_model(model) for name, model in models.items()}
 
 
-def save_state(path: Path, task: TrainingTask, optimizer, scaler, history, settings) -> None:
+def save_state(path: Path, task: TrainingTask, optimizer: Any, scaler: Any, **more: Any) -> None:
     state: dict[str, Any] = {name: module.state_dict() for name, module in models_of(task).items()}
-    state.update(optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), history=history, settings=settings)
+    state.update(optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), **more)
     with staged(path.parent, path.name) as aside:
         torch.save(state, aside / path.name)
 
 
-def read_state(path: Path, device: torch.device, settings: dict[str, Any], epochs: int) -> dict[str, Any]:
+def read_state(path: Path, device: torch.device, settings: dict[str, Any]) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location=device, weights_only=True)
     except Exception as e:
@@ -60,13 +51,10 @@ def read_state(path: Path, device: torch.device, settings: dict[str, Any], epoch
         theirs, ours = (', '.join(f'{name}={of[name]!r}' for name in other) for of in (before, settings))
         raise ValueError(f"'{path}' was made with {theirs}, but this run has {ours}. Resume with the settings of the "
                          'first run, or give another folder.')
-    if len(state['history']) > epochs:
-        raise ValueError(f"'{path.parent}' already has {len(state['history'])} epochs, but epochs={epochs}. Give more "
-                         'epochs, or another folder.')
     return state
 
 
-def load_state(state: dict[str, Any], path: str, models: dict[str, nn.Module], optimizer, scaler) -> None:
+def load_state(state: dict[str, Any], path: str, models: dict[str, nn.Module], optimizer: Any, scaler: Any) -> None:
     for name, module in models.items():  # all before any is changed
         now, then = ({key: list(value.shape) for key, value in of.items()} for of in (module.state_dict(), state[name]))
         other = next((key for key in (*now, *then) if now.get(key) != then.get(key)), None)
@@ -84,9 +72,9 @@ def load_state(state: dict[str, Any], path: str, models: dict[str, nn.Module], o
 
 def settings_to_resume(config: FitConfig, train_loader: Any, updates: int) -> dict[str, Any]:
     """What must be the same when a run is resumed."""
-    sizes = [part.batch_size for part in loader_chain(train_loader) if type(getattr(part, 'batch_size', None)) is int]
+    size = getattr(train_loader, 'batch_size', None)
     settings = {key: value for key, value in asdict(config).items() if key not in ('epochs', 'compile')}
-    return {**settings, 'batch_size': sizes[0] if sizes else None, 'updates_per_epoch': updates}
+    return {**settings, 'batch_size': size if type(size) is int else None, 'updates_per_epoch': updates}
 
 
 def check_unused(folder: Path, resume: bool, *files: Path) -> None:
@@ -95,32 +83,73 @@ def check_unused(folder: Path, resume: bool, *files: Path) -> None:
         raise ValueError(f"'{folder}' already holds a run. Pass resume=True to continue it, or give another folder.")
 
 
-def check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
-    """Refuse a folder with another run."""
-    check_unused(folder, resume, folder / RECIPE)
-    if not (folder / RECIPE).exists():
-        return
-    then, now = ({'stages': len(of.stages), **_flat(yaml.safe_load(of.to_yaml()))}
-                 for of in (Recipe.load(folder / RECIPE), recipe))
-    may_grow = (f'stages.{len(recipe.stages) - 1}.fit.epochs', 'fit.epochs' if len(recipe.stages) == 1 else '')
-    other = [f'{key} was {then.get(key, "unset")} and is {now.get(key, "unset")}'
-             for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key) and key not in may_grow]
-    if other:
-        raise ValueError(f"'{folder / RECIPE}' is a different recipe: {'; '.join(other)}. Resume with that, or give "
-                         'another folder.')
+class Plan:
+    """What a run of several stages has planned; kept in its run.json, if it has a folder.
+
+    Attributes:
+        about: What must be the same when the run is resumed, and the command that started it.
+        lr_scale: Factor on the learning rates of stages that ask for one; None before it is measured.
+        start: What was measured of the student before training; None before.
+        minutes: Minutes of each stage that has begun.
+        spent: Minutes that each stage that has ended took.
+    """
+
+    def __init__(self, folder: Path | None = None, about: dict[str, Any] | None = None) -> None:
+        self.folder, self.about, self.began = folder, about or {}, time.perf_counter()
+        stored = {} if folder is None else read_run(folder).get('plan') or {}
+        try:
+            self.lr_scale: float | None = None if stored.get('lr_scale') is None else float(stored['lr_scale'])
+            self.start: Any = None if stored.get('start') is None else dict(stored['start'])
+            self.minutes, self.spent = (list(map(float, stored.get(name, []))) for name in ('minutes', 'spent'))
+        except (AttributeError, TypeError, ValueError) as e:
+            raise _damaged(folder) from e
+        self.resumed = len(self.minutes)
+
+    def minutes_of(self, i: int, minutes: float, shares: Sequence[float]) -> float:
+        """Minutes of a stage: its share of those that are left when it begins."""
+        if i == len(self.minutes):
+            left = minutes - sum(self.spent) - (time.perf_counter() - self.began) / 60
+            self.minutes.append(max(1e-6, left * shares[i] / sum(shares[i:])))
+            self.write()
+        return self.minutes[i]
+
+    def end(self, i: int) -> None:
+        """Note what a stage took; of one that an earlier process began, at least what was planned."""
+        if i == len(self.spent):
+            taken = (time.perf_counter() - self.began) / 60
+            self.spent.append(max(taken, self.minutes[i]) if i < self.resumed else taken)
+            self.write()
+        self.began = time.perf_counter()
+
+    def write(self) -> None:
+        if self.folder is not None and rank_and_world()[0] == 0:
+            plan = {name: getattr(self, name) for name in ('lr_scale', 'start', 'minutes', 'spent')}
+            write_text(self.folder / RUN, to_json({**self.about, 'plan': plan}))
 
 
-def _flat(tree: Any, at: str = '') -> dict[str, Any]:
-    """A tree of dicts and lists as one dict, with keys such as stages.0.fit.lr."""
-    if not isinstance(tree, (dict, list)):
-        return {at: tree}
-    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    return {k: v for key, entry in pairs for k, v in _flat(entry, f'{at}.{key}'.lstrip('.')).items()}
+def read_run(folder: Path) -> dict[str, Any]:
+    """What a folder's run.json holds; nothing if it has none.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    try:
+        run = json.loads((folder / RUN).read_text(encoding='utf-8')) if (folder / RUN).exists() else {}
+    except ValueError as e:
+        raise _damaged(folder) from e
+    if not isinstance(run, dict):
+        raise _damaged(folder)
+    return run
+
+
+def _damaged(folder: Any) -> ValueError:
+    return ValueError(f"'{Path(folder) / RUN}' is damaged, so the run in this folder cannot be resumed. Put the file "
+                      'back as it was, or start again in another folder.')
 
 
 def check_about(folder: Path, about: dict[str, Any]) -> None:
-    """Refuse to resume with different data or models."""
-    before = json.loads((folder / RUN).read_text()) if (folder / RUN).exists() else about
+    """Refuse to resume with different data, models or settings."""
+    before = read_run(folder) or about
     for name, value in about.items():
         if before.get(name) != value:
             what = f"'{folder}' was made with {name} {before.get(name)}, but this run has {value}"
@@ -134,17 +163,4 @@ def hash_of(tensors: Iterable[Tensor]) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def hash_of_data(*loaders: Any) -> str:
-    """SHA-256 of the images and labels in memory, or of the names and labels of the files."""
-    found = hashlib.sha256()
-    for loader in loaders:
-        plain = loader_chain(loader)[-1]
-        if isinstance(plain, ArrayLoader):
-            found.update(hash_of([plain.images, plain.labels]).encode())
-        else:
-            files = [[*Path(path).parts[-2:], label] for path, label in plain.dataset.reader.samples]
-            found.update(json.dumps(files).encode())
     return found.hexdigest()

@@ -60,9 +60,7 @@ class StudentTask(TrainingTask):
 class StepwiseTask(StudentTask):
     """Teach each solver step on its own: from the teacher's state at its start to the teacher's state at its end.
 
-    Nothing is unrolled, so the error of one step does not reach the next, and no gradient passes through more than one
-    step. Between two layers, the teacher's state is interpolated linearly in t. Works for every model that `convert_`
-    accepts.
+    No error reaches the next step. Between two layers, the teacher's state is interpolated linearly in t.
 
     Args:
         student: Converted model.
@@ -102,15 +100,10 @@ class StepwiseTask(StudentTask):
         self.trainable_module: Any = StepwisePass(student)
 
     def forward(self, input: Tensor, target: Any = None) -> dict[str, Tensor]:
-        """Compute the loss of one batch.
+        """Of images [B, C, H, W]: 'loss', and 'output', the teacher's logits [B, classes].
 
-        Args:
-            input: Images [B, C, H, W], normalised for the student.
-            target: Ignored.
-
-        Returns:
-            'loss', the squared error of a step relative to the squared distance that the teacher moves in that time,
-            averaged over the steps (dimensionless, 1 for a step that does nothing), and 'output', the teacher's logits.
+        The loss is the squared error of a step relative to the squared distance that the teacher moves in that time,
+        averaged over the steps: dimensionless, 1 for a step that does nothing.
         """
         with torch.no_grad(), watch_blocks(self.stages) as seen:
             output = self.teacher(self.for_teacher(input))
@@ -168,7 +161,6 @@ class TrajectoryDistillationTask(StudentTask):
     ) -> None:
         config = LossConfig.from_keywords(config, settings, 'TrajectoryDistillationTask')
         matching.check_student(student)
-        host: Any = student
         device = device or next(student.parameters()).device
         if teacher is not None:
             matching.check_models(student, teacher)
@@ -181,7 +173,7 @@ class TrajectoryDistillationTask(StudentTask):
                 teacher, config, (for_teacher(images.to(device)) for images in batches))
         super().__init__(device=device, verbose=verbose)
         self.config, self.weights, self.stages = config, config.weights, stages
-        self.embedding = config.embedding or host.num_classes == 0
+        self.embedding = config.embedding or student.num_classes == 0
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
         self.for_teacher: Any = for_teacher
         self.teacher = teacher if teacher is None else teacher.requires_grad_(False).eval()
@@ -192,10 +184,7 @@ class TrajectoryDistillationTask(StudentTask):
         self.update, self.seed = 0, 0
 
     def begin_update(self, update: int, seed: int = 0) -> None:
-        """Set the number of the next update, counted from 0, and the seed; from both, numbers of steps are drawn.
-
-        They must be the same in all processes. Without this call, training passes count as updates.
-        """
+        """Set the number of the next update and the seed, from which all processes draw the same numbers of steps."""
         self.update, self.seed = update, seed
 
     def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
@@ -207,20 +196,20 @@ class TrajectoryDistillationTask(StudentTask):
 
         Returns:
             'loss', 'output' (the student's logits [B, classes] or embeddings [B, E]), and the parts of the loss before
-            weighting: 'trajectory_loss', 'kd_loss' and 'task_loss' wherever they can be computed, even with weight 0;
-            'jasmin_loss' and 'exit_loss' if their weight is above 0; and 'consistency_loss' if an update runs several
-            numbers of steps. All others are then averaged over these, and 'output' is that of the first.
+            weighting, such as 'trajectory_loss'; those that cost nothing also with weight 0. If an update runs several
+            numbers of steps, parts are averaged over them, and 'output' is that of the first.
         """
         students = self._students_of_update()
         with self._patches_of_update(students[0]):
             wanted, states = self._teach(input)
-            pairs = [self._pairs(student) for student in students]
+            pairs = [[stage.pairs(ode) for stage, ode in zip(self.stages, find_ode_blocks(student), strict=False)]
+                     for student in students]  # by stage, the times at which it is compared, and the steps ending there
             passes = self.trainable_module(students, input, [[[k for _, k in each] for each in of] for of in pairs])
         output = passes[0][0]
-        found = [self._parts(student, of, states, wanted, target, result)
-                 for student, of, result in zip(students, pairs, passes, strict=True)]
-        names = dict.fromkeys(name for of in found for name in of)  # a pass of one step has no exits
-        parts = {name: torch.stack([of[name] for of in found if name in of]).mean() for name in names}
+        each_parts = [self._parts(student, of, states, wanted, target, result)
+                      for student, of, result in zip(students, pairs, passes, strict=True)]
+        names = dict.fromkeys(name for of in each_parts for name in of)  # a pass of one step has no exits
+        parts = {name: torch.stack([of[name] for of in each_parts if name in of]).mean() for name in names}
         if len(passes) > 1:
             parts['consistency'] = torch.stack([self._distance(out, output.detach()) for out, *_ in passes[1:]]).mean()
         parts = {name: part if self.weights[name] > 0 else part.detach() for name, part in parts.items()}
@@ -241,10 +230,6 @@ class TrajectoryDistillationTask(StudentTask):
         # made anew, in half a millisecond, so that it has the student's present mode, checkpointing and image size
         return [student if steps == own else with_steps(student, steps) for steps in self.drawn]
 
-    def _pairs(self, student: Any) -> list[list[tuple[float, int]]]:
-        """For each stage, the times at which a student is compared, and the indices of the steps that end there."""
-        return [stage.pairs(ode) for stage, ode in zip(self.stages, find_ode_blocks(student), strict=False)]
-
     def _parts(
             self, student: Any, pairs: list[list[tuple[float, int]]], states: list[list[Tensor]],
             wanted: Tensor | None, target: Any, result: tuple[Tensor, list[Tensor], Tensor | None, list[Tensor]],
@@ -253,8 +238,12 @@ class TrajectoryDistillationTask(StudentTask):
         output, reached, jasmin, early = result
         targets = [stage.target(ode, path, t) for stage, ode, path, each in zip(
             self.stages, find_ode_blocks(student), states, pairs, strict=False) for t, _ in each]
+        prefix = prefix_tokens(student) if matching.is_one_sequence(student) else 0
+        has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
+        weights = self.config.cls_weight, self.config.register_weight, self.config.patch_weight
         parts = {
-            'trajectory': self._trajectory_loss(student, reached, targets) if targets else None,
+            'trajectory': torch.stack([trajectory_loss(ours, theirs, prefix, has_cls, weights) for ours, theirs in zip(
+                reached, targets, strict=True)]).mean() if targets else None,
             'jasmin': jasmin,
             **self._output_losses(output, wanted, target),
             'exit': self._exit_loss(early, wanted, target),
@@ -279,19 +268,12 @@ class TrajectoryDistillationTask(StudentTask):
         with watch_blocks([stage.blocks for stage in self.stages]) as seen:
             return self.teacher(self.for_teacher(input)), [states for states, _ in seen]
 
-    def _trajectory_loss(self, student: Any, reached: list[Tensor], targets: list[Tensor]) -> Tensor:
-        prefix = prefix_tokens(student) if matching.is_one_sequence(student) else 0
-        has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
-        return torch.stack([trajectory_loss(ours, theirs, prefix, has_cls, self.config.token_weights)
-                            for ours, theirs in zip(reached, targets, strict=True)]).mean()
-
     def _output_losses(self, output: Tensor, wanted: Tensor | None, target: Any) -> dict[str, Tensor | None]:
         """The distances of logits or embeddings from the teacher's (kd) and from the labels (task)."""
         return {'kd': None if wanted is None else self._distance(output, wanted),
                 'task': None if target is None or self.embedding else self.criterion(output, target)}
 
     def _distance(self, output: Tensor, wanted: Tensor) -> Tensor:
-        """How far logits or embeddings are from those wanted."""
         return embedding_loss(output, wanted) if self.embedding else logit_loss(
             output, wanted, self.config.kd_temperature)
 

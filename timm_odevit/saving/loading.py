@@ -1,33 +1,32 @@
 """Find, download and check the weights of a saved model; check what its config.json, maybe a stranger's, asks for."""
-import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from timm.models import PretrainedCfg
 from torch import nn
 
-from .ode.config import PREFIX
-from .settings import one_line, printable, shown
+from ..ode.config import LARGEST_STEPS, PREFIX
+from ..settings import one_line, printable, shown
 
 __all__ = ['CONFIG', 'WEIGHTS', 'check_args', 'check_size', 'saved_in', 'weights_file']
 
 CONFIG, WEIGHTS = 'config.json', 'model.safetensors'
 # no timm model comes near these; numbers of any other name are at most _LARGEST_NUMBER
-_LARGEST = {'depth': 256, 'depths': 64, 'num_blocks': 256, 'layers': 256, f'{PREFIX}steps': 10_000,
+_LARGEST = {'depth': 256, 'depths': 64, 'num_blocks': 256, 'layers': 256, f'{PREFIX}steps': LARGEST_STEPS,
             f'{PREFIX}phases': 256, 'num_classes': 10_000_000}
 _LARGEST_NUMBER = 100_000
 _LARGEST_MODEL = 2 ** 31  # numbers in all tensors together
 _DEEPEST = 10  # lists and dicts inside of one another
 
 
-def _numbers(values: Any, least: float, most: float, kinds: tuple[type, ...] = (int, float)) -> bool:
+def _numbers(values: Any, least: float, most: float, *kinds: type) -> bool:
     return isinstance(values, (list, tuple)) and len(values) > 0 and all(
         type(value) in kinds and least <= value <= most for value in values)  # NaN is not
 
@@ -39,35 +38,24 @@ def _texts(values: Any, *kinds: type) -> bool:
         isinstance(value, int) or (isinstance(value, str) and printable(value)) for value in each)
 
 
-_INTERPOLATIONS = ('bicubic', 'bilinear', 'nearest', 'lanczos', 'box', 'hamming', 'random')
-_CROP_MODES = ('center', 'squash', 'border', 'random')
-_TEXT: Any = (lambda v: _texts(v, str), 'text')
-_TEXTS: Any = (lambda v: _texts(v, str, list, tuple), 'text, or a list of texts')
 # what an entry of pretrained_cfg must be; None is allowed, too
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    'input_size': (lambda v: _numbers(v, 1, _LARGEST_NUMBER, (int,)) and len(v) == 3,
+    'input_size': (lambda v: _numbers(v, 1, _LARGEST_NUMBER, int) and len(v) == 3,
                    f'three sizes from 1 to {_LARGEST_NUMBER:,}'),
-    'fixed_input_size': (lambda v: isinstance(v, bool), 'true or false'),
-    'pool_size': (lambda v: _numbers(v, 1, _LARGEST_NUMBER, (int,)), f'sizes from 1 to {_LARGEST_NUMBER:,}'),
-    'mean': (lambda v: _numbers(v, -_LARGEST_NUMBER, _LARGEST_NUMBER), 'a number for each channel'),
-    'std': (lambda v: _numbers(v, 1e-9, _LARGEST_NUMBER), 'a number above 0 for each channel'),
-    'crop_pct': (lambda v: _numbers([v], 0.1, 2), 'a number from 0.1 to 2'),
-    'interpolation': (lambda v: v in _INTERPOLATIONS, ', '.join(_INTERPOLATIONS)),
-    'crop_mode': (lambda v: v in _CROP_MODES, ', '.join(_CROP_MODES)),
-    'num_classes': (lambda v: _numbers([v], -1, _LARGEST['num_classes'], (int,)), 'a number of classes'),
-    'label_offset': (lambda v: _numbers([v], 0, _LARGEST['num_classes'], (int,)), 'a number of classes'),
+    'mean': (lambda v: _numbers(v, -_LARGEST_NUMBER, _LARGEST_NUMBER, int, float), 'a number for each channel'),
+    'std': (lambda v: _numbers(v, 1e-9, _LARGEST_NUMBER, int, float), 'a number above 0 for each channel'),
+    'crop_pct': (lambda v: _numbers([v], 0.1, 2, int, float), 'a number from 0.1 to 2'),
+    'num_classes': (lambda v: _numbers([v], -1, _LARGEST['num_classes'], int), 'a number of classes'),
     'label_names': (lambda v: _texts(v, list, tuple, dict), 'a name for each class'),
     'label_descriptions': (lambda v: _texts(v, dict), 'a text for each class'),
-    **dict.fromkeys(('architecture', 'description', 'license', 'origin_url', 'paper_name', 'tag'), _TEXT),
-    **dict.fromkeys(('classifier', 'first_conv', 'notes', 'paper_ids'), _TEXTS),
 }
+_ANY: Any = (lambda v: isinstance(v, (int, float)) or _texts(v, str, list, tuple), 'text, a number, or a list of them')
 _ABOUT_FILES = ('url', 'state_dict', 'hf_hub_filename', 'custom_load')
-# keywords that choose files, or how a model is made: only the caller may give them
-_CALLER = (
-    'build', 'cache_dir', 'checkpoint_path', 'device', 'dtype', 'exportable', 'feature_cfg', 'feature_cls',
-    'features_only', 'file', 'kwargs_filter', 'named', 'no_jit', 'out_indices', 'out_times', 'pretrained',
-    'pretrained_cfg', 'pretrained_cfg_overlay', 'pretrained_filter_fn', 'pretrained_model_args', 'pretrained_strict',
-    'pruned', 'scriptable', 'state_dict', 'url', 'variant')
+# keywords that choose files, or how they are read: only the caller may give them
+_CALLER = ('cache_dir', 'checkpoint_path', 'file', 'kwargs_filter', 'pretrained', 'pretrained_cfg',
+           'pretrained_cfg_overlay', 'pretrained_filter_fn', 'pretrained_model_args', 'pretrained_strict', 'state_dict',
+           'url')
+_SAVE = 'Save the model with timm_odevit.save_pretrained(model, folder).'
 
 
 def saved_in(cfg: str | dict[str, Any] | PretrainedCfg | None) -> str:
@@ -78,16 +66,10 @@ def saved_in(cfg: str | dict[str, Any] | PretrainedCfg | None) -> str:
 
 
 def weights_file(cfg: dict[str, Any], cache_dir: str | Path | None = None) -> str | None:
-    """Return the file with a model's weights, downloaded if necessary and checked for damage.
+    """Return the safetensors file with a model's weights, downloaded if necessary: reading a pickle can run code.
 
-    Only safetensors are read from a saved folder or from the Hub: reading a pickle can run code.
-
-    Args:
-        cfg: The model's pretrained_cfg; source 'local-dir' or 'hf-hub' decides, or else file, or else hf_hub_id.
-        cache_dir: Folder for downloads instead of the Hub's own cache.
-
-    Returns:
-        Path of the file; None if timm finds the weights itself (`state_dict`, a file or a URL that the caller gave).
+    Its pretrained_cfg says where: source 'local-dir' or 'hf-hub', or else file, or else hf_hub_id. None if timm finds
+    the weights itself (`state_dict`, a file or a URL that the caller gave).
 
     Raises:
         ValueError: There is no model.safetensors, or it is damaged.
@@ -98,53 +80,37 @@ def weights_file(cfg: dict[str, Any], cache_dir: str | Path | None = None) -> st
     if source == 'local-dir':
         path = Path(str(file)) / name
         if not path.is_file():
-            raise ValueError(f"'{file}' holds no {name}. {_no_pickle(Path(str(file)).glob('*'))}")
-        _check_weights(path)
-        return str(path)
-    if source != 'hf-hub' and (cfg.get('state_dict') or file):
-        if file and str(file).endswith('.safetensors'):
+            pickles = sorted(p.name for p in path.parent.glob('*') if p.suffix in ('.bin', '.pth', '.pt', '.pkl'))
+            why = f"{', '.join(pickles)} is not read, because reading a pickle can run code. " if pickles else ''
+            raise ValueError(f"'{file}' holds no {name}. {why}{_SAVE}")
+    elif source != 'hf-hub' and (cfg.get('state_dict') or file):
+        if str(file).endswith('.safetensors'):
             _check_weights(Path(str(file)))
         return None
-    if not repo:
+    elif not repo:
         return None
-    if not name.endswith('.safetensors'):
-        raise ValueError(f"'{name}' of {repo} is not read, only .safetensors files are. {_no_pickle([])}")
-    path = _download(str(repo), name, cache_dir)
-    try:
-        _check_weights(path)
-    except ValueError as damage:
-        try:
-            path = _download(str(repo), name, cache_dir, force_download=True)
-        except OSError as e:
-            raise OSError(f'{damage} It could not be downloaded again: {one_line(e)}') from e
-        try:
-            _check_weights(path)
-        except ValueError as e:
-            for file in {path, path.resolve()}:
-                file.unlink()
-            raise ValueError(f'{e} Two downloads from {repo} were damaged; the cached file was removed.') from None
+    elif not name.endswith('.safetensors'):
+        raise ValueError(f"'{name}' of {repo} is not read, only .safetensors files are. {_SAVE}")
+    else:
+        path = _download(str(repo), name, cache_dir)
+    _check_weights(path)
     return str(path)
 
 
-def _download(repo: str, file: str, cache_dir: str | Path | None, **kwargs: Any) -> Path:
+def _download(repo: str, file: str, cache_dir: str | Path | None) -> Path:
     name, _, revision = repo.partition('@')
     try:
-        return Path(hf_hub_download(name, file, revision=revision or None, cache_dir=cache_dir, **kwargs))
+        return Path(hf_hub_download(name, file, revision=revision or None, cache_dir=cache_dir))
     except LocalEntryNotFoundError as e:
         raise OSError(f'{file} of {repo} is not on this machine, and cannot be downloaded: {one_line(e)}') from e
     except EntryNotFoundError:
-        raise ValueError(f'{repo} on the Hub holds no {file}. {_no_pickle([])}') from None
-    except HFValidationError:  # the client's message about a bad name
-        raise
+        raise ValueError(f'{repo} on the Hub holds no {file}. {_SAVE}') from None
     except Exception as e:  # which network errors occur depends on the client's version
         raise OSError(f'{file} of {repo} could not be downloaded: {one_line(e)}') from e
 
 
 def _check_weights(path: Path) -> None:
-    """Raise ValueError for a damaged safetensors file.
-
-    Only its header is read; but for a download, whose name in the cache is its SHA-256 on the Hub, every byte is.
-    """
+    """Raise ValueError for a file whose header is not that of the weights of one model in safetensors."""
     try:
         with safe_open(path, framework='pt') as f:
             others = {'model', 'model_ema', 'state_dict', 'state_dict_ema'}.intersection(f.keys())
@@ -152,14 +118,6 @@ def _check_weights(path: Path) -> None:
         raise ValueError(f"'{path}' is not a valid safetensors file ({one_line(e)}).") from None
     if others:  # timm would look for the weights under such a name
         raise ValueError(f"'{path}' does not hold the weights of a single model: it has a tensor named {others.pop()}.")
-    expected = path.resolve().name
-    if re.fullmatch('[0-9a-f]{64}', expected):
-        found = hashlib.sha256()
-        with open(path, 'rb') as f:
-            while block := f.read(2 ** 24):
-                found.update(block)
-        if found.hexdigest() != expected:
-            raise ValueError(f"'{path}' is damaged: its SHA-256 is {found.hexdigest()}, but on the Hub {expected}.")
 
 
 def check_args(where: str, cfg: dict[str, Any], args: Any) -> None:
@@ -183,19 +141,20 @@ def check_args(where: str, cfg: dict[str, Any], args: Any) -> None:
             raise refused(f'has an unknown entry {shown(name)} in pretrained_cfg')
         if name in _ABOUT_FILES and value:
             raise refused(f"says where the weights are or how to read them ('{name}')")
-        good, expected = _EXPECTED.get(re.sub('^(test|min)_', '', name), (lambda v: True, ''))
+        good, expected = _EXPECTED.get(re.sub('^(test|min)_', '', name), _ANY)
         if (value is not None and not good(value)) or (name == 'num_classes' and value is None):
             raise refused(f'has {name} {shown(value)}; expected {expected}')
     if not isinstance(args, dict) or not isinstance(args.get('base_args') or {}, dict):
         raise refused(f'has {shown(args)} instead of keywords')
     for name, value, depth in _entries(args):
+        most = _LARGEST.get(name, _LARGEST_NUMBER)
+        least = -most if isinstance(value, float) else 0  # no size or count is below 0, but a scale may be
         if depth > _DEEPEST:
             raise refused(f'has lists inside of lists, {depth} deep, in {shown(name)}')
-        largest = _LARGEST.get(name, _LARGEST_NUMBER)
         if name in _CALLER:
             raise refused(f"gives '{name}', which only the caller of timm.create_model may give")
-        if isinstance(value, (int, float)) and not 0 <= value <= largest:  # nor NaN
-            raise refused(f'has {name} {shown(value)}; numbers from 0 to {largest:,} are allowed')
+        if isinstance(value, (int, float)) and not least <= value <= most:  # nor NaN
+            raise refused(f'has {name} {shown(value)}; numbers from {least:,} to {most:,} are allowed')
         if isinstance(value, (list, dict)) and len(value) > 10_000:
             raise refused(f'has {len(value)} entries in {name}')
         if any(isinstance(text, str) and (len(text) > 500 or not text.isprintable()) for text in (name, value)):
@@ -223,11 +182,5 @@ def check_size(model: nn.Module, file: str | None) -> None:
             stored = sum(math.prod(f.get_slice(name).get_shape()) for name in f.keys())
         limit = min(limit, 2 * stored + 10 ** 6)  # some buffers are not stored
     if total > limit:
-        raise ValueError(f'The model has {total:,} numbers in its tensors; at most {limit:,} are allowed for '
-                         'these weights.')
-
-
-def _no_pickle(names: Iterable[Path]) -> str:
-    pickles = sorted(path.name for path in names if path.suffix in ('.bin', '.pth', '.pt', '.pkl', '.ckpt'))
-    found = f"{', '.join(pickles)} is not read, because reading a pickle can run code. " if pickles else ''
-    return f'{found}Save the model with timm_odevit.save_pretrained(model, folder).'
+        raise ValueError(
+            f'The model has {total:,} numbers in its tensors; at most {limit:,} are allowed for these weights.')

@@ -1,8 +1,8 @@
 """export_model: write a model to a file that runs without this package."""
 import copy
 import json
+import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,41 +12,31 @@ import torch
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.func import functional_call
 
 from ._version import __version__
 from .convert.merge import check_not_merged, merge_
-from .data.pictures import class_names, model_name
-from .data.preprocessing import data_config
+from .data.preprocessing import class_names, data_config, model_name
 from .files import staged
 from .ode.blocks import find_ode_blocks
-from .ode.config import WITH_HEAD
-from .settings import flag, one_line, one_of
+from .settings import one_line, one_of
 
 __all__ = ['FORMATS', 'METADATA', 'Format', 'export_model']
 
 METADATA = 'metadata.json'  # in a .pt2 file of torch.export
-LARGEST = 2_000_000_000  # bytes of weights; an ONNX file is a protobuf message, which ends at 2 GiB
 SMALLEST = 4096  # numbers in a tensor that is stored as int8
 LARGEST_BATCH = 2 ** 20  # without a bound, torch.export objects that merged tokens could overflow an index
 
 
 class Format(NamedTuple):
-    """A format: the ending of its files, the packages that it needs, those that int8 needs too, its writer, and
-    whether a file with one block per step is faster."""
+    """A format: the ending of its files, the packages that it needs, its writer, and whether merging is faster."""
     suffix: str
     packages: tuple[str, ...]
-    int8_packages: tuple[str, ...]
     write: Callable[[ExportedProgram, Path, dict[str, str], bool], Any]
     merged: bool
 
 
 def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
     import onnx
-    size = sum(tensor.numel() * tensor.element_size() for tensor in exported.state_dict.values())
-    if size > LARGEST:
-        raise ValueError(f'The weights take {size / 1e9:.1f} GB, but an ONNX file holds at most 2 GB. Choose the '
-                         'format pt2.')
     fixed = int8 and _split_residuals(exported)
     program: Any = torch.onnx.export(
         exported, input_names=['images'], output_names=['output'], dynamic_shapes=({0: 'batch'},), verbose=False)
@@ -70,10 +60,8 @@ def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], in
 def _split_residuals(exported: ExportedProgram) -> bool:
     """Compute x (W + B A) as x W + (x B) A, whose matrices are those of the file; False if not all can be."""
     aten, graph = torch.ops.aten, exported.graph
-
-    def is_merged(node: Any) -> bool:  # by TimeField.at
-        return node.target is aten.view_as.default and node.args[0].target is aten.addmm.default
-    layers = [user for node in graph.nodes if is_merged(node) for user in node.users]
+    layers = [user for node in graph.nodes for user in node.users  # of the sums made by TimeField.at
+              if node.target is aten.view_as.default and node.args[0].target is aten.addmm.default]
     if any(node.target is not aten.linear.default for node in layers):
         return False
     for node in layers:
@@ -107,9 +95,9 @@ def _write_aoti(exported: ExportedProgram, path: Path, about: dict[str, str], in
 
 
 FORMATS = {
-    'onnx': Format('.onnx', ('onnx', 'onnxscript'), ('onnxruntime',), _write_onnx, False),
-    'pt2': Format('.pt2', (), (), _write_pt2, True),
-    'aoti': Format('.pt2', (), (), _write_aoti, True),
+    'onnx': Format('.onnx', ('onnx', 'onnxscript'), _write_onnx, False),
+    'pt2': Format('.pt2', (), _write_pt2, True),
+    'aoti': Format('.pt2', (), _write_aoti, True),
 }
 
 
@@ -124,20 +112,18 @@ def export_model(
 ) -> Path:
     """Write a model to a file that runs without this package and without timm, on batches of any size.
 
-    A copy is exported, so the model stays as it is. The file has the model's image size, its current steps, and
-    metadata, each value as JSON: the model's name, its steps, the names of its classes if it knows them, and how images
-    are prepared (input_size, mean, std, interpolation, crop_pct, crop_mode).
+    The file has the model's image size, its current steps, and metadata, each value as JSON: the model's name, its
+    steps, the names of its classes if it knows them, and how images are prepared (input_size, mean, std, ...).
 
     Args:
         model: timm model, converted or not; merged or not. An 'aoti' or 'pt2' file runs on its device.
-        path: File to write; its folder must exist. It ends in .onnx, or in .pt2 for the other formats.
+        path: File to write. It ends in .onnx, or in .pt2 for the other formats.
         format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled by AOTInductor for
             this kind of processor, for torch._inductor.aoti_load_package. An 'aoti' file takes contiguous images, and
             checks their layout, size and dtype only if the environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
-        int8: Store weights as int8, with a scale for each row. In 'onnx', linear layers also compute in int8, an
-            unmerged one and its residual one beside the other; other weights become floats again while the model runs.
+        int8: Store weights as int8, with a scale for each row (only 'onnx'). Linear layers also compute in int8.
         merged: Merge a block that depends on time, as `merge_` does, into one per step: a larger file. None for what
-            suits the format: 'pt2' and 'aoti' are merged, which is faster, and 'onnx' is not, where it is not faster.
+            is faster: merged for 'pt2' and 'aoti', and not for 'onnx'.
         overwrite: Replace an existing file.
 
     Returns:
@@ -159,27 +145,20 @@ def export_model(
     path, model = Path(path), unwrap_model(model)
     if merged is None:
         merged = FORMATS[format].merged or any(ode.merged for ode in find_ode_blocks(model))
-    for name, value in (('int8', int8), ('merged', merged), ('overwrite', overwrite)):
-        flag(name, value)
     if path.suffix != suffix:
         raise ValueError(f"The name of a file in the format {format} ends in {suffix}; got '{path}'.")
-    if not path.parent.is_dir():
-        raise ValueError(f"There is no folder '{path.parent}' to write {path.name} to.")
     if path.is_dir() or (path.exists() and not overwrite):
-        instead = '' if path.is_dir() else ', or overwrite=True (--overwrite)'
-        raise ValueError(f"'{path}' exists. Give another file{instead}.")
+        raise ValueError(f"'{path}' exists. Give another file, or overwrite=True (--overwrite).")
     _check(model, format, int8, merged)
     _check_installed(format, int8)
-    copied = _frozen_copy(model, merged)
-    about = _about(copied, int8)
+    copied = copy.deepcopy(model).eval().requires_grad_(False)
+    if merged and any(ode.shared.depends_on_time for ode in find_ode_blocks(copied)):
+        merge_(copied)
     if format == 'onnx':
         copied.cpu()
-    elif int8:
-        copied = _Int8(copied)
-    like = next(p for p in model.parameters() if p.is_floating_point())
-    device = torch.device('cpu') if format == 'onnx' else like.device
+    like = next(p for p in copied.parameters() if p.is_floating_point())
     # two images: torch.export takes a size of 1 as fixed
-    images = torch.zeros(2, *data_config(model)['input_size'], dtype=like.dtype, device=device)
+    images = torch.zeros(2, *data_config(model)['input_size'], dtype=like.dtype, device=like.device)
     try:
         batch = torch.export.Dim('batch', max=LARGEST_BATCH)
         exported = torch.export.export(copied, (images,), dynamic_shapes=({0: batch},))
@@ -187,11 +166,8 @@ def export_model(
         raise ValueError(f'torch.export cannot export this {type(model).__name__}: {one_line(e)}') from e
     for node in exported.graph.nodes:
         node.meta.pop('stack_trace', None)  # names files of this machine
-    with tempfile.TemporaryDirectory() as temporary:
-        made = Path(temporary) / path.name
-        FORMATS[format].write(exported, made, about, int8)
-        with staged(path.parent, path.name) as aside:
-            shutil.copyfile(made, aside / path.name)
+    with staged(path.parent, path.name) as aside:
+        FORMATS[format].write(exported, aside / path.name, _about(copied, int8), int8)
     return path
 
 
@@ -199,11 +175,11 @@ def _check(model: Any, format: str, int8: bool, merged: bool) -> None:
     if not hasattr(model, 'in_chans'):
         raise TypeError(f'Cannot export {type(model).__name__}: it does not say what images it takes. Give a model '
                         'made by timm.create_model.')
-    if any(tensor.is_meta for tensor in model.state_dict().values()):
-        raise ValueError('The model is on the meta device, so it has no weights. Build it on another device.')
-    blocks = find_ode_blocks(model)
     if not merged:
         check_not_merged(model)
+    if int8 and format != 'onnx':
+        raise ValueError(f'The format {format} stores no int8. Leave out int8 (--int8), or choose the format onnx.')
+    blocks = find_ode_blocks(model)
     for ode in blocks:
         if ode.config.adaptive:
             raise ValueError(f"'{ode.method}' chooses its own times while it runs, but a file has fixed steps. Set a "
@@ -212,74 +188,36 @@ def _check(model: Any, format: str, int8: bool, merged: bool) -> None:
     if format == 'onnx' and dtype not in (torch.float32, torch.float16):
         raise ValueError(f'The weights are {dtype}, which ONNX Runtime does not run. Call model.float() first, or '
                          'choose the format pt2.')
-    if int8 and format == 'onnx' and dtype == torch.float16 and any(
-            ode.config.halting in WITH_HEAD for ode in blocks):
+    if int8 and dtype == torch.float16 and any(ode.config.halting == 'entropy' for ode in blocks):
         raise ValueError('ONNX Runtime cannot store a float16 head as int8 if halting runs it after every step. Call '
-                         'model.float() first, leave out int8, or choose the format pt2.')
+                         'model.float() first, or leave out int8.')
 
 
-def _check_installed(name: str, int8: bool) -> None:
+def _check_installed(format: str, int8: bool) -> None:
     """Raise ImportError for a missing package, and OSError for a missing compiler; both say what to install."""
-    chosen = FORMATS[name]
-    missing = [package for package in (*chosen.packages, *(chosen.int8_packages if int8 else ()))
+    missing = [package for package in (*FORMATS[format].packages, *(['onnxruntime'] if int8 else []))
                if find_spec(package) is None]
     if missing:
-        raise ImportError(f"{name}{' with int8' if int8 else ''} needs {' and '.join(missing)}. Type: pip install "
+        raise ImportError(f"{format}{' with int8' if int8 else ''} needs {' and '.join(missing)}. Type: pip install "
                           f"{' '.join(missing)}")
-    if name == 'aoti':
-        from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second, so only where it is needed
-        from torch._inductor.exc import InvalidCxxCompiler
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            raise OSError('aoti compiles the model, but no C++ compiler was found. Install one, such as g++ (Debian, '
-                          'Ubuntu: apt install g++), or name yours in the environment variable CXX.') from None
-
-
-def _frozen_copy(model: nn.Module, merged: bool) -> nn.Module:
-    """A copy in eval mode without gradients, merged if asked."""
-    copied = copy.deepcopy(model).eval().requires_grad_(False)
-    if merged and any(ode.shared.depends_on_time for ode in find_ode_blocks(copied)):
-        merge_(copied)
-    return copied
+    if format == 'aoti' and shutil.which(os.environ.get('CXX', 'g++')) is None:
+        raise OSError('aoti compiles the model, but no C++ compiler was found. Install one, such as g++ (Debian, '
+                      'Ubuntu: apt install g++), or name yours in the environment variable CXX.')
 
 
 def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """A weight as int8 and a scale for each row, which broadcasts to it; None if it is not worth its scales.
 
-    The residuals of all layers [L, M, r] have a scale for each of the r columns of each layer, and [L, r, N], of the r
-    rows.
+    The residuals of L > 1 layers [L, M, r] have a scale for each of the r columns of each layer, and [L, r, N], of the
+    r rows; a position embedding [1, N, D], for each of the N tokens.
     """
     if weight.ndim < 2 or weight.numel() < SMALLEST or not weight.is_floating_point():
         return None
     rows = list(range(1, weight.ndim))
     if weight.ndim == 3:
-        rows = [1 if weight.shape[1] > weight.shape[2] else 2]
+        rows = [1 if len(weight) > 1 and weight.shape[1] > weight.shape[2] else 2]
     scale = weight.detach().abs().amax(dim=rows, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny) / 127
     return (weight.detach() / scale).round().clamp(-127, 127).to(torch.int8), scale
-
-
-class _Int8(nn.Module):
-    """A model whose large weights are kept as int8; each is a float only while it runs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.of = [model]  # in a list, so that its own weights are not exported
-        self.names: dict[str, str] = {}
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            key = name.replace('.', '-')
-            self.names[name] = key
-            rounded = _round(tensor)
-            for suffix, part in zip(('', '-scale'), rounded or (tensor.detach(),), strict=False):
-                self.register_buffer(key + suffix, part)
-
-    def forward(self, images: Tensor) -> Tensor:
-        stored = dict(self.named_buffers(recurse=False))
-        tensors = {}
-        for name, key in self.names.items():
-            scale = stored.get(f'{key}-scale')
-            tensors[name] = stored[key] if scale is None else stored[key].to(scale.dtype) * scale
-        return functional_call(self.of[0], tensors, (images,))
 
 
 def _round_initializers(graph: Any) -> None:
