@@ -241,7 +241,7 @@ def test_the_training_images_of_a_folder_are_labelled_ones(vit, tmp_path, capsys
     (tmp_path / 'images' / 'val' / 'c2').rename(tmp_path / 'images' / 'val' / 'c3')
     capsys.readouterr()
     assert main(['evaluate', 'local-dir:model', 'images', '--quiet', '--workers', '0']) == 2
-    assert "other classes to train on than to evaluate on, so k-NN and probe cannot be measured. To leave them out, give 'images/val'" in capsys.readouterr().err
+    assert "have different classes. Only one of them has c2, c3. To evaluate without the training images, give 'images/val'" in capsys.readouterr().err
 
 
 def test_commands(vit, tmp_path, capsys, monkeypatch):
