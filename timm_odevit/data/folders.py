@@ -10,7 +10,7 @@ from timm.data import is_img_extension
 from timm.utils import natural_key
 
 from .batches import FileLoader, Samples, training_loader
-from .config import DataConfig, Reading
+from .config import Reading
 from .preprocessing import check_names, class_names, count_held_out, labels_by_name, shuffled
 
 __all__ = ['files_in', 'folder_classes', 'folder_parts', 'read_folder']
@@ -195,38 +195,3 @@ def _first_of_each(samples: Samples, limit: int | None) -> Samples:
         turns.append(seen[label])
         seen[label] += 1
     return [samples[i] for i in sorted(sorted(range(len(samples)), key=turns.__getitem__)[:limit])]
-
-
-# doors of before, until nobody uses them
-
-def _old(root, model, batch_size=64, workers=None, auto_augment=None, reprob=0., **options):
-    from importlib import import_module
-    config = DataConfig(batch_size=batch_size, workers=workers, auto_augment=auto_augment, reprob=reprob)
-    if not Path(root).is_dir():
-        raise ValueError(f"There is no folder '{root}'. Give a folder with one sub-folder of images per class.")
-    data = import_module('timm_odevit.data.read').read_data(root, model, config, **options)
-    for loader in (data.train, data.val, data.test, data.unaugmented):
-        if loader is not None:
-            loader.dataset.reader = loader.dataset
-            loader.dataset.root = str(root)
-            order = labels_by_name(model, folder_names) if (
-                not options.get('any_classes') and (folder_names := files_in(Path(root) if not folder_parts(root) else
-                next(iter(folder_parts(root).values())))[1])) else None
-            names = folder_names if not options.get('any_classes') and order else list(data.classes or ())
-            loader.dataset.class_to_idx = dict(zip(names, order or range(len(names)), strict=False))
-    return data
-
-
-def folder_loader(root, model, *, held_out=None, training=False, **options):
-    data = _old(root, model, held_out=held_out or 0. if held_out is None else held_out, **options)
-    return data.plain() if training else data.evaluated()[0]
-
-
-def folder_loaders(root, model, **options):
-    data = _old(root, model, **options)
-    return data.train, data.val
-
-
-def image_loaders(root, model, **options):
-    data = _old(root, model, labels=False, **options)
-    return data.train, data.val
