@@ -51,11 +51,10 @@ from .saving.push import push_to_hub
 from .saving.save import save_pretrained
 from .shrinking.run import shrink
 from .shrinking.verdict import Verdict
-from .training.calibrate import calibrate_
 from .training.config import CalibrationConfig, FitConfig, LossConfig
 from .training.fit import fit
 from .training.recipe import Recipe
-from .training.run import train
+from .training.run import calibrate_, train
 from .training.tasks import StepwiseTask, TrajectoryDistillationTask
 
 __all__ = [

@@ -11,7 +11,7 @@ from ..convert.refusals import check_convertible
 from ..convert.sizing import choose_size, predict_parameters
 from ..ode.blocks import count_parameters
 from ..ode.config import DEFAULT, OdeConfig
-from ..training.calibrate import calibrate_
+from ..training.run import calibrate_
 from .judge import BATCH, SAMPLE, Material, outputs_of, value_of
 
 __all__ = ['SHARE', 'base_settings', 'converted', 'settings', 'smallest_size', 'suitable']

@@ -11,6 +11,5 @@ resume     what a run saves and plans, and what must be the same when it continu
 recipe     recipes; those of the package are in recipes/
 yaml_text  YAML that may be anybody's
 stages     the stages of a recipe, and the best of them
-run        train: runs a recipe in a folder
-calibrate  calibrate_: the recipe of that name on tensors, in memory
+run        train: runs a recipe in a folder; calibrate_: the recipe of that name, in memory
 """

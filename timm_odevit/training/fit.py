@@ -142,11 +142,8 @@ def _check(task: Any, train_loader: Any, val_loader: Any, config: FitConfig) -> 
     check_not_merged(models_of(task)['model'])
     if not torch.is_grad_enabled():
         raise RuntimeError('Gradients are off, as in torch.no_grad() or torch.inference_mode(). Train outside of it.')
-    trainable: Any = task.get_trainable_module()
-    if not any(p.requires_grad for p in trainable.parameters()):
-        raise ValueError(
-            'Every parameter of the model is frozen, as in a copy of a teacher that a task has frozen. '
-            'Call model.requires_grad_(True) first.')
+    if not any(p.requires_grad for p in task.get_trainable_module().parameters()):
+        raise ValueError('Every parameter of the model is frozen. Call model.requires_grad_(True) first.')
     return updates
 
 

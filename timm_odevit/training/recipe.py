@@ -81,13 +81,13 @@ class Stage(Settings):
     """One part of a training run.
 
     Attributes:
-        task: 'stepwise', each solver step from the teacher's state (StepwiseTask); 'trajectory', all steps, unrolled
-            (TrajectoryDistillationTask); 'labels', cross-entropy alone, for any model (timm's ClassificationTask).
+        task: 'stepwise' (StepwiseTask); 'trajectory' (TrajectoryDistillationTask); 'labels', cross-entropy alone, for
+            any model (timm's ClassificationTask).
         train: Names, from PARTS, of the parts of the model that learn.
         loss: Settings of LossConfig; they override the recipe's.
         fit: Settings of FitConfig; they override the recipe's.
-        scale_lr: Multiply lr by min(1, 3 * loss), with the loss of the first stage before training: a student that has
-            little to learn learns slowly, and one that has nothing to learn is left as it is.
+        scale_lr: Multiply lr by min(1, 3 * loss), with the loss of the first stage before training; a student that has
+            nothing to learn is left as it is.
     """
     task: str = setting('trajectory', one_of(TASKS))
     train: tuple[str, ...] = setting(('all',), _parts)
@@ -102,14 +102,14 @@ class Stage(Settings):
 
 @dataclass(frozen=True, repr=False)
 class Recipe(Settings):
-    """A training run. Unknown keys are errors.
+    """A training run.
 
     Attributes:
-        ode: Settings of OdeConfig for converting the teacher (`model`, without a teacher) to the student; None to train
-            the model as it is.
+        ode: Settings of OdeConfig for converting the teacher (`model`, without one) to the student; None to train the
+            model as it is.
         model: timm name of the model, for training without a teacher.
         model_args: Keywords of timm.create_model for `model`.
-        data: Settings of the data; see DataConfig.
+        data: Settings of DataConfig.
         loss: Settings of LossConfig for all stages.
         fit: Settings of FitConfig for all stages.
         stages: The stages, in order, all in epochs or all in minutes; each starts from the last weights of the one
@@ -148,8 +148,7 @@ class Recipe(Settings):
         for i, stage in enumerate(self.stages):
             asked = {**(self.fit or {}), **(stage.fit or {})}
             if asked.get('epochs') is None and asked.get('minutes') is None:
-                raise ValueError(
-                    f"stages.{i}.fit.epochs is missing. Give the number of epochs here or in the recipe's fit.")
+                raise ValueError(f"stages.{i}.fit.epochs is missing. Give it here or in the recipe's fit.")
             try:
                 if stage.task == 'trajectory' and self.loss_of(stage).patch_drop and self.fit_of(stage).compile:
                     raise ValueError(COMPILED)
@@ -158,7 +157,7 @@ class Recipe(Settings):
             except ValueError as e:
                 raise ValueError(f'stages.{i}: {e}') from None
         if self.loss and all(stage.task != 'trajectory' for stage in self.stages):
-            raise ValueError('loss applies only to stages with task trajectory, and there are none. Leave it out.')
+            raise ValueError('loss applies only to stages with task trajectory, and there are none.')
 
     @property
     def batches(self) -> DataConfig:
@@ -176,7 +175,7 @@ class Recipe(Settings):
 
     @property
     def embeds(self) -> bool:
-        """Whether the outputs are embeddings, so that the labels of the data mean nothing to the model."""
+        """Whether the outputs are embeddings, to which labels mean nothing."""
         return any(self.loss_of(stage).embedding for stage in self.stages)
 
     def trained_at(self, own: int) -> tuple[int, ...]:
@@ -223,13 +222,12 @@ class Recipe(Settings):
             change_entry(tree, change)
         tree = _section(cls.names())(name, tree)
         try:
-            stages = dict(enumerate(_stages('stages', tree.get('stages'))))
+            stages = _stages('stages', tree.get('stages'))
             fit = _section(FIT)('fit', tree.get('fit')) or {}
-            epochs = {i: {**fit, **(stage.fit or {})}.get('epochs') for i, stage in stages.items()}
-            used = {i: stage for i, stage in stages.items() if epochs[i] != 0 or epochs[i] is False}
+            epochs = [{**fit, **(stage.fit or {})}.get('epochs') for stage in stages]
+            used = {i: stage for i, stage in enumerate(stages) if epochs[i] != 0 or epochs[i] is False}
             if not used:
-                raise ValueError('All stages have 0 epochs, so there is nothing to train. Set fit.epochs to at least '
-                                 '1 in one of them.')
+                raise ValueError('All stages have 0 epochs, so there is nothing to train. Give one of them some.')
             for change in changes:
                 _check_effect(change, tree, used)
             return cls(**{**tree, 'stages': tuple(used.values())})
@@ -256,8 +254,7 @@ def _check_effect(change: str, tree: dict[str, Any], stages: dict[int, Stage]) -
         return
     users = {i: stage for i, stage in stages.items() if section == 'fit' or stage.task == 'trajectory'}
     if not users:
-        raise ValueError(f"'{change}' has no effect, because all stages with task trajectory have 0 epochs. Leave it "
-                         'out.')
+        raise ValueError(f"'{change}' has no effect, because all stages with task trajectory have 0 epochs.")
     if all(key in (getattr(stage, section) or {}) for stage in users.values()):
         own = ', '.join(f'stages.{i}.{section}.{key}' for i in users)
         raise ValueError(f"'{change}' has no effect, because each stage sets its own {key}. Change {own}.")

@@ -86,21 +86,16 @@ def check_unused(folder: Path, resume: bool, file: Path) -> None:
 class Plan:
     """What a run of several stages has planned; kept in its run.json, if it has a folder.
 
-    Attributes:
-        about: What must be the same when the run is resumed, and the command that started it.
-        lr_scale: Factor on the learning rates of stages that ask for one; None before it is measured.
-        start: What was measured of the student before training; None before.
-        minutes: Minutes of each stage that has begun.
-        spent: Minutes that each stage that has ended took.
+    `about` is what must be the same when the run is resumed, and the command that started it.
     """
 
     def __init__(self, folder: Path | None = None, about: dict[str, Any] | None = None) -> None:
         self.folder, self.about, self.began = folder, about or {}, time.perf_counter()
         stored = {} if folder is None else read_run(folder).get('plan', {})
-        self.lr_scale: float | None = stored.get('lr_scale')
-        self.start: Any = stored.get('start')
-        self.minutes: list[float] = stored.get('minutes', [])
-        self.spent: list[float] = stored.get('spent', [])
+        self.lr_scale: float | None = stored.get('lr_scale')  # factor on the learning rates of stages that ask for one
+        self.start: Any = stored.get('start')  # what was measured of the student before training
+        self.minutes: list[float] = stored.get('minutes', [])  # of each stage that has begun
+        self.spent: list[float] = stored.get('spent', [])  # by each stage that has ended
         self.resumed = len(self.minutes)
 
     def minutes_of(self, i: int, minutes: float, shares: Sequence[float]) -> float:

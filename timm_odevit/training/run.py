@@ -1,7 +1,9 @@
-"""train: run a recipe in a folder, and save what is needed to resume it and to tell how the model was made."""
+"""train: run a recipe in a folder; calibrate_: that of its name in memory, on images without labels."""
 import copy
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ import timm
 import torch
 import torch.distributed as dist
 import yaml
+from timm.utils import random_seed
 from torch import Tensor, nn
 
 from ..convert.conversion import convert_
+from ..data.config import DataConfig
 from ..data.preprocessing import warn_of_other_classes
 from ..data.read import classes_of, read_data
 from ..distributed import alone_in, rank_and_world
@@ -21,13 +25,16 @@ from ..ode.blocks import find_ode_blocks
 from ..saving.loading import CONFIG, WEIGHTS
 from ..saving.save import describe
 from ..settings import one_line, shown
-from .config import MINUTES
+from .config import MINUTES, CalibrationConfig
+from .fit import count_updates
+from .matching import check_converted_from
 from .recipe import Recipe
 from .resume import BEST, HISTORY, RECIPE, Plan, check_about, check_unused, hash_of, read_run
 from .stages import adapted, run_stages
 
-__all__ = ['train']
+__all__ = ['calibrate_', 'train']
 
+JUDGED = 3  # batches by which a calibration compares the start and the end
 SAMPLE = 256  # images for measurements: init svd_data, checkpoints
 
 
@@ -197,3 +204,66 @@ def _name_classes(model: Any, names: list[str] | None, keep: bool) -> None:
     rest = {key: value for key, value in cfg.items() if key not in stale}
     known = {'label_names': names} if names and len(names) == model.num_classes else {}
     model.pretrained_cfg = model.default_cfg = {**rest, 'num_classes': model.num_classes, **known}
+
+
+def calibrate_(
+        model: nn.Module,
+        teacher: nn.Module,
+        images: Tensor | Iterable[Any],
+        *,
+        progress: bool = True,
+        config: CalibrationConfig | None = None,
+        **settings: Any,
+) -> list[dict[str, float]]:
+    """Fit a converted model in place to the model that it was converted from, in minutes, on images without labels.
+
+    Only the shared blocks learn: in half of the time each step on its own (StepwiseTask), then the whole trajectory
+    (TrajectoryDistillationTask). Of the weights before, between and after the parts, those that come nearest to the
+    teacher's outputs on a few of the batches are kept; a warning says if they are the first. An interrupted or failed
+    call leaves the model as it was, as does one of a student that already equals its teacher.
+
+    Args:
+        model: Converted model.
+        teacher: The model that it was converted from: a `copy.deepcopy` made before `convert_`.
+        images: Images [N, C, H, W], normalised for the model; or a loader with a length, whose labels are ignored.
+        progress: Show a progress bar.
+        config: Settings.
+        **settings: Any of them, in place of `config`, such as minutes=10.
+
+    Returns:
+        The records of all epochs, as returned by `fit`, each with its stage.
+
+    Raises:
+        TypeError: The model is not converted, or a keyword is unknown.
+        ValueError: Model, teacher, images and settings do not fit together.
+        FloatingPointError: The loss stopped being finite.
+
+    Examples:
+        >>> history = calibrate_(student, teacher, images, minutes=10)
+    """
+    config = CalibrationConfig.from_keywords(config, settings, 'calibrate_')
+    check_converted_from(model, teacher)
+    data = read_data(images, model, DataConfig(batch_size=config.batch_size), labels=False, held_out=0.)
+    count_updates(data.train)
+    recipe = _recipe(config)
+    student, device = copy.deepcopy(model), next(model.parameters()).device
+    with lent(teacher), random_states_kept(device):
+        random_seed(recipe.seed)
+        few = list(islice(data.train, JUDGED))
+        history, state = run_stages(
+            recipe, student, teacher, replace(data, val=few), few[0][0][:1], Plan(),
+            minutes=None if config.epochs else config.minutes or 5., progress=progress)
+    model.load_state_dict(state)
+    return history
+
+
+def _recipe(config: CalibrationConfig) -> Recipe:
+    """The packaged recipe, with the settings of a call."""
+    recipe, stages = Recipe.load('calibrate'), []
+    for i, (stage, lr) in enumerate(zip(recipe.stages, (config.lr, config.unrolled_lr), strict=True)):
+        fit = {**(stage.fit or {}), 'amp': config.amp, **({} if lr is None else {'lr': lr})}
+        if config.epochs is not None:
+            fit = {**fit, 'minutes': None, 'epochs': config.epochs[i]}
+        if fit.get('epochs') != 0:
+            stages.append(replace(stage, fit=fit, scale_lr=lr is None))
+    return replace(recipe, stages=tuple(stages), seed=config.seed % 2 ** 31)

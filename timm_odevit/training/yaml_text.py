@@ -1,4 +1,4 @@
-"""YAML that may be anybody's: read within seconds, with a few times its size in memory, and changed."""
+"""YAML that may be anybody's: read in bounded time and memory, and changed."""
 import re
 from pathlib import Path
 from typing import Any
