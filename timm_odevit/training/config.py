@@ -43,17 +43,13 @@ class FitConfig(Settings):
         warmup_epochs: Epochs of linear warm-up; with minutes, tenths of them.
         min_lr: Final learning rate.
         clip_grad: Maximum norm of the gradient; None for no clipping.
-        layer_decay: Factor on the learning rate for each layer further from the head (the shared blocks are one layer);
-            None for one rate.
-        accumulate: Batches per update, whose gradients are averaged; an incomplete last group is dropped.
+        layer_decay: Factor on the learning rate for each layer further from the head; None for one rate.
+        accumulate: Batches per update; an incomplete last group is dropped.
         ema_decay: Decay of a moving average of the weights, which is then validated and saved as best; None for none.
         amp: Mixed precision: 'bfloat16' or 'float16'; None for full precision; 'auto' for the faster of None and
             bfloat16.
-        compile: Call the task's `compile` (torch.compile) before the first update.
+        compile: Use torch.compile.
         seed: Seed of the run.
-
-    Raises:
-        ValueError: A setting is out of range.
 
     Examples:
         >>> config = FitConfig(epochs=10, lr=5e-4, ema_decay=0.99)
@@ -135,20 +131,17 @@ class LossConfig(Settings):
             training. In ((6, 1), (6, 2), (6, 3)), it draws a pair and runs both. None for the student's own number.
         consistency_weight: Weight of the distance between the outputs with the other numbers of steps of an update and
             those with the first, which it does not train.
-        patch_drop: Share of the patches left out at random in each update, the same ones for teacher and student; the
-            last updates should see all. Half of them take half of the time (hub/lab/minutes.md).
+        patch_drop: Share of the patches left out at random in each update, the same for teacher and student; the last
+            updates should see all. Half of them take half of the time (hub/lab/minutes.md).
         jasmin_weight: Weight of the JaSMin loss of the shared block's attention, recomputed at two of the states.
         kd_weight: Weight of the KL divergence between the logits or, for embeddings, of one minus their cosine plus
             their relative squared error. Early in training, 0.1 gains 8.4 points over 1 (hub/lab/ingredients.md); raise
             it towards the end.
         kd_temperature: Temperature of both models' logits in the KL divergence.
-        embedding: Compare the models' outputs as embeddings, not as logits; always so for models without classes.
+        embedding: Compare the outputs as embeddings, not as logits; always so for models without classes.
         task_weight: Weight of the loss on the labels.
         exits: Relative times in (0, 1) at which norm and head are also applied, so that the student can stop there.
         exit_weight: Weight of kd_weight * KL + task_weight * cross-entropy, averaged over the exits.
-
-    Raises:
-        ValueError: A setting is out of range.
 
     Examples:
         >>> config = LossConfig(kd_weight=1., steps=(6, 8, 12, 16, 24))    # K can then be chosen after training
@@ -174,12 +167,11 @@ class LossConfig(Settings):
 
     def _check(self) -> None:
         if not any(weight > 0 for weight in self.weights.values()):
-            raise ValueError('All weights of the loss are 0, so there is nothing to learn. Set one of them above 0.')
+            raise ValueError('All weights of the loss are 0, so there is nothing to learn.')
         if self.embedding and self.task_weight > 0:
-            raise ValueError('task_weight compares classes, but embedding=True takes the outputs as embeddings. Drop '
-                             'one of them.')
+            raise ValueError('task_weight compares classes, but embedding=True takes the outputs as embeddings.')
         if self.exits and not (self.kd_weight > 0 or self.task_weight > 0):
-            raise ValueError('exits are trained by kd_weight and task_weight, but both are 0. Set one of them above 0.')
+            raise ValueError('exits are trained by kd_weight and task_weight, but both are 0.')
         if (self.exit_weight > 0) != bool(self.exits):
             raise ValueError('exits and exit_weight go together, such as exits=(0.5, 0.75), exit_weight=0.5.')
         single = [of for of in self.of_updates if len(of) == 1]
@@ -192,17 +184,16 @@ class LossConfig(Settings):
 
     @property
     def of_updates(self) -> tuple[tuple[int | str, ...], ...]:
-        """`steps`, with a tuple for each update that may be drawn."""
+        """`steps`, with a tuple for each update."""
         return tuple(of if isinstance(of, tuple) else (of,) for of in self.steps or ())
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weights of the parts of the loss, by name."""
         names = ('trajectory', 'jasmin', 'kd', 'task', 'exit', 'consistency')
         return {name: getattr(self, f'{name}_weight') for name in names}
 
     def counts(self, own: int) -> tuple[tuple[int, ...], ...] | None:
-        """The numbers of steps that updates draw from, for a student with `own` steps; None to use only its own."""
+        """The numbers of steps that updates draw from, for a student with `own` steps; None for only those."""
         if self.steps is None:
             return None
         counts = tuple(tuple(k if isinstance(k, int) else max(1, round(float(k[:-1]) / 100 * own)) for k in of)
@@ -226,9 +217,6 @@ class CalibrationConfig(Settings):
         unrolled_lr: That of the second part (Muon). None for 1e-3 * min(1, 3 * loss), with the same loss.
         amp: Mixed precision: 'bfloat16' or 'float16'; None for full precision.
         seed: Seed for the order of the images.
-
-    Raises:
-        ValueError: A setting is out of range.
 
     Examples:
         >>> config = CalibrationConfig(epochs=(8, 2), batch_size=32)

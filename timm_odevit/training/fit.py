@@ -45,12 +45,11 @@ def fit(
     file is complete or absent, and no other process can use the folder meanwhile.
 
     One batch of `val_loader` and the first training batch are tried first; a refusal leaves weights, buffers and modes
-    as they were. With minutes, and with amp 'auto', a few updates are timed on a copy of the task, and the plan that
-    follows is stored in `out/last.pt`, so that a resumed run continues exactly as it was planned.
+    as they were. With minutes, and with amp 'auto', a few updates are timed on a copy of the task; a resumed run
+    continues exactly as was planned then.
 
     Afterwards, the global random states are what they were. Two calls at once need two processes, not threads. Under
-    torch.distributed, the task is wrapped by its `prepare_distributed`, the first process validates and writes, and all
-    processes read `out/last.pt` to resume, so they must share a file system.
+    torch.distributed, the first process validates and writes, and all must share a file system.
 
     Args:
         task: Task to train, such as TrajectoryDistillationTask or timm's ClassificationTask; on its device.
@@ -142,7 +141,8 @@ def _check(task: Any, train_loader: Any, val_loader: Any, config: FitConfig) -> 
     check_not_merged(models_of(task)['model'])
     if not torch.is_grad_enabled():
         raise RuntimeError('Gradients are off, as in torch.no_grad() or torch.inference_mode(). Train outside of it.')
-    if not any(p.requires_grad for p in task.get_trainable_module().parameters()):
+    trainable: Any = task.get_trainable_module()
+    if not any(p.requires_grad for p in trainable.parameters()):
         raise ValueError('Every parameter of the model is frozen. Call model.requires_grad_(True) first.')
     return updates
 

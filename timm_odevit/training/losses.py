@@ -82,16 +82,13 @@ class TrajectoryPass(TrainingPass):
         indices = sorted({*along, *starts, *exits})
         features, states = hidden_states(student, images, indices)
         state = dict(zip(indices, states, strict=True))
-        maps = [_attention_after(blocks.shared, blocks[i], state[i]) for i in starts]
+        maps = []
+        for i in starts:  # with the weights of a step that starts there
+            t, h = blocks[i].t + blocks[i].h, blocks[i].h
+            maps.append(blocks.shared.attention_map(t, state[i], None if blocks[i].interval is None else (t, t + h)))
         jasmin = torch.stack([jasmin_loss(m) for m in maps]).mean() if maps else None
         early = [student.forward_head(student.norm(state[i])) for i in exits]
         return student.forward_head(features), [state[i] for i in along], jasmin, early
-
-
-def _attention_after(field: Any, step: Any, x: Tensor) -> Tensor:
-    """The attention probabilities at the state x after a step, with the weights of a step that starts there."""
-    t = step.t + step.h
-    return field.attention_map(t, x, None if step.interval is None else (t, t + step.h))
 
 
 def trajectory_loss(
@@ -112,8 +109,7 @@ def trajectory_loss(
             loss = loss + weight * F.mse_loss(s, t) / _variance(t).clamp_min(1e-12)
             total += weight
     if total == 0.:
-        raise ValueError(
-            'The token weights are 0 for every kind of token that the model has; set patch_weight above 0.')
+        raise ValueError('The weights are 0 for every kind of token that the model has; set patch_weight above 0.')
     return loss / total
 
 

@@ -19,7 +19,7 @@ __all__ = ['TeacherStage', 'check_converted_from', 'check_loss', 'check_models',
 
 
 def is_one_sequence(student: Any) -> bool:
-    """Whether an ODE-ViT's tokens are one sequence, prefix tokens first, from the embedding to the last step."""
+    """Whether an ODE-ViT's tokens are one sequence, prefix tokens first."""
     tokens = all(hasattr(student, name) for name in ('patch_embed', 'num_prefix_tokens'))
     return isinstance(getattr(student, 'blocks', None), OdeBlocks) and tokens
 
@@ -167,8 +167,7 @@ def uniform_times(layers: int) -> list[float]:
 def softmax_times(distances: Sequence[float], temperature: float = 1.) -> list[float]:
     """Relative times in (0, 1] that give a layer more time the further it moves the hidden state.
 
-    The softmax is over the mean distances of the L layers in units of their mean, times 1 / temperature: large values
-    give uniform times. Source: ODE-ViT, arXiv 2511.16501, which gives the temperature in units of its distances.
+    The temperature is in units of the mean distance; large values give uniform times. Source: arXiv 2511.16501.
     """
     d = torch.tensor(distances, dtype=torch.float64)
     w = (d / (d.mean().clamp_min(1e-12) * temperature)).softmax(0)
@@ -194,16 +193,16 @@ def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float =
 
 
 def hidden_states(model: Any, images: Tensor, indices: list[int]) -> tuple[Tensor, list[Tensor]]:
-    """Features for `forward_head` [B, N, D], and the states [B, N, D] after blocks, before the final norm."""
+    """Features [B, N, D] for `forward_head`, and the states [B, N, D] after blocks."""
     if not indices:
         return model.forward_features(images), []
     if not isinstance(model, VisionTransformer):  # for others, timm does not always return prefix tokens
         with watch_blocks([list(model.blocks)]) as seen:
             features = model.forward_features(images)
         return features, [seen[0][0][i + 1] for i in indices]
-    found: Any = model.forward_intermediates(
+    both: Any = model.forward_intermediates(
         images, indices=indices, norm=False, output_fmt='NLC', return_prefix_tokens=True)
-    return found[0], [torch.cat([s[1], s[0]], dim=1) if isinstance(s, tuple) else s for s in found[1]]
+    return both[0], [torch.cat([s[1], s[0]], dim=1) if isinstance(s, tuple) else s for s in both[1]]
 
 
 def match(times: Sequence[float], steps: int) -> list[tuple[int, int]]:

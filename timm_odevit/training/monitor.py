@@ -91,7 +91,7 @@ def must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
 
 
 def _check_labels(name: str, labels: Tensor, task: Any) -> None:
-    """Labels must be the model's classes, where they count: on a GPU, others stop the process without a reason."""
+    """Labels must be the model's classes, where they count: on a GPU, others stop the process."""
     criterion = getattr(task, 'criterion', None)
     count = not getattr(task, 'embedding', False) and getattr(task, 'labelled', True) and (
         criterion is not None or name == 'val_loader')
@@ -115,12 +115,12 @@ def check_loss_is_finite(
     values = ', '.join(f'{key} {part.item():.4g}' for key, part in parts.items())
     raise FloatingPointError(
         f'The loss is not finite in epoch {epoch + 1}, batch {batch + 1} ({values}). '
-        f'{_divergence(task, images, dtype)}Lower lr, or use amp bfloat16 or None and a model that is not in float16.')
+        f'{_divergence(task, images, dtype)}Lower lr, or use no float16.')
 
 
 @torch.no_grad()
 def _divergence(task: Any, images: Tensor, dtype: torch.dtype | None) -> str:
-    """A sentence that says where an ODE-ViT's state stops being finite; empty for other models and other causes."""
+    """A sentence that says where an ODE-ViT's state stops being finite, if it does."""
     model = models_of(task)['model']
     odes = find_ode_blocks(model)
     if not odes or odes[0].config.adaptive:
@@ -143,7 +143,7 @@ def _divergence(task: Any, images: Tensor, dtype: torch.dtype | None) -> str:
 
 @contextmanager
 def unfused_in_bfloat16(task: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
-    """Attention by its own operations, for training on a CPU in bfloat16, where PyTorch's fused kernel is slower."""
+    """Attention by its own operations on a CPU in bfloat16, where PyTorch's fused kernel trains slower."""
     slow = device.type == 'cpu' and dtype is torch.bfloat16
     fused: list[Any] = [module for module in task.modules() if slow and getattr(module, 'fused_attn', False)]
     try:

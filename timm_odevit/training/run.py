@@ -1,7 +1,6 @@
 """train: run a recipe in a folder; calibrate_: that of its name in memory, on images without labels."""
 import copy
 import shutil
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -65,13 +64,12 @@ def train(
         data: Images and labels, in any form that `read_data` takes: a folder, an .npz, tensors or a loader.
         out: Folder for the results.
         teacher: timm model; None to train without one.
-        student: Model to train as it is, ignoring the recipe's `ode`; None to make it from the teacher or, without one,
-            from the recipe's `model`.
+        student: Model to train as it is; None to make it from the teacher or the recipe's `model`.
         minutes: Train for about so long instead of the recipe's epochs or minutes; each stage gets a part of the time
             that is left when it begins, in proportion to its minutes, or its epochs times the steps of an update.
         resume: Continue the run in `out`.
         limit: Use only this many images of each part of the data, for a rehearsal.
-        command: What to record in run.json, so that `odevit distill --resume` knows data and models by name.
+        command: What `odevit distill --resume` is to find in run.json.
         device: Device for a student that is built without a teacher.
         progress: Show progress bars.
 
@@ -209,7 +207,7 @@ def _name_classes(model: Any, names: list[str] | None, keep: bool) -> None:
 def calibrate_(
         model: nn.Module,
         teacher: nn.Module,
-        images: Tensor | Iterable[Any],
+        images: Any,
         *,
         progress: bool = True,
         config: CalibrationConfig | None = None,
@@ -225,7 +223,7 @@ def calibrate_(
     Args:
         model: Converted model.
         teacher: The model that it was converted from: a `copy.deepcopy` made before `convert_`.
-        images: Images [N, C, H, W], normalised for the model; or a loader with a length, whose labels are ignored.
+        images: Images [N, C, H, W], normalised for the model; or a loader, a folder or an .npz. Labels are ignored.
         progress: Show a progress bar.
         config: Settings.
         **settings: Any of them, in place of `config`, such as minutes=10.

@@ -1,4 +1,4 @@
-"""The stages of a recipe: prepared before any is trained, trained one after the other, and the best of them chosen."""
+"""The stages of a recipe: all prepared, then trained one after the other, and the best chosen."""
 import copy
 import warnings
 from collections.abc import Callable, Sequence
