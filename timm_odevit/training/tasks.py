@@ -230,14 +230,18 @@ class TrajectoryDistillationTask(StudentTask):
         prefix = prefix_tokens(student) if matching.is_one_sequence(student) else 0
         has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
         weights = self.config.cls_weight, self.config.register_weight, self.config.patch_weight
-        parts = {
-            'trajectory': torch.stack([trajectory_loss(ours, theirs, prefix, has_cls, weights) for ours, theirs in zip(
-                reached, targets, strict=True)]).mean() if targets else None,
-            'jasmin': jasmin,
-            **self._output_losses(output, wanted, target),
-            'exit': self._exit_loss(early, wanted, target),
-        }
-        return {name: part for name, part in parts.items() if part is not None}
+        parts = {}
+        if targets:
+            parts['trajectory'] = torch.stack([trajectory_loss(ours, theirs, prefix, has_cls, weights)
+                                               for ours, theirs in zip(reached, targets, strict=True)]).mean()
+        if jasmin is not None:
+            parts['jasmin'] = jasmin
+        parts.update(self._output_losses(output, wanted, target))
+        losses = [self.weights[name] * part for each in early
+                  for name, part in self._output_losses(each, wanted, target).items() if self.weights[name] > 0]
+        if losses:
+            parts['exit'] = torch.stack(losses).sum() / len(early)
+        return parts
 
     def _patches_of_update(self, student: Any) -> Any:
         if not self.training or not self.config.patch_drop:
@@ -256,19 +260,13 @@ class TrajectoryDistillationTask(StudentTask):
         with watch_blocks([stage.blocks for stage in self.stages]) as seen:
             return self.teacher(self.for_teacher(input)), [states for states, _ in seen]
 
-    def _output_losses(self, output: Tensor, wanted: Tensor | None, target: Any) -> dict[str, Tensor | None]:
-        return {'kd': None if wanted is None else self._distance(output, wanted),
-                'task': None if target is None or self.embedding else self.criterion(output, target)}
+    def _output_losses(self, output: Tensor, wanted: Tensor | None, target: Any) -> dict[str, Tensor]:
+        kd = {} if wanted is None else {'kd': self._distance(output, wanted)}
+        return kd if target is None or self.embedding else {**kd, 'task': self.criterion(output, target)}
 
     def _distance(self, output: Tensor, wanted: Tensor) -> Tensor:
         return embedding_loss(output, wanted) if self.embedding else logit_loss(
             output, wanted, self.config.kd_temperature)
-
-    def _exit_loss(self, early: list[Tensor], wanted: Tensor | None, target: Any) -> Tensor | None:
-        losses = [self.weights[name] * part for output in early
-                  for name, part in self._output_losses(output, wanted, target).items()
-                  if part is not None and self.weights[name] > 0]
-        return torch.stack(losses).sum() / len(early) if losses else None
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.patch_drop:
