@@ -43,7 +43,7 @@ def read_state(path: Path, device: torch.device, settings: dict[str, Any]) -> di
     except Exception as e:
         raise ValueError(f"'{path}' cannot be read; it may be truncated. Delete it to start again.") from e
     if not isinstance(state, dict) or 'settings' not in state:
-        raise ValueError(f"'{path}' is not a state saved by fit(). Give the folder of a run, or a new folder.")
+        raise ValueError(f"'{path}' is not a state saved by fit(). Give another folder.")
     # a setting that did not exist when the file was written counts as unchanged
     before = {name: state['settings'].get(name, value) for name, value in settings.items()}
     other = [name for name, value in settings.items() if before[name] != value]
@@ -64,7 +64,7 @@ def load_state(state: dict[str, Any], path: str, models: dict[str, nn.Module], o
     try:
         optimizer.load_state_dict(state['optimizer'])
     except ValueError as e:
-        raise ValueError(f'{path} was trained with other parameters frozen. Resume with those of the first run.') from e
+        raise ValueError(f'{path} was trained with other parameters frozen.') from e
     for name, module in models.items():
         module.load_state_dict(state[name])
     scaler.load_state_dict(state['scaler'])

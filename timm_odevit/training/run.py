@@ -158,7 +158,7 @@ def _flat(tree: Any, at: str = '') -> dict[str, Any]:
 
 
 def _host(recipe: Recipe, data: Any, teacher: Any, student: Any, device: str | torch.device) -> Any:
-    """The model to convert or to train; one of the recipe without weights has the classes of the data."""
+    """The model to convert or to train; that of a recipe, without weights, has the classes of the data."""
     if teacher is not None and recipe.model is not None:
         raise ValueError(f"The recipe names a model, '{recipe.model}', but there is a teacher. Leave one of them out.")
     if teacher is not None and student is None and recipe.ode is None:
@@ -188,7 +188,7 @@ def _student(recipe: Recipe, host: nn.Module, images: Tensor) -> nn.Module:
         convert_(host, recipe.config, images=images, keep_original=False)
     if recipe.grad_checkpointing:
         host.set_grad_checkpointing()  # type: ignore[operator]
-    describe(host)  # fail now rather than after the first epoch
+    describe(host)  # fails now rather than after the first epoch
     return host
 
 

@@ -114,9 +114,8 @@ def _prepare(
     updates = [each or ((steps,),) for each, steps in zip(getattr(task, 'counts', [None] * len(own)), own, strict=True)]
     counts = [sorted({k for of in each for k in of}) for each in updates]
     cost = sum(map(sum, updates[0])) / len(updates[0]) if updates else 1.
-    if stage.task == 'trajectory':
-        cost *= 1. - loss.patch_drop
-    share = config.minutes if config.minutes is not None else (config.epochs or 0) * cost
+    cost *= 1. - (loss.patch_drop if stage.task == 'trajectory' else 0.)
+    share = config.minutes or (config.epochs or 0) * cost
     return PreparedStage(task, names, config, counts, share, stage.scale_lr)
 
 
