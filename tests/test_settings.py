@@ -16,10 +16,10 @@ from timm_odevit import (
     calibrate_,
     fit,
 )
+from timm_odevit.data.config import DataConfig
 from timm_odevit.ode.config import adaptive_methods
 from timm_odevit.ode.methods import METHODS
 from timm_odevit.settings import Settings, flag, integer, many, number, one_of, setting
-from timm_odevit.training.config import DataConfig
 from timm_odevit.training.recipe import Stage
 
 KINDS = [OdeConfig, FitConfig, LossConfig, DataConfig, CalibrationConfig]

@@ -7,14 +7,12 @@ import argparse
 import numpy as np
 import torchvision
 
-if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('data')
-    parser.add_argument('--name', default='CIFAR100', choices=('CIFAR10', 'CIFAR100'))
-    parser.add_argument('--root', default='.')
-    args = parser.parse_args()
-    arrays = {}
-    for name, train in (('train', True), ('test', False)):
-        data = getattr(torchvision.datasets, args.name)(args.root, train=train, download=True)
-        arrays[f'x_{name}'], arrays[f'y_{name}'] = np.asarray(data.data), np.asarray(data.targets)
-    np.savez(args.data, classes=np.asarray(data.classes), **arrays)
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument('data')
+parser.add_argument('--name', default='CIFAR100', choices=('CIFAR10', 'CIFAR100'))
+args = parser.parse_args()
+sets = {part: getattr(torchvision.datasets, args.name)('.', train=part == 'train', download=True)
+        for part in ('train', 'test')}
+np.savez(args.data, classes=np.asarray(sets['test'].classes),
+         **{f'x_{part}': np.asarray(of.data) for part, of in sets.items()},
+         **{f'y_{part}': np.asarray(of.targets) for part, of in sets.items()})
