@@ -22,11 +22,12 @@ class Solver(nn.ModuleList):
 
     def __init__(self, config: OdeConfig, field: Field, t: float = 0., num_prefix_tokens: int = 0) -> None:
         steps, T = config.steps_and_end
-        merging = TokenMerging(config.tokens, num_prefix_tokens, t, T) if config.tokens < 1 else None
         h, starts = T / steps, [t + i * (T / steps) for i in range(steps)]
-        super().__init__(
-            AdaptiveStep(field, start, h, config) if config.adaptive
-            else METHODS[config.method](field, start, h, merging) for start in starts)
+        if config.adaptive:
+            super().__init__(AdaptiveStep(field, start, h, config) for start in starts)
+        else:
+            merging = TokenMerging(config.tokens, num_prefix_tokens, t, T) if config.tokens < 1 else None
+            super().__init__(METHODS[config.method](field, start, h, merging) for start in starts)
 
 
 class Counts(threading.local):
@@ -40,7 +41,6 @@ class Counts(threading.local):
 
 class AdaptiveStep(Step):
     """An adaptive solution over [t, t + h]."""
-    nodes = ()
 
     def __init__(self, field: Field, t: float, h: float, config: OdeConfig) -> None:
         super().__init__(field, t, h)
@@ -72,8 +72,7 @@ def solve_adaptive(
             f"Use a fixed-step method ({', '.join(METHODS)}) or a float32 model.")
     if not x0.numel():  # an empty state has no error to measure
         return x0.expand(len(times), *x0.shape), 0
-    # no error estimate holds across a jump of the field, so each piece between two jumps is solved separately, with the
-    # weights of that piece also where it ends
+    # no error estimate holds across a jump of the field: each piece between two is solved separately, with its weights
     jumps = [t for t in field.jumps if times[0] + _SAME < t < times[-1] - _SAME]
     times = [next((jump for jump in jumps if abs(jump - t) < _SAME), t) for t in times]
     x, states, evaluations = x0, [x0], 0
@@ -125,8 +124,7 @@ class _Counted(nn.Module):
 def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, keep: bool = False) -> Tensor:
     """Solve dx/dt = field(t, x) from t = 0 to config.T.
 
-    Fixed-step methods run as a plain loop, adaptive ones through torchdiffeq. Time is dimensionless: one unit is one
-    transformer block of the base model.
+    Time is dimensionless: one unit is one transformer block of the base model.
 
     Args:
         field: Vector field, called as field(t, x) with t a float (a 0-dim tensor from an adaptive method) and x

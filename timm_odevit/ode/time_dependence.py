@@ -24,11 +24,8 @@ class TimeField(Field):
     A vector v becomes v + d(t), a matrix W becomes W + B(t) A(t), with A and B of rank r (0 for vectors only). The
     residual of layer l applies from t = l to the next layer, that of the first also before, that of the last after it;
     over the interval of a step, residuals are averaged. Weight decay therefore pulls each layer towards the shared
-    block.
-
-    Matrices are merged before they are used, once per evaluation: r multiplications per entry and layer instead of r (M
-    + N) per token. Training keeps one merged block per evaluation for the backward pass, as much memory as the base
-    model's blocks; inference keeps one at a time, or all after `merge_`.
+    block. Matrices are merged before they are used, once per evaluation; training keeps them for the backward pass, as
+    much memory as the base model's blocks.
 
     Source: Relaxed Recursive Transformers, arXiv 2410.20672.
     """
@@ -64,8 +61,8 @@ class TimeField(Field):
         self.statistics.register_buffer(name.replace('.', '-'), residuals)
 
     def forward(self, t, x, context=None, part=''):
-        interval = None if context is None else context.interval
-        return run_with(self.base, self.at(t, part, interval), t, x, context, part)
+        tensors = self.at(t, part, None if context is None else context.interval)
+        return run_with(self.base, tensors, t, x, context, part)
 
     @property
     def has_attention_maps(self):
@@ -113,10 +110,9 @@ class TimeField(Field):
 
 
 class PiecewiseField(Field):
-    """Several fields, one at a time: fields[which[i]] from times[i] to times[i + 1].
+    """Several fields, one at a time: fields[which[i]] (by default, in order) from times[i] to times[i + 1].
 
-    The first piece also applies before the first time, the last one after the last; by default, the fields come in
-    order.
+    The first piece also applies before the first time, the last one after the last.
 
     Source: Raptor, arXiv 2512.19941.
     """

@@ -15,8 +15,7 @@ from ..convert.refusals import check_images
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..hooks import autocast, evaluating, random_states_kept, surely, watch_blocks
-from ..ode.blocks import find_ode_blocks
-from ..ode.with_steps import with_steps
+from ..ode.blocks import find_ode_blocks, with_steps
 from .resume import models_of
 
 __all__ = ['check_batch', 'check_loss_is_finite', 'must_fit', 'scalars', 'score_of', 'try_one_batch',
