@@ -68,12 +68,10 @@ class OdeBlocks(nn.Module):
         if config.halting and HALTING[config.halting].needs_head and self.readout is None:
             raise ValueError(f"halting='{config.halting}' needs a model with one sequence of blocks, whose "
                              "`forward_head(norm(state))` gives its logits. Use 'acceleration'.")
-        self.solver, self._config = Solver(config, self.shared, self.t, self.num_prefix_tokens), config
-        for module in (self.solver, *self.solver):
-            module.training = self.training
-        kinds = (('before', self.before), ('solver', self.solver), ('after', self.after))
-        names = [f'{kind}.{i}' for kind, modules in kinds for i in range(len(modules))]
-        self.feature_info[:] = [{**self.feature, 'module': f'blocks.{name}'} for name in names]
+        self.solver = Solver(config, self.shared, self.t, self.num_prefix_tokens).train(self.training)
+        self._config = config
+        self.feature_info[:] = [{**self.feature, 'module': f'blocks.{kind}.{i}'} for kind in (
+            'before', 'solver', 'after') for i in range(len(getattr(self, kind)))]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == 'shared' and 'solver' in self._modules:  # by a wrapper, say: the steps must hold it, too
@@ -128,7 +126,7 @@ class OdeBlocks(nn.Module):
 
     @property
     def layers(self) -> list[int]:
-        """For each block of the sequence, its layer in the base; for a step, the layer in which it starts."""
+        """The layer of the base that each block of the sequence is, or, of a step, in which it starts."""
         first, after = int(self.t), 1 + (self.config.blocks[1] if self.config.blocks else 0)
         return [*range(first - len(self.before), first), *(int(step.t + 1e-6) for step in self.solver),
                 *range(after, after + len(self.after))]
@@ -142,7 +140,7 @@ class OdeBlocks(nn.Module):
 
     @property
     def evaluations(self) -> float:
-        """Field evaluations of this thread's last pass, on average over its images, where they could halt."""
+        """Field evaluations of this thread's last pass, on average over its images."""
         taken = self.steps_taken
         if self.config.adaptive or self.config.halting is None or taken is None or not len(taken):
             return self.nfe
@@ -158,10 +156,7 @@ class OdeBlocks(nn.Module):
         self._counts.steps = steps
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Map the state before the first block [B, N, D] to the state after the last one [B, N, D].
-
-        `args` and `kwargs` are what the host passes to each of its blocks: masks, RoPE tables, ...
-        """
+        """From the state before the first block [B, N, D] to that after the last; blocks take the other arguments."""
         taken = None
         for block in self.before:
             x = block(x, *args, **kwargs)
@@ -262,8 +257,8 @@ def count_parameters(model: nn.Module) -> int:
 def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
     """A view of an ODE-ViT with another number of steps: it shares all weights, but has steps of its own.
 
-    The view follows every later change of the weights; several threads may each use one at the same time. Hooks on the
-    model's steps do not fire in it, and a view of a compiled model is not compiled.
+    The view follows every later change of the weights. Hooks on the model's steps do not fire in it, and a view of a
+    compiled model is not compiled.
 
     Args:
         model: An ODE-ViT; it does not change.

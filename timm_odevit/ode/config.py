@@ -17,23 +17,21 @@ GONE = ('averaged',)  # settings of earlier versions, which saved files may stil
 
 
 def adaptive_methods() -> list[str]:
-    """Names of the adaptive methods that the installed torchdiffeq offers (imports torchdiffeq)."""
+    """Names of the adaptive methods of the installed torchdiffeq, which this imports."""
     from torchdiffeq._impl.odeint import SOLVERS  # torchdiffeq publishes no list of its methods
     from torchdiffeq._impl.solvers import AdaptiveStepsizeODESolver
     return sorted(name for name, cls in SOLVERS.items() if issubclass(cls, AdaptiveStepsizeODESolver))
 
 
 def _method(name: str, value: Any) -> str:
-    if value in list(METHODS):
-        return value
-    return one_of([*METHODS, *adaptive_methods()])(name, value)  # imports torchdiffeq
+    return value if value in list(METHODS) else one_of([*METHODS, *adaptive_methods()])(name, value)
 
 
 def _steps(name: str, value: Any) -> Any:
+    check = integer(1, none='the number of converted layers')
     if isinstance(value, (list, tuple)) and value:
-        value = many(integer(1), 'whole numbers of at least 1, one per stage')(name, value)
-    else:
-        value = integer(1, none='the number of converted layers')(name, value)
+        check = many(integer(1), 'whole numbers of at least 1, one per stage')
+    value = check(name, value)
     if value is not None and max(value if isinstance(value, tuple) else (value,)) > LARGEST_STEPS:
         raise ValueError(f'{name} must be at most {LARGEST_STEPS:,}; got {value}.')
     return value

@@ -40,8 +40,7 @@ class Field(nn.Module):
     """A vector field psi(t, x) = G(t, x) + F(t, x): G is attention, which mixes tokens; F is the MLP on each token.
 
     A field that can be split has `attention` (G) and `mlp` (F); others override `both`. One that a model can be
-    converted to is a row of `FIELDS` in config.py, and has the class methods `like` and `values` as well. t is a float,
-    or a 0-dim tensor from an adaptive method.
+    converted to is a row of `FIELDS` in config.py, and has `like` and `values`. t is a float, or a 0-dim tensor.
     """
     about: str = ''  # what its sub-layers are, for the report of a conversion
     fits_layers: bool = False  # whether it has the base's own layers, which init 'svd_data' can fit
@@ -86,8 +85,8 @@ class Field(nn.Module):
 
     def attention_map(self, t: float, x: Tensor, interval: tuple[float, float] | None = None) -> Tensor:
         """The attention probabilities [B, heads, N, N] in float32, before dropout."""
-        raise ValueError(f'{type(self).__name__} has no attention maps: windows, RoPE or a position bias are part of '
-                         'its attention.')
+        raise ValueError(
+            f'{type(self).__name__} has no attention maps: windows, RoPE or a position bias are part of its attention.')
 
     @classmethod
     def like(cls, blocks: Sequence[Any]) -> Self:

@@ -70,11 +70,8 @@ def run_halting(
         steps: Sequence[tuple[Any, Context]], x: Tensor, rule: Rule, threshold: float) -> tuple[Tensor, Tensor]:
     """Run the steps, each with its context; an image whose score is at most the threshold leaves the batch.
 
-    Under torch.compile, torch.export and tracing, shapes cannot depend on values: every image then goes through all
-    steps, with the same result, and no time is saved.
-
-    Returns:
-        The last state of each image [B, N, D], and how many steps it took [B].
+    Returns the last state of each image [B, N, D], and how many steps it took [B]. Under torch.compile, torch.export
+    and tracing, shapes cannot depend on values: every image goes through all steps, with the same result.
     """
     for name, value in steps[0][1].block_kwargs.items():
         if isinstance(value, Tensor) and (value.ndim > 2 or name == 'attn_mask'):

@@ -13,8 +13,7 @@ __all__ = ['METHODS', 'RungeKutta', 'Step']
 class Step(nn.Module):
     """One step of a solver: maps the state at t [B, N, D] to the state at t + h.
 
-    It is called as a host calls its transformer blocks: with the state and with whatever the host passes besides it.
-    All steps share the field. Weights that depend on time are averaged over the step.
+    It is called as a host calls its blocks. Weights that depend on time are averaged over the step.
 
     Attributes:
         order: Order of convergence of the global error.
@@ -65,7 +64,7 @@ class Step(nn.Module):
 
 
 class _Together:
-    """The same part of each phase's block: a call of one of its methods calls that of all of them."""
+    """The same part of each phase's block: a call of one of its methods is one of all of them."""
 
     def __init__(self, parts: list[Any]) -> None:
         self._parts = parts

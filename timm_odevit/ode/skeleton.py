@@ -26,10 +26,9 @@ def run_with(module: nn.Module, tensors: Mapping[str, Tensor], *args: Any) -> An
 
 
 def skeleton(module: Module, tensors: Mapping[str, Tensor]) -> Module:
-    """Create a module of the same class that runs with other tensors; takes microseconds, copies nothing.
+    """A module of the same class with other parameters and buffers, by name; takes microseconds, copies nothing.
 
-    `tensors` are for its parameters and buffers, by name ('attn.qkv.weight'). Everything else is shared with the
-    original, which does not change. Replaced tensors are not Parameters: gradients flow through them.
+    Everything else is shared with the original. Replaced tensors are not Parameters: gradients flow through them.
     """
     twin: Any = shallow_copy(module)
     for kind in ('_parameters', '_buffers'):

@@ -31,7 +31,7 @@ class Solver(nn.ModuleList):
 
 
 class Counts(threading.local):
-    """What the last pass of each thread took: evaluations of an adaptive solution, steps of each image [B]."""
+    """What the last pass of each thread took: evaluations, if adaptive; steps of each image [B], if they may halt."""
     evaluations = 0
     steps: Tensor | None = None
 
@@ -57,13 +57,10 @@ class AdaptiveStep(Step):
 
 def solve_adaptive(
         field: Field, x0: Tensor, times: Sequence[float], config: OdeConfig, context: Context) -> tuple[Tensor, int]:
-    """Solve with an adaptive method of torchdiffeq, from x0 [B, N, D] at times[0].
-
-    Returns:
-        The states at all times [len(times), B, N, D], and the number of field evaluations.
+    """The states at some times [len(times), B, N, D], by an adaptive method of torchdiffeq; how often it evaluates.
 
     Raises:
-        ValueError: The state is in half precision, which is too coarse for step-size control.
+        ValueError: The state x0 [B, N, D] is in half precision, which is too coarse for step-size control.
         FloatingPointError: The solver could not meet the tolerance with any step size.
     """
     if x0.dtype not in (torch.float32, torch.float64):
@@ -112,9 +109,7 @@ class _Counted(nn.Module):
 
     def __init__(self, field: nn.Module, context: Context) -> None:
         super().__init__()
-        self.field = field
-        self.context = context
-        self.evaluations = 0
+        self.field, self.context, self.evaluations = field, context, 0
 
     def forward(self, t: Tensor, x: Tensor) -> Tensor:
         self.evaluations += 1  # the adjoint's own evaluations come later, in the backward pass
@@ -138,8 +133,8 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
         x(T) [B, N, D], or all states [K + 1, B, N, D] with keep.
 
     Raises:
-        ValueError: steps or T is not set, an adaptive method gets a state in half precision, a splitting method a field
-            without sub-flows, or the adjoint method one that is not an nn.Module.
+        ValueError: steps or T is not set, an adaptive method gets a state in half precision, or the field cannot be
+            split, or has no parameters for the adjoint method.
         FloatingPointError: The state stopped being finite; the message names the step and t.
 
     Examples:
@@ -156,8 +151,8 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
     module: Any = field if isinstance(field, Field) else _CallableField(field)
     if not config.adaptive and METHODS[config.method].splits and not (module is field or hasattr(field, 'attention')):
         raise ValueError(
-            f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does not have. "
-            "Use an unsplit method, such as 'euler' or 'rk4'.")
+            f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does not have. Use "
+            "an unsplit method, such as 'euler' or 'rk4'.")
     if config.adjoint and not isinstance(field, nn.Module):
         raise ValueError('adjoint finds the parameters of a field that is an nn.Module; this one is a '
                          f'{type(field).__name__}. Set adjoint=False.')

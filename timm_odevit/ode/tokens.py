@@ -9,7 +9,7 @@ __all__ = ['TokenMerging', 'carry_groups', 'groups_of', 'tokens_at']
 
 
 def tokens_at(patches: int, share: float, progress: float) -> int:
-    """How many of `patches` tokens are left at t = `progress` T: the number falls linearly in t, to a share at T."""
+    """How many of some patch tokens are left at t = `progress` T: the number falls linearly in t, to a share at T."""
     return max(1, round(int(patches) * (1. - (1. - share) * progress) + 1e-6))  # halves up, whatever the rounding of t
 
 
@@ -49,7 +49,7 @@ class TokenMerging:
         return x if context.groups is None else _with_groups(_rows(x, context.groups.numbers), context.groups)
 
     def merge(self, x: Tensor, progress: float, tokens: int, groups: Groups | None) -> tuple[Tensor, Groups | None]:
-        """Merge as many groups of a state x [B, G, D] of N tokens as is due at t = `progress` T."""
+        """Merge as many groups of a state x [B, G, D] as is due at t = `progress` T."""
         B, G, D = x.shape
         patches = G - self.num_prefix_tokens
         count = min(patches - tokens_at(tokens - self.num_prefix_tokens, self.share, progress), patches // 2)
