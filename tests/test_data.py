@@ -146,7 +146,7 @@ LABELS = {
     'one-hot': (torch.eye(5).repeat(4, 1), r'must be whole numbers \[N\].* got torch.float32 \[20, 5\].* labels.argmax\(dim=1\)'),
     'whole one-hot': (torch.eye(5).repeat(4, 1).long(), r'got torch.int64 \[20, 5\]'),
     'floats': (torch.arange(20) % 5 / 1., r'got torch.float32 \[20\]'),
-    'negative': (torch.arange(20) % 5 - 1, 'There is a label -1, but the 5 classes of the model are 0 to 4'),
+    'negative': (torch.arange(20) % 5 - 1, 'There is a label -1, but'),
     'too large': (torch.arange(20) % 6, 'There is a label 5, but the 5 classes of the model are 0 to 4'),
     'too few': (torch.arange(19) % 5, 'got 20 images and 19 labels'),
 }
@@ -155,7 +155,7 @@ LABELS = {
 @pytest.mark.parametrize('kind', LABELS)
 def test_labels_that_are_no_classes_are_refused(vit, kind):
     labels, message = LABELS[kind]
-    for wanted in (True, None):
+    for wanted in (True, None) if kind != 'too large' else (True,):  # they may be of other classes, to be ignored
         with pytest.raises(ValueError, match=message):
             read((torch.rand(20, 3, 16, 16), labels), vit(), labels=wanted)
     assert not read((torch.rand(20, 3, 16, 16), labels), vit(), labels=False).labelled

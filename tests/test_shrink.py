@@ -376,7 +376,7 @@ def test_an_interrupted_command_says_how_to_go_on(model, tmp_path, monkeypatch, 
     assert main(['shrink', 'local-dir:teacher', 'images.npz', 'out', '--size', '50%', '--minutes', '0.01', '--quiet']) == 130
     assert 'The best student so far is in out/student/best' in capsys.readouterr().out
     assert timm.create_model('local-dir:out/student/best', pretrained=True)
-    monkeypatch.setattr('timm_odevit.cli.shrink.run', interrupted)
+    monkeypatch.setattr('timm_odevit.cli.train.run_shrink', interrupted)
     assert main(['shrink', 'local-dir:teacher', 'images.npz', 'none', '--quiet']) == 130
     assert 'best' not in capsys.readouterr().out
 

@@ -18,7 +18,8 @@ from scipy.stats import bootstrap
 from sklearn.metrics import roc_auc_score
 
 import timm_odevit as odevit
-from timm_odevit.data.arrays import array_loaders
+from timm_odevit.data.config import DataConfig
+from timm_odevit.data.read import read_data
 from timm_odevit.dynamics.flow import follow, norms
 from timm_odevit.files import to_json, write_text
 from timm_odevit.ode.blocks import find_ode_blocks
@@ -160,7 +161,7 @@ def main():
     teacher = timm.create_model(args.teacher, pretrained=True).eval()
     for name in (args.teacher, *args.students):
         model = teacher if name == args.teacher else timm.create_model(name, pretrained=True).eval()
-        loader = list(array_loaders(args.data, model, batch_size=50, limit=args.images)[2])
+        loader = list(read_data(args.data, model, DataConfig(batch_size=50), limit=args.images).test)
         measure(model, teacher, loader, args.out / name, torch.cat([batch for batch, _ in loader]))
 
 

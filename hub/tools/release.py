@@ -19,7 +19,8 @@ from cards import EARLIER, card, dataset_of
 
 import timm_odevit
 from timm_odevit import Recipe, evaluate, save_pretrained
-from timm_odevit.data.arrays import array_loaders
+from timm_odevit.data.config import DataConfig
+from timm_odevit.data.read import read_data
 from timm_odevit.ode.blocks import find_ode_blocks
 from timm_odevit.saving.save import save_reference
 
@@ -79,19 +80,18 @@ def main():
     recipe, steps, trained_at = Recipe.load(run / 'best' / 'recipe.yaml'), None, []
     if find_ode_blocks(model):
         steps, trained_at = args.steps, list(recipe.trained_at(model.blocks.steps))
-    _, val, test = array_loaders(
-        args.data, model, batch_size=args.batch_size, held_out=recipe.batches.held_out)
+    data = read_data(args.data, model, DataConfig(batch_size=args.batch_size), held_out=recipe.batches.held_out)
     half = copy.deepcopy(model).half().float()  # rounded
-    full, rounded = (trained(measure(m, val), m)['top1'] for m in (model, half))
+    full, rounded = (trained(measure(m, data.val), m)['top1'] for m in (model, half))
     stored, measured = (copy.deepcopy(half).half(), half) if rounded >= full - 0.05 else (model, model)
-    rows = measure(measured, test, teacher, steps)
+    rows = measure(measured, data.test, teacher, steps)
     commands, recipes, epochs, spans = before(args.earlier)
     spans += [span for _, span in begun]
     aside = args.hub / '.release' / args.name  # hub/NAME changes only when all is there
     try:
         aside.mkdir(parents=True)
         # the images are used whole, without cropping
-        names = {'label_names': test.label_names} if test.label_names else {}
+        names = {'label_names': list(data.classes)} if data.classes else {}
         stored.pretrained_cfg = {**stored.pretrained_cfg, 'crop_pct': 1.0, **names}
         save_pretrained(stored, aside)
         size = (aside / 'model.safetensors').stat().st_size

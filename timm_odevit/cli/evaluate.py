@@ -1,112 +1,67 @@
-"""odevit evaluate, halt and benchmark"""
-import argparse
+"""odevit evaluate, halt, benchmark, predict and report"""
 import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from timm.models import parse_model_name
 from torch import Tensor, nn
 
-from ..benchmark import MODES
+from timm_odevit import Recipe, calibrate_halting, evaluate_embeddings, write_report
+from timm_odevit import evaluate as evaluate_classes
+
 from ..benchmark import benchmark as measure_speed
-from ..data.arrays import array_loaders
-from ..data.folders import folder_loader, folder_parts
-from ..data.preprocessing import data_config, warn_of_other_classes
+from ..data.config import DataConfig
+from ..data.preprocessing import class_names, data_config, open_image, warn_of_other_classes
+from ..data.read import Data, pictures, read_data
 from ..evaluation.accuracy import AMP_DTYPES
-from ..evaluation.accuracy import evaluate as measure_accuracy
-from ..evaluation.embeddings import evaluate_embeddings
-from ..evaluation.halting import calibrate_halting
-from ..evaluation.results import Evaluation
 from ..files import to_json, write_text
 from ..ode.blocks import find_ode_blocks
-from ..ode.config import HALTING
-from ..training.loaders import label_names
-from ..training.recipe import Recipe
-from ..training.resume import RECIPE
-from .arguments import (
-    DATA,
-    IMAGES,
-    MODEL,
-    TOWERS,
-    add_number,
-    add_quiet,
-    add_steps,
-    add_workers,
-    check_file,
-    check_name,
-    images_of,
-    load,
-    refuse_existing,
-    save,
-    set_steps,
-    step_counts,
-)
-
-DTYPES = ('float32', 'bfloat16', 'float16')
+from ..training.resume import BEST, RECIPE
+from .models import check_file, load, refuse_existing, save, set_steps
 
 
-def add_evaluate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('model', help=MODEL)
-    parser.add_argument('data', help=DATA)
-    parser.add_argument('--steps', type=step_counts, metavar='K-K,K,...',
-                        help='step counts, such as 1-6,12,24 (default: as saved)')
-    parser.add_argument('--teacher', metavar='MODEL', help='model to compare with: ' + MODEL)
-    parser.add_argument('--amp', choices=[name for name in AMP_DTYPES if name], help='mixed precision')
-    parser.add_argument('--embedding', action='store_true', help=(
-        "evaluate embeddings instead of classes: cosine with the teacher's and nearest images and, if there are "
-        'training images (train/, x_train or what --held-out leaves), k-NN and a linear classifier; always on for a '
-        'model without classes'))
-    parser.add_argument('--json', type=Path, metavar='FILE', help='file to write the results to')
-    _add_images(parser, 'if the data has no val/, evaluate only on the share that training held out (default: of a '
-                        'folder, val/, else test/, else all images; of an .npz, x_test)')
+def evaluate(args: Any) -> None:
+    """Measure accuracy at several step counts. To compare speeds, use odevit benchmark.
 
-
-def evaluate(args: argparse.Namespace) -> None:
-    """Measure accuracy at several step counts. To compare speeds, use odevit benchmark."""
+    model
+    data
+    --steps K-K,K,...  step counts, such as 1-6,12,24 (default: as saved)
+    --teacher MODEL  model to compare with: MODEL
+    --amp {bfloat16,float16}  mixed precision
+    --embedding  evaluate embeddings instead of classes: cosine with the teacher's and nearest images and, if there are
+        training images (train/, x_train or what --held-out leaves), k-NN and a linear classifier; always on for a model
+        without classes
+    --json FILE  file to write the results to
+    --held-out SHARE  if the data has no val/, evaluate only on the share that training held out (default: of a folder,
+        val/, else test/, else all images; of an .npz, x_test)
+    --seed --batch-size --workers --quiet
+    """
     check_file(args.json)
     model = load(args.model, args)
     teacher = load(args.teacher, args) if args.teacher else None
-    blocks = find_ode_blocks(model)
     sizes = [' x '.join(map(str, data_config(each)['input_size'])) for each in (model, teacher or model)]
     if sizes[0] != sizes[1]:
         raise ValueError(f'The teacher takes images of {sizes[1]}, the model of {sizes[0]}. Give a teacher with the '
                          'same input size.')
-    if args.seed is not None and args.held_out is None:
-        raise ValueError('--seed chooses the images of --held-out. Give both, or leave --seed out.')
-    loader, data = _images(args, model, args.held_out, args.embedding)
-    for each in () if args.embedding else (model, *([] if teacher is None else [teacher])):
-        warn_of_other_classes(each, label_names(loader), args.data)
-    recipe = _recipe(model)
+    embedding = args.embedding or not model.num_classes
+    data = _data(args, model, args.held_out, embedding)
+    loader, words = data.evaluated()
+    for each in (model, teacher):
+        if each is not None and not embedding:
+            warn_of_other_classes(each, data.classes, args.data)
+    recipe, blocks = _recipe(model), find_ode_blocks(model)
     options: Any = dict(
-        steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet, data=data,
+        steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet, data=words,
         trained_at=recipe.trained_at(blocks[0].steps) if recipe is not None and len(blocks) == 1 else ())
-    if args.embedding or not model.num_classes:
-        found: Evaluation[Any] = evaluate_embeddings(model, loader, labelled=_labelled(args, model, loader), **options)
+    if embedding:
+        others = data.train is not None and (data.val or data.test) is not None and data.num_classes > 1
+        results: Any = evaluate_embeddings(model, loader, labelled=data.plain() if others else None, **options)
     else:
-        found = measure_accuracy(model, loader, **options)
-    print(found)
+        results = evaluate_classes(model, loader, **options)
+    print(results)
     if args.json:
-        found.to_json(args.json)
-
-
-def _labelled(args: argparse.Namespace, model: Any, loader: Any) -> Any:
-    """The training images of data with several classes, if it has any besides those of a loader, as they are."""
-    if not Path(args.data).is_file():
-        parts = folder_parts(args.data)
-        if 'train' not in parts and (parts or args.held_out is None):
-            return None
-        found = folder_loader(args.data, model, batch_size=args.batch_size, held_out=args.held_out, any_classes=True,
-                              seed=args.seed or 0, workers=args.workers, training=True)
-        if label_names(found) != label_names(loader):
-            raise ValueError(f"'{args.data}' has other classes to train on than to evaluate on, so k-NN and probe "
-                             f"cannot be measured. To leave them out, give '{(parts.get('val') or parts['test'])}'.")
-        return found if len(label_names(found) or ()) > 1 else None
-    train = array_loaders(args.data, model, batch_size=args.batch_size, held_out=args.held_out or 0.1,
-                          any_classes=True)[0]
-    train.train = False
-    return train if len(train.labels.unique()) > 1 else None
+        results.to_json(args.json)
 
 
 def _recipe(model: Any) -> Recipe | None:
@@ -119,114 +74,137 @@ def _recipe(model: Any) -> Recipe | None:
         return None
 
 
-def add_halt(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('model', help=MODEL)
-    parser.add_argument('data', help=DATA)
-    parser.add_argument('out', help='folder to save the model to; must be new')
-    parser.add_argument('--rule', choices=HALTING, default='entropy', help=(
-        'score by which an image stops (default: %(default)s)'))
-    parser.add_argument('--max-drop', type=float, metavar='SHARE', default=0.005,
-                        help='largest loss of accuracy, as a share of all images (default: %(default)s)')
-    add_steps(parser)
-    _add_images(parser, 'share that training held out, if the data has no val/ (default: 0.1)')
+def _data(args: Any, model: nn.Module, held_out: float | None, any_classes: bool = False) -> Data:
+    if args.seed is not None and (held_out is None or Path(args.data).is_file()):
+        raise ValueError('--seed chooses the images of --held-out in a folder. Give both, or leave --seed out.')
+    config = DataConfig(
+        batch_size=args.batch_size, workers=args.workers, held_out=0.1 if held_out is None else held_out)
+    return read_data(args.data, model, config, held_out=0. if held_out is None else None, seed=args.seed or 0,
+                     any_classes=any_classes)
 
 
-def halt(args: argparse.Namespace) -> None:
-    """Choose when an image may stop before the last step, and save the model with this setting."""
-    refuse_existing(args.out, 'remove it')
+def halt(args: Any) -> None:
+    """Choose when an image may stop before the last step, and save the model with this setting.
+
+    model
+    data
+    out  folder to save to; must be new
+    --rule RULE [entropy]  score by which an image stops
+    --max-drop SHARE [0.005]  largest loss of accuracy, as a share of all images
+    --steps
+    --held-out SHARE  share that training held out, if the data has no val/ (default: 0.1)
+    --seed --batch-size --workers --quiet
+    """
+    refuse_existing(args.out)
     model = load(args.model, args)
-    set_steps(model, args.steps, args.model)
-    has_val = Path(args.data).is_dir() and 'val' in folder_parts(args.data)
-    share = 0.1 if args.held_out is None and not has_val else args.held_out
-    held_out, _ = _images(args, model, share)  # not the test images
-    warn_of_other_classes(model, label_names(held_out), args.data)
-    found = calibrate_halting(
-        model, held_out, rule=args.rule, max_drop=args.max_drop, progress=not args.quiet)
-    print(found)
-    if found.nfe == found.full_nfe:
+    set_steps(model, args)
+    data = _data(args, model, 0.1 if args.held_out is None else args.held_out)  # not the test images
+    warn_of_other_classes(model, data.classes, args.data)
+    setting = calibrate_halting(
+        model, data.evaluated()[0], rule=args.rule, max_drop=args.max_drop, progress=not args.quiet)
+    print(setting)
+    if setting.nfe == setting.full_nfe:
         raise ValueError(f'With --max-drop {args.max_drop:g}, no image can stop before the last step, so nothing was '
                          'saved. Raise --max-drop, use another --rule, or train a student with exits: odevit distill '
                          'early_exit')
-    found.apply_(model)
+    setting.apply_(model)
     save(model, args.out)
 
 
-def _add_images(parser: argparse.ArgumentParser, held_out: str) -> None:
-    parser.add_argument('--held-out', type=float, metavar='SHARE', help=held_out)
-    parser.add_argument('--seed', type=int, metavar='N', help='the seed of the training, for --held-out (default: 0)')
-    add_number(parser, '--batch-size', 'images per batch', default=64)
-    add_workers(parser)
-    add_quiet(parser)
+def benchmark(args: Any) -> None:
+    """Time models, and measure their memory and size, side by side in one run.
 
-
-def _images(
-        args: argparse.Namespace, model: Any, held_out: float | None, any_classes: bool = False) -> tuple[Any, str]:
-    """Labelled images, and what they are in words: the share held out of training, else val/, test/, x_test or all."""
-    share = '' if held_out is None else f'the share {held_out:g} held out of training of '
-    if Path(args.data).is_file():
-        for option in ('workers', 'seed'):
-            if getattr(args, option) is not None:
-                raise ValueError(f'--{option} applies to folders of images; an .npz is read at once, and its last '
-                                 'images are the ones held out. Leave it out.')
-        _, val, test = array_loaders(
-            args.data, model, batch_size=args.batch_size, held_out=0.1 if held_out is None else held_out,
-            any_classes=any_classes)
-        return (val, f'{share}x_train of {args.data}') if share else (test, f'x_test of {args.data}')
-    parts = folder_parts(args.data)
-    if 'val' in parts:
-        share = ''  # training validated on val/, and held nothing else out
-    images = folder_loader(args.data, model, batch_size=args.batch_size, held_out=held_out, seed=args.seed or 0,
-                           any_classes=any_classes, workers=args.workers)
-    used = parts.get('train') if share else parts.get('val') or parts.get('test')
-    return images, f'{share}{used or args.data}'
-
-
-def add_benchmark(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('models', nargs='+', metavar='MODEL', help=f'{MODEL}; the others are compared with the first')
-    parser.add_argument('--batch-size', type=step_counts, metavar='N,N,...', default=(1, 8),
-                        help='images per call (default: 1,8)')
-    parser.add_argument('--steps', type=step_counts, metavar='K-K,K,...', default=(),
-                        help='also time with these step counts (default: only as saved)')
-    parser.add_argument('--compile', choices=MODES, nargs='?', const=MODES[0], metavar='MODE',
-                        help=f"also time each model compiled by torch.compile, in one of its modes: {', '.join(MODES)}")
-    parser.add_argument('--dtype', choices=DTYPES, default=DTYPES[0], metavar='DTYPE',
-                        help=f"{', '.join(DTYPES)} (default: %(default)s)")
-    add_number(parser, '--img-size', "image size in pixels (default: the model's)")
-    add_number(parser, '--rounds', 'rounds in which all take turns', default=10)
-    parser.add_argument('--data', help=f'{IMAGES} (default: noise)')
-    parser.add_argument('--json', type=Path, metavar='FILE', help='also write the measurements to this file')
-    add_quiet(parser)
-
-
-def benchmark(args: argparse.Namespace) -> None:
-    """Time models, and measure their memory and size, side by side in one run."""
+    model...  MODEL; the others are compared with the first
+    --batch-size N,N,... [1,8]  images per call
+    --steps K-K,K,...  also time with these step counts (default: only as saved)
+    --compile MODE?  also time each model compiled by torch.compile, in one of its modes, such as max-autotune
+    --dtype {float32,bfloat16,float16} [float32]  of weights and images
+    --img-size N  image size in pixels (default: the model's)
+    --rounds N [10]  rounds in which all take turns
+    --data DATA  IMAGES (default: noise)
+    --json FILE  also write the measurements to this file
+    --quiet
+    """
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # read when the profiler first starts: lower levels are noise
-    if len({*args.models}) < len(args.models):
+    if len({*args.model}) < len(args.model):
         raise ValueError('A model is named twice. Give each one once.')
     check_file(args.json)
-    models = {name: _model(name, args) for name in args.models}
+    # the weights of a name without a source or tag do not matter
+    models = {name: load(name, args, pretrained=':' in name or '.' in name).to(getattr(torch, args.dtype)).eval()
+              for name in args.model}
     if args.steps and not any(find_ode_blocks(model) for model in models.values()):
         raise ValueError('--steps needs an ODE-ViT, and none of these models is one. Leave it out.')
-    found = measure_speed(
-        models, batch_sizes=args.batch_size, steps=args.steps,
-        rounds=args.rounds, compiled=args.compile, images=partial(_some_images, args.data) if args.data else None,
-        progress=not args.quiet)
-    print(found)
-    if args.json is not None:
-        write_text(args.json, to_json(found.to_dict()))
-
-
-def _model(name: str, args: argparse.Namespace) -> nn.Module:
-    """A model by name; the weights of a name without a source or tag do not matter."""
-    check_name(name)
-    with_weights = name.startswith(TOWERS) or parse_model_name(name)[0] is not None or '.' in name
-    return load(name, args, pretrained=with_weights).to(getattr(torch, args.dtype)).eval()
+    results = measure_speed(
+        models, batch_sizes=args.batch_size, steps=args.steps or (), rounds=args.rounds,
+        compiled=args.compile,
+        images=partial(_some_images, args.data) if args.data else None, progress=not args.quiet)
+    print(results)
+    if args.json:
+        write_text(Path(args.json), to_json(results.to_dict()))
 
 
 def _some_images(path: str, model: nn.Module, count: int) -> Tensor:
-    """The first images of a folder or an .npz, again from the start if there are too few."""
-    like = next(p for p in model.parameters() if p.is_floating_point())
-    for images, _ in images_of(path, model, batch_size=count)[1]:
-        if len(images):
-            return images[torch.arange(count) % len(images)].to(like)
-    raise ValueError(f"No image of '{path}' can be read.")
+    """Images of a folder or an .npz, again from the start if there are too few."""
+    images, _ = read_data(path, model, labels=False, held_out=0.).sample('train', count)
+    return images[torch.arange(count) % len(images)].to(next(model.parameters()).device)
+
+
+def predict(args: Any) -> None:
+    """Classify images.
+
+    model
+    image...  image files
+    --top N [5]  number of classes to print
+    --steps
+    --json  print JSON
+    """
+    model = load(args.model, args).eval()
+    set_steps(model, args)
+    if not model.num_classes:
+        raise ValueError(f"'{args.model}' has no classes, so it cannot classify image files.")
+    names, blocks = class_names(model), find_ode_blocks(model)
+    records: list[dict[str, Any]] = []
+    for file in args.image:
+        pixels = open_image(file, model)
+        with torch.inference_mode():
+            probabilities = model(pixels[None].to(args.device))[0].softmax(-1)
+        if not probabilities.isfinite().all():
+            raise FloatingPointError(f"The model's outputs for '{file}' are not finite, so they name no class.")
+        top = probabilities.topk(min(args.top, model.num_classes))
+        classes = [{'label': int(i), 'name': names[i] if names else None, 'probability': round(float(p), 4)}
+                   for p, i in zip(*top, strict=True)]
+        evaluations = sum(int(ode.evaluations) for ode in blocks) or None
+        records.append({'image': file, 'evaluations': evaluations, 'classes': classes})
+    if args.json:
+        return print(to_json(records), end='')
+    for record in records:
+        used = f" ({record['evaluations']} evaluations)" if record['evaluations'] else ''
+        print(f"{record['image']}{used}")
+        for each in record['classes']:
+            print(f"  {100 * each['probability']:5.1f} %  {each['name'] or 'class ' + str(each['label'])}")
+
+
+def report(args: Any) -> None:
+    """Write a page that shows what a model does with a few images.
+
+    model
+    --images DATA!  folder of images, or an .npz of small images, of which x_test is used
+    -o,--out FOLDER [report]  folder for index.html and report.json
+    --teacher MODEL  model to compare with: MODEL
+    --count N [8]  images to show, spread evenly over the folder
+    --steps
+    --overwrite  replace an earlier report in the folder
+    --quiet
+    """
+    if not args.overwrite:
+        refuse_existing(args.out, '--overwrite')
+    model = load(args.model, args)
+    set_steps(model, args)
+    teacher = load(args.teacher, args) if args.teacher else None
+    shown = pictures(args.images, model, args.count)
+    names = [Path(name.split(':')[-1]) for name in (args.model, args.teacher) if name]
+    # a folder best/ is one of many
+    title = ', beside '.join(str(Path(*name.parts[-2:])) if name.name == BEST else name.name for name in names)
+    page = write_report(model, shown.images, args.out, teacher=teacher, names=shown.names, classes=shown.classes,
+                        title=title, progress=not args.quiet)
+    print(f'wrote {page}')

@@ -1,37 +1,63 @@
-"""odevit finetune, distill and recipe"""
-import argparse
-import json
+"""odevit shrink, finetune and distill"""
+import os
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from timm.utils import init_distributed_device
-from torch import nn
+
+from timm_odevit import Recipe, train
+from timm_odevit import shrink as run_shrink
 
 from ..data.folders import folder_parts
-from ..training.loaders import count_classes
-from ..training.recipe import FOLDER, Recipe, builtin_recipes
-from ..training.resume import BEST, RECIPE, RUN
-from ..training.run import train
-from .arguments import DATA, MODEL, add_number, add_quiet, add_weights, check_name, load, load_as_saved, refuse_existing
+from ..data.read import classes_of
+from ..training.resume import BEST, RECIPE, RUN, read_run
+from .models import TOWERS, load, refuse_existing
 
 
-def add_finetune(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('model', nargs='?', help=MODEL)
-    _add_run(parser)
-    parser.add_argument('--recipe', help='a .yaml file, or the name of a recipe (default: finetune)')
-    add_weights(parser, 'the model')
+def shrink(args: Any) -> None:
+    """Make a small student of a model, and say whether it is worth it.
+
+    model
+    images  IMAGES unless they are the classes of the model
+    out  folder for the student, the files that were compared, and the verdict
+    --size SIZE  size of the student, such as 25%, 3M parameters or 4MB (default: one that suits the images and minutes)
+    --keep PART  instead of --size: find the smallest student that keeps this share of the accuracy, such as 95%
+    --minutes M [60]  minutes to spend
+    --checkpoint --img-size
+    --embedding  treat the model's outputs as embeddings, not logits; always on for image towers
+    --resume  continue the run in the folder
+    --quiet
+    """
+    if not args.resume:
+        refuse_existing(args.out, '--resume')
+    os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # read when the profiler first starts: lower levels are noise
+    model = load(args.model, args)
+    try:
+        verdict = run_shrink(
+            model, args.images, args.out, size=args.size, keep=args.keep, minutes=args.minutes, resume=args.resume,
+            embedding=args.embedding or args.model.startswith(TOWERS), progress=not args.quiet)
+    except KeyboardInterrupt:
+        if (best := Path(args.out, 'student', BEST)).exists():
+            print(f'\nThe best student so far is in {best}. To continue: the same command with --resume')
+        raise
+    print(f'\n{verdict}')
 
 
-def finetune(args: argparse.Namespace) -> None:
-    """Fine-tune a model on labelled images, to make a teacher. Also runs under torchrun."""
-    given = args.recipe
-    recipe = _start_or_resume(args, 'model', 'data', 'out')
-    if recipe is not None and given:
-        raise ValueError(f'The run has a recipe of its own, so --recipe {given} has no effect. Leave it out.')
-    command = _to_resume(args, 'model', 'data', 'recipe', 'img_size', 'checkpoint', 'limit')
+def finetune(args: Any) -> None:
+    """Fine-tune a model on labelled images, to make a teacher. Also runs under torchrun.
+
+    [model] [data] [out]
+    --recipe RECIPE  a .yaml file, or the name of a recipe (default: finetune)
+    --set --minutes --resume --limit --checkpoint --img-size --quiet
+    """
+    asked = args.recipe
+    recipe = _start(args, 'model', 'data', 'out')
+    if recipe is not None and asked:
+        raise ValueError(f'The run has a recipe of its own, so --recipe {asked} has no effect. Leave it out.')
     for change in args.set:
         if change.partition('=')[0].strip() in ('model', 'model_args.num_classes'):
             raise ValueError(f"'{change}' has no effect: the model is the first argument, its classes are those of the "
@@ -40,27 +66,23 @@ def finetune(args: argparse.Namespace) -> None:
     if recipe.ode is not None or any(stage.task != 'labels' for stage in recipe.stages):
         raise ValueError('odevit finetune trains on labels alone: the recipe must not have ode, and every stage must '
                          'have task: labels. To run any other recipe, use odevit distill')
-    options = {**(recipe.model_args or {}), 'num_classes': count_classes(args.data)}
+    options = {**(recipe.model_args or {}), 'num_classes': classes_of(args.data)[1]}
     if args.img_size is not None:
         options['img_size'] = args.img_size
-    recipe = replace(recipe, model=command['model'], model_args=options)
+    recipe = replace(recipe, model=args.started['model'], model_args=options)
     torch.manual_seed(recipe.seed)  # a new head is the same each time
-    _train(recipe, args, command, student=load(args.model, args, **options))
+    _train(recipe, args, student=load(args.model, args, **options))
 
 
-def add_distill(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('recipe', nargs='?', help=f"a .yaml file, or one of: {', '.join(builtin_recipes())}")
-    _add_run(parser)
-    parser.add_argument('--teacher', metavar='MODEL', help=MODEL)
-    add_weights(parser, 'the teacher')
-    parser.add_argument('--student', metavar='MODEL',
-                        help="'local-dir:FOLDER' of a model to start from, instead of a new one")
+def distill(args: Any) -> None:
+    """Train by a recipe: distil a teacher or, without one, train from scratch. Also runs under torchrun.
 
-
-def distill(args: argparse.Namespace) -> None:
-    """Train by a recipe: distil a teacher or, without one, train from scratch. Also runs under torchrun."""
-    recipe = _start_or_resume(args, 'recipe', 'data', 'out')
-    command = _to_resume(args, 'recipe', 'data', 'teacher', 'img_size', 'checkpoint', 'student', 'limit')
+    [recipe]  a .yaml file, or a name from odevit recipe list
+    [data] [out] --teacher
+    --student MODEL  'local-dir:FOLDER' of a model to start from, instead of a new one
+    --set --minutes --resume --limit --checkpoint --img-size --quiet
+    """
+    recipe = _start(args, 'recipe', 'data', 'out')
     if not args.teacher and (args.img_size or args.checkpoint):
         raise ValueError('--img-size and --checkpoint are those of the teacher. Give --teacher, or leave them out.')
     for change in args.set if args.student else []:
@@ -69,120 +91,66 @@ def distill(args: argparse.Namespace) -> None:
     recipe = recipe or Recipe.load(args.recipe, args.set)
     if args.student:
         recipe = replace(recipe, ode=None, model=None, model_args=None)
-    student = load_as_saved(args.student, args) if args.student else None
+    student = load(args.student, SimpleNamespace(device=args.device)) if args.student else None
     teacher = load(args.teacher, args) if args.teacher else None
-    if teacher is None and student is None and recipe.model:
-        check_name(recipe.model)
-    _train(recipe, args, command, teacher, student)
+    _train(recipe, args, teacher, student)
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('action', choices=('list', 'show', 'check'), help='what to do')
-    parser.add_argument('name', nargs='?', help='a .yaml file, or the name of a recipe')
-
-
-def recipe(args: argparse.Namespace) -> None:
-    """List the recipes of the package, show one, or check a file."""
-    if (args.name is None) != (args.action == 'list'):
-        raise ValueError('Expected: odevit recipe list, odevit recipe show NAME, or odevit recipe check FILE.')
-    if args.action == 'list':
-        for name in builtin_recipes():
-            print(f'{name:12}{_summary(name)}')
-        return
-    found = Recipe.load(args.name)
-    if args.action == 'show':
-        print(found.to_yaml(), end='')
-        return
-    epochs = [found.fit_of(stage).epochs for stage in found.stages]
-    print(f"'{args.name}' is a valid recipe: {len(epochs)} stage{'s' if len(epochs) > 1 else ''}, "
-          f"{sum(epochs)} epoch{'s' if sum(epochs) > 1 else ''}.")
-
-
-def _summary(name: str) -> str:
-    """The first sentence of the comment at the top of a recipe of the package."""
-    lines = (FOLDER / f'{name}.yaml').read_text().splitlines()
-    return ' '.join(line.removeprefix('# ') for line in lines if line.startswith('# ')).split('. ')[0].split(': ')[0]
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('data', nargs='?', help=DATA)
-    parser.add_argument('out', nargs='?', help='folder for recipe.yaml, checkpoints, best/ and history.json')
-    parser.add_argument('--set', metavar='KEY=VALUE', action='append', default=[],
-                        help='change the recipe, such as --set ode.rank=8 --set stages.0.fit.epochs=5')
-    parser.add_argument('--minutes', type=float, metavar='M',
-                        help="train for about so long, with the stages' shares of time (default: the recipe's epochs)")
-    parser.add_argument('--resume', action='store_true',
-                        help='continue the run in the folder; with nothing else given, as it was first started')
-    add_number(parser, '--limit', 'use only this many images of each part of the data, for a rehearsal')
-    add_quiet(parser)
-
-
-def _start_or_resume(args: argparse.Namespace, *names: str) -> Recipe | None:
-    """Fill in the positional arguments `names`, and join the processes.
+def _start(args: Any, *names: str) -> Recipe | None:
+    """Fill in the arguments of a run if only its folder was given, note in `args.started` what resuming needs, and join
+    the processes.
 
     Returns:
-        The recipe of the run, if only its folder was given.
+        The recipe of the run if only its folder was given.
     """
     words = [word for name in names if (word := getattr(args, name)) is not None]
     recipe = None
     if args.resume and len(words) == 1:
         setattr(args, names[0], None)
-        recipe = _read_run(args, Path(words[0]))
-        words = [*(getattr(args, name) for name in names[:-1]), words[0]]
-    if len(words) != len(names):
-        raise ValueError(f"Expected {' '.join(name.upper() for name in names)}, or only --resume FOLDER; got "
+        args.out = words[0]
+        recipe = _read_run(args, Path(args.out))
+    if any(getattr(args, name) is None for name in names):
+        raise ValueError(f"Expected {' '.join(names).upper()}, or only --resume FOLDER; got "
                          f"{' '.join(words) or 'nothing'}.")
-    for name, word in zip(names, words, strict=True):
-        setattr(args, name, word)
     if not args.resume:
         refuse_existing(args.out, '--resume')
+    needed = ('model', 'recipe', 'data', 'teacher', 'student', 'img_size', 'checkpoint', 'limit')
+    args.started = {'command': args.command, **{n: _absolute(n, getattr(args, n)) for n in needed if n in args}}
     init_distributed_device(args)  # under torchrun; sets args.device, distributed and rank
     return recipe
 
 
-def _read_run(args: argparse.Namespace, folder: Path) -> Recipe:
+def _read_run(args: Any, folder: Path) -> Recipe:
     """The recipe of a run; those of its arguments that are not given are filled in."""
     if not (folder / RECIPE).is_file() or not (folder / RUN).is_file():
         raise ValueError(f"There is no run to continue in '{folder}': it has no {RECIPE}.")
     recipe = Recipe.load(folder / RECIPE, args.set)
-    try:
-        command: dict[str, Any] = dict(json.loads((folder / RUN).read_text())['command'] or {})
-    except (KeyError, TypeError, ValueError):
-        command = {}
-    if not command:
+    started = read_run(folder).get('command')
+    if not isinstance(started, dict) or not started:
         raise ValueError(f"'{folder / RUN}' does not say how the run was started. Give the whole command, with "
                          '--resume at its end.')
-    if (name := command.pop('command', args.command)) != args.command:
-        raise ValueError(f"'{folder}' is not a run of odevit {args.command}. Type: odevit {name} --resume {folder}")
-    for name, value in command.items():
+    command = started.pop('command', args.command)
+    if command != args.command:
+        raise ValueError(f"'{folder}' is not a run of odevit {args.command}. Type: odevit {command} --resume {folder}")
+    for name, value in started.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     return recipe
 
 
-def _to_resume(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """The arguments that a resumed run needs, with paths that are valid everywhere."""
-    return {'command': args.command, **{name: _absolute(name, getattr(args, name)) for name in names}}
-
-
 def _absolute(name: str, value: Any) -> Any:
+    """An argument in which a path is valid everywhere."""
     if isinstance(value, str) and value.startswith('local-dir:'):
         return f"local-dir:{Path(value.removeprefix('local-dir:')).absolute()}"
-    is_path = name in ('data', 'checkpoint', 'recipe') and isinstance(value, str) and Path(value).exists()
+    is_path = name in ('data', 'checkpoint', 'recipe') and value and Path(value).exists()
     return str(Path(value).absolute()) if is_path else value
 
 
-def _train(
-        recipe: Recipe,
-        args: argparse.Namespace,
-        command: dict[str, Any],
-        teacher: nn.Module | None = None,
-        student: nn.Module | None = None,
-) -> None:
+def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) -> None:
     """Train, and say where the result is and how to evaluate it."""
     try:
         train(recipe, args.data, args.out, teacher=teacher, student=student, minutes=args.minutes, resume=args.resume,
-              limit=args.limit, command=command, device=args.device, progress=not args.quiet)
+              limit=args.limit, command=args.started, device=args.device, progress=not args.quiet)
         if args.distributed:
             torch.distributed.barrier()  # some versions of gloo wait forever if a process leaves first
     finally:

@@ -2,8 +2,8 @@
 
 config              settings of the data
 preprocessing       how a model expects its images and labels
-batches             loaders of loaders: mixed, labelled by a model, told of an epoch
+batches             loaders of image files, and of other loaders: mixed, labelled by a model
 arrays              images in memory, augmented on the device
-folders             image files
+folders             which files belong to which part and class
 read                the one door to all of them
 """

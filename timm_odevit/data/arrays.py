@@ -238,29 +238,3 @@ def _read_array(archive: ZipFile, info: ZipInfo) -> Any:
         raise ValueError(f'{info.filename} says that it holds {dtype} {list(shape)}, but it has {size:,} bytes')
     with archive.open(info) as f:
         return np.lib.format.read_array(f, allow_pickle=False)
-
-
-# doors of before, until nobody uses them
-
-def array_loaders(path, model, *, batch_size=64, held_out=0.1, padding=None, flip=None, reprob=0., limit=None, seed=0,
-                  any_classes=False):
-    from importlib import import_module
-    config = import_module('timm_odevit.data.config').DataConfig(
-        batch_size=batch_size, padding=padding, flip=flip, reprob=reprob)
-    data = import_module('timm_odevit.data.read').read_data(
-        path, model, config, held_out=held_out, limit=limit, seed=seed, any_classes=any_classes)
-    for loader in (data.train, data.val, data.test):
-        loader.label_names = None if data.classes is None else list(data.classes)
-    return data.train, data.val, data.test
-
-
-def array_classes(path):
-    return npz_classes(path)[1]
-
-
-def array_images(path, model, *, batch_size=64, held_out=0.1, seed=0):
-    from importlib import import_module
-    data = import_module('timm_odevit.data.read').read_data(
-        path, model, import_module('timm_odevit.data.config').DataConfig(batch_size=batch_size), labels=False,
-        held_out=held_out, seed=seed)
-    return data.train, data.val

@@ -1,17 +1,29 @@
-"""Loaders that change the batches of another loader, and what is asked of any loader."""
+"""Loaders of image files and of other loaders, and what is asked of any loader."""
+import hashlib
+import json
+import logging
+import os
+import warnings
 from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
-from timm.data import Mixup
+from timm.data import Mixup, create_loader, create_transform
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from ..distributed import rank_and_world
 from ..hooks import evaluating, random_states_kept
-from .config import DataConfig
-from .preprocessing import dtype_of
+from .config import DataConfig, Reading
+from .preprocessing import data_config, dtype_of, image_mode, read_image, shuffled
 
-__all__ = ['Mapped', 'mixed', 'set_epoch', 'top_class', 'unlabelled']
+__all__ = ['FileLoader', 'Mapped', 'Samples', 'mixed', 'set_epoch', 'top_class', 'training_loader', 'unlabelled']
 
+_UNREADABLE = -1  # the label of an image file that cannot be read
+_logger = logging.getLogger(__name__)
+Samples = list[tuple[str, int]]  # files and their labels
 Change = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
@@ -96,8 +108,90 @@ def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:
     return Mapped(loader, lambda images, labels: mix(images.clone(), labels))
 
 
-class MixupLoader(Mapped):  # a door of before, until nobody uses it
-    def __init__(self, loader, classes, mixup=0., cutmix=0., smoothing=0., prob=1.):
-        made = mixed(loader, classes, DataConfig(mixup=mixup, cutmix=cutmix, smoothing=smoothing,
-                                                 prob=prob if mixup or cutmix else None))
-        super().__init__(loader, made.change)
+class Files(Dataset):
+    """Images of files [C, H, W] and their labels.
+
+    The next readable image takes the place of one that cannot be read, with its own label in training, or else -1.
+    """
+
+    def __init__(self, samples: Samples, model: Any, training: bool = False) -> None:
+        self.samples, self.training = samples, training
+        self.mode, self.dtype = image_mode(model), dtype_of(model)
+        self.transform: Any = create_transform(**data_config(model), is_training=False)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        for i in range(index, index + len(self)):
+            file, label = self.samples[i % len(self)]
+            try:
+                image = read_image(file, self.mode)
+            except ValueError as e:
+                _logger.warning(str(e))
+                continue
+            return self.transform(image).to(self.dtype), label if i == index or self.training else _UNREADABLE
+        raise ValueError(f"None of the {len(self)} images can be read, such as '{self.samples[0][0]}'.")
+
+
+class FileLoader(DataLoader):
+    """A DataLoader of Files in order, without the images that cannot be read: a warning says how many."""
+
+    def __init__(self, samples: Samples, model: Any, config: DataConfig) -> None:
+        super().__init__(Files(samples, model), config.batch_size, num_workers=_workers(config))
+        self.files: Any = self.dataset
+        self.count = len(samples)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private class
+        unreadable: list[int] = []
+        for i, (images, labels) in enumerate(super().__iter__()):
+            good = labels != _UNREADABLE
+            unreadable += [i * int(self.batch_size or 1) + int(j) for j in (~good).nonzero()]
+            yield images[good], labels[good]
+        if unreadable:
+            warnings.warn(f'{len(unreadable)} of {self.count} images cannot be read and are left out, such as '
+                          f"'{self.files.samples[unreadable[0]][0]}'.", RuntimeWarning, stacklevel=2)
+
+    def sample(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        order = shuffled(self.count, seed).tolist()
+        pairs = list(islice((pair for pair in map(self.files.__getitem__, order) if pair[1] != _UNREADABLE), count))
+        return torch.stack([image for image, _ in pairs]), torch.tensor([label for _, label in pairs])
+
+    def sha256(self) -> str:
+        files = [[*Path(file).parts[-2:], os.path.getsize(file) if os.path.exists(file) else None, label]
+                 for file, label in self.files.samples]
+        return hashlib.sha256(json.dumps(files).encode()).hexdigest()
+
+
+def training_loader(samples: Samples, to: Reading) -> Any:
+    policy = to.config.auto_augment
+    if policy is not None and to.model.in_chans == 4:
+        raise ValueError("timm's auto_augment cannot handle an alpha channel, and the model takes 4 channels. "
+                         'Leave it out.')
+    dataset: Any = Files(samples, to.model, training=True)
+    try:
+        loader = create_loader(
+            dataset,
+            **data_config(to.model),
+            batch_size=to.config.batch_of(len(samples)),
+            is_training=True,
+            scale=(0.35, 1.),
+            auto_augment=policy,
+            re_prob=to.config.reprob,
+            num_workers=_workers(to.config),
+            distributed=rank_and_world()[1] > 1,
+            persistent_workers=False,  # each epoch seeds new workers, so that a resumed run sees the same images
+            device=torch.device('cpu'),
+            use_prefetcher=False,
+        )
+    except (AssertionError, AttributeError, TypeError, ValueError) as e:  # how timm rejects an unknown policy
+        raise ValueError(f"Unknown auto_augment '{policy}'. Give a timm policy, such as 'rand-m9-mstd0.5-inc1' or "
+                         "'original'.") from e
+    if isinstance(loader.sampler, DistributedSampler):
+        loader.sampler.seed = to.seed
+    return loader
+
+
+def _workers(config: DataConfig) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+    return min(2, cores - 1) if config.workers is None else config.workers

@@ -1,132 +1,23 @@
-"""Folders of image files."""
-import hashlib
-import json
-import logging
+"""Folders of image files, and which part and class each file belongs to."""
 import os
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-from timm.data import create_loader, create_transform, is_img_extension
+from timm.data import is_img_extension
 from timm.utils import natural_key
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from ..distributed import rank_and_world
-from .config import DataConfig, Reading
-from .preprocessing import (
-    check_names,
-    class_names,
-    count_held_out,
-    data_config,
-    dtype_of,
-    image_mode,
-    labels_by_name,
-    read_image,
-    shuffled,
-)
+from .batches import FileLoader, Samples, training_loader
+from .config import Reading
+from .preprocessing import check_names, class_names, count_held_out, labels_by_name, shuffled
 
 __all__ = ['files_in', 'folder_classes', 'folder_parts', 'read_folder']
 
 # the parts of a data set, by the names of their folders
 _PARTS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'eval': 'val',
           'evaluation': 'val', 'test': 'test'}
-_UNREADABLE = -1  # the label of an image file that cannot be read
-_logger = logging.getLogger(__name__)
-Samples = list[tuple[str, int]]  # files and their labels
-
-
-class Files(Dataset):
-    """Images of files [C, H, W] and their labels.
-
-    The next readable image takes the place of one that cannot be read, with its own label in training, or else -1.
-    """
-
-    def __init__(self, samples: Samples, model: Any, training: bool = False) -> None:
-        self.samples, self.training = samples, training
-        self.mode, self.dtype = image_mode(model), dtype_of(model)
-        self.transform: Any = create_transform(**data_config(model), is_training=False)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        for i in range(index, index + len(self)):
-            file, label = self.samples[i % len(self)]
-            try:
-                image = read_image(file, self.mode)
-            except ValueError as e:
-                _logger.warning(str(e))
-                continue
-            return self.transform(image).to(self.dtype), label if i == index or self.training else _UNREADABLE
-        raise ValueError(f"None of the {len(self)} images can be read, such as '{self.samples[0][0]}'.")
-
-
-class FileLoader(DataLoader):
-    """A DataLoader of Files in order, without the images that cannot be read: a warning says how many."""
-
-    def __init__(self, samples: Samples, model: Any, config: DataConfig) -> None:
-        super().__init__(Files(samples, model), config.batch_size, num_workers=_workers(config))
-        self.files: Any = self.dataset
-        self.count = len(samples)
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private class
-        unreadable: list[int] = []
-        for i, (images, labels) in enumerate(super().__iter__()):
-            good = labels != _UNREADABLE
-            unreadable += [i * int(self.batch_size or 1) + int(j) for j in (~good).nonzero()]
-            yield images[good], labels[good]
-        if unreadable:
-            warnings.warn(f'{len(unreadable)} of {self.count} images cannot be read and are left out, such as '
-                          f"'{self.files.samples[unreadable[0]][0]}'.", RuntimeWarning, stacklevel=2)
-
-    def sample(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        order = shuffled(self.count, seed).tolist()
-        pairs = list(islice((pair for pair in map(self.files.__getitem__, order) if pair[1] != _UNREADABLE), count))
-        return torch.stack([image for image, _ in pairs]), torch.tensor([label for _, label in pairs])
-
-    def sha256(self) -> str:
-        files = [[*Path(file).parts[-2:], os.path.getsize(file) if os.path.exists(file) else None, label]
-                 for file, label in self.files.samples]
-        return hashlib.sha256(json.dumps(files).encode()).hexdigest()
-
-
-def _training_loader(samples: Samples, to: Reading) -> Any:
-    policy = to.config.auto_augment
-    if policy is not None and to.model.in_chans == 4:
-        raise ValueError("timm's auto_augment cannot handle an alpha channel, and the model takes 4 channels. "
-                         'Leave it out.')
-    dataset: Any = Files(samples, to.model, training=True)
-    try:
-        loader = create_loader(
-            dataset,
-            **data_config(to.model),
-            batch_size=to.config.batch_of(len(samples)),
-            is_training=True,
-            scale=(0.35, 1.),
-            auto_augment=policy,
-            re_prob=to.config.reprob,
-            num_workers=_workers(to.config),
-            distributed=rank_and_world()[1] > 1,
-            persistent_workers=False,  # each epoch seeds new workers, so that a resumed run sees the same images
-            device=torch.device('cpu'),
-            use_prefetcher=False,
-        )
-    except (AssertionError, AttributeError, TypeError, ValueError) as e:  # how timm rejects an unknown policy
-        raise ValueError(f"Unknown auto_augment '{policy}'. Give a timm policy, such as 'rand-m9-mstd0.5-inc1' or "
-                         "'original'.") from e
-    if isinstance(loader.sampler, DistributedSampler):
-        loader.sampler.seed = to.seed
-    return loader
-
-
-def _workers(config: DataConfig) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    return min(2, cores - 1) if config.workers is None else config.workers
 
 
 def read_folder(root: Path, to: Reading) -> tuple[dict[str, Any], list[str] | None, int]:
@@ -143,7 +34,7 @@ def read_folder(root: Path, to: Reading) -> tuple[dict[str, Any], list[str] | No
     files = {part: _first_of_each(samples, to.limit) for part, samples in files.items()}
     loaders: dict[str, Any] = {part: FileLoader(samples, to.model, to.config) for part, samples in files.items()}
     if 'train' in files:
-        loaders.update(plain=loaders['train'], train=_training_loader(files['train'], to))
+        loaders.update(plain=loaders['train'], train=training_loader(files['train'], to))
     return loaders, names, len(names or ())
 
 
@@ -304,38 +195,3 @@ def _first_of_each(samples: Samples, limit: int | None) -> Samples:
         turns.append(seen[label])
         seen[label] += 1
     return [samples[i] for i in sorted(sorted(range(len(samples)), key=turns.__getitem__)[:limit])]
-
-
-# doors of before, until nobody uses them
-
-def _old(root, model, batch_size=64, workers=None, auto_augment=None, reprob=0., **options):
-    from importlib import import_module
-    config = DataConfig(batch_size=batch_size, workers=workers, auto_augment=auto_augment, reprob=reprob)
-    if not Path(root).is_dir():
-        raise ValueError(f"There is no folder '{root}'. Give a folder with one sub-folder of images per class.")
-    data = import_module('timm_odevit.data.read').read_data(root, model, config, **options)
-    for loader in (data.train, data.val, data.test, data.unaugmented):
-        if loader is not None:
-            loader.dataset.reader = loader.dataset
-            loader.dataset.root = str(root)
-            order = labels_by_name(model, folder_names) if (
-                not options.get('any_classes') and (folder_names := files_in(Path(root) if not folder_parts(root) else
-                next(iter(folder_parts(root).values())))[1])) else None
-            names = folder_names if not options.get('any_classes') and order else list(data.classes or ())
-            loader.dataset.class_to_idx = dict(zip(names, order or range(len(names)), strict=False))
-    return data
-
-
-def folder_loader(root, model, *, held_out=None, training=False, **options):
-    data = _old(root, model, held_out=held_out or 0. if held_out is None else held_out, **options)
-    return data.plain() if training else data.evaluated()[0]
-
-
-def folder_loaders(root, model, **options):
-    data = _old(root, model, **options)
-    return data.train, data.val
-
-
-def image_loaders(root, model, **options):
-    data = _old(root, model, labels=False, **options)
-    return data.train, data.val

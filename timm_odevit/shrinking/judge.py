@@ -75,7 +75,8 @@ def read_images(source: Any, model: nn.Module, embedding: bool = False) -> Mater
     parts = (images[:half], labels[:half]), judging, data.sample('train', max(len(judging[0]), SAMPLE))
     if measure != 'accuracy':
         data = replace(data, train=Mapped(data.train, unlabelled))
-    return Material(model, data, *(_held(model, *part, measure) for part in parts), measure, why)
+    choosing, judge, learned = (_held(model, *part, measure) for part in parts)
+    return Material(model, data, choosing, judge, learned, measure, why)
 
 
 def _held(model: nn.Module, images: Tensor, labels: Tensor, measure: str) -> Held:
