@@ -4,8 +4,7 @@ import torch.nn.functional as F
 from timm.layers import set_fused_attn
 from torch import nn
 
-from timm_odevit.ode.fields import NativeField
-from timm_odevit.ode.lipschitz_field import CenterNorm, LipschitzField
+from timm_odevit.ode.fields import CenterNorm, LipschitzField, NativeField
 
 
 def lipschitz(**kwargs):

@@ -43,9 +43,9 @@ from .evaluation.results import Evaluation
 from .export import export_model
 from .interop.from_libraries import from_open_clip, from_torchvision, from_transformers
 from .interop.put_tower import put_tower_
+from .ode.blocks import with_steps
 from .ode.config import OdeConfig
 from .ode.solver import integrate
-from .ode.with_steps import with_steps
 from .reporting.report import write_report
 from .saving.push import push_to_hub
 from .saving.save import save_pretrained

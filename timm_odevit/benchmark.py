@@ -18,8 +18,7 @@ from ._version import __version__
 from .convert.merge import merge_
 from .data.preprocessing import data_config
 from .files import markdown_table
-from .ode.blocks import count_parameters, find_ode_blocks
-from .ode.with_steps import with_steps
+from .ode.blocks import count_parameters, find_ode_blocks, with_steps
 from .settings import integer, many, one_of
 
 __all__ = ['MODES', 'Benchmark', 'Timing', 'benchmark', 'peak_of', 'processor', 'times_in_turns']

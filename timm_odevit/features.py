@@ -26,11 +26,6 @@ class FeaturesAtTimes(FeatureGetterNet):
     `timm.create_model(..., features_only=True, out_times=(0.25, 0.5, 1.0))` makes one. A time stands for the end of the
     nearest step; `model.model.blocks.steps` may change between calls, and `feature_info` with it.
 
-    Args:
-        model: ODE-ViT with one sequence of blocks.
-        out_times: Relative times in (0, 1], strictly increasing.
-        norm: Apply the model's last norm to each state.
-
     Raises:
         ValueError: The model has no single sequence of blocks, or two times lie at the end of one step.
     """
@@ -61,17 +56,15 @@ class FeaturesAtTimes(FeatureGetterNet):
     def forward(self, x: Tensor) -> list[Tensor]:
         """Maps [B, D, H, W] of images [B, C, H, W], one per time."""
         model: Any = self.model
-        maps: list[Tensor] = model.forward_intermediates(
+        return model.forward_intermediates(
             x, indices=_indices(model, self.times), norm=self.norm, output_fmt='NCHW', intermediates_only=True)
-        return maps
 
 
 def _indices(model: Any, times: tuple[float, ...]) -> tuple[int, ...]:
     """The indices in the blocks of the steps that end nearest to some times."""
-    blocks = model.blocks
-    ends = [max(1, round(t * blocks.steps)) for t in times]
+    steps = model.blocks.steps
+    ends = [max(1, round(t * steps)) for t in times]
     if len(set(ends)) < len(ends):
-        raise ValueError(
-            f'out_times={times}: with {blocks.steps} steps, two of these times are nearest to the end of one step. '
-            f'Give times at least {1 / blocks.steps:.3g} apart, or more steps.')
-    return tuple(len(blocks.before) + end - 1 for end in ends)
+        raise ValueError(f'out_times={times}: with {steps} steps, two of these times are nearest to the end of one '
+                         f'step. Give times at least {1 / steps:.3g} apart, or more steps.')
+    return tuple(len(model.blocks.before) + end - 1 for end in ends)

@@ -29,44 +29,46 @@ from .settings import one_line
 __all__ = ['default_cfgs']  # register_model adds the entry points
 
 
-def _cfg(base: str = 'vit_tiny_patch16_224', img_size: int = 224, **_: Any) -> dict[str, Any]:
+def _cfg(base: str, base_args: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a model with this base and these arguments of it: normalised as the base's images are."""
     cfg: Any = timm.get_pretrained_cfg(base)
+    img_size = base_args.get('img_size', 224)
     return dict(
         input_size=(3, img_size, img_size), num_classes=1000, pool_size=None, crop_pct=0.9 if img_size == 224 else 1.0,
         interpolation='bicubic', fixed_input_size=True, mean=cfg.mean, std=cfg.std, first_conv='patch_embed.proj',
         classifier='head', license='apache-2.0', paper_ids='arXiv:2511.16501', paper_name='ODE-ViT')
 
 
-# name: (base that supplies width, stem and head; extra arguments of the base)
-_MODELS: dict[str, Any] = {
-    'odevit_tiny': ('vit_tiny_patch16_224', dict(depth=12)),
-    'odevit_tiny_patch4_32': ('vit_tiny_patch16_224', dict(depth=12, patch_size=4, img_size=32)),
-    'odevit_small': ('vit_small_patch16_224', dict(depth=12)),
-    'odevit_base': ('vit_base_patch16_224', dict(depth=12)),
-    'odevit_large': ('vit_large_patch16_224', dict(depth=24)),
-    'odevit_small_patch14_reg4': ('vit_small_patch14_reg4_dinov2', dict(depth=12, img_size=224)),
-    'odevit_base_patch14_reg4': ('vit_base_patch14_reg4_dinov2', dict(depth=12, img_size=224)),
-    'odevit_large_patch14_reg4': ('vit_large_patch14_reg4_dinov2', dict(depth=24, img_size=224)),
-}
 _PAPER = {'ode_field': 'lipschitz', 'ode_method': 'euler', 'ode_init': 'spectral'}
 _NATIVE = {'ode_field': 'native', 'ode_method': 'lie_trotter', 'ode_init': 'mean'}
-
-# published models: base and arguments as above, ode_* settings or None, and each tag's number of classes
+_TINY_32: Any = ('vit_tiny_patch16_224', dict(depth=12, patch_size=4, img_size=32))
 _DEIT_128: Any = ('deit_tiny_patch16_224', dict(depth=12, img_size=128))
-_PUBLISHED: dict[str, Any] = {
-    'odevit_tiny_native_patch4_32': (
-        *_MODELS['odevit_tiny_patch4_32'], {**_NATIVE, 'ode_init': 'spectral', 'ode_steps': 6, 'ode_T': 6.},
-        {'cifar100': 100}),
-    'odevit_tiny_patch16_128': (
-        *_DEIT_128, {**_PAPER, 'ode_steps': 6, 'ode_T': 12.}, {'deit_tiny_k6_cifar100': 100}),
-    'odevit_tiny_native_patch16_128': (
-        *_DEIT_128, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12.},
-        {'deit_tiny_cifar100': 100, 'deit_tiny_k6_cifar100': 100, 'deit_tiny_k6_cifar10': 10}),
+
+# name: base that supplies width, stem and head; arguments of the base; ode_* settings, or None for the base itself
+_MODELS: dict[str, Any] = {
+    'odevit_tiny': ('vit_tiny_patch16_224', dict(depth=12), _PAPER),
+    'odevit_tiny_patch4_32': (*_TINY_32, _PAPER),
+    'odevit_small': ('vit_small_patch16_224', dict(depth=12), _PAPER),
+    'odevit_base': ('vit_base_patch16_224', dict(depth=12), _PAPER),
+    'odevit_large': ('vit_large_patch16_224', dict(depth=24), _PAPER),
+    'odevit_small_patch14_reg4': ('vit_small_patch14_reg4_dinov2', dict(depth=12, img_size=224), _PAPER),
+    'odevit_base_patch14_reg4': ('vit_base_patch14_reg4_dinov2', dict(depth=12, img_size=224), _PAPER),
+    'odevit_large_patch14_reg4': ('vit_large_patch14_reg4_dinov2', dict(depth=24, img_size=224), _PAPER),
+    'odevit_tiny_native_patch4_32': (*_TINY_32, {**_NATIVE, 'ode_init': 'spectral', 'ode_steps': 6, 'ode_T': 6.}),
+    'odevit_tiny_patch16_128': (*_DEIT_128, {**_PAPER, 'ode_steps': 6, 'ode_T': 12.}),
+    'odevit_tiny_native_patch16_128': (*_DEIT_128, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12.}),
     'odevit_tiny_native_two_r11_patch16_128': (
-        *_DEIT_128, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 11, 'ode_phases': 2, 'ode_init': 'svd_data'},
-        {'deit_tiny_cifar100': 100, 'deit_tiny_cifar10': 10}),
-    'deit_tiny_patch16_128': (*_DEIT_128, None, {'cifar100': 100}),
+        *_DEIT_128, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 11, 'ode_phases': 2, 'ode_init': 'svd_data'}),
+    'deit_tiny_patch16_128': (*_DEIT_128, None),
+}
+# published models: the number of classes of each tag
+_PUBLISHED = {
+    'odevit_tiny_native_patch4_32': {'cifar100': 100},
+    'odevit_tiny_patch16_128': {'deit_tiny_k6_cifar100': 100},
+    'odevit_tiny_native_patch16_128': {
+        'deit_tiny_cifar100': 100, 'deit_tiny_k6_cifar100': 100, 'deit_tiny_k6_cifar10': 10},
+    'odevit_tiny_native_two_r11_patch16_128': {'deit_tiny_cifar100': 100, 'deit_tiny_cifar10': 10},
+    'deit_tiny_patch16_128': {'cifar100': 100},
 }
 
 
@@ -83,26 +85,23 @@ def _published_cfg(name: str, cfg: dict[str, Any], classes: int) -> dict[str, An
 
 
 default_cfgs = generate_default_cfgs({
-    **{name: _cfg(base, **base_args) for name, (base, base_args) in _MODELS.items()},
-    'odevit_converted': _cfg(),
-    **{f'{name}.{tag}': _published_cfg(f'{name}.{tag}', _cfg(base, **base_args), classes)
-       for name, (base, base_args, _, tags) in _PUBLISHED.items() for tag, classes in tags.items()},
+    **{name: _cfg(*row[:2]) for name, row in _MODELS.items() if name not in _PUBLISHED},
+    'odevit_converted': _cfg('vit_tiny_patch16_224', {}),
+    **{f'{name}.{tag}': _published_cfg(f'{name}.{tag}', _cfg(*_MODELS[name][:2]), classes)
+       for name, tags in _PUBLISHED.items() for tag, classes in tags.items()},
 })
 
 
-def _entry(name: str, base: str, base_args: dict[str, Any], ode: dict[str, Any] | None = _PAPER):
+def _entry(name: str, base: str, base_args: dict[str, Any], ode: dict[str, Any] | None) -> Callable[..., nn.Module]:
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        build = timm.create_model if ode is None else partial(_build, named=True)
-        return _create(name, base, build, pretrained, **{**(ode or {}), **base_args, **kwargs})
+        return _create(name, base, pretrained, **{**(ode or {}), **base_args, **kwargs})
     create.__name__ = create.__qualname__ = name
     create.__doc__ = f'ODE-ViT (arXiv 2511.16501) with width, stem and head from {base}; takes its keywords and ode_*.'
     return create
 
 
-for _name, (_base, _base_args) in _MODELS.items():
-    globals()[_name] = register_model(_entry(_name, _base, _base_args))
-for _name, (_base, _base_args, _ode, _) in _PUBLISHED.items():
-    globals()[_name] = register_model(_entry(_name, _base, _base_args, _ode))
+for _name, _row in _MODELS.items():
+    globals()[_name] = register_model(_entry(_name, *_row))
 
 
 @register_model
@@ -112,17 +111,13 @@ def odevit_converted(
         base_args: dict[str, Any] | None = None,
         **kwargs: Any,
 ) -> nn.Module:
-    """Any converted model: `base` is the timm name of its base model, `base_args` are keywords of that.
-
-    Further keywords are those of the base model, too, and the `ode_*` keywords of OdeConfig.
-    """
+    """Any converted model: `base` is the timm name of its base model; takes its keywords and ode_*."""
     cfg: Any = kwargs.get('pretrained_cfg')
     if saved_in(cfg):  # before the two sets of keywords are merged
         check_args(saved_in(cfg), cfg, {'base_args': base_args})
-    try:
+    source = None
+    with suppress(RuntimeError):  # an unknown tag
         source = timm.get_pretrained_cfg(base) if isinstance(base, str) and timm.is_model(base) else None
-    except RuntimeError:  # an unknown tag
-        source = None
     if source is None or base.startswith('odevit_'):
         raise ValueError(
             f"Unknown base '{str(base)[:100]}'. Give the timm name of the original model; see timm.list_models().")
@@ -130,25 +125,23 @@ def odevit_converted(
         # preprocessing is the base's, unless the caller or a saved config says otherwise
         keys = ('input_size', 'fixed_input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'crop_mode',
                 'num_classes', 'first_conv', 'classifier')
-        overlay = {key: getattr(source, key) for key in keys if getattr(source, key) is not None}
-        overlay['license'] = source.license
-        kwargs['pretrained_cfg_overlay'] = {**overlay, **(kwargs.get('pretrained_cfg_overlay') or {})}
-    return _create('odevit_converted', base, _build, pretrained, **{**(base_args or {}), **kwargs})
+        own = {key: getattr(source, key) for key in keys if getattr(source, key) is not None}
+        kwargs['pretrained_cfg_overlay'] = {
+            **own, 'license': source.license, **(kwargs.get('pretrained_cfg_overlay') or {})}
+    return _create('odevit_converted', base, pretrained, **{**(base_args or {}), **kwargs})
 
 
-def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained: bool, /, **kwargs: Any) -> nn.Module:
-    """A model as timm's factory makes it; `build` is timm.create_model, or also takes an OdeConfig after the base."""
+def _create(variant: str, base: str, pretrained: bool, /, **kwargs: Any) -> nn.Module:
+    """A model as timm's factory makes it."""
     overlay = kwargs.get('pretrained_cfg_overlay') or {}
     if {'hf_hub_id', 'url'} & set(overlay):  # in place of the file of a published model
-        kwargs['pretrained_cfg_overlay'] = {'file': None, **overlay}
-    file = _check_saved(variant, pretrained, kwargs)
-    if file:
-        kwargs['pretrained_cfg_overlay'] = {**(kwargs.get('pretrained_cfg_overlay') or {}), 'file': file, 'source': ''}
-    arguments: list[Any] = [base]
-    levels = 3  # of feature maps
-    if build is not timm.create_model:
+        kwargs['pretrained_cfg_overlay'] = overlay = {'file': None, **overlay}
+    if file := _check_saved(variant, pretrained, kwargs):
+        kwargs['pretrained_cfg_overlay'] = {**overlay, 'file': file, 'source': ''}
+    levels, build = 3, partial(timm.create_model, base)  # levels of feature maps
+    if variant not in _MODELS or _MODELS[variant][2] is not None:
         config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
-        arguments.append(config)
+        build = partial(_build, variant, base, config)
         if isinstance(config.steps, tuple):
             levels = len(config.steps)
         elif config.steps:
@@ -161,8 +154,8 @@ def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained
         if not kwargs.get('features_only'):
             raise ValueError('out_times chooses features. Give features_only=True with it.')
     try:
-        return build_model_with_cfg(partial(build, *arguments), variant, pretrained, feature_cfg=features,
-                                    pretrained_filter_fn=partial(_filter, base), **kwargs)
+        return build_model_with_cfg(
+            build, variant, pretrained, feature_cfg=features, pretrained_filter_fn=partial(_filter, base), **kwargs)
     except RuntimeError as e:
         if not str(e).startswith('Error(s) in loading'):  # its message is a page of names and shapes
             raise
@@ -172,19 +165,19 @@ def _create(variant: str, base: str, build: Callable[..., nn.Module], pretrained
 def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str | None:
     """The file with the weights, if any; a model described by a config.json is first built without them."""
     cfg: Any = kwargs.get('pretrained_cfg')
-    overlay, cache_dir, where = kwargs.get('pretrained_cfg_overlay'), kwargs.get('cache_dir'), saved_in(cfg)
+    where, saved = saved_in(cfg), kwargs.get('pretrained_model_args', {})
     if where:
-        saved: Any = kwargs.get('pretrained_model_args', {})
         check_args(where, cfg, saved)
-    file = weights_file(resolve_pretrained_cfg(variant, cfg, overlay).to_dict(), cache_dir) if pretrained else None
+    resolved = resolve_pretrained_cfg(variant, cfg, kwargs.get('pretrained_cfg_overlay')) if pretrained else None
+    file = weights_file(resolved.to_dict(), kwargs.get('cache_dir')) if resolved else None
     if where:
         plain = {k: v for k, v in cfg.items() if k not in ('source', 'file', 'hf_hub_id')}
         try:
             with on_meta():
                 check_size(timm.create_model(variant, pretrained_cfg=plain, **saved), file)
         except Exception as e:  # timm's models raise errors of all kinds for arguments they cannot take
-            why = f'{type(e).__name__}: {one_line(e)}'
-            raise ValueError(f"{variant} cannot be built from the config.json of '{where}': {why}") from e
+            raise ValueError(f"{variant} cannot be built from the config.json of '{where}': {type(e).__name__}: "
+                             f'{one_line(e)}') from e
     return file
 
 
@@ -196,28 +189,29 @@ def _filter(base: str, state: dict[str, Any], model: nn.Module) -> dict[str, Any
     try:
         return {**(base_filter(rest, model) if base_filter else rest), **own}
     except Exception as e:  # the filter reads tensors before it compares their shapes
-        why = f'{type(e).__name__}: {one_line(e)}'
-        raise ValueError(f'These are not the weights of a converted {base}: {why}') from e
+        raise ValueError(
+            f'These are not the weights of a converted {base}: {type(e).__name__}: {one_line(e)}') from e
 
 
-def _build(base: str, config: OdeConfig, drop_path_rate: float = 0., named: bool = False, **kwargs: Any) -> nn.Module:
+def _build(
+        variant: str, base: str, config: OdeConfig, /, drop_path_rate: float = 0., **kwargs: Any) -> nn.Module:
     if drop_path_rate > 0.:  # not every base accepts this keyword
         kwargs['drop_path_rate'] = drop_path_rate
     model = _shallow(base, kwargs, config)
-    # a fresh model has one block of each kind to take weights from, so there is nothing to choose or to factorise
+    # there is one block of each kind to take weights from, so nothing to choose or to factorise
     fresh = config if config.init == 'spectral' else replace(config, init='mean')
     done = convert_(model, fresh, keep_original=False)
     for blocks in done.blocks:
         blocks.config = replace(blocks.config, init=config.init)
     args = {k: v for k, v in kwargs.items() if k not in ('device', 'dtype', 'drop_path_rate')}
-    model._model_args = {**({} if named else {'base': base}), **args, **config.to_args()}
+    model._model_args = {**({} if variant in _MODELS else {'base': base}), **args, **config.to_args()}
     return model
 
 
 def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
     """The base with tensors for only one block of each kind, which the others that will be converted share.
 
-    It is built on the meta device to see its blocks, then with as few as it allows: those of a ViT-L take a gigabyte.
+    It is built on the meta device to see its blocks, then with as few as it allows.
     """
     with on_meta():
         whole: Any = timm.create_model(base, **{**kwargs, 'device': None})

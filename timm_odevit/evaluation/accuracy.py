@@ -13,8 +13,7 @@ from tqdm import tqdm
 
 from ..data.preprocessing import renormalisation
 from ..hooks import AMP_DTYPES, autocast, evaluating
-from ..ode.blocks import count_parameters, find_ode_blocks
-from ..ode.with_steps import with_steps
+from ..ode.blocks import count_parameters, find_ode_blocks, with_steps
 from ..settings import shown
 from .results import Evaluation, Result
 

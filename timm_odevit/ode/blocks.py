@@ -1,4 +1,4 @@
-"""OdeBlocks: the drop-in replacement for `model.blocks`."""
+"""OdeBlocks: the drop-in replacement for `model.blocks`; views of a model with another number of steps."""
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,21 +11,20 @@ from .config import HALTING, OdeConfig
 from .fields import Context, Field
 from .halting import Readout, run_halting
 from .methods import METHODS, Step
-from .skeleton import shallow_copy
+from .skeleton import shallow_copy, view
 from .solver import Counts, Solver, solve_adaptive
 from .time_dependence import MERGED, MergedField
 
-__all__ = ['OdeBlocks', 'count_parameters', 'find_ode_blocks']
+__all__ = ['OdeBlocks', 'count_parameters', 'find_ode_blocks', 'with_steps']
 
 
 class OdeBlocks(nn.Module):
     """One shared block that a solver evaluates: a sequence of K steps that replaces L transformer blocks.
 
-    The steps are modules, 'solver.0' to 'solver.K-1', so hooks, feature extraction and FX find K layers. They refer to
-    one field, which is registered, named and saved once, as `shared`. `steps`, `method` and `config` may be set at any
-    time, which makes new steps (hooks on the old ones are lost). An adaptive method solves [0, T] in one call, and runs
-    the steps only if the host asks for intermediate states. A forward pass changes nothing, so several threads may run
-    it.
+    The steps are modules, 'solver.0' to 'solver.K-1', so hooks, feature extraction and FX find K layers; they refer to
+    one field, `shared`. `steps`, `method` and `config` may be set at any time, which makes new steps (hooks on the old
+    ones are lost). An adaptive method solves [0, T] in one call, and runs the steps only if the host asks for
+    intermediate states.
 
     Args:
         shared: Vector field that all steps share.
@@ -52,12 +51,8 @@ class OdeBlocks(nn.Module):
             num_prefix_tokens: int = 0,
     ) -> None:
         super().__init__()
-        self.shared = shared
-        self.t = t
-        self.readout = readout
-        self.num_prefix_tokens = num_prefix_tokens
-        self.before = nn.ModuleList(before)
-        self.after = nn.ModuleList(after)
+        self.shared, self.t, self.readout, self.num_prefix_tokens = shared, t, readout, num_prefix_tokens
+        self.before, self.after = nn.ModuleList(before), nn.ModuleList(after)
         self.feature_info = _FeatureInfo()  # shared with the host, so it stays correct when the steps change
         self.feature = dict(feature or {})
         self._counts = Counts()
@@ -67,19 +62,16 @@ class OdeBlocks(nn.Module):
         if config.tokens < 1 and not self.shared.has_attention_maps:
             raise ValueError(f"tokens={config.tokens:g} needs timm's plain attention (no windows, RoPE or position "
                              'bias), which this block does not use. Set tokens=1.')
-        if config.halting is not None:
-            if self.after:
-                raise ValueError(f"halting='{config.halting}' lets images leave after any step, but this model has "
-                                 'blocks after the ODE that they would skip. Set halting=None.')
-            if HALTING[config.halting].needs_head and self.readout is None:
-                raise ValueError(f"halting='{config.halting}' needs a model with one sequence of blocks, whose "
-                                 "`forward_head(norm(state))` gives its logits. Use 'acceleration'.")
-        self.solver, self._config = Solver(config, self.shared, self.t, self.num_prefix_tokens), config
-        for module in (self.solver, *self.solver):
-            module.training = self.training
-        kinds = (('before', self.before), ('solver', self.solver), ('after', self.after))
-        names = [f'{kind}.{i}' for kind, modules in kinds for i in range(len(modules))]
-        self.feature_info[:] = [{**self.feature, 'module': f'blocks.{name}'} for name in names]
+        if config.halting and self.after:
+            raise ValueError(f"halting='{config.halting}' lets images leave after any step, but this model has blocks "
+                             'after the ODE that they would skip. Set halting=None.')
+        if config.halting and HALTING[config.halting].needs_head and self.readout is None:
+            raise ValueError(f"halting='{config.halting}' needs a model with one sequence of blocks, whose "
+                             "`forward_head(norm(state))` gives its logits. Use 'acceleration'.")
+        self.solver = Solver(config, self.shared, self.t, self.num_prefix_tokens).train(self.training)
+        self._config = config
+        self.feature_info[:] = [{**self.feature, 'module': f'blocks.{kind}.{i}'} for kind in (
+            'before', 'solver', 'after') for i in range(len(getattr(self, kind)))]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == 'shared' and 'solver' in self._modules:  # by a wrapper, say: the steps must hold it, too
@@ -99,8 +91,8 @@ class OdeBlocks(nn.Module):
         for name in ('field', 'time', 'rank', 'phases', 'boundaries', 'blocks'):
             now, new = getattr(self.config, name), getattr(config, name)
             if now != new:
-                raise ValueError(f'{name}={now!r} is fixed at conversion; got {new!r}. Convert the original '
-                                 'model again.')
+                raise ValueError(
+                    f'{name}={now!r} is fixed at conversion; got {new!r}. Convert the original model again.')
         self._make_steps(config)
 
     @property
@@ -134,7 +126,7 @@ class OdeBlocks(nn.Module):
 
     @property
     def layers(self) -> list[int]:
-        """For each block of the sequence, its layer in the base; for a step, the layer in which it starts."""
+        """The layer of the base that each block of the sequence is, or, of a step, in which it starts."""
         first, after = int(self.t), 1 + (self.config.blocks[1] if self.config.blocks else 0)
         return [*range(first - len(self.before), first), *(int(step.t + 1e-6) for step in self.solver),
                 *range(after, after + len(self.after))]
@@ -148,7 +140,7 @@ class OdeBlocks(nn.Module):
 
     @property
     def evaluations(self) -> float:
-        """Field evaluations of this thread's last pass, on average over its images, where they could halt."""
+        """Field evaluations of this thread's last pass, on average over its images."""
         taken = self.steps_taken
         if self.config.adaptive or self.config.halting is None or taken is None or not len(taken):
             return self.nfe
@@ -164,15 +156,12 @@ class OdeBlocks(nn.Module):
         self._counts.steps = steps
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Map the state before the first block [B, N, D] to the state after the last one [B, N, D].
-
-        `args` and `kwargs` are what the host passes to each of its blocks: masks, RoPE tables, ...
-        """
+        """From the state before the first block [B, N, D] to that after the last; blocks take the other arguments."""
         taken = None
         for block in self.before:
             x = block(x, *args, **kwargs)
         if self.config.adaptive:
-            x = self._solve(x, (self.t, self.end), args, kwargs)[-1]
+            x = self._solve(x, [self.t, self.end], args, kwargs)[-1]
         elif self._halts(x):
             rule = HALTING[str(self.config.halting)](self.readout)
             x, taken = run_halting(list(self._steps(args, kwargs)), x, rule, self.config.halting_threshold)
@@ -203,9 +192,9 @@ class OdeBlocks(nn.Module):
                 context = field.context(args, kwargs)._replace(weights=field.fold())
             yield step, context
 
-    def _solve(self, x: Tensor, times: Sequence[float], args: Any, kwargs: Any) -> Tensor:
-        states, self._counts.evaluations = solve_adaptive(
-            self.shared, x, times, self.config, self.shared.context(args, kwargs))
+    def _solve(self, x: Tensor, times: list[float], args: Any, kwargs: Any) -> Tensor:
+        context = self.shared.context(args, kwargs)
+        states, self._counts.evaluations = solve_adaptive(self.shared, x, times, self.config, context)
         return states
 
     def _halts(self, x: Any) -> bool:
@@ -214,7 +203,7 @@ class OdeBlocks(nn.Module):
                 and not x.is_meta and not any(step._forward_hooks or step._forward_pre_hooks for step in self.solver))
 
     def with_config(self, config: OdeConfig) -> 'OdeBlocks':
-        """A shallow copy that shares the field and the kept blocks, but has steps of its own; see `with_steps`."""
+        """A shallow copy that shares the field and the kept blocks, but has steps of its own."""
         twin = shallow_copy(self)
         twin._counts, twin.feature_info = Counts(), _FeatureInfo()
         twin.config = config
@@ -254,7 +243,7 @@ class _FeatureInfo(list):
 
 
 def find_ode_blocks(model: nn.Module) -> list[OdeBlocks]:
-    """The OdeBlocks of a model, in order; empty for a model that is not an ODE-ViT, TypeError for what is no model."""
+    """The OdeBlocks of a model, in order; none for one that is not an ODE-ViT, TypeError for what is no model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f'Expected a timm model; got {shown(model)}. Build it with timm.create_model.')
     return [module for module in model.modules() if isinstance(module, OdeBlocks)]
@@ -263,3 +252,36 @@ def find_ode_blocks(model: nn.Module) -> list[OdeBlocks]:
 def count_parameters(model: nn.Module) -> int:
     """Number of parameters, each counted once."""
     return sum(p.numel() for p in model.parameters())
+
+
+def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
+    """A view of an ODE-ViT with another number of steps: it shares all weights, but has steps of its own.
+
+    The view follows every later change of the weights. Hooks on the model's steps do not fire in it, and a view of a
+    compiled model is not compiled.
+
+    Args:
+        model: An ODE-ViT; it does not change.
+        steps: Number K of steps, or one for each stage.
+
+    Returns:
+        A shallow copy of the model, of the same class.
+
+    Raises:
+        TypeError: The model is not an ODE-ViT.
+        ValueError: The number of steps is not allowed, or the model is merged.
+
+    Examples:
+        >>> half = with_steps(student, student.blocks.steps // 2)
+        >>> agreement = (half(images).argmax(1) == student(images).argmax(1)).float().mean()
+    """
+    model = getattr(model, '_orig_mod', model)
+    stages = find_ode_blocks(model)
+    if not stages:
+        raise TypeError(f'{type(model).__name__} has no steps: it is not an ODE-ViT. Give a converted model.')
+    counts: list[Any] = list(steps) if isinstance(steps, (list, tuple)) else [steps] * len(stages)
+    if len(counts) != len(stages) or None in counts:
+        raise ValueError(f'steps must be a whole number of at least 1, or one for each of {len(stages)} stages; got '
+                         f'{steps!r}.')
+    return view(model, {
+        ode: ode.with_config(replace(ode.config, steps=count)) for ode, count in zip(stages, counts, strict=True)})

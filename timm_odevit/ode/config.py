@@ -1,43 +1,37 @@
 """OdeConfig: the settings that turn a stack of transformer blocks into an ODE; frozen, validated, serialisable."""
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from ..settings import Settings, flag, integer, many, number, one_of, refuse_unknown, setting
-from .fields import Field, NativeField
+from .fields import Field, LipschitzField, NativeField
 from .halting import HALTING
-from .lipschitz_field import LipschitzField
 from .methods import METHODS
 
-__all__ = ['DEFAULT', 'FIELDS', 'GONE', 'HALTING', 'LARGEST_STEPS', 'PREFIX', 'TIMES', 'OdeConfig', 'adaptive_methods']
+__all__ = ['DEFAULT', 'FIELDS', 'GONE', 'HALTING', 'LARGEST_STEPS', 'PREFIX', 'OdeConfig', 'adaptive_methods']
 
 FIELDS: dict[str, type[Field]] = {'lipschitz': LipschitzField, 'native': NativeField}
-INITS = ('mean', 'spectral', 'svd', 'svd_data')
-TIMES = ('autonomous', 'low_rank')
 PREFIX = 'ode_'
 LARGEST_STEPS = 10_000  # each is a module
 GONE = ('averaged',)  # settings of earlier versions, which saved files may still have
 
 
 def adaptive_methods() -> list[str]:
-    """Names of the adaptive methods that the installed torchdiffeq offers (imports torchdiffeq)."""
+    """Names of the adaptive methods of the installed torchdiffeq, which this imports."""
     from torchdiffeq._impl.odeint import SOLVERS  # torchdiffeq publishes no list of its methods
     from torchdiffeq._impl.solvers import AdaptiveStepsizeODESolver
     return sorted(name for name, cls in SOLVERS.items() if issubclass(cls, AdaptiveStepsizeODESolver))
 
 
 def _method(name: str, value: Any) -> str:
-    if value in list(METHODS):
-        return value
-    return one_of([*METHODS, *adaptive_methods()])(name, value)  # imports torchdiffeq
+    return value if value in list(METHODS) else one_of([*METHODS, *adaptive_methods()])(name, value)
 
 
 def _steps(name: str, value: Any) -> Any:
+    check = integer(1, none='the number of converted layers')
     if isinstance(value, (list, tuple)) and value:
-        value = many(integer(1), 'whole numbers of at least 1, one per stage')(name, value)
-    else:
-        value = integer(1, none='the number of converted layers')(name, value)
+        check = many(integer(1), 'whole numbers of at least 1, one per stage')
+    value = check(name, value)
     if value is not None and max(value if isinstance(value, tuple) else (value,)) > LARGEST_STEPS:
         raise ValueError(f'{name} must be at most {LARGEST_STEPS:,}; got {value}.')
     return value
@@ -48,17 +42,15 @@ def _boundaries(name: str, value: Any) -> Any:
         return value
     allowed = "'uniform', or strictly increasing layers, each at least 1, such as (7, 10)"
     layers = many(integer(1), allowed)(name, [value] if isinstance(value, int) else value)
-    if not all(a < b for a, b in pairwise(layers)):
+    if list(layers) != sorted(set(layers)):
         raise ValueError(f'{name} must be {allowed}; got {value!r}.')
     return layers
 
 
 def _blocks(name: str, value: Any) -> Any:
-    if value is None:
-        return None
     allowed = 'the first and the last layer to convert, such as (3, 9)'
-    layers = many(integer(0), allowed)(name, value)
-    if len(layers) != 2 or layers[0] > layers[1]:
+    layers = value if value is None else many(integer(0), allowed)(name, value)
+    if layers is not None and (len(layers) != 2 or layers[0] > layers[1]):
         raise ValueError(f'{name} must be {allowed}; got {value!r}.')
     return layers
 
@@ -115,11 +107,12 @@ class OdeConfig(Settings):
     method: str = setting('lie_trotter', _method)
     steps: int | tuple[int, ...] | None = setting(None, _steps)
     T: float | None = setting(None, number(0., open='(', none='the number of converted layers'))
-    time: str = setting('autonomous', one_of(TIMES))
+    time: str = setting('autonomous', one_of(('autonomous', 'low_rank')))
     rank: int = setting(0, integer(0))
     phases: int = setting(1, integer(1))
     boundaries: str | tuple[int, ...] = setting('uniform', _boundaries)
-    init: str | None = setting(None, one_of(INITS, none="'svd' with a rank, else 'mean'"))
+    init: str | None = setting(
+        None, one_of(('mean', 'spectral', 'svd', 'svd_data'), none="'svd' with a rank, else 'mean'"))
     blocks: tuple[int, int] | None = setting(None, _blocks)
     rtol: float = setting(1e-3, number(0., open='('))
     atol: float = setting(1e-3, number(0., open='('))
@@ -128,19 +121,16 @@ class OdeConfig(Settings):
     halting: str | None = setting(None, one_of(tuple(HALTING), none='no halting'))
     halting_threshold: float = setting(0., number(0.))
 
-    def _check(self) -> None:
+    def _check(self) -> dict[str, Any]:
         if self.rank and self.time != 'low_rank':
             raise ValueError(f"rank applies only to time='low_rank'; got rank={self.rank!r} with time='{self.time}'.")
-        if isinstance(self.boundaries, tuple):
-            count = len(self.boundaries) + 1
-            if self.phases not in (1, count):
-                raise ValueError(f'{count - 1} boundaries make {count} phases; got phases={self.phases}.')
-            vars(self).update(phases=count)
-        if self.init is None:
-            vars(self).update(init='svd' if self.rank else 'mean')
-        if self.init in ('svd', 'svd_data') and self.time != 'low_rank':
-            raise ValueError(f"init '{self.init}' fills the residuals of time='low_rank'; got time='{self.time}'.")
-        if self.init == 'svd_data' and not FIELDS[self.field].fits_layers:
+        phases = self.phases if self.boundaries == 'uniform' else len(self.boundaries) + 1
+        if self.phases not in (1, phases):
+            raise ValueError(f'{phases - 1} boundaries make {phases} phases; got phases={self.phases}.')
+        init = self.init or ('svd' if self.rank else 'mean')
+        if init in ('svd', 'svd_data') and self.time != 'low_rank':
+            raise ValueError(f"init '{init}' fills the residuals of time='low_rank'; got time='{self.time}'.")
+        if init == 'svd_data' and not FIELDS[self.field].fits_layers:
             raise ValueError("init 'svd_data' fits the base's own layers, so it needs field='native'. Use 'svd'.")
         if self.adjoint and not self.adaptive:
             raise ValueError(
@@ -149,6 +139,7 @@ class OdeConfig(Settings):
         if self.adaptive and (self.tokens < 1 or self.halting is not None):
             raise ValueError(f"{'tokens' if self.tokens < 1 else 'halting'} needs fixed steps, but '{self.method}' "
                              f"chooses its own. Use one of {', '.join(METHODS)}.")
+        return {'phases': phases, 'init': init}
 
     @property
     def adaptive(self) -> bool:
@@ -157,11 +148,7 @@ class OdeConfig(Settings):
 
     @property
     def steps_and_end(self) -> tuple[int, float]:
-        """Number K of steps and end time T.
-
-        Raises:
-            ValueError: One of them is None, so it is still to be taken from the base model.
-        """
+        """Number K of steps and end time T; ValueError if one of them is still to be taken from the base model."""
         if not isinstance(self.steps, int) or self.T is None:
             raise ValueError(
                 f'steps and T are needed here; got {self.steps} and {self.T}. Set both: OdeConfig(steps=12, T=12).')
@@ -183,25 +170,19 @@ class OdeConfig(Settings):
         return replace(self, steps=last - first, T=share * T, tokens=1. - share * (1. - self.tokens), halting=None)
 
     def to_args(self) -> dict[str, Any]:
-        """The settings as `ode_*` keywords of `timm.create_model`, ready for JSON."""
+        """The settings as `ode_*` keywords of `timm.create_model`."""
         return {PREFIX + name: value for name, value in asdict(self).items()}
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any], caller: str, prefix: str = PREFIX) -> 'OdeConfig':
-        """Build a configuration from keywords, which this version or an earlier one may have saved.
+        """Build a configuration from keywords with a prefix ('' in recipes), also as earlier versions saved them.
 
-        Earlier versions called low_rank of rank 0 'vectors', and could leave out the mean over a step (`averaged`).
-
-        Args:
-            args: Keywords, each with the prefix.
-            caller: Who got them, for messages.
-            prefix: What their names start with; '' in recipes.
-
-        Raises:
-            TypeError: A keyword is unknown; the message names the closest match.
+        Those called low_rank of rank 0 'vectors', and could leave out the mean over a step (`averaged`). TypeError, in
+        the name of the caller, for an unknown keyword.
         """
         values = {name.removeprefix(prefix): value for name, value in args.items()}
-        values = {name: value for name, value in values.items() if name not in GONE}
+        for name in GONE:
+            values.pop(name, None)
         refuse_unknown([prefix + name for name in values], [prefix + name for name in cls.names()], caller)
         if values.get('time') == 'vectors':
             values['time'] = 'low_rank'

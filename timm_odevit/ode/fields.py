@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from timm.layers import Attention
+import torch.nn.functional as F
+from timm.layers import Attention, DropPath, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from .skeleton import copy_module
 
-__all__ = ['Context', 'Field', 'Groups', 'NativeField', 'attention_probabilities']
+__all__ = ['CenterNorm', 'Context', 'Field', 'Groups', 'LipschitzField', 'NativeField']
 
 
 class Groups(NamedTuple):
@@ -39,8 +40,7 @@ class Field(nn.Module):
     """A vector field psi(t, x) = G(t, x) + F(t, x): G is attention, which mixes tokens; F is the MLP on each token.
 
     A field that can be split has `attention` (G) and `mlp` (F); others override `both`. One that a model can be
-    converted to is a row of `FIELDS` in config.py, and has the class methods `like` and `values` as well. t is a float,
-    or a 0-dim tensor from an adaptive method.
+    converted to is a row of `FIELDS` in config.py, and has `like` and `values`. t is a float, or a 0-dim tensor.
     """
     about: str = ''  # what its sub-layers are, for the report of a conversion
     fits_layers: bool = False  # whether it has the base's own layers, which init 'svd_data' can fit
@@ -85,8 +85,8 @@ class Field(nn.Module):
 
     def attention_map(self, t: float, x: Tensor, interval: tuple[float, float] | None = None) -> Tensor:
         """The attention probabilities [B, heads, N, N] in float32, before dropout."""
-        raise ValueError(f'{type(self).__name__} has no attention maps: windows, RoPE or a position bias are part of '
-                         'its attention.')
+        raise ValueError(
+            f'{type(self).__name__} has no attention maps: windows, RoPE or a position bias are part of its attention.')
 
     @classmethod
     def like(cls, blocks: Sequence[Any]) -> Self:
@@ -133,7 +133,6 @@ class NativeField(Field):
 
     @property
     def has_attention_maps(self):
-        # in other blocks, RoPE, a position bias or windows are part of attention
         plain = type(self).attention is NativeField.attention  # wrappers such as FSDP2 change the class
         return plain and type(self.block.attn) is Attention
 
@@ -143,9 +142,127 @@ class NativeField(Field):
         attn = self.block.attn
         B, N, _ = x.shape
         q, k, _ = attn.qkv(self.block.norm1(x)).reshape(B, N, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        return attention_probabilities(attn.q_norm(q), attn.k_norm(k), attn.scale)
+        return _probabilities(attn.q_norm(q), attn.k_norm(k), attn.scale)
 
 
-def attention_probabilities(q: Tensor, k: Tensor, scale: float) -> Tensor:
+class CenterNorm(nn.Module):
+    """gamma * D / (D - 1) * (x - mean(x)) + beta: a LayerNorm without the division, and thus Lipschitz.
+
+    Shape: [..., D] to [..., D].
+
+    Source: LipsFormer, arXiv 2304.09856.
+    """
+
+    def __init__(self, dim: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.scale = dim / (dim - 1)
+        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (self.scale * (x - x.mean(dim=-1, keepdim=True))) + self.bias
+
+    def fold(self, projection: Tensor) -> list[Tensor]:
+        """Weight [M, D] and bias [M] of the one linear map that equals this norm followed by a projection [M, D]."""
+        w = projection * (self.weight * self.scale)
+        return [w - w.mean(dim=1, keepdim=True), F.linear(self.bias, projection)]
+
+
+class LipschitzField(Field):
+    """The paper's field: bias-free multi-head self-attention and a bias-free MLP, each behind a CenterNorm.
+
+    A CenterNorm is linear, so each is one matrix product with the projection behind it. The weights of qkv and fc1 are
+    read, but these modules are not called: put hooks and wrappers on the field or on a step, not on them.
+
+    Source: ODE-ViT, arXiv 2511.16501.
+    """
+    about = 'new: no biases, no qk-norm, CenterNorm instead of LayerNorm'
+    attention_prefixes = ('norm1', 'qkv', 'proj')
+    has_attention_maps = True
+
+    def __init__(
+            self, dim: int, num_heads: int, head_dim: int, hidden: int, act: nn.Module, attn_drop: float = 0.,
+            proj_drop: float = 0., drop_path: float = 0., device=None, dtype=None,
+    ) -> None:
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.scale = head_dim ** -0.5
+        self.fused_attn = use_fused_attn()
+
+        self.norm1 = CenterNorm(dim, **dd)
+        self.qkv = nn.Linear(dim, 3 * num_heads * head_dim, bias=False, **dd)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(num_heads * head_dim, dim, bias=False, **dd)
+        self.norm2 = CenterNorm(dim, **dd)
+        self.fc1 = nn.Linear(dim, hidden, bias=False, **dd)
+        self.act = act
+        self.fc2 = nn.Linear(hidden, dim, bias=False, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
+
+    @classmethod
+    def like(cls, blocks):
+        first, attn, weight = blocks[0], blocks[0].attn, blocks[0].attn.qkv.weight
+        field = cls(
+            weight.shape[1], attn.num_heads, weight.shape[0] // (3 * attn.num_heads), first.mlp.fc2.in_features,
+            copy_module(first.mlp.act, hooks=False), attn.attn_drop.p, attn.proj_drop.p,
+            sum(getattr(block.drop_path1, 'drop_prob', 0.) or 0. for block in blocks) / len(blocks),
+            weight.device, weight.dtype)
+        return field.requires_grad_(any(p.requires_grad for block in blocks for p in block.parameters()))
+
+    @staticmethod
+    def values(block):
+        def scaled(weight: Tensor, layer_scale: Any) -> Tensor:  # this field has no LayerScale: it scales these rows
+            gamma = getattr(layer_scale, 'gamma', None)
+            return weight if gamma is None else weight * gamma[:, None]
+        return {
+            'norm1.weight': block.norm1.weight, 'norm1.bias': block.norm1.bias, 'qkv.weight': block.attn.qkv.weight,
+            'proj.weight': scaled(block.attn.proj.weight, block.ls1), 'norm2.weight': block.norm2.weight,
+            'norm2.bias': block.norm2.bias, 'fc1.weight': block.mlp.fc1.weight,
+            'fc2.weight': scaled(block.mlp.fc2.weight, block.ls2),
+        }
+
+    def fold(self) -> list[Tensor] | None:
+        # FSDP2 gathers sharded weights only for a call of the field
+        return None if hasattr(self.qkv.weight, 'to_local') else self._products()
+
+    def _products(self) -> list[Tensor]:
+        """Weight and bias of qkv behind its norm, then of fc1 behind its own."""
+        return [*self.norm1.fold(self.qkv.weight), *self.norm2.fold(self.fc1.weight)]
+
+    def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
+        weight, bias = (context.weights or self._products())[:2]
+        q, k, v = self._heads(F.linear(x, weight, bias)).unbind(0)
+        mask, causal = context.block_kwargs.get('attn_mask'), context.block_kwargs.get('is_causal', False)
+        if self.fused_attn:
+            dropout = self.attn_drop.p if self.training else 0.
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+        else:
+            attn = (q * self.scale) @ k.transpose(-2, -1)
+            attn = maybe_add_mask(attn, resolve_self_attn_mask(attn.shape[-1], attn, mask, causal))
+            y = self.attn_drop(attn.softmax(dim=-1)) @ v
+        return self.drop_path(self.proj_drop(self.proj(y.transpose(1, 2).flatten(2))))
+
+    def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
+        weight, bias = (context.weights or self._products())[2:]
+        y = self.proj_drop(self.act(F.linear(x, weight, bias)))
+        return self.drop_path(self.proj_drop(self.fc2(y)))
+
+    def attention_map(self, t, x, interval=None):
+        q, k, _ = self._heads(self.qkv(self.norm1(x))).unbind(0)
+        return _probabilities(q, k, self.scale)
+
+    def _heads(self, qkv: Tensor) -> Tensor:
+        B, N, _ = qkv.shape
+        return qkv.reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+
+
+def _probabilities(q: Tensor, k: Tensor, scale: float) -> Tensor:
     with torch.autocast(q.device.type, enabled=False):
         return (q.float() * scale @ k.float().transpose(-2, -1)).softmax(dim=-1)

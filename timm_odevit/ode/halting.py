@@ -9,7 +9,7 @@ from torch import Tensor
 from .fields import Context
 from .tokens import carry_groups
 
-__all__ = ['HALTING', 'Readout', 'Rule', 'run_halting']
+__all__ = ['HALTING', 'Readout', 'run_halting']
 
 Readout = Callable[[Tensor], Tensor]  # logits [B, classes] for a state [B, N, D]
 
@@ -70,17 +70,13 @@ def run_halting(
         steps: Sequence[tuple[Any, Context]], x: Tensor, rule: Rule, threshold: float) -> tuple[Tensor, Tensor]:
     """Run the steps, each with its context; an image whose score is at most the threshold leaves the batch.
 
-    Under torch.compile, torch.export and tracing, shapes cannot depend on values: every image then goes through all
-    steps, with the same result, and no time is saved.
-
-    Returns:
-        The last state of each image [B, N, D], and how many steps it took [B].
+    Returns the last state of each image [B, N, D], and how many steps it took [B]. Under torch.compile, torch.export
+    and tracing, shapes cannot depend on values: every image goes through all steps, with the same result.
     """
     for name, value in steps[0][1].block_kwargs.items():
         if isinstance(value, Tensor) and (value.ndim > 2 or name == 'attn_mask'):
-            raise ValueError(
-                f'The model passes its blocks a {name} for the whole batch, so images cannot leave it early. Set '
-                'halting=None.')
+            raise ValueError(f'The model passes its blocks a {name} for the whole batch, so images cannot leave it '
+                             'early. Set halting=None.')
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return _run_all(steps, x, rule, threshold)
     taken = torch.full((len(x),), len(steps), device=x.device)
@@ -103,7 +99,7 @@ def run_halting(
 
 def _run_all(
         steps: Sequence[tuple[Any, Context]], x: Tensor, rule: Rule, threshold: float) -> tuple[Tensor, Tensor]:
-    """The same result in shapes that do not depend on values; len(x) would fix the number of images in an export."""
+    # len(x) would fix the number of images in an export
     taken = torch.full((x.shape[0],), len(steps), device=x.device)
     halted = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
     for i, (step, context) in enumerate(steps):

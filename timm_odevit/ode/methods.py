@@ -7,23 +7,20 @@ from torch import Tensor, nn
 from .fields import Context, Field
 from .tokens import TokenMerging
 
-__all__ = ['METHODS', 'LieTrotter', 'RungeKutta', 'Step', 'Strang']
+__all__ = ['METHODS', 'RungeKutta', 'Step']
 
 
 class Step(nn.Module):
     """One step of a solver: maps the state at t [B, N, D] to the state at t + h.
 
-    It is called as a host calls its transformer blocks: with the state and with whatever the host passes besides it.
-    All steps share the field. Weights that depend on time are averaged over the step.
+    It is called as a host calls its blocks. Weights that depend on time are averaged over the step.
 
     Attributes:
         order: Order of convergence of the global error.
-        nodes: Times at which the step evaluates its field, as fractions of h.
         evaluations: Field evaluations of one step; one of a sub-flow alone counts as half.
         splits: Whether the step advances the two sub-flows one after the other.
     """
     order: int
-    nodes: tuple[float, ...]
     evaluations: int
     splits = False
     field: Any
@@ -67,7 +64,7 @@ class Step(nn.Module):
 
 
 class _Together:
-    """The same part of each phase's block: a call of one of its methods calls that of all of them."""
+    """The same part of each phase's block: a call of one of its methods is one of all of them."""
 
     def __init__(self, parts: list[Any]) -> None:
         self._parts = parts
@@ -82,10 +79,11 @@ class _Together:
 
 
 class RungeKutta(Step):
-    """An explicit Runge-Kutta method: the lower triangle of its Butcher matrix, by rows, and its weights.
+    """An explicit Runge-Kutta method: its nodes, the lower triangle of its Butcher matrix, by rows, and its weights.
 
     Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.1.
     """
+    nodes: tuple[float, ...]  # fractions of h
     a: tuple[tuple[float, ...], ...]
     b: tuple[float, ...]
 
@@ -105,23 +103,23 @@ class RungeKutta(Step):
 
 
 class Euler(RungeKutta):
-    order, nodes, evaluations = 1, (0.,), 1
+    order, evaluations, nodes = 1, 1, (0.,)
     a, b = ((),), (1.,)
 
 
 class Midpoint(RungeKutta):
-    order, nodes, evaluations = 2, (0., 1 / 2), 2
+    order, evaluations, nodes = 2, 2, (0., 1 / 2)
     a, b = ((), (1 / 2,)), (0., 1.)
 
 
 class Heun2(RungeKutta):
-    order, nodes, evaluations = 2, (0., 1.), 2
+    order, evaluations, nodes = 2, 2, (0., 1.)
     a, b = ((), (1.,)), (1 / 2, 1 / 2)
 
 
 class RK4(RungeKutta):
     """The 3/8 rule, as in torchdiffeq."""
-    order, nodes, evaluations = 4, (0., 1 / 3, 2 / 3, 1.), 4
+    order, evaluations, nodes = 4, 4, (0., 1 / 3, 2 / 3, 1.)
     a, b = ((), (1 / 3,), (-1 / 3, 1.), (1., -1., 1.)), (1 / 8, 3 / 8, 3 / 8, 1 / 8)
 
 
@@ -130,8 +128,7 @@ class LieTrotter(Step):
 
     Source: Hairer, Lubich & Wanner, Geometric Numerical Integration, II.5.
     """
-    order, nodes, evaluations = 1, (0.,), 1
-    splits = True
+    order, evaluations, splits = 1, 1, True
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x, context = self.enter(x, args, kwargs)
@@ -145,8 +142,7 @@ class Strang(Step):
 
     Source: Hairer, Lubich & Wanner, Geometric Numerical Integration, II.5.
     """
-    order, nodes, evaluations = 2, (0., 1 / 4, 1 / 2, 3 / 4), 3
-    splits = True
+    order, evaluations, splits = 2, 3, True
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x, context = self.enter(x, args, kwargs)

@@ -1,4 +1,4 @@
-"""Skeletons: modules with the structure, settings and hooks of another module, but with other tensors.
+"""Skeletons: modules with the structure, settings and hooks of another module, but with other tensors or submodules.
 
 A running model must not be changed, because another thread may be running it too.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-__all__ = ['copy_module', 'run_with', 'shallow_copy', 'skeleton', 'tied_to']
+__all__ = ['copy_module', 'run_with', 'shallow_copy', 'skeleton', 'view']
 
 Module = TypeVar('Module', bound=nn.Module)
 
@@ -26,10 +26,9 @@ def run_with(module: nn.Module, tensors: Mapping[str, Tensor], *args: Any) -> An
 
 
 def skeleton(module: Module, tensors: Mapping[str, Tensor]) -> Module:
-    """Create a module of the same class that runs with other tensors; takes microseconds, copies nothing.
+    """A module of the same class with other parameters and buffers, by name; takes microseconds, copies nothing.
 
-    `tensors` are for its parameters and buffers, by name ('attn.qkv.weight'). Everything else is shared with the
-    original, which does not change. Replaced tensors are not Parameters: gradients flow through them.
+    Everything else is shared with the original. Replaced tensors are not Parameters: gradients flow through them.
     """
     twin: Any = shallow_copy(module)
     for kind in ('_parameters', '_buffers'):
@@ -53,7 +52,7 @@ def shallow_copy(module: Module) -> Module:
     twin: Any = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     if 'forward' in module.__dict__:
-        twin.__dict__.update({name: tied_to(twin, module, value) for name, value in module.__dict__.items()})
+        twin.__dict__.update(_rebound(module, module, twin))
         if twin.__dict__['forward'] is module.__dict__['forward']:
             raise RuntimeError(
                 f'The forward of this {type(module).__name__} was replaced by a function, which may use the weights of '
@@ -63,13 +62,36 @@ def shallow_copy(module: Module) -> Module:
     return twin
 
 
-def tied_to(twin: Any, module: Any, value: Any) -> Any:
-    """Rebind a method of a module, or a partial that takes it (Accelerate's), to its twin; return others as is."""
-    if isinstance(value, MethodType) and value.__self__ is module:
-        return MethodType(value.__func__, twin)
-    if isinstance(value, partial) and any(arg is module for arg in value.args):
-        return partial(value.func, *(twin if arg is module else arg for arg in value.args), **value.keywords)
-    return value
+def view(module: Any, twins: Mapping[Any, Any]) -> Any:
+    """A shallow copy of a module in which some modules are replaced by twins; the module itself if it has none."""
+    if module in twins:
+        return twins[module]
+    children = {name: view(child, twins) for name, child in module._modules.items() if child is not None}
+    if all(child is module._modules[name] for name, child in children.items()):
+        return module
+    copied = shallow_copy(module)
+    copied._modules.update(children)
+    for original, twin in twins.items():
+        twin.__dict__.update(_rebound(twin, module, copied))
+        if module.__dict__.get('feature_info') is original.feature_info:
+            copied.feature_info = twin.feature_info
+    for name, child in children.items():  # some are bound to their host, such as RoPE, which makes a table per step
+        if child is module._modules[name] and (bound := _rebound(child, module, copied)):
+            copied._modules[name] = shallow_copy(child)
+            copied._modules[name].__dict__.update(bound)
+    return copied
+
+
+def _rebound(owner: Any, module: Any, twin: Any) -> dict[str, Any]:
+    """The attributes of an owner that are methods of a module or partials that take it (Accelerate's), for its twin."""
+    bound: dict[str, Any] = {}
+    for name, value in owner.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            bound[name] = MethodType(value.__func__, twin)
+        elif isinstance(value, partial) and any(arg is module for arg in value.args):
+            args = [twin if arg is module else arg for arg in value.args]
+            bound[name] = partial(value.func, *args, **value.keywords)
+    return bound
 
 
 def copy_module(module: Module, hooks: bool) -> Module:

@@ -22,15 +22,16 @@ class Solver(nn.ModuleList):
 
     def __init__(self, config: OdeConfig, field: Field, t: float = 0., num_prefix_tokens: int = 0) -> None:
         steps, T = config.steps_and_end
-        merging = TokenMerging(config.tokens, num_prefix_tokens, t, T) if config.tokens < 1 else None
         h, starts = T / steps, [t + i * (T / steps) for i in range(steps)]
-        super().__init__(
-            AdaptiveStep(field, start, h, config) if config.adaptive
-            else METHODS[config.method](field, start, h, merging) for start in starts)
+        if config.adaptive:
+            super().__init__(AdaptiveStep(field, start, h, config) for start in starts)
+        else:
+            merging = TokenMerging(config.tokens, num_prefix_tokens, t, T) if config.tokens < 1 else None
+            super().__init__(METHODS[config.method](field, start, h, merging) for start in starts)
 
 
 class Counts(threading.local):
-    """What the last pass of each thread took: evaluations of an adaptive solution, steps of each image [B]."""
+    """What the last pass of each thread took: evaluations, if adaptive; steps of each image [B], if they may halt."""
     evaluations = 0
     steps: Tensor | None = None
 
@@ -40,7 +41,6 @@ class Counts(threading.local):
 
 class AdaptiveStep(Step):
     """An adaptive solution over [t, t + h]."""
-    nodes = ()
 
     def __init__(self, field: Field, t: float, h: float, config: OdeConfig) -> None:
         super().__init__(field, t, h)
@@ -57,13 +57,10 @@ class AdaptiveStep(Step):
 
 def solve_adaptive(
         field: Field, x0: Tensor, times: Sequence[float], config: OdeConfig, context: Context) -> tuple[Tensor, int]:
-    """Solve with an adaptive method of torchdiffeq, from x0 [B, N, D] at times[0].
-
-    Returns:
-        The states at all times [len(times), B, N, D], and the number of field evaluations.
+    """The states at some times [len(times), B, N, D], by an adaptive method of torchdiffeq; how often it evaluates.
 
     Raises:
-        ValueError: The state is in half precision, which is too coarse for step-size control.
+        ValueError: The state x0 [B, N, D] is in half precision, which is too coarse for step-size control.
         FloatingPointError: The solver could not meet the tolerance with any step size.
     """
     if x0.dtype not in (torch.float32, torch.float64):
@@ -72,8 +69,7 @@ def solve_adaptive(
             f"Use a fixed-step method ({', '.join(METHODS)}) or a float32 model.")
     if not x0.numel():  # an empty state has no error to measure
         return x0.expand(len(times), *x0.shape), 0
-    # no error estimate holds across a jump of the field, so each piece between two jumps is solved separately, with the
-    # weights of that piece also where it ends
+    # no error estimate holds across a jump of the field: each piece between two is solved separately, with its weights
     jumps = [t for t in field.jumps if times[0] + _SAME < t < times[-1] - _SAME]
     times = [next((jump for jump in jumps if abs(jump - t) < _SAME), t) for t in times]
     x, states, evaluations = x0, [x0], 0
@@ -113,9 +109,7 @@ class _Counted(nn.Module):
 
     def __init__(self, field: nn.Module, context: Context) -> None:
         super().__init__()
-        self.field = field
-        self.context = context
-        self.evaluations = 0
+        self.field, self.context, self.evaluations = field, context, 0
 
     def forward(self, t: Tensor, x: Tensor) -> Tensor:
         self.evaluations += 1  # the adjoint's own evaluations come later, in the backward pass
@@ -125,8 +119,7 @@ class _Counted(nn.Module):
 def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, keep: bool = False) -> Tensor:
     """Solve dx/dt = field(t, x) from t = 0 to config.T.
 
-    Fixed-step methods run as a plain loop, adaptive ones through torchdiffeq. Time is dimensionless: one unit is one
-    transformer block of the base model.
+    Time is dimensionless: one unit is one transformer block of the base model.
 
     Args:
         field: Vector field, called as field(t, x) with t a float (a 0-dim tensor from an adaptive method) and x
@@ -140,8 +133,8 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
         x(T) [B, N, D], or all states [K + 1, B, N, D] with keep.
 
     Raises:
-        ValueError: steps or T is not set, an adaptive method gets a state in half precision, a splitting method a field
-            without sub-flows, or the adjoint method one that is not an nn.Module.
+        ValueError: steps or T is not set, an adaptive method gets a state in half precision, or the field cannot be
+            split, or has no parameters for the adjoint method.
         FloatingPointError: The state stopped being finite; the message names the step and t.
 
     Examples:
@@ -158,8 +151,8 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
     module: Any = field if isinstance(field, Field) else _CallableField(field)
     if not config.adaptive and METHODS[config.method].splits and not (module is field or hasattr(field, 'attention')):
         raise ValueError(
-            f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does not have. "
-            "Use an unsplit method, such as 'euler' or 'rk4'.")
+            f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does not have. Use "
+            "an unsplit method, such as 'euler' or 'rk4'.")
     if config.adjoint and not isinstance(field, nn.Module):
         raise ValueError('adjoint finds the parameters of a field that is an nn.Module; this one is a '
                          f'{type(field).__name__}. Set adjoint=False.')

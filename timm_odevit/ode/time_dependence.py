@@ -24,11 +24,8 @@ class TimeField(Field):
     A vector v becomes v + d(t), a matrix W becomes W + B(t) A(t), with A and B of rank r (0 for vectors only). The
     residual of layer l applies from t = l to the next layer, that of the first also before, that of the last after it;
     over the interval of a step, residuals are averaged. Weight decay therefore pulls each layer towards the shared
-    block.
-
-    Matrices are merged before they are used, once per evaluation: r multiplications per entry and layer instead of r (M
-    + N) per token. Training keeps one merged block per evaluation for the backward pass, as much memory as the base
-    model's blocks; inference keeps one at a time, or all after `merge_`.
+    block. Matrices are merged before they are used, once per evaluation; training keeps them for the backward pass, as
+    much memory as the base model's blocks.
 
     Source: Relaxed Recursive Transformers, arXiv 2410.20672.
     """
@@ -64,20 +61,23 @@ class TimeField(Field):
         self.statistics.register_buffer(name.replace('.', '-'), residuals)
 
     def forward(self, t, x, context=None, part=''):
-        interval = None if context is None else context.interval
-        return run_with(self.base, self.at(t, part, interval), t, x, context, part)
+        tensors = self.at(t, part, None if context is None else context.interval)
+        return run_with(self.base, tensors, t, x, context, part)
 
     @property
     def has_attention_maps(self):
         return self.base.has_attention_maps
+
+    def block_to_resize(self):
+        return self.base.block_to_resize()
 
     def attention_map(self, t, x, interval=None):
         return skeleton(self.base, self.at(t, 'attention', interval)).attention_map(t, x)
 
     def at(self, t: float, part: str = '', interval: tuple[float, float] | None = None) -> dict[str, Tensor]:
         """The parameters of the base at t, or averaged over an interval: those of its attention, of its MLP, or all."""
-        if interval is None:  # the layer that applies at t; bisect does not compile
-            shares = [(max(sum(layer <= _number(t) + 1e-6 for layer in self.layers) - 1, 0), 1.)]
+        if interval is None:
+            shares = [(_last(self.layers, t), 1.)]
         else:
             shares = self._shares(*interval)
         parameters = {residual_key(name): (name, p) for name, p in self.base.named_parameters()}
@@ -105,18 +105,14 @@ class TimeField(Field):
         shares = [(min(end, b) - max(start, a)) / (end - start) for a, b in pairwise(bounds)]
         return [(i, 1. if share > 1. - 1e-6 else share) for i, share in enumerate(shares) if share > 1e-6]
 
-    def block_to_resize(self):
-        return self.base.block_to_resize()
-
     def extra_repr(self) -> str:
         return f'layers={list(self.layers)}, rank={self.rank}'
 
 
 class PiecewiseField(Field):
-    """Several fields, one at a time: fields[which[i]] from times[i] to times[i + 1].
+    """Several fields, one at a time: fields[which[i]] (by default, in order) from times[i] to times[i + 1].
 
-    The first piece also applies before the first time, the last one after the last; by default, the fields come in
-    order.
+    The first piece also applies before the first time, the last one after the last.
 
     Source: Raptor, arXiv 2512.19941.
     """
@@ -146,8 +142,7 @@ class PiecewiseField(Field):
         return list(self.fields)
 
     def select(self, t):
-        piece = sum(time <= _number(t) + 1e-6 for time in self.times) - 1
-        return self.fields[self.which[max(piece, 0)]]
+        return self.fields[self.which[_last(self.times, t)]]
 
     def forward(self, t, x, context=None, part=''):
         return self.select(t)(t, x, context, part)
@@ -175,8 +170,10 @@ def residual_key(name: str) -> str:
     return bare_name(name).replace('.', '-')
 
 
-def _number(t: float | Tensor) -> float:
-    return float(t.detach()) if isinstance(t, Tensor) else t
+def _last(times: Sequence[float], t: float | Tensor) -> int:
+    """The index of the last of some times that is at most t, or 0; bisect does not compile."""
+    t = float(t.detach()) if isinstance(t, Tensor) else t
+    return max(sum(time <= t + 1e-6 for time in times) - 1, 0)
 
 
 def matrix_shape(p: Tensor) -> tuple[int, int]:

@@ -9,18 +9,17 @@ __all__ = ['TokenMerging', 'carry_groups', 'groups_of', 'tokens_at']
 
 
 def tokens_at(patches: int, share: float, progress: float) -> int:
-    """How many of `patches` tokens are left at t = `progress` T: the number falls linearly in t, to a share at T."""
+    """How many of some patch tokens are left at t = `progress` T: the number falls linearly in t, to a share at T."""
     return max(1, round(int(patches) * (1. - (1. - share) * progress) + 1e-6))  # halves up, whatever the rounding of t
 
 
 class TokenMerging:
     """How the steps of a solver on [start, start + T] merge tokens.
 
-    The state between two steps always has all tokens; merged ones have equal states there. A step computes each group
-    once: the state of a group is the mean over its tokens, and attention counts a group as many times as it has tokens.
-    At the start of a step, the patch tokens are split into two halves, alternately, and those of the first half that
-    are most like one of the second (in the cosine of their states) are merged with it, so that a `share` of them is
-    left at T.
+    The state between two steps has all tokens; merged ones are equal there. A step computes each group once: its state
+    is the mean over its tokens, and attention counts it as often as it has tokens. At the start of a step, every second
+    patch token may be merged with the one of the others that is most like it (in the cosine of their states): as many
+    of the most alike as leave a `share` of the tokens at T.
 
     Source: Token Merging (ToMe), arXiv 2210.09461.
     """
@@ -33,10 +32,11 @@ class TokenMerging:
         if isinstance(x, torch.fx.Proxy):
             raise ValueError('FX cannot trace token merging. Set tokens=1, or use torch.export.')
         if context.block_kwargs.get('attn_mask') is not None or context.block_kwargs.get('is_causal'):
-            raise ValueError(
-                'Tokens cannot be merged under an attention mask, which refers to their positions. Set tokens=1.')
+            raise ValueError('Tokens cannot be merged under an attention mask, which refers to their positions. Set '
+                             'tokens=1.')
         groups = groups_of(x)
-        if groups is None and t > self.start and x.is_leaf and x.requires_grad and _in_backward():
+        in_backward = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if groups is None and t > self.start and x.is_leaf and x.requires_grad and in_backward:
             raise RuntimeError('Merged tokens do not pass through reentrant checkpoints. Use use_reentrant=False.')
         y = x if groups is None else _rows(x, groups.first)
         y, groups = self.merge(y, (t - self.start) / self.T, x.shape[1], groups)
@@ -49,7 +49,7 @@ class TokenMerging:
         return x if context.groups is None else _with_groups(_rows(x, context.groups.numbers), context.groups)
 
     def merge(self, x: Tensor, progress: float, tokens: int, groups: Groups | None) -> tuple[Tensor, Groups | None]:
-        """Merge as many groups of a state x [B, G, D] of N tokens as is due at t = `progress` T."""
+        """Merge as many groups of a state x [B, G, D] as is due at t = `progress` T."""
         B, G, D = x.shape
         patches = G - self.num_prefix_tokens
         count = min(patches - tokens_at(tokens - self.num_prefix_tokens, self.share, progress), patches // 2)
@@ -85,10 +85,9 @@ class TokenMerging:
 def groups_of(x: Tensor) -> Groups | None:
     """The groups that a state [B, N, D] carries: those of the step that returned it; None if its tokens are separate.
 
-    They are an attribute of the step's output, so they go wherever it goes: to another thread, through a function
-    transform or a checkpoint. What is made from a state, such as a detached copy, carries none; nor does one that was
-    changed in place, as its version tells (but inference mode and compiled graphs keep no versions: there, a hook must
-    return a new state).
+    They are an attribute of the step's output and go wherever it goes. What is made from a state carries none; nor does
+    one that was changed in place, as its version tells (inference mode and compiled graphs keep no versions: there, a
+    hook must return a new state).
     """
     version, groups = getattr(x, 'merged_groups', (None, None))
     return groups if version == _version(x) else None
@@ -103,10 +102,6 @@ def carry_groups(before: Tensor, after: Tensor, images: Tensor | slice = slice(N
 def _with_groups(x: Tensor, groups: Groups) -> Tensor:
     x.merged_groups = _version(x), groups  # type: ignore[attr-defined]
     return x
-
-
-def _in_backward() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _version(x: Tensor) -> int | None:

@@ -20,8 +20,7 @@ from ..convert.conversion import convert_
 from ..convert.merge import merge_
 from ..evaluation.halting import calibrate_halting
 from ..export import export_model
-from ..ode.blocks import count_parameters, find_ode_blocks
-from ..ode.with_steps import with_steps
+from ..ode.blocks import count_parameters, find_ode_blocks, with_steps
 from ..saving.save import describe
 from ..settings import one_line
 from .judge import Held, Material, margin, outputs_of, score, scores

@@ -15,8 +15,7 @@ from ..convert.refusals import check_images
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..hooks import autocast, evaluating, watch_blocks
-from ..ode.blocks import find_ode_blocks
-from ..ode.with_steps import with_steps
+from ..ode.blocks import find_ode_blocks, with_steps
 from ..settings import one_line
 from .resume import models_of
 

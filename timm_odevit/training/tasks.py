@@ -13,8 +13,7 @@ from typing_extensions import Self
 from ..convert.block_kinds import find_stages, prefix_tokens
 from ..data.preprocessing import renormalisation
 from ..hooks import hooked, watch_blocks
-from ..ode.blocks import find_ode_blocks
-from ..ode.with_steps import with_steps
+from ..ode.blocks import find_ode_blocks, with_steps
 from ..settings import flag
 from . import matching
 from .config import COMPILED, LossConfig
