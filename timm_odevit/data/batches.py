@@ -1,17 +1,20 @@
 """Loaders that change the batches of another loader, and what is asked of any loader."""
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from timm.data import Mixup
 from torch import Tensor
+from tqdm import tqdm
 
 from ..hooks import evaluating, random_states_kept
 from .config import DataConfig
 from .preprocessing import dtype_of
 
-__all__ = ['Mapped', 'mixed', 'set_epoch', 'top_class', 'unlabelled']
+__all__ = ['Mapped', 'mixed', 'read_batches', 'set_epoch', 'top_class', 'unlabelled']
 
+BATCH = 64  # images of tensors that run at once
 Change = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
@@ -69,6 +72,50 @@ class Mapped:
 
     def sha256(self) -> str:
         return self.loader.sha256() if hasattr(self.loader, 'sha256') else f'{len(self)} batches'
+
+
+def is_pair(loader: Any) -> bool:
+    """Whether a loader is a pair of tensors, images [N, C, H, W] and labels, and not two batches of images."""
+    return (isinstance(loader, (tuple, list)) and len(loader) == 2
+            and isinstance(loader[0], Tensor) and isinstance(loader[1], Tensor) and loader[1].ndim < 4)
+
+
+def in_batches(source: Any, size: int = BATCH) -> Any:
+    """A loader, or the batches of a tensor of images [N, C, H, W] or of a pair of such and labels [N]."""
+    if isinstance(source, Tensor):
+        return source.split(size)
+    if is_pair(source):
+        return list(zip_longest(*(part.split(size) for part in source)))
+    return source
+
+
+def read_batches(
+        source: Any, labels: bool | None = True, *, size: int = BATCH, bar: str = '',
+) -> Iterator[tuple[Tensor, Any]]:
+    """The images [B, C, H, W] and labels [B] of each batch that is not empty.
+
+    Args:
+        source: A loader of batches, or a tensor or pair of tensors.
+        labels: Whether labels are needed; None to take them where there are any. Without, they are None.
+        size: Images in a batch of tensors.
+        bar: Name of a progress bar; '' for none.
+    """
+    empty = True
+    for batch in tqdm(in_batches(source, size), desc=bar, leave=False, disable=not bar):
+        parts = batch if isinstance(batch, (tuple, list)) else [batch]
+        images, truth = (*parts, None, None)[:2]
+        bare = labels is False or (labels is None and len(parts) == 1)
+        if not isinstance(images, Tensor) or images.ndim != 4 or not (bare or (
+                len(parts) == 2 and isinstance(truth, Tensor) and truth.shape == images.shape[:1])):
+            types = ', '.join(f'{p.dtype} {list(p.shape)}' if isinstance(p, Tensor) else type(p).__name__
+                              for p in parts)
+            raise ValueError(f"Expected batches of images [B, C, H, W]{' and labels [B]' if labels else ''}; got "
+                             f'{types}.')
+        if len(images):
+            empty = False
+            yield images, None if bare else truth
+    if empty:
+        raise ValueError('The loader gave no images.')
 
 
 def unlabelled(images: Tensor, _: Any = None) -> tuple[Tensor, Tensor]:

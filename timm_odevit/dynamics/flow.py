@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..convert.block_kinds import prefix_tokens
-from ..evaluation.accuracy import read_batches
+from ..data.batches import read_batches
 from ..hooks import evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.methods import Step

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..convert.refusals import check_images
 from ..data.arrays import ArrayLoader
 from ..data.batches import Mapped
 from ..data.batches import set_epoch as set_epoch_of
 from ..data.config import DataConfig
 from ..data.read import classes_of, read_data
+from ..hooks import check_images
 
 __all__ = ['Unlabelled', 'count_classes', 'draw', 'label_names', 'loader_chain', 'loaders', 'set_epoch']
 

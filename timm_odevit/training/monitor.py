@@ -11,10 +11,9 @@ import torch
 from timm.task import TrainingTask
 from torch import Tensor, nn
 
-from ..convert.refusals import check_images
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
-from ..hooks import autocast, evaluating, random_states_kept, surely, watch_blocks
+from ..hooks import autocast, check_images, evaluating, random_states_kept, surely, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.with_steps import with_steps
 from .resume import models_of
