@@ -79,14 +79,11 @@ class ShiftedWindowField(NativeField):
         return self.block.drop_path2(self.block.mlp(self.block.norm2(x)))
 
 
-class ShiftedPostNormField(ShiftedWindowField):
-    """SwinV2's block: norms after the sub-layers."""
+class ShiftedPostNormField(PostNormField):
+    """SwinV2's block on a map of tokens [B, H, W, D]: norms after the sub-layers."""
 
     def attention(self, t, x, context):
         return self.block.drop_path1(self.block.norm1(self.block._attn(x)))
-
-    def mlp(self, t, x, context):
-        return self.block.drop_path2(self.block.norm2(self.block.mlp(x)))
 
 
 class WholeField(NativeField):
@@ -148,11 +145,7 @@ def cannot_convert(model: nn.Module, why: str) -> TypeError:
 
 
 def find_stages(model: nn.Module) -> list[Site]:
-    """Where the blocks of a model are: one sequence, or one per stage.
-
-    Raises:
-        TypeError: The model has no sequence of blocks.
-    """
+    """Where the blocks of a model are: one sequence, or one per stage; TypeError for a model without."""
     for cls, name in STAGES.items():
         if isinstance(model, cls):
             return [Site(stage, f'{name}.{i}') for i, stage in enumerate(getattr(model, name))]
@@ -165,12 +158,12 @@ def find_stages(model: nn.Module) -> list[Site]:
 
 
 def class_token_comes_later(model: Any) -> bool:
-    """Whether a class token is added to the tokens only after the blocks, in blocks of its own."""
+    """Whether a class token is added only after the blocks, in blocks of its own."""
     return isinstance(model, (Cait, Xcit))
 
 
 def prefix_tokens(model: Any) -> int:
-    """How many tokens, such as a class token and registers, come before those of the patches in the blocks' states."""
+    """How many tokens, such as a class token, come before those of the patches in the blocks' states."""
     return 0 if class_token_comes_later(model) else int(getattr(model, 'num_prefix_tokens', 0))
 
 

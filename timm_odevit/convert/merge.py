@@ -9,7 +9,6 @@ from torch import nn
 
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Field
-from ..ode.methods import Step
 from ..ode.skeleton import copy_module
 from ..ode.time_dependence import MERGED, MergedField, TimeField
 
@@ -19,10 +18,9 @@ __all__ = ['Merged', 'Replacements', 'check_not_merged', 'merge_', 'merged_bytes
 def merge_(model: nn.Module) -> 'Merged':
     """Give each step of an ODE-ViT with a time-dependent block its own merged weights, in place, for deployment.
 
-    Without it, a layer's residuals are added to the shared weights before every evaluation, which takes time. Merged,
-    the model is about as fast as its base and takes as much memory, which `merged_bytes(model)` predicts. Its blocks
-    are ordinary frozen modules, for hooks, ONNX and quantisation. Its number of steps is fixed, and it cannot be saved
-    or trained: call `restore()` first.
+    Merged, a model is about as fast as its base and takes as much memory, which `merged_bytes(model)` predicts. Its
+    blocks are ordinary frozen modules. Its number of steps is fixed, and it cannot be saved or trained: call
+    `restore()` first.
 
     Args:
         model: ODE-ViT with time 'low_rank' and a fixed-step method.
@@ -55,12 +53,8 @@ def merge_(model: nn.Module) -> 'Merged':
 
 
 def _merged(ode: OdeBlocks) -> OdeBlocks:
-    """The blocks with frozen weights for every time at which a step evaluates its field."""
-    fields = []
-    for step in ode.solver:
-        times = _times(step)
-        at_times = [_frozen(step.field, t, step.interval) for t in times]
-        fields.append(at_times[0] if len(times) == 1 else MergedField(at_times, times))
+    """The blocks with the frozen weights of each step."""
+    fields = [_frozen(step.field, step.interval) for step in ode.solver]
     table = MergedField(fields, [step.t for step in ode.solver]).requires_grad_(False).train(ode.shared.training)
     merged = OdeBlocks(table, ode.config, ode.feature, ode.t, [*ode.before], [*ode.after], ode.readout,
                        ode.num_prefix_tokens)
@@ -71,17 +65,12 @@ def _merged(ode: OdeBlocks) -> OdeBlocks:
     return merged
 
 
-def _times(step: Step) -> list[float]:
-    """The times for which a step needs weights: one if they are averaged over the step."""
-    return [step.t] if step.interval is not None else [step.t + node * step.h for node in step.nodes]
-
-
-def _frozen(field: TimeField, t: float, interval: tuple[float, float] | None) -> Field:
-    """A copy of a field as it is at t, or on average over an interval, with weights of its own."""
+def _frozen(field: TimeField, interval: tuple[float, float]) -> Field:
+    """A copy of a field with weights of its own: the mean over an interval."""
     base = copy_module(field.base, hooks=True)
     tensors = {**dict(base.named_parameters()), **dict(base.named_buffers())}
     with torch.no_grad():
-        for name, value in field.at(t, interval=interval).items():
+        for name, value in field.at(interval[0], interval=interval).items():
             tensors[name].copy_(value)
     return base
 
@@ -93,8 +82,7 @@ class Merged:
     Attributes:
         model: The merged model.
         blocks: Its merged blocks: one sequence, or one per stage.
-        bytes_before: Memory of the model's weights before.
-        bytes_after: Memory of the model's weights after.
+        bytes_before, bytes_after: Memory of the model's weights.
     """
     model: nn.Module
     blocks: tuple[OdeBlocks, ...]
@@ -117,17 +105,13 @@ class Merged:
 
 
 def merged_bytes(model: nn.Module) -> int:
-    """Predict the memory in bytes of a model's weights after `merge_(model)`, without merging.
-
-    Raises:
-        TypeError: The model is not an ODE-ViT.
-        ValueError: It cannot be merged; see `merge_`.
+    """Predict the memory in bytes of a model's weights after `merge_(model)`; raises what `merge_` raises.
 
     Examples:
         >>> print(f'{merged_bytes(student) / 1e6:.2f} MB')
     """
     return _bytes(model) + sum(
-        sum(len(_times(step)) * _bytes(step.field.base) for step in ode.solver) - _bytes(ode.shared)
+        sum(_bytes(step.field.base) for step in ode.solver) - _bytes(ode.shared)
         for _, ode in _hosts(model))
 
 
@@ -161,9 +145,7 @@ def _bytes(model: nn.Module) -> int:
 class Replacements:
     """Attributes of a model and of its parts that are replaced together, at construction, and restored together.
 
-    Args:
-        model: The model.
-        rows: Owner, attribute name and new value of each; the first is an OdeBlocks.
+    `rows` are the owner, the name and the new value of each; the first is an OdeBlocks.
     """
 
     def __init__(self, model: nn.Module, rows: Sequence[tuple[Any, str, Any]]) -> None:
@@ -176,9 +158,7 @@ class Replacements:
     def restore(self, new: str, previous: str) -> None:
         """Undo the replacements; what is put back follows the model's device and its mode.
 
-        Args:
-            new: What the new modules are, for error messages.
-            previous: What the previous ones are.
+        `new` and `previous` say in error messages what the modules are.
         """
         modules = [row for row in self._rows if isinstance(row[2], nn.Module)]
         if any(_own(owner, name) is not module for owner, name, module, _ in modules):

@@ -119,7 +119,7 @@ def count_in_words(count: int) -> str:
 
 
 def list_convertible(filter: str | list[str] = '', *, refused: bool = False) -> dict[str, str]:
-    """The timm models that `convert_` accepts, found by building each on the meta device.
+    """The timm models that `convert_` accepts.
 
     Args:
         filter: Wildcard for model names, such as 'vit_small*', or several; all by default, which takes two minutes.

@@ -40,9 +40,8 @@ def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor,
 def aligned(layers: Layers, block: Any, moments: Moments) -> tuple[Layers, Moments]:
     """Bring heads and neurons of several layers into one order, without changing what each layer computes.
 
-    In several rounds, layer by layer, heads and neurons are assigned to those of the mean of the other layers so as to
-    maximise the inner product of the weights (a linear assignment). Moments of inputs follow. What is not plain
-    attention or a plain MLP in `block`, one of the blocks, is left in its order.
+    In several rounds, layer by layer, they are assigned to those of the mean of the other layers so as to maximise the
+    inner product of the weights. What is not plain attention or a plain MLP in `block`, one of the blocks, is left.
 
     Source: weight matching, Git Re-Basin, arXiv 2209.04836.
     """
