@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -28,13 +28,12 @@ class Flow:
     """A sequence of maps of a state: the steps of an ODE-ViT, the blocks of a ViT, or any other functions.
 
     Attributes:
-        start: State before the first map [B, N, D], or of any other shape [B, ...]: B systems, one for each image, that
-            do not act on one another.
+        start: State before the first map [B, N, D] or [B, ...]: B systems that do not act on one another.
         maps: The maps, each from the state at one time to the state at the next.
         times: The time before the first map and after each; one unit is one block of the base.
         head: From the last state to the logits [B, classes]; None for maps without classes.
-        blocks: The steps or blocks behind the maps, if they are those of a model.
-        prefix: How many tokens, such as a class token and registers, come before those of the patches.
+        blocks: The steps or blocks of a model behind the maps.
+        prefix: How many tokens, such as a class token, come before those of the patches.
         class_token: Whether the first of them is a class token.
     """
     start: Tensor
@@ -75,14 +74,7 @@ class Flow:
 
 @contextmanager
 def follow(model: Any, images: Any = None) -> Iterator[Flow]:
-    """The flow of a model for some images, in eval mode and without gradients; a Flow is its own.
-
-    Args:
-        model: timm model with one sequence of blocks: an ODE-ViT, with its own method and steps, or an ordinary ViT.
-        images: Images [B, C, H, W], normalised for the model, on its device; a Flow needs none.
-
-    Returns:
-        A context manager that yields a Flow, which is valid inside.
+    """The flow of a model for images [B, C, H, W], valid inside: in eval mode, without gradients. A Flow is its own.
 
     Raises:
         TypeError: The model has no single sequence of blocks.
@@ -100,14 +92,11 @@ def follow(model: Any, images: Any = None) -> Iterator[Flow]:
             raise TypeError(
                 f'A {type(model).__name__} has no single sequence of blocks whose states could be followed; they have '
                 f"the shapes {', '.join(sorted(map(str, shapes)))}.")
-        maps = [partial(_call, block, *given) for block, given in zip(blocks, handed, strict=True)]
-        times = [0.]
-        for block in blocks:
-            times.append(times[-1] + (block.h if isinstance(block, Step) else 1.))
+        maps = tuple(partial(_call, block, *passed) for block, passed in zip(blocks, handed, strict=True))
+        times = tuple(accumulate((block.h if isinstance(block, Step) else 1. for block in blocks), initial=0.))
         prefix = prefix_tokens(model)
         has_class = prefix > 0 and getattr(model, 'cls_token', None) is not None
-        yield Flow(states[0], tuple(maps), tuple(times), _head(model, states[-1], logits), tuple(blocks), prefix,
-                   has_class)
+        yield Flow(states[0], maps, times, _head(model, states[-1], logits), tuple(blocks), prefix, has_class)
 
 
 def _head(model: Any, last: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor] | None:
@@ -144,7 +133,7 @@ def _sequence(model: Any) -> list[Any]:
 
 
 def batches(images: Images, batch_size: int) -> Iterator[Tensor]:
-    """Batches of images [B, C, H, W]; raises ValueError if there are none, or batch_size is out of range."""
+    """Batches of images [B, C, H, W]; ValueError if there are none, or batch_size is out of range."""
     if images is None or (isinstance(images, Tensor) and not len(images)):
         raise ValueError('There are no images to measure on.')
     size = integer(1)('batch_size', batch_size)
@@ -162,9 +151,8 @@ class PerImage:
         return tuple(f.name for f in fields(cls) if f.name not in cls.SHARED)
 
     def __repr__(self) -> str:
-        values = {name: getattr(self, name) for name in self.per_image()}
-        means = [f'{name} {float(x.cpu().double().nanmean()):.3g}'
-                 for name, x in values.items() if isinstance(x, Tensor)]
+        values = {name: x for name in self.per_image() if isinstance(x := getattr(self, name), Tensor)}
+        means = [f'{name} {float(x.cpu().double().nanmean()):.3g}' for name, x in values.items()]
         return f'{type(self).__name__}({len(next(iter(values.values())))} images; on average {", ".join(means)})'
 
     @classmethod
@@ -180,18 +168,16 @@ class PerImage:
 def over_images(
         measure: Callable[..., Measured], model: Any, images: Images, batch_size: int, other: Any = None,
 ) -> Measured:
-    """Measure a flow, or a model on images, batch by batch; what is kept is the measurements alone.
-
-    The flow of another model on the same images, if any, is passed to `measure` after that of the model.
-    """
+    """Measure a flow, or a model on images, batch by batch; `measure` gets its flow, then that of another, if any."""
     models = [model] if other is None else [model, other]
     if len({isinstance(each, Flow) for each in models}) > 1:
         raise TypeError('A Flow can be compared with another Flow, and a model with a model; got one of each.')
-    parts = []
+    parts: list[Measured] = []
     for batch in [None] if isinstance(model, Flow) else batches(images, batch_size):
         with torch.no_grad(), ExitStack() as stack:
             parts.append(measure(*(stack.enter_context(follow(each, batch)) for each in models)))
-    return type(parts[0]).joined(parts)
+    joined: Measured = parts[0].joined(parts)
+    return joined
 
 
 def check_derivatives(x: Tensor) -> None:

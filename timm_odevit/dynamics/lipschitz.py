@@ -22,12 +22,7 @@ _SOFTMAX = (torch.softmax, F.softmax, torch.Tensor.softmax, F.scaled_dot_product
 
 @dataclass(frozen=True, repr=False)
 class LipschitzConstants(PerImage):
-    """Local Lipschitz constants along the way of some images.
-
-    Attributes:
-        values: The constant at the start of each step [B, K].
-        times: The times at which the steps start [K].
-    """
+    """Local Lipschitz constants `values` [B, K] at the start of each step, and the `times` of these starts [K]."""
     values: Tensor
     times: Tensor
 
@@ -43,13 +38,11 @@ def lipschitz_constants(
     """The largest singular value of the Jacobian of a model's field, at the states that the model passes through.
 
     The field is what the deployed method sees: the increment of the state over a step, per unit of time, with all
-    tokens as one vector. The Jacobian is never built: the power method needs only products with it and with its
-    transpose; it starts from the vector of the step before.
+    tokens as one vector. The power method needs only products with the Jacobian and its transpose.
 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`.
-        of: 'field', in 1/time; or 'step' for the map of each step itself, which brings states together if its constant
-            is below 1.
+        of: 'field', in 1/time; or 'step' for the map of each step, which brings states together below 1.
         iterations: Iterations of the power method; the values converge from below.
 
     Returns:
@@ -131,7 +124,7 @@ def _product(outputs: Tensor, inputs: Tensor, vector: Tensor, create_graph: bool
 
 
 class PlainAttention(TorchFunctionMode):  # of one thread
-    """Attention as two products and a softmax: fused kernels cannot be differentiated twice, nor give probabilities.
+    """Attention as two products and a softmax: fused kernels cannot be differentiated twice.
 
     `found` are the first probabilities over all tokens of the state x [B, ..., D].
     """
@@ -178,11 +171,10 @@ def spectral_norms(model: nn.Module) -> dict[str, float]:
     norm is the largest over the layers.
 
     Args:
-        model: ODE-ViT, whose shared blocks are measured, or any model with `blocks`, each of which is.
+        model: ODE-ViT, or any model with `blocks`.
 
     Returns:
-        The norms by the name of the weight, such as 'attn.qkv.weight (queries)' or, of a model with several blocks,
-        'blocks.3.mlp.fc1.weight'.
+        The norms by the name of the weight, such as 'attn.qkv.weight (queries)' or 'blocks.3.mlp.fc1.weight'.
 
     Raises:
         TypeError: The model has no blocks with weight matrices.

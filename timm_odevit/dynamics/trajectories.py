@@ -68,7 +68,7 @@ def _geometry(flow: Flow) -> Geometry:
 
 
 def _angle(a: Tensor, b: Tensor) -> Tensor:
-    """In radians, from chords: accurate for small angles, too [B]."""
+    """In radians [B], from chords, which is accurate for small angles, too."""
     first, second = (F.normalize(x.flatten(1), dim=1) for x in (a, b))
     angle = 2 * torch.atan2((first - second).norm(dim=1), (first + second).norm(dim=1))
     return angle.masked_fill((norms(a) == 0) | (norms(b) == 0), torch.nan)
@@ -174,22 +174,16 @@ def check_comparable(flow: Flow, other: Flow) -> None:
 def _distance_over_time(flow: Flow, other: Flow) -> DistanceOverTime:
     check_comparable(flow, other)
     states, theirs = flow.states(), other.states()
-    found = []
-    for t, x in zip(flow.times, states, strict=True):
-        y = state_at(theirs, other.times, t)
-        found.append(norms(x - y) / norms(y))
+    at_times = [state_at(theirs, other.times, t) for t in flow.times]
+    distances = [norms(x - y) / norms(y) for x, y in zip(states, at_times, strict=True)]
     ours, wanted = (x[:, flow.prefix:].flatten(1, -2) if x.ndim > 2 else x[:, None] for x in (states[-1], theirs[-1]))
-    return DistanceOverTime(torch.stack(found, dim=1), F.cosine_similarity(ours, wanted, dim=-1),
-                            flow.clock())
+    return DistanceOverTime(torch.stack(distances, dim=1), F.cosine_similarity(ours, wanted, dim=-1), flow.clock())
 
 
 def attention_maps(flow: Flow) -> Iterator[Tensor]:
-    """The attention probabilities [B, heads, N, N] at the start of each step, one step at a time.
+    """The attention probabilities [B, heads, N, N] at the start of each step; of parallel attentions, the first.
 
-    Of blocks that combine several attentions, such as parallel or differential ones, it is the first.
-
-    Raises:
-        ValueError: A step computes no attention of all tokens over all tokens, like those with windows.
+    Raises ValueError for a step that computes no attention of all tokens over all tokens, like those with windows.
     """
     x = flow.start
     for step in flow.maps:
@@ -215,12 +209,11 @@ class AttentionOverTime(PerImage):
     """Where B images are attended to in K steps, averaged over the heads.
 
     Attributes:
-        attention: What the class token attends to at the start of each step: probabilities over the tokens [B, K, N].
-            Without a class token, the mean over all tokens.
+        attention: What the class token, or else the mean token, attends to at the start of each step: probabilities
+            over the tokens [B, K, N].
         rollout: The same for all steps so far together: of x + h attention(x), x counts 1 and attention h [B, K, N].
         entropy: Mean entropy of the rows of the maps, in nats, at most log N [B, K].
-        softmax_bound: JaSMin's g_1 of each head, the largest over the query rows, between 0 and 1/2 [B, K, heads]: a
-            bound on the Jacobian of softmax, see `log_softmax_bound`.
+        softmax_bound: JaSMin's g_1 of each head, the largest over the query rows, between 0 and 1/2 [B, K, heads].
         times: The times at which the steps start [K].
         prefix: How many of the tokens come before those of the patches.
         class_token: Whether it is the attention of a class token.
@@ -253,19 +246,15 @@ def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 
 
 
 def _attention_over_time(flow: Flow) -> AttentionOverTime:
-    attention: list[Tensor] = []
-    rollout: list[Tensor] = []
-    entropy: list[Tensor] = []
-    bound: list[Tensor] = []
+    steps: list[list[Tensor]] = []
     through: Any = None
     for h, heads in zip(flow.lengths(), attention_maps(flow), strict=True):
-        entropy.append(torch.special.entr(heads).sum(dim=-1).mean(dim=(1, 2)))
-        bound.append(log_softmax_bound(heads, 1)[..., 0].amax(dim=-1).exp())
         mean = heads.mean(dim=1)
         mixed = (h * mean + torch.eye(mean.shape[-1]).to(mean)) / (1. + h)
         through = mixed if through is None else mixed @ through
-        for rows, found in ((mean, attention), (through, rollout)):
-            found.append(rows[:, 0] if flow.class_token else rows.mean(dim=1))
-    return AttentionOverTime(
-        torch.stack(attention, 1), torch.stack(rollout, 1), torch.stack(entropy, 1), torch.stack(bound, 1),
-        flow.clock(last=-1), flow.prefix, flow.class_token)
+        steps.append([
+            *(rows[:, 0] if flow.class_token else rows.mean(dim=1) for rows in (mean, through)),
+            torch.special.entr(heads).sum(dim=-1).mean(dim=(1, 2)),
+            log_softmax_bound(heads, 1)[..., 0].amax(dim=-1).exp()])
+    columns = [torch.stack(column, dim=1) for column in zip(*steps, strict=True)]
+    return AttentionOverTime(*columns, flow.clock(last=-1), flow.prefix, flow.class_token)
