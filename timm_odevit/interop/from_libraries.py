@@ -47,10 +47,10 @@ def from_torchvision(vit: nn.Module, *, weights: tv.WeightsEnum | None = None) -
     dtype, mode and requires_grad carry over; parameters are copies. `save_pretrained` refuses an eps other than 1e-6.
 
     Args:
-        vit: torchvision VisionTransformer of any size, also wrapped for compilation or distribution. Its heads are one
-            linear layer, possibly after a dropout, or an identity. It maps images [B, C, S, S] to logits [B, classes].
-        weights: The torchvision weights that were loaded, such as ViT_H_14_Weights.IMAGENET1K_SWAG_E2E_V1, whose
-            preprocessing goes into the pretrained_cfg; None stands for ViT_B_16_Weights.IMAGENET1K_V1.
+        vit: torchvision VisionTransformer, from images [B, C, S, S] to logits [B, classes]. Its heads are one linear
+            layer, possibly after a dropout, or an identity.
+        weights: The torchvision weights that were loaded, whose preprocessing goes into the pretrained_cfg; None stands
+            for ViT_B_16_Weights.IMAGENET1K_V1.
 
     Returns:
         A new timm VisionTransformer.
@@ -113,13 +113,11 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
 
     It maps images [B, C, H, W] to what `encode_image` returns, [B, dim], not normalised; its head is the projection.
     Embeddings agree up to rounding, which is checked on a random image. Device, dtype, mode, requires_grad and the
-    recorded preprocessing carry over; parameters are copies. `put_tower_` puts the model, converted or not, into the
-    open_clip model.
+    recorded preprocessing carry over; parameters are copies. `put_tower_` puts the tower, converted or not, back.
 
     Args:
-        model: open_clip model (CLIP, CustomTextCLIP), or the VisionTransformer that is its `visual`, also wrapped for
-            compilation or distribution. A tower that is timm's already (a TimmModel, such as SigLIP's) needs none of
-            this: use `model.visual.trunk`.
+        model: open_clip model (CLIP, CustomTextCLIP), or the VisionTransformer that is its `visual`. A tower that is
+            timm's already (a TimmModel, such as SigLIP's) needs none of this: use `model.visual.trunk`.
 
     Returns:
         A new timm VisionTransformer.
@@ -172,17 +170,16 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
 def from_transformers(model: nn.Module) -> VisionTransformer:
     """Build a timm VisionTransformer that computes the same image embedding as a CLIP or SigLIP of transformers.
 
-    It maps images [B, C, S, S] to the embedding [B, dim], not normalised: with the projection where the model has one
-    (CLIPModel, CLIPVisionModelWithProjection); else the pooled output, `pooler_output`. Embeddings agree up to
-    rounding, which is checked on a random image. Device, dtype, mode and requires_grad carry over; parameters are
-    copies. `put_tower_` puts the timm model, converted or not, into that model.
+    It maps images [B, C, S, S] to the embedding [B, dim], not normalised: with the projection where the model has one;
+    else the pooled output. Embeddings agree up to rounding, which is checked on a random image. Device, dtype, mode and
+    requires_grad carry over; parameters are copies. `put_tower_` puts the tower, converted or not, back.
 
     The preprocessing, which a model does not record, is assumed: CLIP's mean and standard deviation and a crop of the
     centre for CLIP; 0.5 and both sides resized for SigLIP.
 
     Args:
         model: CLIPModel, CLIPVisionModelWithProjection, CLIPVisionModel, SiglipModel or SiglipVisionModel (also of
-            SigLIP 2 with a fixed image size), also wrapped for compilation or distribution.
+            SigLIP 2 with a fixed image size).
 
     Returns:
         A new timm VisionTransformer.

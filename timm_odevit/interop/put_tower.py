@@ -15,11 +15,7 @@ _KEPT = ('preprocess_cfg', 'image_mean', 'image_std')  # what open_clip records 
 
 
 class PutTower:
-    """The result of `put_tower_`.
-
-    Attributes:
-        tower: The timm model that is the image tower now.
-    """
+    """The result of `put_tower_`; `tower` is the timm model that is the image tower now."""
 
     def __init__(self, program: Any, tower: nn.Module, modules: dict[str, nn.Module]) -> None:
         self.tower, self._program, self._new = tower, program, modules
@@ -50,10 +46,9 @@ class PutTower:
 def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
     """Make a timm model the image tower of an open_clip or transformers model, in place; the text tower is left alone.
 
-    The tower comes from `from_open_clip` or `from_transformers`, or was trained for the same embeddings. If it has no
-    classes, the model applies its own projection, if that lies outside the former tower. The tower is used as it is,
-    not copied. The model saves it with the rest, but cannot rebuild it: save it by `save_pretrained`, and put it in
-    again after loading.
+    If the tower has no classes, the model applies its own projection, if that lies outside the former tower. The tower
+    is used as it is, not copied. The model saves it with the rest, but cannot rebuild it: save it by `save_pretrained`,
+    and put it in again after loading.
 
     Args:
         model: open_clip CLIP or CustomTextCLIP; or transformers CLIPModel, CLIPVisionModelWithProjection, SiglipModel.
@@ -147,7 +142,7 @@ def _in_transformers(program: Any, tower: Any) -> dict[str, nn.Module]:
 
 
 class _Head(nn.Module):
-    """The head of a tower that the program owns already: its parameters are registered there, once."""
+    """The head of a tower that the program owns already, where its parameters are registered once."""
 
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()
