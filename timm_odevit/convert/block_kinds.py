@@ -23,7 +23,7 @@ __all__ = [
 
 
 class PostNormField(NativeField):
-    """A block whose norms follow its sub-layers: ResPostBlock, EvaBlockPostNorm, ResPostRelPosBlock."""
+    """A block whose norms follow its sub-layers."""
 
     def attention(self, t, x, context):
         return self.block.drop_path1(self.block.norm1(self.block.attn(x, **context.block_kwargs)))
@@ -33,7 +33,7 @@ class PostNormField(NativeField):
 
 
 class GammaField(NativeField):
-    """A pre-norm block with LayerScale as plain parameters gamma_1 and gamma_2, or without LayerScale: EVA, BEiT."""
+    """A pre-norm block with LayerScale as plain parameters gamma_1 and gamma_2, or without it."""
 
     def attention(self, t, x, context):
         y = self.block.attn(self.block.norm1(x), **context.block_kwargs)
@@ -45,7 +45,7 @@ class GammaField(NativeField):
 
 
 class ParallelField(NativeField):
-    """Several attentions side by side, then several MLPs side by side: ParallelThingsBlock."""
+    """Several attentions side by side, then several MLPs side by side."""
     attention_prefixes = ('block.attns',)
 
     def attention(self, t, x, context):
@@ -168,7 +168,7 @@ def prefix_tokens(model: Any) -> int:
 
 
 def field_class(block: nn.Module) -> type[NativeField]:
-    """The field for a block: one that splits it into attention and MLP, or the whole-block field."""
+    """The field for a block."""
     return FIELD_OF.get(type(block), WholeField)
 
 
@@ -179,7 +179,7 @@ def kinds(blocks: Sequence[nn.Module]) -> list[int]:
 
 
 def takes_one_state(block: nn.Module) -> bool:
-    """Whether a block that is not in FIELD_OF is called with one tensor, and perhaps with options."""
+    """Whether a block is called with one tensor, and perhaps with options."""
     state, *others = list(inspect.signature(type(block).forward).parameters.values())[1:3] or [None]
     empty = inspect.Parameter.empty
     return (state is not None and state.kind is state.POSITIONAL_OR_KEYWORD and state.annotation in (empty, Tensor)

@@ -90,7 +90,7 @@ def _build(model: Any, site: Site, config: OdeConfig, images: Tensor | None) -> 
 
 
 def _replacements(model: Any, sites: Sequence[Site], built: Sequence[OdeBlocks]) -> list[tuple[Any, str, Any]]:
-    """Owner, attribute and new value of everything that a conversion changes in a model."""
+    """Owner, attribute and new value of everything that a conversion changes."""
     rows: list[tuple[Any, str, Any]] = [(site.host, 'blocks', ode) for site, ode in zip(sites, built, strict=True)]
     rows += [(model, 'feature_info', ode.feature_info) for ode in built if ode.feature]
     if sites[0].host is model and getattr(model, 'rope_mixed', False):
@@ -114,7 +114,7 @@ def _logits(model: Any, state: Tensor) -> Tensor:
 
 
 def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """RoPE tables of a base that has one per layer: each step gets that of the layer in which it starts."""
+    """One RoPE table per step, that of the layer in which it starts, of a base with one per layer."""
     tables = type(model.rope).get_embed(model.rope, *args, **kwargs)
     layers = getattr(model.blocks, 'layers', range(len(model.blocks)))  # absent if the model was pruned to kept blocks
     return tables[[min(layer, len(tables) - 1) for layer in layers]]
@@ -168,9 +168,7 @@ class Conversion:
         Everything else keeps its current weights. If they were trained since, or the image size was changed, they no
         longer fit the original blocks; to undo that as well, keep a `copy.deepcopy(model)` from before the conversion.
 
-        Raises:
-            ValueError: The original blocks were not kept, the model no longer holds this conversion, or its dtype has
-                changed.
+        Raises ValueError if they were not kept, the model no longer holds this conversion, or its dtype has changed.
         """
         if self._replacements is None:
             raise ValueError(

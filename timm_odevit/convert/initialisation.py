@@ -17,10 +17,7 @@ __all__ = ['assignment', 'build_field', 'factors', 'set_per_layer', 'spectral_']
 
 
 def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -> list[int]:
-    """For each of the blocks, the index of the shared block that replaces it.
-
-    A shared block serves the blocks of one kind within one span; config.boundaries are layers or 'uniform'.
-    """
+    """For each block, the index of the shared block that replaces it, with those of its kind within its span."""
     if isinstance(config.boundaries, tuple):
         starts = [b - first for b in config.boundaries]
     else:
@@ -50,7 +47,7 @@ def build_field(
 def spectral_(weight: Tensor, parts: int = 1) -> Tensor:
     """Fill a matrix [M, D] with random values and scale each of its parts (q, k, v) to spectral norm 1, in place.
 
-    Source: ODE-ViT, arXiv 2511.16501 (spectral initialisation).
+    Source: ODE-ViT, arXiv 2511.16501.
     """
     with torch.no_grad():
         nn.init.normal_(weight)

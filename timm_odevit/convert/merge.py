@@ -93,8 +93,7 @@ class Merged:
     def restore(self) -> None:
         """Put the OdeBlocks back, with the parameters they had, on the model's device.
 
-        Raises:
-            ValueError: The model no longer holds these merged blocks, or its dtype has changed.
+        Raises ValueError if the model no longer holds these merged blocks, or its dtype has changed.
         """
         self._replacements.restore('the merged blocks', 'shared block is')
 
@@ -116,13 +115,12 @@ def merged_bytes(model: nn.Module) -> int:
 
 
 def check_not_merged(model: nn.Module) -> None:
-    """Raise ValueError for a model that `merge_` has merged."""
     if any(blocks.merged for blocks in find_ode_blocks(model)):
         raise ValueError(MERGED)
 
 
 def _hosts(model: nn.Module) -> list[tuple[nn.Module, OdeBlocks]]:
-    """The OdeBlocks of a model, each with the module that holds it; raise if any cannot be merged."""
+    """The OdeBlocks of a model that can be merged, each with the module that holds it."""
     check_not_merged(model)
     hosts = [(host, blocks) for host in model.modules()
              if isinstance(blocks := host._modules.get('blocks'), OdeBlocks)]

@@ -153,7 +153,7 @@ def _convertible(name: str) -> tuple[bool, str]:
 
 
 def convertibility(model: nn.Module) -> tuple[bool, str]:
-    """Whether a model can be converted, and with which field and methods, or why not."""
+    """Whether a model can be converted; with which field and methods, or why not."""
     def refusal(config: OdeConfig) -> str:
         try:
             check_all(model, config, None)

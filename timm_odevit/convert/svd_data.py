@@ -55,7 +55,7 @@ def aligned(layers: Layers, block: Any, moments: Moments) -> tuple[Layers, Momen
 
 
 def _align(layers: Layers, moments: Moments, first: str, second: str, parts: int, units: int) -> None:
-    """Reorder the units between two linear layers: rows of the first, in so many parts, and columns of the second."""
+    """Reorder the units between two linear layers: rows of the first, in `parts` parts, and columns of the second."""
     weight, bias, after = f'{first}.weight', f'{first}.bias', f'{second}.weight'
 
     def features(values: dict[str, Tensor]) -> Tensor:
@@ -75,7 +75,7 @@ def _align(layers: Layers, moments: Moments, first: str, second: str, parts: int
 
 
 def _match(features: list[Tensor]) -> list[Tensor]:
-    """For each layer, the order of its units [n] that brings their features [n, f] closest to the other layers'."""
+    """For each layer, the order of its units [n] that brings their features [n, f] closest to the others'."""
     from scipy.optimize import linear_sum_assignment  # comes with torchdiffeq
     orders = [torch.arange(len(f), device=f.device) for f in features]
     total = torch.stack(features).sum(0)

@@ -59,8 +59,8 @@ class Flow:
     def logits(self, state: Tensor) -> Tensor:
         """The logits [B, classes] for a last state; raises TypeError without a head."""
         if self.head is None:
-            raise TypeError('This measure reads a class from every state, but there is no norm and head to apply to '
-                            'it. Use a model whose `forward_head(norm(state))` gives its logits.')
+            raise TypeError('This measure reads a class from every state, but there is no norm and head. Use a model '
+                            'whose `forward_head(norm(state))` gives its logits.')
         return self.head(state)
 
     def lengths(self) -> list[float]:
@@ -68,8 +68,7 @@ class Flow:
         return [after - before for before, after in pairwise(self.times)]
 
     def clock(self, first: int = 0, last: int | None = None) -> Tensor:
-        """The times, or some of them, as a tensor."""
-        return torch.tensor(self.times[first:last], dtype=torch.float64)
+            return torch.tensor(self.times[first:last], dtype=torch.float64)
 
 
 @contextmanager
@@ -142,12 +141,11 @@ def batches(images: Images, batch_size: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, repr=False)
 class PerImage:
-    """Measurements of images: fields of `per_image` have a row for each, those in SHARED are the same for all."""
+    """Measurements of images; all fields but those in SHARED have a row for each."""
     SHARED: ClassVar[tuple[str, ...]] = ('class_token', 'method', 'prefix', 'steps', 'times')
 
     @classmethod
     def per_image(cls) -> tuple[str, ...]:
-        """The names of the fields that have a row for each image."""
         return tuple(f.name for f in fields(cls) if f.name not in cls.SHARED)
 
     def __repr__(self) -> str:
@@ -181,7 +179,6 @@ def over_images(
 
 
 def check_derivatives(x: Tensor) -> None:
-    """Raise RuntimeError if no derivatives can be taken at a state."""
     if torch.is_inference_mode_enabled() or x.is_inference():
         raise RuntimeError('Derivatives cannot be computed in inference mode. Use torch.no_grad() instead.')
 

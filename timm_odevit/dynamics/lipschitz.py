@@ -90,7 +90,7 @@ def log_softmax_bound(attention: Tensor, k: int) -> Tensor:
 class Jacobian:
     """Products of the Jacobian J of a map at a state [B, ...] with vectors [B, ...]; the map runs once for all.
 
-    J v is a product with a transposed Jacobian, too: that of J^T u, which is linear in u.
+    J v comes from the transposed Jacobian of J^T u, which is linear in u.
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor], state: Tensor) -> None:
@@ -105,12 +105,10 @@ class Jacobian:
         return u, _product(self._after, self._before, u, create_graph=True)
 
     def push(self, vector: Tensor) -> Tensor:
-        """J v."""
         u, product = self._transposed
         return _product(product, u, vector)
 
     def pull(self, vector: Tensor) -> Tensor:
-        """J^T v."""
         return _product(self._after, self._before, vector)
 
 
@@ -153,7 +151,7 @@ def plain_attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.,
         is_causal: bool = False, scale: float | None = None, **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The attention probabilities and the values that `F.scaled_dot_product_attention` multiplies."""
+    """The two factors of `F.scaled_dot_product_attention`: probabilities and values."""
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()

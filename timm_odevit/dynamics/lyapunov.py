@@ -136,7 +136,7 @@ def _exponents(flow: Flow, count: int, only_class: bool, sweeps: int, seed: int)
 
 
 def _without_shifts(flow: Flow) -> Flow:
-    """The flow of tokens whose channels have a mean of 0, if all maps pass on what is added to the mean of a token."""
+    """The flow of tokens with a mean of 0 over the channels, if all maps pass on what is added to that mean."""
     x = flow.start
     if x.ndim < 3:
         return flow
@@ -156,7 +156,7 @@ def _centred(x: Tensor, step: Callable[[Tensor], Tensor] | None = None) -> Tenso
 
 
 def _forwards(flow: Flow, states: list[Tensor], Q: Tensor) -> tuple[Tensor, Tensor]:
-    """Tangent vectors [B, n, m] at the end, and how much each step stretched them [B, K, m]; NaN if not finite."""
+    """Tangent vectors [B, n, m] at the end, and how much each step stretched them [B, K, m]."""
     growth: list[Tensor] = []
     product = torch.eye(Q.shape[-1], dtype=torch.float64).expand(len(Q), -1, -1)
     for step, before, after in zip(flow.maps, states, states[1:], strict=False):
@@ -171,7 +171,7 @@ def _forwards(flow: Flow, states: list[Tensor], Q: Tensor) -> tuple[Tensor, Tens
 
 
 def _backwards(flow: Flow, states: list[Tensor], Q: Tensor) -> Tensor:
-    """Tangent vectors [B, n, m] at the end, carried back to the start by the transposed Jacobians."""
+    """Tangent vectors [B, n, m] carried from the end to the start by the transposed Jacobians."""
     for step, state in reversed(list(zip(flow.maps, states, strict=False))):
         Q, _ = _orthogonal(_products(Jacobian(step, state).pull, state, Q))
     return Q
@@ -186,14 +186,13 @@ def _products(product: Callable[[Tensor], Tensor], state: Tensor, Q: Tensor) -> 
 
 
 def _orthogonal(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """An orthonormal basis of vectors [B, n, m], and the vectors in terms of it [B, m, m], in float64 on the CPU."""
+    """An orthonormal basis of vectors [B, n, m], and the vectors in it [B, m, m], in float64 on the CPU."""
     wide = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
     Q, R = torch.linalg.qr(torch.nan_to_num(wide, posinf=0., neginf=0.))
     return Q.to(vectors.dtype), R.cpu().double()
 
 
 def _reason(growth: Tensor, times: tuple[float, ...]) -> str | None:
-    """Why there are no exponents, of one image's growth [K, m]; None if there are."""
     for stretch, t in zip(growth, times, strict=True):
         if stretch.isnan().any():
             return f'the state or its tangent vectors are not finite at t = {t:g}'

@@ -22,8 +22,7 @@ __all__ = ['DiscretisationError', 'Region', 'contraction_regions', 'discretisati
 
 @dataclass(frozen=True, repr=False)
 class DiscretisationError(PerImage):
-    """The error of one method with K steps, for some images. All distances are relative to how far the exact solution
-    moves: the distance between its states at 0 and T.
+    """The error of one method with K steps, relative to the distance between the exact solution's states at 0 and T.
 
     Attributes:
         error: Distance of the last state from the exact solution's [B].
@@ -102,7 +101,7 @@ def discretisation_errors(
 
 
 class _Solutions:
-    """Solutions of one model's ODE for some images, with any method and number of steps."""
+    """Solutions of a model's ODE for some images."""
 
     def __init__(self, ode: OdeBlocks, flow: Flow, fine: int) -> None:
         self.ode, self.fine = ode, fine
@@ -123,7 +122,7 @@ class _Solutions:
                 for step in solver]
 
     def reference(self, x: Tensor, t: float, end: float, fine: int) -> Tensor:
-        """It starts anew where the field jumps, and has a step end at every layer."""
+        """By rk4; a step ends at every layer, where the field jumps."""
         stops = [t, *(float(s) for s in range(math.floor(t + 1e-6) + 1, math.ceil(end - 1e-6))), end]
         for a, b in pairwise(stops):
             for step in self.maps('rk4', max(1, math.ceil(fine * (b - a) - 1e-6)), a, b):
@@ -144,13 +143,12 @@ class _Solutions:
 
 @dataclass(frozen=True, repr=False)
 class Region(PerImage):
-    """The region around a model's last state in which the head gives the same class. Distances are Euclidean, over the
-    tokens that the head reads.
+    """The region around a model's last state in which the head gives the same class, over the tokens that it reads.
 
     Attributes:
         random: Radius along each random direction [B, directions]; infinite where the class never changes, NaN where
             the state or its logits are not finite.
-        worst: Radius along the worst direction that was found: an upper bound on the distance to the boundary [B].
+        worst: Radius along the worst direction found, an upper bound on the distance to the boundary [B].
         norm: Norm of the last state [B].
         distance, towards: Distance of the student's last state, and the radius in its direction [B]; or NaN.
         same: Whether the student gives the model's class [B]; all False without one.
@@ -227,7 +225,7 @@ def _region(directions: int, limit: float, seed: int, flow: Flow, other: Flow | 
 
 
 def _read_by_the_head(flow: Flow, x: Tensor) -> Tensor:
-    """1 for the parts of the state that norm and head read, such as the class token, and 0 for the others [1, ...]."""
+    """1 for the tokens that norm and head read, such as the class token, 0 for others [1, ..., 1]."""
     with torch.enable_grad():  # at a random state: those of the images may not be finite
         state = noise(x[:1], torch.Generator().manual_seed(0)).requires_grad_()
         gradient, = torch.autograd.grad(flow.logits(state).square().sum(), state)
@@ -253,7 +251,7 @@ def _radius(flow: Flow, x: Tensor, direction: Tensor, label: Tensor, limit: Tens
 
 
 def _worst(flow: Flow, x: Tensor, label: Tensor, mask: Tensor, rounds: int = 6) -> Tensor:
-    """A direction in which the boundary of the class is near: repeated steps to the nearest linearised boundary."""
+    """A direction in which the class ends soon, by repeated steps to the nearest linearised boundary."""
     shift = torch.zeros_like(x)
     for _ in range(rounds):
         with torch.enable_grad():

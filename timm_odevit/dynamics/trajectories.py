@@ -13,8 +13,7 @@ from .flow import Flow, Images, PerImage, norms, over_images
 from .lipschitz import PlainAttention, log_softmax_bound
 
 __all__ = ['AttentionOverTime', 'ClassOverTime', 'DistanceOverTime', 'Geometry', 'attention_maps',
-           'attention_over_time', 'check_comparable', 'class_over_time', 'distance_over_time', 'has_attention_maps',
-           'trajectory_geometry']
+           'attention_over_time', 'class_over_time', 'distance_over_time', 'has_attention_maps', 'trajectory_geometry']
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,8 +21,8 @@ class Geometry(PerImage):
     """How the states of B images move in K steps.
 
     Attributes:
-        speed: Euclidean distance per unit of time, over all tokens [B, K].
-        norm: Euclidean norm of the state [B, K + 1].
+        speed: Distance per unit of time, over all tokens [B, K].
+        norm: Norm of the state [B, K + 1].
         angle: Angle between a step and the next, in degrees [B, K - 1]; NaN where one of them has no length.
         cosine: Cosine of the class token and the mean patch token [B, K + 1]; NaN without a class token.
         anisotropy: Mean cosine of two different patch tokens [B, K + 1]; NaN without a sequence of tokens.
@@ -38,10 +37,7 @@ class Geometry(PerImage):
 
 
 def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 64) -> Geometry:
-    """How the states of each image move: speed, turns, and how alike the tokens become.
-
-    Args:
-        model, images, batch_size: See `timm_odevit.dynamics`.
+    """How the states of each image move: speed, turns, and how alike the tokens become; see `timm_odevit.dynamics`.
 
     Examples:
         >>> found = trajectory_geometry(student, images)
@@ -108,7 +104,7 @@ def class_over_time(model: Any, images: Images = None, *, batch_size: int = 64) 
     """Read each state with the model's final norm and head, as if it were the last one.
 
     Args:
-        model, images, batch_size: See `timm_odevit.dynamics`; the model has a head.
+        model, images, batch_size: See `timm_odevit.dynamics`.
 
     Raises:
         TypeError: The model has no head for a state.
@@ -135,7 +131,7 @@ class DistanceOverTime(PerImage):
     """How far the states of B images are from those of another model at the same times.
 
     Attributes:
-        distance: Euclidean distance over all tokens, relative to the norm of the other model's state [B, K + 1].
+        distance: Distance over all tokens, relative to the norm of the other model's state [B, K + 1].
         patches: Cosine of each patch token with the other model's, at the end [B, patches].
         times: The times of the states; one unit is one block of the base [K + 1].
     """
@@ -145,9 +141,7 @@ class DistanceOverTime(PerImage):
 
 
 def distance_over_time(model: Any, images: Images = None, *, teacher: Any, batch_size: int = 64) -> DistanceOverTime:
-    """How closely a student follows its teacher, at the times of the student's states.
-
-    Between two layers, the teacher's state is interpolated linearly in t.
+    """How closely a student follows its teacher, whose state is linear in t between two layers.
 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`.
@@ -163,16 +157,11 @@ def distance_over_time(model: Any, images: Images = None, *, teacher: Any, batch
     return over_images(_distance_over_time, model, images, batch_size, teacher)
 
 
-def check_comparable(flow: Flow, other: Flow) -> None:
-    """Raise ValueError for flows with states of different shapes, or that end at different times."""
+def _distance_over_time(flow: Flow, other: Flow) -> DistanceOverTime:
     if flow.start.shape != other.start.shape or abs(flow.times[-1] - other.times[-1]) > 1e-3:
         raise ValueError(
             f'The states cannot be compared: {list(flow.start.shape)} until t = {flow.times[-1]:g}, and '
             f'{list(other.start.shape)} until t = {other.times[-1]:g}. Give the teacher that the student follows.')
-
-
-def _distance_over_time(flow: Flow, other: Flow) -> DistanceOverTime:
-    check_comparable(flow, other)
     states, theirs = flow.states(), other.states()
     at_times = [state_at(theirs, other.times, t) for t in flow.times]
     distances = [norms(x - y) / norms(y) for x, y in zip(states, at_times, strict=True)]
@@ -190,8 +179,8 @@ def attention_maps(flow: Flow) -> Iterator[Tensor]:
         with PlainAttention(x) as watched:
             y = step(x)
         if watched.found is None:
-            raise ValueError('These blocks never attend from all tokens to all tokens (windows, say), so they have no '
-                             'attention maps. Use a measure that needs none, such as trajectory_geometry.')
+            raise ValueError('These blocks never attend from all tokens to all tokens, so they have no attention maps. '
+                             'Use trajectory_geometry, which needs none.')
         yield watched.found
         x = y
 

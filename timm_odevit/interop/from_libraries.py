@@ -70,7 +70,7 @@ def from_torchvision(vit: nn.Module, *, weights: tv.WeightsEnum | None = None) -
     if kind is not tv.VisionTransformer:  # a subclass may compute anything; timm has a namesake
         raise TypeError(
             f'from_torchvision got a {kind.__module__}.{kind.__qualname__}: expected a torchvision VisionTransformer '
-            '(no subclass), such as torchvision.models.vit_b_16(). A timm model can be used as it is.')
+            '(no subclass), such as torchvision.models.vit_b_16().')
     if weights is not None and not isinstance(weights, _WEIGHTS):
         raise TypeError(
             f"weights must be None or a member of {', '.join(w.__name__ for w in _WEIGHTS)}, such as "

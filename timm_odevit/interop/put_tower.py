@@ -24,14 +24,13 @@ class PutTower:
             setattr(program, name, module)
 
     def restore(self) -> None:
-        """Put back the tower that was there before, on the device and in the dtype that the model has now.
+        """Put the former tower back, on the device and in the dtype that the model has now.
 
-        Raises:
-            ValueError: The model no longer holds this tower: it was restored, or another one was put in.
+        Raises ValueError if the model no longer holds this tower.
         """
         if any(getattr(self._program, name) is not module for name, module in self._new.items()):
-            raise ValueError('The model no longer holds this tower: restore() was called already, or another tower '
-                             'was put in later and must be restored first.')
+            raise ValueError('The model no longer holds this tower: it was restored already, or another one was put in '
+                             'later and must be restored first.')
         now = next(self.tower.parameters())
         for name, module in self._former.items():
             module.to(now.device)
@@ -165,7 +164,6 @@ class _VisionModel(nn.Module):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """What `gradient_checkpointing_enable()` of transformers sets."""
         return bool(getattr(self.tower, 'grad_checkpointing', False))
 
     @gradient_checkpointing.setter
