@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..hooks import evaluating, on_meta
 from ..settings import one_line
 
-__all__ = ['build_vit', 'mlp_ratio', 'refusal', 'renamed']
+__all__ = ['build_vit', 'mlp_ratio', 'refusal', 'renamed', 'type_of']
 
 # what timm records about its own weights, which does not apply to these
 _NO_SOURCE = dict.fromkeys((
@@ -23,6 +23,11 @@ def mlp_ratio(hidden: int, width: int) -> float:
     """The ratio from which timm computes exactly this number of hidden units."""
     ratio = hidden / width
     return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)  # timm truncates the product
+
+
+def type_of(model: Any) -> str:
+    """A model's class with its module, such as 'torchvision.models.vision_transformer.VisionTransformer'."""
+    return f'{type(model).__module__}.{type(model).__qualname__}'
 
 
 def refusal(host: nn.Module, reason: str) -> ValueError:

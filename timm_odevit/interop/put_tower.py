@@ -6,6 +6,7 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..hooks import on_meta, watch_blocks
+from .build_vit import type_of
 from .from_libraries import HOLDERS, kind_of
 
 __all__ = ['PutTower', 'put_tower_']
@@ -72,7 +73,7 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
         raise TypeError(f'The tower must be a timm model; got {type(tower).__name__}. See from_open_clip and '
                         'from_transformers.')
     visual = unwrap_model(getattr(program, 'visual', None))
-    if f'{type(visual).__module__}.{type(visual).__qualname__}' in _OPEN_CLIP:
+    if type_of(visual) in _OPEN_CLIP:
         return PutTower(program, tower, {'visual': _in_open_clip(program, visual, tower)})
     if kind_of(program) in HOLDERS:
         return PutTower(program, tower, _in_transformers(program, tower))
@@ -82,9 +83,9 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
 
 
 def _check_dtype(old: nn.Module, tower: nn.Module) -> None:
-    wanted, given = (next(m.parameters()).dtype for m in (old, tower))
-    if wanted != given:
-        raise ValueError(f'The tower is {given}, the tower of this model {wanted}. Call tower.to({wanted}) first.')
+    wanted, dtype = (next(m.parameters()).dtype for m in (old, tower))
+    if dtype != wanted:
+        raise ValueError(f'The tower is {dtype}, the tower of this model {wanted}. Call tower.to({wanted}) first.')
 
 
 def _features(tower: Any) -> int:

@@ -88,21 +88,17 @@ def weights_file(cfg: dict[str, Any], cache_dir: str | Path | None = None) -> st
     elif not name.endswith('.safetensors'):
         raise ValueError(f"'{name}' of {repo} is not read, only .safetensors files are. {_SAVE}")
     else:
-        path = _download(str(repo), name, cache_dir)
+        where, _, revision = str(repo).partition('@')
+        try:
+            path = Path(hf_hub_download(where, name, revision=revision or None, cache_dir=cache_dir))
+        except LocalEntryNotFoundError as e:
+            raise OSError(f'{name} of {repo} is not on this machine, and cannot be downloaded: {one_line(e)}') from e
+        except EntryNotFoundError:
+            raise ValueError(f'{repo} on the Hub holds no {name}. {_SAVE}') from None
+        except Exception as e:  # which network errors occur depends on the client's version
+            raise OSError(f'{name} of {repo} could not be downloaded: {one_line(e)}') from e
     _check_weights(path)
     return str(path)
-
-
-def _download(repo: str, file: str, cache_dir: str | Path | None) -> Path:
-    name, _, revision = repo.partition('@')
-    try:
-        return Path(hf_hub_download(name, file, revision=revision or None, cache_dir=cache_dir))
-    except LocalEntryNotFoundError as e:
-        raise OSError(f'{file} of {repo} is not on this machine, and cannot be downloaded: {one_line(e)}') from e
-    except EntryNotFoundError:
-        raise ValueError(f'{repo} on the Hub holds no {file}. {_SAVE}') from None
-    except Exception as e:  # which network errors occur depends on the client's version
-        raise OSError(f'{file} of {repo} could not be downloaded: {one_line(e)}') from e
 
 
 def _check_weights(path: Path) -> None:
