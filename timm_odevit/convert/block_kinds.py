@@ -180,7 +180,8 @@ def kinds(blocks: Sequence[nn.Module]) -> list[int]:
 
 def takes_one_state(block: nn.Module) -> bool:
     """Whether a block is called with one tensor, and perhaps with options."""
-    state, *others = list(inspect.signature(type(block).forward).parameters.values())[1:3] or [None]
+    parameters: list[Any] = list(inspect.signature(type(block).forward).parameters.values())
+    state, *others = parameters[1:3] or [None]
     empty = inspect.Parameter.empty
     return (state is not None and state.kind is state.POSITIONAL_OR_KEYWORD and state.annotation in (empty, Tensor)
             and not any(other.default is empty and other.annotation is empty for other in others))

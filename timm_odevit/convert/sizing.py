@@ -113,7 +113,8 @@ def parse_size(text: str, bytes_each: float = 4.) -> int | float:
 
 def _target(target: int | float | str, total: int, bytes_each: int) -> int:
     value: Any = parse_size(target, bytes_each) if isinstance(target, str) else target
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf or (value > 1 and value % 1):
+    size: Any = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not 0 < size < math.inf or (size > 1 and size % 1):
         raise ValueError(
             f"target must be a number of parameters, a share of the model such as 0.25, or '10MB'; got {target!r}.")
-    return int(value) if isinstance(value, Integral) or value > 1 else int(float(value) * total)
+    return int(size) if isinstance(value, Integral) or size > 1 else int(float(size) * total)

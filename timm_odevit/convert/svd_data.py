@@ -50,7 +50,8 @@ def aligned(layers: Layers, block: Any, moments: Moments) -> tuple[Layers, Momen
     if type(attn) is Attention and isinstance(attn.norm, nn.Identity) and getattr(attn, 'gate', None) is None:
         _align(layers, moments, 'block.attn.qkv', 'block.attn.proj', 3, attn.num_heads)
     if type(mlp) is Mlp and isinstance(mlp.norm, nn.Identity):
-        _align(layers, moments, 'block.mlp.fc1', 'block.mlp.fc2', 1, mlp.fc1.out_features)
+        units = len(next(iter(layers.values()))['block.mlp.fc1.weight'])
+        _align(layers, moments, 'block.mlp.fc1', 'block.mlp.fc2', 1, units)
     return layers, moments
 
 

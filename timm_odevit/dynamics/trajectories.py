@@ -245,5 +245,5 @@ def _attention_over_time(flow: Flow) -> AttentionOverTime:
             *(rows[:, 0] if flow.class_token else rows.mean(dim=1) for rows in (mean, through)),
             torch.special.entr(heads).sum(dim=-1).mean(dim=(1, 2)),
             log_softmax_bound(heads, 1)[..., 0].amax(dim=-1).exp()])
-    columns = [torch.stack(column, dim=1) for column in zip(*steps, strict=True)]
-    return AttentionOverTime(*columns, flow.clock(last=-1), flow.prefix, flow.class_token)
+    attention, rollout, entropy, bound = (torch.stack(column, dim=1) for column in zip(*steps, strict=True))
+    return AttentionOverTime(attention, rollout, entropy, bound, flow.clock(last=-1), flow.prefix, flow.class_token)
