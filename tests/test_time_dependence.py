@@ -257,7 +257,7 @@ def test_attention_maps_may_be_averaged(vit):
     model = vit(depth=4)
     convert_(model, time='low_rank', rank=2, steps=2)
     field, x = model.blocks.shared, torch.randn(1, 17, 32)
-    base = _frozen(field, 2., (2., 4.))
+    base = _frozen(field, (2., 4.))
     torch.testing.assert_close(field.attention_map(2., x, (2., 4.)), base.attention_map(2., x))
     assert not torch.allclose(field.attention_map(2., x), base.attention_map(2., x), atol=1e-6)
 

@@ -6,14 +6,14 @@ settings            settings as dataclasses that check themselves; words that me
 files, distributed  files that are complete or absent; several processes of one run
 hooks               hooks and modes that are restored; the hidden states of a model while it runs
 ode                 the mathematics
+data                images and labels in batches
 convert             from a pretrained transformer to an ODE-ViT, and back
 interop             vision transformers of other libraries: turned into timm models, and put back
 features            features at given times
 saving              models in files and on the Hub: found and checked, saved, sent
 registry            the registered models
-data                images and labels in batches
-evaluation          accuracy over step counts
 dynamics            what the states do along the way: exponents, Lipschitz constants, trajectories, attention
+evaluation          accuracy over step counts
 training            distillation, calibration, recipes
 reporting           a page that shows what a model does with a few images
 export              models in files that run without this package

@@ -1,4 +1,4 @@
-"""Context managers for hooks, modes, random states and precision; the hidden states of a model while it runs."""
+"""What running a model takes: a check of images; hooks, modes, random states and precision; its hidden states."""
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ['AMP_DTYPES', 'BlockRecord', 'autocast', 'evaluating', 'hooked', 'lent', 'on_meta', 'random_states_kept',
-           'state_at', 'surely', 'watch_blocks']
+__all__ = ['AMP_DTYPES', 'BlockRecord', 'autocast', 'check_images', 'evaluating', 'hooked', 'lent', 'on_meta',
+           'random_states_kept', 'state_at', 'surely', 'watch_blocks']
 
 AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
 _USERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # by module, how many need it in eval mode
@@ -90,6 +90,15 @@ def random_states_kept(device: str | torch.device) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def check_images(images: Any) -> None:
+    """Raise ValueError for anything but a batch of images [B, C, H, W]."""
+    if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point() or not len(images):
+        what = f'{images.dtype} {list(images.shape)}' if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f'images must be a floating-point tensor [N, C, H, W], normalised for the model; got {what}.')
+    if not images.is_meta and not torch.isfinite(images).all():
+        raise ValueError('images must be finite; some values are not.')
 
 
 @contextmanager

@@ -23,7 +23,7 @@ __all__ = [
 
 
 class PostNormField(NativeField):
-    """A block whose norms follow its sub-layers: ResPostBlock, EvaBlockPostNorm, ResPostRelPosBlock."""
+    """A block whose norms follow its sub-layers."""
 
     def attention(self, t, x, context):
         return self.block.drop_path1(self.block.norm1(self.block.attn(x, **context.block_kwargs)))
@@ -33,7 +33,7 @@ class PostNormField(NativeField):
 
 
 class GammaField(NativeField):
-    """A pre-norm block with LayerScale as plain parameters gamma_1 and gamma_2, or without LayerScale: EVA, BEiT."""
+    """A pre-norm block with LayerScale as plain parameters gamma_1 and gamma_2, or without it."""
 
     def attention(self, t, x, context):
         y = self.block.attn(self.block.norm1(x), **context.block_kwargs)
@@ -45,7 +45,7 @@ class GammaField(NativeField):
 
 
 class ParallelField(NativeField):
-    """Several attentions side by side, then several MLPs side by side: ParallelThingsBlock."""
+    """Several attentions side by side, then several MLPs side by side."""
     attention_prefixes = ('block.attns',)
 
     def attention(self, t, x, context):
@@ -79,14 +79,11 @@ class ShiftedWindowField(NativeField):
         return self.block.drop_path2(self.block.mlp(self.block.norm2(x)))
 
 
-class ShiftedPostNormField(ShiftedWindowField):
-    """SwinV2's block: norms after the sub-layers."""
+class ShiftedPostNormField(PostNormField):
+    """SwinV2's block on a map of tokens [B, H, W, D]: norms after the sub-layers."""
 
     def attention(self, t, x, context):
         return self.block.drop_path1(self.block.norm1(self.block._attn(x)))
-
-    def mlp(self, t, x, context):
-        return self.block.drop_path2(self.block.norm2(self.block.mlp(x)))
 
 
 class WholeField(NativeField):
@@ -148,11 +145,7 @@ def cannot_convert(model: nn.Module, why: str) -> TypeError:
 
 
 def find_stages(model: nn.Module) -> list[Site]:
-    """Where the blocks of a model are: one sequence, or one per stage.
-
-    Raises:
-        TypeError: The model has no sequence of blocks.
-    """
+    """Where the blocks of a model are: one sequence, or one per stage; TypeError for a model without."""
     for cls, name in STAGES.items():
         if isinstance(model, cls):
             return [Site(stage, f'{name}.{i}') for i, stage in enumerate(getattr(model, name))]
@@ -165,17 +158,17 @@ def find_stages(model: nn.Module) -> list[Site]:
 
 
 def class_token_comes_later(model: Any) -> bool:
-    """Whether a class token is added to the tokens only after the blocks, in blocks of its own."""
+    """Whether a class token is added only after the blocks, in blocks of its own."""
     return isinstance(model, (Cait, Xcit))
 
 
 def prefix_tokens(model: Any) -> int:
-    """How many tokens, such as a class token and registers, come before those of the patches in the blocks' states."""
+    """How many tokens, such as a class token, come before those of the patches in the blocks' states."""
     return 0 if class_token_comes_later(model) else int(getattr(model, 'num_prefix_tokens', 0))
 
 
 def field_class(block: nn.Module) -> type[NativeField]:
-    """The field for a block: one that splits it into attention and MLP, or the whole-block field."""
+    """The field for a block."""
     return FIELD_OF.get(type(block), WholeField)
 
 
@@ -186,8 +179,9 @@ def kinds(blocks: Sequence[nn.Module]) -> list[int]:
 
 
 def takes_one_state(block: nn.Module) -> bool:
-    """Whether a block that is not in FIELD_OF is called with one tensor, and perhaps with options."""
-    state, *others = list(inspect.signature(type(block).forward).parameters.values())[1:3] or [None]
+    """Whether a block is called with one tensor, and perhaps with options."""
+    parameters: list[Any] = list(inspect.signature(type(block).forward).parameters.values())
+    state, *others = parameters[1:3] or [None]
     empty = inspect.Parameter.empty
     return (state is not None and state.kind is state.POSITIONAL_OR_KEYWORD and state.annotation in (empty, Tensor)
             and not any(other.default is empty and other.annotation is empty for other in others))

@@ -30,14 +30,14 @@ def convert_(
 ) -> 'Conversion':
     """Replace the blocks of a transformer with shared blocks that an ODE solver evaluates K times, in place.
 
-    Everything is checked and built first, then assigned at once: a refused call leaves the model unchanged. Device,
-    dtype, mode and requires_grad carry over. Parameters are new: create the optimizer afterwards.
+    A refused call leaves the model unchanged. Device, dtype, mode and requires_grad carry over. Parameters are new:
+    create the optimizer afterwards.
 
     Args:
         model: A timm model with a sequence of blocks of one width, or with stages (Swin); see `list_convertible()`.
         config: Settings; steps and T default to the number of converted layers.
-        images: For init 'svd_data', a few dozen images [B, C, H, W], normalised for the model. The second moments of
-            the inputs of all linear layers are kept in memory: for a ViT-L, that is 2 GB and takes minutes.
+        images: For init 'svd_data', a few dozen images [B, C, H, W], normalised for the model. For a ViT-L, that takes
+            2 GB of memory and minutes.
         keep_original: Keep the original blocks, so that `restore()` can bring them back; False frees their memory.
         **settings: Instead of `config`, any of its settings, such as steps=6; see OdeConfig.
 
@@ -68,7 +68,7 @@ def convert_(
 
 
 def _build(model: Any, site: Site, config: OdeConfig, images: Tensor | None) -> OdeBlocks:
-    """The OdeBlocks for one sequence of blocks; nothing is changed."""
+    """The OdeBlocks for one sequence of blocks, which do not change."""
     blocks, chosen, own = site.blocks, site.converted(config), site.host is model
     first, last = config.converted_layers(len(blocks))
     moments = input_moments(model, chosen, images, first) if config.init == 'svd_data' and images is not None else {}
@@ -90,7 +90,7 @@ def _build(model: Any, site: Site, config: OdeConfig, images: Tensor | None) -> 
 
 
 def _replacements(model: Any, sites: Sequence[Site], built: Sequence[OdeBlocks]) -> list[tuple[Any, str, Any]]:
-    """Owner, attribute and new value of everything that a conversion changes in a model."""
+    """Owner, attribute and new value of everything that a conversion changes."""
     rows: list[tuple[Any, str, Any]] = [(site.host, 'blocks', ode) for site, ode in zip(sites, built, strict=True)]
     rows += [(model, 'feature_info', ode.feature_info) for ode in built if ode.feature]
     if sites[0].host is model and getattr(model, 'rope_mixed', False):
@@ -109,12 +109,12 @@ def _logits(model: Any, state: Tensor) -> Tensor:
     if model.num_classes < 2:
         raise ValueError("Halting by 'entropy' needs class probabilities, but this model has fewer "
                          "than two classes. Use 'acceleration', or set halting=None.")
-    found: Tensor = model.forward_head(model.norm(state))
-    return found
+    logits: Tensor = model.forward_head(model.norm(state))
+    return logits
 
 
 def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """RoPE tables of a base that has one per layer: each step gets that of the layer in which it starts."""
+    """One RoPE table per step, that of the layer in which it starts, of a base with one per layer."""
     tables = type(model.rope).get_embed(model.rope, *args, **kwargs)
     layers = getattr(model.blocks, 'layers', range(len(model.blocks)))  # absent if the model was pruned to kept blocks
     return tables[[min(layer, len(tables) - 1) for layer in layers]]
@@ -144,8 +144,7 @@ class Conversion:
         blocks: Its OdeBlocks: one, or one per stage.
         layers: Number of blocks that were converted.
         config: Settings; with one sequence of blocks, steps and T are filled in.
-        parameters_before: Number of parameters of the model before.
-        parameters_after: Number of parameters of the model after.
+        parameters_before, parameters_after: Numbers of parameters of the model.
 
     Examples:
         >>> done = convert_(vit)
@@ -166,13 +165,10 @@ class Conversion:
     def restore(self) -> None:
         """Put the original blocks back, bit for bit, on the model's current device and in its current mode.
 
-        Everything else keeps its current weights: blocks that were not converted, embeddings, final norm and head. If
-        they were trained since, or the image size was changed, they no longer fit the original blocks; to undo that as
-        well, keep a `copy.deepcopy(model)` made before the conversion.
+        Everything else keeps its current weights. If they were trained since, or the image size was changed, they no
+        longer fit the original blocks; to undo that as well, keep a `copy.deepcopy(model)` from before the conversion.
 
-        Raises:
-            ValueError: The original blocks were not kept, the model no longer holds this conversion, or its dtype has
-                changed.
+        Raises ValueError if they were not kept, the model no longer holds this conversion, or its dtype has changed.
         """
         if self._replacements is None:
             raise ValueError(

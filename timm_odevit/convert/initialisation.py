@@ -17,10 +17,7 @@ __all__ = ['assignment', 'build_field', 'factors', 'set_per_layer', 'spectral_']
 
 
 def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -> list[int]:
-    """For each of the blocks, the index of the shared block that replaces it.
-
-    A shared block serves the blocks of one kind within one span; config.boundaries are layers or 'uniform'.
-    """
+    """For each block, the index of the shared block that replaces it, with those of its kind within its span."""
     if isinstance(config.boundaries, tuple):
         starts = [b - first for b in config.boundaries]
     else:
@@ -33,10 +30,10 @@ def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -
 
 def build_field(
         config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0, moments: Moments | None = None) -> Field:
-    """Build the vector field that replaces consecutive blocks of the base, which are read, not changed.
+    """Build the vector field, with weights of its own, that replaces consecutive blocks of the base.
 
-    It has weights of its own, and the device, dtype and mode of the blocks. A parameter is trainable if it is trainable
-    in any of the blocks that it replaces. `first` is the layer of the first block; `moments` are for init 'svd_data'.
+    A parameter is trainable if it is trainable in any of the blocks that it replaces. `first` is the layer of the first
+    block; `moments` are for init 'svd_data'.
     """
     assigned = assignment(config, blocks, first)
     with torch.no_grad(), random_states_kept(next(blocks[0].parameters()).device):
@@ -50,7 +47,7 @@ def build_field(
 def spectral_(weight: Tensor, parts: int = 1) -> Tensor:
     """Fill a matrix [M, D] with random values and scale each of its parts (q, k, v) to spectral norm 1, in place.
 
-    Source: ODE-ViT, arXiv 2511.16501 (spectral initialisation).
+    Source: ODE-ViT, arXiv 2511.16501.
     """
     with torch.no_grad():
         nn.init.normal_(weight)
@@ -61,7 +58,7 @@ def spectral_(weight: Tensor, parts: int = 1) -> Tensor:
 
 
 def set_per_layer(block: nn.Module, others: Sequence[nn.Module]) -> None:
-    """Give a block the mean over `others` of the constants that timm sets by depth, such as stochastic-depth rates."""
+    """Give a block the mean of the constants that timm sets by depth in others, such as stochastic-depth rates."""
     constants = [{(name, key): getattr(module, key) for name, module in other.named_modules() for key in PER_LAYER
                   if isinstance(getattr(module, key, None), float)} for other in others]
     for name, key in set().union(*constants):
@@ -76,16 +73,19 @@ def set_per_layer(block: nn.Module, others: Sequence[nn.Module]) -> None:
 
 def _build(config: OdeConfig, blocks: dict[int, Any], moments: Moments) -> Field:
     """The field that replaces the blocks of some layers."""
-    base = _structure(config.field, list(blocks.values()))
+    cls, originals = FIELDS[config.field], list(blocks.values())
+    base = (field_class(originals[0]) if cls is NativeField else cls).like(originals).train(originals[0].training)
+    if isinstance(base, NativeField):
+        set_per_layer(base.block, originals)
     layers: Layers = {}
     statistics = [(name, buffer) for name, buffer in base.named_buffers()  # running means and variances, not counts
                   if name in base.state_dict() and buffer.is_floating_point()]
     if config.init == 'spectral':
         _spectral_init(base)
     else:
-        layers = {layer: FIELDS[config.field].values(block) for layer, block in blocks.items()}
+        layers = {layer: cls.values(block) for layer, block in blocks.items()}
         if config.init == 'svd_data':
-            layers, moments = aligned(layers, next(iter(blocks.values())), moments)
+            layers, moments = aligned(layers, originals[0], moments)
         for name, tensor in (*base.named_parameters(), *statistics):
             tensor.copy_(torch.stack([_precise(values[name]) for values in layers.values()]).mean(0))
     if config.time == 'autonomous':
@@ -102,15 +102,6 @@ def _build(config: OdeConfig, blocks: dict[int, Any], moments: Moments) -> Field
                     residual, field.up[key].shape[-1], moments.get((layer, name)))
     for name, buffer in statistics if layers else ():
         field.add_statistics(name, torch.stack([values[name] - buffer for values in layers.values()]))
-    return field
-
-
-def _structure(kind: str, blocks: Sequence[Any]) -> Field:
-    """A field with the structure of some blocks; its weights are still to be filled in."""
-    cls = field_class(blocks[0]) if FIELDS[kind] is NativeField else FIELDS[kind]
-    field = cls.like(blocks).train(blocks[0].training)
-    if isinstance(field, NativeField):
-        set_per_layer(field.block, blocks)
     return field
 
 

@@ -9,7 +9,6 @@ from torch import nn
 
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Field
-from ..ode.methods import Step
 from ..ode.skeleton import copy_module
 from ..ode.time_dependence import MERGED, MergedField, TimeField
 
@@ -19,10 +18,9 @@ __all__ = ['Merged', 'Replacements', 'check_not_merged', 'merge_', 'merged_bytes
 def merge_(model: nn.Module) -> 'Merged':
     """Give each step of an ODE-ViT with a time-dependent block its own merged weights, in place, for deployment.
 
-    Without it, a layer's residuals are added to the shared weights before every evaluation, which takes time. Merged,
-    the model is about as fast as its base and takes as much memory, which `merged_bytes(model)` predicts. Its blocks
-    are ordinary frozen modules, for hooks, ONNX and quantisation. Its number of steps is fixed, and it cannot be saved
-    or trained: call `restore()` first.
+    Merged, a model is about as fast as its base and takes as much memory, which `merged_bytes(model)` predicts. Its
+    blocks are ordinary frozen modules. Its number of steps is fixed, and it cannot be saved or trained: call
+    `restore()` first.
 
     Args:
         model: ODE-ViT with time 'low_rank' and a fixed-step method.
@@ -55,12 +53,8 @@ def merge_(model: nn.Module) -> 'Merged':
 
 
 def _merged(ode: OdeBlocks) -> OdeBlocks:
-    """The blocks with frozen weights for every time at which a step evaluates its field."""
-    fields = []
-    for step in ode.solver:
-        times = _times(step)
-        at_times = [_frozen(step.field, t, step.interval) for t in times]
-        fields.append(at_times[0] if len(times) == 1 else MergedField(at_times, times))
+    """The blocks with the frozen weights of each step."""
+    fields = [_frozen(step.field, step.interval) for step in ode.solver]
     table = MergedField(fields, [step.t for step in ode.solver]).requires_grad_(False).train(ode.shared.training)
     merged = OdeBlocks(table, ode.config, ode.feature, ode.t, [*ode.before], [*ode.after], ode.readout,
                        ode.num_prefix_tokens)
@@ -71,17 +65,12 @@ def _merged(ode: OdeBlocks) -> OdeBlocks:
     return merged
 
 
-def _times(step: Step) -> list[float]:
-    """The times for which a step needs weights: one if they are averaged over the step."""
-    return [step.t] if step.interval is not None else [step.t + node * step.h for node in step.nodes]
-
-
-def _frozen(field: TimeField, t: float, interval: tuple[float, float] | None) -> Field:
-    """A copy of a field as it is at t, or on average over an interval, with weights of its own."""
+def _frozen(field: TimeField, interval: tuple[float, float]) -> Field:
+    """A copy of a field with weights of its own: the mean over an interval."""
     base = copy_module(field.base, hooks=True)
     tensors = {**dict(base.named_parameters()), **dict(base.named_buffers())}
     with torch.no_grad():
-        for name, value in field.at(t, interval=interval).items():
+        for name, value in field.at(interval[0], interval=interval).items():
             tensors[name].copy_(value)
     return base
 
@@ -93,8 +82,7 @@ class Merged:
     Attributes:
         model: The merged model.
         blocks: Its merged blocks: one sequence, or one per stage.
-        bytes_before: Memory of the model's weights before.
-        bytes_after: Memory of the model's weights after.
+        bytes_before, bytes_after: Memory of the model's weights.
     """
     model: nn.Module
     blocks: tuple[OdeBlocks, ...]
@@ -105,8 +93,7 @@ class Merged:
     def restore(self) -> None:
         """Put the OdeBlocks back, with the parameters they had, on the model's device.
 
-        Raises:
-            ValueError: The model no longer holds these merged blocks, or its dtype has changed.
+        Raises ValueError if the model no longer holds these merged blocks, or its dtype has changed.
         """
         self._replacements.restore('the merged blocks', 'shared block is')
 
@@ -117,28 +104,23 @@ class Merged:
 
 
 def merged_bytes(model: nn.Module) -> int:
-    """Predict the memory in bytes of a model's weights after `merge_(model)`, without merging.
-
-    Raises:
-        TypeError: The model is not an ODE-ViT.
-        ValueError: It cannot be merged; see `merge_`.
+    """Predict the memory in bytes of a model's weights after `merge_(model)`; raises what `merge_` raises.
 
     Examples:
         >>> print(f'{merged_bytes(student) / 1e6:.2f} MB')
     """
     return _bytes(model) + sum(
-        sum(len(_times(step)) * _bytes(step.field.base) for step in ode.solver) - _bytes(ode.shared)
+        sum(_bytes(step.field.base) for step in ode.solver) - _bytes(ode.shared)
         for _, ode in _hosts(model))
 
 
 def check_not_merged(model: nn.Module) -> None:
-    """Raise ValueError for a model that `merge_` has merged."""
     if any(blocks.merged for blocks in find_ode_blocks(model)):
         raise ValueError(MERGED)
 
 
 def _hosts(model: nn.Module) -> list[tuple[nn.Module, OdeBlocks]]:
-    """The OdeBlocks of a model, each with the module that holds it; raise if any cannot be merged."""
+    """The OdeBlocks of a model that can be merged, each with the module that holds it."""
     check_not_merged(model)
     hosts = [(host, blocks) for host in model.modules()
              if isinstance(blocks := host._modules.get('blocks'), OdeBlocks)]
@@ -161,9 +143,7 @@ def _bytes(model: nn.Module) -> int:
 class Replacements:
     """Attributes of a model and of its parts that are replaced together, at construction, and restored together.
 
-    Args:
-        model: The model.
-        rows: Owner, attribute name and new value of each; the first is an OdeBlocks.
+    `rows` are the owner, the name and the new value of each; the first is an OdeBlocks.
     """
 
     def __init__(self, model: nn.Module, rows: Sequence[tuple[Any, str, Any]]) -> None:
@@ -176,9 +156,7 @@ class Replacements:
     def restore(self, new: str, previous: str) -> None:
         """Undo the replacements; what is put back follows the model's device and its mode.
 
-        Args:
-            new: What the new modules are, for error messages.
-            previous: What the previous ones are.
+        `new` and `previous` say in error messages what the modules are.
         """
         modules = [row for row in self._rows if isinstance(row[2], nn.Module)]
         if any(_own(owner, name) is not module for owner, name, module, _ in modules):

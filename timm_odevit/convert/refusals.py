@@ -10,14 +10,14 @@ from timm.models.vision_transformer import Block
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..hooks import on_meta
+from ..hooks import check_images, on_meta
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.methods import METHODS
 from .block_kinds import FIELD_OF, Site, WholeField, cannot_convert, field_class, find_stages, kinds, takes_one_state
 from .merge import check_not_merged
 
-__all__ = ['check_all', 'check_convertible', 'check_images', 'convertibility', 'count_in_words', 'list_convertible']
+__all__ = ['check_all', 'check_convertible', 'convertibility', 'count_in_words', 'list_convertible']
 
 
 def check_convertible(
@@ -51,15 +51,6 @@ def check_all(model: nn.Module, config: OdeConfig, images: Tensor | None) -> lis
                              'convert_(model, config, images=batch).')
         check_images(images)
     return sites
-
-
-def check_images(images: Any) -> None:
-    """Raise ValueError for anything but a batch of images [B, C, H, W]."""
-    if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point() or not len(images):
-        what = f'{images.dtype} {list(images.shape)}' if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f'images must be a floating-point tensor [N, C, H, W], normalised for the model; got {what}.')
-    if not images.is_meta and not torch.isfinite(images).all():
-        raise ValueError('images must be finite; some values are not.')
 
 
 def _of_the_model(model: nn.Module, sites: Sequence[Site], config: OdeConfig) -> Iterator[str]:
@@ -128,7 +119,7 @@ def count_in_words(count: int) -> str:
 
 
 def list_convertible(filter: str | list[str] = '', *, refused: bool = False) -> dict[str, str]:
-    """The timm models that `convert_` accepts, found by building each on the meta device.
+    """The timm models that `convert_` accepts.
 
     Args:
         filter: Wildcard for model names, such as 'vit_small*', or several; all by default, which takes two minutes.
@@ -162,7 +153,7 @@ def _convertible(name: str) -> tuple[bool, str]:
 
 
 def convertibility(model: nn.Module) -> tuple[bool, str]:
-    """Whether a model can be converted, and with which field and methods, or why not."""
+    """Whether a model can be converted; with which field and methods, or why not."""
     def refusal(config: OdeConfig) -> str:
         try:
             check_all(model, config, None)

@@ -45,7 +45,7 @@ def choose_size(
     """Choose the phases and the rank that make the best use of a number of parameters.
 
     This gives one shared block, with residuals per layer of the largest rank that fits (hub/RESULTS.md shows how much
-    accuracy each size keeps), or the model itself, with a phase per layer, if all its parameters fit.
+    accuracy each size keeps), or a phase per layer, if all the model's parameters fit.
 
     Args:
         model: Model that can be converted.
@@ -73,9 +73,9 @@ def choose_size(
     plain = replace(ranked, time='autonomous', rank=0, init='mean')
     check_convertible(model, plain)
 
-    def size(config: OdeConfig, **settings: Any) -> int:
-        return predict_parameters(model, replace(config, **settings))
-    total, smallest = count_parameters(model), size(plain)
+    def of_rank(rank: int) -> OdeConfig:
+        return replace(ranked, rank=rank, init=init if rank else 'mean')
+    total, smallest = count_parameters(model), predict_parameters(model, plain)
     wanted = _target(target, total, next(model.parameters()).element_size())
     if wanted < smallest:
         share = f" For a share of the model, give '{wanted}%'." if wanted <= 100 else ''
@@ -83,24 +83,17 @@ def choose_size(
             f'{wanted:,} parameters are too few: one shared block and everything outside the blocks take '
             f'{smallest:,} of {total:,} ({100 * smallest / total:.1f} %).{share}')
     layers = max(len(site.converted(config)) for site in find_stages(model))
-    if size(plain, phases=layers) <= wanted:
-        return replace(plain, phases=layers)
-    rank = bisect_right(range(1, 2 ** 16), wanted, key=lambda rank: size(ranked, rank=rank))
-    if rank:
-        return replace(ranked, rank=rank)
-    vectors = replace(ranked, rank=0, init='mean')
-    return vectors if size(vectors) <= wanted else plain
+    whole = replace(plain, phases=layers)
+    if predict_parameters(model, whole) <= wanted:
+        return whole
+    ranks = bisect_right(range(2 ** 16), wanted, key=lambda rank: predict_parameters(model, of_rank(rank)))
+    return of_rank(ranks - 1) if ranks else plain
 
 
 def _residual(block: nn.Module, rank: int) -> int:
-    size = 0
-    for p in block.parameters():
-        if p.ndim <= 1:
-            size += p.numel()
-        else:
-            rows, columns = matrix_shape(p)
-            size += min(rank, rows, columns) * (rows + columns)
-    return size
+    matrices = [matrix_shape(p) for p in block.parameters() if p.ndim > 1]
+    return (sum(p.numel() for p in block.parameters() if p.ndim <= 1)
+            + sum(min(rank, *shape) * sum(shape) for shape in matrices))
 
 
 def parse_size(text: str, bytes_each: float = 4.) -> int | float:
@@ -119,9 +112,9 @@ def parse_size(text: str, bytes_each: float = 4.) -> int | float:
 
 
 def _target(target: int | float | str, total: int, bytes_each: int) -> int:
-    """A target as a number of parameters."""
     value: Any = parse_size(target, bytes_each) if isinstance(target, str) else target
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf or (value > 1 and value % 1):
+    size: Any = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not 0 < size < math.inf or (size > 1 and size % 1):
         raise ValueError(
             f"target must be a number of parameters, a share of the model such as 0.25, or '10MB'; got {target!r}.")
-    return int(value) if isinstance(value, Integral) or value > 1 else int(float(value) * total)
+    return int(size) if isinstance(value, Integral) or size > 1 else int(float(size) * total)

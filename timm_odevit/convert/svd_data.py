@@ -40,9 +40,8 @@ def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor,
 def aligned(layers: Layers, block: Any, moments: Moments) -> tuple[Layers, Moments]:
     """Bring heads and neurons of several layers into one order, without changing what each layer computes.
 
-    In several rounds, layer by layer, heads and neurons are assigned to those of the mean of the other layers so as to
-    maximise the inner product of the weights (a linear assignment). Moments of inputs follow. What is not plain
-    attention or a plain MLP in `block`, one of the blocks, is left in its order.
+    In several rounds, layer by layer, they are assigned to those of the mean of the other layers so as to maximise the
+    inner product of the weights. What is not plain attention or a plain MLP in `block`, one of the blocks, is left.
 
     Source: weight matching, Git Re-Basin, arXiv 2209.04836.
     """
@@ -51,12 +50,13 @@ def aligned(layers: Layers, block: Any, moments: Moments) -> tuple[Layers, Momen
     if type(attn) is Attention and isinstance(attn.norm, nn.Identity) and getattr(attn, 'gate', None) is None:
         _align(layers, moments, 'block.attn.qkv', 'block.attn.proj', 3, attn.num_heads)
     if type(mlp) is Mlp and isinstance(mlp.norm, nn.Identity):
-        _align(layers, moments, 'block.mlp.fc1', 'block.mlp.fc2', 1, mlp.fc1.out_features)
+        units = len(next(iter(layers.values()))['block.mlp.fc1.weight'])
+        _align(layers, moments, 'block.mlp.fc1', 'block.mlp.fc2', 1, units)
     return layers, moments
 
 
 def _align(layers: Layers, moments: Moments, first: str, second: str, parts: int, units: int) -> None:
-    """Reorder the units between two linear layers: rows of the first, in so many parts, and columns of the second."""
+    """Reorder the units between two linear layers: rows of the first, in `parts` parts, and columns of the second."""
     weight, bias, after = f'{first}.weight', f'{first}.bias', f'{second}.weight'
 
     def features(values: dict[str, Tensor]) -> Tensor:
@@ -76,7 +76,7 @@ def _align(layers: Layers, moments: Moments, first: str, second: str, parts: int
 
 
 def _match(features: list[Tensor]) -> list[Tensor]:
-    """For each layer, the order of its units [n] that brings their features [n, f] closest to the other layers'."""
+    """For each layer, the order of its units [n] that brings their features [n, f] closest to the others'."""
     from scipy.optimize import linear_sum_assignment  # comes with torchdiffeq
     orders = [torch.arange(len(f), device=f.device) for f in features]
     total = torch.stack(features).sum(0)

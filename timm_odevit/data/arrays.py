@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from ..convert.refusals import check_images
 from ..distributed import rank_and_world
+from ..hooks import check_images
 from ..settings import one_line
 from .config import Reading
 from .preprocessing import check_names, class_names, count_held_out, data_config, dtype_of, labels_by_name, shuffled

@@ -5,7 +5,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,17 @@ import torch
 from timm.data import Mixup, create_loader, create_transform
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from tqdm import tqdm
 
 from ..distributed import rank_and_world
 from ..hooks import evaluating, random_states_kept
 from .config import DataConfig, Reading
 from .preprocessing import data_config, dtype_of, image_mode, read_image, shuffled
 
-__all__ = ['FileLoader', 'Mapped', 'Samples', 'mixed', 'set_epoch', 'top_class', 'training_loader', 'unlabelled']
+__all__ = ['FileLoader', 'Mapped', 'Samples', 'in_batches', 'is_pair', 'mixed', 'read_batches', 'set_epoch',
+           'top_class', 'training_loader', 'unlabelled']
 
+BATCH = 64  # images of tensors that run at once
 _UNREADABLE = -1  # the label of an image file that cannot be read
 _logger = logging.getLogger(__name__)
 Samples = list[tuple[str, int]]  # files and their labels
@@ -81,6 +84,50 @@ class Mapped:
 
     def sha256(self) -> str:
         return self.loader.sha256() if hasattr(self.loader, 'sha256') else f'{len(self)} batches'
+
+
+def is_pair(loader: Any) -> bool:
+    """Whether a loader is a pair of tensors, images [N, C, H, W] and labels, and not two batches of images."""
+    return (isinstance(loader, (tuple, list)) and len(loader) == 2
+            and isinstance(loader[0], Tensor) and isinstance(loader[1], Tensor) and loader[1].ndim < 4)
+
+
+def in_batches(source: Any, size: int = BATCH) -> Any:
+    """A loader, or the batches of a tensor of images [N, C, H, W] or of a pair of such and labels [N]."""
+    if isinstance(source, Tensor):
+        return source.split(size)
+    if is_pair(source):
+        return list(zip_longest(*(part.split(size) for part in source)))
+    return source
+
+
+def read_batches(
+        source: Any, labels: bool | None = True, *, size: int = BATCH, bar: str = '',
+) -> Iterator[tuple[Tensor, Any]]:
+    """The images [B, C, H, W] and labels [B] of each batch that is not empty.
+
+    Args:
+        source: A loader of batches, or a tensor or pair of tensors.
+        labels: Whether labels are needed; None to take them where there are any. Without, they are None.
+        size: Images in a batch of tensors.
+        bar: Name of a progress bar; '' for none.
+    """
+    empty = True
+    for batch in tqdm(in_batches(source, size), desc=bar, leave=False, disable=not bar):
+        parts = batch if isinstance(batch, (tuple, list)) else [batch]
+        images, truth = (*parts, None, None)[:2]
+        bare = labels is False or (labels is None and len(parts) == 1)
+        if not isinstance(images, Tensor) or images.ndim != 4 or not (bare or (
+                len(parts) == 2 and isinstance(truth, Tensor) and truth.shape == images.shape[:1])):
+            types = ', '.join(f'{p.dtype} {list(p.shape)}' if isinstance(p, Tensor) else type(p).__name__
+                              for p in parts)
+            raise ValueError(f"Expected batches of images [B, C, H, W]{' and labels [B]' if labels else ''}; got "
+                             f'{types}.')
+        if len(images):
+            empty = False
+            yield images, None if bare else truth
+    if empty:
+        raise ValueError('The loader gave no images.')
 
 
 def unlabelled(images: Tensor, _: Any = None) -> tuple[Tensor, Tensor]:

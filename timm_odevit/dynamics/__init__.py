@@ -1,10 +1,10 @@
 """What the states do along the way, measured on the map that is deployed; every measure also takes an ordinary ViT.
 
-Every measure takes `model`: a timm model with one sequence of blocks, an ODE-ViT or an ordinary ViT; or a Flow, without
-images. And `images` [B, C, H, W], normalised for the model, on its device; or a loader of such batches. `batch_size`
-is how many images are measured at a time. Any other model that a measure takes, such as a teacher, needs the same
-normalisation of images; if `model` is a Flow, it must be a Flow, too. A measure raises TypeError for a model without a
-single sequence of blocks, and ValueError for an adaptive method, or without images.
+Every measure takes `model`: a timm model with one sequence of blocks, or a Flow, without images. And `images`
+[B, C, H, W], normalised for the model, on its device, or a loader of such batches. `batch_size` is how many are
+measured at a time. Another model, such as a teacher, takes the same images; beside a Flow, it is one, too. A measure
+raises TypeError for a model without a single sequence of blocks, and ValueError for an adaptive method, or without
+images.
 
 flow                a model as a sequence of maps of a state; measures, batch by batch
 lyapunov            finite-time Lyapunov exponents

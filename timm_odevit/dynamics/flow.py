@@ -3,14 +3,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..convert.block_kinds import prefix_tokens
-from ..evaluation.accuracy import read_batches
+from ..data.batches import read_batches
 from ..hooks import evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.methods import Step
@@ -28,13 +28,12 @@ class Flow:
     """A sequence of maps of a state: the steps of an ODE-ViT, the blocks of a ViT, or any other functions.
 
     Attributes:
-        start: State before the first map [B, N, D], or of any other shape [B, ...]: B systems, one for each image, that
-            do not act on one another.
+        start: State before the first map [B, N, D] or [B, ...]: B systems that do not act on one another.
         maps: The maps, each from the state at one time to the state at the next.
         times: The time before the first map and after each; one unit is one block of the base.
         head: From the last state to the logits [B, classes]; None for maps without classes.
-        blocks: The steps or blocks behind the maps, if they are those of a model.
-        prefix: How many tokens, such as a class token and registers, come before those of the patches.
+        blocks: The steps or blocks of a model behind the maps.
+        prefix: How many tokens, such as a class token, come before those of the patches.
         class_token: Whether the first of them is a class token.
     """
     start: Tensor
@@ -60,8 +59,8 @@ class Flow:
     def logits(self, state: Tensor) -> Tensor:
         """The logits [B, classes] for a last state; raises TypeError without a head."""
         if self.head is None:
-            raise TypeError('This measure reads a class from every state, but there is no norm and head to apply to '
-                            'it. Use a model whose `forward_head(norm(state))` gives its logits.')
+            raise TypeError('This measure reads a class from every state, but there is no norm and head. Use a model '
+                            'whose `forward_head(norm(state))` gives its logits.')
         return self.head(state)
 
     def lengths(self) -> list[float]:
@@ -69,20 +68,12 @@ class Flow:
         return [after - before for before, after in pairwise(self.times)]
 
     def clock(self, first: int = 0, last: int | None = None) -> Tensor:
-        """The times, or some of them, as a tensor."""
-        return torch.tensor(self.times[first:last], dtype=torch.float64)
+            return torch.tensor(self.times[first:last], dtype=torch.float64)
 
 
 @contextmanager
 def follow(model: Any, images: Any = None) -> Iterator[Flow]:
-    """The flow of a model for some images, in eval mode and without gradients; a Flow is its own.
-
-    Args:
-        model: timm model with one sequence of blocks: an ODE-ViT, with its own method and steps, or an ordinary ViT.
-        images: Images [B, C, H, W], normalised for the model, on its device; a Flow needs none.
-
-    Returns:
-        A context manager that yields a Flow, which is valid inside.
+    """The flow of a model for images [B, C, H, W], valid inside: in eval mode, without gradients. A Flow is its own.
 
     Raises:
         TypeError: The model has no single sequence of blocks.
@@ -100,14 +91,11 @@ def follow(model: Any, images: Any = None) -> Iterator[Flow]:
             raise TypeError(
                 f'A {type(model).__name__} has no single sequence of blocks whose states could be followed; they have '
                 f"the shapes {', '.join(sorted(map(str, shapes)))}.")
-        maps = [partial(_call, block, *given) for block, given in zip(blocks, handed, strict=True)]
-        times = [0.]
-        for block in blocks:
-            times.append(times[-1] + (block.h if isinstance(block, Step) else 1.))
+        maps = tuple(partial(_call, block, *passed) for block, passed in zip(blocks, handed, strict=True))
+        times = tuple(accumulate((block.h if isinstance(block, Step) else 1. for block in blocks), initial=0.))
         prefix = prefix_tokens(model)
         has_class = prefix > 0 and getattr(model, 'cls_token', None) is not None
-        yield Flow(states[0], tuple(maps), tuple(times), _head(model, states[-1], logits), tuple(blocks), prefix,
-                   has_class)
+        yield Flow(states[0], maps, times, _head(model, states[-1], logits), tuple(blocks), prefix, has_class)
 
 
 def _head(model: Any, last: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor] | None:
@@ -144,7 +132,7 @@ def _sequence(model: Any) -> list[Any]:
 
 
 def batches(images: Images, batch_size: int) -> Iterator[Tensor]:
-    """Batches of images [B, C, H, W]; raises ValueError if there are none, or batch_size is out of range."""
+    """Batches of images [B, C, H, W]; ValueError if there are none, or batch_size is out of range."""
     if images is None or (isinstance(images, Tensor) and not len(images)):
         raise ValueError('There are no images to measure on.')
     size = integer(1)('batch_size', batch_size)
@@ -153,18 +141,16 @@ def batches(images: Images, batch_size: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, repr=False)
 class PerImage:
-    """Measurements of images: fields of `per_image` have a row for each, those in SHARED are the same for all."""
+    """Measurements of images; all fields but those in SHARED have a row for each."""
     SHARED: ClassVar[tuple[str, ...]] = ('class_token', 'method', 'prefix', 'steps', 'times')
 
     @classmethod
     def per_image(cls) -> tuple[str, ...]:
-        """The names of the fields that have a row for each image."""
         return tuple(f.name for f in fields(cls) if f.name not in cls.SHARED)
 
     def __repr__(self) -> str:
-        values = {name: getattr(self, name) for name in self.per_image()}
-        means = [f'{name} {float(x.cpu().double().nanmean()):.3g}'
-                 for name, x in values.items() if isinstance(x, Tensor)]
+        values = {name: x for name in self.per_image() if isinstance(x := getattr(self, name), Tensor)}
+        means = [f'{name} {float(x.cpu().double().nanmean()):.3g}' for name, x in values.items()]
         return f'{type(self).__name__}({len(next(iter(values.values())))} images; on average {", ".join(means)})'
 
     @classmethod
@@ -180,22 +166,19 @@ class PerImage:
 def over_images(
         measure: Callable[..., Measured], model: Any, images: Images, batch_size: int, other: Any = None,
 ) -> Measured:
-    """Measure a flow, or a model on images, batch by batch; what is kept is the measurements alone.
-
-    The flow of another model on the same images, if any, is passed to `measure` after that of the model.
-    """
+    """Measure a flow, or a model on images, batch by batch; `measure` gets its flow, then that of another, if any."""
     models = [model] if other is None else [model, other]
     if len({isinstance(each, Flow) for each in models}) > 1:
         raise TypeError('A Flow can be compared with another Flow, and a model with a model; got one of each.')
-    parts = []
+    parts: list[Measured] = []
     for batch in [None] if isinstance(model, Flow) else batches(images, batch_size):
         with torch.no_grad(), ExitStack() as stack:
             parts.append(measure(*(stack.enter_context(follow(each, batch)) for each in models)))
-    return type(parts[0]).joined(parts)
+    joined: Measured = parts[0].joined(parts)
+    return joined
 
 
 def check_derivatives(x: Tensor) -> None:
-    """Raise RuntimeError if no derivatives can be taken at a state."""
     if torch.is_inference_mode_enabled() or x.is_inference():
         raise RuntimeError('Derivatives cannot be computed in inference mode. Use torch.no_grad() instead.')
 

@@ -22,12 +22,7 @@ _SOFTMAX = (torch.softmax, F.softmax, torch.Tensor.softmax, F.scaled_dot_product
 
 @dataclass(frozen=True, repr=False)
 class LipschitzConstants(PerImage):
-    """Local Lipschitz constants along the way of some images.
-
-    Attributes:
-        values: The constant at the start of each step [B, K].
-        times: The times at which the steps start [K].
-    """
+    """Local Lipschitz constants `values` [B, K] at the start of each step, and the `times` of these starts [K]."""
     values: Tensor
     times: Tensor
 
@@ -43,13 +38,11 @@ def lipschitz_constants(
     """The largest singular value of the Jacobian of a model's field, at the states that the model passes through.
 
     The field is what the deployed method sees: the increment of the state over a step, per unit of time, with all
-    tokens as one vector. The Jacobian is never built: the power method needs only products with it and with its
-    transpose; it starts from the vector of the step before.
+    tokens as one vector. The power method needs only products with the Jacobian and its transpose.
 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`.
-        of: 'field', in 1/time; or 'step' for the map of each step itself, which brings states together if its constant
-            is below 1.
+        of: 'field', in 1/time; or 'step' for the map of each step, which brings states together below 1.
         iterations: Iterations of the power method; the values converge from below.
 
     Returns:
@@ -97,7 +90,7 @@ def log_softmax_bound(attention: Tensor, k: int) -> Tensor:
 class Jacobian:
     """Products of the Jacobian J of a map at a state [B, ...] with vectors [B, ...]; the map runs once for all.
 
-    J v is a product with a transposed Jacobian, too: that of J^T u, which is linear in u.
+    J v comes from the transposed Jacobian of J^T u, which is linear in u.
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor], state: Tensor) -> None:
@@ -112,12 +105,10 @@ class Jacobian:
         return u, _product(self._after, self._before, u, create_graph=True)
 
     def push(self, vector: Tensor) -> Tensor:
-        """J v."""
         u, product = self._transposed
         return _product(product, u, vector)
 
     def pull(self, vector: Tensor) -> Tensor:
-        """J^T v."""
         return _product(self._after, self._before, vector)
 
 
@@ -131,7 +122,7 @@ def _product(outputs: Tensor, inputs: Tensor, vector: Tensor, create_graph: bool
 
 
 class PlainAttention(TorchFunctionMode):  # of one thread
-    """Attention as two products and a softmax: fused kernels cannot be differentiated twice, nor give probabilities.
+    """Attention as two products and a softmax: fused kernels cannot be differentiated twice.
 
     `found` are the first probabilities over all tokens of the state x [B, ..., D].
     """
@@ -160,7 +151,7 @@ def plain_attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.,
         is_causal: bool = False, scale: float | None = None, **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The attention probabilities and the values that `F.scaled_dot_product_attention` multiplies."""
+    """The two factors of `F.scaled_dot_product_attention`: probabilities and values."""
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
@@ -178,11 +169,10 @@ def spectral_norms(model: nn.Module) -> dict[str, float]:
     norm is the largest over the layers.
 
     Args:
-        model: ODE-ViT, whose shared blocks are measured, or any model with `blocks`, each of which is.
+        model: ODE-ViT, or any model with `blocks`.
 
     Returns:
-        The norms by the name of the weight, such as 'attn.qkv.weight (queries)' or, of a model with several blocks,
-        'blocks.3.mlp.fc1.weight'.
+        The norms by the name of the weight, such as 'attn.qkv.weight (queries)' or 'blocks.3.mlp.fc1.weight'.
 
     Raises:
         TypeError: The model has no blocks with weight matrices.

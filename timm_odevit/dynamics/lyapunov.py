@@ -25,12 +25,11 @@ class Exponents(PerImage):
 
     Attributes:
         values: The leading exponents at the end [B, m], descending where they settled; NaN if there are none.
-        running: Mean growth up to each time [B, K, m] of the tangent vectors that grow most until the end: at the end,
-            the exponents; before it, at most the exponents up to that time.
+        running: Mean growth up to each time [B, K, m] of the tangent vectors that grow most until the end.
         residual: How much the last sweep changed the exponents [B], at most 1e-4 if they settled; NaN without two
             sweeps.
         drift: How far the running values of the last half of the time lie from the final ones [B, m]: near 0 if the
-            growth is even. A dozen steps give finite-time values, not limits.
+            growth is even.
         reasons: For each image, why there are no exponents; None if there are.
         times: The times at which `running` is given [K].
     """
@@ -65,25 +64,20 @@ def lyapunov_exponents(
 ) -> Exponents:
     """The leading finite-time Lyapunov exponents of a model, for each image.
 
-    They tell how fast states near the one that the model passes through draw apart (above 0) or together (below 0).
-    Tangent vectors are carried along by exact products with the Jacobian of each step that the model runs, with its own
-    method and number of steps, and orthogonalised after each. Before that, they are turned towards the directions that
-    grow most until the end, so that the largest exponent is log(s) / T with the largest singular value s of the
-    Jacobian of the whole map.
+    They tell how fast neighbouring states draw apart (above 0) or together (below 0). Tangent vectors are carried along
+    by exact products with the Jacobian of each step that the model runs, and orthogonalised after each. Before that,
+    they are turned towards the directions that grow most until the end, so that the largest exponent is log(s) / T with
+    the largest singular value s of the Jacobian of the whole map.
 
-    What is added to all channels of a token alike is left out if all maps of a [B, N, D] state pass it on unchanged, as
-    blocks behind LayerNorm or CenterNorm do: the head's norm does not see it, and with it, no largest exponent could be
-    below 0.
+    What is added to all channels of a token alike is left out if all maps pass it on unchanged, as blocks behind
+    LayerNorm do: the head's norm does not see it, and with it, no largest exponent could be below 0.
 
     Args:
-        model, images: See `timm_odevit.dynamics`.
+        model, images, batch_size: See `timm_odevit.dynamics`.
         count: Number m of exponents, the largest first.
         sweeps: How often, at most, the tangent vectors are carried to the end and, by the transposed Jacobians, back,
-            before the exponents are measured; an image is done when a sweep changes its exponents by at most 1e-4.
-            0 leaves the vectors random at the start.
-        tokens: 'all' for the whole state; 'class' for perturbations of the class token alone, held to it after each
-            step.
-        batch_size: Images at a time.
+            before the exponents are measured; an image is done when they change by at most 1e-4.
+        tokens: 'all' for the whole state; 'class' for perturbations of the class token alone.
         seed: Seed of the first tangent vectors.
 
     Returns:
@@ -104,19 +98,17 @@ def lyapunov_exponents(
         raise ValueError(f"tokens must be 'all' or 'class'; got {tokens!r}.")
     count, sweeps = integer(1)('count', count), integer()('sweeps', sweeps)
 
-    def measure(flow: Flow) -> Exponents:
-        return _exponents(flow, count, tokens == 'class', sweeps, seed)
-    return over_images(measure, model, images, batch_size)
+    return over_images(lambda flow: _exponents(flow, count, tokens == 'class', sweeps, seed), model, images, batch_size)
 
 
 def _exponents(flow: Flow, count: int, only_class: bool, sweeps: int, seed: int) -> Exponents:
-    given, flow = flow, _without_shifts(flow)
+    whole, flow = flow, _without_shifts(flow)
     x, states, T = flow.start, flow.states(), flow.times[-1] - flow.times[0]
     if only_class and (x.ndim != 3 or (flow.blocks and not flow.class_token)):
         raise ValueError(f"tokens='class' needs states [B, N, D] with a class token; these have the shape "
                          f'{list(x.shape)}' + ('.' if x.ndim != 3 else ', without one.'))
     B, size = len(x), x[0, :1].numel() if only_class else x[0].numel()
-    dimensions = size if flow is given else size - size // x.shape[-1]
+    dimensions = size if flow is whole else size - size // x.shape[-1]
     if count > dimensions:
         raise ValueError(f'count must be at most the number of dimensions, {dimensions}; got {count}.')
     generator = torch.Generator().manual_seed(seed)
@@ -144,7 +136,7 @@ def _exponents(flow: Flow, count: int, only_class: bool, sweeps: int, seed: int)
 
 
 def _without_shifts(flow: Flow) -> Flow:
-    """The flow of tokens whose channels have a mean of 0, if all maps pass on what is added to the mean of a token."""
+    """The flow of tokens with a mean of 0 over the channels, if all maps pass on what is added to that mean."""
     x = flow.start
     if x.ndim < 3:
         return flow
@@ -164,7 +156,7 @@ def _centred(x: Tensor, step: Callable[[Tensor], Tensor] | None = None) -> Tenso
 
 
 def _forwards(flow: Flow, states: list[Tensor], Q: Tensor) -> tuple[Tensor, Tensor]:
-    """Tangent vectors [B, n, m] at the end, and how much each step stretched them [B, K, m]; NaN if not finite."""
+    """Tangent vectors [B, n, m] at the end, and how much each step stretched them [B, K, m]."""
     growth: list[Tensor] = []
     product = torch.eye(Q.shape[-1], dtype=torch.float64).expand(len(Q), -1, -1)
     for step, before, after in zip(flow.maps, states, states[1:], strict=False):
@@ -179,7 +171,7 @@ def _forwards(flow: Flow, states: list[Tensor], Q: Tensor) -> tuple[Tensor, Tens
 
 
 def _backwards(flow: Flow, states: list[Tensor], Q: Tensor) -> Tensor:
-    """Tangent vectors [B, n, m] at the end, carried back to the start by the transposed Jacobians."""
+    """Tangent vectors [B, n, m] carried from the end to the start by the transposed Jacobians."""
     for step, state in reversed(list(zip(flow.maps, states, strict=False))):
         Q, _ = _orthogonal(_products(Jacobian(step, state).pull, state, Q))
     return Q
@@ -194,14 +186,13 @@ def _products(product: Callable[[Tensor], Tensor], state: Tensor, Q: Tensor) -> 
 
 
 def _orthogonal(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """An orthonormal basis of vectors [B, n, m], and the vectors in terms of it [B, m, m], in float64 on the CPU."""
+    """An orthonormal basis of vectors [B, n, m], and the vectors in it [B, m, m], in float64 on the CPU."""
     wide = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
     Q, R = torch.linalg.qr(torch.nan_to_num(wide, posinf=0., neginf=0.))
     return Q.to(vectors.dtype), R.cpu().double()
 
 
 def _reason(growth: Tensor, times: tuple[float, ...]) -> str | None:
-    """Why there are no exponents, of one image's growth [K, m]; None if there are."""
     for stretch, t in zip(growth, times, strict=True):
         if stretch.isnan().any():
             return f'the state or its tangent vectors are not finite at t = {t:g}'

@@ -2,6 +2,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,34 +15,20 @@ from ..ode.fields import Context
 from ..ode.methods import METHODS
 from ..ode.solver import Solver
 from ..settings import integer, many, number, one_of
-from .flow import (
-    Flow,
-    Images,
-    PerImage,
-    along,
-    batches,
-    check_derivatives,
-    follow,
-    noise,
-    norms,
-    over_images,
-    unit,
-)
+from .flow import Flow, Images, PerImage, along, batches, check_derivatives, follow, noise, norms, over_images, unit
 
 __all__ = ['DiscretisationError', 'Region', 'contraction_regions', 'discretisation_errors']
 
 
 @dataclass(frozen=True, repr=False)
 class DiscretisationError(PerImage):
-    """The error of one method with K steps, for some images. All distances are relative to how far the exact solution
-    moves: the distance between its states at 0 and T.
+    """The error of one method with K steps, relative to the distance between the exact solution's states at 0 and T.
 
     Attributes:
         error: Distance of the last state from the exact solution's [B].
         local: Error that each step makes on its own, from the state where it starts [B, K].
         reference: Distance of the reference solution from one with half as many steps: how accurate `error` is [B].
-        method: The method.
-        steps: Number K of steps.
+        method, steps: The method, and its number K of steps.
         times: The times at which the steps end [K].
     """
     error: Tensor
@@ -114,7 +101,7 @@ def discretisation_errors(
 
 
 class _Solutions:
-    """Solutions of one model's ODE for some images, with any method and number of steps."""
+    """Solutions of a model's ODE for some images."""
 
     def __init__(self, ode: OdeBlocks, flow: Flow, fine: int) -> None:
         self.ode, self.fine = ode, fine
@@ -135,7 +122,7 @@ class _Solutions:
                 for step in solver]
 
     def reference(self, x: Tensor, t: float, end: float, fine: int) -> Tensor:
-        """It starts anew where the field jumps, and has a step end at every layer."""
+        """By rk4; a step ends at every layer, where the field jumps."""
         stops = [t, *(float(s) for s in range(math.floor(t + 1e-6) + 1, math.ceil(end - 1e-6))), end]
         for a, b in pairwise(stops):
             for step in self.maps('rk4', max(1, math.ceil(fine * (b - a) - 1e-6)), a, b):
@@ -156,16 +143,14 @@ class _Solutions:
 
 @dataclass(frozen=True, repr=False)
 class Region(PerImage):
-    """The region around a model's last state in which the head gives the same class. Distances are Euclidean, over the
-    tokens that the head reads.
+    """The region around a model's last state in which the head gives the same class, over the tokens that it reads.
 
     Attributes:
         random: Radius along each random direction [B, directions]; infinite where the class never changes, NaN where
             the state or its logits are not finite.
-        worst: Radius along the worst direction that was found: an upper bound on the distance to the boundary [B].
-        norm: Norm of the last state [B], for comparison.
-        distance: Distance of the student's last state [B]; NaN without one.
-        towards: Radius along the direction to the student's last state [B]; NaN without one.
+        worst: Radius along the worst direction found, an upper bound on the distance to the boundary [B].
+        norm: Norm of the last state [B].
+        distance, towards: Distance of the student's last state, and the radius in its direction [B]; or NaN.
         same: Whether the student gives the model's class [B]; all False without one.
     """
     random: Tensor
@@ -188,7 +173,7 @@ def contraction_regions(
     """How far the last state of each image may be moved before norm and head give another class.
 
     A student that ends nearer to its teacher's last state than the boundary gives the teacher's class with the
-    teacher's head. Distances to the boundary are found by search, not guaranteed.
+    teacher's head. Distances are found by search, not guaranteed.
 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`; the model, such as the teacher, has a head.
@@ -209,21 +194,21 @@ def contraction_regions(
     """
     directions, limit = integer(1)('directions', directions), number(open='(')('limit', limit)
 
-    def measure(flow: Flow, other: Flow | None = None) -> Region:
-        return _region(flow, other, directions, limit, seed)
-    return over_images(measure, model, images, batch_size, student)
+    return over_images(partial(_region, directions, limit, seed), model, images, batch_size, student)
 
 
-def _region(flow: Flow, other: Flow | None, directions: int, limit: float, seed: int) -> Region:
+def _region(directions: int, limit: float, seed: int, flow: Flow, other: Flow | None = None) -> Region:
     x = flow.states()[-1]
     check_derivatives(x)
     logits = flow.logits(x)
     label, mask = logits.argmax(dim=1), _read_by_the_head(flow, x)
     norm = norms(x * mask)
     generator = torch.Generator().manual_seed(seed)
-    random = [_radius(flow, x, unit(noise(x, generator) * mask), label, limit * norm)
-              for _ in range(directions)]
-    worst = _radius(flow, x, unit(_worst(flow, x, label, mask)), label, limit * norm)
+
+    def radius(direction: Tensor) -> Tensor:
+        return _radius(flow, x, unit(direction), label, limit * norm)
+    radii = torch.stack([radius(noise(x, generator) * mask) for _ in range(directions)], dim=1)
+    worst = radius(_worst(flow, x, label, mask))
     distance = towards = torch.full_like(norm, math.nan)
     same = torch.zeros_like(label, dtype=torch.bool)
     if other is not None:
@@ -233,15 +218,14 @@ def _region(flow: Flow, other: Flow | None, directions: int, limit: float, seed:
                              'model.')
         way = (y - x) * mask
         distance = norms(way)
-        towards = _radius(flow, x, unit(way), label, limit * norm)
+        towards = radius(way)
         same = other.logits(y).argmax(dim=1) == label
         worst = torch.fmin(worst, towards)
-    radii = torch.stack(random, dim=1)
     return Region(radii, torch.fmin(worst, radii.amin(dim=1)), norm, distance, towards, same)
 
 
 def _read_by_the_head(flow: Flow, x: Tensor) -> Tensor:
-    """1 for the parts of the state that norm and head read, such as the class token, and 0 for the others [1, ...]."""
+    """1 for the tokens that norm and head read, such as the class token, 0 for others [1, ..., 1]."""
     with torch.enable_grad():  # at a random state: those of the images may not be finite
         state = noise(x[:1], torch.Generator().manual_seed(0)).requires_grad_()
         gradient, = torch.autograd.grad(flow.logits(state).square().sum(), state)
@@ -267,7 +251,7 @@ def _radius(flow: Flow, x: Tensor, direction: Tensor, label: Tensor, limit: Tens
 
 
 def _worst(flow: Flow, x: Tensor, label: Tensor, mask: Tensor, rounds: int = 6) -> Tensor:
-    """A direction in which the boundary of the class is near: repeated steps to the nearest linearised boundary."""
+    """A direction in which the class ends soon, by repeated steps to the nearest linearised boundary."""
     shift = torch.zeros_like(x)
     for _ in range(rounds):
         with torch.enable_grad():

@@ -13,8 +13,7 @@ from .flow import Flow, Images, PerImage, norms, over_images
 from .lipschitz import PlainAttention, log_softmax_bound
 
 __all__ = ['AttentionOverTime', 'ClassOverTime', 'DistanceOverTime', 'Geometry', 'attention_maps',
-           'attention_over_time', 'check_comparable', 'class_over_time', 'distance_over_time', 'has_attention_maps',
-           'trajectory_geometry']
+           'attention_over_time', 'class_over_time', 'distance_over_time', 'has_attention_maps', 'trajectory_geometry']
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,8 +21,8 @@ class Geometry(PerImage):
     """How the states of B images move in K steps.
 
     Attributes:
-        speed: Euclidean distance per unit of time, over all tokens [B, K].
-        norm: Euclidean norm of the state [B, K + 1].
+        speed: Distance per unit of time, over all tokens [B, K].
+        norm: Norm of the state [B, K + 1].
         angle: Angle between a step and the next, in degrees [B, K - 1]; NaN where one of them has no length.
         cosine: Cosine of the class token and the mean patch token [B, K + 1]; NaN without a class token.
         anisotropy: Mean cosine of two different patch tokens [B, K + 1]; NaN without a sequence of tokens.
@@ -38,10 +37,7 @@ class Geometry(PerImage):
 
 
 def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 64) -> Geometry:
-    """How the states of each image move: speed, turns, and how alike the tokens become.
-
-    Args:
-        model, images, batch_size: See `timm_odevit.dynamics`.
+    """How the states of each image move: speed, turns, and how alike the tokens become; see `timm_odevit.dynamics`.
 
     Examples:
         >>> found = trajectory_geometry(student, images)
@@ -68,7 +64,7 @@ def _geometry(flow: Flow) -> Geometry:
 
 
 def _angle(a: Tensor, b: Tensor) -> Tensor:
-    """In radians, from chords: accurate for small angles, too [B]."""
+    """In radians [B], from chords, which is accurate for small angles, too."""
     first, second = (F.normalize(x.flatten(1), dim=1) for x in (a, b))
     angle = 2 * torch.atan2((first - second).norm(dim=1), (first + second).norm(dim=1))
     return angle.masked_fill((norms(a) == 0) | (norms(b) == 0), torch.nan)
@@ -108,7 +104,7 @@ def class_over_time(model: Any, images: Images = None, *, batch_size: int = 64) 
     """Read each state with the model's final norm and head, as if it were the last one.
 
     Args:
-        model, images, batch_size: See `timm_odevit.dynamics`; the model has a head.
+        model, images, batch_size: See `timm_odevit.dynamics`.
 
     Raises:
         TypeError: The model has no head for a state.
@@ -135,7 +131,7 @@ class DistanceOverTime(PerImage):
     """How far the states of B images are from those of another model at the same times.
 
     Attributes:
-        distance: Euclidean distance over all tokens, relative to the norm of the other model's state [B, K + 1].
+        distance: Distance over all tokens, relative to the norm of the other model's state [B, K + 1].
         patches: Cosine of each patch token with the other model's, at the end [B, patches].
         times: The times of the states; one unit is one block of the base [K + 1].
     """
@@ -145,9 +141,7 @@ class DistanceOverTime(PerImage):
 
 
 def distance_over_time(model: Any, images: Images = None, *, teacher: Any, batch_size: int = 64) -> DistanceOverTime:
-    """How closely a student follows its teacher, at the times of the student's states.
-
-    Between two layers, the teacher's state is interpolated linearly in t.
+    """How closely a student follows its teacher, whose state is linear in t between two layers.
 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`.
@@ -163,41 +157,30 @@ def distance_over_time(model: Any, images: Images = None, *, teacher: Any, batch
     return over_images(_distance_over_time, model, images, batch_size, teacher)
 
 
-def check_comparable(flow: Flow, other: Flow) -> None:
-    """Raise ValueError for flows with states of different shapes, or that end at different times."""
+def _distance_over_time(flow: Flow, other: Flow) -> DistanceOverTime:
     if flow.start.shape != other.start.shape or abs(flow.times[-1] - other.times[-1]) > 1e-3:
         raise ValueError(
             f'The states cannot be compared: {list(flow.start.shape)} until t = {flow.times[-1]:g}, and '
             f'{list(other.start.shape)} until t = {other.times[-1]:g}. Give the teacher that the student follows.')
-
-
-def _distance_over_time(flow: Flow, other: Flow) -> DistanceOverTime:
-    check_comparable(flow, other)
     states, theirs = flow.states(), other.states()
-    found = []
-    for t, x in zip(flow.times, states, strict=True):
-        y = state_at(theirs, other.times, t)
-        found.append(norms(x - y) / norms(y))
+    at_times = [state_at(theirs, other.times, t) for t in flow.times]
+    distances = [norms(x - y) / norms(y) for x, y in zip(states, at_times, strict=True)]
     ours, wanted = (x[:, flow.prefix:].flatten(1, -2) if x.ndim > 2 else x[:, None] for x in (states[-1], theirs[-1]))
-    return DistanceOverTime(torch.stack(found, dim=1), F.cosine_similarity(ours, wanted, dim=-1),
-                            flow.clock())
+    return DistanceOverTime(torch.stack(distances, dim=1), F.cosine_similarity(ours, wanted, dim=-1), flow.clock())
 
 
 def attention_maps(flow: Flow) -> Iterator[Tensor]:
-    """The attention probabilities [B, heads, N, N] at the start of each step, one step at a time.
+    """The attention probabilities [B, heads, N, N] at the start of each step; of parallel attentions, the first.
 
-    Of blocks that combine several attentions, such as parallel or differential ones, it is the first.
-
-    Raises:
-        ValueError: A step computes no attention of all tokens over all tokens, like those with windows.
+    Raises ValueError for a step that computes no attention of all tokens over all tokens, like those with windows.
     """
     x = flow.start
     for step in flow.maps:
         with PlainAttention(x) as watched:
             y = step(x)
         if watched.found is None:
-            raise ValueError('These blocks never attend from all tokens to all tokens (windows, say), so they have no '
-                             'attention maps. Use a measure that needs none, such as trajectory_geometry.')
+            raise ValueError('These blocks never attend from all tokens to all tokens, so they have no attention maps. '
+                             'Use trajectory_geometry, which needs none.')
         yield watched.found
         x = y
 
@@ -215,12 +198,11 @@ class AttentionOverTime(PerImage):
     """Where B images are attended to in K steps, averaged over the heads.
 
     Attributes:
-        attention: What the class token attends to at the start of each step: probabilities over the tokens [B, K, N].
-            Without a class token, the mean over all tokens.
+        attention: What the class token, or else the mean token, attends to at the start of each step: probabilities
+            over the tokens [B, K, N].
         rollout: The same for all steps so far together: of x + h attention(x), x counts 1 and attention h [B, K, N].
         entropy: Mean entropy of the rows of the maps, in nats, at most log N [B, K].
-        softmax_bound: JaSMin's g_1 of each head, the largest over the query rows, between 0 and 1/2 [B, K, heads]: a
-            bound on the Jacobian of softmax, see `log_softmax_bound`.
+        softmax_bound: JaSMin's g_1 of each head, the largest over the query rows, between 0 and 1/2 [B, K, heads].
         times: The times at which the steps start [K].
         prefix: How many of the tokens come before those of the patches.
         class_token: Whether it is the attention of a class token.
@@ -253,19 +235,15 @@ def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 
 
 
 def _attention_over_time(flow: Flow) -> AttentionOverTime:
-    attention: list[Tensor] = []
-    rollout: list[Tensor] = []
-    entropy: list[Tensor] = []
-    bound: list[Tensor] = []
+    steps: list[list[Tensor]] = []
     through: Any = None
     for h, heads in zip(flow.lengths(), attention_maps(flow), strict=True):
-        entropy.append(torch.special.entr(heads).sum(dim=-1).mean(dim=(1, 2)))
-        bound.append(log_softmax_bound(heads, 1)[..., 0].amax(dim=-1).exp())
         mean = heads.mean(dim=1)
         mixed = (h * mean + torch.eye(mean.shape[-1]).to(mean)) / (1. + h)
         through = mixed if through is None else mixed @ through
-        for rows, found in ((mean, attention), (through, rollout)):
-            found.append(rows[:, 0] if flow.class_token else rows.mean(dim=1))
-    return AttentionOverTime(
-        torch.stack(attention, 1), torch.stack(rollout, 1), torch.stack(entropy, 1), torch.stack(bound, 1),
-        flow.clock(last=-1), flow.prefix, flow.class_token)
+        steps.append([
+            *(rows[:, 0] if flow.class_token else rows.mean(dim=1) for rows in (mean, through)),
+            torch.special.entr(heads).sum(dim=-1).mean(dim=(1, 2)),
+            log_softmax_bound(heads, 1)[..., 0].amax(dim=-1).exp()])
+    attention, rollout, entropy, bound = (torch.stack(column, dim=1) for column in zip(*steps, strict=True))
+    return AttentionOverTime(attention, rollout, entropy, bound, flow.clock(last=-1), flow.prefix, flow.class_token)

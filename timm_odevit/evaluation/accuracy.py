@@ -2,26 +2,24 @@
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import zip_longest
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from ..data.batches import read_batches
 from ..data.preprocessing import renormalisation
 from ..hooks import AMP_DTYPES, autocast, evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks, with_steps
 from ..settings import shown
 from .results import Evaluation, Result
 
-__all__ = ['AMP_DTYPES', 'NO_CLASS', 'Pass', 'check_labels', 'evaluate', 'in_batches', 'is_pair', 'passes',
-           'read_batches', 'run_batches', 'views']
+__all__ = ['AMP_DTYPES', 'NO_CLASS', 'Pass', 'check_labels', 'evaluate', 'passes', 'run_batches',
+           'views']
 
 NO_CLASS = -1  # the class of an image whose outputs are not finite, which is never right
-BATCH = 64  # images of tensors that run at once
 
 
 def evaluate(
@@ -172,50 +170,6 @@ def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str
             f'steps={counts} is one number for all blocks, but this {type(model).__name__} has {len(blocks)} stages. '
             'Set the steps of each stage on the model, and leave steps out.')
     return [(f'{count} steps', with_steps(model, count)) for count in counts]
-
-
-def is_pair(loader: Any) -> bool:
-    """Whether a loader is a pair of tensors, images [N, C, H, W] and labels, and not two batches of images."""
-    return (isinstance(loader, (tuple, list)) and len(loader) == 2
-            and isinstance(loader[0], Tensor) and isinstance(loader[1], Tensor) and loader[1].ndim < 4)
-
-
-def in_batches(source: Any, size: int = BATCH) -> Any:
-    """A loader, or the batches of a tensor of images [N, C, H, W] or of a pair of such and labels [N]."""
-    if isinstance(source, Tensor):
-        return source.split(size)
-    if is_pair(source):
-        return list(zip_longest(*(part.split(size) for part in source)))
-    return source
-
-
-def read_batches(
-        source: Any, labels: bool | None = True, *, size: int = BATCH, bar: str = '',
-) -> Iterator[tuple[Tensor, Any]]:
-    """The images [B, C, H, W] and labels [B] of each batch that is not empty.
-
-    Args:
-        source: A loader of batches, or a tensor or pair of tensors.
-        labels: Whether labels are needed; None to take them where there are any. Without, they are None.
-        size: Images in a batch of tensors.
-        bar: Name of a progress bar; '' for none.
-    """
-    empty = True
-    for batch in tqdm(in_batches(source, size), desc=bar, leave=False, disable=not bar):
-        parts = batch if isinstance(batch, (tuple, list)) else [batch]
-        images, truth = (*parts, None, None)[:2]
-        bare = labels is False or (labels is None and len(parts) == 1)
-        if not isinstance(images, Tensor) or images.ndim != 4 or not (bare or (
-                len(parts) == 2 and isinstance(truth, Tensor) and truth.shape == images.shape[:1])):
-            types = ', '.join(f'{p.dtype} {list(p.shape)}' if isinstance(p, Tensor) else type(p).__name__
-                              for p in parts)
-            raise ValueError(f"Expected batches of images [B, C, H, W]{' and labels [B]' if labels else ''}; got "
-                             f'{types}.')
-        if len(images):
-            empty = False
-            yield images, None if bare else truth
-    if empty:
-        raise ValueError('The loader gave no images.')
 
 
 def run_batches(

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..data.batches import read_batches
 from ..data.preprocessing import renormalisation
 from ..hooks import evaluating
-from .accuracy import NO_CLASS, check_labels, passes, read_batches, views
+from .accuracy import NO_CLASS, check_labels, passes, views
 from .results import EmbeddingResult, Evaluation
 
 __all__ = ['PatchAgreement', 'evaluate_embeddings', 'knn_accuracy', 'nearest', 'patch_agreement', 'probe_accuracy']

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from ..convert.merge import check_not_merged
+from ..data.batches import read_batches
 from ..hooks import evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import HALTING
 from ..ode.methods import METHODS
 from ..settings import number, one_of
-from .accuracy import check_labels, read_batches
+from .accuracy import check_labels
 
 __all__ = ['Halting', 'calibrate_halting']
 

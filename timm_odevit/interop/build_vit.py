@@ -11,19 +11,23 @@ from torch import Tensor, nn
 from ..hooks import evaluating, on_meta
 from ..settings import one_line
 
-__all__ = ['build_vit', 'mlp_ratio', 'refusal', 'renamed']
+__all__ = ['build_vit', 'mlp_ratio', 'refusal', 'renamed', 'type_of']
 
 # what timm records about its own weights, which does not apply to these
-_NO_SOURCE = dict(
-    url='', file=None, hf_hub_id=None, hf_hub_filename=None, source=None, tag=None, custom_load=False, label_names=None,
-    label_descriptions=None, license=None, description=None, origin_url=None, paper_name=None, paper_ids=None,
-    notes=None)
+_NO_SOURCE = dict.fromkeys((
+    'file', 'hf_hub_id', 'hf_hub_filename', 'source', 'tag', 'label_names', 'label_descriptions', 'license',
+    'description', 'origin_url', 'paper_name', 'paper_ids', 'notes')) | dict(url='', custom_load=False)
 
 
 def mlp_ratio(hidden: int, width: int) -> float:
     """The ratio from which timm computes exactly this number of hidden units."""
     ratio = hidden / width
     return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)  # timm truncates the product
+
+
+def type_of(model: Any) -> str:
+    """A model's class with its module, such as 'torchvision.models.vision_transformer.VisionTransformer'."""
+    return f'{type(model).__module__}.{type(model).__qualname__}'
 
 
 def refusal(host: nn.Module, reason: str) -> ValueError:
@@ -33,7 +37,7 @@ def refusal(host: nn.Module, reason: str) -> ValueError:
 
 
 def renamed(host: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors of a model, with every occurrence of some parts of their names replaced, one after the other."""
+    """The tensors of a model, with some parts of their names replaced, one after the other."""
     state = {}
     for name, tensor in host.state_dict(keep_vars=True).items():
         for theirs, ours in names.items():
@@ -59,7 +63,7 @@ def build_vit(
         name: timm name.
         state: The host's tensors, by timm's names or by names that timm's `checkpoint_filter_fn` knows; made while
             gradients are recorded, so that they tell what requires them.
-        outputs: From images [1, C, H, W] to the host's logits or embedding, after its tokens or without them.
+        outputs: From images [1, C, H, W] to the host's logits or embedding, maybe after its tokens.
         overlay: What differs from timm's pretrained_cfg.
         **args: Keywords of `timm.create_model`.
 

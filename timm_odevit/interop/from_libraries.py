@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchvision import models as tv
 
 from ..hooks import watch_blocks
-from .build_vit import build_vit, mlp_ratio, refusal, renamed
+from .build_vit import build_vit, mlp_ratio, refusal, renamed, type_of
 
 __all__ = ['HOLDERS', 'from_open_clip', 'from_torchvision', 'from_transformers', 'kind_of']
 
@@ -47,10 +47,10 @@ def from_torchvision(vit: nn.Module, *, weights: tv.WeightsEnum | None = None) -
     dtype, mode and requires_grad carry over; parameters are copies. `save_pretrained` refuses an eps other than 1e-6.
 
     Args:
-        vit: torchvision VisionTransformer of any size, also wrapped for compilation or distribution. Its heads are one
-            linear layer, possibly after a dropout, or an identity. It maps images [B, C, S, S] to logits [B, classes].
-        weights: The torchvision weights that were loaded, such as ViT_H_14_Weights.IMAGENET1K_SWAG_E2E_V1, whose
-            preprocessing goes into the pretrained_cfg; None stands for ViT_B_16_Weights.IMAGENET1K_V1.
+        vit: torchvision VisionTransformer, from images [B, C, S, S] to logits [B, classes]. Its heads are one linear
+            layer, possibly after a dropout, or an identity.
+        weights: The torchvision weights that were loaded, whose preprocessing goes into the pretrained_cfg; None stands
+            for ViT_B_16_Weights.IMAGENET1K_V1.
 
     Returns:
         A new timm VisionTransformer.
@@ -66,11 +66,10 @@ def from_torchvision(vit: nn.Module, *, weights: tv.WeightsEnum | None = None) -
         >>> done = convert_(vit)
     """
     host: Any = unwrap_model(vit)
-    kind = type(host)
-    if kind is not tv.VisionTransformer:  # a subclass may compute anything; timm has a namesake
+    if type(host) is not tv.VisionTransformer:  # a subclass may compute anything; timm has a namesake
         raise TypeError(
-            f'from_torchvision got a {kind.__module__}.{kind.__qualname__}: expected a torchvision VisionTransformer '
-            '(no subclass), such as torchvision.models.vit_b_16(). A timm model can be used as it is.')
+            f'from_torchvision got a {type_of(host)}: expected a torchvision VisionTransformer '
+            '(no subclass), such as torchvision.models.vit_b_16().')
     if weights is not None and not isinstance(weights, _WEIGHTS):
         raise TypeError(
             f"weights must be None or a member of {', '.join(w.__name__ for w in _WEIGHTS)}, such as "
@@ -112,14 +111,12 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
     """Build a timm VisionTransformer that computes the same image embedding as an open_clip model.
 
     It maps images [B, C, H, W] to what `encode_image` returns, [B, dim], not normalised; its head is the projection.
-    Embeddings agree up to rounding, which is checked on a random image. Device, dtype, mode, requires_grad and the
-    recorded preprocessing carry over; parameters are copies. `put_tower_` puts the model, converted or not, into the
-    open_clip model.
+    What is checked, copied and carried over is as with `from_torchvision`, and the recorded preprocessing.
+    `put_tower_` puts the tower, converted or not, back.
 
     Args:
-        model: open_clip model (CLIP, CustomTextCLIP), or the VisionTransformer that is its `visual`, also wrapped for
-            compilation or distribution. A tower that is timm's already (a TimmModel, such as SigLIP's) needs none of
-            this: use `model.visual.trunk`.
+        model: open_clip model (CLIP, CustomTextCLIP), or the VisionTransformer that is its `visual`. A tower that is
+            timm's already (a TimmModel, such as SigLIP's) needs none of this: use `model.visual.trunk`.
 
     Returns:
         A new timm VisionTransformer.
@@ -135,7 +132,7 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
     """
     host: Any = unwrap_model(model)
     host = unwrap_model(getattr(host, 'visual', host))
-    kind = f'{type(host).__module__}.{type(host).__qualname__}'
+    kind = type_of(host)
     if kind == 'open_clip.timm_model.TimmModel':
         raise TypeError('The image tower of this open_clip model is a timm model: use model.visual.trunk as it is.')
     if kind != 'open_clip.transformer.VisionTransformer':
@@ -172,17 +169,14 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
 def from_transformers(model: nn.Module) -> VisionTransformer:
     """Build a timm VisionTransformer that computes the same image embedding as a CLIP or SigLIP of transformers.
 
-    It maps images [B, C, S, S] to the embedding [B, dim], not normalised: with the projection where the model has one
-    (CLIPModel, CLIPVisionModelWithProjection); else the pooled output, `pooler_output`. Embeddings agree up to
-    rounding, which is checked on a random image. Device, dtype, mode and requires_grad carry over; parameters are
-    copies. `put_tower_` puts the timm model, converted or not, into that model.
-
-    The preprocessing, which a model does not record, is assumed: CLIP's mean and standard deviation and a crop of the
-    centre for CLIP; 0.5 and both sides resized for SigLIP.
+    It maps images [B, C, S, S] to the embedding [B, dim], not normalised: with the projection where the model has one;
+    else the pooled output. What is checked, copied and carried over is as with `from_torchvision`. `put_tower_` puts
+    the tower, converted or not, back. The preprocessing, which a model does not record, is assumed: CLIP's mean and
+    standard deviation and a crop of the centre for CLIP; 0.5 and both sides resized for SigLIP.
 
     Args:
         model: CLIPModel, CLIPVisionModelWithProjection, CLIPVisionModel, SiglipModel or SiglipVisionModel (also of
-            SigLIP 2 with a fixed image size), also wrapped for compilation or distribution.
+            SigLIP 2 with a fixed image size).
 
     Returns:
         A new timm VisionTransformer.
@@ -200,8 +194,8 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
     kind = kind_of(host)
     if kind not in _TOWERS:
         raise TypeError(
-            f'from_transformers got a {type(host).__module__}.{type(host).__qualname__}: expected CLIPModel, '
-            'SiglipModel or the vision model of one, such as transformers.CLIPModel.from_pretrained(...).')
+            f'from_transformers got a {type_of(host)}: expected CLIPModel, SiglipModel or the vision model of one, '
+            'such as transformers.CLIPModel.from_pretrained(...).')
     cfg, clip, projection = host.config, kind == 'CLIPVisionModel', getattr(outer, 'visual_projection', None)
     if not clip and not host.use_head:
         raise refusal(host, 'it has no pooling head (vision_use_head=False), so it has no embedding')

@@ -6,6 +6,7 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..hooks import on_meta, watch_blocks
+from .build_vit import type_of
 from .from_libraries import HOLDERS, kind_of
 
 __all__ = ['PutTower', 'put_tower_']
@@ -15,11 +16,7 @@ _KEPT = ('preprocess_cfg', 'image_mean', 'image_std')  # what open_clip records 
 
 
 class PutTower:
-    """The result of `put_tower_`.
-
-    Attributes:
-        tower: The timm model that is the image tower now.
-    """
+    """The result of `put_tower_`; `tower` is the timm model that is the image tower now."""
 
     def __init__(self, program: Any, tower: nn.Module, modules: dict[str, nn.Module]) -> None:
         self.tower, self._program, self._new = tower, program, modules
@@ -28,14 +25,13 @@ class PutTower:
             setattr(program, name, module)
 
     def restore(self) -> None:
-        """Put back the tower that was there before, on the device and in the dtype that the model has now.
+        """Put the former tower back, on the device and in the dtype that the model has now.
 
-        Raises:
-            ValueError: The model no longer holds this tower: it was restored, or another one was put in.
+        Raises ValueError if the model no longer holds this tower.
         """
         if any(getattr(self._program, name) is not module for name, module in self._new.items()):
-            raise ValueError('The model no longer holds this tower: restore() was called already, or another tower '
-                             'was put in later and must be restored first.')
+            raise ValueError('The model no longer holds this tower: it was restored already, or another one was put in '
+                             'later and must be restored first.')
         now = next(self.tower.parameters())
         for name, module in self._former.items():
             module.to(now.device)
@@ -50,10 +46,9 @@ class PutTower:
 def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
     """Make a timm model the image tower of an open_clip or transformers model, in place; the text tower is left alone.
 
-    The tower comes from `from_open_clip` or `from_transformers`, or was trained for the same embeddings. If it has no
-    classes, the model applies its own projection, if that lies outside the former tower. The tower is used as it is,
-    not copied. The model saves it with the rest, but cannot rebuild it: save it by `save_pretrained`, and put it in
-    again after loading.
+    If the tower has no classes, the model applies its own projection, if that lies outside the former tower. The tower
+    is used as it is, not copied. The model saves it with the rest, but cannot rebuild it: save it by `save_pretrained`,
+    and put it in again after loading.
 
     Args:
         model: open_clip CLIP or CustomTextCLIP; or transformers CLIPModel, CLIPVisionModelWithProjection, SiglipModel.
@@ -78,7 +73,7 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
         raise TypeError(f'The tower must be a timm model; got {type(tower).__name__}. See from_open_clip and '
                         'from_transformers.')
     visual = unwrap_model(getattr(program, 'visual', None))
-    if f'{type(visual).__module__}.{type(visual).__qualname__}' in _OPEN_CLIP:
+    if type_of(visual) in _OPEN_CLIP:
         return PutTower(program, tower, {'visual': _in_open_clip(program, visual, tower)})
     if kind_of(program) in HOLDERS:
         return PutTower(program, tower, _in_transformers(program, tower))
@@ -88,9 +83,9 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
 
 
 def _check_dtype(old: nn.Module, tower: nn.Module) -> None:
-    wanted, given = (next(m.parameters()).dtype for m in (old, tower))
-    if wanted != given:
-        raise ValueError(f'The tower is {given}, the tower of this model {wanted}. Call tower.to({wanted}) first.')
+    wanted, dtype = (next(m.parameters()).dtype for m in (old, tower))
+    if dtype != wanted:
+        raise ValueError(f'The tower is {dtype}, the tower of this model {wanted}. Call tower.to({wanted}) first.')
 
 
 def _features(tower: Any) -> int:
@@ -147,7 +142,7 @@ def _in_transformers(program: Any, tower: Any) -> dict[str, nn.Module]:
 
 
 class _Head(nn.Module):
-    """The head of a tower that the program owns already: its parameters are registered there, once."""
+    """The head of a tower that the program owns already, where its parameters are registered once."""
 
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()
@@ -170,7 +165,6 @@ class _VisionModel(nn.Module):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """What `gradient_checkpointing_enable()` of transformers sets."""
         return bool(getattr(self.tower, 'grad_checkpointing', False))
 
     @gradient_checkpointing.setter

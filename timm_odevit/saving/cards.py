@@ -114,23 +114,20 @@ def model_card(
         license: str | None = None,
         provenance: str = '',
 ) -> str:
-    """Return a model's card: Markdown, preceded by metadata.
+    """A model's card: Markdown, preceded by metadata.
 
     Args:
         name: Name to pass to `timm.create_model`, such as 'hf-hub:org/name'.
         model: The model; the card states its base, settings and size.
-        summary: A sentence or two on what it is and what it was made from.
         results: Rows of `Evaluation.to_json`.
-        dataset: Dataset of the results, such as 'CIFAR-100'; its id is the letters and digits of this, in lower case.
-        protocol: A sentence on how the results were measured.
+        dataset: Dataset of the results, such as 'CIFAR-100'.
         trained_at: Step counts that the model was trained with; bold in the table.
-        training, limits, provenance: How it was trained, what it cannot do, and where weights and data come from, in
-            Markdown.
+        summary, protocol, training, limits, provenance: What it is, how it was measured and trained, what it cannot do,
+            and where weights and data come from, in Markdown.
         license: The Hub's identifier of the licence; None for that of the weights from which the model was made.
 
     Raises:
-        ValueError: The licence is not known, or the results have no dataset name or are not rows of
-            `Evaluation.to_json`.
+        ValueError: The licence is not known, or the results have no dataset or are not rows of `Evaluation.to_json`.
     """
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     license = license or cfg.get('license')
@@ -145,14 +142,18 @@ def model_card(
     own = blocks[0].steps if len(blocks) == 1 else None
     rows = [r for r in results if r['model'] != 'teacher']
     kind = 'image-classification' if model.num_classes else 'image-feature-extraction'
+    dataset_id = ''.join(c for c in dataset.lower() if c.isalnum())
     metadata = ModelCardData(
         license=license,
         library_name='timm',
         pipeline_tag=kind,
         tags=[kind, 'timm', *(['ode-vit'] if blocks else [])],
-        datasets=[_id(dataset)] if dataset else None,
+        datasets=[dataset_id] if dataset else None,
         model_name=name.rsplit('/', 1)[-1].removeprefix('hf-hub:') if rows else None,
-        eval_results=[_metadata_of(r, dataset) for r in rows] or None,
+        eval_results=[EvalResult(
+            task_type='image-classification', dataset_type=dataset_id, dataset_name=dataset, metric_type='accuracy',
+            metric_value=round(row['top1'] / 100, 6),
+            metric_name='top-1' if row['steps'] is None else f"top-1 with K = {row['steps']}") for row in rows] or None,
     )
     if rows:
         protocol = protocol or f"On {rows[0]['images']:,} images of {dataset}."
@@ -208,13 +209,3 @@ def _table(results: Sequence[Mapping[str, Any]], own: int | None, trained_at: Se
         nfe = '-' if r['nfe'] is None else f"{r['nfe']:.4g}"
         rows.append([_plain(r['model']), steps + mark, nfe, f"{r['parameters']:,}", *shares])
     return markdown_table(rows)
-
-
-def _metadata_of(row: Mapping[str, Any], dataset: str) -> EvalResult:
-    name = 'top-1' if row['steps'] is None else f"top-1 with K = {row['steps']}"
-    return EvalResult(task_type='image-classification', dataset_type=_id(dataset), dataset_name=dataset,
-                      metric_type='accuracy', metric_value=round(row['top1'] / 100, 6), metric_name=name)
-
-
-def _id(dataset: str) -> str:
-    return ''.join(c for c in dataset.lower() if c.isalnum())

@@ -18,10 +18,10 @@ from ..settings import one_line, printable, shown
 __all__ = ['CONFIG', 'WEIGHTS', 'check_args', 'check_size', 'saved_in', 'weights_file']
 
 CONFIG, WEIGHTS = 'config.json', 'model.safetensors'
-# no timm model comes near these; numbers of any other name are at most _LARGEST_NUMBER
+# no timm model comes near these
 _LARGEST = {'depth': 256, 'depths': 64, 'num_blocks': 256, 'layers': 256, f'{PREFIX}steps': LARGEST_STEPS,
             f'{PREFIX}phases': 256, 'num_classes': 10_000_000}
-_LARGEST_NUMBER = 100_000
+_LARGEST_NUMBER = 100_000  # of any other name
 _LARGEST_MODEL = 2 ** 31  # numbers in all tensors together
 _DEEPEST = 10  # lists and dicts inside of one another
 
@@ -32,7 +32,6 @@ def _numbers(values: Any, least: float, most: float, *kinds: type) -> bool:
 
 
 def _texts(values: Any, *kinds: type) -> bool:
-    """Whether values are of one of these kinds, and each is printable text, or a number that stands for a name."""
     each = values.values() if isinstance(values, dict) else [values] if isinstance(values, str) else values
     return isinstance(values, kinds) and all(
         isinstance(value, int) or (isinstance(value, str) and printable(value)) for value in each)
@@ -59,17 +58,14 @@ _SAVE = 'Save the model with timm_odevit.save_pretrained(model, folder).'
 
 
 def saved_in(cfg: str | dict[str, Any] | PretrainedCfg | None) -> str:
-    """Return the folder or Hub repository whose config.json describes a model; '' for a registered model."""
+    """The folder or Hub repository whose config.json describes a model; '' for a registered model."""
     if not isinstance(cfg, dict):
         return ''
     return str(cfg.get({'hf-hub': 'hf_hub_id', 'local-dir': 'file'}.get(cfg.get('source') or '', ''), ''))
 
 
 def weights_file(cfg: dict[str, Any], cache_dir: str | Path | None = None) -> str | None:
-    """Return the safetensors file with a model's weights, downloaded if necessary: reading a pickle can run code.
-
-    Its pretrained_cfg says where: source 'local-dir' or 'hf-hub', or else file, or else hf_hub_id. None if timm finds
-    the weights itself (`state_dict`, a file or a URL that the caller gave).
+    """The safetensors file with a model's weights, downloaded if necessary; None if timm finds the weights itself.
 
     Raises:
         ValueError: There is no model.safetensors, or it is damaged.
@@ -92,25 +88,21 @@ def weights_file(cfg: dict[str, Any], cache_dir: str | Path | None = None) -> st
     elif not name.endswith('.safetensors'):
         raise ValueError(f"'{name}' of {repo} is not read, only .safetensors files are. {_SAVE}")
     else:
-        path = _download(str(repo), name, cache_dir)
+        where, _, revision = str(repo).partition('@')
+        try:
+            path = Path(hf_hub_download(where, name, revision=revision or None, cache_dir=cache_dir))
+        except LocalEntryNotFoundError as e:
+            raise OSError(f'{name} of {repo} is not on this machine, and cannot be downloaded: {one_line(e)}') from e
+        except EntryNotFoundError:
+            raise ValueError(f'{repo} on the Hub holds no {name}. {_SAVE}') from None
+        except Exception as e:  # which network errors occur depends on the client's version
+            raise OSError(f'{name} of {repo} could not be downloaded: {one_line(e)}') from e
     _check_weights(path)
     return str(path)
 
 
-def _download(repo: str, file: str, cache_dir: str | Path | None) -> Path:
-    name, _, revision = repo.partition('@')
-    try:
-        return Path(hf_hub_download(name, file, revision=revision or None, cache_dir=cache_dir))
-    except LocalEntryNotFoundError as e:
-        raise OSError(f'{file} of {repo} is not on this machine, and cannot be downloaded: {one_line(e)}') from e
-    except EntryNotFoundError:
-        raise ValueError(f'{repo} on the Hub holds no {file}. {_SAVE}') from None
-    except Exception as e:  # which network errors occur depends on the client's version
-        raise OSError(f'{file} of {repo} could not be downloaded: {one_line(e)}') from e
-
-
 def _check_weights(path: Path) -> None:
-    """Raise ValueError for a file whose header is not that of the weights of one model in safetensors."""
+    """Raise ValueError for a file that does not hold the weights of one model in safetensors."""
     try:
         with safe_open(path, framework='pt') as f:
             others = {'model', 'model_ema', 'state_dict', 'state_dict_ema'}.intersection(f.keys())
@@ -121,14 +113,9 @@ def _check_weights(path: Path) -> None:
 
 
 def check_args(where: str, cfg: dict[str, Any], args: Any) -> None:
-    """Refuse a config.json that would choose files, or that would build something that no saved model is.
+    """Refuse a config.json whose `pretrained_cfg` or `model_args` would choose files, or need unbounded memory.
 
     Building the model, on the meta device, refuses what it does not know; `check_size` refuses what is too large.
-
-    Args:
-        where: Folder or repository, for messages.
-        cfg: Its `pretrained_cfg`.
-        args: Its `model_args`.
 
     Raises:
         ValueError: An entry is unknown, too large, or one that only the caller may give.
@@ -162,7 +149,7 @@ def check_args(where: str, cfg: dict[str, Any], args: Any) -> None:
 
 
 def _entries(tree: Any, name: str = '', depth: int = 0) -> Iterator[tuple[str, Any, int]]:
-    """The name, the value and the depth of everything in keywords; entries of a list have its name."""
+    """Name, value and depth of everything in keywords; entries of a list have its name."""
     yield name, tree, depth
     for key, value in tree.items() if isinstance(tree, dict) else ():
         yield from _entries(value, key, depth + 1)
@@ -171,10 +158,7 @@ def _entries(tree: Any, name: str = '', depth: int = 0) -> Iterator[tuple[str, A
 
 
 def check_size(model: nn.Module, file: str | None) -> None:
-    """Refuse a model, built on the meta device, that is larger than its weights or, without them, than any of timm's.
-
-    Raises:
-        ValueError: Its tensors hold more than 2 ** 31 numbers, or more than twice the file's plus 10 ** 6.
+    """Raise ValueError for a model on the meta device that is larger than its weights or, without, than any of timm's.
     """
     total, limit = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())), _LARGEST_MODEL
     if file:

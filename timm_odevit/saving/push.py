@@ -38,7 +38,7 @@ def push_to_hub(
     a folder, or if results or license are given.
 
     Args:
-        model: Model to send, or the folder of a saved model, which is sent as it is, with the card that you edited.
+        model: Model to send, or the folder of a saved one, which is sent as it is.
         repo_id: 'org/name'; created if it does not exist.
         results: Rows for the card, as returned by `json.loads(evaluate(...).to_json())`.
         dataset: Name of the dataset of the results, such as 'CIFAR-100'.

@@ -39,15 +39,13 @@ def save_pretrained(
 ) -> Path:
     """Save an ODE-ViT, or any timm model, in timm's own format: config.json and model.safetensors.
 
-    The folder holds either the old model or the new one; a process that ends at the very moment when one replaces the
-    other may leave no config.json, which the next save repairs. The model is rebuilt once, without weights, to make
-    sure that the folder describes it. The current settings are saved, such as `model.blocks.steps`.
+    The folder holds the old model or the new one; a process that ends at the very moment between them may leave no
+    config.json, which the next save repairs. The current settings are saved, such as `model.blocks.steps`.
 
     Args:
         model: Model made by `timm.create_model`, converted or not; may be wrapped for compilation or distribution.
         folder: Folder, created if it does not exist; a model that it holds is replaced.
-        base: timm name of the base, for a converted model that was not made by `timm.create_model`.
-        base_args: Keywords of the base, for such a model.
+        base, base_args: timm name and keywords of the base, for a model that was not made by `timm.create_model`.
 
     Returns:
         The folder.
@@ -93,7 +91,7 @@ def save_pretrained(
 
 
 def save_reference(model: nn.Module, folder: Path) -> None:
-    """Store an input [2, C, H, W] and the model's output for it, so that others can check theirs."""
+    """Store an input [2, C, H, W] and the model's output for it."""
     size = resolve_model_data_config(model)['input_size']
     images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
     path = folder / REFERENCE
@@ -106,10 +104,9 @@ def describe(
         base: str | None = None,
         base_args: dict[str, Any] | None = None,
 ) -> tuple[str, dict[str, Any], Any]:
-    """Return the architecture and keywords with which `timm.create_model` rebuilds a model, and it on the meta device.
+    """The architecture and keywords with which `timm.create_model` rebuilds a model, and it on the meta device.
 
-    Raises:
-        ValueError: No description that rebuilds the model was found; the message says what to pass.
+    Raises ValueError if there are none; the message says what to pass.
     """
     check_not_merged(model)
     cfg = getattr(model, 'pretrained_cfg', None) or {}
@@ -147,7 +144,7 @@ def describe(
 
 
 def structure(model: nn.Module) -> list[str]:
-    """List type and settings of every module except dropout, and the shape of every tensor, in order."""
+    """Type and settings of every module except dropout, and the shape of every tensor, in order."""
     lines = []
     for name, module in model.named_modules():
         # steps follow from the settings of OdeBlocks

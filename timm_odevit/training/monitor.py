@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..convert.refusals import check_images
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
-from ..hooks import autocast, evaluating, watch_blocks
+from ..hooks import autocast, check_images, evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks, with_steps
 from ..settings import one_line
 from .resume import models_of
