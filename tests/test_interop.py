@@ -295,7 +295,7 @@ def test_a_tower_that_does_not_fit_is_not_put_in(images):
         put_tower_(other, other)
 
 
-@pytest.mark.parametrize('how', [dict(halting='acceleration', halting_threshold=0.5), dict(method='dopri5'), dict(tokens=0.5)], ids=str)
+@pytest.mark.parametrize('how', [dict(steps=6, halting='acceleration', halting_threshold=1e4), dict(method='dopri5'), dict(tokens=0.5)], ids=str)
 @three
 def test_a_tower_computes_in_its_program_what_it_computes_alone(build, map_, how, images):
     program = build()

@@ -162,7 +162,8 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
         num_classes=host.proj.shape[1], embed_dim=width, depth=len(host.transformer.resblocks),
         num_heads=first.attn.num_heads, mlp_ratio=mlp_ratio(first.mlp.c_fc.out_features, width), global_pool=pooling,
         fc_norm=after_pool, pre_norm=not isinstance(host.ln_pre, nn.Identity),
-        act_layer=_OPEN_CLIP_ACTS.get(str(first.mlp.gelu), 'gelu'), attn_drop_rate=first.attn.dropout, **optional)
+        act_layer=_OPEN_CLIP_ACTS.get(str(first.mlp.gelu), 'gelu'),
+        attn_drop_rate=getattr(first.attn, 'dropout', 0.), **optional)
 
 
 @torch.enable_grad()
