@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 __all__ = ['AMP_DTYPES', 'BlockRecord', 'autocast', 'check_images', 'evaluating', 'hooked', 'lent', 'on_meta',
-           'random_states_kept', 'state_at', 'surely', 'watch_blocks']
+           'random_states_kept', 'state_at', 'watch_blocks']
 
 AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
 _USERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # by module, how many need it in eval mode
@@ -110,15 +110,6 @@ def hooked(*hooks: tuple[nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
                 module.register_forward_hook(function) if kind == 'after' else
                 module.register_forward_pre_hook(function, with_kwargs=kind == 'before with keywords'))
         yield
-
-
-def surely(clean_up: Callable[[], Any]) -> None:
-    """Clean up completely: if interrupted, run `clean_up` again, then raise the interrupt."""
-    try:
-        clean_up()
-    except BaseException:
-        clean_up()
-        raise
 
 
 # states before the first and after each block, and what the host passed to each, positional and by keyword
