@@ -218,7 +218,7 @@ def calibrate_(
     Only the shared blocks learn: in half of the time each step on its own (StepwiseTask), then the whole trajectory
     (TrajectoryDistillationTask). Of the weights before, between and after the parts, those that come nearest to the
     teacher's outputs on a few of the batches are kept; a warning says if they are the first. An interrupted or failed
-    call leaves the model as it was, as does one of a student that already equals its teacher.
+    training leaves the model as it was, as does one of a student that already equals its teacher.
 
     Args:
         model: Converted model.
