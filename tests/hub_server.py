@@ -14,6 +14,10 @@ LICENSES = ('apache-2.0', 'mit', 'cc-by-4.0', 'cc-by-nc-4.0', 'other')
 TASKS = ('image-classification', 'image-feature-extraction')
 
 
+class RefusedError(Exception):
+    """Status, the Hub's code, a message, and what else the answer has."""
+
+
 class Repo:
     def __init__(self, private=False):
         self.private = private
@@ -28,22 +32,19 @@ class Repo:
 
     def at(self, revision):
         oid = self.refs.get(revision, revision)
-        return (oid, self.commits[oid]) if oid in self.commits else (None, None)
+        if oid not in self.commits:
+            raise RefusedError(404, 'RevisionNotFound', f'Invalid rev id: {revision}')
+        return oid, self.commits[oid]
 
 
 def is_lfs(path):
     return path.endswith('.safetensors')
 
 
-def blob_id(content):
-    return hashlib.sha1(f'blob {len(content)}\0'.encode() + content).hexdigest()
-
-
-def about(path, content):
-    found = {'type': 'file', 'path': path, 'size': len(content), 'oid': blob_id(content)}
+def oid_of(path, content):
     if is_lfs(path):
-        found['lfs'] = {'oid': hashlib.sha256(content).hexdigest(), 'size': len(content), 'pointerSize': 130}
-    return found
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(f'blob {len(content)}\0'.encode() + content).hexdigest()
 
 
 def errors_in_card(content):
@@ -53,9 +54,8 @@ def errors_in_card(content):
     errors = [] if isinstance(data.get('license'), str) and data['license'] in LICENSES else ['"license" must be one of the list']
     if data.get('pipeline_tag') not in (None, *TASKS):
         errors.append('"pipeline_tag" is not known')
-    for name in ('tags', 'datasets'):
-        if not isinstance(data.get(name, []), list) or not all(isinstance(v, str) for v in data.get(name, [])):
-            errors.append(f'"{name}" must be an array of strings')
+    if not all(isinstance(value, str) for name in ('tags', 'datasets') for value in data.get(name, [])):
+        errors.append('tags and datasets must be strings')
     for model in data.get('model-index', []):
         for result in model['results']:
             if not {'task', 'dataset', 'metrics'} <= set(result) or not {'type', 'name'} <= set(result['dataset']):
@@ -92,151 +92,114 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-    def reply(self, code=200, body=None, **headers):
-        content = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
+    def handle_any(self):
+        url = urlparse(self.path)
+        self.hub.log.append((self.command, self.path))
+        self.body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
+        self.query = parse_qs(url.query)
+        try:
+            for method, pattern, name in ROUTES:
+                found = re.fullmatch(pattern, unquote(url.path))
+                if found and method == self.command.replace('HEAD', 'GET'):
+                    answer = getattr(self, name)(*found.groups())
+                    return self.reply(200, *answer if isinstance(answer, tuple) else (answer,))
+            raise RefusedError(404, 'NotFound', f'no route for {self.command} {self.path}')
+        except RefusedError as e:
+            code, kind, message, *more = e.args
+            self.reply(code, dict(*more, error=message), {'X-Error-Code': kind, 'X-Error-Message': message})
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_any  # noqa: N815
+
+    def reply(self, code, body, headers=()):
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(code)
-        for name, value in headers.items():
-            self.send_header(name.replace('_', '-'), value)
-        self.send_header('Content-Length', str(len(content)))
+        for name, value in {**dict(headers), 'Content-Length': str(len(content))}.items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != 'HEAD':
             self.wfile.write(content)
 
-    def fail(self, code, kind, message, **headers):
-        self.reply(code, {'error': message}, X_Error_Code=kind, X_Error_Message=message, **headers)
-
-    def body(self):
-        return self.rfile.read(int(self.headers.get('Content-Length') or 0))
-
-    @property
-    def allowed(self):
-        return self.headers.get('Authorization') == f'Bearer {TOKEN}'
-
-    def handle_any(self):
-        url = urlparse(self.path)
-        self.hub.log.append((self.command, self.path))
-        path, query = unquote(url.path), parse_qs(url.query)
-        for method, pattern, name in ROUTES:
-            found = re.fullmatch(pattern, path)
-            if found and method == self.command.replace('HEAD', 'GET'):
-                return getattr(self, name)(*found.groups(), query=query)
-        self.body()
-        self.fail(404, 'NotFound', f'no route for {self.command} {self.path}')
-
-    do_GET = do_HEAD = do_POST = do_PUT = handle_any  # noqa: N815
-
     def repo(self, name, write=False):
-        """The repository, or None after an error was sent."""
-        repo = self.hub.repos.get(name)
-        if write and not self.allowed:
-            self.fail(401, '', 'Invalid username or password.')
-        elif repo is None or (repo.private and not self.allowed):
-            self.fail(404, 'RepoNotFound', 'Repository not found')
-        else:
-            return repo
+        repo, allowed = self.hub.repos.get(name), self.headers.get('Authorization') == f'Bearer {TOKEN}'
+        if write and not allowed:
+            raise RefusedError(401, '', 'Invalid username or password.')
+        if not write and (repo is None or (repo.private and not allowed)):
+            raise RefusedError(404, 'RepoNotFound', 'Repository not found')
+        return repo
 
-    def create(self, query):
-        asked = json.loads(self.body())
+    # each returns the body of the answer and, if necessary, its headers
+
+    def create(self):
+        asked = json.loads(self.body)
         name = f"{asked['organization'] or 'me'}/{asked['name']}"
-        if not self.allowed:
-            return self.fail(401, '', 'Invalid username or password.')
-        if name in self.hub.repos:
-            return self.reply(409, {'error': 'You already created this model repo', 'url': f'{self.hub.url}/{name}'})
+        created = {'url': f'{self.hub.url}/{name}', 'name': name}
+        if self.repo(name, write=True):
+            raise RefusedError(409, '', 'You already created this model repo', created)
         self.hub.repos[name] = Repo(private=asked.get('private', asked.get('visibility') == 'private'))
-        self.reply(body={'url': f'{self.hub.url}/{name}', 'name': name})
+        return created
 
-    def validate(self, query):
-        errors = errors_in_card(json.loads(self.body())['content'])
-        self.reply(200 if not errors else 400, {'errors': [{'message': e} for e in errors], 'warnings': []})
+    def validate(self):
+        errors = errors_in_card(json.loads(self.body)['content'])
+        if errors:
+            raise RefusedError(400, '', 'Invalid metadata', {'errors': [{'message': e} for e in errors]})
+        return {'errors': [], 'warnings': []}
 
-    def info(self, name, revision=None, query=None):
+    def info(self, name, revision='main'):
         repo = self.repo(name)
-        if repo is None:
-            return None
-        oid, files = repo.at(revision or 'main')
-        if files is None:
-            return self.fail(404, 'RevisionNotFound', f'Invalid rev id: {revision}')
-        self.reply(body={'id': name, 'modelId': name, 'sha': oid, 'private': repo.private, 'tags': [], 'downloads': 0,
-                         'siblings': [{'rfilename': path} for path in sorted(files)]})
-
-    def branch(self, name, branch, query):
-        repo = self.repo(name, write=True)
-        self.body()
-        if repo is not None:
-            if branch in repo.refs:
-                return self.fail(409, '', 'Reference already exists')
-            repo.refs[branch] = repo.refs['main']
-            self.reply()
-
-    def preupload(self, name, revision, query):
-        asked = json.loads(self.body())['files']
-        repo = self.repo(name, write=True)
-        if repo is not None:
-            files = repo.at(revision)[1]
-            if files is None:
-                return self.fail(404, 'RevisionNotFound', f'Invalid rev id: {revision}')
-
-            def oid(path):
-                found = about(path, files[path]) if path in files else {}
-                return found.get('lfs', found).get('oid')
-            self.reply(body={'files': [{'path': f['path'], 'uploadMode': 'lfs' if is_lfs(f['path']) else 'regular',
-                                        'shouldIgnore': False, 'oid': oid(f['path'])} for f in asked]})
-
-    def batch(self, name, query):
-        asked = json.loads(self.body())
-        if self.repo(name, write=True) is not None:
-            objects = [dict(o) if o['oid'] in self.hub.lfs else dict(
-                o, actions={'upload': {'href': f"{self.hub.url}/lfs/{o['oid']}"}}) for o in asked['objects']]
-            self.reply(body={'transfer': 'basic', 'objects': objects})
-
-    def upload(self, oid, query):
-        content = self.body()
-        if hashlib.sha256(content).hexdigest() != oid:
-            return self.fail(400, '', 'the SHA-256 of the content is another one')
-        self.hub.lfs[oid] = content
-        self.reply()
-
-    def commit(self, name, revision, query):
-        lines = [json.loads(line) for line in self.body().splitlines()]
-        repo = self.repo(name, write=True)
-        if repo is None:
-            return
         oid, files = repo.at(revision)
-        if files is None:
-            return self.fail(404, 'RevisionNotFound', f'Invalid rev id: {revision}')
-        files = dict(files)
-        for line in lines:
+        return {'id': name, 'modelId': name, 'sha': oid, 'private': repo.private, 'tags': [], 'downloads': 0,
+                'siblings': [{'rfilename': path} for path in sorted(files)]}
+
+    def branch(self, name, branch):
+        refs = self.repo(name, write=True).refs
+        if branch in refs:
+            raise RefusedError(409, '', 'Reference already exists')
+        refs[branch] = refs['main']
+        return {}
+
+    def preupload(self, name, revision):
+        files = self.repo(name, write=True).at(revision)[1]
+        return {'files': [{
+            'path': path, 'uploadMode': 'lfs' if is_lfs(path) else 'regular', 'shouldIgnore': False,
+            'oid': oid_of(path, files[path]) if path in files else None,
+        } for path in (asked['path'] for asked in json.loads(self.body)['files'])]}
+
+    def batch(self, name):
+        self.repo(name, write=True)
+        return {'transfer': 'basic', 'objects': [
+            dict(asked, actions={'upload': {'href': f"{self.hub.url}/lfs/{asked['oid']}"}})
+            for asked in json.loads(self.body)['objects']]}
+
+    def upload(self, oid):
+        if hashlib.sha256(self.body).hexdigest() != oid:
+            raise RefusedError(400, '', 'the SHA-256 of the content is another one')
+        self.hub.lfs[oid] = self.body
+        return {}
+
+    def commit(self, name, revision):
+        repo = self.repo(name, write=True)
+        files = dict(repo.at(revision)[1])
+        for line in map(json.loads, self.body.splitlines()):
             value = line['value']
             if line['key'] == 'file':
                 files[value['path']] = base64.b64decode(value['content'])
             elif line['key'] == 'lfsFile':
                 files[value['path']] = self.hub.lfs[value['oid']]
-            elif line['key'] == 'deletedFile':
-                files.pop(value['path'])
-        pull = 'create_pr' in query
-        ref = f'refs/pr/{sum(r.startswith("refs/pr/") for r in repo.refs) + 1}' if pull else revision
-        oid = repo.commit(ref, files)
+        pull = sum(ref.startswith('refs/pr/') for ref in repo.refs) + 1 if 'create_pr' in self.query else None
+        oid = repo.commit(f'refs/pr/{pull}' if pull else revision, files)
         done = {'success': True, 'commitOid': oid, 'commitUrl': f'{self.hub.url}/{name}/commit/{oid}'}
-        if pull:
-            done['pullRequestUrl'] = f'{self.hub.url}/{name}/discussions/{ref.rsplit("/", 1)[-1]}'
-        self.reply(body=done)
+        return {**done, 'pullRequestUrl': f'{self.hub.url}/{name}/discussions/{pull}'} if pull else done
 
-    def resolve(self, name, rest, query):
+    def resolve(self, name, rest):
         repo = self.repo(name)
-        if repo is None:
-            return
         # a ref may hold slashes
         revision = next((r for r in sorted(repo.refs, key=len, reverse=True) if rest.startswith(f'{r}/')), rest.split('/')[0])
         path = rest[len(revision) + 1:]
         oid, files = repo.at(revision)
-        if files is None:
-            return self.fail(404, 'RevisionNotFound', f'Invalid rev id: {revision}')
         if path not in files:
-            return self.fail(404, 'EntryNotFound', 'Entry not found', X_Repo_Commit=oid)
-        content = files[path]
-        etag = hashlib.sha256(content).hexdigest() if is_lfs(path) else blob_id(content)
-        headers = {'ETag': f'"{etag}"', 'X_Repo_Commit': oid, 'X_Linked_ETag': f'"{etag}"', 'X_Linked_Size': str(len(content))}
-        self.reply(200, content, **headers)
+            raise RefusedError(404, 'EntryNotFound', 'Entry not found')
+        etag = f'"{oid_of(path, files[path])}"'
+        return files[path], {'ETag': etag, 'X-Repo-Commit': oid, 'X-Linked-ETag': etag, 'X-Linked-Size': str(len(files[path]))}
 
 
 NAME, REV = r'([\w.-]+/[\w.-]+)', r'([^?]+)'

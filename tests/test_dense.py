@@ -17,6 +17,11 @@ def build(**kwargs):
     return timm.create_model('odevit_tiny', **{**SMALL, **kwargs}).eval()
 
 
+def swin():
+    return timm.create_model('swin_tiny_patch4_window7_224', img_size=16, patch_size=2, embed_dim=8, depths=(2, 4),
+                             num_heads=(2, 4), window_size=4).eval()
+
+
 @pytest.fixture
 def images():
     return torch.randn(3, 3, 16, 16)
@@ -49,8 +54,8 @@ def test_they_are_kept_blocks_aside_saved_and_scaled_to_other_sizes(tmp_path, im
     (dict(out_times=()), 'out_times must be strictly increasing'),
     (dict(out_times=(0., 1.)), 'out_times must be strictly increasing'),
     (dict(out_times=0.5), 'out_times must be strictly increasing'),
-    (dict(out_times=(0.95, 1.)), 'with 6 steps, two of these times are nearest to the end of one step. Give times at least 0.167'),
-    (dict(out_times=(0.5,), out_indices=(0,)), 'out_times and out_indices both choose features'),
+    (dict(out_times=(0.95, 1.)), 'two of them are nearest to the end of one of 6 steps. Give times at least 0.167'),
+    (dict(out_times=(0.5,), out_indices=(0,)), 'with it, and no out_indices'),
     (dict(out_times=(0.5,), features_only=False), 'out_times chooses features. Give features_only=True'),
 ])
 def test_bad_times_are_refused(kwargs, message):
@@ -58,13 +63,10 @@ def test_bad_times_are_refused(kwargs, message):
         build(**{'features_only': True, **kwargs})
 
 
-def test_what_timm_says_of_the_maps_follows_the_steps(images):
-    for norm in (False, True):
-        maps = FeaturesAtTimes(build(), (0.5, 1.), norm=norm)
-        assert maps.feature_info.module_name() == ['blocks.solver.2', 'blocks.solver.5']
-        maps.model.blocks.steps = 2
-        assert maps.feature_info.module_name() == ['blocks.solver.0', 'blocks.solver.1']
-        assert copy.deepcopy(maps).feature_info.channels() == [x.shape[1] for x in maps(images)]
+def test_what_timm_says_of_the_maps_holds_for_other_steps(images):
+    maps = FeaturesAtTimes(build(), (0.5, 1.), norm=True)
+    maps.model.blocks.steps = 2
+    assert copy.deepcopy(maps).feature_info.channels() == [x.shape[1] for x in maps(images)]
 
 
 @pytest.mark.parametrize('name, kwargs', [
@@ -79,25 +81,19 @@ def test_a_student_has_as_many_maps_as_its_base(tmp_path, name, kwargs):
     assert maps.feature_info.channels() == base.feature_info.channels()
 
 
-def test_times_are_of_an_ode():
-    with pytest.raises(ValueError, match='out_times needs an ODE-ViT, but this VisionTransformer is not one'):
-        timm.create_model('deit_tiny_patch16_128.cifar100', features_only=True, out_times=(0.5,))
+@pytest.mark.parametrize('model', [
+    lambda: timm.create_model('vit_tiny_patch16_224'), lambda: convert_(swin()).model])
+def test_times_are_of_an_ode_without_stages(model):
+    with pytest.raises(ValueError, match='out_times needs an ODE-ViT without stages; got a '):
+        FeaturesAtTimes(model(), (0.5, 1.))
 
 
-def test_stages_have_no_common_time(tmp_path):
-    model = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, patch_size=2, embed_dim=8, depths=(2, 4),
-                              num_heads=(2, 4), window_size=4)
-    convert_(model)
-    save_pretrained(model, tmp_path / 'model')
-    with pytest.raises(ValueError, match='out_times needs one sequence of blocks, but this SwinTransformer has 2 stages'):
-        timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True, features_only=True, out_times=(1.,))
-
-
-def test_a_model_agrees_with_itself(images):
-    model = build()
+@pytest.mark.parametrize('make, steps', [(build, '6 steps'), (lambda: convert_(swin()).model, '')])
+def test_a_model_agrees_with_itself(images, make, steps):
+    model = make()
     found, = patch_agreement(model, copy.deepcopy(model), (images, torch.zeros(3)))
     assert found.cosine == pytest.approx(1, abs=1e-5) and found.match == 100 and found.images == 3
-    assert found.map.shape == (4, 4) and '6 steps: cosine 1.0000' in str(found)
+    assert found.map.shape == (4, 4) and f'{steps}: cosine 1.0000' in str(found)
 
 
 def test_agreement_is_the_mean_cosine_and_the_same_nearest_patch(images):
@@ -124,12 +120,3 @@ def test_other_grids_are_refused(images):
         patch_agreement(build(), other, (images, torch.zeros(3)))
     with pytest.raises(ValueError, match='no images'):
         patch_agreement(build(), build(), [])
-
-
-def test_swin_too():
-    model = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, patch_size=2, embed_dim=8, depths=(2, 4),
-                              num_heads=(2, 4), window_size=4).eval()
-    teacher = copy.deepcopy(model)
-    convert_(model)
-    found, = patch_agreement(model, teacher, (torch.randn(2, 3, 32, 32), torch.zeros(2)))
-    assert -1 <= found.cosine <= 1 and found.map.shape == (8, 8)

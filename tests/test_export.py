@@ -1,7 +1,6 @@
 """Exported files, run where this package cannot be imported. Tests of a package that is not installed are skipped: pip install -e '.[deploy]'."""
 import json
 import os
-import re
 import runpy
 import shutil
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 import timm
 import torch
 from conftest import snapshot
-from torch import nn
 
 from timm_odevit import convert_, export, export_model, merge_, save_pretrained, with_steps
 from timm_odevit.cli import main
@@ -47,18 +45,10 @@ torch.set_grad_enabled(False)  # torch 2.9 loads frozen weights as trainable one
 outputs = [model(torch.from_numpy(images[:n])).numpy() for n in (1, len(images))]
 """,
     'aoti': """
-import torch
-import os, torch._inductor.config
-checked = hasattr(torch._inductor.config.aot_inductor, 'check_lowerbound')  # otherwise the check refuses a single image
-os.environ['AOTI_RUNTIME_CHECK_INPUTS'] = str(int(checked))
+import os, torch, torch._inductor.config
+os.environ['AOTI_RUNTIME_CHECK_INPUTS'] = str(int(hasattr(torch._inductor.config.aot_inductor, 'check_lowerbound')))  # else it refuses one image
 model = torch._inductor.aoti_load_package(sys.argv[1])
 about = model.get_metadata()
-try:
-    model(torch.from_numpy(images).to(memory_format=torch.channels_last))
-    refused = False
-except RuntimeError:
-    refused = True
-assert refused == checked
 outputs = [model(torch.from_numpy(images[:n])).numpy() for n in (1, len(images))]
 """,
 }
@@ -111,14 +101,21 @@ def test_a_file_gives_the_models_outputs_without_this_package(vit, five, tmp_pat
     assert about['mean'] == list(cfg['mean']) and about['std'] == list(cfg['std']) and about['model'].startswith('vit_tiny_patch16_224')
 
 
-@pytest.mark.parametrize('ode, merged, least, most', [
-    ('rank', True, 4 * 4 + 1, 2 * 4 * 12 * 128 ** 2), ('rank', False, 4 * 4 * 3 + 1, 0.5 * 4 * 15 * 128 ** 2),
-    ('autonomous', False, 4 * 4 + 1, 0.5 * 4 * 15 * 128 ** 2)])
-def test_int8_is_close_and_smaller(vit, five, tmp_path, ode, merged, least, most):
+LOW_RANK = dict(time='low_rank', rank=4)
+
+
+@pytest.mark.parametrize('ode, merged, computed', [
+    (dict(LOW_RANK, steps=4), True, 4 * 4 + 1), (dict(steps=4), False, 4 * 4 + 1),
+    (LOW_RANK, False, 3 * 4 * 3 + 1), (dict(LOW_RANK, steps=4), False, 4 * 4 * 3 + 1), (dict(LOW_RANK, steps=2, phases=2), False, 2 * 4 * 3 + 1),
+    (dict(LOW_RANK, field='lipschitz', method='euler'), False, 0)])  # whose norm is folded into the merged weights
+def test_int8_is_close_and_smaller_and_residuals_compute_beside_their_layers(vit, five, tmp_path, ode, merged, computed):
     onnx = pytest.importorskip('onnx')
     model = vit(embed_dim=128)
-    convert_(model, **ODES[ode])
+    convert_(model, **ode)
     with torch.no_grad():
+        for name, p in model.blocks.shared.named_parameters():
+            if '.up.' in f'.{name}':
+                p.copy_(0.05 * torch.randn_like(p))
         expected = model(five)
     before = snapshot(model)
     path = export_model(model, tmp_path / 'model.onnx', int8=True, merged=merged)
@@ -127,27 +124,10 @@ def test_int8_is_close_and_smaller(vit, five, tmp_path, ode, merged, least, most
     error = (found - expected).norm() / expected.norm()
     assert 1e-6 < error < 0.1 and about['int8'] is True  # 8 bits round; without rounding, it would be 1e-7
     written = onnx.load(path).graph
-    assert [node.op_type for node in written.node].count('MatMulInteger') == least
+    assert [node.op_type for node in written.node].count('MatMulInteger') == computed
     stored = sum(len(t.raw_data) for t in written.initializer)
-    assert stored < (most if merged else 0.4 * sum(p.nbytes for p in model.parameters()))  # some small ones are floats
-
-
-@pytest.mark.parametrize('ode, computed', [
-    (dict(rank=4), 3 * 4 * 3 + 1), (dict(rank=4, steps=4), 4 * 4 * 3 + 1), (dict(rank=4, steps=2, phases=2), 2 * 4 * 3 + 1),
-    (dict(rank=4, field='lipschitz', method='euler'), 0)])  # whose norm is folded into the merged weights
-def test_unmerged_layers_compute_in_int8_beside_their_residuals(vit, five, tmp_path, ode, computed):
-    onnx = pytest.importorskip('onnx')
-    model = vit(embed_dim=128)
-    convert_(model, time='low_rank', **ode)
-    with torch.no_grad():
-        for name, p in model.blocks.shared.named_parameters():
-            if '.up.' in f'.{name}':
-                p.copy_(0.05 * torch.randn_like(p))
-        expected = model(five)
-    path = export_model(model, tmp_path / 'model.onnx', int8=True, merged=False)
-    (_, found), _ = run_alone('onnx', path, five, tmp_path)
-    assert 1e-6 < (found - expected).norm() / expected.norm() < 0.1
-    assert [node.op_type for node in onnx.load(path).graph.node].count('MatMulInteger') == computed
+    size = 4 * 4 * 12 * 128 ** 2 if merged else sum(p.nbytes for p in model.parameters())
+    assert stored < (0.5 if merged else 0.4) * size or not computed  # some small ones are floats
 
 
 def test_a_weight_in_int8_has_a_scale_per_row_or_for_residuals_per_column_or_for_positions_per_token():
@@ -180,6 +160,7 @@ MODELS = {
                                             num_heads=(1, 2), num_classes=5),
     'stages': lambda: convert_(MODELS['stock Swin'](), phases=2).model,
     'merged': lambda: merge_(convert_(MODELS['stock ViT'](), time='low_rank', rank=1, steps=3).model).model,
+    'a view': lambda: with_steps(convert_(MODELS['stock ViT'](), time='low_rank', rank=1, steps=3).model, 7),
 }
 
 
@@ -192,32 +173,19 @@ def test_other_models(five, tmp_path, format, name):
     (one, found), about = run_alone(format, path, five, tmp_path)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(one, expected[:1], atol=1e-4, rtol=0)
-    assert about.get('steps') == {'stages': [2, 2], 'merged': 3}.get(name)
-
-
-def test_a_view_is_exported_with_its_own_steps(vit, five, tmp_path):
-    model = vit()
-    convert_(model, time='low_rank', rank=1)
-    view = with_steps(model, 7)
-    export_model(view, tmp_path / 'a.pt2', format='pt2')
-    extra = {export.METADATA: ''}
-    found = torch.export.load(tmp_path / 'a.pt2', extra_files=extra).module()(five)
-    with torch.no_grad():
-        torch.testing.assert_close(found, view(five), atol=1e-4, rtol=0)
-    assert json.loads(json.loads(extra[export.METADATA])['steps']) == 7 and model.blocks.steps == 3
+    assert about.get('steps') == {'stages': [2, 2], 'merged': 3, 'a view': 7}.get(name)
 
 
 @pytest.mark.parametrize('where', ['torch.export.export', 'torch.export.save'])
-@pytest.mark.parametrize('error', [KeyboardInterrupt, OSError('disk full')])
-def test_an_export_that_stops_leaves_no_file_and_the_model_as_it_was(vit, tmp_path, monkeypatch, where, error):
+def test_an_export_that_stops_leaves_no_file_and_the_model_as_it_was(vit, tmp_path, monkeypatch, where):
     model = vit()
     convert_(model, **ODES['rank'])
     before = snapshot(model)
 
     def stop(*args, **kwargs):
-        raise error
+        raise KeyboardInterrupt
     monkeypatch.setattr(where, stop)
-    with pytest.raises((KeyboardInterrupt, OSError, ValueError)):
+    with pytest.raises(KeyboardInterrupt):
         export_model(model, tmp_path / 'a.pt2', format='pt2')
     assert snapshot(model) == before and not list(tmp_path.iterdir())
 
@@ -225,7 +193,7 @@ def test_an_export_that_stops_leaves_no_file_and_the_model_as_it_was(vit, tmp_pa
 def test_a_file_is_replaced_only_on_request_and_only_by_a_whole_one(vit, tmp_path, monkeypatch):
     model, path = vit(depth=1), tmp_path / 'a.pt2'
     path.write_text('old')
-    with pytest.raises(ValueError, match=r"a.pt2' exists. Give another file, or overwrite=True \(--overwrite\)"):
+    with pytest.raises(ValueError, match=r"a.pt2' exists.* overwrite=True \(--overwrite\)"):
         export_model(model, path, format='pt2')
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr('torch.export.save', lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -235,32 +203,22 @@ def test_a_file_is_replaced_only_on_request_and_only_by_a_whole_one(vit, tmp_pat
     assert torch.export.load(path).module()(torch.randn(3, 3, 16, 16)).shape == (3, 5) and list(tmp_path.iterdir()) == [path]
 
 
-def ranked(model):
-    return convert_(model, **ODES['rank']).model
-
-
-@pytest.mark.parametrize('change, given, error, message', [
-    (None, dict(format='onx'), ValueError, "Unknown format 'onx'. Did you mean 'onnx'?"),
-    (None, dict(int8=True), ValueError, 'The format pt2 stores no int8. Leave out int8 (--int8), or choose the format onnx.'),
-    (None, dict(path='a.onnx', format='aoti'), ValueError, 'in the format aoti ends in .pt2; got'),
-    (lambda model: nn.Linear(2, 2), {}, TypeError, 'Cannot export Linear: it does not say what images it takes. Give a model made by timm'),
-    (lambda model: convert_(model, method='dopri5').model, {}, ValueError, "Set a fixed-step method first, such as model.blocks.method = 'rk4'"),
-    (lambda model: merge_(ranked(model)).model, dict(merged=False), ValueError, 'merged'),
-    (lambda model: convert_(model, halting='entropy').model.half(), dict(path='a.onnx', format='onnx', int8=True), ValueError, 'Call model.float() first'),
+@pytest.mark.parametrize('change, given, message', [
+    (None, dict(format='onx'), "Unknown format 'onx'. Did you mean 'onnx'?"),
+    (None, dict(int8=True), 'The format pt2 stores no int8'),
+    (None, dict(path='a.onnx', format='aoti'), 'does not end in .pt2'),
+    (lambda model: model.bfloat16(), dict(path='a.onnx', format='onnx'), r'Call model.float\(\) first'),
+    (lambda model: convert_(model, method='dopri5'), {}, "such as model.blocks.method = 'rk4'"),
+    (lambda model: merge_(convert_(model, **ODES['rank']).model), dict(merged=False), 'merged'),
+    (lambda model: setattr(model.norm, 'forward', lambda x: x if x.sum() > 0 else -x), {}, 'torch.export cannot export this Vis[^\\n]*$'),
 ])
-def test_what_cannot_be_exported_is_refused_and_nothing_is_written(vit, tmp_path, change, given, error, message):
-    model = vit() if change is None else change(vit())
-    with pytest.raises(error) as e:
-        export_model(model, tmp_path / given.pop('path', 'a.pt2'), **{'format': 'pt2', **given})
-    assert message in str(e.value) and not list(tmp_path.iterdir())
-
-
-def test_a_model_that_cannot_be_traced_is_one_message(vit, tmp_path):
+def test_what_cannot_be_exported_is_refused_and_nothing_is_written(vit, tmp_path, change, given, message):
     model = vit()
-    model.norm.forward = lambda x: x if x.sum() > 0 else -x
-    with pytest.raises(ValueError, match='torch.export cannot export this VisionTransformer: ') as e:
-        export_model(model, tmp_path / 'a.pt2', format='pt2')
-    assert '\n' not in str(e.value)
+    if change is not None:
+        change(model)
+    with pytest.raises(ValueError, match=message):
+        export_model(model, tmp_path / given.get('path', 'a.pt2'), **{'format': 'pt2', **{k: v for k, v in given.items() if k != 'path'}})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize('format, missing, int8', [('onnx', 'onnxscript', False), ('onnx', 'onnxruntime', True)])
@@ -268,12 +226,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(vit, tmp_p
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=rf'{format}.* needs .*{missing}.* Type: pip install .*{missing}'):
         export_model(vit(), tmp_path / f'a{export.FORMATS[format].suffix}', format=format, int8=int8)
-
-
-def test_a_missing_compiler_is_named(vit, tmp_path, monkeypatch):
-    monkeypatch.setenv('CXX', 'no-such-compiler')
-    with pytest.raises(OSError, match='no C\\+\\+ compiler was found. Install one, such as g\\+\\+'):
-        export_model(vit(), tmp_path / 'a.pt2', format='aoti')
 
 
 @pytest.mark.parametrize('format', [case('onnx'), case('pt2')])
@@ -301,8 +253,8 @@ def test_the_command(vit, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == f"wrote student.pt2: {(tmp_path / 'student.pt2').stat().st_size / 1e6:.2f} MB\n"
     extra = {export.METADATA: ''}
     loaded = torch.export.load('student.pt2', extra_files=extra).module()
-    about = {key: json.loads(value) for key, value in json.loads(extra[export.METADATA]).items()}
-    assert about['steps'] == 2 and about['input_size'] == [3, 32, 32] and about['classes'] == ['a', 'b', 'c']
+    about = json.loads(extra[export.METADATA])
+    assert about['steps'] == '2' and about['input_size'] == '[3, 32, 32]' and about['classes'] == '["a", "b", "c"]'
     same_model = timm.create_model('local-dir:student', pretrained=True, img_size=32).eval()
     same_model.blocks.steps = 2
     images = torch.randn(3, 3, 32, 32)
@@ -310,6 +262,3 @@ def test_the_command(vit, tmp_path, monkeypatch, capsys):
     assert main(['export', 'local-dir:student', '--format', 'pt2', '--device', 'cpu']) == 2
     assert "'student.pt2' exists" in capsys.readouterr().err
     assert main(['export', 'local-dir:student', '--format', 'pt2', '--overwrite', '-o', 'student.pt2', '--device', 'cpu']) == 0
-    monkeypatch.setitem(sys.modules, 'onnxscript', None)
-    assert main(['export', 'local-dir:student', '--device', 'cpu']) == 2
-    assert re.search(r'onnxscript\. Type: pip install (onnx )?onnxscript\n', capsys.readouterr().err)  # onnx may be missing, too

@@ -177,8 +177,7 @@ def test_towers_alone_and_with_a_projection(images):
 
 def test_a_tower_without_classes_leaves_the_projection_to_the_program(images):
     program = hf_clip()
-    expected = embedding_of(program, images)
-    projection = program.visual_projection
+    expected, projection = embedding_of(program, images), program.visual_projection
     put_tower_(program, from_transformers(program.vision_model))
     assert program.visual_projection is projection
     torch.testing.assert_close(embedding_of(program, images), expected, **CLOSE)
@@ -199,20 +198,14 @@ def test_towers_of_open_clip_that_are_timms_are_converted_where_they_are(images,
     torch.testing.assert_close(embedding_of(program, images), expected, **CLOSE)
 
 
-def test_modes_dtypes_and_requires_grad_carry_over(images):
-    program = clip().double()
-    program.visual.requires_grad_(False)
-    program.visual.transformer.resblocks[1].attn.requires_grad_(True)
+def test_requires_grad_carries_over_also_without_gradients():
+    program = hf_clip().half().to('meta').requires_grad_(False)
+    program.vision_model.encoder.layers[1].self_attn.requires_grad_(True)
     with torch.no_grad():
-        tower = from_open_clip(program.train())
-    assert all(module.training for module in [*tower.modules(), *program.modules()])
-    program.eval(), tower.eval()
-    assert {p.dtype for p in tower.parameters()} == {torch.float64}
+        tower = from_transformers(program)
+    assert {(p.device.type, p.dtype) for p in tower.parameters()} == {('meta', torch.float16)}
     assert {n for n, p in tower.named_parameters() if p.requires_grad} == {
         f'blocks.1.attn.{n}' for n in ('qkv.weight', 'qkv.bias', 'proj.weight', 'proj.bias')}
-    torch.testing.assert_close(tower(images.double()), program.encode_image(images.double()), rtol=0, atol=1e-12)
-    half = hf_clip().half().to('meta')
-    assert {(p.device.type, p.dtype) for p in from_transformers(half).parameters()} == {('meta', torch.float16)}
 
 
 def test_preprocessing_is_that_of_open_clip():
@@ -226,7 +219,7 @@ def test_preprocessing_is_that_of_open_clip():
     assert program.visual.preprocess_cfg['resize_mode'] == 'squash' and tuple(program.visual.image_size) == (32, 32)
 
 
-OTHER = "its output for a random image differs from timm's, so one of its layers computes something else"
+OTHER = "its output for a random image differs from timm's"
 
 
 @pytest.mark.parametrize('build, map_, error, message', [
@@ -237,11 +230,10 @@ OTHER = "its output for a random image differs from timm's, so one of its layers
     (lambda: changed(clip(), BLOCK + 'mlp.last', nn.Tanh()), from_open_clip, ValueError, OTHER),
     (lambda: clip(qk_norm=True), from_open_clip, ValueError, r'Unexpected key.*blocks\.0\.attn\.(ln_|norm)q\.weight'),
     (lambda: changed(clip(), 'visual.adapter', nn.Linear(4, 4)), from_open_clip, ValueError, 'Unexpected key.*adapter.weight'),
-    (lambda: changed(clip(), 'visual.ln_post', nn.LayerNorm(64).double()), from_open_clip, ValueError, 'it does not compute an embedding'),
     (lambda: changed(clip(), 'visual.ln_post.eps', 0.1), from_open_clip, ValueError, OTHER),
     (lambda: open_clip.CLIP(32, dict(layers=(1, 1, 1, 1), width=8, head_width=8, image_size=32), TEXT),
      from_open_clip, TypeError, "expected open_clip's own VisionTransformer"),
-    (lambda: nn.Linear(2, 2), from_open_clip, TypeError, 'from_open_clip got a Linear'),
+    (lambda: nn.Linear(2, 2), from_open_clip, TypeError, 'from_open_clip got a .*Linear'),
     (lambda: nn.Linear(2, 2), from_transformers, TypeError, 'expected CLIPModel, SiglipModel'),
     (lambda: hf_siglip(vision_use_head=False), from_transformers, ValueError, 'no pooling head'),
     (lambda: changed(hf_siglip(), LAYER + 'mlp.activation_fn', nn.Tanh()), from_transformers, ValueError, OTHER),
@@ -269,30 +261,19 @@ def test_a_program_with_a_tower_is_copied_and_saved_by_its_own_means(images, tmp
         assert not torch.equal(embedding_of(program, images), expected)
 
 
-def test_a_program_that_uses_the_tokens_keeps_its_tower():
-    program = clip()
-    program.visual.output_tokens = True
-    with pytest.raises(TypeError, match='A CLIP also uses the patch tokens of its image tower'):
-        put_tower_(program, from_open_clip(program))
-
-
 def test_a_tower_that_does_not_fit_is_not_put_in(images):
     other = timm.create_model('vit_tiny_patch16_224', img_size=32, num_classes=7)
     for program in (clip(), hf_clip(), hf_siglip()):
         expected, names = embedding_of(program, images), list(program.state_dict())
-        with pytest.raises(ValueError, match='width 7; this model needs 32|192 features and 7 classes; this'):
+        with pytest.raises(ValueError, match='embeddings of width 7; this model needs 32'):
             put_tower_(program, other)
-        for wrong in (None, 'vit', nn.Linear(3, 32)):
-            with pytest.raises(TypeError, match='The tower must be a timm model'):
-                put_tower_(program, wrong)
-        fitting = from_open_clip(program) if isinstance(program, open_clip.CLIP) else from_transformers(program)
-        with pytest.raises(ValueError, match=r'The tower is torch.float64, the tower of this model torch.float32'):
-            put_tower_(program, fitting.double())
         assert torch.equal(embedding_of(program, images), expected) and list(program.state_dict()) == names
     with pytest.raises(ValueError, match='embeddings of width 1024; this model needs 32'):
         put_tower_(clip(), timm.create_model('mobilenetv3_small_050', num_classes=0))
-    with pytest.raises(TypeError, match='put_tower_ got a VisionTransformer: expected an open_clip model'):
-        put_tower_(other, other)
+    with_tokens = changed(clip(), 'visual.output_tokens', True)
+    for program in (other, with_tokens):
+        with pytest.raises(TypeError, match='put_tower_ got a .*gives no patch tokens'):
+            put_tower_(program, other)
 
 
 @pytest.mark.parametrize('how', [dict(steps=6, halting='acceleration', halting_threshold=1e4), dict(method='dopri5'), dict(tokens=0.5)], ids=str)
@@ -331,20 +312,17 @@ def test_the_projection_of_a_timm_tower_of_open_clip_stays(projection):
     put = put_tower_(program, copy.deepcopy(program.visual.trunk))
     torch.testing.assert_close(embedding_of(program, images), expected, **CLOSE)
     put.restore()
-    with pytest.raises(ValueError, match='no classes and 384 features; this model projects 192 to 192'):
+    with pytest.raises(ValueError, match='width 384; this model needs 192'):
         put_tower_(program, timm.create_model('vit_small_patch16_224', num_classes=0))
     put_tower_(program, timm.create_model('vit_tiny_patch16_224', num_classes=192))
 
 
-def test_towers_are_restored_in_the_opposite_order(images):
+def test_towers_are_restored_in_the_opposite_order():
     program = clip()
     original = program.visual
-    first, second = from_open_clip(program), from_open_clip(program)
-    one = put_tower_(program, first)
-    two = put_tower_(program, second)
-    with pytest.raises(ValueError, match='another one was put in later and must be restored first'):
+    one, two = (put_tower_(program, from_open_clip(clip())) for _ in range(2))
+    with pytest.raises(ValueError, match='another one was put in later'):
         one.restore()
-    assert program.visual.trunk is second
     two.restore()
     one.restore()
     assert program.visual is original
@@ -365,17 +343,14 @@ def test_restored_after_the_program_was_moved(build, map_, images):
     assert all(tensor.is_meta for tensor in program.state_dict().values())
 
 
-NAMES = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
-
-
 def test_a_student_is_classified_by_the_untouched_text_tower():
     """A miniature CLIP learns to read digits; its tower, converted and calibrated, is used through its text tower."""
-    torch.manual_seed(0)
     digits = load_digits()
     pixels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
     x, y = F.interpolate(pixels, size=32).expand(-1, 3, -1, -1).contiguous(), torch.tensor(digits.target)
     program = open_clip.CLIP(32, {**VISION, 'layers': 4}, {**TEXT, 'layers': 1})
-    tokens = open_clip.get_tokenizer('ViT-B-32', context_length=16)([f'the digit {name}' for name in NAMES])
+    words = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
+    tokens = open_clip.get_tokenizer('ViT-B-32', context_length=16)([f'the digit {word}' for word in words])
     program.token_embedding.requires_grad_(False)  # most of the time of an update
     optimizer = torch.optim.AdamW(program.parameters(), lr=1e-3)
     for _ in range(240):
@@ -390,15 +365,10 @@ def test_a_student_is_classified_by_the_untouched_text_tower():
     teacher = from_open_clip(program)
     tower = copy.deepcopy(teacher)
     convert_(tower, time='low_rank', rank=8, init='svd')
-    held_out = (x[1500:], y[1500:])
-    untrained = evaluate_embeddings(tower, held_out, class_embeddings=names).results[0].zero_shot
     calibrate_(tower, teacher, x[:1500], epochs=(2, 2), batch_size=64, progress=False)
-    theirs, ours = evaluate_embeddings(tower, held_out, class_embeddings=names, teacher=teacher).results
-    assert theirs.zero_shot > 75 and ours.zero_shot > 0.8 * theirs.zero_shot and ours.zero_shot > untrained
-    # the same through the program
+    theirs, ours = evaluate_embeddings(tower, (x[1500:], y[1500:]), class_embeddings=names, teacher=teacher).results
+    assert theirs.zero_shot > 75 and ours.zero_shot > 0.8 * theirs.zero_shot
     put_tower_(program, tower)
     with torch.no_grad():
         logits = program.get_logits(x[1500:], tokens)[0]
     assert 100 * (logits.argmax(-1) == y[1500:]).double().mean().item() == pytest.approx(ours.zero_shot, abs=0.7)
-    with pytest.raises(ValueError, match=r'class_embeddings have the shape \[9, 32\]; expected one row for each'):
-        evaluate_embeddings(tower, held_out, class_embeddings=names[:9])

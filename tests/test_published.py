@@ -99,5 +99,5 @@ def test_weights_that_are_not_here_are_looked_for_once_and_the_failure_is_one_li
     monkeypatch.setattr(cfg, 'file', None)
     with pytest.raises(OSError) as e:
         timm.create_model(architecture, pretrained=True, pretrained_cfg=cfg)
-    assert str(e.value).startswith(f'model.safetensors of timm-odevit/{name} is not on this machine, and cannot be downloaded: ')
+    assert str(e.value).startswith(f'model.safetensors of timm-odevit/{name} could not be downloaded: ')
     assert '\n' not in str(e.value)

@@ -48,9 +48,6 @@ def test_a_model_on_the_hub_is_converted_by_the_command_line(hub, vit, images, t
     assert cli.main(['convert', 'hf-hub:org/teacher', out, '--phases', '3']) == 0, capsys.readouterr().err
     again = timm.create_model(f'local-dir:{out}', pretrained=True).eval()
     torch.testing.assert_close(again(images), model(images))
-    small = str(tmp_path / 'small')
-    assert cli.main(['convert', 'hf-hub:org/teacher', small, '--size', '100kB']) == 0, capsys.readouterr().err
-    assert (tmp_path / 'small' / 'model.safetensors').stat().st_size < 110_000
     assert cli.main(['convert', 'hf-hub:org/nothing', str(tmp_path / 'none')]) == 2
     error = capsys.readouterr().err
     assert 'org/nothing' in error and 'Traceback' not in error and not (tmp_path / 'none').exists()
@@ -59,14 +56,12 @@ def test_a_model_on_the_hub_is_converted_by_the_command_line(hub, vit, images, t
 def test_cards_have_metadata_that_the_hub_understands_and_code_that_runs(hub, student, images, monkeypatch):
     rows = json.loads(evaluate(student, [(images, torch.tensor([0, 1]))], steps=(3, 6), teacher=student).to_json())
     push_to_hub(student, 'org/student', results=rows, dataset='CIFAR-10', license='mit')
-    assert hub.sent('POST', '/api/validate-yaml')  # what ModelCard.validate does, of which old versions name the host themselves
     card = ModelCard(hub.repos['org/student'].at('main')[1]['README.md'].decode())
     assert card.data.license == 'mit' and card.data.datasets == ['cifar10'] and card.data.library_name == 'timm'
     assert [r.metric_name for r in card.data.eval_results] == ['top-1 with K = 3', 'top-1 with K = 6']
     assert card.data.eval_results[0].metric_value == pytest.approx(rows[1]['top1'] / 100)
-    code = card.text.split('```python\n')[1].split('```')[0]
     names = {}
-    exec(code, names)
+    exec(card.text.split('```python\n')[1].split('```')[0], names)
     assert names['logits'].shape == (1, 5) and len(names['model'].blocks) == 3  # half of 6, and merged
     assert '- Base: `vit_tiny_patch16_224`' in card.text and '@article' in card.text
 
@@ -77,8 +72,8 @@ def test_a_missing_and_an_empty_repository(hub, student):
         with pytest.raises(getattr(huggingface_hub.errors, error)):
             load(name)
     repo = hub.repos['org/student']
-    repo.commit('main', {k: v for k, v in repo.at('main')[1].items() if k == 'config.json'} | {'pytorch_model.bin': b'\x80'})
-    with pytest.raises(ValueError, match='org/student on the Hub holds no model.safetensors'):
+    repo.commit('main', {'config.json': repo.at('main')[1]['config.json'], 'pytorch_model.bin': b'\x80'})
+    with pytest.raises(OSError, match='model.safetensors of org/student could not be downloaded'):
         load('org/student')
     assert not hub.sent('GET', 'pytorch_model.bin')
 
@@ -94,15 +89,13 @@ def test_a_published_model_is_downloaded_where_its_file_is_absent(hub, student, 
     assert hub.sent('GET', 'model.safetensors')
 
 
-def test_another_file_of_a_repository(hub, student, vit, images):
+def test_another_file_of_a_repository(hub, student):
     push_to_hub(student, 'org/student')
-    repo, other = hub.repos['org/student'], vit()
-    convert_(other, student.blocks.config)
-    state = {k: v * 2 for k, v in student.state_dict().items()}
-    repo.commit('main', {**repo.at('main')[1], 'other.safetensors': save(state)})
+    repo, twice = hub.repos['org/student'], {k: v * 2 for k, v in student.state_dict().items()}
+    repo.commit('main', {**repo.at('main')[1], 'other.safetensors': save(twice)})
     found = load('org/student', pretrained_cfg_overlay={'hf_hub_filename': 'other.safetensors'})
     assert torch.equal(found.head.weight, 2 * student.head.weight)
-    with pytest.raises(ValueError, match="'other.bin' of org/student is not read"):
+    with pytest.raises(ValueError, match="'other.bin': only .safetensors files are read"):
         load('org/student', pretrained_cfg_overlay={'hf_hub_filename': 'other.bin'})
 
 
@@ -121,15 +114,6 @@ def test_there_and_back_gives_the_same_logits(hub, student, vit, images, tmp_pat
     plain = vit()
     push_to_hub(plain, 'org/teacher')
     assert torch.equal(load('org/teacher')(images), plain(images))
-
-
-def test_what_is_there_is_not_sent_again(hub, student):
-    first = push_to_hub(student, 'org/student')
-    commits, uploads = (len(hub.sent(*what)) for what in (('POST', '/commit/'), ('PUT', '/lfs/')))
-    assert push_to_hub(student, 'org/student') == first and len(hub.sent('POST', '/commit/')) == commits
-    student.blocks.steps = 3
-    push_to_hub(student, 'org/student')
-    assert len(hub.sent('PUT', '/lfs/')) == uploads + 1  # the stored output
 
 
 def test_private_and_another_branch_and_a_pull_request(hub, student, tmp_path, monkeypatch):
@@ -177,25 +161,17 @@ def test_what_cannot_be_sent(hub, student, tmp_path):
     folder = save_pretrained(student, tmp_path / 'student')
     with pytest.raises(ValueError, match='A folder is sent as it is'):
         push_to_hub(folder, 'org/a', license='mit')
-    with pytest.raises(ValueError, match='must hold config.json and model.safetensors'):
+    with pytest.raises(FileNotFoundError):
         push_to_hub(tmp_path / 'empty', 'org/a')
-    for name, content, message in (('model.safetensors', b'junk', 'not a valid'), ('config.json', b'{', 'Expecting')):
-        folder = save_pretrained(student, tmp_path / name)
-        (folder / name).write_bytes(content)
-        with pytest.raises(ValueError, match=message):
-            push_to_hub(folder, 'org/a')
-    for given, message in ((dict(results=[{'top1': 1}], dataset='x'), 'results must be rows'),
-                           (dict(results={'top1': 1}, dataset='x'), 'results must be rows'),
-                           (dict(results=[{'model': 'model'}]), 'Results need the name of their dataset')):
-        with pytest.raises(ValueError, match=message):
+    (folder / 'model.safetensors').write_bytes(b'junk')
+    with pytest.raises(ValueError, match='not a valid'):
+        push_to_hub(folder, 'org/a')
+    for given in (dict(results=[{'top1': 1}], dataset='x'), dict(results=[{'agreement': 1}])):
+        with pytest.raises(ValueError, match='results must be rows .* with the name of their dataset'):
             push_to_hub(student, 'org/a', **given)
     student.pretrained_cfg = {**student.pretrained_cfg, 'license': None}
     with pytest.raises(ValueError, match='The licence of these weights is not known. Give license='):
         push_to_hub(student, 'org/a')
-    with torch.device('meta'):
-        meta = timm.create_model('odevit_tiny')
-    with pytest.raises(ValueError, match='meta device'):
-        push_to_hub(meta, 'org/a')
     assert not hub.repos
     with pytest.raises(OSError, match='org/a on the Hub: .*license'):
         push_to_hub(student, 'org/a', license='no-such-licence')
@@ -232,8 +208,5 @@ def test_the_command_line(hub, student, images, tmp_path, capsys):
     files = hub.repos['org/folder'].at('main')[1]
     assert files['README.md'].endswith(b'mine') and 'recipe.yaml' in files
     assert cli.main([*push[:2], 'org/folder', '--private']) == 2 and 'it exists and is public' in capsys.readouterr().err
-    for args, message in ((['--results', str(tmp_path / 'results.json')], 'Results need the name of their data'),
-                          (['--results', str(tmp_path / 'none.json')], 'none.json'),
-                          (['--license', 'no-such-licence'], 'license')):
-        assert cli.main([*push, *args]) == 2 and message in capsys.readouterr().err
-    assert cli.main([*push[:2], 'a/b/c']) == 2 and 'a/b/c' in capsys.readouterr().err
+    assert cli.main([*push, '--results', str(tmp_path / 'none.json')]) == 2 and 'none.json' in capsys.readouterr().err
+    assert cli.main([*push, '--license', 'no-such-licence']) == 2 and 'license' in capsys.readouterr().err

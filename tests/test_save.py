@@ -1,5 +1,4 @@
 import builtins
-import errno
 import io
 import json
 import os
@@ -11,7 +10,6 @@ import pytest
 import timm
 import torch
 from conftest import TINY, reloaded
-from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
@@ -78,13 +76,9 @@ def test_other_classes_and_another_image_size(vit, tmp_path):
 def test_checkpoint_path(vit, images, tmp_path):
     model = timm.create_model('odevit_tiny', **TINY).eval()
     save_pretrained(model, tmp_path / 'a')
-    torch.save(model.state_dict(), tmp_path / 'weights.pth')
-    for path in (tmp_path / 'a' / 'model.safetensors', tmp_path / 'weights.pth'):
-        again = timm.create_model('odevit_tiny', **TINY, checkpoint_path=str(path)).eval()
-        assert torch.equal(again(images), model(images))
-    overlay = dict(file=str(tmp_path / 'a' / 'model.safetensors'), num_classes=5)
-    again = timm.create_model('odevit_tiny', **TINY, pretrained=True, pretrained_cfg_overlay=overlay).eval()
-    assert torch.equal(again(images), model(images))
+    path = str(tmp_path / 'a' / 'model.safetensors')
+    for options in (dict(checkpoint_path=path), dict(pretrained=True, pretrained_cfg_overlay=dict(file=path, num_classes=5))):
+        assert torch.equal(timm.create_model('odevit_tiny', **TINY, **options).eval()(images), model(images))
 
 
 def test_what_cannot_be_described_is_refused_before_anything_is_written(tmp_path):
@@ -106,7 +100,7 @@ def test_what_cannot_be_described_is_refused_before_anything_is_written(tmp_path
 
 
 @pytest.mark.parametrize('name, value', [
-    ('dataset', 'my photos'), ('crop_pct', 0.05), ('std', (0., 1., 1.)), ('label_names', ['a\tb', *'bcde'])])
+    ('dataset', 'my photos'), ('crop_pct', 0.05), ('label_names', ['a\tb', *'bcde'])])
 def test_what_would_not_load_again_is_not_saved(vit, tmp_path, name, value):
     model = vit()
     save_pretrained(model, tmp_path / 'a')
@@ -117,12 +111,9 @@ def test_what_would_not_load_again_is_not_saved(vit, tmp_path, name, value):
     assert (tmp_path / 'a' / 'config.json').read_bytes() == before
 
 
-def test_a_licence_is_that_of_the_weights(tmp_path):
+def test_a_licence_is_that_of_the_weights():
     dino = timm.create_model('odevit_converted', base='vit_small_patch16_dinov3.lvd1689m', base_args=TINY)
     assert dino.pretrained_cfg['license'] == 'dinov3-license'
-    model = VisionTransformer(**TINY).eval()
-    save_pretrained(model, tmp_path / 'a', base='vit_tiny_patch16_224', base_args=TINY)
-    assert load(tmp_path / 'a').pretrained_cfg.get('license') is None
 
 
 def test_a_new_head_is_saved_whatever_the_keywords_of_the_base_were(images, tmp_path):
@@ -132,11 +123,13 @@ def test_a_new_head_is_saved_whatever_the_keywords_of_the_base_were(images, tmp_
     assert torch.equal(load(tmp_path / 'a')(images), model(images))
 
 
-def test_base_and_base_args_describe_a_model_from_elsewhere(images, tmp_path):
+@pytest.mark.parametrize('change', [lambda model: None, convert_])
+def test_base_and_base_args_describe_a_model_from_elsewhere(images, tmp_path, change):
     model = VisionTransformer(**TINY).eval()
-    convert_(model)
+    change(model)
     save_pretrained(model, tmp_path / 'a', base='vit_tiny_patch16_224', base_args=TINY)
-    assert torch.equal(load(tmp_path / 'a')(images), model(images))
+    again = load(tmp_path / 'a')
+    assert torch.equal(again(images), model(images)) and again.pretrained_cfg.get('license') is None
 
 
 @pytest.mark.parametrize('change', [
@@ -256,14 +249,7 @@ def test_a_disk_that_is_full_is_one_line(vit, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / 'b').exists()
 
 
-def test_a_folder_that_cannot_be_written_to_is_one_line(vit, tmp_path, monkeypatch):
+def test_a_file_is_no_folder(vit, tmp_path):
     (tmp_path / 'file').touch()
     with pytest.raises(ValueError, match='a file of that name exists'):
         save_pretrained(vit(), tmp_path / 'file')
-
-    def acquire(self, **kwargs):
-        raise OSError(errno.EROFS, 'Read-only file system', 'somewhere')
-    monkeypatch.setattr(FileLock, 'acquire', acquire)
-    with pytest.raises(OSError, match=r"^Cannot write to '.*a': Read-only file system\.$"):
-        save_pretrained(vit(), tmp_path / 'a')
-    assert not (tmp_path / 'a').exists()

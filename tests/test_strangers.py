@@ -37,41 +37,37 @@ CASES = {
     'an unknown keyword': ('model_args', {'code': 'import os'}, 'unexpected keyword argument'),
     'an unknown ode keyword': ('model_args', {'ode_code': 'import os'}, "unknown argument 'ode_code'"),
     'an unknown keyword of the base': ('model_args', {'base_args': {**BASE_ARGS, 'hook': 'os.system'}}, 'unexpected keyword'),
-    'an unknown entry of the cfg': ('pretrained_cfg', {'code': 'import os'}, "unknown entry 'code'"),
-    'a file elsewhere': ('pretrained_cfg', {'url': 'file:///etc/passwd'}, r"where the weights are .*\('url'\)"),
-    'a state dict': ('pretrained_cfg', {'state_dict': {'a': 1}}, r"\('state_dict'\)"),
-    'a checkpoint': ('model_args', {'checkpoint_path': '/etc/passwd'}, "gives 'checkpoint_path'"),
-    'an overlay': ('model_args', {'base_args': {**BASE_ARGS, 'pretrained_cfg_overlay': {'file': 'x'}}}, "'pretrained_cfg_overlay'"),
+    'an unknown entry of the cfg': ('pretrained_cfg', {'code': 'import os'}, "unexpected keyword argument 'code'"),
+    'a file elsewhere': ('pretrained_cfg', {'url': 'file:///etc/passwd'}, "'url' .*only the caller"),
+    'a state dict': ('pretrained_cfg', {'state_dict': {'a': 1}}, "'state_dict' .*only the caller"),
+    'a checkpoint': ('model_args', {'checkpoint_path': '/etc/passwd'}, "'checkpoint_path' .*only the caller"),
+    'an overlay': ('model_args', {'base_args': {**BASE_ARGS, 'pretrained_cfg_overlay': {'file': 'x'}}}, "'pretrained_cfg_overlay' .*only the"),
     'a base on the Hub': ('model_args', {'base': 'hf-hub:evil/model'}, "Unknown base 'hf-hub:evil/model'"),
     'a base that is no transformer': ('model_args', {'base': 'resnet18', 'base_args': {}}, 'cannot be built from'),
+    'a base with a tag that is none': ('model_args', {'base': 'vit_tiny_patch16_224.xx'}, 'Unknown base'),
     'itself as a base': ('model_args', {'base': 'odevit_converted'}, "Unknown base 'odevit_converted'"),
-    'width 10 ** 12': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': 10 ** 12}}, r'embed_dim 1000000000000; numbers'),
+    'width 10 ** 12': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': 10 ** 12}}, "'embed_dim' 1000000000000: numbers"),
     'width 98,304': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': 98304}}, 'numbers in its tensors'),
     'an image of 99,968': ('model_args', {'img_size': [99968, 99968]}, 'numbers in its tensors'),
-    'a negative width': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': -32}}, 'embed_dim -32'),
-    'depth 10 ** 6': ('model_args', {'base_args': {**BASE_ARGS, 'depth': 10 ** 6}}, 'depth 1000000; numbers from 0 to 256'),
-    'a million steps': ('model_args', {'ode_steps': 10 ** 6}, 'ode_steps 1000000'),
-    'no steps': ('model_args', {'ode_steps': 0}, 'steps must be a whole number of at least 1'),
-    'endless time': ('model_args', {'ode_T': float('inf')}, 'ode_T inf'),
-    'rank 10 ** 9': ('model_args', {'ode_time': 'low_rank', 'ode_rank': 10 ** 9}, 'ode_rank'),
-    'a field': ('model_args', {'ode_field': ['native']}, 'Unknown field'),
-    'classes': ('model_args', {'num_classes': 10 ** 10}, 'num_classes'),
-    'a layer by name': ('model_args', {'base_args': {**BASE_ARGS, 'act_layer': 'os.system'}}, 'cannot be built from'),
-    'a long string': ('model_args', {'global_pool': 'a' * 10 ** 6}, 'global_pool'),
-    'a zero byte': ('model_args', {'global_pool': 'avg\0'}, 'global_pool'),
-    'a long list': ('model_args', {'ode_boundaries': list(range(10 ** 5))}, 'ode_boundaries'),
-    'a mean of nothing': ('pretrained_cfg', {'mean': [float('nan')] * 3}, 'mean'),
-    'a crop of nothing': ('pretrained_cfg', {'crop_pct': 1e-12}, 'a number from 0.1 to 2'),
-    'labels of lists': (None, {'label_names': [['a'], ['b']]}, 'a name for each class'),
-    'a label that clears the screen': (None, {'label_names': ['\x1b[2J', 'a']}, 'a name for each class'),
-    'a licence of lists': ('pretrained_cfg', {'license': deep(400)}, r'has license \[+\.\.\.; expected text'),
-    'lists in lists in a keyword': ('model_args', {'base_args': {**BASE_ARGS, 'img_size': deep(400)}}, "11 deep, in 'img_size'"),
-    'no number of classes': (None, {'num_classes': 'ten'}, 'num_classes'),
-    'a base with a tag that is none': ('model_args', {'base': 'vit_tiny_patch16_224.xx'}, 'Unknown base'),
-    'a long keyword': ('model_args', {'x' * 10 ** 6: 1}, r"has 'x{59}\.\.\. 1\."),
-    'a keyword that clears the screen': ('model_args', {'\x1b[2J': 1}, r"has '\\x1b\[2J' 1\."),
+    'a negative width': ('model_args', {'base_args': {**BASE_ARGS, 'embed_dim': -32}}, 'cannot be built from'),
+    'depth 10 ** 6': ('model_args', {'base_args': {**BASE_ARGS, 'depth': 10 ** 6}}, "'depth' 1000000: numbers from 0 to 256"),
     'thousands of layers in stages': (
-        'model_args', {'base': 'swin_tiny_patch4_window7_224', 'base_args': {'depths': [1024] * 4}}, 'depths 1024'),
+        'model_args', {'base': 'swin_tiny_patch4_window7_224', 'base_args': {'depths': [1024] * 4}}, "'depths' 1024"),
+    'a million steps': ('model_args', {'ode_steps': 10 ** 6}, "'ode_steps' 1000000"),
+    'endless time': ('model_args', {'ode_T': float('inf')}, "'ode_T' inf"),
+    'rank 10 ** 9': ('model_args', {'ode_time': 'low_rank', 'ode_rank': 10 ** 9}, 'ode_rank'),
+    'classes': ('model_args', {'num_classes': 10 ** 10}, 'num_classes'),
+    'no number of classes': (None, {'num_classes': 'ten'}, 'cannot be built from'),
+    'a layer by name': ('model_args', {'base_args': {**BASE_ARGS, 'act_layer': 'os.system'}}, 'cannot be built from'),
+    'a long string': ('model_args', {'global_pool': 'a' * 10 ** 6}, 'cannot be built from'),
+    'a long list': ('model_args', {'ode_boundaries': list(range(10 ** 5))}, "'ode_boundaries' .*too long"),
+    'a long keyword': ('model_args', {'x' * 10 ** 6: 1}, 'cannot be built from'),
+    'a mean of nothing': ('pretrained_cfg', {'mean': [float('nan')] * 3}, "'mean' nan"),
+    'a crop of nothing': ('pretrained_cfg', {'test_crop_pct': 1e-12}, "'test_crop_pct' 1e-12: numbers from 0.1 to 2"),
+    'a licence of lists': ('pretrained_cfg', {'license': deep(400)}, r"'license' \[+\.\.\.: it is too long or too deep"),
+    'lists in lists in a keyword': ('model_args', {'base_args': {**BASE_ARGS, 'img_size': deep(400)}}, "'img_size' .*too deep"),
+    'a label that clears the screen': (None, {'label_names': ['\x1b[2J', 'a']}, r"'label_names' '\\x1b\[2J': it cannot be printed"),
+    'a keyword that clears the screen': ('model_args', {'\x1b[2J': 1}, r"'\\x1b\[2J' 1: it cannot be printed"),
 }
 
 
@@ -106,23 +102,13 @@ def test_a_model_larger_than_its_weights_is_not_built(saved, case, monkeypatch):
     assert set(made) == {'meta'}
 
 
-OTHER = {
-    'another shape': ('norm.weight', lambda v: {'norm.weight': v[:3].clone()}),
-    'another name': ('norm.weight', lambda v: {'norms.weight': v}),
-    'an empty table': ('pos_embed', lambda v: {'pos_embed': v[:, :0].clone()}),
-    'a name that others use': ('norm.weight', lambda v: {'norm.weight': v, 'model': v.clone()}),
-}
-
-
-@pytest.mark.parametrize('case', OTHER)
-def test_weights_of_another_model(saved, case):
+@pytest.mark.parametrize('name, changed', [('norm.weight', lambda v: v[:3].clone()), ('norms.weight', lambda v: v)])
+def test_weights_of_another_model_are_refused(saved, name, changed):
     state = load_file(saved / 'model.safetensors')
-    name, made = OTHER[case]
-    state.update(made(state.pop(name)))
+    state[name] = changed(state.pop('norm.weight'))
     save_file(state, saved / 'model.safetensors')
-    with pytest.raises((ValueError, RuntimeError), match='weights') as e:
+    with pytest.raises(RuntimeError, match=r'loading state_dict .*\n.*norm'):
         timm.create_model(f'local-dir:{saved}', pretrained=True)
-    assert len(str(e.value)) < 600 and '\n' not in str(e.value)
 
 
 def test_what_the_caller_says_is_not_the_files(saved):
@@ -146,7 +132,7 @@ class Evil:
 def test_a_pickle_is_not_read(saved, name, tmp_path):
     (saved / 'model.safetensors').unlink()
     torch.save({'a': Evil()}, saved / name)
-    message = 'is not a valid safetensors file' if name == 'model.safetensors' else f'holds no model.safetensors. {name} is not read'
+    message = 'is not a valid safetensors file' if name == 'model.safetensors' else 'only .safetensors files are read, because a pickle can run code'
     with pytest.raises(ValueError, match=message):
         timm.create_model(f'local-dir:{saved}', pretrained=True)
     assert not Path('/tmp/odevit-evil').exists()

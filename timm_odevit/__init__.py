@@ -47,8 +47,7 @@ from .ode.blocks import with_steps
 from .ode.config import OdeConfig
 from .ode.solver import integrate
 from .reporting.report import write_report
-from .saving.push import push_to_hub
-from .saving.save import save_pretrained
+from .saving.save import push_to_hub, save_pretrained
 from .shrinking.run import shrink
 from .shrinking.verdict import Verdict
 from .training.config import CalibrationConfig, FitConfig, LossConfig

@@ -1,8 +1,7 @@
-"""The `odevit_*` models in timm's registry: a table of them, and the functions that build them."""
+"""The `odevit_*` models in timm's registry."""
 import copy
 import inspect
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,24 +18,14 @@ from .convert.block_kinds import find_stages, kinds
 from .convert.conversion import convert_
 from .convert.initialisation import set_per_layer
 from .convert.refusals import check_convertible
-from .features import FeaturesAtTimes, check_times
+from .features import FeaturesAtTimes
 from .hooks import on_meta
 from .ode.config import PREFIX, OdeConfig
 from .ode.time_dependence import RESIDUALS
-from .saving.loading import CONFIG, WEIGHTS, check_args, check_size, saved_in, weights_file
-from .settings import one_line
+from .saving.loading import CONFIG, WEIGHTS, check_args, check_size, weights_file
+from .settings import one_line, shown
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
-
-
-def _cfg(base: str, base_args: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a model with this base and these arguments of it: normalised as the base's images are."""
-    cfg: Any = timm.get_pretrained_cfg(base)
-    img_size = base_args.get('img_size', 224)
-    return dict(
-        input_size=(3, img_size, img_size), num_classes=1000, pool_size=None, crop_pct=0.9 if img_size == 224 else 1.0,
-        interpolation='bicubic', fixed_input_size=True, mean=cfg.mean, std=cfg.std, first_conv='patch_embed.proj',
-        classifier='head', license='apache-2.0', paper_ids='arXiv:2511.16501', paper_name='ODE-ViT')
 
 
 _PAPER = {'ode_field': 'lipschitz', 'ode_method': 'euler', 'ode_init': 'spectral'}
@@ -72,36 +61,40 @@ _PUBLISHED = {
 }
 
 
-def _published_cfg(name: str, cfg: dict[str, Any], classes: int) -> dict[str, Any]:
-    """The configuration of a published model; its weights are in this package or, if not there, on the Hub."""
-    cfg = {**cfg, 'num_classes': classes, 'hf_hub_id': f'timm-odevit/{name}'}
-    here = Path(__file__).parent
-    for folder in (here / 'published', here.parent / 'hub'):  # in an installed package, in a checkout
-        if (folder / name / WEIGHTS).is_file():
-            cfg['file'] = str(folder / name / WEIGHTS)
-            cfg['label_names'] = json.loads((folder / name / CONFIG).read_text()).get('label_names')
-            break
+def _cfg(name: str, classes: int | None = None) -> dict[str, Any]:
+    """The configuration of a model, normalised as its base's images are; `classes` is that of a published one."""
+    base, base_args, _ = _MODELS.get(name.partition('.')[0], ('vit_tiny_patch16_224', {}, None))
+    source: Any = timm.get_pretrained_cfg(base)
+    size = base_args.get('img_size', 224)
+    cfg = dict(
+        input_size=(3, size, size), num_classes=classes or 1000, pool_size=None, crop_pct=0.9 if size == 224 else 1.0,
+        interpolation='bicubic', fixed_input_size=True, mean=source.mean, std=source.std, first_conv='patch_embed.proj',
+        classifier='head', license='apache-2.0', paper_ids='arXiv:2511.16501', paper_name='ODE-ViT')
+    if classes:
+        cfg['hf_hub_id'] = f'timm-odevit/{name}'  # where the weights are if they are not here
+        here = Path(__file__).parent
+        for folder in (here.parent / 'hub' / name, here / 'published' / name):  # in a checkout, in an installed package
+            if (folder / WEIGHTS).is_file():
+                names = json.loads((folder / CONFIG).read_text()).get('label_names')
+                cfg |= {'file': str(folder / WEIGHTS), 'label_names': names}
     return cfg
 
 
 default_cfgs = generate_default_cfgs({
-    **{name: _cfg(*row[:2]) for name, row in _MODELS.items() if name not in _PUBLISHED},
-    'odevit_converted': _cfg('vit_tiny_patch16_224', {}),
-    **{f'{name}.{tag}': _published_cfg(f'{name}.{tag}', _cfg(*_MODELS[name][:2]), classes)
-       for name, tags in _PUBLISHED.items() for tag, classes in tags.items()},
-})
+    **{name: _cfg(name) for name in ('odevit_converted', *_MODELS) if name not in _PUBLISHED},
+    **{f'{name}.{tag}': _cfg(f'{name}.{tag}', classes)
+       for name, tags in _PUBLISHED.items() for tag, classes in tags.items()}})
 
 
-def _entry(name: str, base: str, base_args: dict[str, Any], ode: dict[str, Any] | None) -> Callable[..., nn.Module]:
+def _register(name: str, base: str, base_args: dict[str, Any], ode: dict[str, Any] | None) -> None:
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         return _create(name, base, pretrained, **{**(ode or {}), **base_args, **kwargs})
     create.__name__ = create.__qualname__ = name
-    create.__doc__ = f'ODE-ViT (arXiv 2511.16501) with width, stem and head from {base}; takes its keywords and ode_*.'
-    return create
+    globals()[name] = register_model(create)
 
 
 for _name, _row in _MODELS.items():
-    globals()[_name] = register_model(_entry(_name, *_row))
+    _register(_name, *_row)
 
 
 @register_model
@@ -112,27 +105,22 @@ def odevit_converted(
         **kwargs: Any,
 ) -> nn.Module:
     """Any converted model: `base` is the timm name of its base model; takes its keywords and ode_*."""
-    cfg: Any = kwargs.get('pretrained_cfg')
-    if saved_in(cfg):  # before the two sets of keywords are merged
-        check_args(saved_in(cfg), cfg, {'base_args': base_args})
     source = None
     with suppress(RuntimeError):  # an unknown tag
-        source = timm.get_pretrained_cfg(base) if isinstance(base, str) and timm.is_model(base) else None
+        source = timm.get_pretrained_cfg(base)
     if source is None or base.startswith('odevit_'):
         raise ValueError(
-            f"Unknown base '{str(base)[:100]}'. Give the timm name of the original model; see timm.list_models().")
-    if not kwargs.get('pretrained_cfg'):
-        # preprocessing is the base's, unless the caller or a saved config says otherwise
+            f'Unknown base {shown(base)}. Give the timm name of the original model; see timm.list_models().')
+    if not kwargs.get('pretrained_cfg'):  # preprocessing is the base's
         keys = ('input_size', 'fixed_input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'crop_mode',
                 'num_classes', 'first_conv', 'classifier')
-        own = {key: getattr(source, key) for key in keys if getattr(source, key) is not None}
+        own = {key: value for key in keys if (value := getattr(source, key)) is not None}
         kwargs['pretrained_cfg_overlay'] = {
             **own, 'license': source.license, **(kwargs.get('pretrained_cfg_overlay') or {})}
     return _create('odevit_converted', base, pretrained, **{**(base_args or {}), **kwargs})
 
 
 def _create(variant: str, base: str, pretrained: bool, /, **kwargs: Any) -> nn.Module:
-    """A model as timm's factory makes it."""
     overlay = kwargs.get('pretrained_cfg_overlay') or {}
     if {'hf_hub_id', 'url'} & set(overlay):  # in place of the file of a published model
         kwargs['pretrained_cfg_overlay'] = overlay = {'file': None, **overlay}
@@ -146,26 +134,20 @@ def _create(variant: str, base: str, pretrained: bool, /, **kwargs: Any) -> nn.M
             levels = len(config.steps)
         elif config.steps:
             levels = min(levels, config.steps + (config.blocks or (0,))[0])
-    if 'out_times' in kwargs and 'out_indices' in kwargs:
-        raise ValueError('out_times and out_indices both choose features. Give one of them.')
-    features: dict[str, Any] = dict(out_indices=kwargs.pop('out_indices', levels), feature_cls='getter')
+    features: dict[str, Any] = dict(out_indices=levels, feature_cls='getter')
     if 'out_times' in kwargs:
-        features = dict(out_times=check_times(kwargs.pop('out_times')), out_indices=(), feature_cls=FeaturesAtTimes)
-        if not kwargs.get('features_only'):
-            raise ValueError('out_times chooses features. Give features_only=True with it.')
-    try:
-        return build_model_with_cfg(
-            build, variant, pretrained, feature_cfg=features, pretrained_filter_fn=partial(_filter, base), **kwargs)
-    except RuntimeError as e:
-        if not str(e).startswith('Error(s) in loading'):  # its message is a page of names and shapes
-            raise
-        raise RuntimeError(f'The weights do not fit {variant}: {one_line(e)}') from e
+        if 'out_indices' in kwargs or not kwargs.get('features_only'):
+            raise ValueError('out_times chooses features. Give features_only=True with it, and no out_indices.')
+        features = dict(out_times=kwargs.pop('out_times'), out_indices=(), feature_cls=FeaturesAtTimes)
+    return build_model_with_cfg(
+        build, variant, pretrained, feature_cfg=features, pretrained_filter_fn=partial(_filter, base), **kwargs)
 
 
 def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str | None:
     """The file with the weights, if any; a model described by a config.json is first built without them."""
     cfg: Any = kwargs.get('pretrained_cfg')
-    where, saved = saved_in(cfg), kwargs.get('pretrained_model_args', {})
+    source, saved = cfg.get('source') if isinstance(cfg, dict) else '', kwargs.get('pretrained_model_args', {})
+    where = source and cfg['file' if source == 'local-dir' else 'hf_hub_id']
     if where:
         check_args(where, cfg, saved)
     resolved = resolve_pretrained_cfg(variant, cfg, kwargs.get('pretrained_cfg_overlay')) if pretrained else None
@@ -184,13 +166,9 @@ def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str 
 def _filter(base: str, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Apply the base's checkpoint filter, which resizes position embeddings, to everything but the residuals."""
     own = {k: v for k, v in state.items() if '.shared.' in k and any(f'.{part}.' in k for part in RESIDUALS)}
-    base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
     rest = {k: v for k, v in state.items() if k not in own}
-    try:
-        return {**(base_filter(rest, model) if base_filter else rest), **own}
-    except Exception as e:  # the filter reads tensors before it compares their shapes
-        raise ValueError(
-            f'These are not the weights of a converted {base}: {type(e).__name__}: {one_line(e)}') from e
+    base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
+    return {**(base_filter(rest, model) if base_filter else rest), **own}
 
 
 def _build(
@@ -209,10 +187,7 @@ def _build(
 
 
 def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
-    """The base with tensors for only one block of each kind, which the others that will be converted share.
-
-    It is built on the meta device to see its blocks, then with as few as it allows.
-    """
+    """The base with tensors for only one block of each kind, which the others that will be converted share."""
     with on_meta():
         whole: Any = timm.create_model(base, **{**kwargs, 'device': None})
     check_convertible(whole, OdeConfig(method='euler'))

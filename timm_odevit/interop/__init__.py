@@ -1,6 +1,5 @@
 """Vision transformers of other libraries: turned into timm models, and put back.
 
-build_vit        a timm model with another library's weights, compared with its model
 from_libraries   from_torchvision, from_open_clip, from_transformers: a timm model of a model of theirs
 put_tower        put_tower_: a timm model as the image tower of an open_clip or transformers model
 """

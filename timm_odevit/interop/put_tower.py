@@ -6,13 +6,11 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..hooks import on_meta, watch_blocks
-from .build_vit import type_of
-from .from_libraries import HOLDERS, kind_of
+from .from_libraries import HOLDERS, kind_of, type_of
 
 __all__ = ['PutTower', 'put_tower_']
 
 _OPEN_CLIP = ('open_clip.transformer.VisionTransformer', 'open_clip.timm_model.TimmModel')
-_KEPT = ('preprocess_cfg', 'image_mean', 'image_std')  # what open_clip records at a tower
 
 
 class PutTower:
@@ -25,10 +23,7 @@ class PutTower:
             setattr(program, name, module)
 
     def restore(self) -> None:
-        """Put the former tower back, on the device and in the dtype that the model has now.
-
-        Raises ValueError if the model no longer holds this tower.
-        """
+        """Put the former tower back, on the device and in the dtype that the model has now."""
         if any(getattr(self._program, name) is not module for name, module in self._new.items()):
             raise ValueError('The model no longer holds this tower: it was restored already, or another one was put in '
                              'later and must be restored first.')
@@ -47,19 +42,16 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
     """Make a timm model the image tower of an open_clip or transformers model, in place; the text tower is left alone.
 
     If the tower has no classes, the model applies its own projection, if that lies outside the former tower. The tower
-    is used as it is, not copied. The model saves it with the rest, but cannot rebuild it: save it by `save_pretrained`,
-    and put it in again after loading.
+    is used as it is, not copied, so it needs the dtype of the model. The model saves it with the rest, but cannot
+    rebuild it: save it by `save_pretrained`, and put it in again after loading. `restore()` of the returned PutTower
+    puts the former tower back.
 
     Args:
         model: open_clip CLIP or CustomTextCLIP; or transformers CLIPModel, CLIPVisionModelWithProjection, SiglipModel.
         tower: timm model, converted or not.
 
-    Returns:
-        PutTower, whose restore() puts the former tower back.
-
-    Raises:
-        TypeError: The model has no image tower that could be replaced, or the tower is no timm model.
-        ValueError: The tower's embeddings have another width, or its parameters another dtype.
+    Raises TypeError if the model has no image tower that could be replaced, and ValueError if the tower's embeddings
+    have another width.
 
     Examples:
         >>> tower = from_open_clip(clip)
@@ -69,23 +61,20 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
         >>> put.restore()
     """
     program: Any = unwrap_model(model)
-    if not all(hasattr(tower, name) for name in ('forward_features', 'forward_head', 'num_classes', 'num_features')):
-        raise TypeError(f'The tower must be a timm model; got {type(tower).__name__}. See from_open_clip and '
-                        'from_transformers.')
-    visual = unwrap_model(getattr(program, 'visual', None))
-    if type_of(visual) in _OPEN_CLIP:
-        return PutTower(program, tower, {'visual': _in_open_clip(program, visual, tower)})
+    visual: Any = unwrap_model(getattr(program, 'visual', None))
     if kind_of(program) in HOLDERS:
         return PutTower(program, tower, _in_transformers(program, tower))
-    raise TypeError(
-        f'put_tower_ got a {type(program).__name__}: expected an open_clip model whose visual is its VisionTransformer '
-        f"or a TimmModel, or one of transformers ({', '.join(HOLDERS)}).")
+    if type_of(visual) not in _OPEN_CLIP or getattr(visual, 'output_tokens', False):
+        raise TypeError(
+            f'put_tower_ got a {type(program).__name__}; expected a model of transformers ({", ".join(HOLDERS)}), or '
+            'one of open_clip whose visual is its VisionTransformer or a TimmModel and gives no patch tokens.')
+    return PutTower(program, tower, {'visual': _in_open_clip(visual, tower)})
 
 
-def _check_dtype(old: nn.Module, tower: nn.Module) -> None:
-    wanted, dtype = (next(m.parameters()).dtype for m in (old, tower))
-    if dtype != wanted:
-        raise ValueError(f'The tower is {dtype}, the tower of this model {wanted}. Call tower.to({wanted}) first.')
+def _check_width(tower: Any, needed: int) -> None:
+    if (width := tower.num_classes or _features(tower)) != needed:
+        raise ValueError(f'The tower gives embeddings of width {width}; this model needs {needed}. Build it with '
+                         f'num_classes={needed}.')
 
 
 def _features(tower: Any) -> int:
@@ -93,33 +82,23 @@ def _features(tower: Any) -> int:
     return int(getattr(tower, 'head_hidden_size', tower.num_features))
 
 
-def _in_open_clip(program: Any, old: Any, tower: Any) -> nn.Module:
+def _in_open_clip(old: Any, tower: Any) -> nn.Module:
     from open_clip.timm_model import TimmModel
-    if getattr(old, 'output_tokens', False):
-        raise TypeError(
-            f'A {type(program).__name__} also uses the patch tokens of its image tower, but a timm tower gives only '
-            'embeddings.')
-    _check_dtype(old, tower)
-    head, width, features = None, getattr(old, 'output_dim', 0), _features(tower)
+    head, needed = None, getattr(old, 'output_dim', 0)
     if isinstance(old, TimmModel):
         layers = [module for module in old.head.modules() if isinstance(module, nn.Linear)]
-        width = layers[-1].out_features if layers else old.trunk.num_classes or _features(old.trunk)
-        if layers and 'pool' not in dict(old.head.named_children()) and not tower.num_classes:
-            head = old.head
-            if features != layers[0].in_features:
-                raise ValueError(f'The tower has no classes and {features} features; this model projects '
-                                 f'{layers[0].in_features} to {width}.')
-    if head is None and (tower.num_classes or features) != width:
-        raise ValueError(f'The tower gives embeddings of width {tower.num_classes or features}; this model needs '
-                         f'{width}.')
+        needed = layers[-1].out_features if layers else old.trunk.num_classes or _features(old.trunk)
+        if layers and not hasattr(old.head, 'pool') and not tower.num_classes:
+            head, needed = old.head, layers[0].in_features
+    _check_width(tower, needed)
     with on_meta():  # open_clip's own wrapper, which builds a model of its own by name
-        visual = TimmModel('test_vit', width, pool='', proj='none')
+        visual = TimmModel('test_vit', needed, pool='', proj='none')
     visual.trunk = tower
     if head is not None:
         visual.head = head
     size = getattr(getattr(tower, 'patch_embed', None), 'img_size', None)
     visual.image_size = old.image_size if size is None else to_2tuple(size)
-    for key in _KEPT:
+    for key in ('preprocess_cfg', 'image_mean', 'image_std'):  # what open_clip records at a tower
         if hasattr(old, key):
             setattr(visual, key, getattr(old, key))
     visual.training = old.training
@@ -127,26 +106,22 @@ def _in_open_clip(program: Any, old: Any, tower: Any) -> nn.Module:
 
 
 def _in_transformers(program: Any, tower: Any) -> dict[str, nn.Module]:
-    old, projection = program.vision_model, getattr(program, 'visual_projection', None)
-    _check_dtype(old, tower)
-    hidden = getattr(program.config, 'vision_config', program.config).hidden_size
-    visual = _VisionModel(tower, projection is None, program.config)
-    visual.training = old.training  # the tower keeps its own mode
-    if projection is not None and tower.num_classes == projection.out_features:
+    projection = getattr(program, 'visual_projection', None)
+    projects = projection is not None and tower.num_classes == projection.out_features
+    visual = _VisionModel(tower, program.config, normed=projection is None, pre_logits=projects)
+    visual.training = program.vision_model.training  # the tower keeps its own mode
+    if projects:
         return {'vision_model': visual, 'visual_projection': _Head(tower)}
-    if tower.num_classes or _features(tower) != hidden:
-        or_head = '' if projection is None else f', or a head of {projection.out_features} classes'
-        raise ValueError(f'The tower has {_features(tower)} features and {tower.num_classes} classes; this '
-                         f'{type(program).__name__} takes {hidden} features without classes (num_classes=0){or_head}.')
+    _check_width(tower, getattr(program.config, 'vision_config', program.config).hidden_size)
     return {'vision_model': visual}
 
 
 class _Head(nn.Module):
-    """The head of a tower that the program owns already, where its parameters are registered once."""
+    """The head of a tower that is part of the program already."""
 
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()
-        self._tower = [tower]  # a list keeps it from being registered here, too
+        self._tower = [tower]  # in a list, so that its parameters are not registered twice
 
     def forward(self, pooled: Tensor) -> Tensor:
         tower: Any = self._tower[0]
@@ -155,13 +130,14 @@ class _Head(nn.Module):
 
 
 class _VisionModel(nn.Module):
-    """A timm tower with the arguments and the outputs of a vision model of transformers."""
+    """A timm tower with the arguments and the outputs of a vision model of transformers.
 
-    def __init__(self, tower: Any, normed: bool, config: Any) -> None:
+    `normed`: whether last_hidden_state is after the last norm, as in SigLIP, but not in CLIP.
+    """
+
+    def __init__(self, tower: Any, config: Any, *, normed: bool, pre_logits: bool) -> None:
         super().__init__()
-        self.tower = tower
-        self.config = config
-        self.normed = normed  # whether last_hidden_state is after the last norm: in SigLIP, but not in CLIP
+        self.tower, self.config, self.normed, self.pre_logits = tower, config, normed, pre_logits
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -171,22 +147,17 @@ class _VisionModel(nn.Module):
     def gradient_checkpointing(self, enable: bool) -> None:
         self.tower.set_grad_checkpointing(enable)
 
-    def forward(self, pixel_values: Tensor, interpolate_pos_encoding: bool = False, **kwargs: Any) -> Any:
+    def forward(self, pixel_values: Tensor, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPooling
-        for key in ('output_hidden_states', 'output_attentions'):
+        for key in ('output_hidden_states', 'output_attentions', 'interpolate_pos_encoding'):
             if kwargs.get(key, getattr(self.config, key, False)):
-                raise ValueError(
-                    f'{key}=True does not work with a timm tower. Use '
-                    'model.vision_model.tower.forward_intermediates(images) or attention_over_time.')
-        if interpolate_pos_encoding:
-            raise ValueError(
-                'interpolate_pos_encoding=True does not work with a timm tower. For other image sizes, build it with '
-                'dynamic_img_size=True.')
+                raise ValueError(f'{key}=True does not work with a timm tower. Use its forward_intermediates(images) '
+                                 'or attention_over_time; for other image sizes, build it with dynamic_img_size=True.')
         tower = self.tower
         norm = None if self.normed else getattr(tower, 'norm', None)
         with watch_blocks([[norm]] if isinstance(norm, nn.Module) else []) as records:
             features = tower.forward_features(pixel_values.to(next(tower.parameters()).dtype))
         output = BaseModelOutputWithPooling(
             last_hidden_state=records[0][0][0] if records else features,
-            pooler_output=tower.forward_head(features, pre_logits=True))
+            pooler_output=tower.forward_head(features, pre_logits=self.pre_logits))
         return output.to_tuple() if kwargs.get('return_dict') is False else output

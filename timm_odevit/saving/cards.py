@@ -44,37 +44,17 @@ model.blocks.steps = {{ [1, own // 2] | max }}    # fewer steps cost less; {{ ow
 timm_odevit.merge_(model)    # for inference: as fast as a plain ViT; fixes the number of steps
 {%- endif %}
 ```
-{%- if about %}
+{%- for heading, text in sections if text %}
 
-## The model
+## {{ heading }}
 
-{{ about }}
-{%- endif %}
-{%- if table %}
-
-## Results
-
-{{ protocol }}
-
-{{ table }}
-{%- endif %}
-{%- if training %}
-
-## How it was trained
-
-{{ training }}
-{%- endif %}
-{%- if limits %}
-
-## Limits
-
-{{ limits }}
-{%- endif %}
+{{ text }}
+{%- endfor %}
 
 ## Licence and provenance
 
 Licence: {{ licence }}.{{ provenance }}
-{%- if about %}
+{%- if cited %}
 
 ## Citation
 
@@ -96,7 +76,6 @@ _COST = ('K evaluations of the shared block cost what K blocks cost: it has fewe
          'not less compute.')
 _SETTINGS = ('field', 'method', 'steps', 'T', 'time', 'rank', 'phases', 'blocks', 'init', 'halting',
              'halting_threshold')
-_KEYS = {'agreement', 'images', 'kept', 'model', 'nfe', 'parameters', 'steps', 'top1', 'top5'}
 _COLUMNS = ('model', 'K', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'kept %', 'agreement %')
 
 
@@ -114,30 +93,14 @@ def model_card(
         license: str | None = None,
         provenance: str = '',
 ) -> str:
-    """A model's card: Markdown, preceded by metadata.
-
-    Args:
-        name: Name to pass to `timm.create_model`, such as 'hf-hub:org/name'.
-        model: The model; the card states its base, settings and size.
-        results: Rows of `Evaluation.to_json`.
-        dataset: Dataset of the results, such as 'CIFAR-100'.
-        trained_at: Step counts that the model was trained with; bold in the table.
-        summary, protocol, training, limits, provenance: What it is, how it was measured and trained, what it cannot do,
-            and where weights and data come from, in Markdown.
-        license: The Hub's identifier of the licence; None for that of the weights from which the model was made.
-
-    Raises:
-        ValueError: The licence is not known, or the results have no dataset or are not rows of `Evaluation.to_json`.
-    """
+    """A model's card, from Markdown: `name` is for `timm.create_model`, the step counts `trained_at` are bold."""
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     license = license or cfg.get('license')
     if not license:
         raise ValueError("The licence of these weights is not known. Give license=, such as 'apache-2.0'.")
-    if results and not dataset:
-        raise ValueError("Results need the name of their dataset, such as dataset='CIFAR-100'.")
-    if not all(isinstance(row, Mapping) and _KEYS <= set(row) for row in results):
-        raise ValueError('results must be rows as returned by json.loads(evaluate(...).to_json()), with '
-                         f"{', '.join(sorted(_KEYS))}.")
+    if results and not (dataset and all('agreement' in row for row in results)):
+        raise ValueError("results must be rows as returned by json.loads(evaluate(...).to_json()), with the name of "
+                         "their dataset, such as dataset='CIFAR-100'.")
     blocks = find_ode_blocks(model)
     own = blocks[0].steps if len(blocks) == 1 else None
     rows = [r for r in results if r['model'] != 'teacher']
@@ -149,33 +112,34 @@ def model_card(
         pipeline_tag=kind,
         tags=[kind, 'timm', *(['ode-vit'] if blocks else [])],
         datasets=[dataset_id] if dataset else None,
-        model_name=name.rsplit('/', 1)[-1].removeprefix('hf-hub:') if rows else None,
+        model_name=name.rsplit('/', 1)[-1] if rows else None,
         eval_results=[EvalResult(
             task_type='image-classification', dataset_type=dataset_id, dataset_name=dataset, metric_type='accuracy',
             metric_value=round(row['top1'] / 100, 6),
             metric_name='top-1' if row['steps'] is None else f"top-1 with K = {row['steps']}") for row in rows] or None,
     )
+    if not summary:
+        summary = (f'An image classifier for {dataset}.' if rows else f'A timm {type(model).__name__}.' if not blocks
+                   else 'A vision transformer whose blocks are one shared block that an ODE solver evaluates K times '
+                        '(ODE-ViT, arXiv 2511.16501).')
+    classes, measured = cfg.get('label_names'), ''
     if rows:
         protocol = protocol or f"On {rows[0]['images']:,} images of {dataset}."
-    classes = cfg.get('label_names')
+        measured = (f"{protocol}{' It was trained with the K in bold.' if trained_at else ''}\n\n"
+                    f'{_table(results, own, trained_at)}')
     return str(ModelCard.from_template(
         metadata,
         template_str=_TEMPLATE,
         title=name.removeprefix('hf-hub:'),
         name=name,
-        summary=summary or (
-            f'An image classifier for {dataset}.' if rows else f'A timm {type(model).__name__}.' if not blocks else
-            'A vision transformer whose blocks are one shared block that an ODE solver evaluates K times (ODE-ViT, '
-            'arXiv 2511.16501).'),
+        summary=summary,
         classes=[*map(_plain, classes)] if isinstance(classes, (list, tuple)) else [],
         output='logits' if model.num_classes else 'embedding',
         own=None if set(trained_at) == {own} else own,  # one K in training leaves no choice
         merges=any(b.shared.depends_on_time and not b.config.adaptive for b in blocks),
-        about=_about(model),
-        protocol=f"{protocol}{' It was trained with the K in bold.' if trained_at else ''}",
-        table=_table(results, own, trained_at) if rows else '',
-        training=training,
-        limits=f"{limits} {_COST if blocks else ''}".strip(),
+        sections=[('The model', _about(model)), ('Results', measured), ('How it was trained', training),
+                  ('Limits', f"{limits} {_COST if blocks else ''}".strip())],
+        cited=blocks,
         licence=_plain(license),
         provenance=f' {provenance}'.rstrip(),
         version=__version__,

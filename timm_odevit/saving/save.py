@@ -1,5 +1,7 @@
-"""save_pretrained: a folder that `timm.create_model('local-dir:...')` rebuilds exactly."""
+"""save_pretrained: a folder that `timm.create_model('local-dir:...')` rebuilds exactly; push_to_hub: sends it."""
 import json
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any
 
 import timm
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import save_file
 from timm.data import resolve_model_data_config
 from timm.models import get_model_args, save_for_hf
@@ -20,11 +23,15 @@ from ..ode.blocks import find_ode_blocks
 from ..ode.config import PREFIX
 from ..ode.methods import Step
 from ..ode.solver import Solver
+from ..settings import one_line
+from .cards import model_card
 from .loading import CONFIG, WEIGHTS, check_args
 
-__all__ = ['CARD', 'REFERENCE', 'describe', 'save_pretrained', 'save_reference', 'structure']
+__all__ = ['CARD', 'describe', 'push_to_hub', 'save_pretrained', 'save_reference']
 
 CARD, REFERENCE = 'README.md', 'test/tensors.safetensors'
+# the files of a model's folder that are sent, with the recipes of earlier runs; never a pickle
+_SENT = [WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', 'earlier*.yaml', 'results.json']
 # attributes that do not change what an eval-mode model computes
 _RUNTIME = ('training', 'grad_checkpointing', 'fused_attn', 'distilled_training')
 _TOP = ('img_size', 'num_classes', 'in_chans', 'global_pool')  # arguments that a caller may override when loading
@@ -39,40 +46,29 @@ def save_pretrained(
 ) -> Path:
     """Save an ODE-ViT, or any timm model, in timm's own format: config.json and model.safetensors.
 
-    The folder holds the old model or the new one; a process that ends at the very moment between them may leave no
-    config.json, which the next save repairs. The current settings are saved, such as `model.blocks.steps`.
-
-    Args:
-        model: Model made by `timm.create_model`, converted or not; may be wrapped for compilation or distribution.
-        folder: Folder, created if it does not exist; a model that it holds is replaced.
-        base, base_args: timm name and keywords of the base, for a model that was not made by `timm.create_model`.
-
-    Returns:
-        The folder.
+    The folder, created if necessary, holds the old model or the new one; a process that ends at the very moment between
+    them may leave no config.json, which the next save repairs. The current settings are saved, such as
+    `model.blocks.steps`; a wrapper for compilation or distribution is not. `base` and `base_args` are timm name and
+    keywords of the base, for a model that was not made by `timm.create_model`.
 
     Raises:
-        ValueError: The description would rebuild a different model (the message names the first difference), or the
-            model is merged or has no weights.
+        ValueError: The model is merged, or cannot be rebuilt from its description (the message says where it differs).
         OSError: The files could not be written; the old ones remain.
 
     Examples:
         >>> folder = save_pretrained(student, 'student')
         >>> again = timm.create_model('local-dir:student', pretrained=True)
     """
-    model = unwrap_model(model)
-    if any(tensor.is_meta for tensor in model.state_dict().values()):
-        raise ValueError('The model is on the meta device, so it has no weights to save. Build it on another device.')
+    model, folder = unwrap_model(model), Path(folder)
     architecture, args, rebuilt = describe(model, base, base_args)
     # the licence is that of weights, which an architecture does not have
     cfg = dict(getattr(model, 'pretrained_cfg', None) or {**rebuilt.pretrained_cfg, 'license': None})
-    cfg.setdefault('input_size', rebuilt.pretrained_cfg['input_size'])
     names = cfg.pop('label_names', None)
     rebuilt.pretrained_cfg = cfg
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    folder = Path(folder)
     with staged(folder, WEIGHTS, CONFIG) as aside:
         only_config: Any = None  # neither True nor False: timm writes no weights
         save_for_hf(rebuilt, str(aside), safe_serialization=only_config)
+        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
         save_file(weights, aside / WEIGHTS, metadata={'format': 'pt'})
         path = aside / CONFIG
         config = json.loads(path.read_text())
@@ -81,13 +77,74 @@ def save_pretrained(
         if names and len(names) == rebuilt.num_classes:  # otherwise they are those of an earlier head
             config['label_names'] = names
         try:
-            about = {key: config[key] for key in ('num_classes', 'label_names') if key in config}
-            check_args(str(folder), {**config['pretrained_cfg'], **about}, config['model_args'])
-        except ValueError as e:
+            check_args(str(folder), {**config['pretrained_cfg'], 'label_names': config.get('label_names')}, args)
+        except (TypeError, ValueError) as e:
             raise ValueError(f'Saved so, the model would not load again: {e}') from None
         path.write_text(json.dumps(config, indent=2) + '\n')
         (aside / WEIGHTS).chmod(path.stat().st_mode)  # safetensors lets only the owner read it
     return folder
+
+
+def push_to_hub(
+        model: nn.Module | str | Path,
+        repo_id: str,
+        *,
+        results: Sequence[Mapping[str, Any]] = (),
+        dataset: str = '',
+        license: str | None = None,
+        private: bool | None = None,
+        revision: str = 'main',
+        create_pr: bool = False,
+        token: str | bool | None = None,
+) -> str:
+    """Send a model to the Hugging Face Hub, for `timm.create_model('hf-hub:org/name', pretrained=True)` to load.
+
+    One commit holds model.safetensors, config.json, README.md (the card) and test/tensors.safetensors (an input and the
+    model's output for it); from a folder, also recipes and results.json. A card on the Hub is replaced only by that of
+    a folder, or if results or license are given.
+
+    Args:
+        model: Model, or the folder of a saved one, which is sent as it is.
+        repo_id: 'org/name'; created, as is the branch `revision`, if it does not exist.
+        results, dataset: Rows for the card, as returned by `json.loads(evaluate(...).to_json())`, and the name of their
+            dataset, such as 'CIFAR-100'.
+        license: The Hub's identifier of the licence; None for that of the weights from which the model was made.
+        private: Whether a new repository is private; None for the Hub's default.
+        create_pr: Open a pull request against the branch instead.
+        token: Access token; None for the one that `hf auth login` stored.
+
+    Returns the address of the commit or of the pull request. Raises ValueError if the model cannot be saved, its
+    licence is not known, or results are given with a folder; OSError if the Hub refused, or could not be reached.
+
+    Examples:
+        >>> address = push_to_hub(student, 'org/name', private=True)
+        >>> again = timm.create_model('hf-hub:org/name', pretrained=True)
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        given = isinstance(model, (str, Path))
+        folder = Path(model) if isinstance(model, (str, Path)) else save_pretrained(model, Path(temporary, 'model'))
+        saved: Any = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()  # which may refuse it
+        if not given:
+            card = model_card(f'hf-hub:{repo_id}', saved, results=results, dataset=dataset, license=license)
+            (folder / CARD).write_text(card, encoding='utf-8')
+            save_reference(saved, folder)
+        elif results or dataset or license:
+            raise ValueError(f"A folder is sent as it is. Write results and licence into '{folder / CARD}', or give a "
+                             'model.')
+        api = HfApi(token=token, library_name='timm_odevit')
+        try:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            if private and not api.repo_info(repo_id).private:
+                raise ValueError('it exists and is public. Make it private there, or leave out --private.')
+            if revision != 'main':
+                api.create_branch(repo_id, branch=revision, exist_ok=True)
+            keep_card = not given and not results and not license and api.file_exists(repo_id, CARD, revision=revision)
+            done = api.upload_folder(
+                repo_id=repo_id, folder_path=folder, allow_patterns=_SENT, ignore_patterns=[CARD] * keep_card,
+                revision=revision, create_pr=create_pr, commit_message='Model by timm-odevit')
+        except Exception as e:  # which errors there are depends on the client's version
+            raise OSError(f'Could not send the model to {repo_id} on the Hub: {one_line(e)}') from e
+    return done.pr_url or done.commit_url
 
 
 def save_reference(model: nn.Module, folder: Path) -> None:
@@ -100,55 +157,45 @@ def save_reference(model: nn.Module, folder: Path) -> None:
 
 
 def describe(
-        model: nn.Module,
-        base: str | None = None,
-        base_args: dict[str, Any] | None = None,
+        model: nn.Module, base: str | None = None, base_args: dict[str, Any] | None = None,
 ) -> tuple[str, dict[str, Any], Any]:
     """The architecture and keywords with which `timm.create_model` rebuilds a model, and it on the meta device.
 
     Raises ValueError if there are none; the message says what to pass.
     """
     check_not_merged(model)
-    cfg = getattr(model, 'pretrained_cfg', None) or {}
-    architecture = base or cfg.get('architecture')
+    architecture = base or (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
     hint = "Pass base='<timm name>' and base_args={...} with which timm.create_model builds the base."
     if not architecture:
-        raise ValueError(
-            f'This {type(model).__name__} was not made by timm.create_model, so it has no name to reload it by. {hint}')
+        raise ValueError(f'This {type(model).__name__} was not made by timm.create_model, so it has no name. {hint}')
     args = get_model_args(model, base_args)
-    blocks = find_ode_blocks(model)
-    if blocks:
-        # the current settings count
-        args = {k: v for k, v in args.items() if not k.startswith(PREFIX)}
+    if blocks := find_ode_blocks(model):
+        args = {k: v for k, v in args.items() if not k.startswith(PREFIX)}  # the current settings count
         if architecture == 'odevit_converted' or not architecture.startswith('odevit_'):
+            top = {k: args[k] for k in _TOP if k in args}
             own = {**(args.pop('base_args', None) or {}), **args}
-            own = {k: v for k, v in own.items() if k not in ('base', *_TOP)}
-            args = {'base': args.get('base', architecture), 'base_args': own,
-                    **{k: v for k, v in args.items() if k in _TOP}}
+            args = {'base': args.get('base', architecture), **top,
+                    'base_args': {k: v for k, v in own.items() if k not in ('base', *_TOP)}}
             architecture = 'odevit_converted'
         config = blocks[0].config
         if len(blocks) > 1:  # stages: leave out what each derives from its own depth
             config = replace(config, steps=tuple(b.steps for b in blocks), T=None, boundaries='uniform')
         args.update(config.to_args())
-    try:
-        args = json.loads(json.dumps(args))
-    except TypeError as e:
-        raise ValueError(f'A keyword of this model cannot be written as JSON ({e}). {hint}') from None
+    args = json.loads(json.dumps(args))
     with on_meta():
         rebuilt = timm.create_model(architecture, **args)
-    for ours, theirs in zip_longest(structure(model), structure(rebuilt), fillvalue='nothing in its place'):
+    for ours, theirs in zip_longest(_structure(model), _structure(rebuilt), fillvalue='nothing in its place'):
         if ours != theirs:
             raise ValueError(f'{architecture} with {args} would not rebuild this model: it has {ours}, the rebuilt one '
                              f'{theirs}. {hint}')
     return architecture, args, rebuilt
 
 
-def structure(model: nn.Module) -> list[str]:
+def _structure(model: nn.Module) -> list[str]:
     """Type and settings of every module except dropout, and the shape of every tensor, in order."""
     lines = []
     for name, module in model.named_modules():
-        # steps follow from the settings of OdeBlocks
-        if 'drop' not in name.rsplit('.', 1)[-1] and not isinstance(module, (Solver, Step)):
+        if 'drop' not in name.rsplit('.', 1)[-1] and not isinstance(module, (Solver, Step)):  # of OdeBlocks' settings
             about = '' if isinstance(module, nn.ParameterDict) else module.extra_repr()  # the device does not matter
             lines.append(f'{name}: {type(module).__name__}({about})')
             lines += [f'{name}.{k}'.strip('.') + f' = {v}' for k, v in sorted(vars(module).items())
