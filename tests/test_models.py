@@ -3,7 +3,6 @@ import re
 import pytest
 import timm
 import torch
-from conftest import reloaded
 
 from timm_odevit.ode.blocks import count_parameters, find_ode_blocks
 
@@ -58,13 +57,6 @@ def test_unknown_keywords_are_type_errors(name):
         meta(name, not_an_argument=3)
     with pytest.raises(ValueError, match='Did you mean'):
         meta(name, ode_method='heun')
-
-
-def test_a_keyword_below_0_is_saved_and_loads(tmp_path):
-    model = timm.create_model('odevit_tiny', img_size=16, patch_size=4, embed_dim=32, num_heads=2, ode_field='native', init_values=-0.1)
-    again = reloaded(model, tmp_path)
-    images = torch.randn(1, 3, 16, 16)
-    assert torch.equal(again(images), model.eval()(images)) and (again.blocks.shared.block.ls1.gamma == -0.1).all()
 
 
 def test_native_at_random_is_the_bases_own_start():

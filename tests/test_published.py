@@ -92,12 +92,10 @@ def test_four_threads_with_their_own_numbers_of_steps_get_the_answers_of_one(nam
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_weights_that_are_not_here_are_looked_for_once_and_the_failure_is_one_line(monkeypatch):
+def test_weights_that_are_neither_here_nor_there_are_one_line():
     name = NAMES[0]
-    architecture, _, tag = name.partition('.')
     cfg = timm.get_pretrained_cfg(name)
-    monkeypatch.setattr(cfg, 'file', None)
+    cfg.file = None
     with pytest.raises(OSError) as e:
-        timm.create_model(architecture, pretrained=True, pretrained_cfg=cfg)
-    assert str(e.value).startswith(f'model.safetensors of timm-odevit/{name} could not be downloaded: ')
-    assert '\n' not in str(e.value)
+        timm.create_model(name.partition('.')[0], pretrained=True, pretrained_cfg=cfg)
+    assert f'of timm-odevit/{name} could not be downloaded: ' in str(e.value) and '\n' not in str(e.value)

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import timm
@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
-from timm_odevit import OdeConfig, cli, convert_, files, save_pretrained
+from timm_odevit import OdeConfig, convert_, files, save_pretrained
 from timm_odevit.saving import save
 from timm_odevit.saving.save import describe
 
@@ -66,8 +66,7 @@ def test_other_classes_and_another_image_size(vit, tmp_path):
     convert_(model)
     again = reloaded(model, tmp_path / 'a', num_classes=3, img_size=32)
     assert again(torch.randn(1, 3, 32, 32)).shape == (1, 3)
-    shared = {k: v for k, v in model.state_dict().items() if k.startswith('blocks')}
-    assert shared and all(torch.equal(again.state_dict()[k], v) for k, v in shared.items())
+    assert all(torch.equal(again.state_dict()[k], v) for k, v in model.state_dict().items() if k.startswith('blocks'))
     twice = load(tmp_path / 'a', img_size=32)
     assert torch.equal(twice.head.weight, model.head.weight)
     assert twice.pos_embed.shape[1] == 65
@@ -215,25 +214,16 @@ def test_a_process_killed_at_any_operation_leaves_complete_files_or_none(two, tm
 def test_a_save_neither_disturbs_nor_joins_another_one(two, tmp_path, monkeypatch):
     monkeypatch.setattr(files, '_WAIT', 0.1)
     old, new = two(5)
-    with files.staged(tmp_path / 'a', 'note') as aside:
+    with files.staged(tmp_path / 'a', 'note') as aside, ThreadPoolExecutor(1) as pool:
         (aside / 'note').write_text('mine')
-        refusals = []
-
-        def other():
-            try:
-                save_pretrained(new, tmp_path / 'a')
-            except OSError as e:
-                refusals.append(str(e))
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        assert len(refusals) == 1 and 'is in use by another process. Wait until it is done' in refusals[0]
+        with pytest.raises(OSError, match='is in use by another process. Wait until it is done'):
+            pool.submit(save_pretrained, new, tmp_path / 'a').result()
     assert os.listdir(tmp_path / 'a') == ['note'] and (tmp_path / 'a' / 'note').read_text() == 'mine'
     save_pretrained(new, tmp_path / 'a')
     assert sorted(os.listdir(tmp_path / 'a')) == [*PAIR, 'note']
 
 
-def test_a_disk_that_is_full_is_one_line(vit, tmp_path, monkeypatch, capsys):
+def test_a_disk_that_is_full_leaves_the_old_files(vit, tmp_path, monkeypatch):
     save_pretrained(vit(), tmp_path / 'a')
     before = {path.name: path.read_bytes() for path in (tmp_path / 'a').iterdir()}
 
@@ -243,13 +233,3 @@ def test_a_disk_that_is_full_is_one_line(vit, tmp_path, monkeypatch, capsys):
     with pytest.raises(OSError, match="a/model.safetensors' could not be written: .* No space left on device"):
         save_pretrained(vit(), tmp_path / 'a')
     assert {path.name: path.read_bytes() for path in (tmp_path / 'a').iterdir()} == before
-    assert cli.main(['convert', f"local-dir:{tmp_path / 'a'}", str(tmp_path / 'b'), '--device', 'cpu']) == 2
-    error = capsys.readouterr().err
-    assert error.startswith('odevit: error: ') and error.count('\n') == 1 and 'No space left' in error
-    assert not (tmp_path / 'b').exists()
-
-
-def test_a_file_is_no_folder(vit, tmp_path):
-    (tmp_path / 'file').touch()
-    with pytest.raises(ValueError, match='a file of that name exists'):
-        save_pretrained(vit(), tmp_path / 'file')

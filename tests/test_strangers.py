@@ -36,7 +36,6 @@ BASE_ARGS = dict(patch_size=4, embed_dim=32, num_heads=2, depth=3)
 CASES = {
     'an unknown keyword': ('model_args', {'code': 'import os'}, 'unexpected keyword argument'),
     'an unknown ode keyword': ('model_args', {'ode_code': 'import os'}, "unknown argument 'ode_code'"),
-    'an unknown keyword of the base': ('model_args', {'base_args': {**BASE_ARGS, 'hook': 'os.system'}}, 'unexpected keyword'),
     'an unknown entry of the cfg': ('pretrained_cfg', {'code': 'import os'}, "unexpected keyword argument 'code'"),
     'a file elsewhere': ('pretrained_cfg', {'url': 'file:///etc/passwd'}, "'url' .*only the caller"),
     'a state dict': ('pretrained_cfg', {'state_dict': {'a': 1}}, "'state_dict' .*only the caller"),
@@ -59,7 +58,6 @@ CASES = {
     'classes': ('model_args', {'num_classes': 10 ** 10}, 'num_classes'),
     'no number of classes': (None, {'num_classes': 'ten'}, 'cannot be built from'),
     'a layer by name': ('model_args', {'base_args': {**BASE_ARGS, 'act_layer': 'os.system'}}, 'cannot be built from'),
-    'a long string': ('model_args', {'global_pool': 'a' * 10 ** 6}, 'cannot be built from'),
     'a long list': ('model_args', {'ode_boundaries': list(range(10 ** 5))}, "'ode_boundaries' .*too long"),
     'a long keyword': ('model_args', {'x' * 10 ** 6: 1}, 'cannot be built from'),
     'a mean of nothing': ('pretrained_cfg', {'mean': [float('nan')] * 3}, "'mean' nan"),
@@ -84,16 +82,11 @@ def test_refused(saved, tmp_path, case, pretrained):
 
 
 # sizes that are no larger than those of models that exist, and none of these weights
-LARGER = {
-    'width 8,192': {'base_args': {**BASE_ARGS, 'embed_dim': 8192, 'num_heads': 8}},
-    'classes': {'num_classes': 5_000_000},
-    'registers': {'base_args': {**BASE_ARGS, 'reg_tokens': 100_000}},
-}
-
-
-@pytest.mark.parametrize('case', LARGER)
-def test_a_model_larger_than_its_weights_is_not_built(saved, case, monkeypatch):
-    change(saved, 'model_args', LARGER[case])
+@pytest.mark.parametrize('larger', [
+    {'base_args': {**BASE_ARGS, 'embed_dim': 8192, 'num_heads': 8}}, {'num_classes': 5_000_000},
+    {'base_args': {**BASE_ARGS, 'reg_tokens': 100_000}}])
+def test_a_model_larger_than_its_weights_is_not_built(saved, larger, monkeypatch):
+    change(saved, 'model_args', larger)
     made = []
     monkeypatch.setattr('timm_odevit.registry.build_model_with_cfg', lambda *args, build=build_model_with_cfg, **kwargs: (
         made.append(torch.empty(0).device.type), build(*args, **kwargs))[1])

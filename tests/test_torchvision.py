@@ -206,7 +206,7 @@ def test_what_timm_lacks_is_refused_and_nothing_is_changed(build, name, make, me
 
 
 def test_what_torchvision_itself_builds_and_timm_lacks_is_refused(build):
-    with pytest.raises(ValueError, match='its stem and heads are Conv2dNormActivation|Sequential'):
+    with pytest.raises(ValueError, match='its stem and heads are Sequential'):
         from_torchvision(build(conv_stem_configs=[ConvStemConfig(8, 3, 2)] * 3))
     vit = build(representation_size=8)
     with pytest.raises(ValueError, match=r'heads are Conv2d, Linear, Tanh, Linear.*Set vit.heads = torch.nn.Identity\(\)'):
@@ -216,12 +216,8 @@ def test_what_torchvision_itself_builds_and_timm_lacks_is_refused(build):
     torch.testing.assert_close(from_torchvision(vit)(x), vit(x), **CLOSE)
 
 
-class Subclass(torchvision.models.VisionTransformer):
-    pass
-
-
 @pytest.mark.parametrize('model', [
-    lambda: timm.create_model('vit_tiny_patch16_224', depth=1), lambda: nn.Linear(2, 2), lambda: Subclass(**TINY), lambda: None])
+    lambda: timm.create_model('vit_tiny_patch16_224', depth=1), lambda: nn.Linear(2, 2), lambda: type('Other', (tv.VisionTransformer,), {})(**TINY), lambda: None])
 def test_what_is_no_torchvision_vit_is_refused(model):
     with pytest.raises(TypeError, match="from_torchvision got a .*; expected torchvision's VisionTransformer"):
         from_torchvision(model())

@@ -111,7 +111,7 @@ def export_model(
 
     Args:
         model: timm model, converted or not; merged or not. An 'aoti' or 'pt2' file runs on its device.
-        path: File to write. It ends in .onnx, or in .pt2 for the other formats.
+        path: New file. It ends in .onnx, or in .pt2 for the other formats.
         format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled by AOTInductor for
             this kind of processor, for torch._inductor.aoti_load_package. An 'aoti' file takes contiguous images, and
             checks their layout, size and dtype only if the environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
@@ -119,9 +119,8 @@ def export_model(
         merged: Merge a block that depends on time, as `merge_` does, into one per step: a larger file. None for what
             is faster: merged for 'pt2' and 'aoti', and not for 'onnx'.
 
-    Raises:
-        ImportError: A package that the format needs is not installed.
-        ValueError: The file exists, or the model cannot be exported in this way; the message says what to change.
+    Raises ImportError if a package that the format needs is missing, and ValueError if the file exists or the model
+    cannot be exported in this way.
 
     Examples:
         >>> import onnxruntime
@@ -172,8 +171,8 @@ def export_model(
 def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """A weight as int8 and a scale for each row, which broadcasts to it; None if it is not worth its scales.
 
-    The residuals of L > 1 layers [L, M, r] have a scale for each of the r columns of each layer, and [L, r, N], of the
-    r rows; a position embedding [1, N, D], for each of the N tokens.
+    The residuals of L > 1 layers [L, M, r] have one for each of the r columns of each layer, and [L, r, N], of the r
+    rows; a position embedding [1, N, D], for each of the N tokens.
     """
     if weight.ndim < 2 or weight.numel() < 4096 or not weight.is_floating_point():
         return None

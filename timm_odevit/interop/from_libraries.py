@@ -17,11 +17,9 @@ from ..settings import one_line
 
 __all__ = ['HOLDERS', 'from_open_clip', 'from_torchvision', 'from_transformers', 'kind_of', 'type_of']
 
-# (width, patch size) -> timm name; every size is passed as a keyword, so the name only has to be of the same kind
-_PLAIN = {
-    (192, 16): 'vit_tiny_patch16_224', (384, 16): 'vit_small_patch16_224', (384, 32): 'vit_small_patch32_224',
-    (768, 16): 'vit_base_patch16_224', (768, 32): 'vit_base_patch32_224', (1024, 16): 'vit_large_patch16_224',
-    (1024, 32): 'vit_large_patch32_224', (1280, 14): 'vit_huge_patch14_224'}
+# (width, patch size): what timm calls it; every size is passed as a keyword, so the name only has to be of the kind
+_PLAIN = {(192, 16): 'tiny', (384, 16): 'small', (384, 32): 'small', (768, 16): 'base', (768, 32): 'base',
+          (1024, 16): 'large', (1024, 32): 'large', (1280, 14): 'huge'}
 # the names of tensors, theirs and timm's; torchvision before 0.14 has linear_1 and linear_2
 _TORCHVISION = {
     'class_token': 'cls_token', 'encoder.pos_embedding': 'pos_embed', 'encoder.ln': 'norm',
@@ -81,7 +79,8 @@ def from_torchvision(vit: nn.Module, *, weights: tv.WeightsEnum | None = None) -
             logits = host(images)
         return [records[0][0][-1], logits]
     return _build(
-        host, _PLAIN[nearest], _renamed(host, {**names, **_TORCHVISION}), tokens_and_logits,
+        host, f'vit_{_PLAIN[nearest]}_patch{nearest[1]}_224', _renamed(host, {**names, **_TORCHVISION}),
+        tokens_and_logits,
         dict(mean=tuple(preset.mean), std=tuple(preset.std), interpolation=preset.interpolation.value,
              crop_pct=preset.crop_size[0] / preset.resize_size[0]),
         img_size=host.image_size, patch_size=conv.kernel_size[0], in_chans=conv.in_channels, num_classes=classes,
@@ -194,12 +193,12 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
 
 
 def kind_of(model: Any) -> str:
-    """The name of a class of transformers; empty for any other."""
+    """The name of a class of transformers; '' for any other."""
     return type(model).__name__ if type(model).__module__.startswith('transformers.models.') else ''
 
 
 def type_of(model: Any) -> str:
-    """A model's class with its module, such as 'torchvision.models.vision_transformer.VisionTransformer'."""
+    """A model's class with its module."""
     return f'{type(model).__module__}.{type(model).__qualname__}'
 
 

@@ -109,12 +109,10 @@ def push_to_hub(
         results, dataset: Rows for the card, as returned by `json.loads(evaluate(...).to_json())`, and the name of their
             dataset, such as 'CIFAR-100'.
         license: The Hub's identifier of the licence; None for that of the weights from which the model was made.
-        private: Whether a new repository is private; None for the Hub's default.
-        create_pr: Open a pull request against the branch instead.
-        token: Access token; None for the one that `hf auth login` stored.
+        private, create_pr, token: As in huggingface_hub.
 
-    Returns the address of the commit or of the pull request. Raises ValueError if the model cannot be saved, its
-    licence is not known, or results are given with a folder; OSError if the Hub refused, or could not be reached.
+    Returns the address of the commit or pull request. Raises ValueError if the model cannot be saved, its licence is
+    not known, or results are given with a folder; OSError if the Hub refused, or could not be reached.
 
     Examples:
         >>> address = push_to_hub(student, 'org/name', private=True)
