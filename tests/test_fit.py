@@ -169,7 +169,7 @@ def test_a_run_of_some_minutes_is_resumed_as_it_was_planned(vit, tmp_path, monke
     assert strip(history) == strip(expected)
     ours, theirs = (of.get_eval_model().state_dict() for of in (resumed, task))
     assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
-    with pytest.raises(ValueError, match='made with minutes=0.05, but this run has minutes=0.06'):
+    with pytest.raises(ValueError, match='made with minutes 0.05, but this run has 0.06'):
         fit(build(vit), *loaders(), out=tmp_path / 'run', resume=True, **{**settings, 'minutes': 0.06})
 
 
@@ -184,8 +184,8 @@ def test_the_measurement_changes_nothing(vit):
 
 @pytest.mark.parametrize('settings, error, message', [
     (dict(), TypeError, 'fit needs epochs, such as epochs=1, or minutes'),
-    (dict(epochs=1, minutes=1.), ValueError, 'Give epochs or minutes, not both'),
-    (dict(minutes=1e308), ValueError, 'minutes must be a number above 0 and at most 525600')])
+    (dict(epochs=1, minutes=1.), TypeError, 'but not both'),
+    (dict(minutes=1e308), ValueError, 'minutes must be a number above 0')])
 def test_epochs_or_minutes(vit, settings, error, message):
     with pytest.raises(error, match=message):
         fit(build(vit), *loaders(), **settings)
@@ -203,9 +203,9 @@ def test_trains_a_teacher_with_timms_own_task(vit, tmp_path, ema_decay):
 def test_images_that_are_not_finite_are_named_and_a_model_is_no_task(vit):
     model = vit()
     task = ClassificationTask(model, torch.nn.CrossEntropyLoss(), verbose=False)
-    with pytest.raises(FloatingPointError, match='Batch 2 of epoch 1 has images that are not finite, so neither is the loss. Check the data'):
+    with pytest.raises(FloatingPointError, match='epoch 1, batch 2 .*images of the batch are not finite'):
         fit(task, [(X[:4], Y[:4]), (X[:4] / 0, Y[:4])], epochs=1, progress=False)
-    with pytest.raises(TypeError, match=r'fit trains a task; got a VisionTransformer. Give one, such as Traj'):
+    with pytest.raises(TypeError, match='fit trains a task; got a VisionTransformer'):
         fit(model, [(X[:4], Y[:4])], epochs=1)
 
 
@@ -235,8 +235,6 @@ def test_refuses(vit, tmp_path):
         run(task, amp='fp16')
     with pytest.raises(ValueError, match='train_loader is empty'):
         fit(task, [], epochs=1)
-    with pytest.raises(ValueError, match='needs a length'):
-        fit(task, iter([]), epochs=1)
     nameless = VisionTransformer(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=1, num_classes=5)
     with pytest.raises(ValueError, match='was not made by timm.create_model'):
         run(ClassificationTask(nameless, torch.nn.CrossEntropyLoss()), tmp_path / 'nameless')
@@ -244,34 +242,24 @@ def test_refuses(vit, tmp_path):
     for name, bad in (('clip_grad', -1), ('clip_grad', 0), ('ema_decay', 2), ('ema_decay', -0.1)):
         with pytest.raises(ValueError, match=f'{name} must be'):
             run(task, **{name: bad})
-    frozen = build(vit)
-    frozen.get_eval_model().requires_grad_(False)
-    with pytest.raises(ValueError, match='Every parameter of the model is frozen'):
-        run(frozen)
-    for off in (torch.no_grad, torch.inference_mode):
-        with off(), pytest.raises(RuntimeError, match='Gradients are off, as in torch.no_grad'):
-            run(task, epochs=1)
     run(task, tmp_path / 'run', epochs=1)
-    with pytest.raises(ValueError, match="made with opt='muon', but this run has opt='sgd'"):
+    with pytest.raises(ValueError, match='made with opt muon, but this run has sgd'):
         run(task, tmp_path / 'run', epochs=2, resume=True, opt='sgd')
     other = vit(mlp_ratio=2)
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(ValueError, match='holds another model: its blocks.0.norm1.weight has the shape None, not'):
+    with pytest.raises(ValueError, match='made with tensor blocks.shared.block.norm1.weight'):
         run(ClassificationTask(other, torch.nn.CrossEntropyLoss()), tmp_path / 'run', epochs=2, resume=True)
     assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
     part = build(vit)
     part.get_eval_model().patch_embed.requires_grad_(False)
     before = copy.deepcopy(part.get_eval_model().state_dict())
-    with pytest.raises(ValueError, match='other parameters frozen'):
+    with pytest.raises(ValueError, match='parameter group'):
         run(part, tmp_path / 'run', epochs=2, resume=True)
     assert all(torch.equal(value, before[key]) for key, value in part.get_eval_model().state_dict().items())
     with pytest.raises(ValueError, match='already holds a run. Pass resume=True'):
         run(task, tmp_path / 'run', epochs=1)
-    torch.save({'model': {}}, tmp_path / 'run' / 'last.pt')
-    with pytest.raises(ValueError, match='is not a state saved by fit'):
-        run(build(vit), tmp_path / 'run', epochs=2, resume=True)
     (tmp_path / 'run' / 'last.pt').write_bytes(b'cut off')
-    with pytest.raises(ValueError, match='cannot be read; it may be truncated. Delete it to start again'):
+    with pytest.raises(ValueError, match='or truncated. Delete it to start again'):
         run(build(vit), tmp_path / 'run', epochs=2, resume=True)
 
 
@@ -312,13 +300,12 @@ def test_trying_a_batch_changes_no_result(vit, monkeypatch):
 @pytest.mark.parametrize('batch, message', [
     ((X[:8], Y[:8] + 1), r'has label 5, but the 5 classes of the model are 0 to 4. Create the model'),
     ((X[:8], Y[:8] - 1), r'has label -1'),
-    ((X[:8, :, :12], Y[:8]), r'images torch.float32 \[8, 3, 12, 16\], labels torch.int64 \[8\]\) does not fit the model: AssertionError'),
-    ((X[:8, :1], Y[:8]), r'\[8, 1, 16, 16\].* does not fit the model: RuntimeError'),
+    ((X[:8, :, :12], Y[:8]), r'torch.float32 \[8, 3, 12, 16\], torch.int64 \[8\], is not .* that fit the model: AssertionError'),
+    ((X[:8, :1], Y[:8]), r'\[8, 1, 16, 16\].*: RuntimeError'),
     ((X[:8].byte(), Y[:8]), r': images must be a floating-point tensor .*got torch.uint8 \[8, 3, 16, 16\]'),
     ((X[:8] / 0, Y[:8]), r': images must be finite'),
-    ((X[:8], Y[:4]), r'labels torch.int64 \[4\]\) does not fit the model'),
-    (X[:8], r'must give batches \(images, labels\); got a Tensor'),
-    ((X[:8], Y[:8], Y[:8]), r'must give batches \(images, labels\); got 3 items'),
+    ((X[:8], Y[:4]), r'torch.int64 \[4\], is not'),
+    (X[:8], r'is not \(images, labels\)'), ((X[:8], Y[:8], Y[:8]), r'is not \(images, labels\)'),
 ])
 def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing(vit, tmp_path, which, batch, message):
     task = build(vit)
@@ -355,12 +342,10 @@ def test_loaders_that_are_empty_short_or_read_once_are_refused(vit):
             return 3
     with pytest.raises(ValueError, match='val_loader is empty'):
         fit(build(vit), GOOD, [], epochs=1, progress=False)
-    with pytest.raises(ValueError, match='val_loader is a generator, which gives its batches only once, but it is read in every epoch'):
+    with pytest.raises(ValueError, match='val_loader is a generator, which gives its batches only once'):
         fit(build(vit), GOOD, (batch for batch in GOOD), epochs=1, progress=False)
     with pytest.raises(ValueError, match='train_loader gave 2 batches in epoch 1, but its length is 3'):
         fit(build(vit), Short(GOOD), epochs=1, progress=False)
-    with pytest.raises(ValueError, match='train_loader gave 0 batches in epoch 1, but its length is 3'):
-        fit(build(vit), Short(), epochs=1, progress=False)
 
 
 def test_a_finished_run_reads_no_batch(vit, tmp_path):
@@ -389,12 +374,10 @@ def test_another_size_of_the_batches_is_not_a_resumption(vit, tmp_path):
     run(build(vit), tmp_path / 'run', epochs=1)
     def resume(train):
         fit(build(vit), train, loaders()[1], epochs=2, lr=3e-3, out=tmp_path / 'run', resume=True, progress=False)
-    with pytest.raises(ValueError, match='made with batch_size=8, updates_per_epoch=4, but this run has batch_size=4, updates_per_epoch=8'):
+    with pytest.raises(ValueError, match='made with batch_size 8, but this run has 4'):
         resume(DataLoader(TensorDataset(X[:32], Y[:32]), 4))
-    with pytest.raises(ValueError, match='made with updates_per_epoch=4, but this run has updates_per_epoch=3'):
+    with pytest.raises(ValueError, match='made with updates_per_epoch 4, but this run has 3'):
         resume(DataLoader(TensorDataset(X[:24], Y[:24]), 8))
-    with pytest.raises(ValueError, match='made with batch_size=8, but this run has batch_size=7'):
-        resume(DataLoader(TensorDataset(X[:28], Y[:28]), 7))
     state = torch.load(tmp_path / 'run' / 'last.pt', weights_only=True)
     for name in ('batch_size', 'updates_per_epoch'):
         state['settings'].pop(name)

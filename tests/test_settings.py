@@ -67,7 +67,7 @@ def test_a_function_takes_settings_or_each_of_them():
     (lambda: paint(1, nam='red'), "paint got an unknown argument 'nam'. Did you mean 'name'? Arguments: name, depth."),
     (lambda: paint(1, config=Colour(), depth=2), "paint got both config and 'depth', which is part of it. Give only one."),
     (lambda: paint(1, config={'depth': 2}), 'config of paint must be of type Colour; got dict.'),
-    (lambda: fit(1, 2), 'fit needs epochs, such as epochs=1, or minutes, such as minutes=10.'),
+    (lambda: fit(1, 2), 'fit needs epochs, such as epochs=1, or minutes, such as minutes=10, but not both.'),
 ])
 def test_a_function_refuses(call, message):
     with pytest.raises(TypeError) as e:

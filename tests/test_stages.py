@@ -97,10 +97,10 @@ def test_shares_of_the_steps_are_drawn_for_every_stage():
 
 
 @pytest.mark.parametrize('settings, message', [
-    (dict(jasmin_weight=1.), 'jasmin_weight needs one sequence of tokens with the prefix tokens first, but a Swin'),
+    (dict(jasmin_weight=1.), 'jasmin_weight needs one sequence of tokens, prefix tokens first, but a Swin'),
     (dict(exits=(0.5,), exit_weight=1.), 'exit_weight needs one sequence'),
     (dict(steps=(3,)), r'SwinTransformer has 2 stages with step counts of their own. Give shares of them, such as'),
-    (dict(checkpoints='distance'), "checkpoints='distance' applies to models with one sequence of blocks"),
+    (dict(checkpoints='distance'), "checkpoints='distance' needs one sequence of blocks"),
 ])
 def test_what_needs_one_sequence_is_refused(settings, message):
     teacher, _ = build('swin_tiny_patch4_window7_224')
@@ -113,7 +113,7 @@ def test_what_needs_one_sequence_is_refused(settings, message):
 def test_other_teachers_and_adaptive_methods_are_refused():
     teacher, _ = build('swin_tiny_patch4_window7_224')
     other = timm.create_model('swin_tiny_patch4_window7_224', **{**SWIN, 'embed_dim': 16})
-    with pytest.raises(ValueError, match='The student was not converted from this teacher'):
+    with pytest.raises(ValueError, match='Student and teacher differ in'):
         task_of(converted(teacher), other)
     mixer, _ = build('mixer_s32_224')
     student = copy.deepcopy(mixer)

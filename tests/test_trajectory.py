@@ -187,12 +187,12 @@ def test_the_teacher_sees_images_in_its_own_normalisation(vit, kind, channels):
 
 @pytest.mark.parametrize('change, error, message', [
     (lambda s, t: (t, s), TypeError, 'The student must be an ODE-ViT'),
-    (lambda s, t: (s, s), ValueError, 'share parameters'), (lambda s, t: (s, 'deit_tiny'), TypeError, 'The teacher must be a model; got str'),
-    (lambda s, t: (s, copy.deepcopy(s)), TypeError, 'The teacher is itself converted'),
+    (lambda s, t: (s, s), ValueError, 'share no parameters'), (lambda s, t: (s, 'deit_tiny'), TypeError, 'Expected a timm model'),
+    (lambda s, t: (s, copy.deepcopy(s)), ValueError, 'as it was before its conversion'),
     (lambda s, t: (s, timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=48, num_heads=2,
                                         num_classes=5)), ValueError, 'differ in embed_dim: 32 and 48'),
     (lambda s, t: (s, timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=32, num_heads=2,
-                                        num_classes=5)), ValueError, 'have different patch grids'),
+                                        num_classes=5)), ValueError, 'differ in patch grid'),
     (lambda s, t: (s, timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2,
                                         num_classes=7)), ValueError, 'differ in num_classes'),
 ])
@@ -207,12 +207,9 @@ def test_refuses_what_does_not_fit(vit, change, error, message):
     (dict(checkpoints='distance'), 'needs calibration images'),
     (dict(kd_weight=-1), 'kd_weight must be a number of at least 0'),
     (dict(steps=[[]]), 'steps must be a list of whole numbers'), (dict(steps=6), 'steps must be a list of whole numbers'),
-    (dict(steps=[2.0]), "; got 2, which could be a number or a share. Write 2, or '200%'."),
-    (dict(steps=[1e308]), 'which could be a number or a share'), (dict(steps=[10 ** 9]), 'whole numbers from 1 to 10,000'),
+    (dict(steps=[2.0]), "of shares such as '50%'"), (dict(steps=[10 ** 9]), 'whole numbers from 1 to 10,000'),
     (dict(steps=['1e308%']), 'steps must be a list'),
     (dict(steps=[6, 3], consistency_weight=0.1), 'compares the numbers of steps of one update'),
-    (dict(steps=[[4, 1], [2]], consistency_weight=1, trajectory_weight=0, kd_weight=0),
-     'consistency_weight alone trains nothing in updates with one number of steps, such as [2]'),
 ])
 def test_refuses_settings(vit, settings, message):
     with pytest.raises(ValueError) as e:
@@ -233,9 +230,7 @@ def test_labels_may_be_missing_where_they_do_not_count(vit, batch):
     assert torch.isfinite(parts['loss']) and 'task_loss' not in parts
 
 
-def test_refuses_dropped_patches_and_models_without_classes(vit):
-    with pytest.raises(ValueError, match='Create it with patch_drop_rate=0'):
-        TrajectoryDistillationTask(*pair(vit, patch_drop_rate=0.5))
+def test_refuses_weights_of_what_there_is_not(vit):
     with pytest.raises(ValueError, match='task_weight compares classes'):
         TrajectoryDistillationTask(*pair(vit, num_classes=0), task_weight=1.)
     with pytest.raises(ValueError, match='task_weight compares classes'):

@@ -14,9 +14,8 @@ from ..convert.block_kinds import find_stages, prefix_tokens
 from ..data.preprocessing import renormalisation
 from ..hooks import hooked, watch_blocks
 from ..ode.blocks import find_ode_blocks, with_steps
-from ..settings import flag
 from . import matching
-from .config import COMPILED, LossConfig
+from .config import LossConfig
 from .losses import Pass, StepwisePass, TrainingPass, TrajectoryPass, embedding_loss, logit_loss, trajectory_loss
 
 __all__ = ['StepwiseTask', 'StudentTask', 'TrajectoryDistillationTask']
@@ -24,8 +23,13 @@ __all__ = ['StepwiseTask', 'StudentTask', 'TrajectoryDistillationTask']
 
 class StudentTask(TrainingTask):
     """A task that trains a student inside a TrainingPass, with a frozen teacher that stays in eval mode."""
-    teacher: Any
     trainable_module: Any
+
+    def __init__(self, student: nn.Module, teacher: Any, own: TrainingPass, device: Any, verbose: bool) -> None:
+        super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
+        self.for_teacher: Any = None if teacher is None else renormalisation(student, teacher) or nn.Identity()
+        self.teacher = teacher if teacher is None else teacher.requires_grad_(False).eval()
+        self.trainable_module = own
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
@@ -67,12 +71,11 @@ class StepwiseTask(StudentTask):
         verbose: Log timm's messages.
 
     Raises:
-        TypeError: The student is not an ODE-ViT, or the teacher is one.
+        TypeError: The student is not an ODE-ViT.
         ValueError: Student and teacher do not match, or share parameters.
 
     Examples:
-        >>> task = StepwiseTask(student, teacher)
-        >>> history = fit(task, loader, epochs=4, opt='adamw', lr=3e-3)
+        >>> history = fit(StepwiseTask(student, teacher), loader, epochs=4, opt='adamw', lr=3e-3)
     """
 
     title = 'stepwise'
@@ -89,12 +92,8 @@ class StepwiseTask(StudentTask):
         matching.check_converted_from(student, teacher)
         stages = [site.blocks for site in find_stages(teacher)]
         matching.check_same_time(student, stages)
-        super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
-        self.stages = stages
-        self.embedding = flag('embedding', embedding) or getattr(student, 'num_classes', None) == 0
-        self.for_teacher = renormalisation(student, teacher) or nn.Identity()
-        self.teacher = teacher.requires_grad_(False).eval()
-        self.trainable_module: Any = StepwisePass(student)
+        super().__init__(student, teacher, StepwisePass(student), device, verbose)
+        self.stages, self.embedding = stages, embedding or getattr(student, 'num_classes', None) == 0
 
     def forward(self, input: Tensor, target: Any = None) -> dict[str, Tensor]:
         """Of images [B, C, H, W]: 'loss', and 'output', the teacher's logits [B, classes].
@@ -156,23 +155,18 @@ class TrajectoryDistillationTask(StudentTask):
     ) -> None:
         config = LossConfig.from_keywords(config, settings, 'TrajectoryDistillationTask')
         matching.check_student(student)
-        device = device or next(student.parameters()).device
         if teacher is not None:
             matching.check_models(student, teacher)
         matching.check_loss(student, teacher, config)
-        for_teacher, stages = None, []
+        stages: list[Any] = []
         if teacher is not None:
+            seen, there = renormalisation(student, teacher) or nn.Identity(), device or next(student.parameters()).device
             batches = calibration.split(64) if isinstance(calibration, Tensor) else calibration or ()
-            for_teacher = renormalisation(student, teacher) or nn.Identity()
-            stages = matching.teacher_stages(
-                teacher, config, (for_teacher(images.to(device)) for images in batches))
-        super().__init__(device=device, verbose=verbose)
+            stages = matching.teacher_stages(teacher, config, (seen(images.to(there)) for images in batches))
+        super().__init__(student, teacher, TrajectoryPass(student, config), device, verbose)
         self.config, self.weights, self.stages = config, config.weights, stages
-        self.embedding = config.embedding or student.num_classes == 0
+        self.embedding = config.embedding or getattr(student, 'num_classes', None) == 0
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
-        self.for_teacher: Any = for_teacher
-        self.teacher = teacher if teacher is None else teacher.requires_grad_(False).eval()
-        self.trainable_module: Any = TrajectoryPass(student, config)
         odes = find_ode_blocks(student)
         self.counts: list[Any] = [config.counts(ode.steps) for ode in odes]  # shares are those of the present numbers
         self.drawn = [tuple(ode.steps for ode in odes)]  # the numbers of steps of the last update
@@ -195,15 +189,18 @@ class TrajectoryDistillationTask(StudentTask):
                      for student in students]  # by stage, the times at which it is compared, and the steps ending there
             passes = self.trainable_module(students, input, [[[k for _, k in each] for each in of] for of in pairs])
         output = passes[0][0]
-        each_parts = [self._parts(student, of, states, wanted, target, result)
-                      for student, of, result in zip(students, pairs, passes, strict=True)]
-        names = dict.fromkeys(name for of in each_parts for name in of)  # a pass of one step has no exits
-        parts = {name: torch.stack([of[name] for of in each_parts if name in of]).mean() for name in names}
+        of_passes = [self._parts(student, of, states, wanted, target, result)
+                     for student, of, result in zip(students, pairs, passes, strict=True)]
+        names = dict.fromkeys(name for of in of_passes for name in of)  # a pass of one step has no exits
+        parts = {name: torch.stack([of[name] for of in of_passes if name in of]).mean() for name in names}
         if len(passes) > 1:
             parts['consistency'] = torch.stack([self._distance(out, output.detach()) for out, *_ in passes[1:]]).mean()
-        parts = {name: part if self.weights[name] > 0 else part.detach() for name, part in parts.items()}
-        loss = sum((self.weights[name] * part for name, part in parts.items() if self.weights[name] > 0),
-                   output.new_zeros(()))
+        loss = output.new_zeros(())
+        for name, part in parts.items():
+            if self.weights[name] > 0:
+                loss = loss + self.weights[name] * part
+            else:
+                parts[name] = part.detach()
         return {'loss': loss, 'output': output, **{f'{name}_loss': part for name, part in parts.items()}}
 
     def _students_of_update(self) -> list[Any]:
@@ -269,5 +266,5 @@ class TrajectoryDistillationTask(StudentTask):
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.patch_drop:
-            raise ValueError(COMPILED)
+            raise ValueError('patch_drop works by hooks, which a compiled model may miss. Use one of the two.')
         return super().compile(*args, **kwargs)
