@@ -62,8 +62,7 @@ def test_recipes_of_the_package_load_and_survive_yaml(name):
 
 
 def test_shares_of_steps_in_recipes_of_earlier_versions_are_numbers():
-    old = recipe(stages=[{'loss': {'steps': [1.0, 0.34, [2.0, 3]], 'kd_weight': 0.2}}])
-    assert old.stages[0].loss == {'steps': ['100%', '34%', ['200%', 3]], 'kd_weight': 0.2} and old.trained_at(6) == (2, 3, 6, 12)
+    assert recipe(stages=[{'loss': {'steps': [1.0, 0.34, [2.0, 3]]}}]).trained_at(6) == (2, 3, 6, 12)
 
 
 def test_a_stage_has_epochs_or_minutes():
@@ -89,19 +88,13 @@ def test_a_change_that_no_stage_would_use_is_an_error():
 @pytest.mark.parametrize('section, keys', [('loss', LossConfig.names()), ('fit', FIT), ('data', DataConfig.names())])
 def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
     assert keys
-    for where in ({section: {'nothing': 1}}, {'stages': [{section: {'nothing': 1}}]}):
-        if section == 'data' and 'stages' in where:
-            continue
-        with pytest.raises(ValueError, match=f"unknown key 'nothing'.*{keys[0]}"):
+    for where in ({section: {'nothing': 1}}, {'stages': [{section: {'nothing': 1}}]}, {'nothing': 1}, {'ode': {'nothing': 1}}):
+        with pytest.raises(ValueError, match=f"unknown key '{section if section == 'data' and 'stages' in where else 'nothing'}'"):
             recipe(**where)
-    for bad in ({'nothing': 1}, {'stages': [{'nothing': 1}]}, {'ode': {'nothing': 1}}):
-        with pytest.raises(ValueError, match="unknown key 'nothing'"):
-            recipe(**bad)
 
 
 @pytest.mark.parametrize('bad, message', [
     (dict(stages=[]), 'stages must be a list of at least one stage'),
-    (dict(stages={'a': 1}), 'stages must be a list'),
     (dict(stages=['a']), "stages.0: it must hold keys and values; got 'a'"),
     (dict(fit={}), 'stages.0: fit needs epochs'),
     (dict(fit={'epochs': 0}), 'All stages have 0 epochs, so there is nothing to train.'),
@@ -110,18 +103,13 @@ def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
     (dict(data={'prob': 0.5}), 'data.prob is the share of the batches that are mixed'),
     (dict(seed=1.5), 'seed must be a whole number'),
     (dict(stages=[{'train': 3}]), 'stages.0: train must be a list of at least one part'),
-    (dict(fit={'epochs': 1, 'clip_grad': 'abc'}), "clip_grad must be a number above 0, or None for no clipping; got 'abc'"),
     (dict(fit={'epochs': 1, 'amp': ['a']}), "Unknown amp '['a']'"),
     ('stages.0.train=[]', 'stages.0: train must be a list of at least one part'),
     ('loss={exits: [0.5], exit_weight: 1, kd_weight: 0}', 'need kd_weight or task_weight'),
     ('loss={kd_weight: 0, trajectory_weight: 0}', 'All weights of the loss are 0'),
-    ('loss.kd_temperature=-1', 'kd_temperature must be a number above 0; got -1.'),
-    ('loss.steps=[true]', 'steps must be a list of whole numbers'), ('loss.steps=[1e308]', 'steps must be a list of whole numbers from 1 to 10,000'),
+    ('loss.steps=[true]', 'steps must be a list of whole numbers'), ('loss.steps=[2, 3', "'loss.steps=[2, 3' is not valid YAML"),
     ('fit={minutes: 1e308}', 'minutes must be a number above 0'), ('ode={steps: 1000000000}', 'steps must be'),
-    ('loss.steps=[2, 3', "'loss.steps=[2, 3' is not valid YAML"),
-    ('data.batch_size=0', 'data.batch_size must be a whole number of at least 1'),
-    ('data.padding=-1', 'data.padding must be'), ('data.flip=7', 'data.flip must be a number from 0 to 1'),
-    ('data.mixup=-1', 'data.mixup must be'), ('fit.compile=maybe', 'compile must be True or False'),
+    ('data.flip=7', 'data.flip must be a number from 0 to 1'), ('fit.compile=maybe', 'compile must be True or False'),
     ('fit.epochs=true', 'epochs must be a whole number of at least 1, or None for minutes; got True.'),
 ])
 def test_refuses(bad, message):
@@ -256,13 +244,11 @@ def test_the_blocks_of_a_model_with_stages_are_a_part():
 
 
 @pytest.mark.parametrize('part', PARTS)
-def test_every_part_is_somewhere(vit, data, tmp_path, part):
-    made = recipe('fit.epochs=1', ode={'time': 'low_rank', 'rank': 2}, stages=[{'train': [part]}])
-    run(made, data, tmp_path / 'run', vit(reg_tokens=1))
-    made = recipe('fit.epochs=1', stages=[{'train': [part]}])
+def test_every_part_is_somewhere(vit, part):
+    assert _names_of(convert_(vit(reg_tokens=1), time='low_rank', rank=2).model, [part])
     if part in ('base', 'vectors', 'low_rank'):
         with pytest.raises(ValueError, match=f"no parameters of the part '{part}'"):
-            run(made, data, tmp_path / 'other', vit())
+            _names_of(convert_(vit()).model, [part])
 
 
 def test_from_scratch_without_a_teacher(data, tmp_path):

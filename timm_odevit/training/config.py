@@ -29,7 +29,7 @@ class FitConfig(Settings):
     Attributes:
         epochs: Number of epochs; or else give minutes.
         minutes: Train for about so long, validation included, in at least 10 epochs.
-        opt: timm optimizer. After 200 updates, muon is 8.4 points ahead of adamw (hub/lab/ingredients.md).
+        opt: timm optimizer (compared in hub/lab/ingredients.md).
         lr: Peak learning rate; for residuals of low rank, at most 1e-3 (hub/lab/minutes.md).
         weight_decay: Weight decay; not applied to norms, biases and embeddings.
         sched: timm scheduler, stepped at every update.
@@ -92,22 +92,20 @@ class LossConfig(Settings):
     """Settings of the loss; each is also a keyword of TrajectoryDistillationTask and a key of a recipe's `loss`.
 
     Attributes:
-        checkpoints: Where the teacher's layers lie in time: 'uniform'; or, as in the paper, by 'distance': how far each
-            moves the state of the images in `calibration`.
+        checkpoints: Where the teacher's layers lie in time: 'uniform', or by the 'distance' that each moves the state.
         checkpoint_temperature: Temperature of the softmax over the distances, in units of their mean.
         trajectory_weight: Weight of the squared error of the states, relative to the teacher's variance.
         cls_weight: Share of the class token in the trajectory loss.
         register_weight: Share of the register tokens in the trajectory loss.
         patch_weight: Share of the patch tokens in the trajectory loss.
-        steps: Numbers of steps, such as (6, 8, 12), or shares of the student's own number, such as ('50%', '200%');
-            each update draws one, so that K can be chosen after training. Of ((6, 1), (6, 2)), it draws a pair and runs
-            both. None for the student's own number.
+        steps: Numbers of steps, such as (6, 12), or shares of the student's own number, such as ('50%', '200%'), of
+            which each update draws one, so that K can be chosen after training; of ((6, 1), (6, 2)), it draws a pair
+            and runs both. None for the student's own number.
         consistency_weight: Weight of the distance of an update's other outputs to its first, which does not learn.
-        patch_drop: Share of the patches left out at random in each update, the same for teacher and student; the last
-            updates should see all.
+        patch_drop: Share of the patches left out at random in each update, for teacher and student; 0 in the last ones.
         jasmin_weight: Weight of the JaSMin loss of the shared block's attention, at two of the states.
         kd_weight: Weight of the KL divergence between the logits or, for embeddings, of one minus their cosine plus
-            their relative squared error. Raise it towards the end (hub/lab/ingredients.md).
+            their relative squared error.
         kd_temperature: Temperature of both models' logits in the KL divergence.
         embedding: Compare the outputs as embeddings, not as logits; always so for models without classes.
         task_weight: Weight of the loss on the labels.

@@ -13,7 +13,7 @@ from timm.task import TrainingTask
 from tqdm import tqdm
 
 from ..convert.merge import check_not_merged
-from ..distributed import alone_in, in_first_process, rank_and_world
+from ..distributed import alone_in, in_first_process
 from ..files import staged, to_json, write_text
 from ..hooks import AMP_DTYPES, random_states_kept
 from ..saving.save import describe, save_pretrained
@@ -28,50 +28,39 @@ LONG = 10.  # seconds of an epoch that may be more than a pass over the data
 
 
 def fit(
-        task: TrainingTask,
-        train_loader: Any,
-        val_loader: Iterable[Any] | None = None,
-        *,
-        out: str | Path | None = None,
-        resume: bool = False,
-        progress: bool = True,
-        config: FitConfig | None = None,
+        task: TrainingTask, train_loader: Any, val_loader: Iterable[Any] | None = None, *,
+        out: str | Path | None = None, resume: bool = False, progress: bool = True, config: FitConfig | None = None,
         **settings: Any,
 ) -> list[dict[str, float]]:
     """Train a task; with `out`, save the last and the best state, so that an interrupted run can be resumed.
 
-    Writes `out/last.pt`, the whole training state after the last complete epoch; `out/best`, in timm's format, the
-    model with the best top-1 accuracy, or cosine with the teacher's embeddings, on `val_loader` (without one, the last
-    model); `out/history.json`, one record per epoch; and `out/tensorboard`, if TensorBoard is installed. Each file is
-    complete or absent, and no other process can use the folder meanwhile.
+    Writes `out/last.pt`, the state after the last epoch; `out/best`, in timm's format, the model with the best top-1
+    accuracy, or cosine with the teacher's embeddings, on `val_loader` (without one, the last); `out/history.json`, one
+    record per epoch; and `out/tensorboard`, if TensorBoard is installed. Each file is complete or absent, and no
+    other process can use the folder meanwhile.
 
-    A first batch of each loader is tried; a refusal leaves weights, buffers and modes as they were. With minutes, and
-    with amp 'auto', a few updates are timed on a copy of the task, and the updates that fit make at least 10 epochs, of
-    at most one pass over the data or ten seconds each; a resumed run continues as was planned then. Afterwards, the
-    global random states are what they were. Two calls at once need two processes, not threads. Under torch.distributed,
-    the first process validates and writes, and all must share a file system.
+    A refusal of the first batch leaves weights, buffers and modes as they were. With minutes or amp 'auto', a few
+    updates are timed on a copy of the task; an epoch is then at most a pass over the data or ten seconds. The global
+    random states are restored, so two calls at once need two processes, not threads.
 
     Args:
         task: Task to train, such as TrajectoryDistillationTask or timm's ClassificationTask; on its device.
-        train_loader: Batches (images [B, C, H, W], labels [B]), with a length; before each epoch, all seeds are set,
-            and its (or its sampler's) `set_epoch` is called. With several processes, each passes its part of the data.
+        train_loader: Batches (images [B, C, H, W], labels [B]), with a length; its (or its sampler's) `set_epoch` is
+            called. With several processes, each passes its part of the data.
         val_loader: Batches held out from training, for choosing the best epoch; read after every epoch.
-        out: Folder for the files; None saves nothing.
-        resume: Resume from `out/last.pt`, if it exists, with the same settings, batch size and updates per epoch;
-            epochs may be increased.
+        out: Folder for the files, shared by all processes; None saves nothing.
+        resume: Resume from `out/last.pt`, if it exists, with the same settings, but perhaps more epochs.
         progress: Show a progress bar.
-        config: Settings.
-        **settings: Any of them, in place of `config`, such as epochs=10 or minutes=60; see FitConfig.
+        config: Settings; or give any of FitConfig's as keywords, such as epochs=10 or minutes=60.
 
     Returns:
         One record per epoch: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss,
-        or, if the task follows embeddings, val_cosine, val_error and val_neighbours; see EmbeddingResult.
+        or, if the task follows embeddings, val_cosine, val_error and val_neighbours.
 
     Raises:
         FloatingPointError: The loss stopped being finite; the files of the previous epoch remain.
-        OSError: A file could not be written (files written earlier remain); or another process uses the folder.
-        TypeError: A keyword is unknown, or epochs and minutes are both given or both missing.
-        ValueError: A setting, a loader or the folder is unsuitable, or no description to save the model by was found.
+        OSError: A file could not be written; or another process uses the folder.
+        TypeError, ValueError: A setting, a loader or the folder is unsuitable.
 
     Examples:
         >>> history = fit(TrajectoryDistillationTask(student, teacher), loader, loader, out='run', epochs=10)
@@ -87,10 +76,11 @@ def fit(
                          'read in every epoch. Give a list of batches, or a DataLoader.')
     check_not_merged(models_of(task)['model'])
     folder, began, device = Path(out) if out is not None else None, time.perf_counter(), torch.device(task.device)
-    writes, history = folder is not None and rank_and_world()[0] == 0, []
+    history: list[dict[str, float]] = []
     asked = {**asdict(config), 'batch_size': getattr(train_loader, 'batch_size', None), 'updates_per_epoch': updates}
     del asked['epochs'], asked['compile']  # which may change when the run is resumed
-    plan, state = {'epochs': config.epochs, 'updates': updates, 'amp': config.amp}, None
+    plan: dict[str, Any] = {'epochs': config.epochs, 'updates': updates, 'amp': config.amp}
+    state: Any = None
     with alone_in(folder), random_states_kept(device), ExitStack() as stack:
         if folder is not None:
             describe(models_of(task)['model'])  # fail now rather than after the first epoch
@@ -116,14 +106,14 @@ def fit(
         left, writer = range(len(history), plan['epochs']), None
         bar = stack.enter_context(tqdm(
             total=plan['epochs'] * trainer.updates, initial=len(history) * trainer.updates, unit='update',
-            disable=not progress or rank_and_world()[0] > 0 or not left))
+            disable=not progress or trainer.rank > 0 or not left))
         stack.enter_context(unfused_in_bfloat16(task, device, trainer.dtype))
         for epoch in left:
             bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {plan['epochs']}")
             record = trainer.epoch(epoch, val_loader, bar.update)
             best = score_of(record, 1e99) > max(map(score_of, history), default=-1e99)
             history.append(record)
-            if folder is not None and writes:
+            if folder is not None and trainer.rank == 0:
                 if best:
                     save_pretrained(trainer.chosen, folder / BEST)
                 write_text(folder / HISTORY, to_json(history))  # before the state, which says what is still to be done
@@ -194,24 +184,17 @@ def count_updates(train_loader: Any, accumulate: int = 1) -> int:
 
 def _measured(
         task: Any, train_loader: Any, val_loader: Any, config: FitConfig, updates: int, validation: float, began: float,
-) -> dict[str, Any]:
-    """Epochs, updates of each and mixed precision, by the time of an update on a copy; the first process decides.
-
-    `updates` are those of a pass over the data, `validation` the seconds of a batch of it, `began` when minutes began.
-    """
+) -> Any:
+    """Epochs, updates of each and mixed precision; `updates` are those of a pass, `validation` seconds of a batch."""
     seconds = {amp: _seconds_per_update(task, train_loader, replace(config, amp=amp))
                for amp in ((None, 'bfloat16') if config.amp == 'auto' else (config.amp,))}
 
-    def plan() -> dict[str, Any]:
-        amp = min(seconds, key=seconds.__getitem__)
-        epochs, each = config.epochs, updates
-        if config.minutes is not None:
-            batches = 0 if val_loader is None else len(val_loader) if hasattr(val_loader, '__len__') else 1
-            epochs, each = updates_in(60 * config.minutes - (time.perf_counter() - began), seconds[amp],
-                                      validation * batches, max(updates, int(LONG / seconds[amp])))
-        return {'epochs': epochs, 'updates': each, 'amp': amp}
-    planned: dict[str, Any] = in_first_process(plan)
-    return planned
+    amp, epochs, each = min(seconds, key=seconds.__getitem__), config.epochs, updates
+    if config.minutes is not None:
+        batches = 0 if val_loader is None else len(val_loader) if hasattr(val_loader, '__len__') else 1
+        epochs, each = updates_in(60 * config.minutes - (time.perf_counter() - began), seconds[amp],
+                                  validation * batches, max(updates, int(LONG / seconds[amp])))
+    return in_first_process(lambda: {'epochs': epochs, 'updates': each, 'amp': amp})
 
 
 def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> float:
@@ -228,10 +211,7 @@ def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> floa
 
 
 def updates_in(seconds: float, update: float, validation: float, most: int) -> tuple[int, int]:
-    """How many epochs of how many updates, at most `most`, fit into some seconds; at least one of one.
-
-    `update` and `validation` are the seconds of an update and of the validation after each epoch.
-    """
+    """How many epochs of how many updates, at most `most`, fit into some seconds, by the seconds of each."""
     each = int((seconds / EPOCHS - validation) / update)
     if each < 1:
         return max(1, min(EPOCHS, int(seconds / (update + validation)))), 1

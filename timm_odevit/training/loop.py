@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..data.batches import set_epoch
 from ..distributed import over_processes, rank_and_world
-from ..evaluation.accuracy import evaluate
+from ..evaluation.accuracy import check_labels, evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..hooks import AMP_DTYPES, autocast, check_images, evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks, with_steps
@@ -75,9 +75,8 @@ class Trainer:
         record: dict[str, float] = {'epoch': epoch + 1, **self.train(epoch, done)}
         record['seconds'] = time.perf_counter() - started
         if not all(torch.isfinite(p).all() for model in self.models.values() for p in model.parameters()):
-            raise FloatingPointError(
-                f'The weights are not finite after epoch {epoch + 1}; files written earlier remain. '
-                'Start again in another folder with a lower lr, or with amp bfloat16 or None.')
+            raise FloatingPointError(f'The weights are not finite after epoch {epoch + 1}; files written earlier '
+                                     'remain. Start again with a lower lr, or without float16.')
         if val_loader is not None and self.rank == 0:
             record.update(validate(self.task, self.chosen, val_loader, self.dtype))
         if self.world > 1:
@@ -118,8 +117,8 @@ class Trainer:
                 self._step(update)
                 done()
         if i < batches - 1:
-            raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, but its length is '
-                             f'{len(self.loader)}. Give a loader that gives as many batches as its length.')
+            raise ValueError(
+                f'train_loader gave {i + 1} batches in epoch {epoch + 1}, but its length is {len(self.loader)}.')
         means = {key: float(over_processes(value / counts[key])) for key, value in sums.items()}
         return {'lr': self.optimizer.param_groups[-1]['lr'], **means}
 
@@ -197,10 +196,10 @@ def score_of(record: dict[str, Any] | None, default: float = -math.inf) -> float
 
 def words_of(record: dict[str, float]) -> str:
     """What `score_of` compares, in words."""
-    if 'val_top1' in record:
-        return f"top-1 {record['val_top1']:.1f} %"
-    name, what = ('val_cosine', 'cosine') if 'val_cosine' in record else ('val_error', 'squared error')
-    return f'{what} {record[name]:.4g}'
+    for name, words in (('val_top1', 'top-1 {:.1f} %'), ('val_cosine', 'cosine {:.4g}')):
+        if name in record:
+            return words.format(record[name])
+    return f"squared error {record['val_error']:.4g}"
 
 
 def try_one_batch(val_loader: Any, task: Any, dtype: torch.dtype | None) -> float:
@@ -224,11 +223,12 @@ def _must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
     try:
         images, labels = batch
         check_images(images)
-        _check_labels(name, labels, task)
+        criterion = None if getattr(task, 'embedding', False) else getattr(task, 'criterion', None)
+        if criterion is not None and labels.ndim == 1 and not labels.is_floating_point():  # others stop a GPU
+            ignored = labels == getattr(criterion, 'ignore_index', -100)
+            check_labels(labels.masked_fill(ignored, 0), getattr(models_of(task)['model'], 'num_classes', None))
         yield
-    except torch.OutOfMemoryError:
-        raise
-    except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as e:
+    except Exception as e:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -240,19 +240,6 @@ def _must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
                          f'{type(e).__name__}: {one_line(e)}') from e
 
 
-def _check_labels(name: str, labels: Tensor, task: Any) -> None:
-    """Labels must be the model's classes, where they count: on a GPU, others stop the process."""
-    criterion = getattr(task, 'criterion', None)
-    count = not getattr(task, 'embedding', False) and getattr(task, 'labelled', True) and (
-        criterion is not None or name == 'val_loader')
-    classes = getattr(models_of(task)['model'], 'num_classes', 0) if count else 0
-    if classes and labels.ndim == 1 and not labels.is_floating_point():
-        wrong = labels[((labels < 0) | (labels >= classes)) & (labels != getattr(criterion, 'ignore_index', -100))]
-        if len(wrong):
-            raise ValueError(f'it has label {int(wrong[0])}, but the {classes} classes of the model are 0 to '
-                             f'{classes - 1}. Create the model with the num_classes of the data.')
-
-
 @torch.no_grad()
 def _divergence(task: Any, images: Tensor, dtype: torch.dtype | None) -> str:
     """A sentence that says what stops being finite first: images, weights, or an ODE-ViT's state."""
@@ -261,13 +248,10 @@ def _divergence(task: Any, images: Tensor, dtype: torch.dtype | None) -> str:
         if not all(torch.isfinite(tensor).all() for tensor in tensors):
             return f'The {name} are not finite. '
     odes = find_ode_blocks(model)
-    if not odes or odes[0].config.adaptive:
-        return ''
-    for steps in getattr(task, 'drawn', [[ode.steps for ode in odes]]):
-        view = with_steps(model, steps)
+    drawn = [] if not odes or odes[0].config.adaptive else getattr(task, 'drawn', [[ode.steps for ode in odes]])
+    for view in (with_steps(model, steps) for steps in drawn):
         odes = find_ode_blocks(view)
-        with evaluating(view), watch_blocks([list(ode.solver) for ode in odes]) as seen, autocast(
-                images.device, dtype):
+        with evaluating(view), autocast(images.device, dtype), watch_blocks([list(ode.solver) for ode in odes]) as seen:
             view(images)
         for ode, (states, _) in zip(odes, seen, strict=True):
             for i, (step, state) in enumerate(zip(ode.solver, states[1:], strict=False)):

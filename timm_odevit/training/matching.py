@@ -46,8 +46,8 @@ def check_same_time(student: nn.Module, stages: list[list[nn.Module]]) -> None:
     for ode, blocks in zip(find_ode_blocks(student), stages, strict=True):
         kept, T = len(ode.before) + len(ode.after), ode.config.steps_and_end[1]
         if kept + T != len(blocks):
-            raise ValueError(f'The student runs over {T:g} units of time plus {kept} kept layers, but the teacher has '
-                             f'{len(blocks)} layers, so the steps do not end at its states. Convert with T=None.')
+            raise ValueError(f'The student runs over {kept + T:g} layers, but the teacher has {len(blocks)} layers, so '
+                             'the steps do not end at its states. Convert with T=None.')
 
 
 def check_models(student: Any, teacher: Any) -> None:
@@ -91,19 +91,18 @@ def _lacks(student: Any, teacher: nn.Module | None, config: LossConfig) -> Itera
     if config.patch_drop and (teacher is None or not all(
             isinstance(getattr(model, 'patch_drop', None), nn.Identity) and not getattr(model, 'rope', None)
             for model in (student, teacher))):
-        yield (f'patch_drop needs a teacher, and models that run on some of their patches, which {name} with RoPE or '
-               'without patch_drop cannot. Set patch_drop=0.')
+        yield f'patch_drop needs a teacher, and models that run on some of their patches, unlike {name}. Set it to 0.'
     if is_one_sequence(student):
-        if config.exits and (
-                class_token_comes_later(student) or not isinstance(getattr(student, 'norm', None), nn.Module)):
+        norm = getattr(student, 'norm', None)
+        if config.exits and (class_token_comes_later(student) or not isinstance(norm, nn.Module)):
             yield f'exits apply the final norm and the head to earlier states, which does not work for {name}.'
         if config.jasmin_weight and not all(ode.shared.has_attention_maps for ode in odes):
             yield ("jasmin_weight needs timm's plain attention (no windows, RoPE or position bias), which the blocks "
-                   f'of {name} do not use. Leave it out.')
+                   f'of {name} do not use.')
         return
     for setting in ('jasmin_weight', 'exit_weight', 'patch_drop'):
         if getattr(config, setting):
-            yield f'{setting} needs one sequence of tokens, prefix tokens first, but {name} has none. Leave it out.'
+            yield f'{setting} needs one sequence of tokens, prefix tokens first, but {name} has none.'
     if len(odes) > 1 and config.checkpoints != 'uniform':
         yield f'checkpoints={config.checkpoints!r} needs one sequence of blocks, but {name} has {len(odes)} stages.'
     if len(odes) > 1 and any(isinstance(k, int) for of in config.of_updates for k in of):
@@ -115,33 +114,31 @@ def _lacks(student: Any, teacher: nn.Module | None, config: LossConfig) -> Itera
 
 
 class TeacherStage(NamedTuple):
-    """One sequence of the teacher's blocks, and the relative times in (0, 1] of the states after them."""
+    """One sequence of the teacher's blocks, of which the student converted those from `first` on."""
     blocks: list[nn.Module]
-    times: list[float]
+    first: int
+    times: list[float]  # of the states after the converted blocks, in (0, 1]
 
-    def converted(self, ode: OdeBlocks) -> tuple[int, list[float]]:
-        """The first converted layer, and the times of the converted layers, relative to all of their time."""
-        first, last = ode.config.converted_layers(len(self.times))
-        start = self.times[first - 1] if first else 0.
-        return first, [(time - start) / (self.times[last] - start) for time in self.times[first:last + 1]]
-
-    def pairs(self, ode: OdeBlocks) -> list[tuple[float, int]]:
+    def pairs(self, steps: int) -> list[tuple[float, int]]:
         """Relative times at which the student is compared, and the indices in its blocks of the steps ending there."""
-        first, times = self.converted(ode)
-        return [((step + 1) / ode.steps, first + step) for _, step in match(times, ode.steps)]
+        return [((step + 1) / steps, self.first + step) for _, step in match(self.times, steps)]
 
-    def target(self, ode: OdeBlocks, states: Sequence[Tensor], t: float) -> Tensor:
+    def target(self, states: Sequence[Tensor], t: float) -> Tensor:
         """The teacher's state at a relative time, from its states before the first and after each block."""
-        first, times = self.converted(ode)
-        return state_at(states[first:], [0., *times], t)
+        return state_at(states[self.first:], [0., *self.times], t)
 
 
-def teacher_stages(teacher: nn.Module, config: LossConfig, calibration: Iterable[Tensor]) -> list[TeacherStage]:
+def teacher_stages(student: Any, teacher: Any, config: LossConfig, calibration: Iterable[Tensor]) -> list[TeacherStage]:
     """A teacher's stages, with the times that the settings give or, for 'distance', images on the teacher's device."""
-    stages = [site.blocks for site in find_stages(teacher)]
-    if config.checkpoints == 'uniform':
-        return [TeacherStage(blocks, uniform_times(len(blocks))) for blocks in stages]
-    return [TeacherStage(stages[0], distance_times(teacher, calibration, config.checkpoint_temperature))]
+    stages = []
+    for ode, site in zip(find_ode_blocks(student), find_stages(teacher), strict=True):
+        times = uniform_times(len(site.blocks)) if config.checkpoints == 'uniform' else distance_times(
+            teacher, calibration, config.checkpoint_temperature)
+        first, last = ode.config.converted_layers(len(times))
+        start = times[first - 1] if first else 0.
+        stages.append(TeacherStage(
+            site.blocks, first, [(time - start) / (times[last] - start) for time in times[first:last + 1]]))
+    return stages
 
 
 def uniform_times(layers: int) -> list[float]:
@@ -150,9 +147,9 @@ def uniform_times(layers: int) -> list[float]:
 
 
 def softmax_times(distances: Sequence[float], temperature: float = 1.) -> list[float]:
-    """Relative times in (0, 1] that give a layer more time the further it moves the hidden state.
+    """Relative times in (0, 1] that give a layer more time the further it moves the state (arXiv 2511.16501).
 
-    The temperature is in units of the mean distance; large values give uniform times. Source: arXiv 2511.16501.
+    The temperature is in units of the mean distance; large values give uniform times.
     """
     d = torch.tensor(distances, dtype=torch.float64)
     w = (d / (d.mean().clamp_min(1e-12) * temperature)).softmax(0)
@@ -190,7 +187,7 @@ def hidden_states(model: Any, images: Tensor, indices: list[int]) -> tuple[Tenso
 
 
 def match(times: Sequence[float], steps: int) -> list[tuple[int, int]]:
-    """Pair a teacher's L layers, at strictly increasing times in (0, 1], with K steps, which end at 1/K, 2/K, ..., 1.
+    """Pair a teacher's L layers, at increasing times in (0, 1], with K steps, which end at 1/K, 2/K, ..., 1.
 
     Returns min(L, K) pairs (layer, step), both counted from 0 and strictly increasing, the last (L - 1, K - 1): every
     member of the smaller side with a nearby member of the other side.
@@ -203,10 +200,9 @@ def match(times: Sequence[float], steps: int) -> list[tuple[int, int]]:
 
 def _nearest(few: Sequence[float], many: Sequence[float]) -> list[int]:
     """Strictly increasing indices into `many`, near the values of `few`, ending at the last one."""
-    n, m = len(few), len(many)
     chosen: list[int] = []
     for i, value in enumerate(few):
-        low, high = chosen[-1] + 1 if chosen else 0, m - n + i  # which leaves room for the remaining ones
-        index = min(range(m), key=lambda j: abs(many[j] - value))
-        chosen.append(high if i == n - 1 else min(max(index, low), high))
+        low, high = chosen[-1] + 1 if chosen else 0, len(many) - len(few) + i  # which leaves room for the remaining
+        index = min(range(len(many)), key=lambda j: abs(many[j] - value))
+        chosen.append(high if i == len(few) - 1 else min(max(index, low), high))
     return chosen

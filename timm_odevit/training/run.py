@@ -35,26 +35,16 @@ SAMPLE = 256  # images for measurements: init svd_data, checkpoints
 
 
 def train(
-        recipe: Recipe,
-        data: Any,
-        out: str | Path,
-        *,
-        teacher: nn.Module | None = None,
-        student: nn.Module | None = None,
-        minutes: float | None = None,
-        resume: bool = False,
-        limit: int | None = None,
-        command: dict[str, Any] | None = None,
-        device: str | torch.device = 'cpu',
-        progress: bool = True,
+        recipe: Recipe, data: Any, out: str | Path, *, teacher: nn.Module | None = None,
+        student: nn.Module | None = None, minutes: float | None = None, resume: bool = False, limit: int | None = None,
+        command: dict[str, Any] | None = None, device: str | torch.device = 'cpu', progress: bool = True,
 ) -> list[dict[str, float]]:
     """Run a recipe.
 
-    Writes to `out`: recipe.yaml; run.json, with what else must be the same to resume, and what was planned; start/, the
-    student before training; stage0/, stage1/, ..., as `fit` writes them; and at the end history.json, the records of
-    all stages, and best/, with the recipe: the best model of the start (then a warning says so) and of the stages that
-    train the same numbers of steps as the last one. A stage that does not train the student's own number of steps is
-    validated and saved with the nearest one that it trains.
+    Writes to `out`: recipe.yaml; run.json, with what was planned; start/, the student before training; stage0/, ...,
+    as `fit` writes them; and at the end history.json and best/, with the recipe: the best model of the start (then
+    a warning says so) and of the stages that train the same numbers of steps as the last one. A stage is validated and
+    saved with the number of steps that it trains which is nearest to the student's.
 
     Args:
         recipe: Recipe to run.
@@ -62,8 +52,8 @@ def train(
         out: Folder for the results.
         teacher: timm model; None to train without one.
         student: Model to train as it is; None to make it from the teacher or the recipe's `model`.
-        minutes: Train for about so long instead of the recipe's epochs or minutes; each stage gets a part of the time
-            that is left when it begins, in proportion to its minutes, or its epochs times the steps of an update.
+        minutes: Train for about so long; each stage gets a part of the time that is left, in proportion to its minutes,
+            or its epochs times the steps of an update.
         resume: Continue the run in `out`.
         limit: Use only this many images of each part of the data, for a rehearsal.
         command: What `odevit distill --resume` is to find in run.json.
@@ -137,15 +127,12 @@ def train(
 
 def _check_recipe(recipe: Recipe, teacher: Any, student: Any, folder: Path, resume: bool) -> None:
     if teacher is not None and (recipe.model is not None or (student is None and recipe.ode is None)):
-        raise ValueError('The recipe names a model, or has no ode, so the student would not be made from the teacher. '
-                         'Leave model out, and give ode or a student.')
+        raise ValueError('The recipe names a model, or has no ode, so the student would not be made from the teacher.')
     if recipe.model is None and teacher is None and student is None:
         raise ValueError('The recipe names no model, and there is no teacher. Give --teacher, or model in the recipe.')
     check_unused(folder, resume, folder / RECIPE)
-    if not (folder / RECIPE).exists():
-        return
-    then, now = ({'stages': len(of.stages), **_flat(yaml.safe_load(of.to_yaml()))}
-                 for of in (Recipe.load(folder / RECIPE), recipe))
+    then, now = ({'stages': len(of.stages), **_flat(yaml.safe_load(of.to_yaml()))} for of in (
+        Recipe.load(folder / RECIPE) if (folder / RECIPE).exists() else recipe, recipe))
     may_grow = (f'stages.{len(recipe.stages) - 1}.fit.epochs', 'fit.epochs' if len(recipe.stages) == 1 else '')
     other = [f'{key} was {then.get(key, "unset")} and is {now.get(key, "unset")}'
              for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key) and key not in may_grow]
@@ -175,35 +162,27 @@ def _name_classes(model: Any, names: list[str] | None, keep: bool) -> None:
 
 
 def calibrate_(
-        model: nn.Module,
-        teacher: nn.Module,
-        images: Any,
-        *,
-        progress: bool = True,
-        config: CalibrationConfig | None = None,
-        **settings: Any,
+        model: nn.Module, teacher: nn.Module, images: Any, *, progress: bool = True,
+        config: CalibrationConfig | None = None, **settings: Any,
 ) -> list[dict[str, float]]:
     """Fit a converted model in place to the model that it was converted from, in minutes, on images without labels.
 
-    Only the shared blocks learn: in half of the time each step on its own (StepwiseTask), then the whole trajectory
-    (TrajectoryDistillationTask). Of the weights before, between and after the parts, those that come nearest to the
-    teacher's outputs on a few of the batches are kept; a warning says if they are the first. An interrupted or failed
-    training leaves the model as it was, as does one of a student that already equals its teacher.
+    Only the shared blocks learn: in half of the time each step on its own, then the whole trajectory. Of the weights
+    before, between and after, those that come nearest to the teacher's outputs on a few batches are kept, with a
+    warning if they are the first. An interrupted or failed training leaves the model as it was.
 
     Args:
         model: Converted model.
         teacher: The model that it was converted from: a `copy.deepcopy` made before `convert_`.
         images: Images [N, C, H, W], normalised for the model; or a loader, a folder or an .npz. Labels are ignored.
         progress: Show a progress bar.
-        config: Settings.
-        **settings: Any of them, in place of `config`, such as minutes=10.
+        config: Settings; or give any of CalibrationConfig's as keywords, such as minutes=10.
 
     Returns:
         The records of all epochs, as returned by `fit`, each with its stage.
 
     Raises:
-        TypeError: The model is not converted, or a keyword is unknown.
-        ValueError: Model, teacher, images and settings do not fit together.
+        TypeError, ValueError: The model is not converted, or model, teacher, images and settings do not fit together.
         FloatingPointError: The loss stopped being finite.
 
     Examples:

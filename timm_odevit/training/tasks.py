@@ -22,7 +22,8 @@ __all__ = ['StepwiseTask', 'StudentTask', 'TrajectoryDistillationTask']
 
 
 class StudentTask(TrainingTask):
-    """A task that trains a student inside a TrainingPass, with a frozen teacher that stays in eval mode."""
+    """A task that trains a student inside a TrainingPass, with a frozen teacher in eval mode."""
+    teacher: Any
     trainable_module: Any
 
     def __init__(self, student: nn.Module, teacher: Any, own: TrainingPass, device: Any, verbose: bool) -> None:
@@ -61,8 +62,6 @@ class StudentTask(TrainingTask):
 class StepwiseTask(StudentTask):
     """Teach each solver step on its own: from the teacher's state at its start to the teacher's state at its end.
 
-    Between two layers, the teacher's state is interpolated linearly in t.
-
     Args:
         student: Converted model.
         teacher: The model that it was converted from; it is frozen.
@@ -71,8 +70,7 @@ class StepwiseTask(StudentTask):
         verbose: Log timm's messages.
 
     Raises:
-        TypeError: The student is not an ODE-ViT.
-        ValueError: Student and teacher do not match, or share parameters.
+        TypeError, ValueError: The student is not an ODE-ViT, does not match its teacher or shares parameters with it.
 
     Examples:
         >>> history = fit(StepwiseTask(student, teacher), loader, epochs=4, opt='adamw', lr=3e-3)
@@ -81,13 +79,8 @@ class StepwiseTask(StudentTask):
     title = 'stepwise'
 
     def __init__(
-            self,
-            student: nn.Module,
-            teacher: nn.Module,
-            *,
-            embedding: bool = False,
-            device: torch.device | None = None,
-            verbose: bool = True,
+            self, student: nn.Module, teacher: nn.Module, *, embedding: bool = False,
+            device: torch.device | None = None, verbose: bool = True,
     ) -> None:
         matching.check_converted_from(student, teacher)
         stages = [site.blocks for site in find_stages(teacher)]
@@ -109,13 +102,10 @@ class StepwiseTask(StudentTask):
 class TrajectoryDistillationTask(StudentTask):
     """Teach an ODE-ViT to follow the hidden states of a pretrained ViT; a `timm.task.TrainingTask`.
 
-    The student is compared with the layers of the frozen teacher, which lie at checkpoints in time, at the ends of
-    min(steps, layers) solver steps; in between, the teacher's state is interpolated linearly in t. The loss is the
-    weighted sum of its parts: trajectory, JaSMin, logits or embeddings, labels, and exits.
-
-    A model with stages (Swin) follows its teacher in each. Where the tokens are not one sequence, prefix tokens first
-    (Swin, SAM, NaFlexViT, MLP-Mixer), all count alike, the teacher must be the model that the student was converted
-    from, and there are no JaSMin and exits.
+    The student is compared with the frozen teacher's layers at the ends of min(steps, layers) solver steps; in between,
+    the teacher's state is interpolated linearly in t. A model with stages (Swin) follows its teacher in each. Where the
+    tokens are not one sequence, prefix tokens first (Swin, SAM, NaFlexViT, MLP-Mixer), all count alike, the student
+    must have been converted from the teacher, and has no JaSMin or exits.
 
     Args:
         student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
@@ -124,12 +114,10 @@ class TrajectoryDistillationTask(StudentTask):
         criterion: Loss on the labels; cross-entropy by default.
         device: Device of the task; by default the student's.
         verbose: Log timm's messages.
-        config: Settings of the loss.
-        **settings: Any of them, in place of `config`; see LossConfig.
+        config: Settings of the loss; or give any of LossConfig's as keywords.
 
     Raises:
-        TypeError: The student is not an ODE-ViT, or a keyword is unknown.
-        ValueError: Student and teacher do not match or share parameters, or a setting is out of range.
+        TypeError, ValueError: The student is not an ODE-ViT, does not match its teacher or shares parameters with it.
 
     Examples:
         >>> task = TrajectoryDistillationTask(student, teacher, kd_weight=0.1)
@@ -142,16 +130,9 @@ class TrajectoryDistillationTask(StudentTask):
     title = 'trajectory'
 
     def __init__(
-            self,
-            student: nn.Module,
-            teacher: nn.Module | None,
-            *,
-            calibration: Tensor | Iterable[Tensor] | None = None,
-            criterion: nn.Module | None = None,
-            device: torch.device | None = None,
-            verbose: bool = True,
-            config: LossConfig | None = None,
-            **settings: Any,
+            self, student: nn.Module, teacher: nn.Module | None, *,
+            calibration: Tensor | Iterable[Tensor] | None = None, criterion: nn.Module | None = None,
+            device: torch.device | None = None, verbose: bool = True, config: LossConfig | None = None, **settings: Any,
     ) -> None:
         config = LossConfig.from_keywords(config, settings, 'TrajectoryDistillationTask')
         matching.check_student(student)
@@ -160,9 +141,9 @@ class TrajectoryDistillationTask(StudentTask):
         matching.check_loss(student, teacher, config)
         stages: list[Any] = []
         if teacher is not None:
-            seen, there = renormalisation(student, teacher) or nn.Identity(), device or next(student.parameters()).device
+            seen, on = renormalisation(student, teacher) or nn.Identity(), device or next(student.parameters()).device
             batches = calibration.split(64) if isinstance(calibration, Tensor) else calibration or ()
-            stages = matching.teacher_stages(teacher, config, (seen(images.to(there)) for images in batches))
+            stages = matching.teacher_stages(student, teacher, config, (seen(images.to(on)) for images in batches))
         super().__init__(student, teacher, TrajectoryPass(student, config), device, verbose)
         self.config, self.weights, self.stages = config, config.weights, stages
         self.embedding = config.embedding or getattr(student, 'num_classes', None) == 0
@@ -173,7 +154,7 @@ class TrajectoryDistillationTask(StudentTask):
         self.update, self.seed = 0, 0
 
     def begin_update(self, update: int, seed: int = 0) -> None:
-        """Set the number of the next update and the seed, from which all processes draw the same numbers of steps."""
+        """Set what all processes draw the numbers of steps from: the number of the next update, and the seed."""
         self.update, self.seed = update, seed
 
     def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
@@ -184,9 +165,11 @@ class TrajectoryDistillationTask(StudentTask):
         """
         students = self._students_of_update()
         with self._patches_of_update(students[0]):
-            wanted, states = self._teach(input)
-            pairs = [[stage.pairs(ode) for stage, ode in zip(self.stages, find_ode_blocks(student), strict=False)]
-                     for student in students]  # by stage, the times at which it is compared, and the steps ending there
+            with torch.no_grad(), watch_blocks([stage.blocks for stage in self.stages]) as seen:
+                wanted = None if self.teacher is None else self.teacher(self.for_teacher(input))
+            states = [of for of, _ in seen]
+            pairs = [[stage.pairs(steps) for stage, steps in zip(self.stages, of, strict=False)]
+                     for of in self.drawn]  # by stage, the times at which it is compared, and the steps ending there
             passes = self.trainable_module(students, input, [[[k for _, k in each] for each in of] for of in pairs])
         output = passes[0][0]
         of_passes = [self._parts(student, of, states, wanted, target, result)
@@ -216,13 +199,11 @@ class TrajectoryDistillationTask(StudentTask):
         # made anew, so that it has the student's present mode, checkpointing and image size
         return [student if steps == own else with_steps(student, steps) for steps in self.drawn]
 
-    def _parts(
-            self, student: Any, pairs: list[list[tuple[float, int]]], states: list[list[Tensor]],
-            wanted: Tensor | None, target: Any, result: Pass,
-    ) -> dict[str, Tensor]:
+    def _parts(self, student: Any, pairs: Any, states: Any, wanted: Any, target: Any, result: Pass) -> dict[str, Any]:
+        """The parts of the loss of one pass; `pairs` and `states` are by stage, `wanted` the teacher's output."""
         output, reached, jasmin, early = result
-        targets = [stage.target(ode, path, t) for stage, ode, path, each in zip(
-            self.stages, find_ode_blocks(student), states, pairs, strict=False) for t, _ in each]
+        targets = [stage.target(path, t) for stage, path, each in zip(self.stages, states, pairs, strict=True)
+                   for t, _ in each]
         prefix = prefix_tokens(student) if matching.is_one_sequence(student) else 0
         has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
         weights = self.config.cls_weight, self.config.register_weight, self.config.patch_weight
@@ -247,14 +228,6 @@ class TrajectoryDistillationTask(StudentTask):
         index = torch.cat([torch.arange(prefix), prefix + left]).to(self.device)
         return hooked(*((model.patch_drop, 'after', lambda module, args, x: x[:, index])
                         for model in (self.teacher, student)))
-
-    @torch.no_grad()
-    def _teach(self, input: Tensor) -> tuple[Tensor | None, list[list[Tensor]]]:
-        """The teacher's output, and its states around the blocks of each stage."""
-        if self.teacher is None:
-            return None, []
-        with watch_blocks([stage.blocks for stage in self.stages]) as seen:
-            return self.teacher(self.for_teacher(input)), [states for states, _ in seen]
 
     def _output_losses(self, output: Tensor, wanted: Tensor | None, target: Any) -> dict[str, Tensor]:
         kd = {} if wanted is None else {'kd': self._distance(output, wanted)}
