@@ -92,7 +92,8 @@ def fit(
             plan['epochs'] = config.epochs  # which may be more than before
         validation = 0.
         if val_loader is not None and len(history) < (plan['epochs'] or EPOCHS):
-            validation = in_first_process(lambda: try_one_batch(val_loader, task, AMP_DTYPES.get(config.amp)))
+            amp = AMP_DTYPES.get(config.amp)
+            validation = in_first_process(lambda: try_one_batch(val_loader, task, amp))
         if not history and (config.minutes is not None or config.amp == 'auto'):
             plan = _measured(task, train_loader, val_loader, config, updates, validation, began)
         if config.minutes is not None:
