@@ -76,18 +76,12 @@ def test_interrupted_it_leaves_both_models_as_they_were(vit, monkeypatch, when):
 
 @pytest.mark.parametrize('images, options, message', [
     (GOOD, dict(epochs=(0, 0)), 'epochs must be two whole numbers'),
-    (GOOD, dict(epochs=3), 'epochs must be two whole numbers'),
-    (GOOD, dict(minutes=1., epochs=(1, 1)), 'Give minutes or epochs, not both'),
-    (GOOD, dict(batch_size=0), 'batch_size must be a whole number of at least 1; got 0'),
+    (GOOD, dict(minutes=1., epochs=(1, 1)), 'or None to use minutes'),
     ([], dict(minutes=0.01), 'train_loader is empty'),
     (torch.randn(3, 16, 16), {}, r'got torch.float32 \[3, 16, 16\]'),
-    (torch.zeros(4, 3, 16, 16, dtype=torch.uint8), {}, r'got torch.uint8 \[4, 3, 16, 16\]'),
-    (torch.empty(0, 3, 16, 16), {}, r'got torch.float32 \[0, 3, 16, 16\]'),
     (torch.full((4, 3, 16, 16), float('nan')), {}, 'images must be finite'),
     (GOOD.numpy(), {}, 'or a loader with a length; got ndarray'),
-    (torch.randn(4, 3, 24, 24), {}, r'The first batch of val_loader \(images torch.float32 \[4, 3, 24, 24\]'),
-    (torch.randn(4, 1, 16, 16), {}, 'does not fit the model'),
-    (GOOD, dict(minutes=1e308), 'minutes must be a number above 0 and at most 525600'),
+    (torch.randn(4, 3, 24, 24), {}, r'The first batch of val_loader, torch.float32 \[4, 3, 24, 24\]'),
 ])
 def test_what_does_not_fit_is_refused_and_changes_neither_model(vit, images, options, message):
     student, teacher = pair(vit)
@@ -101,13 +95,12 @@ def test_what_does_not_fit_is_refused_and_changes_neither_model(vit, images, opt
 
 def test_another_teacher_is_refused(vit):
     student, teacher = pair(vit)
-    for other, message in ((vit(embed_dim=64), 'was not converted from this teacher: cls_token is'),
-                           (vit(depth=5), 'the teacher has 5 layers'), (copy.deepcopy(student), 'The teacher is itself converted'),
-                           (student, 'share parameters'),
-                           ('vit_tiny_patch16_224', 'The teacher must be a model; got str')):
+    for other, message in ((vit(embed_dim=64), 'differ in cls_token: '),
+                           (vit(depth=5), 'the teacher has 5 layers'), (copy.deepcopy(student), 'before its conversion'), (student, 'share no parameters'),
+                           ('vit_tiny_patch16_224', 'Expected a timm model')):
         with pytest.raises((TypeError, ValueError), match=message):
             calibrate_(student, other, GOOD, progress=False)
-    with pytest.raises(TypeError, match='this VisionTransformer is not one. Call convert_ first'):
+    with pytest.raises(TypeError, match='Call convert_ first'):
         calibrate_(teacher, teacher, GOOD)
     shorter, teacher = pair(vit, OdeConfig(T=2.))
     before = state(shorter)
@@ -192,21 +185,3 @@ def test_images_have_the_dtype_of_the_model_and_any_seed_is_taken(vit):
     settings = dict(epochs=(1, 0), batch_size=2, progress=False)
     calibrate_(student, teacher, GOOD, amp='bfloat16', seed=-1, **settings)  # float32 images
     calibrate_(student, teacher, GOOD, amp='bfloat16', seed=2 ** 40, **settings)
-
-
-def test_each_pass_over_an_array_has_an_order_of_its_own(vit, tmp_path):
-    rng = np.random.default_rng(0)
-    np.savez(tmp_path / 'd.npz', x_train=rng.integers(0, 255, (20, 16, 16, 3), np.uint8))
-    start, teacher = pair(vit)
-    seen = []
-
-    def orders(seed, **settings):
-        loader = read_data(tmp_path / 'd.npz', teacher, DataConfig(batch_size=8), labels=False, seed=seed).train
-        indices = loader.indices
-        loader.indices = lambda: [seen.append(index.tolist()) or index for index in indices()]
-        seen.clear()
-        calibrate_(copy.deepcopy(start), teacher, loader, progress=False, lr=1e-3, unrolled_lr=1e-3, **settings)
-        return [tuple(batch) for batch in seen[2:]]  # without those by which the end is judged
-    first, other = orders(0, epochs=(3, 1)), orders(1, epochs=(3, 1))
-    assert len(set(first)) == 8 and set(first).isdisjoint(other)
-    assert len({i for batch in first for i in batch}) == 18  # all but those that are held out

@@ -1,4 +1,5 @@
 import copy
+import itertools
 import json
 import multiprocessing
 import random
@@ -16,14 +17,7 @@ from timm.task import ClassificationTask
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_odevit import (
-    FitConfig,
-    Recipe,
-    TrajectoryDistillationTask,
-    calibrate_,
-    fit,
-    train,
-)
+from timm_odevit import FitConfig, Recipe, TrajectoryDistillationTask, calibrate_, fit, train
 from timm_odevit.files import locked
 from timm_odevit.training.fit import _seconds_per_update, updates_in
 from timm_odevit.training.loop import Trainer, create_optimizer
@@ -33,7 +27,7 @@ GOOD = [(X[:8], Y[:8])] * 2
 
 
 def loaders():
-    return (DataLoader(TensorDataset(X[:32], Y[:32]), 8, shuffle=True), DataLoader(TensorDataset(X[32:], Y[32:]), 8))
+    return DataLoader(TensorDataset(X[:32], Y[:32]), 8, shuffle=True), DataLoader(TensorDataset(X[32:], Y[32:]), 8)
 
 
 def build(vit):
@@ -131,11 +125,7 @@ class Ticking:
     """A clock on which an eighth of a second passes between two looks at it."""
 
     def __init__(self):
-        self.looks = 0
-
-    def perf_counter(self):
-        self.looks += 1
-        return self.looks / 8
+        self.perf_counter = partial(next, itertools.count(0., 0.125))
 
 
 @pytest.mark.parametrize('seconds, update, validation, most, epochs', [
@@ -169,7 +159,7 @@ def test_a_run_of_some_minutes_is_resumed_as_it_was_planned(vit, tmp_path, monke
     assert strip(history) == strip(expected)
     ours, theirs = (of.get_eval_model().state_dict() for of in (resumed, task))
     assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
-    with pytest.raises(ValueError, match='made with minutes=0.05, but this run has minutes=0.06'):
+    with pytest.raises(ValueError, match='made with minutes 0.05, but this run has 0.06'):
         fit(build(vit), *loaders(), out=tmp_path / 'run', resume=True, **{**settings, 'minutes': 0.06})
 
 
@@ -182,96 +172,58 @@ def test_the_measurement_changes_nothing(vit):
     assert task.teacher is teacher and not any(module._forward_hooks for module in teacher.modules())
 
 
-@pytest.mark.parametrize('settings, error, message', [
-    (dict(), TypeError, 'fit needs epochs, such as epochs=1, or minutes'),
-    (dict(epochs=1, minutes=1.), ValueError, 'Give epochs or minutes, not both'),
-    (dict(minutes=1e308), ValueError, 'minutes must be a number above 0 and at most 525600')])
-def test_epochs_or_minutes(vit, settings, error, message):
-    with pytest.raises(error, match=message):
-        fit(build(vit), *loaders(), **settings)
-
-
-@pytest.mark.parametrize('ema_decay', [None, 0.5])
-def test_trains_a_teacher_with_timms_own_task(vit, tmp_path, ema_decay):
-    model = vit()
-    history = run(ClassificationTask(model, torch.nn.CrossEntropyLoss()), tmp_path / 'run', epochs=8, ema_decay=ema_decay)
+def test_trains_a_teacher_with_timms_own_task(vit, tmp_path):
+    history = run(ClassificationTask(vit(), nn.CrossEntropyLoss()), tmp_path / 'run', epochs=8, ema_decay=0.5)
     assert history[-1]['loss'] < history[0]['loss']
     again = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
     assert again.num_classes == 5
 
 
 def test_images_that_are_not_finite_are_named_and_a_model_is_no_task(vit):
-    model = vit()
-    task = ClassificationTask(model, torch.nn.CrossEntropyLoss(), verbose=False)
-    with pytest.raises(FloatingPointError, match='Batch 2 of epoch 1 has images that are not finite, so neither is the loss. Check the data'):
+    task = ClassificationTask(model := vit(), nn.CrossEntropyLoss(), verbose=False)
+    with pytest.raises(FloatingPointError, match='epoch 1, batch 2 .*images of the batch are not finite'):
         fit(task, [(X[:4], Y[:4]), (X[:4] / 0, Y[:4])], epochs=1, progress=False)
-    with pytest.raises(TypeError, match=r'fit trains a task; got a VisionTransformer. Give one, such as Traj'):
+    with pytest.raises(TypeError, match='fit trains a task; got a VisionTransformer'):
         fit(model, [(X[:4], Y[:4])], epochs=1)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(vit, tmp_path):
-    task = build(vit)
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(vit, tmp_path, monkeypatch):
+    task, load = build(vit), torch.load
     run(task, tmp_path / 'run', epochs=1)
     before = (tmp_path / 'run' / 'last.pt').read_bytes()
-    with torch.no_grad():
-        for p in task.trainable_module.parameters():
-            p.fill_(float('nan'))
-    bad = copy.deepcopy(task)
-    torch_load = torch.load
-    try:
-        torch.load = lambda *a, **k: {**torch_load(*a, **k), 'model': bad.get_eval_model().state_dict()}
-        with pytest.raises(FloatingPointError, match=r'not finite in epoch 2, batch 1 \(loss nan'):
-            run(task, tmp_path / 'run', epochs=2, resume=True)
-    finally:
-        torch.load = torch_load
+    bad = {name: value / 0 for name, value in task.get_eval_model().state_dict().items()}
+    monkeypatch.setattr(torch, 'load', lambda *args, **kwargs: {**load(*args, **kwargs), 'model': bad})
+    with pytest.raises(FloatingPointError, match=r'not finite in epoch 2, batch 1 \(loss nan'):
+        run(task, tmp_path / 'run', epochs=2, resume=True)
     assert (tmp_path / 'run' / 'last.pt').read_bytes() == before
 
 
 def test_refuses(vit, tmp_path):
     task = build(vit)
-    with pytest.raises(ValueError, match='epochs must be a whole number of at least 1'):
-        run(task, epochs=0)
-    with pytest.raises(ValueError, match="Unknown amp 'fp16'"):
-        run(task, amp='fp16')
     with pytest.raises(ValueError, match='train_loader is empty'):
         fit(task, [], epochs=1)
-    with pytest.raises(ValueError, match='needs a length'):
-        fit(task, iter([]), epochs=1)
     nameless = VisionTransformer(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=1, num_classes=5)
     with pytest.raises(ValueError, match='was not made by timm.create_model'):
-        run(ClassificationTask(nameless, torch.nn.CrossEntropyLoss()), tmp_path / 'nameless')
+        run(ClassificationTask(nameless, nn.CrossEntropyLoss()), tmp_path / 'nameless')
     assert not (tmp_path / 'nameless').exists()
-    for name, bad in (('clip_grad', -1), ('clip_grad', 0), ('ema_decay', 2), ('ema_decay', -0.1)):
-        with pytest.raises(ValueError, match=f'{name} must be'):
-            run(task, **{name: bad})
-    frozen = build(vit)
-    frozen.get_eval_model().requires_grad_(False)
-    with pytest.raises(ValueError, match='Every parameter of the model is frozen'):
-        run(frozen)
-    for off in (torch.no_grad, torch.inference_mode):
-        with off(), pytest.raises(RuntimeError, match='Gradients are off, as in torch.no_grad'):
-            run(task, epochs=1)
     run(task, tmp_path / 'run', epochs=1)
-    with pytest.raises(ValueError, match="made with opt='muon', but this run has opt='sgd'"):
+    with pytest.raises(ValueError, match='made with opt muon, but this run has sgd'):
         run(task, tmp_path / 'run', epochs=2, resume=True, opt='sgd')
     other = vit(mlp_ratio=2)
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(ValueError, match='holds another model: its blocks.0.norm1.weight has the shape None, not'):
-        run(ClassificationTask(other, torch.nn.CrossEntropyLoss()), tmp_path / 'run', epochs=2, resume=True)
+    with pytest.raises(ValueError, match='made with tensor blocks.shared.block.norm1.weight'):
+        run(ClassificationTask(other, nn.CrossEntropyLoss()), tmp_path / 'run', epochs=2, resume=True)
     assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
-    part = build(vit)
-    part.get_eval_model().patch_embed.requires_grad_(False)
-    before = copy.deepcopy(part.get_eval_model().state_dict())
-    with pytest.raises(ValueError, match='other parameters frozen'):
-        run(part, tmp_path / 'run', epochs=2, resume=True)
-    assert all(torch.equal(value, before[key]) for key, value in part.get_eval_model().state_dict().items())
+    part = build(vit).get_eval_model()
+    part.patch_embed.requires_grad_(False)
+    before = copy.deepcopy(part.state_dict())
+    with pytest.raises(ValueError, match='parameter group'):
+        run(TrajectoryDistillationTask(part, vit(), task_weight=1.), tmp_path / 'run', epochs=2, resume=True)
+    assert all(torch.equal(value, before[key]) for key, value in part.state_dict().items())
     with pytest.raises(ValueError, match='already holds a run. Pass resume=True'):
         run(task, tmp_path / 'run', epochs=1)
-    torch.save({'model': {}}, tmp_path / 'run' / 'last.pt')
-    with pytest.raises(ValueError, match='is not a state saved by fit'):
-        run(build(vit), tmp_path / 'run', epochs=2, resume=True)
     (tmp_path / 'run' / 'last.pt').write_bytes(b'cut off')
-    with pytest.raises(ValueError, match='cannot be read; it may be truncated. Delete it to start again'):
+    with pytest.raises(ValueError, match='or truncated. Delete it to start again'):
         run(build(vit), tmp_path / 'run', epochs=2, resume=True)
 
 
@@ -310,20 +262,19 @@ def test_trying_a_batch_changes_no_result(vit, monkeypatch):
 
 @pytest.mark.parametrize('which', ['train_loader', 'val_loader'])
 @pytest.mark.parametrize('batch, message', [
-    ((X[:8], Y[:8] + 1), r'has label 5, but the 5 classes of the model are 0 to 4. Create the model'),
+    ((X[:8], Y[:8] + 1), r'has label 5, but the model has 5 classes. Create the model'),
     ((X[:8], Y[:8] - 1), r'has label -1'),
-    ((X[:8, :, :12], Y[:8]), r'images torch.float32 \[8, 3, 12, 16\], labels torch.int64 \[8\]\) does not fit the model: AssertionError'),
-    ((X[:8, :1], Y[:8]), r'\[8, 1, 16, 16\].* does not fit the model: RuntimeError'),
+    ((X[:8, :, :12], Y[:8]), r'torch.float32 \[8, 3, 12, 16\], torch.int64 \[8\], is not .* that fit the model: AssertionError'),
+    ((X[:8, :1], Y[:8]), r'\[8, 1, 16, 16\].*: RuntimeError'),
     ((X[:8].byte(), Y[:8]), r': images must be a floating-point tensor .*got torch.uint8 \[8, 3, 16, 16\]'),
     ((X[:8] / 0, Y[:8]), r': images must be finite'),
-    ((X[:8], Y[:4]), r'labels torch.int64 \[4\]\) does not fit the model'),
-    (X[:8], r'must give batches \(images, labels\); got a Tensor'),
-    ((X[:8], Y[:8], Y[:8]), r'must give batches \(images, labels\); got 3 items'),
+    ((X[:8], Y[:4]), r'torch.int64 \[4\], is not'),
+    (X[:8], r'is not \(images, labels\)'), ((X[:8], Y[:8], Y[:8]), r'is not \(images, labels\)'),
 ])
 def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing(vit, tmp_path, which, batch, message):
     task = build(vit)
     model = task.get_eval_model()
-    model.norm = torch.nn.Sequential(model.norm, Statistics())
+    model.norm = nn.Sequential(model.norm, Statistics())
     task.eval()
     before = copy.deepcopy(task.state_dict())
     bad = {'train_loader': GOOD, 'val_loader': GOOD, which: [batch] * 2}
@@ -336,7 +287,7 @@ def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing(vit, tmp_path,
     assert not (tmp_path / 'run').exists()
 
 
-class Statistics(torch.nn.Module):
+class Statistics(nn.Module):
     """Changes a buffer in training mode, as BatchNorm does."""
 
     def __init__(self):
@@ -351,23 +302,13 @@ class Statistics(torch.nn.Module):
 
 def test_loaders_that_are_empty_short_or_read_once_are_refused(vit):
     class Short(list):
-        def __len__(self):
-            return 3
+        __len__ = staticmethod(lambda: 3)
     with pytest.raises(ValueError, match='val_loader is empty'):
         fit(build(vit), GOOD, [], epochs=1, progress=False)
-    with pytest.raises(ValueError, match='val_loader is a generator, which gives its batches only once, but it is read in every epoch'):
+    with pytest.raises(ValueError, match='val_loader is a generator, which gives its batches only once'):
         fit(build(vit), GOOD, (batch for batch in GOOD), epochs=1, progress=False)
     with pytest.raises(ValueError, match='train_loader gave 2 batches in epoch 1, but its length is 3'):
         fit(build(vit), Short(GOOD), epochs=1, progress=False)
-    with pytest.raises(ValueError, match='train_loader gave 0 batches in epoch 1, but its length is 3'):
-        fit(build(vit), Short(), epochs=1, progress=False)
-
-
-def test_a_finished_run_reads_no_batch(vit, tmp_path):
-    run(build(vit), tmp_path / 'run', epochs=1)
-    val = seeded(32, 40)
-    assert len(fit(build(vit), loaders()[0], val, epochs=1, lr=3e-3, out=tmp_path / 'run', resume=True, progress=False)) == 1
-    assert val.dataset.reads == 0
 
 
 # --- a second fit, and other sizes
@@ -387,14 +328,10 @@ def test_each_fit_has_the_moving_average_that_it_asks_for(vit, tmp_path):
 
 def test_another_size_of_the_batches_is_not_a_resumption(vit, tmp_path):
     run(build(vit), tmp_path / 'run', epochs=1)
-    def resume(train):
-        fit(build(vit), train, loaders()[1], epochs=2, lr=3e-3, out=tmp_path / 'run', resume=True, progress=False)
-    with pytest.raises(ValueError, match='made with batch_size=8, updates_per_epoch=4, but this run has batch_size=4, updates_per_epoch=8'):
-        resume(DataLoader(TensorDataset(X[:32], Y[:32]), 4))
-    with pytest.raises(ValueError, match='made with updates_per_epoch=4, but this run has updates_per_epoch=3'):
-        resume(DataLoader(TensorDataset(X[:24], Y[:24]), 8))
-    with pytest.raises(ValueError, match='made with batch_size=8, but this run has batch_size=7'):
-        resume(DataLoader(TensorDataset(X[:28], Y[:28]), 7))
+    for images, size, message in ((32, 4, 'batch_size 8, but this run has 4'), (24, 8, 'updates_per_epoch 4, but this run has 3')):
+        with pytest.raises(ValueError, match=f'made with {message}'):
+            fit(build(vit), DataLoader(TensorDataset(X[:images], Y[:images]), size), loaders()[1], epochs=2, lr=3e-3,
+                out=tmp_path / 'run', resume=True, progress=False)
     state = torch.load(tmp_path / 'run' / 'last.pt', weights_only=True)
     for name in ('batch_size', 'updates_per_epoch'):
         state['settings'].pop(name)
@@ -446,9 +383,7 @@ def test_the_random_state_of_the_process_is_left_alone(vit, tmp_path):
 
 def test_tensorboard_gets_the_records(vit, tmp_path):
     events = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
-    task = ClassificationTask(vit(), nn.CrossEntropyLoss(), verbose=False)
-    loader = [(torch.randn(4, 3, 16, 16), torch.arange(4))] * 2
-    history = fit(task, loader, loader, epochs=2, out=tmp_path, progress=False)
+    history = run(ClassificationTask(vit(), nn.CrossEntropyLoss(), verbose=False), tmp_path, epochs=2)
     found = events.EventAccumulator(str(tmp_path / 'tensorboard')).Reload()
     for name in ('loss', 'val_top1'):
         assert [(e.step, e.value) for e in found.Scalars(name)] == [(i + 1, pytest.approx(r[name])) for i, r in enumerate(history)]

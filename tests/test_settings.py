@@ -67,7 +67,7 @@ def test_a_function_takes_settings_or_each_of_them():
     (lambda: paint(1, nam='red'), "paint got an unknown argument 'nam'. Did you mean 'name'? Arguments: name, depth."),
     (lambda: paint(1, config=Colour(), depth=2), "paint got both config and 'depth', which is part of it. Give only one."),
     (lambda: paint(1, config={'depth': 2}), 'config of paint must be of type Colour; got dict.'),
-    (lambda: fit(1, 2), 'fit needs epochs, such as epochs=1, or minutes, such as minutes=10.'),
+    (lambda: fit(1, 2), 'fit needs epochs, such as epochs=1, or minutes, such as minutes=10, but not both.'),
 ])
 def test_a_function_refuses(call, message):
     with pytest.raises(TypeError) as e:
@@ -97,8 +97,8 @@ def test_checks(check, good, bad, allowed):
 
 
 def test_numpy_numbers_become_plain_ones():
-    found = FitConfig(epochs=np.int64(2), lr=np.float32(0.5), seed=-1, warmup_epochs=0.5)
-    assert type(found.epochs) is int and type(found.lr) is float and found == FitConfig(epochs=2, lr=0.5, seed=-1, warmup_epochs=0.5)
+    found = FitConfig(epochs=np.int64(2), lr=np.float32(0.5))
+    assert type(found.epochs) is int and type(found.lr) is float and found == FitConfig(epochs=2, lr=0.5)
 
 
 @pytest.mark.parametrize('function, given, closest', [
@@ -114,8 +114,7 @@ def test_tab_completion_shows_the_public_names():
 
 
 def test_representations_are_short(vit):
-    model = vit()
-    timm_odevit.convert_(model, time='low_rank', rank=2)
+    model = timm_odevit.convert_(vit(), time='low_rank', rank=2).model
     found = timm_odevit.evaluate(model, (torch.randn(4, 3, 16, 16), torch.arange(4)), steps=(3, 6), data='noise', trained_at=(3,))
     recipe = Recipe.load('autonomous')
     short = {OdeConfig(steps=6): "OdeConfig(steps=6, init='mean')", FitConfig(epochs=2): 'FitConfig(epochs=2)',
@@ -148,14 +147,9 @@ def test_the_ode_takes_every_method(method):
 
 @pytest.mark.parametrize('setting, message', [
     (dict(method='heun'), "Unknown method 'heun'. Did you mean 'heun2'? Allowed: euler, midpoint, heun2, rk4"),
-    (dict(field='lipshitz'), "Unknown field 'lipshitz'. Did you mean 'lipschitz'? Allowed: lipschitz, native."),
-    (dict(init='median'), "Unknown init 'median'. Did you mean 'mean'? Allowed: mean, spectral, svd, svd_data"),
-    (dict(steps=0), 'steps must be a whole number of at least 1'),
-    (dict(steps=2.5), 'got 2.5'),
-    (dict(steps=True), 'got True'),
+    (dict(steps=0), 'steps must be a whole number of at least 1'), (dict(steps=2.5), 'got 2.5'),
     (dict(T=0), 'T must be a number above 0, or None for the number of converted layers; got 0'),
-    (dict(rtol=-1), 'rtol must be'),
-    (dict(adjoint=1, method='dopri5'), 'adjoint must be True or False'),
+    (dict(rtol=-1), 'rtol must be'), (dict(adjoint=1, method='dopri5'), 'adjoint must be True or False'),
     (dict(adjoint=True), 'adjoint needs an adaptive method'),
 ])
 def test_settings_of_the_ode_that_are_refused(setting, message):

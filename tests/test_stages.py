@@ -8,6 +8,7 @@ import torch
 from test_families import MODELS, SWIN
 
 from timm_odevit import Recipe, TrajectoryDistillationTask, convert_, fit, train
+from timm_odevit.hooks import watch_blocks
 
 NAMES = ['swin_tiny_patch4_window7_224', 'swinv2_tiny_window8_256', 'samvit_base_patch16', 'naflexvit_base_patch16_gap', 'mixer_s32_224']
 
@@ -22,10 +23,8 @@ def build(name):
 
 
 def converted(teacher, **settings):
-    student = copy.deepcopy(teacher)
     method = 'euler' if 'Mixer' in type(teacher).__name__ else 'lie_trotter'
-    convert_(student, method=method, **settings)
-    return student
+    return convert_(copy.deepcopy(teacher), **{'method': method, **settings}).model
 
 
 @pytest.fixture(params=NAMES)
@@ -54,14 +53,9 @@ def test_the_trajectory_loss_is_the_mean_over_the_states_of_all_stages_where_ste
     task = task_of(student, teacher, kd_weight=0.)
 
     def states(model):
-        seen = []
-        handles = [block.register_forward_hook(lambda m, args, out: seen.append(out))
-                   for stage in model.layers for block in stage.blocks]
-        with torch.no_grad():
+        with torch.no_grad(), watch_blocks([list(stage.blocks) for stage in model.layers]) as seen:
             model(images)
-        for handle in handles:
-            handle.remove()
-        return seen
+        return [state for after, _ in seen for state in after[1:]]
     ours, theirs = states(student), [states(teacher)[i] for i in met]
     expected = torch.stack([(a - b).square().mean() / b.var(correction=0) for a, b in zip(ours, theirs, strict=True)]).mean()
     torch.testing.assert_close(task(images, None)['trajectory_loss'].detach(), expected)
@@ -73,9 +67,7 @@ def test_it_learns_in_every_stage(pair):
     task = task_of(student, teacher, kd_weight=0.)
     first = task(images, None)
     first['loss'].backward()
-    for name, p in student.named_parameters():
-        if '.shared.' in name and 'bias' not in name:
-            assert p.grad is not None and p.grad.abs().max() > 0, name
+    assert all(p.grad.abs().max() > 0 for name, p in student.named_parameters() if '.shared.' in name and 'bias' not in name)
     assert all(p.grad is None for p in teacher.parameters())
     student.zero_grad()
     fit(task, [(images, torch.zeros(8, dtype=torch.long))], epochs=30, opt='adamw', lr=1e-3, weight_decay=0., progress=False)
@@ -86,21 +78,19 @@ def test_shares_of_the_steps_are_drawn_for_every_stage():
     teacher, images = build('swin_tiny_patch4_window7_224')
     student = converted(teacher)
     task = task_of(student, teacher, steps=('50%', '100%', '200%')).train()
-    seen, odes = set(), [stage.blocks for stage in student.layers]
-    for ode in odes:
-        ode.register_forward_pre_hook(lambda ode, args: seen.add((ode.shared, ode.steps)))
+    drawn = set()
     for update in range(12):
         task.begin_update(update)
         task(images, None)
-    assert seen == {(odes[0].shared, k) for k in (1, 2, 4)} | {(odes[1].shared, k) for k in (2, 4, 8)}
-    assert [ode.steps for ode in odes] == [2, 4]
+        drawn |= {*task.drawn}
+    assert drawn == {(1, 2), (2, 4), (4, 8)} and [stage.blocks.steps for stage in student.layers] == [2, 4]
 
 
 @pytest.mark.parametrize('settings, message', [
-    (dict(jasmin_weight=1.), 'jasmin_weight needs one sequence of tokens with the prefix tokens first, but a Swin'),
+    (dict(jasmin_weight=1.), 'jasmin_weight needs one sequence of tokens, prefix tokens first, but a Swin'),
     (dict(exits=(0.5,), exit_weight=1.), 'exit_weight needs one sequence'),
     (dict(steps=(3,)), r'SwinTransformer has 2 stages with step counts of their own. Give shares of them, such as'),
-    (dict(checkpoints='distance'), "checkpoints='distance' applies to models with one sequence of blocks"),
+    (dict(checkpoints='distance'), "checkpoints='distance' needs one sequence of blocks"),
 ])
 def test_what_needs_one_sequence_is_refused(settings, message):
     teacher, _ = build('swin_tiny_patch4_window7_224')
@@ -113,13 +103,11 @@ def test_what_needs_one_sequence_is_refused(settings, message):
 def test_other_teachers_and_adaptive_methods_are_refused():
     teacher, _ = build('swin_tiny_patch4_window7_224')
     other = timm.create_model('swin_tiny_patch4_window7_224', **{**SWIN, 'embed_dim': 16})
-    with pytest.raises(ValueError, match='The student was not converted from this teacher'):
+    with pytest.raises(ValueError, match='Student and teacher differ in'):
         task_of(converted(teacher), other)
     mixer, _ = build('mixer_s32_224')
-    student = copy.deepcopy(mixer)
-    convert_(student, method='dopri5')
     with pytest.raises(ValueError, match="'dopri5' gives no states to follow in a MlpMixer. Set a fixed-step method"):
-        task_of(student, mixer)
+        task_of(converted(mixer, method='dopri5'), mixer)
 
 
 def test_a_swin_is_trained_by_a_recipe_and_saved(tmp_path):

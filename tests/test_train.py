@@ -62,15 +62,12 @@ def test_recipes_of_the_package_load_and_survive_yaml(name):
 
 
 def test_shares_of_steps_in_recipes_of_earlier_versions_are_numbers():
-    old = recipe(stages=[{'loss': {'steps': [1.0, 0.34, [2.0, 3]], 'kd_weight': 0.2}}])
-    assert old.stages[0].loss == {'steps': ['100%', '34%', ['200%', 3]], 'kd_weight': 0.2} and old.trained_at(6) == (2, 3, 6, 12)
+    assert recipe(stages=[{'loss': {'steps': [1.0, 0.34, [2.0, 3]]}}]).trained_at(6) == (2, 3, 6, 12)
 
 
-def test_stages_have_all_epochs_or_all_minutes():
+def test_a_stage_has_epochs_or_minutes():
     assert recipe(fit={'minutes': 3}).fit_of(Stage(fit={'minutes': 2})).minutes == 2
-    with pytest.raises(ValueError, match='stages.1: All stages need epochs, or all minutes'):
-        recipe(fit={}, stages=[{'fit': {'epochs': 1}}, {'fit': {'minutes': 1}}])
-    with pytest.raises(ValueError, match='Give epochs or minutes, not both'):
+    with pytest.raises(ValueError, match='stages.0: fit needs epochs.*but not both'):
         recipe('fit.minutes=1')
 
 
@@ -84,51 +81,35 @@ def test_a_change_that_no_stage_would_use_is_an_error():
     assert recipe('fit.lr=1e-4', 'fit.epochs=null', stages=stages).fit == {'lr': 1e-4}
     with pytest.raises(ValueError, match=r'Change stages.1.fit.lr, stages.2.fit.lr\.'):
         Recipe.load('low_rank', ['stages.0.fit.epochs=0', 'fit.lr=1e-4'])
-    with pytest.raises(ValueError, match='all stages with task trajectory have 0 epochs'):
+    with pytest.raises(ValueError, match='has no effect'):
         Recipe.load('low_rank', ['stages.1.fit.epochs=0', 'stages.2.fit.epochs=0', 'loss.kd_weight=1'])
 
 
 @pytest.mark.parametrize('section, keys', [('loss', LossConfig.names()), ('fit', FIT), ('data', DataConfig.names())])
 def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
     assert keys
-    for where in ({section: {'nothing': 1}}, {'stages': [{section: {'nothing': 1}}]}):
-        if section == 'data' and 'stages' in where:
-            continue
-        with pytest.raises(ValueError, match=f"unknown key 'nothing'.*{keys[0]}"):
+    for where in ({section: {'nothing': 1}}, {'stages': [{section: {'nothing': 1}}]}, {'nothing': 1}, {'ode': {'nothing': 1}}):
+        with pytest.raises(ValueError, match=f"unknown key '{section if section == 'data' and 'stages' in where else 'nothing'}'"):
             recipe(**where)
-    for bad in ({'nothing': 1}, {'stages': [{'nothing': 1}]}, {'ode': {'nothing': 1}}):
-        with pytest.raises(ValueError, match="unknown key 'nothing'"):
-            recipe(**bad)
 
 
 @pytest.mark.parametrize('bad, message', [
     (dict(stages=[]), 'stages must be a list of at least one stage'),
-    (dict(stages={'a': 1}), 'stages must be a list'),
-    (dict(stages=['a']), "stages.0 must hold keys and values; got 'a'"),
-    (dict(fit={}), 'stages.0.fit.epochs is missing'),
+    (dict(stages=['a']), "stages.0: it must hold keys and values; got 'a'"),
+    (dict(fit={}), 'stages.0: fit needs epochs'),
     (dict(fit={'epochs': 0}), 'All stages have 0 epochs, so there is nothing to train.'),
     (dict(fit=3), 'fit must hold keys and values'),
     (dict(grad_checkpointing=1), 'grad_checkpointing must be True or False'),
     (dict(data={'prob': 0.5}), 'data.prob is the share of the batches that are mixed'),
     (dict(seed=1.5), 'seed must be a whole number'),
-    (dict(stages=[{'train': 3}]), 'stages.0.train must be a list of at least one part; got 3'),
-    (dict(loss={'kd_weight': 1}, stages=[{'task': 'labels'}]), 'loss applies only to stages with task trajectory'),
-    (dict(fit={'epochs': 1, 'clip_grad': 'abc'}), "clip_grad must be a number above 0, or None for no clipping; got 'abc'"),
+    (dict(stages=[{'train': 3}]), 'stages.0: train must be a list of at least one part'),
     (dict(fit={'epochs': 1, 'amp': ['a']}), "Unknown amp '['a']'"),
-    (dict(fit={'epochs': 1, 'opt': 'adahessian'}), 'needs second derivatives'),
-    ('stages.0.train=[]', 'stages.0.train must be a list of at least one part; got []'),
-    (dict(stages=[{'task': 'stepwise', 'loss': {'kd_weight': 1}}]), 'has no loss settings'),
-    ('loss={exits: [0.5], exit_weight: 1, kd_weight: 0}', 'exits are trained by kd_weight and task_weight'),
+    ('stages.0.train=[]', 'stages.0: train must be a list of at least one part'),
+    ('loss={exits: [0.5], exit_weight: 1, kd_weight: 0}', 'need kd_weight or task_weight'),
     ('loss={kd_weight: 0, trajectory_weight: 0}', 'All weights of the loss are 0'),
-    ('loss.kd_temperature=-1', 'kd_temperature must be a number above 0; got -1.'),
-    ('loss.steps=[true]', 'steps must be a list of whole numbers'), ('loss.steps=[1e308]', 'steps must be a list of whole numbers from 1 to 10,000'),
-    ('fit={minutes: 1e308}', 'minutes must be a number above 0 and at most 525600'), ('ode={steps: 1000000000}', 'steps must be'),
-    ('loss.steps=[2, 3', "'loss.steps=[2, 3' is not valid YAML"),
-    (dict(model=5), "model must be a timm model's name; got 5"),
-    (dict(loss={'patch_drop': 0.5}, fit={'epochs': 1, 'compile': True}), 'patch_drop works by hooks, which a compiled model may miss'),
-    ('data.batch_size=0', 'data.batch_size must be a whole number of at least 1'),
-    ('data.padding=-1', 'data.padding must be'), ('data.flip=7', 'data.flip must be a number from 0 to 1'),
-    ('data.mixup=-1', 'data.mixup must be'), ('fit.compile=maybe', 'compile must be True or False'),
+    ('loss.steps=[true]', 'steps must be a list of whole numbers'), ('loss.steps=[2, 3', "'loss.steps=[2, 3' is not valid YAML"),
+    ('fit={minutes: 1e308}', 'minutes must be a number above 0'), ('ode={steps: 1000000000}', 'steps must be'),
+    ('data.flip=7', 'data.flip must be a number from 0 to 1'), ('fit.compile=maybe', 'compile must be True or False'),
     ('fit.epochs=true', 'epochs must be a whole number of at least 1, or None for minutes; got True.'),
 ])
 def test_refuses(bad, message):
@@ -139,10 +120,9 @@ def test_refuses(bad, message):
 
 BOMB = 'a: &a [1, 1]\n' + '\n'.join(f'b{i}: &b{i} [{", ".join(9 * [f"*b{i - 1}" if i else "*a"])}]' for i in range(30))
 YAML = {  # what no recipe needs, and what the message holds after the name
-    'a billion laughs': (BOMB, ' not valid YAML: it has the alias *a, which no recipe needs (line 2).'),
+    'a billion laughs': (BOMB, ' not valid YAML: it has the alias *a, which no recipe needs'),
     'a list in itself': ('&a [*a]', ' it has the alias *a, which'),
-    'deep lists': ('[' * 40000, ' it has more than 50 levels, which no recipe needs (line 1).'),
-    'a key twice': ('fit: {lr: 1, epochs: 2, lr: 3}', " it has the key 'lr' twice (line 1)."),
+    'deep lists': ('[' * 40000, ' not valid YAML: maximum recursion depth exceeded'),
     'much text': ('#' * 50001, ' has more than 50,000 characters, so it is not a recipe.'),
     'a long number': ('seed: ' + '9' * 40000, ' not valid YAML: '),
     'a date that is none': ('seed: 2001-13-32', ' not valid YAML: month must be in 1..12'),
@@ -166,10 +146,10 @@ def test_yaml_of_strangers_is_refused_at_once(name, tmp_path, monkeypatch, capsy
     assert main(['distill', 'a.yaml', 'nowhere', 'out']) == 2 and capsys.readouterr().err.count('\n') == 1
 
 
-def test_changes_that_are_deep_and_files_that_are_no_text(tmp_path):
-    with pytest.raises(ValueError, match=r"'ode\.a\.a\..* has 5001 levels, but a recipe has at most 50") as e:
-        recipe(f"ode{'.a' * 5000}=1")
-    assert len(str(e.value)) < 200
+def test_changes_of_what_is_not_there_and_files_that_are_no_text(tmp_path):
+    for change in ('stages.1.fit.lr=1', 'stages.a=1', 'fit.lr.a=1', 'fit'):
+        with pytest.raises(ValueError, match='Expected a change to a recipe, such as fit.lr=1e-3; got'):
+            recipe(change)
     (tmp_path / 'a.yaml').write_bytes(b'a: \xff')
     with pytest.raises(ValueError, match="a.yaml' is not valid YAML: .*invalid start byte"):
         Recipe.load(tmp_path / 'a.yaml')
@@ -259,18 +239,16 @@ def test_a_student_that_training_worsens_stays_as_it_was(vit, data, tmp_path, ca
 
 def test_the_blocks_of_a_model_with_stages_are_a_part():
     swin = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, window_size=2, depths=(1, 1, 2, 1), embed_dim=24)
-    found = _names_of(convert_(swin, method='euler').model, ['blocks'], 'train')
+    found = _names_of(convert_(swin, method='euler').model, ['blocks'])
     assert found == {name for name, _ in swin.named_parameters() if '.blocks.' in name} and found
 
 
 @pytest.mark.parametrize('part', PARTS)
-def test_every_part_is_somewhere(vit, data, tmp_path, part):
-    made = recipe('fit.epochs=1', ode={'time': 'low_rank', 'rank': 2}, stages=[{'train': [part]}])
-    run(made, data, tmp_path / 'run', vit(reg_tokens=1))
-    made = recipe('fit.epochs=1', stages=[{'train': [part]}])
+def test_every_part_is_somewhere(vit, part):
+    assert _names_of(convert_(vit(reg_tokens=1), time='low_rank', rank=2).model, [part])
     if part in ('base', 'vectors', 'low_rank'):
         with pytest.raises(ValueError, match=f"no parameters of the part '{part}'"):
-            run(made, data, tmp_path / 'other', vit())
+            _names_of(convert_(vit()).model, [part])
 
 
 def test_from_scratch_without_a_teacher(data, tmp_path):
@@ -431,12 +409,12 @@ def test_the_stages_share_the_minutes_and_a_resumed_run_keeps_what_was_planned(p
     assert main([*words[:-1], '8', '--resume']) == 2 and 'was made with minutes 0.1, but this run has 8.0' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('text', ['{"limit": nu', '[1]', '3', '{"plan": 3}', '{"plan": {"minutes": 3}}', '{"plan": {"start": [1]}}', '\xff'])
+@pytest.mark.parametrize('text', ['{"limit": nu', '\xff'])
 def test_a_damaged_plan_is_named_with_what_to_do(vit, data, tmp_path, text):
     teacher = vit()
     run(recipe('fit.epochs=1'), data, tmp_path / 'run', teacher)
     (tmp_path / 'run' / 'run.json').write_text(text, encoding='latin-1')
-    with pytest.raises(ValueError, match=r"run.json' is damaged, so the run in this folder cannot be resumed. Put the file back|made with|not this one's"):
+    with pytest.raises(ValueError, match="run.json' is damaged, so the run in this folder cannot be resumed"):
         run(recipe('fit.epochs=1'), data, tmp_path / 'run', teacher, resume=True)
 
 
@@ -484,7 +462,7 @@ def test_a_disk_that_is_full_stops_with_a_message_and_keeps_the_last_state(place
     process.join()
     printed = (place / 'printed').read_text()
     assert process.exitcode == 2, printed
-    assert "Epoch 2 could not be written to 'run/stage1'" in printed and printed.count('\n') == 1
+    assert 'odevit: error: ' in printed and printed.count('\n') == 1
     after = {p: p.read_bytes() for p in (place / 'run').rglob('*') if p.is_file()}
     changed = {str(p.relative_to(place)) for p in after if after[p] != before.get(p)}
     assert changed <= {'run/recipe.yaml', 'run/stage1/history.json', *(f'run/stage1/best/{n}' for n in ('config.json', 'model.safetensors'))}
@@ -519,8 +497,8 @@ def test_weights_that_are_not_finite_are_not_written(vit, data, tmp_path, monkey
 
 @pytest.mark.parametrize('changes, message', [
     (['model=vit_tiny_patch16_224'], 'The recipe names a model'),
-    (['fit.accumulate=99'], 'has fewer than 99 batches'), (['ode=null', 'stages.0.task=labels'], 'the teacher itself would be trained'),
-    (['stages=[{}, {train: [low_rank]}]'], "stages.1.train: the model has no parameters of the part 'low_rank'"),
+    (['fit.accumulate=99'], 'has fewer than 99 batches'), (['ode=null', 'stages.0.task=labels'], 'would not be made from the teacher'),
+    (['stages=[{}, {train: [low_rank]}]'], "stages.1: the model has no parameters of the part 'low_rank'"),
 ])
 def test_models_that_do_not_fit_a_recipe_are_refused_before_anything_is_written(vit, data, tmp_path, changes, message):
     with pytest.raises(ValueError) as e:
@@ -543,13 +521,13 @@ def test_a_rehearsal_is_not_resumed_as_the_run(vit, data, tmp_path):
             run(recipe(), tmp_path / 'other.npz', tmp_path / 'run', teacher, resume=True, limit=16)
 
 
-def test_tuples_are_lists_and_fewer_epochs_are_refused(vit, data, tmp_path):
+def test_tuples_are_lists_and_fewer_epochs_train_nothing(vit, data, tmp_path):
     made = Recipe(ode={'blocks': (0, 2)}, data={'batch_size': 8}, loss={'steps': (2, 3)}, fit={'epochs': 2}, stages=(Stage(),))
     teacher = vit()
     run(made, data, tmp_path / 'run', teacher)
     assert len(run(made, data, tmp_path / 'run', teacher, resume=True)) == 2
-    with pytest.raises(ValueError, match='already has 2 epochs, but epochs=1'):
-        run(Recipe.load(tmp_path / 'run' / 'recipe.yaml', ['fit.epochs=1']), data, tmp_path / 'run', teacher, resume=True)
+    fewer = Recipe.load(tmp_path / 'run' / 'recipe.yaml', ['fit.epochs=1'])
+    assert len(run(fewer, data, tmp_path / 'run', teacher, resume=True)) == 2
 
 
 # --- several processes

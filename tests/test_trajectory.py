@@ -1,10 +1,11 @@
 import copy
 import math
+from functools import partial
 
 import pytest
 import timm
 import torch
-from conftest import pair
+from conftest import TINY, pair
 from timm.optim import create_optimizer_v2
 from timm.task import TrainingTask
 
@@ -19,7 +20,7 @@ PARTS = ('trajectory', 'jasmin', 'kd', 'task')
 
 @pytest.fixture
 def batch():
-    return torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 3])
+    return torch.randn(4, 3, 16, 16), torch.arange(4)
 
 
 # --- checkpoints
@@ -152,16 +153,12 @@ def test_the_teacher_stays_as_it_is(vit, batch):
     before = copy.deepcopy(teacher.state_dict())
     task = TrajectoryDistillationTask(student, teacher, task_weight=1.)
     optimizer = torch.optim.AdamW([p for p in task.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
-    losses = []
-    for _ in range(20):
+    for _ in range(5):
         task.train()
         assert not any(m.training for m in task.teacher.modules()) and student.training
-        loss = task(*batch)['loss']
         optimizer.zero_grad()
-        loss.backward()
+        task(*batch)['loss'].backward()
         optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
     assert all(torch.equal(before[k], v) for k, v in teacher.state_dict().items())
     assert not any(p.requires_grad or p.grad is not None for p in teacher.parameters())
 
@@ -187,14 +184,10 @@ def test_the_teacher_sees_images_in_its_own_normalisation(vit, kind, channels):
 
 @pytest.mark.parametrize('change, error, message', [
     (lambda s, t: (t, s), TypeError, 'The student must be an ODE-ViT'),
-    (lambda s, t: (s, s), ValueError, 'share parameters'), (lambda s, t: (s, 'deit_tiny'), TypeError, 'The teacher must be a model; got str'),
-    (lambda s, t: (s, copy.deepcopy(s)), TypeError, 'The teacher is itself converted'),
-    (lambda s, t: (s, timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=48, num_heads=2,
-                                        num_classes=5)), ValueError, 'differ in embed_dim: 32 and 48'),
-    (lambda s, t: (s, timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=32, num_heads=2,
-                                        num_classes=5)), ValueError, 'have different patch grids'),
-    (lambda s, t: (s, timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2,
-                                        num_classes=7)), ValueError, 'differ in num_classes'),
+    (lambda s, t: (s, s), ValueError, 'share no parameters'), (lambda s, t: (s, 'deit_tiny'), TypeError, 'Expected a timm model'),
+    (lambda s, t: (s, copy.deepcopy(s)), ValueError, 'as it was before its conversion'),
+    *((lambda s, t, other=other: (s, timm.create_model('vit_tiny_patch16_224', **{**TINY, **other})), ValueError, f'differ in {message}')
+      for other, message in ((dict(embed_dim=48), 'embed_dim: 32 and 48'), (dict(patch_size=8), 'patch grid'), (dict(num_classes=7), 'num_classes'))),
 ])
 def test_refuses_what_does_not_fit(vit, change, error, message):
     with pytest.raises(error) as e:
@@ -203,16 +196,12 @@ def test_refuses_what_does_not_fit(vit, change, error, message):
 
 
 @pytest.mark.parametrize('settings, message', [
-    (dict(checkpoints='even'), "Unknown checkpoints 'even'. Allowed: uniform, distance"),
     (dict(checkpoints='distance'), 'needs calibration images'),
     (dict(kd_weight=-1), 'kd_weight must be a number of at least 0'),
     (dict(steps=[[]]), 'steps must be a list of whole numbers'), (dict(steps=6), 'steps must be a list of whole numbers'),
-    (dict(steps=[2.0]), "; got 2, which could be a number or a share. Write 2, or '200%'."),
-    (dict(steps=[1e308]), 'which could be a number or a share'), (dict(steps=[10 ** 9]), 'whole numbers from 1 to 10,000'),
+    (dict(steps=[10 ** 9]), 'whole numbers from 1 to 10,000'),
     (dict(steps=['1e308%']), 'steps must be a list'),
-    (dict(steps=[6, 3], consistency_weight=0.1), 'compares the numbers of steps of one update'),
-    (dict(steps=[[4, 1], [2]], consistency_weight=1, trajectory_weight=0, kd_weight=0),
-     'consistency_weight alone trains nothing in updates with one number of steps, such as [2]'),
+    (dict(steps=[6, 3], consistency_weight=0.1), 'needs several numbers of steps in an update'),
 ])
 def test_refuses_settings(vit, settings, message):
     with pytest.raises(ValueError) as e:
@@ -220,22 +209,12 @@ def test_refuses_settings(vit, settings, message):
     assert message in str(e.value)
 
 
-def test_jasmin_needs_attention_maps():
-    teacher = timm.create_model('vit_relpos_small_patch16_224', img_size=32, depth=2, num_classes=5)
-    student = copy.deepcopy(teacher)
-    convert_(student)
+def test_jasmin_needs_attention_maps(vit):
     with pytest.raises(ValueError, match="jasmin_weight needs timm's plain attention"):
-        TrajectoryDistillationTask(student, teacher, jasmin_weight=0.1)
+        TrajectoryDistillationTask(*pair(partial(vit, 'vit_relpos_small_patch16_224')), jasmin_weight=0.1)
 
 
-def test_labels_may_be_missing_where_they_do_not_count(vit, batch):
-    parts = TrajectoryDistillationTask(*pair(vit))(batch[0], None)
-    assert torch.isfinite(parts['loss']) and 'task_loss' not in parts
-
-
-def test_refuses_dropped_patches_and_models_without_classes(vit):
-    with pytest.raises(ValueError, match='Create it with patch_drop_rate=0'):
-        TrajectoryDistillationTask(*pair(vit, patch_drop_rate=0.5))
+def test_refuses_weights_of_what_there_is_not(vit):
     with pytest.raises(ValueError, match='task_weight compares classes'):
         TrajectoryDistillationTask(*pair(vit, num_classes=0), task_weight=1.)
     with pytest.raises(ValueError, match='task_weight compares classes'):
@@ -321,15 +300,9 @@ def test_a_pass_of_one_step_has_no_exits(vit, batch, steps):
     torch.testing.assert_close(task(*batch)['exit_loss'], alone(*batch)['exit_loss'])
 
 
-@pytest.fixture
-def views(monkeypatch):
-    """The views of students that tasks make, as they make them."""
-    made = []
-    monkeypatch.setattr(tasks, 'with_steps', lambda *args: made.append(with_steps(*args)) or made[-1])
-    return made
-
-
-def test_views_follow_the_checkpointing_and_the_image_size_of_the_student(vit, images, views):
+def test_views_follow_the_checkpointing_and_the_image_size_of_the_student(vit, images, monkeypatch):
+    views = []
+    monkeypatch.setattr(tasks, 'with_steps', lambda *args: views.append(with_steps(*args)) or views[-1])
     student, teacher = pair(vit)
     task = TrajectoryDistillationTask(student, teacher, steps=(2,)).train()
     task(images, None)
@@ -348,7 +321,7 @@ def test_layer_decay_reaches_the_stepwise_task(vit):
 
 def test_shares_of_steps_are_of_the_number_when_the_task_is_made(vit, batch):
     student, teacher = pair(vit, OdeConfig(steps=4))
-    task = TrajectoryDistillationTask(student, teacher, steps=[0.5], verbose=False).train()
+    task = TrajectoryDistillationTask(student, teacher, steps=['50%'], verbose=False).train()
     student.blocks.steps = 2  # as a recipe sets it, to validate with steps that were trained
     task(*batch)
     assert task.drawn == [(2,)]

@@ -17,7 +17,7 @@ from ..data.read import Data, pictures, read_data
 from ..evaluation.accuracy import AMP_DTYPES
 from ..files import to_json, write_text
 from ..ode.blocks import find_ode_blocks
-from ..training.resume import BEST, RECIPE
+from ..training.config import BEST, RECIPE
 from .models import check_file, load, refuse_existing, save, set_steps
 
 

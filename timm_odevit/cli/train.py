@@ -14,7 +14,8 @@ from timm_odevit import shrink as run_shrink
 
 from ..data.folders import folder_parts
 from ..data.read import classes_of
-from ..training.resume import BEST, RECIPE, RUN, read_run
+from ..training.config import BEST, RECIPE, RUN
+from ..training.stages import read_run
 from .models import TOWERS, load, refuse_existing
 
 

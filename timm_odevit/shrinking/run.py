@@ -26,10 +26,11 @@ from ..ode.config import OdeConfig
 from ..reporting.page import printable
 from ..saving.save import describe, save_pretrained
 from ..settings import number
-from ..training.monitor import score_of
+from ..training.config import BEST, HISTORY, RUN, START
+from ..training.loop import score_of
 from ..training.recipe import Recipe
-from ..training.resume import BEST, HISTORY, RUN, START, check_about, hash_of, read_run
 from ..training.run import train
+from ..training.stages import check_about, hash_of, read_run
 from ..training.tasks import TrajectoryDistillationTask
 from .candidates import Candidate, candidates, early_exit, measure, plain_student
 from .judge import BATCH, Material, outputs_of, read_images

@@ -2,7 +2,9 @@
 import copy
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,14 @@ from timm.task import TrainingTask
 from tqdm import tqdm
 
 from ..convert.merge import check_not_merged
-from ..distributed import alone_in, in_first_process, rank_and_world
+from ..distributed import alone_in, in_first_process
+from ..files import staged, to_json, write_text
 from ..hooks import AMP_DTYPES, random_states_kept
-from ..saving.save import describe
-from .config import FitConfig
-from .loop import Stream, Trainer
-from .monitor import scalars, score_of, try_one_batch, unfused_in_bfloat16
-from .resume import LAST, check_unused, load_state, models_of, read_state, settings_to_resume
+from ..saving.save import describe, save_pretrained
+from .config import BEST, HISTORY, LAST, FitConfig
+from .loop import Stream, Trainer, models_of, score_of, try_one_batch, unfused_in_bfloat16
 
-__all__ = ['EPOCHS', 'count_updates', 'fit', 'updates_in']
+__all__ = ['EPOCHS', 'check_same', 'check_unused', 'count_updates', 'fit', 'updates_in']
 
 EPOCHS = 10  # into which minutes are divided at least, for the progress bar and for validation
 TRIED = 2  # updates by which their time is found, at least
@@ -27,78 +28,71 @@ LONG = 10.  # seconds of an epoch that may be more than a pass over the data
 
 
 def fit(
-        task: TrainingTask,
-        train_loader: Any,
-        val_loader: Iterable[Any] | None = None,
-        *,
-        out: str | Path | None = None,
-        resume: bool = False,
-        progress: bool = True,
-        config: FitConfig | None = None,
+        task: TrainingTask, train_loader: Any, val_loader: Iterable[Any] | None = None, *,
+        out: str | Path | None = None, resume: bool = False, progress: bool = True, config: FitConfig | None = None,
         **settings: Any,
 ) -> list[dict[str, float]]:
     """Train a task; with `out`, save the last and the best state, so that an interrupted run can be resumed.
 
-    `out/last.pt` is the whole training state after the last complete epoch, `out/best` the model with the best top-1
-    accuracy, or cosine with the teacher's embeddings, on `val_loader` (without one, the last model) in timm's format,
-    `out/history.json` one record per epoch, and `out/tensorboard` the same for TensorBoard, if it is installed. Each
-    file is complete or absent, and no other process can use the folder meanwhile.
+    Writes `out/last.pt`, the state after the last epoch; `out/best`, in timm's format, the model with the best top-1
+    accuracy, or cosine with the teacher's embeddings, on `val_loader` (without one, the last); `out/history.json`, one
+    record per epoch; and `out/tensorboard`, if TensorBoard is installed. Each file is complete or absent, and no
+    other process can use the folder meanwhile.
 
-    One batch of `val_loader` and the first training batch are tried first; a refusal leaves weights, buffers and modes
-    as they were. With minutes, and with amp 'auto', a few updates are timed on a copy of the task; a resumed run
-    continues exactly as was planned then.
-
-    Afterwards, the global random states are what they were. Two calls at once need two processes, not threads. Under
-    torch.distributed, the first process validates and writes, and all must share a file system.
+    A refusal of the first batch leaves weights, buffers and modes as they were. With minutes or amp 'auto', a few
+    updates are timed on a copy of the task; an epoch is then at most a pass over the data or ten seconds. The global
+    random states are restored, so two calls at once need two processes, not threads.
 
     Args:
         task: Task to train, such as TrajectoryDistillationTask or timm's ClassificationTask; on its device.
-        train_loader: Batches (images [B, C, H, W], labels [B]); before each epoch, all seeds are set, and its (or its
-            sampler's) `set_epoch` is called if it has one. With several processes, each passes its part of the data.
+        train_loader: Batches (images [B, C, H, W], labels [B]), with a length; its (or its sampler's) `set_epoch` is
+            called. With several processes, each passes its part of the data.
         val_loader: Batches held out from training, for choosing the best epoch; read after every epoch.
-        out: Folder for the files; None saves nothing.
-        resume: Resume from `out/last.pt`, if it exists, with the same settings, batch size and updates per epoch;
-            epochs may be increased.
+        out: Folder for the files, shared by all processes; None saves nothing.
+        resume: Resume from `out/last.pt`, if it exists, with the same settings, but perhaps more epochs.
         progress: Show a progress bar.
-        config: Settings.
-        **settings: Any of them, in place of `config`, such as epochs=10 or minutes=60; see FitConfig.
+        config: Settings; or give any of FitConfig's as keywords, such as epochs=10 or minutes=60.
 
     Returns:
         One record per epoch: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss,
-        or, if the task follows embeddings, val_cosine, val_error and val_neighbours; see EmbeddingResult.
+        or, if the task follows embeddings, val_cosine, val_error and val_neighbours.
 
     Raises:
         FloatingPointError: The loss stopped being finite; the files of the previous epoch remain.
-        OSError: A file could not be written (files written earlier remain); or another process uses the folder.
-        TypeError: A keyword is unknown, or neither epochs nor minutes are given.
-        ValueError: A setting, a loader or the folder is unsuitable, or no description to save the model by was found.
+        OSError: A file could not be written; or another process uses the folder.
+        TypeError, ValueError: A setting, a loader or the folder is unsuitable.
 
     Examples:
-        >>> task = TrajectoryDistillationTask(student, teacher)
-        >>> history = fit(task, loader, loader, out='run', epochs=10)
+        >>> history = fit(TrajectoryDistillationTask(student, teacher), loader, loader, out='run', epochs=10)
         >>> best = timm.create_model('local-dir:run/best', pretrained=True)
     """
     config = FitConfig.from_keywords(config, settings, 'fit')
-    updates = _check(task, train_loader, val_loader, config)
-    folder, began = Path(out) if out is not None else None, time.perf_counter()
-    rank = rank_and_world()[0]
-    with alone_in(folder), random_states_kept(task.device):
-        state: dict[str, Any] = {'history': []}
-        asked, amp = settings_to_resume(config, train_loader, updates), AMP_DTYPES.get(config.amp)
+    if not isinstance(task, TrainingTask):
+        raise TypeError(f'fit trains a task; got a {type(task).__name__}. Give one, such as '
+                        'TrajectoryDistillationTask(model, teacher) or timm.task.ClassificationTask(model, criterion).')
+    updates = count_updates(train_loader, config.accumulate)
+    if isinstance(val_loader, Iterator):
+        raise ValueError(f'val_loader is a {type(val_loader).__name__}, which gives its batches only once, but it is '
+                         'read in every epoch. Give a list of batches, or a DataLoader.')
+    check_not_merged(models_of(task)['model'])
+    folder, began, device = Path(out) if out is not None else None, time.perf_counter(), torch.device(task.device)
+    history: list[dict[str, float]] = []
+    asked = {**asdict(config), 'batch_size': getattr(train_loader, 'batch_size', None), 'updates_per_epoch': updates}
+    del asked['epochs'], asked['compile']  # which may change when the run is resumed
+    plan: dict[str, Any] = {'epochs': config.epochs, 'updates': updates, 'amp': config.amp}
+    state: Any = None
+    with alone_in(folder), random_states_kept(device), ExitStack() as stack:
         if folder is not None:
             describe(models_of(task)['model'])  # fail now rather than after the first epoch
             check_unused(folder, resume, folder / LAST)
             if (folder / LAST).exists():
-                state = read_state(folder / LAST, torch.device(task.device), asked)
-        history: list[dict[str, float]] = state['history']
-        plan: dict[str, Any] = state.get('plan') or {'epochs': config.epochs, 'updates': updates, 'amp': config.amp}
+                state = _read_state(folder / LAST, device, asked)
+                history, plan = state['history'], {**plan, **(state.get('plan') or {})}
         if config.minutes is None:
             plan['epochs'] = config.epochs  # which may be more than before
-        if history and len(history) > plan['epochs']:
-            raise ValueError(f"'{folder}' already has {len(history)} epochs, but epochs={plan['epochs']}. Give more "
-                             'epochs, or another folder.')
         validation = 0.
-        if val_loader is not None and len(history) != plan['epochs']:
+        if val_loader is not None and len(history) < (plan['epochs'] or EPOCHS):
+            amp = AMP_DTYPES.get(config.amp)
             validation = in_first_process(lambda: try_one_batch(val_loader, task, amp))
         if not history and (config.minutes is not None or config.amp == 'auto'):
             plan = _measured(task, train_loader, val_loader, config, updates, validation, began)
@@ -107,79 +101,101 @@ def fit(
             config = replace(config, warmup_epochs=config.warmup_epochs * plan['epochs'] / EPOCHS)
         config = replace(config, epochs=plan['epochs'], minutes=None, amp=plan['amp'])
         trainer = Trainer(task, train_loader, config, plan['updates'])
-        if history:
-            load_state(state, f"'{folder}'", trainer.models, trainer.optimizer, trainer.scaler)
-        del state
-        left = range(len(history), plan['epochs'])
-        bar = tqdm(total=plan['epochs'] * trainer.updates, initial=len(history) * trainer.updates, unit='update',
-                   disable=not progress or rank > 0 or not left)
-        attention = unfused_in_bfloat16(task, trainer.device, trainer.dtype)
-        with bar, attention, scalars(folder if rank == 0 else None) as add_scalars:
-            for epoch in left:
-                bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {plan['epochs']}")
-                record = trainer.epoch(epoch, val_loader, bar.update)
-                best = max(map(score_of, history), default=-1e99)
-                history.append(record)
-                if folder is not None and rank == 0:
-                    trainer.save(folder, history, asked, plan, best=score_of(record, 1e99) > best)
-                add_scalars(record)
-                shown = ('loss', 'val_top1', 'val_cosine')
-                bar.set_postfix({key: f'{record[key]:.4g}' for key in shown if key in record})
+        if state is not None:
+            _load_state(state, trainer, str(folder))
+            del state
+        left, writer = range(len(history), plan['epochs']), None
+        bar = stack.enter_context(tqdm(
+            total=plan['epochs'] * trainer.updates, initial=len(history) * trainer.updates, unit='update',
+            disable=not progress or trainer.rank > 0 or not left))
+        stack.enter_context(unfused_in_bfloat16(task, device, trainer.dtype))
+        for epoch in left:
+            bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {plan['epochs']}")
+            record = trainer.epoch(epoch, val_loader, bar.update)
+            best = score_of(record, 1e99) > max(map(score_of, history), default=-1e99)
+            history.append(record)
+            if folder is not None and trainer.rank == 0:
+                if best:
+                    save_pretrained(trainer.chosen, folder / BEST)
+                write_text(folder / HISTORY, to_json(history))  # before the state, which says what is still to be done
+                _save_state(folder / LAST, trainer, history=history, settings=asked, plan=plan)
+                if find_spec('tensorboard') is not None:
+                    from torch.utils.tensorboard import SummaryWriter
+                    writer = writer or stack.enter_context(SummaryWriter(folder / 'tensorboard'))
+                    for name in record.keys() - {'epoch'}:
+                        writer.add_scalar(name, record[name], record['epoch'])
+                    writer.flush()
+            bar.set_postfix({key: f'{record[key]:.4g}' for key in ('loss', 'val_top1', 'val_cosine') if key in record})
     return history
 
 
-def _check(task: Any, train_loader: Any, val_loader: Any, config: FitConfig) -> int:
-    """Refuse what cannot be trained; returns the updates of a pass over the data."""
-    if not isinstance(task, TrainingTask):
-        raise TypeError(f'fit trains a task; got a {type(task).__name__}. Give one, such as '
-                        'TrajectoryDistillationTask(model, teacher) or timm.task.ClassificationTask(model, criterion).')
-    updates = count_updates(train_loader, config.accumulate)
-    for name, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
-        if isinstance(loader, Iterator):
-            raise ValueError(f'{name} is a {type(loader).__name__}, which gives its batches only once, but it is read '
-                             'in every epoch. Give a list of batches, or a DataLoader.')
-    check_not_merged(models_of(task)['model'])
-    if not torch.is_grad_enabled():
-        raise RuntimeError('Gradients are off, as in torch.no_grad() or torch.inference_mode(). Train outside of it.')
-    trainable: Any = task.get_trainable_module()
-    if not any(p.requires_grad for p in trainable.parameters()):
-        raise ValueError('Every parameter of the model is frozen. Call model.requires_grad_(True) first.')
-    return updates
+def check_same(where: str, then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to resume a run with anything else than it was made with."""
+    for name, value in now.items():
+        if then.get(name) != value:
+            what = f"'{where}' was made with {name} {then.get(name)}, but this run has {value}"
+            if name.endswith('sha256'):
+                what = f"The {name.removesuffix(' sha256')} of the run in '{where}' is not this one's"
+            raise ValueError(f'{what}. Resume with what the first run had, or give another folder.')
+
+
+def check_unused(folder: Path, resume: bool, file: Path) -> None:
+    """Refuse a folder in which a run left this file, unless that run is to be resumed."""
+    if not resume and file.exists():
+        raise ValueError(f"'{folder}' already holds a run. Pass resume=True to continue it, or give another folder.")
+
+
+def _save_state(path: Path, trainer: Trainer, **more: Any) -> None:
+    state: dict[str, Any] = {name: module.state_dict() for name, module in trainer.models.items()}
+    state.update(optimizer=trainer.optimizer.state_dict(), scaler=trainer.scaler.state_dict(), **more)
+    with staged(path.parent, path.name) as aside:
+        torch.save(state, aside / path.name)
+
+
+def _read_state(path: Path, device: torch.device, asked: dict[str, Any]) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        then = {**asked, **state['settings']}  # a setting that did not exist when the file was written is unchanged
+    except Exception as e:  # of any kind, by what is damaged
+        raise ValueError(f"'{path}' is not a state saved by fit(), or truncated. Delete it to start again.") from e
+    check_same(str(path), then, asked)
+    return state
+
+
+def _load_state(state: dict[str, Any], trainer: Trainer, where: str) -> None:
+    for name, module in trainer.models.items():  # all are checked before any is changed
+        then, now = ({f'tensor {key}': list(value.shape) for key, value in of.items()}
+                     for of in (state[name], module.state_dict()))
+        check_same(where, then, {**dict.fromkeys(then), **now})
+    trainer.optimizer.load_state_dict(state['optimizer'])  # which checks which parameters learn
+    for name, module in trainer.models.items():
+        module.load_state_dict(state[name])
+    trainer.scaler.load_state_dict(state['scaler'])
 
 
 def count_updates(train_loader: Any, accumulate: int = 1) -> int:
     """Updates per pass over the data; ValueError if there is none."""
-    try:
-        batches = len(train_loader)
-    except TypeError:
-        raise ValueError('train_loader needs a length, for the learning-rate schedule.') from None
-    if batches < accumulate or batches < 1:
+    updates = len(train_loader) // accumulate
+    if updates < 1:
         few = f'has fewer than {accumulate} batches' if accumulate > 1 else 'is empty'
         raise ValueError(f'train_loader {few}. Give more images, or a smaller batch size '
                          '(batch_size; in a recipe data.batch_size).')
-    return batches // accumulate
+    return updates
 
 
 def _measured(
         task: Any, train_loader: Any, val_loader: Any, config: FitConfig, updates: int, validation: float, began: float,
-) -> dict[str, Any]:
-    """Epochs, updates of each and mixed precision, by the time of an update on a copy; the first process decides.
-
-    `updates` are those of a pass over the data, `validation` the seconds of a batch of it, `began` when minutes began.
-    """
+) -> Any:
+    """Epochs, updates of each and mixed precision; `updates` are those of a pass, `validation` seconds of a batch."""
     seconds = {amp: _seconds_per_update(task, train_loader, replace(config, amp=amp))
                for amp in ((None, 'bfloat16') if config.amp == 'auto' else (config.amp,))}
 
-    def plan() -> dict[str, Any]:
-        amp = min(seconds, key=seconds.__getitem__)
-        epochs, each = config.epochs, updates
-        if config.minutes is not None:
-            batches = 0 if val_loader is None else len(val_loader) if hasattr(val_loader, '__len__') else 1
-            epochs, each = updates_in(60 * config.minutes - (time.perf_counter() - began), seconds[amp],
-                                      validation * batches, max(updates, int(LONG / seconds[amp])))
-        return {'epochs': epochs, 'updates': each, 'amp': amp}
-    planned: dict[str, Any] = in_first_process(plan)
-    return planned
+    amp, epochs, each = min(seconds, key=seconds.__getitem__), config.epochs, updates
+    if config.minutes is not None:
+        batches = 0 if val_loader is None else len(val_loader) if hasattr(val_loader, '__len__') else 1
+        epochs, each = updates_in(60 * config.minutes - (time.perf_counter() - began), seconds[amp],
+                                  validation * batches, max(updates, int(LONG / seconds[amp])))
+    return in_first_process(lambda: {'epochs': epochs, 'updates': each, 'amp': amp})
 
 
 def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> float:
@@ -196,10 +212,7 @@ def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> floa
 
 
 def updates_in(seconds: float, update: float, validation: float, most: int) -> tuple[int, int]:
-    """How many epochs of how many updates, at most `most`, fit into some seconds; at least one of one.
-
-    `update` and `validation` are the seconds of an update and of the validation after each epoch.
-    """
+    """How many epochs of how many updates, at most `most`, fit into some seconds, by the seconds of each."""
     each = int((seconds / EPOCHS - validation) / update)
     if each < 1:
         return max(1, min(EPOCHS, int(seconds / (update + validation)))), 1

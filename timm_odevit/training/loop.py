@@ -1,33 +1,43 @@
-"""The training loop: a task, its optimizer and its schedule, epoch by epoch."""
+"""The training loop, epoch by epoch: a task, its optimizer and schedule, its first batch, its validation."""
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec, module_from_spec
 from itertools import count, islice
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from timm.optim import Muon, create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
-from timm.utils import dispatch_clip_grad, random_seed
-from torch import nn
+from timm.task import TrainingTask
+from timm.utils import dispatch_clip_grad, random_seed, unwrap_model
+from torch import Tensor, nn
 
 from ..data.batches import set_epoch
 from ..distributed import over_processes, rank_and_world
-from ..files import to_json, write_text
-from ..hooks import AMP_DTYPES, autocast
-from ..saving.save import save_pretrained
+from ..evaluation.accuracy import check_labels, evaluate
+from ..evaluation.embeddings import evaluate_embeddings
+from ..hooks import AMP_DTYPES, autocast, check_images, evaluating, watch_blocks
+from ..ode.blocks import find_ode_blocks, with_steps
+from ..settings import one_line
 from .config import FitConfig
-from .monitor import check_loss_is_finite, must_fit, validate
-from .resume import BEST, HISTORY, LAST, models_of, save_state
 
-__all__ = ['Stream', 'Trainer', 'create_optimizer']
+__all__ = ['Stream', 'Trainer', 'create_optimizer', 'models_of', 'score_of', 'try_one_batch', 'unfused_in_bfloat16',
+           'validate', 'words_of']
 
 PASSES = 10_000  # over the data in an epoch, at most, that each have an order of their own
+
+
+def models_of(task: TrainingTask) -> dict[str, nn.Module]:
+    """The model in training, and its moving average if there is one, without wrappers."""
+    models = {'model': task.get_eval_model()}
+    if task.has_ema():
+        models['ema'] = task.get_eval_model(ema=True)
+    return {name: unwrap_model(model) for name, model in models.items()}
 
 
 class Trainer:
@@ -65,9 +75,8 @@ class Trainer:
         record: dict[str, float] = {'epoch': epoch + 1, **self.train(epoch, done)}
         record['seconds'] = time.perf_counter() - started
         if not all(torch.isfinite(p).all() for model in self.models.values() for p in model.parameters()):
-            raise FloatingPointError(
-                f'The weights are not finite after epoch {epoch + 1}; files written earlier remain. '
-                'Start again in another folder with a lower lr, or with amp bfloat16 or None.')
+            raise FloatingPointError(f'The weights are not finite after epoch {epoch + 1}; files written earlier '
+                                     'remain. Start again with a lower lr, or without float16.')
         if val_loader is not None and self.rank == 0:
             record.update(validate(self.task, self.chosen, val_loader, self.dtype))
         if self.world > 1:
@@ -83,22 +92,23 @@ class Trainer:
         sums: dict[str, Any] = defaultdict(float)
         counts: dict[str, int] = defaultdict(int)  # a part may be absent from some updates
         self.optimizer.zero_grad()
-        for i, batch in enumerate(self.loader):
-            if i == batches:
-                break
+        for i, batch in enumerate(islice(self.loader, batches)):
             update, last = epoch * self.updates + i // accumulate, (i + 1) % accumulate == 0
             self.scheduler.step_update(update)
             if hasattr(task, 'begin_update'):
                 task.begin_update(update, self.config.seed)
             with nullcontext() if last else task.no_sync():
-                with must_fit('train_loader', batch, task) if i == 0 else nullcontext():
+                with _must_fit('train_loader', batch, task) if i == 0 else nullcontext():
                     images, labels = (x.to(self.device, non_blocking=True) for x in batch)
                     if i == 0:
                         task.train()
                     with autocast(self.device, self.dtype):
                         parts = task(images, labels)
                 parts = {key: part for key, part in parts.items() if key != 'output'}
-                check_loss_is_finite(parts, images, task, epoch, i, self.dtype)
+                if not math.isfinite(parts['loss'].item()):
+                    values = ', '.join(f'{key} {part.item():.4g}' for key, part in parts.items())
+                    raise FloatingPointError(f'The loss is not finite in epoch {epoch + 1}, batch {i + 1} ({values}). '
+                                             f'{_divergence(task, images, self.dtype)}Lower lr, or use no float16.')
                 self.scaler.scale(parts['loss'] / accumulate).backward()
             for key, part in parts.items():
                 sums[key] += part.detach().float()  # stays on the device: one wait per batch is enough
@@ -107,8 +117,8 @@ class Trainer:
                 self._step(update)
                 done()
         if i < batches - 1:
-            raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, but its length is '
-                             f'{len(self.loader)}. Give a loader that gives as many batches as its length.')
+            raise ValueError(
+                f'train_loader gave {i + 1} batches in epoch {epoch + 1}, but its length is {len(self.loader)}.')
         means = {key: float(over_processes(value / counts[key])) for key, value in sums.items()}
         return {'lr': self.optimizer.param_groups[-1]['lr'], **means}
 
@@ -120,18 +130,6 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad()
         self.task.update_ema(step=update)
-
-    def save(self, folder: Path, history: Any, settings: dict[str, Any], plan: dict[str, Any], best: bool) -> None:
-        """Save the whole state, and the model if it is the best so far."""
-        try:
-            if best:
-                save_pretrained(self.chosen, folder / BEST)
-            write_text(folder / HISTORY, to_json(history))  # before the state, which says what is still to be trained
-            save_state(folder / LAST, self.task, self.optimizer, self.scaler, history=history, settings=settings,
-                       plan=plan)
-        except OSError as e:
-            raise OSError(f"Epoch {len(history)} could not be written to '{folder}': {str(e).splitlines()[0]}. Files "
-                          'written earlier are intact; free some space, and resume.') from e
 
 
 def create_optimizer(model: nn.Module, config: FitConfig) -> Any:
@@ -177,3 +175,101 @@ class Stream:
                 yield batch
             if empty:
                 return
+
+
+def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None) -> dict[str, float]:
+    """Accuracy; without labels, how near the outputs are to the teacher's."""
+    embedding = getattr(task, 'embedding', False)
+    if not embedding and getattr(task, 'labelled', True):
+        top = evaluate(model, loader, amp_dtype=dtype).results[-1]
+        return {'val_top1': top.top1, 'val_top5': top.top5, 'val_loss': top.loss}
+    result: Any = evaluate_embeddings(model, loader, teacher=task.teacher, amp_dtype=dtype).results[-1]
+    measures = ('cosine', 'error', 'neighbours') if embedding else ('error',)
+    return {f'val_{key}': getattr(result, key) for key in measures if getattr(result, key) is not None}
+
+
+def score_of(record: dict[str, Any] | None, default: float = -math.inf) -> float:
+    """What chooses the best state: the accuracy, the cosine with the teacher's embeddings, or less error."""
+    record = record or {}
+    return record.get('val_top1', record.get('val_cosine', -record['val_error'] if 'val_error' in record else default))
+
+
+def words_of(record: dict[str, float]) -> str:
+    """What `score_of` compares, in words."""
+    for name, words in (('val_top1', 'top-1 {:.1f} %'), ('val_cosine', 'cosine {:.4g}')):
+        if name in record:
+            return words.format(record[name])
+    return f"squared error {record['val_error']:.4g}"
+
+
+def try_one_batch(val_loader: Any, task: Any, dtype: torch.dtype | None) -> float:
+    """Validate the first batch with images that can be read; returns the seconds that another such batch takes."""
+    batch = next((batch for batch in val_loader if not isinstance(batch, (tuple, list)) or len(batch[0])), None)
+    if batch is None:
+        raise ValueError('val_loader is empty. Give at least one batch, or None.')
+    model = models_of(task)['model']
+    with _must_fit('val_loader', batch, task):
+        validate(task, model, [batch], dtype)
+        started = time.perf_counter()
+        validate(task, model, [batch], dtype)
+    return time.perf_counter() - started
+
+
+@contextmanager
+def _must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
+    """If a first batch does not fit the model, say why, and restore the task's buffers and modes."""
+    buffers = [(buffer, buffer.clone()) for buffer in task.buffers()]
+    modes = [(module, module.training) for module in task.modules()]
+    try:
+        images, labels = batch
+        check_images(images)
+        criterion = None if getattr(task, 'embedding', False) else getattr(task, 'criterion', None)
+        if criterion is not None and labels.ndim == 1 and not labels.is_floating_point():  # others stop a GPU
+            ignored = labels == getattr(criterion, 'ignore_index', -100)
+            check_labels(labels.masked_fill(ignored, 0), getattr(models_of(task)['model'], 'num_classes', None))
+        yield
+    except Exception as e:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for module, mode in modes:
+            module.training = mode
+        what = ', '.join(f'{x.dtype} {list(x.shape)}' if isinstance(x, Tensor) else type(x).__name__
+                         for x in (batch if isinstance(batch, (tuple, list)) else [batch]))
+        raise ValueError(f'The first batch of {name}, {what}, is not (images, labels) that fit the model: '
+                         f'{type(e).__name__}: {one_line(e)}') from e
+
+
+@torch.no_grad()
+def _divergence(task: Any, images: Tensor, dtype: torch.dtype | None) -> str:
+    """A sentence that says what stops being finite first: images, weights, or an ODE-ViT's state."""
+    model = models_of(task)['model']
+    for name, tensors in (('images of the batch', [images]), ('weights of the model', model.parameters())):
+        if not all(torch.isfinite(tensor).all() for tensor in tensors):
+            return f'The {name} are not finite. '
+    odes = find_ode_blocks(model)
+    drawn = [] if not odes or odes[0].config.adaptive else getattr(task, 'drawn', [[ode.steps for ode in odes]])
+    for view in (with_steps(model, steps) for steps in drawn):
+        odes = find_ode_blocks(view)
+        with evaluating(view), autocast(images.device, dtype), watch_blocks([list(ode.solver) for ode in odes]) as seen:
+            view(images)
+        for ode, (states, _) in zip(odes, seen, strict=True):
+            for i, (step, state) in enumerate(zip(ode.solver, states[1:], strict=False)):
+                if not torch.isfinite(state).all():
+                    return (f'The field diverges: the state is not finite after step {i + 1} of {ode.steps}, from t = '
+                            f'{step.t:g} to {step.t + step.h:g}. ')
+    return ''
+
+
+@contextmanager
+def unfused_in_bfloat16(task: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    """Attention by its own operations on a CPU in bfloat16, where PyTorch's fused kernel trains slower."""
+    slow = device.type == 'cpu' and dtype is torch.bfloat16
+    fused: list[Any] = [module for module in task.modules() if slow and getattr(module, 'fused_attn', False)]
+    try:
+        for module in fused:
+            module.fused_attn = False
+        yield
+    finally:
+        for module in fused:
+            module.fused_attn = True

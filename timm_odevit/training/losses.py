@@ -1,6 +1,7 @@
 """The parts of the loss, and the passes of the student that give them: what DDP and torch.compile wrap."""
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ __all__ = ['Pass', 'StepwisePass', 'TrainingPass', 'TrajectoryPass', 'embedding_
            'trajectory_loss']
 
 
-# outputs, states after some steps of each stage, the JaSMin loss if it has a weight, and outputs at the exits
+# outputs, states after some steps of each stage, the JaSMin loss if any, and outputs at the exits
 Pass = tuple[Tensor, list[Tensor], Tensor | None, list[Tensor]]
 
 
@@ -96,20 +97,18 @@ def trajectory_loss(
 ) -> Tensor:
     """Squared error of hidden states [B, N, D], relative to the teacher's variance over the batch of all processes.
 
-    Prefix tokens, of which the first may be a class token, come first; the weights are those of class token, registers
-    and patches. Returns the weighted mean of the groups that there are: 0 for equal states, 1 for a student that
-    explains nothing.
+    The weighted mean over class token, registers and patches, which come in this order, as far as there are any: 0 for
+    equal states, 1 for a student that explains nothing.
     """
-    cls = 1 if has_class_token else 0
-    bounds = ((0, cls), (cls, num_prefix_tokens), (num_prefix_tokens, student.shape[1]))
+    bounds = 0, int(has_class_token), num_prefix_tokens, student.shape[1]
     loss, total = student.new_zeros((), dtype=torch.float32), 0.
-    for (start, stop), weight in zip(bounds, weights, strict=True):
+    for (start, stop), weight in zip(pairwise(bounds), weights, strict=True):
         if stop > start and weight > 0:
             s, t = student[:, start:stop].float(), teacher[:, start:stop].float()
             loss = loss + weight * F.mse_loss(s, t) / _variance(t).clamp_min(1e-12)
             total += weight
     if total == 0.:
-        raise ValueError('The weights are 0 for every kind of token that the model has; set patch_weight above 0.')
+        raise ValueError('The weights are 0 for all tokens that the model has; set patch_weight above 0.')
     return loss / total
 
 

@@ -1,7 +1,7 @@
 """Whether student, teacher and loss fit together, and which step is to reach which teacher's state."""
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -24,26 +24,21 @@ def is_one_sequence(student: Any) -> bool:
     return isinstance(getattr(student, 'blocks', None), OdeBlocks) and tokens
 
 
-def check_student(student: Any) -> None:
+def check_student(student: nn.Module) -> None:
     """Refuse a student that is not an ODE-ViT, or is merged."""
-    if isinstance(student, nn.Module):
-        check_not_merged(student)
-    if not isinstance(student, nn.Module) or not find_ode_blocks(student):
-        raise TypeError(
-            f'The student must be an ODE-ViT; this {type(student).__name__} is not one. Call convert_ first.')
+    check_not_merged(student)
+    if not find_ode_blocks(student):
+        raise TypeError(f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
 
 
-def check_converted_from(student: Any, teacher: Any) -> None:
+def check_converted_from(student: nn.Module, teacher: Any) -> None:
     """Refuse a student that was not converted from this teacher, or from a model like it."""
     check_student(student)
     _check_teacher(student, teacher)
     ours, theirs = ({'type': type(m).__name__, **{
         name: tuple(p.shape) for name, p in m.named_parameters() if '.blocks.' not in f'.{name}'}}
         for m in (student, teacher))
-    for name in {**ours, **theirs}:
-        if ours.get(name) != theirs.get(name):
-            raise ValueError(f'The student was not converted from this teacher: {name} is {ours.get(name)} and '
-                             f'{theirs.get(name)}. Give the original model.')
+    _check_equal(ours, theirs, 'Give the model that the student was converted from.')
 
 
 def check_same_time(student: nn.Module, stages: list[list[nn.Module]]) -> None:
@@ -51,38 +46,33 @@ def check_same_time(student: nn.Module, stages: list[list[nn.Module]]) -> None:
     for ode, blocks in zip(find_ode_blocks(student), stages, strict=True):
         kept, T = len(ode.before) + len(ode.after), ode.config.steps_and_end[1]
         if kept + T != len(blocks):
-            raise ValueError(f'The student runs over {T:g} units of time plus {kept} kept layers, but the teacher has '
-                             f'{len(blocks)} layers, so the steps do not end at its states. Convert with T=None.')
+            raise ValueError(f'The student runs over {kept + T:g} layers, but the teacher has {len(blocks)} layers, so '
+                             'the steps do not end at its states. Convert with T=None.')
 
 
 def check_models(student: Any, teacher: Any) -> None:
     """Refuse models of which the student's states cannot follow the teacher's."""
     if not is_one_sequence(student):
         check_converted_from(student, teacher)
-    else:
-        _check_teacher(student, teacher)
-        for name in ('embed_dim', 'in_chans', 'num_prefix_tokens', 'num_classes'):
-            ours, theirs = getattr(student, name, None), getattr(teacher, name, None)
-            if ours != theirs:
-                raise ValueError(f'Student and teacher differ in {name}: {ours} and {theirs}.')
-        ours, theirs = (getattr(patch, 'grid_size', None) or patch.num_patches
-                        for patch in (student.patch_embed, teacher.patch_embed))
-        if ours != theirs:
-            raise ValueError(f'Student and teacher have different patch grids: {ours} and {theirs}. Give both the same '
-                             'img_size.')
-    if not isinstance(getattr(student, 'patch_drop', None) or nn.Identity(), nn.Identity):
-        raise ValueError(
-            "The student drops patches, so its tokens do not match the teacher's. Create it with patch_drop_rate=0.")
+        return
+    _check_teacher(student, teacher)
+    names = 'embed_dim', 'in_chans', 'num_prefix_tokens', 'num_classes'
+    ours, theirs = ({**{name: getattr(model, name, None) for name in names},
+                     'patch grid': getattr(model.patch_embed, 'grid_size', None) or model.patch_embed.num_patches}
+                    for model in (student, teacher))
+    _check_equal(ours, theirs, 'Give models of equal width, tokens and classes.')
+
+
+def _check_equal(ours: dict[str, Any], theirs: dict[str, Any], todo: str) -> None:
+    if other := next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None):
+        raise ValueError(f'Student and teacher differ in {other}: {ours.get(other)} and {theirs.get(other)}. {todo}')
 
 
 def _check_teacher(student: nn.Module, teacher: Any) -> None:
-    if not isinstance(teacher, nn.Module):
-        raise TypeError(f'The teacher must be a model; got {type(teacher).__name__}. Build it with timm.create_model.')
-    if {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}:
-        raise ValueError('Student and teacher share parameters, so training would change the teacher. '
-                         'Make the teacher with copy.deepcopy(model) before convert_.')
-    if find_ode_blocks(teacher):
-        raise TypeError('The teacher is itself converted. Give the model that the student was converted from.')
+    own = {id(p) for p in student.parameters()}
+    if teacher is None or find_ode_blocks(teacher) or any(id(p) in own for p in teacher.parameters()):
+        raise ValueError('The teacher must be the model as it was before its conversion, and share no parameters with '
+                         'the student. Make it with copy.deepcopy(model) before convert_.')
 
 
 def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> None:
@@ -96,26 +86,25 @@ def _lacks(student: Any, teacher: nn.Module | None, config: LossConfig) -> Itera
     for part in ('trajectory', 'kd'):
         if teacher is None and config.weights[part] > 0:
             yield f'{part}_weight needs a teacher. Give one, or set {part}_weight=0.'
-    if student.num_classes == 0 and config.task_weight > 0:
-        yield 'task_weight compares classes, but these models have none (num_classes=0). Set it to 0.'
+    if config.task_weight > 0 and (config.embedding or student.num_classes == 0):
+        yield 'task_weight compares classes, but the outputs are embeddings. Set it to 0.'
     if config.patch_drop and (teacher is None or not all(
             isinstance(getattr(model, 'patch_drop', None), nn.Identity) and not getattr(model, 'rope', None)
             for model in (student, teacher))):
-        yield (f'patch_drop needs a teacher, and models that run on some of their patches, which {name} with RoPE or '
-               'without patch_drop cannot. Set patch_drop=0.')
+        yield f'patch_drop needs a teacher, and models that run on some of their patches, unlike {name}. Set it to 0.'
     if is_one_sequence(student):
-        if config.exits and (
-                class_token_comes_later(student) or not isinstance(getattr(student, 'norm', None), nn.Module)):
-            yield (f'exits apply the final norm and the head to earlier states, which does not work for {name}. Leave '
-                   'exits out.')
+        norm = getattr(student, 'norm', None)
+        if config.exits and (class_token_comes_later(student) or not isinstance(norm, nn.Module)):
+            yield f'exits apply the final norm and the head to earlier states, which does not work for {name}.'
         if config.jasmin_weight and not all(ode.shared.has_attention_maps for ode in odes):
             yield ("jasmin_weight needs timm's plain attention (no windows, RoPE or position bias), which the blocks "
-                   f'of {name} do not use. Leave it out.')
+                   f'of {name} do not use.')
         return
     for setting in ('jasmin_weight', 'exit_weight', 'patch_drop'):
         if getattr(config, setting):
-            yield (f'{setting} needs one sequence of tokens with the prefix tokens first, but {name} has none. Leave '
-                   'it out.')
+            yield f'{setting} needs one sequence of tokens, prefix tokens first, but {name} has none.'
+    if len(odes) > 1 and config.checkpoints != 'uniform':
+        yield f'checkpoints={config.checkpoints!r} needs one sequence of blocks, but {name} has {len(odes)} stages.'
     if len(odes) > 1 and any(isinstance(k, int) for of in config.of_updates for k in of):
         yield (f'steps={config.steps}: {name} has {len(odes)} stages with step counts of their own. Give shares of '
                "them, such as ['50%', '100%', '200%'].")
@@ -124,39 +113,32 @@ def _lacks(student: Any, teacher: nn.Module | None, config: LossConfig) -> Itera
                "model.blocks.method = 'rk4'.")
 
 
-class TeacherStage:
-    """One sequence of the teacher's blocks, and the relative times in (0, 1] of the states after them."""
+class TeacherStage(NamedTuple):
+    """One sequence of the teacher's blocks, of which the student converted those from `first` on."""
+    blocks: list[nn.Module]
+    first: int
+    times: list[float]  # of the states after the converted blocks, in (0, 1]
 
-    def __init__(self, blocks: list[nn.Module], times: list[float]) -> None:
-        self.blocks, self.times = blocks, times
-
-    def converted(self, ode: OdeBlocks) -> tuple[int, list[float]]:
-        """The first converted layer, and the times of the converted layers, relative to all of their time."""
-        first, last = ode.config.converted_layers(len(self.times))
-        start = self.times[first - 1] if first else 0.
-        return first, [(time - start) / (self.times[last] - start) for time in self.times[first:last + 1]]
-
-    def pairs(self, ode: OdeBlocks) -> list[tuple[float, int]]:
+    def pairs(self, steps: int) -> list[tuple[float, int]]:
         """Relative times at which the student is compared, and the indices in its blocks of the steps ending there."""
-        first, times = self.converted(ode)
-        return [((step + 1) / ode.steps, first + step) for _, step in match(times, ode.steps)]
+        return [((step + 1) / steps, self.first + step) for _, step in match(self.times, steps)]
 
-    def target(self, ode: OdeBlocks, states: Sequence[Tensor], t: float) -> Tensor:
+    def target(self, states: Sequence[Tensor], t: float) -> Tensor:
         """The teacher's state at a relative time, from its states before the first and after each block."""
-        first, times = self.converted(ode)
-        return state_at(states[first:], [0., *times], t)
+        return state_at(states[self.first:], [0., *self.times], t)
 
 
-def teacher_stages(teacher: nn.Module, config: LossConfig, calibration: Iterable[Tensor]) -> list[TeacherStage]:
+def teacher_stages(student: Any, teacher: Any, config: LossConfig, calibration: Iterable[Tensor]) -> list[TeacherStage]:
     """A teacher's stages, with the times that the settings give or, for 'distance', images on the teacher's device."""
-    sites = find_stages(teacher)
-    if config.checkpoints == 'uniform':
-        return [TeacherStage(site.blocks, uniform_times(len(site.blocks))) for site in sites]
-    if len(sites) > 1:
-        raise ValueError(
-            f'checkpoints={config.checkpoints!r} applies to models with one sequence of blocks, but a '
-            f"{type(teacher).__name__} has {len(sites)} stages. Set checkpoints='uniform'.")
-    return [TeacherStage(sites[0].blocks, distance_times(teacher, calibration, config.checkpoint_temperature))]
+    stages = []
+    for ode, site in zip(find_ode_blocks(student), find_stages(teacher), strict=True):
+        times = uniform_times(len(site.blocks)) if config.checkpoints == 'uniform' else distance_times(
+            teacher, calibration, config.checkpoint_temperature)
+        first, last = ode.config.converted_layers(len(times))
+        start = times[first - 1] if first else 0.
+        stages.append(TeacherStage(
+            site.blocks, first, [(time - start) / (times[last] - start) for time in times[first:last + 1]]))
+    return stages
 
 
 def uniform_times(layers: int) -> list[float]:
@@ -165,9 +147,9 @@ def uniform_times(layers: int) -> list[float]:
 
 
 def softmax_times(distances: Sequence[float], temperature: float = 1.) -> list[float]:
-    """Relative times in (0, 1] that give a layer more time the further it moves the hidden state.
+    """Relative times in (0, 1] that give a layer more time the further it moves the state (arXiv 2511.16501).
 
-    The temperature is in units of the mean distance; large values give uniform times. Source: arXiv 2511.16501.
+    The temperature is in units of the mean distance; large values give uniform times.
     """
     d = torch.tensor(distances, dtype=torch.float64)
     w = (d / (d.mean().clamp_min(1e-12) * temperature)).softmax(0)
@@ -179,17 +161,16 @@ def softmax_times(distances: Sequence[float], temperature: float = 1.) -> list[f
 @torch.no_grad()
 def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float = 1.) -> list[float]:
     """The `softmax_times` of a teacher's layers, by batches of images [B, C, H, W] on its device."""
-    total, images = None, 0
+    moved, images = [], 0
     for batch in batches:
         with evaluating(teacher), watch_blocks([list(teacher.blocks)]) as seen:
             teacher(batch)
         path = [state.flatten(1) for state in seen[0][0]]
-        moved = torch.stack([(b - a).float().norm(dim=1).double().sum() for a, b in pairwise(path)]).cpu()
-        total = moved if total is None else total + moved
+        moved.append(torch.stack([(b - a).float().norm(dim=1).double().sum() for a, b in pairwise(path)]).cpu())
         images += len(batch)
-    if total is None:
+    if not moved:
         raise ValueError("checkpoints='distance' needs calibration images; pass calibration=[images, ...].")
-    return softmax_times((total / images).tolist(), temperature)
+    return softmax_times((sum(moved[1:], moved[0]) / images).tolist(), temperature)
 
 
 def hidden_states(model: Any, images: Tensor, indices: list[int]) -> tuple[Tensor, list[Tensor]]:
@@ -206,7 +187,7 @@ def hidden_states(model: Any, images: Tensor, indices: list[int]) -> tuple[Tenso
 
 
 def match(times: Sequence[float], steps: int) -> list[tuple[int, int]]:
-    """Pair a teacher's L layers, at strictly increasing times in (0, 1], with K steps, which end at 1/K, 2/K, ..., 1.
+    """Pair a teacher's L layers, at increasing times in (0, 1], with K steps, which end at 1/K, 2/K, ..., 1.
 
     Returns min(L, K) pairs (layer, step), both counted from 0 and strictly increasing, the last (L - 1, K - 1): every
     member of the smaller side with a nearby member of the other side.
@@ -219,10 +200,9 @@ def match(times: Sequence[float], steps: int) -> list[tuple[int, int]]:
 
 def _nearest(few: Sequence[float], many: Sequence[float]) -> list[int]:
     """Strictly increasing indices into `many`, near the values of `few`, ending at the last one."""
-    n, m = len(few), len(many)
     chosen: list[int] = []
     for i, value in enumerate(few):
-        low, high = chosen[-1] + 1 if chosen else 0, m - n + i  # which leaves room for the remaining ones
-        index = min(range(m), key=lambda j: abs(many[j] - value))
-        chosen.append(high if i == n - 1 else min(max(index, low), high))
+        low, high = chosen[-1] + 1 if chosen else 0, len(many) - len(few) + i  # which leaves room for the remaining
+        index = min(range(len(many)), key=lambda j: abs(many[j] - value))
+        chosen.append(high if i == len(few) - 1 else min(max(index, low), high))
     return chosen

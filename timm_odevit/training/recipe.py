@@ -1,5 +1,7 @@
-"""Recipes: what to train, on what data and how, in one validated YAML file."""
-from collections.abc import Sequence
+"""Recipes: what to train, on what data and how, in one YAML file, which may be anybody's."""
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -8,14 +10,13 @@ import yaml
 
 from ..data.config import DataConfig
 from ..ode.config import GONE, OdeConfig
-from ..settings import Check, Settings, flag, integer, one_of, setting, suggest
-from .config import COMPILED, FitConfig, LossConfig
-from .yaml_text import change_entry, read
+from ..settings import Check, Settings, flag, integer, many, one_line, one_of, setting, suggest
+from .config import FitConfig, LossConfig
 
-__all__ = ['FIT', 'FOLDER', 'PARTS', 'Recipe', 'Stage', 'builtin_recipes']
+__all__ = ['FIT', 'FOLDER', 'PARTS', 'Recipe', 'Stage', 'builtin_recipes', 'prefixed']
 
 FOLDER = Path(__file__).parent / 'recipes'
-TASKS = ('stepwise', 'trajectory', 'labels')
+LONGEST = 50_000  # most characters that are read; our recipes have 2,200
 FIT = [name for name in FitConfig.names() if name != 'seed']  # the recipe has its own
 # the parts of a model that a stage may train, and what the names of their parameters contain
 PARTS: dict[str, tuple[str, ...]] = {
@@ -46,34 +47,28 @@ def _section(known: Sequence[str] | None = None) -> Check:
     return check
 
 
-def _loss(name: str, value: Any) -> Any:
-    """Settings of the loss; in recipes of earlier versions, the share 200 % is 2.0."""
-    def translated(k: Any) -> Any:
-        return [translated(each) for each in k] if isinstance(k, list) else (
-            f'{100 * k:.12g}%' if isinstance(k, float) else k)
-    loss = _section(LossConfig.names())(name, value)
-    return loss if not loss or 'steps' not in loss else {**loss, 'steps': translated(loss['steps'])}
-
-
 def _parts(name: str, value: Any) -> tuple[str, ...]:
-    parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, (list, tuple)) or not parts:
-        raise ValueError(f"{name} must be a list of at least one part; got {parts!r}. Parts: {', '.join(PARTS)}.")
-    return tuple(one_of(tuple(PARTS))('part', part) for part in parts)
+    parts = [value] if isinstance(value, str) else value or None
+    return many(one_of(list(PARTS)), f"a list of at least one part: {', '.join(PARTS)}")(name, parts)
 
 
 def _stages(name: str, value: Any) -> tuple['Stage', ...]:
-    if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(f'{name} must be a list of at least one stage, such as [{{task: trajectory}}].')
     stages = []
-    for i, stage in enumerate(value):
-        try:
-            stages.append(stage if isinstance(stage, Stage) else Stage(
-                **_section(Stage.names())(f'{name}.{i}', stage) or {}))
-        except ValueError as e:
-            at = '' if str(e).startswith(f'{name}.{i}') else f"{name}.{i}{'.' if str(e)[0].islower() else ': '}"
-            raise ValueError(f'{at}{e}') from None
+    for i, stage in enumerate(value if isinstance(value, (list, tuple)) else ()):
+        with prefixed(f'{name}.{i}: '):
+            stages.append(stage if isinstance(stage, Stage) else Stage(**_section(Stage.names())('it', stage) or {}))
+    if not stages:
+        raise ValueError(f'{name} must be a list of at least one stage, such as [{{task: trajectory}}].')
     return tuple(stages)
+
+
+@contextmanager
+def prefixed(where: str) -> Iterator[None]:
+    """Say where in a recipe the mistake is."""
+    try:
+        yield
+    except Exception as e:  # of any kind, for the keywords of a timm model
+        raise ValueError(f'{where}{one_line(e)}') from e
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,23 +76,18 @@ class Stage(Settings):
     """One part of a training run.
 
     Attributes:
-        task: 'stepwise' (StepwiseTask); 'trajectory' (TrajectoryDistillationTask); 'labels', cross-entropy alone, for
-            any model (timm's ClassificationTask).
+        task: 'stepwise' (StepwiseTask); 'trajectory' (TrajectoryDistillationTask); 'labels' (cross-entropy alone).
         train: Names, from PARTS, of the parts of the model that learn.
         loss: Settings of LossConfig; they override the recipe's.
         fit: Settings of FitConfig; they override the recipe's.
         scale_lr: Multiply lr by min(1, 3 * loss), with the loss of the first stage before training; a student that has
             nothing to learn is left as it is.
     """
-    task: str = setting('trajectory', one_of(TASKS))
+    task: str = setting('trajectory', one_of(('stepwise', 'trajectory', 'labels')))
     train: tuple[str, ...] = setting(('all',), _parts)
-    loss: dict[str, Any] | None = setting(None, _loss)
+    loss: dict[str, Any] | None = setting(None, _section(LossConfig.names()))
     fit: dict[str, Any] | None = setting(None, _section(FIT))
     scale_lr: bool = setting(False, flag)
-
-    def _check(self) -> None:
-        if self.task != 'trajectory' and self.loss:
-            raise ValueError(f"loss: task '{self.task}' has no loss settings. Leave loss out.")
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,15 +95,13 @@ class Recipe(Settings):
     """A training run.
 
     Attributes:
-        ode: Settings of OdeConfig for converting the teacher (`model`, without one) to the student; None to train the
-            model as it is.
+        ode: Settings of OdeConfig, by which the teacher (or `model`) becomes the student; None to train it as it is.
         model: timm name of the model, for training without a teacher.
         model_args: Keywords of timm.create_model for `model`.
         data: Settings of DataConfig.
         loss: Settings of LossConfig for all stages.
         fit: Settings of FitConfig for all stages.
-        stages: The stages, in order, all in epochs or all in minutes; each starts from the last weights of the one
-            before. In a file, one with 0 epochs is left out.
+        stages: The stages, in order, each with epochs or minutes; one with 0 epochs is left out.
         adapt: Leave out what the student cannot do: a stepwise stage if its steps do not end at the teacher's layers,
             patch_drop, other numbers of steps; and weight_decay where blocks depend on time.
         grad_checkpointing: Recompute activations in the backward pass, step by step.
@@ -130,34 +118,20 @@ class Recipe(Settings):
     model: str | None = None
     model_args: dict[str, Any] | None = setting(None, _section())
     data: dict[str, Any] | None = setting(None, _section(DataConfig.names()))
-    loss: dict[str, Any] | None = setting(None, _loss)
+    loss: dict[str, Any] | None = setting(None, _section(LossConfig.names()))
     fit: dict[str, Any] | None = setting(None, _section(FIT))
     stages: tuple[Stage, ...] = setting((), _stages)
     adapt: bool = setting(False, flag)
     grad_checkpointing: bool = setting(False, flag)
     seed: int = setting(0, integer(0))
 
-    def _check(self) -> None:
-        if self.model is not None and not isinstance(self.model, str):
-            raise ValueError(f"model must be a timm model's name; got {self.model!r}.")
-        try:
-            self.batches  # noqa: B018 (raises if a setting is invalid, as does the next)
-        except ValueError as e:
-            raise ValueError(f'data.{e}') from None
+    def _check(self) -> None:  # each of these refuses what is out of range
         self.config  # noqa: B018
+        with prefixed('data.'):
+            self.batches  # noqa: B018
         for i, stage in enumerate(self.stages):
-            asked = {**(self.fit or {}), **(stage.fit or {})}
-            if asked.get('epochs') is None and asked.get('minutes') is None:
-                raise ValueError(f"stages.{i}.fit.epochs is missing. Give it here or in the recipe's fit.")
-            try:
-                if stage.task == 'trajectory' and self.loss_of(stage).patch_drop and self.fit_of(stage).compile:
-                    raise ValueError(COMPILED)
-                if (self.fit_of(stage).epochs is None) != (self.fit_of(self.stages[0]).epochs is None):
-                    raise ValueError('All stages need epochs, or all minutes.')
-            except ValueError as e:
-                raise ValueError(f'stages.{i}: {e}') from None
-        if self.loss and all(stage.task != 'trajectory' for stage in self.stages):
-            raise ValueError('loss applies only to stages with task trajectory, and there are none.')
+            with prefixed(f'stages.{i}: '):
+                self.fit_of(stage), self.loss_of(stage)
 
     @property
     def batches(self) -> DataConfig:
@@ -195,15 +169,10 @@ class Recipe(Settings):
 
     @classmethod
     def load(cls, name: str | Path, changes: Sequence[str] = ()) -> 'Recipe':
-        """Read a recipe.
+        """Read a YAML file, or the recipe of that name that comes with the package.
 
-        Args:
-            name: Path of a YAML file, or the name of one that comes with the package: see `builtin_recipes()`.
-            changes: Changes such as 'ode.field=lipschitz' or 'stages.0.fit.lr=1e-3', with values in YAML; 'null'
-                restores the default.
-
-        Raises:
-            ValueError: There is no such recipe, it cannot be read, or something in it is unknown or out of range.
+        Changes are such as 'stages.0.fit.lr=1e-3', with values in YAML; 'null' restores the default. Raises ValueError:
+        there is no such recipe, it cannot be read, or something in it is unknown or out of range.
         """
         path = Path(name)
         if path.suffix not in ('.yaml', '.yml') and not path.is_file():
@@ -212,27 +181,25 @@ class Recipe(Settings):
             known = builtin_recipes()
             raise ValueError(f"There is no recipe '{name}'. {suggest(str(name), known)}Give a .yaml file, or one of: "
                              f"{', '.join(known)}.")
-        return cls.from_dict(read(path, str(name)), changes, str(name))
+        with open(path, 'rb') as file:
+            return cls.from_dict(_parse(file.read(LONGEST + 1), str(name)), changes, str(name))
 
     @classmethod
     def from_dict(cls, tree: Any, changes: Sequence[str] = (), name: str = 'recipe') -> 'Recipe':
         """A recipe from the contents of a YAML file; see `load`."""
         tree = _section()(name, tree) or {}
         for change in changes:
-            change_entry(tree, change)
+            _change(tree, change)
         tree = _section(cls.names())(name, tree)
-        try:
-            stages = _stages('stages', tree.get('stages'))
-            fit = _section(FIT)('fit', tree.get('fit')) or {}
+        with prefixed(f'{name}: '):
+            stages, fit = _stages('stages', tree.get('stages')), _section(FIT)('fit', tree.get('fit')) or {}
             epochs = [{**fit, **(stage.fit or {})}.get('epochs') for stage in stages]
             used = {i: stage for i, stage in enumerate(stages) if epochs[i] != 0 or epochs[i] is False}
             if not used:
-                raise ValueError('All stages have 0 epochs, so there is nothing to train. Give one of them some.')
+                raise ValueError('All stages have 0 epochs, so there is nothing to train.')
             for change in changes:
                 _check_effect(change, tree, used)
             return cls(**{**tree, 'stages': tuple(used.values())})
-        except (TypeError, ValueError) as e:
-            raise ValueError(f'{name}: {e}') from None
 
     def to_yaml(self) -> str:
         """The recipe as YAML, without default values."""
@@ -250,14 +217,55 @@ def builtin_recipes() -> list[str]:
 def _check_effect(change: str, tree: dict[str, Any], stages: dict[int, Stage]) -> None:
     """Refuse a change of the recipe's fit or loss that no stage would use."""
     section, _, key = change.partition('=')[0].strip().partition('.')
-    if section not in ('fit', 'loss') or key not in (tree.get(section) or {}):
-        return
-    users = {i: stage for i, stage in stages.items() if section == 'fit' or stage.task == 'trajectory'}
-    if not users:
-        raise ValueError(f"'{change}' has no effect, because all stages with task trajectory have 0 epochs.")
-    if all(key in (getattr(stage, section) or {}) for stage in users.values()):
-        own = ', '.join(f'stages.{i}.{section}.{key}' for i in users)
-        raise ValueError(f"'{change}' has no effect, because each stage sets its own {key}. Change {own}.")
+    if section in ('fit', 'loss') and key in (tree.get(section) or {}):
+        users = {i: stage for i, stage in stages.items() if section == 'fit' or stage.task == 'trajectory'}
+        if all(key in (getattr(stage, section) or {}) for stage in users.values()):
+            own = ', '.join(f'stages.{i}.{section}.{key}' for i in users) or 'another'
+            raise ValueError(f"'{change}' has no effect: no stage takes its {key} from there. Change {own}.")
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses aliases, of which a few lines can make gigabytes; reads 1e-3 as a number, as YAML 1.2 does."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f'it has the alias *{self.peek_event().anchor}, which no recipe needs')
+        return super().compose_node(parent, index)
+
+
+_Loader.add_implicit_resolver(
+    'tag:yaml.org,2002:float', re.compile(r'[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+'), list('-+.0123456789'))
+
+
+def _parse(text: str | bytes, name: str) -> Any:
+    if len(text) > LONGEST:
+        raise ValueError(f"'{name[:100]}' has more than {LONGEST:,} characters, so it is not a recipe.")
+    try:
+        return yaml.load(text, _Loader)
+    except Exception as e:  # of many kinds, for values such as 2001-13-32
+        raise ValueError(f"'{name[:100]}' is not valid YAML: {one_line(e)}") from None
+
+
+def _change(tree: Any, change: str) -> None:
+    """Make a change such as 'stages.0.fit.lr=1e-3', with a path of keys and indices; null removes an entry."""
+    at, _, text = change.partition('=')
+    value, (*path, last) = _parse(text, change), at.strip().split('.')
+    try:
+        if '=' not in change:
+            raise ValueError
+        for key in path:
+            if isinstance(tree, dict) and tree.get(key) is None:
+                tree[key] = {}
+            tree = tree[int(key) if isinstance(tree, list) else key]
+        if isinstance(tree, list):
+            tree[int(last)] = value
+        elif value is not None:
+            tree[last] = value
+        else:
+            tree.pop(last, None)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise ValueError(f"Expected a change to a recipe, such as fit.lr=1e-3; got '{change[:100]}', or there is no "
+                         'such entry.') from None
 
 
 def _plain(tree: Any) -> Any:

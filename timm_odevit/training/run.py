@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from timm.utils import random_seed
-from torch import Tensor, nn
+from torch import nn
 
 from ..convert.conversion import convert_
 from ..data.config import DataConfig
@@ -20,16 +20,13 @@ from ..data.read import classes_of, read_data
 from ..distributed import alone_in, rank_and_world
 from ..files import staged, to_json, write_text
 from ..hooks import lent, random_states_kept
-from ..ode.blocks import find_ode_blocks
 from ..saving.loading import CONFIG, WEIGHTS
 from ..saving.save import describe
-from ..settings import one_line, shown
-from .config import MINUTES, CalibrationConfig
-from .fit import count_updates
+from .config import BEST, HISTORY, MINUTES, RECIPE, CalibrationConfig
+from .fit import check_unused, count_updates
 from .matching import check_converted_from
-from .recipe import Recipe
-from .resume import BEST, HISTORY, RECIPE, Plan, check_about, check_unused, hash_of, read_run
-from .stages import adapted, run_stages
+from .recipe import Recipe, prefixed
+from .stages import Run, check_about, hash_of, read_run
 
 __all__ = ['calibrate_', 'train']
 
@@ -38,26 +35,16 @@ SAMPLE = 256  # images for measurements: init svd_data, checkpoints
 
 
 def train(
-        recipe: Recipe,
-        data: Any,
-        out: str | Path,
-        *,
-        teacher: nn.Module | None = None,
-        student: nn.Module | None = None,
-        minutes: float | None = None,
-        resume: bool = False,
-        limit: int | None = None,
-        command: dict[str, Any] | None = None,
-        device: str | torch.device = 'cpu',
-        progress: bool = True,
+        recipe: Recipe, data: Any, out: str | Path, *, teacher: nn.Module | None = None,
+        student: nn.Module | None = None, minutes: float | None = None, resume: bool = False, limit: int | None = None,
+        command: dict[str, Any] | None = None, device: str | torch.device = 'cpu', progress: bool = True,
 ) -> list[dict[str, float]]:
     """Run a recipe.
 
-    Writes to `out`: recipe.yaml; run.json, with what else must be the same to resume, and what was planned; start/, the
-    student before training; stage0/, stage1/, ..., as `fit` writes them; and at the end history.json, the records of
-    all stages, and best/, with the recipe: the best model of the start (then a warning says so) and of the stages that
-    train the same numbers of steps as the last one. A stage that does not train the student's own number of steps is
-    validated and saved with the nearest one that it trains.
+    Writes to `out`: recipe.yaml; run.json, with what was planned; start/, the student before training; stage0/, ...,
+    as `fit` writes them; and at the end history.json and best/, with the recipe: the best model of the start (then
+    a warning says so) and of the stages that train the same numbers of steps as the last one. A stage is validated and
+    saved with the number of steps that it trains which is nearest to the student's.
 
     Args:
         recipe: Recipe to run.
@@ -65,8 +52,8 @@ def train(
         out: Folder for the results.
         teacher: timm model; None to train without one.
         student: Model to train as it is; None to make it from the teacher or the recipe's `model`.
-        minutes: Train for about so long instead of the recipe's epochs or minutes; each stage gets a part of the time
-            that is left when it begins, in proportion to its minutes, or its epochs times the steps of an update.
+        minutes: Train for about so long; each stage gets a part of the time that is left, in proportion to its minutes,
+            or its epochs times the steps of an update.
         resume: Continue the run in `out`.
         limit: Use only this many images of each part of the data, for a rehearsal.
         command: What `odevit distill --resume` is to find in run.json.
@@ -77,7 +64,6 @@ def train(
         The records of all epochs, as returned by `fit`, each with its stage.
 
     Raises:
-        TypeError: The recipe is not a Recipe.
         ValueError: Recipe, models, data and folder do not fit together; nothing has been trained.
         FloatingPointError, OSError: As from `fit`.
 
@@ -86,20 +72,23 @@ def train(
         >>> history = train(recipe, 'photos', 'run', teacher=teacher)
         >>> best = timm.create_model('local-dir:run/best', pretrained=True)
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f'recipe must be a Recipe; got {shown(recipe)}. Recipe.load(...) reads one, by name or file.')
     if student is not None:
         recipe = replace(recipe, ode=None)
     for model in (teacher, student):
         device = device if model is None else next(model.parameters()).device
-    folder, (rank, world) = Path(out), rank_and_world()
+    folder, rank = Path(out), rank_and_world()[0]
     with alone_in(folder), random_states_kept(device), lent(teacher):
-        _check_recipe(folder, recipe, resume)
+        _check_recipe(recipe, teacher, student, folder, resume)
         before = read_run(folder)
-        minutes = before.get('minutes') if minutes is None else minutes
-        if minutes is not None:
-            minutes = MINUTES('minutes', minutes)
-        host = _host(recipe, data, teacher, student, device)
+        minutes = before.get('minutes') if minutes is None else MINUTES('minutes', minutes)
+        host: Any = teacher if student is None else student
+        if host is None:  # one without weights has the classes of the data
+            args = dict(recipe.model_args or {})
+            if not args.get('pretrained') and 'num_classes' not in args:
+                args['num_classes'] = classes_of(data)[1]
+            torch.manual_seed(recipe.seed)  # so that a new head is the same each time
+            with prefixed(f"Cannot build '{recipe.model}' with {args}: "):
+                host = timm.create_model(str(recipe.model), **args).to(device)
         images = read_data(data, host, recipe.batches, labels=not recipe.embeds, limit=limit, seed=recipe.seed)
         names = list(images.classes) if images.classes and not recipe.embeds else None
         if teacher is not None and not recipe.embeds and rank == 0:
@@ -109,38 +98,41 @@ def train(
             f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
             for name, model in (('teacher', teacher), ('student', student))}}
         check_about(folder, about)
-        plan = Plan(folder, {**about, 'command': command or before.get('command')})
         sample = images.sample('train' if images.val is None else 'val', SAMPLE, recipe.seed)[0].to(device)
-        student = _student(recipe, host, sample)
-        used = adapted(recipe, student, teacher) if recipe.adapt else recipe
-        steps = [ode.steps for ode in find_ode_blocks(student)]
-        _name_classes(student, names, keep=teacher is not None)
-        if world > 1:
+        if recipe.ode is not None:
+            host = copy.deepcopy(host).requires_grad_(True)
+            torch.manual_seed(recipe.seed)
+            convert_(host, recipe.config, images=sample, keep_original=False)
+        if recipe.grad_checkpointing:
+            host.set_grad_checkpointing()
+        describe(host)  # fails now rather than after the first epoch
+        _name_classes(host, names, keep=teacher is not None)
+        run = Run(recipe, host, teacher, images, sample, folder, {**about, 'command': command or before.get('command')})
+        if rank_and_world()[1] > 1:
             dist.barrier()  # all check the folder before the first process writes to it
-
-        def begin() -> None:
-            if rank == 0 and not (folder / RECIPE).exists():
-                plan.write()
-                write_text(folder / RECIPE, recipe.to_yaml())
-        history, best = run_stages(
-            used, student, teacher, images, sample, plan, begin=begin, minutes=minutes, resume=resume,
-            progress=progress and rank == 0)
+        if rank == 0 and not (folder / RECIPE).exists():
+            run.write()
+            write_text(folder / RECIPE, recipe.to_yaml())
+        history, best = run.train(minutes, resume, progress and rank == 0)
         if rank == 0:
             with staged(folder / BEST, WEIGHTS, CONFIG) as aside:
                 for name in (WEIGHTS, CONFIG):
                     shutil.copyfile(best / name, aside / name)
-            write_text(folder / BEST / RECIPE, (used.without_shares(steps[0]) if len(steps) == 1 else used).to_yaml())
+            used = run.recipe.without_shares(run.own[0]) if len(run.own) == 1 else run.recipe
+            write_text(folder / BEST / RECIPE, used.to_yaml())
             write_text(folder / RECIPE, recipe.to_yaml())  # epochs may have increased on resuming
             write_text(folder / HISTORY, to_json(history))
     return history
 
 
-def _check_recipe(folder: Path, recipe: Recipe, resume: bool) -> None:
+def _check_recipe(recipe: Recipe, teacher: Any, student: Any, folder: Path, resume: bool) -> None:
+    if teacher is not None and (recipe.model is not None or (student is None and recipe.ode is None)):
+        raise ValueError('The recipe names a model, or has no ode, so the student would not be made from the teacher.')
+    if recipe.model is None and teacher is None and student is None:
+        raise ValueError('The recipe names no model, and there is no teacher. Give --teacher, or model in the recipe.')
     check_unused(folder, resume, folder / RECIPE)
-    if not (folder / RECIPE).exists():
-        return
-    then, now = ({'stages': len(of.stages), **_flat(yaml.safe_load(of.to_yaml()))}
-                 for of in (Recipe.load(folder / RECIPE), recipe))
+    then, now = ({'stages': len(of.stages), **_flat(yaml.safe_load(of.to_yaml()))} for of in (
+        Recipe.load(folder / RECIPE) if (folder / RECIPE).exists() else recipe, recipe))
     may_grow = (f'stages.{len(recipe.stages) - 1}.fit.epochs', 'fit.epochs' if len(recipe.stages) == 1 else '')
     other = [f'{key} was {then.get(key, "unset")} and is {now.get(key, "unset")}'
              for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key) and key not in may_grow]
@@ -157,41 +149,6 @@ def _flat(tree: Any, at: str = '') -> dict[str, Any]:
     return {k: v for key, entry in pairs for k, v in _flat(entry, f'{at}.{key}'.lstrip('.')).items()}
 
 
-def _host(recipe: Recipe, data: Any, teacher: Any, student: Any, device: str | torch.device) -> Any:
-    """The model to convert or to train; that of a recipe, without weights, has the classes of the data."""
-    if teacher is not None and recipe.model is not None:
-        raise ValueError(f"The recipe names a model, '{recipe.model}', but there is a teacher. Leave one of them out.")
-    if teacher is not None and student is None and recipe.ode is None:
-        raise ValueError('ode is null, so the teacher itself would be trained. Give ode, or a student.')
-    if student is not None or teacher is not None:
-        return student if student is not None else teacher
-    if recipe.model is None:
-        raise ValueError('The recipe names no model, and there is no teacher. Give --teacher, or model in the recipe.')
-    args = dict(recipe.model_args or {})
-    if not args.get('pretrained') and 'num_classes' not in args:
-        args['num_classes'] = classes_of(data)[1]
-    torch.manual_seed(recipe.seed)  # so that a new head is the same each time
-    try:
-        return timm.create_model(recipe.model, **args).to(device)
-    except OSError as e:
-        raise OSError(f"The weights of '{recipe.model}' could not be loaded: {one_line(e)} Without a network, give "
-                      '--checkpoint FILE, or model_args.pretrained=false for random weights.') from e
-    except Exception as e:  # of any kind, for keywords that do not fit
-        raise ValueError(f"Cannot build '{recipe.model}' with {args}: {one_line(e)}") from e
-
-
-def _student(recipe: Recipe, host: nn.Module, images: Tensor) -> nn.Module:
-    """The student: the host converted by the recipe, or itself."""
-    if recipe.ode is not None:
-        host = copy.deepcopy(host).requires_grad_(True)
-        torch.manual_seed(recipe.seed)
-        convert_(host, recipe.config, images=images, keep_original=False)
-    if recipe.grad_checkpointing:
-        host.set_grad_checkpointing()  # type: ignore[operator]
-    describe(host)  # fails now rather than after the first epoch
-    return host
-
-
 def _name_classes(model: Any, names: list[str] | None, keep: bool) -> None:
     """Put the names of the classes, if any, into a model's pretrained_cfg, unless it is to keep its own."""
     cfg: Any = getattr(model, 'pretrained_cfg', None)
@@ -205,35 +162,27 @@ def _name_classes(model: Any, names: list[str] | None, keep: bool) -> None:
 
 
 def calibrate_(
-        model: nn.Module,
-        teacher: nn.Module,
-        images: Any,
-        *,
-        progress: bool = True,
-        config: CalibrationConfig | None = None,
-        **settings: Any,
+        model: nn.Module, teacher: nn.Module, images: Any, *, progress: bool = True,
+        config: CalibrationConfig | None = None, **settings: Any,
 ) -> list[dict[str, float]]:
     """Fit a converted model in place to the model that it was converted from, in minutes, on images without labels.
 
-    Only the shared blocks learn: in half of the time each step on its own (StepwiseTask), then the whole trajectory
-    (TrajectoryDistillationTask). Of the weights before, between and after the parts, those that come nearest to the
-    teacher's outputs on a few of the batches are kept; a warning says if they are the first. An interrupted or failed
-    training leaves the model as it was, as does one of a student that already equals its teacher.
+    Only the shared blocks learn: in half of the time each step on its own, then the whole trajectory. Of the weights
+    before, between and after, those that come nearest to the teacher's outputs on a few batches are kept, with a
+    warning if they are the first. An interrupted or failed training leaves the model as it was.
 
     Args:
         model: Converted model.
         teacher: The model that it was converted from: a `copy.deepcopy` made before `convert_`.
         images: Images [N, C, H, W], normalised for the model; or a loader, a folder or an .npz. Labels are ignored.
         progress: Show a progress bar.
-        config: Settings.
-        **settings: Any of them, in place of `config`, such as minutes=10.
+        config: Settings; or give any of CalibrationConfig's as keywords, such as minutes=10.
 
     Returns:
         The records of all epochs, as returned by `fit`, each with its stage.
 
     Raises:
-        TypeError: The model is not converted, or a keyword is unknown.
-        ValueError: Model, teacher, images and settings do not fit together.
+        TypeError, ValueError: The model is not converted, or model, teacher, images and settings do not fit together.
         FloatingPointError: The loss stopped being finite.
 
     Examples:
@@ -243,25 +192,18 @@ def calibrate_(
     check_converted_from(model, teacher)
     data = read_data(images, model, DataConfig(batch_size=config.batch_size), labels=False, held_out=0.)
     count_updates(data.train)
-    recipe = _recipe(config)
+    changes = [f'seed={config.seed % 2 ** 31}', f"fit.amp={config.amp or 'null'}"]
+    for i, lr in enumerate((config.lr, config.unrolled_lr)):
+        if lr is not None:
+            changes += [f'stages.{i}.fit.lr={lr!r}', f'stages.{i}.scale_lr=false']
+        if config.epochs is not None:
+            changes += [f'stages.{i}.fit.minutes=null', f'stages.{i}.fit.epochs={config.epochs[i]}']
+    recipe = Recipe.load('calibrate', changes)
     student, device = copy.deepcopy(model), next(model.parameters()).device
     with lent(teacher), random_states_kept(device):
         random_seed(recipe.seed)
         few = list(islice(data.train, JUDGED))
-        history, state = run_stages(
-            recipe, student, teacher, replace(data, val=few), few[0][0][:1], Plan(),
-            minutes=None if config.epochs else config.minutes or 5., progress=progress)
+        run = Run(recipe, student, teacher, replace(data, val=few), few[0][0][:1])
+        history, state = run.train(None if config.epochs else config.minutes or 5., progress=progress)
     model.load_state_dict(state)
     return history
-
-
-def _recipe(config: CalibrationConfig) -> Recipe:
-    """The packaged recipe, with the settings of a call."""
-    recipe, stages = Recipe.load('calibrate'), []
-    for i, (stage, lr) in enumerate(zip(recipe.stages, (config.lr, config.unrolled_lr), strict=True)):
-        fit = {**(stage.fit or {}), 'amp': config.amp, **({} if lr is None else {'lr': lr})}
-        if config.epochs is not None:
-            fit = {**fit, 'minutes': None, 'epochs': config.epochs[i]}
-        if fit.get('epochs') != 0:
-            stages.append(replace(stage, fit=fit, scale_lr=lr is None))
-    return replace(recipe, stages=tuple(stages), seed=config.seed % 2 ** 31)

@@ -1,7 +1,10 @@
 """The stages of a recipe: all prepared, then trained one after the other, and the best chosen."""
 import copy
+import hashlib
+import json
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -15,19 +18,19 @@ from torch import Tensor, nn
 
 from ..convert.block_kinds import find_stages
 from ..data.read import Data
-from ..distributed import in_first_process, over_processes
+from ..distributed import in_first_process, over_processes, rank_and_world
+from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES, autocast, evaluating
 from ..ode.blocks import find_ode_blocks
 from ..saving.save import save_pretrained
-from .config import FitConfig
-from .fit import EPOCHS, count_updates, fit
+from .config import BEST, RUN, START, FitConfig
+from .fit import EPOCHS, check_same, count_updates, fit
+from .loop import score_of, try_one_batch, validate, words_of
 from .matching import check_loss
-from .monitor import score_of, try_one_batch, validate, words_of
-from .recipe import PARTS, Recipe
-from .resume import BEST, START, Plan
+from .recipe import PARTS, Recipe, Stage, prefixed
 from .tasks import StepwiseTask, TrajectoryDistillationTask
 
-__all__ = ['adapted', 'run_stages']
+__all__ = ['Run', 'adapted', 'check_about', 'hash_of', 'read_run']
 
 TRIED = 3  # batches by which the learning rate is scaled
 EXACT = 1e-6  # a loss that is rounding
@@ -42,63 +45,40 @@ class PreparedStage(NamedTuple):
     scaled: bool  # whether its learning rate is
 
 
-def run_stages(
-        recipe: Recipe, student: nn.Module, teacher: nn.Module | None, data: Data, sample: Tensor, plan: Plan, *,
-        begin: Callable[[], None] = lambda: None, minutes: float | None = None, resume: bool = False,
-        progress: bool = True,
-) -> tuple[list[dict[str, float]], Any]:
-    """Train a student in place; the records of all epochs, and the best state: its folder or, without one, its weights.
+class Run:
+    """The stages of a recipe, prepared to train a student in place; states are kept in a folder or, without, in memory.
 
-    `sample` are images [N, C, H, W] for checkpoints by distance. With a folder in `plan`, states are kept there, or
-    else in memory. `begin` is called when everything has been checked. `minutes` replace what the recipe says.
+    The folder's run.json holds `about`, what must be the same when the run is resumed, and what was planned. `sample`
+    are images [N, C, H, W] for checkpoints by distance.
     """
-    own, folder = [ode.steps for ode in find_ode_blocks(student)], plan.folder
-    stages = [_prepare(recipe, i, student, teacher, data, sample, own) for i in range(len(recipe.stages))]
-    last, shares = stages[-1], [stage.share for stage in stages]
-    trainable = {name for name, p in student.named_parameters() if p.requires_grad}
-    if data.val is not None:
-        in_first_process(lambda: try_one_batch(data.val, last.task, None))
-    begin()
-    scale = _scale_lr(stages[0], data, plan)
-    _set_steps(student, last, own)
-    states = [in_first_process(lambda: _start(student, last, data, plan, progress))]
-    history: list[dict[str, float]] = []
-    try:
-        for i, stage in enumerate(stages if scale >= EXACT else []):
-            config = replace(stage.config, lr=stage.config.lr * (scale if stage.scaled else 1.))
-            if minutes is not None:
-                part = in_first_process(partial(plan.minutes_of, i, minutes, shares))
-                tenths = EPOCHS * config.warmup_epochs / (config.epochs or EPOCHS)
-                config = replace(config, epochs=None, minutes=part, warmup_epochs=tenths)
-            _set_steps(student, stage, own)
-            _let_learn(student, stage.names & trainable)
-            if progress:
-                count = sum(p.numel() for p in student.parameters() if p.requires_grad)
-                print(f"stage {i}: {getattr(stage.task, 'title', 'labels')}, {count:,} trainable parameters")
-            out = None if folder is None else folder / f'stage{i}'
-            records = fit(stage.task, data.train, data.val if out else None, out=out, resume=resume, progress=progress,
-                          config=config)
-            history += [{'stage': i, **record} for record in records]
-            if (stage.counts, stage.task.embedding) == (last.counts, last.task.embedding):
-                states.append((max(records, key=score_of), out / BEST) if out else _state(student, stage, data))
-            plan.end(i)
-    finally:
-        _let_learn(student, trainable)
-    return history, _best(states, folder)
 
+    def __init__(self, recipe: Recipe, student: nn.Module, teacher: Any, data: Data, sample: Tensor,
+                 folder: Path | None = None, about: dict[str, Any] | None = None) -> None:
+        self.student, self.data, self.folder, self.about = student, data, folder, about or {}
+        self.began, self.odes = time.perf_counter(), find_ode_blocks(student)
+        self.own = [ode.steps for ode in self.odes]
+        self.recipe = adapted(recipe, student, teacher) if recipe.adapt else recipe
+        self.stages: list[PreparedStage] = []
+        for i, stage in enumerate(self.recipe.stages):
+            with prefixed(f'stages.{i}: '):
+                self.stages.append(self._prepared(i, stage, teacher, sample))
+        if data.val is not None:
+            in_first_process(lambda: try_one_batch(data.val, self.stages[-1].task, None))
+        stored = {} if folder is None else read_run(folder).get('plan', {})
+        self.lr_scale: float | None = stored.get('lr_scale')  # factor on the learning rates of stages that ask for one
+        self.start: Any = stored.get('start')  # what was measured of the student before training
+        self.minutes: list[float] = stored.get('minutes', [])  # of each stage that has begun
+        self.spent: list[float] = stored.get('spent', [])  # by each stage that has ended
+        self.resumed = len(self.minutes)
 
-def _prepare(
-        recipe: Recipe, i: int, student: nn.Module, teacher: Any, data: Data, sample: Tensor, own: Sequence[int],
-) -> PreparedStage:
-    stage, loss = recipe.stages[i], recipe.loss_of(recipe.stages[i])
-    task: Any
-    criterion = SoftTargetCrossEntropy() if recipe.batches.mixes else nn.CrossEntropyLoss()
-    config = replace(recipe.fit_of(stage), seed=recipe.seed + 1000 * i)
-    names = _names_of(student, stage.train, f'stages.{i}.train')
-    common: Any = {'device': next(student.parameters()).device, 'verbose': False}
-    if stage.task == 'stepwise' and teacher is None:
-        raise ValueError(f"stages.{i}: task 'stepwise' needs a teacher. Give one.")
-    try:
+    def _prepared(self, i: int, stage: Stage, teacher: Any, sample: Tensor) -> PreparedStage:
+        recipe, student = self.recipe, self.student
+        config, loss = replace(recipe.fit_of(stage), seed=recipe.seed + 1000 * i), recipe.loss_of(stage)
+        criterion = SoftTargetCrossEntropy() if recipe.batches.mixes else nn.CrossEntropyLoss()
+        common: Any = {'device': next(student.parameters()).device, 'verbose': False}
+        names = _names_of(student, stage.train)
+        count_updates(self.data.train, config.accumulate)
+        task: Any
         if stage.task == 'labels':
             task = ClassificationTask(student, criterion, **common)
             task.embedding = False
@@ -107,25 +87,117 @@ def _prepare(
         else:
             task = TrajectoryDistillationTask(
                 student, teacher, calibration=sample.split(64), criterion=criterion, config=loss, **common)
-    except (TypeError, ValueError) as e:
-        raise ValueError(f'stages.{i}: {e}') from e
-    task.labelled = data.labelled or teacher is None
-    count_updates(data.train, config.accumulate)
-    updates = [each or ((steps,),) for each, steps in zip(getattr(task, 'counts', [None] * len(own)), own, strict=True)]
-    counts = [sorted({k for of in each for k in of}) for each in updates]
-    cost = sum(map(sum, updates[0])) / len(updates[0]) if updates else 1.
-    cost *= 1. - (loss.patch_drop if stage.task == 'trajectory' else 0.)
-    share = config.minutes or (config.epochs or 0) * cost
-    return PreparedStage(task, names, config, counts, share, stage.scale_lr)
+        task.labelled = self.data.labelled or teacher is None
+        updates = [each or ((steps,),) for each, steps in zip(
+            getattr(task, 'counts', [None] * len(self.own)), self.own, strict=True)]
+        cost = sum(map(sum, updates[0])) / len(updates[0]) if updates else 1.
+        cost *= 1. - (loss.patch_drop if stage.task == 'trajectory' else 0.)
+        return PreparedStage(task, names, config, [sorted({k for of in each for k in of}) for each in updates],
+                             config.minutes or (config.epochs or 0) * cost, stage.scale_lr)
+
+    def write(self) -> None:
+        """Write run.json."""
+        if self.folder is not None and rank_and_world()[0] == 0:
+            plan = {name: getattr(self, name) for name in ('lr_scale', 'start', 'minutes', 'spent')}
+            write_text(self.folder / RUN, to_json({**self.about, 'plan': plan}))
+
+    def train(self, minutes: float | None = None, resume: bool = False, progress: bool = True) -> tuple[list[Any], Any]:
+        """The records of all epochs, and the best state: its folder, or weights. Minutes are those of all stages."""
+        student, last = self.student, self.stages[-1]
+        trainable = {name for name, p in student.named_parameters() if p.requires_grad}
+        scale = self._scale_lr(self.stages[0])
+        self._set_steps(last)
+        states = [in_first_process(lambda: self._start(last, progress))]
+        history: list[dict[str, float]] = []
+        try:
+            for i, stage in enumerate(self.stages if scale >= EXACT else []):
+                config = replace(stage.config, lr=stage.config.lr * (scale if stage.scaled else 1.))
+                if minutes is not None:
+                    part = in_first_process(partial(self._minutes_of, i, minutes))
+                    tenths = EPOCHS * config.warmup_epochs / (config.epochs or EPOCHS)
+                    config = replace(config, epochs=None, minutes=part, warmup_epochs=tenths)
+                self._set_steps(stage)
+                _let_learn(student, stage.names & trainable)
+                if progress:
+                    count = sum(p.numel() for p in student.parameters() if p.requires_grad)
+                    print(f"stage {i}: {getattr(stage.task, 'title', 'labels')}, {count:,} trainable parameters")
+                out = None if self.folder is None else self.folder / f'stage{i}'
+                records = fit(stage.task, self.data.train, self.data.val if out else None, out=out, resume=resume,
+                              progress=progress, config=config)
+                history += [{'stage': i, **record} for record in records]
+                if (stage.counts, stage.task.embedding) == (last.counts, last.task.embedding):
+                    states.append((max(records, key=score_of), out / BEST) if out else self._state(stage))
+                self._end(i)
+        finally:
+            _let_learn(student, trainable)
+        best = max(range(len(states)), key=lambda i: (score_of(states[i][0]), i))  # the last of equal ones
+        if best == 0 and len(states) > 1:
+            trained = max((record for record, _ in states[1:]), key=score_of)
+            where = 'The model' if self.folder is None else f"'{self.folder / BEST}'"
+            warnings.warn(
+                f'Training ended worse than it started: {words_of(trained)} at best, {words_of(states[0][0])} before. '
+                f'{where} is as it was before training. Try a lower lr, or more time.', stacklevel=3)
+        return history, states[best][1]
+
+    def _minutes_of(self, i: int, minutes: float) -> float:
+        """Minutes of a stage: its share of those that are left when it begins."""
+        if i == len(self.minutes):
+            left = minutes - sum(self.spent) - (time.perf_counter() - self.began) / 60
+            shares = [stage.share for stage in self.stages[i:]]
+            self.minutes.append(max(1e-6, left * shares[0] / sum(shares)))
+            self.write()
+        return self.minutes[i]
+
+    def _end(self, i: int) -> None:
+        """Note what a stage took; of one that an earlier process began, at least what was planned."""
+        if i == len(self.spent):
+            taken = (time.perf_counter() - self.began) / 60
+            self.spent.append(max(taken, self.minutes[i]) if i < self.resumed else taken)
+            self.write()
+        self.began = time.perf_counter()
+
+    def _set_steps(self, stage: PreparedStage) -> None:
+        """Give the student the number of steps that a stage trains which is nearest to its own."""
+        for ode, own, counts in zip(self.odes, self.own, stage.counts, strict=True):
+            ode.steps = min(counts, key=lambda count: abs(count - own))
+
+    @torch.no_grad()
+    def _scale_lr(self, stage: PreparedStage) -> float:
+        """The factor on the learning rates: three times the loss of the first stage on a few batches, at most 1."""
+        if self.lr_scale is None and stage.scaled:
+            device, losses = torch.device(stage.task.device), []
+            with evaluating(stage.task.trainable_module):
+                for images, labels in islice(self.data.train if self.data.val is None else self.data.val, TRIED):
+                    with autocast(device, AMP_DTYPES.get(stage.config.amp)):
+                        losses.append(over_processes(stage.task(images.to(device), labels.to(device))['loss']))
+            self.lr_scale = min(1., 3. * torch.stack(losses).mean().item())
+        return 1. if self.lr_scale is None else self.lr_scale
+
+    def _state(self, stage: PreparedStage) -> tuple[dict[str, float], Any]:
+        """What is measured of the student, and its weights."""
+        amp, val = AMP_DTYPES.get(stage.config.amp), self.data.val
+        record = {} if val is None else validate(stage.task, self.student, val, amp)
+        return record, copy.deepcopy(self.student.state_dict())
+
+    def _start(self, stage: PreparedStage, progress: bool) -> tuple[Any, Any]:
+        if self.folder is None:
+            return self._state(stage)
+        if self.start is None:
+            save_pretrained(self.student, self.folder / START)
+            self.start = self._state(stage)[0]
+            self.write()
+        if progress and self.start:
+            print(f'start: {words_of(self.start)}')
+        return self.start, self.folder / START
 
 
-def _names_of(student: nn.Module, parts: Sequence[str], where: str) -> set[str]:
+def _names_of(student: nn.Module, parts: Sequence[str]) -> set[str]:
     chosen = set()
     for part in parts:
         names = [name for name, _ in student.named_parameters() if any(
             piece in f'.{name}' if piece.startswith('.') else name.startswith(piece) for piece in PARTS[part])]
         if not names:
-            raise ValueError(f"{where}: the model has no parameters of the part '{part}'. Leave it out.")
+            raise ValueError(f"the model has no parameters of the part '{part}'. Leave it out of train.")
         chosen.update(names)
     return chosen
 
@@ -135,54 +207,26 @@ def _let_learn(student: nn.Module, names: set[str]) -> None:
         p.requires_grad_(name in names)
 
 
-def _set_steps(student: nn.Module, stage: PreparedStage, own: Sequence[int]) -> None:
-    """Give a student the number of steps that a stage trains which is nearest to its own."""
-    for ode, steps, counts in zip(find_ode_blocks(student), own, stage.counts, strict=True):
-        ode.steps = min(counts, key=lambda count: abs(count - steps))
+def read_run(folder: Path) -> Any:
+    """What a folder's run.json holds; nothing if it has none."""
+    try:
+        return json.loads((folder / RUN).read_text(encoding='utf-8')) if (folder / RUN).exists() else {}
+    except ValueError as e:
+        raise ValueError(f"'{folder / RUN}' is damaged, so the run in this folder cannot be resumed. Put the file back "
+                         'as it was, or start again in another folder.') from e
 
 
-@torch.no_grad()
-def _scale_lr(stage: PreparedStage, data: Data, plan: Plan) -> float:
-    """The factor on the learning rates: three times the loss of the first stage on a few batches, at most 1."""
-    if plan.lr_scale is not None or not stage.scaled:
-        return 1. if plan.lr_scale is None else plan.lr_scale
-    device, losses = torch.device(stage.task.device), []
-    with evaluating(stage.task.trainable_module):
-        for images, labels in islice(data.train if data.val is None else data.val, TRIED):
-            with autocast(device, AMP_DTYPES.get(stage.config.amp)):
-                losses.append(over_processes(stage.task(images.to(device), labels.to(device))['loss']))
-    plan.lr_scale = min(1., 3. * torch.stack(losses).mean().item())
-    return plan.lr_scale
+def check_about(folder: Path, about: dict[str, Any]) -> None:
+    """Refuse to resume with different data, models or settings."""
+    check_same(str(folder), read_run(folder) or about, about)
 
 
-def _state(student: nn.Module, stage: PreparedStage, data: Data) -> tuple[dict[str, float], Any]:
-    """What is measured of a student, and its weights."""
-    record = {} if data.val is None else validate(stage.task, student, data.val, AMP_DTYPES.get(stage.config.amp))
-    return record, copy.deepcopy(student.state_dict())
-
-
-def _start(student: nn.Module, stage: PreparedStage, data: Data, plan: Plan, progress: bool) -> tuple[Any, Any]:
-    if plan.folder is None:
-        return _state(student, stage, data)
-    if plan.start is None:
-        save_pretrained(student, plan.folder / START)
-        plan.start = _state(student, stage, data)[0]
-        plan.write()
-    if progress and plan.start:
-        print(f'start: {words_of(plan.start)}')
-    return plan.start, plan.folder / START
-
-
-def _best(states: Sequence[tuple[dict[str, float], Any]], folder: Path | None) -> Any:
-    """The best state; the last of equal ones."""
-    best = max(range(len(states)), key=lambda i: (score_of(states[i][0]), i))
-    if best == 0 and len(states) > 1:
-        trained = max((record for record, _ in states[1:]), key=score_of)
-        where = 'The model' if folder is None else f"'{folder / BEST}'"
-        warnings.warn(
-            f'Training ended worse than it started: {words_of(trained)} at best, {words_of(states[0][0])} before. '
-            f'{where} is as it was before training. Try a lower lr, or more time.', stacklevel=4)
-    return states[best][1]
+def hash_of(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 of the concatenated bytes of tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def adapted(recipe: Recipe, student: nn.Module, teacher: nn.Module | None) -> Recipe:

@@ -14,18 +14,23 @@ from ..convert.block_kinds import find_stages, prefix_tokens
 from ..data.preprocessing import renormalisation
 from ..hooks import hooked, watch_blocks
 from ..ode.blocks import find_ode_blocks, with_steps
-from ..settings import flag
 from . import matching
-from .config import COMPILED, LossConfig
+from .config import LossConfig
 from .losses import Pass, StepwisePass, TrainingPass, TrajectoryPass, embedding_loss, logit_loss, trajectory_loss
 
 __all__ = ['StepwiseTask', 'StudentTask', 'TrajectoryDistillationTask']
 
 
 class StudentTask(TrainingTask):
-    """A task that trains a student inside a TrainingPass, with a frozen teacher that stays in eval mode."""
+    """A task that trains a student inside a TrainingPass, with a frozen teacher in eval mode."""
     teacher: Any
     trainable_module: Any
+
+    def __init__(self, student: nn.Module, teacher: Any, own: TrainingPass, device: Any, verbose: bool) -> None:
+        super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
+        self.for_teacher: Any = None if teacher is None else renormalisation(student, teacher) or nn.Identity()
+        self.teacher = teacher if teacher is None else teacher.requires_grad_(False).eval()
+        self.trainable_module = own
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
@@ -57,8 +62,6 @@ class StudentTask(TrainingTask):
 class StepwiseTask(StudentTask):
     """Teach each solver step on its own: from the teacher's state at its start to the teacher's state at its end.
 
-    Between two layers, the teacher's state is interpolated linearly in t.
-
     Args:
         student: Converted model.
         teacher: The model that it was converted from; it is frozen.
@@ -67,34 +70,23 @@ class StepwiseTask(StudentTask):
         verbose: Log timm's messages.
 
     Raises:
-        TypeError: The student is not an ODE-ViT, or the teacher is one.
-        ValueError: Student and teacher do not match, or share parameters.
+        TypeError, ValueError: The student is not an ODE-ViT, does not match its teacher or shares parameters with it.
 
     Examples:
-        >>> task = StepwiseTask(student, teacher)
-        >>> history = fit(task, loader, epochs=4, opt='adamw', lr=3e-3)
+        >>> history = fit(StepwiseTask(student, teacher), loader, epochs=4, opt='adamw', lr=3e-3)
     """
 
     title = 'stepwise'
 
     def __init__(
-            self,
-            student: nn.Module,
-            teacher: nn.Module,
-            *,
-            embedding: bool = False,
-            device: torch.device | None = None,
-            verbose: bool = True,
+            self, student: nn.Module, teacher: nn.Module, *, embedding: bool = False,
+            device: torch.device | None = None, verbose: bool = True,
     ) -> None:
         matching.check_converted_from(student, teacher)
         stages = [site.blocks for site in find_stages(teacher)]
         matching.check_same_time(student, stages)
-        super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
-        self.stages = stages
-        self.embedding = flag('embedding', embedding) or getattr(student, 'num_classes', None) == 0
-        self.for_teacher = renormalisation(student, teacher) or nn.Identity()
-        self.teacher = teacher.requires_grad_(False).eval()
-        self.trainable_module: Any = StepwisePass(student)
+        super().__init__(student, teacher, StepwisePass(student), device, verbose)
+        self.stages, self.embedding = stages, embedding or getattr(student, 'num_classes', None) == 0
 
     def forward(self, input: Tensor, target: Any = None) -> dict[str, Tensor]:
         """Of images [B, C, H, W]: 'loss', and 'output', the teacher's logits [B, classes].
@@ -110,13 +102,10 @@ class StepwiseTask(StudentTask):
 class TrajectoryDistillationTask(StudentTask):
     """Teach an ODE-ViT to follow the hidden states of a pretrained ViT; a `timm.task.TrainingTask`.
 
-    The student is compared with the layers of the frozen teacher, which lie at checkpoints in time, at the ends of
-    min(steps, layers) solver steps; in between, the teacher's state is interpolated linearly in t. The loss is the
-    weighted sum of its parts: trajectory, JaSMin, logits or embeddings, labels, and exits.
-
-    A model with stages (Swin) follows its teacher in each. Where the tokens are not one sequence, prefix tokens first
-    (Swin, SAM, NaFlexViT, MLP-Mixer), all count alike, the teacher must be the model that the student was converted
-    from, and there are no JaSMin and exits.
+    The student is compared with the frozen teacher's layers at the ends of min(steps, layers) solver steps; in between,
+    the teacher's state is interpolated linearly in t. A model with stages (Swin) follows its teacher in each. Where the
+    tokens are not one sequence, prefix tokens first (Swin, SAM, NaFlexViT, MLP-Mixer), all count alike, the student
+    must have been converted from the teacher, and has no JaSMin or exits.
 
     Args:
         student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
@@ -125,12 +114,10 @@ class TrajectoryDistillationTask(StudentTask):
         criterion: Loss on the labels; cross-entropy by default.
         device: Device of the task; by default the student's.
         verbose: Log timm's messages.
-        config: Settings of the loss.
-        **settings: Any of them, in place of `config`; see LossConfig.
+        config: Settings of the loss; or give any of LossConfig's as keywords.
 
     Raises:
-        TypeError: The student is not an ODE-ViT, or a keyword is unknown.
-        ValueError: Student and teacher do not match or share parameters, or a setting is out of range.
+        TypeError, ValueError: The student is not an ODE-ViT, does not match its teacher or shares parameters with it.
 
     Examples:
         >>> task = TrajectoryDistillationTask(student, teacher, kd_weight=0.1)
@@ -143,43 +130,31 @@ class TrajectoryDistillationTask(StudentTask):
     title = 'trajectory'
 
     def __init__(
-            self,
-            student: nn.Module,
-            teacher: nn.Module | None,
-            *,
-            calibration: Tensor | Iterable[Tensor] | None = None,
-            criterion: nn.Module | None = None,
-            device: torch.device | None = None,
-            verbose: bool = True,
-            config: LossConfig | None = None,
-            **settings: Any,
+            self, student: nn.Module, teacher: nn.Module | None, *,
+            calibration: Tensor | Iterable[Tensor] | None = None, criterion: nn.Module | None = None,
+            device: torch.device | None = None, verbose: bool = True, config: LossConfig | None = None, **settings: Any,
     ) -> None:
         config = LossConfig.from_keywords(config, settings, 'TrajectoryDistillationTask')
         matching.check_student(student)
-        device = device or next(student.parameters()).device
         if teacher is not None:
             matching.check_models(student, teacher)
         matching.check_loss(student, teacher, config)
-        for_teacher, stages = None, []
+        stages: list[Any] = []
         if teacher is not None:
+            seen, on = renormalisation(student, teacher) or nn.Identity(), device or next(student.parameters()).device
             batches = calibration.split(64) if isinstance(calibration, Tensor) else calibration or ()
-            for_teacher = renormalisation(student, teacher) or nn.Identity()
-            stages = matching.teacher_stages(
-                teacher, config, (for_teacher(images.to(device)) for images in batches))
-        super().__init__(device=device, verbose=verbose)
+            stages = matching.teacher_stages(student, teacher, config, (seen(images.to(on)) for images in batches))
+        super().__init__(student, teacher, TrajectoryPass(student, config), device, verbose)
         self.config, self.weights, self.stages = config, config.weights, stages
-        self.embedding = config.embedding or student.num_classes == 0
+        self.embedding = config.embedding or getattr(student, 'num_classes', None) == 0
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
-        self.for_teacher: Any = for_teacher
-        self.teacher = teacher if teacher is None else teacher.requires_grad_(False).eval()
-        self.trainable_module: Any = TrajectoryPass(student, config)
         odes = find_ode_blocks(student)
         self.counts: list[Any] = [config.counts(ode.steps) for ode in odes]  # shares are those of the present numbers
         self.drawn = [tuple(ode.steps for ode in odes)]  # the numbers of steps of the last update
         self.update, self.seed = 0, 0
 
     def begin_update(self, update: int, seed: int = 0) -> None:
-        """Set the number of the next update and the seed, from which all processes draw the same numbers of steps."""
+        """Set what all processes draw the numbers of steps from: the number of the next update, and the seed."""
         self.update, self.seed = update, seed
 
     def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
@@ -190,20 +165,25 @@ class TrajectoryDistillationTask(StudentTask):
         """
         students = self._students_of_update()
         with self._patches_of_update(students[0]):
-            wanted, states = self._teach(input)
-            pairs = [[stage.pairs(ode) for stage, ode in zip(self.stages, find_ode_blocks(student), strict=False)]
-                     for student in students]  # by stage, the times at which it is compared, and the steps ending there
+            with torch.no_grad(), watch_blocks([stage.blocks for stage in self.stages]) as seen:
+                wanted = None if self.teacher is None else self.teacher(self.for_teacher(input))
+            states = [of for of, _ in seen]
+            pairs = [[stage.pairs(steps) for stage, steps in zip(self.stages, of, strict=False)]
+                     for of in self.drawn]  # by stage, the times at which it is compared, and the steps ending there
             passes = self.trainable_module(students, input, [[[k for _, k in each] for each in of] for of in pairs])
         output = passes[0][0]
-        each_parts = [self._parts(student, of, states, wanted, target, result)
-                      for student, of, result in zip(students, pairs, passes, strict=True)]
-        names = dict.fromkeys(name for of in each_parts for name in of)  # a pass of one step has no exits
-        parts = {name: torch.stack([of[name] for of in each_parts if name in of]).mean() for name in names}
+        of_passes = [self._parts(student, of, states, wanted, target, result)
+                     for student, of, result in zip(students, pairs, passes, strict=True)]
+        names = dict.fromkeys(name for of in of_passes for name in of)  # a pass of one step has no exits
+        parts = {name: torch.stack([of[name] for of in of_passes if name in of]).mean() for name in names}
         if len(passes) > 1:
             parts['consistency'] = torch.stack([self._distance(out, output.detach()) for out, *_ in passes[1:]]).mean()
-        parts = {name: part if self.weights[name] > 0 else part.detach() for name, part in parts.items()}
-        loss = sum((self.weights[name] * part for name, part in parts.items() if self.weights[name] > 0),
-                   output.new_zeros(()))
+        loss = output.new_zeros(())
+        for name, part in parts.items():
+            if self.weights[name] > 0:
+                loss = loss + self.weights[name] * part
+            else:
+                parts[name] = part.detach()
         return {'loss': loss, 'output': output, **{f'{name}_loss': part for name, part in parts.items()}}
 
     def _students_of_update(self) -> list[Any]:
@@ -219,13 +199,11 @@ class TrajectoryDistillationTask(StudentTask):
         # made anew, so that it has the student's present mode, checkpointing and image size
         return [student if steps == own else with_steps(student, steps) for steps in self.drawn]
 
-    def _parts(
-            self, student: Any, pairs: list[list[tuple[float, int]]], states: list[list[Tensor]],
-            wanted: Tensor | None, target: Any, result: Pass,
-    ) -> dict[str, Tensor]:
+    def _parts(self, student: Any, pairs: Any, states: Any, wanted: Any, target: Any, result: Pass) -> dict[str, Any]:
+        """The parts of the loss of one pass; `pairs` and `states` are by stage, `wanted` the teacher's output."""
         output, reached, jasmin, early = result
-        targets = [stage.target(ode, path, t) for stage, ode, path, each in zip(
-            self.stages, find_ode_blocks(student), states, pairs, strict=False) for t, _ in each]
+        targets = [stage.target(path, t) for stage, path, each in zip(self.stages, states, pairs, strict=True)
+                   for t, _ in each]
         prefix = prefix_tokens(student) if matching.is_one_sequence(student) else 0
         has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
         weights = self.config.cls_weight, self.config.register_weight, self.config.patch_weight
@@ -251,14 +229,6 @@ class TrajectoryDistillationTask(StudentTask):
         return hooked(*((model.patch_drop, 'after', lambda module, args, x: x[:, index])
                         for model in (self.teacher, student)))
 
-    @torch.no_grad()
-    def _teach(self, input: Tensor) -> tuple[Tensor | None, list[list[Tensor]]]:
-        """The teacher's output, and its states around the blocks of each stage."""
-        if self.teacher is None:
-            return None, []
-        with watch_blocks([stage.blocks for stage in self.stages]) as seen:
-            return self.teacher(self.for_teacher(input)), [states for states, _ in seen]
-
     def _output_losses(self, output: Tensor, wanted: Tensor | None, target: Any) -> dict[str, Tensor]:
         kd = {} if wanted is None else {'kd': self._distance(output, wanted)}
         return kd if target is None or self.embedding else {**kd, 'task': self.criterion(output, target)}
@@ -269,5 +239,5 @@ class TrajectoryDistillationTask(StudentTask):
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.patch_drop:
-            raise ValueError(COMPILED)
+            raise ValueError('patch_drop works by hooks, which a compiled model may miss. Use one of the two.')
         return super().compile(*args, **kwargs)
