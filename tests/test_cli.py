@@ -145,31 +145,24 @@ MISTAKES = [
     *(([*CONVERT, *options], message) for options, message in (
         (['--size', '60%', '--rank', '3'], '--size chooses time, rank, phases, boundaries, init. Leave out --rank'),
         (['--size', '100'], '100 parameters are too few'),
-        (['--rank', '3'], "rank applies only to time='low_rank'"),
         (['--images', 'nowhere'], "There is no 'nowhere'. Give a folder"),
-        (['--blocks', '3'], 'blocks must be the first and the last layer to convert, such as (3, 9); got 3'),
         (['--adjoint', '--T', 'none'], 'adjoint needs an adaptive method'))),
     (['convert', 'vit_tiny_patch16_22', 'new'], "Unknown model (vit_tiny_patch16_22). Did you mean 'vit_tiny_patch16_224'?"),
     (['convert', 'deit_tiny_patch16_128.cifar10O', 'new'], "Did you mean 'deit_tiny_patch16_128.cifar100'?"),
     (['convert', 'teacher', 'new'], 'For a saved model, type local-dir:teacher'),
     (['convert', 'local-dir:nowhere', 'new'], 'Config file not found: nowhere/config.json'),
     (['convert', 'local-dir:damaged', 'new'], "Cannot build 'local-dir:damaged'"),
-    (['convert', 'local-dir:student', 'new'], 'This model is already converted'),
     (['convert', 'local-dir:cut', 'new'], "Cannot build 'local-dir:cut'"),
     (['convert', 'vit_tiny_patch16_224', 'new', '--checkpoint', 'cut.pth'], "Cannot build checkpoint 'cut.pth'"),
     (['convert', 'vit_tiny_patch16_224', 'new', '--checkpoint', 'no.pth'], "Cannot build checkpoint 'no.pth'"),
     (['convert', 'vit_tiny_patch16_224', 'new'], 'Without a network, give --checkpoint FILE or local-dir:FOLDER'),
     (['distill', 'autonomous', 'nowhere', 'new', '--teacher', 'local-dir:teacher'], "There is no 'nowhere'"),
-    (['distill', 'autonomous', 'empty', 'new', '--teacher', 'local-dir:teacher'], "There are no images in 'empty'"),
     (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:student', '--teacher', 'local-dir:other'], 'differ in num_classes: 3 and 7'),
     (['distill', 'autonomous', 'images', 'new'], 'The recipe names no model, and there is no teacher. Give --teacher'),
     (['distill', 'autonomos', 'images', 'new', '--teacher', 'local-dir:teacher'], "There is no recipe 'autonomos'. Did you mean 'autonomous'?"),
     (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:student', '--teacher', 'local-dir:teacher', '--set', 'ode.rank=4'],
      "'ode.rank=4' says how to make a student, but --student gives one"),
-    (['distill', 'bad.yaml', 'images', 'new', '--teacher', 'local-dir:teacher'], "'bad.yaml' is not valid YAML"),
-    (['distill', 'scratch', 'images', 'new', '--set', 'model=vit_tinny'], 'Unknown model (vit_tinny)'),
     *(([*DISTILL, '--set', change], message) for change, message in (
-        ('data.batch_size', "Expected a change to a recipe, such as fit.lr=1e-3; got 'data.batch_size'"),
         ('fit.opt=adamv', "Unknown opt 'adamv'. Did you mean 'adam"),
         ('fit.optt=sgd', "fit has an unknown key 'optt'. Did you mean 'opt'?"),
         ('data.held_out=0', 'held_out must be a number between 0 and 1'), ('data.auto_augment=rnd', 'odevit: error: '))),
@@ -177,7 +170,6 @@ MISTAKES = [
     (['evaluate', 'local-dir:student', 'two'], "'two' has 2 classes"),
     (['evaluate', 'local-dir:student', 'images', '--teacher', 'local-dir:large'], "Input height (16) doesn't match model (32)"),
     (['evaluate', 'local-dir:student', 'images', '--json', 'images'], "'images': it is a folder"),
-    (['benchmark', 'vit_tinny'], 'Unknown model (vit_tinny)'),
     (['benchmark', 'local-dir:teacher', '--json', 'nowhere/a.json'], "'nowhere/a.json': it is a folder, or its folder does not exist"),
     (['push', 'local-dir:teacher', 'org/name', '--results', 'none.json'], "No such file or directory: 'none.json'"),
     (['distill', '--resume', 'images'], "'images' is not a run of odevit distill"),
@@ -191,7 +183,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize('args, message', MISTAKES, ids=[' '.join(m[0])[:60] for m in MISTAKES])
 def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, capsys, args, message):
-    for name in ('empty', 'damaged', 'two/c0', 'two/c1'):
+    for name in ('damaged', 'two/c0', 'two/c1'):
         (folder / name).mkdir(parents=True)
     for name in ('c0', 'c1'):
         shutil.copy('images/c0/0.png', folder / 'two' / name)
@@ -202,7 +194,6 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, ca
     (folder / 'cut.pth').write_bytes((folder / 'cut.pth').read_bytes()[:1500])
     save_pretrained(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 7}), folder / 'other')
     save_pretrained(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 3, 'img_size': 32}), folder / 'large')
-    (folder / 'bad.yaml').write_text('a: [')
     Image.new('1', (20_000, 20_000)).save(folder / 'bomb.png')  # of absurd size
     before = sorted(folder.rglob('*'))
     assert run(*args) == 2

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import timm
 import torch
 from PIL import Image
 from timm.data import resolve_input_data_config
 from timm.utils import random_seed
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_odevit import save_pretrained
 from timm_odevit.data.batches import set_epoch
 from timm_odevit.data.config import DataConfig
 from timm_odevit.data.preprocessing import open_image, read_image, warn_of_other_classes
@@ -102,16 +100,6 @@ def test_other_classes_than_those_of_the_model_are_said(vit):
         warn_of_other_classes(model, list('abcxe'), 'images')
 
 
-@pytest.mark.parametrize('name', ['گل\u200cسرخ', 'गुलाब\u200d', 'sweet\u00a0pea'])
-def test_classes_may_have_joiners_and_no_break_spaces(vit, images, tmp_path, name):
-    root = images()
-    (root / 'class2').rename(root / name)
-    data = read(root, vit())
-    assert name in data.classes and sorted(data.classes) == sorted(classes_of(root)[0])
-    save_pretrained(named(vit(), data.classes), tmp_path / 'saved')
-    assert timm.create_model(f"local-dir:{tmp_path / 'saved'}").pretrained_cfg['label_names'] == list(data.classes)
-
-
 @pytest.mark.parametrize('name', ['a\tb', 'a\nb', '\x1b[2J', os.fsdecode(b'\xff')])
 def test_classes_that_cannot_be_printed_are_refused_before_anything_runs(vit, images, name):
     root = images()
@@ -134,12 +122,12 @@ def test_images_have_the_dtype_of_the_model(vit, images, arrays, dtype):
 
 
 LABELS = {
-    'one-hot': (torch.eye(5).repeat(4, 1), r'must be whole numbers \[N\].* labels.argmax\(dim=1\).* got 20 images and torch.float32 \[20, 5\]'),
+    'one-hot': (torch.eye(5).repeat(4, 1), r'must be whole numbers \[N\].* labels.argmax\(dim=1\).* torch.float32 \[20, 5\]'),
     'whole one-hot': (torch.eye(5).repeat(4, 1).long(), r'torch.int64 \[20, 5\]'),
     'floats': (torch.arange(20) % 5 / 1., r'torch.float32 \[20\]'),
     'negative': (torch.arange(20) % 5 - 1, 'There is a label -1, but'),
     'too large': (torch.arange(20) % 6, 'There is a label 5, but the 5 classes of the model are 0 to 4'),
-    'too few': (torch.arange(19) % 5, r'got 20 images and torch.int64 \[19\]'),
+    'too few': (torch.arange(19) % 5, 'got 20 images and 19 labels'),
 }
 
 
@@ -493,8 +481,8 @@ MISFITS = {
     'too many classes': (dict(classes=list('abcdef')), {}, 'has 6 classes, but the model has 5'),
     'other channels': ({}, dict(in_chans=1), r'must hold uint8 images x_train \[N, S, S, 1\]; got torch.uint8 \[4, 5, 5, 3\]'),
     'channels first': (dict(x_test=X.transpose(0, 3, 1, 2)), {}, r'x_test .*; got torch.uint8 \[4, 3, 5, 5\]'),
-    'labels of two axes': (dict(y_train=Y[:, None]), {}, r'labels must be whole numbers .* got 4 images and torch.int64 \[4, 1\]'),
-    'too few labels': (dict(y_train=Y[:3]), {}, r'got 4 images and torch.int64 \[3\]'),
+    'labels of two axes': (dict(y_train=Y[:, None]), {}, r'labels must be whole numbers .* torch.int64 \[4, 1\]'),
+    'too few labels': (dict(y_train=Y[:3]), {}, 'got 4 images and 3 labels'),
     'negative labels': (dict(y_test=Y - 1), {}, 'There is a label -1, but labels begin at 0'),
     'floats': (dict(y_train=Y / 2), {}, r'torch.float64 \[4\]'),
     'objects': (dict(y_train=np.array([Pickled()] * 4, dtype=object)), {}, "bad.npz' cannot be read as .npz: Object arrays"),

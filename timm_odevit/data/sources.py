@@ -192,7 +192,8 @@ def read_tensors(images: Tensor, labels: Any, to: Reading) -> tuple[dict[str, An
 
 def checked_labels(labels: Any, count: int, classes: int = 0) -> Tensor:
     """Labels [N] in int64; raises ValueError unless they are whole numbers from 0, below the number of classes."""
-    found = f'{labels.dtype} {list(labels.shape)}' if isinstance(labels, Tensor) else 'no labels'
+    found = (f'{labels.numel()} labels, {labels.dtype} {list(labels.shape)}' if isinstance(labels, Tensor)
+             else 'no labels')
     if (not isinstance(labels, Tensor) or labels.shape != (count,) or labels.dtype == torch.bool
             or labels.is_floating_point() or labels.is_complex()):
         raise ValueError('labels must be whole numbers [N], one for each image (of one-hot labels, '
