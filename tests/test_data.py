@@ -3,27 +3,23 @@ import os
 import shutil
 import subprocess
 import sys
-import tracemalloc
 import warnings
 from functools import partial
 from pathlib import Path
-from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
-import timm
 import torch
 from PIL import Image
 from timm.data import resolve_input_data_config
 from timm.utils import random_seed
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_odevit import evaluate, save_pretrained
 from timm_odevit.data.batches import set_epoch
 from timm_odevit.data.config import DataConfig
-from timm_odevit.data.folders import folder_classes
 from timm_odevit.data.preprocessing import open_image, read_image, warn_of_other_classes
-from timm_odevit.data.read import classes_of, pictures, read_data
+from timm_odevit.data.read import classes_of, read_data
+from timm_odevit.data.sources import folder_classes
 
 
 def read(source, model, **options):
@@ -89,15 +85,8 @@ def test_data_may_have_some_of_the_models_classes(vit, images):
     root = images(classes=3)
     data = read(root, named(vit(num_classes=4), ['class2', 'other', 'class0', 'class1']))
     assert {label for _, label in data.plain().dataset.samples} == {0, 2, 3} and data.num_classes == len(data.classes) == 4
-    with pytest.raises(ValueError, match='3 classes .* but the model has 4. Give a folder whose classes are among'):
+    with pytest.raises(ValueError, match='has 3 classes, but the model has 4. Give data with classes of the model'):
         read(root, vit(num_classes=4))
-
-
-def test_a_class_whose_name_the_model_has_twice_is_refused(vit, images):
-    model = named(vit(num_classes=6), ['class0', 'class3', 'class1', 'class2', 'class3', 'class4'])
-    with pytest.raises(ValueError, match=r"has two classes called 'class3' \(1 and 4\), so the name does not say which. Leave it out"):
-        read(images(), model)
-    assert read(images('other'), model, any_classes=True).num_classes == 5
 
 
 def test_other_classes_than_those_of_the_model_are_said(vit):
@@ -107,18 +96,8 @@ def test_other_classes_than_those_of_the_model_are_said(vit):
         warn_of_other_classes(model, list('abcde'), 'images')  # it knows no names
         warn_of_other_classes(named(model, 'abcde'), list('abcde'), 'images')
         warn_of_other_classes(model, None, 'images')
-    with pytest.warns(RuntimeWarning, match="of 'images' are not those of the model, .* 'x' counts as 'd'"):
+    with pytest.warns(RuntimeWarning, match="of 'images' are not those of the model, so labels are compared by number"):
         warn_of_other_classes(model, list('abcxe'), 'images')
-
-
-@pytest.mark.parametrize('name', ['گل\u200cسرخ', 'गुलाब\u200d', 'sweet\u00a0pea'])
-def test_classes_may_have_joiners_and_no_break_spaces(vit, images, tmp_path, name):
-    root = images()
-    (root / 'class2').rename(root / name)
-    data = read(root, vit())
-    assert name in data.classes and sorted(data.classes) == sorted(classes_of(root)[0])
-    save_pretrained(named(vit(), data.classes), tmp_path / 'saved')
-    assert timm.create_model(f"local-dir:{tmp_path / 'saved'}").pretrained_cfg['label_names'] == list(data.classes)
 
 
 @pytest.mark.parametrize('name', ['a\tb', 'a\nb', '\x1b[2J', os.fsdecode(b'\xff')])
@@ -143,9 +122,9 @@ def test_images_have_the_dtype_of_the_model(vit, images, arrays, dtype):
 
 
 LABELS = {
-    'one-hot': (torch.eye(5).repeat(4, 1), r'must be whole numbers \[N\].* got torch.float32 \[20, 5\].* labels.argmax\(dim=1\)'),
-    'whole one-hot': (torch.eye(5).repeat(4, 1).long(), r'got torch.int64 \[20, 5\]'),
-    'floats': (torch.arange(20) % 5 / 1., r'got torch.float32 \[20\]'),
+    'one-hot': (torch.eye(5).repeat(4, 1), r'must be whole numbers \[N\].* labels.argmax\(dim=1\).* torch.float32 \[20, 5\]'),
+    'whole one-hot': (torch.eye(5).repeat(4, 1).long(), r'torch.int64 \[20, 5\]'),
+    'floats': (torch.arange(20) % 5 / 1., r'torch.float32 \[20\]'),
     'negative': (torch.arange(20) % 5 - 1, 'There is a label -1, but'),
     'too large': (torch.arange(20) % 6, 'There is a label 5, but the 5 classes of the model are 0 to 4'),
     'too few': (torch.arange(19) % 5, 'got 20 images and 19 labels'),
@@ -171,15 +150,15 @@ def test_what_data_is_labelled_and_why_not(vit, images, arrays):
                             (loader, model, 'of a loader mean is not known'), (arrays, vit(num_classes=0), 'are embeddings')):
         data = read(source, of, labels=None)
         assert not data.labelled and why in data.why and data.num_classes == 0 and data.classes is None
-    with pytest.raises(ValueError, match='images without labels'):
+    with pytest.raises(ValueError, match='got 20 images and no labels'):
         read(tensors, model)
-    with pytest.raises(ValueError, match='a loader with a length; got generator'):
+    with pytest.raises(TypeError, match='has no len'):
         read((batch for batch in loader), model)
     assert read(data, model) is data and read(loader, model).labelled and read(loader, model).sample('train', 9)[0].shape[0] == 9
     assert next(iter(read(loader, model, labels=False).train))[1].tolist() == [0] * 4
 
 
-def test_data_is_divided_sampled_relabelled_and_hashed(vit, images, arrays):
+def test_data_is_divided_sampled_and_hashed(vit, images, arrays):
     tensors, model = (torch.rand(20, 3, 16, 16), torch.arange(20) % 5), vit()
     for source, n, held in ((images(), 30, 5), (arrays, 100, 20), (tensors, 20, 4)):
         data = read(source, model, batch_size=8, held_out=0.2)
@@ -187,17 +166,9 @@ def test_data_is_divided_sampled_relabelled_and_hashed(vit, images, arrays):
         batch, labels = data.sample('val', 3)
         assert batch.shape == (3, 3, 16, 16) and all(map(torch.equal, data.sample('val', 3), (batch, labels)))
         assert sum(len(y) for _, y in data.plain()) == n - held
-        agreed = data.labelled_by(model)
-        assert evaluate(model, agreed.val).results[0].top1 == 100 and len(agreed.train) == len(data.train)
-        assert torch.equal(agreed.sample('val', 3)[1], model(batch).argmax(1)) and agreed.labelled
         assert data.sha256() == read(source, model, held_out=0.2).sha256() != read(source, model, held_out=0.4).sha256()
         whole = read(source, model, held_out=0.)
         assert whole.val is None and whole.count() == n and read(source, model, limit=3).count() == 3
-        for share in (1, -1, 1.5):
-            with pytest.raises(ValueError, match='share held out must lie between 0 and 1'):
-                read(source, model, held_out=share)
-    with pytest.raises(ValueError, match='has no test images'):
-        data.sample('test', 1)
     assert read((tensors[0], tensors[1].flip(0)), model).sha256() != read(tensors, model).sha256()
 
 
@@ -223,16 +194,8 @@ def test_order_and_mixing_depend_on_seed_and_epoch_alone(vit, settings):
     assert not any(torch.equal(first[0][0], other[0][0]) for other in (epoch(1, 3), epoch(2, 2)))
     if settings:
         torch.testing.assert_close(first[0][1].sum(1), torch.ones(8))
-        with pytest.raises(ValueError, match='batch_size must be even; got 7'):
-            read(tensors, vit(), batch_size=7, **settings)
-
-
-@pytest.mark.parametrize('setting', [dict(padding=2), dict(flip=0.), dict(auto_augment='x'), dict(workers=0)])
-def test_settings_of_other_data(vit, images, arrays, setting):
-    source = images() if 'padding' in setting or 'flip' in setting else arrays
-    for of in (source, (torch.rand(8, 3, 16, 16), torch.arange(8) % 5)):
-        with pytest.raises(ValueError, match=rf'data.{next(iter(setting))} does not apply to .*Leave it out'):
-            read_data(of, vit(), DataConfig(**setting))
+        with pytest.raises(AssertionError, match='even'):
+            list(read(tensors, vit(), batch_size=7, **settings).train)
 
 
 # --- folders
@@ -244,9 +207,10 @@ def test_a_core_is_left_to_the_model(vit, images, monkeypatch, cores, workers):
     assert [loader.num_workers for loader in (data.train, data.val)] == [workers] * 2
 
 
-def test_a_limit_takes_images_of_all_classes_in_turn(vit, images):
+def test_a_limit_takes_images_of_all_classes(vit, images):
     data = read(images(), vit(), held_out=0.3, limit=7)
-    assert [sorted(label for _, label in part.dataset.samples) for part in (data.train, data.val)] == [[0, 0, 1, 1, 2, 3, 4]] * 2
+    assert [{label for _, label in part.dataset.samples} for part in (data.train, data.val)] == [set(range(5))] * 2
+    assert data.count() == data.count('val') == 7
     assert not files(data.train) & files(data.val)
 
 
@@ -311,17 +275,16 @@ def test_a_class_may_be_called_as_a_part_is(vit, tmp_path, name):
 LAYOUTS = {  # images, and what is trained on and evaluated on: a part, or what the message holds
     'train and test': (['train/C/0', 'train/C/1', 'test/C/0'], 'train', 'test'),
     'any case, and others': (['Train/C/0', 'VAL/C/0', 'devkit/0'], 'Train', 'VAL'),
-    'train alone': (['train/C/0', 'train/C/1'], 'train', 'has train/ but no val/ or test/'),
+    'train alone': (['train/C/0', 'train/C/1'], 'train', 'train'),
     'val alone': (['val/C/0'], 'has val/ but no train/', 'val'),
     'test alone': (['test/C/0'], 'has test/ but no train/', 'test'),
     'test without classes': (['train/C/0', 'train/C/1', 'test/0'], 'train', 'images that are in no class'),
     'val without classes': (['train/C/0', 'val/0'], 'images that are in no class', 'images that are in no class'),
     'val with an image too many': (['train/C/0', 'val/C/0', 'val/0'], 'such as 0.png', 'such as 0.png'),
-    'train of folders beside a class': (['apple/0', 'train/C/0'], 'has train/, which holds folders, next to apple/',
-                                        "give '{root}/train'; if it is a class"),
-    'val of folders beside classes': (['train/0', 'apple/0', 'val/C/0'], 'has val/, which holds folders', "give '{root}/val'"),
-    'parts or classes': (['train/0', 'val/0'], 'has train/ and val/, which hold images', "such as '{root}/train'; if they are classes"),
-    'two names of one part': (['train/C/0', 'training/C/0'], 'has train/ and training/, two names for the same part', 'two names'),
+    'train of folders beside a class': (['apple/0', 'train/C/0'], 'has apple/, train/: it is not clear', "such as '{root}/train'"),
+    'val of folders beside classes': (['train/0', 'apple/0', 'val/C/0'], 'it is not clear', 'it is not clear'),
+    'parts or classes': (['train/0', 'val/0'], 'has train/, val/: it is not clear', "such as '{root}/train'"),
+    'two names of one part': (['train/C/0', 'training/C/0'], 'has train/, training/: it is not clear', 'it is not clear'),
     'an image beside the classes': (['C/0', '0'], 'images that are in no class', 'such as 0.png'),
     'no class': (['0', '1'], 'images that are in no class', 'images that are in no class'),
 }
@@ -351,7 +314,7 @@ def test_layouts_of_folders(vit, tmp_path, layout, stray):
                 make()
             assert found.format(root=tmp_path) in str(e.value) and '\n' not in str(e.value)
     if any(word in layout for word in ('parts or classes', 'beside a class', 'beside classes', 'two names')):
-        with pytest.raises(ValueError, match='holds? (images but no )?folders|two names'):
+        with pytest.raises(ValueError, match='it is not clear which are parts'):
             read(tmp_path, vit(), labels=False)
     else:
         data = read(tmp_path, vit(), labels=False)
@@ -361,8 +324,6 @@ def test_layouts_of_folders(vit, tmp_path, layout, stray):
 
 def test_classes_of_one_image_stay_in_training(vit, images):
     root = images(count=1)
-    with pytest.raises(ValueError, match="Each class of '.*images' has one image, so none can be held out. Give more"):
-        read(root, vit())
     assert read(root, vit(), labels=False, held_out=0.4).count('val') == 2
     picture(root / 'class2' / '1.png')
     data = read(root, vit(), held_out=0.9)
@@ -370,24 +331,11 @@ def test_classes_of_one_image_stay_in_training(vit, images):
     assert {label for _, label in data.train.dataset.samples} == set(range(5))
 
 
-def test_links_lead_to_no_folder_twice(vit, images, tmp_path):
-    root = images()
-    for link in ('one', 'two', 'class0/three'):
-        (root / link).symlink_to(root, target_is_directory=True)
-    (root / 'again').symlink_to(root / 'class1', target_is_directory=True)
-    (tmp_path / 'far').mkdir()
-    (root / 'class2').rename(tmp_path / 'far' / 'two')
-    (root / 'class2').symlink_to(tmp_path / 'far' / 'two', target_is_directory=True)
-    data = read(root, vit(), held_out=0.)
-    assert data.classes == tuple(f'class{i}' for i in range(5)) and data.count() == 30
-    assert len(pictures(root, vit(), 100).names) == 30
-
-
 def test_classes_that_sort_alike_have_an_order(tmp_path):
     for name in ('Cat', 'cat', '1', '01', 'CAT', '001'):
         picture(tmp_path / name / 'A1.png')
         picture(tmp_path / name / 'a01.png')
-    code = f'from timm_odevit.data.folders import files_in\nfrom pathlib import Path\nprint(files_in(Path({str(tmp_path)!r})))'
+    code = f'from timm_odevit.data.sources import files_in\nfrom pathlib import Path\nprint(files_in(Path({str(tmp_path)!r})))'
     found = {subprocess.run([sys.executable, '-c', code], env={**os.environ, 'PYTHONHASHSEED': str(seed)}, check=True,
                             capture_output=True, text=True).stdout for seed in range(2)}
     assert len(found) == 1 and "['001', '01', '1', 'CAT', 'Cat', 'cat']" in found.pop()
@@ -420,29 +368,22 @@ def test_refuses(vit, images, tmp_path):
     (tmp_path / 'empty').mkdir()
     root = images()
     for source, model, options, message in (
-            (root, vit(in_chans=2), {}, '1, 3 or 4 channels.*the model takes 2. Use an .npz'),
-            (root, vit(in_chans=4), dict(auto_augment='rand-m9'), 'auto_augment cannot handle an alpha channel'),
-            (root, vit(), dict(auto_augment='rnd-m9'), "Unknown auto_augment 'rnd-m9'. Give a timm policy"),
             (tmp_path / 'nowhere', vit(), {}, "There is no '.*nowhere'. Give a folder"),
             (tmp_path / 'empty', vit(), {}, "There are no images in '.*empty'"),
             (root / 'class0' / '0.png', vit(), dict(workers=None), "0.png' is a file. Give the folder that it is in"),
-            (images('three', classes=3), vit(), {}, r'has 3 classes \(sub-folders\), but the model has 5')):
+            (images('three', classes=3), vit(), {}, 'has 3 classes, but the model has 5')):
         with pytest.raises(ValueError, match=message):
             read(source, model, **options)
     assert folder_classes(root) == classes_of(root)[0] == [f'class{i}' for i in range(5)]
 
 
 @pytest.mark.parametrize('dtype', [np.uint16, '>u2'])
-def test_16_bits_are_scaled_and_pixels_of_unknown_range_refused(vit, tmp_path, dtype):
+def test_16_bits_are_scaled(tmp_path, dtype):
     deep = np.arange(0, 65536, 164, dtype=dtype)[:400].reshape(20, 20)
     Image.fromarray(deep).save(tmp_path / 'deep.tiff')
     Image.fromarray(deep.astype(np.uint16)).save(tmp_path / 'deep.png')
     for name in ('deep.tiff', 'deep.png'):
         assert np.abs(np.asarray(read_image(tmp_path / name, 'RGB'))[..., 0] - deep / 257.).max() <= 0.5
-    for kind in (np.int32, np.float32):
-        Image.fromarray(deep.astype(kind)).save(tmp_path / 'x.tiff')
-        with pytest.raises(ValueError, match="x.tiff' cannot be read as an image: pixels of mode '[IF]' have no known range"):
-            open_image(tmp_path / 'x.tiff', vit())
 
 
 def test_images_are_turned_upright(tmp_path):
@@ -452,7 +393,7 @@ def test_images_are_turned_upright(tmp_path):
     assert read_image(tmp_path / 'x.png', 'L').size == (10, 20)
 
 
-def test_files_that_are_no_images_are_counted_and_left_out(vit, images):
+def test_files_that_are_no_images_are_said_and_left_out(vit, images, caplog):
     root, image = images(), io.BytesIO()
     Image.new('RGB', (64, 64), (9, 99, 200)).save(image, 'avif')
     (root / 'class1' / '0.png').write_bytes(image.getvalue()[:-20])  # Pillow raises SyntaxError
@@ -463,9 +404,9 @@ def test_files_that_are_no_images_are_counted_and_left_out(vit, images):
         open_image(root / 'class1' / '0.png', vit())
     for workers in (0, 1):
         loader = read(root, vit(), batch_size=4, workers=workers, held_out=0.).plain()
-        with pytest.warns(RuntimeWarning, match=r"8 of 30 images cannot be read and are left out, such as '.*class1/0.png'"):
-            labels = torch.cat([labels for _, labels in loader])
+        labels = torch.cat([labels for _, labels in loader])
         assert labels.bincount(minlength=5).tolist() == [6, 4, 6, 6, 0]
+    assert "class1/0.png' cannot be read as an image" in caplog.text
     data = read(root, vit(), held_out=0., batch_size=4)
     assert all(label >= 0 for _, labels in data.train for label in labels)  # another image takes the place
     assert len(data.sample('train', 99)[0]) == 22
@@ -509,10 +450,10 @@ def test_arrays_are_split_shuffled_and_augmented(arrays, vit):
 def test_processes_share_an_order_and_no_image(arrays, vit, monkeypatch):
     train, parts = read(arrays, vit(), batch_size=8).train, []
     for rank in (0, 1):
-        monkeypatch.setattr('timm_odevit.data.arrays.rank_and_world', lambda rank=rank: (rank, 2))
+        monkeypatch.setattr('timm_odevit.data.batches.rank_and_world', lambda rank=rank: (rank, 2))
         parts.append([i.tolist() for i in train.indices()])
     assert len(parts[0]) == len(train) == 5
-    monkeypatch.setattr('timm_odevit.data.arrays.rank_and_world', lambda: (0, 1))
+    monkeypatch.setattr('timm_odevit.data.batches.rank_and_world', lambda: (0, 1))
     train.batch_size = 16
     for one, a, b in zip(train.indices(), *parts):
         assert sorted(one.tolist()) == sorted(a + b)
@@ -525,21 +466,27 @@ def test_grey_arrays_need_no_axis_of_channels(arrays, vit, tmp_path):
     np.savez(tmp_path / 'one.npz', **{**data, **{key: x[..., None] for key, x in flat.items()}})
     a, b = (read(tmp_path / name, vit(in_chans=1), batch_size=8, reprob=1.) for name in ('flat.npz', 'one.npz'))
     assert a.test.images.shape[1:] == (1, 5, 5) and a.sha256() == b.sha256() and next(iter(a.train))[0].shape == (8, 1, 16, 16)
-    with pytest.raises(ValueError, match=r'got uint8 \[100, 5, 5, 1\] and 100 labels. Give such images, or create the model with in_chans=1'):
+    with pytest.raises(ValueError, match=r'got torch.uint8 \[100, 5, 5, 1\]. Give such images, or a model with another in_chans'):
         read(tmp_path / 'flat.npz', vit())
+
+
+class Pickled:
+    def __reduce__(self):
+        return open, ('ran', 'w')  # makes a file, if it is unpickled
 
 
 X, Y = np.zeros((4, 5, 5, 3), np.uint8), np.arange(4)
 MISFITS = {
-    'too many labels': (dict(y_train=Y * 9), {}, 'has label 27, but the model has 5 classes'),
-    'too many classes': (dict(classes=list('abcdef')), {}, 'names 6 classes, but the model has 5 classes'),
-    'other channels': ({}, dict(in_chans=1), r'must hold uint8 images \[N, S, S, 1\] with a label each; got uint8 \[4, 5, 5, 3\]'),
-    'channels first': (dict(x_train=X.transpose(0, 3, 1, 2)), {}, r'got uint8 \[4, 3, 5, 5\] and 4 labels.$'),
-    'labels of two axes': (dict(y_train=Y[:, None]), {}, r'must hold labels .*got int64 \[4, 1\]'),
-    'negative labels': (dict(y_test=Y - 1), {}, r'must hold labels .*got int64 \[4\]'),
-    'floats': (dict(y_train=Y / 2), {}, r'must hold labels .*got float64 \[4\]'),
-    'one label': (dict(y_train=Y[0]), {}, r'must hold labels .*got int64 \[\]'),
-    'one image': (dict(x_train=X[:1], y_train=Y[:1]), {}, 'has one image to train on, so none can be held out'),
+    'too many labels': (dict(y_train=Y * 9), {}, 'has 28 classes, but the model has 5'),
+    'too many classes': (dict(classes=list('abcdef')), {}, 'has 6 classes, but the model has 5'),
+    'other channels': ({}, dict(in_chans=1), r'must hold uint8 images x_train \[N, S, S, 1\]; got torch.uint8 \[4, 5, 5, 3\]'),
+    'channels first': (dict(x_test=X.transpose(0, 3, 1, 2)), {}, r'x_test .*; got torch.uint8 \[4, 3, 5, 5\]'),
+    'labels of two axes': (dict(y_train=Y[:, None]), {}, r'labels must be whole numbers .* torch.int64 \[4, 1\]'),
+    'too few labels': (dict(y_train=Y[:3]), {}, 'got 4 images and 3 labels'),
+    'negative labels': (dict(y_test=Y - 1), {}, 'There is a label -1, but labels begin at 0'),
+    'floats': (dict(y_train=Y / 2), {}, r'torch.float64 \[4\]'),
+    'objects': (dict(y_train=np.array([Pickled()] * 4, dtype=object)), {}, "bad.npz' cannot be read as .npz: Object arrays"),
+    'text': (dict(y_train=np.array(list('abcd'))), {}, "bad.npz' cannot be read as .npz"),
     'too few names': (dict(classes=['a']), {}, 'must hold classes, a name for each label from 0 to 3; got <U1'),
     'a name for the terminal': (dict(classes=['a', 'b', '\x1b[2J', 'd', 'e']), {}, 'whose name cannot be printed'),
 }
@@ -551,84 +498,14 @@ def test_arrays_that_do_not_fit(vit, tmp_path, case):
     np.savez(tmp_path / 'bad.npz', **{**dict(x_train=X, y_train=Y, x_test=X, y_test=Y), **change})
     with pytest.raises(ValueError, match=message):
         read(tmp_path / 'bad.npz', vit(**model))
+    assert not Path('ran').exists()
 
 
-def test_arrays_of_any_byte_order_are_read_and_sorted_ones_are_a_warning(vit, tmp_path):
+def test_sorted_arrays_are_a_warning(vit, tmp_path):
     y = np.arange(20) // 4
-    np.savez(tmp_path / 'sorted.npz', x_train=X.repeat(5, 0), y_train=y.astype('>i8'), x_test=X, y_test=Y.astype('>i2'))
+    np.savez(tmp_path / 'sorted.npz', x_train=X.repeat(5, 0), y_train=y, x_test=X, y_test=Y)
     with pytest.warns(UserWarning, match='classes only among its last images, which are held out, as if it were sorted'):
         assert read(tmp_path / 'sorted.npz', vit(), held_out=0.2).test.labels.tolist() == [0, 1, 2, 3]
-
-
-class Pickled:
-    def __reduce__(self):
-        return open, ('ran', 'w')
-
-
-def npy(header, data=b''):
-    """A file of one array, whatever its header says."""
-    text = header.encode('latin1') + b'\n'
-    return b'\x93NUMPY\x01\x00' + len(text).to_bytes(2, 'little') + text + data
-
-
-def saved(array, **kwargs):
-    file = io.BytesIO()
-    np.save(file, array, **kwargs)
-    return file.getvalue()
-
-
-def header(shape, descr="'|u1'"):
-    return f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}"
-
-
-IMAGES = saved(np.zeros((4, 5, 5, 3), np.uint8))
-STRANGE = {
-    '10 ** 15 images': (npy(header((10 ** 15, 5, 5, 3)), bytes(300)), r'x_train.npy says .* uint8 \[1000000000000000, 5, 5, 3\], but it has 300'),
-    'a product beyond 64 bits': (npy(header((2 ** 40, 2 ** 40, 5, 3))), 'x_train.npy says that it holds'),
-    'a negative shape': (npy(header((-4, -5, 5, 3)), bytes(300)), r'says that it holds uint8 \[-4, -5, 5, 3\]'),
-    'too little data': (IMAGES[:-1], 'it has 299 bytes'),
-    'no images': (saved(np.zeros((4, 0, 5, 3), np.uint8)), r'must hold uint8 images .* \[4, 0, 5, 3\]'),
-    'a shape that is computed': (npy(header("(open('ran', 'w'),)")), 'cannot be read as .npz'),
-    'a deep header': (npy('-' * 9000 + '1'), 'cannot be read as .npz'),
-    'a long header': (npy(header((4,)) + ' ' * 20000), 'cannot be read as .npz: Header info length'),
-    'a header cut off': (IMAGES[:40], 'cannot be read as .npz'),
-    'another version': (IMAGES[:6] + b'\x09' + IMAGES[7:], 'cannot be read as .npz'),
-    'objects': (saved(np.array([Pickled()] * 4, dtype=object), allow_pickle=True), 'x_train.npy holds Python objects, which are not read'),
-    'objects in a record': (saved(np.array([(1, Pickled())] * 4, dtype='i4,O'), allow_pickle=True), 'x_train.npy holds Python objects'),
-}
-
-
-@pytest.mark.parametrize('name', STRANGE)
-def test_arrays_of_strangers_are_refused_before_they_get_memory(vit, tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    content, message = STRANGE[name]
-    model, labels = vit(), saved(np.arange(4))
-    with ZipFile('a.npz', 'w') as archive:
-        for key, data in dict(x_train=content, y_train=labels, x_test=IMAGES, y_test=labels).items():
-            archive.writestr(f'{key}.npy', data)
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match=message) as e:
-            read(Path('a.npz'), model)
-        assert tracemalloc.get_traced_memory()[1] < 2 ** 24
-    finally:
-        tracemalloc.stop()
-    assert '\n' not in str(e.value) and not (tmp_path / 'ran').exists()
-
-
-def test_a_file_that_is_small_and_unpacks_to_much(vit, tmp_path):
-    labels = saved(np.zeros(9, np.uint8))
-    for count, message in ((6 * 10 ** 5, 'cannot be read as .npz: its [0-9,]+ bytes unpack to 18[0-9,]+, which images never do'),
-                           (10 ** 4, 'must hold uint8')):
-        with ZipFile(tmp_path / 'a.npz', 'w', ZIP_DEFLATED) as archive:
-            with archive.open('x_train.npy', 'w') as f:
-                f.write(npy(header((count, 10, 10, 3))))
-                for _ in range(count // 10 ** 4):
-                    f.write(bytes(3 * 10 ** 6))
-            for key, data in dict(y_train=labels, x_test=IMAGES, y_test=labels).items():
-                archive.writestr(f'{key}.npy', data)
-        with pytest.raises(ValueError, match=message):
-            read(tmp_path / 'a.npz', vit())
 
 
 def test_a_file_of_arrays_that_is_damaged(arrays, vit, tmp_path):
@@ -636,7 +513,7 @@ def test_a_file_of_arrays_that_is_damaged(arrays, vit, tmp_path):
     spoiled = bytearray(whole)
     spoiled[whole.index(b'x_train.npy') + 3000] ^= 1
     for content, message in ((whole[:-1], ''), (whole[:1000], ''), (b'', ''), (whole[1000:], ''), (spoiled, 'Bad CRC-32'),
-                             (saved(np.zeros(3)), 'File is not a zip file')):
+                             (b'PK', '')):
         (tmp_path / 'cut.npz').write_bytes(content)
         with pytest.raises(ValueError, match=f"cut.npz' cannot be read as .npz: .*{message}"):
             read(tmp_path / 'cut.npz', vit())

@@ -1,4 +1,5 @@
-"""odevit evaluate, halt, benchmark, predict and report"""
+"""odevit evaluate, halt, benchmark, predict, report, export and push"""
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -7,16 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from timm_odevit import Recipe, calibrate_halting, evaluate_embeddings, write_report
+from timm_odevit import Recipe, calibrate_halting, evaluate_embeddings, export_model, push_to_hub, write_report
 from timm_odevit import evaluate as evaluate_classes
 
 from ..benchmark import benchmark as measure_speed
 from ..data.config import DataConfig
-from ..data.preprocessing import class_names, data_config, open_image, warn_of_other_classes
+from ..data.preprocessing import class_names, open_image, warn_of_other_classes
 from ..data.read import Data, pictures, read_data
 from ..evaluation.accuracy import AMP_DTYPES
+from ..export import FORMATS
 from ..files import to_json, write_text
 from ..ode.blocks import find_ode_blocks
+from ..saving.cards import model_card
+from ..saving.save import CARD
 from ..training.config import BEST, RECIPE
 from .models import check_file, load, refuse_existing, save, set_steps
 
@@ -40,10 +44,6 @@ def evaluate(args: Any) -> None:
     check_file(args.json)
     model = load(args.model, args)
     teacher = load(args.teacher, args) if args.teacher else None
-    sizes = [' x '.join(map(str, data_config(each)['input_size'])) for each in (model, teacher or model)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(f'The teacher takes images of {sizes[1]}, the model of {sizes[0]}. Give a teacher with the '
-                         'same input size.')
     embedding = args.embedding or not model.num_classes
     data = _data(args, model, args.held_out, embedding)
     loader, words = data.evaluated()
@@ -75,11 +75,9 @@ def _recipe(model: Any) -> Recipe | None:
 
 
 def _data(args: Any, model: nn.Module, held_out: float | None, any_classes: bool = False) -> Data:
-    if args.seed is not None and (held_out is None or Path(args.data).is_file()):
-        raise ValueError('--seed chooses the images of --held-out in a folder. Give both, or leave --seed out.')
-    config = DataConfig(
-        batch_size=args.batch_size, workers=args.workers, held_out=0.1 if held_out is None else held_out)
-    return read_data(args.data, model, config, held_out=0. if held_out is None else None, seed=args.seed or 0,
+    given: Any = {} if held_out is None else {'held_out': held_out}
+    config = DataConfig(batch_size=args.batch_size, workers=args.workers, **given)
+    return read_data(args.data, model, config, held_out=None if given else 0., seed=args.seed or 0,
                      any_classes=any_classes)
 
 
@@ -105,8 +103,7 @@ def halt(args: Any) -> None:
     print(setting)
     if setting.nfe == setting.full_nfe:
         raise ValueError(f'With --max-drop {args.max_drop:g}, no image can stop before the last step, so nothing was '
-                         'saved. Raise --max-drop, use another --rule, or train a student with exits: odevit distill '
-                         'early_exit')
+                         'saved. Raise it, take another --rule, or train for exits: odevit distill early_exit')
     setting.apply_(model)
     save(model, args.out)
 
@@ -126,14 +123,10 @@ def benchmark(args: Any) -> None:
     --quiet
     """
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # read when the profiler first starts: lower levels are noise
-    if len({*args.model}) < len(args.model):
-        raise ValueError('A model is named twice. Give each one once.')
     check_file(args.json)
     # the weights of a name without a source or tag do not matter
     models = {name: load(name, args, pretrained=':' in name or '.' in name).to(getattr(torch, args.dtype)).eval()
               for name in args.model}
-    if args.steps and not any(find_ode_blocks(model) for model in models.values()):
-        raise ValueError('--steps needs an ODE-ViT, and none of these models is one. Leave it out.')
     results = measure_speed(
         models, batch_sizes=args.batch_size, steps=args.steps or (), rounds=args.rounds,
         compiled=args.compile,
@@ -165,16 +158,14 @@ def predict(args: Any) -> None:
     names, blocks = class_names(model), find_ode_blocks(model)
     records: list[dict[str, Any]] = []
     for file in args.image:
-        pixels = open_image(file, model)
         with torch.inference_mode():
-            probabilities = model(pixels[None].to(args.device))[0].softmax(-1)
+            probabilities = model(open_image(file, model)[None].to(args.device))[0].softmax(-1)
         if not probabilities.isfinite().all():
             raise FloatingPointError(f"The model's outputs for '{file}' are not finite, so they name no class.")
-        top = probabilities.topk(min(args.top, model.num_classes))
         classes = [{'label': int(i), 'name': names[i] if names else None, 'probability': round(float(p), 4)}
-                   for p, i in zip(*top, strict=True)]
-        evaluations = sum(int(ode.evaluations) for ode in blocks) or None
-        records.append({'image': file, 'evaluations': evaluations, 'classes': classes})
+                   for p, i in zip(*probabilities.topk(min(args.top, model.num_classes)), strict=True)]
+        records.append({'image': file, 'evaluations': sum(int(ode.evaluations) for ode in blocks) or None,
+                        'classes': classes})
     if args.json:
         return print(to_json(records), end='')
     for record in records:
@@ -208,3 +199,53 @@ def report(args: Any) -> None:
     page = write_report(model, shown.images, args.out, teacher=teacher, names=shown.names, classes=shown.classes,
                         title=title, progress=not args.quiet)
     print(f'wrote {page}')
+
+
+def export(args: Any) -> None:
+    """Write a model to a file that runs without this package.
+
+    model
+    --format {onnx,pt2,aoti} [onnx]  onnx, for ONNX Runtime and others; pt2, for torch.export.load; or aoti, compiled
+        for this kind of processor
+    -o,--out FILE  file to write: .onnx, or .pt2 for the others (default: the model's name)
+    --int8  store the weights of linear layers as int8 (only onnx)
+    --merged  merge a block that depends on time into one per step, as is done for pt2 and aoti
+    --unmerged  do not, as is done for onnx: a smaller file, which is slower in the other formats
+    --steps --img-size
+    --overwrite  replace an existing file
+    """
+    model = load(args.model, args)
+    set_steps(model, args)
+    out = args.out or Path(args.model.split(':')[-1]).resolve().name + FORMATS[args.format].suffix
+    path = export_model(model, out, format=args.format, int8=args.int8, overwrite=args.overwrite,
+                        merged=True if args.merged else False if args.unmerged else None)
+    print(f'wrote {path}: {path.stat().st_size / 1e6:.2f} MB')
+
+
+def push(args: Any) -> None:
+    """Send a saved model to the Hugging Face Hub, with a card.
+
+    model  'local-dir:FOLDER' of a saved model
+    repo  repository, 'org/name'; created if it does not exist
+    --results FILE  results from odevit evaluate --json, for the card
+    --dataset NAME  name of the dataset of the results, such as CIFAR-100
+    --license ID  the Hub's identifier of a licence, for the card (default: that of the base's weights)
+    --card FILE  write the card to a file, and send nothing; as README.md in the folder of the model, it is sent as it
+        is
+    --private  make the repository, if it is new, private
+    --revision BRANCH [main]  branch
+    --create-pr  open a pull request
+    """
+    rows = json.loads(Path(args.results).read_text()) if args.results else []
+    folder = Path(args.model.removeprefix('local-dir:'))
+    has_card = args.model.startswith('local-dir:') and (folder / CARD).is_file()
+    as_it_is = has_card and not (args.card or args.results or args.dataset or args.license)
+    model: Any = folder if as_it_is else load(args.model, args)
+    about: Any = dict(results=rows, dataset=args.dataset or '', license=args.license)
+    if args.card:
+        write_text(Path(args.card), model_card(f'hf-hub:{args.repo}', model, **about))
+        print(f'wrote {args.card}; nothing was sent')
+        return
+    url = push_to_hub(model, args.repo, private=args.private or None, revision=args.revision, create_pr=args.create_pr,
+                      **about)
+    print(f'sent: {url}')

@@ -1,4 +1,4 @@
-"""odevit shrink, finetune and distill"""
+"""odevit shrink, finetune, distill, convert and calibrate"""
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +9,27 @@ from typing import Any
 import torch
 from timm.utils import init_distributed_device
 
-from timm_odevit import Recipe, train
+from timm_odevit import (
+    CalibrationConfig,
+    OdeConfig,
+    Recipe,
+    calibrate_,
+    choose_size,
+    convert_,
+    evaluate,
+    evaluate_embeddings,
+    train,
+)
 from timm_odevit import shrink as run_shrink
 
-from ..data.folders import folder_parts
-from ..data.read import classes_of
+from ..data.config import DataConfig
+from ..data.read import classes_of, read_data
+from ..data.sources import folder_parts
 from ..training.config import BEST, RECIPE, RUN
 from ..training.stages import read_run
-from .models import TOWERS, load, refuse_existing
+from .models import TOWERS, load, refuse_existing, save
+
+_SIZE = ('time', 'rank', 'phases', 'boundaries', 'init')  # what a size determines
 
 
 def shrink(args: Any) -> None:
@@ -56,17 +69,12 @@ def finetune(args: Any) -> None:
     --set --minutes --resume --limit --checkpoint --img-size --quiet
     """
     asked = args.recipe
-    recipe = _start(args, 'model', 'data', 'out')
-    if recipe is not None and asked:
-        raise ValueError(f'The run has a recipe of its own, so --recipe {asked} has no effect. Leave it out.')
-    for change in args.set:
-        if change.partition('=')[0].strip() in ('model', 'model_args.num_classes'):
-            raise ValueError(f"'{change}' has no effect: the model is the first argument, its classes are those of the "
-                             'data. Leave it out.')
-    recipe = recipe or Recipe.load(args.recipe or 'finetune', args.set)
+    recipe = _start(args, 'model')
+    if recipe is None or asked:
+        recipe = Recipe.load(asked or 'finetune', args.set)
     if recipe.ode is not None or any(stage.task != 'labels' for stage in recipe.stages):
         raise ValueError('odevit finetune trains on labels alone: the recipe must not have ode, and every stage must '
-                         'have task: labels. To run any other recipe, use odevit distill')
+                         'have task: labels. For any other, use odevit distill')
     options = {**(recipe.model_args or {}), 'num_classes': classes_of(args.data)[1]}
     if args.img_size is not None:
         options['img_size'] = args.img_size
@@ -83,36 +91,32 @@ def distill(args: Any) -> None:
     --student MODEL  'local-dir:FOLDER' of a model to start from, instead of a new one
     --set --minutes --resume --limit --checkpoint --img-size --quiet
     """
-    recipe = _start(args, 'recipe', 'data', 'out')
+    recipe = _start(args, 'recipe')
     if not args.teacher and (args.img_size or args.checkpoint):
-        raise ValueError('--img-size and --checkpoint are those of the teacher. Give --teacher, or leave them out.')
-    for change in args.set if args.student else []:
-        if change.partition('=')[0].split('.')[0].strip() in ('ode', 'model', 'model_args'):
+        raise ValueError('--img-size and --checkpoint are those of the teacher. Give --teacher as well.')
+    for change in args.set if args.student else ():
+        if change.startswith(('ode', 'model')):
             raise ValueError(f"'{change}' says how to make a student, but --student gives one. Leave one of them out.")
-    recipe = recipe or Recipe.load(args.recipe, args.set)
+    recipe, student = recipe or Recipe.load(args.recipe, args.set), None
     if args.student:
         recipe = replace(recipe, ode=None, model=None, model_args=None)
-    student = load(args.student, SimpleNamespace(device=args.device)) if args.student else None
-    teacher = load(args.teacher, args) if args.teacher else None
-    _train(recipe, args, teacher, student)
+        student = load(args.student, SimpleNamespace(device=args.device))
+    _train(recipe, args, load(args.teacher, args) if args.teacher else None, student)
 
 
-def _start(args: Any, *names: str) -> Recipe | None:
-    """Fill in the arguments of a run if only its folder was given, note in `args.started` what resuming needs, and join
-    the processes.
+def _start(args: Any, first: str) -> Recipe | None:
+    """Note in `args.started` what resuming needs, and join the processes.
 
-    Returns:
-        The recipe of the run if only its folder was given.
+    If only the folder of a run was given, fill in its arguments, and return its recipe.
     """
+    names, recipe = (first, 'data', 'out'), None
     words = [word for name in names if (word := getattr(args, name)) is not None]
-    recipe = None
     if args.resume and len(words) == 1:
-        setattr(args, names[0], None)
+        setattr(args, first, None)
         args.out = words[0]
         recipe = _read_run(args, Path(args.out))
     if any(getattr(args, name) is None for name in names):
-        raise ValueError(f"Expected {' '.join(names).upper()}, or only --resume FOLDER; got "
-                         f"{' '.join(words) or 'nothing'}.")
+        raise ValueError(f"Expected {' '.join(names).upper()}, or only --resume FOLDER; got {' '.join(words)}.")
     if not args.resume:
         refuse_existing(args.out, '--resume')
     needed = ('model', 'recipe', 'data', 'teacher', 'student', 'img_size', 'checkpoint', 'limit')
@@ -123,20 +127,15 @@ def _start(args: Any, *names: str) -> Recipe | None:
 
 def _read_run(args: Any, folder: Path) -> Recipe:
     """The recipe of a run; those of its arguments that are not given are filled in."""
-    if not (folder / RECIPE).is_file() or not (folder / RUN).is_file():
-        raise ValueError(f"There is no run to continue in '{folder}': it has no {RECIPE}.")
-    recipe = Recipe.load(folder / RECIPE, args.set)
-    started = read_run(folder).get('command')
-    if not isinstance(started, dict) or not started:
-        raise ValueError(f"'{folder / RUN}' does not say how the run was started. Give the whole command, with "
-                         '--resume at its end.')
-    command = started.pop('command', args.command)
+    started = read_run(folder).get('command') or {}
+    command = started.pop('command', None)
     if command != args.command:
-        raise ValueError(f"'{folder}' is not a run of odevit {args.command}. Type: odevit {command} --resume {folder}")
+        known = f'. Type: odevit {command} --resume {folder}' if command else ', or does not say how it was started.'
+        raise ValueError(f"'{folder}' is not a run of odevit {args.command}{known}")
     for name, value in started.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    return recipe
+    return Recipe.load(folder / RECIPE, args.set)
 
 
 def _absolute(name: str, value: Any) -> Any:
@@ -168,3 +167,66 @@ def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) 
     print('To evaluate it on the images that were held out:\n'
           f"  odevit evaluate {quote(f'local-dir:{best}')} {quote(args.data)}"
           f"{f' --teacher {quote(named)}' if named else ''}{held_out}{' --embedding' if recipe.embeds else ''}")
+
+
+def convert(args: Any) -> None:
+    """Convert a pretrained model and save it.
+
+    model
+    out  folder to save to
+    --checkpoint --img-size
+    --random  do not load weights
+    --num-classes N0  number of classes; if the weights have another number, the head is random
+    --size SIZE  size of the result, such as 3M parameters, 25% or 10MB; chooses time, rank, phases, boundaries, init
+    --images IMAGES  IMAGES; for --init svd_data, which --size uses if they are given
+    --seed N0 [0]  seed of the choice of images
+    --force  write into a folder that is not empty
+    --quiet
+    +ode.config.OdeConfig  the ODE
+    """
+    if not args.force:
+        refuse_existing(args.out, '--force')
+    settings = {name: value for name, value in vars(args).items() if name in OdeConfig.names()}
+    both = [name for name in _SIZE if name in settings and args.size is not None]
+    if both:
+        raise ValueError(f"--size chooses {', '.join(_SIZE)}. Leave out --{both[0]} or --size.")
+    config = OdeConfig(**settings)
+    model = load(args.model, args, pretrained=not args.random,
+                 **({} if args.num_classes is None else {'num_classes': args.num_classes}))
+    if args.size is not None:
+        config = choose_size(model, args.size, config, init='svd_data' if args.images else 'svd')
+    images = None
+    if args.images:
+        torch.manual_seed(args.seed)
+        images = read_data(args.images, model, labels=False).sample('train', 64, args.seed)[0].to(args.device)
+    print(convert_(model, config, images=images, keep_original=False))
+    known = model.pretrained_cfg['num_classes']
+    if not args.random and model.num_classes and known != model.num_classes:
+        print(f'  head        new and random, for {model.num_classes} classes: the weights have {known}')
+    save(model, args.out)
+
+
+def calibrate(args: Any) -> None:
+    """Fit a converted model to its teacher, on images without labels.
+
+    student  'local-dir:FOLDER' of a converted model
+    images
+    out  folder to save to; must be new
+    --teacher MODEL!  MODEL
+    --checkpoint --img-size --workers --quiet
+    +training.config.CalibrationConfig  the calibration
+    """
+    config = CalibrationConfig(**{k: v for k, v in vars(args).items() if k in CalibrationConfig.names()})
+    refuse_existing(args.out)
+    student, teacher = load(args.student, SimpleNamespace(device=args.device)), load(args.teacher, args)
+    data = read_data(args.images, student, DataConfig(batch_size=config.batch_size, workers=args.workers), labels=False,
+                     seed=config.seed)
+    held_out = data.sample('val', 512)
+    measure, score = (evaluate, 'agreement') if student.num_classes else (evaluate_embeddings, 'neighbours')
+    before: Any = measure(student, held_out, teacher=teacher).results[-1]
+    calibrate_(student, teacher, data, progress=not args.quiet, config=config)
+    after: Any = measure(student, held_out, teacher=teacher).results[-1]
+    what = 'agreement with' if student.num_classes else 'same nearest image as'
+    print(f'{what} the teacher on {after.images} images held out: {getattr(before, score):.1f} % before, '
+          f'{getattr(after, score):.1f} % after')
+    save(student, args.out)

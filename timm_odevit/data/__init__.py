@@ -2,8 +2,7 @@
 
 config              settings of the data
 preprocessing       how a model expects its images and labels
-batches             loaders of image files, and of other loaders: mixed, labelled by a model
-arrays              images in memory, augmented on the device
-folders             which files belong to which part and class
+batches             loaders of images in memory, of image files, and of other loaders
+sources             folders, which files belong to which part and class; .npz files and tensors
 read                the one door to all of them
 """

@@ -1,9 +1,9 @@
-"""Loaders of image files and of other loaders, and what is asked of any loader."""
+"""Loaders: of images in memory, of image files, and of any other loader; and what is read from each."""
 import hashlib
 import json
 import logging
+import math
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -16,18 +16,17 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tqdm import tqdm
 
 from ..distributed import rank_and_world
-from ..hooks import evaluating, random_states_kept
+from ..hooks import random_states_kept
 from .config import DataConfig, Reading
 from .preprocessing import data_config, dtype_of, image_mode, read_image, shuffled
 
-__all__ = ['FileLoader', 'Mapped', 'Samples', 'in_batches', 'is_pair', 'mixed', 'read_batches', 'set_epoch',
-           'top_class', 'training_loader', 'unlabelled']
+__all__ = ['ArrayLoader', 'FileLoader', 'Mapped', 'Samples', 'is_pair', 'mixed', 'read_batches', 'set_epoch',
+           'training_loader', 'unlabelled']
 
 BATCH = 64  # images of tensors that run at once
 _UNREADABLE = -1  # the label of an image file that cannot be read
 _logger = logging.getLogger(__name__)
 Samples = list[tuple[str, int]]  # files and their labels
-Change = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -38,13 +37,54 @@ def set_epoch(loader: Any, epoch: int) -> None:
             each.set_epoch(epoch)
 
 
+def is_pair(source: Any) -> bool:
+    """Whether this is a pair of tensors, images [N, C, H, W] and labels, and not two batches of images."""
+    return (isinstance(source, (tuple, list)) and len(source) == 2
+            and isinstance(source[0], Tensor) and isinstance(source[1], Tensor) and source[1].ndim < 4)
+
+
+def read_batches(
+        source: Any, labels: bool | None = True, *, size: int = BATCH, bar: str = '',
+) -> Iterator[tuple[Tensor, Any]]:
+    """The images [B, C, H, W] and labels [B] of each batch that is not empty, of a loader, a tensor or a pair of these.
+
+    `labels` says whether they are needed; None takes them where there are any. Without, they are None. Tensors give
+    batches of `size`; `bar` names a progress bar.
+    """
+    if isinstance(source, Tensor):
+        source = source.split(size)
+    elif is_pair(source):
+        source = list(zip_longest(*(part.split(size) for part in source)))
+    empty = True
+    for batch in tqdm(source, desc=bar, leave=False, disable=not bar):
+        images, *rest = parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+        bare = labels is False or (labels is None and not rest)
+        if not isinstance(images, Tensor) or images.ndim != 4 or not (bare or (
+                len(rest) == 1 and isinstance(rest[0], Tensor) and rest[0].shape == images.shape[:1])):
+            found = ', '.join(f'{part.dtype} {list(part.shape)}' if isinstance(part, Tensor) else type(part).__name__
+                              for part in parts)
+            raise ValueError(f"Expected batches of images [B, C, H, W]{' and labels [B]' if labels else ''}; got "
+                             f'{found}.')
+        if len(images):
+            empty = False
+            yield images, None if bare else rest[0]
+    if empty:
+        raise ValueError('The loader gave no images.')
+
+
+def unlabelled(images: Tensor, _: Any = None) -> tuple[Tensor, Tensor]:
+    return images, torch.zeros(len(images), dtype=torch.long, device=images.device)
+
+
 class Mapped:
     """Batches (images [B, C, H, W], labels [B]) of any loader with a length, changed by a function of both.
 
     Labels are 0 where the loader gives images only.
     """
 
-    def __init__(self, loader: Any, change: Change = lambda images, labels: (images, labels)) -> None:
+    def __init__(
+            self, loader: Any, change: Callable[..., tuple[Tensor, Any]] = lambda images, labels: (images, labels),
+    ) -> None:
         self.loader, self.change = loader, change
         self.batch_size: int | None = getattr(loader, 'batch_size', None)
         self.count: int = getattr(loader, 'count', len(loader) * (self.batch_size or 1))
@@ -59,14 +99,6 @@ class Mapped:
 
     def set_epoch(self, epoch: int) -> None:
         set_epoch(self.loader, epoch)
-
-    @property
-    def seed(self) -> int | None:
-        return getattr(self.loader, 'seed', None)
-
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        self.loader.seed = seed
 
     def sample(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """At most so many random images and their labels; of a loader that cannot choose, its next ones."""
@@ -86,73 +118,61 @@ class Mapped:
         return self.loader.sha256() if hasattr(self.loader, 'sha256') else f'{len(self)} batches'
 
 
-def is_pair(loader: Any) -> bool:
-    """Whether a loader is a pair of tensors, images [N, C, H, W] and labels, and not two batches of images."""
-    return (isinstance(loader, (tuple, list)) and len(loader) == 2
-            and isinstance(loader[0], Tensor) and isinstance(loader[1], Tensor) and loader[1].ndim < 4)
-
-
-def in_batches(source: Any, size: int = BATCH) -> Any:
-    """A loader, or the batches of a tensor of images [N, C, H, W] or of a pair of such and labels [N]."""
-    if isinstance(source, Tensor):
-        return source.split(size)
-    if is_pair(source):
-        return list(zip_longest(*(part.split(size) for part in source)))
-    return source
-
-
-def read_batches(
-        source: Any, labels: bool | None = True, *, size: int = BATCH, bar: str = '',
-) -> Iterator[tuple[Tensor, Any]]:
-    """The images [B, C, H, W] and labels [B] of each batch that is not empty.
-
-    Args:
-        source: A loader of batches, or a tensor or pair of tensors.
-        labels: Whether labels are needed; None to take them where there are any. Without, they are None.
-        size: Images in a batch of tensors.
-        bar: Name of a progress bar; '' for none.
-    """
-    empty = True
-    for batch in tqdm(in_batches(source, size), desc=bar, leave=False, disable=not bar):
-        parts = batch if isinstance(batch, (tuple, list)) else [batch]
-        images, truth = (*parts, None, None)[:2]
-        bare = labels is False or (labels is None and len(parts) == 1)
-        if not isinstance(images, Tensor) or images.ndim != 4 or not (bare or (
-                len(parts) == 2 and isinstance(truth, Tensor) and truth.shape == images.shape[:1])):
-            types = ', '.join(f'{p.dtype} {list(p.shape)}' if isinstance(p, Tensor) else type(p).__name__
-                              for p in parts)
-            raise ValueError(f"Expected batches of images [B, C, H, W]{' and labels [B]' if labels else ''}; got "
-                             f'{types}.')
-        if len(images):
-            empty = False
-            yield images, None if bare else truth
-    if empty:
-        raise ValueError('The loader gave no images.')
-
-
-def unlabelled(images: Tensor, _: Any = None) -> tuple[Tensor, Tensor]:
-    return images, torch.zeros(len(images), dtype=torch.long, device=images.device)
-
-
-def top_class(model: Any) -> Change:
-    """A change of labels to the classes that a model gives the images."""
-    def change(images: Tensor, _: Any) -> tuple[Tensor, Tensor]:
-        device = next(model.parameters()).device
-        with evaluating(model), torch.no_grad():
-            outputs = [model(part.to(device, dtype_of(model))) for part in images.split(64)]
-        return images, torch.cat(outputs).argmax(dim=-1).to(images.device)
-    return change
-
-
 def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:
     """Batches of an even number of images, mixed by timm's Mixup; labels become probabilities [B, classes]."""
-    if loader.batch_size % 2:
-        raise ValueError(f'mixup mixes pairs of images, so batch_size must be even; got {loader.batch_size}.')
     mixes = config.mixup > 0 or config.cutmix > 0
     prob = (1. if config.prob is None else config.prob) if mixes else 0.  # smoothing alone
     mix = Mixup(mixup_alpha=config.mixup if mixes else 1., cutmix_alpha=config.cutmix, prob=prob,
                 label_smoothing=config.smoothing, num_classes=classes)
     return Mapped(loader, lambda images, labels: mix(images.clone(), labels))
+
+
+class ArrayLoader:
+    """Batches (images [B, C, H, W], labels [B]) of images in memory [N, C, S, S] and their labels [N].
+
+    `prepare` makes of a batch what the model expects. In training, the order depends only on the seed and the epoch,
+    `augment` draws from torch's global generator, an incomplete last batch is dropped, and each of several processes
+    has its own part.
+    """
+
+    def __init__(
+            self, images: Tensor, labels: Tensor, batch_size: int, prepare: Callable[[Tensor], Tensor],
+            augment: Callable[[Tensor], Tensor] | None = None, *, train: bool = False, seed: int = 0,
+    ) -> None:
+        self.images, self.labels, self.batch_size = images, labels, batch_size
+        self.prepare, self.augment = prepare, augment
+        self.count, self.train, self.seed, self.epoch = len(labels), train, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        if self.train:
+            return self.count // (self.batch_size * rank_and_world()[1])
+        return math.ceil(self.count / self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in self.indices():
+            images = self.images[index]
+            yield self.prepare(self.augment(images) if self.train and self.augment else images), self.labels[index]
+
+    def indices(self) -> Iterator[Tensor]:
+        """The indices of the images of each batch."""
+        order, (rank, world) = torch.arange(self.count), rank_and_world() if self.train else (0, 1)
+        if self.train:  # the same for all processes
+            order = shuffled(self.count, (self.seed * 1_000_003 + self.epoch) % 2 ** 63)
+        for batch in order.split(self.batch_size * world)[:len(self)]:
+            yield batch[rank::world].to(self.labels.device)
+
+    def sample(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        index = shuffled(self.count, seed)[:count].to(self.labels.device)
+        return self.prepare(self.images[index]).cpu(), self.labels[index].cpu()
+
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for tensor in (self.images, self.labels):
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
 
 class Files(Dataset):
@@ -182,7 +202,7 @@ class Files(Dataset):
 
 
 class FileLoader(DataLoader):
-    """A DataLoader of Files in order, without the images that cannot be read: a warning says how many."""
+    """A DataLoader of Files in order, without the images that cannot be read."""
 
     def __init__(self, samples: Samples, model: Any, config: DataConfig) -> None:
         super().__init__(Files(samples, model), config.batch_size, num_workers=_workers(config))
@@ -190,14 +210,8 @@ class FileLoader(DataLoader):
         self.count = len(samples)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private class
-        unreadable: list[int] = []
-        for i, (images, labels) in enumerate(super().__iter__()):
-            good = labels != _UNREADABLE
-            unreadable += [i * int(self.batch_size or 1) + int(j) for j in (~good).nonzero()]
-            yield images[good], labels[good]
-        if unreadable:
-            warnings.warn(f'{len(unreadable)} of {self.count} images cannot be read and are left out, such as '
-                          f"'{self.files.samples[unreadable[0]][0]}'.", RuntimeWarning, stacklevel=2)
+        for images, labels in super().__iter__():
+            yield images[labels != _UNREADABLE], labels[labels != _UNREADABLE]
 
     def sample(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         order = shuffled(self.count, seed).tolist()
@@ -211,29 +225,22 @@ class FileLoader(DataLoader):
 
 
 def training_loader(samples: Samples, to: Reading) -> Any:
-    policy = to.config.auto_augment
-    if policy is not None and to.model.in_chans == 4:
-        raise ValueError("timm's auto_augment cannot handle an alpha channel, and the model takes 4 channels. "
-                         'Leave it out.')
+    """timm's loader of image files, shuffled and augmented."""
     dataset: Any = Files(samples, to.model, training=True)
-    try:
-        loader = create_loader(
-            dataset,
-            **data_config(to.model),
-            batch_size=to.config.batch_of(len(samples)),
-            is_training=True,
-            scale=(0.35, 1.),
-            auto_augment=policy,
-            re_prob=to.config.reprob,
-            num_workers=_workers(to.config),
-            distributed=rank_and_world()[1] > 1,
-            persistent_workers=False,  # each epoch seeds new workers, so that a resumed run sees the same images
-            device=torch.device('cpu'),
-            use_prefetcher=False,
-        )
-    except (AssertionError, AttributeError, TypeError, ValueError) as e:  # how timm rejects an unknown policy
-        raise ValueError(f"Unknown auto_augment '{policy}'. Give a timm policy, such as 'rand-m9-mstd0.5-inc1' or "
-                         "'original'.") from e
+    loader = create_loader(
+        dataset,
+        **data_config(to.model),
+        batch_size=to.config.batch_of(len(samples)),
+        is_training=True,
+        scale=(0.35, 1.),
+        auto_augment=to.config.auto_augment,
+        re_prob=to.config.reprob,
+        num_workers=_workers(to.config),
+        distributed=rank_and_world()[1] > 1,
+        persistent_workers=False,  # each epoch seeds new workers, so that a resumed run sees the same images
+        device=torch.device('cpu'),
+        use_prefetcher=False,
+    )
     if isinstance(loader.sampler, DistributedSampler):
         loader.sampler.seed = to.seed
     return loader

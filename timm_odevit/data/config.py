@@ -26,7 +26,7 @@ class DataConfig(Settings):
         prob: Share of the batches that are mixed; None for all.
     """
     batch_size: int = setting(64, integer(1))
-    held_out: float = setting(0.1, number(0., 1.))
+    held_out: float = setting(0.1, number(0., 1., open='()'))
     padding: int | None = setting(None, integer(0, none='4'))
     flip: float | None = setting(None, number(0., 1., none='0.5'))
     reprob: float = setting(0., number(0., 1.))

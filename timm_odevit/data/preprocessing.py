@@ -13,10 +13,8 @@ from torch import Tensor
 
 from ..settings import one_line, printable
 
-__all__ = ['check_names', 'class_names', 'count_held_out', 'data_config', 'dtype_of', 'image_mode', 'labels_by_name',
-           'model_name', 'open_image', 'read_image', 'renormalisation', 'shuffled', 'warn_of_other_classes']
-
-_MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's modes, by the model's number of channels
+__all__ = ['check_names', 'class_names', 'count_held_out', 'data_config', 'dtype_of', 'image_mode', 'labels_for',
+           'model_name', 'open_image', 'read_image', 'renormalisation', 'shuffled', 'spread', 'warn_of_other_classes']
 
 
 def data_config(model: Any) -> dict[str, Any]:
@@ -33,25 +31,16 @@ def dtype_of(model: Any) -> torch.dtype:
 
 
 def image_mode(model: Any) -> str:
-    """Pillow's mode of the images that a model takes; raises ValueError if none has as many channels."""
-    if model.in_chans not in _MODES:
-        raise ValueError(f'Image files are read with 1, 3 or 4 channels (grey, RGB, RGBA), but the model takes '
-                         f'{model.in_chans}. Use an .npz.')
-    return _MODES[model.in_chans]
+    """Pillow's mode of the images that a model takes."""
+    return {1: 'L', 3: 'RGB', 4: 'RGBA'}[model.in_chans]
 
 
 def read_image(file: str | Path, mode: str) -> Image.Image:
-    """An image file in Pillow's mode 'L', 'RGB' or 'RGBA', turned upright; 16 bits are scaled to 8.
-
-    Raises ValueError if it cannot be read, or if its pixels are numbers without a known range.
-    """
+    """An image file in Pillow's mode 'L', 'RGB' or 'RGBA', turned upright, with 16 bits scaled to 8; or ValueError."""
     try:
         with Image.open(file) as image:
-            deep = image.mode.startswith('I;16') or (image.mode == 'I' and image.format in ('PNG', 'PPM'))
-            if image.mode in ('I', 'F') and not deep:
-                raise ValueError(f"pixels of mode '{image.mode}' have no known range; save it with 8 or 16 bits")
             upright = ImageOps.exif_transpose(image)
-            if deep:
+            if image.mode.startswith('I;16') or (image.mode == 'I' and image.format in ('PNG', 'PPM')):
                 upright = Image.fromarray((np.asarray(upright) / 257).round().astype(np.uint8))
             return upright.convert(mode)
     except Exception as e:  # a foreign file can raise anything
@@ -59,7 +48,7 @@ def read_image(file: str | Path, mode: str) -> Image.Image:
 
 
 def open_image(file: str | Path, model: Any) -> Tensor:
-    """An image file as a model expects it [C, H, W]; raises ValueError if it cannot be read."""
+    """An image file as a model expects it [C, H, W]; ValueError if it cannot be read."""
     transform: Any = create_transform(**data_config(model), is_training=False)
     return transform(read_image(file, image_mode(model))).to(dtype_of(model))
 
@@ -80,38 +69,37 @@ def class_names(model: Any) -> list[str] | None:
     return list(map(str, names)) if good else None
 
 
-def check_names(names: Sequence[str], what: str) -> None:
-    """Raise ValueError for names of classes that a saved model could not have."""
+def check_names(names: Sequence[str], source: Any) -> None:
+    """Raise ValueError for names of classes with which a saved model would not load."""
     for name in names:
         if not printable(name) or '\n' in name:
-            raise ValueError(f'{what} has the class {name!r}, whose name cannot be printed. Rename it.')
+            raise ValueError(f"'{source}' has the class {name!r}, whose name cannot be printed. Rename it.")
 
 
-def labels_by_name(model: Any, names: Sequence[str] | None) -> list[int] | None:
-    """The label that a model has for each class of a data set, if it names them all, in another order or among more.
-
-    Raises ValueError if it has two classes of that name.
-    """
-    own = class_names(model)
-    if names is None or own is None or own == list(names) or not set(names) <= set(own) or len(set(names)) < len(names):
+def _labels_by_name(own: Sequence[str] | None, names: Sequence[str] | None) -> list[int] | None:
+    """The label of each class among the model's own, if it has all of these names, but others or in another order."""
+    if own is None or names is None or list(own) == list(names) or not set(names) <= set(own):
         return None
-    labels = {name: i for i, name in enumerate(own)}
-    for i, name in enumerate(own):
-        if labels[name] != i and name in names:
-            raise ValueError(f"The model has two classes called '{name}' ({i} and {labels[name]}), so the name does "
-                             'not say which. Leave it out, or give an .npz without classes, with the labels of the '
-                             'model.')
-    return [labels[name] for name in names]
+    unique = len({*own}) == len(own) and len({*names}) == len(names)
+    return [own.index(name) for name in names] if unique else None
+
+
+def labels_for(model: Any, names: Sequence[str] | None, number: int, source: Any) -> list[int] | None:
+    """The label that a model has for each class of some data, by name; None if it knows as many, and not by name."""
+    labels, known = _labels_by_name(class_names(model), names), model.num_classes
+    if labels is None and (number > known or (names is not None and number < known)):
+        raise ValueError(f"'{source}' has {number} classes, but the model has {known}. Give data with classes of the "
+                         f'model, or fine-tune it first: odevit finetune MODEL {source} OUT')
+    return labels
 
 
 def warn_of_other_classes(model: Any, names: Sequence[str] | None, data: Any) -> None:
     """Warn if a data set has as many classes as a model, but names others."""
     own = class_names(model)
-    if names is None or own is None or own == list(names) or (set(names) <= set(own) and len({*names}) == len(names)):
+    if names is None or own is None or own == list(names) or _labels_by_name(own, names):
         return
-    here, there = next((pair for pair in zip(names, own, strict=False) if pair[0] != pair[1]), (names[-1], own[-1]))
-    warnings.warn(f"The classes of '{data}' are not those of the model, so labels are compared by number: '{here}' "
-                  f"counts as '{there}'.", RuntimeWarning, stacklevel=3)
+    warnings.warn(f"The classes of '{data}' are not those of the model, so labels are compared by number.",
+                  RuntimeWarning, stacklevel=3)
 
 
 def shuffled(count: int, seed: int) -> Tensor:
@@ -124,11 +112,15 @@ def count_held_out(count: int, share: float) -> int:
     return min(count - 1, max(1, round(share * count))) if share else 0
 
 
+def spread(total: int, count: int) -> list[int]:
+    """At most `count` of the numbers below `total`, evenly spread."""
+    return sorted({round(i) for i in torch.linspace(0, total - 1, min(count, total)).tolist()})
+
+
 def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | None:
     """A function from images [B, C, H, W] normalised for a model to images normalised for its teacher.
 
-    None if both expect the same, or if one does not say what it expects. Raises ValueError if they take images with
-    different numbers of channels.
+    None if both expect the same, or if one does not say what it expects.
     """
     if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in (model, teacher) for key in ('mean', 'std')):
         return None
