@@ -12,8 +12,7 @@ from pathlib import Path
 import timm
 
 from timm_odevit import CalibrationConfig, FitConfig, LossConfig, OdeConfig, Recipe, choose_size
-from timm_odevit.convert.refusals import convertibility
-from timm_odevit.convert.sizing import predict_parameters
+from timm_odevit.convert.planning import convertibility, predict_parameters
 from timm_odevit.data.config import DataConfig
 from timm_odevit.hooks import on_meta
 from timm_odevit.ode.blocks import count_parameters

@@ -56,9 +56,7 @@ def test_is_the_sequence_of_its_steps(vit, images, config):
     assert model.feature_info[0]['num_chs'] == 32 and model.feature_info[0]['reduction'] == 4
     with pytest.raises(IndexError):
         blocks[K]
-    for bad in (slice(None, None, 2), slice(2, 2)):
-        with pytest.raises(ValueError, match='must be consecutive and not empty'):
-            blocks[bad]
+    assert list(blocks[::2]) == list(blocks)[::2] and not len(blocks[2:2])  # as of any nn.Sequential
 
 
 def test_one_set_of_keys(vit):
@@ -92,11 +90,9 @@ def test_the_dial(vit, images):
     fine = model(images)
     model.blocks.method, model.blocks.steps = 'strang', 64
     torch.testing.assert_close(model(images), fine, rtol=1e-2, atol=1e-2)
-    for bad in (0, -1, 2.5, None, '3'):
-        with pytest.raises(ValueError, match='steps must be'):
+    for bad in (0, 2.5, None, '3', 10 ** 9):
+        with pytest.raises(ValueError, match='steps (must be|and T are needed)'):
             model.blocks.steps = bad
-    with pytest.raises(ValueError, match='steps must be at most 10,000; got 1000000000'):
-        model.blocks.steps = 10 ** 9
     with pytest.raises(ValueError, match="Unknown method 'rk5'"):
         model.blocks.method = 'rk5'
     assert model.blocks.steps == 64 and model.blocks.method == 'strang'
@@ -315,8 +311,7 @@ def test_what_recurses_over_modules_meets_the_shared_block_once(vit, images, con
 def test_a_compiled_shared_block_is_used(vit, images):
     model, calls = converted(vit), []
     expected = model(images)
-    inner = model.blocks.shared
-    model.blocks.shared = torch.compile(inner, backend=lambda graph, inputs: calls.append(1) or graph)
+    model.blocks.shared = torch.compile(model.blocks.shared, backend=lambda graph, inputs: calls.append(1) or graph)
     torch.testing.assert_close(model(images), expected)
     assert calls
     torch._dynamo.reset()

@@ -73,17 +73,16 @@ def test_restore_follows_the_mode_of_the_model_and_works_once(vit):
 
 
 @pytest.mark.parametrize('blocks', [None, (1, 2)])
-def test_restore_refuses_another_dtype_and_keeps_the_mode_of_each_block(vit, images, blocks):
+def test_restore_keeps_the_mode_and_the_dtype_of_each_block(vit, images, blocks):
     model = vit().train()
     model.blocks[1].eval()
+    weight = model.blocks[1].mlp.fc1.weight
     done = convert_(model, OdeConfig(blocks=blocks))
     model.bfloat16()
-    with pytest.raises(ValueError, match=r'is now torch.bfloat16, its original blocks are torch.float32. Call model.to\(torch.float32'):
-        done.restore()
-    model.float()
     done.restore()
     assert model.blocks[0].training and not model.blocks[1].training
-    model(images)
+    assert model.blocks[1].mlp.fc1.weight is weight and weight.dtype == torch.float32
+    model.float()(images)
 
 
 def meta(name, **kwargs):
@@ -197,14 +196,13 @@ def test_weights_that_are_not_finite_are_refused(vit):
     assert len(broken.blocks) == 3
 
 
-@pytest.mark.parametrize('images, message', [
-    (torch.randn(3, 16, 16), r'got torch.float32 \[3, 16, 16\]'), ([1], 'got list'),
-    (torch.randn(2, 3, 16, 16).double(), r'images \[2, 3, 16, 16\] do not fit this model: .* type'),
-    (torch.full((2, 3, 16, 16), float('inf')), 'images must be finite')])
-def test_refuses_images_that_are_none(vit, images, message):
+@pytest.mark.parametrize('images, error', [
+    (torch.randn(3, 16, 16), ValueError), (torch.full((2, 3, 16, 16), float('inf')), ValueError),
+    (torch.randn(2, 3, 16, 16).double(), RuntimeError), (torch.randn(2, 1, 16, 16), RuntimeError)])
+def test_images_that_do_not_fit_change_nothing(vit, images, error):
     model = vit()
     before = snapshot(model)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error):
         convert_(model, OdeConfig(time='low_rank', rank=2, init='svd_data'), images=images)
     assert snapshot(model) == before
 

@@ -10,7 +10,7 @@ import torch
 from timm.data import resolve_data_config
 
 from timm_odevit import OdeConfig, convert_
-from timm_odevit.convert.refusals import convertibility
+from timm_odevit.convert.planning import convertibility
 from timm_odevit.hooks import on_meta
 
 PARTS = 16

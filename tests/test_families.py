@@ -234,13 +234,6 @@ def test_a_merged_model_changes_its_image_size_wholly_or_not_at_all():
         torch.testing.assert_close(model(x), expected(x))
 
 
-def test_a_position_bias_that_depends_on_time_keeps_its_size():
-    model = build('beit_base_patch16_224')
-    convert_(model, OdeConfig(time='low_rank', rank=2))
-    with pytest.raises(ValueError, match='Call set_input_size before convert_'):
-        model.set_input_size((32, 32))
-
-
 @families
 def test_moves_copies_and_restores(name):
     """deepcopy, dtype and back, requires_grad of each part, training, and restore() on the way out."""

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from timm_odevit import OdeConfig, convert_
-from timm_odevit.convert.initialisation import build_field, spectral_
-from timm_odevit.convert.svd_data import aligned
+from timm_odevit.convert.initialisation import aligned, build_field, spectral_
 
 
 def norm(weight):
@@ -92,8 +91,6 @@ def test_svd_data_of_a_layer_that_nothing_reaches_is_finite(vit, images):
     for block in model.blocks:
         torch.nn.init.zeros_(block.norm1.weight)
         torch.nn.init.zeros_(block.norm1.bias)
-    with pytest.raises(ValueError, match=r'images \[2, 1, 16, 16\] do not fit this model'):
-        convert_(model, OdeConfig(time='low_rank', rank=2, init='svd_data'), images=images[:, :1])
     convert_(model, OdeConfig(time='low_rank', rank=2, init='svd_data'), images=images)
     assert model(images).isfinite().all()
 

@@ -99,7 +99,7 @@ def test_a_view_has_rope_tables_for_its_steps():
 
 @pytest.mark.parametrize('steps', [0, None, 2.5, (2, 3), '3'])
 def test_a_view_refuses(vit, steps):
-    with pytest.raises(ValueError, match='steps must be'):
+    with pytest.raises(ValueError, match='steps (must be|and T are needed)'):
         with_steps(converted(vit, OdeConfig()), steps)
     with pytest.raises(TypeError, match='has no steps'):
         with_steps(vit(), 3)
@@ -306,10 +306,6 @@ def test_merged_models_say_what_they_cannot_do(vit, images):
     assert [info['module'] for info in model.feature_info] == [f'blocks.solver.{i}' for i in range(6)]
     assert all(info['module'] in names for info in model.feature_info)
     assert model.blocks[2:].layers == done.blocks[0].layers[2:]
-    model.double()
-    with pytest.raises(ValueError, match=r'The model is now torch.float64, its shared block is torch.float32. Call model.to'):
-        done.restore()
-    model.float()
     done.restore()
     assert model.feature_info is model.blocks.feature_info
 

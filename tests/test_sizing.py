@@ -4,7 +4,7 @@ import timm
 import torch
 
 from timm_odevit import OdeConfig, choose_size, convert_, save_pretrained
-from timm_odevit.convert.sizing import parse_size, predict_parameters
+from timm_odevit.convert.planning import parse_size, predict_parameters
 from timm_odevit.ode.blocks import count_parameters
 
 

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from timm_odevit import OdeConfig, Recipe, convert_, integrate, merge_, save_pretrained
-from timm_odevit.convert.initialisation import build_field, factors
-from timm_odevit.convert.merge import _frozen, merged_bytes
-from timm_odevit.convert.svd_data import input_moments
+from timm_odevit.convert.initialisation import build_field, factors, input_moments
+from timm_odevit.convert.merge import _frozen
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.ode.methods import METHODS
 from timm_odevit.ode.time_dependence import PiecewiseField, TimeField
@@ -240,17 +239,6 @@ def test_a_step_has_the_mean_over_its_layers(vit, images, steps, layers):
     expected = model(images)
     merge_(model)
     torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize('method', ['lie_trotter', 'heun2', 'rk4'])
-def test_merged_and_averaged_there_is_one_block_per_step(vit, images, method):
-    model = vit(depth=4)
-    convert_(model, time='low_rank', rank=2, steps=2, method=method)
-    expected, predicted = model(images), merged_bytes(model)
-    done = merge_(model)
-    torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-5)
-    assert done.bytes_after == predicted and len(list(model.blocks.shared.fields)) == 2
-    assert not any(isinstance(field, PiecewiseField) for field in model.blocks.shared.fields)
 
 
 def test_attention_maps_may_be_averaged(vit):

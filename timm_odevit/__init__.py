@@ -25,8 +25,7 @@ from . import registry as _registers  # noqa: F401
 from ._version import __version__
 from .convert.conversion import Conversion, convert_
 from .convert.merge import merge_, merged_bytes
-from .convert.refusals import check_convertible, list_convertible
-from .convert.sizing import choose_size
+from .convert.planning import check_convertible, choose_size, list_convertible
 from .dynamics.lipschitz import lipschitz_constants, spectral_norms
 from .dynamics.lyapunov import lyapunov_exponents
 from .dynamics.precision import contraction_regions, discretisation_errors

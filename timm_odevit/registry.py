@@ -17,7 +17,7 @@ from torch import nn
 from .convert.block_kinds import find_stages, kinds
 from .convert.conversion import convert_
 from .convert.initialisation import set_per_layer
-from .convert.refusals import check_convertible
+from .convert.planning import check_convertible
 from .features import FeaturesAtTimes
 from .hooks import on_meta
 from .ode.config import PREFIX, OdeConfig

@@ -90,9 +90,7 @@ class WholeField(NativeField):
     """psi(x) = block(x) - x: a block that is not split, for the unsplit methods only."""
 
     def attention(self, t, x, context):
-        raise ValueError(
-            f'A {type(self.block).__name__} cannot be split into attention and MLP. Use a method that does not split '
-            "it, such as 'euler'.")
+        raise ValueError(f"A {type(self.block).__name__} cannot be split into attention and MLP. Use 'euler', say.")
 
     mlp = attention
 
@@ -134,13 +132,11 @@ class Site(NamedTuple):
         return list(self.host.blocks)
 
     def converted(self, config: OdeConfig) -> list[Any]:
-        """The blocks that a conversion replaces."""
         first, last = config.converted_layers(len(self.host.blocks))
         return self.blocks[first:last + 1]
 
 
 def cannot_convert(model: nn.Module, why: str) -> TypeError:
-    """The error for a model whose blocks cannot be converted."""
     return TypeError(f'Cannot convert {type(model).__name__}: {why}. See timm_odevit.list_convertible().')
 
 
@@ -149,8 +145,7 @@ def find_stages(model: nn.Module) -> list[Site]:
     for cls, name in STAGES.items():
         if isinstance(model, cls):
             return [Site(stage, f'{name}.{i}') for i, stage in enumerate(getattr(model, name))]
-    encoder: Any = getattr(model, 'encoder', None)  # of the classifiers around the encoders of language models
-    for host, name in ((model, ''), (encoder, 'encoder')):
+    for host, name in ((model, ''), (getattr(model, 'encoder', None), 'encoder')):  # of models of language and images
         blocks = getattr(host, 'blocks', None)
         if isinstance(blocks, (nn.Sequential, nn.ModuleList)) and len(blocks):
             return [Site(host, name)]
@@ -168,7 +163,6 @@ def prefix_tokens(model: Any) -> int:
 
 
 def field_class(block: nn.Module) -> type[NativeField]:
-    """The field for a block."""
     return FIELD_OF.get(type(block), WholeField)
 
 

@@ -12,10 +12,9 @@ from ..ode.blocks import OdeBlocks, count_parameters
 from ..ode.config import FIELDS, OdeConfig
 from ..ode.methods import METHODS
 from .block_kinds import Site, class_token_comes_later, prefix_tokens
-from .initialisation import build_field
-from .merge import Replacements, check_not_merged, refuse
-from .refusals import check_all, count_in_words
-from .svd_data import input_moments
+from .initialisation import build_field, input_moments
+from .merge import Replacements, check_not_merged, hosts_of
+from .planning import check_all, count_in_words
 
 __all__ = ['Conversion', 'convert_']
 
@@ -30,8 +29,7 @@ def convert_(
 ) -> 'Conversion':
     """Replace the blocks of a transformer with shared blocks that an ODE solver evaluates K times, in place.
 
-    A refused call leaves the model unchanged. Device, dtype, mode and requires_grad carry over. Parameters are new:
-    create the optimizer afterwards.
+    Device, dtype, mode and requires_grad carry over. Parameters are new: create the optimizer afterwards.
 
     Args:
         model: A timm model with a sequence of blocks of one width, or with stages (Swin); see `list_convertible()`.
@@ -95,22 +93,17 @@ def _replacements(model: Any, sites: Sequence[Site], built: Sequence[OdeBlocks])
     rows += [(model, 'feature_info', ode.feature_info) for ode in built if ode.feature]
     if sites[0].host is model and getattr(model, 'rope_mixed', False):
         rows.append((model.rope, 'get_embed', partial(_rope_of_steps, model)))
-    if hasattr(model, 'group_matcher'):
-        rows.append((model, 'group_matcher', partial(_group_matcher, model)))
-    if any('position_bias_table' in name and '.up.' in name for ode in built for name, _ in ode.named_parameters()):
-        rows.append((model, 'set_input_size', partial(refuse, (
-            'The residuals of the position bias fit only the image size at which the model was converted. '
-            'Call set_input_size before convert_.'))))
+    for method, new in (('group_matcher', _group_matcher), ('set_input_size', _set_input_size)):
+        if hasattr(model, method):
+            rows.append((model, method, partial(new, model)))
     return rows
 
 
 def _logits(model: Any, state: Tensor) -> Tensor:
     """The logits [B, classes] that a model gives for a last state [B, N, D]."""
     if model.num_classes < 2:
-        raise ValueError("Halting by 'entropy' needs class probabilities, but this model has fewer "
-                         "than two classes. Use 'acceleration', or set halting=None.")
-    logits: Tensor = model.forward_head(model.norm(state))
-    return logits
+        raise ValueError("Halting by 'entropy' needs two classes or more. Use 'acceleration', or set halting=None.")
+    return model.forward_head(model.norm(state))
 
 
 def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -118,6 +111,23 @@ def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
     tables = type(model.rope).get_embed(model.rope, *args, **kwargs)
     layers = getattr(model.blocks, 'layers', range(len(model.blocks)))  # absent if the model was pruned to kept blocks
     return tables[[min(layer, len(tables) - 1) for layer in layers]]
+
+
+def _set_input_size(model: Any, *args: Any, **kwargs: Any) -> None:
+    """The base's own method, on the blocks of all phases, also of those in which no step starts."""
+    hosts = hosts_of(model)
+    if any('position_bias_table' in name and '.up.' in name for name, _ in model.named_parameters()):
+        raise ValueError('The residuals of the position bias fit only the image size at which the model was converted. '
+                         'Call set_input_size before convert_.')
+    fields = [[getattr(phase, 'base', phase) for phase in ode.shared.phases] for _, ode in hosts]
+    try:
+        for (host, ode), phases in zip(hosts, fields, strict=True):
+            host._modules['blocks'] = nn.ModuleList(
+                [*ode.before, *(getattr(field, 'block', field) for field in phases), *ode.after])
+        type(model).set_input_size(model, *args, **kwargs)
+    finally:
+        for host, ode in hosts:
+            host._modules['blocks'] = ode
 
 
 def _group_matcher(model: Any, coarse: bool = False) -> Callable[[str], int]:
@@ -142,9 +152,9 @@ class Conversion:
     Attributes:
         model: The converted model.
         blocks: Its OdeBlocks: one, or one per stage.
-        layers: Number of blocks that were converted.
+        layers: Number of converted blocks.
         config: Settings; with one sequence of blocks, steps and T are filled in.
-        parameters_before, parameters_after: Numbers of parameters of the model.
+        parameters_before, parameters_after: Numbers of parameters.
 
     Examples:
         >>> done = convert_(vit)
@@ -165,16 +175,13 @@ class Conversion:
     def restore(self) -> None:
         """Put the original blocks back, bit for bit, on the model's current device and in its current mode.
 
-        Everything else keeps its current weights. If they were trained since, or the image size was changed, they no
-        longer fit the original blocks; to undo that as well, keep a `copy.deepcopy(model)` from before the conversion.
-
-        Raises ValueError if they were not kept, the model no longer holds this conversion, or its dtype has changed.
+        Everything else keeps its current weights: what was trained since, or another image size, no longer fits them.
+        Raises ValueError if they were not kept, or the model no longer holds this conversion.
         """
         if self._replacements is None:
-            raise ValueError(
-                'The original blocks were not kept. Convert with keep_original=True to be able to restore.')
+            raise ValueError('The original blocks were not kept. Convert with keep_original=True.')
         check_not_merged(self.model)
-        self._replacements.restore('the blocks of this conversion', 'original blocks are')
+        self._replacements.restore('the blocks of this conversion')
 
     def __repr__(self) -> str:
         return self._text

@@ -3,17 +3,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from timm.layers import DropPath
+from timm.layers import Attention, DropPath, Mlp
 from torch import Tensor, nn
 
-from ..hooks import random_states_kept
+from ..hooks import evaluating, hooked, random_states_kept
 from ..ode.config import FIELDS, OdeConfig
 from ..ode.fields import Field, NativeField
 from ..ode.time_dependence import PiecewiseField, TimeField, matrix_shape, residual_key
 from .block_kinds import PER_LAYER, field_class, kinds
-from .svd_data import Layers, Moments, aligned
 
-__all__ = ['assignment', 'build_field', 'factors', 'set_per_layer', 'spectral_']
+__all__ = ['aligned', 'assignment', 'build_field', 'factors', 'input_moments', 'set_per_layer', 'spectral_']
+
+Moments = dict[tuple[int, str], Tensor]  # second moment of the inputs of a linear layer, by layer and parameter name
+Layers = dict[int, dict[str, Tensor]]  # for each layer, its tensors by their name in the field ('block.mlp.fc1.weight')
 
 
 def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -> list[int]:
@@ -30,11 +32,7 @@ def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -
 
 def build_field(
         config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0, moments: Moments | None = None) -> Field:
-    """Build the vector field, with weights of its own, that replaces consecutive blocks of the base.
-
-    A parameter is trainable if it is trainable in any of the blocks that it replaces. `first` is the layer of the first
-    block; `moments` are for init 'svd_data'.
-    """
+    """The field, with weights of its own, that replaces consecutive blocks of the base, from layer `first` on."""
     assigned = assignment(config, blocks, first)
     with torch.no_grad(), random_states_kept(next(blocks[0].parameters()).device):
         fields = [_build(config, {first + i: blocks[i] for i, o in enumerate(assigned) if o == index}, moments or {})
@@ -45,10 +43,7 @@ def build_field(
 
 
 def spectral_(weight: Tensor, parts: int = 1) -> Tensor:
-    """Fill a matrix [M, D] with random values and scale each of its parts (q, k, v) to spectral norm 1, in place.
-
-    Source: ODE-ViT, arXiv 2511.16501.
-    """
+    """Fill a matrix [M, D] with random values and scale each of its parts (q, k, v) to spectral norm 1, in place."""
     with torch.no_grad():
         nn.init.normal_(weight)
         if not weight.is_meta:
@@ -148,3 +143,69 @@ def factors(residual: Tensor, rank: int, moment: Tensor | None) -> tuple[Tensor,
 def _precise(tensor: Tensor) -> Tensor:
     """A tensor in float32, or in its own dtype if that is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor, first: int = 0) -> Moments:
+    """Second moment x^T x / n [N, N] of the inputs of every linear layer of some blocks, from layer `first` on."""
+    moments: Moments = {}
+
+    def watch(key: tuple[int, str]):
+        def hook(_: nn.Module, args: Any) -> None:
+            x = args[0].flatten(0, -2).float()
+            moments[key] = moments.get(key, torch.zeros((), device=x.device)) + x.T @ x / len(x)
+        return hook
+    linears = [((first + i, f'block.{name}.weight'), module) for i, block in enumerate(blocks)
+               for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+    with hooked(*((module, 'before', watch(key)) for key, module in linears)), evaluating(model), torch.no_grad():
+        model(images)
+    return moments
+
+
+def aligned(layers: Layers, block: Any, moments: Moments) -> tuple[Layers, Moments]:
+    """Bring heads and neurons of several layers into one order, without changing what each layer computes.
+
+    In rounds, layer by layer, they are assigned to those of the mean of the other layers so that the inner product of
+    the weights is largest. What is not plain in `block`, one of the blocks, is left. Source: arXiv 2209.04836.
+    """
+    layers, moments = {layer: dict(values) for layer, values in layers.items()}, dict(moments)
+    attn, mlp = getattr(block, 'attn', None), getattr(block, 'mlp', None)
+    if type(attn) is Attention and isinstance(attn.norm, nn.Identity) and getattr(attn, 'gate', None) is None:
+        _align(layers, moments, 'block.attn.qkv', 'block.attn.proj', 3, attn.num_heads)
+    if type(mlp) is Mlp and isinstance(mlp.norm, nn.Identity):
+        units = len(next(iter(layers.values()))['block.mlp.fc1.weight'])
+        _align(layers, moments, 'block.mlp.fc1', 'block.mlp.fc2', 1, units)
+    return layers, moments
+
+
+def _align(layers: Layers, moments: Moments, first: str, second: str, parts: int, units: int) -> None:
+    """Reorder the units between two linear layers: rows of the first, in `parts` parts, and columns of the second."""
+    weight, bias, after = f'{first}.weight', f'{first}.bias', f'{second}.weight'
+
+    def features(values: dict[str, Tensor]) -> Tensor:
+        columns = [*values[weight].reshape(parts, units, -1), values[after].T.reshape(units, -1)]
+        if parts == 1 and bias in values:  # in attention, the biases of the keys do nothing
+            columns.append(values[bias][:, None])
+        return torch.cat(columns, dim=1).float()
+    orders = _match([features(values) for values in layers.values()])
+    for (layer, values), order in zip(layers.items(), orders, strict=True):
+        width = values[after].shape[1]
+        columns = torch.arange(width, device=order.device).view(units, -1)[order].flatten()
+        rows = torch.cat([columns + part * width for part in range(parts)])
+        values.update({name: values[name][rows] for name in (weight, bias) if name in values})
+        values[after] = values[after][:, columns]
+        if (layer, after) in moments:
+            moments[layer, after] = moments[layer, after][columns][:, columns]
+
+
+def _match(features: list[Tensor]) -> list[Tensor]:
+    """For each layer, the order of its units [n] that brings their features [n, f] closest to the others'."""
+    from scipy.optimize import linear_sum_assignment  # comes with torchdiffeq
+    orders = [torch.arange(len(f), device=f.device) for f in features]
+    total = torch.stack(features).sum(0)
+    for _ in range(3 if len(features) > 1 else 0):
+        for i, f in enumerate(features):
+            others = total - f[orders[i]]
+            order = linear_sum_assignment((others @ f.T).cpu().numpy(), maximize=True)[1]
+            orders[i] = torch.as_tensor(order, device=f.device)
+            total = others + f[orders[i]]
+    return orders

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ode.blocks import OdeBlocks, find_ode_blocks
-from ..ode.fields import Field
-from ..ode.skeleton import copy_module
-from ..ode.time_dependence import MERGED, MergedField, TimeField
+from ..ode.blocks import MERGED, OdeBlocks, find_ode_blocks
+from ..ode.fields import Field, copy_module
+from ..ode.time_dependence import MergedField, TimeField
 
-__all__ = ['Merged', 'Replacements', 'check_not_merged', 'merge_', 'merged_bytes', 'refuse']
+__all__ = ['Merged', 'Replacements', 'check_not_merged', 'hosts_of', 'merge_', 'merged_bytes', 'refuse']
 
 
 def merge_(model: nn.Module) -> 'Merged':
@@ -38,26 +37,23 @@ def merge_(model: nn.Module) -> 'Merged':
         >>> logits = student(images)
         >>> merged.restore()
     """
-    hosts = _hosts(model)
+    hosts = _mergeable(model)
     before, after = _bytes(model), merged_bytes(model)
-    rows: list[tuple[Any, str, Any]] = []
-    for host, ode in hosts:
-        rows.append((host, 'blocks', _merged(ode)))
-        if getattr(host, 'feature_info', None) is ode.feature_info:
-            rows.append((host, 'feature_info', rows[-1][2].feature_info))
-    blocks = tuple(new for _, _, new in rows if isinstance(new, OdeBlocks))
+    rows: list[tuple[Any, str, Any]] = [(host, 'blocks', _merged(ode)) for host, ode in hosts]
+    rows += [(host, 'feature_info', new.feature_info) for (host, ode), (_, _, new) in zip(hosts, rows, strict=True)
+             if getattr(host, 'feature_info', None) is ode.feature_info]
     parts = [part for _, ode in hosts for part in ode.shared.modules()]
     if any(hasattr(part, name) for part in parts for name in ('set_input_size', 'set_window_size')):
         rows.append((model, 'set_input_size', partial(refuse, MERGED)))
-    return Merged(model, blocks, before, after, Replacements(model, rows))
+    return Merged(model, tuple(row[2] for row in rows[:len(hosts)]), before, after, Replacements(model, rows))
 
 
 def _merged(ode: OdeBlocks) -> OdeBlocks:
     """The blocks with the frozen weights of each step."""
     fields = [_frozen(step.field, step.interval) for step in ode.solver]
-    table = MergedField(fields, [step.t for step in ode.solver]).requires_grad_(False).train(ode.shared.training)
-    merged = OdeBlocks(table, ode.config, ode.feature, ode.t, [*ode.before], [*ode.after], ode.readout,
-                       ode.num_prefix_tokens)
+    table = MergedField(fields, [step.t for step in ode.solver], range(len(fields)))
+    merged = OdeBlocks(table.requires_grad_(False).train(ode.shared.training), ode.config, ode.feature, ode.t,
+                       [*ode.before], [*ode.after], ode.readout, ode.num_prefix_tokens)
     for old, new in zip((ode, ode.solver, *ode.solver), (merged, merged.solver, *merged.solver), strict=True):
         new.training = old.training
         new.__dict__.update({name: value.copy() if isinstance(value, dict) else value
@@ -93,9 +89,9 @@ class Merged:
     def restore(self) -> None:
         """Put the OdeBlocks back, with the parameters they had, on the model's device.
 
-        Raises ValueError if the model no longer holds these merged blocks, or its dtype has changed.
+        Raises ValueError if the model no longer holds these merged blocks.
         """
-        self._replacements.restore('the merged blocks', 'shared block is')
+        self._replacements.restore('the merged blocks')
 
     def __repr__(self) -> str:
         count = sum(len(blocks) for blocks in self.blocks)
@@ -109,9 +105,8 @@ def merged_bytes(model: nn.Module) -> int:
     Examples:
         >>> print(f'{merged_bytes(student) / 1e6:.2f} MB')
     """
-    return _bytes(model) + sum(
-        sum(_bytes(step.field.base) for step in ode.solver) - _bytes(ode.shared)
-        for _, ode in _hosts(model))
+    return _bytes(model) + sum(sum(_bytes(step.field.base) for step in ode.solver) - _bytes(ode.shared)
+                               for _, ode in _mergeable(model))
 
 
 def check_not_merged(model: nn.Module) -> None:
@@ -119,19 +114,22 @@ def check_not_merged(model: nn.Module) -> None:
         raise ValueError(MERGED)
 
 
-def _hosts(model: nn.Module) -> list[tuple[nn.Module, OdeBlocks]]:
-    """The OdeBlocks of a model that can be merged, each with the module that holds it."""
+def hosts_of(model: nn.Module) -> list[tuple[nn.Module, OdeBlocks]]:
+    """The OdeBlocks of a model, each with the module that holds it."""
+    return [(host, blocks) for host in model.modules()
+            if isinstance(blocks := host._modules.get('blocks'), OdeBlocks)]
+
+
+def _mergeable(model: nn.Module) -> list[tuple[nn.Module, OdeBlocks]]:
     check_not_merged(model)
-    hosts = [(host, blocks) for host in model.modules()
-             if isinstance(blocks := host._modules.get('blocks'), OdeBlocks)]
+    hosts = hosts_of(model)
     if not hosts:
         raise TypeError(f'Cannot merge {type(model).__name__}: it is not an ODE-ViT. Give a converted model.')
     for _, ode in hosts:
-        if ode.config.adaptive:
-            raise ValueError(f"'{ode.method}' chooses its own times, so nothing can be merged in advance. Set a "
-                             "fixed-step method first, such as model.blocks.method = 'rk4'.")
-        if not ode.shared.depends_on_time:
-            raise ValueError('There is nothing to merge: the shared block does not depend on time.')
+        if ode.config.adaptive or not ode.shared.depends_on_time:
+            why = (f"'{ode.method}' chooses its own times. Set model.blocks.method = 'rk4' first."
+                   if ode.config.adaptive else 'the shared block does not depend on time.')
+            raise ValueError(f'There is nothing to merge: {why}')
     return hosts
 
 
@@ -153,22 +151,14 @@ class Replacements:
         for owner, name, new in rows:
             setattr(owner, name, new)
 
-    def restore(self, new: str, previous: str) -> None:
-        """Undo the replacements; what is put back follows the model's device and its mode.
-
-        `new` and `previous` say in error messages what the modules are.
-        """
+    def restore(self, what: str) -> None:
+        """Undo the replacements; what is put back follows the model's device and its mode."""
         modules = [row for row in self._rows if isinstance(row[2], nn.Module)]
         if any(_own(owner, name) is not module for owner, name, module, _ in modules):
-            raise ValueError(f'This model no longer holds {new}: it was restored or changed.')
-        _, _, ode, before = modules[0]
-        kept = set(ode.parameters())
-        now, then = next(ode.shared.parameters()), next(p for p in before.parameters() if p not in kept)
-        if now.dtype != then.dtype:
-            raise ValueError(
-                f'The model is now {now.dtype}, its {previous} {then.dtype}. Call model.to({then.dtype}) first.')
+            raise ValueError(f'This model no longer holds {what}: it was restored or changed.')
+        device = next(modules[0][2].shared.parameters()).device
         for _, _, _, module in modules:
-            module.to(now.device)
+            module.to(device)
             if self._model.training != self._training:
                 module.train(self._model.training)
         for owner, name, _, value in self._rows:

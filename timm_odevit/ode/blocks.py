@@ -7,15 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from ..settings import shown
-from .config import HALTING, OdeConfig
+from .config import OdeConfig
 from .fields import Context, Field
-from .halting import Readout, run_halting
 from .methods import METHODS, Step
-from .skeleton import shallow_copy, view
+from .savings import HALTING, Readout, run_halting
 from .solver import Counts, Solver, solve_adaptive
-from .time_dependence import MERGED, MergedField
+from .time_dependence import MergedField, shallow_copy, view
 
-__all__ = ['OdeBlocks', 'count_parameters', 'find_ode_blocks', 'with_steps']
+__all__ = ['MERGED', 'OdeBlocks', 'count_parameters', 'find_ode_blocks', 'with_steps']
+
+MERGED = 'This model is merged. Call `.restore()` on the object that `merge_()` returned.'
 
 
 class OdeBlocks(nn.Module):
@@ -23,51 +24,36 @@ class OdeBlocks(nn.Module):
 
     The steps are modules, 'solver.0' to 'solver.K-1', so hooks, feature extraction and FX find K layers; they refer to
     one field, `shared`. `steps`, `method` and `config` may be set at any time, which makes new steps (hooks on the old
-    ones are lost). An adaptive method solves [0, T] in one call, and runs the steps only if the host asks for
-    intermediate states.
-
-    Args:
-        shared: Vector field that all steps share.
-        config: Settings, resolved (steps and T set).
-        feature: `feature_info` entry of one block of the host.
-        t: Time at which the first step starts.
-        before, after: Blocks of the base that are kept before and after the ODE.
-        readout: Maps a final state [B, N, D] to the host's logits [B, classes]; None if it has no head.
-        num_prefix_tokens: How many tokens of the host come before those of the patches.
-
-    Source: ODE-ViT, arXiv 2511.16501.
+    ones are lost). An adaptive method solves [0, T] in one call, and runs the steps only if the host asks for states in
+    between. `before` and `after` are kept blocks of the base; `readout` maps a final state to the host's logits.
     """
     solver: Any
 
     def __init__(
-            self,
-            shared: Field,
-            config: OdeConfig,
-            feature: dict[str, Any] | None = None,
-            t: float = 0.,
-            before: Sequence[nn.Module] = (),
-            after: Sequence[nn.Module] = (),
-            readout: Readout | None = None,
+            self, shared: Field, config: OdeConfig, feature: dict[str, Any] | None = None, t: float = 0.,
+            before: Sequence[nn.Module] = (), after: Sequence[nn.Module] = (), readout: Readout | None = None,
             num_prefix_tokens: int = 0,
     ) -> None:
         super().__init__()
         self.shared, self.t, self.readout, self.num_prefix_tokens = shared, t, readout, num_prefix_tokens
         self.before, self.after = nn.ModuleList(before), nn.ModuleList(after)
         self.feature_info = _FeatureInfo()  # shared with the host, so it stays correct when the steps change
-        self.feature = dict(feature or {})
+        self.feature = dict(feature or {})  # the host's `feature_info` entry of one block
         self._counts = Counts()
         self._make_steps(config)
 
     def _make_steps(self, config: OdeConfig) -> None:
-        if config.tokens < 1 and not self.shared.has_attention_maps:
-            raise ValueError(f"tokens={config.tokens:g} needs timm's plain attention (no windows, RoPE or position "
-                             'bias), which this block does not use. Set tokens=1.')
-        if config.halting and self.after:
-            raise ValueError(f"halting='{config.halting}' lets images leave after any step, but this model has blocks "
-                             'after the ODE that they would skip. Set halting=None.')
-        if config.halting and HALTING[config.halting].needs_head and self.readout is None:
-            raise ValueError(f"halting='{config.halting}' needs a model with one sequence of blocks, whose "
-                             "`forward_head(norm(state))` gives its logits. Use 'acceleration'.")
+        for wrong, why in (
+                (config.tokens < 1 and not self.shared.has_attention_maps,
+                 f"tokens={config.tokens:g} needs timm's plain attention (no windows, RoPE or position bias), which "
+                 'this block does not use. Set tokens=1.'),
+                (config.halting and self.after, 'halting lets images leave after any step, but this model has blocks '
+                 'after the ODE that they would skip. Set halting=None.'),
+                (config.halting and HALTING[config.halting].needs_head and self.readout is None,
+                 f"halting='{config.halting}' needs a model with one sequence of blocks, whose "
+                 "`forward_head(norm(state))` gives its logits. Use 'acceleration'.")):
+            if wrong:
+                raise ValueError(why)
         self.solver = Solver(config, self.shared, self.t, self.num_prefix_tokens).train(self.training)
         self._config = config
         self.feature_info[:] = [{**self.feature, 'module': f'blocks.{kind}.{i}'} for kind in (
@@ -86,13 +72,11 @@ class OdeBlocks(nn.Module):
 
     @config.setter
     def config(self, config: OdeConfig) -> None:
-        if self.merged:
-            raise ValueError(MERGED)
-        for name in ('field', 'time', 'rank', 'phases', 'boundaries', 'blocks'):
-            now, new = getattr(self.config, name), getattr(config, name)
-            if now != new:
-                raise ValueError(
-                    f'{name}={now!r} is fixed at conversion; got {new!r}. Convert the original model again.')
+        now, new = vars(self.config), vars(config)
+        fixed = [name for name in ('field', 'time', 'rank', 'phases', 'boundaries', 'blocks') if now[name] != new[name]]
+        if self.merged or fixed:
+            raise ValueError(MERGED if self.merged else f'{fixed[0]}={now[fixed[0]]!r} is fixed at conversion; got '
+                             f'{new[fixed[0]]!r}. Convert the original model again.')
         self._make_steps(config)
 
     @property
@@ -102,8 +86,6 @@ class OdeBlocks(nn.Module):
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        if steps is None:
-            raise ValueError('steps must be a whole number of at least 1; got None.')
         self.config = replace(self.config, steps=steps)
 
     @property
@@ -136,7 +118,7 @@ class OdeBlocks(nn.Module):
         """Field evaluations of a forward pass; for an adaptive method, of this thread's last pass, or 0."""
         if self.config.adaptive:
             return self._counts.evaluations
-        return self.steps * METHODS[self.config.method].evaluations
+        return self.steps * METHODS[self.method].evaluations
 
     @property
     def evaluations(self) -> float:
@@ -144,11 +126,11 @@ class OdeBlocks(nn.Module):
         taken = self.steps_taken
         if self.config.adaptive or self.config.halting is None or taken is None or not len(taken):
             return self.nfe
-        return float(taken.float().mean()) * METHODS[self.config.method].evaluations
+        return float(taken.float().mean()) * METHODS[self.method].evaluations
 
     @property
     def steps_taken(self) -> Tensor | None:
-        """Steps of each image [B] in this thread's last forward pass in which images could halt; may be set to None."""
+        """Steps of each image [B] in this thread's last forward pass, if images could halt in it."""
         return self._counts.steps
 
     @steps_taken.setter
@@ -169,13 +151,13 @@ class OdeBlocks(nn.Module):
             for step, context in self._steps(args, kwargs):
                 x = step(x, context)
         if not torch.compiler.is_compiling():
-            self._counts.steps = taken
+            self.steps_taken = taken
         for block in self.after:
             x = block(x, *args, **kwargs)
         return x
 
     def trajectory(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """All states of the ODE, at t = 0, T/K, ..., T [K + 1, B, N, D], for that at its start [B, N, D]."""
+        """All states of the ODE, at its start and after each step [K + 1, B, N, D], for that at its start [B, N, D]."""
         if self.config.adaptive:
             return self._solve(x, [*(step.t for step in self.solver), self.end], args, kwargs)
         path = [x]
@@ -189,7 +171,7 @@ class OdeBlocks(nn.Module):
         for step in self.solver:
             if step.field is not field:
                 field = step.field
-                context = field.context(args, kwargs)._replace(weights=field.fold())
+                context = field.context(args, kwargs, field.fold())
             yield step, context
 
     def _solve(self, x: Tensor, times: list[float], args: Any, kwargs: Any) -> Tensor:
@@ -216,19 +198,20 @@ class OdeBlocks(nn.Module):
         return iter([*self.before, *self.solver, *self.after])
 
     def __getitem__(self, index: int | slice) -> Any:
-        modules = list(self)
         if not isinstance(index, slice):
-            return modules[index]
-        start, stop, stride = index.indices(len(modules))
-        if stride != 1 or stop <= start:
-            raise ValueError(f'A slice of {len(modules)} blocks must be consecutive and not empty; got {index}.')
+            return list(self)[index]
+        start, stop, stride = index.indices(len(self))
         ahead, steps = len(self.before), len(self.solver)
         low, high = max(start - ahead, 0), min(stop - ahead, steps)
-        if high <= low:
-            return nn.Sequential(*modules[start:stop])
+        if high <= low or stride != 1:
+            return nn.Sequential(*list(self)[index])
+        first, last = self.solver[low], self.solver[high - 1]
+        share = (last.t + last.h - first.t) / (self.end - self.t)  # of the time; the tokens merge as fast as here
+        config = replace(self.config, steps=high - low, T=share * (self.end - self.t),
+                         tokens=1. - share * (1. - self.config.tokens), halting=None)
         part = OdeBlocks(
-            self.shared, self.config.part(low, high), self.feature, self.solver[low].t, modules[start:ahead],
-            modules[ahead + steps:stop], None, self.num_prefix_tokens)
+            self.shared, config, self.feature, first.t, [*self.before][start:],
+            [*self.after][:max(stop - ahead - steps, 0)], None, self.num_prefix_tokens)
         part.solver = nn.ModuleList([*self.solver][low:high])  # the same steps, with their hooks
         for new in (part, part.before, part.solver, part.after):  # not what they share with this one
             new.training = self.training
@@ -255,21 +238,12 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
-    """A view of an ODE-ViT with another number of steps: it shares all weights, but has steps of its own.
+    """A view of an ODE-ViT with another number of steps, or one for each stage; the model does not change.
 
-    The view follows every later change of the weights. Hooks on the model's steps do not fire in it, and a view of a
-    compiled model is not compiled.
+    The view, a shallow copy of the same class, shares all weights and follows every later change of them. Hooks on the
+    model's steps do not fire in it, and a view of a compiled model is not compiled.
 
-    Args:
-        model: An ODE-ViT; it does not change.
-        steps: Number K of steps, or one for each stage.
-
-    Returns:
-        A shallow copy of the model, of the same class.
-
-    Raises:
-        TypeError: The model is not an ODE-ViT.
-        ValueError: The number of steps is not allowed, or the model is merged.
+    Raises TypeError if the model is not an ODE-ViT, ValueError for a number that is not allowed or a merged model.
 
     Examples:
         >>> half = with_steps(student, student.blocks.steps // 2)
@@ -280,8 +254,7 @@ def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
     if not stages:
         raise TypeError(f'{type(model).__name__} has no steps: it is not an ODE-ViT. Give a converted model.')
     counts: list[Any] = list(steps) if isinstance(steps, (list, tuple)) else [steps] * len(stages)
-    if len(counts) != len(stages) or None in counts:
-        raise ValueError(f'steps must be a whole number of at least 1, or one for each of {len(stages)} stages; got '
-                         f'{steps!r}.')
+    if len(counts) != len(stages):
+        raise ValueError(f'steps must be a whole number, or one for each of {len(stages)} stages; got {steps!r}.')
     return view(model, {
         ode: ode.with_config(replace(ode.config, steps=count)) for ode, count in zip(stages, counts, strict=True)})

@@ -1,12 +1,12 @@
 """OdeConfig: the settings that turn a stack of transformer blocks into an ODE; frozen, validated, serialisable."""
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..settings import Settings, flag, integer, many, number, one_of, refuse_unknown, setting
+from ..settings import Check, Settings, flag, integer, many, number, one_of, refuse_unknown, setting
 from .fields import Field, LipschitzField, NativeField
-from .halting import HALTING
 from .methods import METHODS
+from .savings import HALTING
 
 __all__ = ['DEFAULT', 'FIELDS', 'GONE', 'HALTING', 'LARGEST_STEPS', 'PREFIX', 'OdeConfig', 'adaptive_methods']
 
@@ -17,7 +17,7 @@ GONE = ('averaged',)  # settings of earlier versions, which saved files may stil
 
 
 def adaptive_methods() -> list[str]:
-    """Names of the adaptive methods of the installed torchdiffeq, which this imports."""
+    """Those of the installed torchdiffeq, which this imports."""
     from torchdiffeq._impl.odeint import SOLVERS  # torchdiffeq publishes no list of its methods
     from torchdiffeq._impl.solvers import AdaptiveStepsizeODESolver
     return sorted(name for name, cls in SOLVERS.items() if issubclass(cls, AdaptiveStepsizeODESolver))
@@ -28,39 +28,37 @@ def _method(name: str, value: Any) -> str:
 
 
 def _steps(name: str, value: Any) -> Any:
-    check = integer(1, none='the number of converted layers')
     if isinstance(value, (list, tuple)) and value:
-        check = many(integer(1), 'whole numbers of at least 1, one per stage')
-    value = check(name, value)
-    if value is not None and max(value if isinstance(value, tuple) else (value,)) > LARGEST_STEPS:
+        return tuple(_steps(name, steps) for steps in value)
+    value = integer(1, none='the number of converted layers')(name, value)
+    if value is not None and value > LARGEST_STEPS:
         raise ValueError(f'{name} must be at most {LARGEST_STEPS:,}; got {value}.')
     return value
 
 
-def _boundaries(name: str, value: Any) -> Any:
-    if value == 'uniform':
-        return value
-    allowed = "'uniform', or strictly increasing layers, each at least 1, such as (7, 10)"
-    layers = many(integer(1), allowed)(name, [value] if isinstance(value, int) else value)
-    if list(layers) != sorted(set(layers)):
-        raise ValueError(f'{name} must be {allowed}; got {value!r}.')
-    return layers
+def _layers(allowed: str, fit: Callable[[tuple[int, ...]], bool], otherwise: Any) -> Check:
+    """Some layers, or the one value that stands for others."""
+    def check(name: str, value: Any) -> Any:
+        if value == otherwise:
+            return value
+        layers = many(integer(0), allowed)(name, [value] if isinstance(value, int) else value)
+        if not fit(layers):
+            raise ValueError(f'{name} must be {allowed}; got {value!r}.')
+        return layers
+    return check
 
 
-def _blocks(name: str, value: Any) -> Any:
-    allowed = 'the first and the last layer to convert, such as (3, 9)'
-    layers = value if value is None else many(integer(0), allowed)(name, value)
-    if layers is not None and (len(layers) != 2 or layers[0] > layers[1]):
-        raise ValueError(f'{name} must be {allowed}; got {value!r}.')
-    return layers
+_boundaries = _layers("'uniform', or strictly increasing layers, each at least 1, such as (7, 10)",
+                      lambda layers: list(layers) == sorted({*layers} - {0}), 'uniform')
+_blocks = _layers('the first and the last layer to convert, such as (3, 9)',
+                  lambda layers: len(layers) == 2 and layers[0] <= layers[1], None)
 
 
 @dataclass(frozen=True, repr=False)
 class OdeConfig(Settings):
-    """Settings of an ODE-ViT.
+    """Settings of an ODE-ViT, also keywords of the `odevit_*` models, with the prefix `ode_`.
 
-    One unit of time is one transformer block of the base model. Every setting is also a keyword of the `odevit_*`
-    models, with the prefix `ode_`.
+    One unit of time is one transformer block of the base model.
 
     Attributes:
         field: Vector field: 'native', the base model's own sub-layers, or 'lipschitz', the paper's.
@@ -70,30 +68,26 @@ class OdeConfig(Settings):
             with stages (Swin). An adaptive method chooses its own steps; K is then the number of states it reports.
         T: End time, in blocks of the base model; None for the number of converted layers.
         time: How the shared block depends on t: 'autonomous', not at all; 'low_rank', its vectors (norms, biases,
-            LayerScale) have a value per layer, each matrix a residual of rank `rank` per layer, and a step uses their
-            mean over its interval.
+            LayerScale) have a value per layer, each matrix a residual per layer, and a step uses their mean.
         rank: Rank of the residuals of 'low_rank'; 0 for vectors only.
         phases: Number of shared blocks, one per span of consecutive layers.
         boundaries: First layer of each span except the first, such as (7, 10); 'uniform' for spans of equal length.
-        init: Initial weights of a shared block: 'mean' of the blocks that it replaces; 'svd', the mean, and each
-            layer's residual from it truncated to `rank`; 'svd_data', the same, fitted to the layer's inputs by least
-            squares; 'spectral', random, each matrix with spectral norm 1. None for 'svd' with a rank, else 'mean'.
+        init: Initial weights: 'mean' of the blocks that a shared block replaces; 'svd', also each layer's residual,
+            truncated to `rank`; 'svd_data', residuals fitted to the layer's inputs by least squares; 'spectral',
+            random, each matrix with spectral norm 1. None for 'svd' with a rank, else 'mean'.
         blocks: First and last layer to convert, such as (3, 9); None for all.
         rtol: Relative tolerance of an adaptive method, dimensionless.
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
         adjoint: Backpropagate through an adaptive solution by the adjoint method (arXiv 1806.07366): its memory does
-            not grow with the number of evaluations; at the default tolerance, gradients are wrong by 2 to 3 %
-            (hub/RESULTS.md).
+            not grow with the number of evaluations; at the default tolerance, gradients are wrong by 2 to 3 %.
         tokens: Share of the patch tokens left at T. Between steps, similar tokens are merged, so their number falls
-            linearly in t; in the state, they have equal values. Needs plain attention (no windows, RoPE or position
-            bias).
+            linearly in t. Needs plain attention (no windows, RoPE or position bias).
         halting: Rule by which an image leaves the batch before the last step: 'entropy' of the class probabilities
-            after each step, for which norm and head run there, or 'acceleration' of the state; None for no halting.
-            Images halt only in eval mode, if the model runs all blocks in one call and no step has a hook.
+            after each step, or 'acceleration' of the state; None for no halting. Images halt only in eval mode, if the
+            model runs all blocks in one call and no step has a hook.
         halting_threshold: An image halts once its score is at most this; dimensionless; see `calibrate_halting`.
 
-    Raises:
-        ValueError: A setting is out of range; the message names what is allowed.
+    Raises ValueError for a setting that is out of range.
 
     Examples:
         >>> paper = OdeConfig(field='lipschitz', method='euler', init='spectral')
@@ -122,23 +116,22 @@ class OdeConfig(Settings):
     halting_threshold: float = setting(0., number(0.))
 
     def _check(self) -> dict[str, Any]:
-        if self.rank and self.time != 'low_rank':
-            raise ValueError(f"rank applies only to time='low_rank'; got rank={self.rank!r} with time='{self.time}'.")
         phases = self.phases if self.boundaries == 'uniform' else len(self.boundaries) + 1
-        if self.phases not in (1, phases):
-            raise ValueError(f'{phases - 1} boundaries make {phases} phases; got phases={self.phases}.')
         init = self.init or ('svd' if self.rank else 'mean')
-        if init in ('svd', 'svd_data') and self.time != 'low_rank':
-            raise ValueError(f"init '{init}' fills the residuals of time='low_rank'; got time='{self.time}'.")
-        if init == 'svd_data' and not FIELDS[self.field].fits_layers:
-            raise ValueError("init 'svd_data' fits the base's own layers, so it needs field='native'. Use 'svd'.")
-        if self.adjoint and not self.adaptive:
-            raise ValueError(
-                f"adjoint needs an adaptive method ({', '.join(adaptive_methods())}); '{self.method}' has fixed steps. "
-                'To save memory with fixed steps, use model.set_grad_checkpointing().')
-        if self.adaptive and (self.tokens < 1 or self.halting is not None):
-            raise ValueError(f"{'tokens' if self.tokens < 1 else 'halting'} needs fixed steps, but '{self.method}' "
-                             f"chooses its own. Use one of {', '.join(METHODS)}.")
+        adaptive, saving = self.adaptive, 'tokens' if self.tokens < 1 else 'halting' if self.halting else ''
+        for wrong, why in (
+                (self.rank and self.time != 'low_rank', f"rank={self.rank} applies only to time='low_rank'"),
+                (self.phases not in (1, phases), f'{phases - 1} boundaries make {phases} phases, not {self.phases}'),
+                (init in ('svd', 'svd_data') and self.time != 'low_rank',
+                 f"init '{init}' fills the residuals of time='low_rank'; got time='{self.time}'"),
+                (init == 'svd_data' and not FIELDS[self.field].fits_layers,
+                 "init 'svd_data' fits the base's own layers, so it needs field='native'. Use 'svd'"),
+                (self.adjoint and not adaptive, f"adjoint needs an adaptive method, such as dopri5; '{self.method}' "
+                 'has fixed steps. To save memory there, use model.set_grad_checkpointing()'),
+                (saving and adaptive, f"{saving} needs fixed steps, but '{self.method}' chooses its own. Use one of "
+                 f"{', '.join(METHODS)}")):
+            if wrong:
+                raise ValueError(f'{why}.')
         return {'phases': phases, 'init': init}
 
     @property
@@ -163,26 +156,18 @@ class OdeConfig(Settings):
         steps = self.steps[stage] if isinstance(self.steps, tuple) else self.steps
         return replace(self, steps=depth if steps is None else steps, T=depth if self.T is None else self.T)
 
-    def part(self, first: int, last: int) -> 'OdeConfig':
-        """The settings of the steps from `first` up to but without `last`: tokens merge as fast, and nothing halts."""
-        steps, T = self.steps_and_end
-        share = (last - first) / steps
-        return replace(self, steps=last - first, T=share * T, tokens=1. - share * (1. - self.tokens), halting=None)
-
     def to_args(self) -> dict[str, Any]:
         """The settings as `ode_*` keywords of `timm.create_model`."""
         return {PREFIX + name: value for name, value in asdict(self).items()}
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any], caller: str, prefix: str = PREFIX) -> 'OdeConfig':
-        """Build a configuration from keywords with a prefix ('' in recipes), also as earlier versions saved them.
+        """The settings from keywords with a prefix ('' in recipes); TypeError, in the caller's name, if one is unknown.
 
-        Those called low_rank of rank 0 'vectors', and could leave out the mean over a step (`averaged`). TypeError, in
-        the name of the caller, for an unknown keyword.
+        Earlier versions called low_rank of rank 0 'vectors', and could leave out the mean over a step (`averaged`).
         """
         values = {name.removeprefix(prefix): value for name, value in args.items()}
-        for name in GONE:
-            values.pop(name, None)
+        values = {name: value for name, value in values.items() if name not in GONE}
         refuse_unknown([prefix + name for name in values], [prefix + name for name in cls.names()], caller)
         if values.get('time') == 'vectors':
             values['time'] = 'low_rank'

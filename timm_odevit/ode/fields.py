@@ -1,17 +1,18 @@
 """Vector fields: what the solver integrates. A field is the sum of an attention and an MLP sub-flow."""
+import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from timm.layers import Attention, DropPath, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
 from torch import Tensor, nn
-from typing_extensions import Self
 
-from .skeleton import copy_module
+__all__ = ['CenterNorm', 'Context', 'Field', 'Groups', 'LipschitzField', 'NativeField', 'copy_module']
 
-__all__ = ['CenterNorm', 'Context', 'Field', 'Groups', 'LipschitzField', 'NativeField']
+Module = TypeVar('Module', bound=nn.Module)
 
 
 class Groups(NamedTuple):
@@ -22,25 +23,17 @@ class Groups(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a field is called with, besides the time and the state.
-
-    Attributes:
-        block_kwargs: What the host passes to its blocks, by name: masks, RoPE tables, shared position bias, ...
-        weights: What `fold()` returned for this forward pass.
-        interval: Times over which weights that depend on time are averaged; None to take them at t.
-        groups: The merged tokens of the step, if any.
-    """
-    block_kwargs: dict[str, Any]
-    weights: list[Tensor] | None = None
-    interval: tuple[float, float] | None = None
-    groups: Groups | None = None
+    """What a field is called with, besides the time and the state."""
+    block_kwargs: dict[str, Any]  # what the host passes to its blocks, by name: masks, RoPE tables, ...
+    weights: list[Tensor] | None = None  # what `fold()` returned for this forward pass
+    interval: tuple[float, float] | None = None  # over which weights that depend on time are averaged, not taken at t
+    groups: Groups | None = None  # the merged tokens of the step, if any
 
 
 class Field(nn.Module):
     """A vector field psi(t, x) = G(t, x) + F(t, x): G is attention, which mixes tokens; F is the MLP on each token.
 
-    A field that can be split has `attention` (G) and `mlp` (F); others override `both`. One that a model can be
-    converted to is a row of `FIELDS` in config.py, and has `like` and `values`. t is a float, or a 0-dim tensor.
+    A field that can be split has `attention` (G) and `mlp` (F); others override `both`. t is a float or a 0-dim tensor.
     """
     about: str = ''  # what its sub-layers are, for the report of a conversion
     fits_layers: bool = False  # whether it has the base's own layers, which init 'svd_data' can fit
@@ -51,10 +44,11 @@ class Field(nn.Module):
     has_attention_maps: bool = False
     attention: Any
     mlp: Any
+    like: Any  # (blocks): a field with the structure of some blocks of the base
+    values: Any  # (block): what a block gives its parameters and buffers, by name
 
     def forward(self, t: float, x: Tensor, context: Context | None = None, part: str = '') -> Tensor:
-        if context is None:
-            context = Context({})
+        context = Context({}) if context is None else context
         if part == 'attention':
             return self.attention(t, x, context)
         if part == 'mlp':
@@ -65,7 +59,7 @@ class Field(nn.Module):
         return self.attention(t, x, context) + self.mlp(t, x, context)
 
     def context(self, args: Sequence[Any], kwargs: dict[str, Any], weights: list[Tensor] | None = None) -> Context:
-        """From what a host passes to its blocks after the state, and from what `fold()` returned."""
+        """Of what a host passes to its blocks after the state."""
         return Context({**dict(zip(self.names[:len(args)], args, strict=False)), **kwargs}, weights)
 
     def fold(self) -> list[Tensor] | None:
@@ -80,23 +74,9 @@ class Field(nn.Module):
     def phases(self) -> list[Any]:
         return [self]
 
-    def block_to_resize(self) -> Any:
-        return self.block
-
     def attention_map(self, t: float, x: Tensor, interval: tuple[float, float] | None = None) -> Tensor:
         """The attention probabilities [B, heads, N, N] in float32, before dropout."""
-        raise ValueError(
-            f'{type(self).__name__} has no attention maps: windows, RoPE or a position bias are part of its attention.')
-
-    @classmethod
-    def like(cls, blocks: Sequence[Any]) -> Self:
-        """A field with the structure of some blocks of the base; its weights are still to be filled in."""
-        raise NotImplementedError
-
-    @staticmethod
-    def values(block: Any) -> dict[str, Tensor]:
-        """The values that one block of the base gives the parameters and buffers of such a field, by name."""
-        raise NotImplementedError
+        raise ValueError(f'{type(self).__name__} has no attention maps: windows, RoPE or a position bias play a part.')
 
 
 class NativeField(Field):
@@ -140,17 +120,14 @@ class NativeField(Field):
         if not self.has_attention_maps:
             return super().attention_map(t, x)
         attn = self.block.attn
-        B, N, _ = x.shape
-        q, k, _ = attn.qkv(self.block.norm1(x)).reshape(B, N, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, _ = _heads(attn.qkv(self.block.norm1(x)), attn.num_heads)
         return _probabilities(attn.q_norm(q), attn.k_norm(k), attn.scale)
 
 
 class CenterNorm(nn.Module):
     """gamma * D / (D - 1) * (x - mean(x)) + beta: a LayerNorm without the division, and thus Lipschitz.
 
-    Shape: [..., D] to [..., D].
-
-    Source: LipsFormer, arXiv 2304.09856.
+    Shape: [..., D] to [..., D]. Source: LipsFormer, arXiv 2304.09856.
     """
 
     def __init__(self, dim: int, device=None, dtype=None) -> None:
@@ -173,12 +150,10 @@ class CenterNorm(nn.Module):
 
 
 class LipschitzField(Field):
-    """The paper's field: bias-free multi-head self-attention and a bias-free MLP, each behind a CenterNorm.
+    """The paper's field (arXiv 2511.16501): bias-free self-attention and a bias-free MLP, each behind a CenterNorm.
 
-    A CenterNorm is linear, so each is one matrix product with the projection behind it. The weights of qkv and fc1 are
-    read, but these modules are not called: put hooks and wrappers on the field or on a step, not on them.
-
-    Source: ODE-ViT, arXiv 2511.16501.
+    A CenterNorm is linear, so it is one matrix product with the projection behind it. The weights of qkv and fc1 are
+    read, but these modules are not called: put hooks and wrappers on the field or on a step.
     """
     about = 'new: no biases, no qk-norm, CenterNorm instead of LayerNorm'
     attention_prefixes = ('norm1', 'qkv', 'proj')
@@ -190,11 +165,7 @@ class LipschitzField(Field):
     ) -> None:
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
-        self.num_heads = num_heads
-        self.head_dim = head_dim
-        self.scale = head_dim ** -0.5
-        self.fused_attn = use_fused_attn()
-
+        self.num_heads, self.scale, self.fused_attn = num_heads, head_dim ** -0.5, use_fused_attn()
         self.norm1 = CenterNorm(dim, **dd)
         self.qkv = nn.Linear(dim, 3 * num_heads * head_dim, bias=False, **dd)
         self.attn_drop = nn.Dropout(attn_drop)
@@ -238,7 +209,7 @@ class LipschitzField(Field):
 
     def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
         weight, bias = (context.weights or self._products())[:2]
-        q, k, v = self._heads(F.linear(x, weight, bias)).unbind(0)
+        q, k, v = _heads(F.linear(x, weight, bias), self.num_heads)
         mask, causal = context.block_kwargs.get('attn_mask'), context.block_kwargs.get('is_causal', False)
         if self.fused_attn:
             dropout = self.attn_drop.p if self.training else 0.
@@ -255,14 +226,25 @@ class LipschitzField(Field):
         return self.drop_path(self.proj_drop(self.fc2(y)))
 
     def attention_map(self, t, x, interval=None):
-        q, k, _ = self._heads(self.qkv(self.norm1(x))).unbind(0)
+        q, k, _ = _heads(self.qkv(self.norm1(x)), self.num_heads)
         return _probabilities(q, k, self.scale)
 
-    def _heads(self, qkv: Tensor) -> Tensor:
-        B, N, _ = qkv.shape
-        return qkv.reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+
+def _heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values [B, heads, N, head_dim]."""
+    B, N, _ = qkv.shape
+    return qkv.reshape(B, N, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def _probabilities(q: Tensor, k: Tensor, scale: float) -> Tensor:
     with torch.autocast(q.device.type, enabled=False):
         return (q.float() * scale @ k.float().transpose(-2, -1)).softmax(dim=-1)
+
+
+def copy_module(module: Module, hooks: bool) -> Module:
+    """Deep-copy everything but the hooks, which may hold what cannot be copied: the copy shares them, or has none."""
+    memo: dict[int, Any] = {}
+    for inner in module.modules():
+        memo.update({id(value): value.copy() if hooks else OrderedDict() for name, value in vars(inner).items()
+                     if '_hooks' in name and isinstance(value, dict)})
+    return copy.deepcopy(module, memo)

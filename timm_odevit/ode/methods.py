@@ -5,77 +5,41 @@ import torch
 from torch import Tensor, nn
 
 from .fields import Context, Field
-from .tokens import TokenMerging
+from .savings import TokenMerging
 
 __all__ = ['METHODS', 'RungeKutta', 'Step']
 
 
 class Step(nn.Module):
-    """One step of a solver: maps the state at t [B, N, D] to the state at t + h.
-
-    It is called as a host calls its blocks. Weights that depend on time are averaged over the step.
-
-    Attributes:
-        order: Order of convergence of the global error.
-        evaluations: Field evaluations of one step; one of a sub-flow alone counts as half.
-        splits: Whether the step advances the two sub-flows one after the other.
-    """
-    order: int
-    evaluations: int
-    splits = False
+    """One step of a solver: maps the state at t [B, N, D] to the state at t + h; called as a host calls its blocks."""
+    order: int  # of convergence of the global error
+    evaluations: int  # of the field in one step; one of a sub-flow alone counts as half
+    splits = False  # whether the step advances the two sub-flows one after the other
     field: Any
+    advance: Any  # the state at t + h [B, N, D], or of its groups of tokens [B, G, D], for that at t and a Context
 
     def __init__(self, field: Field, t: float, h: float, merging: TokenMerging | None = None) -> None:
         super().__init__()
-        self.t = t
-        self.h = h
-        self.merging = merging
-        self.interval = (t, t + h)
+        self.t, self.h, self.merging = t, h, merging
+        self.interval = (t, t + h)  # over which weights that depend on time are averaged
         self.set_field(field)
 
     def set_field(self, field: Field) -> None:
         """Hold a field, of several phases the one that applies where the step starts."""
-        self.phases = tuple(field.phases)  # a host resizes all of them, also those in which no step starts
         # not as a submodule: the field is named, saved, moved and trained once, as the blocks' `shared`
-        self.__dict__['field'] = field.select(self.t) if len(self.phases) > 1 else field
+        self.__dict__['field'] = field.select(self.t) if len(field.phases) > 1 else field
 
-    def enter(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Context]:
-        """The state that the step computes, in which similar tokens may be merged, and the context of its field."""
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ready = len(args) == 1 and isinstance(args[0], Context)  # from OdeBlocks, which makes one for all steps
         context = args[0] if ready else self.field.context(args, kwargs)
         context = context._replace(interval=self.interval)
-        return (x, context) if self.merging is None else self.merging.enter(self.t, x, context)
-
-    def leave(self, x: Tensor, context: Context) -> Tensor:
-        return x if self.merging is None else self.merging.leave(x, context)
-
-    @property
-    def attn(self) -> Any:
-        """The attention of the block, or of all phases' blocks, by which a host changes its image size."""
-        parts = [field.block_to_resize().attn for field in self.phases]
-        return parts[0] if len(parts) == 1 else _Together(parts)
-
-    def set_input_size(self, *args: Any, **kwargs: Any) -> None:
-        for field in self.phases:
-            field.block_to_resize().set_input_size(*args, **kwargs)
+        if self.merging is None:
+            return self.advance(x, context)
+        x, context = self.merging.enter(self.t, x, context)
+        return self.merging.leave(self.advance(x, context), context)
 
     def __repr__(self) -> str:
         return f'{type(self).__name__}(t={self.t:g}, h={self.h:g})'
-
-
-class _Together:
-    """The same part of each phase's block: a call of one of its methods is one of all of them."""
-
-    def __init__(self, parts: list[Any]) -> None:
-        self._parts = parts
-
-    def __getattr__(self, name: str) -> Any:
-        values = [getattr(part, name) for part in self._parts]
-        return _Together(values) if callable(values[0]) else values[0]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        for part in self._parts:
-            part(*args, **kwargs)
 
 
 class RungeKutta(Step):
@@ -87,19 +51,17 @@ class RungeKutta(Step):
     a: tuple[tuple[float, ...], ...]
     b: tuple[float, ...]
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        x, context = self.enter(x, args, kwargs)
+    def advance(self, x: Tensor, context: Context) -> Tensor:
         slopes: list[Tensor] = []
         for node, row in zip(self.nodes, self.a, strict=True):
-            y = x
-            for weight, slope in zip(row, slopes, strict=True):
-                if weight:
-                    y = torch.add(y, slope, alpha=self.h * weight)
-            slopes.append(self.field(self.t + node * self.h, y, context, ''))
-        for weight, slope in zip(self.b, slopes, strict=True):
+            slopes.append(self.field(self.t + node * self.h, self._along(x, row, slopes), context, ''))
+        return self._along(x, self.b, slopes)
+
+    def _along(self, x: Tensor, weights: tuple[float, ...], slopes: list[Tensor]) -> Tensor:
+        for weight, slope in zip(weights, slopes, strict=True):
             if weight:
                 x = torch.add(x, slope, alpha=self.h * weight)
-        return self.leave(x, context)
+        return x
 
 
 class Euler(RungeKutta):
@@ -130,11 +92,9 @@ class LieTrotter(Step):
     """
     order, evaluations, splits = 1, 1, True
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        x, context = self.enter(x, args, kwargs)
+    def advance(self, x: Tensor, context: Context) -> Tensor:
         x = torch.add(x, self.field(self.t, x, context, 'attention'), alpha=self.h)
-        x = torch.add(x, self.field(self.t, x, context, 'mlp'), alpha=self.h)
-        return self.leave(x, context)
+        return torch.add(x, self.field(self.t, x, context, 'mlp'), alpha=self.h)
 
 
 class Strang(Step):
@@ -144,17 +104,14 @@ class Strang(Step):
     """
     order, evaluations, splits = 2, 3, True
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        x, context = self.enter(x, args, kwargs)
-        x = self._mlp(self.t, x, context)
-        y = torch.add(x, self.field(self.t, x, context, 'attention'), alpha=self.h / 2)
-        x = torch.add(x, self.field(self.t + self.h / 2, y, context, 'attention'), alpha=self.h)
-        x = self._mlp(self.t + self.h / 2, x, context)
-        return self.leave(x, context)
+    def advance(self, x: Tensor, context: Context) -> Tensor:
+        x = self._midpoint('mlp', self.t, self.h / 2, x, context)
+        x = self._midpoint('attention', self.t, self.h, x, context)
+        return self._midpoint('mlp', self.t + self.h / 2, self.h / 2, x, context)
 
-    def _mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
-        y = torch.add(x, self.field(t, x, context, 'mlp'), alpha=self.h / 4)
-        return torch.add(x, self.field(t + self.h / 4, y, context, 'mlp'), alpha=self.h / 2)
+    def _midpoint(self, part: str, t: float, h: float, x: Tensor, context: Context) -> Tensor:
+        y = torch.add(x, self.field(t, x, context, part), alpha=h / 2)
+        return torch.add(x, self.field(t + h / 2, y, context, part), alpha=h)
 
 
 METHODS: dict[str, type[Step]] = {

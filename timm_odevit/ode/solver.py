@@ -1,6 +1,7 @@
 """The steps that a configuration asks for, adaptive methods by way of torchdiffeq, and the solver for any field."""
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 from .config import OdeConfig
 from .fields import Context, Field
 from .methods import METHODS, Step
-from .tokens import TokenMerging
+from .savings import TokenMerging
 
-__all__ = ['AdaptiveStep', 'Counts', 'Solver', 'integrate', 'solve_adaptive']
+__all__ = ['Counts', 'Solver', 'integrate', 'solve_adaptive']
 
 _SAME = 1e-6  # times that differ by rounding
 
@@ -22,12 +23,12 @@ class Solver(nn.ModuleList):
 
     def __init__(self, config: OdeConfig, field: Field, t: float = 0., num_prefix_tokens: int = 0) -> None:
         steps, T = config.steps_and_end
-        h, starts = T / steps, [t + i * (T / steps) for i in range(steps)]
+        grid = [(t + i * (T / steps), T / steps) for i in range(steps)]  # the start and the length of each
         if config.adaptive:
-            super().__init__(AdaptiveStep(field, start, h, config) for start in starts)
+            super().__init__(AdaptiveStep(field, start, h, config) for start, h in grid)
         else:
             merging = TokenMerging(config.tokens, num_prefix_tokens, t, T) if config.tokens < 1 else None
-            super().__init__(METHODS[config.method](field, start, h, merging) for start in starts)
+            super().__init__(METHODS[config.method](field, start, h, merging) for start, h in grid)
 
 
 class Counts(threading.local):
@@ -47,37 +48,28 @@ class AdaptiveStep(Step):
         self.config = config
 
     def set_field(self, field: Field) -> None:
-        super().set_field(field)
-        self.__dict__['field'] = field
+        self.__dict__['field'] = field  # with all its phases
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        x, context = self.enter(x, args, kwargs)
-        return solve_adaptive(self.field, x, (self.t, self.t + self.h), self.config, context)[0][-1]
+    def advance(self, x: Tensor, context: Context) -> Tensor:
+        return solve_adaptive(self.field, x, self.interval, self.config, context)[0][-1]
 
 
 def solve_adaptive(
         field: Field, x0: Tensor, times: Sequence[float], config: OdeConfig, context: Context) -> tuple[Tensor, int]:
-    """The states at some times [len(times), B, N, D], by an adaptive method of torchdiffeq; how often it evaluates.
-
-    Raises:
-        ValueError: The state x0 [B, N, D] is in half precision, which is too coarse for step-size control.
-        FloatingPointError: The solver could not meet the tolerance with any step size.
-    """
+    """The states at some times [len(times), B, N, D] from x0 [B, N, D], and how often an adaptive method evaluated."""
     if x0.dtype not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"'{config.method}' controls its error and needs float32 or float64; got {x0.dtype}. "
-            f"Use a fixed-step method ({', '.join(METHODS)}) or a float32 model.")
+        raise ValueError(f"'{config.method}' controls its error and needs float32 or float64; got {x0.dtype}. Use a "
+                         f"fixed-step method ({', '.join(METHODS)}) or a float32 model.")
     if not x0.numel():  # an empty state has no error to measure
         return x0.expand(len(times), *x0.shape), 0
     # no error estimate holds across a jump of the field: each piece between two is solved separately, with its weights
     jumps = [t for t in field.jumps if times[0] + _SAME < t < times[-1] - _SAME]
-    times = [next((jump for jump in jumps if abs(jump - t) < _SAME), t) for t in times]
+    unwanted = [jump for jump in jumps if all(abs(jump - t) >= _SAME for t in times)]
     x, states, evaluations = x0, [x0], 0
     for start, end in pairwise([times[0], *jumps, times[-1]]):
-        wanted = [t for t in times[1:] if start < t <= end]
-        inner = [start, *wanted, *([] if wanted and wanted[-1] == end else [end])]
+        inner = [start, *(t for t in times if start + _SAME < t < end - _SAME), end]
         piece, count = _solve_smooth(field.select(start), x, inner, config, context._replace(interval=(start, end)))
-        states += list(piece[1:len(wanted) + 1])
+        states += (piece[1:-1] if end in unwanted else piece[1:]).unbind()
         x, evaluations = piece[-1], evaluations + count
     return torch.stack(states), evaluations
 
@@ -90,18 +82,16 @@ def _solve_smooth(
     counted = _Counted(field, context._replace(weights=None if config.adjoint else field.fold()))
     grid = torch.tensor(times, dtype=x0.dtype, device=x0.device)
     options: dict[str, Any] = dict(rtol=config.rtol, atol=config.atol, method=config.method)
+    if config.adjoint:
+        passed = [v for v in context.block_kwargs.values() if isinstance(v, Tensor) and v.requires_grad]
+        options['adjoint_params'] = (*counted.parameters(), *passed)
     try:
-        if config.adjoint:
-            passed = [v for v in context.block_kwargs.values() if isinstance(v, Tensor) and v.requires_grad]
-            states = torchdiffeq.odeint_adjoint(
-                counted, x0, grid, adjoint_params=(*counted.parameters(), *passed), **options)
-        else:
-            states = torchdiffeq.odeint(counted, x0, grid, **options)
+        solve = torchdiffeq.odeint_adjoint if config.adjoint else torchdiffeq.odeint
+        return solve(counted, x0, grid, **options), counted.evaluations
     except AssertionError as e:  # torchdiffeq raises it if the step size underflows or the state is not finite
         raise FloatingPointError(
             f"'{config.method}' failed between t = {times[0]:g} and {times[-1]:g} after {counted.evaluations} "
             f'evaluations: {e}. Loosen rtol and atol, or check the field for divergence.') from e
-    return states, counted.evaluations
 
 
 class _Counted(nn.Module):
@@ -117,24 +107,20 @@ class _Counted(nn.Module):
 
 
 def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, keep: bool = False) -> Tensor:
-    """Solve dx/dt = field(t, x) from t = 0 to config.T.
-
-    Time is dimensionless: one unit is one transformer block of the base model.
+    """Solve dx/dt = field(t, x) from t = 0 to config.T; one unit of time is one transformer block of the base model.
 
     Args:
-        field: Vector field, called as field(t, x) with t a float (a 0-dim tensor from an adaptive method) and x
-            [B, N, D] (or any other shape), which is that of the slope. Splitting methods call its `attention(t, x)` and
-            `mlp(t, x)`.
-        x0: State at t = 0 [B, N, D]; integrated in its own dtype.
-        config: Method, number of steps and end time; steps and T must be set.
+        field: Vector field, called as field(t, x) with t a float (a 0-dim tensor from an adaptive method). Splitting
+            methods call its `attention(t, x)` and `mlp(t, x)`.
+        x0: State at t = 0 [B, N, D], or of any other shape; integrated in its own dtype.
+        config: Method, steps and T, which must be set; tokens and halting do not apply.
         keep: Also keep the states in between.
 
     Returns:
         x(T) [B, N, D], or all states [K + 1, B, N, D] with keep.
 
     Raises:
-        ValueError: steps or T is not set, an adaptive method gets a state in half precision, or the field cannot be
-            split, or has no parameters for the adjoint method.
+        ValueError: steps or T is not set, or the method does not suit the field or the dtype.
         FloatingPointError: The state stopped being finite; the message names the step and t.
 
     Examples:
@@ -145,26 +131,25 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
 
     Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.1; ODE-ViT, arXiv 2511.16501.
     """
-    steps, T = config.steps_and_end
-    if config.tokens < 1 or config.halting is not None:
-        raise ValueError('tokens and halting apply to the blocks of a model, not to integrate. Leave them out.')
     module: Any = field if isinstance(field, Field) else _CallableField(field)
-    if not config.adaptive and METHODS[config.method].splits and not (module is field or hasattr(field, 'attention')):
-        raise ValueError(
-            f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does not have. Use "
-            "an unsplit method, such as 'euler' or 'rk4'.")
+    splits = not config.adaptive and METHODS[config.method].splits
+    if splits and not (module is field or hasattr(field, 'attention')):
+        raise ValueError(f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does "
+                         "not have. Use an unsplit method, such as 'rk4'.")
     if config.adjoint and not isinstance(field, nn.Module):
         raise ValueError('adjoint finds the parameters of a field that is an nn.Module; this one is a '
                          f'{type(field).__name__}. Set adjoint=False.')
+    solver: Any = Solver(replace(config, tokens=1.), module)
     if config.adaptive:
-        times = [i * T / steps for i in range(steps + 1)]
-        path = solve_adaptive(module, x0, times if keep else (0., T), config, module.context((), {}))[0]
-        _check_finite(path[-1], steps, config)
+        times = [step.t for step in solver] if keep else [0.]
+        path = solve_adaptive(module, x0, [*times, solver[-1].interval[1]], config, module.context((), {}))[0]
         return path if keep else path[-1]
     x, states = x0, [x0]
-    for i, step in enumerate(Solver(config, module)):
+    for i, step in enumerate(solver, 1):
         x = step(x)
-        _check_finite(x, i + 1, config)
+        if not torch.isfinite(x).all():
+            raise FloatingPointError(f'The state is not finite after step {i} of {len(solver)} (t = '
+                                     f"{step.t + step.h:g}, '{config.method}'). Use more steps or a smaller T.")
         if keep:
             states.append(x)
     return torch.stack(states) if keep else x
@@ -179,11 +164,3 @@ class _CallableField(Field):
 
     def forward(self, t, x, context=None, part=''):
         return (getattr(self.field, part) if part else self.field)(t, x)
-
-
-def _check_finite(x: Tensor, step: int, config: OdeConfig) -> None:
-    steps, T = config.steps_and_end
-    if not torch.isfinite(x).all():
-        raise FloatingPointError(
-            f'The state is not finite after step {step} of {steps} '
-            f"(t = {step * T / steps:g}, '{config.method}'). Use more steps or a smaller T.")

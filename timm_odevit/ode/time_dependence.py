@@ -1,20 +1,28 @@
-"""Fields that depend on time: parameters with a value per layer, and phases with a block each."""
+"""Fields that depend on time: parameters with a value per layer, and phases with a block each.
+
+They run a block with other weights through shallow copies of its modules: a running model must not be changed, because
+another thread may be running it too.
+"""
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
+from types import MethodType
+from typing import Any, TypeVar
 
 import torch
 from timm.models import register_notrace_module
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from .fields import Field
-from .skeleton import run_with, skeleton
 
 __all__ = [
-    'MERGED', 'RESIDUALS', 'MergedField', 'PiecewiseField', 'TimeField', 'bare_name', 'matrix_shape', 'residual_key']
+    'RESIDUALS', 'MergedField', 'PiecewiseField', 'TimeField', 'bare_name', 'matrix_shape', 'residual_key',
+    'shallow_copy', 'view']
 
 RESIDUALS = ('vectors', 'up', 'down')  # attributes of a TimeField: of vectors, and the factors of those of matrices
-MERGED = 'This model is merged. Call `.restore()` on the object that `merge_()` returned.'
+Module = TypeVar('Module', bound=nn.Module)
 
 
 @register_notrace_module  # FX would look up the parameters in the base field and miss the residuals
@@ -22,10 +30,7 @@ class TimeField(Field):
     """A field whose parameters are those of a base field plus a residual for each layer of the base model.
 
     A vector v becomes v + d(t), a matrix W becomes W + B(t) A(t), with A and B of rank r (0 for vectors only). The
-    residual of layer l applies from t = l to the next layer, that of the first also before, that of the last after it;
-    over the interval of a step, residuals are averaged. Weight decay therefore pulls each layer towards the shared
-    block. Matrices are merged before they are used, once per evaluation; training keeps them for the backward pass, as
-    much memory as the base model's blocks.
+    residual of layer l applies from t = l to the next layer; over the interval of a step, residuals are averaged.
 
     Source: Relaxed Recursive Transformers, arXiv 2410.20672.
     """
@@ -33,10 +38,7 @@ class TimeField(Field):
 
     def __init__(self, base: Field, layers: Sequence[int], rank: int = 0) -> None:
         super().__init__()
-        self.base = base
-        self.names = base.names
-        self.layers = tuple(layers)
-        self.rank = rank
+        self.base, self.names, self.layers, self.rank = base, base.names, tuple(layers), rank
         self.vectors, self.up, self.down = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
         L = len(self.layers)
         for name, p in base.named_parameters():
@@ -56,34 +58,30 @@ class TimeField(Field):
     def jumps(self):
         return [float(layer) for layer in self.layers[1:]]
 
+    @property
+    def has_attention_maps(self):
+        return self.base.has_attention_maps
+
     def add_statistics(self, name: str, residuals: Tensor) -> None:
         """Add residuals of a buffer of the base, such as a running mean, per layer [L, ...]; not trained."""
         self.statistics.register_buffer(name.replace('.', '-'), residuals)
 
     def forward(self, t, x, context=None, part=''):
         tensors = self.at(t, part, None if context is None else context.interval)
-        return run_with(self.base, tensors, t, x, context, part)
-
-    @property
-    def has_attention_maps(self):
-        return self.base.has_attention_maps
-
-    def block_to_resize(self):
-        return self.base.block_to_resize()
+        if torch.compiler.is_compiling():  # the swap is simulated; before PyTorch 2.13, Dynamo creates no modules
+            return functional_call(self.base, tensors, (t, x, context, part), tie_weights=False)
+        return _with_tensors(self.base, tensors)(t, x, context, part)
 
     def attention_map(self, t, x, interval=None):
-        return skeleton(self.base, self.at(t, 'attention', interval)).attention_map(t, x)
+        return _with_tensors(self.base, self.at(t, 'attention', interval)).attention_map(t, x)
 
     def at(self, t: float, part: str = '', interval: tuple[float, float] | None = None) -> dict[str, Tensor]:
         """The parameters of the base at t, or averaged over an interval: those of its attention, of its MLP, or all."""
-        if interval is None:
-            shares = [(_last(self.layers, t), 1.)]
-        else:
-            shares = self._shares(*interval)
+        shares = [(_last(self.layers, t), 1.)] if interval is None else self._shares(*interval)
         parameters = {residual_key(name): (name, p) for name, p in self.base.named_parameters()}
         if missing := [key.replace('-', '.') for key in (*self.vectors, *self.up) if key not in parameters]:
-            raise RuntimeError(f"{', '.join(missing)}: these parameters have residuals but are no longer in the "
-                               'shared block. Put back the part that was replaced, or convert again.')
+            raise RuntimeError(f"{', '.join(missing)}: these parameters have residuals but are no longer in the shared "
+                               'block. Put back what was replaced, or convert again.')
         merged = {}
         for key, (name, p) in parameters.items():
             if part and name.startswith(self.base.attention_prefixes) != (part == 'attention'):
@@ -110,19 +108,15 @@ class TimeField(Field):
 
 
 class PiecewiseField(Field):
-    """Several fields, one at a time: fields[which[i]] (by default, in order) from times[i] to times[i + 1].
+    """Several fields, one at a time: fields[which[i]] from times[i] to times[i + 1]. Source: Raptor, arXiv 2512.19941.
 
     The first piece also applies before the first time, the last one after the last.
-
-    Source: Raptor, arXiv 2512.19941.
     """
 
-    def __init__(self, fields: Sequence[Field], times: Sequence[float], which: Sequence[int] | None = None) -> None:
+    def __init__(self, fields: Sequence[Field], times: Sequence[float], which: Sequence[int]) -> None:
         super().__init__()
         self.fields = nn.ModuleList(fields)
-        self.times = tuple(times)
-        self.which = tuple(range(len(fields)) if which is None else which)
-        self.names = fields[0].names
+        self.times, self.which, self.names = tuple(times), tuple(which), fields[0].names
 
     @property
     def depends_on_time(self):
@@ -155,10 +149,7 @@ class PiecewiseField(Field):
 
 
 class MergedField(PiecewiseField):
-    """The frozen fields of a merged model."""
-
-    def block_to_resize(self):
-        raise ValueError(MERGED)
+    """The frozen fields of a merged model, one for each step."""
 
 
 def bare_name(name: str) -> str:
@@ -170,12 +161,75 @@ def residual_key(name: str) -> str:
     return bare_name(name).replace('.', '-')
 
 
+def matrix_shape(p: Tensor) -> tuple[int, int]:
+    """Rows and columns of a parameter of two or more dimensions, viewed as a matrix."""
+    return p.shape[0], p[0].numel()
+
+
 def _last(times: Sequence[float], t: float | Tensor) -> int:
     """The index of the last of some times that is at most t, or 0; bisect does not compile."""
     t = float(t.detach()) if isinstance(t, Tensor) else t
     return max(sum(time <= t + 1e-6 for time in times) - 1, 0)
 
 
-def matrix_shape(p: Tensor) -> tuple[int, int]:
-    """Rows and columns of a parameter of two or more dimensions, viewed as a matrix."""
-    return p.shape[0], p[0].numel()
+def _with_tensors(module: Module, tensors: Mapping[str, Tensor]) -> Module:
+    """A module that shares everything with another one but some parameters and buffers, by name: copies nothing."""
+    twin: Any = shallow_copy(module)
+    for kind in ('_parameters', '_buffers'):
+        twin.__dict__[kind] = module.__dict__[kind].copy()
+    below: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        first, dot, rest = name.partition('.')
+        if dot:
+            below.setdefault(first, {})[rest] = tensor
+        else:
+            (twin._buffers if first in twin._buffers else twin._parameters)[first] = tensor
+    for first, inner in below.items():
+        twin._modules[first] = _with_tensors(twin._modules[first], inner)
+    return twin
+
+
+def shallow_copy(module: Module) -> Module:
+    """A module of the same class with the same settings, hooks and tensors, but submodules that can be replaced."""
+    twin: Any = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    if 'forward' in module.__dict__:
+        twin.__dict__.update(_rebound(module, module, twin))
+        if twin.__dict__['forward'] is module.__dict__['forward']:
+            raise RuntimeError(f'The forward of this {type(module).__name__} was replaced by a function, which may '
+                               'hold other weights. Use a method, a partial that takes the module, or a hook.')
+    twin.__dict__['_compiled_call_impl'] = None  # module.compile() ties it to the original module
+    twin.__dict__['_modules'] = module.__dict__['_modules'].copy()
+    return twin
+
+
+def view(module: Any, twins: Mapping[Any, Any]) -> Any:
+    """A shallow copy of a module in which some modules are replaced by twins; the module itself if it has none."""
+    if module in twins:
+        return twins[module]
+    children = {name: view(child, twins) for name, child in module._modules.items() if child is not None}
+    if all(child is module._modules[name] for name, child in children.items()):
+        return module
+    copied = shallow_copy(module)
+    copied._modules.update(children)
+    for original, twin in twins.items():
+        twin.__dict__.update(_rebound(twin, module, copied))
+        if module.__dict__.get('feature_info') is original.feature_info:
+            copied.feature_info = twin.feature_info
+    for name, child in children.items():  # some are bound to their host, such as RoPE, which makes a table per step
+        if child is module._modules[name] and (bound := _rebound(child, module, copied)):
+            copied._modules[name] = shallow_copy(child)
+            copied._modules[name].__dict__.update(bound)
+    return copied
+
+
+def _rebound(owner: Any, module: Any, twin: Any) -> dict[str, Any]:
+    """The attributes of an owner that are methods of a module, or partials that take it, for the module's twin."""
+    bound: dict[str, Any] = {}
+    for name, value in owner.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            bound[name] = MethodType(value.__func__, twin)
+        elif isinstance(value, partial) and any(arg is module for arg in value.args):
+            args = [twin if arg is module else arg for arg in value.args]
+            bound[name] = partial(value.func, *args, **value.keywords)
+    return bound

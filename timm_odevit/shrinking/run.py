@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..benchmark import peak_of, processor
-from ..convert.sizing import parse_size
+from ..convert.planning import parse_size
 from ..data.batches import Mapped
 from ..data.preprocessing import model_name
 from ..distributed import alone_in

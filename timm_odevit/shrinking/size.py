@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..convert.conversion import Conversion, convert_
-from ..convert.refusals import check_convertible
-from ..convert.sizing import choose_size, predict_parameters
+from ..convert.planning import check_convertible, choose_size, predict_parameters
 from ..ode.blocks import count_parameters
 from ..ode.config import DEFAULT, OdeConfig
 from ..training.run import calibrate_
