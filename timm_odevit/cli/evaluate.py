@@ -14,8 +14,8 @@ from ..benchmark import benchmark as measure_speed
 from ..data.config import DataConfig
 from ..data.preprocessing import class_names, data_config, open_image, warn_of_other_classes
 from ..data.read import Data, pictures, read_data
-from ..evaluation.accuracy import AMP_DTYPES
 from ..files import to_json, write_text
+from ..hooks import AMP_DTYPES
 from ..ode.blocks import find_ode_blocks
 from ..training.resume import BEST, RECIPE
 from .models import check_file, load, refuse_existing, save, set_steps
