@@ -61,6 +61,11 @@ def test_halting_is_timed_on_images(tiny):
     assert [t.evaluations for t in found.timings] == [None, 1]  # every image halts after the first step
 
 
+def test_an_unknown_mode_of_the_compiler_is_refused(tiny):
+    with pytest.raises(ValueError, match="Unknown compiled 'fast'"):
+        benchmark({'a': tiny}, compiled='fast', **QUICK)
+
+
 def test_all_take_turns_in_every_round():
     calls = []
     times = times_in_turns([lambda: calls.append('a'), lambda: calls.append('b')], 3)

@@ -118,6 +118,8 @@ def test_bad_input(vit):
     student, teacher = pair(vit)
     with pytest.raises(ValueError, match='evaluate_embeddings'):
         evaluate(student, batches())
+    with pytest.raises(ValueError, match='gives embeddings .*32.*, the teacher .*5'):
+        evaluate_embeddings(student, batches(), teacher=vit())
     with pytest.raises(ValueError, match='gave no images'):
         evaluate_embeddings(student, [])
     for alone in evaluate_embeddings(student, batches(1, 1), teacher=teacher).results:

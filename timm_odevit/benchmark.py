@@ -20,7 +20,7 @@ from .convert.merge import merge_
 from .data.preprocessing import data_config, dtype_of
 from .files import markdown_table
 from .ode.blocks import count_parameters, find_ode_blocks, with_steps
-from .settings import integer
+from .settings import integer, one_of
 
 __all__ = ['Benchmark', 'Timing', 'benchmark', 'peak_of', 'processor', 'times_in_turns']
 
@@ -80,6 +80,7 @@ def benchmark(
     torch.compile. `images` gives images [N, C, H, W] for a model and a number N; without it, they are random.
     """
     integer(1)('rounds', rounds)
+    one_of(('default', 'reduce-overhead', 'max-autotune'), none='not compiled')('compiled', compiled)
     candidates: dict[str, nn.Module] = {}
     for name, model in models.items():
         if images is None and any(ode.config.halting for ode in find_ode_blocks(model)):

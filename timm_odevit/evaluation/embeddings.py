@@ -99,6 +99,9 @@ def _row(outputs: Tensor, labels: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _compared(ours: Tensor, finite: Tensor, theirs: Tensor) -> dict[str, float]:
+    if ours.shape != theirs.shape:
+        raise ValueError(f'The model gives embeddings {list(ours.shape)}, the teacher {list(theirs.shape)}. Give a '
+                         'teacher with the same output.')
     found = {'cosine': 1. if ours is theirs else F.cosine_similarity(ours, theirs, dim=-1).mean().item()}
     if len(ours) > 1:  # one image has no variance, and no neighbour
         variance = (theirs - theirs.mean(dim=0)).square().mean().clamp_min(1e-12)
