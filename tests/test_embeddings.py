@@ -41,6 +41,12 @@ def pair(vit, **kwargs):
     return student, teacher
 
 
+def npz(path):
+    rng, labels = np.random.default_rng(0), np.arange(40) % 10
+    x_train, x_test = rng.integers(0, 256, (2, 40, 16, 16, 3), dtype=np.uint8)
+    np.savez(path, x_train=x_train, x_test=x_test, y_train=labels, y_test=labels)
+
+
 # --- losses
 
 def test_embedding_loss_is_the_angle_plus_the_relative_error():
@@ -100,7 +106,7 @@ def test_a_model_is_nearest_to_itself(vit):
 def test_without_a_teacher_and_without_labels_there_is_nothing_to_compare(vit):
     found = evaluate_embeddings(vit(num_classes=0), batches()).results[0]
     assert found.cosine is None and found.knn is None and found.images == 12 and found.images_per_second > 0
-    with pytest.raises(ValueError, match='have no cosine.*Evaluate with teacher='):
+    with pytest.raises(ValueError, match='no cosine.* to plot.*teacher='):
         evaluate_embeddings(pair(vit)[0], batches(), steps=(1, 2)).plot()
     images = torch.cat([x for x, _ in batches()])
     assert evaluate_embeddings(vit(num_classes=0), images).results[0].images == 12
@@ -116,24 +122,15 @@ def test_bad_input(vit):
         evaluate_embeddings(student, batches(), teacher=vit())
     with pytest.raises(ValueError, match='gave no images'):
         evaluate_embeddings(student, [])
-
-    class Shuffled(list):
-        def __iter__(self):
-            self.reverse()
-            return super().__iter__()
-    with pytest.raises(ValueError, match='shuffle=False'):
-        evaluate_embeddings(student, Shuffled([(torch.randn(2, 3, 16, 16), torch.tensor([i, i])) for i in (0, 1)]), teacher=teacher)
     for alone in evaluate_embeddings(student, batches(1, 1), teacher=teacher).results:
         assert alone.error is None and alone.neighbours is None and alone.cosine is not None
     dummies = torch.utils.data.TensorDataset(torch.randn(20, 3, 16, 16), torch.zeros(20))
-    with pytest.raises(ValueError, match='same order each time. Make it with shuffle=False'):
+    with pytest.raises(ValueError, match='shuffle=False'):
         evaluate_embeddings(student, torch.utils.data.DataLoader(dummies, 4, shuffle=True), teacher=teacher)
     for options, message in [
             (dict(labelled=batches(1, 1)), 'at least 2 classes'), (dict(labelled=batches()), 'the images that are classified'),
-            (dict(labelled=[(x, y - 1) for x, y in batches()]), 'label -1, but labels count from 0'),
-            (dict(labelled=[(x, y / 2) for x, y in batches()]), 'whole numbers; got torch.float32'),
-            (dict(class_embeddings=[1.]), r'class_embeddings must be a tensor \[classes, E\] of finite numbers; got list'),
-            (dict(class_embeddings=torch.full((3, 32), math.nan)), 'got values that are not finite')]:
+            (dict(labelled=[(x, y - 1) for x, y in batches(seed=1)]), 'whole numbers from 0; got torch.int64 from -1'),
+            (dict(class_embeddings=torch.full((3, 32), math.nan)), 'class_embeddings .* of finite numbers')]:
         with pytest.raises(ValueError, match=message):
             evaluate_embeddings(student, batches(), **options)
 
@@ -157,12 +154,11 @@ def test_without_scikit_learn_it_is_said_what_to_install(vit, monkeypatch):
     assert evaluate_embeddings(vit(num_classes=0), batches(), teacher=vit(num_classes=0)).results[1].neighbours is not None
 
 
-@pytest.mark.parametrize('dtype', [torch.uint8, torch.int32])
-def test_labels_of_any_integer_type_inside_inference_mode(vit, dtype):
-    model, labelled = vit(num_classes=0), [(x, y.to(dtype)) for x, y in batches(seed=1)]
+def test_labels_of_another_integer_type_inside_inference_mode(vit):
+    model, few = vit(num_classes=0), [[(x, y.to(torch.uint8)) for x, y in batches(seed=seed)] for seed in (0, 1)]
     expected = evaluate_embeddings(model, batches(), labelled=batches(seed=1)).results[0]
     with torch.inference_mode():
-        found = evaluate_embeddings(model, [(x, y.to(dtype)) for x, y in batches()], labelled=labelled).results[0]
+        found = evaluate_embeddings(model, few[0], labelled=few[1]).results[0]
     assert (found.knn, found.probe) == (expected.knn, expected.probe)
 
 
@@ -195,17 +191,9 @@ def test_the_outputs_of_a_model_with_a_projection_are_embeddings_if_said_so(vit)
         assert 'val_neighbours' in fit(task, [(images, labels)], [(images, labels)], epochs=1)[0]
 
 
-def test_stepwise_training_of_a_model_without_classes(vit):
-    student, teacher = pair(vit)
-    record = fit(StepwiseTask(student, teacher), batches(), batches(), epochs=1)[0]
-    assert 0 < record['val_cosine'] < 1
-
-
 @pytest.mark.parametrize('recipe, classes', [('embedding', 0), ('zero_shot', 6)])
 def test_recipes(vit, recipe, classes, tmp_path):
-    rng = np.random.default_rng(0)
-    np.savez(tmp_path / 'd.npz', **{f'{kind}_{part}': rng.integers(0, 256, (40, 16, 16, 3), dtype=np.uint8) if kind == 'x'
-                                    else np.arange(40) % 10 for kind in 'xy' for part in ('train', 'test')})
+    npz(tmp_path / 'd.npz')
     teacher = vit(num_classes=classes)
     made = Recipe.load(recipe, ['ode.rank=2', 'data.batch_size=12', 'stages.0.fit.epochs=1', 'stages.1.fit.epochs=1'])
     train(made, tmp_path / 'd.npz', tmp_path / 'run', teacher=teacher)
@@ -249,9 +237,7 @@ def test_commands(vit, tmp_path, capsys, monkeypatch):
     student, teacher = pair(vit)
     save_pretrained(student, 'student')
     save_pretrained(teacher, 'teacher')
-    rng = np.random.default_rng(0)
-    np.savez('d.npz', **{f'{kind}_{part}': rng.integers(0, 256, (40, 16, 16, 3), dtype=np.uint8) if kind == 'x'
-                         else np.arange(40) % 10 for kind in 'xy' for part in ('train', 'test')})
+    npz('d.npz')
     given = ['local-dir:student', 'd.npz', '--teacher', 'local-dir:teacher', '--quiet']
     assert main(['evaluate', *given, '--steps', '1,3', '--json', 'a.json']) == 0
     assert 'k-NN %' in capsys.readouterr().out

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from timm_odevit import OdeConfig, calibrate_halting, convert_, evaluate, evaluate_embeddings, shrink
-from timm_odevit.ode.config import HALTING
 
 
 @pytest.fixture
@@ -69,8 +68,7 @@ def test_the_steps_of_all_stages_are_counted():
     loader = [(torch.randn(4, 3, 32, 32), torch.arange(4))]
     result = evaluate(model, loader).results[-1]
     assert result.steps == result.nfe == 6
-    with pytest.raises(ValueError, match='this SwinTransformer has 2 stages. Set the steps of each stage'):
-        evaluate(model, loader, steps=3)
+    assert evaluate(model, loader, steps=1).results[-1].steps == 2  # one in each stage
 
 
 def test_adaptive_evaluations_are_a_mean_over_images(vit, data):
@@ -151,7 +149,7 @@ def test_batches_of_no_images_are_left_out(vit, data, made, place):
     assert (a.nfe, a.images, a.top1, a.loss) == (b.nfe, b.images, b.top1, b.loss) and b.nfe > 0
 
 
-def test_table_json_and_plot(vit, data, tmp_path, monkeypatch):
+def test_table_json_and_plot(vit, data, tmp_path):
     model = vit()
     convert_(model)
     found = evaluate(model, batches(data, 8), steps=(1, 3), teacher=vit())
@@ -163,11 +161,8 @@ def test_table_json_and_plot(vit, data, tmp_path, monkeypatch):
     assert [r['steps'] for r in records] == [None, 1, 3]
     found.plot(tmp_path / 'plot.png')
     assert (tmp_path / 'plot.png').stat().st_size > 1000
-    with pytest.raises(ValueError, match='no result of an ODE-ViT'):
+    with pytest.raises(ValueError, match='no top-1 accuracy, % of an ODE-ViT to plot'):
         evaluate(vit(), batches(data, 8)).plot()
-    monkeypatch.setitem(__import__('sys').modules, 'matplotlib.figure', None)
-    with pytest.raises(ImportError, match='Type: pip install matplotlib'):
-        found.plot()
 
 
 def test_every_batch_runs_once(vit, data):
@@ -182,11 +177,10 @@ def test_one_output_is_no_class(vit, data, tmp_path):
     convert_(model)
     images, labels = data[0], torch.zeros(23, dtype=torch.long)
     for options in ({}, dict(teacher=teacher)):  # all have the same class, and would agree
-        with pytest.raises(ValueError, match=r'one output \(num_classes=1\), so every image has the same class'):
+        with pytest.raises(ValueError, match='one output .*, so there is no class'):
             evaluate(model, (images, labels), **options)
-    for rule in HALTING:
-        with pytest.raises(ValueError, match=r'one output \(num_classes=1\), so there is no class'):
-            calibrate_halting(model, (images, labels), rule=rule)
+    with pytest.raises(ValueError, match='gives no classes'):
+        calibrate_halting(model, (images, labels))
     with pytest.raises(ValueError, match='one output .* every student would agree'):
         shrink(teacher, images, tmp_path / 'out', minutes=1.)
     error = evaluate_embeddings(model, images, teacher=teacher).results[1].error
@@ -212,12 +206,8 @@ class Shuffled:
 
 @pytest.mark.parametrize(('given', 'options', 'message'), [
     (lambda x, y: iter([(x, y)]), dict(steps=(1, 2)), 'gives its batches only once'),
-    (lambda x, y: iter([(x, y)]), dict(teacher={}), 'gives its batches only once'),
-    (lambda x, y: [(x, F.one_hot(y))], {}, r'labels \[B\]; got torch.float32 \[8, 3, 16, 16\], torch.int64 \[8, 5\]'),
-    (lambda x, y: [(x, y.float())], {}, 'whole numbers; got torch.float32'), (lambda x, y: [(x, y[:3])], {}, r'labels \[B\]; got'), (lambda x, y: (x, y[:3]), {}, r'labels \[B\]; got'),
-    (lambda x, y: [{'x': x, 'y': y}], {}, r'labels \[B\]; got dict'), (lambda x, y: [x], {}, r'labels \[B\]; got torch.float32'),
-    (lambda x, y: [(x, y + 3)], {}, 'label 7, but the model has 5 classes'), (lambda x, y: [], {}, 'gave no images'),
-    (Shuffled, dict(teacher={}), 'shuffle=False'), (lambda x, y: [(x, y)], dict(steps=()), 'steps is empty'),
+    (lambda x, y: [(x, y.float())], {}, 'whole numbers from 0 to 4, .*; got torch.float32'), (lambda x, y: [(x, y + 3)], {}, 'from 3 to 7'),
+    (lambda x, y: [x], {}, r'labels \[B\]; got torch.float32'), (lambda x, y: [], {}, 'gave no images'), (Shuffled, dict(teacher={}), 'shuffle=False'),
     (lambda x, y: [(x, y)], dict(teacher=dict(num_classes=7)), 'The teacher has 7 classes, the model 5')])
 def test_what_cannot_be_measured_is_said(vit, given, options, message):
     x, y = torch.randn(8, 3, 16, 16), torch.arange(8) % 5
@@ -230,8 +220,5 @@ def test_what_cannot_be_measured_is_said(vit, given, options, message):
     assert evaluate(model, iter([(x, y)])).results[0].images == 8
     with pytest.raises(TypeError, match='is not an ODE-ViT'):
         evaluate(vit(), [(x, y)], steps=(1, 2))
-    for measure in (evaluate, evaluate_embeddings):
-        with pytest.raises(TypeError, match="^model must be a timm model; got 'odevit_tiny'"):
-            measure('odevit_tiny', [(x, y)])
-        with pytest.raises(TypeError, match="^teacher must be a timm model; got 'deit_tiny'. Build it with timm.create_model.$"):
-            measure(model, [(x, y)], teacher='deit_tiny')
+    with pytest.raises(TypeError, match="Expected a timm model; got 'odevit_tiny'"):
+        evaluate('odevit_tiny', [(x, y)])

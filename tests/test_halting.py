@@ -2,6 +2,7 @@
 import copy
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -147,20 +148,16 @@ def test_merged_tokens_and_merged_weights(vit):
 
 def test_two_threads(vit):
     model = halting(vit)
-    inputs = {i: torch.randn(6, 3, 16, 16) for i in range(2)}
-    expected, found = {}, {}
-    with torch.no_grad():
-        for i, x in inputs.items():
-            expected[i] = (model(x), model.blocks.steps_taken)
+    inputs = torch.randn(2, 6, 3, 16, 16)
 
-    def work(i):
-        with torch.no_grad():
-            found[i] = [(model(inputs[i]), model.blocks.steps_taken) for _ in range(20)]
-    threads = [threading.Thread(target=work, args=(i,)) for i in inputs]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
-    for i, results in found.items():
-        assert all(torch.equal(y, expected[i][0]) and torch.equal(k, expected[i][1]) for y, k in results)
+    @torch.no_grad()
+    def work(x, times=20):
+        return [(model(x), model.blocks.steps_taken) for _ in range(times)]
+    expected = [work(x, 1)[0] for x in inputs]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, inputs))
+    for (logits, taken), results in zip(expected, found):
+        assert all(torch.equal(y, logits) and torch.equal(k, taken) for y, k in results)
 
 
 def test_evaluate_counts_the_evaluations_of_each_image(vit):
@@ -230,12 +227,10 @@ def test_saved_with_the_model_and_off_by_default(tmp_path):
     torch.testing.assert_close(other.blocks.readout(state), model.blocks.readout(state) + 1.)
 
 
-def test_on_the_command_line(tmp_path, capsys):
-    rng = np.random.default_rng(0)
-    arrays = {f'{kind}_{part}': rng.integers(0, 256 if kind == 'x' else 3, (40, 16, 16, 3) if kind == 'x' else 40)
-              for kind in 'xy' for part in ('train', 'test')}
-    np.savez(tmp_path / 'data.npz', **{k: v.astype(np.uint8 if k[0] == 'x' else np.int64) for k, v in arrays.items()})
-    model = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=3, num_classes=3)
+def test_on_the_command_line(vit, tmp_path, capsys):
+    x_train, x_test = np.random.default_rng(0).integers(0, 256, (2, 40, 16, 16, 3), dtype=np.uint8)
+    np.savez(tmp_path / 'data.npz', x_train=x_train, x_test=x_test, y_train=np.arange(40) % 3, y_test=np.arange(40) % 3)
+    model = vit(num_classes=3)
     convert_(model)
     save_pretrained(model, tmp_path / 'student')
     out = tmp_path / 'out'
@@ -305,20 +300,18 @@ def test_calibration_leaves_other_threads_alone(vit):
         with torch.no_grad():
             while not stop.is_set():
                 found.append(torch.equal(model(x), expected))
-    thread = threading.Thread(target=run)
-    thread.start()
-    calibrate_halting(model, [(torch.randn(8, 3, 16, 16), torch.arange(8) % 5) for _ in range(20)], max_drop=1.)
-    stop.set()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run)
+        calibrate_halting(model, [(torch.randn(8, 3, 16, 16), torch.arange(8) % 5) for _ in range(20)], max_drop=1.)
+        stop.set()
     assert found and all(found)
 
 
 # --- what is refused
 
 def test_settings_that_cannot_halt(vit, images):
-    for rule in ('entropie', 'residual', 'confidence'):  # the last two were rules of earlier versions
-        with pytest.raises(ValueError, match=f"Unknown halting '{rule}'.*Allowed: entropy, acceleration, or None"):
-            timm.create_model('odevit_tiny', device='meta', ode_halting=rule)
+    with pytest.raises(ValueError, match="Unknown halting 'entropie'.*Allowed: entropy, acceleration, or None"):
+        timm.create_model('odevit_tiny', device='meta', ode_halting='entropie')
     with pytest.raises(ValueError, match='chooses its own'):
         OdeConfig(method='dopri5', halting='acceleration')
     with pytest.raises(ValueError, match='blocks after the ODE that they would skip'):
@@ -337,12 +330,10 @@ def test_settings_that_cannot_halt(vit, images):
 def test_data_and_settings_that_calibration_cannot_use(vit, images):
     model, labels = halting(vit), torch.zeros(2, dtype=torch.long)
     for loader, options, message in (
-            ([(images[:0], labels[:0])], {}, 'gave no images'), ([], {}, 'gave no images'),
-            ((images, labels + 10), {}, 'label 10, but the model has 5 classes'), ((images, labels - 1), {}, 'label -1'),
-            ((images * torch.nan, labels), {}, 'not finite'), ([images], dict(rule='entropie'), 'Unknown rule'),
-            ([images], dict(max_drop=2.), 'max_drop must be'), ([(images.numpy(), labels)], {}, 'got ndarray'),
-            ([{'image': images}], {}, 'got dict'), ('cifar.npz', {}, 'got str'), ([(images, [0, 1])], {}, 'got torch.float32.*list')):
-        with pytest.raises((TypeError, ValueError), match=message):
+            ([], {}, 'gave no images'),
+            ((images, labels + 10), {}, 'from 0 to 4, .* to 10'), ([images], dict(rule='entropie'), "Unknown halting 'entropie'"),
+            ([images], dict(max_drop=2.), 'max_drop must be'), ([(images, [0, 1])], {}, 'got torch.float32.*list')):
+        with pytest.raises(ValueError, match=message):
             calibrate_halting(model, loader, **options)
 
 
@@ -355,7 +346,7 @@ def test_models_that_calibration_cannot_use(vit, images):
     merge_(merged)
     one_by_one = timm.create_model('beit_base_patch16_224', img_size=16, depth=2, embed_dim=32, num_heads=2, num_classes=3).eval()
     convert_(one_by_one)
-    for model, message in ((stages, 'one sequence of blocks; this SwinTransformer has 2'), (vit(), 'has 0'), (None, 'got None'),
+    for model, message in ((stages, 'one sequence of blocks; this SwinTransformer has 2'), (vit(), 'has 0'),
                            (featureless, 'cannot be applied'), (merged, 'merged'), (one_by_one, 'runs its blocks one by one')):
         with pytest.raises((TypeError, ValueError), match=message):
             calibrate_halting(model, [images])

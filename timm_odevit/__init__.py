@@ -26,18 +26,16 @@ from ._version import __version__
 from .convert.conversion import Conversion, convert_
 from .convert.merge import merge_, merged_bytes
 from .convert.planning import check_convertible, choose_size, list_convertible
-from .dynamics.lipschitz import lipschitz_constants, spectral_norms
-from .dynamics.lyapunov import lyapunov_exponents
 from .dynamics.precision import contraction_regions, discretisation_errors
+from .dynamics.stability import lipschitz_constants, lyapunov_exponents, spectral_norms
 from .dynamics.trajectories import (
     attention_over_time,
     class_over_time,
     distance_over_time,
     trajectory_geometry,
 )
-from .evaluation.accuracy import evaluate
+from .evaluation.accuracy import calibrate_halting, evaluate
 from .evaluation.embeddings import evaluate_embeddings, patch_agreement
-from .evaluation.halting import calibrate_halting
 from .evaluation.results import Evaluation
 from .export import export_model
 from .interop.from_libraries import from_open_clip, from_torchvision, from_transformers

@@ -1,6 +1,7 @@
 """Time, memory and size of models, measured side by side; what `odevit benchmark` does."""
 import copy
 import platform
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,42 +17,29 @@ from tqdm import tqdm
 
 from ._version import __version__
 from .convert.merge import merge_
-from .data.preprocessing import data_config
+from .data.preprocessing import data_config, dtype_of
 from .files import markdown_table
 from .ode.blocks import count_parameters, find_ode_blocks, with_steps
-from .settings import integer, many, one_of
+from .settings import integer, one_of
 
-__all__ = ['MODES', 'Benchmark', 'Timing', 'benchmark', 'peak_of', 'processor', 'times_in_turns']
+__all__ = ['Benchmark', 'Timing', 'benchmark', 'peak_of', 'processor', 'times_in_turns']
 
 Images = Callable[[nn.Module, int], Tensor]
-MODES = ('default', 'reduce-overhead', 'max-autotune')  # of torch.compile
 SAMPLE = 32  # images over which a time is averaged, if it depends on the images
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A model that was timed with batches of one size.
-
-    Attributes:
-        name: The model, and in which state it ran.
-        batch_size: Images per call.
-        seconds: Median time of a call.
-        iqr: Interquartile range of the times.
-        ratio: Median over the rounds of its time divided by that of the first model.
-        evaluations: Evaluations of the shared block for an image, on average; None for a model without one.
-        peak: Peak memory in bytes that a call allocates, beyond the parameters.
-        parameters: Number of parameters, each counted once.
-        size: Bytes of the weights.
-    """
-    name: str
+    """A model that was timed with batches of one size."""
+    name: str  # the model, and in which state it ran
     batch_size: int
-    seconds: float
-    iqr: float
-    ratio: float
-    evaluations: float | None
-    peak: int
+    seconds: float  # median of a call
+    iqr: float  # interquartile range of the seconds
+    ratio: float  # median over the rounds of its time divided by that of the first model
+    evaluations: float | None  # of the shared block, for an image, on average
+    peak: int  # bytes that a call allocates
     parameters: int
-    size: int
+    size: int  # bytes of the weights
 
     def cells(self) -> list[str]:
         return [self.name, '-' if self.evaluations is None else f'{self.evaluations:.3g}',
@@ -62,12 +50,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What `benchmark` measured; `print` gives a Markdown table for each batch size.
-
-    Attributes:
-        machine: Processor, threads, versions, number of rounds.
-        timings: One Timing for each model and batch size.
-    """
+    """What `benchmark` measured, on which machine; `print` gives a Markdown table for each batch size."""
     machine: dict[str, Any]
     timings: list[Timing]
 
@@ -87,47 +70,21 @@ class Benchmark:
 
 @torch.inference_mode()
 def benchmark(
-        models: dict[str, nn.Module],
-        *,
-        batch_sizes: Sequence[int] = (1, 8),
-        steps: Sequence[int] = (),
-        rounds: int = 10,
-        compiled: str | None = None,
-        images: Images | None = None,
-        progress: bool = False,
+        models: dict[str, nn.Module], *, batch_sizes: Sequence[int] = (1, 8), steps: Sequence[int] = (),
+        rounds: int = 10, compiled: str | None = None, images: Images | None = None, progress: bool = False,
 ) -> Benchmark:
     """Time forward passes of models; they take turns in every round, so that a busy machine slows all of them.
 
-    An ODE-ViT whose block depends on time is also timed merged.
-
-    Args:
-        models: Models by name, in eval mode, on one device and with the dtype in which they are to run; the others are
-            compared with the first one.
-        batch_sizes: Images per call.
-        steps: Other step counts with which ODE-ViTs of one stage are timed, too.
-        rounds: Rounds in which each model is called twice, after two calls that are not timed.
-        compiled: Mode of torch.compile, in which each model is timed as well; None to compile none.
-        images: Function that gives images [N, C, H, W] for a model and a number N; None for random ones. Small batches
-            are averaged over 32 images.
-        progress: Show progress bars.
-
-    Returns:
-        A Benchmark: print it, or call its `to_dict()`.
-
-    Raises:
-        ValueError: A setting is out of range; there are no models; or one halts image by image, and there are no images
-            for which to time it.
+    `models`, by name, are in eval mode, on one device, with the dtype in which they are to run. An ODE-ViT whose block
+    depends on time is also timed merged, one of a single stage with other `steps`, and each in the mode `compiled` of
+    torch.compile. `images` gives images [N, C, H, W] for a model and a number N; without it, they are random.
     """
     integer(1)('rounds', rounds)
-    many(integer(1), 'batch sizes')('batch_sizes', list(batch_sizes))
-    one_of(MODES, none='not compiled')('compiled', compiled)
-    if not models:
-        raise ValueError("There is nothing to time. Give models by name, such as {'student': student}.")
+    one_of(('default', 'reduce-overhead', 'max-autotune'), none='not compiled')('compiled', compiled)
     candidates: dict[str, nn.Module] = {}
     for name, model in models.items():
         if images is None and any(ode.config.halting for ode in find_ode_blocks(model)):
-            raise ValueError(f"'{name}' halts image by image, so its time depends on the images. Pass images "
-                             '(--data).')
+            raise ValueError(f"'{name}' halts image by image, so its time depends on the images. Pass images (--data).")
         candidates.update(_states(name, model, steps, compiled))
     timings = [timing for size in dict.fromkeys(batch_sizes)
                for timing in _time(candidates, size, rounds, images, progress)]
@@ -139,11 +96,7 @@ def benchmark(
 
 
 def times_in_turns(runs: Sequence[Callable[[], Any]], rounds: int, progress: bool = False) -> list[list[float]]:
-    """Time functions, which all take turns in every round.
-
-    Returns:
-        For each function, the seconds that a call took in each round, over two calls after two that are not timed.
-    """
+    """Seconds of a call of each function in each round, in which they take turns: two calls after two not timed."""
     timers = [Timer('run()', globals={'run': run}, num_threads=torch.get_num_threads()) for run in runs]
     turns = [[timer.timeit(2).median for timer in timers]
              for _ in tqdm(range(rounds), unit='round', leave=False, disable=not progress)]
@@ -153,9 +106,10 @@ def times_in_turns(runs: Sequence[Callable[[], Any]], rounds: int, progress: boo
 def _states(name: str, model: nn.Module, steps: Sequence[int], compiled: str | None) -> dict[str, nn.Module]:
     """A model as it is, with other step counts, merged and compiled."""
     states, blocks = {name: model}, find_ode_blocks(model)
-    if len(blocks) == 1 and not blocks[0].merged and not blocks[0].config.adaptive:
+    free = [ode for ode in blocks if not ode.merged and not ode.config.adaptive]
+    if len(blocks) == len(free) == 1:
         states.update({f'{name}, K = {count}': with_steps(model, count) for count in steps if count != blocks[0].steps})
-    if any(not ode.merged and ode.shared.depends_on_time and not ode.config.adaptive for ode in blocks):
+    if any(ode.shared.depends_on_time for ode in free):
         states[f'{name}, merged'] = merged = copy.deepcopy(model)
         merge_(merged)
     if compiled is not None:
@@ -167,7 +121,11 @@ def _time(
         candidates: dict[str, nn.Module], size: int, rounds: int, images: Images | None, progress: bool,
 ) -> list[Timing]:
     """Time all candidates with batches of one size."""
-    batches = [_batches(model, size, images) for model in candidates.values()]
+    batches: list[Sequence[Tensor]] = [
+        [torch.randn(size, *data_config(model)['input_size'], dtype=dtype_of(model),
+                     device=next(model.parameters()).device)]
+        if images is None else images(model, max(size, SAMPLE // size * size)).split(size)
+        for model in candidates.values()]
     runs = [lambda model=model, of=of: [model(batch) for batch in of]
             for model, of in zip(candidates.values(), batches, strict=True)]
     times = torch.tensor(times_in_turns(runs, rounds, progress), dtype=torch.float64)
@@ -183,13 +141,6 @@ def _time(
             statistics.mean(evaluations) or None, peak_of(partial(model, of[-1]), of[-1].device),
             count_parameters(model), sum(weight.nbytes for weight in model.state_dict().values())))
     return timings
-
-
-def _batches(model: nn.Module, size: int, images: Images | None) -> Sequence[Tensor]:
-    if images is not None:
-        return images(model, max(size, SAMPLE // size * size)).split(size)
-    like = next(p for p in model.parameters() if p.is_floating_point())
-    return [torch.randn(size, *data_config(model)['input_size'], dtype=like.dtype, device=like.device)]
 
 
 def peak_of(call: Callable[[], Any], device: str | torch.device) -> int:
@@ -212,6 +163,5 @@ def peak_of(call: Callable[[], Any], device: str | torch.device) -> int:
 def processor() -> str:
     """The name of the processor."""
     path = Path('/proc/cpuinfo')
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.split(':', 1)[1].strip() for line in lines if line.startswith('model name')]
-    return names[0] if names else platform.processor() or platform.machine()
+    name = re.search(r'(?m)^model name\s*: (.+)', path.read_text()) if path.exists() else None
+    return name[1].strip() if name else platform.processor() or platform.machine()

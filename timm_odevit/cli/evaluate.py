@@ -15,9 +15,9 @@ from ..benchmark import benchmark as measure_speed
 from ..data.config import DataConfig
 from ..data.preprocessing import class_names, open_image, warn_of_other_classes
 from ..data.read import Data, pictures, read_data
-from ..evaluation.accuracy import AMP_DTYPES
 from ..export import FORMATS
 from ..files import to_json, write_text
+from ..hooks import AMP_DTYPES
 from ..ode.blocks import find_ode_blocks
 from ..saving.cards import model_card
 from ..saving.save import CARD

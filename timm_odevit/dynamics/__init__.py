@@ -6,9 +6,8 @@ measured at a time. Another model, such as a teacher, takes the same images; bes
 raises TypeError for a model without a single sequence of blocks, and ValueError for an adaptive method, or without
 images.
 
-flow                a model as a sequence of maps of a state; measures, batch by batch
-lyapunov            finite-time Lyapunov exponents
-lipschitz           products with a Jacobian; local Lipschitz constants; JaSMin's bound; spectral norms of the weights
+flow                a model as a sequence of maps of a state; their Jacobians; measures, batch by batch
+stability           Lyapunov exponents; Lipschitz constants; JaSMin's bound; spectral norms of the weights
 precision           the distance from the solution of the ODE; how far the last state may be off
 trajectories        speed, angles, likeness of tokens; distance from another model; the class; attention
 """

@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from ..convert.merge import check_not_merged
+from ..data.batches import read_batches
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Context
 from ..ode.methods import METHODS
 from ..ode.solver import Solver
-from ..settings import integer, many, number, one_of
-from .flow import Flow, Images, PerImage, along, batches, check_derivatives, follow, noise, norms, over_images, unit
+from ..settings import one_of
+from .flow import Flow, Images, PerImage, along, follow, noise, norms, over_images, unit
 
 __all__ = ['DiscretisationError', 'Region', 'contraction_regions', 'discretisation_errors']
 
 
 @dataclass(frozen=True, repr=False)
 class DiscretisationError(PerImage):
-    """The error of one method with K steps, relative to the distance between the exact solution's states at 0 and T.
+    """Errors of a method with K steps for B images, relative to the distance of the exact solution's states at 0 and T.
 
     Attributes:
         error: Distance of the last state from the exact solution's [B].
@@ -38,37 +39,20 @@ class DiscretisationError(PerImage):
     steps: int
     times: Tensor
 
-    def __repr__(self) -> str:
-        return (f'DiscretisationError({self.method}, K = {self.steps}: {self.error.mean():.2e}, reference '
-                f'{self.reference.mean():.0e})')
-
 
 def discretisation_errors(
-        model: Any,
-        images: Images,
-        *,
-        methods: str | Sequence[str] | None = None,
-        steps: int | Sequence[int] | None = None,
-        fine: int = 8,
-        batch_size: int = 16,
+        model: Any, images: Images, *, methods: str | Sequence[str] | None = None,
+        steps: int | Sequence[int] | None = None, fine: int = 8, batch_size: int = 16,
 ) -> list[DiscretisationError]:
     """Compare solutions of a model's ODE with one by rk4 on a fine grid.
 
-    Local errors are measured along the numerical solution, against the reference started from the same state.
-
     Args:
-        model: ODE-ViT with one sequence of blocks. Its own method and steps stay as they are.
-        images, batch_size: See `timm_odevit.dynamics`.
+        model, images, batch_size: See `timm_odevit.dynamics`; an ODE-ViT that is not merged, which does not change.
         methods: Fixed-step method or methods; None for the model's own.
         steps: Number or numbers of steps; None for half, all and twice the model's own.
         fine: Steps of the reference per unit of time, an even number.
 
-    Returns:
-        One DiscretisationError per method and number of steps, in this order.
-
-    Raises:
-        TypeError: The model is not an ODE-ViT.
-        ValueError: An argument is out of range, or the model is merged.
+    Returns one DiscretisationError per method and number of steps.
 
     Examples:
         >>> for error in discretisation_errors(student, images, methods=['euler', 'rk4'], steps=[6, 12]):
@@ -78,67 +62,54 @@ def discretisation_errors(
     """
     odes = find_ode_blocks(model)
     if len(odes) != 1:
-        raise TypeError(f'A {type(model).__name__} has {len(odes)} ODEs; this measures the solution of one. '
-                        f"{'Give a model with one sequence of blocks' if odes else 'Convert it first'}.")
+        raise TypeError(f'A {type(model).__name__} has {len(odes)} ODEs. Give an ODE-ViT with one sequence of blocks.')
     check_not_merged(model)
-    own = odes[0]
-    chosen = [methods] if isinstance(methods, str) else [own.method] if methods is None else list(methods)
-    usual = sorted({max(own.steps // 2, 1), own.steps, 2 * own.steps})
-    counts = many(integer(1), 'whole numbers of at least 1')(
-        'steps', usual if steps is None else steps if isinstance(steps, (list, tuple)) else [steps])
-    chosen = [one_of(list(METHODS))('method', method) for method in chosen]
-    if not counts or not chosen:
-        raise ValueError('There are no methods or no steps. Give at least one of each.')
-    if integer(2)('fine', fine) % 2:
-        raise ValueError(f'fine must be an even number of at least 2; got {fine!r}.')
-
+    ode = odes[0]
+    counts = sorted({max(ode.steps // 2, 1), ode.steps, 2 * ode.steps}) if steps is None else steps
+    chosen = ode.method if methods is None else methods
+    each = [(one_of(list(METHODS))('method', method), count)
+            for method in ([chosen] if isinstance(chosen, str) else chosen)
+            for count in ([counts] if isinstance(counts, int) else counts)]
     rows = []
-    for batch in batches(images, batch_size):
+    for batch, _ in read_batches(images, labels=False, size=batch_size):
         with follow(model, batch) as flow:
-            solutions = _Solutions(own, flow, fine)
-            rows.append([solutions.compare(method, count) for method in chosen for count in counts])
-    return [DiscretisationError.joined(list(each)) for each in zip(*rows, strict=True)]
+            rows.append(_errors(ode, flow, fine, each))
+    return [DiscretisationError.joined(list(parts)) for parts in zip(*rows, strict=True)]
 
 
-class _Solutions:
-    """Solutions of a model's ODE for some images."""
+def _errors(ode: OdeBlocks, flow: Flow, fine: int, each: Sequence[tuple[str, Any]]) -> list[DiscretisationError]:
+    """Local errors are along the numerical solution, against the reference started from the same state."""
+    first = len(ode.before)
+    args, kwargs = flow.maps[first].args[1:]  # type: ignore[attr-defined]
+    given = len(args) == 1 and isinstance(args[0], Context)
+    block_kwargs = (args[0] if given else ode.shared.context(args, kwargs)).block_kwargs
 
-    def __init__(self, ode: OdeBlocks, flow: Flow, fine: int) -> None:
-        self.ode, self.fine = ode, fine
-        first = len(ode.before)
-        args, kwargs = flow.maps[first].args[1:]  # type: ignore[attr-defined]
-        given = len(args) == 1 and isinstance(args[0], Context)
-        context = args[0] if given else ode.shared.context(args, kwargs)
-        self.block_kwargs = context.block_kwargs
-        self.start = flow.states()[first]
-        self.exact = self.reference(self.start, ode.t, ode.end, fine)
-        self.half = norms(self.reference(self.start, ode.t, ode.end, fine // 2) - self.exact)
-        self.path = norms(self.start - self.exact).clamp_min(torch.finfo(self.start.dtype).tiny)
-
-    def maps(self, method: str, steps: int, t: float, end: float) -> list[Any]:
-        config = replace(self.ode.config, method=method, steps=steps, T=end - t, adjoint=False)
-        solver: Any = Solver(config, self.ode.shared, t)
-        return [lambda x, step=step: step(x, step.field.context((), self.block_kwargs, step.field.fold()))
+    def maps(method: str, steps: int, t: float, end: float) -> list[Any]:
+        solver: Any = Solver(replace(ode.config, method=method, steps=steps, T=end - t, adjoint=False), ode.shared, t)
+        return [lambda x, step=step: step(x, step.field.context((), block_kwargs, step.field.fold()))
                 for step in solver]
 
-    def reference(self, x: Tensor, t: float, end: float, fine: int) -> Tensor:
-        """By rk4; a step ends at every layer, where the field jumps."""
+    def reference(x: Tensor, t: float, end: float, fine: int = fine) -> Tensor:
+        # a step ends at every layer, where the field jumps
         stops = [t, *(float(s) for s in range(math.floor(t + 1e-6) + 1, math.ceil(end - 1e-6))), end]
         for a, b in pairwise(stops):
-            for step in self.maps('rk4', max(1, math.ceil(fine * (b - a) - 1e-6)), a, b):
+            for step in maps('rk4', max(1, math.ceil(fine * (b - a) - 1e-6)), a, b):
                 x = step(x)
         return x
-
-    def compare(self, method: str, steps: int) -> DiscretisationError:
-        times = torch.linspace(self.ode.t, self.ode.end, steps + 1, dtype=torch.float64)
-        x, local = self.start, []
-        for step, (t, end) in zip(self.maps(method, steps, self.ode.t, self.ode.end), pairwise(times.tolist()),
-                                  strict=True):
-            after = step(x)
-            local.append(norms(after - self.reference(x, t, end, self.fine)) / self.path)
-            x = after
-        return DiscretisationError(norms(x - self.exact) / self.path, torch.stack(local, 1), self.half / self.path,
-                                   method, steps, times[1:])
+    start = flow.states()[first]
+    exact = reference(start, ode.t, ode.end)
+    path = norms(start - exact).clamp_min(torch.finfo(start.dtype).tiny)
+    half = norms(reference(start, ode.t, ode.end, fine // 2) - exact) / path
+    found = []
+    for method, steps in each:
+        times = torch.linspace(ode.t, ode.end, steps + 1, dtype=torch.float64)
+        x, local = start, []
+        for step, (t, end) in zip(maps(method, steps, ode.t, ode.end), pairwise(times.tolist()), strict=True):
+            before, x = x, step(x)
+            local.append(norms(x - reference(before, t, end)) / path)
+        found.append(
+            DiscretisationError(norms(x - exact) / path, torch.stack(local, 1), half, method, steps, times[1:]))
+    return found
 
 
 @dataclass(frozen=True, repr=False)
@@ -146,12 +117,12 @@ class Region(PerImage):
     """The region around a model's last state in which the head gives the same class, over the tokens that it reads.
 
     Attributes:
-        random: Radius along each random direction [B, directions]; infinite where the class never changes, NaN where
-            the state or its logits are not finite.
+        random: Radius along random directions [B, directions]; infinite where the class never changes, NaN where the
+            state or its logits are not finite.
         worst: Radius along the worst direction found, an upper bound on the distance to the boundary [B].
         norm: Norm of the last state [B].
         distance, towards: Distance of the student's last state, and the radius in its direction [B]; or NaN.
-        same: Whether the student gives the model's class [B]; all False without one.
+        same: Whether the student gives the model's class [B]; False without one.
     """
     random: Tensor
     worst: Tensor
@@ -172,19 +143,14 @@ def contraction_regions(
 ) -> Region:
     """How far the last state of each image may be moved before norm and head give another class.
 
-    A student that ends nearer to its teacher's last state than the boundary gives the teacher's class with the
-    teacher's head. Distances are found by search, not guaranteed.
+    A student that ends nearer to its teacher's last state than that gives the teacher's class with the teacher's head.
+    Distances are found by search, not guaranteed.
 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`; the model, such as the teacher, has a head.
         student: A model of the same width and tokens, whose distance is compared with the region.
-        directions: Number of random directions.
+        directions, seed: Number of random directions, and their seed.
         limit: Largest radius that is tried, in units of the norm of the state.
-        seed: Seed of the directions.
-
-    Raises:
-        TypeError: The model has no head for a state.
-        ValueError: An argument is out of range, or student and model have states of different shapes.
 
     Examples:
         >>> found = contraction_regions(teacher, images, student=student)
@@ -192,36 +158,24 @@ def contraction_regions(
 
     Source: the contraction region of ODE-ViT, arXiv 2511.16501; DeepFool, arXiv 1511.04599.
     """
-    directions, limit = integer(1)('directions', directions), number(open='(')('limit', limit)
-
     return over_images(partial(_region, directions, limit, seed), model, images, batch_size, student)
 
 
 def _region(directions: int, limit: float, seed: int, flow: Flow, other: Flow | None = None) -> Region:
     x = flow.states()[-1]
-    check_derivatives(x)
-    logits = flow.logits(x)
-    label, mask = logits.argmax(dim=1), _read_by_the_head(flow, x)
+    label, mask = flow.logits(x).argmax(dim=1), _read_by_the_head(flow, x)
     norm = norms(x * mask)
+    radius = partial(_radius, flow, x, label, limit * norm)
     generator = torch.Generator().manual_seed(seed)
-
-    def radius(direction: Tensor) -> Tensor:
-        return _radius(flow, x, unit(direction), label, limit * norm)
     radii = torch.stack([radius(noise(x, generator) * mask) for _ in range(directions)], dim=1)
-    worst = radius(_worst(flow, x, label, mask))
+    worst = torch.fmin(radius(_worst(flow, x, label, mask)), radii.amin(dim=1))
     distance = towards = torch.full_like(norm, math.nan)
     same = torch.zeros_like(label, dtype=torch.bool)
     if other is not None:
         y = other.states()[-1]
-        if y.shape != x.shape:
-            raise ValueError(f'States {list(y.shape)} and {list(x.shape)} cannot be compared. Give the student of this '
-                             'model.')
         way = (y - x) * mask
-        distance = norms(way)
-        towards = radius(way)
-        same = other.logits(y).argmax(dim=1) == label
-        worst = torch.fmin(worst, towards)
-    return Region(radii, torch.fmin(worst, radii.amin(dim=1)), norm, distance, towards, same)
+        distance, towards, same = norms(way), radius(way), other.logits(y).argmax(dim=1) == label
+    return Region(radii, torch.fmin(worst, towards), norm, distance, towards, same)
 
 
 def _read_by_the_head(flow: Flow, x: Tensor) -> Tensor:
@@ -232,15 +186,16 @@ def _read_by_the_head(flow: Flow, x: Tensor) -> Tensor:
     return (gradient != 0).any(dim=-1, keepdim=True).to(x)
 
 
-def _radius(flow: Flow, x: Tensor, direction: Tensor, label: Tensor, limit: Tensor) -> Tensor:
+def _radius(flow: Flow, x: Tensor, label: Tensor, limit: Tensor, way: Tensor) -> Tensor:
     """The smallest radius found at which the class is another: on a grid of 24 radii, then by bisection [B]."""
+    direction = unit(way)
+
     def changed(r: Tensor) -> Tensor:
         return flow.logits(x + along(r, x) * direction).argmax(dim=1) != label
     low, high = torch.zeros_like(limit), torch.full_like(limit, math.inf)
     for exponent in torch.linspace(-9, 0, 24).tolist():
         r = limit * 2. ** exponent
-        new = high.isinf() & changed(r)
-        high = torch.where(new, r, high)
+        high = torch.where(high.isinf() & changed(r), r, high)
         low = torch.where(high.isinf(), r, low)
     for _ in range(12):  # where the class never changes, high stays infinite
         middle = torch.where(high.isfinite(), (low + high) / 2, low)
@@ -250,10 +205,10 @@ def _radius(flow: Flow, x: Tensor, direction: Tensor, label: Tensor, limit: Tens
     return high.where(finite, torch.nan)
 
 
-def _worst(flow: Flow, x: Tensor, label: Tensor, mask: Tensor, rounds: int = 6) -> Tensor:
+def _worst(flow: Flow, x: Tensor, label: Tensor, mask: Tensor) -> Tensor:
     """A direction in which the class ends soon, by repeated steps to the nearest linearised boundary."""
     shift = torch.zeros_like(x)
-    for _ in range(rounds):
+    for _ in range(6):
         with torch.enable_grad():
             state = (x + shift).detach().requires_grad_()
             logits = flow.logits(state)
@@ -262,13 +217,11 @@ def _worst(flow: Flow, x: Tensor, label: Tensor, mask: Tensor, rounds: int = 6) 
             best, step = torch.full_like(own, math.inf).detach(), torch.zeros_like(x)
             for rival in rivals.unbind(1):
                 gap = own - logits.gather(1, rival[:, None])[:, 0]
-                gradient, = torch.autograd.grad(gap.sum(), state, retain_graph=True)
-                gradient = gradient * mask
+                gradient = torch.autograd.grad(gap.sum(), state, retain_graph=True)[0] * mask
                 size = norms(gradient).clamp_min(1e-12)
                 away = gap.detach().clamp_min(0.) / size
-                nearer = along(away < best, x)
                 move = -along((away + 1e-4 / size) / size, x) * gradient
-                step, best = torch.where(nearer, move, step), torch.minimum(best, away)
+                step, best = torch.where(along(away < best, x), move, step), torch.minimum(best, away)
         moved = along(flow.logits(x + shift).argmax(dim=1) != label, x)
         shift = torch.where(moved, shift, shift + step)
     return shift

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..hooks import state_at
-from .flow import Flow, Images, PerImage, norms, over_images
-from .lipschitz import PlainAttention, log_softmax_bound
+from .flow import Flow, Images, PerImage, PlainAttention, norms, over_images
+from .stability import log_softmax_bound
 
 __all__ = ['AttentionOverTime', 'ClassOverTime', 'DistanceOverTime', 'Geometry', 'attention_maps',
            'attention_over_time', 'class_over_time', 'distance_over_time', 'has_attention_maps', 'trajectory_geometry']
@@ -26,7 +26,7 @@ class Geometry(PerImage):
         angle: Angle between a step and the next, in degrees [B, K - 1]; NaN where one of them has no length.
         cosine: Cosine of the class token and the mean patch token [B, K + 1]; NaN without a class token.
         anisotropy: Mean cosine of two different patch tokens [B, K + 1]; NaN without a sequence of tokens.
-        times: The times of the states; one unit is one block of the base [K + 1].
+        times: The times of the states [K + 1].
     """
     speed: Tensor
     norm: Tensor
@@ -45,22 +45,17 @@ def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 
 
     Source: anisotropy, arXiv 1909.00512.
     """
-    return over_images(_geometry, model, images, batch_size)
-
-
-def _geometry(flow: Flow) -> Geometry:
-    states = flow.states()
-    moves = [after - before for before, after in pairwise(states)]
-    lengths = torch.stack([norms(move) for move in moves], dim=1)
-    angles = [_angle(first, second) for first, second in pairwise(moves)]
-    angle = torch.stack(angles, dim=1) if angles else lengths[:, :0]
-    return Geometry(
-        lengths / torch.tensor(flow.lengths()).to(lengths),
-        torch.stack([norms(x) for x in states], dim=1),
-        angle.rad2deg(),
-        torch.stack([_class_and_patches(x, flow) for x in states], dim=1),
-        torch.stack([_anisotropy(x, flow.prefix) for x in states], dim=1),
-        flow.clock())
+    def measure(flow: Flow) -> Geometry:
+        states = flow.states()
+        moves = [after - before for before, after in pairwise(states)]
+        lengths = torch.stack([norms(move) for move in moves], dim=1)
+        angles = [_angle(first, second) for first, second in pairwise(moves)]
+        likeness = [_likeness(x, flow) for x in states]
+        cosine, anisotropy = (torch.stack(each, dim=1) for each in zip(*likeness, strict=True))
+        return Geometry(
+            lengths / torch.tensor(flow.lengths()).to(lengths), torch.stack([norms(x) for x in states], dim=1),
+            torch.stack(angles, dim=1).rad2deg() if angles else lengths[:, :0], cosine, anisotropy, flow.clock())
+    return over_images(measure, model, images, batch_size)
 
 
 def _angle(a: Tensor, b: Tensor) -> Tensor:
@@ -70,18 +65,15 @@ def _angle(a: Tensor, b: Tensor) -> Tensor:
     return angle.masked_fill((norms(a) == 0) | (norms(b) == 0), torch.nan)
 
 
-def _class_and_patches(x: Tensor, flow: Flow) -> Tensor:
-    if x.ndim != 3 or not flow.class_token:
-        return x.new_full((len(x),), torch.nan)
-    return F.cosine_similarity(x[:, 0], x[:, flow.prefix:].mean(dim=1), dim=-1)
-
-
-def _anisotropy(x: Tensor, prefix: int) -> Tensor:
-    if x.ndim < 3 or x[:, prefix:].flatten(1, -2).shape[1] < 2:
-        return x.new_full((len(x),), torch.nan)
-    patches = F.normalize(x[:, prefix:].flatten(1, -2), dim=-1)
-    count = patches.shape[1]
-    return (patches.sum(dim=1).square().sum(dim=-1) - count) / (count * (count - 1))
+def _likeness(x: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
+    """The cosine of the class token and the mean patch, and the mean cosine of two patches [B]."""
+    cosine = anisotropy = x.new_full((len(x),), torch.nan)
+    if x.ndim == 3 and flow.class_token:
+        cosine = F.cosine_similarity(x[:, 0], x[:, flow.prefix:].mean(dim=1), dim=-1)
+    if x.ndim > 2 and (count := x[:, flow.prefix:].flatten(1, -2).shape[1]) > 1:
+        patches = F.normalize(x[:, flow.prefix:].flatten(1, -2), dim=-1)
+        anisotropy = (patches.sum(dim=1).square().sum(dim=-1) - count) / (count * (count - 1))
+    return cosine, anisotropy
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,29 +93,20 @@ class ClassOverTime(PerImage):
 
 
 def class_over_time(model: Any, images: Images = None, *, batch_size: int = 64) -> ClassOverTime:
-    """Read each state with the model's final norm and head, as if it were the last one.
-
-    Args:
-        model, images, batch_size: See `timm_odevit.dynamics`.
-
-    Raises:
-        TypeError: The model has no head for a state.
+    """Read each state with the model's final norm and head, as if it were the last one; see `timm_odevit.dynamics`.
 
     Examples:
         >>> found = class_over_time(student, images)
         >>> print(found.settled)    # [B]
     """
-    return over_images(_class_over_time, model, images, batch_size)
-
-
-def _class_over_time(flow: Flow) -> ClassOverTime:
-    probabilities = torch.stack([flow.logits(x).softmax(dim=-1) for x in flow.states()], dim=1)
-    classes = probabilities.argmax(dim=-1)
-    times = flow.clock()
-    stays = (classes == classes[:, -1:]).flip(1).cumprod(dim=1).sum(dim=1)  # how many of the last states
-    final = classes[:, -1:, None].expand(-1, classes.shape[1], 1)
-    settled = times[-stays.cpu()].masked_fill(~probabilities.isfinite().all(dim=(1, 2)).cpu(), torch.nan)
-    return ClassOverTime(classes, probabilities.gather(2, final)[..., 0], settled, times)
+    def measure(flow: Flow) -> ClassOverTime:
+        probabilities = torch.stack([flow.logits(x).softmax(dim=-1) for x in flow.states()], dim=1)
+        classes, times = probabilities.argmax(dim=-1), flow.clock()
+        stays = (classes == classes[:, -1:]).flip(1).cumprod(dim=1).sum(dim=1)  # how many of the last states
+        final = classes[:, -1:, None].expand(-1, classes.shape[1], 1)
+        settled = times[-stays.cpu()].masked_fill(~probabilities.isfinite().all(dim=(1, 2)).cpu(), torch.nan)
+        return ClassOverTime(classes, probabilities.gather(2, final)[..., 0], settled, times)
+    return over_images(measure, model, images, batch_size)
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,7 +116,7 @@ class DistanceOverTime(PerImage):
     Attributes:
         distance: Distance over all tokens, relative to the norm of the other model's state [B, K + 1].
         patches: Cosine of each patch token with the other model's, at the end [B, patches].
-        times: The times of the states; one unit is one block of the base [K + 1].
+        times: The times of the states [K + 1].
     """
     distance: Tensor
     patches: Tensor
@@ -143,46 +126,34 @@ class DistanceOverTime(PerImage):
 def distance_over_time(model: Any, images: Images = None, *, teacher: Any, batch_size: int = 64) -> DistanceOverTime:
     """How closely a student follows its teacher, whose state is linear in t between two layers.
 
-    Args:
-        model, images, batch_size: See `timm_odevit.dynamics`.
-        teacher: A model of the same width and tokens.
-
-    Raises:
-        ValueError: The two have states of different shapes, or end at different times.
+    The teacher has the same width, tokens and end of time, else ValueError; see `timm_odevit.dynamics`.
 
     Examples:
         >>> found = distance_over_time(student, images, teacher=teacher)
         >>> print(found.distance.mean(dim=0))    # [K + 1]
     """
-    return over_images(_distance_over_time, model, images, batch_size, teacher)
-
-
-def _distance_over_time(flow: Flow, other: Flow) -> DistanceOverTime:
-    if flow.start.shape != other.start.shape or abs(flow.times[-1] - other.times[-1]) > 1e-3:
-        raise ValueError(
-            f'The states cannot be compared: {list(flow.start.shape)} until t = {flow.times[-1]:g}, and '
-            f'{list(other.start.shape)} until t = {other.times[-1]:g}. Give the teacher that the student follows.')
-    states, theirs = flow.states(), other.states()
-    at_times = [state_at(theirs, other.times, t) for t in flow.times]
-    distances = [norms(x - y) / norms(y) for x, y in zip(states, at_times, strict=True)]
-    ours, wanted = (x[:, flow.prefix:].flatten(1, -2) if x.ndim > 2 else x[:, None] for x in (states[-1], theirs[-1]))
-    return DistanceOverTime(torch.stack(distances, dim=1), F.cosine_similarity(ours, wanted, dim=-1), flow.clock())
+    def measure(flow: Flow, other: Flow) -> DistanceOverTime:
+        if flow.start.shape != other.start.shape or abs(flow.times[-1] - other.times[-1]) > 1e-3:
+            both = ' and '.join(f'{list(each.start.shape)} until t = {each.times[-1]:g}' for each in (flow, other))
+            raise ValueError(f'States {both} cannot be compared. Give the teacher that the student follows.')
+        states, theirs = flow.states(), other.states()
+        at_times = [state_at(theirs, other.times, t) for t in flow.times]
+        distances = [norms(x - y) / norms(y) for x, y in zip(states, at_times, strict=True)]
+        ours, wanted = (x[:, flow.prefix:].flatten(1, -2) if x.ndim > 2 else x[:, None]
+                        for x in (states[-1], theirs[-1]))
+        return DistanceOverTime(torch.stack(distances, dim=1), F.cosine_similarity(ours, wanted, dim=-1), flow.clock())
+    return over_images(measure, model, images, batch_size, teacher)
 
 
 def attention_maps(flow: Flow) -> Iterator[Tensor]:
-    """The attention probabilities [B, heads, N, N] at the start of each step; of parallel attentions, the first.
-
-    Raises ValueError for a step that computes no attention of all tokens over all tokens, like those with windows.
-    """
+    """The attention probabilities [B, heads, N, N] at the start of each step; of parallel attentions, the first."""
     x = flow.start
     for step in flow.maps:
         with PlainAttention(x) as watched:
-            y = step(x)
+            x = step(x)
         if watched.found is None:
-            raise ValueError('These blocks never attend from all tokens to all tokens, so they have no attention maps. '
-                             'Use trajectory_geometry, which needs none.')
+            raise ValueError('These blocks never attend from all tokens to all tokens, so they have no attention maps.')
         yield watched.found
-        x = y
 
 
 def has_attention_maps(flow: Flow) -> bool:
@@ -198,11 +169,10 @@ class AttentionOverTime(PerImage):
     """Where B images are attended to in K steps, averaged over the heads.
 
     Attributes:
-        attention: What the class token, or else the mean token, attends to at the start of each step: probabilities
-            over the tokens [B, K, N].
+        attention: Probabilities with which the class token, or else the mean token, attends to each token [B, K, N].
         rollout: The same for all steps so far together: of x + h attention(x), x counts 1 and attention h [B, K, N].
-        entropy: Mean entropy of the rows of the maps, in nats, at most log N [B, K].
-        softmax_bound: JaSMin's g_1 of each head, the largest over the query rows, between 0 and 1/2 [B, K, heads].
+        entropy: Mean entropy of the rows of the maps, in nats [B, K].
+        softmax_bound: JaSMin's g_1 of each head, the largest over the query rows, at most 1/2 [B, K, heads].
         times: The times at which the steps start [K].
         prefix: How many of the tokens come before those of the patches.
         class_token: Whether it is the attention of a class token.
@@ -217,13 +187,7 @@ class AttentionOverTime(PerImage):
 
 
 def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 64) -> AttentionOverTime:
-    """What the class token attends to at each step, and through all steps together (attention rollout).
-
-    Args:
-        model, images, batch_size: See `timm_odevit.dynamics`.
-
-    Raises:
-        ValueError: The blocks have no attention of all tokens over all tokens.
+    """What the class token attends to at each step, and through all steps together; see `timm_odevit.dynamics`.
 
     Examples:
         >>> found = attention_over_time(student, images)
@@ -231,19 +195,18 @@ def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 
 
     Source: attention rollout, arXiv 2005.00928; the bound on the softmax: JaSMin, arXiv 2507.07814.
     """
-    return over_images(_attention_over_time, model, images, batch_size)
-
-
-def _attention_over_time(flow: Flow) -> AttentionOverTime:
-    steps: list[list[Tensor]] = []
-    through: Any = None
-    for h, heads in zip(flow.lengths(), attention_maps(flow), strict=True):
-        mean = heads.mean(dim=1)
-        mixed = (h * mean + torch.eye(mean.shape[-1]).to(mean)) / (1. + h)
-        through = mixed if through is None else mixed @ through
-        steps.append([
-            *(rows[:, 0] if flow.class_token else rows.mean(dim=1) for rows in (mean, through)),
-            torch.special.entr(heads).sum(dim=-1).mean(dim=(1, 2)),
-            log_softmax_bound(heads, 1)[..., 0].amax(dim=-1).exp()])
-    attention, rollout, entropy, bound = (torch.stack(column, dim=1) for column in zip(*steps, strict=True))
-    return AttentionOverTime(attention, rollout, entropy, bound, flow.clock(last=-1), flow.prefix, flow.class_token)
+    def measure(flow: Flow) -> AttentionOverTime:
+        steps: list[list[Tensor]] = []
+        through: Any = None
+        for h, heads in zip(flow.lengths(), attention_maps(flow), strict=True):
+            mean = heads.mean(dim=1)
+            mixed = (h * mean + torch.eye(mean.shape[-1]).to(mean)) / (1. + h)
+            through = mixed if through is None else mixed @ through
+            steps.append([
+                *(rows[:, 0] if flow.class_token else rows.mean(dim=1) for rows in (mean, through)),
+                torch.special.entr(heads).sum(dim=-1).mean(dim=(1, 2)),
+                log_softmax_bound(heads, 1)[..., 0].amax(dim=-1).exp()])
+        attention, rollout, entropy, bound = (torch.stack(column, dim=1) for column in zip(*steps, strict=True))
+        return AttentionOverTime(
+            attention, rollout, entropy, bound, flow.clock(last=-1), flow.prefix, flow.class_token)
+    return over_images(measure, model, images, batch_size)

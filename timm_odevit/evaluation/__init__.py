@@ -1,7 +1,6 @@
 """How well and how fast a model does.
 
-accuracy            evaluate: accuracy, agreement and speed at several step counts; the timed passes of all evaluations
+results             timed passes of data sets through models, and their results as a table, JSON, a plot, in a notebook
+accuracy            evaluate: accuracy and agreement at several step counts; calibrate_halting: when an image may stop
 embeddings          evaluate_embeddings, patch_agreement: how near the teacher's; neighbours, k-NN, a linear classifier
-halting             calibrate_halting: when an image may stop before the last step
-results             the results as a table, JSON, a plot, and in a notebook
 """

@@ -1,68 +1,58 @@
-"""Accuracy of a model over several step counts; the timed passes over a data set that every evaluation makes."""
-import time
+"""Accuracy of a model over several step counts; the threshold at which images may halt for a given loss of it."""
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from numbers import Integral
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..convert.merge import check_not_merged
 from ..data.batches import read_batches
-from ..data.preprocessing import renormalisation
-from ..hooks import AMP_DTYPES, autocast, evaluating
-from ..ode.blocks import count_parameters, find_ode_blocks, with_steps
-from ..settings import shown
-from .results import Evaluation, Result
+from ..hooks import evaluating, watch_blocks
+from ..ode.blocks import find_ode_blocks
+from ..ode.config import HALTING
+from ..ode.methods import METHODS
+from ..settings import number
+from .results import NO_CLASS, Evaluation, Result, passes
 
-__all__ = ['AMP_DTYPES', 'NO_CLASS', 'Pass', 'check_labels', 'evaluate', 'passes', 'run_batches',
-           'views']
+__all__ = ['Halting', 'calibrate_halting', 'check_labels', 'evaluate']
 
-NO_CLASS = -1  # the class of an image whose outputs are not finite, which is never right
+TRIED = 1000  # thresholds
 
 
 def evaluate(
-        model: nn.Module,
-        loader: Iterable[Any],
-        *,
-        steps: int | Sequence[int] | None = None,
-        teacher: nn.Module | None = None,
-        amp_dtype: torch.dtype | None = None,
-        progress: bool = False,
-        data: str = '',
+        model: nn.Module, loader: Iterable[Any], *, steps: int | Sequence[int] | None = None,
+        teacher: nn.Module | None = None, amp_dtype: torch.dtype | None = None, progress: bool = False, data: str = '',
         trained_at: Sequence[int] = (),
 ) -> Evaluation[Result]:
     """Measure accuracy per image, at several step counts, on the model's device.
 
     Args:
-        model: Model to measure, [B, C, H, W] to logits [B, classes]. It does not change: other numbers of steps run on
-            views of it (see `with_steps`).
-        loader: Batches (images [B, C, H, W], labels [B]), in the same order each time; empty ones are skipped. Or one
-            pair of tensors, images [N, C, H, W] and labels [N].
-        steps: Step counts to measure; None for the model as it is. Only for an ODE-ViT.
+        model: Model to measure, [B, C, H, W] to logits [B, classes]; it does not change.
+        loader: Batches (images [B, C, H, W], labels [B]), in the same order each time, or one pair of tensors.
+        steps: Step counts of an ODE-ViT to measure; None for the model as it is.
         teacher: Model to compare with; measured first, on the same images, normalised for it.
         amp_dtype: Run under autocast in this dtype, such as torch.bfloat16.
         progress: Show a progress bar.
-        data: What the images are, such as 'val/ of photos', for tables and plots.
-        trained_at: Step counts that the model was trained with, to be marked in tables and plots.
+        data, trained_at: What the images are, such as 'val/ of photos', and the step counts that the model was trained
+            with, for tables and plots.
 
     Returns:
-        One Result for the teacher, if any, and one for each step count. If logits are NaN, a warning says for how many
-        images; these count as wrong.
+        One Result for the teacher, if any, and one for each step count. Images whose logits are NaN count as wrong,
+        with a warning.
 
-    Raises:
-        ValueError: The model has no classes, a single output, or no steps to set; the loader is empty or shuffled; or
-            labels do not fit the classes.
+    Raises ValueError if the model has no classes, or not the teacher's, if the loader is empty or shuffled, or if
+    labels do not fit the classes.
 
     Examples:
         >>> found = evaluate(student, loader, steps=(6, 12, 24), teacher=teacher)
         >>> print(found)
     """
-    if getattr(model, 'num_classes', None) == 0:
-        raise ValueError(f'This {type(model).__name__} has no classes, so it has no accuracy. Measure its embeddings '
-                         'with evaluate_embeddings.')
     classes = [getattr(each, 'num_classes', None) for each in (model, model if teacher is None else teacher)]
+    if classes[0] == 0:
+        raise ValueError(f'This {type(model).__name__} has no classes. Measure it with evaluate_embeddings.')
     if None not in classes and classes[0] != classes[1]:
         raise ValueError(f'The teacher has {classes[1]} classes, the model {classes[0]}. Give a teacher with the same '
                          'classes.')
@@ -97,139 +87,132 @@ def _score(logits: Tensor, labels: Any) -> tuple[Tensor, Tensor, Tensor]:
 def check_labels(labels: Tensor, classes: int | None = None) -> Tensor:
     """Labels [B] in int64; raises ValueError unless a model can tell classes apart, and all labels are among them."""
     if classes == 1:
-        raise ValueError('The model has one output (num_classes=1), so every image has the same class, and any other '
-                         'model agrees. Compare its outputs with evaluate_embeddings (odevit evaluate --embedding).')
-    if labels.is_floating_point():
-        raise ValueError(f'Labels must be whole numbers; got {labels.dtype}.')
-    labels = labels.long()
-    for label in (int(labels.min()), int(labels.max())):
-        if label < 0 or (classes is not None and label >= classes):
-            what = 'labels count from 0' if classes is None else f'the model has {classes} classes'
-            raise ValueError(f'The data has label {label}, but {what}. Create the model with the num_classes of the '
-                             'data.')
-    return labels
+        raise ValueError('The model has one output (num_classes=1), so there is no class to be right. Compare its '
+                         'outputs with evaluate_embeddings (odevit evaluate --embedding).')
+    whole = labels.long()
+    low, high = int(whole.min()), int(whole.max())
+    if labels.is_floating_point() or low < 0 or (classes is not None and high >= classes):
+        to = '' if classes is None else f' to {classes - 1}, the classes of the model'
+        raise ValueError(f'Labels must be whole numbers from 0{to}; got {labels.dtype} from {low} to {high}.')
+    return whole
 
 
-class Pass(NamedTuple):
-    """One or two data sets through one model.
+@dataclass(frozen=True)
+class Halting:
+    """A rule and a threshold for halting, and what they do to the images on which they were chosen.
 
     Attributes:
-        kind: 'teacher', 'student' or 'model'.
-        name: The model in words.
-        columns: What was computed of each image: tensors [N, ...] on the CPU.
-        others: The same of the images of another loader; None without one.
-        about: What every Result says.
+        rule, threshold: For `halting` and `halting_threshold` of an OdeConfig.
+        images: Number of images.
+        nfe, full_nfe: Mean field evaluations per image, and those without halting.
+        top1, full_top1: Accuracy in percent, and that without halting; without labels, agreement with the full run.
+        halted: Share of the images that took 1, 2, ... steps, in percent.
     """
-    kind: str
-    name: str
-    columns: list[Tensor]
-    others: list[Tensor] | None
-    about: dict[str, Any]
+    rule: str
+    threshold: float
+    images: int
+    nfe: float
+    full_nfe: int
+    top1: float
+    full_top1: float
+    halted: tuple[float, ...]
+
+    def apply_(self, model: nn.Module) -> None:
+        """Turn halting on in a model, in place: its settings are saved with it."""
+        blocks = _blocks(model)
+        blocks.config = replace(blocks.config, halting=self.rule, halting_threshold=self.threshold)
+
+    def __str__(self) -> str:
+        return (f'{self.rule}: halts at {self.threshold:.4g} or less; {self.nfe:.2f} evaluations on average instead of '
+                f'{self.full_nfe}, top-1 {self.top1:.2f} % instead of {self.full_top1:.2f} % on {self.images:,} images')
 
 
-def passes(
-        model: nn.Module, loader: Any, each: Callable[[Tensor, Any], tuple[Tensor, ...]], *,
-        steps: int | Sequence[int] | None, teacher: nn.Module | None, others: Any = None, **options: Any,
-) -> Iterator[Pass]:
-    """Run data sets through the teacher, if any, and through a model with each number of steps.
-
-    `each` computes tensors [B, ...] of the outputs and the labels of a batch; options are those of `run_batches`.
-    """
-    for what, value in (('model', model), ('teacher', teacher)):
-        if not isinstance(value, nn.Module) and not (what == 'teacher' and value is None):
-            raise TypeError(f'{what} must be a timm model; got {shown(value)}. Build it with timm.create_model.')
-    runs: list[Any] = [('model' if teacher is None else 'student', *view, None) for view in views(model, steps)]
-    if teacher is not None:
-        runs.insert(0, ('teacher', 'teacher', teacher, renormalisation(model, teacher)))
-    for source in (loader, others):
-        if isinstance(source, Iterator) and len(runs) > 1:
-            raise ValueError(f'loader is a {type(source).__name__}, which gives its batches only once, but it is read '
-                             'for each number of steps and for the teacher. Give a list of batches, or a DataLoader.')
-    first = None
-    for kind, name, view, normalisation in runs:
-        options.update(name=name, normalisation=normalisation)
-        about, marks, columns = run_batches(view, loader, each, **options)
-        first = marks if first is None else first
-        if marks.shape != first.shape or not torch.allclose(marks, first, rtol=1e-4, atol=1e-6, equal_nan=True):
-            raise ValueError('The loader does not give the same images in the same order each time. Make it with '
-                             'shuffle=False and without augmentation.')
-        also = None if others is None else run_batches(view, others, each, **options)[2]
-        yield Pass(kind, name, columns, also, about)
-
-
-def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str, nn.Module]]:
-    """A name and a view of the model for each of the step counts; the model itself for None."""
-    blocks = find_ode_blocks(model)
-    if steps is None:
-        return [(f'{blocks[0].steps} steps' if len(blocks) == 1 else 'model', model)]
-    counts = [int(steps)] if isinstance(steps, (int, Integral)) else list(dict.fromkeys(steps))
-    if not counts:
-        raise ValueError('steps is empty. Give step counts, such as steps=(1, 6, 12), or None.')
-    if len(blocks) > 1:
-        raise ValueError(
-            f'steps={counts} is one number for all blocks, but this {type(model).__name__} has {len(blocks)} stages. '
-            'Set the steps of each stage on the model, and leave steps out.')
-    return [(f'{count} steps', with_steps(model, count)) for count in counts]
-
-
-def run_batches(
-        model: nn.Module,
-        loader: Any,
-        each: Callable[[Tensor, Any], tuple[Tensor, ...] | None],
-        *,
-        labels: bool = True,
-        amp_dtype: torch.dtype | None = None,
+def calibrate_halting(
+        model: nn.Module, loader: Iterable[Any], *, rule: str = 'entropy', max_drop: float = 0.005,
         progress: bool = False,
-        name: str = '',
-        normalisation: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[dict[str, Any], Tensor, list[Tensor]]:
-    """Run a data set through a model in eval mode, once, on the model's device.
+) -> Halting:
+    """Find the threshold with the fewest evaluations that costs at most `max_drop` of the accuracy.
 
-    `each` is called with the outputs in float32 [B, ...] and the labels [B] of each batch; `name` is for the bar.
+    Use images that were not trained on. The model does not change; see `Halting.apply_`.
 
-    Returns:
-        What a Result says of the pass; the mean of each image [N], by which a shuffled loader is noticed; and the
-        tensors that `each` returned, of all images [N, ...], on the CPU.
+    Args:
+        model: ODE-ViT with one sequence of blocks, a fixed-step method and a head with two classes or more.
+        loader: Batches (images [B, C, H, W], labels [B]), or one pair of tensors; or batches of images alone, whose
+            answers in the full run then count as right.
+        rule: 'entropy' or 'acceleration'; see `OdeConfig.halting`.
+        max_drop: Largest loss of accuracy, as a share of all images: 0.005 for half a percentage point.
+        progress: Show a progress bar.
+
+    Raises TypeError for another model, and ValueError if no image can halt in it, or if labels do not fit its classes.
+
+    Examples:
+        >>> found = calibrate_halting(student, loader, max_drop=0.005)
+        >>> print(found)
+        >>> found.apply_(student)
+
+    Source: entropy along the way: Loop-ViT, arXiv 2602.02156.
     """
-    parameter = next(model.parameters())
-    device, stages = parameter.device, find_ode_blocks(model)
-    halts = len(stages) == 1 and stages[0].config.halting is not None
-    varies = any(ode.config.adaptive or ode.config.halting for ode in stages)
-    marks: list[Tensor] = []
-    timed: list[tuple[int, float]] = []  # images and seconds of each batch
-    taken: list[Tensor] = []  # steps of each image
-    evaluations = 0.
-    rows: list[Any] = []
-    with evaluating(model), torch.inference_mode(), autocast(device, amp_dtype):
-        for images, truth in read_batches(loader, labels, bar=name if progress else ''):
-            marks.append(images.float().flatten(1).mean(dim=1).cpu())
-            images = images.to(device, parameter.dtype if amp_dtype is None else images.dtype)
-            if normalisation is not None:
-                images = normalisation(images)
-            for ode in stages:
-                ode.steps_taken = None  # and so it stays if the host runs the steps one by one
-            _wait_for(device)
-            start = time.perf_counter()
-            outputs = model(images)
-            _wait_for(device)
-            timed.append((len(images), time.perf_counter() - start))
-            evaluations += len(images) * sum(ode.evaluations for ode in stages)
-            if halts:
-                steps = stages[0].steps_taken
-                taken.append(torch.full((len(images),), stages[0].steps) if steps is None else steps.cpu())
-            rows.append(each(outputs.float(), None if truth is None else truth.to(device)) or ())
-    count = sum(map(len, marks))
-    later, seconds = map(sum, zip(*(timed[1:] or timed), strict=True))  # the first batch is slower than the others
-    halted = None
-    if halts:
-        halted = tuple((100 * torch.cat(taken).bincount(minlength=stages[0].steps + 1)[1:] / count).tolist())
-    return dict(
-        steps=sum(ode.steps for ode in stages) if stages else None,
-        nfe=None if not stages else evaluations / count if varies else round(evaluations / count), halted=halted,
-        images=count, parameters=count_parameters(model), images_per_second=later / seconds,
-    ), torch.cat(marks), [torch.cat(column).cpu() for column in zip(*rows, strict=True)]
+    max_drop = number(0., 1.)('max_drop', max_drop)
+    blocks = _blocks(model)
+    replace(blocks.config, halting=rule)  # refuses an unknown rule and an adaptive method
+    if blocks.readout is None or blocks.after or getattr(model, 'num_classes', 0) < 2:
+        raise ValueError(f'The head of this {type(model).__name__} cannot be applied to the states along the way, or '
+                         'gives no classes, so no image can halt.')
+    with evaluating(model), torch.inference_mode():
+        rows = [_scores(model, blocks, *batch, rule)
+                for batch in read_batches(loader, labels=None, bar='halting' if progress else '')]
+    scores, right = (torch.cat(batches) for batches in zip(*rows, strict=True))
+    full = right[:, -1].double().mean().item()
+    best = None
+    for threshold in _thresholds(scores[:, :-1]):
+        done = scores <= threshold
+        done[:, -1] = True
+        taken = done.int().argmax(dim=1) + 1  # steps of each image
+        top1 = right.gather(1, taken[:, None] - 1).double().mean().item()
+        if top1 >= full - max_drop - 1e-9 and (best is None or taken.sum() < best[1].sum()):
+            best = threshold, taken, top1
+    if best is None:
+        raise ValueError(f"Even the smallest threshold costs more than max_drop={max_drop:g}. Use another rule than "
+                         f"'{rule}', or raise max_drop.")
+    threshold, taken, top1 = best
+    return Halting(
+        rule=rule, threshold=threshold, images=len(right),
+        nfe=METHODS[blocks.method].evaluations * taken.double().mean().item(),
+        full_nfe=blocks.nfe, top1=100 * top1, full_top1=100 * full,
+        halted=tuple((100 * taken.bincount(minlength=blocks.steps + 1)[1:] / len(taken)).tolist()))
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type not in ('cpu', 'meta'):
-        torch.accelerator.synchronize(device)
+def _scores(model: Any, blocks: Any, images: Tensor, labels: Tensor | None, rule: str) -> tuple[Tensor, Tensor]:
+    """The scores [B, K] after each step, and whether the answer there is right [B, K]."""
+    with watch_blocks([[blocks]]) as [(states, handed)]:  # a hook on a step would keep other threads from halting
+        model(images.to(next(model.parameters())))
+    if not handed:
+        raise ValueError(f'This {type(model).__name__} runs its blocks one by one, so no image can leave the batch '
+                         'between them. If it has gradient checkpointing, call model.set_grad_checkpointing(False).')
+    x, (args, kwargs) = states[0], handed[0]
+    for block in blocks.before:
+        x = block(x, *args, **kwargs)
+    path = blocks.trajectory(x, *args, **kwargs)
+    score = HALTING[rule](blocks.readout)
+    scores = [score(before, after, step.h) for before, after, step in zip(
+        path[:-1], path[1:], blocks.solver, strict=True)]
+    logits = torch.stack([blocks.readout(state) for state in path[1:]], dim=1)
+    answers = logits.argmax(dim=-1)
+    truth = answers[:, -1] if labels is None else check_labels(labels.to(answers.device), logits.shape[-1])
+    return torch.stack(scores, dim=1).cpu(), (answers == truth[:, None]).cpu()
+
+
+def _thresholds(scores: Tensor) -> list[float]:
+    """0, and thresholds between two scores each, where rounding changes nothing; the last lies above all scores."""
+    finite = scores[scores.isfinite()].unique()
+    between = torch.cat([(finite[:-1] + finite[1:]) / 2, 1.01 * finite[-1:] + 1e-6])
+    return [0., *between[torch.linspace(0, len(between) - 1, min(TRIED, len(between))).long()].tolist()]
+
+
+def _blocks(model: Any) -> Any:
+    stages = find_ode_blocks(model)
+    check_not_merged(model)
+    if len(stages) != 1:
+        raise TypeError(f'Halting needs an ODE-ViT with one sequence of blocks; this {type(model).__name__} has '
+                        f'{len(stages)}.')
+    return stages[0]

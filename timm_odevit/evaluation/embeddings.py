@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..data.batches import read_batches
 from ..data.preprocessing import renormalisation
 from ..hooks import evaluating
-from .accuracy import NO_CLASS, check_labels, passes, views
-from .results import EmbeddingResult, Evaluation
+from .accuracy import check_labels
+from .results import NO_CLASS, EmbeddingResult, Evaluation, passes, views
 
 __all__ = ['PatchAgreement', 'evaluate_embeddings', 'knn_accuracy', 'nearest', 'patch_agreement', 'probe_accuracy']
 
@@ -23,40 +23,31 @@ PENALTY = 1e-3
 
 
 def evaluate_embeddings(
-        model: nn.Module,
-        loader: Iterable[Any],
-        *,
-        labelled: Iterable[Any] | None = None,
-        class_embeddings: Tensor | None = None,
-        steps: int | Sequence[int] | None = None,
-        teacher: nn.Module | None = None,
-        amp_dtype: torch.dtype | None = None,
-        progress: bool = False,
-        data: str = '',
+        model: nn.Module, loader: Iterable[Any], *, labelled: Iterable[Any] | None = None,
+        class_embeddings: Tensor | None = None, steps: int | Sequence[int] | None = None,
+        teacher: nn.Module | None = None, amp_dtype: torch.dtype | None = None, progress: bool = False, data: str = '',
         trained_at: Sequence[int] = (),
 ) -> Evaluation[EmbeddingResult]:
     """Measure the outputs of a model, with or without classes, as embeddings, at several step counts.
 
-    Embeddings are compared with the teacher's: cosine, squared error, and whether an image has the same nearest image.
-    With labelled images to learn from, the images of `loader` are also classified, by their 20 nearest labelled images
-    and by a linear classifier, both of scikit-learn; with one embedding per class, such as those of the classes' names
-    from the text tower of a CLIP, by the class of the largest cosine (zero-shot classification).
+    They are compared with the teacher's: cosine, squared error, and whether an image has the same nearest image. With
+    labelled images to learn from, images are also classified, by their 20 nearest labelled images and by a linear
+    classifier; with one embedding per class, such as CLIP's of the names, by the largest cosine (zero-shot).
 
     Args:
         model: Model to measure, [B, C, H, W] to embeddings [B, E].
-        loader: Batches (images [B, C, H, W], labels [B]), in the same order each time; the labels are needed only with
-            `labelled` or `class_embeddings`. Or images [N, C, H, W], or one pair of tensors.
-        labelled: Batches or a pair of other images, whose labels are used; such as the training images.
+        loader: Batches (images [B, C, H, W], labels [B]), in the same order each time, or one pair of tensors; of
+            images alone without `labelled` and `class_embeddings`.
+        labelled: Batches or a pair of other images and their labels, such as the training images.
         class_embeddings: Embedding of each class [classes, E], of any norm.
         steps, teacher, amp_dtype, progress, data, trained_at: As in `evaluate`.
 
     Returns:
-        An Evaluation with one EmbeddingResult for the teacher, if any, and one for each step count.
+        One EmbeddingResult for the teacher, if any, and one for each step count. Embeddings that are not finite count
+        as 0, and as wrong, with a warning.
 
-    Raises:
-        ImportError: `labelled` is given, but scikit-learn is not installed.
-        ValueError: The model has no steps to set, the loader is empty or shuffled, or the embeddings of the teacher or
-            of the classes have another size, or are not as many as the labels need.
+    Raises ImportError if `labelled` needs scikit-learn, and ValueError if the loader is empty, shuffled, or gives the
+    labelled images, or if there are fewer class embeddings than labels.
 
     Examples:
         >>> labelled = [(images + 1, torch.tensor([0, 1, 2, 3]))]  # other images
@@ -66,32 +57,37 @@ def evaluate_embeddings(
     Source: k-NN with weights: arXiv 1805.01978; both protocols: DINO, arXiv 2104.14294.
     """
     if labelled is not None:
-        _scikit_learn()
+        try:
+            import sklearn  # noqa: F401
+        except ImportError as e:
+            raise ImportError('k-NN and the linear classifier need scikit-learn. Type: pip install scikit-learn') from e
     scored = labelled is not None or class_embeddings is not None
     results: list[EmbeddingResult] = []
     reference = None
     for run in passes(model, loader, _row, steps=steps, teacher=teacher, others=labelled, labels=scored,
                       amp_dtype=amp_dtype, progress=progress):
-        (ours, finite, labels), knn, probe, zero_shot = run.columns, None, None, None
+        ours, finite, labels = run.columns
+        found: dict[str, Any] = {}
         if without := int((~finite).sum()):
             warnings.warn(f'{run.name}: the embeddings of {without} of {len(finite)} images are not finite. They count '
                           'as 0, and as wrong.', RuntimeWarning, stacklevel=2)
         if run.kind == 'teacher':
             reference = ours
+        if reference is not None:
+            found.update(_compared(ours, finite, reference))
         if scored:
             labels = check_labels(labels).masked_fill(~finite, NO_CLASS)
         if class_embeddings is not None:
-            zero_shot = _zero_shot(ours, labels, class_embeddings)
+            found['zero_shot'] = _zero_shot(ours, labels, class_embeddings)
         if run.others is not None:
-            learned, known = run.others[0], check_labels(run.others[2])
+            learned, usable, known = run.others
             if finite.any() and torch.equal(learned, ours):
                 raise ValueError('labelled holds the images that are classified. Give others, such as the training '
                                  'images.')
-            used = run.others[1] if run.others[1].any() else slice(None)
-            knn, probe = (accuracy(ours, labels, learned[used], known[used])
-                          for accuracy in (knn_accuracy, probe_accuracy))
-        results.append(EmbeddingResult(model=run.kind, knn=knn, probe=probe, zero_shot=zero_shot,
-                                       **_compared(ours, finite, reference), **run.about))
+            used = usable if usable.any() else slice(None)
+            task = ours, labels, learned[used], check_labels(known)[used]
+            found.update(knn=knn_accuracy(*task), probe=probe_accuracy(*task))
+        results.append(EmbeddingResult(model=run.kind, **found, **run.about))
     return Evaluation(tuple(results), data, tuple(trained_at))
 
 
@@ -102,20 +98,16 @@ def _row(outputs: Tensor, labels: Any) -> tuple[Tensor, Tensor, Tensor]:
     return outputs.masked_fill(~finite[:, None], 0.), finite, finite if labels is None else labels
 
 
-def _compared(ours: Tensor, finite: Tensor, theirs: Tensor | None) -> dict[str, Any]:
-    """How near the embeddings are; None where there is nothing to compare: one image has no variance, no neighbour."""
-    if theirs is None:
-        return dict(cosine=None, error=None, neighbours=None)
+def _compared(ours: Tensor, finite: Tensor, theirs: Tensor) -> dict[str, float]:
     if ours.shape != theirs.shape:
         raise ValueError(f'The model gives embeddings {list(ours.shape)}, the teacher {list(theirs.shape)}. Give a '
                          'teacher with the same output.')
-    cosine = 1. if ours is theirs else F.cosine_similarity(ours, theirs, dim=-1).mean().item()
-    if len(ours) < 2:
-        return dict(cosine=cosine, error=None, neighbours=None)
-    variance = (theirs - theirs.mean(dim=0)).square().mean().clamp_min(1e-12)
-    same = (nearest(ours) == nearest(theirs)) & (finite | (ours is theirs))
-    return dict(cosine=cosine, error=(F.mse_loss(ours, theirs) / variance).item(),
-                neighbours=100 * same.double().mean().item())
+    found = {'cosine': 1. if ours is theirs else F.cosine_similarity(ours, theirs, dim=-1).mean().item()}
+    if len(ours) > 1:  # one image has no variance, and no neighbour
+        variance = (theirs - theirs.mean(dim=0)).square().mean().clamp_min(1e-12)
+        same = (nearest(ours) == nearest(theirs)) & (finite | (ours is theirs))
+        found.update(error=(F.mse_loss(ours, theirs) / variance).item(), neighbours=100 * same.double().mean().item())
+    return found
 
 
 def nearest(embeddings: Tensor) -> Tensor:
@@ -127,21 +119,10 @@ def nearest(embeddings: Tensor) -> Tensor:
     return torch.cat(indices)
 
 
-def _scikit_learn() -> None:
-    try:
-        import sklearn  # noqa: F401
-    except ImportError as e:
-        raise ImportError('k-NN and the linear classifier need scikit-learn. Type: pip install scikit-learn') from e
-
-
 def knn_accuracy(embeddings: Tensor, labels: Tensor, learned: Tensor, known: Tensor) -> float:
-    """Top-1 accuracy in percent of the 20 nearest labelled images, which vote with weight exp(cosine / 0.07).
+    """Top-1 accuracy in percent, on embeddings [N, E] with labels [N], of the 20 nearest of those learned [M, E].
 
-    Args:
-        embeddings: Embeddings to classify [N, E].
-        labels: Their classes [N].
-        learned: Embeddings of labelled images [M, E].
-        known: Their classes [M].
+    They vote for their known labels [M] with weight exp(cosine / 0.07).
     """
     from sklearn.neighbors import KNeighborsClassifier
     model = KNeighborsClassifier(min(NEIGHBOURS, len(learned)), metric='cosine', algorithm='brute',
@@ -150,10 +131,7 @@ def knn_accuracy(embeddings: Tensor, labels: Tensor, learned: Tensor, known: Ten
 
 
 def probe_accuracy(embeddings: Tensor, labels: Tensor, learned: Tensor, known: Tensor) -> float:
-    """Top-1 accuracy in percent of a linear classifier: logistic regression on standardised embeddings, by L-BFGS.
-
-    Args: those of `knn_accuracy`.
-    """
+    """The same of a linear classifier: logistic regression on standardised embeddings, by L-BFGS."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -163,13 +141,10 @@ def probe_accuracy(embeddings: Tensor, labels: Tensor, learned: Tensor, known: T
 
 
 def _zero_shot(embeddings: Tensor, labels: Tensor, classes: Tensor) -> float:
-    if not isinstance(classes, Tensor) or not classes.isfinite().all():
-        what = 'values that are not finite' if isinstance(classes, Tensor) else type(classes).__name__
-        raise ValueError(f'class_embeddings must be a tensor [classes, E] of finite numbers; got {what}.')
-    if classes.ndim != 2 or classes.shape[1] != embeddings.shape[1] or len(classes) <= int(labels.max()):
-        raise ValueError(
-            f'class_embeddings have the shape {list(classes.shape)}; expected one row for each of the labels 0 to '
-            f'{int(labels.max())} or more, [classes, {embeddings.shape[1]}].')
+    needed = int(labels.max()) + 1
+    if classes.shape[1:] != embeddings.shape[1:] or len(classes) < needed or not classes.isfinite().all():
+        raise ValueError(f'class_embeddings have the shape {list(classes.shape)}; expected one row for each of '
+                         f'{needed} classes or more, [classes, {embeddings.shape[1]}], of finite numbers.')
     cosines = embeddings @ F.normalize(classes.detach().to(embeddings), dim=-1).T
     return 100 * (cosines.argmax(dim=-1) == labels).double().mean().item()
 
@@ -179,11 +154,9 @@ class PatchAgreement:
     """The agreement of the patches' features at one step count.
 
     Attributes:
-        name: The step count, in words.
-        images: Number of images.
+        name, images: The step count in words, and the number of images.
         cosine: Mean cosine between the feature of a patch and the teacher's.
-        match: Share of the patches whose most similar other patch in the image is the one that the teacher finds, in
-            percent: what correspondence and grouping depend on.
+        match: Share of the patches whose most similar other patch in the image is the teacher's, in percent.
         map: The mean cosine at each place [H, W].
     """
     name: str
@@ -198,30 +171,19 @@ class PatchAgreement:
 
 
 def patch_agreement(
-        model: nn.Module, teacher: nn.Module, loader: Iterable[Any], *,
-        steps: int | Sequence[int] | None = None,
+        model: nn.Module, teacher: nn.Module, loader: Iterable[Any], *, steps: int | Sequence[int] | None = None,
 ) -> tuple[PatchAgreement, ...]:
-    """Compare the last features of all patches, after the final norm, with the teacher's at the same places.
+    """Compare the last features of all patches, after the final norm, with the teacher's; one result per step count.
 
     Args:
-        model: Student, or any timm model with `forward_intermediates`.
-        teacher: timm model with the same grid of patches.
-        loader: Batches of images [B, C, H, W], normalised for the model, or (images, labels), whose labels are
-            ignored. Or one pair of tensors.
-        steps: Step counts to measure; None for the model as it is. Only for an ODE-ViT.
-
-    Returns:
-        A PatchAgreement per step count.
-
-    Raises:
-        ValueError: The model has no steps to set, the features differ in shape, or there are no images.
+        model, loader, steps: As in `evaluate`; labels are not needed.
+        teacher: timm model of the same width, with the same grid of patches.
 
     Examples:
         >>> for found in patch_agreement(student, teacher, loader, steps=(6, 12)):
         ...     print(found)
     """
-    named = views(model, steps)
-    normalisation = renormalisation(model, teacher)
+    named, normalisation = views(model, steps), renormalisation(model, teacher)
     sums: list[Any] = [0.] * len(named)  # over the images, [2, H, W]
     count = 0
     with ExitStack() as stack, torch.inference_mode():
@@ -247,9 +209,6 @@ def _features(model: Any, images: Tensor) -> Tensor:
 
 def _agreement(ours: Tensor, theirs: Tensor) -> Tensor:
     """Cosines, and whether the most similar other patch is the same, summed over the images [2, H, W]."""
-    if ours.shape != theirs.shape:
-        raise ValueError(f'The model gives features {list(ours.shape)}, the teacher {list(theirs.shape)}. Give a '
-                         'teacher with the same width and the same grid of patches.')
     (a, b), grid = (x.flatten(2).mT for x in (ours, theirs)), ours.shape[2:]
     same = torch.stack([nearest(x) == nearest(y) for x, y in zip(a, b, strict=True)]).unflatten(1, grid)
     cosine = F.cosine_similarity(ours, theirs, dim=1)

@@ -10,8 +10,8 @@ from tqdm import tqdm
 
 from ..data.preprocessing import data_config, renormalisation
 from ..dynamics.flow import follow
-from ..dynamics.lyapunov import Exponents, lyapunov_exponents
 from ..dynamics.precision import Region, contraction_regions
+from ..dynamics.stability import Exponents, lyapunov_exponents
 from ..dynamics.trajectories import (
     AttentionOverTime,
     ClassOverTime,

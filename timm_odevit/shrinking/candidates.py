@@ -18,7 +18,7 @@ from ..benchmark import times_in_turns
 from ..convert.block_kinds import find_stages
 from ..convert.conversion import convert_
 from ..convert.merge import merge_
-from ..evaluation.halting import calibrate_halting
+from ..evaluation.accuracy import calibrate_halting
 from ..export import export_model
 from ..ode.blocks import count_parameters, find_ode_blocks, with_steps
 from ..saving.save import describe

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..distributed import over_processes, rank_and_world
-from ..dynamics.lipschitz import log_softmax_bound
+from ..dynamics.stability import log_softmax_bound
 from ..hooks import BlockRecord, state_at, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from .config import LossConfig

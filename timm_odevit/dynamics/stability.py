@@ -1,0 +1,262 @@
+"""How fast neighbouring states draw apart: Lyapunov exponents, Lipschitz constants, bounds for softmax and weights."""
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ode.blocks import find_ode_blocks
+from ..ode.time_dependence import TimeField, bare_name
+from ..settings import integer, one_of
+from .flow import Flow, Images, Jacobian, PerImage, along, noise, norms, over_images, unit
+
+__all__ = ['Exponents', 'LipschitzConstants', 'lipschitz_constants', 'log_softmax_bound', 'lyapunov_exponents',
+           'spectral_norms']
+
+SETTLED = 1e-4  # change of the exponents in a sweep, per unit of time
+
+
+@dataclass(frozen=True, repr=False)
+class Exponents(PerImage):
+    """Finite-time Lyapunov exponents of B images, per unit of time, which is one block.
+
+    Attributes:
+        values: The leading exponents at the end [B, m], descending where they settled; or NaN.
+        running: Mean growth up to each time [B, K, m] of the tangent vectors that grow most until the end.
+        residual: How much the last sweep changed the exponents [B]; NaN without two sweeps.
+        drift: How far the running values of the last half of the time lie from the final ones [B, m].
+        reasons: For each image, why there are none: what is not finite, or vanishes, and when; or None.
+        times: The times of `running` [K].
+    """
+    values: Tensor
+    running: Tensor
+    residual: Tensor
+    drift: Tensor
+    reasons: tuple[str | None, ...]
+    times: Tensor
+
+    def __repr__(self) -> str:
+        good = self.values[~self.values[:, 0].isnan(), 0]
+        words = [f'{len(self.values)} images']
+        if len(good):
+            spread = f' ± {good.std():.4f}' if len(good) > 1 else ''
+            words.append(f'largest {good.mean():.4f}{spread} per block')
+        if unsettled := int((self.residual > SETTLED).sum()):
+            words.append(f'{unsettled} not settled: raise sweeps')
+        if missing := list(filter(None, self.reasons)):
+            words.append(f'none for {len(missing)}: {missing[0]}')
+        return f"Exponents({', '.join(words)})"
+
+
+def lyapunov_exponents(
+        model: Any, images: Images = None, *, count: int = 1, sweeps: int = 50, tokens: str = 'all',
+        batch_size: int = 16, seed: int = 0,
+) -> Exponents:
+    """The leading finite-time Lyapunov exponents of a model, for each image.
+
+    They tell how fast neighbouring states draw apart (above 0) or together (below 0); the largest is log(s) / T, with
+    the largest singular value s of the Jacobian of the whole map. What is added to all channels of a token alike is
+    left out if all maps pass it on, as blocks behind LayerNorm do: else no largest exponent could be below 0.
+
+    Args:
+        model, images, batch_size: See `timm_odevit.dynamics`.
+        count: Number m of exponents.
+        sweeps: How often, at most, tangent vectors are carried to the end and back, to turn towards the directions that
+            grow most; an image is done when its exponents change by at most 1e-4.
+        tokens: 'all' for the whole state; 'class' for perturbations of the class token alone.
+        seed: Seed of the first tangent vectors.
+
+    Examples:
+        >>> found = lyapunov_exponents(student, images, count=2)
+        >>> print(found.values)    # [B, 2]
+
+    Source: Benettin et al., Meccanica 15 (1980), by QR decomposition; Dieci, Russell & Van Vleck, SIAM J. Numer. Anal.
+    34 (1997).
+    """
+    only_class = one_of(('all', 'class'))('tokens', tokens) == 'class'
+    return over_images(
+        partial(_exponents, integer(1)('count', count), only_class, sweeps, seed), model, images, batch_size)
+
+
+def _exponents(count: int, only_class: bool, sweeps: int, seed: int, flow: Flow) -> Exponents:
+    flow = _without_shifts(flow)
+    x, states, T = flow.start, flow.states(), flow.times[-1] - flow.times[0]
+    if only_class and not flow.class_token:
+        raise ValueError("tokens='class' needs a class token, which these states are without. Use tokens='all'.")
+    B, size = len(x), x[0, :1].numel() if only_class else x[0].numel()
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randn(size, count, generator=generator, dtype=torch.float64)  # the same for every image
+    Q = torch.linalg.qr(first)[0].to(x).expand(B, size, count)
+    last = residual = torch.full((B,), math.nan, dtype=torch.float64)  # on the CPU: not every device has float64
+    turning = torch.ones(B, dtype=torch.bool)
+    for i in range(sweeps):
+        moved, growth = _forwards(flow, states, Q)
+        exponents = growth.log().sum(dim=1) / T
+        if i:
+            residual = residual.where(~turning, (exponents - last).abs().amax(dim=1))
+            turning = turning & (residual > SETTLED)  # False also for NaN
+        if not turning.any():
+            break
+        last, Q = exponents, torch.where(turning.to(x.device)[:, None, None], _backwards(flow, states, moved), Q)
+    _, growth = _forwards(flow, states, Q)
+    elapsed = torch.tensor(flow.times[1:], dtype=torch.float64) - flow.times[0]
+    running = growth.log().cumsum(dim=1) / elapsed[:, None]
+    reasons = [_reason(each, flow.times[1:]) for each in growth]
+    running[torch.tensor([reason is not None for reason in reasons])] = math.nan
+    drift = (running[:, elapsed >= T / 2] - running[:, -1:]).abs().amax(dim=1)
+    return Exponents(running[:, -1], running, residual, drift, tuple(reasons), elapsed + flow.times[0])
+
+
+def _without_shifts(flow: Flow) -> Flow:
+    """The flow of tokens with a mean of 0 over the channels, if all maps pass on what is added to that mean."""
+    x = flow.start
+    if x.ndim < 3:
+        return flow
+    spread = x.flatten(1).std(dim=1)
+    spread = spread.where(spread.isfinite() & (spread > 0), 1.)  # else any length will do
+    shift = noise(x[..., :1], torch.Generator().manual_seed(0)) * along(spread, x)
+    for step, (before, after) in zip(flow.maps, pairwise(flow.states()), strict=True):
+        missed = norms(step(before + shift) - after - shift) / norms(shift.expand_as(x))
+        if (missed > (0.05 if torch.finfo(x.dtype).bits == 16 else 1e-3)).any():  # what rounding may lose
+            return flow
+
+    return replace(flow, start=_centred(x), maps=tuple(partial(_centred, step=step) for step in flow.maps))
+
+
+def _centred(x: Tensor, step: Callable[[Tensor], Tensor] = torch.Tensor.clone) -> Tensor:
+    x = step(x)
+    return x - x.mean(dim=-1, keepdim=True)
+
+
+def _forwards(flow: Flow, states: list[Tensor], Q: Tensor) -> tuple[Tensor, Tensor]:
+    """Tangent vectors [B, n, m] at the end, and how much each step stretched them [B, K, m]."""
+    growth: list[Tensor] = []
+    product = torch.eye(Q.shape[-1], dtype=torch.float64).expand(len(Q), -1, -1)
+    for step, (before, after) in zip(flow.maps, pairwise(states), strict=True):
+        moved = _products(Jacobian(step, before).push, before, Q)
+        finite = moved.isfinite().flatten(1).all(dim=1) & after.isfinite().flatten(1).all(dim=1)
+        Q, R = _orthogonal(moved)
+        growth.append(R.diagonal(dim1=-2, dim2=-1).abs().where(finite.cpu()[:, None], torch.nan))
+        product = R @ product
+        product = product / product.abs().amax(dim=(1, 2), keepdim=True).clamp_min(1e-300)
+    # in the order of their growth: the largest first, also where two are close
+    return Q @ torch.linalg.svd(product)[0].to(Q), torch.stack(growth, dim=1)
+
+
+def _backwards(flow: Flow, states: list[Tensor], Q: Tensor) -> Tensor:
+    """Tangent vectors [B, n, m] carried from the end to the start by the transposed Jacobians."""
+    for step, state in zip(flow.maps[::-1], states[-2::-1], strict=True):
+        Q, _ = _orthogonal(_products(Jacobian(step, state).pull, state, Q))
+    return Q
+
+
+def _products(product: Callable[[Tensor], Tensor], state: Tensor, Q: Tensor) -> Tensor:
+    """Products with tangent vectors [B, n, m]; those of the class token alone are 0 in the other tokens."""
+    B, size, _ = Q.shape
+    zeros = Q.new_zeros(B, state[0].numel() - size)
+    return torch.stack([product(torch.cat([v, zeros], dim=1).view_as(state)).flatten(1)[:, :size]
+                        for v in Q.unbind(-1)], dim=-1)
+
+
+def _orthogonal(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """An orthonormal basis of vectors [B, n, m], and the vectors in it [B, m, m], in float64 on the CPU."""
+    wide = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
+    Q, R = torch.linalg.qr(torch.nan_to_num(wide, posinf=0., neginf=0.))
+    return Q.to(vectors.dtype), R.cpu().double()
+
+
+def _reason(growth: Tensor, times: tuple[float, ...]) -> str | None:
+    for stretch, t in zip(growth, times, strict=True):
+        if stretch.isnan().any():
+            return f'the state or its tangent vectors are not finite at t = {t:g}'
+        if (stretch == 0).any():
+            return f'the tangent vectors vanish at t = {t:g}'
+    return None
+
+
+@dataclass(frozen=True, repr=False)
+class LipschitzConstants(PerImage):
+    """Local constants [B, K] at the start of each step, NaN where the state is not finite; times of the starts [K]."""
+    values: Tensor
+    times: Tensor
+
+
+def lipschitz_constants(
+        model: Any, images: Images = None, *, of: str = 'field', iterations: int = 30, batch_size: int = 16,
+) -> LipschitzConstants:
+    """The largest singular value of the Jacobian of a model's field, at the states that the model passes through.
+
+    The field is the increment of the state over a step, per unit of time, with all tokens as one vector.
+
+    Args:
+        model, images, batch_size: See `timm_odevit.dynamics`.
+        of: 'field', in 1/time; or 'step' for the map of each step, which brings states together below 1.
+        iterations: Iterations of the power method; the values converge from below.
+
+    Examples:
+        >>> found = lipschitz_constants(student, images)
+        >>> print(found.values.mean(dim=0))    # [K]
+
+    Source: the power method, Golub & Van Loan, Matrix Computations, 8.2.
+    """
+    per_time = one_of(('field', 'step'))('of', of) == 'field'
+    iterations = integer(1)('iterations', iterations)
+    shift = 1. if per_time else 0.
+
+    def measure(flow: Flow) -> LipschitzConstants:
+        vector = noise(flow.start, torch.Generator().manual_seed(0))
+        values: list[Tensor] = []
+        for step, h, x in zip(flow.maps, flow.lengths(), flow.states()[:-1], strict=True):
+            J, moved = Jacobian(step, x), vector
+            for _ in range(iterations):
+                vector = unit(vector)
+                moved = J.push(vector) - shift * vector
+                vector = J.pull(moved) - shift * moved
+            vector = torch.nan_to_num(vector)
+            values.append(norms(moved) / (h if per_time else 1.))
+        return LipschitzConstants(torch.stack(values, 1), flow.clock(last=-1))
+    return over_images(measure, model, images, batch_size)
+
+
+def log_softmax_bound(attention: Tensor, k: int) -> Tensor:
+    """log g_1, ..., log g_max(k, 1) for rows of probabilities [..., N], in nats [..., max(k, 1)].
+
+    g_k = p_k (1 - p_k + p_k+1), with p in descending order, is an upper bound on the k-th eigenvalue of
+    diag(p) - p p^T, the Jacobian of softmax. Source: JaSMin, arXiv 2507.07814.
+    """
+    p = F.pad(attention, (0, 1)).topk(max(k, 1) + 1, dim=-1).values  # p_n+1 = 0
+    return (p[..., :-1] * (1 - p[..., :-1] + p[..., 1:])).clamp_min(torch.finfo(p.dtype).tiny).log()
+
+
+@torch.no_grad()
+def spectral_norms(model: nn.Module) -> dict[str, float]:
+    """The largest singular value of every weight matrix in the blocks of a model, by the name of the weight.
+
+    A joint projection to queries, keys and values counts as three matrices, such as 'attn.qkv.weight (queries)'. With a
+    residual for each layer, a weight's norm is the largest over the layers.
+
+    Examples:
+        >>> norms = spectral_norms(student)
+        >>> print(norms['attn.proj.weight'])
+    """
+    odes = find_ode_blocks(model)
+    blocks: list[Any] = [phase for ode in odes for phase in ode.shared.phases] or list(getattr(model, 'blocks', ()))
+    values: dict[str, float] = {}
+    for i, block in enumerate(blocks):
+        layers = [block.at(layer) for layer in block.layers] if isinstance(block, TimeField) else []
+        for name, p in (block.base if layers else block).named_parameters():
+            if p.ndim != 2 or 'bias' in name:  # tables of position bias are no maps
+                continue
+            weight = torch.stack([layer.get(name, p) for layer in layers]) if layers else p[None]  # [layers, M, N]
+            label = bare_name(name).removeprefix('block.')
+            label = label if len(blocks) == 1 else f'blocks.{i}.{label}'
+            parts = ['queries', 'keys', 'values'] if label.endswith('qkv.weight') else ['']
+            for what, part in zip(parts, weight.chunk(len(parts), dim=1), strict=True):
+                norm = float(torch.linalg.matrix_norm(part.float(), ord=2).max())
+                values[f'{label} ({what})' if what else label] = norm
+    return values
