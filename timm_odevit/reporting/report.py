@@ -64,12 +64,12 @@ def write_report(
     if not isinstance(images, Tensor) or images.ndim != 4 or not 1 <= len(images) <= MOST:
         given = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
         raise ValueError(f'images must be a tensor [B, C, H, W] of 1 to {MOST} images; got {given}.')
-    names = names or [f'image {i + 1}' for i in range(len(images))]
-    columns: dict[str, Any] = {'image': names} if classes is None else {'image': names, 'class': classes}
+    columns: dict[str, Any] = {'image': names or [f'image {i + 1}' for i in range(len(images))]}
+    if classes is not None:
+        columns['class'] = classes
     for heading, texts in columns.items():
         if len(texts) != len(images) or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{'names' if texts is names else 'classes'} must be {len(images)} strings, one for each "
-                             f'image; got {shown(texts)}.')
+            raise ValueError(f'names and classes must be {len(images)} strings each; got {shown(texts)}.')
         columns[heading] = list(map(encodable, texts))
     plotly_js()  # says what to install before anything is measured
     title, known = encodable(title or model_name(model)), class_names(model)
