@@ -21,9 +21,7 @@ _WAIT = 300.  # seconds that a save waits for another save into the same folder
 def locked(folder: str | Path, name: str = 'run', wait: float = 0.) -> Iterator[None]:
     """Lock a folder, created if missing, against other processes; locks of different names are independent.
 
-    Raises:
-        ValueError: A file of that name exists.
-        OSError: Another process still holds the lock after `wait` seconds, or the folder cannot be written to.
+    Raises OSError if another process still holds the lock after `wait` seconds, or if the folder cannot be written to.
     """
     folder = Path(folder)
     existed = folder.exists()
@@ -55,9 +53,6 @@ def staged(folder: str | Path, *names: str) -> Iterator[Path]:
 
     Each file is always complete or absent. Of two, the second is the one that readers look for first: if it changes, it
     is absent while the first is replaced. After an exception in the block, the old files are there.
-
-    Raises:
-        OSError: A file could not be written; or see `locked`.
     """
     folder = Path(folder)
     with locked(folder, 'save', _WAIT):
@@ -76,10 +71,7 @@ def staged(folder: str | Path, *names: str) -> Iterator[Path]:
             for name in names:
                 os.replace(aside / name, folder / name)
         except (SafetensorError, RuntimeError) as e:  # what safetensors and torch.save raise if the disk is full
-            if isinstance(e, SafetensorError) or 'inline_container' in str(e) or 'PytorchStream' in str(e):
-                reason = ' '.join(str(e).split())
-                raise OSError(f"'{folder / names[0]}' could not be written: {reason}") from e
-            raise
+            raise OSError(f"'{folder / names[0]}' could not be written: {' '.join(str(e).split())}") from e
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 

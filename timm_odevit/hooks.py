@@ -3,6 +3,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from threading import Lock, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,10 +33,9 @@ def on_meta() -> Iterator[None]:
 class _Uninitialised(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, '__name__', '') in _INITIALISES:
-            tensor = args[0] if args else kwargs.get('tensor')
-            if getattr(tensor, 'is_meta', False):
-                return tensor
+        tensor = args[0] if args else kwargs.get('tensor')
+        if getattr(func, '__name__', '') in _INITIALISES and getattr(tensor, 'is_meta', False):
+            return tensor
         return func(*args, **kwargs)
 
 
@@ -82,10 +82,10 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 def random_states_kept(device: str | torch.device) -> Iterator[None]:
     """Restore the global random states afterwards: those of Python, of NumPy, and of torch on the CPU and a device."""
     device = torch.device(device)
-    others = {} if device.type in ('cpu', 'meta') else {'device_type': device.type}
+    more: Any = {} if device.type in ('cpu', 'meta') else {'devices': [device], 'device_type': device.type}
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng([device] if others else [], **others):
+        with torch.random.fork_rng(**{'devices': [], **more}):
             yield
     finally:
         random.setstate(python)
@@ -93,7 +93,7 @@ def random_states_kept(device: str | torch.device) -> Iterator[None]:
 
 
 def check_images(images: Any) -> None:
-    """Raise ValueError for anything but a batch of images [B, C, H, W]."""
+    """Raise ValueError for anything but a batch of finite images [B, C, H, W]."""
     if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point() or not len(images):
         what = f'{images.dtype} {list(images.shape)}' if isinstance(images, Tensor) else type(images).__name__
         raise ValueError(f'images must be a floating-point tensor [N, C, H, W], normalised for the model; got {what}.')
@@ -119,25 +119,22 @@ BlockRecord = tuple[list[Tensor], list[tuple[tuple[Any, ...], dict[str, Any]]]]
 @contextmanager
 def watch_blocks(stages: Sequence[Sequence[nn.Module]]) -> Iterator[list[BlockRecord]]:
     """Yield a list that a run of the model in this thread fills with a BlockRecord for each sequence of blocks."""
-    records: list[Any] = [([], []) for _ in stages]
     thread = get_ident()  # hooks also fire when other threads run the model
 
-    def watch(states: list[Tensor], passed: list[Any]) -> tuple[Callable[..., None], Callable[..., None]]:
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if get_ident() == thread:
-                if not states:
-                    states.append(args[0])
-                passed.append((args[1:], kwargs))
+    def before(record: BlockRecord, _: nn.Module, args: Any, kwargs: Any) -> None:
+        states, passed = record
+        if get_ident() == thread:
+            passed.append((args[1:], kwargs))
+            if not states:
+                states.append(args[0])
 
-        def after(_: nn.Module, args: Any, out: Tensor) -> None:
-            if get_ident() == thread:
-                states.append(out)
-        return before, after
-    hooks: list[Any] = []
-    for blocks, record in zip(stages, records, strict=True):
-        before, after = watch(*record)
-        for block in blocks:
-            hooks += [(block, 'before with keywords', before), (block, 'after', after)]
+    def after(record: BlockRecord, _: nn.Module, args: Any, out: Tensor) -> None:
+        if get_ident() == thread:
+            record[0].append(out)
+    records: list[BlockRecord] = [([], []) for _ in stages]
+    hooks = [hook for blocks, record in zip(stages, records, strict=True) for block in blocks
+             for hook in ((block, 'before with keywords', partial(before, record)),
+                          (block, 'after', partial(after, record)))]
     with hooked(*hooks):
         yield records
 

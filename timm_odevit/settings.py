@@ -4,7 +4,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from html import escape
 from numbers import Integral, Real
@@ -12,50 +12,36 @@ from typing import Any
 
 from typing_extensions import Self
 
-__all__ = [
-    'Check', 'Settings', 'flag', 'integer', 'many', 'number', 'one_line', 'one_of', 'printable', 'refuse_unknown',
-    'setting', 'shown', 'suggest',
-]
+__all__ = ['Check', 'Settings', 'flag', 'integer', 'many', 'number', 'one_line', 'one_of', 'printable',
+           'refuse_unknown', 'setting', 'shown', 'suggest']
 
 Check = Callable[[str, Any], Any]  # takes a name and a value; returns the value to keep, or raises ValueError
 
 
-def setting(default: Any = MISSING, check: Check | None = None) -> Any:
+def setting(default: Any, check: Check) -> Any:
     """A field of Settings, with a check of its values."""
     return field(default=default, metadata={'check': check})
 
 
 @dataclass(frozen=True, repr=False)
 class Settings:
-    """Settings, each checked on its own at construction; `_check` covers conditions on several of them.
-
-    Raises:
-        ValueError: A value is out of range; the message names what is allowed.
-    """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        refuse_unknown(kwargs, cls.names(), cls.__name__)
-        return super().__new__(cls)
+    """Settings, each checked on its own at construction; `_check` covers conditions on several of them."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
             if check := f.metadata.get('check'):
-                self._keep(**{f.name: check(f.name, getattr(self, f.name))})
-        self._keep(**(self._check() or {}))
-
-    def _keep(self, **values: Any) -> None:
-        vars(self).update(values)  # a frozen dataclass refuses assignments
+                vars(self)[f.name] = check(f.name, getattr(self, f.name))  # a frozen dataclass refuses assignments
+        vars(self).update(self._check() or {})
 
     def _check(self) -> Mapping[str, Any] | None:
         """Conditions on several settings; return the values of those that follow from others."""
 
     def __repr__(self) -> str:
-        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+        changed = (f'{f.name}={value!r}' for f in fields(self) if (value := getattr(self, f.name)) != f.default)
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     def _repr_html_(self) -> str:
-        rows = ''.join(
-            f'<tr><td>{name}</td><td>{escape(str(getattr(self, name)))}</td></tr>' for name in self.names())
+        rows = ''.join(f'<tr><td>{name}</td><td>{escape(str(getattr(self, name)))}</td></tr>' for name in self.names())
         return f'<table><caption>{type(self).__name__}</caption>{rows}</table>'
 
     @classmethod
@@ -72,24 +58,15 @@ class Settings:
 
     @classmethod
     def from_keywords(cls, config: Self | None, given: Mapping[str, Any], caller: str) -> Self:
-        """The settings that a function was given, either as `config` or as keywords.
-
-        Raises:
-            TypeError: Both were given, `config` is of another type, or a keyword is unknown or missing.
-            ValueError: A value is out of range.
-        """
-        if config is not None:
-            if given:
-                raise TypeError(
-                    f"{caller} got both config and '{next(iter(given))}', which is part of it. Give only one.")
-            if not isinstance(config, cls):
-                raise TypeError(f'config of {caller} must be of type {cls.__name__}; got {type(config).__name__}.')
-            return config
+        """The settings that a function was given, either as `config` or as keywords; raises TypeError for others."""
         refuse_unknown(given, cls.names(), caller)
-        for f in fields(cls):
-            if f.default is MISSING and f.name not in given:
-                raise TypeError(f'{caller} needs {f.name}, such as {f.name}=1.')
-        return cls(**given)
+        if config is None:
+            return cls(**given)
+        if given:
+            raise TypeError(f"{caller} got both config and '{next(iter(given))}', which is part of it. Give only one.")
+        if not isinstance(config, cls):
+            raise TypeError(f'config of {caller} must be of type {cls.__name__}; got {type(config).__name__}.')
+        return config
 
 
 def refuse_unknown(given: Iterable[str], known: Sequence[str], caller: str) -> None:
@@ -104,17 +81,27 @@ def _or_none(none: str) -> str:
     return f', or None for {none}' if none else ''
 
 
-def integer(least: int | None = 0, none: str = '') -> Check:
-    """A whole number, of at least `least` unless that is None; or None, if `none` says what None stands for."""
-    allowed = f"a whole number{'' if least is None else f' of at least {least}'}{_or_none(none)}"
-
+def _kept(allowed: str, keep: Callable[[Any], Any], none: str = '') -> Check:
+    """A check by a function that gives the value to keep; it raises an error, or gives None, for what is refused."""
     def check(name: str, value: Any) -> Any:
         if value is None and none:
             return None
-        if isinstance(value, bool) or not isinstance(value, Integral) or (least is not None and value < least):
-            raise ValueError(f'{name} must be {allowed}; got {shown(value)}.')
-        return int(value)  # NumPy integers too
+        try:
+            kept = keep(value)
+        except (OverflowError, TypeError, ValueError):
+            kept = None
+        if kept is None:
+            raise ValueError(f'{name} must be {allowed}{_or_none(none)}; got {shown(value)}.')
+        return kept
     return check
+
+
+def integer(least: int | None = 0, none: str = '') -> Check:
+    """A whole number, of at least `least` unless that is None; or None, if `none` says what None stands for."""
+    def keep(value: Any) -> int | None:
+        whole = isinstance(value, Integral) and not isinstance(value, bool) and (least is None or int(value) >= least)
+        return int(value) if whole else None  # NumPy integers too
+    return _kept(f"a whole number{'' if least is None else f' of at least {least}'}", keep, none)
 
 
 def number(least: float = 0., most: float = math.inf, *, open: str = '', none: str = '') -> Check:
@@ -122,21 +109,16 @@ def number(least: float = 0., most: float = math.inf, *, open: str = '', none: s
 
     `open` is '(' if `least` itself is not allowed, ')' if `most` is not, '()' for both.
     """
-    bounds = f"{'above' if '(' in open else 'of at least'} {least:g}"
+    allowed = f"a number {'above' if '(' in open else 'of at least'} {least:g}"
     if most < math.inf:
-        bounds = {'': f'from {least:g} to {most:g}', '()': f'between {least:g} and {most:g}'}.get(
-            open, f"{bounds} and {'below' if ')' in open else 'at most'} {most:g}")
+        allowed = {'': f'a number from {least:g} to {most:g}', '()': f'a number between {least:g} and {most:g}'}.get(
+            open, f"{allowed} and {'below' if ')' in open else 'at most'} {most:g}")
 
-    def check(name: str, value: Any) -> Any:
-        if value is None and none:
-            return None
-        real = value if isinstance(value, int) else float(value) if isinstance(value, Real) else math.nan
+    def keep(value: Any) -> float | None:
+        real = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
         inside = (least < real if '(' in open else least <= real) and (real < most if ')' in open else real <= most)
-        # NaN is not inside; whole numbers may have hundreds of digits
-        if isinstance(value, bool) or not inside or abs(real) > sys.float_info.max:
-            raise ValueError(f'{name} must be a number {bounds}{_or_none(none)}; got {shown(value)}.')
-        return float(real)
-    return check
+        return real if inside and real <= sys.float_info.max else None  # NaN is not inside
+    return _kept(allowed, keep, none)
 
 
 def one_of(allowed: Sequence[Any], none: str = '') -> Check:
@@ -149,23 +131,12 @@ def one_of(allowed: Sequence[Any], none: str = '') -> Check:
     return check
 
 
-def flag(name: str, value: Any) -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f'{name} must be True or False; got {shown(value)}.')
-    return value
+flag = _kept('True or False', lambda value: value if isinstance(value, bool) else None)
 
 
 def many(each: Check, what: str) -> Check:
     """A list of values, returned as a tuple."""
-    def check(name: str, value: Any) -> tuple[Any, ...]:
-        try:
-            if not isinstance(value, (list, tuple)):
-                raise ValueError
-            return tuple(each(name, entry) for entry in value)
-        except ValueError:
-            raise ValueError(f'{name} must be {what}; got {shown(value)}.') from None
-    return check
+    return _kept(what, lambda values: tuple(each('', value) for value in values))
 
 
 def one_line(error: BaseException) -> str:

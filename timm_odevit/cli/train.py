@@ -25,7 +25,7 @@ from timm_odevit import shrink as run_shrink
 from ..data.config import DataConfig
 from ..data.read import classes_of, read_data
 from ..data.sources import folder_parts
-from ..training.config import BEST, RECIPE, RUN
+from ..training.config import BEST, RECIPE
 from ..training.stages import read_run
 from .models import TOWERS, load, refuse_existing, save
 

@@ -2,6 +2,5 @@
 
 page, page.html     the writer of pages, for the report and for the verdict of `shrink`, and what draws them
 findings            everything that a report shows, measured
-charts              its charts, as numbers
-report              write_report: index.html and report.json
+report              write_report: index.html, with its charts, and report.json
 """

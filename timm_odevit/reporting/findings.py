@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..data.preprocessing import data_config, renormalisation
+from ..data.preprocessing import data_config
 from ..dynamics.flow import follow
 from ..dynamics.precision import Region, contraction_regions
 from ..dynamics.stability import Exponents, lyapunov_exponents
@@ -32,53 +32,37 @@ UNLIKE = 0.2  # probability that the likeliest class of no image reaches, if the
 
 @dataclass(frozen=True)
 class Findings:
-    """What a report shows of B images. What a model does not have, such as classes or a teacher, is None.
-
-    Attributes:
-        words: What the model is, such as 'One shared block, applied 12 times'.
-        times: The times of the model's states [K + 1].
-        probabilities: Of all classes, read from each state [B, K + 1, classes].
-        taught: Of all classes, by the teacher [B, classes].
-        decided: Which class each state leads to.
-        geometry: How the states move; of the model, and of the teacher.
-        attention: Where the class token looks.
-        followed: The distance from the teacher.
-        region: The region around the last state in which the class stays.
-        exponents: The largest Lyapunov exponent.
-        grid: Rows and columns of the patches, if the tokens are one for each of them.
-    """
-    words: str
-    times: list[float]
-    probabilities: Tensor | None
-    taught: Tensor | None
-    decided: ClassOverTime | None
-    geometry: tuple[Geometry, Geometry | None]
-    attention: AttentionOverTime | None
-    followed: DistanceOverTime | None
-    region: Region | None
-    exponents: Exponents
-    grid: tuple[int, int] | None
+    """What a report shows of B images. What a model does not have, such as classes or a teacher, is None."""
+    words: str  # what the model is, such as 'One shared block, applied 12 times'
+    times: list[float]  # of the model's states [K + 1]
+    probabilities: Tensor | None  # of all classes, read from each state [B, K + 1, classes]
+    taught: Tensor | None  # of all classes, by the teacher [B, classes]
+    decided: ClassOverTime | None  # which class each state leads to
+    geometry: tuple[Geometry, Geometry | None]  # how the states of the model move, and those of the teacher
+    attention: AttentionOverTime | None  # where the class token looks
+    followed: DistanceOverTime | None  # the distance from the teacher
+    region: Region | None  # around the last state, in which the class stays
+    exponents: Exponents  # the largest one
+    grid: tuple[int, int] | None  # rows and columns of the patches, if the tokens are one for each of them
 
     def sentence(self) -> str:
         """What the model does, in a sentence; and another, if these images look unlike its classes."""
         count = len(self.geometry[0].speed)
-        images = 'one image' if count == 1 else f'{count} images'
-        of = '' if count == 1 else f' (median of {images})'
-        verb = ': '
+        images, of = ('one image', '') if count == 1 else (f'{count} images', f' (median of {count} images)')
+        decided, verb = self.decided, ': '
         if self.followed is not None:
             said = (f"its last states differ from the teacher's by {100 * self.followed.distance[:, -1].median():.0f} "
                     '% of their norm')
-            if self.taught is not None and self.decided is not None:
-                same = int((self.taught.argmax(dim=-1) == self.decided.classes[:, -1]).sum())
+            if self.taught is not None and decided is not None:
+                same = int((self.taught.argmax(dim=-1) == decided.classes[:, -1]).sum())
                 verb = f", gives the teacher's class for {same} of {images}; "
         else:
             largest = self.exponents.values[:, 0]
             said = (f'small changes of the state grow at most by a factor of '
                     f'{math.exp(float(largest.nanmedian())):.2f} per block' if largest.isfinite().any() else
-                    f'there are no exponents ({next(reason for reason in self.exponents.reasons if reason)})')
-            if self.decided is not None:
-                verb = (f', has settled on its class at t = {self.decided.settled.nanmedian():.3g} of '
-                        f'{self.times[-1]:.3g}; ')
+                    f'there are no exponents ({next(filter(None, self.exponents.reasons))})')
+            if decided is not None:
+                verb = f', has settled on its class at t = {decided.settled.nanmedian():.3g} of {self.times[-1]:.3g}; '
         unlike = self.probabilities is not None and float(self.probabilities[:, -1].amax(dim=-1).max()) < UNLIKE
         return f'{self.words}{verb}{said}{of}.' + unlike * (
             f' No class gets {100 * UNLIKE:.0f} % for any image: they do not look like the classes that the model '
@@ -114,19 +98,17 @@ def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool 
 
 
 def _check(model: Any, teacher: Any) -> None:
-    for each in (model, teacher):
-        if each is not None and any(p.dtype != torch.float32 for p in each.parameters()):
-            raise ValueError(f'A report measures in float32, but this {type(each).__name__} is in '
-                             f'{next(each.parameters()).dtype}. Call float() on it first.')
+    if any(p.dtype != torch.float32 for each in (model, teacher) if each is not None for p in each.parameters()):
+        raise ValueError('A report measures in float32, but a model is in another dtype. Call float() on it first.')
     if teacher is None:
         return
-    if renormalisation(model, teacher) is not None:
-        raise ValueError('The teacher and the model normalise images differently (mean, std). Give a teacher with the '
-                         'same normalisation.')
-    for what, of in (('classes', lambda m: m.num_classes), ('input', lambda m: list(data_config(m)['input_size']))):
-        if of(model) != of(teacher):
-            raise ValueError(f'The teacher does not fit the model: {what} {of(teacher)} and {of(model)}. Give the '
-                             'teacher that the model was made from.')
+    ours, theirs = ({'classes': m.num_classes, **{
+        what: list(data_config(m)[key]) for what, key in (('input', 'input_size'), ('mean', 'mean'), ('std', 'std'))}}
+        for m in (model, teacher))
+    other = [f'{what} {theirs[what]} and {ours[what]}' for what in ours if theirs[what] != ours[what]]
+    if other:
+        raise ValueError(f"The teacher does not fit the model: {', '.join(other)}. Give the teacher that the model was "
+                         'made from.')
 
 
 def _probabilities(model: Any, images: Tensor) -> Tensor:
@@ -137,13 +119,15 @@ def _probabilities(model: Any, images: Tensor) -> Tensor:
 def _words(model: Any) -> str:
     odes = find_ode_blocks(model)
     if not odes:
-        count = len(model.blocks)
-        return f'{count} blocks, applied once each' if count > 1 else 'One block, applied once'
+        return f'{_count(len(model.blocks), "block")}, applied once{" each" if len(model.blocks) > 1 else ""}'
     ode = odes[0]
-    kept, phases = len(ode.before) + len(ode.after), len(ode.shared.phases)
-    shared = 'One shared block' if phases == 1 else f'{phases} shared blocks'
-    extra = f" (and {kept} block{'s' if kept > 1 else ''} of the base)" if kept else ''
+    kept = len(ode.before) + len(ode.after)
+    extra = f' (and {_count(kept, "block").lower()} of the base)' if kept else ''
     times = 'once' if ode.nfe == 1 else f'{ode.nfe:g} times'
-    by = '' if ode.nfe == ode.steps else f" by {ode.steps} step{'s' if ode.steps > 1 else ''} of {ode.method}"
-    return f'{shared}{extra}, applied {times}{by}' + (
+    by = '' if ode.nfe == ode.steps else f' by {_count(ode.steps, "step").lower()} of {ode.method}'
+    return f'{_count(len(ode.shared.phases), "shared block")}{extra}, applied {times}{by}' + (
         '' if ode.config.time == 'autonomous' else ', with weights that change with t')
+
+
+def _count(number: int, what: str) -> str:
+    return f'One {what}' if number == 1 else f'{number} {what}s'

@@ -6,27 +6,20 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-__all__ = ['page', 'plotly_js', 'printable']
+__all__ = ['encodable', 'page', 'plotly_js']
 
 
 def page(
         title: str, lead: str, footer: str, table: Sequence[Sequence[str]], charts: Sequence[dict[str, Any]],
         **more: Any,
 ) -> str:
-    """A page as HTML; raises ImportError without plotly.
+    """A page as HTML, with a title, what it says above and below everything else, a table with heads, and charts.
 
-    Args:
-        title: Its title.
-        lead: What it says, above everything else.
-        footer: What stands below everything else.
-        table: The heads of a table, and its rows.
-        charts: Charts with a kind, a title and what they show (about); page.html says what each kind draws.
-        **more: Sentences above (text) and below the table (notes), which rows are pale, charts behind a heading and a
-            sentence (more), and what the slider and the choice of an image show.
+    page.html says what each kind of chart draws, and what else there may be. Raises ImportError without plotly.
     """
     tree = {'text': [], 'notes': [], **more, 'footer': footer, 'table': table, 'first': charts}
     template = Template(files(__package__).joinpath('page.html').read_text(encoding='utf-8'))
-    return printable(template.substitute(  # no text can close the script
+    return encodable(template.substitute(  # no text can close the script
         title=escape(title), lead=escape(lead), page=json.dumps(tree).replace('<', '\\u003c'), plotly=plotly_js()))
 
 
@@ -39,6 +32,6 @@ def plotly_js() -> str:
     return str(get_plotlyjs())
 
 
-def printable(text: str) -> str:
+def encodable(text: str) -> str:
     """A text that can be written as UTF-8; names of files may hold bytes in no encoding."""
     return text.encode(errors='replace').decode()

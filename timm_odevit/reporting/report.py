@@ -1,8 +1,8 @@
-"""write_report: index.html and report.json."""
+"""write_report: index.html, with its charts, and report.json."""
 import base64
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
+from html import escape
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,13 @@ from .._version import __version__
 from ..data.preprocessing import class_names, data_config, model_name
 from ..files import to_json, write_text
 from ..settings import shown
-from .charts import charts
 from .findings import Findings, measure_all
-from .page import page, plotly_js, printable
+from .page import encodable, page, plotly_js
 
 __all__ = ['photos', 'spotlight', 'write_report']
 
-PAGE = 'index.html'
 MOST = 64  # images; a page grows with each
+SHOWN = 5  # classes
 
 
 def write_report(
@@ -39,11 +38,10 @@ def write_report(
 ) -> Path:
     """Write a page that shows what a model does with a few images; it needs no network and no server.
 
-    A slider over t moves attention and the probabilities of the classes together. Beside the
-    page, report.json has the numbers.
+    A slider over t moves attention and the probabilities of the classes together; report.json has the numbers.
 
     Args:
-        model: timm model with one sequence of blocks: an ODE-ViT or an ordinary ViT.
+        model: timm model with one sequence of blocks: an ODE-ViT or an ordinary ViT, in float32.
         images: 1 to 64 images [B, C, H, W], normalised for the model, on its device.
         out: Folder for index.html and report.json; files of these names are replaced.
         teacher: Model to compare with, of the same width, tokens, classes and normalisation of images.
@@ -57,8 +55,7 @@ def write_report(
 
     Raises:
         ImportError: plotly is not installed; the message says what to type.
-        TypeError: A model has no single sequence of blocks.
-        ValueError: The images are not a batch of 1 to 64, names do not fit, or the teacher does not fit the model.
+        TypeError, ValueError: A model has no single sequence of blocks; images, names or teacher do not fit it.
         OSError: The folder cannot be written to.
 
     Examples:
@@ -67,34 +64,32 @@ def write_report(
     if not isinstance(images, Tensor) or images.ndim != 4 or not 1 <= len(images) <= MOST:
         given = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
         raise ValueError(f'images must be a tensor [B, C, H, W] of 1 to {MOST} images; got {given}.')
-    plotly_js()  # say what to install before anything is measured
-    out, title = Path(out), printable(title or model_name(model))
-    names = _texts('names', names or [f'image {i + 1}' for i in range(len(images))], len(images))
-    found, known = measure_all(model, images, teacher, progress), class_names(model)
-    rows = _rows(found, names, None if classes is None else _texts('classes', classes, len(images)), known)
+    columns: dict[str, Any] = {'image': names or [f'image {i + 1}' for i in range(len(images))]}
+    if classes is not None:
+        columns['class'] = classes
+    for heading, texts in columns.items():
+        if len(texts) != len(images) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f'names and classes must be {len(images)} strings each; got {shown(texts)}.')
+        columns[heading] = list(map(encodable, texts))
+    plotly_js()  # says what to install before anything is measured
+    title, known = encodable(title or model_name(model)), class_names(model)
+    found = measure_all(model, images, teacher, progress)
+    columns.update(_columns(found, known))
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     html = _page(title, found, [_uri(picture) for picture in photos(images, model)], rows, known)
-    numbers = to_json({
-        'title': title, 'sentence': found.sentence(), 'version': __version__, 'torch': torch.__version__,
-        'images': rows, **{
-            name: value for name, value in asdict(found).items() if name not in ('probabilities', 'taught')}})
-    with suppress(FileNotFoundError):
-        (out / PAGE).unlink()  # an interrupted report has no page
-    write_text(out / 'report.json', numbers)
-    write_text(out / PAGE, html)
-    return out / PAGE
-
-
-def _texts(what: str, given: Sequence[Any], count: int) -> list[str]:
-    """Strings, one per image, that can be written as UTF-8."""
-    if isinstance(given, str) or len(given) != count or not all(isinstance(text, str) for text in given):
-        raise ValueError(f'{what} must be {count} strings, one for each image; got {shown(given)}.')
-    return list(map(printable, given))
+    numbers = {name: value for name, value in asdict(found).items() if name not in ('probabilities', 'taught')}
+    text = to_json({'title': title, 'sentence': found.sentence(), 'version': __version__, 'torch': torch.__version__,
+                    'images': rows, **numbers})
+    path = Path(out) / 'index.html'
+    path.unlink(missing_ok=True)  # an interrupted report has no page
+    write_text(path.with_name('report.json'), text)
+    write_text(path, html)
+    return path
 
 
 def _page(title: str, found: Findings, photos: list[str], rows: list[dict[str, Any]], known: Any) -> str:
-    names, (first, more) = [row['image'] for row in rows], charts(found, known)
+    names, seen = [row['image'] for row in rows], found.attention
     looks: list[Any] = [['what the model sees']]
-    seen = found.attention
     if seen is not None and found.grid is not None:
         of = 'class token' if seen.class_token else 'tokens'
         for words, name in ((f'attention of the {of} in the step that ends at t', 'attention'),
@@ -107,10 +102,11 @@ def _page(title: str, found: Findings, photos: list[str], rows: list[dict[str, A
     return page(
         title, found.sentence(), f'Made by timm-odevit {__version__}: odevit report. One unit of time is one block of '
         'the base model. The numbers are in report.json.',
-        [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)], first,
+        [list(rows[0]), *([value if isinstance(value, str) else f'{value:.3g}' if value == value else '-'
+                           for value in row.values()] for row in rows)], _classes_over_time(found, known),
         notes=[f'{name}: {ABOUT[name]}.' for name in rows[0] if name in ABOUT], looks=looks, photos=photos, names=names,
         more=['The dynamics, and what they suggest', 'Solid: the model, mean over all images. Dotted: the selected '
-              f'image. {legend}The vertical bar marks the selected time.', more],
+              f'image. {legend}The vertical bar marks the selected time.', _lines(found)],
         times=[float(f'{t:.3g}') for t in found.times], said=_said(found, names, known))
 
 
@@ -127,10 +123,6 @@ def _name(index: Any, known: Sequence[str] | None) -> str:
     return known[int(index)] if known else f'class {int(index)}'
 
 
-def _cell(value: Any) -> str:
-    return value if isinstance(value, str) else f'{value:.3g}' if value == value else '-'
-
-
 ABOUT = {
     'settled at t': 'the class no longer changes after this time',
     'radius': 'how far the tokens that the head reads can move at the end before the class changes, in the worst '
@@ -142,27 +134,83 @@ ABOUT = {
 }
 
 
-def _rows(found: Findings, names: Sequence[str], classes: Sequence[str] | None,
-          known: Sequence[str] | None) -> list[dict[str, Any]]:
-    """What is said about each image, by the heading of the column."""
+def _columns(found: Findings, known: Sequence[str] | None) -> dict[str, Any]:
+    """What was measured of each image, by the heading of the column."""
     decided, followed, region = found.decided, found.followed, found.region
-    columns: dict[str, Any] = {'image': names}
-    if classes is not None:
-        columns['class'] = classes
-    if decided is not None:
+    columns: dict[str, Any] = {}
+    if decided is not None and region is not None:
         columns['model'] = [_name(index, known) for index in decided.classes[:, -1]]
         columns['probability'] = decided.probability[:, -1].tolist()
-    if found.taught is not None:
-        columns['teacher'] = [_name(index, known) for index in found.taught.argmax(dim=-1)]
-    if decided is not None:
         columns['settled at t'] = decided.settled.tolist()
-    if region is not None:
         columns['radius'] = (region.worst / region.norm).tolist()
     columns['exponent'] = found.exponents.values[:, 0].tolist()
+    if found.taught is not None:
+        columns['teacher'] = [_name(index, known) for index in found.taught.argmax(dim=-1)]
     if followed is not None:
         columns['distance'] = followed.distance[:, -1].tolist()
         columns["patches' cosine"] = followed.patches.mean(dim=-1).tolist()
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return columns
+
+
+LINES: list[tuple[str, str, str, Any]] = [  # title, what it shows, where it is in Findings, its times and values there
+    ('Distance from the teacher', "Relative to the norm of the teacher's state, over all tokens. Where it jumps, try "
+     'another phase or a higher rank.', 'followed', lambda m: (m.times, m.distance)),
+    ('Probability of the final class', 'As the norm and head read it from the state at t. If it is high early, images '
+     'can stop early: odevit halt.', 'decided', lambda m: (m.times, m.probability)),
+    ('Speed', 'Length of a step over the norm of the state, per unit of time. Where it is low, fewer steps are enough.',
+     'geometry', lambda m: (m.times[1:], m.speed / m.norm[:, 1:])),
+    ('Angle between steps', 'In degrees: 0 is straight on, 90 a right angle. Straight trajectories need few steps.',
+     'geometry', lambda m: (m.times[1:-1], m.angle)),
+    ('Class token and patches', 'Cosine of the class token and the mean patch token: near 1, pooling the patches would '
+     'do as well.', 'geometry', lambda m: (m.times, m.cosine)),
+    ('Similarity of the patches', 'Mean cosine of two patch tokens (anisotropy). Near 1, try fewer tokens: tokens=0.5.',
+     'geometry', lambda m: (m.times, m.anisotropy)),
+    ('Entropy of attention', 'In nats: low where a token attends to few others; where it is high, try fewer tokens.',
+     'attention', lambda m: (m.times, m.entropy)),
+    ('Largest Lyapunov exponent', 'Up to t, per unit of time: above 0, some small changes of the state grow, and '
+     'larger steps are a risk.', 'exponents', lambda m: (m.times, m.running[..., 0])),
+]
+
+
+def _lines(found: Findings) -> list[dict[str, Any]]:
+    """The charts over t that have anything to show, as numbers for page.html."""
+    lines = []
+    for title, about, name, of in LINES:
+        measured = getattr(found, name)
+        ours, theirs = measured if name == 'geometry' else (measured, None)
+        if ours is None or bool(of(ours)[1].isnan().all()):
+            continue
+        line: dict[str, Any] = dict(kind='line', title=title, about=about)
+        line['times'], line['values'] = map(_rounded, of(ours))
+        line['mean'] = _rounded(of(ours)[1].nanmean(dim=0))
+        if theirs is not None:
+            times, values = of(theirs)
+            line['teacher'] = [_rounded(times), _rounded(values.nanmean(dim=0))]
+        lines.append(line)
+    return lines
+
+
+def _classes_over_time(found: Findings, known: Sequence[str] | None) -> list[dict[str, Any]]:
+    """The chart of the likeliest classes of each image: their names, and their probabilities over t; none without."""
+    taught = found.taught
+    labels, values, teacher = [], [], []
+    for i, path in enumerate([] if found.probabilities is None else found.probabilities):
+        best = path.amax(dim=0) + 2 * path[-1] + (0 if taught is None else 2 * taught[i])
+        best = best.topk(min(SHOWN, path.shape[1])).indices
+        best = best[path[-1, best].argsort()]
+        labels.append([escape(_name(k, known)) for k in best])
+        values.append(_rounded(path[:, best]))
+        teacher.append(None if taught is None else _rounded(taught[i, best]))
+    return [dict(kind='bars', title='What it would answer at t',
+                 about='Probabilities, as the norm and head read them from the state at t.', labels=labels,
+                 values=values, teacher=None if taught is None else teacher)] if values else []
+
+
+def _rounded(values: Tensor) -> Any:
+    """As nested lists for JSON; what is not finite becomes None."""
+    if values.ndim:
+        return [_rounded(value) for value in values.cpu()]
+    return float(f'{float(values):.4g}') if torch.isfinite(values) else None
 
 
 def photos(images: Tensor, model: Any) -> list[Image.Image]:

@@ -1,5 +1,6 @@
 """What is compared, as files that run without this package."""
 import copy
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,40 +41,29 @@ class Candidate(NamedTuple):
     int8: bool = False
     merged: bool = True
 
+    def and_int8(self) -> list['Candidate']:
+        return [self, self._replace(name=f'{self.name}, int8', int8=True)]
+
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of a candidate.
-
-    Attributes:
-        kind: 'original', 'plain' or 'student'.
-        name: Its name.
-        file: Name of its file; '' if it has none.
-        mb: Size of the file in MB (10^6 bytes); None without a file.
-        value: Accuracy, agreement or cosine, in percent.
-        interval: Half of the 95 % interval of the value.
-        margin: Half of the 95 % interval of its difference from the first candidate's.
-        ms: Median time for a batch of 1 image and of 32, per image, in ms.
-        operations: Multiply-adds for an image, in 10^6.
-    """
-    kind: str
+    """What was measured of a candidate."""
+    kind: str  # 'original', 'plain' or 'student'
     name: str
-    file: str
-    mb: float | None
-    value: float
-    interval: float
-    margin: float
-    ms: tuple[float, ...] | None
-    operations: float
+    file: str  # its name; '' if it has none
+    mb: float  # size of the file, 10^6 bytes; NaN without a file, as are the times
+    value: float  # accuracy, agreement or cosine, in percent
+    interval: float  # half of the 95 % interval of the value
+    margin: float  # half of the 95 % interval of its difference from the first candidate's
+    ms: tuple[float, ...]  # median time per image, in batches of 1 and of 32
+    operations: float  # multiply-adds for an image, in 10^6
 
 
 def plain_student(model: nn.Module, parameters: int) -> nn.Module | None:
-    """A model of the same kind with so many of the model's blocks that it has about as many parameters, evenly spaced.
+    """A model of the same kind with so many of the model's blocks, evenly spaced, that it has about as many parameters.
 
-    It has one block per layer, which an OdeBlocks holds, so that it is trained like any student.
-
-    Returns:
-        The student; None if timm cannot build the model with fewer blocks.
+    It has one block per layer, which an OdeBlocks holds, so that it is trained like any student. None if timm cannot
+    build the model with fewer blocks.
     """
     sites = find_stages(model)
     blocks = sites[0].blocks
@@ -96,31 +86,44 @@ def plain_student(model: nn.Module, parameters: int) -> nn.Module | None:
     return convert_(plain.to(first.device, first.dtype), phases=count, keep_original=False).model
 
 
-def candidates(model: nn.Module, student: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
-    """The model, a plain student and the student, in the forms in which each can be deployed."""
-    yield Candidate('original', 'original', model)
-    yield Candidate('original', 'original, int8', model, True)
+def _originals(model: nn.Module, *_: Any) -> Iterator[Candidate]:
+    yield from Candidate('original', 'original', model).and_int8()
+
+
+def _fewer_tokens(model: nn.Module, *_: Any) -> Iterator[Candidate]:
     for share in TOKENS:
         try:
             fewer = convert_(copy.deepcopy(model), phases=len(find_stages(model)[0].blocks), tokens=share,
                              keep_original=False).model
         except (TypeError, ValueError):  # windows, say
-            break
+            return
         yield Candidate('original', f'original, tokens = {share:g}', fewer)
+
+
+def _plain(_: nn.Module, __: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
     if plain is not None:
         count = len(find_ode_blocks(plain)[0])
-        name = f"plain, {count} block{'s' if count > 1 else ''}"
-        yield Candidate('plain', name, plain)
-        yield Candidate('plain', f'{name}, int8', plain, True)
+        yield from Candidate('plain', f"plain, {count} block{'s' if count > 1 else ''}", plain).and_int8()
+
+
+def _students(_: nn.Module, student: nn.Module, *__: Any) -> Iterator[Candidate]:
     stages = find_ode_blocks(student)
     # with a block for each step, no other number is trained
     parts = (1, 2, 4) if all(ode.config.phases < ode.steps for ode in stages) else (1,)
     for counts in dict.fromkeys(tuple(max(1, ode.steps // part) for ode in stages) for part in parts):
         name, view = f"student, K = {'+'.join(map(str, counts))}", with_steps(student, counts)
-        yield Candidate('student', name, view, merged=False)
-        yield Candidate('student', f'{name}, int8', view, True, False)
+        yield from Candidate('student', name, view, merged=False).and_int8()
         if stages[0].shared.depends_on_time:
             yield Candidate('student', f'{name}, int8, merged', view, True)
+
+
+FORMS = (_originals, _fewer_tokens, _plain, _students)  # in which a model can be deployed
+
+
+def candidates(model: nn.Module, student: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
+    """The model, a plain student and the student, in the forms in which each can be deployed; the model comes first."""
+    for form in FORMS:
+        yield from form(model, student, plain)
 
 
 @torch.no_grad()
@@ -129,17 +132,17 @@ def measure(
 ) -> tuple[list[Row], list[str]]:
     """Write each candidate to a file, and measure the files on images held out, their times in turns.
 
-    Returns:
-        A row for each, with its difference from the first, and notes on what could not be measured.
+    Returns a row for each, with its difference from the first, and notes on what could not be measured.
     """
     folder.mkdir(exist_ok=True)
     like = next(chosen[0].model.parameters())
-    onnx = like.device.type == 'cpu' and like.dtype in (torch.float32, torch.float16) and all(
+    cpu = like.device.type == 'cpu'
+    onnx = cpu and like.dtype in (torch.float32, torch.float16) and all(
         map(find_spec, ('onnx', 'onnxscript', 'onnxruntime')))
     format, notes = ('onnx', []) if onnx else ('pt2', [
-        'The files were written by torch.export and timed in torch, without int8.' + (
-            ' For ONNX Runtime, type: pip install onnx onnxruntime onnxscript' if like.device.type == 'cpu' else '')])
-    files: list[tuple[Candidate, Path, Any]] = []
+        'The files were written by torch.export and timed in torch, without int8.'
+        + cpu * ' For ONNX Runtime, type: pip install onnx onnxruntime onnxscript'])
+    files: list[tuple[Candidate, Path, Callable[[Tensor], Tensor]]] = []
     for candidate in chosen:
         if candidate.int8 and not onnx:
             continue
@@ -153,37 +156,40 @@ def measure(
             if candidate is chosen[0]:
                 raise
             notes.append(f'{candidate.name}: {one_line(e)}')
-            continue
-        files.append((candidate, path, _session(path) if onnx else torch.export.load(path).module()))
+        else:
+            files.append((candidate, path, _session(path) if onnx else torch.export.load(path).module()))
     progress(f'timing {len(files)} files in turns')
-    runs = [run for *_, run in files]
-    times = list(zip(*(_times(runs, held.images, size, like.device) for size in BATCHES), strict=True))
+    times = []
+    for size in BATCHES:
+        batch = held.images[torch.arange(size) % len(held.images)].to(like.device)
+        turns = times_in_turns([partial(run, batch) for *_, run in files], ROUNDS)
+        times.append([1000. * statistics.median(seconds) / size for seconds in turns])
     rows: list[Row] = []
-    first = None
-    for (candidate, path, run), ms in zip(files, times, strict=True):
+    first = torch.empty(0)
+    for (candidate, path, run), ms in zip(files, zip(*times, strict=True), strict=True):
         outputs = [run(batch.to(like.device)).float().cpu() for batch in held.images.split(BATCHES[-1])]
         each = scores(torch.cat(outputs), held, kind)
-        first = each if first is None else first
+        first = first if rows else each
         rows.append(Row(candidate.kind, candidate.name, path.name, path.stat().st_size / 1e6, *score(each, kind),
                         margin(each, first, kind), ms, operations(candidate.model, held.images[:1])))
     return rows, notes
 
 
-def early_exit(student: nn.Module, material: Material) -> Row | None:
-    """The student that halts image by image, by a threshold from the images that choose; None if it cannot."""
+def early_exit(student: nn.Module, material: Material) -> list[Row]:
+    """The student that halts image by image, by a threshold from the images that choose; nothing if it cannot."""
     halting, judging, kind = copy.deepcopy(student), material.judging, material.measure
     if kind == 'cosine':
-        return None
+        return []
     try:
         calibrated = calibrate_halting(halting, material.choosing[:2])
     except (TypeError, ValueError):
-        return None
+        return []
     calibrated.apply_(halting)
     each, steps = scores(outputs_of(halting, judging.images), judging, kind), find_ode_blocks(student)[0].steps
     one, whole = (operations(with_steps(student, k), judging.images[:1]) for k in (1, steps))
     share = (calibrated.nfe / calibrated.full_nfe * steps - 1) / max(1, steps - 1)
-    return Row('student', f'student, K = {steps}, early exit', '', None, *score(each, kind), 0., None,
-               one + share * (whole - one))
+    return [Row('student', f'student, K = {steps}, early exit', '', math.nan, *score(each, kind), 0.,
+                (math.nan, math.nan), one + share * (whole - one))]
 
 
 @torch.no_grad()
@@ -195,9 +201,8 @@ def operations(model: nn.Module, image: Tensor) -> float:
         ode.config = replace(ode.config, halting=None)
     if any(ode.shared.depends_on_time for ode in stages):
         merge_(model)
-    first = next(model.parameters(), image)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # whose products are counted
-        model(image.to(first.device, first.dtype))
+        model(image.to(next(model.parameters(), image)))
     return counter.get_total_flops() / 2e6
 
 
@@ -207,10 +212,3 @@ def _session(path: Path) -> Callable[[Tensor], Tensor]:
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
     return lambda images: torch.from_numpy(session.run(None, {'images': images.numpy()})[0])
-
-
-def _times(runs: Sequence[Any], images: Tensor, size: int, device: torch.device) -> list[float]:
-    """The median time of each for a batch of so many images, in ms per image; all take turns in every round."""
-    batch = images[torch.arange(size) % len(images)].to(device)
-    return [1000. * statistics.median(seconds) / size
-            for seconds in times_in_turns([partial(run, batch) for run in runs], ROUNDS)]

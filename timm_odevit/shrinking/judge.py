@@ -1,4 +1,6 @@
-"""Images to learn from and to judge by, what is measured of a model on them, and how sure that is."""
+"""Images to learn from and to judge by, what is measured of a model on them, and the size of a student that suits."""
+import copy
+import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -6,12 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..convert.conversion import Conversion, convert_
+from ..convert.planning import check_convertible, choose_size, predict_parameters
 from ..data.batches import Mapped, unlabelled
 from ..data.config import DataConfig
 from ..data.read import Data, read_data
 from ..hooks import evaluating
+from ..ode.blocks import count_parameters
+from ..ode.config import DEFAULT, OdeConfig
+from ..training.run import calibrate_
 
-__all__ = ['BATCH', 'SAMPLE', 'Held', 'Material', 'margin', 'outputs_of', 'read_images', 'score', 'scores', 'value_of']
+__all__ = ['BATCH', 'SHARE', 'Held', 'Material', 'base_settings', 'converted', 'margin', 'outputs_of', 'read_images',
+           'score', 'scores', 'smallest_size', 'suitable', 'suitable_settings', 'value_of']
 
 BATCH = 64
 HELD = 2048  # images that choose and judge, at most
@@ -19,6 +27,10 @@ HELD_OUT = 0.2  # share of the images that is held out to choose and to judge, u
 SAMPLE = 256  # images that are learned from, at least, to initialise by: a few would fit themselves alone
 NUMBERS = 2 ** 28  # in the images held out: 1 GB
 LEAST = 0.2  # of the labels that a model must know, and more than by chance
+SHARE = 0.45  # of the minutes for each of the two students, at most
+TRIALS = 4  # each halves the range that is left: 4 find the size to 5 % of the model's parameters
+MANY, SEEN = 5_000, 100_000  # images, and images seen in training, from which a quarter of the parameters suits
+UPDATE = 4.5  # times that a forward pass of the model takes for each image of an update
 
 
 class Held(NamedTuple):
@@ -29,59 +41,46 @@ class Held(NamedTuple):
 
 
 class Material(NamedTuple):
-    """A model to shrink, and images to shrink it by.
-
-    Attributes:
-        model: The model.
-        data: All images, to learn from.
-        choosing: Images held out that choose the best state of a training.
-        judging: Others, which judge the result: those kept for that, if there are labels.
-        learned: Some of those that are learned from, not augmented.
-        measure: 'accuracy', if there are labels that are the model's; 'agreement' with its top-1 class, if it has
-            classes; or 'cosine' with its embeddings.
-        why: Why it is not accuracy, in a sentence.
-    """
+    """A model to shrink, and images to shrink it by."""
     model: nn.Module
     data: Data
-    choosing: Held
-    judging: Held
-    learned: Held
-    measure: str
-    why: str
+    choosing: Held  # the best state of a training
+    judging: Held  # the result: others, those that were kept for it if there are any
+    learned: Held  # some of those to learn from, not augmented
+    measure: str  # 'accuracy'; 'agreement' with the model's top-1 class, if labels are not its; or 'cosine'
+    why: str  # why it is not accuracy
 
 
 def read_images(source: Any, model: nn.Module, embedding: bool = False) -> Material:
     """Read images, in any form that `shrink` takes; raises ValueError if they do not fit the model."""
-    classes: Any = 0 if embedding else getattr(model, 'num_classes', 0)
-    if getattr(model, 'num_classes', 0) == 1:
+    classes: Any = getattr(model, 'num_classes', 0)
+    if classes == 1:
         raise ValueError('The model has one output (num_classes=1), with which every student would agree. Give a model '
                          'with classes or embeddings.')
     data = read_data(source, model, DataConfig(batch_size=BATCH), labels=False if embedding else None,
                      held_out=HELD_OUT)
     if data.val is None:
         raise ValueError('shrink holds images out, which it cannot do for a loader. Give a folder, an .npz or tensors.')
-    why = "the model's outputs are embeddings" if embedding else data.why
+    measure, why = 'accuracy' if data.labelled else 'agreement', data.why
+    if embedding or not classes:
+        measure, why = 'cosine', "the model's outputs are embeddings"
     most = max(2, min(HELD, NUMBERS // data.sample('val', 1)[0].numel()))
     images, labels = data.sample('val', most)
     half = most // 2 if data.test is not None else (len(images) + 1) // 2
-    # one image chooses and judges
     judging = data.sample('test', half) if data.test is not None else (images[half:], labels[half:])
-    judging = judging if len(judging[0]) else (images, labels)
-    measure = 'accuracy' if classes and data.labelled else 'agreement' if classes else 'cosine'
+    judging = judging if len(judging[0]) else (images, labels)  # one image chooses and judges
     if measure == 'accuracy':
         right = float((outputs_of(model, images).argmax(dim=-1) == labels).double().mean())
         if right < max(LEAST, 1. / classes + 2. * (1. / classes * (1. - 1. / classes) / len(labels)) ** 0.5):
             measure, why = 'agreement', f'the model gets only {100 * right:.1f} % right, so they are not its classes'
-    parts = (images[:half], labels[:half]), judging, data.sample('train', max(len(judging[0]), SAMPLE))
     if measure != 'accuracy':
         data = replace(data, train=Mapped(data.train, unlabelled))
-    choosing, judge, learned = (_held(model, *part, measure) for part in parts)
-    return Material(model, data, choosing, judge, learned, measure, why)
 
-
-def _held(model: nn.Module, images: Tensor, labels: Tensor, measure: str) -> Held:
-    outputs = outputs_of(model, images)
-    return Held(images, labels if measure == 'accuracy' else outputs.flatten(1).argmax(dim=-1), outputs)
+    def held(images: Tensor, labels: Tensor) -> Held:
+        outputs = outputs_of(model, images)
+        return Held(images, labels if measure == 'accuracy' else outputs.flatten(1).argmax(dim=-1), outputs)
+    return Material(model, data, held(images[:half], labels[:half]), held(*judging),
+                    held(*data.sample('train', max(len(judging[0]), SAMPLE))), measure, why)
 
 
 @torch.no_grad()
@@ -121,3 +120,75 @@ def score(each: Tensor, measure: str) -> tuple[float, float]:
 def value_of(model: nn.Module, held: Held, measure: str) -> float:
     """The mean of what is measured of a model, in percent."""
     return score(scores(outputs_of(model, held.images), held, measure), measure)[0]
+
+
+def base_settings(model: nn.Module) -> OdeConfig:
+    """The default settings, with a method that suits the model's blocks; raises TypeError if none does."""
+    try:
+        check_convertible(model)
+    except ValueError:  # they cannot be split into attention and MLP
+        base = replace(DEFAULT, method='euler')
+        check_convertible(model, base)
+        return base
+    return DEFAULT
+
+
+def suitable_settings(material: Material, size: Any, keep: float | None, minutes: float, progress: bool) -> OdeConfig:
+    """Settings of a student of a size or, without one, that keeps a share or suits images and minutes."""
+    if keep is not None:
+        return smallest_size(material, keep, minutes / 4, progress)
+    size = suitable(material, minutes) if size is None else size
+    return choose_size(material.model, size, base_settings(material.model), init='svd_data')
+
+
+def suitable(material: Material, minutes: float) -> float:
+    """The share of the model's parameters that suits images and minutes: a quarter, or a half if they are few.
+
+    From hub/lab/sizes.md: after 50,000 images, a quarter keeps 78 % and a half 91 %.
+    """
+    batch = material.learned.images[:BATCH]
+    outputs_of(material.model, batch)
+    started = time.perf_counter()
+    outputs_of(material.model, batch)
+    seen = 60. * SHARE * minutes / UPDATE * len(batch) / (time.perf_counter() - started)
+    return 0.25 if material.data.count() >= MANY and seen >= SEEN else 0.5
+
+
+def smallest_size(material: Material, keep: float, minutes: float, progress: bool) -> OdeConfig:
+    """Settings of the smallest student that keeps a share of what is measured on the images that choose.
+
+    A binary search over the number of parameters, between one shared block and the model itself, which is the answer if
+    nothing else keeps enough. A student that does not keep it as initialised is calibrated, each for a fourth of the
+    minutes.
+    """
+    model, choosing, measure = material.model, material.choosing, material.measure
+    base = base_settings(model)
+    exact = best = choose_size(model, 1., base, init='svd_data')
+    low, high = predict_parameters(model, replace(exact, phases=1)), count_parameters(model)
+    wanted = keep * value_of(model, choosing, measure)
+    tried: list[OdeConfig] = [exact]
+    for _ in range(TRIALS):
+        middle = (low + high) // 2
+        config = choose_size(model, middle, base, init='svd_data')
+        if config in tried:
+            break  # nothing lies between
+        tried.append(config)
+        student, _ = converted(material, config)
+        value = value_of(student, choosing, measure)
+        if value < wanted:
+            calibrate_(student, model, material.data.train, minutes=minutes / TRIALS, progress=progress)
+            value = value_of(student, choosing, measure)
+        if progress:
+            print(f'{count_parameters(student):,} parameters: {value:.1f} % {measure}, {wanted:.1f} % wanted')
+        if value >= wanted:
+            best, high = config, count_parameters(student)
+        else:
+            low = middle
+    return best
+
+
+def converted(material: Material, config: OdeConfig) -> tuple[nn.Module, Conversion]:
+    """A student, and what was done."""
+    student = copy.deepcopy(material.model).requires_grad_(True)
+    few = material.learned.images[:SAMPLE].to(next(student.parameters()).device)
+    return student, convert_(student, config, images=few, keep_original=False)

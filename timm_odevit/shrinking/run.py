@@ -1,10 +1,8 @@
 """shrink: from a model and images to a small model, with a verdict on whether it is worth it, in a folder."""
-import copy
 import json
 import math
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +12,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from ..benchmark import peak_of, processor
+from ..benchmark import processor
 from ..convert.planning import parse_size
 from ..data.batches import Mapped
 from ..data.preprocessing import model_name
@@ -23,24 +21,22 @@ from ..files import to_json, write_text
 from ..hooks import random_states_kept
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.config import OdeConfig
-from ..reporting.page import printable
+from ..reporting.page import encodable
 from ..saving.save import describe, save_pretrained
 from ..settings import number
 from ..training.config import BEST, HISTORY, RUN, START
+from ..training.fit import check_unused
 from ..training.loop import score_of
 from ..training.recipe import Recipe
 from ..training.run import train
 from ..training.stages import check_about, hash_of, read_run
-from ..training.tasks import TrajectoryDistillationTask
 from .candidates import Candidate, candidates, early_exit, measure, plain_student
-from .judge import BATCH, Material, outputs_of, read_images
-from .size import SHARE, base_settings, converted, settings
-from .verdict import Verdict, dominated
+from .judge import BATCH, SHARE, Material, base_settings, converted, read_images, suitable_settings, value_of
+from .verdict import Verdict
 
 __all__ = ['shrink']
 
 FEW = 100  # images to judge by, of which the 95 % interval of a share is ± 10 points
-PART = 8  # of a batch, by which its memory is estimated
 LEAST = 0.1  # of the minutes for each of the two students
 MEASURED = 20  # times as long as for the original, about, for all that is measured
 
@@ -64,14 +60,13 @@ def shrink(
     to files that run without this package, and measured on images that no training used. Where accuracy cannot be
     measured, the agreement with the model is, or the cosine of the embeddings.
 
-    Writes to `out`: student/best/, the student in timm's format; plain/best/, the plain one; files/, those of the
-    candidates that no other beats in everything; verdict.json; and verdict.html, if plotly is installed. If the call is
-    interrupted, each best/ is the best so far.
+    `out` will hold student/best/ and plain/best/, in timm's format, each the best so far if the call is interrupted;
+    files/, the candidates that no other beats in everything; verdict.json; and verdict.html, if plotly is installed.
 
     Args:
         model: Model that `convert_` accepts, with weights, on the device to train on; it is left as it is.
-        images: A folder of images, with one sub-folder per class or not, with train/ and val/ or not; an .npz of small
-            images; images [N, C, H, W], normalised for the model; or a pair of such and labels [N]. See `read_data`.
+        images: Images in any form that `read_data` takes: a folder, an .npz, images [N, C, H, W], normalised for the
+            model, or a pair of such and labels [N].
         out: Folder for the results.
         size: Size of the student, as for `choose_size`, such as '25%', '3M' or '4MB' in the model's dtype; None for one
             that suits the images and minutes.
@@ -82,12 +77,8 @@ def shrink(
         resume: Continue the run in the folder.
         progress: Show progress bars, and say what is done.
 
-    Returns:
-        A Verdict: print it for the table and what it recommends.
-
     Raises:
-        TypeError: The model cannot be converted.
-        ValueError: A setting, the images or the folder are invalid.
+        TypeError, ValueError: The model cannot be converted; or a setting, the images or the folder are invalid.
         FloatingPointError: The loss stopped being finite.
         OSError: A file could not be written; or another process uses the folder.
 
@@ -97,56 +88,50 @@ def shrink(
         >>> student = timm.create_model('local-dir:small/student/best', pretrained=True)
     """
     minutes, folder, say = number(0., open='(')('minutes', minutes), Path(out), print if progress else lambda *_: None
-    share = _check(model, folder, size, keep, resume)
+    if size is not None and keep is not None:
+        raise ValueError('Give a size, or the share to keep, not both.')
+    if keep is not None:
+        keep = float(number(0., 1., open='()')('keep', parse_size(keep) if isinstance(keep, str) else keep))
+    base_settings(model)  # what cannot be converted or saved is refused before the images are read
+    describe(model)
+    check_unused(folder, resume, folder / RUN)
     with alone_in(folder), random_states_kept(next(model.parameters()).device):
         began = time.perf_counter()
         torch.manual_seed(0)
         material = read_images(images, model, embedding)
         asked = {'model sha256': hash_of(model.state_dict().values()), 'data sha256': material.data.sha256(),
-                 'size': size, 'keep': share, 'minutes': minutes, 'embedding': embedding}
+                 'size': size, 'keep': keep, 'minutes': minutes, 'embedding': embedding}
         check_about(folder, asked)
         about = [_about_images(material)]
         say(about[0])
         plan = read_run(folder)
         if 'ode' not in plan:
-            plan['ode'] = settings(material, size, share, minutes, progress).to_args()
+            plan['ode'] = suitable_settings(material, size, keep, minutes, progress).to_args()
         torch.manual_seed(0)  # whatever a search has drawn
         student, done = converted(material, OdeConfig.from_args(plan['ode'], 'shrink'))
-        plain = plain_student(material.model, count_parameters(student))
+        plain = plain_student(model, count_parameters(student))
         if 'train' not in plan:
             plan.update(_minutes(material, folder, minutes, began))
         write_text(folder / RUN, to_json({**asked, **plan}))
-        about += [f'{model_name(student)}: {done}', _about_minutes(minutes, plan, plain, _memory(student, material))]
+        about += [f'{model_name(student)}: {done}', _about_minutes(minutes, plan, plain)]
         say('\n'.join(about[1:]))
         student, records = _trained(student, material, plan['train'], folder / 'student', progress)
         if plain is not None:
             plain, _ = _trained(plain, material, plan['train'], folder / 'plain', progress)
-        rows, notes = measure([*candidates(material.model, student, plain)], material.judging, material.measure,
+        rows, notes = measure([*candidates(model, student, plain)], material.judging, material.measure,
                               folder / 'files', progress=say)
         verdict = Verdict(
-            rows=(*rows, *filter(None, [early_exit(student, material)])), measure=material.measure, keep=share or 0.95,
+            rows=(*rows, *early_exit(student, material)), measure=material.measure, keep=keep or 0.95,
             images=len(material.judging.images), about=(*about, *notes), outlook=_outlook(student, material, records),
             machine=f'{processor()}, {torch.get_num_threads()} threads')
-        _write(verdict, folder, model_name(student))
+        for row, by in zip(verdict.rows, verdict.beaten, strict=True):
+            if by and row.file and row not in (verdict.smallest, verdict.fastest):
+                (folder / 'files' / row.file).unlink(missing_ok=True)
+        write_text(folder / 'verdict.json', to_json(verdict.to_dict()))
+        if find_spec('plotly') is not None:
+            write_text(folder / 'verdict.html',
+                       verdict.to_html(f'{model_name(student)}: is a smaller one worth it?'))
     return verdict
-
-
-def _check(model: nn.Module, folder: Path, size: Any, keep: Any, resume: bool) -> float | None:
-    """Refuse what can be refused before the images are read; returns the share to keep."""
-    if size is not None and keep is not None:
-        raise ValueError('Give a size, or the share to keep, not both.')
-    if isinstance(size, str):
-        parse_size(size)
-    if isinstance(keep, str):
-        with suppress(ValueError):
-            keep = parse_size(keep)
-    base_settings(model)
-    describe(model)
-    if (folder / RUN).exists() and not resume:
-        raise ValueError(f"'{folder}' holds a run. Give another folder, or resume=True (--resume) to continue it.")
-    if resume and not folder.exists():
-        raise ValueError(f"There is no folder '{folder}' to continue. Give that of a run, or leave out --resume.")
-    return None if keep is None else number(0., 1., open='()')('keep', keep)
 
 
 def _minutes(material: Material, folder: Path, minutes: float, began: float) -> dict[str, float]:
@@ -192,39 +177,18 @@ def _save_best(folder: Path) -> None:
         save_pretrained(timm.create_model(f'local-dir:{best}', pretrained=True), folder / BEST)
 
 
-def _write(verdict: Verdict, folder: Path, name: str) -> None:
-    """Write the verdict, and remove the files of candidates that another beats in everything."""
-    for row, by in zip(verdict.rows, dominated(verdict.rows), strict=True):
-        if by and row.file and row not in (verdict.smallest, verdict.fastest):
-            (folder / 'files' / row.file).unlink(missing_ok=True)
-    write_text(folder / 'verdict.json', to_json(verdict.to_dict()))
-    if find_spec('plotly') is not None:
-        write_text(folder / 'verdict.html', verdict.to_html(f'{name}: is a smaller one worth it?'))
-
-
-def _memory(student: nn.Module, material: Material) -> float:
-    """About how many bytes training takes: weights, gradients, states of the optimizer, and what an update computes."""
-    few = material.learned.images[:PART].to(next(student.parameters()).device)
-    task = TrajectoryDistillationTask(
-        student, copy.deepcopy(material.model), embedding=material.measure == 'cosine', verbose=False)
-    update = peak_of(lambda: task(few, None)['loss'].backward(), few.device)
-    student.zero_grad()
-    weights = sum(p.nbytes for p in material.model.parameters()) + 4 * sum(p.nbytes for p in student.parameters())
-    return weights + update * min(BATCH, material.data.count()) / len(few)
-
-
 def _about_images(material: Material) -> str:
-    why = '' if material.measure == 'accuracy' else f'; labels are not used, because {printable(material.why)}'
+    why = '' if material.measure == 'accuracy' else f'; labels are not used, because {encodable(material.why)}'
     few = ' (few: small differences mean nothing)' if len(material.judging.images) < FEW else ''
     return (f'{material.data.count():,} images to learn from, {len(material.choosing.images):,} to choose the best '
             f'state, {len(material.judging.images):,} to judge by {material.measure}{few}{why}')
 
 
-def _about_minutes(minutes: float, plan: dict[str, Any], plain: nn.Module | None, memory: float) -> str:
+def _about_minutes(minutes: float, plan: dict[str, Any], plain: nn.Module | None) -> str:
     other = ('no plain student, since timm cannot build this model with fewer blocks' if plain is None else
              f"{plan['train']:.3g} for a plain one with {len(find_ode_blocks(plain)[0])} of its blocks")
     return (f"{minutes:g} minutes: {plan['train']:.3g} to train the student, {other}, and about {plan['measure']:.2g} "
-            f'to measure; about {memory / 1e9:.1f} GB of memory')
+            'to measure')
 
 
 def _outlook(student: nn.Module, material: Material, records: list[dict[str, Any]]) -> tuple[str, ...]:
@@ -237,8 +201,8 @@ def _outlook(student: nn.Module, material: Material, records: list[dict[str, Any
         said = [f'In the second half of its training at a constant learning rate, the student gained {gained:.1f} '
                 f"points: more minutes would {'help' if gained > 1 else 'change little'}."]
     if material.measure != 'cosine':
-        known, others = (100. * float((outputs_of(student, held.images).argmax(dim=-1) == held.outputs.argmax(
-            dim=-1)).double().mean()) for held in (material.learned, material.judging))
+        known, others = (value_of(student, held._replace(labels=held.outputs.argmax(dim=-1)), 'agreement')
+                         for held in (material.learned, material.judging))
         said.append(f'It gives the class of the original for {known:.1f} % of images that it learned from and for '
                     f'{others:.1f} % of others: '
                     f"more images would {'help' if known - others > 5 else 'change little'}.")
