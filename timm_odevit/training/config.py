@@ -44,7 +44,8 @@ class FitConfig(Settings):
         seed: Seed of the run.
 
     Examples:
-        >>> history = fit(task, loader, config=FitConfig(epochs=10, lr=5e-4, ema_decay=0.99))
+        >>> config = FitConfig(epochs=10, lr=5e-4, ema_decay=0.99)
+        >>> history = fit(TrajectoryDistillationTask(student, teacher), loader, config=config)
     """
     epochs: int | None = setting(None, integer(1, none='minutes'))
     minutes: float | None = setting(None, number(0., YEAR, open='(', none='epochs'))
