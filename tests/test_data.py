@@ -9,16 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from timm.data import resolve_input_data_config
 from timm.utils import random_seed
 from torch.utils.data import DataLoader, TensorDataset
 
+from timm_odevit import save_pretrained
 from timm_odevit.data.batches import set_epoch
 from timm_odevit.data.config import DataConfig
 from timm_odevit.data.preprocessing import open_image, read_image, warn_of_other_classes
-from timm_odevit.data.read import classes_of, read_data
+from timm_odevit.data.read import classes_of, pictures, read_data
 from timm_odevit.data.sources import folder_classes
 
 
@@ -517,3 +519,32 @@ def test_a_file_of_arrays_that_is_damaged(arrays, vit, tmp_path):
         (tmp_path / 'cut.npz').write_bytes(content)
         with pytest.raises(ValueError, match=f"cut.npz' cannot be read as .npz: .*{message}"):
             read(tmp_path / 'cut.npz', vit())
+
+
+@pytest.mark.parametrize('name', ['گل\u200cسرخ', 'गुलाब\u200d', 'sweet\u00a0pea'])
+def test_classes_may_have_joiners_and_no_break_spaces(vit, images, tmp_path, name):
+    root = images()
+    (root / 'class2').rename(root / name)
+    data = read(root, vit())
+    assert name in data.classes and sorted(data.classes) == sorted(classes_of(root)[0])
+    save_pretrained(named(vit(), data.classes), tmp_path / 'saved')
+    assert timm.create_model(f"local-dir:{tmp_path / 'saved'}").pretrained_cfg['label_names'] == list(data.classes)
+
+
+def test_a_class_whose_name_the_model_has_twice_is_refused(vit, images):
+    model = named(vit(num_classes=6), ['class0', 'class3', 'class1', 'class2', 'class3', 'class4'])
+    with pytest.raises(ValueError, match=r"has two classes called 'class3'"):
+        read(images(), model)
+    assert read(images('other'), model, any_classes=True).num_classes == 5
+
+
+def test_links_upwards_are_not_followed(vit, images, tmp_path):
+    root = images()
+    for link in ('one', 'two', 'class0/three'):
+        (root / link).symlink_to(root, target_is_directory=True)
+    (tmp_path / 'far').mkdir()
+    (root / 'class2').rename(tmp_path / 'far' / 'two')
+    (root / 'class2').symlink_to(tmp_path / 'far' / 'two', target_is_directory=True)
+    data = read(root, vit(), held_out=0.)
+    assert data.classes == tuple(f'class{i}' for i in range(5)) and data.count() == 30
+    assert len(pictures(root, vit(), 100).names) == 30

@@ -294,6 +294,8 @@ def test_operations_are_those_of_merged_weights(model):
 @pytest.mark.parametrize('options, message', [
     (dict(size='25%', keep='95%'), 'Give a size, or the share to keep, not both'), (dict(keep=95), 'keep must be a number between 0 and 1'),
     (dict(minutes=0), 'minutes must be'), (dict(size=1), 'are too few'), (dict(keep='950%'), 'a share up to 100%'),
+    (dict(images=(torch.zeros(4, 3, 16, 16), torch.eye(4))), 'labels must be whole numbers'),
+    (dict(images=(torch.zeros(4, 3, 16, 16), torch.zeros(4))), 'labels must be whole numbers'),
     (dict(images=(torch.zeros(4, 3, 16, 16), torch.tensor([0, 1, -1, 2]))), 'There is a label -1'), (dict(images=[torch.zeros(4, 3, 16, 16)]), 'cannot do for a loader'),
 ])
 def test_bad_input_is_refused_and_nothing_is_written(model, tmp_path, options, message):
@@ -378,3 +380,15 @@ def test_a_model_of_another_precision_is_shrunk(model, tmp_path, few, dtype, kin
     found = shrink(model.to(dtype), data, tmp_path / 'out', size=0.5, minutes=M, progress=False)
     assert found.rows[0].value == 100.
     assert timm.create_model(f"local-dir:{tmp_path / 'out' / 'student' / 'best'}", pretrained=True)
+
+
+def test_a_folder_whose_name_is_in_no_encoding_has_a_verdict(model, tmp_path, few, capsys):
+    data = tmp_path / 'caf\udce9'
+    try:
+        data.mkdir()
+    except OSError:
+        pytest.skip('the file system takes UTF-8 only')
+    for i in range(20):
+        Image.fromarray(np.random.default_rng(i).integers(0, 256, (16, 16, 3), np.uint8)).save(data / f'{i}.png')
+    found = shrink(model, data, tmp_path / 'out', size=0.5, minutes=M)
+    assert (tmp_path / 'out' / 'verdict.html').is_file() and 'caf?' in capsys.readouterr().out and str(found).encode()

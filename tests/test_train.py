@@ -409,7 +409,7 @@ def test_the_stages_share_the_minutes_and_a_resumed_run_keeps_what_was_planned(p
     assert main([*words[:-1], '8', '--resume']) == 2 and 'was made with minutes 0.1, but this run has 8.0' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('text', ['{"limit": nu', '\xff'])
+@pytest.mark.parametrize('text', ['{"limit": nu', '[1]', '3', '{"plan": 3}', '\xff'])
 def test_a_damaged_plan_is_named_with_what_to_do(vit, data, tmp_path, text):
     teacher = vit()
     run(recipe('fit.epochs=1'), data, tmp_path / 'run', teacher)

@@ -199,9 +199,11 @@ def test_refuses_what_does_not_fit(vit, change, error, message):
     (dict(checkpoints='distance'), 'needs calibration images'),
     (dict(kd_weight=-1), 'kd_weight must be a number of at least 0'),
     (dict(steps=[[]]), 'steps must be a list of whole numbers'), (dict(steps=6), 'steps must be a list of whole numbers'),
-    (dict(steps=[10 ** 9]), 'whole numbers from 1 to 10,000'),
+    (dict(steps=[10 ** 9]), 'whole numbers from 1 to 10,000'), (dict(steps=[2.]), 'steps must be a list'),
+    (dict(steps=[1e308]), 'steps must be a list'),
     (dict(steps=['1e308%']), 'steps must be a list'),
     (dict(steps=[6, 3], consistency_weight=0.1), 'needs several numbers of steps in an update'),
+    (dict(steps=[[4, 1], [2]], consistency_weight=1, trajectory_weight=0, kd_weight=0), 'All weights of the loss are 0 but'),
 ])
 def test_refuses_settings(vit, settings, message):
     with pytest.raises(ValueError) as e:

@@ -70,7 +70,7 @@ def staged(folder: str | Path, *names: str) -> Iterator[Path]:
                 last.unlink()
             for name in names:
                 os.replace(aside / name, folder / name)
-        except (SafetensorError, RuntimeError) as e:  # what safetensors and torch.save raise if the disk is full
+        except SafetensorError as e:  # if the disk is full, say
             raise OSError(f"'{folder / names[0]}' could not be written: {' '.join(str(e).split())}") from e
         finally:
             shutil.rmtree(aside, ignore_errors=True)

@@ -1,5 +1,6 @@
 """How a model expects its images, and which label it has for each class."""
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,10 @@ def _labels_by_name(own: Sequence[str] | None, names: Sequence[str] | None) -> l
     """The label of each class among the model's own, if it has all of these names, but others or in another order."""
     if own is None or names is None or list(own) == list(names) or not set(names) <= set(own):
         return None
-    unique = len({*own}) == len(own) and len({*names}) == len(names)
-    return [own.index(name) for name in names] if unique else None
+    if twice := {name for name, count in Counter(own).items() if count > 1}.intersection(names):
+        raise ValueError(f"The model has two classes called '{min(twice)}', so the name does not say which. Leave it "
+                         'out.')
+    return [own.index(name) for name in names] if len({*names}) == len(names) else None
 
 
 def labels_for(model: Any, names: Sequence[str] | None, number: int, source: Any) -> list[int] | None:

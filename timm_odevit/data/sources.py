@@ -143,9 +143,11 @@ def files_in(folder: Path) -> tuple[Samples, list[str]]:
 
 
 def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those in it, with the names of their images; hidden ones do not count."""
+    """A folder and those in it, with the names of their images; hidden ones and links upwards do not count."""
     for folder, folders, files in os.walk(root, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith('.')]
+        here = Path(folder).resolve()
+        folders[:] = [name for name in folders
+                      if not name.startswith('.') and not here.is_relative_to(Path(folder, name).resolve())]
         yield folder, [name for name in files
                        if is_img_extension(os.path.splitext(name)[1].lower()) and not name.startswith('.')]
 

@@ -69,8 +69,8 @@ class FitConfig(Settings):
 
 
 def _number_of_steps(name: str, k: Any) -> int | str:
-    """A number of steps, or a share of the student's own as text; in recipes of earlier versions, 2.0 is 200 %."""
-    if isinstance(k, float):
+    """A number of steps, or a share of the student's own as text; earlier versions wrote it as 0.5."""
+    if isinstance(k, float) and 0 < k < 1:
         k = f'{100 * k:.12g}%'
     if isinstance(k, str) and k.endswith('%'):
         number(0., 10_000., open='(')(name, float(k[:-1]))
@@ -135,8 +135,8 @@ class LossConfig(Settings):
     exit_weight: float = setting(0., _weight)
 
     def _check(self) -> None:
-        if not any(weight > 0 for weight in self.weights.values()):
-            raise ValueError('All weights of the loss are 0, so there is nothing to learn.')
+        if not any(weight > 0 for name, weight in self.weights.items() if name != 'consistency'):
+            raise ValueError('All weights of the loss are 0 but that of consistency, so there is nothing to learn.')
         if (self.exit_weight > 0) != bool(self.exits) or (self.exits and not self.kd_weight + self.task_weight > 0):
             raise ValueError('exits and exit_weight go together, and need kd_weight or task_weight.')
         if self.consistency_weight > 0 and all(len(of) == 1 for of in self.of_updates):
@@ -155,8 +155,8 @@ class LossConfig(Settings):
     def counts(self, own: int) -> tuple[tuple[int, ...], ...] | None:
         """The numbers of steps that updates draw from, for a student with `own` steps; None for only those."""
         return None if self.steps is None else tuple(
-            tuple(k if isinstance(k, int) else max(1, round(float(k[:-1]) / 100 * own)) for k in of)
-            for of in self.of_updates)
+            tuple(_number_of_steps('steps', k if isinstance(k, int) else max(1, round(float(k[:-1]) / 100 * own)))
+                  for k in of) for of in self.of_updates)
 
 
 @dataclass(frozen=True, repr=False)

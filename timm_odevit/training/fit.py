@@ -17,6 +17,7 @@ from ..distributed import alone_in, in_first_process
 from ..files import staged, to_json, write_text
 from ..hooks import AMP_DTYPES, random_states_kept
 from ..saving.save import describe, save_pretrained
+from ..settings import one_line
 from .config import BEST, HISTORY, LAST, FitConfig
 from .loop import Stream, Trainer, models_of, score_of, try_one_batch, unfused_in_bfloat16
 
@@ -149,7 +150,10 @@ def _save_state(path: Path, trainer: Trainer, **more: Any) -> None:
     state: dict[str, Any] = {name: module.state_dict() for name, module in trainer.models.items()}
     state.update(optimizer=trainer.optimizer.state_dict(), scaler=trainer.scaler.state_dict(), **more)
     with staged(path.parent, path.name) as aside:
-        torch.save(state, aside / path.name)
+        try:
+            torch.save(state, aside / path.name)
+        except RuntimeError as e:  # if the disk is full, say
+            raise OSError(f"'{path}' could not be written: {one_line(e)}") from e
 
 
 def _read_state(path: Path, device: torch.device, asked: dict[str, Any]) -> dict[str, Any]:

@@ -210,7 +210,10 @@ def _let_learn(student: nn.Module, names: set[str]) -> None:
 def read_run(folder: Path) -> Any:
     """What a folder's run.json holds; nothing if it has none."""
     try:
-        return json.loads((folder / RUN).read_text(encoding='utf-8')) if (folder / RUN).exists() else {}
+        found = json.loads((folder / RUN).read_text(encoding='utf-8')) if (folder / RUN).exists() else {}
+        if not isinstance(found, dict) or not isinstance(found.get('plan', {}), dict):
+            raise ValueError('It does not hold what a run writes.')
+        return found
     except ValueError as e:
         raise ValueError(f"'{folder / RUN}' is damaged, so the run in this folder cannot be resumed. Put the file back "
                          'as it was, or start again in another folder.') from e
