@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 import torch.distributed as dist
+from conftest import converted
 from torch.distributed.fsdp import fully_shard
 
 from timm_odevit import OdeConfig, Recipe, convert_, integrate, merge_, save_pretrained
@@ -48,7 +49,7 @@ def test_from_one_layer_to_the_next_the_field_is_constant(vit):
 def test_every_method_and_number_of_steps_runs_and_gets_gradients(vit, images, kind, rank, method):
     model = vit()
     convert_(model, OdeConfig(field=kind, time='low_rank', rank=rank, method=method, phases=2))
-    for steps in (1, 3, 5):
+    for steps in (2, 3, 5):
         model.blocks.steps = steps
         model.zero_grad()
         model(images).square().sum().backward()
@@ -135,6 +136,39 @@ def test_phases_own_their_layers(vit, images):
     model.blocks.steps = 12
     assert [list(shared.fields).index(step.field) for step in model.blocks] == [0] * 4 + [1] * 6 + [2] * 2
     assert model(images).shape == (2, 5)
+
+
+@pytest.mark.parametrize('steps, starts', [
+    (3, [0, 4, 8]), (4, [0, 2, 4, 8]), (5, [0, 2, 4, 6, 8]), (6, [0, 2, 4, 6, 8, 10]), (7, [0, 4 / 3, 8 / 3, 4, 6, 8, 10])])
+@pytest.mark.parametrize('method', ['lie_trotter', 'dopri5'])
+def test_no_step_crosses_the_border_of_two_spans(vit, steps, starts, method):
+    model = converted(vit, OdeConfig(phases=3, method=method, steps=steps), depth=12)
+    assert [step.t for step in model.blocks.solver] == pytest.approx(starts)
+    assert [step.t + step.h for step in model.blocks.solver] == pytest.approx([*starts[1:], 12])
+
+
+def test_spans_of_other_lengths_have_steps_in_proportion(vit):
+    ode = converted(vit, OdeConfig(boundaries=(2, 5)), depth=6).blocks
+    assert [step.h for step in ode.solver] == [1.] * 6
+    ode.steps = 4
+    assert [step.t for step in ode.solver] == [0, 2, 3.5, 5]
+
+
+def test_a_part_of_a_model_has_the_steps_of_the_whole(vit, images):
+    model = converted(vit, OdeConfig(phases=3, steps=4), depth=12)
+    x = torch.randn(2, 17, 32)
+    part = model.blocks[1:3]
+    assert [(step.t, step.h) for step in part.solver] == [(2, 2), (4, 4)] and part.end == 8
+    torch.testing.assert_close(model.blocks[3:](part(model.blocks[:1](x))), model.blocks(x), rtol=0, atol=0)
+
+
+def test_fewer_steps_than_shared_blocks_are_refused(vit):
+    with pytest.raises(ValueError, match='steps=2 are too few: each of the 3'):
+        convert_(vit(), phases=3, steps=2)
+    model = converted(vit, OdeConfig(phases=3))
+    with pytest.raises(ValueError, match='too few'):
+        model.blocks.steps = 2
+    assert model.blocks.steps == 3
 
 
 @pytest.fixture

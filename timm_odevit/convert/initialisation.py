@@ -18,13 +18,17 @@ Moments = dict[tuple[int, str], Tensor]  # second moment of the inputs of a line
 Layers = dict[int, dict[str, Tensor]]  # for each layer, its tensors by their name in the field ('block.mlp.fc1.weight')
 
 
+def borders(config: OdeConfig, count: int, first: int = 0) -> list[int]:
+    """The layers, of `count` from `first` on, at which a span begins, except the first."""
+    if isinstance(config.boundaries, tuple):
+        return list(config.boundaries)
+    phases = min(config.phases, count)
+    return [first + round(i * count / phases) for i in range(1, phases)]
+
+
 def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -> list[int]:
     """For each block, the index of the shared block that replaces it, with those of its kind within its span."""
-    if isinstance(config.boundaries, tuple):
-        starts = [b - first for b in config.boundaries]
-    else:
-        count = min(config.phases, len(blocks))
-        starts = [round(i * len(blocks) / count) for i in range(1, count)]
+    starts = [b - first for b in borders(config, len(blocks), first)]
     groups = [(sum(i >= start for start in starts), kind) for i, kind in enumerate(kinds(blocks))]
     order = sorted(set(groups), key=groups.index)
     return [order.index(group) for group in groups]
@@ -39,7 +43,9 @@ def build_field(
                   for index in range(max(assigned) + 1)]
     if len(fields) == 1:
         return fields[0]
-    return PiecewiseField(fields, range(first, first + len(blocks)), assigned).train(fields[0].training)
+    field = PiecewiseField(
+        fields, range(first, first + len(blocks)), assigned, borders(config, len(blocks), first))
+    return field.train(fields[0].training)
 
 
 def spectral_(weight: Tensor, parts: int = 1) -> Tensor:

@@ -41,6 +41,7 @@ class Field(nn.Module):
     attention_prefixes: tuple[str, ...] = ()  # of the parameters of G; all others belong to F
     depends_on_time: bool = False  # within a phase
     jumps: Sequence[float] = ()  # times at which it is not continuous, increasing
+    borders: Sequence[float] = ()  # times that no step crosses: another phase begins
     has_attention_maps: bool = False
     attention: Any
     mlp: Any

@@ -22,13 +22,31 @@ class Solver(nn.ModuleList):
     """The K steps of a resolved configuration on [t, t + T]; what a step does is in methods.py."""
 
     def __init__(self, config: OdeConfig, field: Field, t: float = 0., num_prefix_tokens: int = 0) -> None:
-        steps, T = config.steps_and_end
-        grid = [(t + i * (T / steps), T / steps) for i in range(steps)]  # the start and the length of each
+        T = config.steps_and_end[1]
+        grid = layout(config, field.borders, t)
         if config.adaptive:
             super().__init__(AdaptiveStep(field, start, h, config) for start, h in grid)
         else:
             merging = TokenMerging(config.tokens, num_prefix_tokens, t, T) if config.tokens < 1 else None
             super().__init__(METHODS[config.method](field, start, h, merging) for start, h in grid)
+
+
+def layout(config: OdeConfig, borders: Sequence[float], t: float = 0.) -> list[tuple[float, float]]:
+    """Start and length of the K steps on [t, t + T], which cross no border; the longest ones lie in the last spans.
+
+    Each span has a step; then one more goes where steps are longest, to the first of equals: of P spans of one length,
+    each has K // P steps, and the first K % P one more.
+    """
+    steps, T = config.steps_and_end
+    starts = [0., *(b - t for b in borders if t + _SAME < b < t + T - _SAME)]
+    if steps < len(starts):
+        raise ValueError(f'steps={steps} are too few: each of the {len(starts)} shared blocks needs a step of its own.')
+    lengths, counts = [b - a for a, b in pairwise([*starts, T])], [1] * len(starts)
+    for _ in range(steps - len(starts)):
+        ratios = [round(length / count, 9) for length, count in zip(lengths, counts, strict=True)]
+        counts[ratios.index(max(ratios))] += 1
+    return [(t + start + i * (length / n), length / n)
+            for start, length, n in zip(starts, lengths, counts, strict=True) for i in range(n)]
 
 
 class Counts(threading.local):

@@ -110,11 +110,13 @@ class TimeField(Field):
 class PiecewiseField(Field):
     """Several fields, one at a time: fields[which[i]] from times[i] to times[i + 1]. Source: Raptor, arXiv 2512.19941.
 
-    The first piece also applies before the first time, the last one after the last.
+    The first piece also applies before the first time, the last one after the last. No step crosses a border.
     """
 
-    def __init__(self, fields: Sequence[Field], times: Sequence[float], which: Sequence[int]) -> None:
+    def __init__(self, fields: Sequence[Field], times: Sequence[float], which: Sequence[int],
+                 borders: Sequence[float] = ()) -> None:
         super().__init__()
+        self.borders = tuple(borders)
         self.fields = nn.ModuleList(fields)
         self.times, self.which, self.names = tuple(times), tuple(which), fields[0].names
 
