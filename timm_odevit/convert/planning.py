@@ -59,11 +59,12 @@ def _of_the_model(model: nn.Module, sites: Sequence[Site], config: OdeConfig) ->
     if getattr(model, 'rope_is_mixed', False):
         yield 'it generates its RoPE tables one block at a time'
     for site in sites:
-        first, kind, count = site.blocks[0], type(site.blocks[0]), len(set(kinds(site.blocks)))
-        if kind not in FIELD_OF and not takes_one_state(first):
-            yield f'a {kind.__name__} does not take one state tensor'
-        if kind not in FIELD_OF and count > 1:
-            yield f'its blocks are of {count} kinds, which cannot share one block'
+        first, kind = site.blocks[0], type(site.blocks[0])
+        if kind not in FIELD_OF:
+            if not takes_one_state(first):
+                yield f'a {kind.__name__} does not take one state tensor'
+            if (count := len(set(kinds(site.blocks)))) > 1:
+                yield f'its blocks are of {count} kinds, which cannot share one block'
         for i, block in enumerate(site.blocks):
             if type(block) is not kind:
                 yield f'block {i} is a {type(block).__name__}, block 0 is a {kind.__name__}'
@@ -77,7 +78,8 @@ def _of_the_settings(
         model: nn.Module, sites: Sequence[Site], config: OdeConfig, images: Tensor | None) -> Iterator[str]:
     """Why the values of a model's weights, or the settings, do not allow a conversion."""
     name = type(model).__name__
-    if converted := find_ode_blocks(model):
+    if not sites:
+        converted = find_ode_blocks(model)
         count, now = count_in_words(sum(len(ode.shared.phases) for ode in converted)), converted[0]
         yield (f'This model is already converted ({count}, {now.method}, {now.steps} steps). Call restore() on its '
                'Conversion first.')
