@@ -31,7 +31,7 @@ def test_match_is_strictly_increasing_on_both_sides(layers, steps):
     for temperature in (1e-6, 0.1, 1., 1e6):
         for distances in ([1.] * layers, [100.] + [1e-9] * (layers - 1), list(range(layers))):
             times = softmax_times(distances, temperature)
-            pairs = match(times, steps)
+            pairs = match(times, uniform_times(steps))
             assert all(a < b for a, b in zip([0., *times], times)) and times[-1] == 1
             assert len(pairs) == min(layers, steps) and pairs[-1] == (layers - 1, steps - 1)
             for side in zip(*pairs):

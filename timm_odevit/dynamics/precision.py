@@ -84,16 +84,16 @@ def _errors(ode: OdeBlocks, flow: Flow, fine: int, each: Sequence[tuple[str, Any
     given = len(args) == 1 and isinstance(args[0], Context)
     block_kwargs = (args[0] if given else ode.shared.context(args, kwargs)).block_kwargs
 
-    def maps(method: str, steps: int, t: float, end: float) -> list[Any]:
+    def maps(method: str, steps: int, t: float, end: float) -> list[tuple[Any, float, float]]:
         solver: Any = Solver(replace(ode.config, method=method, steps=steps, T=end - t, adjoint=False), ode.shared, t)
-        return [lambda x, step=step: step(x, step.field.context((), block_kwargs, step.field.fold()))
-                for step in solver]
+        return [(lambda x, step=step: step(x, step.field.context((), block_kwargs, step.field.fold())),
+                 step.t, step.t + step.h) for step in solver]
 
     def reference(x: Tensor, t: float, end: float, fine: int = fine) -> Tensor:
         # a step ends at every layer, where the field jumps
         stops = [t, *(float(s) for s in range(math.floor(t + 1e-6) + 1, math.ceil(end - 1e-6))), end]
         for a, b in pairwise(stops):
-            for step in maps('rk4', max(1, math.ceil(fine * (b - a) - 1e-6)), a, b):
+            for step, *_ in maps('rk4', max(1, math.ceil(fine * (b - a) - 1e-6)), a, b):
                 x = step(x)
         return x
     start = flow.states()[first]
@@ -102,13 +102,13 @@ def _errors(ode: OdeBlocks, flow: Flow, fine: int, each: Sequence[tuple[str, Any
     half = norms(reference(start, ode.t, ode.end, fine // 2) - exact) / path
     found = []
     for method, steps in each:
-        times = torch.linspace(ode.t, ode.end, steps + 1, dtype=torch.float64)
-        x, local = start, []
-        for step, (t, end) in zip(maps(method, steps, ode.t, ode.end), pairwise(times.tolist()), strict=True):
+        x, local, ends = start, [], []
+        for step, t, end in maps(method, steps, ode.t, ode.end):
             before, x = x, step(x)
             local.append(norms(x - reference(before, t, end)) / path)
-        found.append(
-            DiscretisationError(norms(x - exact) / path, torch.stack(local, 1), half, method, steps, times[1:]))
+            ends.append(end)
+        found.append(DiscretisationError(norms(x - exact) / path, torch.stack(local, 1), half, method, steps,
+                                         torch.tensor(ends, dtype=torch.float64)))
     return found
 
 

@@ -70,7 +70,8 @@ class OdeConfig(Settings):
         time: How the shared block depends on t: 'autonomous', not at all; 'low_rank', its vectors (norms, biases,
             LayerScale) have a value per layer, each matrix a residual per layer, and a step uses their mean.
         rank: Rank of the residuals of 'low_rank'; 0 for vectors only.
-        phases: Number of shared blocks, one per span of consecutive layers.
+        phases: Number P of shared blocks, one per span of consecutive layers. No step crosses two spans: K is at least
+            P, and of equal spans, each has K // P steps, and the first K % P one more.
         boundaries: First layer of each span except the first, such as (7, 10); 'uniform' for spans of equal length.
         init: Initial weights: 'mean' of the blocks that a shared block replaces; 'svd', also each layer's residual,
             truncated to `rank`; 'svd_data', residuals fitted to the layer's inputs by least squares; 'spectral',

@@ -119,9 +119,10 @@ class TeacherStage(NamedTuple):
     first: int
     times: list[float]  # of the states after the converted blocks, in (0, 1]
 
-    def pairs(self, steps: int) -> list[tuple[float, int]]:
+    def pairs(self, ode: OdeBlocks) -> list[tuple[float, int]]:
         """Relative times at which the student is compared, and the indices in its blocks of the steps ending there."""
-        return [((step + 1) / steps, self.first + step) for _, step in match(self.times, steps)]
+        ends = [(step.t + step.h - ode.t) / (ode.end - ode.t) for step in ode.solver]
+        return [(ends[step], self.first + step) for _, step in match(self.times, ends)]
 
     def target(self, states: Sequence[Tensor], t: float) -> Tensor:
         """The teacher's state at a relative time, from its states before the first and after each block."""
@@ -186,16 +187,15 @@ def hidden_states(model: Any, images: Tensor, indices: list[int]) -> tuple[Tenso
     return both[0], [torch.cat([s[1], s[0]], dim=1) if isinstance(s, tuple) else s for s in both[1]]
 
 
-def match(times: Sequence[float], steps: int) -> list[tuple[int, int]]:
-    """Pair a teacher's L layers, at increasing times in (0, 1], with K steps, which end at 1/K, 2/K, ..., 1.
+def match(times: Sequence[float], ends: Sequence[float]) -> list[tuple[int, int]]:
+    """Pair a teacher's L layers, at increasing times in (0, 1], with the ends of K steps.
 
     Returns min(L, K) pairs (layer, step), both counted from 0 and strictly increasing, the last (L - 1, K - 1): every
     member of the smaller side with a nearby member of the other side.
     """
-    own = uniform_times(steps)
-    if len(times) <= steps:
-        return list(enumerate(_nearest(times, own)))
-    return [(layer, step) for step, layer in enumerate(_nearest(own, times))]
+    if len(times) <= len(ends):
+        return list(enumerate(_nearest(times, ends)))
+    return [(layer, step) for step, layer in enumerate(_nearest(ends, times))]
 
 
 def _nearest(few: Sequence[float], many: Sequence[float]) -> list[int]:

@@ -168,8 +168,8 @@ class TrajectoryDistillationTask(StudentTask):
             with torch.no_grad(), watch_blocks([stage.blocks for stage in self.stages]) as seen:
                 wanted = None if self.teacher is None else self.teacher(self.for_teacher(input))
             states = [of for of, _ in seen]
-            pairs = [[stage.pairs(steps) for stage, steps in zip(self.stages, of, strict=False)]
-                     for of in self.drawn]  # by stage, the times at which it is compared, and the steps ending there
+            pairs = [[stage.pairs(ode) for stage, ode in zip(self.stages, find_ode_blocks(each), strict=False)]
+                     for each in students]  # by stage, the times at which it is compared, and the steps ending there
             passes = self.trainable_module(students, input, [[[k for _, k in each] for each in of] for of in pairs])
         output = passes[0][0]
         of_passes = [self._parts(student, of, states, wanted, target, result)
