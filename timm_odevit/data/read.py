@@ -114,6 +114,9 @@ def _kind(source: Any) -> str:
         if path.is_file() and is_img_extension(path.suffix.lower()):
             raise ValueError(f"'{path}' is a file. Give the folder that it is in.")
         return 'folder' if path.is_dir() else 'npz'
+    if hasattr(source, '__array__') and not isinstance(source, Tensor):
+        raise ValueError('Give a folder, an .npz, a tensor of images [N, C, H, W], a pair of such and labels, or a loader '
+                         f'with a length; got {type(source).__name__}.')
     return 'images' if isinstance(source, Tensor) else 'pair' if is_pair(source) else 'loader'
 
 

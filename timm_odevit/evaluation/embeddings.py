@@ -209,6 +209,9 @@ def _features(model: Any, images: Tensor) -> Tensor:
 
 def _agreement(ours: Tensor, theirs: Tensor) -> Tensor:
     """Cosines, and whether the most similar other patch is the same, summed over the images [2, H, W]."""
+    if ours.shape != theirs.shape:
+        raise ValueError(f'The model gives features {list(ours.shape)}, the teacher {list(theirs.shape)}. Give a '
+                         'teacher with the same width and the same grid of patches.')
     (a, b), grid = (x.flatten(2).mT for x in (ours, theirs)), ours.shape[2:]
     same = torch.stack([nearest(x) == nearest(y) for x, y in zip(a, b, strict=True)]).unflatten(1, grid)
     cosine = F.cosine_similarity(ours, theirs, dim=1)
