@@ -115,8 +115,8 @@ def _kind(source: Any) -> str:
             raise ValueError(f"'{path}' is a file. Give the folder that it is in.")
         return 'folder' if path.is_dir() else 'npz'
     if hasattr(source, '__array__') and not isinstance(source, Tensor):
-        raise ValueError('Give a folder, an .npz, a tensor of images [N, C, H, W], a pair of such and labels, or a loader '
-                         f'with a length; got {type(source).__name__}.')
+        raise ValueError('Give a folder, an .npz, a tensor of images [N, C, H, W], a pair of such and labels, or a '
+                         f'loader with a length; got {type(source).__name__}.')
     return 'images' if isinstance(source, Tensor) else 'pair' if is_pair(source) else 'loader'
 
 
