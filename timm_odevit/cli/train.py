@@ -190,6 +190,8 @@ def convert(args: Any) -> None:
     both = [name for name in _SIZE if name in settings and args.size is not None]
     if both:
         raise ValueError(f"--size chooses {', '.join(_SIZE)}. Leave out --{both[0]} or --size.")
+    if args.random and args.checkpoint:
+        raise ValueError('--random and --checkpoint both say what the weights are. Give one.')
     config = OdeConfig(**settings)
     model = load(args.model, args, pretrained=not args.random,
                  **({} if args.num_classes is None else {'num_classes': args.num_classes}))

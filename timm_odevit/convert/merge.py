@@ -51,7 +51,8 @@ def merge_(model: nn.Module) -> 'Merged':
 def _merged(ode: OdeBlocks) -> OdeBlocks:
     """The blocks with the frozen weights of each step."""
     fields = [_frozen(step.field, step.interval) for step in ode.solver]
-    table = MergedField(fields, [step.t for step in ode.solver], range(len(fields)))
+    starts = [step.t for step in ode.solver]
+    table = MergedField(fields, starts, range(len(fields)), starts[1:])
     merged = OdeBlocks(table.requires_grad_(False).train(ode.shared.training), ode.config, ode.feature, ode.t,
                        [*ode.before], [*ode.after], ode.readout, ode.num_prefix_tokens)
     for old, new in zip((ode, ode.solver, *ode.solver), (merged, merged.solver, *merged.solver), strict=True):

@@ -43,6 +43,8 @@ def read_image(file: str | Path, mode: str) -> Image.Image:
             upright = ImageOps.exif_transpose(image)
             if image.mode.startswith('I;16') or (image.mode == 'I' and image.format in ('PNG', 'PPM')):
                 upright = Image.fromarray((np.asarray(upright) / 257).round().astype(np.uint8))
+            if upright.mode in ('I', 'F'):
+                raise ValueError('its pixels have no known range; save it with 8 or 16 bits')
             return upright.convert(mode)
     except Exception as e:  # a foreign file can raise anything
         raise ValueError(f"'{file}' cannot be read as an image: {one_line(e)}") from None

@@ -143,11 +143,15 @@ def files_in(folder: Path) -> tuple[Samples, list[str]]:
 
 
 def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those in it, with the names of their images; hidden ones and links upwards do not count."""
+    """A folder and those in it, each once, with the names of their images; hidden ones do not count."""
+    seen = {os.path.realpath(root)}
     for folder, folders, files in os.walk(root, followlinks=True):
-        here = Path(folder).resolve()
-        folders[:] = [name for name in folders
-                      if not name.startswith('.') and not here.is_relative_to(Path(folder, name).resolve())]
+        paths = {name: os.path.join(folder, name) for name in folders if not name.startswith('.')}
+        folders.clear()
+        for name in sorted(paths, key=lambda name: (os.path.islink(paths[name]), name)):  # links come last
+            if (real := os.path.realpath(paths[name])) not in seen:
+                seen.add(real)
+                folders.append(name)
         yield folder, [name for name in files
                        if is_img_extension(os.path.splitext(name)[1].lower()) and not name.startswith('.')]
 
@@ -165,6 +169,9 @@ def _divided(samples: Samples, to: Reading) -> dict[str, Samples]:
         held = count_held_out(len(of), to.share)
         parts['train'] += [of[j] for j in sorted(order[held:])]
         parts['val'] += [of[j] for j in sorted(order[:held])]
+    if to.labels and len(samples) > 1 and not parts['val']:
+        raise ValueError('Each class has one image, so none can be held out. Give more images, or a val/ next to '
+                         'train/.')
     return {**parts, 'val': parts['val'] or samples}
 
 

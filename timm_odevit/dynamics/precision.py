@@ -65,7 +65,8 @@ def discretisation_errors(
         raise TypeError(f'A {type(model).__name__} has {len(odes)} ODEs. Give an ODE-ViT with one sequence of blocks.')
     check_not_merged(model)
     ode = odes[0]
-    counts = sorted({max(ode.steps // 2, 1), ode.steps, 2 * ode.steps}) if steps is None else steps
+    least = len(ode.shared.borders) + 1
+    counts = sorted({max(ode.steps // 2, least), ode.steps, 2 * ode.steps}) if steps is None else steps
     chosen = ode.method if methods is None else methods
     each = [(one_of(list(METHODS))('method', method), count)
             for method in ([chosen] if isinstance(chosen, str) else chosen)

@@ -186,10 +186,10 @@ def early_exit(student: nn.Module, material: Material) -> list[Row]:
         return []
     calibrated.apply_(halting)
     each, steps = scores(outputs_of(halting, judging.images), judging, kind), find_ode_blocks(student)[0].steps
-    one, whole = (operations(with_steps(student, k), judging.images[:1]) for k in (1, steps))
-    share = (calibrated.nfe / calibrated.full_nfe * steps - 1) / max(1, steps - 1)
+    whole, twice = (operations(with_steps(student, k), judging.images[:1]) for k in (steps, 2 * steps))
+    saved = 1 - calibrated.nfe / calibrated.full_nfe  # of the steps, each of which costs the same
     return [Row('student', f'student, K = {steps}, early exit', '', math.nan, *score(each, kind), 0.,
-                (math.nan, math.nan), one + share * (whole - one))]
+                (math.nan, math.nan), whole - saved * (twice - whole))]
 
 
 @torch.no_grad()

@@ -91,6 +91,8 @@ def fit(
                 history, plan = state['history'], {**plan, **(state.get('plan') or {})}
         if config.minutes is None:
             plan['epochs'] = config.epochs  # which may be more than before
+            if len(history) > plan['epochs']:
+                raise ValueError(f"'{folder}' already has {len(history)} epochs. Give at least as many.")
         validation = 0.
         if val_loader is not None and len(history) < (plan['epochs'] or EPOCHS):
             amp = AMP_DTYPES.get(config.amp)

@@ -60,6 +60,7 @@ class Trainer:
         self.optimizer = create_optimizer(trainable, config)
         self.scheduler: Any = create_scheduler_v2(
             self.optimizer, sched=config.sched, num_epochs=config.epochs or 1, step_on_epochs=False,
+            decay_epochs=10 ** 9,  # of 'step', which is a constant rate here
             warmup_epochs=config.warmup_epochs,  # type: ignore[arg-type]
             warmup_lr=config.min_lr, min_lr=config.min_lr, updates_per_epoch=updates)[0]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == 'float16')
@@ -228,6 +229,8 @@ def _must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
             ignored = labels == getattr(criterion, 'ignore_index', -100)
             check_labels(labels.masked_fill(ignored, 0), getattr(models_of(task)['model'], 'num_classes', None))
         yield
+    except torch.OutOfMemoryError:
+        raise
     except Exception as e:
         with torch.no_grad():
             for buffer, before in buffers:

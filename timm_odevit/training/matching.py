@@ -92,6 +92,10 @@ def _lacks(student: Any, teacher: nn.Module | None, config: LossConfig) -> Itera
             isinstance(getattr(model, 'patch_drop', None), nn.Identity) and not getattr(model, 'rope', None)
             for model in (student, teacher))):
         yield f'patch_drop needs a teacher, and models that run on some of their patches, unlike {name}. Set it to 0.'
+    for ode in odes:
+        least = len(ode.shared.borders) + 1
+        if any(min(of) < least for of in config.counts(ode.steps) or ()):
+            yield f'steps={config.steps}: each of the {least} shared blocks needs a step. Give numbers from {least} on.'
     if is_one_sequence(student):
         norm = getattr(student, 'norm', None)
         if config.exits and (class_token_comes_later(student) or not isinstance(norm, nn.Module)):
