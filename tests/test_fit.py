@@ -56,6 +56,17 @@ def test_trains_and_keeps_last_best_and_history(vit, tmp_path):
     assert top1 == pytest.approx(max(r['val_top1'] for r in history))
 
 
+def test_step_is_a_constant_rate(vit):
+    history = fit(build(vit), GOOD[:1], epochs=92, sched='step', progress=False)  # timm's own falls after 90
+    assert {record['lr'] for record in history} == {history[0]['lr']}
+
+
+def test_a_resumed_run_has_no_fewer_epochs(vit, tmp_path):
+    run(build(vit), tmp_path / 'run', epochs=2)
+    with pytest.raises(ValueError, match='already has 2 epochs'):
+        run(build(vit), tmp_path / 'run', epochs=1, resume=True)
+
+
 def test_a_part_of_the_loss_is_averaged_over_the_updates_that_have_it(vit):
     class Sometimes(ClassificationTask):
         calls = 0

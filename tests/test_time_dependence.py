@@ -162,6 +162,16 @@ def test_a_part_of_a_model_has_the_steps_of_the_whole(vit, images):
     torch.testing.assert_close(model.blocks[3:](part(model.blocks[:1](x))), model.blocks(x), rtol=0, atol=0)
 
 
+def test_a_merged_model_keeps_steps_of_unequal_lengths(vit, images):
+    model = converted(vit, OdeConfig(time='low_rank', rank=2, phases=2, steps=5), depth=4)
+    with torch.no_grad():
+        for parameter in model.blocks.shared.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    expected = model(images)
+    merge_(model)
+    torch.testing.assert_close(model(images), expected)
+
+
 def test_fewer_steps_than_shared_blocks_are_refused(vit):
     with pytest.raises(ValueError, match='steps=2 are too few: each of the 3'):
         convert_(vit(), phases=3, steps=2)

@@ -211,6 +211,11 @@ def test_refuses_settings(vit, settings, message):
     assert message in str(e.value)
 
 
+def test_every_number_of_steps_has_one_for_each_shared_block(vit):
+    with pytest.raises(ValueError, match='each of the 2 shared blocks needs a step'):
+        TrajectoryDistillationTask(*pair(vit, OdeConfig(phases=2)), steps=['100%', '20%'])
+
+
 def test_jasmin_needs_attention_maps(vit):
     with pytest.raises(ValueError, match="jasmin_weight needs timm's plain attention"):
         TrajectoryDistillationTask(*pair(partial(vit, 'vit_relpos_small_patch16_224')), jasmin_weight=0.1)

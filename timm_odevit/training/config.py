@@ -32,7 +32,7 @@ class FitConfig(Settings):
         opt: timm optimizer (compared in hub/lab/ingredients.md).
         lr: Peak learning rate; for residuals of low rank, at most 1e-3 (hub/lab/minutes.md).
         weight_decay: Weight decay; not applied to norms, biases and embeddings.
-        sched: timm scheduler, stepped at every update.
+        sched: timm scheduler, stepped at every update; 'step' is a constant rate.
         warmup_epochs: Epochs of linear warm-up; with minutes, tenths of them.
         min_lr: Final learning rate.
         clip_grad: Maximum norm of the gradient; None for no clipping.
@@ -52,7 +52,7 @@ class FitConfig(Settings):
     opt: str = setting('muon', _optimizer)
     lr: float = setting(1e-3, number(0.))
     weight_decay: float = setting(0.05, number(0.))
-    sched: str = setting('cosine', one_of(('cosine', 'tanh', 'step', 'poly')))  # those that need only the update count
+    sched: str = setting('cosine', one_of(('cosine', 'tanh', 'step', 'poly')))
     warmup_epochs: float = setting(0, number(0.))
     min_lr: float = setting(1e-6, number(0.))
     clip_grad: float | None = setting(1., number(0., open='(', none='no clipping'))
