@@ -170,8 +170,7 @@ def _divided(samples: Samples, to: Reading) -> dict[str, Samples]:
         parts['train'] += [of[j] for j in sorted(order[held:])]
         parts['val'] += [of[j] for j in sorted(order[:held])]
     if to.labels and len(samples) > 1 and not parts['val']:
-        raise ValueError('Each class has one image, so none can be held out. Give more images, or a val/ next to '
-                         'train/.')
+        raise ValueError('Each class has one image, so none can be held out. Give more images, or a val/.')
     return {**parts, 'val': parts['val'] or samples}
 
 
