@@ -155,7 +155,7 @@ class LossConfig(Settings):
     def counts(self, own: int) -> tuple[tuple[int, ...], ...] | None:
         """The numbers of steps that updates draw from, for a student with `own` steps; None for only those."""
         return None if self.steps is None else tuple(
-            tuple(_number_of_steps('steps', k if isinstance(k, int) else max(1, round(float(k[:-1]) / 100 * own)))
+            tuple(int(_number_of_steps('steps', k if isinstance(k, int) else max(1, round(float(k[:-1]) / 100 * own))))
                   for k in of) for of in self.of_updates)
 
 
