@@ -521,13 +521,14 @@ def test_a_rehearsal_is_not_resumed_as_the_run(vit, data, tmp_path):
             run(recipe(), tmp_path / 'other.npz', tmp_path / 'run', teacher, resume=True, limit=16)
 
 
-def test_tuples_are_lists_and_fewer_epochs_train_nothing(vit, data, tmp_path):
+def test_tuples_are_lists_and_fewer_epochs_are_refused(vit, data, tmp_path):
     made = Recipe(ode={'blocks': (0, 2)}, data={'batch_size': 8}, loss={'steps': (2, 3)}, fit={'epochs': 2}, stages=(Stage(),))
     teacher = vit()
     run(made, data, tmp_path / 'run', teacher)
     assert len(run(made, data, tmp_path / 'run', teacher, resume=True)) == 2
     fewer = Recipe.load(tmp_path / 'run' / 'recipe.yaml', ['fit.epochs=1'])
-    assert len(run(fewer, data, tmp_path / 'run', teacher, resume=True)) == 2
+    with pytest.raises(ValueError, match='already has 2 epochs'):
+        run(fewer, data, tmp_path / 'run', teacher, resume=True)
 
 
 # --- several processes

@@ -142,7 +142,8 @@ class Recipe(Settings):
         return OdeConfig.from_args(self.ode or {}, 'ode', prefix='')
 
     def loss_of(self, stage: Stage) -> LossConfig:
-        return LossConfig(**{**(self.loss or {}), **(stage.loss or {})})
+        loss = {**(self.loss or {}), **(stage.loss or {})}
+        return LossConfig(**{**loss, 'steps': _shares(loss.get('steps'))})
 
     def fit_of(self, stage: Stage) -> FitConfig:
         return FitConfig(**{**(self.fit or {}), **(stage.fit or {})})
@@ -272,3 +273,10 @@ def _plain(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {k: _plain(v) for k, v in tree.items()}
     return [_plain(v) for v in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def _shares(steps: Any) -> Any:
+    """Numbers of steps, of which earlier versions wrote 200 % as 2.0."""
+    if isinstance(steps, (list, tuple)):
+        return [_shares(k) for k in steps]
+    return f'{100 * steps:.12g}%' if isinstance(steps, float) else steps
