@@ -162,7 +162,7 @@ class Recipe(Settings):
     def without_shares(self, own: int) -> 'Recipe':
         """The recipe with numbers of steps in place of shares; see `trained_at`."""
         def counted(loss: dict[str, Any] | None) -> dict[str, Any] | None:
-            counts = LossConfig(steps=(loss or {}).get('steps')).counts(own)
+            counts = LossConfig(steps=_shares((loss or {}).get('steps'))).counts(own)
             return loss if counts is None else {
                 **(loss or {}), 'steps': [list(of) if len(of) > 1 else of[0] for of in counts]}
         stages = tuple(replace(stage, loss=counted(stage.loss)) for stage in self.stages)
