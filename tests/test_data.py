@@ -196,8 +196,16 @@ def test_order_and_mixing_depend_on_seed_and_epoch_alone(vit, settings):
     assert not any(torch.equal(first[0][0], other[0][0]) for other in (epoch(1, 3), epoch(2, 2)))
     if settings:
         torch.testing.assert_close(first[0][1].sum(1), torch.ones(8))
-        with pytest.raises(AssertionError, match='even'):
-            list(read(tensors, vit(), batch_size=7, **settings).train)
+        with pytest.raises(ValueError, match='batch_size must be even; got 7'):
+            read(tensors, vit(), batch_size=7, **settings)
+
+
+@pytest.mark.parametrize('setting', [dict(padding=2), dict(flip=0.), dict(auto_augment='x'), dict(workers=0)])
+def test_settings_of_other_data(vit, images, arrays, setting):
+    source = images() if 'padding' in setting or 'flip' in setting else arrays
+    for of in (source, (torch.rand(8, 3, 16, 16), torch.arange(8) % 5)):
+        with pytest.raises(ValueError, match=rf'data.{next(iter(setting))} does not apply to .*Leave it out'):
+            read_data(of, vit(), DataConfig(**setting))
 
 
 # --- folders

@@ -120,6 +120,8 @@ class Mapped:
 
 def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:
     """Batches of an even number of images, mixed by timm's Mixup; labels become probabilities [B, classes]."""
+    if loader.batch_size % 2:
+        raise ValueError(f'Pairs of images are mixed, so batch_size must be even; got {loader.batch_size}.')
     mixes = config.mixup > 0 or config.cutmix > 0
     prob = (1. if config.prob is None else config.prob) if mixes else 0.  # smoothing alone
     mix = Mixup(mixup_alpha=config.mixup if mixes else 1., cutmix_alpha=config.cutmix, prob=prob,

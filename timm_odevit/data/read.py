@@ -89,6 +89,9 @@ def read_data(
     config = config or DataConfig()
     any_classes = any_classes or not getattr(model, 'num_classes', 0)
     kind, share = _kind(source), config.held_out if held_out is None else held_out
+    for name, where in dict(padding='npz', flip='npz', auto_augment='folder', workers='folder').items():
+        if getattr(config, name) is not None and kind != where:
+            raise ValueError(f'data.{name} does not apply to this source, a {kind}, only to a {where}. Leave it out.')
     to = Reading(model, config, bool(labels), share, limit, seed, any_classes)
     if labels is not None:
         return _read(source, kind, to)
