@@ -20,7 +20,7 @@ from timm_odevit.data.read import read_data
 from timm_odevit.files import to_json, write_text
 from timm_odevit.ode.blocks import count_parameters, find_ode_blocks
 from timm_odevit.shrinking.candidates import Candidate, measure
-from timm_odevit.shrinking.judge import Held
+from timm_odevit.shrinking.material import Held
 
 HUB = Path(__file__).parent.parent
 
@@ -56,9 +56,9 @@ if __name__ == '__main__':
     for size, group in chosen(args.data.stem, args.plain).items():
         batches = list(read_data(args.data, group[0].model, DataConfig(batch_size=1000)).test)
         images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        held = Held(images, labels, torch.zeros(len(images)))
+        held = Held(images, labels, torch.zeros(len(images)), 'accuracy')
         with tempfile.TemporaryDirectory() as folder:
-            rows, notes = measure(group, held, 'accuracy', Path(folder), progress=print)
+            rows, notes = measure(group, held, Path(folder), progress=print)
         assert not notes, notes
         found.append({'data': args.data.stem, 'size': size, 'images': len(images), 'rows': [
             {**asdict(row), 'parameters': count_parameters(candidate.model)}

@@ -4,8 +4,7 @@ models              models by name, and what a command writes to
 train               shrink, finetune, distill, convert, calibrate
 evaluate            evaluate, halt, benchmark, predict, report, export, push
 
-This file runs first; it imports nothing of the package until a command needs it, so that help needs no torch. The
-docstring of a command lists its arguments, one a line; two spaces come before the help:
+This file runs first, without torch, so that help is quick. The docstring of a command lists its arguments:
 
 name  help                    also [name] if it may be left out, name... for one or more, name* for all that follow
 --name  help                  a flag
@@ -15,11 +14,12 @@ name  help                    also [name] if it may be left out, name... for one
 """
 import argparse
 import ast
+import os
 import re
 import runpy
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
@@ -31,25 +31,20 @@ __all__ = ['COMMANDS', 'main', 'parser']
 PACKAGE = Path(next(iter(find_spec('timm_odevit').submodule_search_locations)))  # type: ignore
 COMMANDS = ('shrink', 'finetune', 'convert', 'calibrate', 'distill', 'evaluate', 'halt', 'predict', 'report', 'export',
             'push', 'recipe', 'benchmark', 'script')
-WORDS = {
-    'MODEL': "a timm name, such as deit_tiny_patch16_224; 'local-dir:FOLDER' for a saved model; or the image tower of "
-             "'open_clip:NAME/TAG' or 'transformers:NAME'",
-    'IMAGES': 'folder of images, or an .npz of small images; labels are ignored'}
 SHARED = """
-model  MODEL
-images  IMAGES
-data  folder with one sub-folder of images per class, or with train/ and val/ folders of that kind; or an .npz of small
-    images: x_train, y_train, x_test, y_test
+model  a timm name; 'local-dir:FOLDER' of a saved model; or an image tower: 'open_clip:NAME/TAG' or 'transformers:NAME'
+images  folder of images, or an .npz of small ones; labels are ignored
+data  folder with one sub-folder of images per class, or train/ and val/ of that kind; or an .npz of small images
 [out]  folder for recipe.yaml, checkpoints, best/ and history.json
---teacher MODEL  MODEL
---checkpoint FILE  file with the weights of the model (of the teacher, if there is one), instead of a download
---img-size N  image size in pixels of the model (of the teacher, if there is one; default: its own)
+--teacher MODEL  a timm name, or 'local-dir:FOLDER' of a saved model
+--checkpoint FILE  file with the weights of the teacher or, without one, of the model
+--img-size N  image size in pixels of the teacher or, without one, of the model (default: its own)
 --steps N  number of solver steps (default: as saved)
 --set KEY=VALUE*  change the recipe, such as --set ode.rank=8 --set stages.0.fit.epochs=5
---minutes M  train for about so long, with the stages' shares of time (default: the recipe's epochs)
---resume  continue the run in the folder; with nothing else given, as it was first started
---limit N  use only this many images of each part of the data, for a rehearsal
---seed N0  the seed of the training, for --held-out (default: 0)
+--minutes M  train for about so long (default: the recipe's epochs)
+--resume  continue the run in the folder; nothing else need be given
+--limit N  use only this many images of each part of the data
+--seed N0  seed of the training, for --held-out (default: 0)
 --batch-size N [64]  images per batch
 --workers N0  processes that load images (default: min(2, usable CPU cores - 1))
 --quiet  show no progress bars
@@ -73,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == 'recipe':
             recipe(args)
         else:
-            _prepare(args)
+            _set_device(args)
             getattr(import_module(f'timm_odevit.cli.{args.file}'), args.command)(args)
     except (ValueError, TypeError, AssertionError, OSError, FloatingPointError, ImportError) as e:
         if not _is_for_the_user(e):
@@ -87,27 +82,25 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _prepare(args: argparse.Namespace) -> None:
+def _set_device(args: argparse.Namespace) -> None:
+    os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # torch's profiler reads it when it first starts, and is noisy
     import torch
     if args.threads:
         torch.set_num_threads(args.threads)
     args.device = args.device or ('cuda' if torch.cuda.is_available() else 'cpu')
     try:
         torch.empty(0, device=args.device)
-    except Exception as e:  # RuntimeError, AssertionError, ... by backend
-        raise ValueError(f"--device '{args.device}' cannot be used here. Give another, such as cpu. ({e})") from e
+    except Exception as e:  # which one depends on the backend
+        raise ValueError(f"--device '{args.device}' cannot be used here: {e}") from e
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Whether a `raise` or `assert` found a mistake in the input, to be told in a line.
-
-    What Python itself raises, and a TypeError of a library, are defects of the program, and keep their traceback.
-    """
+    """Whether a `raise` or `assert` found a mistake in the input. All else is a defect, and keeps its traceback."""
     if not isinstance(error, (TypeError, ValueError, AssertionError)):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
-    ours = Path(last.filename).is_relative_to(PACKAGE)
-    return (ours or not isinstance(error, TypeError)) and (last.line or '').startswith(('raise ', 'assert '))
+    from_library = not Path(last.filename).is_relative_to(PACKAGE)
+    return (last.line or '').startswith(('raise ', 'assert ')) and not (from_library and isinstance(error, TypeError))
 
 
 def parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
@@ -115,12 +108,7 @@ def parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog='odevit',
         description='Turn a pretrained vision transformer into one shared block that an ODE solver evaluates.',
-        epilog='A complete run on images of your own, in one folder per class:\n'
-               '  odevit finetune deit_tiny_patch16_224 images tuned\n'
-               '  odevit distill autonomous images run --teacher local-dir:tuned/best\n'
-               '  odevit evaluate local-dir:run/best images --held-out 0.1 --teacher local-dir:tuned/best\n'
-               '  odevit predict local-dir:run/best photo.jpg',
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        epilog='To begin: odevit shrink deit_tiny_patch16_224 images small --minutes 60')
     version = (PACKAGE / '_version.py').read_text().split("'")[1]
     top.add_argument('--version', action='version', version=f'odevit {version}')
     group = top.add_subparsers(title='commands', metavar='COMMAND', required=True)
@@ -138,55 +126,52 @@ def parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     return top
 
 
-def _arguments(text: str) -> list[tuple[Any, ...]]:
+def _arguments(text: str) -> Iterator[tuple[Any, ...]]:
     """Name, placeholder, default and help of each argument that a docstring lists."""
-    arguments: list[tuple[Any, ...]] = []
     for line in re.sub('\n +', ' ', text).strip().splitlines():
-        entry = re.fullmatch(r'(\S+)(?: (\S+))?(?: \[(\S+)\])?  (.*)', line)
-        arguments += [entry.groups()] if entry else [
-            (name, *shared[1:]) for name in line.split() for shared in _arguments(SHARED)
-            if shared[0] in (name, name.strip('[]'))]
-    return arguments
+        if entry := re.fullmatch(r'(\S+)(?: (\S+))?(?: \[(\S+)\])?  (.*)', line):
+            yield entry.groups()
+        else:
+            shared = {name.strip('[]'): rest for name, *rest in _arguments(SHARED)}
+            yield from ((name, *shared[name.strip('[]')]) for name in line.split())
 
 
 def _add(command: argparse.ArgumentParser, name: str, place: str | None, default: str | None, text: str) -> None:
     if name.startswith('+'):
         return _add_settings(command.add_argument_group(text), *name[1:].rsplit('.', 1))
-    text = re.sub('|'.join(WORDS), lambda m: WORDS[m[0]], text).replace('%', '%%')
+    text = text.replace('%', '%%')
     options: dict[str, Any] = {'help': text if default is None else f'{text} (default: {default})', 'default': default}
     several = {'[': '?', '.': '+', '*': argparse.REMAINDER}
     if nargs := several.get(name[0]) or several.get(name[-1]):
         options['nargs'] = nargs
     if place and place.startswith('{'):
         options['choices'] = place[1:-1].split(',')
-    elif place and place.endswith('*'):
-        options.update(metavar=place[:-1], action='append', default=[])
     elif place:
-        options.update(metavar=place.rstrip('?!0'), type=TYPES.get(place), required=place.endswith('!'))
-        options.update(nargs='?', const='default') if place.endswith('?') else None
+        options.update(metavar=place.rstrip('?!*0'), type=TYPES.get(place), required=place.endswith('!'))
+        how: dict[str, Any] = {'*': dict(action='append', default=[]), '?': dict(nargs='?', const='default')}
+        options.update(how.get(place[-1], {}))
     elif name.startswith('--'):
         options.update(action='store_true', default=False)
     command.add_argument(*name.strip('[].*').split(','), **options)
 
 
 def _add_settings(group: Any, module: str, name: str) -> None:
-    """Add an option for each setting of a class; its help and default come from the class."""
+    """Add an option for each setting of a class, as its docstring describes it."""
     settings = getattr(import_module(f'timm_odevit.{module}'), name)
-    about = settings.about()
     for f in fields(settings):
-        text, default = about[f.name], ','.join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
-        if f.default is None:  # the description says what None stands for
-            default = ''.join(re.findall(r'None for ([^;.]+)', text))
-            text = re.sub(r'[;.] None for [^;.]+', '', text)
-        text = re.sub(r'\((\d+), (\d+)\)', r'\1,\2', text.rstrip('.')).replace('%', '%%')
-        flag = isinstance(f.default, bool)
-        options: Any = dict(help=text, action='store_const', const=not f.default) if flag else dict(
-            help=f'{text} (default: {default})', type=_value, metavar='VALUE')
-        group.add_argument(f"--{f.name.replace('_', '-')}", default=argparse.SUPPRESS, **options)
+        options: dict[str, Any] = {'help': settings.about()[f.name].replace('%', '%%'), 'default': argparse.SUPPRESS}
+        if isinstance(f.default, bool):
+            options.update(action='store_const', const=not f.default)
+        else:
+            options.update(type=_value, metavar='VALUE')
+            if f.default is not None:
+                default = ','.join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
+                options['help'] += f' (default: {default})'
+        group.add_argument(f"--{f.name.replace('_', '-')}", **options)
 
 
 def _value(text: str) -> Any:
-    """A number, a word, or several numbers separated by commas; the settings check what is allowed."""
+    """A number, a word, or several numbers separated by commas."""
     try:
         return ast.literal_eval(text.capitalize() if text.lower() in ('true', 'false', 'none') else text)
     except (ValueError, SyntaxError):
@@ -222,27 +207,20 @@ def recipe(args: argparse.Namespace) -> None:
             print(f"{path.stem:12}{comment.split('. ')[0].split(': ')[0]}")
         return
     from timm_odevit import Recipe
-    loaded = Recipe.load(args.name)
-    if args.action == 'show':
-        return print(loaded.to_yaml(), end='')
-    fits = [loaded.fit_of(stage) for stage in loaded.stages]
-    counts = {'stage': len(fits), 'epoch': sum(fit.epochs or 0 for fit in fits),
-              'minute': sum(fit.minutes or 0 for fit in fits)}
-    words = [f"{count:g} {word}{'s' if count > 1 else ''}" for word, count in counts.items() if count]
-    print(f"'{args.name}' is a valid recipe: {', '.join(words)}.")
+    text = Recipe.load(args.name).to_yaml()
+    print(text if args.action == 'show' else f"'{args.name}' is a valid recipe.\n", end='')
 
 
 def script(args: argparse.Namespace) -> int:
     """Run a script that uses timm, such as timm's own, with our models registered. Also runs under torchrun.
 
-    script  a Python script, such as timm's own train.py, validate.py or inference.py
+    script  such as train.py, validate.py or inference.py of timm's repository
     arguments*  its arguments
     """
-    path = Path(args.script)
-    if not path.is_file():  # before torch is imported
-        print(f"odevit: error: There is no script '{path}'. timm's are in its repository.", file=sys.stderr)
+    if not Path(args.script).is_file():
+        print(f"odevit: error: There is no script '{args.script}'.", file=sys.stderr)
         return 2
     import_module('timm_odevit')
-    sys.argv, sys.path[0] = [args.script, *args.arguments], str(path.resolve().parent)
-    runpy.run_path(str(path), run_name='__main__')
+    sys.argv, sys.path[0] = [args.script, *args.arguments], str(Path(args.script).resolve().parent)
+    runpy.run_path(args.script, run_name='__main__')
     return 0

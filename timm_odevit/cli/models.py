@@ -12,7 +12,7 @@ from ..files import OWN
 from ..ode.blocks import find_ode_blocks
 from ..settings import one_line, suggest
 
-__all__ = ['TOWERS', 'check_file', 'load', 'refuse_existing', 'save', 'set_steps']
+__all__ = ['TOWERS', 'check_file', 'load', 'load_with_steps', 'refuse_existing', 'save']
 
 TOWERS = ('open_clip:', 'transformers:')
 
@@ -29,10 +29,10 @@ def load(name: str, args: Any, pretrained: bool = True, **kwargs: Any) -> Any:
         if name.startswith(TOWERS):
             model = _tower(name, **kwargs)
         else:
-            overlay: Any = {'pretrained_cfg_overlay': _overlay(name, checkpoint)} if checkpoint else {}
-            model = timm.create_model(name, pretrained=pretrained, **overlay, **kwargs)
+            kwargs.update({'pretrained_cfg_overlay': _overlay(name, checkpoint)} if checkpoint else {})
+            model = timm.create_model(name, pretrained=pretrained, **kwargs)
     except Exception as e:  # a foreign file can raise anything
-        hint, stem = '', name.partition('.')[0]
+        hint = ''
         if Path(name).is_dir():
             hint = f'For a saved model, type local-dir:{name}'
         elif isinstance(e, ImportError):
@@ -40,8 +40,7 @@ def load(name: str, args: Any, pretrained: bool = True, **kwargs: Any) -> Any:
         elif isinstance(e, OSError) and not checkpoint:
             hint = f"Without a network, give {'--checkpoint FILE or ' * ('checkpoint' in args)}local-dir:FOLDER."
         elif 'nknown model' in str(e) or 'pretrained tag' in str(e):
-            known = timm.list_pretrained(f'{stem}.*') if timm.is_model(stem) else timm.list_models()
-            hint = f'{suggest(name, known)}See timm.list_models() and timm.list_pretrained().'
+            hint = suggest(name, [*timm.list_models(), *timm.list_pretrained()])
         source = f"checkpoint '{checkpoint}'" if checkpoint else f"'{name}'"
         raise ValueError(f"Cannot build {source}: {one_line(e).rstrip('.')}. {hint}") from e
     return model.to(args.device)
@@ -64,19 +63,21 @@ def _tower(name: str, num_classes: int | None = None) -> Any:
 
 def _overlay(name: str, checkpoint: str) -> dict[str, Any]:
     """What tells timm to load a file's weights, with its head if the number of classes fits."""
-    overlay: dict[str, Any] = {'state_dict': load_state_dict(checkpoint), 'source': ''}
-    cfg = timm.get_pretrained_cfg(name)
-    heads: Any = () if cfg is None else [cfg.classifier] if isinstance(cfg.classifier, str) else cfg.classifier
-    head = next((overlay['state_dict'].get(f'{layer}.weight') for layer in heads or ()), None)
-    return overlay if head is None else {**overlay, 'num_classes': len(head)}
+    state, cfg = load_state_dict(checkpoint), timm.get_pretrained_cfg(name)
+    layers: Any = cfg.classifier if cfg is not None else None
+    first = layers if isinstance(layers, str) else next(iter(layers or ()), '')
+    head = state.get(f'{first}.weight')
+    return {'state_dict': state, 'source': '', **({} if head is None else {'num_classes': len(head)})}
 
 
-def set_steps(model: nn.Module, args: Any) -> None:
-    """Set the number of steps of an ODE-ViT to --steps, if it is given."""
+def load_with_steps(args: Any) -> Any:
+    """Build the command's model, with --steps if that is given."""
+    model = load(args.model, args)
     if args.steps is not None:
         with_steps(model, args.steps)  # refuses what has no steps
         for blocks in find_ode_blocks(model):
             blocks.steps = args.steps
+    return model
 
 
 def save(model: nn.Module, out: str) -> None:

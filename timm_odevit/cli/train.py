@@ -1,5 +1,4 @@
 """odevit shrink, finetune, distill, convert and calibrate"""
-import os
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -9,22 +8,13 @@ from typing import Any
 import torch
 from timm.utils import init_distributed_device
 
-from timm_odevit import (
-    CalibrationConfig,
-    OdeConfig,
-    Recipe,
-    calibrate_,
-    choose_size,
-    convert_,
-    evaluate,
-    evaluate_embeddings,
-    train,
-)
+from timm_odevit import CalibrationConfig, OdeConfig, Recipe, calibrate_, choose_size, convert_, train
 from timm_odevit import shrink as run_shrink
 
 from ..data.config import DataConfig
 from ..data.read import classes_of, read_data
-from ..data.sources import folder_parts
+from ..evaluation.accuracy import evaluate
+from ..evaluation.embeddings import evaluate_embeddings
 from ..training.config import BEST, RECIPE
 from ..training.stages import read_run
 from .models import TOWERS, load, refuse_existing, save
@@ -36,19 +26,18 @@ def shrink(args: Any) -> None:
     """Make a small student of a model, and say whether it is worth it.
 
     model
-    images  IMAGES unless they are the classes of the model
+    images  folder of images, or an .npz of small ones; labels are ignored unless they are the model's classes
     out  folder for the student, the files that were compared, and the verdict
-    --size SIZE  size of the student, such as 25%, 3M parameters or 4MB (default: one that suits the images and minutes)
+    --size SIZE  of the student, such as 25%, 3M parameters or 4MB (default: what suits images and minutes)
     --keep PART  instead of --size: find the smallest student that keeps this share of the accuracy, such as 95%
     --minutes M [60]  minutes to spend
     --checkpoint --img-size
-    --embedding  treat the model's outputs as embeddings, not logits; always on for image towers
+    --embedding  the model's outputs are embeddings, not logits; always on for image towers
     --resume  continue the run in the folder
     --quiet
     """
     if not args.resume:
         refuse_existing(args.out, '--resume')
-    os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # read when the profiler first starts: lower levels are noise
     model = load(args.model, args)
     try:
         verdict = run_shrink(
@@ -73,8 +62,9 @@ def finetune(args: Any) -> None:
     if recipe is None or asked:
         recipe = Recipe.load(asked or 'finetune', args.set)
     if recipe.ode is not None or any(stage.task != 'labels' for stage in recipe.stages):
-        raise ValueError('odevit finetune trains on labels alone: the recipe must not have ode, and every stage must '
-                         'have task: labels. For any other, use odevit distill')
+        raise ValueError('odevit finetune trains on labels alone, which this recipe does not. Use odevit distill.')
+    if recipe.model not in (None, args.started['model']):
+        raise ValueError(f"The first argument is the model, '{args.model}'. Leave out model={recipe.model}.")
     options = {**(recipe.model_args or {}), 'num_classes': classes_of(args.data)[1]}
     if args.img_size is not None:
         options['img_size'] = args.img_size
@@ -96,7 +86,7 @@ def distill(args: Any) -> None:
         raise ValueError('--img-size and --checkpoint are those of the teacher. Give --teacher as well.')
     for change in args.set if args.student else ():
         if change.startswith(('ode', 'model')):
-            raise ValueError(f"'{change}' says how to make a student, but --student gives one. Leave one of them out.")
+            raise ValueError(f"'{change}' says how to make a student, but --student gives one. Leave one out.")
     recipe, student = recipe or Recipe.load(args.recipe, args.set), None
     if args.student:
         recipe = replace(recipe, ode=None, model=None, model_args=None)
@@ -114,7 +104,14 @@ def _start(args: Any, first: str) -> Recipe | None:
     if args.resume and len(words) == 1:
         setattr(args, first, None)
         args.out = words[0]
-        recipe = _read_run(args, Path(args.out))
+        started = read_run(Path(args.out)).get('command') or {}
+        if (command := started.get('command')) != args.command:
+            known = f'. Type: odevit {command} --resume {args.out}' if command else ', or does not say how it began.'
+            raise ValueError(f"'{args.out}' is not a run of odevit {args.command}{known}")
+        for name, value in started.items():
+            if getattr(args, name, None) is None:
+                setattr(args, name, value)
+        recipe = Recipe.load(Path(args.out, RECIPE), args.set)
     if any(getattr(args, name) is None for name in names):
         raise ValueError(f"Expected {' '.join(names).upper()}, or only --resume FOLDER; got {' '.join(words)}.")
     if not args.resume:
@@ -123,19 +120,6 @@ def _start(args: Any, first: str) -> Recipe | None:
     args.started = {'command': args.command, **{n: _absolute(n, getattr(args, n)) for n in needed if n in args}}
     init_distributed_device(args)  # under torchrun; sets args.device, distributed and rank
     return recipe
-
-
-def _read_run(args: Any, folder: Path) -> Recipe:
-    """The recipe of a run; those of its arguments that are not given are filled in."""
-    started = read_run(folder).get('command') or {}
-    command = started.pop('command', None)
-    if command != args.command:
-        known = f'. Type: odevit {command} --resume {folder}' if command else ', or does not say how it was started.'
-        raise ValueError(f"'{folder}' is not a run of odevit {args.command}{known}")
-    for name, value in started.items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
-    return Recipe.load(folder / RECIPE, args.set)
 
 
 def _absolute(name: str, value: Any) -> Any:
@@ -158,15 +142,13 @@ def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) 
             torch.distributed.destroy_process_group()
     if args.rank > 0:
         return
-    best = Path(args.out) / BEST
+    best = Path(args.out, BEST)
     print(f"saved {best}: timm.create_model('local-dir:{best}', pretrained=True)")
     named = None if args.img_size or args.checkpoint else getattr(args, 'teacher', None)  # evaluate builds it by name
-    held_out = f' --held-out {recipe.batches.held_out:g}'
-    if not Path(args.data).is_file():
-        held_out = '' if 'val' in folder_parts(args.data) else f'{held_out} --seed {recipe.seed}'
     print('To evaluate it on the images that were held out:\n'
           f"  odevit evaluate {quote(f'local-dir:{best}')} {quote(args.data)}"
-          f"{f' --teacher {quote(named)}' if named else ''}{held_out}{' --embedding' if recipe.embeds else ''}")
+          f"{f' --teacher {quote(named)}' if named else ''} --held-out {recipe.batches.held_out:g} "
+          f"--seed {recipe.seed}{' --embedding' * recipe.embeds}")
 
 
 def convert(args: Any) -> None:
@@ -176,9 +158,9 @@ def convert(args: Any) -> None:
     out  folder to save to
     --checkpoint --img-size
     --random  do not load weights
-    --num-classes N0  number of classes; if the weights have another number, the head is random
+    --num-classes N0  number of classes; the head is random if the weights have another
     --size SIZE  size of the result, such as 3M parameters, 25% or 10MB; chooses time, rank, phases, boundaries, init
-    --images IMAGES  IMAGES; for --init svd_data, which --size uses if they are given
+    --images IMAGES  folder of images, or an .npz, for --init svd_data, which --size uses if they are given
     --seed N0 [0]  seed of the choice of images
     --force  write into a folder that is not empty
     --quiet
@@ -192,9 +174,8 @@ def convert(args: Any) -> None:
         raise ValueError(f"--size chooses {', '.join(_SIZE)}. Leave out --{both[0]} or --size.")
     if args.random and args.checkpoint:
         raise ValueError('--random and --checkpoint both say what the weights are. Give one.')
-    config = OdeConfig(**settings)
-    model = load(args.model, args, pretrained=not args.random,
-                 **({} if args.num_classes is None else {'num_classes': args.num_classes}))
+    config, classes = OdeConfig(**settings), {} if args.num_classes is None else {'num_classes': args.num_classes}
+    model = load(args.model, args, pretrained=not args.random, **classes)
     if args.size is not None:
         config = choose_size(model, args.size, config, init='svd_data' if args.images else 'svd')
     images = None
@@ -213,8 +194,8 @@ def calibrate(args: Any) -> None:
 
     student  'local-dir:FOLDER' of a converted model
     images
-    out  folder to save to; must be new
-    --teacher MODEL!  MODEL
+    out  new folder to save to
+    --teacher MODEL!  a timm name, or 'local-dir:FOLDER' of a saved model
     --checkpoint --img-size --workers --quiet
     +training.config.CalibrationConfig  the calibration
     """
@@ -224,11 +205,13 @@ def calibrate(args: Any) -> None:
     data = read_data(args.images, student, DataConfig(batch_size=config.batch_size, workers=args.workers), labels=False,
                      seed=config.seed)
     held_out = data.sample('val', 512)
-    measure, score = (evaluate, 'agreement') if student.num_classes else (evaluate_embeddings, 'neighbours')
-    before: Any = measure(student, held_out, teacher=teacher).results[-1]
+
+    def agreement() -> float:
+        if student.num_classes:
+            return float(evaluate(student, held_out, teacher=teacher).results[-1].agreement or 0.)
+        return float(evaluate_embeddings(student, held_out, teacher=teacher).results[-1].neighbours or 0.)
+    before = agreement()
     calibrate_(student, teacher, data, progress=not args.quiet, config=config)
-    after: Any = measure(student, held_out, teacher=teacher).results[-1]
     what = 'agreement with' if student.num_classes else 'same nearest image as'
-    print(f'{what} the teacher on {after.images} images held out: {getattr(before, score):.1f} % before, '
-          f'{getattr(after, score):.1f} % after')
+    print(f'{what} the teacher on {len(held_out[0])} images held out: {before:.1f} % before, {agreement():.1f} % after')
     save(student, args.out)

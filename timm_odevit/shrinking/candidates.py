@@ -1,15 +1,14 @@
-"""What is compared, as files that run without this package."""
+"""What is compared, and its measurement: a new row of the verdict is a function in FORMS that yields a Candidate."""
 import copy
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import timm
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,12 +20,11 @@ from ..convert.conversion import convert_
 from ..convert.merge import merge_
 from ..evaluation.accuracy import calibrate_halting
 from ..export import export_model
-from ..ode.blocks import count_parameters, find_ode_blocks, with_steps
-from ..saving.save import describe
+from ..ode.blocks import find_ode_blocks, with_steps
 from ..settings import one_line
-from .judge import Held, Material, margin, outputs_of, score, scores
+from .material import Held, Material
 
-__all__ = ['Candidate', 'Row', 'candidates', 'early_exit', 'measure', 'operations', 'plain_student']
+__all__ = ['Candidate', 'Row', 'candidates', 'measure', 'operations']
 
 BATCHES = (1, 32)
 ROUNDS = 5
@@ -34,12 +32,13 @@ TOKENS = (0.5, 0.2)
 
 
 class Candidate(NamedTuple):
-    """A model to be compared, and how its file is written: as int8, and with a block per step or without."""
+    """A model to be compared, and how its file is written."""
     kind: str  # 'original', 'plain' or 'student'
     name: str
     model: nn.Module
     int8: bool = False
-    merged: bool = True
+    merged: bool = True  # with a block per step
+    exits: bool = False  # image by image, which a file cannot
 
     def and_int8(self) -> list['Candidate']:
         return [self, self._replace(name=f'{self.name}, int8', int8=True)]
@@ -59,54 +58,27 @@ class Row:
     operations: float  # multiply-adds for an image, in 10^6
 
 
-def plain_student(model: nn.Module, parameters: int) -> nn.Module | None:
-    """A model of the same kind with so many of the model's blocks, evenly spaced, that it has about as many parameters.
-
-    It has one block per layer, which an OdeBlocks holds, so that it is trained like any student. None if timm cannot
-    build the model with fewer blocks.
-    """
-    sites = find_stages(model)
-    blocks = sites[0].blocks
-    outside = count_parameters(model) - sum(map(count_parameters, blocks))
-    count = min(len(blocks) - 1, max(1, round((parameters - outside) / count_parameters(blocks[0]))))
-    if len(sites) > 1 or count < 1:
-        return None
-    architecture, args, _ = describe(model)
-    prefix = f'{sites[0].name}.blocks.'.lstrip('.')
-    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefix)}
-    for i, layer in enumerate(torch.linspace(0, len(blocks) - 1, count).round().int().tolist()):
-        state.update({f'{prefix}{i}.{name}': tensor for name, tensor in blocks[layer].state_dict().items()})
-    try:
-        plain = timm.create_model(architecture, **{**args, 'depth': count})
-        plain.load_state_dict(state)
-    except (AssertionError, RuntimeError, TypeError, ValueError):  # depth is no keyword, or other tensors depend on it
-        return None
-    plain.pretrained_cfg = plain.default_cfg = dict(model.pretrained_cfg)  # type: ignore[arg-type,assignment]
-    first = next(model.parameters())
-    return convert_(plain.to(first.device, first.dtype), phases=count, keep_original=False).model
+def _originals(material: Material, *_: Any) -> Iterator[Candidate]:
+    yield from Candidate('original', 'original', material.model).and_int8()
 
 
-def _originals(model: nn.Module, *_: Any) -> Iterator[Candidate]:
-    yield from Candidate('original', 'original', model).and_int8()
-
-
-def _fewer_tokens(model: nn.Module, *_: Any) -> Iterator[Candidate]:
+def _fewer_tokens(material: Material, *_: Any) -> Iterator[Candidate]:
     for share in TOKENS:
         try:
-            fewer = convert_(copy.deepcopy(model), phases=len(find_stages(model)[0].blocks), tokens=share,
-                             keep_original=False).model
+            fewer = convert_(copy.deepcopy(material.model), phases=len(find_stages(material.model)[0].blocks),
+                             tokens=share, keep_original=False).model
         except (TypeError, ValueError):  # windows, say
             return
         yield Candidate('original', f'original, tokens = {share:g}', fewer)
 
 
-def _plain(_: nn.Module, __: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
+def _plain(_: Material, __: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
     if plain is not None:
         count = len(find_ode_blocks(plain)[0])
         yield from Candidate('plain', f"plain, {count} block{'s' if count > 1 else ''}", plain).and_int8()
 
 
-def _students(_: nn.Module, student: nn.Module, *__: Any) -> Iterator[Candidate]:
+def _students(_: Material, student: nn.Module, *__: Any) -> Iterator[Candidate]:
     stages = find_ode_blocks(student)
     # with a block for each step, no other number is trained
     parts = (1, 2, 4) if all(ode.config.phases < ode.steps for ode in stages) else (1,)
@@ -117,93 +89,89 @@ def _students(_: nn.Module, student: nn.Module, *__: Any) -> Iterator[Candidate]
             yield Candidate('student', f'{name}, int8, merged', view, True)
 
 
-FORMS = (_originals, _fewer_tokens, _plain, _students)  # in which a model can be deployed
+def _early_exit(material: Material, student: nn.Module, *_: Any) -> Iterator[Candidate]:
+    halting, choosing = copy.deepcopy(student), material.choosing
+    try:
+        calibrate_halting(halting, choosing[:2]).apply_(halting)
+    except (TypeError, ValueError):  # it has stages or no classes, say
+        return
+    if choosing.measure != 'cosine':
+        yield Candidate('student', f'student, K = {find_ode_blocks(student)[0].steps}, early exit', halting, exits=True)
 
 
-def candidates(model: nn.Module, student: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
-    """The model, a plain student and the student, in the forms in which each can be deployed; the model comes first."""
+FORMS = (_originals, _fewer_tokens, _plain, _students, _early_exit)  # in which a model can be used
+
+
+def candidates(material: Material, student: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
+    """The model, a plain student and the student, in all forms; the model comes first."""
     for form in FORMS:
-        yield from form(model, student, plain)
+        yield from form(material, student, plain)
 
 
 @torch.no_grad()
 def measure(
-        chosen: Sequence[Candidate], held: Held, kind: str, folder: Path, *, progress: Callable[[str], Any],
+        chosen: Iterable[Candidate], held: Held, folder: Path, *, progress: Callable[[str], Any],
 ) -> tuple[list[Row], list[str]]:
     """Write each candidate to a file, and measure the files on images held out, their times in turns.
 
     Returns a row for each, with its difference from the first, and notes on what could not be measured.
     """
     folder.mkdir(exist_ok=True)
-    like = next(chosen[0].model.parameters())
-    cpu = like.device.type == 'cpu'
-    onnx = cpu and like.dtype in (torch.float32, torch.float16) and all(
-        map(find_spec, ('onnx', 'onnxscript', 'onnxruntime')))
-    format, notes = ('onnx', []) if onnx else ('pt2', [
-        'The files were written by torch.export and timed in torch, without int8.'
-        + cpu * ' For ONNX Runtime, type: pip install onnx onnxruntime onnxscript'])
-    files: list[tuple[Candidate, Path, Callable[[Tensor], Tensor]]] = []
+    files: list[tuple[Candidate, Path | None, Callable[[Tensor], Tensor]]] = []
+    notes: list[str] = []
     for candidate in chosen:
-        if candidate.int8 and not onnx:
-            continue
-        progress(f'measuring {candidate.name}')
-        stem = candidate.name.replace(' = ', '').replace(',', '').replace(' ', '_')
-        path = folder / f'{stem}.{format}'
-        try:
-            export_model(candidate.model, path, format=format, int8=candidate.int8, merged=candidate.merged,
-                         overwrite=True)
-        except ValueError as e:
-            if candidate is chosen[0]:
-                raise
-            notes.append(f'{candidate.name}: {one_line(e)}')
-        else:
-            files.append((candidate, path, _session(path) if onnx else torch.export.load(path).module()))
-    progress(f'timing {len(files)} files in turns')
+        like = next(candidate.model.parameters())
+        onnx = like.device.type == 'cpu' and like.dtype in (torch.float32, torch.float16) and all(
+            map(find_spec, ('onnx', 'onnxscript', 'onnxruntime')))
+        if candidate.exits:
+            files.append((candidate, None, candidate.model))
+        elif onnx or not candidate.int8:
+            progress(f'measuring {candidate.name}')
+            stem = candidate.name.replace(' = ', '').replace(',', '').replace(' ', '_')
+            path = folder / f"{stem}.{'onnx' if onnx else 'pt2'}"
+            try:
+                export_model(candidate.model, path, format=path.suffix[1:], int8=candidate.int8,
+                             merged=candidate.merged, overwrite=True)
+            except ValueError as e:
+                if not files:
+                    raise
+                notes.append(f'{candidate.name}: {one_line(e)}')
+            else:
+                files.append((candidate, path, _session(path) if onnx else torch.export.load(path).module()))
+    if not onnx:
+        notes.insert(0, 'The files were written by torch.export and timed in torch, without int8. For ONNX Runtime, on '
+                     'a CPU, type: pip install onnx onnxruntime onnxscript')
+    progress('timing the files in turns')
     times = []
     for size in BATCHES:
         batch = held.images[torch.arange(size) % len(held.images)].to(like.device)
-        turns = times_in_turns([partial(run, batch) for *_, run in files], ROUNDS)
+        turns = times_in_turns([partial(run, batch) for _, file, run in files if file], ROUNDS)
         times.append([1000. * statistics.median(seconds) / size for seconds in turns])
+    timed = zip(*times, strict=True)
     rows: list[Row] = []
-    first = torch.empty(0)
-    for (candidate, path, run), ms in zip(files, zip(*times, strict=True), strict=True):
+    for candidate, file, run in files:
         outputs = [run(batch.to(like.device)).float().cpu() for batch in held.images.split(BATCHES[-1])]
-        each = scores(torch.cat(outputs), held, kind)
-        first = first if rows else each
-        rows.append(Row(candidate.kind, candidate.name, path.name, path.stat().st_size / 1e6, *score(each, kind),
-                        margin(each, first, kind), ms, operations(candidate.model, held.images[:1])))
+        scores = held.scores(torch.cat(outputs))
+        if not rows:
+            first = scores
+        rows.append(Row(
+            candidate.kind, candidate.name, file.name if file else '', file.stat().st_size / 1e6 if file else math.nan,
+            100. * float(scores.mean()), held.interval(scores), held.margin(scores, first),
+            next(timed) if file else (math.nan,) * len(BATCHES),
+            operations(candidate.model, held.images if candidate.exits else held.images[:1])))
     return rows, notes
 
 
-def early_exit(student: nn.Module, material: Material) -> list[Row]:
-    """The student that halts image by image, by a threshold from the images that choose; nothing if it cannot."""
-    halting, judging, kind = copy.deepcopy(student), material.judging, material.measure
-    if kind == 'cosine':
-        return []
-    try:
-        calibrated = calibrate_halting(halting, material.choosing[:2])
-    except (TypeError, ValueError):
-        return []
-    calibrated.apply_(halting)
-    each, steps = scores(outputs_of(halting, judging.images), judging, kind), find_ode_blocks(student)[0].steps
-    whole, twice = (operations(with_steps(student, k), judging.images[:1]) for k in (steps, 2 * steps))
-    saved = 1 - calibrated.nfe / calibrated.full_nfe  # of the steps, each of which costs the same
-    return [Row('student', f'student, K = {steps}, early exit', '', math.nan, *score(each, kind), 0.,
-                (math.nan, math.nan), whole - saved * (twice - whole))]
-
-
 @torch.no_grad()
-def operations(model: nn.Module, image: Tensor) -> float:
-    """Multiply-adds for one image, in 10^6, with weights that are merged in advance, and without halting."""
+def operations(model: nn.Module, images: Tensor) -> float:
+    """Mean multiply-adds for an image, in 10^6, with weights that are merged in advance."""
     model = copy.deepcopy(model).eval()
-    stages = find_ode_blocks(model)
-    for ode in stages:
-        ode.config = replace(ode.config, halting=None)
-    if any(ode.shared.depends_on_time for ode in stages):
+    if any(ode.shared.depends_on_time for ode in find_ode_blocks(model)):
         merge_(model)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # whose products are counted
-        model(image.to(next(model.parameters(), image)))
-    return counter.get_total_flops() / 2e6
+        for batch in images.split(BATCHES[-1]):
+            model(batch.to(next(model.parameters(), batch)))
+    return counter.get_total_flops() / 2e6 / len(images)
 
 
 def _session(path: Path) -> Callable[[Tensor], Tensor]:

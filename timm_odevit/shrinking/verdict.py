@@ -56,8 +56,8 @@ class Verdict:
 
     @property
     def _unbeaten(self) -> list[Row]:
-        beaten = [row for row, by in zip(self.rows, self.beaten, strict=True) if by]
-        return [row for row in self.good if row not in beaten] or self.good
+        good = self.good
+        return [row for row, by in zip(self.rows, self.beaten, strict=True) if row in good and not by] or good
 
     @property
     def smallest(self) -> Row:
@@ -94,7 +94,6 @@ class Verdict:
         return said
 
     def _cells(self) -> list[list[str]]:
-        """The table as text: its heads, and a line for each row."""
         heads = ['', 'file, MB', f'{self.measure}, %', 'ms, batch 1', 'ms per image, batch 32', '10⁶ multiply-adds', '']
         lines = [[row.name, f'{row.mb:.2f}', f'{row.value:.1f} ± {row.interval:.1f}', *(f'{ms:.3g}' for ms in row.ms),
                   f'{row.operations:.0f}', f'worse than {by}' if by else '']

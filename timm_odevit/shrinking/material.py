@@ -1,0 +1,209 @@
+"""A model and images to shrink it by, what is measured on those held out, and the students made of the model."""
+import copy
+import time
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..convert.block_kinds import find_stages
+from ..convert.conversion import Conversion, convert_
+from ..convert.planning import check_convertible, choose_size, predict_parameters
+from ..data.batches import Mapped, unlabelled
+from ..data.config import DataConfig
+from ..data.read import Data, read_data
+from ..hooks import evaluating
+from ..ode.blocks import count_parameters
+from ..ode.config import DEFAULT, OdeConfig
+from ..reporting.page import encodable
+from ..saving.save import describe
+from ..training.run import calibrate_
+
+__all__ = ['BATCH', 'SHARE', 'Held', 'Material', 'converted', 'plain_student', 'prepare', 'smallest_size', 'suitable',
+           'suitable_settings']
+
+BATCH = 64
+HELD = 2048  # images that choose and judge, at most
+HELD_OUT = 0.2  # share of the images that is held out to choose and to judge, unless others are given for that
+SAMPLE = 256  # images that are learned from, at least, to initialise by: a few would fit themselves alone
+NUMBERS = 2 ** 28  # in the images held out: 1 GB
+FEW = 100  # images to judge by, of which the 95 % interval of a share is ± 10 points
+LEAST = 0.2  # of the labels that a model must know, and more than by chance
+SHARE = 0.45  # of the minutes for each of the two students, at most
+TRIALS = 4  # each halves the range that is left: 4 find the size to 5 % of the model's parameters
+MANY, SEEN = 5_000, 100_000  # images, and images seen in training, from which a quarter of the parameters suits
+UPDATE = 4.5  # times that a forward pass of the model takes for each image of an update
+
+
+class Held(NamedTuple):
+    """Images, and what is measured on them, in percent."""
+    images: Tensor  # [N, C, H, W]
+    labels: Tensor  # [N]; if accuracy is not measured, the classes that the model gives
+    outputs: Tensor  # of the model [N, ...]
+    measure: str  # 'accuracy'; 'agreement' with the model's top-1 class; or 'cosine'
+
+    def scores(self, outputs: Tensor) -> Tensor:
+        """What is measured of each image [N]: a cosine, or whether the class is right."""
+        return (F.cosine_similarity(outputs.flatten(1), self.outputs.flatten(1), dim=-1) if self.measure == 'cosine'
+                else outputs.argmax(dim=-1) == self.labels).double()
+
+    def interval(self, scores: Tensor) -> float:
+        """Half of the 95 % interval of the mean score; for shares, that of Agresti & Coull 1998."""
+        return self._half(scores, (1., 1., 0., 0.))
+
+    def margin(self, scores: Tensor, first: Tensor) -> float:
+        """Half of that of the mean difference between two models; for shares, that of Agresti & Min 2005."""
+        return self._half(scores - first, (0.5 ** 0.5, -0.5 ** 0.5))
+
+    def _half(self, values: Tensor, more: tuple[float, ...]) -> float:
+        values = values if self.measure == 'cosine' else torch.cat([values, values.new_tensor(more)])
+        return 196. * float(values.std(correction=0)) / len(values) ** 0.5
+
+    def value_of(self, model: nn.Module) -> float:
+        return 100. * float(self.scores(_outputs(model, self.images)).mean())
+
+
+class Material(NamedTuple):
+    model: nn.Module
+    built: tuple[str, dict[str, Any]]  # with which timm.create_model builds the model
+    base: OdeConfig  # with a method that suits the model's blocks
+    data: Data
+    choosing: Held  # the best state of a training
+    judging: Held  # the result: others, those that were kept for it if there are any
+    learned: Held  # some of those to learn from, not augmented
+    why: str  # why accuracy is not measured
+
+    def __str__(self) -> str:
+        measure, few = self.judging.measure, len(self.judging.images) < FEW
+        return (f'{self.data.count():,} images to learn from, {len(self.choosing.images):,} to choose the best state, '
+                f'{len(self.judging.images):,} to judge by {measure}'
+                + few * ' (few: small differences mean nothing)'
+                + (measure != 'accuracy') * f'; labels are not used, because {encodable(self.why)}')
+
+
+def prepare(source: Any, model: nn.Module, embedding: bool = False) -> Material:
+    """Read images, in any form that `shrink` takes; raises TypeError or ValueError for what it cannot take."""
+    classes: Any = getattr(model, 'num_classes', 0)
+    if classes == 1:
+        raise ValueError('The model has one output (num_classes=1), with which every student would agree. Give a model '
+                         'with classes or embeddings.')
+    try:
+        base = DEFAULT
+        check_convertible(model)
+    except ValueError:  # its blocks cannot be split into attention and MLP
+        base = replace(DEFAULT, method='euler')
+        check_convertible(model, base)
+    architecture, args, _ = describe(model)  # refuses what cannot be saved
+    data = read_data(source, model, DataConfig(batch_size=BATCH), labels=False if embedding else None,
+                     held_out=HELD_OUT)
+    if data.val is None:
+        raise ValueError('shrink holds images out, which it cannot do for a loader. Give a folder, an .npz or tensors.')
+    measure, why = 'accuracy' if data.labelled else 'agreement', data.why
+    if embedding or not classes:
+        measure, why = 'cosine', "the model's outputs are embeddings"
+    most = max(2, min(HELD, NUMBERS // data.sample('val', 1)[0].numel()))
+    images, labels = data.sample('val', most)
+    half = most // 2 if data.test is not None else (len(images) + 1) // 2
+    judging = data.sample('test', half) if data.test is not None else (images[half:], labels[half:])
+    judging = judging if len(judging[0]) else (images, labels)  # one image chooses and judges
+    if measure == 'accuracy':
+        right = float((_outputs(model, images).argmax(dim=-1) == labels).double().mean())
+        if right < max(LEAST, 1. / classes + 2. * (1. / classes * (1. - 1. / classes) / len(labels)) ** 0.5):
+            measure, why = 'agreement', f'the model gets only {100 * right:.1f} % right, so they are not its classes'
+    if measure != 'accuracy':
+        data = replace(data, train=Mapped(data.train, unlabelled))
+
+    def held(images: Tensor, labels: Tensor) -> Held:
+        outputs = _outputs(model, images)
+        answers = labels if measure == 'accuracy' else outputs.flatten(1).argmax(dim=-1)
+        return Held(images, answers, outputs, measure)
+    return Material(model, (architecture, args), base, data, held(images[:half], labels[:half]), held(*judging),
+                    held(*data.sample('train', max(len(judging[0]), SAMPLE))), why)
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, images: Tensor) -> Tensor:
+    """The outputs of a model for images, on the CPU, as float32."""
+    device = next(model.parameters()).device
+    with evaluating(model):
+        return torch.cat([model(batch.to(device)).float().cpu() for batch in images.split(BATCH)])
+
+
+def suitable_settings(material: Material, size: Any, keep: float | None, minutes: float, progress: bool) -> OdeConfig:
+    """Settings of a student of a size or, without one, that keeps a share or suits images and minutes."""
+    if keep is not None:
+        return smallest_size(material, keep, minutes / 4, progress)
+    size = suitable(material, minutes) if size is None else size
+    return choose_size(material.model, size, material.base, init='svd_data')
+
+
+def suitable(material: Material, minutes: float) -> float:
+    """The share of the model's parameters that suits images and minutes, from hub/lab/sizes.md."""
+    batch = material.learned.images[:BATCH]
+    _outputs(material.model, batch)
+    started = time.perf_counter()
+    _outputs(material.model, batch)
+    seen = 60. * SHARE * minutes / UPDATE * len(batch) / (time.perf_counter() - started)
+    return 0.25 if material.data.count() >= MANY and seen >= SEEN else 0.5
+
+
+def smallest_size(material: Material, keep: float, minutes: float, progress: bool) -> OdeConfig:
+    """Settings of the smallest student that keeps a share of what is measured on the images that choose.
+
+    A binary search between one shared block and the model itself. A student that does not keep it as initialised is
+    calibrated, each for a fourth of the minutes.
+    """
+    model, choosing = material.model, material.choosing
+    best = choose_size(model, 1., material.base, init='svd_data')
+    low, high = predict_parameters(model, replace(best, phases=1)), count_parameters(model)
+    wanted = keep * choosing.value_of(model)
+    for _ in range(TRIALS):
+        middle = (low + high) // 2
+        config = choose_size(model, middle, material.base, init='svd_data')
+        student, _ = converted(material, config)
+        value = choosing.value_of(student)
+        if value < wanted:
+            calibrate_(student, model, material.data.train, minutes=minutes / TRIALS, progress=progress)
+            value = choosing.value_of(student)
+        if progress:
+            print(f'{count_parameters(student):,} parameters: {value:.1f} % {choosing.measure}, {wanted:.1f} % wanted')
+        if value >= wanted:
+            best, high = config, count_parameters(student)
+        else:
+            low = middle
+    return best
+
+
+def converted(material: Material, config: OdeConfig) -> tuple[nn.Module, Conversion]:
+    """A student, and what was done."""
+    student = copy.deepcopy(material.model).requires_grad_(True)
+    few = material.learned.images[:SAMPLE].to(next(student.parameters()).device)
+    return student, convert_(student, config, images=few, keep_original=False)
+
+
+def plain_student(model: nn.Module, built: tuple[str, dict[str, Any]], parameters: int) -> nn.Module | None:
+    """A model with a few of a model's blocks, evenly spaced, and about so many parameters.
+
+    An OdeBlocks holds them, so that it is trained like any student. None if timm cannot build the model so.
+    """
+    sites = find_stages(model)
+    blocks = sites[0].blocks
+    outside = count_parameters(model) - sum(map(count_parameters, blocks))
+    count = min(len(blocks) - 1, max(1, round((parameters - outside) / count_parameters(blocks[0]))))
+    if len(sites) > 1 or count < 1:
+        return None
+    prefix = f'{sites[0].name}.blocks.'.lstrip('.')
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefix)}
+    for i, layer in enumerate(torch.linspace(0, len(blocks) - 1, count).round().int().tolist()):
+        state.update({f'{prefix}{i}.{name}': tensor for name, tensor in blocks[layer].state_dict().items()})
+    try:
+        plain = timm.create_model(built[0], **{**built[1], 'depth': count})
+        plain.load_state_dict(state)
+    except (AssertionError, RuntimeError, TypeError, ValueError):  # depth is no keyword, or other tensors depend on it
+        return None
+    plain.pretrained_cfg = plain.default_cfg = dict(model.pretrained_cfg)  # type: ignore[arg-type,assignment]
+    first = next(model.parameters())
+    return convert_(plain.to(first.device, first.dtype), phases=count, keep_original=False).model
