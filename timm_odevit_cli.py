@@ -1,5 +1,4 @@
 """The console script `odevit`: runs timm_odevit/cli/__init__.py without importing timm_odevit, which imports torch."""
-import sys
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -10,7 +9,3 @@ def main() -> int:
     start = module_from_spec(spec)
     spec.loader.exec_module(start)
     return start.main()
-
-
-if __name__ == '__main__':
-    sys.exit(main())

@@ -41,11 +41,12 @@ def evaluate(args: Any) -> None:
     """
     check_file(args.json)
     model = load(args.model, args)
-    teacher = load(args.teacher, args) if args.teacher else None
-    ours, theirs = (data_config(each or model)['input_size'] for each in (model, teacher))
-    if ours != theirs and getattr(getattr(teacher, 'patch_embed', None), 'strict_img_size', False):
-        raise ValueError(f"'{args.model}' takes images {ours} [C, H, W], but '{args.teacher}' {theirs}. Give a teacher "
-                         'for images of the same size.')
+    teacher = load(args.teacher, args)
+    if getattr(getattr(teacher, 'patch_embed', None), 'strict_img_size', False):
+        ours, theirs = (data_config(each)['input_size'] for each in (model, teacher))
+        if ours != theirs:
+            raise ValueError(f"'{args.model}' takes images {ours} [C, H, W], but '{args.teacher}' {theirs}. Give a "
+                             'teacher for images of the same size.')
     embedding = args.embedding or not model.num_classes
     data = _data(args, model, args.held_out, embedding)
     loader, words = data.evaluated()
@@ -187,7 +188,7 @@ def report(args: Any) -> None:
     if not args.overwrite:
         refuse_existing(args.out, '--overwrite')
     model = load_with_steps(args)
-    teacher = load(args.teacher, args) if args.teacher else None
+    teacher = load(args.teacher, args)
     shown = pictures(args.images, model, args.count)
     title = ', beside '.join(filter(None, (args.model, args.teacher)))
     page = write_report(model, shown.images, args.out, teacher=teacher, names=shown.names, classes=shown.classes,

@@ -17,8 +17,10 @@ __all__ = ['TOWERS', 'check_file', 'load', 'load_with_steps', 'refuse_existing',
 TOWERS = ('open_clip:', 'transformers:')
 
 
-def load(name: str, args: Any, pretrained: bool = True, **kwargs: Any) -> Any:
-    """Build a model by name, with --checkpoint and --img-size if the command has them, on the device."""
+def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) -> Any:
+    """Build a model by name, if any, with --checkpoint and --img-size if the command has them, on the device."""
+    if name is None:
+        return None
     checkpoint, size = (getattr(args, option, None) for option in ('checkpoint', 'img_size'))
     if size is not None:
         kwargs['img_size'] = size

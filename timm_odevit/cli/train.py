@@ -91,7 +91,7 @@ def distill(args: Any) -> None:
     if args.student:
         recipe = replace(recipe, ode=None, model=None, model_args=None)
         student = load(args.student, SimpleNamespace(device=args.device))
-    _train(recipe, args, load(args.teacher, args) if args.teacher else None, student)
+    _train(recipe, args, load(args.teacher, args), student)
 
 
 def _start(args: Any, first: str) -> Recipe | None:
