@@ -160,17 +160,17 @@ def predict(args: Any) -> None:
             probabilities = model(open_image(file, model)[None].to(args.device))[0].softmax(-1)
         if not probabilities.isfinite().all():
             raise FloatingPointError(f"The model's outputs for '{file}' are not finite, so they name no class.")
-        classes = [{'label': int(i), 'name': names[i] if names else None, 'probability': round(float(p), 4)}
-                   for p, i in zip(*probabilities.topk(min(args.top, model.num_classes)), strict=True)]
+        classes: list[dict[str, Any]] = [
+            {'label': int(i), 'name': names[i] if names else None, 'probability': round(float(p), 4)}
+            for p, i in zip(*probabilities.topk(min(args.top, model.num_classes)), strict=True)]
         evaluations = sum(int(ode.evaluations) for ode in blocks)
         records.append({'image': file, 'evaluations': evaluations or None, 'classes': classes})
+        if not args.json:
+            print(f'{file} ({evaluations} evaluations)' if evaluations else file)
+            for each in classes:
+                print(f"  {100 * each['probability']:5.1f} %  {each['name'] or 'class ' + str(each['label'])}")
     if args.json:
         print(to_json(records), end='')
-        return
-    for record in records:
-        print(record['image'], f"({record['evaluations']} evaluations)" * bool(record['evaluations']))
-        for each in record['classes']:
-            print(f"  {100 * each['probability']:5.1f} %  {each['name'] or 'class ' + str(each['label'])}")
 
 
 def report(args: Any) -> None:
