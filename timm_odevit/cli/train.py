@@ -22,7 +22,7 @@ from timm_odevit import (
 )
 from timm_odevit import shrink as run_shrink
 
-from ..data.config import DataConfig
+from ..data.batches import DataConfig
 from ..data.read import classes_of, read_data
 from ..data.sources import folder_parts
 from ..training.config import BEST, RECIPE
