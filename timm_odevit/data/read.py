@@ -109,9 +109,10 @@ def read_data(
     if order is not None:
         names = class_names(model)
         parts = {part: (images, torch.tensor(order)[own]) for part, (images, own) in parts.items()}
-    for part, of in parts.items() if limit is not None else ():
-        count = len(of[1])
-        parts[part] = taken(of, spread(count, limit) if kind == 'folder' else torch.arange(min(count, limit)))
+    if limit is not None:
+        for part, of in parts.items():
+            count = len(of[1])
+            parts[part] = taken(of, spread(count, limit) if kind == 'folder' else torch.arange(min(count, limit)))
     number = 0 if not labels else number if any_classes else model.num_classes
     train, loaders = _loaders(parts, kind, model, config, seed)
     if labels and config.mixes and train is not None:
