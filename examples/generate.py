@@ -13,7 +13,7 @@ import timm
 
 from timm_odevit import CalibrationConfig, FitConfig, LossConfig, OdeConfig, Recipe, choose_size
 from timm_odevit.convert.planning import convertibility, predict_parameters
-from timm_odevit.data.config import DataConfig
+from timm_odevit.data.batches import DataConfig
 from timm_odevit.hooks import on_meta
 from timm_odevit.ode.blocks import count_parameters
 from timm_odevit.ode.methods import METHODS

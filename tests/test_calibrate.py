@@ -9,7 +9,7 @@ from conftest import pair
 from torch.utils.data import DataLoader, TensorDataset
 
 from timm_odevit import OdeConfig, StepwiseTask, calibrate_
-from timm_odevit.data.config import DataConfig
+from timm_odevit.data.batches import DataConfig
 from timm_odevit.data.read import read_data
 from timm_odevit.training.loop import Stream
 

@@ -16,7 +16,7 @@ from timm_odevit import (
     calibrate_,
     fit,
 )
-from timm_odevit.data.config import DataConfig
+from timm_odevit.data.batches import DataConfig
 from timm_odevit.ode.config import adaptive_methods
 from timm_odevit.ode.methods import METHODS
 from timm_odevit.settings import Settings, flag, integer, many, number, one_of, setting

@@ -23,7 +23,7 @@ from conftest import TINY, pair
 
 from timm_odevit import Recipe, TrajectoryDistillationTask, convert_, fit, save_pretrained, train
 from timm_odevit.cli import main
-from timm_odevit.data.config import DataConfig
+from timm_odevit.data.batches import DataConfig
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.training.config import LossConfig
 from timm_odevit.training.loop import Trainer

@@ -6,9 +6,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 from torch import Tensor, nn
@@ -41,29 +43,25 @@ class Timing:
     parameters: int
     size: int  # bytes of the weights
 
-    def cells(self) -> list[str]:
-        return [self.name, '-' if self.evaluations is None else f'{self.evaluations:.3g}',
-                f'{1000 * self.seconds:.1f} ± {50 * self.iqr / self.seconds:.0f} %', f'{self.ratio:.3f}',
-                f'{self.batch_size / self.seconds:.1f}', f'{self.peak / 1e6:.1f}', f'{self.parameters:,}',
-                f'{self.size / 1e6:.1f}']
-
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What `benchmark` measured, on which machine; `print` gives a Markdown table for each batch size."""
+    """What was measured, on which machine; `print` gives a Markdown table for each batch size."""
     machine: dict[str, Any]
     timings: list[Timing]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as dicts and lists, ready for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
         tables = [', '.join(f'{key} {value}' for key, value in self.machine.items())]
-        for size in dict.fromkeys(timing.batch_size for timing in self.timings):
+        for size, timings in groupby(self.timings, key=lambda timing: timing.batch_size):
             heads = [f'batch {size}', 'evaluations', 'ms', 'ratio', 'images/s', 'activation memory, MB', 'parameters',
                      'MB']
-            rows = [timing.cells() for timing in self.timings if timing.batch_size == size]
+            rows = [[t.name, '-' if t.evaluations is None else f'{t.evaluations:.3g}',
+                     f'{1000 * t.seconds:.1f} ± {50 * t.iqr / t.seconds:.0f} %', f'{t.ratio:.3f}',
+                     f'{size / t.seconds:.1f}', f'{t.peak / 1e6:.1f}', f'{t.parameters:,}', f'{t.size / 1e6:.1f}']
+                    for t in timings]
             tables.append(markdown_table([heads, *rows]))
         return '\n\n'.join(tables)
 
@@ -73,11 +71,11 @@ def benchmark(
         models: dict[str, nn.Module], *, batch_sizes: Sequence[int] = (1, 8), steps: Sequence[int] = (),
         rounds: int = 10, compiled: str | None = None, images: Images | None = None, progress: bool = False,
 ) -> Benchmark:
-    """Time forward passes of models; they take turns in every round, so that a busy machine slows all of them.
+    """Time forward passes of models in eval mode on one device, which take turns, so that a busy machine slows all.
 
-    `models`, by name, are in eval mode, on one device, with the dtype in which they are to run. An ODE-ViT whose block
-    depends on time is also timed merged, one of a single stage with other `steps`, and each in the mode `compiled` of
-    torch.compile. `images` gives images [N, C, H, W] for a model and a number N; without it, they are random.
+    An ODE-ViT is also timed with other `steps`, if it has a single stage, and merged, if its block depends on time; and
+    each model in the mode `compiled` of torch.compile. `images` gives images [N, C, H, W] for a model and a number N;
+    without it, they are random.
     """
     integer(1)('rounds', rounds)
     one_of(('default', 'reduce-overhead', 'max-autotune'), none='not compiled')('compiled', compiled)
@@ -86,17 +84,17 @@ def benchmark(
         if images is None and any(ode.config.halting for ode in find_ode_blocks(model)):
             raise ValueError(f"'{name}' halts image by image, so its time depends on the images. Pass images (--data).")
         candidates.update(_states(name, model, steps, compiled))
-    timings = [timing for size in dict.fromkeys(batch_sizes)
-               for timing in _time(candidates, size, rounds, images, progress)]
     parameter = next(next(iter(models.values())).parameters())
     device = torch.cuda.get_device_name(parameter.device) if parameter.device.type == 'cuda' else processor()
-    return Benchmark({
+    machine = {
         'device': device, 'threads': torch.get_num_threads(), 'dtype': str(parameter.dtype).removeprefix('torch.'),
-        'torch': torch.__version__, 'timm': timm.__version__, 'timm-odevit': __version__, 'rounds': rounds}, timings)
+        'torch': torch.__version__, 'timm': timm.__version__, 'timm-odevit': __version__, 'rounds': rounds}
+    return Benchmark(machine, [timing for size in dict.fromkeys(batch_sizes)
+                               for timing in _time(candidates, size, rounds, images, progress)])
 
 
 def times_in_turns(runs: Sequence[Callable[[], Any]], rounds: int, progress: bool = False) -> list[list[float]]:
-    """Seconds of a call of each function in each round, in which they take turns: two calls after two not timed."""
+    """Seconds of a call of each function in each round, in which they take turns: the mean of two after a warm-up."""
     timers = [Timer('run()', globals={'run': run}, num_threads=torch.get_num_threads()) for run in runs]
     turns = [[timer.timeit(2).median for timer in timers]
              for _ in tqdm(range(rounds), unit='round', leave=False, disable=not progress)]
@@ -104,7 +102,6 @@ def times_in_turns(runs: Sequence[Callable[[], Any]], rounds: int, progress: boo
 
 
 def _states(name: str, model: nn.Module, steps: Sequence[int], compiled: str | None) -> dict[str, nn.Module]:
-    """A model as it is, with other step counts, merged and compiled."""
     states, blocks = {name: model}, find_ode_blocks(model)
     free = [ode for ode in blocks if not ode.merged and not ode.config.adaptive]
     if len(blocks) == len(free) == 1:
@@ -120,7 +117,6 @@ def _states(name: str, model: nn.Module, steps: Sequence[int], compiled: str | N
 def _time(
         candidates: dict[str, nn.Module], size: int, rounds: int, images: Images | None, progress: bool,
 ) -> list[Timing]:
-    """Time all candidates with batches of one size."""
     batches: list[Sequence[Tensor]] = [
         [torch.randn(size, *data_config(model)['input_size'], dtype=dtype_of(model),
                      device=next(model.parameters()).device)]
@@ -128,18 +124,18 @@ def _time(
         for model in candidates.values()]
     runs = [lambda model=model, of=of: [model(batch) for batch in of]
             for model, of in zip(candidates.values(), batches, strict=True)]
-    times = torch.tensor(times_in_turns(runs, rounds, progress), dtype=torch.float64)
+    times = np.array(times_in_turns(runs, rounds, progress))
     timings: list[Timing] = []
     for (name, model), of, seconds in zip(candidates.items(), batches, times, strict=True):
-        low, median, high = (seconds.quantile(torch.tensor([0.25, 0.5, 0.75]).double()) / len(of)).tolist()
+        low, median, high = (np.percentile(seconds, (25, 50, 75)) / len(of)).tolist()
         evaluations = []
         for batch in of:
             model(batch)
             evaluations.append(sum(float(ode.evaluations) for ode in find_ode_blocks(model)))
         timings.append(Timing(
-            name, size, median, high - low, float((seconds / times[0]).quantile(0.5)),
-            statistics.mean(evaluations) or None, peak_of(partial(model, of[-1]), of[-1].device),
-            count_parameters(model), sum(weight.nbytes for weight in model.state_dict().values())))
+            name, size, median, high - low, float(np.median(seconds / times[0])), statistics.mean(evaluations) or None,
+            peak_of(partial(model, of[-1]), of[-1].device), count_parameters(model),
+            sum(weight.nbytes for weight in model.state_dict().values())))
     return timings
 
 

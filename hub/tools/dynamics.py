@@ -18,7 +18,7 @@ from scipy.stats import bootstrap
 from sklearn.metrics import roc_auc_score
 
 import timm_odevit as odevit
-from timm_odevit.data.config import DataConfig
+from timm_odevit.data.batches import DataConfig
 from timm_odevit.data.read import read_data
 from timm_odevit.dynamics.flow import follow, norms
 from timm_odevit.files import to_json, write_text

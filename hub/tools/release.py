@@ -19,7 +19,7 @@ from cards import EARLIER, card, dataset_of
 
 import timm_odevit
 from timm_odevit import Recipe, evaluate, save_pretrained
-from timm_odevit.data.config import DataConfig
+from timm_odevit.data.batches import DataConfig
 from timm_odevit.data.read import read_data
 from timm_odevit.ode.blocks import find_ode_blocks
 from timm_odevit.saving.save import save_reference

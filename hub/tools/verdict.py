@@ -15,7 +15,7 @@ import torch
 
 from timm_odevit import with_steps
 from timm_odevit.benchmark import processor
-from timm_odevit.data.config import DataConfig
+from timm_odevit.data.batches import DataConfig
 from timm_odevit.data.read import read_data
 from timm_odevit.files import to_json, write_text
 from timm_odevit.ode.blocks import count_parameters, find_ode_blocks

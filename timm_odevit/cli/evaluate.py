@@ -11,7 +11,7 @@ from timm_odevit import Recipe, calibrate_halting, evaluate_embeddings, export_m
 from timm_odevit import evaluate as evaluate_classes
 
 from ..benchmark import benchmark as measure_speed
-from ..data.config import DataConfig
+from ..data.batches import DataConfig
 from ..data.preprocessing import class_names, data_config, open_image, warn_of_other_classes
 from ..data.read import Data, pictures, read_data
 from ..export import FORMATS

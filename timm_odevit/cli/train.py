@@ -11,7 +11,7 @@ from timm.utils import init_distributed_device
 from timm_odevit import CalibrationConfig, OdeConfig, Recipe, calibrate_, choose_size, convert_, train
 from timm_odevit import shrink as run_shrink
 
-from ..data.config import DataConfig
+from ..data.batches import DataConfig
 from ..data.read import classes_of, read_data
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings

@@ -1,10 +1,10 @@
-"""Loaders: of images in memory, of image files, and of any other loader; and what is read from each."""
+"""Settings of the data; loaders of images in memory, of image files, and of any other loader; what is read of each."""
 import hashlib
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,69 @@ from typing import Any
 import torch
 from timm.data import Mixup, create_loader, create_transform
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 from tqdm import tqdm
 
 from ..distributed import rank_and_world
 from ..hooks import random_states_kept
-from .config import DataConfig, Reading
-from .preprocessing import data_config, dtype_of, image_mode, read_image, shuffled
+from ..settings import Settings, integer, number, setting
+from .preprocessing import data_config, described, dtype_of, image_mode, read_image
 
-__all__ = ['ArrayLoader', 'FileLoader', 'Mapped', 'Samples', 'is_pair', 'mixed', 'read_batches', 'set_epoch',
-           'training_loader', 'unlabelled']
+__all__ = ['ArrayLoader', 'DataConfig', 'FileLoader', 'Mapped', 'is_pair', 'mixed', 'read_batches', 'set_epoch',
+           'shuffled', 'training_loader', 'unlabelled']
 
-BATCH = 64  # images of tensors that run at once
 _UNREADABLE = -1  # the label of an image file that cannot be read
 _logger = logging.getLogger(__name__)
 Samples = list[tuple[str, int]]  # files and their labels
+
+
+@dataclass(frozen=True, repr=False)
+class DataConfig(Settings):
+    """Settings of the data; each is a key of a recipe's `data`.
+
+    Attributes:
+        batch_size: Images per batch; no more than there are.
+        held_out: Share of the training images held out for validation.
+        padding: Pixels by which a crop may be shifted (arrays); None for 4.
+        flip: Probability of mirroring an image (arrays); None for 0.5.
+        reprob: Probability of erasing a part of an image.
+        auto_augment: timm augmentation policy (folders); None for none.
+        workers: Processes that load images (folders); None for min(2, usable CPU cores - 1).
+        mixup: alpha of mixup; 0 for none.
+        cutmix: alpha of CutMix; 0 for none.
+        smoothing: Label smoothing.
+        prob: Share of the batches that are mixed; None for all.
+    """
+    batch_size: int = setting(64, integer(1))
+    held_out: float = setting(0.1, number(0., 1., open='()'))
+    padding: int | None = setting(None, integer(0, none='4'))
+    flip: float | None = setting(None, number(0., 1., none='0.5'))
+    reprob: float = setting(0., number(0., 1.))
+    auto_augment: str | None = None
+    workers: int | None = setting(None, integer(0, none='min(2, usable CPU cores - 1)'))
+    mixup: float = setting(0., number(0.))
+    cutmix: float = setting(0., number(0.))
+    smoothing: float = setting(0., number(0., 1.))
+    prob: float | None = setting(None, number(0., 1., none='all'))
+
+    def _check(self) -> None:
+        if self.prob is not None and not (self.mixup or self.cutmix):
+            raise ValueError('prob is the share of the batches that are mixed. Give mixup or cutmix, or omit prob.')
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images or labels of a batch are mixed or smoothed."""
+        return any((self.mixup, self.cutmix, self.smoothing))
+
+    def batch_of(self, images: int) -> int:
+        """Images per batch of this process, for so many to train on: an even number if they are mixed in pairs."""
+        most = max(1, images // rank_and_world()[1])
+        return self.batch_size if self.batch_size <= most else most - (most % 2 if self.mixes and most > 1 else 0)
+
+
+def shuffled(count: int, seed: int) -> Tensor:
+    """The numbers below `count` in an order of their own for each seed."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -44,12 +92,12 @@ def is_pair(source: Any) -> bool:
 
 
 def read_batches(
-        source: Any, labels: bool | None = True, *, size: int = BATCH, bar: str = '',
+        source: Any, labels: bool | None = True, *, size: int = 64, bar: str = '',
 ) -> Iterator[tuple[Tensor, Any]]:
     """The images [B, C, H, W] and labels [B] of each batch that is not empty, of a loader, a tensor or a pair of these.
 
-    `labels` says whether they are needed; None takes them where there are any. Without, they are None. Tensors give
-    batches of `size`; `bar` names a progress bar.
+    Labels are None if `labels` is False, or if it is None and there are none. Tensors give batches of `size`; `bar`
+    names a progress bar.
     """
     if isinstance(source, Tensor):
         source = source.split(size)
@@ -61,10 +109,8 @@ def read_batches(
         bare = labels is False or (labels is None and not rest)
         if not isinstance(images, Tensor) or images.ndim != 4 or not (bare or (
                 len(rest) == 1 and isinstance(rest[0], Tensor) and rest[0].shape == images.shape[:1])):
-            found = ', '.join(f'{part.dtype} {list(part.shape)}' if isinstance(part, Tensor) else type(part).__name__
-                              for part in parts)
             raise ValueError(f"Expected batches of images [B, C, H, W]{' and labels [B]' if labels else ''}; got "
-                             f'{found}.')
+                             f"{', '.join(map(described, parts))}.")
         if len(images):
             empty = False
             yield images, None if bare else rest[0]
@@ -76,34 +122,31 @@ def unlabelled(images: Tensor, _: Any = None) -> tuple[Tensor, Tensor]:
     return images, torch.zeros(len(images), dtype=torch.long, device=images.device)
 
 
+def _labelled(images: Tensor, labels: Any = None) -> tuple[Tensor, Any]:
+    return unlabelled(images) if labels is None else (images, labels)
+
+
 class Mapped:
     """Batches (images [B, C, H, W], labels [B]) of any loader with a length, changed by a function of both.
 
     Labels are 0 where the loader gives images only.
     """
 
-    def __init__(
-            self, loader: Any, change: Callable[..., tuple[Tensor, Any]] = lambda images, labels: (images, labels),
-    ) -> None:
-        self.loader, self.change = loader, change
-        self.batch_size: int | None = getattr(loader, 'batch_size', None)
-        self.count: int = getattr(loader, 'count', len(loader) * (self.batch_size or 1))
+    def __init__(self, loader: Any, change: Callable[..., tuple[Tensor, Any]] = _labelled) -> None:
+        self.loader, self.change, self.batches = loader, change, len(loader)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return self.batches
 
     def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
         for batch in self.loader:
-            pair = batch if isinstance(batch, (tuple, list)) else (batch,)
-            yield self.change(*(pair if len(pair) != 1 else unlabelled(pair[0])))
+            yield self.change(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
 
     def set_epoch(self, epoch: int) -> None:
         set_epoch(self.loader, epoch)
 
-    def sample(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """At most so many random images and their labels; of a loader that cannot choose, its next ones."""
-        if hasattr(self.loader, 'sample'):
-            return self.change(*self.loader.sample(count, seed))
+    def sample(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
+        """The next images and their labels, at most so many."""
         batches: list[Any] = []
         with random_states_kept('cpu'):
             torch.manual_seed(seed)
@@ -115,58 +158,48 @@ class Mapped:
         return images, labels
 
     def sha256(self) -> str:
-        return self.loader.sha256() if hasattr(self.loader, 'sha256') else f'{len(self)} batches'
+        return f'{self.batches} batches'
 
 
 def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:
     """Batches of an even number of images, mixed by timm's Mixup; labels become probabilities [B, classes]."""
     if loader.batch_size % 2:
         raise ValueError(f'Pairs of images are mixed, so batch_size must be even; got {loader.batch_size}.')
-    mixes = config.mixup > 0 or config.cutmix > 0
-    prob = (1. if config.prob is None else config.prob) if mixes else 0.  # smoothing alone
-    mix = Mixup(mixup_alpha=config.mixup if mixes else 1., cutmix_alpha=config.cutmix, prob=prob,
-                label_smoothing=config.smoothing, num_classes=classes)
+    some = 1. if config.prob is None else config.prob
+    mix = Mixup(mixup_alpha=config.mixup, cutmix_alpha=config.cutmix, label_smoothing=config.smoothing,
+                prob=some if config.mixup or config.cutmix else 0., num_classes=classes)
     return Mapped(loader, lambda images, labels: mix(images.clone(), labels))
 
 
 class ArrayLoader:
     """Batches (images [B, C, H, W], labels [B]) of images in memory [N, C, S, S] and their labels [N].
 
-    `prepare` makes of a batch what the model expects. In training, the order depends only on the seed and the epoch,
-    `augment` draws from torch's global generator, an incomplete last batch is dropped, and each of several processes
-    has its own part.
+    `prepare` makes of a batch what the model expects. With a seed, they are for training: their order depends only on
+    it and the epoch, `augment` draws from torch's global generator, an incomplete last batch is dropped, and each of
+    several processes has its own part.
     """
 
     def __init__(
             self, images: Tensor, labels: Tensor, batch_size: int, prepare: Callable[[Tensor], Tensor],
-            augment: Callable[[Tensor], Tensor] | None = None, *, train: bool = False, seed: int = 0,
+            augment: Callable[[Tensor], Tensor] | None = None, seed: int | None = None,
     ) -> None:
-        self.images, self.labels, self.batch_size = images, labels, batch_size
-        self.prepare, self.augment = prepare, augment
-        self.count, self.train, self.seed, self.epoch = len(labels), train, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.images, self.labels, self.batch_size, self.count = images, labels, batch_size, len(labels)
+        self.prepare, self.augment, (rank, world) = prepare, augment, rank_and_world()
+        each: Any = range(self.count)
+        self.sampler = each if seed is None else DistributedSampler(
+            each, world, rank, seed=seed * 1_000_003 % 2 ** 62, drop_last=True)
+        self.indices = BatchSampler(self.sampler, batch_size, drop_last=seed is not None)
 
     def __len__(self) -> int:
-        if self.train:
-            return self.count // (self.batch_size * rank_and_world()[1])
-        return math.ceil(self.count / self.batch_size)
+        return len(self.indices)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for index in self.indices():
+        for batch in self.indices:
+            index = torch.tensor(batch, device=self.labels.device)
             images = self.images[index]
-            yield self.prepare(self.augment(images) if self.train and self.augment else images), self.labels[index]
+            yield self.prepare(self.augment(images) if self.augment else images), self.labels[index]
 
-    def indices(self) -> Iterator[Tensor]:
-        """The indices of the images of each batch."""
-        order, (rank, world) = torch.arange(self.count), rank_and_world() if self.train else (0, 1)
-        if self.train:  # the same for all processes
-            order = shuffled(self.count, (self.seed * 1_000_003 + self.epoch) % 2 ** 63)
-        for batch in order.split(self.batch_size * world)[:len(self)]:
-            yield batch[rank::world].to(self.labels.device)
-
-    def sample(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    def sample(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
         index = shuffled(self.count, seed)[:count].to(self.labels.device)
         return self.prepare(self.images[index]).cpu(), self.labels[index].cpu()
 
@@ -207,18 +240,18 @@ class FileLoader(DataLoader):
     """A DataLoader of Files in order, without the images that cannot be read."""
 
     def __init__(self, samples: Samples, model: Any, config: DataConfig) -> None:
-        super().__init__(Files(samples, model), config.batch_size, num_workers=_workers(config))
-        self.files: Any = self.dataset
-        self.count = len(samples)
+        self.files, self.count = Files(samples, model), len(samples)
+        super().__init__(self.files, config.batch_size, num_workers=_workers(config))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private class
         for images, labels in super().__iter__():
-            yield images[labels != _UNREADABLE], labels[labels != _UNREADABLE]
+            read = labels != _UNREADABLE
+            yield images[read], labels[read]
 
-    def sample(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        order = shuffled(self.count, seed).tolist()
-        pairs = list(islice((pair for pair in map(self.files.__getitem__, order) if pair[1] != _UNREADABLE), count))
-        return torch.stack([image for image, _ in pairs]), torch.tensor([label for _, label in pairs])
+    def sample(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
+        pairs = map(self.files.__getitem__, shuffled(self.count, seed).tolist())
+        images, labels = zip(*islice((pair for pair in pairs if pair[1] != _UNREADABLE), count), strict=True)
+        return torch.stack(images), torch.tensor(labels)
 
     def sha256(self) -> str:
         files = [[*Path(file).parts[-2:], os.path.getsize(file) if os.path.exists(file) else None, label]
@@ -226,25 +259,25 @@ class FileLoader(DataLoader):
         return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
-def training_loader(samples: Samples, to: Reading) -> Any:
+def training_loader(samples: Samples, model: Any, config: DataConfig, seed: int) -> Any:
     """timm's loader of image files, shuffled and augmented."""
-    dataset: Any = Files(samples, to.model, training=True)
+    dataset: Any = Files(samples, model, training=True)
     loader = create_loader(
         dataset,
-        **data_config(to.model),
-        batch_size=to.config.batch_of(len(samples)),
+        **data_config(model),
+        batch_size=config.batch_of(len(samples)),
         is_training=True,
         scale=(0.35, 1.),
-        auto_augment=to.config.auto_augment,
-        re_prob=to.config.reprob,
-        num_workers=_workers(to.config),
+        auto_augment=config.auto_augment,
+        re_prob=config.reprob,
+        num_workers=_workers(config),
         distributed=rank_and_world()[1] > 1,
         persistent_workers=False,  # each epoch seeds new workers, so that a resumed run sees the same images
         device=torch.device('cpu'),
         use_prefetcher=False,
     )
     if isinstance(loader.sampler, DistributedSampler):
-        loader.sampler.seed = to.seed
+        loader.sampler.seed = seed
     return loader
 
 

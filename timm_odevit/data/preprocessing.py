@@ -1,12 +1,13 @@
-"""How a model expects its images, and which label it has for each class."""
+"""How a model expects its images, which are opened here, and which label it has for each class."""
+import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageOps
 from timm.data import create_transform, resolve_input_data_config
 from timm.utils import unwrap_model
@@ -14,8 +15,11 @@ from torch import Tensor
 
 from ..settings import one_line, printable
 
-__all__ = ['check_names', 'class_names', 'count_held_out', 'data_config', 'dtype_of', 'image_mode', 'labels_for',
-           'model_name', 'open_image', 'read_image', 'renormalisation', 'shuffled', 'spread', 'warn_of_other_classes']
+__all__ = ['check_labels', 'check_names', 'class_names', 'data_config', 'described', 'dtype_of', 'image_mode',
+           'labels_for', 'model_name', 'open_image', 'preparation', 'read_image', 'renormalisation',
+           'warn_of_other_classes']
+
+_MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's, by the number of channels
 
 
 def data_config(model: Any) -> dict[str, Any]:
@@ -32,12 +36,15 @@ def dtype_of(model: Any) -> torch.dtype:
 
 
 def image_mode(model: Any) -> str:
-    """Pillow's mode of the images that a model takes."""
-    return {1: 'L', 3: 'RGB', 4: 'RGBA'}[model.in_chans]
+    """Pillow's mode of the image files that a model takes."""
+    if model.in_chans not in _MODES:
+        raise ValueError(f'Image files have 1, 3 or 4 channels; this {type(model).__name__} takes {model.in_chans}. '
+                         'Give tensors or an .npz.')
+    return _MODES[model.in_chans]
 
 
 def read_image(file: str | Path, mode: str) -> Image.Image:
-    """An image file in Pillow's mode 'L', 'RGB' or 'RGBA', turned upright, with 16 bits scaled to 8; or ValueError."""
+    """An image file in one of Pillow's modes, turned upright, with 16 bits scaled to 8; or ValueError."""
     try:
         with Image.open(file) as image:
             upright = ImageOps.exif_transpose(image)
@@ -56,6 +63,38 @@ def open_image(file: str | Path, model: Any) -> Tensor:
     return transform(read_image(file, image_mode(model))).to(dtype_of(model))
 
 
+def preparation(model: Any) -> Callable[[Tensor], Tensor]:
+    """What makes of uint8 images [B, C, S, S] the input [B, C, H, W] that a model expects."""
+    cfg, device, dtype = data_config(model), next(model.parameters()).device, dtype_of(model)
+    mean, std = (torch.tensor(cfg[key], device=device).view(1, -1, 1, 1) for key in ('mean', 'std'))
+    size, mode = tuple(cfg['input_size'][1:]), 'bilinear' if cfg['interpolation'] == 'bilinear' else 'bicubic'
+
+    def prepare(images: Tensor) -> Tensor:
+        pixels = images.float() / 255
+        if pixels.shape[-2:] != size:
+            pixels = F.interpolate(pixels, size=size, mode=mode, antialias=True).clamp(0, 1)
+        return ((pixels - mean) / std).to(dtype)
+    return prepare
+
+
+def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | None:
+    """What makes of images [B, C, H, W] normalised for a model images for its teacher; None if both expect the same, or
+    one does not say what it expects.
+    """
+    if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in (model, teacher) for key in ('mean', 'std')):
+        return None
+    cfgs = [resolve_input_data_config(unwrap_model(m)) for m in (model, teacher)]
+    (mean, mean_t), (std, std_t) = (
+        [torch.tensor(cfg[key]).view(1, -1, 1, 1) for cfg in cfgs] for key in ('mean', 'std'))
+    if mean.shape != mean_t.shape:
+        raise ValueError(f'The teacher takes images with {mean_t.shape[1]} channels, the model with {mean.shape[1]}. '
+                         'Give a teacher with as many channels.')
+    if torch.equal(mean, mean_t) and torch.equal(std, std_t):
+        return None
+    scale, shift = std / std_t, (mean - mean_t) / std_t
+    return lambda images: images * scale.to(images) + shift.to(images)
+
+
 def model_name(model: Any) -> str:
     """The timm name of a model with the tag of its weights, or else the name of its class."""
     cfg = getattr(model, 'pretrained_cfg', None) or {}
@@ -63,6 +102,24 @@ def model_name(model: Any) -> str:
     if name == 'odevit_converted':  # the tag is that of the base
         return str(name)
     return f"{name}.{cfg['tag']}" if cfg.get('tag') else name
+
+
+def described(value: Any) -> str:
+    """The dtype and shape of a tensor, or else the type of a value."""
+    return f'{value.dtype} {list(value.shape)}' if isinstance(value, Tensor) else type(value).__name__
+
+
+def check_labels(labels: Tensor, classes: int | None = None) -> Tensor:
+    """Labels [B] in int64; ValueError unless they are whole numbers from 0, and those of a model's classes."""
+    if classes == 1:
+        raise ValueError('The model has one output (num_classes=1), so there is no class to be right. Compare its '
+                         'outputs with evaluate_embeddings (odevit evaluate --embedding).')
+    whole = labels.long()
+    low, high = int(whole.min()), int(whole.max())
+    if labels.is_floating_point() or low < 0 or high >= (classes or math.inf):
+        to = f' to {classes - 1}, the classes of the model' if classes else ''
+        raise ValueError(f'Labels must be whole numbers from 0{to}; got {labels.dtype} from {low} to {high}.')
+    return whole
 
 
 def class_names(model: Any) -> list[str] | None:
@@ -79,63 +136,23 @@ def check_names(names: Sequence[str], source: Any) -> None:
             raise ValueError(f"'{source}' has the class {name!r}, whose name cannot be printed. Rename it.")
 
 
-def _labels_by_name(own: Sequence[str] | None, names: Sequence[str] | None) -> list[int] | None:
-    """The label of each class among the model's own, if it has all of these names, but others or in another order."""
-    if own is None or names is None or list(own) == list(names) or not set(names) <= set(own):
-        return None
-    if twice := {name for name, count in Counter(own).items() if count > 1}.intersection(names):
-        raise ValueError(f"The model has two classes called '{min(twice)}', so the name does not say which. Leave it "
-                         'out.')
-    return [own.index(name) for name in names] if len({*names}) == len(names) else None
-
-
 def labels_for(model: Any, names: Sequence[str] | None, number: int, source: Any) -> list[int] | None:
     """The label that a model has for each class of some data, by name; None if it knows as many, and not by name."""
-    labels, known = _labels_by_name(class_names(model), names), model.num_classes
-    if labels is None and (number > known or (names is not None and number < known)):
+    own, known = class_names(model), model.num_classes
+    if own and names and own != list(names) and {*names} <= {*own}:
+        if twice := [name for name in names if own.count(name) > 1]:
+            raise ValueError(f"The model has two classes called '{twice[0]}', so the name does not say which. Leave it "
+                             'out.')
+        return [own.index(name) for name in names]
+    if number > known or (names is not None and number < known):
         raise ValueError(f"'{source}' has {number} classes, but the model has {known}. Give data with classes of the "
                          f'model, or fine-tune it first: odevit finetune MODEL {source} OUT')
-    return labels
+    return None
 
 
 def warn_of_other_classes(model: Any, names: Sequence[str] | None, data: Any) -> None:
-    """Warn if a data set has as many classes as a model, but names others."""
+    """Warn if the classes of some data, which are as many as a model's, have other names."""
     own = class_names(model)
-    if names is None or own is None or own == list(names) or _labels_by_name(own, names):
-        return
-    warnings.warn(f"The classes of '{data}' are not those of the model, so labels are compared by number.",
-                  RuntimeWarning, stacklevel=3)
-
-
-def shuffled(count: int, seed: int) -> Tensor:
-    """The numbers below `count` in an order of their own for each seed."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-
-
-def count_held_out(count: int, share: float) -> int:
-    """How many of `count` images are held out: at least one, but not all; none for a share of 0."""
-    return min(count - 1, max(1, round(share * count))) if share else 0
-
-
-def spread(total: int, count: int) -> list[int]:
-    """At most `count` of the numbers below `total`, evenly spread."""
-    return sorted({round(i) for i in torch.linspace(0, total - 1, min(count, total)).tolist()})
-
-
-def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | None:
-    """A function from images [B, C, H, W] normalised for a model to images normalised for its teacher.
-
-    None if both expect the same, or if one does not say what it expects.
-    """
-    if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in (model, teacher) for key in ('mean', 'std')):
-        return None
-    cfgs = [resolve_input_data_config(unwrap_model(m)) for m in (model, teacher)]
-    (mean, mean_t), (std, std_t) = (
-        [torch.tensor(cfg[key]).view(1, -1, 1, 1) for cfg in cfgs] for key in ('mean', 'std'))
-    if mean.shape != mean_t.shape:
-        raise ValueError(f'The teacher takes images with {mean_t.shape[1]} channels, the model with {mean.shape[1]}. '
-                         'Give a teacher with as many channels as the model.')
-    if torch.equal(mean, mean_t) and torch.equal(std, std_t):
-        return None
-    scale, shift = std / std_t, (mean - mean_t) / std_t
-    return lambda images: images * scale.to(images) + shift.to(images)
+    if names is not None and own is not None and own != list(names):
+        warnings.warn(f"The classes of '{data}' are not those of the model, so labels are compared by number.",
+                      RuntimeWarning, stacklevel=3)

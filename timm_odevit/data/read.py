@@ -1,28 +1,22 @@
 """The one door to images: `read_data` makes a Data of a folder, an .npz, tensors or a loader."""
 import hashlib
 import os
+import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from timm.data import is_img_extension
+import torch.nn.functional as F
+from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
+from ..hooks import check_images
 from ..settings import one_line
-from .batches import Mapped, is_pair, mixed, unlabelled
-from .config import DataConfig, Reading
-from .preprocessing import class_names, open_image, spread
-from .sources import (
-    checked_labels,
-    files_in,
-    folder_classes,
-    folder_parts,
-    npz_classes,
-    read_folder,
-    read_npz,
-    read_tensors,
-)
+from .batches import ArrayLoader, DataConfig, FileLoader, Mapped, is_pair, mixed, training_loader, unlabelled
+from .preprocessing import class_names, dtype_of, labels_for, open_image, preparation
+from .sources import Part, checked_labels, divided, files_in, folder_parts, read_folder, read_npz, spread, taken
 
 __all__ = ['Data', 'Pictures', 'classes_of', 'pictures', 'read_data']
 
@@ -31,21 +25,20 @@ __all__ = ['Data', 'Pictures', 'classes_of', 'pictures', 'read_data']
 class Data:
     """Images in loaders of batches (images [B, C, H, W], normalised for a model and in its dtype; labels [B])."""
     train: Any  # shuffled and augmented; if the config mixes, labels are probabilities [B, classes]
+    unaugmented: Any  # the images of `train` in order and as they are
     val: Any  # held out of training; None if nothing is
     test: Any  # for the final number, x_test or test/; None if there is none
     classes: tuple[str, ...] | None  # names, in the order of the labels, if they are known
     num_classes: int  # 0 if labels mean nothing
     labelled: bool  # whether the labels are the model's classes
-    why: str  # why they are not
-    unaugmented: Any  # the images of `train` in order and as they are
     words: dict[str, str]  # by part, what it is, such as 'x_test of data.npz'
+    why: str = ''  # why they are not the model's classes, if that was the question
 
     def plain(self, part: str = 'train') -> Any:
         """A loader of the images of 'train', 'val' or 'test' in order, not augmented."""
         return self.unaugmented if part == 'train' else getattr(self, part)
 
     def count(self, part: str = 'train') -> int:
-        """The number of images of a part."""
         return int(self.plain(part).count)
 
     def sample(self, part: str, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -71,93 +64,134 @@ def read_data(
     """Make loaders of images for a model; raises ValueError if the images or labels do not fit it.
 
     The source is one of
-    - a folder with one sub-folder of images per class, a share of each of which is held out; or with train/, val/ or
-      test/ of that kind (see `folder_parts`). Without labels, any folder, or its train/;
-    - an .npz with uint8 images x_train, the last of which are held out, and x_test [N, S, S, C] or [N, S, S]; labels
-      y_train and y_test [N]; and maybe classes, their names. Without labels, x_train is enough;
+    - a folder with a sub-folder of images per class, or with train/, val/ or test/ of that kind (see `folder_parts`);
+      without labels, any folder, or its train/;
+    - an .npz with uint8 images x_train and x_test [N, S, S, C] or [N, S, S]; labels y_train and y_test [N]; and maybe
+      classes, their names. Without labels, x_train is enough;
     - images [N, C, H, W] normalised for the model, or a pair of such and labels [N]; they are not augmented;
-    - a loader with a length, of batches of images or (images, labels), of which nothing is held out;
-    - a Data, which is returned as it is.
+    - a loader with a length, of batches of images or (images, labels), of which nothing is held out.
 
-    If it names some of the model's classes, its images get the model's labels. Otherwise, it must have as many classes,
-    in the same order (that of folders is the alphabet's), unless `any_classes`. If `labels` is None, they are ignored
-    where they do not fit; if False, always. `held_out` 0 evaluates a model, or trains on all. `limit` is the number of
-    images of each part, for a rehearsal. `seed` is that of the order, and of what is held out of folders and tensors.
+    Classes that are called as some of the model's get its labels. Others must be as many, in the same order (that of
+    folders is the alphabet's), unless `any_classes`. If `labels` is None, they are ignored where they do not fit; if
+    False, always. `held_out` 0 evaluates a model, or trains on all. `limit` is the number of images of each part, for a
+    rehearsal. `seed` is that of the order, and of what is held out.
     """
     if isinstance(source, Data):
         return source
-    config = config or DataConfig()
+    config, kind = config or DataConfig(), _kind(source)
+    share = config.held_out if held_out is None else held_out
     any_classes = any_classes or not getattr(model, 'num_classes', 0)
-    kind, share = _kind(source), config.held_out if held_out is None else held_out
-    for name, where in dict(padding='npz', flip='npz', auto_augment='folder', workers='folder').items():
+    for name, where in {'padding': 'npz', 'flip': 'npz', 'auto_augment': 'folder', 'workers': 'folder'}.items():
         if getattr(config, name) is not None and kind != where:
             raise ValueError(f'data.{name} does not apply to this source, a {kind}, only to a {where}. Leave it out.')
-    to = Reading(model, config, bool(labels), share, limit, seed, any_classes)
-    if labels is not None:
-        return _read(source, kind, to)
-    if any_classes:
-        why = "the model's outputs are embeddings"
-    elif kind in ('images', 'loader'):
-        why = 'there are none' if kind == 'images' else 'what the labels of a loader mean is not known'
-    else:
+    if labels is None and not any_classes:
+        again = partial(read_data, source, model, config, held_out=share, limit=limit, seed=seed)
         try:
-            return _read(source, kind, to._replace(labels=True))
+            return again()
         except ValueError as e:
-            why = one_line(e)
+            why = 'there are none' if kind == 'images' else one_line(e)
         if kind == 'pair':
             checked_labels(source[1], len(source[0]))  # of other classes, they are ignored
-    return replace(_read(source, kind, to), why=why)
+        return replace(again(labels=False), why=why)
+    labels, fits = bool(labels), bool(labels) and not any_classes
+    if kind == 'loader':
+        batches = Mapped(source) if labels else Mapped(source, unlabelled)
+        return Data(batches, batches, None, None, None, 0, fits, {'train': 'the images'})
+    parts, names, number, words = _parts(source, kind, model, labels, share > 0, any_classes)
+    order = labels_for(model, names, number, source) if fits else None
+    if share and 'val' not in parts:
+        indices = divided(parts['train'][1], kind, share, seed)
+        parts['train'], parts['val'] = (taken(parts['train'], index) for index in indices)
+        if kind == 'npz' and {*parts['val'][1].tolist()} - {*parts['train'][1].tolist()}:
+            warnings.warn(f"'{source}' has classes only among its last images, which are held out, as if it were "
+                          'sorted by class. Shuffle it.', stacklevel=2)
+        words['val'] = f"the share {share:g} held out of training of {words['train']}"
+    if order is not None:
+        names = class_names(model)
+        parts = {part: (images, torch.tensor(order)[own]) for part, (images, own) in parts.items()}
+    if limit is not None:
+        for part, of in parts.items():
+            count = len(of[1])
+            parts[part] = taken(of, spread(count, limit) if kind == 'folder' else torch.arange(min(count, limit)))
+    number = 0 if not labels else number if any_classes else model.num_classes
+    train, loaders = _loaders(parts, kind, model, config, seed)
+    if labels and config.mixes and train is not None:
+        train = mixed(train, number, config)
+    return Data(train, loaders.get('train'), loaders.get('val'), loaders.get('test'), tuple(names) if names else None,
+                number, fits, words)
 
 
 def _kind(source: Any) -> str:
     if isinstance(source, (str, os.PathLike)):
-        path = Path(source)
-        if not path.exists():
-            raise ValueError(f"There is no '{path}'. Give a folder of images, or an .npz of small ones.")
-        if path.is_file() and is_img_extension(path.suffix.lower()):
-            raise ValueError(f"'{path}' is a file. Give the folder that it is in.")
-        return 'folder' if path.is_dir() else 'npz'
-    if hasattr(source, '__array__') and not isinstance(source, Tensor):
-        raise ValueError('Give a folder, an .npz, a tensor of images [N, C, H, W], a pair of such and labels, or a '
-                         f'loader with a length; got {type(source).__name__}.')
+        if not os.path.exists(source):
+            raise ValueError(f"There is no '{source}'. Give a folder of images, or an .npz of small ones.")
+        return 'folder' if os.path.isdir(source) else 'npz'
     return 'images' if isinstance(source, Tensor) else 'pair' if is_pair(source) else 'loader'
 
 
-def _read(source: Any, kind: str, to: Reading) -> Data:
-    names: list[str] | None
-    names, classes, words = None, 0, {'train': 'the images'}
-    if kind == 'folder':
-        loaders, names, classes = read_folder(Path(source), to)
-        words = {part: str(path) for part, path in (folder_parts(source) or {'train': source}).items()}
-    elif kind == 'npz':
-        loaders, names, classes = read_npz(source, to)
+def _parts(
+        source: Any, kind: str, model: Any, labelled: bool, training: bool, any_classes: bool,
+) -> tuple[dict[str, Part], list[str] | None, int, dict[str, str]]:
+    """The parts of some data, with labels of its own; the names of its classes; their number; the parts in words."""
+    if kind == 'npz':
         words = {part: f'x_{part} of {source}' for part in ('train', 'test')}
-    elif kind == 'loader':
-        batches = Mapped(source) if to.labels else Mapped(source, unlabelled)
-        loaders = {'train': batches, 'plain': batches}
-    else:
-        images, labels = source if kind == 'pair' else (source, None)
-        loaders, names, classes = read_tensors(images, labels, to)
-    words.setdefault('val', f"the share {to.share:g} held out of training of {words.get('train')}")
-    if to.labels and to.config.mixes and kind != 'loader' and 'train' in loaders:
-        loaders['train'] = mixed(loaders['train'], classes, to.config)
-    why = ('they are ignored', 'any classes are allowed' if to.any_classes else '')[to.labels]
-    return Data(loaders.get('train'), loaders.get('val'), loaders.get('test'), tuple(names) if names else None,
-                classes, not why, why, loaders.get('plain'), words)
+        return *read_npz(source, getattr(model, 'in_chans', None), labelled), words
+    if kind == 'folder':
+        folders = folder_parts(source) or {'train': source}
+        words = {part: str(path) for part, path in folders.items()}
+        if labelled:
+            parts, names = read_folder(Path(source), training, any_classes)
+            return parts, names, len(names), words
+        files, places, all_places = files_in(Path(folders.get('train', source)))
+        if len(files) == len(all_places):  # each image in a folder of its own
+            places = torch.zeros_like(places)
+        return {'train': (files, places)}, None, 0, {'train': str(source), **words}
+    images, labels = source if kind == 'pair' else (source, None)
+    check_images(images)
+    if not labelled:
+        labels = torch.zeros(len(images)).long()
+    labels = checked_labels(labels, len(images), None if any_classes or not labelled else model.num_classes).cpu()
+    return {'train': (images, labels)}, None, int(labels.max()) + 1, {'train': 'the images'}
+
+
+def _loaders(
+        parts: dict[str, Part], kind: str, model: Any, config: DataConfig, seed: int,
+) -> tuple[Any, dict[str, Any]]:
+    """A loader to train with, if there is a part for that, and a loader of each part in order."""
+    if kind == 'folder':
+        samples = {part: list(zip(files, labels.tolist(), strict=True)) for part, (files, labels) in parts.items()}
+        train = training_loader(samples['train'], model, config, seed) if 'train' in samples else None
+        return train, {part: FileLoader(of, model, config) for part, of in samples.items()}
+    dtype = dtype_of(model)
+    prepare, augment = (lambda images: images.to(dtype)), None
+    if kind == 'npz':
+        device, prepare = next(model.parameters()).device, preparation(model)
+        parts = {part: (images.contiguous().to(device), labels) for part, (images, labels) in parts.items()}
+        options = {key: of for key in ('padding', 'flip', 'reprob') if (of := getattr(config, key)) is not None}
+        augment = partial(_augment, **options)
+    parts = {part: (images, labels.to(images.device)) for part, (images, labels) in parts.items()}
+    train = ArrayLoader(*parts['train'], config.batch_of(len(parts['train'][1])), prepare, augment, seed)
+    return train, {part: ArrayLoader(*of, config.batch_size, prepare) for part, of in parts.items()}
+
+
+def _augment(images: Tensor, padding: int = 4, flip: float = 0.5, reprob: float = 0.) -> Tensor:
+    """Pad and crop, mirror and erase each image [B, C, S, S] at random, independently of the others."""
+    B, _, H, W = images.shape
+    device = images.device
+    shift = torch.randint(0, 2 * padding + 1, (2, B, 1)).to(device)
+    rows, cols = shift[0] + torch.arange(H, device=device), shift[1] + torch.arange(W, device=device)
+    cols = torch.where((torch.rand(B, 1) < flip).to(device), cols.flip(1), cols)
+    each = torch.arange(B, device=device)[:, None, None]
+    out = F.pad(images, (padding,) * 4)[each, :, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)
+    return RandomErasing(reprob, device=device)(out) if reprob else out
 
 
 def classes_of(source: Any) -> tuple[list[str] | None, int]:
     """The names of the classes of some data, if known, and their number, for a model that does not exist yet."""
     kind = _kind(source)
-    if kind == 'folder':
-        names = folder_classes(source)
-        return names, len(names)
-    if kind == 'npz':
-        return npz_classes(source)
-    if kind == 'pair':
-        return None, int(checked_labels(source[1], len(source[0])).max()) + 1
-    raise ValueError(f'The number of classes of a {type(source).__name__} is not known. Give num_classes, or a folder, '
-                     'an .npz or a pair of images and labels.')
+    if kind == 'loader':
+        raise ValueError('The number of classes of a loader is not known. Give num_classes, or another source.')
+    return _parts(source, kind, None, labelled=True, training=True, any_classes=True)[1:3]
 
 
 class Pictures(NamedTuple):
@@ -174,12 +208,13 @@ def pictures(path: str | Path, model: Any, count: int) -> Pictures:
     known, device = class_names(model), next(model.parameters()).device
     if _kind(path) == 'npz':
         data = read_data(path, model, held_out=0.)
-        names, chosen = known or list(data.classes or ()), spread(data.count('test'), count)
-        return Pictures(data.test.prepare(data.test.images[chosen]), [f'{Path(path).name} {i}' for i in chosen],
-                        [names[label] for label in data.test.labels[chosen].tolist()] if names else None)
-    samples, folders = files_in(Path(path))
-    samples = [samples[i] for i in spread(len(samples), count)]
-    classes = [folders[label] or Path(path).name for _, label in samples]
-    return Pictures(torch.stack([open_image(file, model) for file, _ in samples]).to(device),
-                    [os.fsencode(os.path.relpath(file, path)).decode(errors='replace') for file, _ in samples],
+        names, chosen = known or data.classes, spread(data.count('test'), count)
+        images, labels = data.test.images[chosen], data.test.labels[chosen]
+        return Pictures(data.test.prepare(images), [f'{Path(path).name} {i}' for i in chosen.tolist()],
+                        [names[label] for label in labels.tolist()] if names else None)
+    files, places, folders = files_in(Path(path))
+    files, places = taken((files, places), spread(len(files), count))
+    classes = [folders[place] or Path(path).name for place in places.tolist()]
+    return Pictures(torch.stack([open_image(file, model) for file in files]).to(device),
+                    [os.fsencode(os.path.relpath(file, path)).decode(errors='replace') for file in files],
                     classes if known is not None and {*classes} <= {*known} else None)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..convert.merge import check_not_merged
 from ..data.batches import read_batches
+from ..data.preprocessing import check_labels
 from ..hooks import evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import HALTING
@@ -17,7 +18,7 @@ from ..ode.methods import METHODS
 from ..settings import number
 from .results import NO_CLASS, Evaluation, Result, passes
 
-__all__ = ['Halting', 'calibrate_halting', 'check_labels', 'evaluate']
+__all__ = ['Halting', 'calibrate_halting', 'evaluate']
 
 TRIED = 1000  # thresholds
 
@@ -30,21 +31,19 @@ def evaluate(
     """Measure accuracy per image, at several step counts, on the model's device.
 
     Args:
-        model: Model to measure, [B, C, H, W] to logits [B, classes]; it does not change.
+        model: [B, C, H, W] to logits [B, classes]; it does not change.
         loader: Batches (images [B, C, H, W], labels [B]), in the same order each time, or one pair of tensors.
         steps: Step counts of an ODE-ViT to measure; None for the model as it is.
         teacher: Model to compare with; measured first, on the same images, normalised for it.
-        amp_dtype: Run under autocast in this dtype, such as torch.bfloat16.
+        amp_dtype: Run under autocast in this dtype.
         progress: Show a progress bar.
-        data, trained_at: What the images are, such as 'val/ of photos', and the step counts that the model was trained
-            with, for tables and plots.
+        data, trained_at: What the images are, and the step counts of the training, for tables and plots.
 
     Returns:
         One Result for the teacher, if any, and one for each step count. Images whose logits are NaN count as wrong,
         with a warning.
 
-    Raises ValueError if the model has no classes, or not the teacher's, if the loader is empty or shuffled, or if
-    labels do not fit the classes.
+    Raises ValueError if model, teacher and labels do not have the same classes, or the loader is empty or shuffled.
 
     Examples:
         >>> found = evaluate(student, loader, steps=(6, 12, 24), teacher=teacher)
@@ -59,12 +58,11 @@ def evaluate(
     results: list[Result] = []
     taught = torch.empty(0)
     for run in passes(model, loader, _score, steps=steps, teacher=teacher, amp_dtype=amp_dtype, progress=progress):
-        best, right, losses = run.columns
-        predicted, count = best[:, 0], len(best)
+        predicted, right, losses = run.columns
         if without := int((predicted == NO_CLASS).sum()):
-            warnings.warn(f'{run.name}: the logits of {without} of {count} images are NaN. They count as wrong.',
+            warnings.warn(f'{run.name}: the logits of {without} of {len(right)} images are NaN. They count as wrong.',
                           RuntimeWarning, stacklevel=2)
-        top1, top5 = (100 * hits.sum().item() / count for hits in (right[:, 0], right))
+        top1, top5 = (100 * hits.sum().item() / len(right) for hits in (right[:, 0], right))
         agreement = kept = None
         if run.kind == 'teacher':
             taught, kept = predicted, 100.
@@ -77,45 +75,24 @@ def evaluate(
 
 
 def _score(logits: Tensor, labels: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each image, the five likeliest classes [B, 5], which of them is right [B, 5], and the cross-entropy [B]."""
+    """Of each image, its class [B], which of the five likeliest is right [B, 5], and the cross-entropy [B]."""
     labels = check_labels(labels, logits.shape[1])
     nan = logits.isnan().any(dim=1, keepdim=True)  # topk takes NaN for the largest
     best = logits.topk(min(5, logits.shape[1])).indices.masked_fill(nan, NO_CLASS)
-    return best, best == labels[:, None], F.cross_entropy(logits, labels, reduction='none')
-
-
-def check_labels(labels: Tensor, classes: int | None = None) -> Tensor:
-    """Labels [B] in int64; raises ValueError unless a model can tell classes apart, and all labels are among them."""
-    if classes == 1:
-        raise ValueError('The model has one output (num_classes=1), so there is no class to be right. Compare its '
-                         'outputs with evaluate_embeddings (odevit evaluate --embedding).')
-    whole = labels.long()
-    low, high = int(whole.min()), int(whole.max())
-    if labels.is_floating_point() or low < 0 or (classes is not None and high >= classes):
-        to = '' if classes is None else f' to {classes - 1}, the classes of the model'
-        raise ValueError(f'Labels must be whole numbers from 0{to}; got {labels.dtype} from {low} to {high}.')
-    return whole
+    return best[:, 0], best == labels[:, None], F.cross_entropy(logits, labels, reduction='none')
 
 
 @dataclass(frozen=True)
 class Halting:
-    """A rule and a threshold for halting, and what they do to the images on which they were chosen.
-
-    Attributes:
-        rule, threshold: For `halting` and `halting_threshold` of an OdeConfig.
-        images: Number of images.
-        nfe, full_nfe: Mean field evaluations per image, and those without halting.
-        top1, full_top1: Accuracy in percent, and that without halting; without labels, agreement with the full run.
-        halted: Share of the images that took 1, 2, ... steps, in percent.
-    """
-    rule: str
-    threshold: float
+    """A rule and a threshold for halting, and what they do to the images on which they were chosen."""
+    rule: str  # for `halting` of an OdeConfig
+    threshold: float  # for its `halting_threshold`
     images: int
-    nfe: float
-    full_nfe: int
-    top1: float
-    full_top1: float
-    halted: tuple[float, ...]
+    nfe: float  # mean field evaluations per image
+    full_nfe: int  # those without halting
+    top1: float  # accuracy in percent; without labels, agreement with the full run
+    full_top1: float  # that without halting
+    halted: tuple[float, ...]  # share of the images that took 1, 2, ... steps, in percent
 
     def apply_(self, model: nn.Module) -> None:
         """Turn halting on in a model, in place: its settings are saved with it."""
@@ -137,13 +114,13 @@ def calibrate_halting(
 
     Args:
         model: ODE-ViT with one sequence of blocks, a fixed-step method and a head with two classes or more.
-        loader: Batches (images [B, C, H, W], labels [B]), or one pair of tensors; or batches of images alone, whose
-            answers in the full run then count as right.
+        loader: Batches (images [B, C, H, W], labels [B]), or one pair of tensors; of images alone, the answers of the
+            full run count as right.
         rule: 'entropy' or 'acceleration'; see `OdeConfig.halting`.
         max_drop: Largest loss of accuracy, as a share of all images: 0.005 for half a percentage point.
         progress: Show a progress bar.
 
-    Raises TypeError for another model, and ValueError if no image can halt in it, or if labels do not fit its classes.
+    Raises TypeError for another model, and ValueError if no image can halt in it, or labels do not fit its classes.
 
     Examples:
         >>> found = calibrate_halting(student, loader, max_drop=0.005)

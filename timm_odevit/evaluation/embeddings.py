@@ -3,6 +3,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.batches import read_batches
-from ..data.preprocessing import renormalisation
+from ..data.preprocessing import check_labels, renormalisation
 from ..hooks import evaluating
-from .accuracy import check_labels
 from .results import NO_CLASS, EmbeddingResult, Evaluation, passes, views
 
 __all__ = ['PatchAgreement', 'evaluate_embeddings', 'knn_accuracy', 'nearest', 'patch_agreement', 'probe_accuracy']
@@ -30,14 +30,13 @@ def evaluate_embeddings(
 ) -> Evaluation[EmbeddingResult]:
     """Measure the outputs of a model, with or without classes, as embeddings, at several step counts.
 
-    They are compared with the teacher's: cosine, squared error, and whether an image has the same nearest image. With
-    labelled images to learn from, images are also classified, by their 20 nearest labelled images and by a linear
-    classifier; with one embedding per class, such as CLIP's of the names, by the largest cosine (zero-shot).
+    They are compared with the teacher's: cosine, squared error, and whether an image has the same nearest image.
+    Images are also classified: with `labelled` images to learn from, by the 20 nearest of them and by a linear
+    classifier; with embeddings of the classes, such as CLIP's of their names, by the largest cosine (zero-shot).
 
     Args:
-        model: Model to measure, [B, C, H, W] to embeddings [B, E].
-        loader: Batches (images [B, C, H, W], labels [B]), in the same order each time, or one pair of tensors; of
-            images alone without `labelled` and `class_embeddings`.
+        model: [B, C, H, W] to embeddings [B, E]; it does not change.
+        loader: As in `evaluate`; images alone without `labelled` and `class_embeddings`.
         labelled: Batches or a pair of other images and their labels, such as the training images.
         class_embeddings: Embedding of each class [classes, E], of any norm.
         steps, teacher, amp_dtype, progress, data, trained_at: As in `evaluate`.
@@ -56,11 +55,8 @@ def evaluate_embeddings(
 
     Source: k-NN with weights: arXiv 1805.01978; both protocols: DINO, arXiv 2104.14294.
     """
-    if labelled is not None:
-        try:
-            import sklearn  # noqa: F401
-        except ImportError as e:
-            raise ImportError('k-NN and the linear classifier need scikit-learn. Type: pip install scikit-learn') from e
+    if labelled is not None and find_spec('sklearn') is None:
+        raise ImportError('k-NN and the linear classifier need scikit-learn. Type: pip install scikit-learn')
     scored = labelled is not None or class_embeddings is not None
     results: list[EmbeddingResult] = []
     reference = None
@@ -151,19 +147,12 @@ def _zero_shot(embeddings: Tensor, labels: Tensor, classes: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class PatchAgreement:
-    """The agreement of the patches' features at one step count.
-
-    Attributes:
-        name, images: The step count in words, and the number of images.
-        cosine: Mean cosine between the feature of a patch and the teacher's.
-        match: Share of the patches whose most similar other patch in the image is the teacher's, in percent.
-        map: The mean cosine at each place [H, W].
-    """
-    name: str
+    """The agreement of the patches' features at one step count."""
+    name: str  # the step count in words
     images: int
-    cosine: float
-    match: float
-    map: Tensor
+    cosine: float  # mean over all patches
+    match: float  # share of the patches whose most similar other patch in the image is the teacher's, in percent
+    map: Tensor  # the mean cosine at each place [H, W]
 
     def __str__(self) -> str:
         return (f'{self.name}: cosine {self.cosine:.4f}, the same nearest patch for {self.match:.1f} % of the patches '
@@ -187,17 +176,18 @@ def patch_agreement(
     sums: list[Any] = [0.] * len(named)  # over the images, [2, H, W]
     count = 0
     with ExitStack() as stack, torch.inference_mode():
-        for each in (model, teacher, *(view for _, view in named)):
+        for each in (teacher, *(view for _, view in named)):
             stack.enter_context(evaluating(each))
         for images, _ in read_batches(loader, labels=False):
             images = images.to(next(model.parameters()))
             same = images if normalisation is None else normalisation(images)
             theirs = _features(teacher, same.to(next(teacher.parameters()).dtype))
-            sums = [total + _agreement(_features(view, images), theirs)
-                    for total, (_, view) in zip(sums, named, strict=True)]
+            for i, (_, view) in enumerate(named):
+                sums[i] += _agreement(_features(view, images), theirs)
             count += len(images)
-    return tuple(PatchAgreement(name, count, mean[0].mean().item(), 100 * mean[1].mean().item(), mean[0].float())
-                 for (name, _), mean in zip(named, [total / count for total in sums], strict=True))
+    means = [(name, *(total / count)) for (name, _), total in zip(named, sums, strict=True)]
+    return tuple(PatchAgreement(name, count, cosine.mean().item(), 100 * same.mean().item(), cosine.float())
+                 for name, cosine, same in means)
 
 
 def _features(model: Any, images: Tensor) -> Tensor:

@@ -22,12 +22,12 @@ NO_CLASS = -1  # the class of an image whose outputs are not finite, which is ne
 
 
 class Pass(NamedTuple):
-    """What was computed of each image of one or two data sets by a 'teacher', 'student' or 'model'."""
+    """What was computed of each image by a 'teacher', 'student' or 'model'."""
     kind: str
     name: str
-    columns: list[Tensor]  # [N, ...] on the CPU
-    others: list[Tensor] | None
     about: dict[str, Any]  # what every result says
+    columns: list[Tensor]  # [N, ...] on the CPU
+    others: list[Tensor] | None  # the same of the other data set
 
 
 def passes(
@@ -35,7 +35,7 @@ def passes(
         steps: int | Sequence[int] | None, teacher: nn.Module | None, others: Any = None, labels: bool = True,
         amp_dtype: torch.dtype | None = None, progress: bool = False,
 ) -> Iterator[Pass]:
-    """Run data sets through the teacher, if any, and through a model with each number of steps.
+    """Run one or two data sets through the teacher, if any, and through a model with each number of steps.
 
     `each` computes tensors [B, ...] of the outputs in float32 and, if there are any, the labels of a batch.
     """
@@ -47,13 +47,13 @@ def passes(
                          'the teacher. Give a list of batches, or a DataLoader.')
     first = None
     for kind, name, view, normalisation in runs:
-        options = labels, amp_dtype, name if progress else '', normalisation
-        about, marks, columns = _run(view, loader, each, *options)
+        options = each, labels, amp_dtype, name if progress else '', normalisation
+        about, marks, *columns = _run(view, loader, *options)
         first = marks if first is None else first
         if marks.shape != first.shape or not torch.allclose(marks, first, rtol=1e-4, atol=1e-6, equal_nan=True):
             raise ValueError('The loader does not give the same images in the same order each time. Make it with '
                              'shuffle=False and without augmentation.')
-        yield Pass(kind, name, columns, None if others is None else _run(view, others, each, *options)[2], about)
+        yield Pass(kind, name, about, columns, None if others is None else _run(view, others, *options)[2:])
 
 
 def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str, nn.Module]]:
@@ -67,20 +67,16 @@ def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str
 def _run(
         model: nn.Module, loader: Any, each: Callable[[Tensor, Any], tuple[Tensor, ...]], labels: bool,
         amp_dtype: torch.dtype | None, bar: str, normalisation: Callable[[Tensor], Tensor] | None,
-) -> tuple[dict[str, Any], Tensor, list[Tensor]]:
+) -> list[Any]:
     """What a result says of the pass, the mean of each image [N], which shuffling would change, and the columns."""
     stages, parameter = find_ode_blocks(model), next(model.parameters())
     device = parameter.device
     halts = len(stages) == 1 and stages[0].config.halting is not None
-    varies = any(ode.config.adaptive or ode.config.halting for ode in stages)
-    marks: list[Tensor] = []
-    timed: list[tuple[int, float]] = []  # images and seconds of each batch
-    taken: list[Tensor] = []  # steps of each image
+    timed: list[tuple[int, float, float]] = []  # images of each batch, seconds, and evaluations of them all
     rows: list[Any] = []
-    evaluations = 0.
     with evaluating(model), torch.inference_mode(), autocast(device, amp_dtype):
         for images, truth in read_batches(loader, labels, bar=bar):
-            marks.append(images.float().flatten(1).mean(dim=1).cpu())
+            marks = images.float().flatten(1).mean(dim=1)
             images = images.to(device, parameter.dtype if amp_dtype is None else images.dtype)
             if normalisation is not None:
                 images = normalisation(images)
@@ -90,50 +86,40 @@ def _run(
             start = time.perf_counter()
             outputs = model(images)
             _wait_for(device)
-            timed.append((len(images), time.perf_counter() - start))
-            evaluations += len(images) * sum(ode.evaluations for ode in stages)
-            if halts:
-                steps = stages[0].steps_taken
-                taken.append(torch.full((len(images),), stages[0].steps) if steps is None else steps.cpu())
-            rows.append(each(outputs.float(), None if truth is None else truth.to(device)))
-    count = sum(map(len, marks))
-    later, seconds = map(sum, zip(*(timed[1:] or timed), strict=True))  # the first batch is slower than the others
+            seconds, taken = time.perf_counter() - start, stages[0].steps_taken if halts else None
+            timed.append((len(images), seconds, len(images) * sum(ode.evaluations for ode in stages)))
+            rows.append((marks, torch.full_like(marks, stages[0].steps if halts else 0) if taken is None else taken,
+                         *each(outputs.float(), None if truth is None else truth.to(device))))
+    marks, taken, *columns = (torch.cat(column).cpu() for column in zip(*rows, strict=True))
+    count = len(marks)
+    later, seconds, _ = map(sum, zip(*(timed[1:] or timed), strict=True))  # the first batch is slower than the others
     about: dict[str, Any] = dict(steps=None, nfe=None, images=count, parameters=count_parameters(model),
                                  images_per_second=later / seconds)
     if stages:
-        nfe = evaluations / count
-        about.update(steps=sum(ode.steps for ode in stages), nfe=nfe if varies else round(nfe))
+        nfe = sum(evaluations for *_, evaluations in timed) / count
+        about.update(steps=sum(ode.steps for ode in stages), nfe=int(nfe) if nfe == int(nfe) else nfe)
     if halts:
-        shares = 100 * torch.cat(taken).bincount(minlength=stages[0].steps + 1)[1:] / count
+        shares = 100 * taken.long().bincount(minlength=stages[0].steps + 1)[1:] / count
         about['halted'] = tuple(shares.tolist())
-    return about, torch.cat(marks), [torch.cat(column).cpu() for column in zip(*rows, strict=True)]
+    return [about, marks, *columns]
 
 
 def _wait_for(device: torch.device) -> None:
-    if device.type not in ('cpu', 'meta'):
+    if device.type != 'cpu':
         torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Measured:
-    """What every result says of one model at one step count.
-
-    Attributes:
-        model: 'teacher', 'student' or 'model'.
-        steps, nfe: Number of solver steps, and mean field evaluations per image; None if it is not an ODE-ViT.
-        parameters, images: Their numbers.
-        images_per_second: Speed of the forward pass, roughly; `odevit benchmark` compares speeds.
-        halted: Share of the images that took 1, 2, ... steps, in percent; None if no image can halt.
-    """
-    model: str
-    steps: int | None
-    nfe: float | None
+    model: str  # 'teacher', 'student' or 'model'
+    steps: int | None  # of the solver; None if it is not an ODE-ViT
+    nfe: float | None  # mean field evaluations per image
     parameters: int
     images: int
-    images_per_second: float
-    halted: tuple[float, ...] | None = None
+    images_per_second: float  # of the forward pass, roughly; `odevit benchmark` compares speeds
+    halted: tuple[float, ...] | None = None  # with halting, share of the images that took 1, 2, ... steps, in percent
 
-    COLUMNS: ClassVar[tuple[tuple[str, str, int], ...]] = ()  # attribute, heading in a table, decimal places
+    COLUMNS: ClassVar[tuple[tuple[str, str, int], ...]] = ()  # field, heading and digits; the first tells them apart
 
     def cells(self) -> list[str]:
         return [_text(getattr(self, name), digits) for name, _, digits in self.COLUMNS]
@@ -141,20 +127,12 @@ class _Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Result(_Measured):
-    """Results of one model at one step count; also has model, steps, nfe, parameters, images, images_per_second and
-    halted. What needs a teacher is None without one.
-
-    Attributes:
-        top1, top5: Accuracy in percent (top-C with C < 5 classes).
-        loss: Mean cross-entropy in nats per image; NaN if any logits are.
-        agreement: Share of images whose top-1 class is the teacher's, in percent.
-        kept: Share of the teacher's top-1 accuracy, in percent.
-    """
-    top1: float
-    top5: float
-    loss: float
-    agreement: float | None
-    kept: float | None
+    """What was measured of the classes of one model at one step count."""
+    top1: float  # accuracy in percent
+    top5: float  # the same; top-C with C < 5 classes
+    loss: float  # mean cross-entropy in nats per image; NaN if any logits are
+    agreement: float | None  # share of images whose top-1 class is the teacher's, in percent
+    kept: float | None  # share of the teacher's top-1 accuracy, in percent
 
     SCORE: ClassVar[str] = 'top-1 accuracy, %'
     COLUMNS = (('top1', 'top-1 %', 2), ('top5', 'top-5 %', 2), ('loss', 'loss', 4), ('agreement', 'agreement %', 1),
@@ -163,23 +141,13 @@ class Result(_Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingResult(_Measured):
-    """Embeddings of one model at one step count; also has model, steps, ... and halted, as a Result has. What needs a
-    teacher, labelled images or embeddings of classes is None without them.
-
-    Attributes:
-        cosine: Mean cosine between the embedding of an image and the teacher's.
-        error: Squared error relative to the variance of the teacher's embeddings.
-        neighbours: Share of the images whose nearest other image is the one that the teacher finds, in percent.
-        knn: Top-1 accuracy of the nearest labelled images, in percent.
-        probe: Top-1 accuracy of a linear classifier on the embeddings, in percent.
-        zero_shot: Top-1 accuracy of the class embedding with the largest cosine, in percent.
-    """
-    cosine: float | None = None
-    error: float | None = None
-    neighbours: float | None = None
-    knn: float | None = None
-    probe: float | None = None
-    zero_shot: float | None = None
+    """What was measured of the embeddings of one model at one step count; None for what needs more than was given."""
+    cosine: float | None = None  # with the teacher's, mean
+    error: float | None = None  # squared, relative to the variance of the teacher's embeddings
+    neighbours: float | None = None  # share of images with the same nearest other image as the teacher's, in percent
+    knn: float | None = None  # top-1 accuracy of the nearest labelled images, in percent
+    probe: float | None = None  # of a linear classifier
+    zero_shot: float | None = None  # of the class embedding with the largest cosine
 
     SCORE: ClassVar[str] = "cosine with the teacher's embedding"
     COLUMNS = (('cosine', 'cosine', 4), ('error', 'error', 4), ('neighbours', 'neighbours %', 1), ('knn', 'k-NN %', 2),
@@ -227,23 +195,22 @@ class Evaluation(Generic[AnyResult]):
         return text
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Plot the accuracy or cosine against solver steps, beside the teacher's, and the speed.
+        """A matplotlib Figure of accuracy or cosine against solver steps, beside the teacher's, and of the speed.
 
-        Returns a matplotlib Figure, and writes it to `path` if given.
+        It is also written to `path` if given.
         """
         from matplotlib.figure import Figure
         score, name = self.results[0].COLUMNS[0][0], self.results[0].SCORE
-        students = sorted((r for r in self.results if r.steps is not None and r.model != 'teacher'),
-                          key=lambda r: r.steps or 0)
-        if not students or getattr(students[0], score) is None:
+        points: Any = sorted((r.steps, getattr(r, score), r.images_per_second) for r in self.results
+                             if r.steps is not None and r.model != 'teacher' and getattr(r, score) is not None)
+        if not points:
             raise ValueError(f'There is no {name} of an ODE-ViT to plot. Evaluate one with steps=(1, 2, 4, ...), and '
                              'embeddings with teacher=.')
+        counts, scores, speeds = zip(*points, strict=True)
         figure = Figure(figsize=(6, 4), layout='constrained')
         axes = figure.subplots()
-        counts: list[Any] = [r.steps for r in students]
-        scores = [getattr(r, score) for r in students]
         line, = axes.plot(counts, scores, marker='o', markerfacecolor='white', label='ODE-ViT')
-        if trained := [point for point in zip(counts, scores, strict=True) if point[0] in self.trained_at]:
+        if trained := [point[:2] for point in points if point[0] in self.trained_at]:
             axes.plot(*zip(*trained, strict=True), 'o', color=line.get_color(), label='K used in training')
         if self.results[0].model == 'teacher':
             axes.axhline(getattr(self.results[0], score), color='gray', linestyle='--', label='teacher')
@@ -252,7 +219,7 @@ class Evaluation(Generic[AnyResult]):
         axes.minorticks_off()
         axes.legend(loc='lower right')
         speed = axes.twinx()
-        speed.plot(counts, [r.images_per_second for r in students], ':', color='gray')
+        speed.plot(counts, speeds, ':', color='gray')
         speed.set(ylabel='images/s (dotted)', ylim=(0, None))
         if path is not None:
             figure.savefig(path, dpi=150)
@@ -268,8 +235,7 @@ class Evaluation(Generic[AnyResult]):
             for r in self.results if r.halted is not None]
         return '\n'.join([self.caption, '', self.table(), *stops])
 
-    def _repr_markdown_(self) -> str:  # in a notebook
-        return str(self)
+    _repr_markdown_ = __str__  # in a notebook
 
 
 def _text(value: float | None, digits: int = 1) -> str:

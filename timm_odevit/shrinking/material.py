@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ..convert.block_kinds import find_stages
 from ..convert.conversion import Conversion, convert_
 from ..convert.planning import check_convertible, choose_size, predict_parameters
-from ..data.batches import Mapped, unlabelled
-from ..data.config import DataConfig
+from ..data.batches import DataConfig, Mapped, unlabelled
 from ..data.read import Data, read_data
 from ..hooks import evaluating
 from ..ode.blocks import count_parameters

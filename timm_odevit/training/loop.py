@@ -18,8 +18,9 @@ from timm.utils import dispatch_clip_grad, random_seed, unwrap_model
 from torch import Tensor, nn
 
 from ..data.batches import set_epoch
+from ..data.preprocessing import check_labels
 from ..distributed import over_processes, rank_and_world
-from ..evaluation.accuracy import check_labels, evaluate
+from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..hooks import AMP_DTYPES, autocast, check_images, evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks, with_steps

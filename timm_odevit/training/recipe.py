@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ..data.config import DataConfig
+from ..data.batches import DataConfig
 from ..ode.config import GONE, OdeConfig
 from ..settings import Check, Settings, flag, integer, many, one_line, one_of, setting, suggest
 from .config import FitConfig, LossConfig

@@ -14,7 +14,7 @@ from timm.utils import random_seed
 from torch import nn
 
 from ..convert.conversion import convert_
-from ..data.config import DataConfig
+from ..data.batches import DataConfig
 from ..data.preprocessing import warn_of_other_classes
 from ..data.read import classes_of, read_data
 from ..distributed import alone_in, rank_and_world
