@@ -126,15 +126,13 @@ def test_input_moments_are_what_the_layers_see(vit, images):
 
 
 def test_phases_own_their_layers(vit, images):
-    model = vit(depth=6)
-    done = convert_(model, OdeConfig(boundaries=(2, 5), time='low_rank'))
+    model = converted(vit, OdeConfig(phases=3, time='low_rank'), depth=5)
     shared = model.blocks.shared
-    assert isinstance(shared, PiecewiseField) and shared.which == (0, 0, 1, 1, 1, 2)
-    assert [field.layers for field in shared.fields] == [(0, 1), (2, 3, 4), (5,)]
-    assert [list(shared.fields).index(step.field) for step in model.blocks] == [0, 0, 1, 1, 1, 2]
-    assert 'phases from layers 0, 2, 5' in str(done)
-    model.blocks.steps = 12
-    assert [list(shared.fields).index(step.field) for step in model.blocks] == [0] * 4 + [1] * 6 + [2] * 2
+    assert isinstance(shared, PiecewiseField) and shared.which == (0, 0, 1, 2, 2)
+    assert [field.layers for field in shared.fields] == [(0, 1), (2,), (3, 4)]
+    assert [list(shared.fields).index(step.field) for step in model.blocks] == [0, 0, 1, 2, 2]
+    model.blocks.steps = 10
+    assert [list(shared.fields).index(step.field) for step in model.blocks] == [0] * 4 + [1] * 2 + [2] * 4
     assert model(images).shape == (2, 5)
 
 
@@ -148,10 +146,10 @@ def test_no_step_crosses_the_border_of_two_spans(vit, steps, starts, method):
 
 
 def test_spans_of_other_lengths_have_steps_in_proportion(vit):
-    ode = converted(vit, OdeConfig(boundaries=(2, 5)), depth=6).blocks
-    assert [step.h for step in ode.solver] == [1.] * 6
+    ode = converted(vit, OdeConfig(phases=3), depth=5).blocks
+    assert [step.h for step in ode.solver] == [1.] * 5
     ode.steps = 4
-    assert [step.t for step in ode.solver] == [0, 2, 3.5, 5]
+    assert [step.t for step in ode.solver] == [0, 1, 2, 3]
 
 
 def test_a_part_of_a_model_has_the_steps_of_the_whole(vit, images):
@@ -296,7 +294,7 @@ def test_attention_maps_may_be_averaged(vit):
 
 @pytest.mark.parametrize('saved, now', [
     (dict(time='vectors', averaged=True, init='mean'), dict(time='low_rank', rank=0, init='mean')),
-    (dict(time='low_rank', rank=2, averaged=False), dict(time='low_rank', rank=2))], ids=str)
+    (dict(time='low_rank', rank=2, averaged=False, adjoint=False, boundaries='uniform'), dict(time='low_rank', rank=2))], ids=str)
 def test_settings_of_earlier_versions_load_from_folders_and_recipes(vit, images, tmp_path, saved, now):
     model = vit()
     convert_(model, **now)
@@ -308,3 +306,6 @@ def test_settings_of_earlier_versions_load_from_folders_and_recipes(vit, images,
     assert again.blocks.config == model.blocks.config and torch.equal(again(images), model(images))
     stages = [{'task': 'trajectory', 'fit': {'epochs': 1}}]
     assert Recipe(ode=saved, stages=stages).config == OdeConfig(**now)
+    for name, value in (('adjoint', True), ('boundaries', [1, 2])):
+        with pytest.raises(ValueError, match=f'{name}=.* is no longer possible'):
+            Recipe(ode={name: value}, stages=stages)

@@ -20,8 +20,6 @@ Layers = dict[int, dict[str, Tensor]]  # for each layer, its tensors by their na
 
 def borders(config: OdeConfig, count: int, first: int = 0) -> list[int]:
     """The layers, of `count` from `first` on, at which a span begins, except the first."""
-    if isinstance(config.boundaries, tuple):
-        return list(config.boundaries)
     phases = min(config.phases, count)
     return [first + round(i * count / phases) for i in range(1, phases)]
 

@@ -73,7 +73,7 @@ class OdeBlocks(nn.Module):
     @config.setter
     def config(self, config: OdeConfig) -> None:
         now, new = vars(self.config), vars(config)
-        fixed = [name for name in ('field', 'time', 'rank', 'phases', 'boundaries', 'blocks') if now[name] != new[name]]
+        fixed = [name for name in ('field', 'time', 'rank', 'phases', 'blocks') if now[name] != new[name]]
         if self.merged or fixed:
             raise ValueError(MERGED if self.merged else f'{fixed[0]}={now[fixed[0]]!r} is fixed at conversion; got '
                              f'{new[fixed[0]]!r}. Convert the original model again.')
@@ -94,7 +94,7 @@ class OdeBlocks(nn.Module):
 
     @method.setter
     def method(self, method: str) -> None:
-        self.config = replace(self.config, method=method, adjoint=self.config.adjoint and method not in METHODS)
+        self.config = replace(self.config, method=method)
 
     @property
     def end(self) -> float:

@@ -96,32 +96,20 @@ def _solve_smooth(
         field: Field, x0: Tensor, times: Sequence[float], config: OdeConfig, context: Context) -> tuple[Tensor, int]:
     import torchdiffeq
 
-    # the adjoint evaluates the field again in the backward pass, outside autocast; there it folds its own weights
-    counted = _Counted(field, context._replace(weights=None if config.adjoint else field.fold()))
+    context, evaluations = context._replace(weights=field.fold()), 0
+
+    def slope(t: Tensor, x: Tensor) -> Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        return field(t, x, context, '')
     grid = torch.tensor(times, dtype=x0.dtype, device=x0.device)
-    options: dict[str, Any] = dict(rtol=config.rtol, atol=config.atol, method=config.method)
-    if config.adjoint:
-        passed = [v for v in context.block_kwargs.values() if isinstance(v, Tensor) and v.requires_grad]
-        options['adjoint_params'] = (*counted.parameters(), *passed)
     try:
-        solve = torchdiffeq.odeint_adjoint if config.adjoint else torchdiffeq.odeint
-        return solve(counted, x0, grid, **options), counted.evaluations
+        states = torchdiffeq.odeint(slope, x0, grid, rtol=config.rtol, atol=config.atol, method=config.method)
     except AssertionError as e:  # torchdiffeq raises it if the step size underflows or the state is not finite
         raise FloatingPointError(
-            f"'{config.method}' failed between t = {times[0]:g} and {times[-1]:g} after {counted.evaluations} "
+            f"'{config.method}' failed between t = {times[0]:g} and {times[-1]:g} after {evaluations} "
             f'evaluations: {e}. Loosen rtol and atol, or check the field for divergence.') from e
-
-
-class _Counted(nn.Module):
-    """field(t, x) for torchdiffeq, with its context, and its evaluations counted."""
-
-    def __init__(self, field: nn.Module, context: Context) -> None:
-        super().__init__()
-        self.field, self.context, self.evaluations = field, context, 0
-
-    def forward(self, t: Tensor, x: Tensor) -> Tensor:
-        self.evaluations += 1  # the adjoint's own evaluations come later, in the backward pass
-        return self.field(t, x, self.context, '')
+    return states, evaluations
 
 
 def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, keep: bool = False) -> Tensor:
@@ -154,9 +142,6 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
     if splits and not (module is field or hasattr(field, 'attention')):
         raise ValueError(f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does "
                          "not have. Use an unsplit method, such as 'rk4'.")
-    if config.adjoint and not isinstance(field, nn.Module):
-        raise ValueError('adjoint finds the parameters of a field that is an nn.Module; this one is a '
-                         f'{type(field).__name__}. Set adjoint=False.')
     solver: Any = Solver(replace(config, tokens=1.), module)
     if config.adaptive:
         times = [step.t for step in solver] if keep else [0.]
