@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_, fit, merge_
 from timm_odevit.dynamics.flow import follow
 from timm_odevit.hooks import watch_blocks
-from timm_odevit.ode.savings import TokenMerging, groups_of, tokens_at
+from timm_odevit.ode.tokens import TokenMerging, groups_of, tokens_at
 
 
 def embedded(model, images):
@@ -63,7 +63,7 @@ def test_a_group_is_the_mean_of_its_tokens():
     merged, groups = merging.merge(x, 0.5, 5, None)  # 3 of the 4 are left: the second and the third have the same direction
     assert merged.tolist() == [[[9., 9.], [1., 0.], [0., 2.], [-1., 0.]]]
     assert groups.sizes.tolist() == [[1., 1., 2., 1.]]
-    assert groups.numbers.tolist() == [[0, 1, 2, 2, 3]] and groups.first.tolist() == [[0, 1, 3, 4]]
+    assert groups.numbers.tolist() == [[0, 1, 2, 2, 3]]
     merged, groups = merging.merge(merged, 1., 5, groups)  # 2 are left: the group of two goes on with both
     assert groups.sizes.sum() == 5 and merged.shape == (1, 3, 2)
     for group in range(3):

@@ -41,10 +41,7 @@ class _Uninitialised(TorchFunctionMode):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Temporary eval mode; every module gets its own mode back. Modules already in eval mode are not touched.
-
-    Several threads may be inside at once: the last to leave a module puts its mode back.
-    """
+    """Temporary eval mode; of several threads inside at once, the last to leave a module puts its own mode back."""
     with _LOCK:
         modules = [module for module in model.modules() if module.training or module in _USERS]
         for module in modules:
@@ -63,10 +60,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def lent(model: nn.Module | None) -> Iterator[None]:
-    """Temporary eval mode; afterwards also restore which parameters of the model are trainable. None is allowed."""
-    flags = [] if model is None else [(p, p.requires_grad) for p in model.parameters()]
+    """Temporary eval mode of a model, if any; afterwards also restore which of its parameters are trainable."""
+    model = nn.Identity() if model is None else model
+    flags = [(p, p.requires_grad) for p in model.parameters()]
     try:
-        with nullcontext() if model is None else evaluating(model):
+        with evaluating(model):
             yield
     finally:
         for p, flag in flags:
@@ -80,7 +78,7 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 
 @contextmanager
 def random_states_kept(device: str | torch.device) -> Iterator[None]:
-    """Restore the global random states afterwards: those of Python, of NumPy, and of torch on the CPU and a device."""
+    """Restore the random states afterwards: those of Python, of NumPy, and of torch on the CPU and a device."""
     device = torch.device(device)
     more: Any = {} if device.type in ('cpu', 'meta') else {'devices': [device], 'device_type': device.type}
     python, numpy = random.getstate(), np.random.get_state()
@@ -103,12 +101,11 @@ def check_images(images: Any) -> None:
 
 @contextmanager
 def hooked(*hooks: tuple[nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
-    """Temporary hooks: module, kind ('before', 'before with keywords' or 'after' its forward) and function of each."""
+    """Temporary hooks: module, kind ('before' its forward, called with args and kwargs, or 'after') and function."""
     with ExitStack() as stack:
         for module, kind, function in hooks:
-            stack.enter_context(
-                module.register_forward_hook(function) if kind == 'after' else
-                module.register_forward_pre_hook(function, with_kwargs=kind == 'before with keywords'))
+            stack.enter_context(module.register_forward_hook(function) if kind == 'after' else
+                                module.register_forward_pre_hook(function, with_kwargs=True))
         yield
 
 
@@ -132,10 +129,8 @@ def watch_blocks(stages: Sequence[Sequence[nn.Module]]) -> Iterator[list[BlockRe
         if get_ident() == thread:
             record[0].append(out)
     records: list[BlockRecord] = [([], []) for _ in stages]
-    hooks = [hook for blocks, record in zip(stages, records, strict=True) for block in blocks
-             for hook in ((block, 'before with keywords', partial(before, record)),
-                          (block, 'after', partial(after, record)))]
-    with hooked(*hooks):
+    with hooked(*((block, kind, partial(function, record)) for blocks, record in zip(stages, records, strict=True)
+                  for block in blocks for kind, function in (('before', before), ('after', after)))):
         yield records
 
 

@@ -154,7 +154,7 @@ def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor,
     moments: Moments = {}
 
     def watch(key: tuple[int, str]):
-        def hook(_: nn.Module, args: Any) -> None:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             x = args[0].flatten(0, -2).float()
             moments[key] = moments.get(key, torch.zeros((), device=x.device)) + x.T @ x / len(x)
         return hook

@@ -5,8 +5,8 @@ from typing import Any
 
 from ..settings import Settings, integer, many, number, one_of, refuse_unknown, setting
 from .fields import Field, LipschitzField, NativeField
+from .halting import HALTING
 from .methods import METHODS
-from .savings import HALTING
 
 __all__ = ['DEFAULT', 'FIELDS', 'GONE', 'HALTING', 'LARGEST_STEPS', 'PREFIX', 'OdeConfig', 'adaptive_methods']
 
@@ -18,7 +18,6 @@ GONE: dict[str, tuple[Any, ...]] = {  # settings of earlier versions, with the v
 
 
 def adaptive_methods() -> list[str]:
-    """Those of the installed torchdiffeq, which this imports."""
     from torchdiffeq._impl.odeint import SOLVERS  # torchdiffeq publishes no list of its methods
     from torchdiffeq._impl.solvers import AdaptiveStepsizeODESolver
     return sorted(name for name, cls in SOLVERS.items() if issubclass(cls, AdaptiveStepsizeODESolver))
@@ -55,27 +54,25 @@ class OdeConfig(Settings):
 
     Attributes:
         field: Vector field: 'native', the base model's own sub-layers, or 'lipschitz', the paper's.
-        method: Integration method: euler, midpoint, heun2, rk4, lie_trotter, strang, or an adaptive method of the
-            installed torchdiffeq, such as dopri5.
-        steps: Number K of steps on [0, T]; None for the number of converted layers; one number per stage for a model
-            with stages (Swin). An adaptive method chooses its own steps; K is then the number of states it reports.
+        method: Integration method: euler, midpoint, heun2, rk4, lie_trotter, strang, or an adaptive one of torchdiffeq,
+            such as dopri5.
+        steps: Number K of steps on [0, T], or of the states that an adaptive method reports; None for the number of
+            converted layers; one number per stage for a model with stages (Swin).
         T: End time, in blocks of the base model; None for the number of converted layers.
         time: How the shared block depends on t: 'autonomous', not at all; 'low_rank', its vectors (norms, biases,
             LayerScale) have a value per layer, each matrix a residual per layer, and a step uses their mean.
         rank: Rank of the residuals of 'low_rank'; 0 for vectors only.
-        phases: Number P of shared blocks, one per span of consecutive layers, all of one length. No step crosses two
-            spans: K is at least P.
+        phases: Number P of shared blocks, one per span of consecutive layers, all of one length; K is at least P.
         init: Initial weights: 'mean' of the blocks that a shared block replaces; 'svd', also each layer's residual,
-            truncated to `rank`; 'svd_data', residuals fitted to the layer's inputs by least squares; 'spectral',
-            random, each matrix with spectral norm 1. None for 'svd' with a rank, else 'mean'.
+            truncated to `rank`; 'svd_data', residuals fitted to the layer's inputs; 'spectral', random, each matrix
+            with spectral norm 1. None for 'svd' with a rank, else 'mean'.
         blocks: First and last layer to convert, such as (3, 9); None for all.
         rtol: Relative tolerance of an adaptive method, dimensionless.
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
-        tokens: Share of the patch tokens left at T. Between steps, similar tokens are merged, so their number falls
+        tokens: Share of the patch tokens left at T: between steps, similar ones are merged, so their number falls
             linearly in t. Needs plain attention (no windows, RoPE or position bias).
-        halting: Rule by which an image leaves the batch before the last step: 'entropy' of the class probabilities
-            after each step, or 'acceleration' of the state; None for no halting. Images halt only in eval mode, if the
-            model runs all blocks in one call and no step has a hook.
+        halting: Rule by which an image leaves the batch before the last step, in eval mode, if no step has a hook:
+            'entropy' of the class probabilities, or 'acceleration' of the state; None for no halting.
         halting_threshold: An image halts once its score is at most this; dimensionless; see `calibrate_halting`.
 
     Raises ValueError for a setting that is out of range.
@@ -105,18 +102,18 @@ class OdeConfig(Settings):
     halting_threshold: float = setting(0., number(0.))
 
     def _check(self) -> dict[str, Any]:
-        init = self.init or ('svd' if self.rank else 'mean')
-        adaptive, saving = self.adaptive, 'tokens' if self.tokens < 1 else 'halting' if self.halting else ''
+        init, timed = self.init or ('svd' if self.rank else 'mean'), self.time == 'low_rank'
+        saving = 'tokens' if self.tokens < 1 else 'halting' if self.halting else ''
         for wrong, why in (
-                (self.rank and self.time != 'low_rank', f"rank={self.rank} applies only to time='low_rank'"),
-                (init in ('svd', 'svd_data') and self.time != 'low_rank',
-                 f"init '{init}' fills the residuals of time='low_rank'; got time='{self.time}'"),
+                (self.rank and not timed, f"rank={self.rank} applies only to time='low_rank'."),
+                (init in ('svd', 'svd_data') and not timed,
+                 f"init '{init}' fills the residuals of time='low_rank'; got time='{self.time}'."),
                 (init == 'svd_data' and not FIELDS[self.field].fits_layers,
-                 "init 'svd_data' fits the base's own layers, so it needs field='native'. Use 'svd'"),
-                (saving and adaptive, f"{saving} needs fixed steps, but '{self.method}' chooses its own. Use one of "
-                 f"{', '.join(METHODS)}")):
+                 "init 'svd_data' fits the base's own layers, so it needs field='native'. Use 'svd'."),
+                (saving and self.adaptive, f"{saving} needs fixed steps, but '{self.method}' chooses its own. Use one "
+                 f"of {', '.join(METHODS)}.")):
             if wrong:
-                raise ValueError(f'{why}.')
+                raise ValueError(why)
         return {'init': init}
 
     @property
@@ -126,10 +123,9 @@ class OdeConfig(Settings):
 
     @property
     def steps_and_end(self) -> tuple[int, float]:
-        """Number K of steps and end time T; ValueError if one of them is still to be taken from the base model."""
+        """Number K of steps and end time T, which must be known."""
         if not isinstance(self.steps, int) or self.T is None:
-            raise ValueError(
-                f'steps and T are needed here; got {self.steps} and {self.T}. Set both: OdeConfig(steps=12, T=12).')
+            raise ValueError(f'steps and T are needed here; got {self.steps} and {self.T}. Set both.')
         return self.steps, self.T
 
     def converted_layers(self, depth: int) -> tuple[int, int]:
@@ -147,16 +143,13 @@ class OdeConfig(Settings):
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any], caller: str, prefix: str = PREFIX) -> 'OdeConfig':
-        """The settings from keywords with a prefix ('' in recipes); TypeError, in the caller's name, if one is unknown.
-
-        Earlier versions called low_rank of rank 0 'vectors', and could leave out the mean over a step (`averaged`).
-        """
+        """The settings from keywords with a prefix; TypeError, in the caller's name, if one is unknown."""
         values = {name.removeprefix(prefix): value for name, value in args.items()}
         for name, accepted in GONE.items():
             if (value := values.pop(name, accepted[0])) not in accepted:
                 raise ValueError(f'{prefix}{name}={value!r} is no longer possible. Convert the original model again.')
         refuse_unknown([prefix + name for name in values], [prefix + name for name in cls.names()], caller)
-        if values.get('time') == 'vectors':
+        if values.get('time') == 'vectors':  # as earlier versions called low_rank of rank 0
             values['time'] = 'low_rank'
         return cls(**values)
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from .fields import Context, Field
-from .savings import TokenMerging
+from .tokens import TokenMerging
 
 __all__ = ['METHODS', 'RungeKutta', 'Step']
 
