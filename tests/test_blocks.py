@@ -174,7 +174,7 @@ def test_half_precision_and_autocast(vit, images, config):
     assert (half.float() - expected).norm() < 0.1 * expected.norm()
 
 
-@kinds
+@pytest.mark.parametrize('config', [*KINDS, OdeConfig(tokens=0.25)], ids=str)
 def test_gradient_checkpointing(vit, images, config):
     grads = []
     for checkpointing in (False, True):

@@ -17,8 +17,6 @@ from timm_odevit import (
     fit,
 )
 from timm_odevit.data.config import DataConfig
-from timm_odevit.ode.config import adaptive_methods
-from timm_odevit.ode.methods import METHODS
 from timm_odevit.settings import Settings, flag, integer, many, number, one_of, setting
 from timm_odevit.training.recipe import Stage
 
@@ -138,16 +136,12 @@ def test_resolve_takes_steps_and_T_from_the_depth():
     assert OdeConfig(steps=3, T=2.).resolve(7) == OdeConfig(steps=3, T=2.)
 
 
-@pytest.mark.parametrize('method', [*METHODS, *adaptive_methods()])
-def test_the_ode_takes_every_method(method):
-    assert OdeConfig(method=method).adaptive == (method not in METHODS)
-
-
 @pytest.mark.parametrize('setting, message', [
     (dict(method='heun'), "Unknown method 'heun'. Did you mean 'heun2'? Allowed: euler, midpoint, heun2, rk4"),
     (dict(steps=0), 'steps must be a whole number of at least 1'), (dict(steps=2.5), 'got 2.5'),
     (dict(T=0), 'T must be a number above 0, or None for the number of converted layers; got 0'),
-    (dict(rtol=-1), 'rtol must be'),
+    (dict(rtol=-1), 'rtol must be'), (dict(tokens=0.), 'tokens must be'), (dict(tokens=float('nan')), 'tokens must be'),
+    (dict(method='dopri5', tokens=0.5), "tokens needs fixed steps, but 'dopri5' chooses its own"),
 ])
 def test_settings_of_the_ode_that_are_refused(setting, message):
     with pytest.raises(ValueError) as e:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
+from conftest import converted
 from timm.models import FeatureGraphNet
 from torch.utils.checkpoint import checkpoint
 
@@ -20,9 +21,7 @@ def embedded(model, images):
 
 
 def with_tokens(vit, share=0.5, **kwargs):
-    model = vit()
-    convert_(model, **{'tokens': share, **kwargs})
-    return model
+    return converted(vit, OdeConfig(tokens=share, **kwargs))
 
 
 @pytest.mark.parametrize('config', [
@@ -129,17 +128,6 @@ def test_derivatives_by_function_transforms(vit, images):
     torch.testing.assert_close(torch.func.jacrev(lambda y: model.blocks(y)[0, -1, :3])(y.detach()), expected)
 
 
-def test_a_model_with_gradient_checkpointing_has_the_same_gradients(vit, images):
-    model = with_tokens(vit, 0.25).train()
-    plain = copy.deepcopy(model)
-    model.set_grad_checkpointing()
-    for each in (model, plain):
-        each(images).square().sum().backward()
-    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
-        torch.testing.assert_close(p.grad, q.grad, msg=name)
-    assert model.blocks.shared.block.mlp.fc1.weight.grad.abs().sum() > 0
-
-
 @pytest.mark.parametrize('reentrant', [False, True])
 def test_a_whole_forward_pass_may_run_inside_a_backward_pass(vit, images, reentrant):
     model = with_tokens(vit, 0.3)
@@ -239,21 +227,7 @@ def test_refused_where_attention_depends_on_positions(name, kwargs):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_refused_settings(vit, images):
-    with pytest.raises(ValueError, match='chooses its own'):
-        OdeConfig(method='dopri5', tokens=0.5)
-    for value in (0., 1.5, float('nan')):
-        with pytest.raises(ValueError, match='tokens must be'):
-            OdeConfig(tokens=value)
+def test_refused_under_a_mask(vit, images):
     model = with_tokens(vit)
     with pytest.raises(ValueError, match='attention mask'):
         model(images, attn_mask=torch.ones(2, 1, 17, 17, dtype=torch.bool))
-
-
-def test_two_streams_through_the_steps_do_not_mix(vit):
-    model = with_tokens(vit, 0.25)
-    a, b = embedded(model, torch.randn(2, 3, 16, 16)), embedded(model, torch.randn(2, 3, 16, 16))
-    x, y = a, b
-    for step in model.blocks:
-        x, y = step(x), step(y)
-    assert torch.equal(x, model.blocks(a)) and torch.equal(y, model.blocks(b))

@@ -1,4 +1,4 @@
-"""What running a model takes: a check of images; hooks, modes, random states and precision; its hidden states."""
+"""What running a model takes: hooks, modes, random states and precision; its hidden states."""
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -25,18 +25,17 @@ _INITIALISES = {'add_', 'clamp_', 'div_', 'erfinv_', 'fill_', 'mul_', 'normal_',
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Build modules on the meta device, without the arithmetic of their initialisation, which takes longest there."""
+    """Build modules on the meta device, without the arithmetic of their initialisation, which takes longest."""
     with torch.device('meta'), _Uninitialised():
         yield
 
 
 class _Uninitialised(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensor = args[0] if args else kwargs.get('tensor')
+        tensor = args[0] if args else (kwargs or {}).get('tensor')
         if getattr(func, '__name__', '') in _INITIALISES and getattr(tensor, 'is_meta', False):
             return tensor
-        return func(*args, **kwargs)
+        return func(*args, **kwargs or {})
 
 
 @contextmanager
@@ -72,7 +71,7 @@ def lent(model: nn.Module | None) -> Iterator[None]:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Mixed precision in a dtype; nothing for None, also on devices that have none."""
+    """Mixed precision in a dtype; nothing for None."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
@@ -80,10 +79,11 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 def random_states_kept(device: str | torch.device) -> Iterator[None]:
     """Restore the random states afterwards: those of Python, of NumPy, and of torch on the CPU and a device."""
     device = torch.device(device)
-    more: Any = {} if device.type in ('cpu', 'meta') else {'devices': [device], 'device_type': device.type}
+    devices: Any = {'devices': []} if device.type in ('cpu', 'meta') else {
+        'devices': [device], 'device_type': device.type}
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(**{'devices': [], **more}):
+        with torch.random.fork_rng(**devices):
             yield
     finally:
         random.setstate(python)

@@ -46,7 +46,7 @@ class Settings:
 
     @classmethod
     def about(cls) -> dict[str, str]:
-        """A one-line description of each setting, from the docstring's Attributes (empty under `python -OO`)."""
+        """A one-line description of each setting, from the docstring (empty under `python -OO`)."""
         text = inspect.cleandoc(cls.__doc__ or '')  # Python 3.13 does so itself
         entries = dict(re.findall(r'^ {4}(\w+): (.*(?:\n {8}.*)*)', text, re.M))
         return {name: ' '.join(entries.get(name, '').split()) for name in cls.names()}
@@ -98,9 +98,9 @@ def integer(least: int | None = 0, none: str = '') -> Check:
 
 
 def number(least: float = 0., most: float = math.inf, *, open: str = '', none: str = '') -> Check:
-    """A finite number from `least` to `most`; or None, if `none` says what None stands for.
+    """A finite number from `least` to `most`, without `least` if `open` is '(', without `most` if ')', or '()'.
 
-    `open` is '(' if `least` itself is not allowed, ')' if `most` is not, '()' for both.
+    None is allowed, too, if `none` says what it stands for.
     """
     allowed = f"a number {'above' if '(' in open else 'of at least'} {least:g}"
     if most < math.inf:
@@ -146,7 +146,7 @@ def shown(value: Any) -> str:
 
 
 def printable(text: str) -> bool:
-    """Whether text has nothing that a terminal would obey; lines, no-break spaces and zero-width joiners may be."""
+    """Whether text has nothing that a terminal would obey, but for lines."""
     return re.sub('[\n\u00a0\u200c\u200d]', '', text).isprintable()
 
 

@@ -194,6 +194,7 @@ class OdeBlocks(nn.Module):
         return states
 
     def _halts(self, x: Any) -> bool:
+        # a graph has no values, and a hook on a step sees all images
         return (self.config.halting is not None and not self.training and not isinstance(x, torch.fx.Proxy)
                 and not x.is_meta and not any(step._forward_hooks or step._forward_pre_hooks for step in self.solver))
 

@@ -37,11 +37,9 @@ def _steps(name: str, value: Any) -> Any:
 
 
 def _blocks(name: str, value: Any) -> Any:
-    if value is None:
-        return None
     allowed = 'the first and the last layer to convert, such as (3, 9)'
-    layers = many(integer(0), allowed)(name, value)
-    if len(layers) != 2 or layers[0] > layers[1]:
+    layers = None if value is None else many(integer(0), allowed)(name, value)
+    if layers is not None and (len(layers) != 2 or layers[0] > layers[1]):
         raise ValueError(f'{name} must be {allowed}; got {value!r}.')
     return layers
 
@@ -129,11 +127,11 @@ class OdeConfig(Settings):
         return self.steps, self.T
 
     def converted_layers(self, depth: int) -> tuple[int, int]:
-        """The first and the last converted layer of a sequence of `depth` layers."""
+        """The first and the last converted layer of `depth`."""
         return self.blocks or (0, depth - 1)
 
     def resolve(self, depth: int, stage: int = 0) -> 'OdeConfig':
-        """The configuration of one stage, with steps and T filled in for `depth` converted layers."""
+        """The settings of one stage, with steps and T filled in for `depth` converted layers."""
         steps = self.steps[stage] if isinstance(self.steps, tuple) else self.steps
         return replace(self, steps=depth if steps is None else steps, T=depth if self.T is None else self.T)
 

@@ -59,11 +59,11 @@ class Field(nn.Module):
         return Context({**dict(zip(self.names[:len(args)], args, strict=False)), **kwargs}, weights)
 
     def fold(self) -> list[Tensor] | None:
-        """What depends on the parameters alone and is computed once per forward pass, for `Context.weights`."""
+        """What is computed once per forward pass, for `Context.weights`."""
         return None
 
     def select(self, t: float) -> Any:
-        """The field that applies at t, of those of its phases."""
+        """The field of the phase at t."""
         return self
 
     @property
@@ -118,10 +118,7 @@ class NativeField(Field):
 
 
 class CenterNorm(nn.Module):
-    """gamma * D / (D - 1) * (x - mean(x)) + beta: a LayerNorm without the division, and thus Lipschitz.
-
-    Shape: [..., D] to [..., D]. Source: LipsFormer, arXiv 2304.09856.
-    """
+    """gamma * D / (D - 1) * (x - mean(x)) + beta, over the last dimension D. Source: LipsFormer, arXiv 2304.09856."""
 
     def __init__(self, dim: int, device=None, dtype=None) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ Readout = Callable[[Tensor], Tensor]  # logits [B, classes] for a state [B, N, D
 
 
 class Rule:
-    """Called after each step, of length h, with the states [B, N, D] before and after it: a score of each image [B]."""
+    """Called with the states [B, N, D] before and after a step of length h: a score of each image [B]."""
     needs_head = False
 
     def __init__(self, readout: Readout | None = None) -> None:

@@ -34,8 +34,7 @@ class Solver(nn.ModuleList):
 def layout(config: OdeConfig, borders: Sequence[float], t: float = 0.) -> list[tuple[float, float]]:
     """Start and length of the K steps on [t, t + T], which cross no border of two spans.
 
-    Each span has a step; then one more goes where steps are longest, to the first of equals: of P spans of one length,
-    each has K // P steps, and the first K % P one more.
+    Each span has a step; then one more goes where steps are longest, to the first of equals.
     """
     steps, T = config.steps_and_end
     starts = [0., *(b - t for b in borders if t + _SAME < b < t + T - _SAME)]

@@ -35,9 +35,9 @@ class TimeField(Field):
 
     def __init__(self, base: Field, layers: Sequence[int], rank: int = 0) -> None:
         super().__init__()
-        self.base, self.names, self.layers, self.rank = base, base.names, tuple(layers), rank
+        self.base, self.names, self.layers = base, base.names, tuple(layers)
         self.vectors, self.up, self.down = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
-        L = len(self.layers)
+        self.statistics, L = nn.Module(), len(self.layers)
         for name, p in base.named_parameters():
             key = name.replace('.', '-')
             if p.ndim <= 1:
@@ -49,7 +49,6 @@ class TimeField(Field):
                 # not 0 as well: with both factors 0, neither gets a gradient
                 down = torch.randn(L, r, N, device=p.device, dtype=p.dtype) / N ** 0.5
                 self.down[key] = nn.Parameter(down, p.requires_grad)
-        self.statistics = nn.Module()
 
     @property
     def jumps(self):
@@ -97,9 +96,6 @@ class TimeField(Field):
         shares = [(min(end, b) - max(start, a)) / (end - start) for a, b in pairwise(bounds)]
         return [(i, 1. if share > 1. - 1e-6 else share) for i, share in enumerate(shares) if share > 1e-6]
 
-    def extra_repr(self) -> str:
-        return f'layers={list(self.layers)}, rank={self.rank}'
-
 
 class PiecewiseField(Field):
     """Several fields, one at a time: fields[which[i]] from times[i] to times[i + 1], and before the first and after the
@@ -135,9 +131,6 @@ class PiecewiseField(Field):
 
     def forward(self, t, x, context=None, part=''):
         return self.select(t)(t, x, context, part)
-
-    def extra_repr(self) -> str:
-        return f'times={self.times}, which={self.which}'
 
 
 class MergedField(PiecewiseField):
