@@ -36,6 +36,7 @@ class TimeField(Field):
     def __init__(self, base: Field, layers: Sequence[int], rank: int = 0) -> None:
         super().__init__()
         self.base, self.names, self.layers = base, base.names, tuple(layers)
+        self.jumps = [float(layer) for layer in self.layers[1:]]
         self.vectors, self.up, self.down = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
         self.statistics, L = nn.Module(), len(self.layers)
         for name, p in base.named_parameters():
@@ -49,10 +50,6 @@ class TimeField(Field):
                 # not 0 as well: with both factors 0, neither gets a gradient
                 down = torch.randn(L, r, N, device=p.device, dtype=p.dtype) / N ** 0.5
                 self.down[key] = nn.Parameter(down, p.requires_grad)
-
-    @property
-    def jumps(self):
-        return [float(layer) for layer in self.layers[1:]]
 
     @property
     def has_attention_maps(self):
@@ -105,22 +102,15 @@ class PiecewiseField(Field):
     def __init__(self, fields: Sequence[Field], times: Sequence[float], which: Sequence[int],
                  borders: Sequence[float] = ()) -> None:
         super().__init__()
-        self.borders = tuple(borders)
-        self.fields = nn.ModuleList(fields)
-        self.times, self.which, self.names = tuple(times), tuple(which), fields[0].names
-
-    @property
-    def depends_on_time(self):
-        return any(field.depends_on_time for field in self.fields)
+        self.fields, self.names = nn.ModuleList(fields), fields[0].names
+        self.times, self.which, self.borders = tuple(times), tuple(which), tuple(borders)
+        self.depends_on_time = any(field.depends_on_time for field in fields)
+        self.jumps = [float(t) for t, (a, b) in zip(self.times[1:], pairwise(self.which), strict=True)
+                      if a != b or self.depends_on_time]
 
     @property
     def has_attention_maps(self):
         return all(field.has_attention_maps for field in self.fields)
-
-    @property
-    def jumps(self):
-        return [float(t) for t, (a, b) in zip(self.times[1:], pairwise(self.which), strict=True)
-                if a != b or self.depends_on_time]
 
     @property
     def phases(self):
