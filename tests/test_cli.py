@@ -80,7 +80,7 @@ def test_convert_to_a_size_and_calibrate(folder, capsys):
 
 
 @pytest.mark.parametrize('source, options, expected', [
-    ('local-dir:teacher', ['--time', 'low_rank', '--boundaries', '1'], dict(time='low_rank', boundaries=(1,))),
+    ('local-dir:teacher', ['--time', 'low_rank', '--phases', '2'], dict(time='low_rank', phases=2)),
     ('local-dir:teacher', ['--blocks', '1,2'], dict(blocks=(1, 2))),
     ('vit_tiny_patch16_224', ['--random', '--img-size', '32', '--num-classes', '4', '--field', 'lipschitz', '--method', 'euler', '--init',
                               'spectral', '--T', '6'], dict(T=6., field='lipschitz', method='euler', init='spectral'))])
@@ -144,10 +144,10 @@ def test_a_teacher_of_another_size_from_a_file_teaches_a_student_of_that_size(fo
 CONVERT, DISTILL = ['convert', 'local-dir:teacher', 'new'], ['distill', 'autonomous', 'images', 'new', '--teacher', 'local-dir:teacher']
 MISTAKES = [
     *(([*CONVERT, *options], message) for options, message in (
-        (['--size', '60%', '--rank', '3'], '--size chooses time, rank, phases, boundaries, init. Leave out --rank'),
+        (['--size', '60%', '--rank', '3'], '--size chooses time, rank, phases, init. Leave out --rank'),
         (['--size', '100'], '100 parameters are too few'),
         (['--images', 'nowhere'], "There is no 'nowhere'. Give a folder"),
-        (['--adjoint', '--T', 'none'], 'adjoint needs an adaptive method'))),
+        (['--rank', '2', '--T', 'none'], "rank=2 applies only to time='low_rank'"))),
     (['convert', 'vit_tiny_patch16_22', 'new'], "Unknown model (vit_tiny_patch16_22). Did you mean 'vit_tiny_patch16_224'?"),
     (['convert', 'deit_tiny_patch16_128.cifar10O', 'new'], "Did you mean 'deit_tiny_patch16_128.cifar100'?"),
     (['convert', 'teacher', 'new'], 'For a saved model, type local-dir:teacher'),

@@ -112,7 +112,6 @@ REFUSED = [
     *((wrap, {}, TypeError, 'convert it before you wrap it in torch.compile or DistributedDataParallel')
       for wrap in (lambda: nn.DataParallel(tiny()), lambda: torch.compile(tiny()))),
     (tiny, dict(phases=13), ValueError, 'phases=13: there are 12 layers. Allowed: 1 to 12.'),
-    (tiny, dict(boundaries=(4, 12)), ValueError, 'boundaries=(4, 12): each must be a layer from 1 to 11'),
     (tiny, dict(blocks=(3, 12)), ValueError, 'blocks=(3, 12): VisionTransformer has blocks 0 to 11'),
     (tiny, dict(time='low_rank', rank=2, init='svd_data'), ValueError, "init='svd_data' is measured on images. Pass"),
     (lambda: timm.create_model('vit_tiny_patch16_224', norm_layer='rmsnorm'), dict(field='lipschitz'), ValueError,

@@ -109,7 +109,7 @@ def journey(device, settings):
     images = data[0].to(device)
     yield 'base', model(images)
     torch.manual_seed(0)  # of all devices
-    done = convert_(model, images=images if {'init', 'boundaries'} & set(settings) else None, **settings)
+    done = convert_(model, images=images if 'init' in settings else None, **settings)
     yield 'converted', model(images)
     yield 'steps of each image', model.blocks.steps_taken
     result = evaluate(model, data).results[0]

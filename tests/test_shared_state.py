@@ -59,6 +59,12 @@ def test_threads_get_the_answers_of_one(vit, config):
 
 def test_a_view_shares_the_weights_but_not_the_steps(vit, images, tmp_path):
     model = converted(vit, OdeConfig(time='low_rank', rank=2))
+    calls, handle = [], model.blocks[0].register_forward_hook(lambda *_: calls.append('model'))
+    view = with_steps(model, 3)
+    view.blocks[0].register_forward_hook(lambda *_: calls.append('view'))
+    view(images)
+    handle.remove()
+    assert calls == ['view']  # its own hooks alone
     view, expected, before = with_steps(model, 6), model(images), snapshot(model)
     assert view.blocks.steps == 6 and len(view.feature_info) == 6 and view.blocks[5].field is model.blocks.shared
     assert model.blocks.steps == 3 and len(model.feature_info) == 3
@@ -76,15 +82,6 @@ def test_a_view_shares_the_weights_but_not_the_steps(vit, images, tmp_path):
     assert copy.deepcopy(view).blocks.steps == 3
     compiled = torch.compile(model, backend='eager')
     assert torch.equal(with_steps(compiled, 6)(images), saved(images))
-
-
-def test_a_view_calls_only_its_own_hooks(vit, images):
-    model, calls = converted(vit, OdeConfig()), []
-    model.blocks[0].register_forward_hook(lambda *_: calls.append('model'))
-    view = with_steps(model, 3)
-    view.blocks[0].register_forward_hook(lambda *_: calls.append('view'))
-    view(images)
-    assert calls == ['view']
 
 
 def test_a_view_has_rope_tables_for_its_steps():

@@ -64,7 +64,7 @@ def test_ends_of_the_dial():
             choose_size(model, wrong)
     with pytest.raises(ValueError, match="Unknown init 'spectral'"):
         choose_size(model, 0.5, init='spectral')
-    assert choose_size(model, 0.5, OdeConfig(boundaries=(3,))) == choose_size(model, 0.5)
+    assert choose_size(model, 0.5, OdeConfig(phases=2)) == choose_size(model, 0.5)
     with pytest.raises(TypeError, match='Cannot convert ResNet'):
         choose_size(timm.create_model('resnet18', device='meta'), 0.5)
 

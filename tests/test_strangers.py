@@ -58,7 +58,7 @@ CASES = {
     'classes': ('model_args', {'num_classes': 10 ** 10}, 'num_classes'),
     'no number of classes': (None, {'num_classes': 'ten'}, 'cannot be built from'),
     'a layer by name': ('model_args', {'base_args': {**BASE_ARGS, 'act_layer': 'os.system'}}, 'cannot be built from'),
-    'a long list': ('model_args', {'ode_boundaries': list(range(10 ** 5))}, "'ode_boundaries' .*too long"),
+    'a long list': ('model_args', {'ode_blocks': list(range(10 ** 5))}, "'ode_blocks' .*too long"),
     'a long keyword': ('model_args', {'x' * 10 ** 6: 1}, 'cannot be built from'),
     'a mean of nothing': ('pretrained_cfg', {'mean': [float('nan')] * 3}, "'mean' nan"),
     'a crop of nothing': ('pretrained_cfg', {'test_crop_pct': 1e-12}, "'test_crop_pct' 1e-12: numbers from 0.1 to 2"),

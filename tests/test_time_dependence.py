@@ -47,8 +47,7 @@ def test_from_one_layer_to_the_next_the_field_is_constant(vit):
 @pytest.mark.parametrize('rank', [0, 2])
 @pytest.mark.parametrize('method', [*METHODS, 'dopri5'])
 def test_every_method_and_number_of_steps_runs_and_gets_gradients(vit, images, kind, rank, method):
-    model = vit()
-    convert_(model, OdeConfig(field=kind, time='low_rank', rank=rank, method=method, phases=2))
+    model = converted(vit, OdeConfig(field=kind, time='low_rank', rank=rank, method=method, phases=2))
     for steps in (2, 3, 5):
         model.blocks.steps = steps
         model.zero_grad()
@@ -59,8 +58,7 @@ def test_every_method_and_number_of_steps_runs_and_gets_gradients(vit, images, k
 
 @pytest.mark.parametrize('kind', ['native', 'lipschitz'])
 def test_the_residual_of_each_layer_learns(vit, images, kind):
-    model = vit()
-    convert_(model, OdeConfig(field=kind, method='euler', time='low_rank', rank=2, init='mean'))
+    model = converted(vit, OdeConfig(field=kind, method='euler', time='low_rank', rank=2, init='mean'))
     model(images).square().sum().backward()
     field = model.blocks.shared
     for key, up in field.up.items():
@@ -83,8 +81,7 @@ def test_gradients_of_the_merged_weights(vit):
 
 
 def test_zero_residuals_are_the_autonomous_field_and_those_of_spectral_are_zero(vit, images):
-    model = vit()
-    convert_(model, OdeConfig(field='lipschitz', method='euler', init='spectral', time='low_rank', rank=2))
+    model = converted(vit, OdeConfig(field='lipschitz', method='euler', init='spectral', time='low_rank', rank=2))
     assert not any(p.any() for p in (*model.blocks.shared.vectors.values(), *model.blocks.shared.up.values()))
     model = vit()
     other = copy.deepcopy(model)
@@ -126,32 +123,24 @@ def test_input_moments_are_what_the_layers_see(vit, images):
 
 
 def test_phases_own_their_layers(vit, images):
-    model = vit(depth=6)
-    done = convert_(model, OdeConfig(boundaries=(2, 5), time='low_rank'))
+    model = converted(vit, OdeConfig(phases=3, time='low_rank'), depth=5)
     shared = model.blocks.shared
-    assert isinstance(shared, PiecewiseField) and shared.which == (0, 0, 1, 1, 1, 2)
-    assert [field.layers for field in shared.fields] == [(0, 1), (2, 3, 4), (5,)]
-    assert [list(shared.fields).index(step.field) for step in model.blocks] == [0, 0, 1, 1, 1, 2]
-    assert 'phases from layers 0, 2, 5' in str(done)
-    model.blocks.steps = 12
-    assert [list(shared.fields).index(step.field) for step in model.blocks] == [0] * 4 + [1] * 6 + [2] * 2
+    assert isinstance(shared, PiecewiseField) and shared.which == (0, 0, 1, 2, 2)
+    assert [field.layers for field in shared.fields] == [(0, 1), (2,), (3, 4)]
+    assert [list(shared.fields).index(step.field) for step in model.blocks] == [0, 0, 1, 2, 2]
+    model.blocks.steps = 10
+    assert [list(shared.fields).index(step.field) for step in model.blocks] == [0] * 4 + [1] * 2 + [2] * 4
     assert model(images).shape == (2, 5)
 
 
-@pytest.mark.parametrize('steps, starts', [
-    (3, [0, 4, 8]), (4, [0, 2, 4, 8]), (5, [0, 2, 4, 6, 8]), (6, [0, 2, 4, 6, 8, 10]), (7, [0, 4 / 3, 8 / 3, 4, 6, 8, 10])])
+@pytest.mark.parametrize('depth, steps, starts', [
+    (12, 3, [0, 4, 8]), (12, 4, [0, 2, 4, 8]), (12, 5, [0, 2, 4, 6, 8]), (12, 7, [0, 4 / 3, 8 / 3, 4, 6, 8, 10]),
+    (5, 4, [0, 1, 2, 3]), (5, 5, [0, 1, 2, 3, 4])])  # of 5 layers, the spans have 2, 1 and 2
 @pytest.mark.parametrize('method', ['lie_trotter', 'dopri5'])
-def test_no_step_crosses_the_border_of_two_spans(vit, steps, starts, method):
-    model = converted(vit, OdeConfig(phases=3, method=method, steps=steps), depth=12)
+def test_no_step_crosses_the_border_of_two_spans(vit, depth, steps, starts, method):
+    model = converted(vit, OdeConfig(phases=3, method=method, steps=steps), depth=depth)
     assert [step.t for step in model.blocks.solver] == pytest.approx(starts)
-    assert [step.t + step.h for step in model.blocks.solver] == pytest.approx([*starts[1:], 12])
-
-
-def test_spans_of_other_lengths_have_steps_in_proportion(vit):
-    ode = converted(vit, OdeConfig(boundaries=(2, 5)), depth=6).blocks
-    assert [step.h for step in ode.solver] == [1.] * 6
-    ode.steps = 4
-    assert [step.t for step in ode.solver] == [0, 2, 3.5, 5]
+    assert [step.t + step.h for step in model.blocks.solver] == pytest.approx([*starts[1:], depth])
 
 
 def test_a_part_of_a_model_has_the_steps_of_the_whole(vit, images):
@@ -160,16 +149,6 @@ def test_a_part_of_a_model_has_the_steps_of_the_whole(vit, images):
     part = model.blocks[1:3]
     assert [(step.t, step.h) for step in part.solver] == [(2, 2), (4, 4)] and part.end == 8
     torch.testing.assert_close(model.blocks[3:](part(model.blocks[:1](x))), model.blocks(x), rtol=0, atol=0)
-
-
-def test_a_merged_model_keeps_steps_of_unequal_lengths(vit, images):
-    model = converted(vit, OdeConfig(time='low_rank', rank=2, phases=2, steps=5), depth=4)
-    with torch.no_grad():
-        for parameter in model.blocks.shared.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    expected = model(images)
-    merge_(model)
-    torch.testing.assert_close(model(images), expected)
 
 
 def test_fewer_steps_than_shared_blocks_are_refused(vit):
@@ -193,8 +172,7 @@ def one_process():
     dict(phases=2), dict(phases=2, time='low_rank', rank=2), dict(phases=2, method='dopri5'),
     dict(field='lipschitz', phases=2), dict(field='lipschitz', method='dopri5')], ids=str)
 def test_phases_that_are_sharded_have_the_same_gradients(vit, images, one_process, settings):
-    model = vit()
-    convert_(model, **settings)
+    model = converted(vit, OdeConfig(**settings))
     sharded = copy.deepcopy(model)
     for phase in sharded.blocks.shared.phases:
         fully_shard(phase)
@@ -241,8 +219,7 @@ def test_field_is_autonomous_in_integrate_too(vit):
 
 @pytest.mark.parametrize('change', [dict(phases=2), dict(rank=0), dict(time='autonomous', rank=0, init='mean'), dict(rank=4)])
 def test_what_the_blocks_were_made_for_cannot_be_set(vit, images, change):
-    model = vit()
-    convert_(model, OdeConfig(time='low_rank', rank=2))
+    model = converted(vit, OdeConfig(time='low_rank', rank=2))
     before, config = model(images), model.blocks.config
     with pytest.raises(ValueError, match='is fixed at conversion; got .*Convert the original model again'):
         model.blocks.config = replace(config, **change)
@@ -260,8 +237,7 @@ class Wrapped(torch.nn.Module):
 
 
 def test_a_layer_may_be_wrapped_and_may_not_be_replaced(vit, images):
-    model = vit()
-    convert_(model, OdeConfig(time='low_rank', rank=4))
+    model = converted(vit, OdeConfig(time='low_rank', rank=4))
     before = model(images)
     attn = model.blocks.shared.base.block.attn
     attn.qkv = Wrapped(attn.qkv)
@@ -273,8 +249,7 @@ def test_a_layer_may_be_wrapped_and_may_not_be_replaced(vit, images):
 
 @pytest.mark.parametrize('steps, layers', [(2, [[0, 1], [2, 3]]), (8, [[0], [0], [1], [1], [2], [2], [3], [3]]), (1, [[0, 1, 2, 3]])])
 def test_a_step_has_the_mean_over_its_layers(vit, images, steps, layers):
-    model = vit(depth=4)
-    convert_(model, time='low_rank', rank=2, steps=steps)
+    model = converted(vit, OdeConfig(time='low_rank', rank=2, steps=steps), depth=4)
     field = model.blocks.shared
     for step, of in zip(model.blocks, layers, strict=True):
         found = field.at(step.t, interval=step.interval)
@@ -286,8 +261,7 @@ def test_a_step_has_the_mean_over_its_layers(vit, images, steps, layers):
 
 
 def test_attention_maps_may_be_averaged(vit):
-    model = vit(depth=4)
-    convert_(model, time='low_rank', rank=2, steps=2)
+    model = converted(vit, OdeConfig(time='low_rank', rank=2, steps=2), depth=4)
     field, x = model.blocks.shared, torch.randn(1, 17, 32)
     base = _frozen(field, (2., 4.))
     torch.testing.assert_close(field.attention_map(2., x, (2., 4.)), base.attention_map(2., x))
@@ -296,10 +270,9 @@ def test_attention_maps_may_be_averaged(vit):
 
 @pytest.mark.parametrize('saved, now', [
     (dict(time='vectors', averaged=True, init='mean'), dict(time='low_rank', rank=0, init='mean')),
-    (dict(time='low_rank', rank=2, averaged=False), dict(time='low_rank', rank=2))], ids=str)
+    (dict(time='low_rank', rank=2, averaged=False, adjoint=False, boundaries='uniform'), dict(time='low_rank', rank=2))], ids=str)
 def test_settings_of_earlier_versions_load_from_folders_and_recipes(vit, images, tmp_path, saved, now):
-    model = vit()
-    convert_(model, **now)
+    model = converted(vit, OdeConfig(**now))
     save_pretrained(model, tmp_path)
     config = json.loads((tmp_path / 'config.json').read_text())
     config['model_args'].update({f'ode_{name}': value for name, value in saved.items()})
@@ -308,3 +281,6 @@ def test_settings_of_earlier_versions_load_from_folders_and_recipes(vit, images,
     assert again.blocks.config == model.blocks.config and torch.equal(again(images), model(images))
     stages = [{'task': 'trajectory', 'fit': {'epochs': 1}}]
     assert Recipe(ode=saved, stages=stages).config == OdeConfig(**now)
+    for name, value in (('adjoint', True), ('boundaries', [1, 2])):
+        with pytest.raises(ValueError, match=f'{name}=.* is no longer possible'):
+            Recipe(ode={name: value}, stages=stages)

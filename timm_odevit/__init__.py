@@ -28,12 +28,7 @@ from .convert.merge import merge_, merged_bytes
 from .convert.planning import check_convertible, choose_size, list_convertible
 from .dynamics.precision import contraction_regions, discretisation_errors
 from .dynamics.stability import lipschitz_constants, lyapunov_exponents, spectral_norms
-from .dynamics.trajectories import (
-    attention_over_time,
-    class_over_time,
-    distance_over_time,
-    trajectory_geometry,
-)
+from .dynamics.trajectories import attention_over_time, class_over_time, distance_over_time, trajectory_geometry
 from .evaluation.accuracy import calibrate_halting, evaluate
 from .evaluation.embeddings import evaluate_embeddings, patch_agreement
 from .evaluation.results import Evaluation

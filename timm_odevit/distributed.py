@@ -43,7 +43,7 @@ def in_first_process(do: Callable[[], Any]) -> Any:
 
 @contextmanager
 def alone_in(folder: Path | None) -> Iterator[None]:
-    """Lock a folder against other runs, which raise OSError; the first process holds the lock. None locks nothing."""
+    """Lock a folder, if any, against other runs, which raise OSError; the first process holds the lock."""
     with ExitStack() as stack:
         if folder is not None:
             in_first_process(lambda: stack.enter_context(locked(folder)))

@@ -49,7 +49,7 @@ def locked(folder: str | Path, name: str = 'run', wait: float = 0.) -> Iterator[
 
 @contextmanager
 def staged(folder: str | Path, *names: str) -> Iterator[Path]:
-    """Yield an empty folder inside `folder` to write one file to, or two that belong together; then move them there.
+    """Yield an empty folder to write one file to, or two that belong together; then move them to `folder`.
 
     Each file is always complete or absent. Of two, the second is the one that readers look for first: if it changes, it
     is absent while the first is replaced. After an exception in the block, the old files are there.

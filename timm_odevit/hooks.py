@@ -1,4 +1,4 @@
-"""What running a model takes: a check of images; hooks, modes, random states and precision; its hidden states."""
+"""What running a model takes: hooks, modes, random states and precision; its hidden states."""
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -25,26 +25,22 @@ _INITIALISES = {'add_', 'clamp_', 'div_', 'erfinv_', 'fill_', 'mul_', 'normal_',
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Build modules on the meta device, without the arithmetic of their initialisation, which takes longest there."""
+    """Build modules on the meta device, without the arithmetic of their initialisation, which takes longest."""
     with torch.device('meta'), _Uninitialised():
         yield
 
 
 class _Uninitialised(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensor = args[0] if args else kwargs.get('tensor')
+        tensor = args[0] if args else (kwargs or {}).get('tensor')
         if getattr(func, '__name__', '') in _INITIALISES and getattr(tensor, 'is_meta', False):
             return tensor
-        return func(*args, **kwargs)
+        return func(*args, **kwargs or {})
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Temporary eval mode; every module gets its own mode back. Modules already in eval mode are not touched.
-
-    Several threads may be inside at once: the last to leave a module puts its mode back.
-    """
+    """Temporary eval mode; of several threads inside at once, the last to leave a module puts its own mode back."""
     with _LOCK:
         modules = [module for module in model.modules() if module.training or module in _USERS]
         for module in modules:
@@ -63,10 +59,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def lent(model: nn.Module | None) -> Iterator[None]:
-    """Temporary eval mode; afterwards also restore which parameters of the model are trainable. None is allowed."""
-    flags = [] if model is None else [(p, p.requires_grad) for p in model.parameters()]
+    """Temporary eval mode of a model, if any; afterwards also restore which of its parameters are trainable."""
+    model = nn.Identity() if model is None else model
+    flags = [(p, p.requires_grad) for p in model.parameters()]
     try:
-        with nullcontext() if model is None else evaluating(model):
+        with evaluating(model):
             yield
     finally:
         for p, flag in flags:
@@ -74,18 +71,19 @@ def lent(model: nn.Module | None) -> Iterator[None]:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Mixed precision in a dtype; nothing for None, also on devices that have none."""
+    """Mixed precision in a dtype; nothing for None."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 @contextmanager
 def random_states_kept(device: str | torch.device) -> Iterator[None]:
-    """Restore the global random states afterwards: those of Python, of NumPy, and of torch on the CPU and a device."""
+    """Restore the random states afterwards: those of Python, of NumPy, and of torch on the CPU and a device."""
     device = torch.device(device)
-    more: Any = {} if device.type in ('cpu', 'meta') else {'devices': [device], 'device_type': device.type}
+    devices: Any = {'devices': []} if device.type in ('cpu', 'meta') else {
+        'devices': [device], 'device_type': device.type}
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(**{'devices': [], **more}):
+        with torch.random.fork_rng(**devices):
             yield
     finally:
         random.setstate(python)
@@ -103,12 +101,11 @@ def check_images(images: Any) -> None:
 
 @contextmanager
 def hooked(*hooks: tuple[nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
-    """Temporary hooks: module, kind ('before', 'before with keywords' or 'after' its forward) and function of each."""
+    """Temporary hooks: module, kind ('before' its forward, called with args and kwargs, or 'after') and function."""
     with ExitStack() as stack:
         for module, kind, function in hooks:
-            stack.enter_context(
-                module.register_forward_hook(function) if kind == 'after' else
-                module.register_forward_pre_hook(function, with_kwargs=kind == 'before with keywords'))
+            stack.enter_context(module.register_forward_hook(function) if kind == 'after' else
+                                module.register_forward_pre_hook(function, with_kwargs=True))
         yield
 
 
@@ -132,10 +129,8 @@ def watch_blocks(stages: Sequence[Sequence[nn.Module]]) -> Iterator[list[BlockRe
         if get_ident() == thread:
             record[0].append(out)
     records: list[BlockRecord] = [([], []) for _ in stages]
-    hooks = [hook for blocks, record in zip(stages, records, strict=True) for block in blocks
-             for hook in ((block, 'before with keywords', partial(before, record)),
-                          (block, 'after', partial(after, record)))]
-    with hooked(*hooks):
+    with hooked(*((block, kind, partial(function, record)) for blocks, record in zip(stages, records, strict=True)
+                  for block in blocks for kind, function in (('before', before), ('after', after)))):
         yield records
 
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from html import escape
 from numbers import Integral, Real
 from typing import Any
 
@@ -40,10 +39,6 @@ class Settings:
         changed = (f'{f.name}={value!r}' for f in fields(self) if (value := getattr(self, f.name)) != f.default)
         return f"{type(self).__name__}({', '.join(changed)})"
 
-    def _repr_html_(self) -> str:
-        rows = ''.join(f'<tr><td>{name}</td><td>{escape(str(getattr(self, name)))}</td></tr>' for name in self.names())
-        return f'<table><caption>{type(self).__name__}</caption>{rows}</table>'
-
     @classmethod
     def names(cls) -> list[str]:
         """Names of all settings."""
@@ -51,14 +46,14 @@ class Settings:
 
     @classmethod
     def about(cls) -> dict[str, str]:
-        """A one-line description of each setting, from the docstring's Attributes (empty under `python -OO`)."""
+        """A one-line description of each setting, from the docstring (empty under `python -OO`)."""
         text = inspect.cleandoc(cls.__doc__ or '')  # Python 3.13 does so itself
         entries = dict(re.findall(r'^ {4}(\w+): (.*(?:\n {8}.*)*)', text, re.M))
         return {name: ' '.join(entries.get(name, '').split()) for name in cls.names()}
 
     @classmethod
     def from_keywords(cls, config: Self | None, given: Mapping[str, Any], caller: str) -> Self:
-        """The settings that a function was given, either as `config` or as keywords; raises TypeError for others."""
+        """The settings that a function was given, as `config` or as keywords; TypeError for both, or for others."""
         refuse_unknown(given, cls.names(), caller)
         if config is None:
             return cls(**given)
@@ -77,12 +72,10 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str], caller: str) -> N
                             f"{', '.join(known)}.")
 
 
-def _or_none(none: str) -> str:
-    return f', or None for {none}' if none else ''
-
-
 def _kept(allowed: str, keep: Callable[[Any], Any], none: str = '') -> Check:
     """A check by a function that gives the value to keep; it raises an error, or gives None, for what is refused."""
+    allowed += f', or None for {none}' if none else ''
+
     def check(name: str, value: Any) -> Any:
         if value is None and none:
             return None
@@ -91,7 +84,7 @@ def _kept(allowed: str, keep: Callable[[Any], Any], none: str = '') -> Check:
         except (OverflowError, TypeError, ValueError):
             kept = None
         if kept is None:
-            raise ValueError(f'{name} must be {allowed}{_or_none(none)}; got {shown(value)}.')
+            raise ValueError(f'{name} must be {allowed}; got {shown(value)}.')
         return kept
     return check
 
@@ -99,15 +92,15 @@ def _kept(allowed: str, keep: Callable[[Any], Any], none: str = '') -> Check:
 def integer(least: int | None = 0, none: str = '') -> Check:
     """A whole number, of at least `least` unless that is None; or None, if `none` says what None stands for."""
     def keep(value: Any) -> int | None:
-        whole = isinstance(value, Integral) and not isinstance(value, bool) and (least is None or int(value) >= least)
-        return int(value) if whole else None  # NumPy integers too
+        whole = isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's too
+        return int(value) if whole and (least is None or value >= least) else None
     return _kept(f"a whole number{'' if least is None else f' of at least {least}'}", keep, none)
 
 
 def number(least: float = 0., most: float = math.inf, *, open: str = '', none: str = '') -> Check:
-    """A finite number from `least` to `most`; or None, if `none` says what None stands for.
+    """A finite number from `least` to `most`, without `least` if `open` is '(', without `most` if ')', or '()'.
 
-    `open` is '(' if `least` itself is not allowed, ')' if `most` is not, '()' for both.
+    None is allowed, too, if `none` says what it stands for.
     """
     allowed = f"a number {'above' if '(' in open else 'of at least'} {least:g}"
     if most < math.inf:
@@ -123,10 +116,11 @@ def number(least: float = 0., most: float = math.inf, *, open: str = '', none: s
 
 def one_of(allowed: Sequence[Any], none: str = '') -> Check:
     """One of a few words; or None, if `none` says what None stands for."""
+    words = ', '.join(allowed) + (f', or None for {none}' if none else '')
+
     def check(name: str, value: Any) -> Any:
         if (value is not None or not none) and value not in list(allowed):  # a list: the value may not be hashable
-            raise ValueError(f"Unknown {name} '{value}'. {suggest(str(value), allowed)}Allowed: {', '.join(allowed)}"
-                             f'{_or_none(none)}.')
+            raise ValueError(f"Unknown {name} '{value}'. {suggest(str(value), allowed)}Allowed: {words}.")
         return value
     return check
 
@@ -152,7 +146,7 @@ def shown(value: Any) -> str:
 
 
 def printable(text: str) -> bool:
-    """Whether text has nothing that a terminal would obey; lines, no-break spaces and zero-width joiners may be."""
+    """Whether text has nothing that a terminal would obey, but for lines."""
     return re.sub('[\n\u00a0\u200c\u200d]', '', text).isprintable()
 
 

@@ -19,7 +19,7 @@ from ..training.config import BEST, RECIPE
 from ..training.stages import read_run
 from .models import TOWERS, load, refuse_existing, save
 
-_SIZE = ('time', 'rank', 'phases', 'boundaries', 'init')  # what a size determines
+_SIZE = ('time', 'rank', 'phases', 'init')  # what a size determines
 
 
 def shrink(args: Any) -> None:
@@ -159,7 +159,7 @@ def convert(args: Any) -> None:
     --checkpoint --img-size
     --random  do not load weights
     --num-classes N0  number of classes; the head is random if the weights have another
-    --size SIZE  size of the result, such as 3M parameters, 25% or 10MB; chooses time, rank, phases, boundaries, init
+    --size SIZE  size of the result, such as 3M parameters, 25% or 10MB; chooses time, rank, phases, init
     --images IMAGES  folder of images, or an .npz, for --init svd_data, which --size uses if they are given
     --seed N0 [0]  seed of the choice of images
     --force  write into a folder that is not empty

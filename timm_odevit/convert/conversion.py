@@ -193,8 +193,6 @@ class Conversion:
         time = 'autonomous' if config.time == 'autonomous' else 'vectors of each layer'
         if config.rank:
             time += f', residuals of rank {config.rank}'
-        if isinstance(config.boundaries, tuple):
-            time += f", phases from layers {', '.join(map(str, (first, *config.boundaries)))}"
         solver = '; '.join(f'{ode.steps} steps on [{ode.t:g}, {ode.end:g}]' for ode in self.blocks)
         nfe = 'adaptive' if config.adaptive else (
             f'{sum(ode.steps for ode in self.blocks) * METHODS[config.method].evaluations} evaluations')

@@ -20,8 +20,6 @@ Layers = dict[int, dict[str, Tensor]]  # for each layer, its tensors by their na
 
 def borders(config: OdeConfig, count: int, first: int = 0) -> list[int]:
     """The layers, of `count` from `first` on, at which a span begins, except the first."""
-    if isinstance(config.boundaries, tuple):
-        return list(config.boundaries)
     phases = min(config.phases, count)
     return [first + round(i * count / phases) for i in range(1, phases)]
 
@@ -156,7 +154,7 @@ def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor,
     moments: Moments = {}
 
     def watch(key: tuple[int, str]):
-        def hook(_: nn.Module, args: Any) -> None:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             x = args[0].flatten(0, -2).float()
             moments[key] = moments.get(key, torch.zeros((), device=x.device)) + x.T @ x / len(x)
         return hook

@@ -94,10 +94,7 @@ def _of_the_settings(
             yield f'blocks={config.blocks}: {name} has blocks 0 to {depth - 1}.'
         if config.phases > layers:
             yield f'phases={config.phases}: there are {layers} layers. Allowed: 1 to {layers}.'
-        if isinstance(config.boundaries, tuple) and not all(first < b <= last for b in config.boundaries):
-            yield (f'boundaries={config.boundaries}: each must be a layer from {first + 1} to {last}, where a span can '
-                   'start.')
-    for setting in ('blocks', 'T', 'boundaries') if len(sites) > 1 else ():
+    for setting in ('blocks', 'T') if len(sites) > 1 else ():
         value = getattr(config, setting)
         if value != getattr(DEFAULT, setting):
             yield (f'{setting}={value!r} applies only to models with one sequence of blocks, but {name} has '
@@ -213,7 +210,7 @@ def choose_size(
         model: Model that can be converted.
         target: Largest size of the converted model: a number of parameters, such as 3_000_000 or '3M'; a share of the
             model's, such as 0.25 or '25%'; or what they take in the model's dtype, such as '10MB'.
-        config: All other settings; time, rank, phases, boundaries and init are chosen for you.
+        config: All other settings; time, rank, phases and init are chosen for you.
         init: How residuals are filled: 'svd', or 'svd_data', which keeps more but needs images to convert.
 
     Returns:
@@ -230,7 +227,7 @@ def choose_size(
     one_of(('svd', 'svd_data'))('init', init)
     if config.field != 'native':
         raise ValueError("choose_size works only for field='native'. Set time, rank and phases yourself.")
-    ranked = replace(config, time='low_rank', rank=1, phases=1, boundaries='uniform', init=init)
+    ranked = replace(config, time='low_rank', rank=1, phases=1, init=init)
     plain = replace(ranked, time='autonomous', rank=0, init='mean')
     check_convertible(model, plain)
 

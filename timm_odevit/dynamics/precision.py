@@ -86,7 +86,7 @@ def _errors(ode: OdeBlocks, flow: Flow, fine: int, each: Sequence[tuple[str, Any
     block_kwargs = (args[0] if given else ode.shared.context(args, kwargs)).block_kwargs
 
     def maps(method: str, steps: int, t: float, end: float) -> list[tuple[Any, float, float]]:
-        solver: Any = Solver(replace(ode.config, method=method, steps=steps, T=end - t, adjoint=False), ode.shared, t)
+        solver: Any = Solver(replace(ode.config, method=method, steps=steps, T=end - t), ode.shared, t)
         return [(lambda x, step=step: step(x, step.field.context((), block_kwargs, step.field.fold())),
                  step.t, step.t + step.h) for step in solver]
 

@@ -1,4 +1,5 @@
 """OdeBlocks: the drop-in replacement for `model.blocks`; views of a model with another number of steps."""
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,9 @@ from torch import Tensor, nn
 from ..settings import shown
 from .config import OdeConfig
 from .fields import Context, Field
+from .halting import HALTING, Readout, run_halting
 from .methods import METHODS, Step
-from .savings import HALTING, Readout, run_halting
-from .solver import Counts, Solver, solve_adaptive
+from .solver import Solver, solve_adaptive
 from .time_dependence import MergedField, shallow_copy, view
 
 __all__ = ['MERGED', 'OdeBlocks', 'count_parameters', 'find_ode_blocks', 'with_steps']
@@ -19,13 +20,26 @@ __all__ = ['MERGED', 'OdeBlocks', 'count_parameters', 'find_ode_blocks', 'with_s
 MERGED = 'This model is merged. Call `.restore()` on the object that `merge_()` returned.'
 
 
-class OdeBlocks(nn.Module):
-    """One shared block that a solver evaluates: a sequence of K steps that replaces L transformer blocks.
+class Counts(threading.local):
+    """What the last pass of each thread took: evaluations, if adaptive; steps of each image [B], if they may halt."""
+    evaluations = 0
+    steps: Tensor | None = None
 
-    The steps are modules, 'solver.0' to 'solver.K-1', so hooks, feature extraction and FX find K layers; they refer to
-    one field, `shared`. `steps`, `method` and `config` may be set at any time, which makes new steps (hooks on the old
-    ones are lost). An adaptive method solves [0, T] in one call, and runs the steps only if the host asks for states in
-    between. `before` and `after` are kept blocks of the base; `readout` maps a final state to the host's logits.
+    def __reduce__(self) -> Any:
+        return Counts, ()
+
+
+class _FeatureInfo(list):
+    """A list with a type of its own, because torch.export replaces the plain lists of a module with copies."""
+
+
+class OdeBlocks(nn.Module):
+    """A sequence of K steps of a solver, on one field, `shared`, that replaces transformer blocks.
+
+    The steps are modules, 'solver.0' to 'solver.K-1', so hooks, feature extraction and FX find K layers. `steps`,
+    `method` and `config` may be set at any time, which makes new steps (hooks on the old ones are lost). An adaptive
+    method solves [0, T] in one call, and runs the steps only if the host asks for states in between. `before` and
+    `after` are kept blocks of the base; `readout` maps a final state to the host's logits.
     """
     solver: Any
 
@@ -43,19 +57,19 @@ class OdeBlocks(nn.Module):
         self._make_steps(config)
 
     def _make_steps(self, config: OdeConfig) -> None:
-        for wrong, why in (
-                (config.tokens < 1 and not self.shared.has_attention_maps,
-                 f"tokens={config.tokens:g} needs timm's plain attention (no windows, RoPE or position bias), which "
-                 'this block does not use. Set tokens=1.'),
-                (config.halting and self.after, 'halting lets images leave after any step, but this model has blocks '
-                 'after the ODE that they would skip. Set halting=None.'),
-                (config.halting and HALTING[config.halting].needs_head and self.readout is None,
-                 f"halting='{config.halting}' needs a model with one sequence of blocks, whose "
-                 "`forward_head(norm(state))` gives its logits. Use 'acceleration'.")):
-            if wrong:
-                raise ValueError(why)
-        self.solver = Solver(config, self.shared, self.t, self.num_prefix_tokens).train(self.training)
-        self._config = config
+        if config.tokens < 1 and not self.shared.has_attention_maps:
+            raise ValueError(f'tokens={config.tokens:g} needs plain attention: no windows, RoPE or position bias. Set '
+                             'tokens=1.')
+        if config.halting and self.after:
+            raise ValueError('Images may leave after any step, but this model has blocks after the ODE that they would '
+                             'skip. Set halting=None.')
+        if config.halting and HALTING[config.halting].needs_head and self.readout is None:
+            raise ValueError(f"halting='{config.halting}' needs a model with one sequence of blocks, whose logits are "
+                             "forward_head(norm(state)). Use 'acceleration'.")
+        self._use(config, Solver(config, self.shared, self.t, self.num_prefix_tokens).train(self.training))
+
+    def _use(self, config: OdeConfig, solver: nn.ModuleList) -> None:
+        self._config, self.solver = config, solver
         self.feature_info[:] = [{**self.feature, 'module': f'blocks.{kind}.{i}'} for kind in (
             'before', 'solver', 'after') for i in range(len(getattr(self, kind)))]
 
@@ -72,11 +86,13 @@ class OdeBlocks(nn.Module):
 
     @config.setter
     def config(self, config: OdeConfig) -> None:
-        now, new = vars(self.config), vars(config)
-        fixed = [name for name in ('field', 'time', 'rank', 'phases', 'boundaries', 'blocks') if now[name] != new[name]]
-        if self.merged or fixed:
-            raise ValueError(MERGED if self.merged else f'{fixed[0]}={now[fixed[0]]!r} is fixed at conversion; got '
-                             f'{new[fixed[0]]!r}. Convert the original model again.')
+        if self.merged:
+            raise ValueError(MERGED)
+        for name in ('field', 'time', 'rank', 'phases', 'blocks'):
+            now, new = getattr(self.config, name), getattr(config, name)
+            if now != new:
+                raise ValueError(
+                    f'{name}={now!r} is fixed at conversion; got {new!r}. Convert the original model again.')
         self._make_steps(config)
 
     @property
@@ -94,7 +110,7 @@ class OdeBlocks(nn.Module):
 
     @method.setter
     def method(self, method: str) -> None:
-        self.config = replace(self.config, method=method, adjoint=self.config.adjoint and method not in METHODS)
+        self.config = replace(self.config, method=method)
 
     @property
     def end(self) -> float:
@@ -108,7 +124,7 @@ class OdeBlocks(nn.Module):
 
     @property
     def layers(self) -> list[int]:
-        """The layer of the base that each block of the sequence is, or, of a step, in which it starts."""
+        """The layer of the base that each block is, or in which a step starts."""
         first, after = int(self.t), 1 + (self.config.blocks[1] if self.config.blocks else 0)
         return [*range(first - len(self.before), first), *(int(step.t + 1e-6) for step in self.solver),
                 *range(after, after + len(self.after))]
@@ -116,15 +132,13 @@ class OdeBlocks(nn.Module):
     @property
     def nfe(self) -> int:
         """Field evaluations of a forward pass; for an adaptive method, of this thread's last pass, or 0."""
-        if self.config.adaptive:
-            return self._counts.evaluations
-        return self.steps * METHODS[self.method].evaluations
+        return self._counts.evaluations if self.config.adaptive else self.steps * METHODS[self.method].evaluations
 
     @property
     def evaluations(self) -> float:
         """Field evaluations of this thread's last pass, on average over its images."""
         taken = self.steps_taken
-        if self.config.adaptive or self.config.halting is None or taken is None or not len(taken):
+        if self.config.halting is None or taken is None or not len(taken):
             return self.nfe
         return float(taken.float().mean()) * METHODS[self.method].evaluations
 
@@ -146,7 +160,7 @@ class OdeBlocks(nn.Module):
             x = self._solve(x, [self.t, self.end], args, kwargs)[-1]
         elif self._halts(x):
             rule = HALTING[str(self.config.halting)](self.readout)
-            x, taken = run_halting(list(self._steps(args, kwargs)), x, rule, self.config.halting_threshold)
+            x, taken = run_halting([*self._steps(args, kwargs)], x, rule, self.config.halting_threshold)
         else:
             for step, context in self._steps(args, kwargs):
                 x = step(x, context)
@@ -157,7 +171,7 @@ class OdeBlocks(nn.Module):
         return x
 
     def trajectory(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """All states of the ODE, at its start and after each step [K + 1, B, N, D], for that at its start [B, N, D]."""
+        """The state at the start of the ODE [B, N, D], and that after each step [K + 1, B, N, D]."""
         if self.config.adaptive:
             return self._solve(x, [*(step.t for step in self.solver), self.end], args, kwargs)
         path = [x]
@@ -166,7 +180,7 @@ class OdeBlocks(nn.Module):
         return torch.stack(path)
 
     def _steps(self, args: Any, kwargs: Any) -> Iterator[tuple[Step, Context]]:
-        """Each step with the context that it is called with in one pass; every field is folded once."""
+        """Each step with its context; every field is folded once."""
         field, context = None, Context({})
         for step in self.solver:
             if step.field is not field:
@@ -180,15 +194,14 @@ class OdeBlocks(nn.Module):
         return states
 
     def _halts(self, x: Any) -> bool:
-        """Whether images may halt in this pass, by the values of their states and past no hook."""
+        # a graph has no values, and a hook on a step sees all images
         return (self.config.halting is not None and not self.training and not isinstance(x, torch.fx.Proxy)
                 and not x.is_meta and not any(step._forward_hooks or step._forward_pre_hooks for step in self.solver))
 
-    def with_config(self, config: OdeConfig) -> 'OdeBlocks':
-        """A shallow copy that shares the field and the kept blocks, but has steps of its own."""
+    def twin(self) -> 'OdeBlocks':
+        """A shallow copy that shares the field, the kept blocks and, at first, the steps."""
         twin = shallow_copy(self)
         twin._counts, twin.feature_info = Counts(), _FeatureInfo()
-        twin.config = config
         return twin
 
     def __len__(self) -> int:
@@ -201,28 +214,23 @@ class OdeBlocks(nn.Module):
         if not isinstance(index, slice):
             return list(self)[index]
         start, stop, stride = index.indices(len(self))
-        ahead, steps = len(self.before), len(self.solver)
-        low, high = max(start - ahead, 0), min(stop - ahead, steps)
+        ahead = len(self.before)
+        low, high = max(start - ahead, 0), min(stop - ahead, len(self.solver))
         if high <= low or stride != 1:
             return nn.Sequential(*list(self)[index])
-        first, last = self.solver[low], self.solver[high - 1]
+        part, first, last = self.twin(), self.solver[low], self.solver[high - 1]
         share = (last.t + last.h - first.t) / (self.end - self.t)  # of the time; the tokens merge as fast as here
         config = replace(self.config, steps=high - low, T=share * (self.end - self.t),
                          tokens=1. - share * (1. - self.config.tokens), halting=None)
-        part = OdeBlocks(
-            self.shared, config, self.feature, first.t, [*self.before][start:],
-            [*self.after][:max(stop - ahead - steps, 0)], None, self.num_prefix_tokens)
-        part.solver = nn.ModuleList([*self.solver][low:high])  # the same steps, with their hooks
-        for new in (part, part.before, part.solver, part.after):  # not what they share with this one
+        part.t, part.readout = first.t, None
+        part.before, part.after = self.before[start:], self.after[:max(stop - ahead - len(self.solver), 0)]
+        part._use(config, nn.ModuleList([*self.solver][low:high]))  # the same steps, with their hooks
+        for new in (part.before, part.solver, part.after):
             new.training = self.training
         return part
 
     def extra_repr(self) -> str:
         return f'{self.method}, {self.steps} steps on [{self.t:g}, {self.end:g}]'
-
-
-class _FeatureInfo(list):
-    """A list with a type of its own, because torch.export replaces the plain lists of a module with copies."""
 
 
 def find_ode_blocks(model: nn.Module) -> list[OdeBlocks]:
@@ -256,5 +264,7 @@ def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
     counts: list[Any] = list(steps) if isinstance(steps, (list, tuple)) else [steps] * len(stages)
     if len(counts) != len(stages):
         raise ValueError(f'steps must be a whole number, or one for each of {len(stages)} stages; got {steps!r}.')
-    return view(model, {
-        ode: ode.with_config(replace(ode.config, steps=count)) for ode, count in zip(stages, counts, strict=True)})
+    twins = {ode: ode.twin() for ode in stages}
+    for twin, count in zip(twins.values(), counts, strict=True):
+        twin.steps = count
+    return view(model, twins)

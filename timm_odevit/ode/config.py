@@ -1,23 +1,23 @@
 """OdeConfig: the settings that turn a stack of transformer blocks into an ODE; frozen, validated, serialisable."""
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..settings import Check, Settings, flag, integer, many, number, one_of, refuse_unknown, setting
+from ..settings import Settings, integer, many, number, one_of, refuse_unknown, setting
 from .fields import Field, LipschitzField, NativeField
+from .halting import HALTING
 from .methods import METHODS
-from .savings import HALTING
 
 __all__ = ['DEFAULT', 'FIELDS', 'GONE', 'HALTING', 'LARGEST_STEPS', 'PREFIX', 'OdeConfig', 'adaptive_methods']
 
 FIELDS: dict[str, type[Field]] = {'lipschitz': LipschitzField, 'native': NativeField}
 PREFIX = 'ode_'
 LARGEST_STEPS = 10_000  # each is a module
-GONE = ('averaged',)  # settings of earlier versions, which saved files may still have
+GONE: dict[str, tuple[Any, ...]] = {  # settings of earlier versions, with the values that saved files may still have
+    'averaged': (False, True), 'adjoint': (False,), 'boundaries': ('uniform',)}
 
 
 def adaptive_methods() -> list[str]:
-    """Those of the installed torchdiffeq, which this imports."""
     from torchdiffeq._impl.odeint import SOLVERS  # torchdiffeq publishes no list of its methods
     from torchdiffeq._impl.solvers import AdaptiveStepsizeODESolver
     return sorted(name for name, cls in SOLVERS.items() if issubclass(cls, AdaptiveStepsizeODESolver))
@@ -36,22 +36,12 @@ def _steps(name: str, value: Any) -> Any:
     return value
 
 
-def _layers(allowed: str, fit: Callable[[tuple[int, ...]], bool], otherwise: Any) -> Check:
-    """Some layers, or the one value that stands for others."""
-    def check(name: str, value: Any) -> Any:
-        if value == otherwise:
-            return value
-        layers = many(integer(0), allowed)(name, [value] if isinstance(value, int) else value)
-        if not fit(layers):
-            raise ValueError(f'{name} must be {allowed}; got {value!r}.')
-        return layers
-    return check
-
-
-_boundaries = _layers("'uniform', or strictly increasing layers, each at least 1, such as (7, 10)",
-                      lambda layers: list(layers) == sorted({*layers} - {0}), 'uniform')
-_blocks = _layers('the first and the last layer to convert, such as (3, 9)',
-                  lambda layers: len(layers) == 2 and layers[0] <= layers[1], None)
+def _blocks(name: str, value: Any) -> Any:
+    allowed = 'the first and the last layer to convert, such as (3, 9)'
+    layers = None if value is None else many(integer(0), allowed)(name, value)
+    if layers is not None and (len(layers) != 2 or layers[0] > layers[1]):
+        raise ValueError(f'{name} must be {allowed}; got {value!r}.')
+    return layers
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,30 +52,25 @@ class OdeConfig(Settings):
 
     Attributes:
         field: Vector field: 'native', the base model's own sub-layers, or 'lipschitz', the paper's.
-        method: Integration method: euler, midpoint, heun2, rk4, lie_trotter, strang, or an adaptive method of the
-            installed torchdiffeq, such as dopri5.
-        steps: Number K of steps on [0, T]; None for the number of converted layers; one number per stage for a model
-            with stages (Swin). An adaptive method chooses its own steps; K is then the number of states it reports.
+        method: Integration method: euler, midpoint, heun2, rk4, lie_trotter, strang, or an adaptive one of torchdiffeq,
+            such as dopri5.
+        steps: Number K of steps on [0, T], or of the states that an adaptive method reports; None for the number of
+            converted layers; one number per stage for a model with stages (Swin).
         T: End time, in blocks of the base model; None for the number of converted layers.
         time: How the shared block depends on t: 'autonomous', not at all; 'low_rank', its vectors (norms, biases,
             LayerScale) have a value per layer, each matrix a residual per layer, and a step uses their mean.
         rank: Rank of the residuals of 'low_rank'; 0 for vectors only.
-        phases: Number P of shared blocks, one per span of consecutive layers. No step crosses two spans: K is at least
-            P, and of equal spans, each has K // P steps, and the first K % P one more.
-        boundaries: First layer of each span except the first, such as (7, 10); 'uniform' for spans of equal length.
+        phases: Number P of shared blocks, one per span of consecutive layers, all of one length; K is at least P.
         init: Initial weights: 'mean' of the blocks that a shared block replaces; 'svd', also each layer's residual,
-            truncated to `rank`; 'svd_data', residuals fitted to the layer's inputs by least squares; 'spectral',
-            random, each matrix with spectral norm 1. None for 'svd' with a rank, else 'mean'.
+            truncated to `rank`; 'svd_data', residuals fitted to the layer's inputs; 'spectral', random, each matrix
+            with spectral norm 1. None for 'svd' with a rank, else 'mean'.
         blocks: First and last layer to convert, such as (3, 9); None for all.
         rtol: Relative tolerance of an adaptive method, dimensionless.
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
-        adjoint: Backpropagate through an adaptive solution by the adjoint method (arXiv 1806.07366): its memory does
-            not grow with the number of evaluations; at the default tolerance, gradients are wrong by 2 to 3 %.
-        tokens: Share of the patch tokens left at T. Between steps, similar tokens are merged, so their number falls
+        tokens: Share of the patch tokens left at T: between steps, similar ones are merged, so their number falls
             linearly in t. Needs plain attention (no windows, RoPE or position bias).
-        halting: Rule by which an image leaves the batch before the last step: 'entropy' of the class probabilities
-            after each step, or 'acceleration' of the state; None for no halting. Images halt only in eval mode, if the
-            model runs all blocks in one call and no step has a hook.
+        halting: Rule by which an image leaves the batch before the last step, in eval mode, if no step has a hook:
+            'entropy' of the class probabilities, or 'acceleration' of the state; None for no halting.
         halting_threshold: An image halts once its score is at most this; dimensionless; see `calibrate_halting`.
 
     Raises ValueError for a setting that is out of range.
@@ -105,35 +90,29 @@ class OdeConfig(Settings):
     time: str = setting('autonomous', one_of(('autonomous', 'low_rank')))
     rank: int = setting(0, integer(0))
     phases: int = setting(1, integer(1))
-    boundaries: str | tuple[int, ...] = setting('uniform', _boundaries)
     init: str | None = setting(
         None, one_of(('mean', 'spectral', 'svd', 'svd_data'), none="'svd' with a rank, else 'mean'"))
     blocks: tuple[int, int] | None = setting(None, _blocks)
     rtol: float = setting(1e-3, number(0., open='('))
     atol: float = setting(1e-3, number(0., open='('))
-    adjoint: bool = setting(False, flag)
     tokens: float = setting(1., number(0., 1., open='('))
     halting: str | None = setting(None, one_of(tuple(HALTING), none='no halting'))
     halting_threshold: float = setting(0., number(0.))
 
     def _check(self) -> dict[str, Any]:
-        phases = self.phases if self.boundaries == 'uniform' else len(self.boundaries) + 1
-        init = self.init or ('svd' if self.rank else 'mean')
-        adaptive, saving = self.adaptive, 'tokens' if self.tokens < 1 else 'halting' if self.halting else ''
+        init, timed = self.init or ('svd' if self.rank else 'mean'), self.time == 'low_rank'
+        saving = 'tokens' if self.tokens < 1 else 'halting' if self.halting else ''
         for wrong, why in (
-                (self.rank and self.time != 'low_rank', f"rank={self.rank} applies only to time='low_rank'"),
-                (self.phases not in (1, phases), f'{phases - 1} boundaries make {phases} phases, not {self.phases}'),
-                (init in ('svd', 'svd_data') and self.time != 'low_rank',
-                 f"init '{init}' fills the residuals of time='low_rank'; got time='{self.time}'"),
+                (self.rank and not timed, f"rank={self.rank} applies only to time='low_rank'."),
+                (init in ('svd', 'svd_data') and not timed,
+                 f"init '{init}' fills the residuals of time='low_rank'; got time='{self.time}'."),
                 (init == 'svd_data' and not FIELDS[self.field].fits_layers,
-                 "init 'svd_data' fits the base's own layers, so it needs field='native'. Use 'svd'"),
-                (self.adjoint and not adaptive, f"adjoint needs an adaptive method, such as dopri5; '{self.method}' "
-                 'has fixed steps. To save memory there, use model.set_grad_checkpointing()'),
-                (saving and adaptive, f"{saving} needs fixed steps, but '{self.method}' chooses its own. Use one of "
-                 f"{', '.join(METHODS)}")):
+                 "init 'svd_data' fits the base's own layers, so it needs field='native'. Use 'svd'."),
+                (saving and self.adaptive, f"{saving} needs fixed steps, but '{self.method}' chooses its own. Use one "
+                 f"of {', '.join(METHODS)}.")):
             if wrong:
-                raise ValueError(f'{why}.')
-        return {'phases': phases, 'init': init}
+                raise ValueError(why)
+        return {'init': init}
 
     @property
     def adaptive(self) -> bool:
@@ -142,18 +121,17 @@ class OdeConfig(Settings):
 
     @property
     def steps_and_end(self) -> tuple[int, float]:
-        """Number K of steps and end time T; ValueError if one of them is still to be taken from the base model."""
+        """Number K of steps and end time T, which must be known."""
         if not isinstance(self.steps, int) or self.T is None:
-            raise ValueError(
-                f'steps and T are needed here; got {self.steps} and {self.T}. Set both: OdeConfig(steps=12, T=12).')
+            raise ValueError(f'steps and T are needed here; got {self.steps} and {self.T}. Set both.')
         return self.steps, self.T
 
     def converted_layers(self, depth: int) -> tuple[int, int]:
-        """The first and the last converted layer of a sequence of `depth` layers."""
+        """The first and the last converted layer of `depth`."""
         return self.blocks or (0, depth - 1)
 
     def resolve(self, depth: int, stage: int = 0) -> 'OdeConfig':
-        """The configuration of one stage, with steps and T filled in for `depth` converted layers."""
+        """The settings of one stage, with steps and T filled in for `depth` converted layers."""
         steps = self.steps[stage] if isinstance(self.steps, tuple) else self.steps
         return replace(self, steps=depth if steps is None else steps, T=depth if self.T is None else self.T)
 
@@ -163,14 +141,13 @@ class OdeConfig(Settings):
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any], caller: str, prefix: str = PREFIX) -> 'OdeConfig':
-        """The settings from keywords with a prefix ('' in recipes); TypeError, in the caller's name, if one is unknown.
-
-        Earlier versions called low_rank of rank 0 'vectors', and could leave out the mean over a step (`averaged`).
-        """
+        """The settings from keywords with a prefix; TypeError, in the caller's name, if one is unknown."""
         values = {name.removeprefix(prefix): value for name, value in args.items()}
-        values = {name: value for name, value in values.items() if name not in GONE}
+        for name, accepted in GONE.items():
+            if (value := values.pop(name, accepted[0])) not in accepted:
+                raise ValueError(f'{prefix}{name}={value!r} is no longer possible. Convert the original model again.')
         refuse_unknown([prefix + name for name in values], [prefix + name for name in cls.names()], caller)
-        if values.get('time') == 'vectors':
+        if values.get('time') == 'vectors':  # as earlier versions called low_rank of rank 0
             values['time'] = 'low_rank'
         return cls(**values)
 

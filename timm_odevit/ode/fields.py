@@ -1,4 +1,4 @@
-"""Vector fields: what the solver integrates. A field is the sum of an attention and an MLP sub-flow."""
+"""Vector fields: what the solver integrates, the sum of an attention and an MLP sub-flow."""
 import copy
 import inspect
 from collections import OrderedDict
@@ -16,10 +16,9 @@ Module = TypeVar('Module', bound=nn.Module)
 
 
 class Groups(NamedTuple):
-    """The group of each token [B, N], prefix tokens first; the size of each group, and one of its tokens [B, G]."""
+    """The group of each token [B, N], prefix tokens first, and the size of each group [B, G]."""
     numbers: Tensor
     sizes: Tensor
-    first: Tensor
 
 
 class Context(NamedTuple):
@@ -31,30 +30,26 @@ class Context(NamedTuple):
 
 
 class Field(nn.Module):
-    """A vector field psi(t, x) = G(t, x) + F(t, x): G is attention, which mixes tokens; F is the MLP on each token.
+    """A vector field psi(t, x) = attention(t, x) + mlp(t, x); one that cannot be split overrides `both`.
 
-    A field that can be split has `attention` (G) and `mlp` (F); others override `both`. t is a float or a 0-dim tensor.
+    t is a float or a 0-dim tensor.
     """
     about: str = ''  # what its sub-layers are, for the report of a conversion
     fits_layers: bool = False  # whether it has the base's own layers, which init 'svd_data' can fit
     names: tuple[str, ...] = ('attn_mask', 'is_causal')  # what a host's blocks take after the state, in order
-    attention_prefixes: tuple[str, ...] = ()  # of the parameters of G; all others belong to F
+    attention_prefixes: tuple[str, ...] = ()  # of the parameters of the attention; all others belong to the MLP
     depends_on_time: bool = False  # within a phase
     jumps: Sequence[float] = ()  # times at which it is not continuous, increasing
     borders: Sequence[float] = ()  # times that no step crosses: another phase begins
     has_attention_maps: bool = False
     attention: Any
     mlp: Any
+    probabilities: Any  # of the attention [B, heads, N, N]
     like: Any  # (blocks): a field with the structure of some blocks of the base
     values: Any  # (block): what a block gives its parameters and buffers, by name
 
     def forward(self, t: float, x: Tensor, context: Context | None = None, part: str = '') -> Tensor:
-        context = Context({}) if context is None else context
-        if part == 'attention':
-            return self.attention(t, x, context)
-        if part == 'mlp':
-            return self.mlp(t, x, context)
-        return self.both(t, x, context)
+        return getattr(self, part or 'both')(t, x, Context({}) if context is None else context)
 
     def both(self, t: float, x: Tensor, context: Context) -> Tensor:
         return self.attention(t, x, context) + self.mlp(t, x, context)
@@ -64,11 +59,11 @@ class Field(nn.Module):
         return Context({**dict(zip(self.names[:len(args)], args, strict=False)), **kwargs}, weights)
 
     def fold(self) -> list[Tensor] | None:
-        """What depends on the parameters alone and is computed once per forward pass, for `Context.weights`."""
+        """What is computed once per forward pass, for `Context.weights`."""
         return None
 
     def select(self, t: float) -> Any:
-        """The field that applies at t, of those of its phases."""
+        """The field of the phase at t."""
         return self
 
     @property
@@ -77,14 +72,13 @@ class Field(nn.Module):
 
     def attention_map(self, t: float, x: Tensor, interval: tuple[float, float] | None = None) -> Tensor:
         """The attention probabilities [B, heads, N, N] in float32, before dropout."""
-        raise ValueError(f'{type(self).__name__} has no attention maps: windows, RoPE or a position bias play a part.')
+        if not self.has_attention_maps:
+            raise ValueError(f'{type(self).__name__} has no attention maps: it has windows, RoPE or a position bias.')
+        return self(t, x, Context({}, interval=interval), 'probabilities')
 
 
 class NativeField(Field):
-    """The base model's own sub-layers, with all their parts (LayerScale, qk-norm, biases, RoPE, ...).
-
-    This class takes pre-norm blocks (norm1, attn, ls1, norm2, mlp, ls2); subclasses take the other kinds.
-    """
+    """The base model's own sub-layers; of pre-norm blocks (norm1, attn, ls1, norm2, mlp, ls2), others by subclasses."""
     about, fits_layers = "the base's own", True
     attention_prefixes: tuple[str, ...] = ('block.norm1', 'block.attn', 'block.ls1', 'block.gamma_1')
     block: Any
@@ -117,19 +111,14 @@ class NativeField(Field):
         plain = type(self).attention is NativeField.attention  # wrappers such as FSDP2 change the class
         return plain and type(self.block.attn) is Attention
 
-    def attention_map(self, t, x, interval=None):
-        if not self.has_attention_maps:
-            return super().attention_map(t, x)
+    def probabilities(self, t: float, x: Tensor, context: Context) -> Tensor:
         attn = self.block.attn
         q, k, _ = _heads(attn.qkv(self.block.norm1(x)), attn.num_heads)
         return _probabilities(attn.q_norm(q), attn.k_norm(k), attn.scale)
 
 
 class CenterNorm(nn.Module):
-    """gamma * D / (D - 1) * (x - mean(x)) + beta: a LayerNorm without the division, and thus Lipschitz.
-
-    Shape: [..., D] to [..., D]. Source: LipsFormer, arXiv 2304.09856.
-    """
+    """gamma * D / (D - 1) * (x - mean(x)) + beta, over the last dimension D. Source: LipsFormer, arXiv 2304.09856."""
 
     def __init__(self, dim: int, device=None, dtype=None) -> None:
         super().__init__()
@@ -153,8 +142,8 @@ class CenterNorm(nn.Module):
 class LipschitzField(Field):
     """The paper's field (arXiv 2511.16501): bias-free self-attention and a bias-free MLP, each behind a CenterNorm.
 
-    A CenterNorm is linear, so it is one matrix product with the projection behind it. The weights of qkv and fc1 are
-    read, but these modules are not called: put hooks and wrappers on the field or on a step.
+    A CenterNorm is linear, so it is one matrix product with the projection behind it, qkv or fc1, whose hooks thus do
+    not fire.
     """
     about = 'new: no biases, no qk-norm, CenterNorm instead of LayerNorm'
     attention_prefixes = ('norm1', 'qkv', 'proj')
@@ -226,7 +215,7 @@ class LipschitzField(Field):
         y = self.proj_drop(self.act(F.linear(x, weight, bias)))
         return self.drop_path(self.proj_drop(self.fc2(y)))
 
-    def attention_map(self, t, x, interval=None):
+    def probabilities(self, t: float, x: Tensor, context: Context) -> Tensor:
         q, k, _ = _heads(self.qkv(self.norm1(x)), self.num_heads)
         return _probabilities(q, k, self.scale)
 
@@ -243,7 +232,7 @@ def _probabilities(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def copy_module(module: Module, hooks: bool) -> Module:
-    """Deep-copy everything but the hooks, which may hold what cannot be copied: the copy shares them, or has none."""
+    """A deep copy that shares the hooks, which may hold what cannot be copied, or has none."""
     memo: dict[int, Any] = {}
     for inner in module.modules():
         memo.update({id(value): value.copy() if hooks else OrderedDict() for name, value in vars(inner).items()

@@ -1,11 +1,15 @@
-"""The integration methods: a class of steps for each. A step maps the state at t to the state at t + h."""
+"""The integration methods: a class of steps for each. A step maps the state at t to the state at t + h.
+
+Sources: Hairer, Nørsett & Wanner, Solving ODEs I, II.1; for splitting, Hairer, Lubich & Wanner, Geometric Numerical
+Integration, II.5.
+"""
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .fields import Context, Field
-from .savings import TokenMerging
+from .tokens import TokenMerging
 
 __all__ = ['METHODS', 'RungeKutta', 'Step']
 
@@ -25,8 +29,8 @@ class Step(nn.Module):
         self.set_field(field)
 
     def set_field(self, field: Field) -> None:
-        """Hold a field, of several phases the one that applies where the step starts."""
-        # not as a submodule: the field is named, saved, moved and trained once, as the blocks' `shared`
+        """Hold a field, of several phases the one that applies where the step starts; not as a submodule."""
+        # it is named, saved, moved and trained once, as the blocks' `shared`
         self.__dict__['field'] = field.select(self.t) if len(field.phases) > 1 else field
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -43,10 +47,7 @@ class Step(nn.Module):
 
 
 class RungeKutta(Step):
-    """An explicit Runge-Kutta method: its nodes, the lower triangle of its Butcher matrix, by rows, and its weights.
-
-    Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.1.
-    """
+    """An explicit Runge-Kutta method: its nodes, the lower triangle of its Butcher matrix, by rows, and its weights."""
     nodes: tuple[float, ...]  # fractions of h
     a: tuple[tuple[float, ...], ...]
     b: tuple[float, ...]
@@ -86,10 +87,7 @@ class RK4(RungeKutta):
 
 
 class LieTrotter(Step):
-    """Attention for h, then the MLP for h, each by an Euler step; at h = 1, this is the pre-norm transformer block.
-
-    Source: Hairer, Lubich & Wanner, Geometric Numerical Integration, II.5.
-    """
+    """Attention for h, then the MLP for h, each by an Euler step; at h = 1, this is the pre-norm transformer block."""
     order, evaluations, splits = 1, 1, True
 
     def advance(self, x: Tensor, context: Context) -> Tensor:
@@ -98,10 +96,7 @@ class LieTrotter(Step):
 
 
 class Strang(Step):
-    """The MLP for h/2, attention for h, the MLP for h/2, each by one midpoint step: six half evaluations.
-
-    Source: Hairer, Lubich & Wanner, Geometric Numerical Integration, II.5.
-    """
+    """The MLP for h/2, attention for h, the MLP for h/2, each by one midpoint step: six half evaluations."""
     order, evaluations, splits = 2, 3, True
 
     def advance(self, x: Tensor, context: Context) -> Tensor:

@@ -1,7 +1,7 @@
 """The steps that a configuration asks for, adaptive methods by way of torchdiffeq, and the solver for any field."""
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from .config import OdeConfig
 from .fields import Context, Field
 from .methods import METHODS, Step
-from .savings import TokenMerging
+from .tokens import TokenMerging
 
-__all__ = ['Counts', 'Solver', 'integrate', 'solve_adaptive']
+__all__ = ['Solver', 'integrate', 'solve_adaptive']
 
 _SAME = 1e-6  # times that differ by rounding
 
@@ -22,11 +22,11 @@ class Solver(nn.ModuleList):
     """The K steps of a resolved configuration on [t, t + T]; what a step does is in methods.py."""
 
     def __init__(self, config: OdeConfig, field: Field, t: float = 0., num_prefix_tokens: int = 0) -> None:
-        T = config.steps_and_end[1]
         grid = layout(config, field.borders, t)
         if config.adaptive:
             super().__init__(AdaptiveStep(field, start, h, config) for start, h in grid)
         else:
+            T = config.steps_and_end[1]
             merging = TokenMerging(config.tokens, num_prefix_tokens, t, T) if config.tokens < 1 else None
             super().__init__(METHODS[config.method](field, start, h, merging) for start, h in grid)
 
@@ -34,8 +34,7 @@ class Solver(nn.ModuleList):
 def layout(config: OdeConfig, borders: Sequence[float], t: float = 0.) -> list[tuple[float, float]]:
     """Start and length of the K steps on [t, t + T], which cross no border of two spans.
 
-    Each span has a step; then one more goes where steps are longest, to the first of equals: of P spans of one length,
-    each has K // P steps, and the first K % P one more.
+    Each span has a step; then one more goes where steps are longest, to the first of equals.
     """
     steps, T = config.steps_and_end
     starts = [0., *(b - t for b in borders if t + _SAME < b < t + T - _SAME)]
@@ -47,15 +46,6 @@ def layout(config: OdeConfig, borders: Sequence[float], t: float = 0.) -> list[t
         counts[ratios.index(max(ratios))] += 1
     return [(t + start + i * (length / n), length / n)
             for start, length, n in zip(starts, lengths, counts, strict=True) for i in range(n)]
-
-
-class Counts(threading.local):
-    """What the last pass of each thread took: evaluations, if adaptive; steps of each image [B], if they may halt."""
-    evaluations = 0
-    steps: Tensor | None = None
-
-    def __reduce__(self) -> Any:
-        return Counts, ()
 
 
 class AdaptiveStep(Step):
@@ -73,55 +63,38 @@ class AdaptiveStep(Step):
 
 
 def solve_adaptive(
-        field: Field, x0: Tensor, times: Sequence[float], config: OdeConfig, context: Context) -> tuple[Tensor, int]:
-    """The states at some times [len(times), B, N, D] from x0 [B, N, D], and how often an adaptive method evaluated."""
-    if x0.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"'{config.method}' controls its error and needs float32 or float64; got {x0.dtype}. Use a "
+        field: Field, x: Tensor, times: Sequence[float], config: OdeConfig, context: Context) -> tuple[Tensor, int]:
+    """The states at some times [len(times), B, N, D], x at the first, and how often an adaptive method evaluated."""
+    if x.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"'{config.method}' controls its error and needs float32 or float64; got {x.dtype}. Use a "
                          f"fixed-step method ({', '.join(METHODS)}) or a float32 model.")
-    if not x0.numel():  # an empty state has no error to measure
-        return x0.expand(len(times), *x0.shape), 0
+    if not x.numel():  # an empty state has no error to measure
+        return x.expand(len(times), *x.shape), 0
+    import torchdiffeq
+    states, evaluations = [x], 0
+
+    def slope(piece: Field, context: Context, t: Tensor, x: Tensor) -> Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        return piece(t, x, context, '')
     # no error estimate holds across a jump of the field: each piece between two is solved separately, with its weights
     jumps = [t for t in field.jumps if times[0] + _SAME < t < times[-1] - _SAME]
-    unwanted = [jump for jump in jumps if all(abs(jump - t) >= _SAME for t in times)]
-    x, states, evaluations = x0, [x0], 0
     for start, end in pairwise([times[0], *jumps, times[-1]]):
-        inner = [start, *(t for t in times if start + _SAME < t < end - _SAME), end]
-        piece, count = _solve_smooth(field.select(start), x, inner, config, context._replace(interval=(start, end)))
-        states += (piece[1:-1] if end in unwanted else piece[1:]).unbind()
-        x, evaluations = piece[-1], evaluations + count
+        piece, inner = field.select(start), [t for t in times if start + _SAME < t < end - _SAME]
+        inside = context._replace(weights=piece.fold(), interval=(start, end))
+        grid = torch.tensor([start, *inner, end], dtype=x.dtype, device=x.device)
+        try:
+            path = torchdiffeq.odeint(
+                partial(slope, piece, inside), x, grid, rtol=config.rtol, atol=config.atol, method=config.method)
+        except AssertionError as e:  # torchdiffeq raises it if the step size underflows or the state is not finite
+            raise FloatingPointError(
+                f"'{config.method}' failed between t = {start:g} and {end:g} after {evaluations} evaluations: {e}. "
+                'Loosen rtol and atol, or check the field for divergence.') from e
+        x = path[-1]
+        states += path[1:-1].unbind()
+        if any(abs(end - t) < _SAME for t in times):
+            states.append(x)
     return torch.stack(states), evaluations
-
-
-def _solve_smooth(
-        field: Field, x0: Tensor, times: Sequence[float], config: OdeConfig, context: Context) -> tuple[Tensor, int]:
-    import torchdiffeq
-
-    # the adjoint evaluates the field again in the backward pass, outside autocast; there it folds its own weights
-    counted = _Counted(field, context._replace(weights=None if config.adjoint else field.fold()))
-    grid = torch.tensor(times, dtype=x0.dtype, device=x0.device)
-    options: dict[str, Any] = dict(rtol=config.rtol, atol=config.atol, method=config.method)
-    if config.adjoint:
-        passed = [v for v in context.block_kwargs.values() if isinstance(v, Tensor) and v.requires_grad]
-        options['adjoint_params'] = (*counted.parameters(), *passed)
-    try:
-        solve = torchdiffeq.odeint_adjoint if config.adjoint else torchdiffeq.odeint
-        return solve(counted, x0, grid, **options), counted.evaluations
-    except AssertionError as e:  # torchdiffeq raises it if the step size underflows or the state is not finite
-        raise FloatingPointError(
-            f"'{config.method}' failed between t = {times[0]:g} and {times[-1]:g} after {counted.evaluations} "
-            f'evaluations: {e}. Loosen rtol and atol, or check the field for divergence.') from e
-
-
-class _Counted(nn.Module):
-    """field(t, x) for torchdiffeq, with its context, and its evaluations counted."""
-
-    def __init__(self, field: nn.Module, context: Context) -> None:
-        super().__init__()
-        self.field, self.context, self.evaluations = field, context, 0
-
-    def forward(self, t: Tensor, x: Tensor) -> Tensor:
-        self.evaluations += 1  # the adjoint's own evaluations come later, in the backward pass
-        return self.field(t, x, self.context, '')
 
 
 def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, keep: bool = False) -> Tensor:
@@ -154,22 +127,20 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
     if splits and not (module is field or hasattr(field, 'attention')):
         raise ValueError(f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does "
                          "not have. Use an unsplit method, such as 'rk4'.")
-    if config.adjoint and not isinstance(field, nn.Module):
-        raise ValueError('adjoint finds the parameters of a field that is an nn.Module; this one is a '
-                         f'{type(field).__name__}. Set adjoint=False.')
     solver: Any = Solver(replace(config, tokens=1.), module)
     if config.adaptive:
         times = [step.t for step in solver] if keep else [0.]
-        path = solve_adaptive(module, x0, [*times, solver[-1].interval[1]], config, module.context((), {}))[0]
+        path = solve_adaptive(module, x0, [*times, solver[-1].interval[1]], config, Context({}))[0]
         return path if keep else path[-1]
-    x, states = x0, [x0]
+    states = [x0]
     for i, step in enumerate(solver, 1):
-        x = step(x)
+        x = step(states[-1])
         if not torch.isfinite(x).all():
             raise FloatingPointError(f'The state is not finite after step {i} of {len(solver)} (t = '
                                      f"{step.t + step.h:g}, '{config.method}'). Use more steps or a smaller T.")
-        if keep:
-            states.append(x)
+        if not keep:
+            states.clear()
+        states.append(x)
     return torch.stack(states) if keep else x
 
 

@@ -1,7 +1,6 @@
 """Fields that depend on time: parameters with a value per layer, and phases with a block each.
 
-They run a block with other weights through shallow copies of its modules: a running model must not be changed, because
-another thread may be running it too.
+A block runs with other weights through shallow copies of its modules: another thread may be running the model, too.
 """
 import math
 from collections.abc import Mapping, Sequence
@@ -27,20 +26,19 @@ Module = TypeVar('Module', bound=nn.Module)
 
 @register_notrace_module  # FX would look up the parameters in the base field and miss the residuals
 class TimeField(Field):
-    """A field whose parameters are those of a base field plus a residual for each layer of the base model.
+    """A field whose parameters are those of a base field plus a residual for each layer: v + d(t), W + B(t) A(t).
 
-    A vector v becomes v + d(t), a matrix W becomes W + B(t) A(t), with A and B of rank r (0 for vectors only). The
-    residual of layer l applies from t = l to the next layer; over the interval of a step, residuals are averaged.
-
-    Source: Relaxed Recursive Transformers, arXiv 2410.20672.
+    A and B are of rank r; with 0, only vectors have residuals. The residual of layer l applies from t = l to the next
+    layer; over the interval of a step, they are averaged. Source: Relaxed Recursive Transformers, arXiv 2410.20672.
     """
     depends_on_time = True
 
     def __init__(self, base: Field, layers: Sequence[int], rank: int = 0) -> None:
         super().__init__()
-        self.base, self.names, self.layers, self.rank = base, base.names, tuple(layers), rank
+        self.base, self.names, self.layers = base, base.names, tuple(layers)
+        self.jumps = [float(layer) for layer in self.layers[1:]]
         self.vectors, self.up, self.down = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
-        L = len(self.layers)
+        self.statistics, L = nn.Module(), len(self.layers)
         for name, p in base.named_parameters():
             key = name.replace('.', '-')
             if p.ndim <= 1:
@@ -52,11 +50,6 @@ class TimeField(Field):
                 # not 0 as well: with both factors 0, neither gets a gradient
                 down = torch.randn(L, r, N, device=p.device, dtype=p.dtype) / N ** 0.5
                 self.down[key] = nn.Parameter(down, p.requires_grad)
-        self.statistics = nn.Module()
-
-    @property
-    def jumps(self):
-        return [float(layer) for layer in self.layers[1:]]
 
     @property
     def has_attention_maps(self):
@@ -72,19 +65,16 @@ class TimeField(Field):
             return functional_call(self.base, tensors, (t, x, context, part), tie_weights=False)
         return _with_tensors(self.base, tensors)(t, x, context, part)
 
-    def attention_map(self, t, x, interval=None):
-        return _with_tensors(self.base, self.at(t, 'attention', interval)).attention_map(t, x)
-
     def at(self, t: float, part: str = '', interval: tuple[float, float] | None = None) -> dict[str, Tensor]:
-        """The parameters of the base at t, or averaged over an interval: those of its attention, of its MLP, or all."""
+        """The parameters of the base, of a part of it or all, at t or averaged over an interval."""
         shares = [(_last(self.layers, t), 1.)] if interval is None else self._shares(*interval)
         parameters = {residual_key(name): (name, p) for name, p in self.base.named_parameters()}
         if missing := [key.replace('-', '.') for key in (*self.vectors, *self.up) if key not in parameters]:
             raise RuntimeError(f"{', '.join(missing)}: these parameters have residuals but are no longer in the shared "
-                               'block. Put back what was replaced, or convert again.')
+                               'block. Put them back, or convert again.')
         merged = {}
         for key, (name, p) in parameters.items():
-            if part and name.startswith(self.base.attention_prefixes) != (part == 'attention'):
+            if part and name.startswith(self.base.attention_prefixes) == (part == 'mlp'):
                 continue
             if key in self.vectors:
                 merged[name] = p + sum(share * self.vectors[key][i] for i, share in shares)
@@ -98,40 +88,29 @@ class TimeField(Field):
         return merged
 
     def _shares(self, start: float, end: float) -> list[tuple[int, float]]:
-        """The index of each layer that applies in an interval, and its share of it."""
+        """The index of each layer in an interval, and its share of it."""
         bounds = [-math.inf, *self.layers[1:], math.inf]
         shares = [(min(end, b) - max(start, a)) / (end - start) for a, b in pairwise(bounds)]
         return [(i, 1. if share > 1. - 1e-6 else share) for i, share in enumerate(shares) if share > 1e-6]
 
-    def extra_repr(self) -> str:
-        return f'layers={list(self.layers)}, rank={self.rank}'
-
 
 class PiecewiseField(Field):
-    """Several fields, one at a time: fields[which[i]] from times[i] to times[i + 1]. Source: Raptor, arXiv 2512.19941.
-
-    The first piece also applies before the first time, the last one after the last. No step crosses a border.
+    """Several fields, one at a time: fields[which[i]] from times[i] to times[i + 1], and before the first and after the
+    last time. No step crosses a border. Source: Raptor, arXiv 2512.19941.
     """
 
     def __init__(self, fields: Sequence[Field], times: Sequence[float], which: Sequence[int],
                  borders: Sequence[float] = ()) -> None:
         super().__init__()
-        self.borders = tuple(borders)
-        self.fields = nn.ModuleList(fields)
-        self.times, self.which, self.names = tuple(times), tuple(which), fields[0].names
-
-    @property
-    def depends_on_time(self):
-        return any(field.depends_on_time for field in self.fields)
+        self.fields, self.names = nn.ModuleList(fields), fields[0].names
+        self.times, self.which, self.borders = tuple(times), tuple(which), tuple(borders)
+        self.depends_on_time = any(field.depends_on_time for field in fields)
+        self.jumps = [float(t) for t, (a, b) in zip(self.times[1:], pairwise(self.which), strict=True)
+                      if a != b or self.depends_on_time]
 
     @property
     def has_attention_maps(self):
         return all(field.has_attention_maps for field in self.fields)
-
-    @property
-    def jumps(self):
-        return [float(t) for t, (a, b) in zip(self.times[1:], pairwise(self.which), strict=True)
-                if a != b or self.depends_on_time]
 
     @property
     def phases(self):
@@ -142,12 +121,6 @@ class PiecewiseField(Field):
 
     def forward(self, t, x, context=None, part=''):
         return self.select(t)(t, x, context, part)
-
-    def attention_map(self, t, x, interval=None):
-        return self.select(t).attention_map(t, x, interval)
-
-    def extra_repr(self) -> str:
-        return f'times={self.times}, which={self.which}'
 
 
 class MergedField(PiecewiseField):

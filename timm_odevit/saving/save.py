@@ -177,7 +177,7 @@ def describe(
             architecture = 'odevit_converted'
         config = blocks[0].config
         if len(blocks) > 1:  # stages: leave out what each derives from its own depth
-            config = replace(config, steps=tuple(b.steps for b in blocks), T=None, boundaries='uniform')
+            config = replace(config, steps=tuple(b.steps for b in blocks), T=None)
         args.update(config.to_args())
     args = json.loads(json.dumps(args))
     with on_meta():
