@@ -72,7 +72,7 @@ def plain_student(model: nn.Module, parameters: int) -> nn.Module | None:
     if len(sites) > 1 or count < 1:
         return None
     architecture, args, _ = describe(model)
-    prefix = f'{sites[0].name}.blocks.'.lstrip('.')
+    prefix = sites[0].prefix
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefix)}
     for i, layer in enumerate(torch.linspace(0, len(blocks) - 1, count).round().int().tolist()):
         state.update({f'{prefix}{i}.{name}': tensor for name, tensor in blocks[layer].state_dict().items()})
