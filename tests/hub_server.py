@@ -37,39 +37,26 @@ class Repo:
         return oid, self.commits[oid]
 
 
-def is_lfs(path):
-    return path.endswith('.safetensors')
-
-
-def oid_of(path, content):
-    if is_lfs(path):
-        return hashlib.sha256(content).hexdigest()
-    return hashlib.sha1(f'blob {len(content)}\0'.encode() + content).hexdigest()
-
-
 def errors_in_card(content):
     """What the Hub's check of a card's metadata would say, for the fields that this project writes."""
     found = re.match(r'---\n(.*?)\n---\n', content, re.S)
     data = yaml.safe_load(found[1]) if found else {}
-    errors = [] if isinstance(data.get('license'), str) and data['license'] in LICENSES else ['"license" must be one of the list']
-    if data.get('pipeline_tag') not in (None, *TASKS):
-        errors.append('"pipeline_tag" is not known')
-    if not all(isinstance(value, str) for name in ('tags', 'datasets') for value in data.get(name, [])):
-        errors.append('tags and datasets must be strings')
-    for model in data.get('model-index', []):
-        for result in model['results']:
-            if not {'task', 'dataset', 'metrics'} <= set(result) or not {'type', 'name'} <= set(result['dataset']):
-                errors.append('"model-index" lacks a task, a dataset or metrics')
-            if any(not {'type', 'value'} <= set(metric) for metric in result['metrics']):
-                errors.append('"model-index" lacks a metric\'s type or value')
-    return errors
+    results = [result for model in data.get('model-index', []) for result in model['results']]
+    return [message for right, message in (
+        (data.get('license') in LICENSES, '"license" must be one of the list'),
+        (data.get('pipeline_tag') in (None, *TASKS), '"pipeline_tag" is not known'),
+        (all(isinstance(value, str) for name in ('tags', 'datasets') for value in data.get(name, [])), 'tags and datasets must be strings'),
+        (all({'task', 'dataset', 'metrics'} <= set(result) and {'type', 'name'} <= set(result['dataset'])
+             and all({'type', 'value'} <= set(metric) for metric in result['metrics']) for result in results),
+         '"model-index" lacks a task, a dataset or metrics'),
+    ) if not right]
 
 
 class HubServer:
     """`with HubServer() as hub:` listens at `hub.url`; `hub.repos` maps 'org/name' to repositories."""
 
     def __init__(self):
-        self.repos, self.lfs, self.log = {}, {}, []
+        self.repos, self.log = {}, []
 
     def __enter__(self):
         self.server = ThreadingHTTPServer(('127.0.0.1', 0), type('Handler', (Handler,), {'hub': self}))
@@ -108,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
             code, kind, message, *more = e.args
             self.reply(code, dict(*more, error=message), {'X-Error-Code': kind, 'X-Error-Message': message})
 
-    do_GET = do_HEAD = do_POST = do_PUT = handle_any  # noqa: N815
+    do_GET = do_HEAD = do_POST = handle_any  # noqa: N815
 
     def reply(self, code, body, headers=()):
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -131,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def create(self):
         asked = json.loads(self.body)
-        name = f"{asked['organization'] or 'me'}/{asked['name']}"
+        name = f"{asked['organization']}/{asked['name']}"
         created = {'url': f'{self.hub.url}/{name}', 'name': name}
         if self.repo(name, write=True):
             raise RefusedError(409, '', 'You already created this model repo', created)
@@ -144,11 +131,9 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(400, '', 'Invalid metadata', {'errors': [{'message': e} for e in errors]})
         return {'errors': [], 'warnings': []}
 
-    def info(self, name, revision='main'):
+    def info(self, name):
         repo = self.repo(name)
-        oid, files = repo.at(revision)
-        return {'id': name, 'modelId': name, 'sha': oid, 'private': repo.private, 'tags': [], 'downloads': 0,
-                'siblings': [{'rfilename': path} for path in sorted(files)]}
+        return {'id': name, 'modelId': name, 'private': repo.private, 'tags': [], 'downloads': 0}
 
     def branch(self, name, branch):
         refs = self.repo(name, write=True).refs
@@ -158,33 +143,16 @@ class Handler(BaseHTTPRequestHandler):
         return {}
 
     def preupload(self, name, revision):
-        files = self.repo(name, write=True).at(revision)[1]
-        return {'files': [{
-            'path': path, 'uploadMode': 'lfs' if is_lfs(path) else 'regular', 'shouldIgnore': False,
-            'oid': oid_of(path, files[path]) if path in files else None,
-        } for path in (asked['path'] for asked in json.loads(self.body)['files'])]}
-
-    def batch(self, name):
-        self.repo(name, write=True)
-        return {'transfer': 'basic', 'objects': [
-            dict(asked, actions={'upload': {'href': f"{self.hub.url}/lfs/{asked['oid']}"}})
-            for asked in json.loads(self.body)['objects']]}
-
-    def upload(self, oid):
-        if hashlib.sha256(self.body).hexdigest() != oid:
-            raise RefusedError(400, '', 'the SHA-256 of the content is another one')
-        self.hub.lfs[oid] = self.body
-        return {}
+        self.repo(name, write=True).at(revision)
+        return {'files': [{'path': asked['path'], 'uploadMode': 'regular', 'shouldIgnore': False, 'oid': None}
+                          for asked in json.loads(self.body)['files']]}
 
     def commit(self, name, revision):
         repo = self.repo(name, write=True)
         files = dict(repo.at(revision)[1])
         for line in map(json.loads, self.body.splitlines()):
-            value = line['value']
             if line['key'] == 'file':
-                files[value['path']] = base64.b64decode(value['content'])
-            elif line['key'] == 'lfsFile':
-                files[value['path']] = self.hub.lfs[value['oid']]
+                files[line['value']['path']] = base64.b64decode(line['value']['content'])
         pull = sum(ref.startswith('refs/pr/') for ref in repo.refs) + 1 if 'create_pr' in self.query else None
         oid = repo.commit(f'refs/pr/{pull}' if pull else revision, files)
         done = {'success': True, 'commitOid': oid, 'commitUrl': f'{self.hub.url}/{name}/commit/{oid}'}
@@ -198,8 +166,7 @@ class Handler(BaseHTTPRequestHandler):
         oid, files = repo.at(revision)
         if path not in files:
             raise RefusedError(404, 'EntryNotFound', 'Entry not found')
-        etag = f'"{oid_of(path, files[path])}"'
-        return files[path], {'ETag': etag, 'X-Repo-Commit': oid, 'X-Linked-ETag': etag, 'X-Linked-Size': str(len(files[path]))}
+        return files[path], {'ETag': f'"{hashlib.sha256(files[path]).hexdigest()}"', 'X-Repo-Commit': oid}
 
 
 NAME, REV = r'([\w.-]+/[\w.-]+)', r'([^?]+)'
@@ -207,11 +174,8 @@ ROUTES = [
     ('POST', '/api/repos/create', 'create'),
     ('POST', '/api/validate-yaml', 'validate'),
     ('GET', f'/api/models/{NAME}', 'info'),
-    ('GET', f'/api/models/{NAME}/revision/{REV}', 'info'),
     ('POST', f'/api/models/{NAME}/branch/{REV}', 'branch'),
     ('POST', f'/api/models/{NAME}/preupload/{REV}', 'preupload'),
-    ('POST', f'/{NAME}\\.git/info/lfs/objects/batch', 'batch'),
-    ('PUT', '/lfs/([0-9a-f]{64})', 'upload'),
     ('POST', f'/api/models/{NAME}/commit/{REV}', 'commit'),
     ('GET', f'/{NAME}/resolve/(.+)', 'resolve'),
 ]

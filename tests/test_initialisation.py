@@ -17,7 +17,7 @@ def test_spectral_scales_every_part_on_its_own():
 
 @pytest.mark.parametrize('field', ['lipschitz', 'native'])
 def test_spectral_field(vit, field):
-    shared = build_field(OdeConfig(field=field, init='spectral'), list(vit().blocks))
+    shared = build_field(OdeConfig(field=field, init='spectral'), dict(enumerate(vit().blocks)))
     linears = {name: m for name, m in shared.named_modules() if isinstance(m, torch.nn.Linear)}
     assert len(linears) == 4
     for name, linear in linears.items():
@@ -28,14 +28,14 @@ def test_spectral_field(vit, field):
 
 def test_mean_is_the_mean_of_each_parameter(vit):
     for model, exact in ((vit(init_values=0.1), {}), (vit(init_values=0.1).double(), dict(rtol=1e-14, atol=1e-15))):
-        shared = build_field(OdeConfig(field='native', init='mean'), list(model.blocks))
+        shared = build_field(OdeConfig(field='native', init='mean'), dict(enumerate(model.blocks)))
         for name, parameter in shared.block.named_parameters():
             torch.testing.assert_close(parameter, torch.stack([b.get_parameter(name) for b in model.blocks]).mean(0), **exact)
 
 
 def test_lipschitz_takes_the_layer_scale_into_the_projections(vit):
     model = vit(init_values=0.1)
-    shared = build_field(OdeConfig(field='lipschitz'), [model.blocks[2]])
+    shared = build_field(OdeConfig(field='lipschitz'), {2: model.blocks[2]})
     block = model.blocks[2]
     assert torch.equal(shared.qkv.weight, block.attn.qkv.weight)
     assert torch.equal(shared.proj.weight, block.ls1.gamma[:, None] * block.attn.proj.weight)

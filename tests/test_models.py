@@ -42,8 +42,7 @@ def test_sizes_are_the_papers_and_others_are_as_named():
 
 @pytest.mark.parametrize('name', NAMES)
 def test_every_ode_keyword_on_every_name(name):
-    model = meta(name, ode_field='native', ode_method='dopri5', ode_steps=3, ode_T=2, ode_init='mean', ode_rtol=0.1,
-                 ode_atol=0.2)
+    model = meta(name, ode_field='native', ode_method='dopri5', ode_steps=3, ode_T=2, ode_init='mean', ode_rtol=0.1, ode_atol=0.2)
     config = find_ode_blocks(model)[0].config
     assert (config.field, config.method, config.steps, config.T, config.init, config.rtol, config.atol) == (
         'native', 'dopri5', 3, 2., 'mean', 0.1, 0.2)

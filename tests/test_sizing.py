@@ -47,10 +47,8 @@ def test_ends_of_the_dial():
     assert choose_size(model, 10 ** 9, OdeConfig(steps=7)).steps == 7
     assert choose_size(model, 0.1450).time == 'autonomous' and choose_size(model, 0.1500).time == 'low_rank'
     assert choose_size(model, 0.3, init='svd_data').init == 'svd_data'
-    with pytest.raises(ValueError, match=r'570,000 parameters are too few: one shared block .* take 823,912 of 5,717,416 \(14.4 %\)'):
+    with pytest.raises(ValueError, match=r'570,000 parameters are too few: one shared block .* take 823,912 of 5,717,416 \(14.4 %\)\. A share is written'):
         choose_size(model, 570_000)
-    with pytest.raises(ValueError, match=r"^25 parameters are too few: .* \(14.4 %\)\. For a share of the model, give '25%'\.$"):
-        choose_size(model, 25)
     for wrong in (0, -1, True, 'a', None):
         with pytest.raises(ValueError, match='number of parameters, (such as 3M, )?a share'):
             choose_size(model, wrong)
@@ -64,7 +62,6 @@ def test_ends_of_the_dial():
             choose_size(model, wrong)
     with pytest.raises(ValueError, match="Unknown init 'spectral'"):
         choose_size(model, 0.5, init='spectral')
-    assert choose_size(model, 0.5, OdeConfig(phases=2)) == choose_size(model, 0.5)
     with pytest.raises(TypeError, match='Cannot convert ResNet'):
         choose_size(timm.create_model('resnet18', device='meta'), 0.5)
 

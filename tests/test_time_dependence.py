@@ -19,7 +19,7 @@ from timm_odevit.ode.time_dependence import PiecewiseField, TimeField
 
 def timed(vit, rank=2, **kwargs):
     model = vit(**kwargs)
-    return build_field(OdeConfig(time='low_rank', rank=rank), list(model.blocks)), model
+    return build_field(OdeConfig(time='low_rank', rank=rank), dict(enumerate(model.blocks))), model
 
 
 def test_at_a_layer_the_field_has_that_layers_vectors_and_the_best_residual(vit):
@@ -117,7 +117,7 @@ def test_data_weighted_residuals_serve_the_inputs_best(rank):
 def test_input_moments_are_what_the_layers_see(vit, images):
     model, seen = vit(), []
     model.blocks[1].mlp.fc1.register_forward_hook(lambda m, args, out: seen.append(args[0]))
-    found = input_moments(model, list(model.blocks), images)[1, 'block.mlp.fc1.weight']
+    found = input_moments(model, dict(enumerate(model.blocks)), images)[1, 'block.mlp.fc1.weight']
     x = seen[0].flatten(0, 1)
     torch.testing.assert_close(found, x.T @ x / len(x))
 

@@ -1,6 +1,5 @@
 """The `odevit_*` models in timm's registry."""
 import copy
-import inspect
 import json
 from contextlib import suppress
 from dataclasses import replace
@@ -11,13 +10,10 @@ from typing import Any
 
 import timm
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
-from timm.models.naflexvit import NaFlexVit
-from torch import nn
+from torch import Tensor, nn
 
 from .convert.block_kinds import find_stages, kinds
 from .convert.conversion import convert_
-from .convert.initialisation import set_per_layer
-from .convert.planning import check_convertible
 from .features import FeaturesAtTimes
 from .hooks import on_meta
 from .ode.config import PREFIX, OdeConfig
@@ -26,7 +22,6 @@ from .saving.loading import CONFIG, WEIGHTS, check_args, check_size, weights_fil
 from .settings import one_line, shown
 
 __all__ = ['default_cfgs']  # register_model adds the entry points
-
 
 _PAPER = {'ode_field': 'lipschitz', 'ode_method': 'euler', 'ode_init': 'spectral'}
 _NATIVE = {'ode_field': 'native', 'ode_method': 'lie_trotter', 'ode_init': 'mean'}
@@ -62,12 +57,12 @@ _PUBLISHED = {
 
 
 def _cfg(name: str, classes: int | None = None) -> dict[str, Any]:
-    """The configuration of a model, normalised as its base's images are; `classes` is that of a published one."""
+    """The configuration of a model; `classes` is that of a published one."""
     base, base_args, _ = _MODELS.get(name.partition('.')[0], ('vit_tiny_patch16_224', {}, None))
     source: Any = timm.get_pretrained_cfg(base)
     size = base_args.get('img_size', 224)
     cfg = dict(
-        input_size=(3, size, size), num_classes=classes or 1000, pool_size=None, crop_pct=0.9 if size == 224 else 1.0,
+        input_size=(3, size, size), num_classes=classes or 1000, crop_pct=0.9 if size == 224 else 1.0,
         interpolation='bicubic', fixed_input_size=True, mean=source.mean, std=source.std, first_conv='patch_embed.proj',
         classifier='head', license='apache-2.0', paper_ids='arXiv:2511.16501', paper_name='ODE-ViT')
     if classes:
@@ -104,13 +99,12 @@ def odevit_converted(
         base_args: dict[str, Any] | None = None,
         **kwargs: Any,
 ) -> nn.Module:
-    """Any converted model: `base` is the timm name of its base model; takes its keywords and ode_*."""
+    """Any converted model, from the timm name of its base; takes the base's keywords and ode_*."""
     source = None
     with suppress(RuntimeError):  # an unknown tag
         source = timm.get_pretrained_cfg(base)
     if source is None or base.startswith('odevit_'):
-        raise ValueError(
-            f'Unknown base {shown(base)}. Give the timm name of the original model; see timm.list_models().')
+        raise ValueError(f'Unknown base {shown(base)}. Give the timm name of the original model.')
     if not kwargs.get('pretrained_cfg'):  # preprocessing is the base's
         keys = ('input_size', 'fixed_input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'crop_mode',
                 'num_classes', 'first_conv', 'classifier')
@@ -127,7 +121,7 @@ def _create(variant: str, base: str, pretrained: bool, /, **kwargs: Any) -> nn.M
     if file := _check_saved(variant, pretrained, kwargs):
         kwargs['pretrained_cfg_overlay'] = {**overlay, 'file': file, 'source': ''}
     levels, build = 3, partial(timm.create_model, base)  # levels of feature maps
-    if variant not in _MODELS or _MODELS[variant][2] is not None:
+    if _MODELS.get(variant, (base, {}, {}))[2] is not None:
         config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
         build = partial(_build, variant, base, config)
         if isinstance(config.steps, tuple):
@@ -144,7 +138,7 @@ def _create(variant: str, base: str, pretrained: bool, /, **kwargs: Any) -> nn.M
 
 
 def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str | None:
-    """The file with the weights, if any; a model described by a config.json is first built without them."""
+    """The file with the weights, if any; what a config.json describes is first built on the meta device."""
     cfg: Any = kwargs.get('pretrained_cfg')
     source, saved = cfg.get('source') if isinstance(cfg, dict) else '', kwargs.get('pretrained_model_args', {})
     where = source and cfg['file' if source == 'local-dir' else 'hf_hub_id']
@@ -164,64 +158,57 @@ def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str 
 
 
 def _filter(base: str, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Apply the base's checkpoint filter, which resizes position embeddings, to everything but the residuals."""
+    """The base's checkpoint filter, which resizes position embeddings, for everything but the residuals."""
     own = {k: v for k, v in state.items() if '.shared.' in k and any(f'.{part}.' in k for part in RESIDUALS)}
     rest = {k: v for k, v in state.items() if k not in own}
     base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
     return {**(base_filter(rest, model) if base_filter else rest), **own}
 
 
-def _build(
-        variant: str, base: str, config: OdeConfig, /, drop_path_rate: float = 0., **kwargs: Any) -> nn.Module:
-    if drop_path_rate > 0.:  # not every base accepts this keyword
-        kwargs['drop_path_rate'] = drop_path_rate
+def _build(variant: str, base: str, config: OdeConfig, /, **kwargs: Any) -> nn.Module:
     model = _shallow(base, kwargs, config)
     # there is one block of each kind to take weights from, so nothing to choose or to factorise
     fresh = config if config.init == 'spectral' else replace(config, init='mean')
-    done = convert_(model, fresh, keep_original=False)
-    for blocks in done.blocks:
+    for blocks in convert_(model, fresh, keep_original=False).blocks:
         blocks.config = replace(blocks.config, init=config.init)
-    args = {k: v for k, v in kwargs.items() if k not in ('device', 'dtype', 'drop_path_rate')}
+    args = {k: v for k, v in kwargs.items() if k not in ('device', 'dtype')}
     model._model_args = {**({} if variant in _MODELS else {'base': base}), **args, **config.to_args()}
     return model
 
 
 def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
-    """The base with tensors for only one block of each kind, which the others that will be converted share."""
+    """The base, of which only the first block of each kind is initialised; others that will be converted share it."""
     with on_meta():
-        whole: Any = timm.create_model(base, **{**kwargs, 'device': None})
-    check_convertible(whole, OdeConfig(method='euler'))
-    sites = find_stages(whole)
-    orders = [kinds(site.blocks) for site in sites]
-    known = inspect.signature(type(whole).__init__).parameters
-    key = 'depth' if isinstance(whole, NaFlexVit) else next(
-        (k for k in ('depth', 'num_blocks', 'depths') if k in known), '')
-    # how many blocks, counted from the first, include every kind
-    needed = [max(order.index(kind) for kind in set(order)) + 1 for order in orders]
-    model: Any = None
-    if key:
-        fewer = dict(kwargs, drop_path_rate=0.) if 'drop_path_rate' in kwargs else kwargs
-        with suppress(AssertionError, TypeError, ValueError):  # of a base whose settings for each block fix its depth
-            model = timm.create_model(base, **{**fewer, key: tuple(needed) if key == 'depths' else needed[0]})
-    if model is None or _outside(model) != _outside(whole):
-        model = timm.create_model(base, **kwargs)
-    for ours, theirs, order in zip(find_stages(model), sites, orders, strict=True):
-        few, layers = ours.host.blocks, []
-        start, end = config.converted_layers(len(order))
-        for i, (kind, whole_block) in enumerate(zip(order, theirs.blocks, strict=True)):
-            first = few[order.index(kind)]
-            shared = {id(t): t for t in (*first.parameters(), *first.buffers())} if start <= i <= end else {}
-            layers.append(copy.deepcopy(first, shared))  # a new module that shares the tensors of the first one
-            set_per_layer(layers[-1], [whole_block])
-        if isinstance(getattr(theirs.host, 'depth', None), int):
-            ours.host.depth = theirs.host.depth
-        ours.host.blocks = nn.Sequential(*layers) if isinstance(few, nn.Sequential) else nn.ModuleList(layers)
-    if isinstance(getattr(whole, 'feature_info', None), list):
-        model.feature_info = whole.feature_info
+        model: Any = timm.create_model(base, **{**kwargs, 'device': None})
+    sites = find_stages(model)
+    orders, inside = [kinds(site.blocks) for site in sites], tuple(site.prefix for site in sites)
+    needed = [1 + max(map(order.index, order)) for order in orders]  # blocks, from the first, that include every kind
+    ways: tuple[dict[str, Any], ...] = (
+        {'depth': needed[0]}, {'depths': tuple(needed)}, {'num_blocks': needed[0]}, {})
+    for fewer in ways:
+        try:
+            few: Any = timm.create_model(base, **{**kwargs, **fewer})
+        except (AssertionError, TypeError, ValueError):  # of a base whose settings for each block fix its depth
+            if not fewer:
+                raise
+        else:
+            if [t.shape for t in _tensors(few, inside).values()] == [t.shape for t in _tensors(model, inside).values()]:
+                break
+    for ours, theirs, order in zip(sites, find_stages(few), orders, strict=True):
+        converted = ours.converted(config)
+        for i, (block, kind) in enumerate(zip(ours.blocks, order, strict=True)):
+            first = theirs.host.blocks[order.index(kind)]
+            _take_over(block, _tensors(first if i in converted else copy.deepcopy(first)))
+    _take_over(model, _tensors(few, inside))
     return model
 
 
-def _outside(model: nn.Module) -> list[Any]:
-    """Names and shapes of all tensors outside the blocks."""
-    prefixes = tuple(f'{site.name}.blocks.'.lstrip('.') for site in find_stages(model))
-    return [(name, tuple(t.shape)) for name, t in model.state_dict().items() if not name.startswith(prefixes)]
+def _tensors(model: nn.Module, left_out: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor for name, tensor in tensors if not name.startswith(left_out)}
+
+
+def _take_over(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        owner, _, key = name.rpartition('.')
+        setattr(model.get_submodule(owner), key, tensor)

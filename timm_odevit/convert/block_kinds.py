@@ -1,6 +1,6 @@
 """What can be converted in a timm model: where its blocks are, of what kind, and the field for each kind."""
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +15,17 @@ from torch import Tensor, nn
 
 from ..ode.config import OdeConfig
 from ..ode.fields import NativeField
+from ..ode.methods import Step
+from ..ode.solver import Solver
 
 __all__ = [
-    'PER_LAYER', 'Site', 'WholeField', 'cannot_convert', 'class_token_comes_later', 'field_class', 'find_stages',
-    'kinds', 'prefix_tokens', 'takes_one_state',
+    'FIELD_OF', 'PER_LAYER', 'Site', 'WholeField', 'cannot_convert', 'class_token_comes_later', 'field_class',
+    'find_stages', 'kinds', 'prefix_tokens', 'structure', 'takes_one_state',
 ]
 
 
 class PostNormField(NativeField):
-    """A block whose norms follow its sub-layers."""
+    """Norms follow the sub-layers."""
 
     def attention(self, t, x, context):
         return self.block.drop_path1(self.block.norm1(self.block.attn(x, **context.block_kwargs)))
@@ -33,15 +35,15 @@ class PostNormField(NativeField):
 
 
 class GammaField(NativeField):
-    """A pre-norm block with LayerScale as plain parameters gamma_1 and gamma_2, or without it."""
+    """A pre-norm block whose LayerScale is two parameters, or absent."""
 
     def attention(self, t, x, context):
-        y = self.block.attn(self.block.norm1(x), **context.block_kwargs)
-        return self.block.drop_path1(y if self.block.gamma_1 is None else self.block.gamma_1 * y)
+        y, gamma = self.block.attn(self.block.norm1(x), **context.block_kwargs), self.block.gamma_1
+        return self.block.drop_path1(y if gamma is None else gamma * y)
 
     def mlp(self, t, x, context):
-        y = self.block.mlp(self.block.norm2(x))
-        return self.block.drop_path2(y if self.block.gamma_2 is None else self.block.gamma_2 * y)
+        y, gamma = self.block.mlp(self.block.norm2(x)), self.block.gamma_2
+        return self.block.drop_path2(y if gamma is None else gamma * y)
 
 
 class ParallelField(NativeField):
@@ -60,17 +62,15 @@ class SamField(NativeField):
     """SAM's block on a map of tokens [B, H, W, D], within windows or global."""
 
     def attention(self, t, x, context):
-        block, (H, W) = self.block, x.shape[1:3]
-        y = block.norm1(x)
-        pad_hw = (H, W)
-        if block.window_size > 0:
-            y, pad_hw = window_partition(y, block.window_size)
+        block, size, y = self.block, self.block.window_size, self.block.norm1(x)
+        if size > 0:
+            y, padded = window_partition(y, size)
         y = block.drop_path1(block.ls1(block.attn(y)))
-        return window_unpartition(y, block.window_size, (H, W), pad_hw) if block.window_size > 0 else y
+        return window_unpartition(y, size, x.shape[1:3], padded) if size > 0 else y
 
 
 class ShiftedWindowField(NativeField):
-    """Swin's block on a map of tokens [B, H, W, D]."""
+    """Swin's block, on a map of tokens [B, H, W, D]."""
 
     def attention(self, t, x, context):
         return self.block.drop_path1(self.block._attn(self.block.norm1(x)))
@@ -80,17 +80,17 @@ class ShiftedWindowField(NativeField):
 
 
 class ShiftedPostNormField(PostNormField):
-    """SwinV2's block on a map of tokens [B, H, W, D]: norms after the sub-layers."""
+    """SwinV2's block, on a map of tokens [B, H, W, D]."""
 
     def attention(self, t, x, context):
         return self.block.drop_path1(self.block.norm1(self.block._attn(x)))
 
 
 class WholeField(NativeField):
-    """psi(x) = block(x) - x: a block that is not split, for the unsplit methods only."""
+    """psi(x) = block(x) - x, for the unsplit methods only."""
 
     def attention(self, t, x, context):
-        raise ValueError(f"A {type(self.block).__name__} cannot be split into attention and MLP. Use 'euler', say.")
+        raise ValueError(f"A {type(self.block).__name__} cannot be split into attention and MLP. Use 'euler'.")
 
     mlp = attention
 
@@ -119,21 +119,23 @@ STAGES: dict[type[nn.Module], str] = {
     SwinTransformer: 'layers', SwinTransformerV2: 'layers', SwinTransformerV2Cr: 'stages'}
 # constants that timm sets per layer, by depth; a shared block gets their mean over its layers
 PER_LAYER = ('drop_prob', 'lambda_init')
-_UNUSED = ('training', 'target_shift_size')  # settings that change nothing at this image size
+# settings that do not change what an eval-mode model computes at its image size
+_RUNTIME = ('distilled_training', 'fused_attn', 'grad_checkpointing', 'target_shift_size', 'training')
 
 
 class Site(NamedTuple):
-    """A sequence of blocks in a model: `host.blocks`, and the host's name in the model ('' for the model itself)."""
+    """A sequence of blocks in a model, `host.blocks`; `prefix` comes before their indices in names of parameters."""
     host: Any
-    name: str
+    prefix: str
 
     @property
     def blocks(self) -> list[Any]:
         return list(self.host.blocks)
 
-    def converted(self, config: OdeConfig) -> list[Any]:
+    def converted(self, config: OdeConfig) -> dict[int, Any]:
+        """The blocks that are converted, by layer."""
         first, last = config.converted_layers(len(self.host.blocks))
-        return self.blocks[first:last + 1]
+        return {i: block for i, block in enumerate(self.host.blocks) if first <= i <= last}
 
 
 def cannot_convert(model: nn.Module, why: str) -> TypeError:
@@ -144,21 +146,22 @@ def find_stages(model: nn.Module) -> list[Site]:
     """Where the blocks of a model are: one sequence, or one per stage; TypeError for a model without."""
     for cls, name in STAGES.items():
         if isinstance(model, cls):
-            return [Site(stage, f'{name}.{i}') for i, stage in enumerate(getattr(model, name))]
-    for host, name in ((model, ''), (getattr(model, 'encoder', None), 'encoder')):  # of models of language and images
+            return [Site(stage, f'{name}.{i}.blocks.') for i, stage in enumerate(getattr(model, name))]
+    # `encoder` is in models of language and images
+    for host, prefix in ((model, 'blocks.'), (getattr(model, 'encoder', None), 'encoder.blocks.')):
         blocks = getattr(host, 'blocks', None)
         if isinstance(blocks, (nn.Sequential, nn.ModuleList)) and len(blocks):
-            return [Site(host, name)]
+            return [Site(host, prefix)]
     raise cannot_convert(model, 'it has no sequence of transformer blocks')
 
 
 def class_token_comes_later(model: Any) -> bool:
-    """Whether a class token is added only after the blocks, in blocks of its own."""
+    """Whether a class token is added only after the blocks."""
     return isinstance(model, (Cait, Xcit))
 
 
 def prefix_tokens(model: Any) -> int:
-    """How many tokens, such as a class token, come before those of the patches in the blocks' states."""
+    """How many tokens come before those of the patches in the blocks' states."""
     return 0 if class_token_comes_later(model) else int(getattr(model, 'num_prefix_tokens', 0))
 
 
@@ -166,28 +169,27 @@ def field_class(block: nn.Module) -> type[NativeField]:
     return FIELD_OF.get(type(block), WholeField)
 
 
-def kinds(blocks: Sequence[nn.Module]) -> list[int]:
+def kinds(blocks: Iterable[nn.Module]) -> list[int]:
     """For each block, the index of its kind: blocks of one kind differ only in the values of their parameters."""
-    order: dict[str, int] = {}
-    return [order.setdefault(_signature(block), len(order)) for block in blocks]
+    order: dict[tuple[str, ...], int] = {}
+    return [order.setdefault(tuple(structure(block, PER_LAYER)), len(order)) for block in blocks]
 
 
 def takes_one_state(block: nn.Module) -> bool:
     """Whether a block is called with one tensor, and perhaps with options."""
-    parameters: list[Any] = list(inspect.signature(type(block).forward).parameters.values())
-    state, *others = parameters[1:3] or [None]
-    empty = inspect.Parameter.empty
-    return (state is not None and state.kind is state.POSITIONAL_OR_KEYWORD and state.annotation in (empty, Tensor)
-            and not any(other.default is empty and other.annotation is empty for other in others))
+    state, *others = [*inspect.signature(type(block).forward).parameters.values()][1:3]
+    return state.kind is state.POSITIONAL_OR_KEYWORD and state.annotation in (state.empty, Tensor) and not any(
+        other.default is other.empty and other.annotation is other.empty for other in others)
 
 
-def _signature(block: nn.Module) -> str:
-    """Type and settings of every module except dropout, and the shape of every tensor."""
-    lines: list[Any] = []
-    for name, module in block.named_modules():
-        if 'drop' not in name.rsplit('.', 1)[-1]:
-            settings = {k: v for k, v in vars(module).items() if type(v) in (bool, int, float, str, tuple, torch.Size)
-                        and not k.startswith('_') and k not in (*_UNUSED, *PER_LAYER)}
-            lines.append((name, type(module), module.extra_repr(), sorted(settings.items())))
-    lines += [(name, tuple(p.shape)) for name, p in (*block.named_parameters(), *block.named_buffers())]
-    return repr(lines)
+def structure(model: nn.Module, ignored: Sequence[str] = ()) -> list[str]:
+    """Type and settings of every module except dropout, and the shape of every tensor, in order."""
+    lines = []
+    for name, module in model.named_modules():
+        if 'drop' not in name.rsplit('.', 1)[-1] and not isinstance(module, (Solver, Step)):  # of OdeBlocks' settings
+            about = '' if isinstance(module, nn.ParameterDict) else module.extra_repr()  # the device does not matter
+            lines.append(f'{name}: {type(module).__name__}({about})')
+            lines += [f'{name}.{k}'.strip('.') + f' = {v}' for k, v in sorted(vars(module).items())
+                      if type(v) in (bool, int, float, str, tuple, torch.Size) and not k.startswith('_')
+                      and k not in (*_RUNTIME, *ignored)]
+    return lines + [f'{name}: {list(tensor.shape)}' for name, tensor in model.state_dict().items()]

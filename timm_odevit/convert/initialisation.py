@@ -1,5 +1,6 @@
 """The shared blocks' weights, from the base's blocks."""
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,38 +13,39 @@ from ..ode.fields import Field, NativeField
 from ..ode.time_dependence import PiecewiseField, TimeField, matrix_shape, residual_key
 from .block_kinds import PER_LAYER, field_class, kinds
 
-__all__ = ['aligned', 'assignment', 'build_field', 'factors', 'input_moments', 'set_per_layer', 'spectral_']
+__all__ = ['aligned', 'assignment', 'build_field', 'factors', 'input_moments', 'spectral_']
 
+Blocks = dict[int, Any]  # by layer
 Moments = dict[tuple[int, str], Tensor]  # second moment of the inputs of a linear layer, by layer and parameter name
 Layers = dict[int, dict[str, Tensor]]  # for each layer, its tensors by their name in the field ('block.mlp.fc1.weight')
 
 
-def borders(config: OdeConfig, count: int, first: int = 0) -> list[int]:
-    """The layers, of `count` from `first` on, at which a span begins, except the first."""
-    phases = min(config.phases, count)
-    return [first + round(i * count / phases) for i in range(1, phases)]
+def borders(config: OdeConfig, layers: Iterable[int]) -> list[int]:
+    """The layers at which a span begins, except the first."""
+    layers = list(layers)
+    phases = min(config.phases, len(layers))
+    return [layers[round(i * len(layers) / phases)] for i in range(1, phases)]
 
 
-def assignment(config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0) -> list[int]:
+def assignment(config: OdeConfig, blocks: Blocks) -> list[int]:
     """For each block, the index of the shared block that replaces it, with those of its kind within its span."""
-    starts = [b - first for b in borders(config, len(blocks), first)]
-    groups = [(sum(i >= start for start in starts), kind) for i, kind in enumerate(kinds(blocks))]
-    order = sorted(set(groups), key=groups.index)
+    starts = borders(config, blocks)
+    groups = [(bisect_right(starts, layer), kind) for layer, kind in zip(blocks, kinds(blocks.values()), strict=True)]
+    order = [*dict.fromkeys(groups)]
     return [order.index(group) for group in groups]
 
 
-def build_field(
-        config: OdeConfig, blocks: Sequence[nn.Module], first: int = 0, moments: Moments | None = None) -> Field:
-    """The field, with weights of its own, that replaces consecutive blocks of the base, from layer `first` on."""
-    assigned = assignment(config, blocks, first)
-    with torch.no_grad(), random_states_kept(next(blocks[0].parameters()).device):
-        fields = [_build(config, {first + i: blocks[i] for i, o in enumerate(assigned) if o == index}, moments or {})
-                  for index in range(max(assigned) + 1)]
+def build_field(config: OdeConfig, blocks: Blocks, moments: Moments | None = None) -> Field:
+    """The field, with weights of its own, that replaces consecutive blocks of the base; its mode is to be set."""
+    assigned = assignment(config, blocks)
+    groups: dict[int, Blocks] = {}
+    for (layer, block), index in zip(blocks.items(), assigned, strict=True):
+        groups.setdefault(index, {})[layer] = block
+    with torch.no_grad(), random_states_kept(next(next(iter(blocks.values())).parameters()).device):
+        fields = [_build(config, group, moments or {}) for group in groups.values()]
     if len(fields) == 1:
         return fields[0]
-    field = PiecewiseField(
-        fields, range(first, first + len(blocks)), assigned, borders(config, len(blocks), first))
-    return field.train(fields[0].training)
+    return PiecewiseField(fields, list(blocks), assigned, borders(config, blocks))
 
 
 def spectral_(weight: Tensor, parts: int = 1) -> Tensor:
@@ -56,26 +58,25 @@ def spectral_(weight: Tensor, parts: int = 1) -> Tensor:
     return weight
 
 
-def set_per_layer(block: nn.Module, others: Sequence[nn.Module]) -> None:
-    """Give a block the mean of the constants that timm sets by depth in others, such as stochastic-depth rates."""
+def _set_per_layer(block: nn.Module, others: Sequence[nn.Module]) -> None:
+    """Give a block the mean of the constants that timm sets by depth in others."""
     constants = [{(name, key): getattr(module, key) for name, module in other.named_modules() for key in PER_LAYER
                   if isinstance(getattr(module, key, None), float)} for other in others]
     for name, key in set().union(*constants):
         value = sum(by_name.get((name, key), 0.) for by_name in constants) / len(others)
         if key == 'drop_prob':
             parent, _, own = name.rpartition('.')
-            module = DropPath(value) if value > 0. else nn.Identity()
-            setattr(block.get_submodule(parent), own, module.train(block.training))
+            setattr(block.get_submodule(parent), own, DropPath(value) if value > 0. else nn.Identity())
         else:
             setattr(block.get_submodule(name), key, value)
 
 
-def _build(config: OdeConfig, blocks: dict[int, Any], moments: Moments) -> Field:
+def _build(config: OdeConfig, blocks: Blocks, moments: Moments) -> Field:
     """The field that replaces the blocks of some layers."""
     cls, originals = FIELDS[config.field], list(blocks.values())
-    base = (field_class(originals[0]) if cls is NativeField else cls).like(originals).train(originals[0].training)
+    base = (field_class(originals[0]) if cls is NativeField else cls).like(originals)
     if isinstance(base, NativeField):
-        set_per_layer(base.block, originals)
+        _set_per_layer(base.block, originals)
     layers: Layers = {}
     statistics = [(name, buffer) for name, buffer in base.named_buffers()  # running means and variances, not counts
                   if name in base.state_dict() and buffer.is_floating_point()]
@@ -89,7 +90,7 @@ def _build(config: OdeConfig, blocks: dict[int, Any], moments: Moments) -> Field
             tensor.copy_(torch.stack([_precise(values[name]) for values in layers.values()]).mean(0))
     if config.time == 'autonomous':
         return base
-    field = TimeField(base, list(blocks), config.rank).train(base.training)
+    field = TimeField(base, list(blocks), config.rank)
     for row, (layer, values) in enumerate(layers.items()):
         for name, parameter in base.named_parameters():
             key = residual_key(name)
@@ -120,10 +121,9 @@ def factors(residual: Tensor, rank: int, moment: Tensor | None) -> tuple[Tensor,
     Best in the Frobenius norm or, given the second moment of the inputs x [N, N], in the mean of |error x|^2.
     """
     M, N = residual.shape
-    if rank == N:  # nothing to truncate
-        return residual, torch.eye(N, dtype=residual.dtype, device=residual.device)
-    if rank == M:
-        return torch.eye(M, dtype=residual.dtype, device=residual.device), residual
+    if rank in (M, N):  # nothing to truncate
+        one = torch.eye(rank, dtype=residual.dtype, device=residual.device)
+        return (residual, one) if rank == N else (one, residual)
     R = _precise(residual)
     if moment is not None:
         values, vectors = torch.linalg.eigh(moment.to(R))
@@ -149,8 +149,8 @@ def _precise(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor, first: int = 0) -> Moments:
-    """Second moment x^T x / n [N, N] of the inputs of every linear layer of some blocks, from layer `first` on."""
+def input_moments(model: nn.Module, blocks: Blocks, images: Tensor) -> Moments:
+    """Second moment x^T x / n [N, N] of the inputs of every linear layer of some blocks."""
     moments: Moments = {}
 
     def watch(key: tuple[int, str]):
@@ -158,7 +158,7 @@ def input_moments(model: nn.Module, blocks: Sequence[nn.Module], images: Tensor,
             x = args[0].flatten(0, -2).float()
             moments[key] = moments.get(key, torch.zeros((), device=x.device)) + x.T @ x / len(x)
         return hook
-    linears = [((first + i, f'block.{name}.weight'), module) for i, block in enumerate(blocks)
+    linears = [((layer, f'block.{name}.weight'), module) for layer, block in blocks.items()
                for name, module in block.named_modules() if isinstance(module, nn.Linear)]
     with hooked(*((module, 'before', watch(key)) for key, module in linears)), evaluating(model), torch.no_grad():
         model(images)
@@ -176,29 +176,27 @@ def aligned(layers: Layers, block: Any, moments: Moments) -> tuple[Layers, Momen
     if type(attn) is Attention and isinstance(attn.norm, nn.Identity) and getattr(attn, 'gate', None) is None:
         _align(layers, moments, 'block.attn.qkv', 'block.attn.proj', 3, attn.num_heads)
     if type(mlp) is Mlp and isinstance(mlp.norm, nn.Identity):
-        units = len(next(iter(layers.values()))['block.mlp.fc1.weight'])
-        _align(layers, moments, 'block.mlp.fc1', 'block.mlp.fc2', 1, units)
+        _align(layers, moments, 'block.mlp.fc1', 'block.mlp.fc2', 1, block.mlp.fc1.out_features)
     return layers, moments
 
 
 def _align(layers: Layers, moments: Moments, first: str, second: str, parts: int, units: int) -> None:
     """Reorder the units between two linear layers: rows of the first, in `parts` parts, and columns of the second."""
     weight, bias, after = f'{first}.weight', f'{first}.bias', f'{second}.weight'
-
-    def features(values: dict[str, Tensor]) -> Tensor:
+    features = []  # of the units of each layer
+    for values in layers.values():
         columns = [*values[weight].reshape(parts, units, -1), values[after].T.reshape(units, -1)]
         if parts == 1 and bias in values:  # in attention, the biases of the keys do nothing
             columns.append(values[bias][:, None])
-        return torch.cat(columns, dim=1).float()
-    orders = _match([features(values) for values in layers.values()])
-    for (layer, values), order in zip(layers.items(), orders, strict=True):
+        features.append(torch.cat(columns, dim=1).float())
+    for (layer, values), order in zip(layers.items(), _match(features), strict=True):
         width = values[after].shape[1]
-        columns = torch.arange(width, device=order.device).view(units, -1)[order].flatten()
-        rows = torch.cat([columns + part * width for part in range(parts)])
+        moved = torch.arange(width, device=order.device).view(units, -1)[order].flatten()
+        rows = torch.cat([moved + part * width for part in range(parts)])
         values.update({name: values[name][rows] for name in (weight, bias) if name in values})
-        values[after] = values[after][:, columns]
+        values[after] = values[after][:, moved]
         if (layer, after) in moments:
-            moments[layer, after] = moments[layer, after][columns][:, columns]
+            moments[layer, after] = moments[layer, after][moved][:, moved]
 
 
 def _match(features: list[Tensor]) -> list[Tensor]:

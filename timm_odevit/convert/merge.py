@@ -1,6 +1,5 @@
 """merge_: for deployment, merge the weights of every step into ordinary blocks, in place, and back."""
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,25 +10,71 @@ from ..ode.blocks import MERGED, OdeBlocks, find_ode_blocks
 from ..ode.fields import Field, copy_module
 from ..ode.time_dependence import MergedField, TimeField
 
-__all__ = ['Merged', 'Replacements', 'check_not_merged', 'hosts_of', 'merge_', 'merged_bytes', 'refuse']
+__all__ = ['Merged', 'Replacements', 'check_not_merged', 'hosts_of', 'merge_', 'merged_bytes']
 
 
-def merge_(model: nn.Module) -> 'Merged':
-    """Give each step of an ODE-ViT with a time-dependent block its own merged weights, in place, for deployment.
+class Replacements:
+    """Attributes of a model and of its parts, given as owner, name and new value; the first value is a module.
+
+    They are replaced together, at construction, and restored together.
+    """
+    what = ''
+
+    def __init__(self, model: nn.Module, rows: Sequence[tuple[Any, str, Any]]) -> None:
+        self.model: Any = model
+        self._rows = [(owner, name, new, _own(owner, name)) for owner, name, new in rows]
+        self._training = model.training
+        for owner, name, new in rows:
+            setattr(owner, name, new)
+
+    def restore(self) -> None:
+        """Undo the replacements; what is put back follows the model's device and its mode.
+
+        Raises ValueError if the model no longer holds what replaced it.
+        """
+        modules = [row for row in self._rows if isinstance(row[2], nn.Module)]
+        if any(_own(owner, name) is not module for owner, name, module, _ in modules):
+            raise ValueError(f'This model no longer holds {self.what}: it was restored already, or what was put in '
+                             'later must be restored first.')
+        device = next(modules[0][2].parameters()).device
+        for _, _, _, module in modules:
+            module.to(device)
+            if self.model.training != self._training:
+                module.train(self.model.training)
+        for owner, name, _, value in self._rows:
+            if value is None:  # what the class defines
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def _own(owner: Any, name: str) -> Any:
+    """An attribute of a module itself, not of its class; None if it has none."""
+    return owner._modules.get(name, vars(owner).get(name))
+
+
+class Merged(Replacements):
+    """The result of `merge_`: the merged `blocks`, one sequence or one per stage, and bytes of the model's weights."""
+    what = 'the merged blocks'
+
+    def __init__(self, model: nn.Module, rows: Sequence[tuple[Any, str, Any]]) -> None:
+        self.blocks: tuple[OdeBlocks, ...] = tuple(new for _, name, new in rows if name == 'blocks')
+        self.bytes_before, self.bytes_after = _bytes(model), merged_bytes(model)
+        super().__init__(model, rows)
+
+    def __repr__(self) -> str:
+        return (f'{type(self.model).__name__}: merged into {sum(map(len, self.blocks))} blocks\n'
+                f'  memory      {self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB')
+
+
+def merge_(model: nn.Module) -> Merged:
+    """Give each step of an ODE-ViT with time='low_rank' its own merged weights, in place, for deployment.
 
     Merged, a model is about as fast as its base and takes as much memory, which `merged_bytes(model)` predicts. Its
-    blocks are ordinary frozen modules. Its number of steps is fixed, and it cannot be saved or trained: call
-    `restore()` first.
+    number of steps is fixed, and it cannot be saved or trained: call `restore()` of the returned Merged first.
 
-    Args:
-        model: ODE-ViT with time 'low_rank' and a fixed-step method.
-
-    Returns:
-        A Merged: print it for the memory, call its `restore()` to undo.
-
-    Raises:
-        TypeError: The model is not an ODE-ViT.
-        ValueError: It is already merged, its block does not depend on time, or the method is adaptive.
+    Raises TypeError if the model is not an ODE-ViT, ValueError if it is already merged, its block does not depend on
+    time, or the method is adaptive.
 
     Examples:
         >>> merged = merge_(student)
@@ -38,14 +83,13 @@ def merge_(model: nn.Module) -> 'Merged':
         >>> merged.restore()
     """
     hosts = _mergeable(model)
-    before, after = _bytes(model), merged_bytes(model)
     rows: list[tuple[Any, str, Any]] = [(host, 'blocks', _merged(ode)) for host, ode in hosts]
     rows += [(host, 'feature_info', new.feature_info) for (host, ode), (_, _, new) in zip(hosts, rows, strict=True)
              if getattr(host, 'feature_info', None) is ode.feature_info]
     parts = [part for _, ode in hosts for part in ode.shared.modules()]
     if any(hasattr(part, name) for part in parts for name in ('set_input_size', 'set_window_size')):
-        rows.append((model, 'set_input_size', partial(refuse, MERGED)))
-    return Merged(model, tuple(row[2] for row in rows[:len(hosts)]), before, after, Replacements(model, rows))
+        rows.append((model, 'set_input_size', partial(_refuse, model)))
+    return Merged(model, rows)
 
 
 def _merged(ode: OdeBlocks) -> OdeBlocks:
@@ -72,34 +116,6 @@ def _frozen(field: TimeField, interval: tuple[float, float]) -> Field:
     return base
 
 
-@dataclass(eq=False, repr=False)
-class Merged:
-    """The result of `merge_`: a report to print, and a way to undo it.
-
-    Attributes:
-        model: The merged model.
-        blocks: Its merged blocks: one sequence, or one per stage.
-        bytes_before, bytes_after: Memory of the model's weights.
-    """
-    model: nn.Module
-    blocks: tuple[OdeBlocks, ...]
-    bytes_before: int
-    bytes_after: int
-    _replacements: 'Replacements'
-
-    def restore(self) -> None:
-        """Put the OdeBlocks back, with the parameters they had, on the model's device.
-
-        Raises ValueError if the model no longer holds these merged blocks.
-        """
-        self._replacements.restore('the merged blocks')
-
-    def __repr__(self) -> str:
-        count = sum(len(blocks) for blocks in self.blocks)
-        return (f'{type(self.model).__name__}: merged into {count} blocks\n'
-                f'  memory      {self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB')
-
-
 def merged_bytes(model: nn.Module) -> int:
     """Predict the memory in bytes of a model's weights after `merge_(model)`; raises what `merge_` raises.
 
@@ -108,6 +124,11 @@ def merged_bytes(model: nn.Module) -> int:
     """
     return _bytes(model) + sum(sum(_bytes(step.field.base) for step in ode.solver) - _bytes(ode.shared)
                                for _, ode in _mergeable(model))
+
+
+def _refuse(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """In place of a method that a merged model does not have."""
+    raise ValueError(MERGED)
 
 
 def check_not_merged(model: nn.Module) -> None:
@@ -125,55 +146,15 @@ def _mergeable(model: nn.Module) -> list[tuple[nn.Module, OdeBlocks]]:
     check_not_merged(model)
     hosts = hosts_of(model)
     if not hosts:
-        raise TypeError(f'Cannot merge {type(model).__name__}: it is not an ODE-ViT. Give a converted model.')
+        raise TypeError(f'Cannot merge {type(model).__name__}: it is not an ODE-ViT.')
     for _, ode in hosts:
         if ode.config.adaptive or not ode.shared.depends_on_time:
-            why = (f"'{ode.method}' chooses its own times. Set model.blocks.method = 'rk4' first."
-                   if ode.config.adaptive else 'the shared block does not depend on time.')
-            raise ValueError(f'There is nothing to merge: {why}')
+            why = f"'{ode.method}' chooses its own times" if ode.config.adaptive else (
+                'the shared block does not depend on time')
+            raise ValueError(f'There is nothing to merge: {why}.')
     return hosts
 
 
 def _bytes(model: nn.Module) -> int:
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-class Replacements:
-    """Attributes of a model and of its parts that are replaced together, at construction, and restored together.
-
-    `rows` are the owner, the name and the new value of each; the first is an OdeBlocks.
-    """
-
-    def __init__(self, model: nn.Module, rows: Sequence[tuple[Any, str, Any]]) -> None:
-        self._model: Any = model
-        self._rows = [(owner, name, new, _own(owner, name)) for owner, name, new in rows]
-        self._training = model.training
-        for owner, name, new in rows:
-            setattr(owner, name, new)
-
-    def restore(self, what: str) -> None:
-        """Undo the replacements; what is put back follows the model's device and its mode."""
-        modules = [row for row in self._rows if isinstance(row[2], nn.Module)]
-        if any(_own(owner, name) is not module for owner, name, module, _ in modules):
-            raise ValueError(f'This model no longer holds {what}: it was restored or changed.')
-        device = next(modules[0][2].shared.parameters()).device
-        for _, _, _, module in modules:
-            module.to(device)
-            if self._model.training != self._training:
-                module.train(self._model.training)
-        for owner, name, _, value in self._rows:
-            if value is None:  # what the class defines
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
-
-
-def refuse(message: str, *args: Any, **kwargs: Any) -> None:
-    """In place of a method that cannot work: raise a ValueError before anything has changed."""
-    raise ValueError(message)
-
-
-def _own(owner: Any, name: str) -> Any:
-    """An attribute of a module itself, not of its class; None if it has none."""
-    return owner._modules.get(name, vars(owner).get(name))

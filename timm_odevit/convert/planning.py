@@ -2,9 +2,7 @@
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -42,85 +40,63 @@ def check_convertible(
 def check_all(model: nn.Module, config: OdeConfig, images: Tensor | None) -> list[Site]:
     """Where the blocks of a model are, if it and its blocks can be converted so."""
     check_not_merged(model)
-    sites = [] if find_ode_blocks(model) else find_stages(unwrap_model(model))
-    if why := next(_of_the_model(model, sites, config), ''):
-        raise cannot_convert(model, why)
-    if why := next(_of_the_settings(model, sites, config, images), ''):
-        raise ValueError(why)
-    if images is not None and config.init == 'svd_data':
+    if unwrap_model(model) is not model:
+        raise cannot_convert(model, 'convert it before you wrap it in torch.compile or DistributedDataParallel')
+    if converted := find_ode_blocks(model):
+        raise ValueError(f'This model is already converted ({converted[0].extra_repr()}). Call restore() on its '
+                         'Conversion first.')
+    if getattr(model, 'rope_is_mixed', False):
+        raise cannot_convert(model, 'it generates its RoPE tables one block at a time')
+    sites = find_stages(model)
+    for site in sites:
+        first, kind = site.blocks[0], type(site.blocks[0])
+        if kind not in FIELD_OF and not takes_one_state(first):
+            raise cannot_convert(model, f'a {kind.__name__} does not take one state tensor')
+        if kind not in FIELD_OF and (count := len(set(kinds(site.blocks)))) > 1:
+            raise cannot_convert(model, f'its blocks are of {count} kinds, which cannot share one block')
+        for i, block in enumerate(site.blocks):
+            if type(block) is not kind:
+                raise cannot_convert(model, f'block {i} is a {type(block).__name__}, block 0 is a {kind.__name__}')
+        for name, p in site.host.blocks.named_parameters():
+            if not p.is_meta and not torch.isfinite(p).all():
+                raise ValueError(f'{site.prefix}{name} contains NaN or infinite values. Load other weights.')
+    chosen = [[*site.converted(config).values()] for site in sites]
+    count = sum(map(len, chosen))
+    if count > 1 and sum(len(set(kinds(blocks))) for blocks in chosen) == count:
+        raise cannot_convert(
+            model, f'each of its {count} blocks has different parameters or settings, so none can be shared')
+    _check_settings(type(model).__name__, sites, config)
+    if config.init == 'svd_data':
+        if images is None:
+            raise ValueError("init='svd_data' is measured on images. Pass a batch for the model: images=...")
         check_images(images)
     return sites
 
 
-def _of_the_model(model: nn.Module, sites: Sequence[Site], config: OdeConfig) -> Iterator[str]:
-    """Why the blocks of a model cannot be steps of an ODE."""
-    if unwrap_model(model) is not model:
-        yield 'convert it before you wrap it in torch.compile or DistributedDataParallel'
-    if getattr(model, 'rope_is_mixed', False):
-        yield 'it generates its RoPE tables one block at a time'
-    for site in sites:
-        first, kind = site.blocks[0], type(site.blocks[0])
-        if kind not in FIELD_OF:
-            if not takes_one_state(first):
-                yield f'a {kind.__name__} does not take one state tensor'
-            if (count := len(set(kinds(site.blocks)))) > 1:
-                yield f'its blocks are of {count} kinds, which cannot share one block'
-        for i, block in enumerate(site.blocks):
-            if type(block) is not kind:
-                yield f'block {i} is a {type(block).__name__}, block 0 is a {kind.__name__}'
-    chosen = [site.converted(config) for site in sites]
-    count = sum(map(len, chosen))
-    if count > 1 and sum(len(set(kinds(blocks))) for blocks in chosen) == count:
-        yield f'each of its {count} blocks has different parameters or settings, so none can be shared'
-
-
-def _of_the_settings(
-        model: nn.Module, sites: Sequence[Site], config: OdeConfig, images: Tensor | None) -> Iterator[str]:
-    """Why the values of a model's weights, or the settings, do not allow a conversion."""
-    name = type(model).__name__
-    if not sites:
-        converted = find_ode_blocks(model)
-        count, now = count_in_words(sum(len(ode.shared.phases) for ode in converted)), converted[0]
-        yield (f'This model is already converted ({count}, {now.method}, {now.steps} steps). Call restore() on its '
-               'Conversion first.')
-    for key, p in ((key, p) for site in sites for key, p in site.host.blocks.named_parameters()):
-        if not p.is_meta and not torch.isfinite(p).all():
-            yield f'Cannot convert {name}: blocks.{key} contains NaN or infinite values. Load other weights.'
+def _check_settings(name: str, sites: list[Site], config: OdeConfig) -> None:
+    if len(sites) > 1 and (config.blocks or config.T):
+        wrong = f'blocks={config.blocks}' if config.blocks else f'T={config.T}'
+        raise ValueError(f'{wrong} applies only to models with one sequence of blocks, but {name} has {len(sites)}.')
     if len(sites) == 1:
-        depth = len(sites[0].blocks)
-        first, last = config.converted_layers(depth)
-        layers = last - first + 1
-        if last >= depth:
-            yield f'blocks={config.blocks}: {name} has blocks 0 to {depth - 1}.'
+        depth, layers = len(sites[0].blocks), len(sites[0].converted(config))
+        if config.blocks and config.blocks[1] >= depth:
+            raise ValueError(f'blocks={config.blocks}: {name} has blocks 0 to {depth - 1}.')
         if config.phases > layers:
-            yield f'phases={config.phases}: there are {layers} layers. Allowed: 1 to {layers}.'
-    for setting in ('blocks', 'T') if len(sites) > 1 else ():
-        value = getattr(config, setting)
-        if value != getattr(DEFAULT, setting):
-            yield (f'{setting}={value!r} applies only to models with one sequence of blocks, but {name} has '
-                   f'{len(sites)} stages. Leave it out.')
+            raise ValueError(f'phases={config.phases}: there are {layers} layers. Allowed: 1 to {layers}.')
     if isinstance(config.steps, tuple) and len(config.steps) != len(sites):
-        yield f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} step counts.'
-    for block in (block for site in sites for block in site.converted(config)):
-        yield from _of_a_block(name, block, config)
-    if config.init == 'svd_data' and images is None:
-        yield ("init='svd_data' is measured on images. Pass a batch of them, normalised for the model: "
-               'convert_(model, config, images=batch).')
-
-
-def _of_a_block(name: str, block: nn.Module, config: OdeConfig) -> Iterator[str]:
-    if config.field == 'lipschitz':
-        plain: dict[str, Any] = {'attn': Attention}
-        if config.init != 'spectral':  # then the field takes their weights
-            plain.update(mlp=Mlp, norm1=nn.LayerNorm)
-        for part, kind in ((block, Block), *((getattr(block, part, None), kind) for part, kind in plain.items())):
-            if not isinstance(part, kind):
-                yield (f"field='lipschitz' replaces plain pre-norm ViT blocks, but {name} has a "
-                       f"{type(part).__name__}. Use field='native', or init='spectral' if it is an MLP or a norm.")
-    elif not config.adaptive and METHODS[config.method].splits and field_class(block) is WholeField:
-        unsplit = ', '.join(method for method in METHODS if not METHODS[method].splits)
-        yield (f"'{config.method}' splits a block into attention and MLP, but a {type(block).__name__} of {name} "
-               f"cannot be split. Use a method that does not split it ({unsplit}): OdeConfig(method='euler').")
+        raise ValueError(f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} step counts.')
+    for block in (block for site in sites for block in site.converted(config).values()):
+        kind = type(block).__name__
+        if config.field == 'lipschitz':
+            plain = isinstance(block, Block) and isinstance(block.attn, Attention)
+            if not plain or (config.init != 'spectral'  # which takes no weights from these
+                             and not (isinstance(block.mlp, Mlp) and isinstance(block.norm1, nn.LayerNorm))):
+                raise ValueError(f"field='lipschitz' replaces plain pre-norm ViT blocks, but {name} has a {kind} that "
+                                 "is none. Use field='native', or init='spectral' for another MLP or norm.")
+        elif not config.adaptive and METHODS[config.method].splits and field_class(block) is WholeField:
+            unsplit = ', '.join(method for method in METHODS if not METHODS[method].splits)
+            raise ValueError(f"'{config.method}' splits blocks into attention and MLP, but a {kind} of {name} cannot "
+                             f'be split. Use a method that does not split it ({unsplit}).')
 
 
 def count_in_words(count: int) -> str:
@@ -128,17 +104,13 @@ def count_in_words(count: int) -> str:
 
 
 def list_convertible(filter: str | list[str] = '', *, refused: bool = False) -> dict[str, str]:
-    """The timm models that `convert_` accepts.
+    """The timm models that `convert_` accepts, with the fields and the methods that suit each.
 
     Args:
         filter: Wildcard for model names, such as 'vit_small*', or several; all by default, which takes two minutes.
-        refused: Instead, list the models that `convert_` refuses.
+        refused: Instead, list the models that `convert_` refuses, and why.
 
-    Returns:
-        For each name, the fields and the methods that suit the model, or why it is refused.
-
-    Raises:
-        ValueError: No model of timm's has such a name.
+    Raises ValueError if no model of timm's has such a name.
 
     Examples:
         >>> for name, how in list_convertible('deit_tiny*').items():
@@ -147,35 +119,35 @@ def list_convertible(filter: str | list[str] = '', *, refused: bool = False) -> 
     names = [name for name in timm.list_models(filter) if not name.startswith('odevit')]
     if not names:
         raise ValueError(f"No timm model matches '{filter}'. Give a wildcard without a tag, such as 'vit_small*'.")
-    answers = {name: _convertible(name) for name in names}
-    return {name: text for name, (ok, text) in answers.items() if ok is not refused}
-
-
-@cache
-def _convertible(name: str) -> tuple[bool, str]:
-    try:
-        with on_meta():
-            model = timm.create_model(name)
-    except Exception as e:  # such as a third-party model that cannot be built without its files
-        return False, f'Cannot be built from its name alone: {e}'
-    return convertibility(model)
+    found = {}
+    for name in names:
+        try:
+            with on_meta():
+                model = timm.create_model(name)
+        except Exception as e:  # of a third-party model that needs files, say
+            accepted, text = False, f'Cannot be built from its name alone: {e}'
+        else:
+            accepted, text = convertibility(model)
+        if accepted is not refused:
+            found[name] = text
+    return found
 
 
 def convertibility(model: nn.Module) -> tuple[bool, str]:
     """Whether a model can be converted; with which field and methods, or why not."""
-    def refusal(config: OdeConfig) -> str:
+    refusals = []
+    for config in DEFAULT, OdeConfig(method='euler'), OdeConfig(field='lipschitz', method='euler', init='spectral'):
         try:
             check_all(model, config, None)
+            refusals.append('')
         except (TypeError, ValueError) as e:
-            return str(e)
-        return ''
-    split = refusal(DEFAULT)
-    why = split and refusal(OdeConfig(method='euler'))
-    if why:
-        return False, why
-    fields = 'native' if refusal(OdeConfig(field='lipschitz', method='euler', init='spectral')) else 'native, lipschitz'
-    shared = sum(len(set(kinds(site.blocks))) for site in find_stages(model))
-    return True, f"{fields}; {'unsplit' if split else 'all'} methods; at least {count_in_words(shared)}"
+            refusals.append(str(e))
+    split, unsplit, lipschitz = refusals
+    if unsplit:
+        return False, unsplit
+    shared = count_in_words(sum(len(set(kinds(site.blocks))) for site in find_stages(model)))
+    fields = 'native' if lipschitz else 'native, lipschitz'
+    return True, f"{fields}; {'unsplit' if split else 'all'} methods; at least {shared}"
 
 
 def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
@@ -183,12 +155,11 @@ def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
     replaced: tuple[str, ...] = ()
     total = 0
     for site in find_stages(model):
-        first, last = config.converted_layers(len(site.blocks))
-        replaced += tuple(f'{site.name}.blocks.{i}.'.lstrip('.') for i in range(first, last + 1))
         blocks = site.converted(config)
-        assigned = assignment(config, blocks, first)
-        total += sum(count_parameters(blocks[assigned.index(index)]) for index in set(assigned))
-        for p in (p for block in blocks for p in block.parameters() if config.time != 'autonomous'):
+        replaced += tuple(f'{site.prefix}{layer}.' for layer in blocks)
+        shared = dict(zip(assignment(config, blocks), blocks.values(), strict=True))
+        total += sum(map(count_parameters, shared.values()))
+        for p in (p for block in blocks.values() for p in block.parameters() if config.time != 'autonomous'):
             total += p.numel() if p.ndim <= 1 else min(config.rank, *matrix_shape(p)) * sum(matrix_shape(p))
     everything = model.named_parameters(remove_duplicate=False)  # they may be tied, between blocks or with others
     return total + sum(p.numel() for p in {p for name, p in everything if not name.startswith(replaced)})
@@ -203,22 +174,16 @@ def choose_size(
 ) -> OdeConfig:
     """Choose the phases and the rank that make the best use of a number of parameters.
 
-    This gives one shared block, with residuals per layer of the largest rank that fits, or a phase per layer, if all
-    the model's parameters fit.
+    That is one shared block with residuals of the largest rank that fits, or a phase per layer if all of them fit.
 
     Args:
         model: Model that can be converted.
-        target: Largest size of the converted model: a number of parameters, such as 3_000_000 or '3M'; a share of the
-            model's, such as 0.25 or '25%'; or what they take in the model's dtype, such as '10MB'.
-        config: All other settings; time, rank, phases and init are chosen for you.
+        target: Largest size: a number of parameters, such as 3_000_000 or '3M'; a share of the model's, such as 0.25 or
+            '25%'; or what they take in the model's dtype, such as '10MB'.
+        config: All settings but time, rank, phases and init.
         init: How residuals are filled: 'svd', or 'svd_data', which keeps more but needs images to convert.
 
-    Returns:
-        Settings for `convert_`.
-
-    Raises:
-        TypeError: The model has no blocks that can be converted.
-        ValueError: The target is out of range (the message names the smallest one), or the settings do not fit.
+    Raises TypeError if the model cannot be converted, ValueError if the target is too small or the settings do not fit.
 
     Examples:
         >>> config = choose_size(vit, '50%')
@@ -227,20 +192,17 @@ def choose_size(
     one_of(('svd', 'svd_data'))('init', init)
     if config.field != 'native':
         raise ValueError("choose_size works only for field='native'. Set time, rank and phases yourself.")
-    ranked = replace(config, time='low_rank', rank=1, phases=1, init=init)
-    plain = replace(ranked, time='autonomous', rank=0, init='mean')
+    plain = replace(config, time='autonomous', rank=0, phases=1, init='mean')
     check_convertible(model, plain)
 
     def of_rank(rank: int) -> OdeConfig:
-        return replace(ranked, rank=rank, init=init if rank else 'mean')
+        return replace(plain, time='low_rank', rank=rank, init=init if rank else 'mean')
     total, smallest = count_parameters(model), predict_parameters(model, plain)
     size = parse_size(target, next(model.parameters()).element_size())
     wanted = int(size * total) if isinstance(size, float) else size
     if wanted < smallest:
-        share = f" For a share of the model, give '{wanted}%'." if wanted <= 100 else ''
-        raise ValueError(
-            f'{wanted:,} parameters are too few: one shared block and everything outside the blocks take '
-            f'{smallest:,} of {total:,} ({100 * smallest / total:.1f} %).{share}')
+        raise ValueError(f'{wanted:,} parameters are too few: one shared block and everything outside the blocks take '
+                         f"{smallest:,} of {total:,} ({100 * smallest / total:.1f} %). A share is written '25%'.")
     whole = replace(plain, phases=max(len(site.converted(config)) for site in find_stages(model)))
     if predict_parameters(model, whole) <= wanted:
         return whole

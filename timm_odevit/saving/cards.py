@@ -1,4 +1,4 @@
-"""Model cards: README.md of a model's folder and of its page on the Hub, with metadata that the Hub understands."""
+"""Model cards, with metadata that the Hub understands."""
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -99,8 +99,8 @@ def model_card(
     if not license:
         raise ValueError("The licence of these weights is not known. Give license=, such as 'apache-2.0'.")
     if results and not (dataset and all('agreement' in row for row in results)):
-        raise ValueError("results must be rows as returned by json.loads(evaluate(...).to_json()), with the name of "
-                         "their dataset, such as dataset='CIFAR-100'.")
+        raise ValueError("results must be rows of json.loads(evaluate(...).to_json()), with the name of their dataset, "
+                         "such as dataset='CIFAR-100'.")
     blocks = find_ode_blocks(model)
     own = blocks[0].steps if len(blocks) == 1 else None
     rows = [r for r in results if r['model'] != 'teacher']
@@ -122,7 +122,7 @@ def model_card(
         summary = (f'An image classifier for {dataset}.' if rows else f'A timm {type(model).__name__}.' if not blocks
                    else 'A vision transformer whose blocks are one shared block that an ODE solver evaluates K times '
                         '(ODE-ViT, arXiv 2511.16501).')
-    classes, measured = cfg.get('label_names'), ''
+    measured = ''
     if rows:
         protocol = protocol or f"On {rows[0]['images']:,} images of {dataset}."
         measured = (f"{protocol}{' It was trained with the K in bold.' if trained_at else ''}\n\n"
@@ -133,7 +133,7 @@ def model_card(
         title=name.removeprefix('hf-hub:'),
         name=name,
         summary=summary,
-        classes=[*map(_plain, classes)] if isinstance(classes, (list, tuple)) else [],
+        classes=[*map(_plain, cfg.get('label_names') or ())],
         output='logits' if model.num_classes else 'embedding',
         own=None if set(trained_at) == {own} else own,  # one K in training leaves no choice
         merges=any(b.shared.depends_on_time and not b.config.adaptive for b in blocks),
@@ -147,7 +147,7 @@ def model_card(
 
 
 def _plain(text: Any) -> str:
-    """Text that is neither Markdown nor HTML, on one line; an underscore within a word is not Markdown."""
+    """Text on one line, with Markdown and HTML escaped; an underscore within a word is not Markdown."""
     line = escape(' '.join(str(text).split()), quote=False)
     return re.sub(r'[\\`*\[\]#|~]|(?<![^\W_])_|_(?![^\W_])', r'\\\g<0>', line)
 

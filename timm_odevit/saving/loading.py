@@ -1,4 +1,4 @@
-"""Find, download and check the weights of a saved model; check what its config.json, maybe a stranger's, asks for."""
+"""The weights of a saved model, found and checked; what its config.json, maybe a stranger's, may ask for."""
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from ..settings import one_line, printable, shown
 __all__ = ['CONFIG', 'WEIGHTS', 'check_args', 'check_size', 'weights_file']
 
 CONFIG, WEIGHTS = 'config.json', 'model.safetensors'
-_LARGEST = 100_000  # of a number in config.json; no timm model comes near it, nor to those of other names
+_LARGEST = 100_000  # of a number in config.json, unless its name is below
 _RANGES = {'depth': (0, 256), 'depths': (0, 64), 'num_blocks': (0, 256), 'layers': (0, 256),
            'num_classes': (-1, 10_000_000), 'crop_pct': (0.1, 2)}  # an image is resized to its size / crop_pct
 _LARGEST_MODEL = 2 ** 31  # numbers in all tensors together
@@ -25,29 +25,24 @@ _CALLER = ('cache_dir', 'checkpoint_path', 'custom_load', 'hf_hub_filename', 'kw
 
 
 def weights_file(cfg: dict[str, Any], cache_dir: str | Path | None = None) -> str | None:
-    """The safetensors file with a model's weights, downloaded if necessary; None if timm finds the weights itself.
-
-    Raises ValueError if there is no such file or it is damaged, OSError if it could not be downloaded.
-    """
+    """The safetensors file with a model's weights, downloaded if necessary; None if timm finds the weights itself."""
     source, file, repo = cfg.get('source') or '', str(cfg.get('file') or ''), str(cfg.get('hf_hub_id') or '')
-    name = str(cfg.get('hf_hub_filename') or WEIGHTS)
+    path = Path(str(cfg.get('hf_hub_filename') or WEIGHTS))
     if source == 'local-dir':
-        path = Path(file, name)
+        path = Path(file, path)
     elif source != 'hf-hub' and (cfg.get('state_dict') or file or not repo):
         if not file.endswith('.safetensors'):
             return None
         path = Path(file)
-    elif name.endswith('.safetensors'):
+    elif path.suffix == '.safetensors':
         where, _, revision = repo.partition('@')
         try:
-            path = Path(hf_hub_download(where, name, revision=revision or None, cache_dir=cache_dir))
+            path = Path(hf_hub_download(where, str(path), revision=revision or None, cache_dir=cache_dir))
         except Exception as e:  # which errors there are depends on the client's version
-            raise OSError(f'{name} of {repo} could not be downloaded: {one_line(e)}') from e
-    else:
-        path = Path(name)
+            raise OSError(f'{path} of {repo} could not be downloaded: {one_line(e)}') from e
     if path.suffix != '.safetensors' or not path.is_file():
         raise ValueError(f"There are no weights in '{path}': only .safetensors files are read, because a pickle can "
-                         'run code. Save the model with timm_odevit.save_pretrained(model, folder).')
+                         'run code. Save with timm_odevit.save_pretrained.')
     try:
         with safe_open(path, framework='pt'):
             return str(path)
@@ -56,10 +51,7 @@ def weights_file(cfg: dict[str, Any], cache_dir: str | Path | None = None) -> st
 
 
 def check_args(where: str, cfg: dict[str, Any], args: dict[str, Any]) -> None:
-    """Refuse a config.json whose `pretrained_cfg` or `model_args` would choose files, or need unbounded memory.
-
-    Building the model, on the meta device, refuses what it does not know; `check_size` refuses what is too large.
-    """
+    """Refuse a config.json whose `pretrained_cfg` or `model_args` would choose files, or need unbounded memory."""
     for tree in (cfg, args):
         for name, value, depth in _entries(tree):
             least, most = _RANGES.get(name.removeprefix('test_'), (-_LARGEST, _LARGEST))
@@ -73,13 +65,12 @@ def check_args(where: str, cfg: dict[str, Any], args: dict[str, Any]) -> None:
                 why = 'it cannot be printed'
             else:
                 continue
-            raise ValueError(f"The config.json of '{where}' has {shown(name)} {shown(value)}: {why}. No saved model "
-                             'has that, so nothing was built.')
+            raise ValueError(f"The config.json of '{where}' has {shown(name)} {shown(value)}: {why}.")
     PretrainedCfg(**cfg)  # TypeError for an unknown entry
 
 
 def _entries(tree: Any, name: str = '', depth: int = 0) -> Iterator[tuple[str, Any, int]]:
-    """Name, value and depth of everything in keywords; entries of a list have its name."""
+    """Name, value and depth of everything in a tree; entries of a list have its name."""
     yield name, tree, depth
     for key, value in tree.items() if isinstance(tree, dict) else ():
         yield from _entries(value, str(key), depth + 1)
@@ -88,12 +79,11 @@ def _entries(tree: Any, name: str = '', depth: int = 0) -> Iterator[tuple[str, A
 
 
 def check_size(model: nn.Module, file: str | None) -> None:
-    """Refuse a model on the meta device that is larger than its weights or, without, than any of timm's."""
+    """Refuse a model on the meta device that is larger than its weights, or than any of timm's."""
     total, limit = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())), _LARGEST_MODEL
     if file:
         with safe_open(file, framework='pt') as f:
             stored = sum(math.prod(f.get_slice(name).get_shape()) for name in f.keys())
         limit = min(limit, 2 * stored + 10 ** 6)  # some buffers are not stored
     if total > limit:
-        raise ValueError(
-            f'The model has {total:,} numbers in its tensors; at most {limit:,} are allowed for these weights.')
+        raise ValueError(f'The model has {total:,} numbers in its tensors; at most {limit:,} are allowed for its file.')

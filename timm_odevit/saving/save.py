@@ -16,13 +16,12 @@ from timm.models import get_model_args, save_for_hf
 from timm.utils import unwrap_model
 from torch import nn
 
+from ..convert.block_kinds import structure
 from ..convert.merge import check_not_merged
 from ..files import staged
 from ..hooks import on_meta
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import PREFIX
-from ..ode.methods import Step
-from ..ode.solver import Solver
 from ..settings import one_line
 from .cards import model_card
 from .loading import CONFIG, WEIGHTS, check_args
@@ -30,10 +29,8 @@ from .loading import CONFIG, WEIGHTS, check_args
 __all__ = ['CARD', 'describe', 'push_to_hub', 'save_pretrained', 'save_reference']
 
 CARD, REFERENCE = 'README.md', 'test/tensors.safetensors'
-# the files of a model's folder that are sent, with the recipes of earlier runs; never a pickle
+# the files of a model's folder that are sent; never a pickle
 _SENT = [WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', 'earlier*.yaml', 'results.json']
-# attributes that do not change what an eval-mode model computes
-_RUNTIME = ('training', 'grad_checkpointing', 'fused_attn', 'distilled_training')
 _TOP = ('img_size', 'num_classes', 'in_chans', 'global_pool')  # arguments that a caller may override when loading
 
 
@@ -46,14 +43,11 @@ def save_pretrained(
 ) -> Path:
     """Save an ODE-ViT, or any timm model, in timm's own format: config.json and model.safetensors.
 
-    The folder, created if necessary, holds the old model or the new one; a process that ends at the very moment between
-    them may leave no config.json, which the next save repairs. The current settings are saved, such as
-    `model.blocks.steps`; a wrapper for compilation or distribution is not. `base` and `base_args` are timm name and
-    keywords of the base, for a model that was not made by `timm.create_model`.
+    The folder holds the old model or the new one; a process that is killed between them may leave no config.json, which
+    the next save repairs. The current settings are saved, such as `model.blocks.steps`. `base` and `base_args` are timm
+    name and keywords of the base of a model that was not made by `timm.create_model`.
 
-    Raises:
-        ValueError: The model is merged, or cannot be rebuilt from its description (the message says where it differs).
-        OSError: The files could not be written; the old ones remain.
+    Raises ValueError if the model is merged or cannot be rebuilt, OSError if the files could not be written.
 
     Examples:
         >>> folder = save_pretrained(student, 'student')
@@ -99,44 +93,42 @@ def push_to_hub(
 ) -> str:
     """Send a model to the Hugging Face Hub, for `timm.create_model('hf-hub:org/name', pretrained=True)` to load.
 
-    One commit holds model.safetensors, config.json, README.md (the card) and test/tensors.safetensors (an input and the
-    model's output for it); from a folder, also recipes and results.json. A card on the Hub is replaced only by that of
-    a folder, or if results or license are given.
+    One commit holds model.safetensors, config.json, README.md (the card) and test/tensors.safetensors (an input and its
+    output); from a folder, also recipes and results.json. A card on the Hub is kept unless a folder, results or license
+    are given.
 
     Args:
         model: Model, or the folder of a saved one, which is sent as it is.
         repo_id: 'org/name'; created, as is the branch `revision`, if it does not exist.
-        results, dataset: Rows for the card, as returned by `json.loads(evaluate(...).to_json())`, and the name of their
-            dataset, such as 'CIFAR-100'.
+        results, dataset: Rows for the card, from `json.loads(evaluate(...).to_json())`, and the name of their dataset.
         license: The Hub's identifier of the licence; None for that of the weights from which the model was made.
         private, create_pr, token: As in huggingface_hub.
 
-    Returns the address of the commit or pull request. Raises ValueError if the model cannot be saved, its licence is
-    not known, or results are given with a folder; OSError if the Hub refused, or could not be reached.
+    Returns the address of the commit or pull request. Raises ValueError if the model cannot be saved or its licence is
+    not known, OSError if the Hub refused or could not be reached.
 
     Examples:
         >>> address = push_to_hub(student, 'org/name', private=True)
         >>> again = timm.create_model('hf-hub:org/name', pretrained=True)
     """
     with tempfile.TemporaryDirectory() as temporary:
-        given = isinstance(model, (str, Path))
-        folder = Path(model) if isinstance(model, (str, Path)) else save_pretrained(model, Path(temporary, 'model'))
+        made = isinstance(model, nn.Module)
+        folder = save_pretrained(model, Path(temporary, 'model')) if isinstance(model, nn.Module) else Path(model)
         saved: Any = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()  # which may refuse it
-        if not given:
+        if made:
             card = model_card(f'hf-hub:{repo_id}', saved, results=results, dataset=dataset, license=license)
             (folder / CARD).write_text(card, encoding='utf-8')
             save_reference(saved, folder)
         elif results or dataset or license:
-            raise ValueError(f"A folder is sent as it is. Write results and licence into '{folder / CARD}', or give a "
-                             'model.')
+            raise ValueError(f"A folder is sent as it is. Write results and licence into '{folder / CARD}'.")
         api = HfApi(token=token, library_name='timm_odevit')
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
             if private and not api.repo_info(repo_id).private:
-                raise ValueError('it exists and is public. Make it private there, or leave out --private.')
+                raise ValueError('it exists and is public. Make it private there.')
             if revision != 'main':
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
-            keep_card = not given and not results and not license and api.file_exists(repo_id, CARD, revision=revision)
+            keep_card = made and not results and not license and api.file_exists(repo_id, CARD, revision=revision)
             done = api.upload_folder(
                 repo_id=repo_id, folder_path=folder, allow_patterns=_SENT, ignore_patterns=[CARD] * keep_card,
                 revision=revision, create_pr=create_pr, commit_message='Model by timm-odevit')
@@ -157,13 +149,10 @@ def save_reference(model: nn.Module, folder: Path) -> None:
 def describe(
         model: nn.Module, base: str | None = None, base_args: dict[str, Any] | None = None,
 ) -> tuple[str, dict[str, Any], Any]:
-    """The architecture and keywords with which `timm.create_model` rebuilds a model, and it on the meta device.
-
-    Raises ValueError if there are none; the message says what to pass.
-    """
+    """The architecture and keywords with which `timm.create_model` rebuilds a model, and it on the meta device."""
     check_not_merged(model)
     architecture = base or (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
-    hint = "Pass base='<timm name>' and base_args={...} with which timm.create_model builds the base."
+    hint = "Pass base='<timm name>' and base_args={...}, with which timm.create_model builds the base."
     if not architecture:
         raise ValueError(f'This {type(model).__name__} was not made by timm.create_model, so it has no name. {hint}')
     args = get_model_args(model, base_args)
@@ -182,21 +171,8 @@ def describe(
     args = json.loads(json.dumps(args))
     with on_meta():
         rebuilt = timm.create_model(architecture, **args)
-    for ours, theirs in zip_longest(_structure(model), _structure(rebuilt), fillvalue='nothing in its place'):
+    for ours, theirs in zip_longest(structure(model), structure(rebuilt), fillvalue='nothing in its place'):
         if ours != theirs:
             raise ValueError(f'{architecture} with {args} would not rebuild this model: it has {ours}, the rebuilt one '
                              f'{theirs}. {hint}')
     return architecture, args, rebuilt
-
-
-def _structure(model: nn.Module) -> list[str]:
-    """Type and settings of every module except dropout, and the shape of every tensor, in order."""
-    lines = []
-    for name, module in model.named_modules():
-        if 'drop' not in name.rsplit('.', 1)[-1] and not isinstance(module, (Solver, Step)):  # of OdeBlocks' settings
-            about = '' if isinstance(module, nn.ParameterDict) else module.extra_repr()  # the device does not matter
-            lines.append(f'{name}: {type(module).__name__}({about})')
-            lines += [f'{name}.{k}'.strip('.') + f' = {v}' for k, v in sorted(vars(module).items())
-                      if type(v) in (bool, int, float, str) and not k.startswith('_') and k not in _RUNTIME]
-    lines += [f'{name}: {list(tensor.shape)}' for name, tensor in model.state_dict().items()]
-    return lines

@@ -194,7 +194,7 @@ def plain_student(model: nn.Module, built: tuple[str, dict[str, Any]], parameter
     count = min(len(blocks) - 1, max(1, round((parameters - outside) / count_parameters(blocks[0]))))
     if len(sites) > 1 or count < 1:
         return None
-    prefix = f'{sites[0].name}.blocks.'.lstrip('.')
+    prefix = sites[0].prefix
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefix)}
     for i, layer in enumerate(torch.linspace(0, len(blocks) - 1, count).round().int().tolist()):
         state.update({f'{prefix}{i}.{name}': tensor for name, tensor in blocks[layer].state_dict().items()})
