@@ -1,6 +1,7 @@
 """Findings: everything that a report shows, measured on a few images."""
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..data.preprocessing import data_config
-from ..dynamics.flow import follow
+from ..dynamics.flow import Flow, follow
 from ..dynamics.precision import Region, contraction_regions
 from ..dynamics.stability import Exponents, lyapunov_exponents
 from ..dynamics.trajectories import (
@@ -66,22 +67,22 @@ class Findings:
 def measure_all(model: Any, images: Tensor, teacher: Any = None, progress: bool = True) -> Findings:
     """Measure everything that a report shows; arguments and errors are those of `write_report`."""
     _check(model, teacher)
-    measures: dict[str, Callable[[], Any]] = {
-        'geometry': partial(trajectory_geometry, model, images),
-        'exponents': partial(lyapunov_exponents, model, images),
-        'attention': partial(_attention, model, images)}
-    with torch.autocast(images.device.type, enabled=False):
-        with follow(model, images[:1]) as flow:
-            has_classes = flow.head is not None
-        if teacher is not None:  # first, this compares the shapes of the states
-            measures = {'followed': partial(distance_over_time, model, images, teacher=teacher), **measures,
-                        'teacher': partial(trajectory_geometry, teacher, images)}
-        if has_classes:
-            measures['probabilities'] = partial(_probabilities, model, images)
-            measures['decided'] = partial(class_over_time, model, images)
-            measures['region'] = partial(contraction_regions, model, images, directions=4)
-        if has_classes and teacher is not None:
-            measures['taught'] = lambda: _probabilities(teacher, images)[:, -1]
+    measures: dict[str, Callable[[], Any]] = {}
+    with torch.inference_mode(False), torch.autocast(images.device.type, enabled=False), ExitStack() as stack:
+        flow = stack.enter_context(follow(model, images))
+        if teacher is not None:
+            other = stack.enter_context(follow(teacher, images))
+            measures['followed'] = partial(distance_over_time, flow, teacher=other)
+            measures['teacher'] = partial(trajectory_geometry, other)
+        measures['geometry'] = partial(trajectory_geometry, flow)
+        measures['attention'] = partial(_attention, flow)
+        measures['exponents'] = partial(lyapunov_exponents, model, images)  # in batches, which take less memory
+        if flow.head is not None:
+            measures['probabilities'] = partial(_probabilities, flow)
+            measures['decided'] = partial(class_over_time, flow)
+            measures['region'] = partial(contraction_regions, flow, directions=4)
+            if teacher is not None:
+                measures['taught'] = lambda: _probabilities(other)[:, -1]
         bar = tqdm(measures.items(), desc='report', disable=not progress)
         found = {name: measure() for name, measure in bar}
     odes = find_ode_blocks(model)
@@ -101,13 +102,12 @@ def _check(model: Any, teacher: Any) -> None:
         raise ValueError(f"The teacher does not fit the model: {', '.join(other)}. Give the model's own teacher.")
 
 
-def _probabilities(model: Any, images: Tensor) -> Tensor:
-    with follow(model, images) as flow:
-        return torch.stack([flow.logits(x).softmax(dim=-1) for x in flow.states()], dim=1)
+def _probabilities(flow: Flow) -> Tensor:
+    return torch.stack([flow.logits(x).softmax(dim=-1) for x in flow.states()], dim=1)
 
 
-def _attention(model: Any, images: Tensor) -> AttentionOverTime | None:
+def _attention(flow: Flow) -> AttentionOverTime | None:
     try:
-        return attention_over_time(model, images)
+        return attention_over_time(flow)
     except ValueError:  # these blocks have no attention maps
         return None
