@@ -23,10 +23,9 @@ from timm_odevit.dynamics.trajectories import (
 )
 
 
-def linear(matrix, steps=40, h=0.1, systems=3):
+def linear(matrix, steps=40, h=0.1):
     """The flow of dx/dt = A x, exactly."""
-    size = len(matrix)
-    start = torch.randn(systems, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    start = torch.randn(3, len(matrix), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     each = torch.matrix_exp(torch.as_tensor(matrix, dtype=torch.float64) * h).T
     return Flow(start, tuple([lambda x: x @ each] * steps), tuple(h * i for i in range(steps + 1)))
 
@@ -39,13 +38,19 @@ def rotated(values, spin=0.):
 
 
 def ode(model, **settings):
-    convert_(model, **settings)
-    return model
+    return convert_(model, **settings).model
 
 
 @pytest.fixture
 def images():
     return torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def teacher_and_twin(vit):
+    teacher, twin = vit(), vit()
+    twin.load_state_dict(teacher.state_dict())
+    return teacher, twin
 
 
 # --- exponents ---
@@ -92,8 +97,8 @@ def test_a_flow_that_diverges_or_stands_still_has_no_exponents_but_a_reason():
     found = lyapunov_exponents(blown, sweeps=0)
     assert found.values.isnan()[0] and 'not finite at t = 2' in found.reasons[0]
     still = lyapunov_exponents(Flow(torch.ones(2, 3), (lambda x: 0 * x,), (0., 1.)))
-    assert still.values.isnan().all() and still.reasons == ('the tangent vectors vanish at t = 1',) * 2
-    assert 'none for 2: the tangent vectors vanish' in repr(still)
+    assert still.values.isnan().all() and still.reasons == ('the state or its tangent vectors vanish or are not finite at t = 1',) * 2
+    assert 'none for 2: the state or its tangent vectors vanish' in repr(still)
 
 
 @pytest.mark.parametrize('method', ['lie_trotter', 'euler', 'rk4'])
@@ -154,14 +159,6 @@ def test_exponents_that_are_close_come_in_order():
 
 
 # --- Lipschitz ---
-
-def test_the_lipschitz_constant_of_a_linear_field():
-    A = rotated((-3., 2., 0.5))
-    flow = Flow(torch.randn(2, 3, dtype=torch.float64), (lambda x: x + 0.1 * x @ A.T,) * 4, (0., .1, .2, .3, .4))
-    for of, expected in (('field', 3.), ('step', 1.2)):
-        found = lipschitz_constants(flow, of=of, iterations=100)
-        assert torch.allclose(found.values, torch.full((2, 4), expected, dtype=torch.float64), atol=1e-3)
-
 
 def test_the_lipschitz_constants_are_those_of_the_jacobian(vit, images):
     model, images = vit(img_size=8).double().eval(), images[:1, :, :8, :8].double()
@@ -245,9 +242,8 @@ def test_the_radius_to_a_plane():
         assert float(found.random[0, i]) == pytest.approx(float(expected), rel=2e-2)
 
 
-def test_a_student_inside_the_region_has_the_class_of_its_teacher(vit, images):
-    teacher, student = vit().eval(), vit().eval()
-    student.load_state_dict(teacher.state_dict())
+def test_a_student_inside_the_region_has_the_class_of_its_teacher(teacher_and_twin, images):
+    teacher, student = teacher_and_twin
     found = contraction_regions(teacher, images, student=student, directions=4)
     assert found.inside.all() and found.same.all() and found.distance.max() == 0 and found.random.shape == (3, 4)
     assert (found.worst <= found.random.amin(dim=1) * 1.01).all()
@@ -288,11 +284,10 @@ def test_the_worst_radius_is_not_larger_than_that_of_a_random_direction():
 
 # --- numbers that go with right answers ---
 
-def test_signals_of_a_model_and_their_relation_to_right_answers(vit, images, monkeypatch):
+def test_signals_of_a_model_and_their_relation_to_right_answers(teacher_and_twin, images, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / 'hub' / 'tools')
     tool = __import__('dynamics')
-    teacher, student = vit().eval(), vit().eval()
-    student.load_state_dict(teacher.state_dict())
+    teacher, student = teacher_and_twin
     convert_(student)
     labels = student(images).argmax(1)
     found, correct = tool.signals(student, [(images[:2], labels[:2]), (images[2:], 4 - labels[2:])], teacher)
@@ -307,10 +302,8 @@ def test_signals_of_a_model_and_their_relation_to_right_answers(vit, images, mon
 
 # --- what they have in common ---
 
-def test_measures_of_an_ordinary_vit_and_of_its_exact_conversion_agree(vit, images):
-    model = vit().eval()
-    twin = vit().eval()
-    twin.load_state_dict(model.state_dict())
+def test_measures_of_an_ordinary_vit_and_of_its_exact_conversion_agree(teacher_and_twin, images):
+    model, twin = teacher_and_twin
     convert_(twin, phases=3)
     for measure in (lyapunov_exponents, lipschitz_constants):
         a, b = measure(model, images), measure(twin, images)

@@ -27,16 +27,12 @@ def images():
     return torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
-def student_and_teacher(vit):
+@pytest.fixture
+def pair(vit):
     teacher, student = vit(), vit()
     student.load_state_dict(teacher.state_dict())
     convert_(student, OdeConfig(time='low_rank', rank=2))
     return student.eval(), teacher
-
-
-@pytest.fixture
-def pair(vit):
-    return student_and_teacher(vit)
 
 
 def written(folder):
@@ -66,7 +62,7 @@ def test_the_page_says_what_was_measured(pair, images, tmp_path):
     assert [row['model'] for row in rows] == [f'class {i}' for i in ours.argmax(-1).tolist()]
     assert [row['teacher'] for row in rows] == [f'class {i}' for i in theirs.argmax(-1).tolist()]
     assert [row['probability'] for row in rows] == pytest.approx(ours.amax(-1).tolist(), rel=1e-4)
-    assert numbers['times'] == [0, 1, 2, 3]
+    assert numbers['geometry']['times'] == numbers['teacher']['times'] == [0, 1, 2, 3]
     assert {file.name for file in tmp_path.iterdir()} == {'index.html', 'report.json'}
 
 
@@ -76,6 +72,8 @@ def test_the_page_says_what_was_measured(pair, images, tmp_path):
     ('vit_tiny_patch16_224', dict(field='lipschitz', method='rk4', steps=2), {}),
     ('vit_tiny_patch16_224', dict(steps=1), {}),
     ('vit_tiny_patch16_224', None, dict(class_token=False, global_pool='avg')),
+    ('vit_tiny_patch16_224', None, dict(class_token=False, global_pool='avg', reg_tokens=2)),
+    ('vit_tiny_patch16_224', None, dict(reg_tokens=2)),
     ('vit_tiny_patch16_224', None, dict(in_chans=1)),
     ('vit_tiny_patch16_224', None, dict(depth=1)),
     ('mixer_s32_224', None, dict(img_size=64)),
@@ -89,36 +87,30 @@ def test_every_model_with_a_sequence_of_blocks_has_a_report(vit, name, config, k
     assert numbers['sentence'] in body(html).replace('&#x27;', "'") and len(numbers['images']) == 2
     assert ('What it would answer' in html) == (model.num_classes > 0) and 'NaN' not in body(html)
     assert (numbers['attention'] is None) == ('Entropy of attention' not in html) == ('mixer' in name)
+    named = 'class token' in body(html).lower()  # a register is none
+    assert named == (getattr(model, 'cls_token', None) is not None) == (numbers['geometry']['cosine'][0][0] is not None)
 
 
 def test_a_diverging_image_is_shown_beside_the_others(vit, images, tmp_path):
-    images = images.clone()
-    images[1, 0, 0, 0] = math.inf
+    images = images.index_put([torch.tensor(1)], torch.tensor(math.inf))
     _, numbers = written(write_report(vit(), images, tmp_path, progress=False).parent)
     rows = numbers['images']
     assert rows[1]['exponent'] is None and rows[1]['settled at t'] is None and rows[0]['exponent'] is not None
     assert 'not finite' in numbers['exponents']['reasons'][1]
 
 
-@pytest.mark.parametrize('kwargs', [dict(class_token=False, global_pool='avg', reg_tokens=2), dict(reg_tokens=2)])
-def test_a_register_is_no_class_token(vit, kwargs, images, tmp_path):
-    html, numbers = written(write_report(vit(**kwargs), images, tmp_path, progress=False).parent)
-    named = 'class token' in body(html).lower()
-    assert named == ('class_token' not in kwargs) and (numbers['geometry'][0]['cosine'][0][0] is not None) == named
-
-
 def test_the_sentence_is_about_methods_of_many_stages_one_image_and_images_unlike_the_classes(vit, images, tmp_path):
     model = vit()
     convert_(model, OdeConfig(method='rk4', steps=2))
     said = written(write_report(model.eval(), images[:1], tmp_path, teacher=vit(), progress=False).parent)[1]['sentence']
-    assert said.startswith('One shared block, applied 8 times by 2 steps of rk4, gives ') and 'of one image' in said
+    assert said.startswith("2 steps of rk4: gives the teacher's class for ") and 'of 1 images; its last states' in said
     model = vit(depth=1, num_classes=40)
     for p in model.head.parameters():
         torch.nn.init.zeros_(p)
     write_report(model, images, tmp_path, progress=False)
     said = written(tmp_path)[1]['sentence']
-    assert said.startswith('One block, applied once, ')
-    assert said.endswith('No class gets 20 % for any image: they do not look like the classes that the model knows.')
+    assert said.startswith('1 blocks: settled on its class at t = 0; small changes of the state grow at most by ')
+    assert said.endswith('No class gets 20 % for any image: they are unlike the classes that the model knows.')
 
 
 def test_nothing_is_half_written(vit, images, tmp_path, monkeypatch):
@@ -148,9 +140,9 @@ def test_what_cannot_be_shown_is_refused_before_anything_is_written(pair, vit, i
     student, teacher = pair
     out = tmp_path / 'out'
     for wrong, kwargs, message in (
-            (images[:0], {}, 'of 1 to 64 images'), (images[0], {}, 'of 1 to 64 images'), ([1], {}, 'got list'),
+            (images[:0], {}, 'of 1 to 64 images'), (images[0], {}, 'of 1 to 64 images'), ([1], {}, "got <class 'list'>"),
             (images, dict(names=['a']), 'must be 4 strings'), (images, dict(classes=torch.tensor([0, 1, 2, 3])), 'must be 4 strings'),
-            (images, dict(teacher=vit(num_classes=7)), 'classes 7 and 5'), (images, dict(teacher=vit(img_size=32)), r'input \[3, 32, 32\] and \[3, 16, 16\]'),
+            (images, dict(teacher=vit(num_classes=7)), r'classes \[7\] and \[5\]'), (images, dict(teacher=vit(img_size=32)), r'input_size \[3, 32, 32\] and \[3, 16, 16\]'),
             (images, dict(teacher=vit(embed_dim=48)), 'cannot be compared'), (images, dict(teacher=vit(depth=2)), 'until t = 3')):
         with pytest.raises(ValueError, match=message):
             write_report(student, wrong, out, **kwargs, progress=False)
@@ -198,7 +190,7 @@ def test_the_command_writes_a_report_and_refuses_to_lose_one(folder, capsys):
     assert [row['image'] for row in written(folder / 'report')[1]['images']] == ['cats/0.png', 'cats/2.png', 'dogs/4.png']
     assert main(command) == 2 and '--overwrite' in capsys.readouterr().err
     assert main([*command, '--overwrite', '--steps', '5', '--count', '2']) == 0
-    assert len(written(folder / 'report')[1]['times']) == 6
+    assert len(written(folder / 'report')[1]['geometry']['times']) == 6
 
 
 def test_the_command_says_what_is_wrong_with_the_images(folder, capsys):
@@ -229,20 +221,13 @@ def test_images_of_an_npz_come_with_their_classes(vit, tmp_path):
 
 # --- as a person sees it ---
 
-@pytest.fixture(scope='module')
-def page(vit, images, tmp_path_factory):
-    torch.manual_seed(0)
-    student, teacher = student_and_teacher(vit)
-    return write_report(student, images, tmp_path_factory.mktemp('report'), teacher=teacher, progress=False)
-
-
 @pytest.fixture(params=['light', 'dark'])
-def shown(request):
+def shown(request, pair, images, tmp_path):
     """The open page, and what it complained about or asked for."""
     sync_playwright = pytest.importorskip('playwright.sync_api').sync_playwright
     if CHROMIUM is None:
         pytest.skip('needs a Chromium on the PATH')
-    page = request.getfixturevalue('page')
+    page = write_report(pair[0], images, tmp_path, teacher=pair[1], progress=False)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(QUIET))
         tab = browser.new_page(viewport={'width': 1280, 'height': 900}, color_scheme=request.param)

@@ -25,9 +25,7 @@ METADATA = 'metadata.json'  # in a .pt2 file of torch.export
 
 class Format(NamedTuple):
     suffix: str
-    packages: tuple[str, ...]
     write: Callable[[ExportedProgram, Path, dict[str, str], bool], Any]
-    merged: bool  # by default, because it is faster
 
 
 def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
@@ -67,9 +65,6 @@ def _split_residuals(exported: ExportedProgram) -> bool:
             outer = graph.call_function(aten.linear.default, (inner, up))
             first = graph.call_function(aten.linear.default, (x, shared, *bias))
             both = graph.call_function(aten.add.Tensor, (first, outer))
-        inner.meta['val'] = x.meta['val'].new_empty((*x.meta['val'].shape[:-1], down.meta['val'].shape[0]))
-        for new in (outer, first, both):
-            new.meta['val'] = node.meta['val']
         node.replace_all_uses_with(both)
     graph.eliminate_dead_code()
     exported.graph_module.recompile()
@@ -88,11 +83,7 @@ def _write_aoti(exported: ExportedProgram, path: Path, about: dict[str, str], in
     aoti_compile_and_package(exported, package_path=str(path), inductor_configs=configs)
 
 
-FORMATS = {
-    'onnx': Format('.onnx', ('onnx', 'onnxscript'), _write_onnx, False),
-    'pt2': Format('.pt2', (), _write_pt2, True),
-    'aoti': Format('.pt2', (), _write_aoti, True),
-}
+FORMATS = {'onnx': Format('.onnx', _write_onnx), 'pt2': Format('.pt2', _write_pt2), 'aoti': Format('.pt2', _write_aoti)}
 
 
 def export_model(
@@ -112,15 +103,14 @@ def export_model(
     Args:
         model: timm model, converted or not; merged or not. An 'aoti' or 'pt2' file runs on its device.
         path: New file. It ends in .onnx, or in .pt2 for the other formats.
-        format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled by AOTInductor for
-            this kind of processor, for torch._inductor.aoti_load_package. An 'aoti' file takes contiguous images, and
-            checks their layout, size and dtype only if the environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
-        int8: Store weights as int8, with a scale for each row (only 'onnx'). Linear layers also compute in int8.
+        format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled for this kind of
+            processor, for torch._inductor.aoti_load_package. It takes contiguous images, and checks their layout, size
+            and dtype only with AOTI_RUNTIME_CHECK_INPUTS=1 in the environment.
+        int8: Store weights as int8, with a scale for each row, and compute linear layers in it (only 'onnx').
         merged: Merge a block that depends on time, as `merge_` does, into one per step: a larger file. None for what
             is faster: merged for 'pt2' and 'aoti', and not for 'onnx'.
 
-    Raises ImportError if a package that the format needs is missing, and ValueError if the file exists or the model
-    cannot be exported in this way.
+    Raises ImportError if a package is missing, and ValueError if the file exists or the model cannot be exported.
 
     Examples:
         >>> import onnxruntime
@@ -129,28 +119,27 @@ def export_model(
         >>> logits, = session.run(None, {'images': images.numpy()})
     """
     one_of(tuple(FORMATS))('format', format)
-    path, model, (suffix, packages, write, faster) = Path(path), unwrap_model(model), FORMATS[format]
-    blocks, dtype = find_ode_blocks(model), dtype_of(model)
+    path, model, (suffix, write) = Path(path), unwrap_model(model), FORMATS[format]
+    odes, dtype = find_ode_blocks(model), dtype_of(model)
     if merged is None:
-        merged = faster or any(ode.merged for ode in blocks)
+        merged = format != 'onnx' or any(ode.merged for ode in odes)
     if not merged:
         check_not_merged(model)
-    why = ''
-    if path.suffix != suffix or path.is_dir() or (path.exists() and not overwrite):
-        why = f"'{path}' exists, or does not end in {suffix}. Give another file, or overwrite=True (--overwrite)"
-    elif int8 and format != 'onnx':
-        why = f'The format {format} stores no int8. Leave out int8 (--int8), or choose the format onnx'
-    elif format == 'onnx' and dtype not in (torch.float32, torch.float16):
-        why = f'ONNX Runtime does not run {dtype}. Call model.float() first, or choose the format pt2'
-    elif any(ode.config.adaptive for ode in blocks):
-        why = ('An adaptive method chooses its own times while it runs, but a file has fixed steps. Set another one '
-               "first, such as model.blocks.method = 'rk4'")
-    if why:
-        raise ValueError(f'{why}.')
-    if missing := [name for name in (*packages, *['onnxruntime'] * int8) if find_spec(name) is None]:
+    for wrong, why in (
+            (path.suffix != suffix or path.is_dir() or (path.exists() and not overwrite),
+             f"'{path}' exists, or does not end in {suffix}. Give another file, or overwrite=True (--overwrite)."),
+            (int8 and format != 'onnx', f'The format {format} stores no int8. Choose the format onnx.'),
+            (format == 'onnx' and dtype not in (torch.float32, torch.float16),
+             f'ONNX Runtime does not run {dtype}. Call model.float() first, or choose the format pt2.'),
+            (any(ode.config.adaptive for ode in odes),
+             "A file has fixed steps. Set another method first, such as model.blocks.method = 'rk4'.")):
+        if wrong:
+            raise ValueError(why)
+    packages = ['onnx', 'onnxscript', *['onnxruntime'] * int8] if format == 'onnx' else []
+    if missing := [name for name in packages if find_spec(name) is None]:
         raise ImportError(f"{format} needs {' and '.join(missing)}. Type: pip install {' '.join(missing)}")
     copied = copy.deepcopy(model).eval().requires_grad_(False)
-    if merged and any(ode.shared.depends_on_time for ode in find_ode_blocks(copied)):
+    if merged and any(ode.shared.depends_on_time for ode in odes):
         merge_(copied)
     if format == 'onnx':
         copied.cpu()
@@ -163,16 +152,20 @@ def export_model(
         raise ValueError(f'torch.export cannot export this {type(model).__name__}: {one_line(e)}') from e
     for node in exported.graph.nodes:
         node.meta.pop('stack_trace', None)  # names files of this machine
+    steps = [ode.steps for ode in odes]
+    about = {'model': model_name(model), 'steps': steps[0] if len(steps) == 1 else steps,
+             'classes': class_names(model), **data_config(model), 'int8': int8, 'timm_odevit': __version__}
+    about = {key: json.dumps(value) for key, value in about.items() if value not in (None, [])}
     with staged(path.parent, path.name) as aside:
-        write(exported, aside / path.name, _about(copied, int8), int8)
+        write(exported, aside / path.name, about, int8)
     return path
 
 
 def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A weight as int8 and a scale for each row, which broadcasts to it; None if it is not worth its scales.
+    """A weight as int8 and its scales, which broadcast to it; None if it is not worth them.
 
-    The residuals of L > 1 layers [L, M, r] have one for each of the r columns of each layer, and [L, r, N], of the r
-    rows; a position embedding [1, N, D], for each of the N tokens.
+    There is one for each row; for each of the r columns or rows of the residuals of L > 1 layers [L, M, r] or
+    [L, r, N]; and for each of the N tokens of a position embedding [1, N, D].
     """
     if weight.ndim < 2 or weight.numel() < 4096 or not weight.is_floating_point():
         return None
@@ -186,26 +179,11 @@ def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:
 def _round_initializers(graph: Any) -> None:
     """Store the large weights of an ONNX graph that are still floats as int8."""
     from onnx import helper, numpy_helper
-    nodes, stored = [], []
-    for tensor in graph.initializer:
+    for tensor in list(graph.initializer):
         rounded = _round(torch.from_numpy(numpy_helper.to_array(tensor).copy()))
-        if rounded is None:
-            stored.append(tensor)
-            continue
-        names = [f'{tensor.name}_int8', f'{tensor.name}_scale', f'{tensor.name}_float']
-        stored += [numpy_helper.from_array(part.numpy(), name) for part, name in zip(rounded, names, strict=False)]
-        nodes += [helper.make_node('Cast', names[:1], names[2:], to=tensor.data_type),
-                  helper.make_node('Mul', names[1:][::-1], [tensor.name])]
-    del graph.initializer[:]
-    graph.initializer.extend(stored)
-    nodes += graph.node
-    del graph.node[:]
-    graph.node.extend(nodes)
-
-
-def _about(model: nn.Module, int8: bool) -> dict[str, str]:
-    """The metadata; what is not known is left out."""
-    steps = [ode.steps for ode in find_ode_blocks(model)]
-    about = {'model': model_name(model), 'steps': steps[0] if len(steps) == 1 else steps,
-             'classes': class_names(model), **data_config(model), 'int8': int8, 'timm_odevit': __version__}
-    return {key: json.dumps(value) for key, value in about.items() if value not in (None, [])}
+        if rounded is not None:
+            name = tensor.name
+            graph.node.insert(0, helper.make_node('Mul', [f'{name}_scale', f'{name}_float'], [name]))
+            graph.node.insert(0, helper.make_node('Cast', [f'{name}_int8'], [f'{name}_float'], to=tensor.data_type))
+            graph.initializer.append(numpy_helper.from_array(rounded[1].numpy(), f'{name}_scale'))
+            tensor.CopyFrom(numpy_helper.from_array(rounded[0].numpy(), f'{name}_int8'))

@@ -1,5 +1,5 @@
 """Flow: what a model does to the tokens of some images, as a sequence of maps; their Jacobians; batch by batch."""
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from typing_extensions import Self
 
 from ..convert.block_kinds import prefix_tokens
 from ..data.batches import read_batches
@@ -18,7 +17,7 @@ from ..hooks import evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.methods import Step
 
-__all__ = ['Flow', 'Images', 'Jacobian', 'PerImage', 'PlainAttention', 'along', 'follow', 'noise', 'norms',
+__all__ = ['Flow', 'Images', 'Jacobian', 'PerImage', 'PlainAttention', 'along', 'follow', 'joined', 'noise', 'norms',
            'over_images', 'unit']
 
 Images = Tensor | Iterable[Any] | None
@@ -28,22 +27,13 @@ SOFTMAX = (torch.softmax, F.softmax, torch.Tensor.softmax, F.scaled_dot_product_
 
 @dataclass(frozen=True, repr=False)
 class Flow:
-    """A sequence of maps of a state: the steps of an ODE-ViT, the blocks of a ViT, or any other functions.
-
-    Attributes:
-        start: State before the first map [B, N, D] or [B, ...], of B systems that do not act on one another.
-        maps: From the state at each time to the state at the next.
-        times: The time before the first map and after each; one unit is one block of the base.
-        head: From the last state to the logits [B, classes], if there are classes.
-        prefix: How many tokens come before those of the patches.
-        class_token: Whether the first of them is a class token.
-    """
-    start: Tensor
+    """A sequence of maps of a state: the steps of an ODE-ViT, the blocks of a ViT, or any other functions."""
+    start: Tensor  # [B, N, D] or [B, ...], before the first map, of B systems that do not act on one another
     maps: tuple[Callable[[Tensor], Tensor], ...]
-    times: tuple[float, ...]
-    head: Callable[[Tensor], Tensor] | None = None
-    prefix: int = 0
-    class_token: bool = False
+    times: tuple[float, ...]  # before the first map and after each; one unit is one block of the base
+    head: Callable[[Tensor], Tensor] | None = None  # from the last state to the logits [B, classes]
+    prefix: int = 0  # tokens that come before those of the patches
+    class_token: bool = False  # whether the first of them is a class token
 
     def states(self) -> list[Tensor]:
         """The state before the first map, and after each."""
@@ -51,8 +41,7 @@ class Flow:
 
     def logits(self, state: Tensor) -> Tensor:
         if self.head is None:
-            raise TypeError('There is no norm and head to read a class from a state. Use a model whose '
-                            '`forward_head(norm(state))` gives its logits.')
+            raise TypeError('There is no norm and head: `forward_head(norm(state))` of the model must give its logits.')
         return self.head(state)
 
     def lengths(self) -> list[float]:
@@ -69,19 +58,19 @@ def follow(model: Any, images: Any = None) -> Iterator[Flow]:
         yield model
         return
     if any(ode.config.adaptive or ode.config.tokens < 1 for ode in find_ode_blocks(model)):
-        raise ValueError("With an adaptive method or token merging, a step is no map of the state alone. Set a "
-                         "fixed-step method, such as model.blocks.method = 'rk4', and tokens=1.")
+        raise ValueError("With an adaptive method or token merging, a step is no map of the state alone. Set "
+                         "model.blocks.method = 'rk4', say, and tokens=1.")
     blocks = list(getattr(model, 'blocks', ()))
     with evaluating(model), torch.no_grad():
         with watch_blocks([blocks]) as [(states, handed)]:
             logits = model(images)
         if len(states) != len(blocks) + 1 or len({getattr(x, 'shape', None) for x in states}) > 1:
             raise TypeError(f'A {type(model).__name__} has no single sequence of blocks to follow.')
-        maps = tuple(partial(_call, block, *passed) for block, passed in zip(blocks, handed, strict=True))
-        times = tuple(accumulate((block.h if isinstance(block, Step) else 1. for block in blocks), initial=0.))
+        maps = (partial(_call, block, *passed) for block, passed in zip(blocks, handed, strict=True))
+        times = accumulate((block.h if isinstance(block, Step) else 1. for block in blocks), initial=0.)
         prefix = prefix_tokens(model)
         has_class = prefix > 0 and getattr(model, 'cls_token', None) is not None
-        yield Flow(states[0], maps, times, _head(model, states[-1], logits), prefix, has_class)
+        yield Flow(states[0], tuple(maps), tuple(times), _head(model, states[-1], logits), prefix, has_class)
 
 
 def _head(model: Any, last: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor] | None:
@@ -102,26 +91,23 @@ def _call(block: Any, args: tuple[Any, ...], kwargs: Any, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, repr=False)
 class PerImage:
-    """Measurements of images; all fields but those in SHARED have a row for each."""
-    SHARED: ClassVar[tuple[str, ...]] = ('class_token', 'method', 'prefix', 'steps', 'times')
+    """Measurements of B images; all fields but those in SHARED have a row for each."""
+    SHARED: ClassVar[tuple[str, ...]] = ('method', 'steps', 'prefix', 'class_token', 'times')
 
     def __repr__(self) -> str:
-        words, means = [], []
-        for f in fields(self):
-            x = getattr(self, f.name)
-            if f.name not in self.SHARED:
-                means.append(f'{f.name} {float(x.cpu().double().nanmean()):.3g}')
-                count = len(x)
-            elif f.name != 'times':
-                words.append(f'{f.name} {x}, ')
-        return f'{type(self).__name__}({"".join(words)}{count} images; on average {", ".join(means)})'
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != 'times'}
+        shared = [f'{name} {values.pop(name)}, ' for name in self.SHARED if name in values]
+        means = [f'{name} {float(x.cpu().double().nanmean()):.3g}' for name, x in values.items()]
+        count = len(next(iter(values.values())))
+        return f'{type(self).__name__}({"".join(shared)}{count} images; on average {", ".join(means)})'
 
-    @classmethod
-    def joined(cls, parts: list[Self]) -> Self:
-        """The measurements of several batches as one."""
-        columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls) if f.name not in cls.SHARED}
-        return replace(parts[0], **{name: torch.cat(rows) if isinstance(rows[0], Tensor) else sum(rows, ())
-                                    for name, rows in columns.items()})
+
+def joined(parts: Sequence[Measured]) -> Measured:
+    """The measurements of several batches as one."""
+    columns = {f.name: [getattr(part, f.name) for part in parts]
+               for f in fields(parts[0]) if f.name not in PerImage.SHARED}
+    return replace(parts[0], **{name: torch.cat(rows) if isinstance(rows[0], Tensor) else sum(rows, ())
+                                for name, rows in columns.items()})
 
 
 def over_images(
@@ -134,16 +120,16 @@ def over_images(
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:  # derivatives need it off
             flows = [stack.enter_context(follow(each, batch)) for each in (model, other) if each is not None]
             parts.append(measure(*flows))
-    return parts[0].joined(parts)
+    return joined(parts)
 
 
 def norms(x: Tensor) -> Tensor:
-    """The Euclidean norm of each state [B] of x [B, ...]."""
+    """The norm of each state [B] of x [B, ...]."""
     return x.flatten(1).norm(dim=1)
 
 
 def along(numbers: Tensor, x: Tensor) -> Tensor:
-    """One number per state [B], in a shape that multiplies x [B, ...]."""
+    """A number per state [B], in a shape that multiplies x [B, ...]."""
     return numbers.view(-1, *[1] * (x.ndim - 1))
 
 
@@ -158,54 +144,35 @@ def noise(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class Jacobian:
-    """Products of the Jacobian J of a map at a state [B, ...] with vectors [B, ...]; the map runs once for all.
-
-    J v comes from the transposed Jacobian of J^T u, which is linear in u.
-    """
+    """Products of the Jacobian J of a map at a state [B, ...] with vectors [B, ...]; the map runs once for all."""
 
     def __init__(self, step: Callable[[Tensor], Tensor], state: Tensor) -> None:
-        with PlainAttention(state), torch.enable_grad():
-            self._before = state.detach().requires_grad_()
-            self._after = step(self._before.clone())  # the map may change its input in place
-
-    @cached_property
-    def _transposed(self) -> tuple[Tensor, Tensor]:
-        u = torch.zeros_like(self._after, requires_grad=True)
-        return u, _product(self._after, self._before, u, create_graph=True)
-
-    def push(self, vector: Tensor) -> Tensor:
-        u, product = self._transposed
-        return _product(product, u, vector)
+        with PlainAttention(state):
+            self._after, self._pull = torch.func.vjp(lambda x: step(x.clone()), state)[:2]  # it may change its input
 
     def pull(self, vector: Tensor) -> Tensor:
-        return _product(self._after, self._before, vector)
+        """J^T u."""
+        return self._pull(vector)[0]
 
-
-def _product(outputs: Tensor, inputs: Tensor, vector: Tensor, create_graph: bool = False) -> Tensor:
-    """The gradient of <outputs, vector> with respect to the inputs; 0 for constant outputs."""
-    if not outputs.requires_grad:
-        return torch.zeros_like(inputs)
-    return torch.autograd.grad(
-        outputs, inputs, vector, retain_graph=True, create_graph=create_graph, allow_unused=True,
-        materialize_grads=True)[0]
+    @cached_property
+    def push(self) -> Callable[[Tensor], Tensor]:
+        """J v, by the transposed Jacobian of J^T u, which is linear in u."""
+        push = torch.func.vjp(self.pull, torch.zeros_like(self._after))[1]
+        return lambda vector: push(vector)[0]
 
 
 class PlainAttention(TorchFunctionMode):  # of one thread
-    """Attention as two products and a softmax: fused kernels cannot be differentiated twice.
-
-    `found` are the first probabilities over all tokens of the state x [B, ..., D].
-    """
+    """Attention without fused kernels, which have no second derivative. `found` is the first of all tokens of x."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
-        self.shape = (len(x), *x.shape[1:-1], *x.shape[1:-1])  # but for the heads
+        self.shape = (len(x), *x.shape[1:-1], *x.shape[1:-1])  # of its probabilities, but for the heads
         self.found: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            probabilities, value = _two_factors(*args, **kwargs)
-            out: Any = probabilities @ value
+            out, probabilities = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)
         elif func is F.multi_head_attention_forward and not kwargs.get('need_weights', True):
             out = func(*args, **{**kwargs, 'need_weights': True})[0], None  # with weights, it uses no fused kernel
         else:
@@ -214,17 +181,3 @@ class PlainAttention(TorchFunctionMode):  # of one thread
                 probabilities.shape[0], *probabilities.shape[2:]) == self.shape:
             self.found = probabilities.float()
         return out
-
-
-def _two_factors(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.,
-        is_causal: bool = False, scale: float | None = None, **_: Any,
-) -> tuple[Tensor, Tensor]:
-    """The two factors of `F.scaled_dot_product_attention`: probabilities and values."""
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None:
-        masked = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if masked else scores + attn_mask
-    return scores.softmax(dim=-1), value

@@ -1,6 +1,6 @@
 """How far the last state is from the solution of the ODE, and how far it may be moved before the class changes."""
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -16,28 +16,20 @@ from ..ode.fields import Context
 from ..ode.methods import METHODS
 from ..ode.solver import Solver
 from ..settings import one_of
-from .flow import Flow, Images, PerImage, along, follow, noise, norms, over_images, unit
+from .flow import Flow, Images, PerImage, along, follow, joined, noise, norms, over_images, unit
 
 __all__ = ['DiscretisationError', 'Region', 'contraction_regions', 'discretisation_errors']
 
 
 @dataclass(frozen=True, repr=False)
 class DiscretisationError(PerImage):
-    """Errors of a method with K steps for B images, relative to the distance of the exact solution's states at 0 and T.
-
-    Attributes:
-        error: Distance of the last state from the exact solution's [B].
-        local: Error that each step makes on its own, from the state where it starts [B, K].
-        reference: Distance of the reference solution from one with half as many steps: how accurate `error` is [B].
-        method, steps: The method, and its number K of steps.
-        times: The times at which the steps end [K].
-    """
-    error: Tensor
-    local: Tensor
-    reference: Tensor
+    """Errors of a method with K steps, relative to the distance between the start and the end of the exact solution."""
+    error: Tensor  # [B], distance of the last state from the reference solution's
+    local: Tensor  # [B, K], what each step adds from the state where it starts
+    reference: Tensor  # [B], how accurate `error` is: distance of the reference from one with half as many steps
     method: str
     steps: int
-    times: Tensor
+    times: Tensor  # [K], at which the steps end
 
 
 def discretisation_errors(
@@ -47,7 +39,7 @@ def discretisation_errors(
     """Compare solutions of a model's ODE with one by rk4 on a fine grid.
 
     Args:
-        model, images, batch_size: See `timm_odevit.dynamics`; an ODE-ViT that is not merged, which does not change.
+        model, images, batch_size: See `timm_odevit.dynamics`; an ODE-ViT that is not merged.
         methods: Fixed-step method or methods; None for the model's own.
         steps: Number or numbers of steps; None for half, all and twice the model's own.
         fine: Steps of the reference per unit of time, an even number.
@@ -65,17 +57,17 @@ def discretisation_errors(
         raise TypeError(f'A {type(model).__name__} has {len(odes)} ODEs. Give an ODE-ViT with one sequence of blocks.')
     check_not_merged(model)
     ode = odes[0]
-    least = len(ode.shared.borders) + 1
-    counts = sorted({max(ode.steps // 2, least), ode.steps, 2 * ode.steps}) if steps is None else steps
-    chosen = ode.method if methods is None else methods
+    if steps is None:
+        steps = sorted({max(ode.steps // 2, len(ode.shared.borders) + 1), ode.steps, 2 * ode.steps})
+    if methods is None or isinstance(methods, str):
+        methods = [methods or ode.method]
     each = [(one_of(list(METHODS))('method', method), count)
-            for method in ([chosen] if isinstance(chosen, str) else chosen)
-            for count in ([counts] if isinstance(counts, int) else counts)]
+            for method in methods for count in ([steps] if isinstance(steps, int) else steps)]
     rows = []
     for batch, _ in read_batches(images, labels=False, size=batch_size):
         with follow(model, batch) as flow:
             rows.append(_errors(ode, flow, fine, each))
-    return [DiscretisationError.joined(list(parts)) for parts in zip(*rows, strict=True)]
+    return [joined(parts) for parts in zip(*rows, strict=True)]
 
 
 def _errors(ode: OdeBlocks, flow: Flow, fine: int, each: Sequence[tuple[str, Any]]) -> list[DiscretisationError]:
@@ -85,17 +77,18 @@ def _errors(ode: OdeBlocks, flow: Flow, fine: int, each: Sequence[tuple[str, Any
     given = len(args) == 1 and isinstance(args[0], Context)
     block_kwargs = (args[0] if given else ode.shared.context(args, kwargs)).block_kwargs
 
-    def maps(method: str, steps: int, t: float, end: float) -> list[tuple[Any, float, float]]:
+    def solve(x: Tensor, method: str, steps: int, t: float, end: float) -> Iterator[tuple[Tensor, float]]:
+        """The state at the end of each step, and its time."""
         solver: Any = Solver(replace(ode.config, method=method, steps=steps, T=end - t), ode.shared, t)
-        return [(lambda x, step=step: step(x, step.field.context((), block_kwargs, step.field.fold())),
-                 step.t, step.t + step.h) for step in solver]
+        for step in solver:
+            x = step(x, step.field.context((), block_kwargs, step.field.fold()))
+            yield x, step.t + step.h
 
     def reference(x: Tensor, t: float, end: float, fine: int = fine) -> Tensor:
         # a step ends at every layer, where the field jumps
         stops = [t, *(float(s) for s in range(math.floor(t + 1e-6) + 1, math.ceil(end - 1e-6))), end]
         for a, b in pairwise(stops):
-            for step, *_ in maps('rk4', max(1, math.ceil(fine * (b - a) - 1e-6)), a, b):
-                x = step(x)
+            *_, (x, _) = solve(x, 'rk4', max(1, math.ceil(fine * (b - a) - 1e-6)), a, b)
         return x
     start = flow.states()[first]
     exact = reference(start, ode.t, ode.end)
@@ -103,34 +96,23 @@ def _errors(ode: OdeBlocks, flow: Flow, fine: int, each: Sequence[tuple[str, Any
     half = norms(reference(start, ode.t, ode.end, fine // 2) - exact) / path
     found = []
     for method, steps in each:
-        x, local, ends = start, [], []
-        for step, t, end in maps(method, steps, ode.t, ode.end):
-            before, x = x, step(x)
-            local.append(norms(x - reference(before, t, end)) / path)
-            ends.append(end)
-        found.append(DiscretisationError(norms(x - exact) / path, torch.stack(local, 1), half, method, steps,
-                                         torch.tensor(ends, dtype=torch.float64)))
+        states = [(start, ode.t), *solve(start, method, steps, ode.t, ode.end)]
+        local = [norms(after - reference(before, t, end)) / path for (before, t), (after, end) in pairwise(states)]
+        found.append(DiscretisationError(
+            norms(states[-1][0] - exact) / path, torch.stack(local, 1), half, method, steps,
+            torch.tensor([t for _, t in states[1:]], dtype=torch.float64)))
     return found
 
 
 @dataclass(frozen=True, repr=False)
 class Region(PerImage):
-    """The region around a model's last state in which the head gives the same class, over the tokens that it reads.
-
-    Attributes:
-        random: Radius along random directions [B, directions]; infinite where the class never changes, NaN where the
-            state or its logits are not finite.
-        worst: Radius along the worst direction found, an upper bound on the distance to the boundary [B].
-        norm: Norm of the last state [B].
-        distance, towards: Distance of the student's last state, and the radius in its direction [B]; or NaN.
-        same: Whether the student gives the model's class [B]; False without one.
-    """
-    random: Tensor
-    worst: Tensor
-    norm: Tensor
-    distance: Tensor
-    towards: Tensor
-    same: Tensor
+    """The region around a model's last state in which the head gives the same class, over the tokens that it reads."""
+    random: Tensor  # [B, directions], radius; infinite where the class never changes, NaN where nothing is finite
+    worst: Tensor  # [B], radius along the worst direction found, an upper bound on the distance to the boundary
+    norm: Tensor  # [B], of the last state
+    distance: Tensor  # [B], of the student's last state; NaN without a student
+    towards: Tensor  # [B], radius in the student's direction; NaN without a student
+    same: Tensor  # [B], whether the student gives the model's class; False without a student
 
     @property
     def inside(self) -> Tensor:
@@ -149,7 +131,7 @@ def contraction_regions(
 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`; the model, such as the teacher, has a head.
-        student: A model of the same width and tokens, whose distance is compared with the region.
+        student: A model of the same width and tokens, to compare with the region.
         directions, seed: Number of random directions, and their seed.
         limit: Largest radius that is tried, in units of the norm of the state.
 
@@ -159,24 +141,23 @@ def contraction_regions(
 
     Source: the contraction region of ODE-ViT, arXiv 2511.16501; DeepFool, arXiv 1511.04599.
     """
-    return over_images(partial(_region, directions, limit, seed), model, images, batch_size, student)
-
-
-def _region(directions: int, limit: float, seed: int, flow: Flow, other: Flow | None = None) -> Region:
-    x = flow.states()[-1]
-    label, mask = flow.logits(x).argmax(dim=1), _read_by_the_head(flow, x)
-    norm = norms(x * mask)
-    radius = partial(_radius, flow, x, label, limit * norm)
-    generator = torch.Generator().manual_seed(seed)
-    radii = torch.stack([radius(noise(x, generator) * mask) for _ in range(directions)], dim=1)
-    worst = torch.fmin(radius(_worst(flow, x, label, mask)), radii.amin(dim=1))
-    distance = towards = torch.full_like(norm, math.nan)
-    same = torch.zeros_like(label, dtype=torch.bool)
-    if other is not None:
+    def measure(flow: Flow, other: Flow | None = None) -> Region:
+        x = flow.states()[-1]
+        label, mask = flow.logits(x).argmax(dim=1), _read_by_the_head(flow, x)
+        norm = norms(x * mask)
+        radius = partial(_radius, flow, x, label, limit * norm)
+        generator = torch.Generator().manual_seed(seed)
+        radii = torch.stack([radius(noise(x, generator) * mask) for _ in range(directions)], dim=1)
+        worst = torch.fmin(radius(_worst(flow, x, label, mask)), radii.amin(dim=1))
+        if other is None:
+            none = torch.full_like(norm, math.nan)
+            return Region(radii, worst, norm, none, none, torch.zeros_like(label, dtype=torch.bool))
         y = other.states()[-1]
         way = (y - x) * mask
-        distance, towards, same = norms(way), radius(way), other.logits(y).argmax(dim=1) == label
-    return Region(radii, torch.fmin(worst, towards), norm, distance, towards, same)
+        towards = radius(way)
+        same = other.logits(y).argmax(dim=1) == label
+        return Region(radii, torch.fmin(worst, towards), norm, norms(way), towards, same)
+    return over_images(measure, model, images, batch_size, student)
 
 
 def _read_by_the_head(flow: Flow, x: Tensor) -> Tensor:

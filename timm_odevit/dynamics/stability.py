@@ -1,4 +1,4 @@
-"""How fast neighbouring states draw apart: Lyapunov exponents, Lipschitz constants, bounds for softmax and weights."""
+"""How fast neighbouring states draw apart: Lyapunov exponents, Lipschitz constants, softmax, spectral norms."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,29 +23,18 @@ SETTLED = 1e-4  # change of the exponents in a sweep, per unit of time
 
 @dataclass(frozen=True, repr=False)
 class Exponents(PerImage):
-    """Finite-time Lyapunov exponents of B images, per unit of time, which is one block.
-
-    Attributes:
-        values: The leading exponents at the end [B, m], descending where they settled; or NaN.
-        running: Mean growth up to each time [B, K, m] of the tangent vectors that grow most until the end.
-        residual: How much the last sweep changed the exponents [B]; NaN without two sweeps.
-        drift: How far the running values of the last half of the time lie from the final ones [B, m].
-        reasons: For each image, why there are none: what is not finite, or vanishes, and when; or None.
-        times: The times of `running` [K].
-    """
-    values: Tensor
-    running: Tensor
-    residual: Tensor
-    drift: Tensor
-    reasons: tuple[str | None, ...]
-    times: Tensor
+    """Finite-time Lyapunov exponents of B images, per unit of time, which is one block."""
+    values: Tensor  # [B, m], the leading exponents at the end, descending where they settled; or NaN
+    running: Tensor  # [B, K, m], mean growth up to each time of the tangent vectors that grow most until the end
+    residual: Tensor  # [B], how much the last sweep changed the exponents; NaN without two sweeps
+    drift: Tensor  # [B, m], how far the running values of the last half of the time lie from the final ones
+    reasons: tuple[str | None, ...]  # for each image, why there are none: what is not finite or vanishes, and when
+    times: Tensor  # [K], of `running`
 
     def __repr__(self) -> str:
         good = self.values[~self.values[:, 0].isnan(), 0]
-        words = [f'{len(self.values)} images']
-        if len(good):
-            spread = f' ± {good.std():.4f}' if len(good) > 1 else ''
-            words.append(f'largest {good.mean():.4f}{spread} per block')
+        spread = f' ± {good.std():.4f}' if len(good) > 1 else ''
+        words = [f'{len(self.values)} images', f'largest {good.mean():.4f}{spread} per block']
         if unsettled := int((self.residual > SETTLED).sum()):
             words.append(f'{unsettled} not settled: raise sweeps')
         if missing := list(filter(None, self.reasons)):
@@ -59,16 +48,16 @@ def lyapunov_exponents(
 ) -> Exponents:
     """The leading finite-time Lyapunov exponents of a model, for each image.
 
-    They tell how fast neighbouring states draw apart (above 0) or together (below 0); the largest is log(s) / T, with
-    the largest singular value s of the Jacobian of the whole map. What is added to all channels of a token alike is
-    left out if all maps pass it on, as blocks behind LayerNorm do: else no largest exponent could be below 0.
+    Neighbouring states draw apart (above 0) or together (below 0); the largest is log(s) / T, with the largest singular
+    value s of the Jacobian of the whole map. What is added to all channels of a token alike is left out if all maps
+    pass it on, as blocks behind LayerNorm do: else no largest exponent could be below 0.
 
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`.
         count: Number m of exponents.
-        sweeps: How often, at most, tangent vectors are carried to the end and back, to turn towards the directions that
-            grow most; an image is done when its exponents change by at most 1e-4.
-        tokens: 'all' for the whole state; 'class' for perturbations of the class token alone.
+        sweeps: How often, at most, tangent vectors go to the end and back, to turn towards the directions that grow
+            most; an image is done when its exponents change by at most 1e-4.
+        tokens: 'all' for the whole state; 'class' for the class token alone.
         seed: Seed of the first tangent vectors.
 
     Examples:
@@ -84,10 +73,10 @@ def lyapunov_exponents(
 
 
 def _exponents(count: int, only_class: bool, sweeps: int, seed: int, flow: Flow) -> Exponents:
+    if only_class and not flow.class_token:
+        raise ValueError("tokens='class' needs a class token. Use tokens='all'.")
     flow = _without_shifts(flow)
     x, states, T = flow.start, flow.states(), flow.times[-1] - flow.times[0]
-    if only_class and not flow.class_token:
-        raise ValueError("tokens='class' needs a class token, which these states are without. Use tokens='all'.")
     B, size = len(x), x[0, :1].numel() if only_class else x[0].numel()
     generator = torch.Generator().manual_seed(seed)
     first = torch.randn(size, count, generator=generator, dtype=torch.float64)  # the same for every image
@@ -102,14 +91,18 @@ def _exponents(count: int, only_class: bool, sweeps: int, seed: int, flow: Flow)
             turning = turning & (residual > SETTLED)  # False also for NaN
         if not turning.any():
             break
-        last, Q = exponents, torch.where(turning.to(x.device)[:, None, None], _backwards(flow, states, moved), Q)
+        for step, state in zip(flow.maps[::-1], states[-2::-1], strict=True):  # back to the start
+            moved, _ = _orthogonal(_products(Jacobian(step, state).pull, state, moved))
+        last, Q = exponents, torch.where(turning.to(x.device)[:, None, None], moved, Q)
     _, growth = _forwards(flow, states, Q)
-    elapsed = torch.tensor(flow.times[1:], dtype=torch.float64) - flow.times[0]
-    running = growth.log().cumsum(dim=1) / elapsed[:, None]
-    reasons = [_reason(each, flow.times[1:]) for each in growth]
-    running[torch.tensor([reason is not None for reason in reasons])] = math.nan
+    times = flow.clock()[1:]
+    elapsed = times - flow.times[0]
+    good = (growth > 0).all(dim=2)  # False also for NaN
+    running = (growth.log().cumsum(dim=1) / elapsed[:, None]).where(good.all(dim=1)[:, None, None], torch.nan)
     drift = (running[:, elapsed >= T / 2] - running[:, -1:]).abs().amax(dim=1)
-    return Exponents(running[:, -1], running, residual, drift, tuple(reasons), elapsed + flow.times[0])
+    reasons = tuple(None if each.all() else 'the state or its tangent vectors vanish or are not finite at '
+                    f't = {times[~each][0]:g}' for each in good)
+    return Exponents(running[:, -1], running, residual, drift, reasons, times)
 
 
 def _without_shifts(flow: Flow) -> Flow:
@@ -124,7 +117,6 @@ def _without_shifts(flow: Flow) -> Flow:
         missed = norms(step(before + shift) - after - shift) / norms(shift.expand_as(x))
         if (missed > (0.05 if torch.finfo(x.dtype).bits == 16 else 1e-3)).any():  # what rounding may lose
             return flow
-
     return replace(flow, start=_centred(x), maps=tuple(partial(_centred, step=step) for step in flow.maps))
 
 
@@ -135,7 +127,7 @@ def _centred(x: Tensor, step: Callable[[Tensor], Tensor] = torch.Tensor.clone) -
 
 def _forwards(flow: Flow, states: list[Tensor], Q: Tensor) -> tuple[Tensor, Tensor]:
     """Tangent vectors [B, n, m] at the end, and how much each step stretched them [B, K, m]."""
-    growth: list[Tensor] = []
+    growth = []
     product = torch.eye(Q.shape[-1], dtype=torch.float64).expand(len(Q), -1, -1)
     for step, (before, after) in zip(flow.maps, pairwise(states), strict=True):
         moved = _products(Jacobian(step, before).push, before, Q)
@@ -146,13 +138,6 @@ def _forwards(flow: Flow, states: list[Tensor], Q: Tensor) -> tuple[Tensor, Tens
         product = product / product.abs().amax(dim=(1, 2), keepdim=True).clamp_min(1e-300)
     # in the order of their growth: the largest first, also where two are close
     return Q @ torch.linalg.svd(product)[0].to(Q), torch.stack(growth, dim=1)
-
-
-def _backwards(flow: Flow, states: list[Tensor], Q: Tensor) -> Tensor:
-    """Tangent vectors [B, n, m] carried from the end to the start by the transposed Jacobians."""
-    for step, state in zip(flow.maps[::-1], states[-2::-1], strict=True):
-        Q, _ = _orthogonal(_products(Jacobian(step, state).pull, state, Q))
-    return Q
 
 
 def _products(product: Callable[[Tensor], Tensor], state: Tensor, Q: Tensor) -> Tensor:
@@ -170,20 +155,10 @@ def _orthogonal(vectors: Tensor) -> tuple[Tensor, Tensor]:
     return Q.to(vectors.dtype), R.cpu().double()
 
 
-def _reason(growth: Tensor, times: tuple[float, ...]) -> str | None:
-    for stretch, t in zip(growth, times, strict=True):
-        if stretch.isnan().any():
-            return f'the state or its tangent vectors are not finite at t = {t:g}'
-        if (stretch == 0).any():
-            return f'the tangent vectors vanish at t = {t:g}'
-    return None
-
-
 @dataclass(frozen=True, repr=False)
 class LipschitzConstants(PerImage):
-    """Local constants [B, K] at the start of each step, NaN where the state is not finite; times of the starts [K]."""
-    values: Tensor
-    times: Tensor
+    values: Tensor  # [B, K], at the start of each step; NaN where the state is not finite
+    times: Tensor  # [K], of the starts
 
 
 def lipschitz_constants(
@@ -191,11 +166,9 @@ def lipschitz_constants(
 ) -> LipschitzConstants:
     """The largest singular value of the Jacobian of a model's field, at the states that the model passes through.
 
-    The field is the increment of the state over a step, per unit of time, with all tokens as one vector.
-
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`.
-        of: 'field', in 1/time; or 'step' for the map of each step, which brings states together below 1.
+        of: 'field', the increment of the state over a step, per unit of time; or 'step', the state after the step.
         iterations: Iterations of the power method; the values converge from below.
 
     Examples:
@@ -210,7 +183,7 @@ def lipschitz_constants(
 
     def measure(flow: Flow) -> LipschitzConstants:
         vector = noise(flow.start, torch.Generator().manual_seed(0))
-        values: list[Tensor] = []
+        values = []
         for step, h, x in zip(flow.maps, flow.lengths(), flow.states()[:-1], strict=True):
             J, moved = Jacobian(step, x), vector
             for _ in range(iterations):
@@ -226,8 +199,8 @@ def lipschitz_constants(
 def log_softmax_bound(attention: Tensor, k: int) -> Tensor:
     """log g_1, ..., log g_max(k, 1) for rows of probabilities [..., N], in nats [..., max(k, 1)].
 
-    g_k = p_k (1 - p_k + p_k+1), with p in descending order, is an upper bound on the k-th eigenvalue of
-    diag(p) - p p^T, the Jacobian of softmax. Source: JaSMin, arXiv 2507.07814.
+    g_k = p_k (1 - p_k + p_k+1), with p in descending order, bounds the k-th eigenvalue of the Jacobian of softmax,
+    diag(p) - p p^T, from above. Source: JaSMin, arXiv 2507.07814.
     """
     p = F.pad(attention, (0, 1)).topk(max(k, 1) + 1, dim=-1).values  # p_n+1 = 0
     return (p[..., :-1] * (1 - p[..., :-1] + p[..., 1:])).clamp_min(torch.finfo(p.dtype).tiny).log()
@@ -237,8 +210,8 @@ def log_softmax_bound(attention: Tensor, k: int) -> Tensor:
 def spectral_norms(model: nn.Module) -> dict[str, float]:
     """The largest singular value of every weight matrix in the blocks of a model, by the name of the weight.
 
-    A joint projection to queries, keys and values counts as three matrices, such as 'attn.qkv.weight (queries)'. With a
-    residual for each layer, a weight's norm is the largest over the layers.
+    A joint projection counts as three matrices, such as 'attn.qkv.weight (queries)'. With a residual for each layer, a
+    norm is the largest over the layers.
 
     Examples:
         >>> norms = spectral_norms(student)

@@ -13,27 +13,17 @@ from .flow import Flow, Images, PerImage, PlainAttention, norms, over_images
 from .stability import log_softmax_bound
 
 __all__ = ['AttentionOverTime', 'ClassOverTime', 'DistanceOverTime', 'Geometry', 'attention_maps',
-           'attention_over_time', 'class_over_time', 'distance_over_time', 'has_attention_maps', 'trajectory_geometry']
+           'attention_over_time', 'class_over_time', 'distance_over_time', 'trajectory_geometry']
 
 
 @dataclass(frozen=True, repr=False)
 class Geometry(PerImage):
-    """How the states of B images move in K steps.
-
-    Attributes:
-        speed: Distance per unit of time, over all tokens [B, K].
-        norm: Norm of the state [B, K + 1].
-        angle: Angle between a step and the next, in degrees [B, K - 1]; NaN where one of them has no length.
-        cosine: Cosine of the class token and the mean patch token [B, K + 1]; NaN without a class token.
-        anisotropy: Mean cosine of two different patch tokens [B, K + 1]; NaN without a sequence of tokens.
-        times: The times of the states [K + 1].
-    """
-    speed: Tensor
-    norm: Tensor
-    angle: Tensor
-    cosine: Tensor
-    anisotropy: Tensor
-    times: Tensor
+    speed: Tensor  # [B, K], distance per unit of time, over all tokens
+    norm: Tensor  # [B, K + 1], of the state
+    angle: Tensor  # [B, K - 1], between a step and the next, in degrees; NaN where one of them has no length
+    cosine: Tensor  # [B, K + 1], of the class token and the mean patch token; NaN without a class token
+    anisotropy: Tensor  # [B, K + 1], mean cosine of two different patch tokens; NaN without a sequence of tokens
+    times: Tensor  # [K + 1], of the states
 
 
 def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 64) -> Geometry:
@@ -50,18 +40,18 @@ def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 
         moves = [after - before for before, after in pairwise(states)]
         lengths = torch.stack([norms(move) for move in moves], dim=1)
         angles = [_angle(first, second) for first, second in pairwise(moves)]
-        likeness = [_likeness(x, flow) for x in states]
-        cosine, anisotropy = (torch.stack(each, dim=1) for each in zip(*likeness, strict=True))
+        cosine, anisotropy = zip(*(_likeness(x, flow) for x in states), strict=True)
         return Geometry(
             lengths / torch.tensor(flow.lengths()).to(lengths), torch.stack([norms(x) for x in states], dim=1),
-            torch.stack(angles, dim=1).rad2deg() if angles else lengths[:, :0], cosine, anisotropy, flow.clock())
+            torch.stack(angles, dim=1).rad2deg() if angles else lengths[:, :0],
+            torch.stack(cosine, dim=1), torch.stack(anisotropy, dim=1), flow.clock())
     return over_images(measure, model, images, batch_size)
 
 
 def _angle(a: Tensor, b: Tensor) -> Tensor:
     """In radians [B], from chords, which is accurate for small angles, too."""
     first, second = (F.normalize(x.flatten(1), dim=1) for x in (a, b))
-    angle = 2 * torch.atan2((first - second).norm(dim=1), (first + second).norm(dim=1))
+    angle = 2 * torch.atan2(norms(first - second), norms(first + second))
     return angle.masked_fill((norms(a) == 0) | (norms(b) == 0), torch.nan)
 
 
@@ -78,18 +68,10 @@ def _likeness(x: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, repr=False)
 class ClassOverTime(PerImage):
-    """Which class the norm and the head read from the states of B images along the way.
-
-    Attributes:
-        classes: Class of the largest logit [B, K + 1].
-        probability: Probability of the class that the model gives in the end [B, K + 1].
-        settled: The time from which on the class no longer changes [B]; NaN where a state is not finite.
-        times: The times of the states [K + 1].
-    """
-    classes: Tensor
-    probability: Tensor
-    settled: Tensor
-    times: Tensor
+    classes: Tensor  # [B, K + 1], of the largest logit
+    probability: Tensor  # [B, K + 1], of the class that the model gives in the end
+    settled: Tensor  # [B], the time from which on the class no longer changes; NaN where a state is not finite
+    times: Tensor  # [K + 1], of the states
 
 
 def class_over_time(model: Any, images: Images = None, *, batch_size: int = 64) -> ClassOverTime:
@@ -111,16 +93,9 @@ def class_over_time(model: Any, images: Images = None, *, batch_size: int = 64) 
 
 @dataclass(frozen=True, repr=False)
 class DistanceOverTime(PerImage):
-    """How far the states of B images are from those of another model at the same times.
-
-    Attributes:
-        distance: Distance over all tokens, relative to the norm of the other model's state [B, K + 1].
-        patches: Cosine of each patch token with the other model's, at the end [B, patches].
-        times: The times of the states [K + 1].
-    """
-    distance: Tensor
-    patches: Tensor
-    times: Tensor
+    distance: Tensor  # [B, K + 1], over all tokens, relative to the norm of the other model's state
+    patches: Tensor  # [B, patches], cosine of each patch token with the other model's, at the end
+    times: Tensor  # [K + 1], of the states
 
 
 def distance_over_time(model: Any, images: Images = None, *, teacher: Any, batch_size: int = 64) -> DistanceOverTime:
@@ -156,33 +131,15 @@ def attention_maps(flow: Flow) -> Iterator[Tensor]:
         yield watched.found
 
 
-def has_attention_maps(flow: Flow) -> bool:
-    """Whether `attention_maps` works."""
-    try:
-        return all(True for _ in attention_maps(flow))
-    except ValueError:
-        return False
-
-
 @dataclass(frozen=True, repr=False)
 class AttentionOverTime(PerImage):
-    """Where B images are attended to in K steps, averaged over the heads.
-
-    Attributes:
-        attention: Probabilities with which the class token, or else the mean token, attends to each token [B, K, N].
-        rollout: The same for all steps so far together: of x + h attention(x), x counts 1 and attention h [B, K, N].
-        entropy: Mean entropy of the rows of the maps, in nats [B, K].
-        softmax_bound: JaSMin's g_1 of each head, the largest over the query rows, at most 1/2 [B, K, heads].
-        times: The times at which the steps start [K].
-        prefix: How many of the tokens come before those of the patches.
-        class_token: Whether it is the attention of a class token.
-    """
-    attention: Tensor
-    rollout: Tensor
-    entropy: Tensor
-    softmax_bound: Tensor
-    times: Tensor
-    prefix: int
+    """The attention of the class token, or else of the mean token, in K steps, averaged over the heads."""
+    attention: Tensor  # [B, K, N], probabilities
+    rollout: Tensor  # [B, K, N], of all steps so far together: of x + h attention(x), x counts 1 and attention h
+    entropy: Tensor  # [B, K], mean entropy of the rows of the maps, in nats
+    softmax_bound: Tensor  # [B, K, heads], JaSMin's g_1, the largest over the query rows, at most 1/2
+    times: Tensor  # [K], at which the steps start
+    prefix: int  # tokens that come before those of the patches
     class_token: bool
 
 

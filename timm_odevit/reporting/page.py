@@ -1,10 +1,11 @@
 """The writer of pages, which need no network and no server: page.html draws what it is given."""
-import json
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
 from typing import Any
+
+from ..files import to_json
 
 __all__ = ['encodable', 'page', 'plotly_js']
 
@@ -13,18 +14,17 @@ def page(
         title: str, lead: str, footer: str, table: Sequence[Sequence[str]], charts: Sequence[dict[str, Any]],
         **more: Any,
 ) -> str:
-    """A page as HTML, with a title, what it says above and below everything else, a table with heads, and charts.
+    """A page as HTML: what it says above and below all else, a table with its heads, charts, and what page.html takes.
 
-    page.html says what each kind of chart draws, and what else there may be. Raises ImportError without plotly.
+    Raises ImportError without plotly.
     """
     tree = {'text': [], 'notes': [], **more, 'footer': footer, 'table': table, 'first': charts}
     template = Template(files(__package__).joinpath('page.html').read_text(encoding='utf-8'))
     return encodable(template.substitute(  # no text can close the script
-        title=escape(title), lead=escape(lead), page=json.dumps(tree).replace('<', '\\u003c'), plotly=plotly_js()))
+        title=escape(title), lead=escape(lead), page=to_json(tree).replace('<', '\\u003c'), plotly=plotly_js()))
 
 
 def plotly_js() -> str:
-    """Plotly's JavaScript; raises ImportError, which says what to type, without it."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as e:
