@@ -67,7 +67,7 @@ def which():
             name, *more = row['name'].split(', ')
             ratios = [f'{ms / of:.2f}' for ms, of in zip(row['ms'], first['ms'], strict=True)]
             words = (f'[{in_words(name, trained[name])}](hub/{name}/README.md)' if name in trained else
-                     "[three of DeiT-tiny's blocks](hub/TRAINING.md#at-128-px-on-a-gpu)")
+                     "[three of DeiT-tiny's blocks](hub/TRAINING.md#three-blocks-on-a-gpu)")
             lines.append([words, ', '.join(more) or 'float32',
                           f"{row['parameters'] / 1e6:.2f}", f"{row['mb']:.2f}", f"{row['value']:.1f}", *ratios,
                           f"{row['operations']:.0f}"])
