@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits, load_sample_images
 import timm_odevit  # noqa: F401  (registers the models)
 
 TEACHER = 'deit_tiny_patch16_128.cifar100'
-STUDENTS = ('odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100',
+STUDENTS = ('odevit_tiny_native_three_patch16_128.deit_tiny_k12_cifar100',
             'odevit_tiny_native_patch16_128.deit_tiny_cifar100')
 TIMES = (0.25, 0.5, 1.0)
 SIZE, DIGIT, DIGITS = 128, 48, 3  # pixels of a scene and of a digit; digits per scene

@@ -20,8 +20,8 @@ from timm_odevit.hooks import watch_blocks
 
 EXAMPLES = Path(__file__).parent.parent / 'examples' / 'ecosystem'
 AUTONOMOUS = 'odevit_tiny_native_patch16_128.deit_tiny_cifar100'
-TWO = 'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100'
-both = pytest.mark.parametrize('name', [AUTONOMOUS, TWO])
+THREE = 'odevit_tiny_native_three_patch16_128.deit_tiny_k12_cifar100'
+both = pytest.mark.parametrize('name', [AUTONOMOUS, THREE])
 
 
 def build(name, **kwargs):
@@ -61,11 +61,11 @@ def test_layer_decay_gives_the_shared_block_one_rate(name):
 def test_attention_extract_by_hooks_sees_the_last_evaluation(x):
     set_fused_attn(False)
     try:
-        model = build(TWO)
+        model = build(THREE)
         maps = AttentionExtract(model, method='hook')(x)
     finally:
         set_fused_attn(True)
-    assert [tuple(m.shape) for m in maps.values()] == [(4, 3, 65, 65)] * 2  # of each shared block
+    assert [tuple(m.shape) for m in maps.values()] == [(4, 3, 65, 65)] * 3  # of each shared block
     with torch.no_grad(), watch_blocks([list(model.blocks)]) as seen:
         model(x)
         expected = model.blocks.shared.attention_map(11., seen[0][0][11], (11., 12.))

@@ -16,7 +16,7 @@ def meta(name, **kwargs):
 def test_the_names_are_there():
     wanted = {'odevit_tiny', 'odevit_small', 'odevit_base', 'odevit_large', 'odevit_tiny_patch4_32', 'odevit_converted',
               'odevit_small_patch14_reg4', 'odevit_base_patch14_reg4', 'odevit_large_patch14_reg4',
-              'odevit_tiny_patch16_128', 'odevit_tiny_native_patch16_128', 'odevit_tiny_native_two_r11_patch16_128',
+              'odevit_tiny_patch16_128', 'odevit_tiny_native_patch16_128', 'odevit_tiny_native_three_patch16_128',
               'odevit_tiny_native_patch4_32'}
     assert wanted == set(NAMES)
 

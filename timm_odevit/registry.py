@@ -41,8 +41,7 @@ _MODELS: dict[str, Any] = {
     'odevit_tiny_native_patch4_32': (*_TINY_32, {**_NATIVE, 'ode_init': 'spectral', 'ode_steps': 6, 'ode_T': 6.}),
     'odevit_tiny_patch16_128': (*_DEIT_128, {**_PAPER, 'ode_steps': 6, 'ode_T': 12.}),
     'odevit_tiny_native_patch16_128': (*_DEIT_128, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12.}),
-    'odevit_tiny_native_two_r11_patch16_128': (
-        *_DEIT_128, {**_NATIVE, 'ode_time': 'low_rank', 'ode_rank': 11, 'ode_phases': 2, 'ode_init': 'svd_data'}),
+    'odevit_tiny_native_three_patch16_128': (*_DEIT_128, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12., 'ode_phases': 3}),
     'deit_tiny_patch16_128': (*_DEIT_128, None),
 }
 # published models: the number of classes of each tag
@@ -51,9 +50,11 @@ _PUBLISHED = {
     'odevit_tiny_patch16_128': {'deit_tiny_k6_cifar100': 100},
     'odevit_tiny_native_patch16_128': {
         'deit_tiny_cifar100': 100, 'deit_tiny_k6_cifar100': 100, 'deit_tiny_k6_cifar10': 10},
-    'odevit_tiny_native_two_r11_patch16_128': {'deit_tiny_cifar100': 100, 'deit_tiny_cifar10': 10},
+    'odevit_tiny_native_three_patch16_128': {
+        'deit_tiny_cifar100': 100, 'deit_tiny_k6_cifar100': 100, 'deit_tiny_k12_cifar100': 100},
     'deit_tiny_patch16_128': {'cifar100': 100},
 }
+_STEPS = {'deit_tiny_k12_cifar100': 12}  # of published models that have other numbers of steps than their architecture
 
 
 def _cfg(name: str, classes: int | None = None) -> dict[str, Any]:
@@ -83,7 +84,9 @@ default_cfgs = generate_default_cfgs({
 
 def _register(name: str, base: str, base_args: dict[str, Any], ode: dict[str, Any] | None) -> None:
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        return _create(name, base, pretrained, **{**(ode or {}), **base_args, **kwargs})
+        tag = kwargs.get('pretrained_cfg')
+        own = {'ode_steps': _STEPS[tag]} if isinstance(tag, str) and tag in _STEPS else {}
+        return _create(name, base, pretrained, **{**(ode or {}), **base_args, **own, **kwargs})
     create.__name__ = create.__qualname__ = name
     globals()[name] = register_model(create)
 

@@ -20,7 +20,7 @@ def main():
         set_fused_attn(True)
     print(len(maps), 'maps of', list(next(iter(maps.values())).shape))
 
-    model = timm.create_model('odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100', pretrained=True).eval()
+    model = timm.create_model('odevit_tiny_native_three_patch16_128.deit_tiny_k12_cifar100', pretrained=True).eval()
     steps = list(model.blocks)
     with torch.no_grad(), watch_blocks([steps]) as seen:
         model(images)

@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 from timm_odevit import save_pretrained
 
 
-def main(name='odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100', out=None):
+def main(name='odevit_tiny_native_three_patch16_128.deit_tiny_k12_cifar100', out=None):
     model = timm.create_model(name, pretrained=True)
     config = LoraConfig(r=4, target_modules=r'blocks\.shared\..*\.(qkv|proj|fc1|fc2)', modules_to_save=['head'])
     adapted = get_peft_model(model, config)

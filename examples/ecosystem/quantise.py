@@ -32,4 +32,4 @@ def main(name='odevit_tiny_native_patch16_128.deit_tiny_cifar100'):
 
 if __name__ == '__main__':
     main()
-    main('odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100')
+    main('odevit_tiny_native_three_patch16_128.deit_tiny_k12_cifar100')

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import timm_odevit  # noqa: F401  registers the models
 
-NAME = 'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100'
+NAME = 'odevit_tiny_native_three_patch16_128.deit_tiny_k12_cifar100'
 
 
 def losses(model, images, labels, steps=3):

@@ -9,7 +9,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 from timm_odevit.ode.time_dependence import TimeField
 
 
-def main(name='odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100'):
+def main(name='odevit_tiny_native_three_patch16_128.deit_tiny_k12_cifar100'):
     model = timm.create_model(name, pretrained=True).eval()
     extract = create_feature_extractor(
         model, {'blocks.solver.5': 'half', 'norm': 'end'}, tracer_kwargs={'leaf_modules': [TimeField]})

@@ -3,6 +3,7 @@
     pip install -r requirements.txt && python app.py
 """
 import os
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,7 +23,7 @@ matplotlib.use('Agg')
 matplotlib.rcParams.update({  # readable on a light and on a dark page
     'figure.facecolor': 'none', 'axes.facecolor': 'none', 'savefig.facecolor': 'none', 'axes.edgecolor': '#888888',
     **dict.fromkeys(('text.color', 'axes.labelcolor', 'axes.titlecolor', 'xtick.color', 'ytick.color'), '#888888')})
-KINDS = {'native_two_r11': 'two blocks and residuals', 'native': 'one block', '': "the paper's block"}
+KINDS = {'native_three': 'three blocks', 'native': 'one block', '': "the paper's block"}
 IMAGES = Path(gr.__file__).parent / 'media_assets' / 'images'
 SHOWN = 5  # classes, and times
 EXAMPLES = [str(IMAGES / name) for name in ('cheetah1.jpg', 'tower.jpg', 'lion.jpg')]
@@ -39,7 +40,8 @@ def title(name):
     """What a student is, in words."""
     architecture, tag = name.split('.')
     variant, _, size = architecture.removeprefix('odevit_tiny').rpartition('_patch16_')
-    kind = KINDS.get(variant.strip('_'), variant) + (' for K = 6' if '_k6_' in tag else '')
+    own = re.search(r'_k(\d+)_', tag)
+    kind = KINDS.get(variant.strip('_'), variant) + (f' for K = {own[1]}' if own else '')
     count = sum(p.numel() for p in load(name)[0].parameters()) / 1e6
     return f"{tag.rsplit('_', 1)[-1].replace('cifar', 'CIFAR-')}, {kind}, {count:.1f} M, {size} pixels"
 

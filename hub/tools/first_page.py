@@ -12,14 +12,15 @@ SCRATCH = {'ResNet-20': (0.28, 41, 68.8), 'CCT-2/3x2': (0.28, 33, 66.9), 'CCT-4/
            'ResNet-56': (0.86, 126, 72.6), 'MobileNetV2 x 0.75': (1.48, 59, 73.6)}
 STEPS = (3, 6, 12, 24)
 PAPER = (35, 72.1)  # number of steps and top-1 % of CIFAR-100 of the student in arXiv 2511.16501
-BLUE, RED, GREEN, GREY, ORANGE = '#2a6fbb', '#c0392b', '#2e8b57', '#777777', '#d9822b'
+BLUE, RED, GREEN, GREY, ORANGE, BROWN = '#2a6fbb', '#c0392b', '#2e8b57', '#777777', '#d9822b', '#7a4b1e'
 # students that the first picture shows: color, where their accuracy stands, and for which numbers of steps
 SHOWN = {
     'odevit_tiny_native_patch16_128.deit_tiny_cifar100': (BLUE, (-4, -11), (2, 3, 6, 24, 100)),
     'odevit_tiny_native_patch16_128.deit_tiny_k6_cifar100': (GREEN, (6, 0), (6,)),
-    'odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100': (ORANGE, (6, -3), (12,))}
+    'odevit_tiny_native_three_patch16_128.deit_tiny_cifar100': (ORANGE, (-4, 6), (3, 6, 24)),
+    'odevit_tiny_native_three_patch16_128.deit_tiny_k6_cifar100': (BROWN, (-4, 6), (6,))}
 WORDS = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_two_r11': 'two blocks', 'deit_tiny': 'DeiT-tiny',
-         'odevit_tiny': "the paper's block"}
+         'odevit_tiny_native_three': 'three blocks', 'odevit_tiny': "the paper's block"}
 
 
 def rows(heads, lines):
@@ -66,7 +67,7 @@ def which():
             name, *more = row['name'].split(', ')
             ratios = [f'{ms / of:.2f}' for ms, of in zip(row['ms'], first['ms'], strict=True)]
             words = (f'[{in_words(name, trained[name])}](hub/{name}/README.md)' if name in trained else
-                     "[three of DeiT-tiny's blocks](hub/TRAINING.md#at-128-px-on-a-gpu)")
+                     "[three of DeiT-tiny's blocks](hub/TRAINING.md#three-blocks-on-a-gpu)")
             lines.append([words, ', '.join(more) or 'float32',
                           f"{row['parameters'] / 1e6:.2f}", f"{row['mb']:.2f}", f"{row['value']:.1f}", *ratios,
                           f"{row['operations']:.0f}"])

@@ -2,7 +2,7 @@
 
 Writes hub/speed/formats.json, on one CPU core:
 
-    OMP_NUM_THREADS=1 python hub/tools/formats.py cifar100.npz odevit_tiny_native_two_r11_patch16_128.deit_tiny_cifar100
+    OMP_NUM_THREADS=1 python hub/tools/formats.py cifar100.npz NAME
 """
 import argparse
 import sys
