@@ -87,8 +87,8 @@ def test_shares_of_the_steps_are_drawn_for_every_stage():
 
 
 @pytest.mark.parametrize('settings, message', [
-    (dict(jasmin_weight=1.), 'jasmin_weight needs one sequence of tokens, prefix tokens first, but a Swin'),
-    (dict(exits=(0.5,), exit_weight=1.), 'exit_weight needs one sequence'),
+    (dict(jasmin_weight=1.), 'jasmin_weight and exits need one sequence of tokens, prefix tokens first, but a Swin'),
+    (dict(exits=(0.5,), exit_weight=1.), 'jasmin_weight and exits need one sequence'),
     (dict(steps=(3,)), r'SwinTransformer has 2 stages with step counts of their own. Give shares of them, such as'),
     (dict(checkpoints='distance'), "checkpoints='distance' needs one sequence of blocks"),
 ])

@@ -21,7 +21,7 @@ import torch
 import yaml
 from conftest import TINY, pair
 
-from timm_odevit import Recipe, TrajectoryDistillationTask, convert_, fit, save_pretrained, train
+from timm_odevit import Recipe, convert_, save_pretrained, train
 from timm_odevit.cli import main
 from timm_odevit.data.batches import DataConfig
 from timm_odevit.ode.fields import NativeField
@@ -59,10 +59,6 @@ def test_recipes_of_the_package_load_and_survive_yaml(name):
     assert Recipe.from_dict(yaml.safe_load(made.to_yaml())) == made
     changed = Recipe.load(name, ['stages.0.fit.lr=1e-3', 'seed=3', 'stages.0.fit.opt=lamb'])
     assert changed.fit_of(changed.stages[0]) == replace(made.fit_of(made.stages[0]), lr=1e-3, opt='lamb') and changed.seed == 3
-
-
-def test_shares_of_steps_in_recipes_of_earlier_versions_are_numbers():
-    assert recipe(stages=[{'loss': {'steps': [1.0, 0.34, [2.0, 3]]}}]).trained_at(6) == (2, 3, 6, 12)
 
 
 def test_a_stage_has_epochs_or_minutes():
@@ -107,7 +103,7 @@ def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
     ('stages.0.train=[]', 'stages.0: train must be a list of at least one part'),
     ('loss={exits: [0.5], exit_weight: 1, kd_weight: 0}', 'need kd_weight or task_weight'),
     ('loss={kd_weight: 0, trajectory_weight: 0}', 'All weights of the loss are 0'),
-    ('loss.steps=[true]', 'steps must be a list of whole numbers'), ('loss.steps=[2, 3', "'loss.steps=[2, 3' is not valid YAML"),
+    ('loss.steps=[true]', 'steps must be a list of whole numbers'), ('loss.steps=[0.5]', "of shares such as '50%'"), ('loss.steps=[2, 3', "'loss.steps=[2, 3' is not valid YAML"),
     ('fit={minutes: 1e308}', 'minutes must be a number above 0'), ('ode={steps: 1000000000}', 'steps must be'),
     ('data.flip=7', 'data.flip must be a number from 0 to 1'), ('fit.compile=maybe', 'compile must be True or False'),
     ('fit.epochs=true', 'epochs must be a whole number of at least 1, or None for minutes; got True.'),
@@ -202,7 +198,7 @@ def test_stages_train_the_parts_that_they_name(vit, data, tmp_path):
 
 
 def test_a_stage_is_validated_and_saved_with_steps_it_was_trained_with(vit, data, tmp_path):
-    made = recipe(ode={'steps': 4}, stages=[{'loss': {'steps': [2, 5.0]}}, {'loss': {'steps': [[0.5, 1.0]]}}, {'task': 'labels'}])
+    made = recipe(ode={'steps': 4}, stages=[{'loss': {'steps': [2, '500%']}}, {'loss': {'steps': [['50%', '100%']]}}, {'task': 'labels'}])
     run(made, data, tmp_path / 'run', vit())
     config = [json.loads((tmp_path / 'run' / f'stage{i}' / 'best' / 'config.json').read_text()) for i in range(3)]
     assert [c['model_args']['ode_steps'] for c in config] == [2, 4, 4]
@@ -210,7 +206,7 @@ def test_a_stage_is_validated_and_saved_with_steps_it_was_trained_with(vit, data
 
 @pytest.mark.parametrize('given', [False, True], ids=['made by the recipe', 'given'])
 def test_a_saved_student_was_trained_at_shares_of_the_steps_that_it_had_before(vit, data, tmp_path, given):
-    made = recipe(ode={'steps': 8}, stages=[{'loss': {'steps': [0.25, 0.5]}}, {'loss': {'steps': [0.5]}}])
+    made = recipe(ode={'steps': 8}, stages=[{'loss': {'steps': ['25%', '50%']}}, {'loss': {'steps': ['50%']}}])
     teacher = vit()
     student = convert_(copy.deepcopy(teacher), steps=8).model if given else None
     run(made, data, tmp_path / 'run', teacher, student=student)
@@ -397,7 +393,7 @@ def test_the_stages_share_the_minutes_and_a_resumed_run_keeps_what_was_planned(p
     assert main(words) == 0
     run = json.loads((place / 'run' / 'run.json').read_text())
     first, second = run['plan']['minutes']
-    assert run['minutes'] == 0.1 and 0.02 < first < 0.06 and second == pytest.approx(max(1e-6, 0.1 - run['plan']['spent'][0]), abs=2e-3)
+    assert run['minutes'] == 0.1 and 0.02 < first < 0.06 and 0 < second <= 0.1 - first + 1e-9
     state = torch.load('run/stage1/last.pt', weights_only=True)
     history = json.loads((place / 'run' / 'history.json').read_text())
     assert Recipe.load('run/recipe.yaml').fit_of(Recipe.load('run/recipe.yaml').stages[1]).epochs == 4
@@ -466,16 +462,6 @@ def test_a_disk_that_is_full_stops_with_a_message_and_keeps_the_last_state(place
     after = {p: p.read_bytes() for p in (place / 'run').rglob('*') if p.is_file()}
     changed = {str(p.relative_to(place)) for p in after if after[p] != before.get(p)}
     assert changed <= {'run/recipe.yaml', 'run/stage1/history.json', *(f'run/stage1/best/{n}' for n in ('config.json', 'model.safetensors'))}
-
-
-def test_a_diverging_field_is_named_with_step_and_t(vit):
-    student, teacher = pair(vit)
-    with torch.no_grad():
-        student.blocks.shared.block.mlp.fc2.bias.fill_(2e38)  # finite after one step, not after two
-    task = TrajectoryDistillationTask(student, teacher, trajectory_weight=0.)
-    loader = [(torch.randn(4, 3, 16, 16), torch.arange(4))]
-    with pytest.raises(FloatingPointError, match=r'not finite after step 2 of 3, from t = 1 to 2'):
-        fit(task, loader, epochs=1, progress=False)
 
 
 def test_weights_that_are_not_finite_are_not_written(vit, data, tmp_path, monkeypatch):

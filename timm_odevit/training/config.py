@@ -44,8 +44,7 @@ class FitConfig(Settings):
         seed: Seed of the run.
 
     Examples:
-        >>> config = FitConfig(epochs=10, lr=5e-4, ema_decay=0.99)
-        >>> history = fit(TrajectoryDistillationTask(student, teacher), loader, config=config)
+        >>> history = fit(TrajectoryDistillationTask(student, teacher), loader, config=FitConfig(epochs=10, lr=5e-4))
     """
     epochs: int | None = setting(None, integer(1, none='minutes'))
     minutes: float | None = setting(None, number(0., YEAR, open='(', none='epochs'))
@@ -69,9 +68,6 @@ class FitConfig(Settings):
 
 
 def _number_of_steps(name: str, k: Any) -> int | str:
-    """A number of steps, or a share of the student's own as text; earlier versions wrote it as 0.5."""
-    if isinstance(k, float) and 0 < k < 1:
-        k = f'{100 * k:.12g}%'
     if isinstance(k, str) and k.endswith('%'):
         number(0., 10_000., open='(')(name, float(k[:-1]))
         return k
@@ -99,9 +95,9 @@ class LossConfig(Settings):
         cls_weight: Share of the class token in the trajectory loss.
         register_weight: Share of the register tokens in the trajectory loss.
         patch_weight: Share of the patch tokens in the trajectory loss.
-        steps: Numbers of steps, such as (6, 12), or shares of the student's own number, such as ('50%', '200%'), of
-            which each update draws one, so that K can be chosen after training; of ((6, 1), (6, 2)), it draws a pair
-            and runs both. None for the student's own number.
+        steps: Numbers of steps, such as (6, 12), or shares of the student's own, such as ('50%', '200%'), of which each
+            update draws one, so that K can be chosen after training; of ((6, 1), (6, 2)), it draws a pair and runs
+            both. None for the student's own number.
         consistency_weight: Weight of the distance of an update's other outputs to its first, which does not learn.
         patch_drop: Share of the patches left out at random in each update, for teacher and student; 0 in the last ones.
         jasmin_weight: Weight of the JaSMin loss of the shared block's attention, at two of the states.
@@ -154,9 +150,9 @@ class LossConfig(Settings):
 
     def counts(self, own: int) -> tuple[tuple[int, ...], ...] | None:
         """The numbers of steps that updates draw from, for a student with `own` steps; None for only those."""
-        return None if self.steps is None else tuple(
-            tuple(int(_number_of_steps('steps', k if isinstance(k, int) else max(1, round(float(k[:-1]) / 100 * own))))
-                  for k in of) for of in self.of_updates)
+        def count(k: int | str) -> int:
+            return int(_number_of_steps('steps', k if isinstance(k, int) else max(1, round(float(k[:-1]) / 100 * own))))
+        return None if self.steps is None else tuple(tuple(map(count, of)) for of in self.of_updates)
 
 
 @dataclass(frozen=True, repr=False)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +35,13 @@ def fit(
     """Train a task; with `out`, save the last and the best state, so that an interrupted run can be resumed.
 
     Writes `out/last.pt`, the state after the last epoch; `out/best`, in timm's format, the model with the best top-1
-    accuracy, or cosine with the teacher's embeddings, on `val_loader` (without one, the last); `out/history.json`, one
-    record per epoch; and `out/tensorboard`, if TensorBoard is installed. Each file is complete or absent, and no
-    other process can use the folder meanwhile.
-
-    A refusal of the first batch leaves weights, buffers and modes as they were. With minutes or amp 'auto', a few
-    updates are timed on a copy of the task; an epoch is then at most a pass over the data or ten seconds. The global
-    random states are restored, so two calls at once need two processes, not threads.
+    accuracy, or cosine with the teacher's embeddings, on `val_loader` (without one, the last); and `out/history.json`.
+    Global random states are restored afterwards, so two calls at once need two processes, not threads.
 
     Args:
         task: Task to train, such as TrajectoryDistillationTask or timm's ClassificationTask; on its device.
-        train_loader: Batches (images [B, C, H, W], labels [B]), with a length; its (or its sampler's) `set_epoch` is
-            called. With several processes, each passes its part of the data.
-        val_loader: Batches held out from training, for choosing the best epoch; read after every epoch.
+        train_loader: Batches (images [B, C, H, W], labels [B]), with a length; of several processes, each has its part.
+        val_loader: Batches held out from training, read after every epoch.
         out: Folder for the files, shared by all processes; None saves nothing.
         resume: Resume from `out/last.pt`, if it exists, with the same settings, but perhaps more epochs.
         progress: Show a progress bar.
@@ -70,11 +63,11 @@ def fit(
     config = FitConfig.from_keywords(config, settings, 'fit')
     if not isinstance(task, TrainingTask):
         raise TypeError(f'fit trains a task; got a {type(task).__name__}. Give one, such as '
-                        'TrajectoryDistillationTask(model, teacher) or timm.task.ClassificationTask(model, criterion).')
+                        'timm.task.ClassificationTask(model, criterion).')
     updates = count_updates(train_loader, config.accumulate)
     if isinstance(val_loader, Iterator):
-        raise ValueError(f'val_loader is a {type(val_loader).__name__}, which gives its batches only once, but it is '
-                         'read in every epoch. Give a list of batches, or a DataLoader.')
+        raise ValueError(f'val_loader is a {type(val_loader).__name__}, which gives its batches only once. Give a list '
+                         'of batches, or a DataLoader.')
     check_not_merged(models_of(task)['model'])
     folder, began, device = Path(out) if out is not None else None, time.perf_counter(), torch.device(task.device)
     history: list[dict[str, float]] = []
@@ -88,7 +81,7 @@ def fit(
             check_unused(folder, resume, folder / LAST)
             if (folder / LAST).exists():
                 state = _read_state(folder / LAST, device, asked)
-                history, plan = state['history'], {**plan, **(state.get('plan') or {})}
+                history, plan = state['history'], state['plan']
         if config.minutes is None:
             plan['epochs'] = config.epochs  # which may be more than before
             if len(history) > plan['epochs']:
@@ -107,7 +100,7 @@ def fit(
         if state is not None:
             _load_state(state, trainer, str(folder))
             del state
-        left, writer = range(len(history), plan['epochs']), None
+        left = range(len(history), plan['epochs'])
         bar = stack.enter_context(tqdm(
             total=plan['epochs'] * trainer.updates, initial=len(history) * trainer.updates, unit='update',
             disable=not progress or trainer.rank > 0 or not left))
@@ -122,12 +115,6 @@ def fit(
                     save_pretrained(trainer.chosen, folder / BEST)
                 write_text(folder / HISTORY, to_json(history))  # before the state, which says what is still to be done
                 _save_state(folder / LAST, trainer, history=history, settings=asked, plan=plan)
-                if find_spec('tensorboard') is not None:
-                    from torch.utils.tensorboard import SummaryWriter
-                    writer = writer or stack.enter_context(SummaryWriter(folder / 'tensorboard'))
-                    for name in record.keys() - {'epoch'}:
-                        writer.add_scalar(name, record[name], record['epoch'])
-                    writer.flush()
             bar.set_postfix({key: f'{record[key]:.4g}' for key in ('loss', 'val_top1', 'val_cosine') if key in record})
     return history
 
@@ -136,9 +123,9 @@ def check_same(where: str, then: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse to resume a run with anything else than it was made with."""
     for name, value in now.items():
         if then.get(name) != value:
-            what = f"'{where}' was made with {name} {then.get(name)}, but this run has {value}"
-            if name.endswith('sha256'):
-                what = f"The {name.removesuffix(' sha256')} of the run in '{where}' is not this one's"
+            what = (f"The {name.removesuffix(' sha256')} of the run in '{where}' is not this one's"
+                    if name.endswith('sha256') else
+                    f"'{where}' was made with {name} {then.get(name)}, but this run has {value}")
             raise ValueError(f'{what}. Resume with what the first run had, or give another folder.')
 
 
@@ -161,7 +148,7 @@ def _save_state(path: Path, trainer: Trainer, **more: Any) -> None:
 def _read_state(path: Path, device: torch.device, asked: dict[str, Any]) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-        then = {**asked, **state['settings']}  # a setting that did not exist when the file was written is unchanged
+        then = state['settings']
     except Exception as e:  # of any kind, by what is damaged
         raise ValueError(f"'{path}' is not a state saved by fit(), or truncated. Delete it to start again.") from e
     check_same(str(path), then, asked)
@@ -184,8 +171,7 @@ def count_updates(train_loader: Any, accumulate: int = 1) -> int:
     updates = len(train_loader) // accumulate
     if updates < 1:
         few = f'has fewer than {accumulate} batches' if accumulate > 1 else 'is empty'
-        raise ValueError(f'train_loader {few}. Give more images, or a smaller batch size '
-                         '(batch_size; in a recipe data.batch_size).')
+        raise ValueError(f'train_loader {few}. Give more images, or a smaller batch_size.')
     return updates
 
 
@@ -195,13 +181,13 @@ def _measured(
     """Epochs, updates of each and mixed precision; `updates` are those of a pass, `validation` seconds of a batch."""
     seconds = {amp: _seconds_per_update(task, train_loader, replace(config, amp=amp))
                for amp in ((None, 'bfloat16') if config.amp == 'auto' else (config.amp,))}
-
-    amp, epochs, each = min(seconds, key=seconds.__getitem__), config.epochs, updates
+    amp = min(seconds, key=seconds.__getitem__)
+    planned: tuple[Any, int] = config.epochs, updates
     if config.minutes is not None:
         batches = 0 if val_loader is None else len(val_loader) if hasattr(val_loader, '__len__') else 1
-        epochs, each = updates_in(60 * config.minutes - (time.perf_counter() - began), seconds[amp],
-                                  validation * batches, max(updates, int(LONG / seconds[amp])))
-    return in_first_process(lambda: {'epochs': epochs, 'updates': each, 'amp': amp})
+        planned = updates_in(60 * config.minutes - (time.perf_counter() - began), seconds[amp],
+                             validation * batches, max(updates, int(LONG / seconds[amp])))
+    return in_first_process(lambda: dict(zip(('epochs', 'updates', 'amp'), (*planned, amp), strict=True)))
 
 
 def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec, module_from_spec
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from ..data.preprocessing import check_labels
 from ..distributed import over_processes, rank_and_world
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
-from ..hooks import AMP_DTYPES, autocast, check_images, evaluating, watch_blocks
-from ..ode.blocks import find_ode_blocks, with_steps
+from ..hooks import AMP_DTYPES, autocast, check_images
 from ..settings import one_line
 from .config import FitConfig
 
@@ -31,6 +30,8 @@ __all__ = ['Stream', 'Trainer', 'create_optimizer', 'models_of', 'score_of', 'tr
            'validate', 'words_of']
 
 PASSES = 10_000  # over the data in an epoch, at most, that each have an order of their own
+_SCORES = {  # by what is measured, whether more or less of it is better, and how it is said
+    'val_top1': (1, 'top-1 {:.1f} %'), 'val_cosine': (1, 'cosine {:.4g}'), 'val_error': (-1, 'squared error {:.4g}')}
 
 
 def models_of(task: TrainingTask) -> dict[str, nn.Module]:
@@ -77,8 +78,8 @@ class Trainer:
         record: dict[str, float] = {'epoch': epoch + 1, **self.train(epoch, done)}
         record['seconds'] = time.perf_counter() - started
         if not all(torch.isfinite(p).all() for model in self.models.values() for p in model.parameters()):
-            raise FloatingPointError(f'The weights are not finite after epoch {epoch + 1}; files written earlier '
-                                     'remain. Start again with a lower lr, or without float16.')
+            raise FloatingPointError(
+                f'The weights are not finite after epoch {epoch + 1}. Lower lr, or use no float16.')
         if val_loader is not None and self.rank == 0:
             record.update(validate(self.task, self.chosen, val_loader, self.dtype))
         if self.world > 1:
@@ -110,7 +111,7 @@ class Trainer:
                 if not math.isfinite(parts['loss'].item()):
                     values = ', '.join(f'{key} {part.item():.4g}' for key, part in parts.items())
                     raise FloatingPointError(f'The loss is not finite in epoch {epoch + 1}, batch {i + 1} ({values}). '
-                                             f'{_divergence(task, images, self.dtype)}Lower lr, or use no float16.')
+                                             f"{_blamed(self.models['model'], images)}Lower lr, or use no float16.")
                 self.scaler.scale(parts['loss'] / accumulate).backward()
             for key, part in parts.items():
                 sums[key] += part.detach().float()  # stays on the device: one wait per batch is enough
@@ -119,8 +120,8 @@ class Trainer:
                 self._step(update)
                 done()
         if i < batches - 1:
-            raise ValueError(
-                f'train_loader gave {i + 1} batches in epoch {epoch + 1}, but its length is {len(self.loader)}.')
+            raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, but its length is '
+                             f'{len(self.loader)}.')
         means = {key: float(over_processes(value / counts[key])) for key, value in sums.items()}
         return {'lr': self.optimizer.param_groups[-1]['lr'], **means}
 
@@ -166,17 +167,12 @@ class Stream:
         return self.count
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(self._endless(), self.count)
+        return islice(self._passes(), self.count)
 
-    def _endless(self) -> Iterator[Any]:
-        for i in count(self.epoch * PASSES):
+    def _passes(self) -> Iterator[Any]:
+        for i in range(PASSES * self.epoch, PASSES * (self.epoch + 1)):
             set_epoch(self.loader, i)
-            empty = True
-            for batch in self.loader:
-                empty = False
-                yield batch
-            if empty:
-                return
+            yield from self.loader
 
 
 def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None) -> dict[str, float]:
@@ -192,16 +188,13 @@ def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None
 
 def score_of(record: dict[str, Any] | None, default: float = -math.inf) -> float:
     """What chooses the best state: the accuracy, the cosine with the teacher's embeddings, or less error."""
-    record = record or {}
-    return record.get('val_top1', record.get('val_cosine', -record['val_error'] if 'val_error' in record else default))
+    return next((sign * record[name] for name, (sign, _) in _SCORES.items() if name in record), default
+                ) if record else default
 
 
 def words_of(record: dict[str, float]) -> str:
     """What `score_of` compares, in words."""
-    for name, words in (('val_top1', 'top-1 {:.1f} %'), ('val_cosine', 'cosine {:.4g}')):
-        if name in record:
-            return words.format(record[name])
-    return f"squared error {record['val_error']:.4g}"
+    return next(words.format(record[name]) for name, (_, words) in _SCORES.items() if name in record)
 
 
 def try_one_batch(val_loader: Any, task: Any, dtype: torch.dtype | None) -> float:
@@ -209,11 +202,10 @@ def try_one_batch(val_loader: Any, task: Any, dtype: torch.dtype | None) -> floa
     batch = next((batch for batch in val_loader if not isinstance(batch, (tuple, list)) or len(batch[0])), None)
     if batch is None:
         raise ValueError('val_loader is empty. Give at least one batch, or None.')
-    model = models_of(task)['model']
     with _must_fit('val_loader', batch, task):
-        validate(task, model, [batch], dtype)
-        started = time.perf_counter()
-        validate(task, model, [batch], dtype)
+        for _ in range(2):
+            started = time.perf_counter()
+            validate(task, models_of(task)['model'], [batch], dtype)
     return time.perf_counter() - started
 
 
@@ -233,9 +225,8 @@ def _must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as e:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        for buffer, before in buffers:
+            buffer.data.copy_(before)
         for module, mode in modes:
             module.training = mode
         what = ', '.join(f'{x.dtype} {list(x.shape)}' if isinstance(x, Tensor) else type(x).__name__
@@ -244,24 +235,11 @@ def _must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
                          f'{type(e).__name__}: {one_line(e)}') from e
 
 
-@torch.no_grad()
-def _divergence(task: Any, images: Tensor, dtype: torch.dtype | None) -> str:
-    """A sentence that says what stops being finite first: images, weights, or an ODE-ViT's state."""
-    model = models_of(task)['model']
+def _blamed(model: nn.Module, images: Tensor) -> str:
+    """A sentence that says whether images or weights are not finite."""
     for name, tensors in (('images of the batch', [images]), ('weights of the model', model.parameters())):
         if not all(torch.isfinite(tensor).all() for tensor in tensors):
             return f'The {name} are not finite. '
-    odes = find_ode_blocks(model)
-    drawn = [] if not odes or odes[0].config.adaptive else getattr(task, 'drawn', [[ode.steps for ode in odes]])
-    for view in (with_steps(model, steps) for steps in drawn):
-        odes = find_ode_blocks(view)
-        with evaluating(view), autocast(images.device, dtype), watch_blocks([list(ode.solver) for ode in odes]) as seen:
-            view(images)
-        for ode, (states, _) in zip(odes, seen, strict=True):
-            for i, (step, state) in enumerate(zip(ode.solver, states[1:], strict=False)):
-                if not torch.isfinite(state).all():
-                    return (f'The field diverges: the state is not finite after step {i + 1} of {ode.steps}, from t = '
-                            f'{step.t:g} to {step.t + step.h:g}. ')
     return ''
 
 

@@ -1,5 +1,5 @@
-"""The parts of the loss, and the passes of the student that give them: what DDP and torch.compile wrap."""
-from collections.abc import Callable, Sequence
+"""The losses, and the passes of a student that compute them: what DDP and torch.compile wrap."""
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -7,22 +7,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.models import group_parameters
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..convert.block_kinds import prefix_tokens
 from ..distributed import over_processes, rank_and_world
 from ..dynamics.stability import log_softmax_bound
 from ..hooks import BlockRecord, state_at, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from .config import LossConfig
-from .matching import hidden_states, is_one_sequence
+from .matching import is_one_sequence, targets
 
-__all__ = ['Pass', 'StepwisePass', 'TrainingPass', 'TrajectoryPass', 'embedding_loss', 'jasmin_loss', 'logit_loss',
+__all__ = ['StepwisePass', 'TrainingPass', 'TrajectoryPass', 'embedding_loss', 'jasmin_loss', 'logit_loss',
            'trajectory_loss']
-
-
-# outputs, states after some steps of each stage, the JaSMin loss if any, and outputs at the exits
-Pass = tuple[Tensor, list[Tensor], Tensor | None, list[Tensor]]
 
 
 class TrainingPass(nn.Module):
@@ -41,13 +39,12 @@ class TrainingPass(nn.Module):
 
 
 class StepwisePass(TrainingPass):
-    """All steps of a student, each from a given state."""
+    """The loss of all steps of a student, each from the teacher's state."""
 
     def forward(self, seen: Sequence[BlockRecord]) -> Tensor:
         losses = []
         again = torch.is_grad_enabled() and any(getattr(m, 'grad_checkpointing', False) for m in self.student.modules())
         for ode, (states, handed) in zip(find_ode_blocks(self.student), seen, strict=True):
-            step: Any
             for step in ode.solver:
                 start, end = (state_at(states, range(len(states)), t) for t in (step.t, step.t + step.h))
                 args, kwargs = handed[int(step.t + 1e-6)]  # a base may pass different arguments to each layer
@@ -59,37 +56,90 @@ class StepwisePass(TrainingPass):
 
 
 class TrajectoryPass(TrainingPass):
-    """A student's outputs, and its states along the way, with one or several numbers of steps."""
+    """The loss of a whole trajectory, and its parts; `times` are those of the teacher's states, by stage."""
 
-    def __init__(self, student: nn.Module, config: LossConfig) -> None:
+    def __init__(self, student: nn.Module, config: LossConfig, times: list[list[float]]) -> None:
         super().__init__(student)
-        self.config, self.one_sequence = config, is_one_sequence(student)
+        self.config, self.times = config, times
+        self.prefix = prefix_tokens(student) if is_one_sequence(student) else 0
+        self.has_cls = self.prefix > 0 and getattr(student, 'cls_token', None) is not None
 
-    def forward(self, students: Sequence[Any], images: Tensor, steps: Sequence[Sequence[Sequence[int]]]) -> list[Pass]:
-        """A pass of the student, or of each of several views of it."""
-        return [self._follow(student, images, of) for student, of in zip(students, steps, strict=True)]
+    def forward(
+            self, views: Sequence[Any], images: Tensor, seen: Sequence[BlockRecord], wanted: Tensor | None, labels: Any,
+            criterion: Any,
+    ) -> dict[str, Tensor]:
+        """For views of the student, whose output is to be near `wanted`, what TrajectoryDistillationTask returns."""
+        passes = [self._parts(view, images, seen, wanted, labels, criterion) for view in views]
+        outputs, found = [output for output, _ in passes], [parts for _, parts in passes]
+        names = dict.fromkeys(name for parts in found for name in parts)  # a pass of one step has no exits
+        parts = {name: torch.stack([parts[name] for parts in found if name in parts]).mean() for name in names}
+        if len(outputs) > 1:
+            parts['consistency'] = torch.stack([self._distance(output, outputs[0].detach()) for output in outputs[1:]]
+                                               ).mean()
+        loss, weights = outputs[0].new_zeros(()), self.config.weights
+        for name, part in parts.items():
+            if weights[name] > 0:
+                loss = loss + weights[name] * part
+            else:
+                parts[name] = part.detach()
+        return {'loss': loss, 'output': outputs[0], **{f'{name}_loss': part for name, part in parts.items()}}
 
-    def _follow(self, student: Any, images: Tensor, steps: Sequence[Sequence[int]]) -> Pass:
-        if not self.one_sequence:
-            with watch_blocks([list(ode) for ode in find_ode_blocks(student)]) as seen:
-                output = student(images)
-            return output, [after[i + 1] for (after, _), of in zip(seen, steps, strict=False) for i in of], None, []
-        blocks, along = student.blocks, steps[0] if steps else ()
-        first, last = len(blocks.before), len(blocks.before) + blocks.steps - 1
-        exits = [min(max(first + round(t * blocks.steps) - 1, first), last - 1) for t in self.config.exits
+    def _parts(self, student: Any, images: Tensor, seen: Any, *given: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The output of one pass, and the parts of its loss."""
+        config, odes = self.config, find_ode_blocks(student)
+        first, last = len(odes[0].before), len(odes[0].before) + odes[0].steps - 1
+        exits = [min(max(first + round(t * odes[0].steps) - 1, first), last - 1) for t in config.exits
                  ] if last > first else []
         # steps after which attention is recomputed: the first and the last but one
-        starts = sorted({first, max(last - 1, first)}) if self.config.jasmin_weight > 0 else []
-        indices = sorted({*along, *starts, *exits})
-        features, states = hidden_states(student, images, indices)
-        state = dict(zip(indices, states, strict=True))
-        maps = []
-        for i in starts:  # with the weights of a step that starts there
-            t, h = blocks[i].t + blocks[i].h, blocks[i].h
-            maps.append(blocks.shared.attention_map(t, state[i], None if blocks[i].interval is None else (t, t + h)))
-        jasmin = torch.stack([jasmin_loss(m) for m in maps]).mean() if maps else None
-        early = [student.forward_head(student.norm(state[i])) for i in exits]
-        return student.forward_head(features), [state[i] for i in along], jasmin, early
+        starts = sorted({first, max(last - 1, first)}) if config.jasmin_weight > 0 else []
+        theirs = [targets(ode, times, states) for ode, times, (states, _) in zip(odes, self.times, seen, strict=True)]
+        features, ours = _follow(student, images, [{*theirs[0], *starts, *exits}, *theirs[1:]])
+        jasmin = [jasmin_loss(_attention_after(odes[0], i, ours[0][i])) for i in starts]
+        early = [student.forward_head(student.norm(ours[0][i])) for i in exits]
+        output = student.forward_head(features)
+        shares = config.cls_weight, config.register_weight, config.patch_weight
+        errors = [trajectory_loss(states[i], wanted, self.prefix, self.has_cls, shares)
+                  for states, of in zip(ours, theirs, strict=True) for i, wanted in of.items()]
+        known = {'trajectory': errors, 'jasmin': jasmin}
+        parts = {name: torch.stack(values).mean() for name, values in known.items() if values}
+        parts.update(self._output_losses(output, *given))
+        losses = [config.weights[name] * part for each in early
+                  for name, part in self._output_losses(each, *given).items() if config.weights[name] > 0]
+        if losses:
+            parts['exit'] = torch.stack(losses).sum() / len(early)
+        return output, parts
+
+    def _output_losses(self, output: Tensor, wanted: Tensor | None, labels: Any, criterion: Any) -> dict[str, Tensor]:
+        kd = {} if wanted is None else {'kd': self._distance(output, wanted)}
+        return kd if labels is None or self.config.embedding else {**kd, 'task': criterion(output, labels)}
+
+    def _distance(self, output: Tensor, wanted: Tensor) -> Tensor:
+        if self.config.embedding:
+            return embedding_loss(output, wanted)
+        return logit_loss(output, wanted, self.config.kd_temperature)
+
+
+def _follow(student: Any, images: Tensor, indices: list[Collection[int]]) -> tuple[Any, list[dict[int, Tensor]]]:
+    """Features for `forward_head`, and the states after some of the blocks of each stage."""
+    if not any(indices):
+        return student.forward_features(images), [{} for _ in indices]
+    if isinstance(student, VisionTransformer):  # with an adaptive method too; others may not return prefix tokens
+        wanted = sorted(indices[0])
+        found: Any
+        features, found = student.forward_intermediates(
+            images, indices=wanted, norm=False, output_fmt='NLC', return_prefix_tokens=True)
+        states = [torch.cat([s[1], s[0]], dim=1) if isinstance(s, tuple) else s for s in found]
+        return features, [dict(zip(wanted, states, strict=True))]
+    with watch_blocks([list(ode) for ode in find_ode_blocks(student)]) as seen:
+        features = student.forward_features(images)
+    return features, [{i: path[i + 1] for i in of} for (path, _), of in zip(seen, indices, strict=True)]
+
+
+def _attention_after(ode: Any, index: int, state: Tensor) -> Tensor:
+    """Attention at the end of a step, with the weights of a step that starts there."""
+    step = ode[index]
+    t = step.t + step.h
+    return ode.shared.attention_map(t, state, None if step.interval is None else (t, t + step.h))
 
 
 def trajectory_loss(

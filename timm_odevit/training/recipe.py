@@ -107,8 +107,7 @@ class Recipe(Settings):
         grad_checkpointing: Recompute activations in the backward pass, step by step.
         seed: Seed of the run.
 
-    Raises:
-        ValueError: A key is unknown or a value is out of range; the message says what is allowed.
+    Raises ValueError if a key is unknown or a value out of range.
 
     Examples:
         >>> recipe = Recipe.load('low_rank', ['ode.rank=8', 'stages.1.fit.epochs=20'])
@@ -142,8 +141,7 @@ class Recipe(Settings):
         return OdeConfig.from_args(self.ode or {}, 'ode', prefix='')
 
     def loss_of(self, stage: Stage) -> LossConfig:
-        loss = {**(self.loss or {}), **(stage.loss or {})}
-        return LossConfig(**{**loss, 'steps': _shares(loss.get('steps'))})
+        return LossConfig(**{**(self.loss or {}), **(stage.loss or {})})
 
     def fit_of(self, stage: Stage) -> FitConfig:
         return FitConfig(**{**(self.fit or {}), **(stage.fit or {})})
@@ -161,12 +159,13 @@ class Recipe(Settings):
 
     def without_shares(self, own: int) -> 'Recipe':
         """The recipe with numbers of steps in place of shares; see `trained_at`."""
-        def counted(loss: dict[str, Any] | None) -> dict[str, Any] | None:
-            counts = LossConfig(steps=_shares((loss or {}).get('steps'))).counts(own)
-            return loss if counts is None else {
-                **(loss or {}), 'steps': [list(of) if len(of) > 1 else of[0] for of in counts]}
-        stages = tuple(replace(stage, loss=counted(stage.loss)) for stage in self.stages)
-        return replace(self, loss=counted(self.loss), stages=stages)
+        stages = []
+        for stage in self.stages:
+            if counts := self.loss_of(stage).counts(own):
+                steps = [list(of) if len(of) > 1 else of[0] for of in counts]
+                stage = replace(stage, loss={**(stage.loss or {}), 'steps': steps})
+            stages.append(stage)
+        return replace(self, stages=tuple(stages))
 
     @classmethod
     def load(cls, name: str | Path, changes: Sequence[str] = ()) -> 'Recipe':
@@ -218,11 +217,11 @@ def builtin_recipes() -> list[str]:
 def _check_effect(change: str, tree: dict[str, Any], stages: dict[int, Stage]) -> None:
     """Refuse a change of the recipe's fit or loss that no stage would use."""
     section, _, key = change.partition('=')[0].strip().partition('.')
-    if section in ('fit', 'loss') and key in (tree.get(section) or {}):
-        users = {i: stage for i, stage in stages.items() if section == 'fit' or stage.task == 'trajectory'}
-        if all(key in (getattr(stage, section) or {}) for stage in users.values()):
-            own = ', '.join(f'stages.{i}.{section}.{key}' for i in users) or 'another'
-            raise ValueError(f"'{change}' has no effect: no stage takes its {key} from there. Change {own}.")
+    users = {i: stage for i, stage in stages.items() if section == 'fit' or stage.task == 'trajectory'}
+    if section in ('fit', 'loss') and key in (tree.get(section) or {}) and all(
+            key in (getattr(stage, section) or {}) for stage in users.values()):
+        own = ', '.join(f'stages.{i}.{section}.{key}' for i in users) or 'another'
+        raise ValueError(f"'{change}' has no effect: no stage takes its {key} from there. Change {own}.")
 
 
 class _Loader(yaml.SafeLoader):
@@ -273,10 +272,3 @@ def _plain(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {k: _plain(v) for k, v in tree.items()}
     return [_plain(v) for v in tree] if isinstance(tree, (list, tuple)) else tree
-
-
-def _shares(steps: Any) -> Any:
-    """Numbers of steps, of which earlier versions wrote 200 % as 2.0."""
-    if isinstance(steps, (list, tuple)):
-        return [_shares(k) for k in steps]
-    return f'{100 * steps:.12g}%' if isinstance(steps, float) else steps

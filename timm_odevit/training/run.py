@@ -24,7 +24,7 @@ from ..saving.loading import CONFIG, WEIGHTS
 from ..saving.save import describe
 from .config import BEST, HISTORY, MINUTES, RECIPE, CalibrationConfig
 from .fit import check_unused, count_updates
-from .matching import check_converted_from
+from .matching import check_models
 from .recipe import Recipe, prefixed
 from .stages import Run, check_about, hash_of, read_run
 
@@ -41,21 +41,19 @@ def train(
 ) -> list[dict[str, float]]:
     """Run a recipe.
 
-    Writes to `out`: recipe.yaml; run.json, with what was planned; start/, the student before training; stage0/, ...,
-    as `fit` writes them; and at the end history.json and best/, with the recipe: the best model of the start (then
-    a warning says so) and of the stages that train the same numbers of steps as the last one. A stage is validated and
-    saved with the number of steps that it trains which is nearest to the student's.
+    Writes to `out`: recipe.yaml; run.json, the plan; start/, the student before training; stage0/, ..., as `fit` does;
+    at the end history.json and best/, the best model of the start (then with a warning) and of the stages that train
+    the same numbers of steps as the last, of which it is saved with the one nearest to the student's own.
 
     Args:
-        recipe: Recipe to run.
-        data: Images and labels, in any form that `read_data` takes: a folder, an .npz, tensors or a loader.
+        recipe: What to do.
+        data: Images and labels: a folder, an .npz, tensors or a loader, as `read_data` takes them.
         out: Folder for the results.
         teacher: timm model; None to train without one.
         student: Model to train as it is; None to make it from the teacher or the recipe's `model`.
-        minutes: Train for about so long; each stage gets a part of the time that is left, in proportion to its minutes,
-            or its epochs times the steps of an update.
+        minutes: Train for about so long; each stage gets a part, by its minutes, or its epochs times steps.
         resume: Continue the run in `out`.
-        limit: Use only this many images of each part of the data, for a rehearsal.
+        limit: Images of each part of the data to use, for a rehearsal.
         command: What `odevit distill --resume` is to find in run.json.
         device: Device for a student that is built without a teacher.
         progress: Show progress bars.
@@ -63,9 +61,7 @@ def train(
     Returns:
         The records of all epochs, as returned by `fit`, each with its stage.
 
-    Raises:
-        ValueError: Recipe, models, data and folder do not fit together; nothing has been trained.
-        FloatingPointError, OSError: As from `fit`.
+    Raises ValueError if recipe, models, data and folder do not fit together, and what `fit` raises.
 
     Examples:
         >>> recipe = Recipe.load('autonomous', ['data.batch_size=8', 'stages.0.fit.epochs=1', 'stages.1.fit.epochs=1'])
@@ -156,9 +152,10 @@ def _name_classes(model: Any, names: list[str] | None, keep: bool) -> None:
     if not isinstance(cfg, dict) or (keep and (not names or (own and len(own) == model.num_classes))):
         return
     stale = ('tag', 'label_names', 'label_descriptions') if own != names or not names else ()
-    rest = {key: value for key, value in cfg.items() if key not in stale}
-    known = {'label_names': names} if names and len(names) == model.num_classes else {}
-    model.pretrained_cfg = model.default_cfg = {**rest, 'num_classes': model.num_classes, **known}
+    cfg = {**{key: value for key, value in cfg.items() if key not in stale}, 'num_classes': model.num_classes}
+    if names and len(names) == model.num_classes:
+        cfg['label_names'] = names
+    model.pretrained_cfg = model.default_cfg = cfg
 
 
 def calibrate_(
@@ -168,8 +165,8 @@ def calibrate_(
     """Fit a converted model in place to the model that it was converted from, in minutes, on images without labels.
 
     Only the shared blocks learn: in half of the time each step on its own, then the whole trajectory. Of the weights
-    before, between and after, those that come nearest to the teacher's outputs on a few batches are kept, with a
-    warning if they are the first. An interrupted or failed training leaves the model as it was.
+    before, between and after, those are kept that come nearest to the teacher's outputs on a few batches, with a
+    warning if they are the first. If it is interrupted or fails, the model stays as it was.
 
     Args:
         model: Converted model.
@@ -181,15 +178,13 @@ def calibrate_(
     Returns:
         The records of all epochs, as returned by `fit`, each with its stage.
 
-    Raises:
-        TypeError, ValueError: The model is not converted, or model, teacher, images and settings do not fit together.
-        FloatingPointError: The loss stopped being finite.
+    Raises TypeError or ValueError if model, teacher, images and settings do not fit, FloatingPointError as `fit` does.
 
     Examples:
         >>> history = calibrate_(student, teacher, images, minutes=10)
     """
     config = CalibrationConfig.from_keywords(config, settings, 'calibrate_')
-    check_converted_from(model, teacher)
+    check_models(model, teacher, stepwise=True)
     data = read_data(images, model, DataConfig(batch_size=config.batch_size), labels=False, held_out=0.)
     count_updates(data.train)
     changes = [f'seed={config.seed % 2 ** 31}', f"fit.amp={config.amp or 'null'}"]

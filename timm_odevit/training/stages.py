@@ -62,14 +62,11 @@ class Run:
         for i, stage in enumerate(self.recipe.stages):
             with prefixed(f'stages.{i}: '):
                 self.stages.append(self._prepared(i, stage, teacher, sample))
-        if data.val is not None:
+        if data.val is not None:  # what does not fit is refused before anything is written
             in_first_process(lambda: try_one_batch(data.val, self.stages[-1].task, None))
-        stored = {} if folder is None else read_run(folder).get('plan', {})
-        self.lr_scale: float | None = stored.get('lr_scale')  # factor on the learning rates of stages that ask for one
-        self.start: Any = stored.get('start')  # what was measured of the student before training
-        self.minutes: list[float] = stored.get('minutes', [])  # of each stage that has begun
-        self.spent: list[float] = stored.get('spent', [])  # by each stage that has ended
-        self.resumed = len(self.minutes)
+        # lr_scale, the factor on the learning rates of stages that ask for one; start, what was measured of the student
+        # before training; minutes, those of each stage that has begun
+        self.plan: dict[str, Any] = {} if folder is None else read_run(folder).get('plan', {})
 
     def _prepared(self, i: int, stage: Stage, teacher: Any, sample: Tensor) -> PreparedStage:
         recipe, student = self.recipe, self.student
@@ -90,18 +87,20 @@ class Run:
             task = TrajectoryDistillationTask(
                 student, teacher, calibration=sample.split(64), criterion=criterion, config=loss, **common)
         task.labelled = self.data.labelled or teacher is None
-        updates = [each or ((steps,),) for each, steps in zip(
+        counts = [each or ((steps,),) for each, steps in zip(
             getattr(task, 'counts', [None] * len(self.own)), self.own, strict=True)]
-        cost = sum(map(sum, updates[0])) / len(updates[0]) if updates else 1.
-        cost *= 1. - (loss.patch_drop if stage.task == 'trajectory' else 0.)
-        return PreparedStage(task, names, config, [sorted({k for of in each for k in of}) for each in updates],
-                             config.minutes or (config.epochs or 0) * cost, stage.scale_lr)
+        share = config.minutes or float(config.epochs or 0)
+        if config.minutes is None and counts:
+            share *= sum(map(sum, counts[0])) / len(counts[0])
+        if config.minutes is None and stage.task == 'trajectory':
+            share *= 1. - loss.patch_drop
+        return PreparedStage(
+            task, names, config, [sorted({k for of in each for k in of}) for each in counts], share, stage.scale_lr)
 
     def write(self) -> None:
         """Write run.json."""
         if self.folder is not None and rank_and_world()[0] == 0:
-            plan = {name: getattr(self, name) for name in ('lr_scale', 'start', 'minutes', 'spent')}
-            write_text(self.folder / RUN, to_json({**self.about, 'plan': plan}))
+            write_text(self.folder / RUN, to_json({**self.about, 'plan': self.plan}))
 
     def train(self, minutes: float | None = None, resume: bool = False, progress: bool = True) -> tuple[list[Any], Any]:
         """The records of all epochs, and the best state: its folder, or weights. Minutes are those of all stages."""
@@ -129,34 +128,26 @@ class Run:
                 history += [{'stage': i, **record} for record in records]
                 if (stage.counts, stage.task.embedding) == (last.counts, last.task.embedding):
                     states.append((max(records, key=score_of), out / BEST) if out else self._state(stage))
-                self._end(i)
         finally:
             _let_learn(student, trainable)
-        best = max(range(len(states)), key=lambda i: (score_of(states[i][0]), i))  # the last of equal ones
-        if best == 0 and len(states) > 1:
+        record, best = max(reversed(states), key=lambda state: score_of(state[0]))  # the last of equal ones
+        if best is states[0][1] and len(states) > 1:
             trained = max((record for record, _ in states[1:]), key=score_of)
             where = 'The model' if self.folder is None else f"'{self.folder / BEST}'"
             warnings.warn(
-                f'Training ended worse than it started: {words_of(trained)} at best, {words_of(states[0][0])} before. '
+                f'Training ended worse than it started: {words_of(trained)} at best, {words_of(record)} before. '
                 f'{where} is as it was before training. Try a lower lr, or more time.', stacklevel=3)
-        return history, states[best][1]
+        return history, best
 
     def _minutes_of(self, i: int, minutes: float) -> float:
         """Minutes of a stage: its share of those that are left when it begins."""
-        if i == len(self.minutes):
-            left = minutes - sum(self.spent) - (time.perf_counter() - self.began) / 60
+        planned: list[float] = self.plan.setdefault('minutes', [])
+        if i == len(planned):
+            gone = max(sum(planned), (time.perf_counter() - self.began) / 60)
             shares = [stage.share for stage in self.stages[i:]]
-            self.minutes.append(max(1e-6, left * shares[0] / sum(shares)))
+            planned.append(max(1e-6, (minutes - gone) * shares[0] / sum(shares)))
             self.write()
-        return self.minutes[i]
-
-    def _end(self, i: int) -> None:
-        """Note what a stage took; of one that an earlier process began, at least what was planned."""
-        if i == len(self.spent):
-            taken = (time.perf_counter() - self.began) / 60
-            self.spent.append(max(taken, self.minutes[i]) if i < self.resumed else taken)
-            self.write()
-        self.began = time.perf_counter()
+        return planned[i]
 
     def _set_steps(self, stage: PreparedStage) -> None:
         """Give the student the number of steps that a stage trains which is nearest to its own."""
@@ -166,14 +157,14 @@ class Run:
     @torch.no_grad()
     def _scale_lr(self, stage: PreparedStage) -> float:
         """The factor on the learning rates: three times the loss of the first stage on a few batches, at most 1."""
-        if self.lr_scale is None and stage.scaled:
+        if 'lr_scale' not in self.plan and stage.scaled:
             device, losses = torch.device(stage.task.device), []
             with evaluating(stage.task.trainable_module):
                 for images, labels in islice(self.data.train if self.data.val is None else self.data.val, TRIED):
                     with autocast(device, AMP_DTYPES.get(stage.config.amp)):
                         losses.append(over_processes(stage.task(images.to(device), labels.to(device))['loss']))
-            self.lr_scale = min(1., 3. * torch.stack(losses).mean().item())
-        return 1. if self.lr_scale is None else self.lr_scale
+            self.plan['lr_scale'] = min(1., 3. * torch.stack(losses).mean().item())
+        return float(self.plan.get('lr_scale', 1.))
 
     def _state(self, stage: PreparedStage) -> tuple[dict[str, float], Any]:
         """What is measured of the student, and its weights."""
@@ -184,13 +175,14 @@ class Run:
     def _start(self, stage: PreparedStage, progress: bool) -> tuple[Any, Any]:
         if self.folder is None:
             return self._state(stage)
-        if self.start is None:
+        if 'start' not in self.plan:
             save_pretrained(self.student, self.folder / START)
-            self.start = self._state(stage)[0]
+            self.plan['start'] = self._state(stage)[0]
             self.write()
-        if progress and self.start:
-            print(f'start: {words_of(self.start)}')
-        return self.start, self.folder / START
+        start = self.plan['start']
+        if progress and start:
+            print(f'start: {words_of(start)}')
+        return start, self.folder / START
 
 
 def _names_of(student: nn.Module, parts: Sequence[str]) -> set[str]:
@@ -217,8 +209,8 @@ def read_run(folder: Path) -> Any:
             raise ValueError('It does not hold what a run writes.')
         return found
     except ValueError as e:
-        raise ValueError(f"'{folder / RUN}' is damaged, so the run in this folder cannot be resumed. Put the file back "
-                         'as it was, or start again in another folder.') from e
+        raise ValueError(f"'{folder / RUN}' is damaged, so the run in this folder cannot be resumed. Start again in "
+                         'another folder.') from e
 
 
 def check_about(folder: Path, about: dict[str, Any]) -> None:
@@ -237,8 +229,8 @@ def hash_of(tensors: Iterable[Tensor]) -> str:
 def adapted(recipe: Recipe, student: nn.Module, teacher: nn.Module | None) -> Recipe:
     """A recipe without what a student cannot do; see Recipe.adapt."""
     ode = find_ode_blocks(student)[0]
-    depends = ode.shared.depends_on_time
     fixed = ode.config.phases == ode.steps  # every step has a block of its own, so no other number can be learned
+    depends = fixed or ode.shared.depends_on_time
     stages = []
     for stage in recipe.stages:
         if stage.task == 'stepwise' and teacher is not None and (
@@ -246,14 +238,14 @@ def adapted(recipe: Recipe, student: nn.Module, teacher: nn.Module | None) -> Re
             continue
         if stage.task == 'trajectory':
             loss = stage.loss or {}
-            if 'steps' in loss and (fixed or depends):
+            if 'steps' in loss and depends:
                 rest = {key: value for key, value in loss.items() if key not in ('steps', 'consistency_weight')}
                 loss = {**rest, **({} if fixed else Recipe.load('elastic').stages[-1].loss or {})}
             try:
                 check_loss(student, teacher, recipe.loss_of(replace(stage, loss=loss)))
-            except ValueError:  # RoPE, say, which goes with all patches only
+            except ValueError:  # RoPE, say
                 loss = {key: value for key, value in loss.items() if key != 'patch_drop'}
             stage = replace(stage, loss=loss)
         stages.append(stage)
-    decay = {'weight_decay': 0.} if fixed or depends else {}
-    return replace(recipe, stages=tuple(stages), fit={**(recipe.fit or {}), **decay} or None, adapt=False)
+    settings = {**(recipe.fit or {}), 'weight_decay': 0.} if depends else recipe.fit
+    return replace(recipe, stages=tuple(stages), fit=settings, adapt=False)

@@ -2,6 +2,7 @@
 import random
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,13 +11,13 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from ..convert.block_kinds import find_stages, prefix_tokens
+from ..convert.block_kinds import find_stages
 from ..data.preprocessing import renormalisation
-from ..hooks import hooked, watch_blocks
+from ..hooks import BlockRecord, hooked, watch_blocks
 from ..ode.blocks import find_ode_blocks, with_steps
-from . import matching
 from .config import LossConfig
-from .losses import Pass, StepwisePass, TrainingPass, TrajectoryPass, embedding_loss, logit_loss, trajectory_loss
+from .losses import StepwisePass, TrainingPass, TrajectoryPass
+from .matching import check_loss, check_models, layer_times
 
 __all__ = ['StepwiseTask', 'StudentTask', 'TrajectoryDistillationTask']
 
@@ -32,6 +33,14 @@ class StudentTask(TrainingTask):
         self.teacher = teacher if teacher is None else teacher.requires_grad_(False).eval()
         self.trainable_module = own
 
+    @torch.no_grad()
+    def watch_teacher(self, images: Tensor) -> tuple[Any, list[BlockRecord]]:
+        """The teacher's output, and what is seen of each of its stages; without a teacher, nothing."""
+        if self.teacher is None:
+            return None, [([], []) for _ in find_ode_blocks(unwrap_model(self.trainable_module).student)]
+        with watch_blocks([site.blocks for site in find_stages(self.teacher)]) as seen:
+            return self.teacher(self.for_teacher(images)), seen
+
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
         if self.teacher is not None:
@@ -46,10 +55,9 @@ class StudentTask(TrainingTask):
 
     def get_eval_model(self, module: nn.Module | None = None, ema: bool = False) -> nn.Module | None:
         """The student itself, without its training pass."""
-        found = inner = super().get_eval_model(module=module, ema=ema)
-        while inner is not None and not isinstance(inner, TrainingPass):
-            inner = getattr(inner, 'module', None)
-        return inner.student if inner is not None else found
+        found = super().get_eval_model(module=module, ema=ema)
+        inner: Any = unwrap_model(found)
+        return inner.student if isinstance(inner, TrainingPass) else found
 
     def compile(self, backend: str = 'inductor', mode: str | None = None, **compile_kwargs: Any) -> Any:
         """Compile the student's training pass and its evaluation, but not the teacher."""
@@ -69,8 +77,7 @@ class StepwiseTask(StudentTask):
         device: Device of the task; by default the student's.
         verbose: Log timm's messages.
 
-    Raises:
-        TypeError, ValueError: The student is not an ODE-ViT, does not match its teacher or shares parameters with it.
+    Raises TypeError or ValueError if the student is not an ODE-ViT or does not match its teacher.
 
     Examples:
         >>> history = fit(StepwiseTask(student, teacher), loader, epochs=4, opt='adamw', lr=3e-3)
@@ -82,11 +89,9 @@ class StepwiseTask(StudentTask):
             self, student: nn.Module, teacher: nn.Module, *, embedding: bool = False,
             device: torch.device | None = None, verbose: bool = True,
     ) -> None:
-        matching.check_converted_from(student, teacher)
-        stages = [site.blocks for site in find_stages(teacher)]
-        matching.check_same_time(student, stages)
+        check_models(student, teacher, stepwise=True)
         super().__init__(student, teacher, StepwisePass(student), device, verbose)
-        self.stages, self.embedding = stages, embedding or getattr(student, 'num_classes', None) == 0
+        self.embedding = embedding or getattr(student, 'num_classes', None) == 0
 
     def forward(self, input: Tensor, target: Any = None) -> dict[str, Tensor]:
         """Of images [B, C, H, W]: 'loss', and 'output', the teacher's logits [B, classes].
@@ -94,8 +99,7 @@ class StepwiseTask(StudentTask):
         The loss is the mean over the steps of their squared error relative to the squared distance that the teacher
         moves in that time: 1 for a step that does nothing.
         """
-        with torch.no_grad(), watch_blocks(self.stages) as seen:
-            output = self.teacher(self.for_teacher(input))
+        output, seen = self.watch_teacher(input)
         return {'loss': self.trainable_module(seen), 'output': output}
 
 
@@ -103,21 +107,19 @@ class TrajectoryDistillationTask(StudentTask):
     """Teach an ODE-ViT to follow the hidden states of a pretrained ViT; a `timm.task.TrainingTask`.
 
     The student is compared with the frozen teacher's layers at the ends of min(steps, layers) solver steps; in between,
-    the teacher's state is interpolated linearly in t. A model with stages (Swin) follows its teacher in each. Where the
-    tokens are not one sequence, prefix tokens first (Swin, SAM, NaFlexViT, MLP-Mixer), all count alike, the student
-    must have been converted from the teacher, and has no JaSMin or exits.
+    the teacher's state is interpolated linearly in t. Where the tokens are not one sequence, prefix tokens first (Swin,
+    SAM, NaFlexViT, MLP-Mixer), all count alike, the student must have been converted from the teacher, and has no
+    JaSMin or exits.
 
     Args:
         student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
         teacher: timm model of the same width and tokens; None with trajectory_weight and kd_weight 0.
         calibration: Images [N, C, H, W], or batches of them, normalised for the student, for checkpoints 'distance'.
         criterion: Loss on the labels; cross-entropy by default.
-        device: Device of the task; by default the student's.
-        verbose: Log timm's messages.
+        device, verbose: As for StepwiseTask.
         config: Settings of the loss; or give any of LossConfig's as keywords.
 
-    Raises:
-        TypeError, ValueError: The student is not an ODE-ViT, does not match its teacher or shares parameters with it.
+    Raises TypeError or ValueError if the student is not an ODE-ViT, or does not fit its teacher or the loss.
 
     Examples:
         >>> task = TrajectoryDistillationTask(student, teacher, kd_weight=0.1)
@@ -135,20 +137,18 @@ class TrajectoryDistillationTask(StudentTask):
             device: torch.device | None = None, verbose: bool = True, config: LossConfig | None = None, **settings: Any,
     ) -> None:
         config = LossConfig.from_keywords(config, settings, 'TrajectoryDistillationTask')
-        matching.check_student(student)
-        if teacher is not None:
-            matching.check_models(student, teacher)
-        matching.check_loss(student, teacher, config)
-        stages: list[Any] = []
+        check_models(student, teacher, stepwise=False)
+        check_loss(student, teacher, config)
+        config = replace(config, embedding=config.embedding or getattr(student, 'num_classes', None) == 0)
+        odes = find_ode_blocks(student)
+        times: list[list[float]] = [[] for _ in odes]
         if teacher is not None:
             seen, on = renormalisation(student, teacher) or nn.Identity(), device or next(student.parameters()).device
             batches = calibration.split(64) if isinstance(calibration, Tensor) else calibration or ()
-            stages = matching.teacher_stages(student, teacher, config, (seen(images.to(on)) for images in batches))
-        super().__init__(student, teacher, TrajectoryPass(student, config), device, verbose)
-        self.config, self.weights, self.stages = config, config.weights, stages
-        self.embedding = config.embedding or getattr(student, 'num_classes', None) == 0
+            times = layer_times(student, teacher, config, (seen(images.to(on)) for images in batches))
+        super().__init__(student, teacher, TrajectoryPass(student, config, times), device, verbose)
+        self.config, self.embedding = config, config.embedding
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
-        odes = find_ode_blocks(student)
         self.counts: list[Any] = [config.counts(ode.steps) for ode in odes]  # shares are those of the present numbers
         self.drawn = [tuple(ode.steps for ode in odes)]  # the numbers of steps of the last update
         self.update, self.seed = 0, 0
@@ -163,30 +163,13 @@ class TrajectoryDistillationTask(StudentTask):
         Returns 'loss', 'output' (logits [B, classes] or embeddings [B, E], of the update's first number of steps), and
         the parts before weighting, such as 'trajectory_loss', averaged over the update's numbers of steps.
         """
-        students = self._students_of_update()
-        with self._patches_of_update(students[0]):
-            with torch.no_grad(), watch_blocks([stage.blocks for stage in self.stages]) as seen:
-                wanted = None if self.teacher is None else self.teacher(self.for_teacher(input))
-            states = [of for of, _ in seen]
-            pairs = [[stage.pairs(ode) for stage, ode in zip(self.stages, find_ode_blocks(each), strict=False)]
-                     for each in students]  # by stage, the times at which it is compared, and the steps ending there
-            passes = self.trainable_module(students, input, [[[k for _, k in each] for each in of] for of in pairs])
-        output = passes[0][0]
-        of_passes = [self._parts(student, of, states, wanted, target, result)
-                     for student, of, result in zip(students, pairs, passes, strict=True)]
-        names = dict.fromkeys(name for of in of_passes for name in of)  # a pass of one step has no exits
-        parts = {name: torch.stack([of[name] for of in of_passes if name in of]).mean() for name in names}
-        if len(passes) > 1:
-            parts['consistency'] = torch.stack([self._distance(out, output.detach()) for out, *_ in passes[1:]]).mean()
-        loss = output.new_zeros(())
-        for name, part in parts.items():
-            if self.weights[name] > 0:
-                loss = loss + self.weights[name] * part
-            else:
-                parts[name] = part.detach()
-        return {'loss': loss, 'output': output, **{f'{name}_loss': part for name, part in parts.items()}}
+        views = self._views_of_update()
+        with self._patches_of_update(views[0]):
+            wanted, seen = self.watch_teacher(input)
+            found: dict[str, Tensor] = self.trainable_module(views, input, seen, wanted, target, self.criterion)
+        return found
 
-    def _students_of_update(self) -> list[Any]:
+    def _views_of_update(self) -> list[Any]:
         """The student, or views of it, with each number of steps of this update."""
         student = unwrap_model(self.trainable_module).student
         own = tuple(ode.steps for ode in find_ode_blocks(student))
@@ -199,28 +182,8 @@ class TrajectoryDistillationTask(StudentTask):
         # made anew, so that it has the student's present mode, checkpointing and image size
         return [student if steps == own else with_steps(student, steps) for steps in self.drawn]
 
-    def _parts(self, student: Any, pairs: Any, states: Any, wanted: Any, target: Any, result: Pass) -> dict[str, Any]:
-        """The parts of the loss of one pass; `pairs` and `states` are by stage, `wanted` the teacher's output."""
-        output, reached, jasmin, early = result
-        targets = [stage.target(path, t) for stage, path, each in zip(self.stages, states, pairs, strict=True)
-                   for t, _ in each]
-        prefix = prefix_tokens(student) if matching.is_one_sequence(student) else 0
-        has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
-        weights = self.config.cls_weight, self.config.register_weight, self.config.patch_weight
-        parts = {}
-        if targets:
-            parts['trajectory'] = torch.stack([trajectory_loss(ours, theirs, prefix, has_cls, weights)
-                                               for ours, theirs in zip(reached, targets, strict=True)]).mean()
-        if jasmin is not None:
-            parts['jasmin'] = jasmin
-        parts.update(self._output_losses(output, wanted, target))
-        losses = [self.weights[name] * part for each in early
-                  for name, part in self._output_losses(each, wanted, target).items() if self.weights[name] > 0]
-        if losses:
-            parts['exit'] = torch.stack(losses).sum() / len(early)
-        return parts
-
     def _patches_of_update(self, student: Any) -> Any:
+        """Hooks by which teacher and student drop the same patches."""
         if not self.training or not self.config.patch_drop:
             return nullcontext()
         prefix, patches = student.num_prefix_tokens, student.patch_embed.num_patches
@@ -228,14 +191,6 @@ class TrajectoryDistillationTask(StudentTask):
         index = torch.cat([torch.arange(prefix), prefix + left]).to(self.device)
         return hooked(*((model.patch_drop, 'after', lambda module, args, x: x[:, index])
                         for model in (self.teacher, student)))
-
-    def _output_losses(self, output: Tensor, wanted: Tensor | None, target: Any) -> dict[str, Tensor]:
-        kd = {} if wanted is None else {'kd': self._distance(output, wanted)}
-        return kd if target is None or self.embedding else {**kd, 'task': self.criterion(output, target)}
-
-    def _distance(self, output: Tensor, wanted: Tensor) -> Tensor:
-        return embedding_loss(output, wanted) if self.embedding else logit_loss(
-            output, wanted, self.config.kd_temperature)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.patch_drop:
