@@ -96,8 +96,8 @@ def card(folder):
         summary=summary,
         results=record['test'],
         dataset=dataset,
-        protocol=f'{images:,} test images of {dataset} at {pixels} pixels; the epoch was chosen on training images '
-                 'held out.',
+        protocol=f'{images:,} test images of {dataset} at {pixels} pixels; '
+                 + record.get('epoch', 'the epoch was chosen on training images held out.'),
         trained_at=record['trained_at'],
         training=training,
         limits=f'Trained on {dataset} only, 32-pixel photos of its classes{enlarged}; it knows no other images.{few}',
