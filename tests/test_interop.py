@@ -166,19 +166,16 @@ def test_towers_alone_and_with_a_projection(images):
         torch.testing.assert_close(from_transformers(model)(images), expected, **CLOSE)
     put_tower_(model, from_transformers(model))
     torch.testing.assert_close(model(images).image_embeds, expected, **CLOSE)
+    program = hf_clip()
+    expected, projection = embedding_of(program, images), program.visual_projection
+    put_tower_(program, from_transformers(program.vision_model))  # without classes, which leaves the projection there
+    assert program.visual_projection is projection
+    torch.testing.assert_close(embedding_of(program, images), expected, **CLOSE)
     siglip = hf_siglip()
     torch.testing.assert_close(
         from_transformers(siglip.vision_model)(images), embedding_of(siglip, images), **CLOSE)
     visual = clip().visual
     torch.testing.assert_close(from_open_clip(visual)(images), visual(images), **CLOSE)
-
-
-def test_a_tower_without_classes_leaves_the_projection_to_the_program(images):
-    program = hf_clip()
-    expected, projection = embedding_of(program, images), program.visual_projection
-    put_tower_(program, from_transformers(program.vision_model))
-    assert program.visual_projection is projection
-    torch.testing.assert_close(embedding_of(program, images), expected, **CLOSE)
 
 
 def test_towers_of_open_clip_that_are_timms_are_converted_where_they_are(images, tmp_path):
@@ -318,7 +315,7 @@ def test_towers_are_restored_in_the_opposite_order():
     program = clip()
     original = program.visual
     one, two = (put_tower_(program, from_open_clip(clip())) for _ in range(2))
-    with pytest.raises(ValueError, match='another one was put in later'):
+    with pytest.raises(ValueError, match='what was put in later must be restored first'):
         one.restore()
     two.restore()
     one.restore()

@@ -54,16 +54,16 @@ def _own(owner: Any, name: str) -> Any:
 
 
 class Merged(Replacements):
-    """The result of `merge_`: `bytes_before` and `bytes_after` are the memory of the model's weights."""
+    """The result of `merge_`: the merged `blocks`, one sequence or one per stage, and bytes of the model's weights."""
     what = 'the merged blocks'
 
     def __init__(self, model: nn.Module, rows: Sequence[tuple[Any, str, Any]]) -> None:
+        self.blocks: tuple[OdeBlocks, ...] = tuple(new for _, name, new in rows if name == 'blocks')
         self.bytes_before, self.bytes_after = _bytes(model), merged_bytes(model)
         super().__init__(model, rows)
 
     def __repr__(self) -> str:
-        count = sum(len(ode) for _, ode in hosts_of(self.model))
-        return (f'{type(self.model).__name__}: merged into {count} blocks\n'
+        return (f'{type(self.model).__name__}: merged into {sum(map(len, self.blocks))} blocks\n'
                 f'  memory      {self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB')
 
 

@@ -7,7 +7,7 @@ import timm
 import torch
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from timm.layers import to_2tuple
-from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from timm.models.vision_transformer import VisionTransformer
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torchvision import models as tv
@@ -17,14 +17,16 @@ from ..settings import one_line
 
 __all__ = ['HOLDERS', 'from_open_clip', 'from_torchvision', 'from_transformers', 'kind_of', 'type_of']
 
-# (width, patch size): what timm calls it; every size is passed as a keyword, so the name only has to be of the kind
-_PLAIN = {(192, 16): 'tiny', (384, 16): 'small', (384, 32): 'small', (768, 16): 'base', (768, 32): 'base',
-          (1024, 16): 'large', (1024, 32): 'large', (1280, 14): 'huge'}
-# the names of tensors, theirs and timm's; torchvision before 0.14 has linear_1 and linear_2
+_SIZES = {192: 'tiny', 384: 'small', 768: 'base', 1024: 'large', 1280: 'huge'}  # timm's names of widths
+# parts of the names of tensors, theirs and timm's; torchvision before 0.14 has linear_1 and linear_2
 _TORCHVISION = {
     'class_token': 'cls_token', 'encoder.pos_embedding': 'pos_embed', 'encoder.ln': 'norm',
     'conv_proj': 'patch_embed.proj', 'ln_1': 'norm1', 'ln_2': 'norm2', 'self_attention.in_proj_': 'attn.qkv.',
     'self_attention.out_proj': 'attn.proj', 'mlp.0': 'mlp.fc1', 'mlp.3': 'mlp.fc2', 'mlp.linear_': 'mlp.fc'}
+_OPEN_CLIP = {
+    'class_embedding': 'cls_token', 'positional_embedding': 'pos_embed', 'conv1': 'patch_embed.proj',
+    'transformer.resblocks.': 'blocks.', 'ln_pre': 'norm_pre', 'ln_1': 'norm1', 'ln_2': 'norm2', 'in_proj_': 'qkv.',
+    'out_proj': 'proj', 'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2', '.ls_': '.ls'}
 _TRANSFORMERS = {
     'embeddings.class_embedding': 'cls_token', 'embeddings.patch_embedding': 'patch_embed.proj',
     'embeddings.position_embedding.weight': 'pos_embed', 'pre_layrnorm': 'norm_pre', 'post_layernorm': 'norm',
@@ -42,15 +44,13 @@ def from_torchvision(vit: nn.Module, *, weights: tv.WeightsEnum | None = None) -
     """Build a timm VisionTransformer that computes the same as a torchvision one.
 
     Logits agree up to rounding, which is checked on a random image; dropouts have the rates of the first layer. Device,
-    dtype, mode and requires_grad carry over; parameters are copies. `save_pretrained` refuses an eps other than 1e-6.
+    dtype, mode and requires_grad carry over; parameters are copies.
 
     Args:
         vit: torchvision VisionTransformer, from images [B, C, S, S] to logits [B, classes].
-        weights: The torchvision weights that were loaded, whose preprocessing goes into the pretrained_cfg; None stands
-            for ViT_B_16_Weights.IMAGENET1K_V1.
+        weights: The torchvision weights that were loaded, for the preprocessing; None for those of IMAGENET1K_V1.
 
-    Raises TypeError for anything else, and ValueError for a part that timm's VisionTransformer lacks, such as a
-    convolutional stem, a pre-logits layer (representation_size) or an adapter.
+    Raises TypeError for anything else, ValueError for a part that timm lacks, such as a convolutional stem.
 
     Examples:
         >>> import torchvision
@@ -60,7 +60,7 @@ def from_torchvision(vit: nn.Module, *, weights: tv.WeightsEnum | None = None) -
     host: Any = unwrap_model(vit)
     if type(host) is not tv.VisionTransformer:  # a subclass may compute anything; timm has a namesake
         raise _unexpected('from_torchvision', host, "torchvision's VisionTransformer, no subclass")
-    conv, layers, width = host.conv_proj, dict(host.encoder.layers.named_children()), host.hidden_dim
+    conv, layers = host.conv_proj, dict(host.encoder.layers.named_children())
     heads = [(name, module) for name, module in host.heads.named_modules(prefix='heads')
              if not isinstance(module, (nn.Sequential, nn.Identity))]
     parts = [type(module).__name__ for module in (conv, *(module for _, module in heads))]
@@ -70,21 +70,19 @@ def from_torchvision(vit: nn.Module, *, weights: tv.WeightsEnum | None = None) -
     names = {f'encoder.layers.{name}.': f'blocks.{i}.' for i, name in enumerate(layers)}
     if heads:
         names[heads[-1][0]] = 'head'
-    classes, first = heads[-1][1].out_features if heads else 0, next(iter(layers.values()))
-    preset = (weights or tv.ViT_B_16_Weights.IMAGENET1K_V1).transforms()
-    nearest = min(_PLAIN, key=lambda size: (abs(math.log(size[0] / width)), abs(size[1] - conv.kernel_size[0])))
+    first, preset = next(iter(layers.values())), (weights or tv.ViT_B_16_Weights.IMAGENET1K_V1).transforms()
+    name = f'vit_{_SIZES.get(host.hidden_dim)}_patch{conv.kernel_size[0]}_224'
 
     def tokens_and_logits(images: Tensor) -> list[Tensor]:
         with watch_blocks([[host.encoder]]) as records:  # since a new model has a head of zeros
             logits = host(images)
         return [records[0][0][-1], logits]
     return _build(
-        host, f'vit_{_PLAIN[nearest]}_patch{nearest[1]}_224', _renamed(host, {**names, **_TORCHVISION}),
+        host, name if timm.is_model(name) else 'vit_base_patch16_224', _renamed(host, {**names, **_TORCHVISION}),
         tokens_and_logits,
         dict(mean=tuple(preset.mean), std=tuple(preset.std), interpolation=preset.interpolation.value,
              crop_pct=preset.crop_size[0] / preset.resize_size[0]),
-        img_size=host.image_size, patch_size=conv.kernel_size[0], in_chans=conv.in_channels, num_classes=classes,
-        embed_dim=width, depth=len(layers), num_heads=first.self_attention.num_heads, mlp_hidden=host.mlp_dim,
+        img_size=host.image_size, num_heads=first.self_attention.num_heads,
         drop_rate=heads[0][1].p if len(heads) > 1 else 0., pos_drop_rate=host.encoder.dropout.p,
         proj_drop_rate=first.dropout.p, attn_drop_rate=first.self_attention.dropout)
 
@@ -94,15 +92,11 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
     """Build a timm VisionTransformer that computes the same image embedding as an open_clip model.
 
     It maps images [B, C, H, W] to what `encode_image` returns, [B, dim], not normalised; its head is the projection.
-    The rest is as with `from_torchvision`; the recorded preprocessing carries over, too. `put_tower_` puts the tower,
-    converted or not, back.
+    The rest, also what is raised, is as with `from_torchvision`. `put_tower_` puts the tower, converted or not, back.
 
     Args:
         model: open_clip model (CLIP, CustomTextCLIP), or the VisionTransformer that is its `visual`. A tower that is
             timm's already (a TimmModel, such as SigLIP's) needs none of this: use `model.visual.trunk`.
-
-    Raises TypeError for anything else, and ValueError for a part that timm's VisionTransformer lacks, such as
-    attentional pooling or normalised queries.
 
     Examples:
         >>> tower = from_open_clip(clip)
@@ -111,26 +105,21 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
     host: Any = unwrap_model(model)
     host = unwrap_model(getattr(host, 'visual', host))
     if type_of(host) != 'open_clip.transformer.VisionTransformer':
-        raise _unexpected('from_open_clip', host, "open_clip's own VisionTransformer, or a model with one. A TimmModel "
-                                                  'needs no conversion: use model.visual.trunk as it is')
+        raise _unexpected('from_open_clip', host, "open_clip's own VisionTransformer, or a model with one. Of a "
+                                                  'TimmModel, use model.visual.trunk as it is')
     if host.proj is None or host.attn_pool is not None or host.pool_type not in ('tok', 'avg'):
-        raise _refusal(host, 'it must have a projection (proj), and pool by its class token or the average of patches')
-    first, width, cfg = host.transformer.resblocks[0], host.transformer.width, getattr(host, 'preprocess_cfg', {})
-    pooling = 'avg' if host.pool_type == 'avg' else 'token'
-    after_pool = pooling == 'avg' and host.final_ln_after_pool
-    state = _renamed(host, {'ls_1': 'ls1', 'ls_2': 'ls2', **({'ln_post': 'fc_norm'} if after_pool else {})})
+        raise _refusal(host, 'it must have a projection (proj), and pool by its class token or the average')
+    first, cfg, average = host.transformer.resblocks[0], getattr(host, 'preprocess_cfg', {}), host.pool_type == 'avg'
+    state = _renamed(host, {**_OPEN_CLIP, 'ln_post': 'fc_norm' if average and host.final_ln_after_pool else 'norm'})
+    state['head.weight'] = state.pop('proj').T
     return _build(
-        host, 'vit_base_patch16_clip_224', {f'visual.{name}': tensor for name, tensor in state.items()},
+        host, 'vit_base_patch16_clip_224', state,
         lambda images: [host(images)[0] if host.output_tokens else host(images)],
         dict(mean=tuple(cfg.get('mean') or OPENAI_CLIP_MEAN), std=tuple(cfg.get('std') or OPENAI_CLIP_STD),
              interpolation=cfg.get('interpolation') or 'bicubic', crop_pct=1.0,
              crop_mode={'squash': 'squash', 'longest': 'border'}.get(cfg.get('resize_mode', ''), 'center')),
-        img_size=tuple(host.image_size), patch_size=tuple(host.patch_size), in_chans=host.conv1.in_channels,
-        num_classes=host.proj.shape[1], embed_dim=width, depth=len(host.transformer.resblocks),
-        num_heads=first.attn.num_heads, mlp_hidden=first.mlp.c_fc.out_features, global_pool=pooling,
-        fc_norm=after_pool, pre_norm=not isinstance(host.ln_pre, nn.Identity),
+        img_size=tuple(host.image_size), num_heads=first.attn.num_heads, global_pool='avg' if average else 'token',
         act_layer=_OPEN_CLIP_ACTS.get(str(first.mlp.gelu), 'gelu'),
-        init_values=None if isinstance(first.ls_1, nn.Identity) else 1e-5,  # any number; the values are copied
         patch_drop_rate=getattr(host.patch_dropout, 'prob', 0.), attn_drop_rate=getattr(first.attn, 'dropout', 0.))
 
 
@@ -139,15 +128,12 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
     """Build a timm VisionTransformer that computes the same image embedding as a CLIP or SigLIP of transformers.
 
     It maps images [B, C, S, S] to the embedding [B, dim], not normalised: with the projection where the model has one;
-    else the pooled output. The rest is as with `from_torchvision`. `put_tower_` puts the tower, converted or not, back.
-    The preprocessing, which a model does not record, is assumed: CLIP's mean and standard deviation and a crop of the
-    centre for CLIP; 0.5 and both sides resized for SigLIP.
+    else the pooled output. The rest is as with `from_open_clip`, but the preprocessing is assumed to be that of the
+    original CLIP, with a crop of the centre, or SigLIP, with both sides resized.
 
     Args:
-        model: CLIPModel, CLIPVisionModelWithProjection, CLIPVisionModel, SiglipModel or SiglipVisionModel (also of
-            SigLIP 2 with a fixed image size).
-
-    Raises TypeError for anything else, and ValueError for a part that timm's VisionTransformer lacks.
+        model: CLIPModel, CLIPVisionModelWithProjection, CLIPVisionModel, SiglipModel or SiglipVisionModel, also of
+            SigLIP 2.
 
     Examples:
         >>> tower = from_transformers(clip)
@@ -160,12 +146,9 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
         raise _unexpected('from_transformers', host, 'CLIPModel, SiglipModel or the vision model of one')
     cfg, clip, projection = host.config, kind == 'CLIPVisionModel', getattr(outer, 'visual_projection', None)
     if not clip and not host.use_head:
-        raise _refusal(host, 'it has no pooling head (vision_use_head=False), so it has no embedding')
+        raise _refusal(host, 'it has no pooling head (vision_use_head=False)')
     state = _renamed(host, _TRANSFORMERS)
-    state['pos_embed'] = state['pos_embed'][None]
-    if clip:
-        state['cls_token'] = state['cls_token'].reshape(1, 1, -1)
-    else:
+    if not clip:
         for key in ('weight', 'bias'):
             query, *others = state.pop(f'attn_pool.in_proj_{key}').chunk(3)
             state[f'attn_pool.q.{key}'], state[f'attn_pool.kv.{key}'] = query, torch.cat(others)
@@ -173,9 +156,8 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
         three = [name.replace('.q_proj.', f'.{part}_proj.') for part in 'qkv']
         if all(other in state for other in three):  # otherwise timm has no place for those that are there
             state[name.replace('.q_proj.', '.qkv.')] = torch.cat([state.pop(other) for other in three])
-    classes = 0
     if projection is not None:
-        state['head.weight'], classes = projection.weight, projection.out_features
+        state['head.weight'] = projection.weight
     mean, std = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if clip else (IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD)
 
     def embedding(images: Tensor) -> list[Tensor]:
@@ -185,20 +167,17 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
         host, _TOWERS[kind], state, embedding,
         dict(mean=tuple(mean), std=tuple(std), interpolation='bicubic', crop_pct=1.0,
              crop_mode='center' if clip else 'squash'),
-        img_size=cfg.image_size, patch_size=cfg.patch_size, in_chans=cfg.num_channels, num_classes=classes,
-        embed_dim=cfg.hidden_size, depth=cfg.num_hidden_layers, num_heads=cfg.num_attention_heads,
-        mlp_hidden=cfg.intermediate_size, global_pool='token' if clip else 'map',
+        img_size=cfg.image_size, num_heads=cfg.num_attention_heads, global_pool='token' if clip else 'map',
         act_layer={'gelu_pytorch_tanh': 'gelu_tanh'}.get(cfg.hidden_act, cfg.hidden_act),
         attn_drop_rate=cfg.attention_dropout)
 
 
 def kind_of(model: Any) -> str:
-    """The name of a class of transformers; '' for any other."""
+    """The name of a model's class if that is of transformers, else ''."""
     return type(model).__name__ if type(model).__module__.startswith('transformers.models.') else ''
 
 
 def type_of(model: Any) -> str:
-    """A model's class with its module."""
     return f'{type(model).__module__}.{type(model).__qualname__}'
 
 
@@ -212,7 +191,7 @@ def _refusal(host: nn.Module, reason: str) -> ValueError:
 
 
 def _renamed(host: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors of a model, with some parts of their names replaced, one after the other."""
+    """The tensors of a model, with parts of their names replaced, one after the other."""
     state = {}
     for name, tensor in host.state_dict(keep_vars=True).items():
         for theirs, ours in names.items():
@@ -224,26 +203,32 @@ def _renamed(host: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
 def _build(
         host: nn.Module,
         name: str,
-        state: Mapping[str, Tensor],
+        state: dict[str, Tensor],
         outputs: Callable[[Tensor], Sequence[Tensor]],
         preprocessing: Mapping[str, Any],
-        *,
-        mlp_hidden: int,
         **args: Any,
 ) -> VisionTransformer:
     """The timm model `name` with copies of a host's weights, compared with it on a random image unless it is on meta.
 
     `outputs` maps images to the host's logits or embedding, maybe after its tokens. A bias that timm alone has is 0.
     """
-    size, ratio = (args['in_chans'], *to_2tuple(args['img_size'])), mlp_hidden / args['embed_dim']
-    if int(args['embed_dim'] * ratio) != mlp_hidden:  # timm truncates the product
+    for key in {'cls_token', 'pos_embed'} & set(state):
+        state[key] = state[key].reshape(1, -1, state[key].shape[-1])
+    width, channels, *patch = state['patch_embed.proj.weight'].shape
+    hidden = len(state.get('blocks.0.mlp.fc1.weight', ()))
+    ratio, classes = hidden / width, len(state.get('head.weight', ()))
+    if int(width * ratio) != hidden:  # timm truncates the product
         ratio = math.nextafter(ratio, math.inf)
+    size = (channels, *to_2tuple(args['img_size']))
+    args.update(
+        patch_size=patch[0] if patch[0] == patch[1] else tuple(patch), in_chans=channels, num_classes=classes,
+        embed_dim=width, depth=len({key.split('.')[1] for key in state if key.startswith('blocks.')}), mlp_ratio=ratio,
+        pre_norm='norm_pre.weight' in state, fc_norm='fc_norm.weight' in state,
+        init_values=1e-5 if 'blocks.0.ls1.gamma' in state else None)  # any number: the values are copied
     with on_meta():  # timm's random initialisation takes no time there and draws no random numbers
-        model: Any = timm.create_model(name, mlp_ratio=ratio, **args, pretrained_cfg=dict(
-            preprocessing, input_size=size, num_classes=args['num_classes'], fixed_input_size=True,
+        model: Any = timm.create_model(name, **args, pretrained_cfg=dict(
+            preprocessing, input_size=size, num_classes=classes, fixed_input_size=True,
             first_conv='patch_embed.proj', classifier='head'))
-    made = {'head.bias', 'patch_embed.proj.bias'} - set(state)  # which timm makes in float32, without a gradient
-    state = {key: tensor for key, tensor in checkpoint_filter_fn(dict(state), model).items() if key not in made}
     for key in model.state_dict():
         weight = state.get(f'{key.removesuffix("bias")}weight')
         if key.endswith('.bias') and key not in state and weight is not None:
@@ -255,10 +240,6 @@ def _build(
         raise _refusal(host, one_line(e).rstrip('.')) from e
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(state[key].requires_grad)
-    eps = [module.eps for module in host.modules() if isinstance(module, nn.LayerNorm)]
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm) and eps:
-            module.eps = eps[0]
     model.train(host.training)
     like = next(model.parameters())
     if not like.is_meta:
@@ -269,6 +250,5 @@ def _build(
         rounding = 1e-4 if torch.finfo(like.dtype).bits > 16 else 0.1  # of a dozen blocks
         if not all(a.shape == b.shape and (a.float() - b.float()).norm() <= rounding * b.float().norm()
                    for a, b in zip(ours, theirs, strict=True)):
-            raise _refusal(host, "its output for a random image differs from timm's: one of its layers is not as "
-                                 'usual, such as the activation, the attention or the pooling')
+            raise _refusal(host, "its output for a random image differs from timm's: one of its layers is not as usual")
     return model

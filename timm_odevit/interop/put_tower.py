@@ -5,6 +5,7 @@ from timm.layers import to_2tuple
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
+from ..convert.merge import Replacements
 from ..hooks import on_meta, watch_blocks
 from .from_libraries import HOLDERS, kind_of, type_of
 
@@ -13,26 +14,21 @@ __all__ = ['PutTower', 'put_tower_']
 _OPEN_CLIP = ('open_clip.transformer.VisionTransformer', 'open_clip.timm_model.TimmModel')
 
 
-class PutTower:
+class PutTower(Replacements):
     """The result of `put_tower_`; `tower` is the timm model that is the image tower now."""
+    what = 'this tower'
 
-    def __init__(self, program: Any, tower: nn.Module, modules: dict[str, nn.Module]) -> None:
-        self.tower, self._program, self._new = tower, program, modules
-        self._former = {name: getattr(program, name) for name in modules}
-        for name, module in modules.items():
-            setattr(program, name, module)
+    def __init__(self, program: nn.Module, tower: nn.Module, modules: dict[str, nn.Module]) -> None:
+        super().__init__(program, [(program, name, module) for name, module in modules.items()])
+        self.tower = tower
 
     def restore(self) -> None:
         """Put the former tower back, on the device and in the dtype that the model has now."""
-        if any(getattr(self._program, name) is not module for name, module in self._new.items()):
-            raise ValueError('The model no longer holds this tower: it was restored already, or another one was put in '
-                             'later and must be restored first.')
+        super().restore()
         now = next(self.tower.parameters())
-        for name, module in self._former.items():
-            module.to(now.device)
-            if next(module.parameters(), now).dtype != now.dtype:  # some programs keep their norms in another one
-                module.to(now.dtype)
-            setattr(self._program, name, module)
+        for _, _, _, former in self._rows:
+            if next(former.parameters(), now).dtype != now.dtype:  # some programs keep their norms in another one
+                former.to(now.dtype)
 
     def __repr__(self) -> str:
         return f'PutTower({type(self.tower).__name__})'
@@ -42,16 +38,14 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
     """Make a timm model the image tower of an open_clip or transformers model, in place; the text tower is left alone.
 
     If the tower has no classes, the model applies its own projection, if that lies outside the former tower. The tower
-    is used as it is, not copied, so it needs the dtype of the model. The model saves it with the rest, but cannot
-    rebuild it: save it by `save_pretrained`, and put it in again after loading. `restore()` of the returned PutTower
-    puts the former tower back.
+    is not copied, so it needs the dtype of the model, which cannot rebuild it: save it by `save_pretrained`, and put it
+    in again after loading. `restore()` of the returned PutTower puts the former tower back.
 
     Args:
         model: open_clip CLIP or CustomTextCLIP; or transformers CLIPModel, CLIPVisionModelWithProjection, SiglipModel.
         tower: timm model, converted or not.
 
-    Raises TypeError if the model has no image tower that could be replaced, and ValueError if the tower's embeddings
-    have another width.
+    Raises TypeError if the model has no such tower, ValueError if the embeddings have another width.
 
     Examples:
         >>> tower = from_open_clip(clip)
@@ -66,20 +60,19 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
         return PutTower(program, tower, _in_transformers(program, tower))
     if type_of(visual) not in _OPEN_CLIP or getattr(visual, 'output_tokens', False):
         raise TypeError(
-            f'put_tower_ got a {type(program).__name__}; expected a model of transformers ({", ".join(HOLDERS)}), or '
-            'one of open_clip whose visual is its VisionTransformer or a TimmModel and gives no patch tokens.')
+            f'put_tower_ got a {type(program).__name__}; expected a {", ".join(HOLDERS)} of transformers, or of '
+            'open_clip, a model whose visual is its VisionTransformer or a TimmModel and gives no patch tokens.')
     return PutTower(program, tower, {'visual': _in_open_clip(visual, tower)})
 
 
 def _check_width(tower: Any, needed: int) -> None:
-    if (width := tower.num_classes or _features(tower)) != needed:
+    if (width := _width(tower)) != needed:
         raise ValueError(f'The tower gives embeddings of width {width}; this model needs {needed}. Build it with '
                          f'num_classes={needed}.')
 
 
-def _features(tower: Any) -> int:
-    """The width of what a tower without classes gives; timm's convolutional heads widen the features."""
-    return int(getattr(tower, 'head_hidden_size', tower.num_features))
+def _width(tower: Any) -> int:
+    return tower.num_classes or int(getattr(tower, 'head_hidden_size', tower.num_features))  # some heads widen them
 
 
 def _in_open_clip(old: Any, tower: Any) -> nn.Module:
@@ -87,7 +80,7 @@ def _in_open_clip(old: Any, tower: Any) -> nn.Module:
     head, needed = None, getattr(old, 'output_dim', 0)
     if isinstance(old, TimmModel):
         layers = [module for module in old.head.modules() if isinstance(module, nn.Linear)]
-        needed = layers[-1].out_features if layers else old.trunk.num_classes or _features(old.trunk)
+        needed = layers[-1].out_features if layers else _width(old.trunk)
         if layers and not hasattr(old.head, 'pool') and not tower.num_classes:
             head, needed = old.head, layers[0].in_features
     _check_width(tower, needed)
@@ -117,16 +110,14 @@ def _in_transformers(program: Any, tower: Any) -> dict[str, nn.Module]:
 
 
 class _Head(nn.Module):
-    """The head of a tower that is part of the program already."""
+    """The head of a tower that is part of the model already."""
 
-    def __init__(self, tower: nn.Module) -> None:
+    def __init__(self, tower: Any) -> None:
         super().__init__()
         self._tower = [tower]  # in a list, so that its parameters are not registered twice
 
-    def forward(self, pooled: Tensor) -> Tensor:
-        tower: Any = self._tower[0]
-        embedding: Tensor = tower.get_classifier()(pooled)
-        return embedding
+    def forward(self, pooled: Tensor) -> Any:
+        return self._tower[0].get_classifier()(pooled)
 
 
 class _VisionModel(nn.Module):
@@ -151,8 +142,8 @@ class _VisionModel(nn.Module):
         from transformers.modeling_outputs import BaseModelOutputWithPooling
         for key in ('output_hidden_states', 'output_attentions', 'interpolate_pos_encoding'):
             if kwargs.get(key, getattr(self.config, key, False)):
-                raise ValueError(f'{key}=True does not work with a timm tower. Use its forward_intermediates(images) '
-                                 'or attention_over_time; for other image sizes, build it with dynamic_img_size=True.')
+                raise ValueError(f'{key}=True does not work with a timm tower. Use forward_intermediates(images), '
+                                 'attention_over_time or, for other image sizes, dynamic_img_size=True.')
         tower = self.tower
         norm = None if self.normed else getattr(tower, 'norm', None)
         with watch_blocks([[norm]] if isinstance(norm, nn.Module) else []) as records:
