@@ -82,7 +82,8 @@ def _students(_: Material, student: nn.Module, *__: Any) -> Iterator[Candidate]:
     stages = find_ode_blocks(student)
     # with a block for each step, no other number is trained
     parts = (1, 2, 4) if all(ode.config.phases < ode.steps for ode in stages) else (1,)
-    for counts in dict.fromkeys(tuple(max(1, ode.steps // part) for ode in stages) for part in parts):
+    for counts in dict.fromkeys(
+            tuple(max(len(ode.shared.borders) + 1, ode.steps // part) for ode in stages) for part in parts):
         name, view = f"student, K = {'+'.join(map(str, counts))}", with_steps(student, counts)
         yield from Candidate('student', name, view, merged=False).and_int8()
         if stages[0].shared.depends_on_time:
