@@ -204,7 +204,7 @@ def recipe(args: argparse.Namespace) -> None:
     if args.action == 'list' or args.name is None:
         for path in sorted((PACKAGE / 'training' / 'recipes').glob('*.yaml')):
             comment = ' '.join(re.findall('(?m)^# (.*)', path.read_text()))
-            print(f"{path.stem:12}{comment.split('. ')[0].split(': ')[0]}")
+            print(f"{path.stem:13}{comment.split('. ')[0].split(': ')[0]}")
         return
     from timm_odevit import Recipe
     text = Recipe.load(args.name).to_yaml()

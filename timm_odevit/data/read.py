@@ -126,6 +126,9 @@ def _kind(source: Any) -> str:
         if not os.path.exists(source):
             raise ValueError(f"There is no '{source}'. Give a folder of images, or an .npz of small ones.")
         return 'folder' if os.path.isdir(source) else 'npz'
+    if hasattr(source, '__array__') and not isinstance(source, Tensor):
+        raise ValueError('Give a folder, an .npz, a tensor of images [N, C, H, W], a pair of such and labels, or a '
+                         f'loader with a length; got {type(source).__name__}.')
     return 'images' if isinstance(source, Tensor) else 'pair' if is_pair(source) else 'loader'
 
 
