@@ -244,7 +244,7 @@ def test_a_defect_of_the_program_shows_its_traceback(folder, monkeypatch, defect
 
 
 @pytest.mark.parametrize('arguments, output', [
-    (['--help'], '    shrink    Make a small student'), (['--version'], f'odevit {__version__}'), (['recipe', 'list'], 'autonomous  One shared block'),
+    (['--help'], '    shrink    Make a small student'), (['--version'], f'odevit {__version__}'), (['recipe', 'list'], 'autonomous   One shared block'),
     (['evaluate', '--help'], 'usage: odevit evaluate')])
 def test_the_console_script_answers_at_once_because_help_needs_no_torch(arguments, output):
     code = "import sys; sys.modules['torch'] = None; from timm_odevit_cli import main; sys.exit(main())"
