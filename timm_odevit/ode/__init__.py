@@ -8,6 +8,6 @@ tokens              fewer tokens along t: similar ones are merged
 methods             the integration methods: a class of steps for each, METHODS by name
 halting             fewer steps: images whose answer is settled leave the batch; HALTING by name
 config              OdeConfig: every setting of an ODE-ViT; FIELDS by name
-solver              the steps that a configuration asks for, adaptive ones too; the solver for any field
+solver              where the K steps lie, along the spans of several blocks (layout); adaptive methods; any field
 blocks              OdeBlocks, the sequence of steps that replaces a model's blocks; views with other steps
 """
