@@ -122,6 +122,7 @@ def test_images_have_the_dtype_of_the_model(vit, images, arrays, dtype):
 
 LABELS = {
     'one-hot': (torch.eye(5).repeat(4, 1), r'must be whole numbers \[N\].* labels.argmax\(dim=1\).* torch.float32 \[20, 5\]'),
+    'a mask': (torch.ones(20) > 0, r'must be whole numbers \[N\].* torch.bool'),
     'whole one-hot': (torch.eye(5).repeat(4, 1).long(), r'torch.int64 \[20, 5\]'),
     'floats': (torch.arange(20) % 5 / 1., r'torch.float32 \[20\]'),
     'negative': (torch.arange(20) % 5 - 1, 'whole numbers from 0.*; got torch.int64 from -1 to 3'),

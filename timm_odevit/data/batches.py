@@ -134,6 +134,8 @@ class Mapped:
 
     def __init__(self, loader: Any, change: Callable[..., tuple[Tensor, Any]] = _labelled) -> None:
         self.loader, self.change, self.batches = loader, change, len(loader)
+        self.batch_size = getattr(loader, 'batch_size', None)
+        self.count = getattr(loader, 'count', self.batches * (self.batch_size or 1))
 
     def __len__(self) -> int:
         return self.batches

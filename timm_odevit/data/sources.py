@@ -139,7 +139,8 @@ def read_npz(
 
 def checked_labels(labels: Any, count: int, classes: int | None = None) -> Tensor:
     """Labels of so many images [N] in int64; raises ValueError for others."""
-    if not isinstance(labels, Tensor) or labels.shape != (count,) or labels.is_floating_point():
+    if not isinstance(labels, Tensor) or labels.shape != (count,) or labels.dtype == torch.bool or (
+            labels.is_floating_point() or labels.is_complex()):
         raise ValueError('labels must be whole numbers [N], one for each image (of one-hot labels, '
                          f'labels.argmax(dim=1)); got {count} images and {described(labels)}.')
     return check_labels(labels, classes)

@@ -34,7 +34,7 @@ class Exponents(PerImage):
     def __repr__(self) -> str:
         good = self.values[~self.values[:, 0].isnan(), 0]
         spread = f' ± {good.std():.4f}' if len(good) > 1 else ''
-        words = [f'{len(self.values)} images', f'largest {good.mean():.4f}{spread} per block']
+        words = [f'{len(self.values)} images', *[f'largest {good.mean():.4f}{spread} per block'] * (len(good) > 0)]
         if unsettled := int((self.residual > SETTLED).sum()):
             words.append(f'{unsettled} not settled: raise sweeps')
         if missing := list(filter(None, self.reasons)):

@@ -240,6 +240,10 @@ def _build(
         raise _refusal(host, one_line(e).rstrip('.')) from e
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(state[key].requires_grad)
+    eps = [module.eps for module in host.modules() if isinstance(module, nn.LayerNorm)]
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm) and eps:
+            module.eps = eps[0]
     model.train(host.training)
     like = next(model.parameters())
     if not like.is_meta:

@@ -56,9 +56,11 @@ class Findings:
         if self.followed is not None:
             said.append(f"its last states differ from the teacher's by "
                         f'{100 * self.followed.distance[:, -1].median():.0f} % of their norm')
-        else:
+        elif self.exponents.values.isfinite().any():
             said.append(f'small changes of the state grow at most by a factor of '
                         f'{math.exp(float(self.exponents.values[:, 0].nanmedian())):.2f} per block')
+        else:
+            said.append(f'there are no exponents ({next(filter(None, self.exponents.reasons))})')
         unlike = self.probabilities is not None and float(self.probabilities[:, -1].max()) < UNLIKE
         return f"{self.model}: {'; '.join(said)} (median of {count} images)." + unlike * (
             f' No class gets {100 * UNLIKE:.0f} % for any image: they are unlike the classes that the model knows.')

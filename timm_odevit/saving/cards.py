@@ -133,7 +133,7 @@ def model_card(
         title=name.removeprefix('hf-hub:'),
         name=name,
         summary=summary,
-        classes=[*map(_plain, cfg.get('label_names') or ())],
+        classes=[*map(_plain, names)] if isinstance(names := cfg.get('label_names'), (list, tuple)) else [],
         output='logits' if model.num_classes else 'embedding',
         own=None if set(trained_at) == {own} else own,  # one K in training leaves no choice
         merges=any(b.shared.depends_on_time and not b.config.adaptive for b in blocks),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec, module_from_spec
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -170,9 +170,14 @@ class Stream:
         return islice(self._passes(), self.count)
 
     def _passes(self) -> Iterator[Any]:
-        for i in range(PASSES * self.epoch, PASSES * (self.epoch + 1)):
+        for i in count(PASSES * self.epoch):
             set_epoch(self.loader, i)
-            yield from self.loader
+            empty = True
+            for batch in self.loader:
+                empty = False
+                yield batch
+            if empty:
+                return
 
 
 def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None) -> dict[str, float]:

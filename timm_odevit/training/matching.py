@@ -60,10 +60,11 @@ def _outside_the_blocks(model: nn.Module) -> dict[str, Any]:
 def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> None:
     """Refuse a loss that needs what the models do not have."""
     name, odes, one = f'a {type(student).__name__}', find_ode_blocks(student), is_one_sequence(student)
-    several, weights, least = len(odes) > 1, config.weights, len(odes[0].shared.borders) + 1
+    several, weights, least = len(odes) > 1, config.weights, [len(ode.shared.borders) + 1 for ode in odes]
     for wrong, why in (
-            (any(k < least for ode in odes for of in config.counts(ode.steps) or () for k in of),
-             f'steps={config.steps}: each of the {least} shared blocks needs a step. Give numbers from {least} on.'),
+            (any(k < own for ode, own in zip(odes, least, strict=True) for of in config.counts(ode.steps) or ()
+                 for k in of),
+             f'steps={config.steps}: each of the {max(least)} shared blocks needs a step. Give more of them.'),
             *((teacher is None and weights[part] > 0, f'{part}_weight needs a teacher. Give one, or set it to 0.')
               for part in ('trajectory', 'kd')),
             (weights['task'] > 0 and (config.embedding or student.num_classes == 0),

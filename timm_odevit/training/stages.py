@@ -66,7 +66,8 @@ class Run:
             in_first_process(lambda: try_one_batch(data.val, self.stages[-1].task, None))
         # lr_scale, the factor on the learning rates of stages that ask for one; start, what was measured of the student
         # before training; minutes, those of each stage that has begun
-        self.plan: dict[str, Any] = {} if folder is None else read_run(folder).get('plan', {})
+        then = {} if folder is None else read_run(folder).get('plan', {})
+        self.plan: dict[str, Any] = {name: value for name, value in then.items() if value is not None}
 
     def _prepared(self, i: int, stage: Stage, teacher: Any, sample: Tensor) -> PreparedStage:
         recipe, student = self.recipe, self.student
