@@ -377,7 +377,7 @@ def test_refuses(vit, images, tmp_path):
     for source, model, options, message in (
             (tmp_path / 'nowhere', vit(), {}, "There is no '.*nowhere'. Give a folder"),
             (tmp_path / 'empty', vit(), {}, r"There are no images in '.*empty' \(.png, .jpg, .jpeg\)"),
-            (root / 'class0' / '0.png', vit(), dict(workers=None), "0.png' cannot be read as .npz"),
+            (root / 'class0' / '0.png', vit(), dict(workers=None), "0.png' is a file"),
             (images('three', classes=3), vit(), {}, 'has 3 classes, but the model has 5'),
             (root, vit(in_chans=2), {}, 'Image files have 1, 3 or 4 channels; this VisionTransformer takes 2')):
         with pytest.raises(ValueError, match=message):
