@@ -24,7 +24,6 @@ cli                 the command line
 from . import registry as _registers  # noqa: F401
 from ._version import __version__
 from .convert.conversion import Conversion, convert_
-from .convert.merge import merge_, merged_bytes
 from .convert.planning import check_convertible, choose_size, list_convertible
 from .dynamics.precision import contraction_regions, discretisation_errors
 from .dynamics.stability import lipschitz_constants, lyapunov_exponents, spectral_norms
@@ -54,7 +53,7 @@ __all__ = [
     'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'contraction_regions', 'convert_',
     'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
     'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate', 'lipschitz_constants',
-    'list_convertible', 'lyapunov_exponents', 'merge_', 'merged_bytes', 'patch_agreement', 'push_to_hub',
+    'list_convertible', 'lyapunov_exponents', 'patch_agreement', 'push_to_hub',
     'put_tower_', 'save_pretrained', 'shrink', 'spectral_norms', 'train', 'trajectory_geometry', 'with_steps',
     'write_report',
 ]

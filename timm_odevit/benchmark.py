@@ -18,7 +18,6 @@ from torch.utils.benchmark import Timer
 from tqdm import tqdm
 
 from ._version import __version__
-from .convert.merge import merge_
 from .data.preprocessing import data_config, dtype_of
 from .files import markdown_table
 from .ode.blocks import count_parameters, find_ode_blocks, with_steps
@@ -73,9 +72,8 @@ def benchmark(
 ) -> Benchmark:
     """Time forward passes of models in eval mode on one device, which take turns, so that a busy machine slows all.
 
-    An ODE-ViT is also timed with other `steps`, if it has a single stage, and merged, if its block depends on time; and
-    each model in the mode `compiled` of torch.compile. `images` gives images [N, C, H, W] for a model and a number N;
-    without it, they are random.
+    An ODE-ViT is also timed with other `steps`, if it has a single stage; and each model in the mode `compiled` of
+    torch.compile. `images` gives images [N, C, H, W] for a model and a number N; without it, they are random.
     """
     integer(1)('rounds', rounds)
     one_of(('default', 'reduce-overhead', 'max-autotune'), none='not compiled')('compiled', compiled)
@@ -103,12 +101,9 @@ def times_in_turns(runs: Sequence[Callable[[], Any]], rounds: int, progress: boo
 
 def _states(name: str, model: nn.Module, steps: Sequence[int], compiled: str | None) -> dict[str, nn.Module]:
     states, blocks = {name: model}, find_ode_blocks(model)
-    free = [ode for ode in blocks if not ode.merged and not ode.config.adaptive]
+    free = [ode for ode in blocks if not ode.config.adaptive]
     if len(blocks) == len(free) == 1:
         states.update({f'{name}, K = {count}': with_steps(model, count) for count in steps if count != blocks[0].steps})
-    if any(ode.shared.depends_on_time for ode in free):
-        states[f'{name}, merged'] = merged = copy.deepcopy(model)
-        merge_(merged)
     if compiled is not None:
         states[f'{name}, compiled'] = torch.compile(copy.deepcopy(model), mode=compiled)  # type: ignore[assignment]
     return states

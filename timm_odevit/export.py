@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from ._version import __version__
-from .convert.merge import check_not_merged, merge_
 from .data.preprocessing import class_names, data_config, dtype_of, model_name
 from .files import staged
 from .ode.blocks import find_ode_blocks
@@ -30,11 +29,10 @@ class Format(NamedTuple):
 
 def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
     import onnx
-    matrices = int8 and _split_residuals(exported)
     program: Any = torch.onnx.export(
         exported, input_names=['images'], output_names=['output'], dynamic_shapes=({0: 'batch'},), verbose=False)
     program.save(path, external_data=False)
-    if matrices:
+    if int8:
         from onnxruntime.quantization import quantize_dynamic
         from onnxruntime.quantization.shape_inference import quant_pre_process
         quant_pre_process(path, path, skip_onnx_shape=True, skip_symbolic_shape=True)  # folds transposed weights
@@ -48,27 +46,6 @@ def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], in
         node.ClearField('metadata_props')
     onnx.helper.set_model_props(model, about)
     onnx.save(model, path)
-
-
-def _split_residuals(exported: ExportedProgram) -> bool:
-    """Compute x (W + B A) as x W + (x B) A, whose matrices are those of the file; False if not all can be."""
-    aten, graph = torch.ops.aten, exported.graph
-    layers = [user for node in graph.nodes for user in node.users  # of the sums made by TimeField.at
-              if node.target is aten.view_as.default and node.args[0].target is aten.addmm.default]
-    if any(node.target is not aten.linear.default for node in layers):
-        return False
-    for node in layers:
-        x, merged, *bias = node.args
-        shared, up, down = merged.args[0].args
-        with graph.inserting_before(node):
-            inner = graph.call_function(aten.linear.default, (x, down))
-            outer = graph.call_function(aten.linear.default, (inner, up))
-            first = graph.call_function(aten.linear.default, (x, shared, *bias))
-            both = graph.call_function(aten.add.Tensor, (first, outer))
-        node.replace_all_uses_with(both)
-    graph.eliminate_dead_code()
-    exported.graph_module.recompile()
-    return True
 
 
 def _write_pt2(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
@@ -92,7 +69,6 @@ def export_model(
         *,
         format: str = 'onnx',
         int8: bool = False,
-        merged: bool | None = None,
         overwrite: bool = False,
 ) -> Path:
     """Write a model to a file that runs without this package and without timm, on batches of any size.
@@ -101,14 +77,12 @@ def export_model(
     steps, the names of its classes if it knows them, and how images are prepared (input_size, mean, std, ...).
 
     Args:
-        model: timm model, converted or not; merged or not. An 'aoti' or 'pt2' file runs on its device.
+        model: timm model, converted or not. An 'aoti' or 'pt2' file runs on its device.
         path: New file. It ends in .onnx, or in .pt2 for the other formats.
         format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled for this kind of
             processor, for torch._inductor.aoti_load_package. It takes contiguous images, and checks their layout, size
             and dtype only with AOTI_RUNTIME_CHECK_INPUTS=1 in the environment.
         int8: Store weights as int8, with a scale for each row, and compute linear layers in it (only 'onnx').
-        merged: Merge a block that depends on time, as `merge_` does, into one per step: a larger file. None for what
-            is faster: merged for 'pt2' and 'aoti', and not for 'onnx'.
 
     Raises ImportError if a package is missing, and ValueError if the file exists or the model cannot be exported.
 
@@ -121,10 +95,6 @@ def export_model(
     one_of(tuple(FORMATS))('format', format)
     path, model, (suffix, write) = Path(path), unwrap_model(model), FORMATS[format]
     odes, dtype = find_ode_blocks(model), dtype_of(model)
-    if merged is None:
-        merged = format != 'onnx' or any(ode.merged for ode in odes)
-    if not merged:
-        check_not_merged(model)
     for wrong, why in (
             (path.suffix != suffix or path.is_dir() or (path.exists() and not overwrite),
              f"'{path}' exists, or does not end in {suffix}. Give another file, or overwrite=True (--overwrite)."),
@@ -139,8 +109,6 @@ def export_model(
     if missing := [name for name in packages if find_spec(name) is None]:
         raise ImportError(f"{format} needs {' and '.join(missing)}. Type: pip install {' '.join(missing)}")
     copied = copy.deepcopy(model).eval().requires_grad_(False)
-    if merged and any(ode.shared.depends_on_time for ode in odes):
-        merge_(copied)
     if format == 'onnx':
         copied.cpu()
     # two images: torch.export takes a size of 1 as fixed
@@ -164,14 +132,11 @@ def export_model(
 def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """A weight as int8 and its scales, which broadcast to it; None if it is not worth them.
 
-    There is one for each row; for each of the r columns or rows of the residuals of L > 1 layers [L, M, r] or
-    [L, r, N]; and for each of the N tokens of a position embedding [1, N, D].
+    There is one for each row, and for each of the N tokens of a position embedding [1, N, D].
     """
     if weight.ndim < 2 or weight.numel() < 4096 or not weight.is_floating_point():
         return None
-    rows = list(range(1, weight.ndim))
-    if weight.ndim == 3:
-        rows = [1 if len(weight) > 1 and weight.shape[1] > weight.shape[2] else 2]
+    rows = [2] if weight.ndim == 3 else list(range(1, weight.ndim))
     scale = weight.abs().amax(dim=rows, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny) / 127
     return (weight / scale).round().clamp(-127, 127).to(torch.int8), scale
 

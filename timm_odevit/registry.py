@@ -2,7 +2,6 @@
 import copy
 import json
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +16,6 @@ from .convert.conversion import convert_
 from .features import FeaturesAtTimes
 from .hooks import on_meta
 from .ode.config import PREFIX, OdeConfig
-from .ode.time_dependence import RESIDUALS
 from .saving.loading import CONFIG, WEIGHTS, check_args, check_size, weights_file
 from .settings import one_line, shown
 
@@ -161,19 +159,14 @@ def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str 
 
 
 def _filter(base: str, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The base's checkpoint filter, which resizes position embeddings, for everything but the residuals."""
-    own = {k: v for k, v in state.items() if '.shared.' in k and any(f'.{part}.' in k for part in RESIDUALS)}
-    rest = {k: v for k, v in state.items() if k not in own}
+    """The base's checkpoint filter, which resizes position embeddings."""
     base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
-    return {**(base_filter(rest, model) if base_filter else rest), **own}
+    return base_filter(state, model) if base_filter else state
 
 
 def _build(variant: str, base: str, config: OdeConfig, /, **kwargs: Any) -> nn.Module:
     model = _shallow(base, kwargs, config)
-    # there is one block of each kind to take weights from, so nothing to choose or to factorise
-    fresh = config if config.init == 'spectral' else replace(config, init='mean')
-    for blocks in convert_(model, fresh, keep_original=False).blocks:
-        blocks.config = replace(blocks.config, init=config.init)
+    convert_(model, config, keep_original=False)
     args = {k: v for k, v in kwargs.items() if k not in ('device', 'dtype')}
     model._model_args = {**({} if variant in _MODELS else {'base': base}), **args, **config.to_args()}
     return model

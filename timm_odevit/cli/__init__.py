@@ -40,7 +40,7 @@ data  folder with one sub-folder of images per class, or train/ and val/ of that
 --checkpoint FILE  file with the weights of the teacher or, without one, of the model
 --img-size N  image size in pixels of the teacher or, without one, of the model (default: its own)
 --steps N  number of solver steps (default: as saved)
---set KEY=VALUE*  change the recipe, such as --set ode.rank=8 --set stages.0.fit.epochs=5
+--set KEY=VALUE*  change the recipe, such as --set ode.steps=6 --set stages.0.fit.epochs=5
 --minutes M  train for about so long (default: the recipe's epochs)
 --resume  continue the run in the folder; nothing else need be given
 --limit N  use only this many images of each part of the data

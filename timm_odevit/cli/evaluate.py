@@ -203,15 +203,12 @@ def export(args: Any) -> None:
     --format {onnx,pt2,aoti} [onnx]  for ONNX Runtime, for torch.export.load, or compiled for this kind of processor
     -o,--out FILE  file to write: .onnx, or .pt2 for the others (default: the model's name)
     --int8  store the weights of linear layers as int8 (only onnx)
-    --merged  merge a block that depends on time into one per step, as is done for pt2 and aoti
-    --unmerged  do not, as is done for onnx
     --steps --img-size
     --overwrite  replace an existing file
     """
     model = load_with_steps(args)
     out = args.out or Path(args.model.split(':')[-1]).resolve().name + FORMATS[args.format].suffix
-    path = export_model(model, out, format=args.format, int8=args.int8, overwrite=args.overwrite,
-                        merged=args.merged or (False if args.unmerged else None))
+    path = export_model(model, out, format=args.format, int8=args.int8, overwrite=args.overwrite)
     print(f'wrote {path}: {path.stat().st_size / 1e6:.2f} MB')
 
 

@@ -19,8 +19,6 @@ from ..training.config import BEST, RECIPE
 from ..training.stages import read_run
 from .models import TOWERS, load, refuse_existing, save
 
-_SIZE = ('time', 'rank', 'phases', 'init')  # what a size determines
-
 
 def shrink(args: Any) -> None:
     """Make a small student of a model, and say whether it is worth it.
@@ -159,9 +157,7 @@ def convert(args: Any) -> None:
     --checkpoint --img-size
     --random  do not load weights
     --num-classes N0  number of classes; the head is random if the weights have another
-    --size SIZE  size of the result, such as 3M parameters, 25% or 10MB; chooses time, rank, phases, init
-    --images IMAGES  folder of images, or an .npz, for --init svd_data, which --size uses if they are given
-    --seed N0 [0]  seed of the choice of images
+    --size SIZE  size of the result, such as 3M parameters, 25% or 10MB; chooses --phases
     --force  write into a folder that is not empty
     --quiet
     +ode.config.OdeConfig  the ODE
@@ -169,20 +165,15 @@ def convert(args: Any) -> None:
     if not args.force:
         refuse_existing(args.out, '--force')
     settings = {name: value for name, value in vars(args).items() if name in OdeConfig.names()}
-    both = [name for name in _SIZE if name in settings and args.size is not None]
-    if both:
-        raise ValueError(f"--size chooses {', '.join(_SIZE)}. Leave out --{both[0]} or --size.")
+    if args.size is not None and 'phases' in settings:
+        raise ValueError('--size chooses the phases. Leave out --phases or --size.')
     if args.random and args.checkpoint:
         raise ValueError('--random and --checkpoint both say what the weights are. Give one.')
     config, classes = OdeConfig(**settings), {} if args.num_classes is None else {'num_classes': args.num_classes}
     model = load(args.model, args, pretrained=not args.random, **classes)
     if args.size is not None:
-        config = choose_size(model, args.size, config, init='svd_data' if args.images else 'svd')
-    images = None
-    if args.images:
-        torch.manual_seed(args.seed)
-        images = read_data(args.images, model, labels=False).sample('train', 64, args.seed)[0].to(args.device)
-    print(convert_(model, config, images=images, keep_original=False))
+        config = choose_size(model, args.size, config)
+    print(convert_(model, config, keep_original=False))
     known = model.pretrained_cfg['num_classes']
     if not args.random and model.num_classes and known != model.num_classes:
         print(f'  head        new and random, for {model.num_classes} classes: the weights have {known}')

@@ -1,8 +1,7 @@
 """From a pretrained transformer to an ODE-ViT, in place, and back.
 
 block_kinds         where a timm model's blocks are, and the field for each kind of block
-initialisation      the shared blocks' weights, from the model's blocks and, for 'svd_data', from images
-merge               merge_, for deployment, and restore() to undo it; attributes that are replaced and restored together
-planning            what is refused and why; choose_size: the phases and the rank for a number of parameters
-conversion          convert_, and restore() to undo it
+initialisation      the shared blocks' weights, from the model's blocks
+planning            what is refused and why; choose_size: the phases for a number of parameters
+conversion          convert_, and restore() to undo it; attributes that are replaced and restored together
 """

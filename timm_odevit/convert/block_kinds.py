@@ -48,7 +48,6 @@ class GammaField(NativeField):
 
 class ParallelField(NativeField):
     """Several attentions side by side, then several MLPs side by side."""
-    attention_prefixes = ('block.attns',)
 
     def attention(self, t, x, context):
         return torch.stack([

@@ -10,11 +10,50 @@ from torch import Tensor, nn
 from ..ode.blocks import OdeBlocks, count_parameters
 from ..ode.config import FIELDS, OdeConfig
 from .block_kinds import Site, class_token_comes_later, prefix_tokens
-from .initialisation import build_field, input_moments
-from .merge import Replacements, check_not_merged, hosts_of
+from .initialisation import build_field
 from .planning import check_all, count_in_words
 
-__all__ = ['Conversion', 'convert_']
+__all__ = ['Conversion', 'Replacements', 'convert_']
+
+
+class Replacements:
+    """Attributes of a model and of its parts, given as owner, name and new value; the first value is a module.
+
+    They are replaced together, at construction, and restored together.
+    """
+    what = ''
+
+    def __init__(self, model: nn.Module, rows: Sequence[tuple[Any, str, Any]]) -> None:
+        self.model: Any = model
+        self._rows = [(owner, name, new, _own(owner, name)) for owner, name, new in rows]
+        self._training = model.training
+        for owner, name, new in rows:
+            setattr(owner, name, new)
+
+    def restore(self) -> None:
+        """Undo the replacements; what is put back follows the model's device and its mode.
+
+        Raises ValueError if the model no longer holds what replaced it.
+        """
+        modules = [row for row in self._rows if isinstance(row[2], nn.Module)]
+        if any(_own(owner, name) is not module for owner, name, module, _ in modules):
+            raise ValueError(f'This model no longer holds {self.what}: it was restored already, or what was put in '
+                             'later must be restored first.')
+        device = next(modules[0][2].parameters()).device
+        for _, _, _, module in modules:
+            module.to(device)
+            if self.model.training != self._training:
+                module.train(self.model.training)
+        for owner, name, _, value in self._rows:
+            if value is None:  # what the class defines
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def _own(owner: Any, name: str) -> Any:
+    """An attribute of a module itself, not of its class; None if it has none."""
+    return owner._modules.get(name, vars(owner).get(name))
 
 
 class Conversion(Replacements):
@@ -52,7 +91,6 @@ class Conversion(Replacements):
         """
         if not self._rows:
             raise ValueError('The original blocks were not kept. Convert with keep_original=True.')
-        check_not_merged(self.model)
         super().restore()
 
     def __repr__(self) -> str:
@@ -60,9 +98,6 @@ class Conversion(Replacements):
         where = f'blocks {first}-{first + self.layers - 1}' if len(self.blocks) == 1 else (
             f'{self.layers} blocks in {len(self.blocks)} stages')
         shared = count_in_words(sum(len(ode.shared.phases) for ode in self.blocks))
-        time = 'autonomous' if config.time == 'autonomous' else 'vectors of each layer'
-        if config.rank:
-            time += f', residuals of rank {config.rank}'
         solver = '; '.join(ode.extra_repr() for ode in self.blocks)
         nfe = 'adaptive' if config.adaptive else f'{sum(ode.nfe for ode in self.blocks)} evaluations'
         share = 100 * self.parameters_after / self.parameters_before
@@ -70,7 +105,6 @@ class Conversion(Replacements):
             f'{type(self.model).__name__}: {where} -> {shared}',
             f'  field       {config.field}, init {config.init}',
             f'  sub-layers  {FIELDS[config.field].about}',
-            f'  time        {time}',
             f'  solver      {solver}, {nfe}',
             f'  parameters  {self.parameters_before:,} -> {self.parameters_after:,} ({share:.1f} %)']
         if config.tokens < 1:
@@ -82,7 +116,6 @@ def convert_(
         model: nn.Module,
         config: OdeConfig | None = None,
         *,
-        images: Tensor | None = None,
         keep_original: bool = True,
         **settings: Any,
 ) -> Conversion:
@@ -93,7 +126,6 @@ def convert_(
     Args:
         model: A timm model with a sequence of blocks of one width, or with stages (Swin); see `list_convertible()`.
         config: Settings; steps and T default to the number of converted layers.
-        images: For init 'svd_data', a few dozen images [B, C, H, W], normalised for the model.
         keep_original: Keep the original blocks for `restore()`; False frees their memory.
         **settings: Instead of `config`, any of its settings, such as steps=6.
 
@@ -101,7 +133,7 @@ def convert_(
     settings do not fit it.
 
     Examples:
-        >>> done = convert_(vit, time='low_rank', rank=8)
+        >>> done = convert_(vit, phases=3)
         >>> print(done)
         >>> vit.blocks.steps = 6    # any number, at any time
         >>> done.restore()
@@ -109,23 +141,22 @@ def convert_(
     Source: ODE-ViT, arXiv 2511.16501.
     """
     config = OdeConfig.from_keywords(config, settings, 'convert_')
-    sites = check_all(model, config, images)
-    built = tuple(_build(model, site, config.resolve(len(site.converted(config)), stage), images)
+    sites = check_all(model, config)
+    built = tuple(_build(model, site, config.resolve(len(site.converted(config)), stage))
                   for stage, site in enumerate(sites))
     return Conversion(model, sites, built, config, keep_original)
 
 
-def _build(model: Any, site: Site, config: OdeConfig, images: Tensor | None) -> OdeBlocks:
+def _build(model: Any, site: Site, config: OdeConfig) -> OdeBlocks:
     """The OdeBlocks for one sequence of blocks."""
     blocks, chosen, own = site.blocks, site.converted(config), site.host is model
     first, last = min(chosen), max(chosen)
-    moments = input_moments(model, chosen, images) if config.init == 'svd_data' and images is not None else {}
     info: Any = getattr(model, 'feature_info', None)
     listed = own and isinstance(info, list) and len(info) == len(blocks)  # an entry for each block
     readable = own and isinstance(getattr(model, 'norm', None), nn.Module) and hasattr(model, 'forward_head') and (
         not class_token_comes_later(model))
     ode = OdeBlocks(
-        build_field(config, chosen, moments),
+        build_field(config, chosen),
         config,
         {k: v for k, v in info[first].items() if k != 'module'} if listed else None,
         float(first), blocks[:first], blocks[last + 1:],
@@ -164,13 +195,10 @@ def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 def _set_input_size(model: Any, *args: Any, **kwargs: Any) -> None:
     """The base's own method, on the blocks of all phases, also of those in which no step starts."""
-    hosts = hosts_of(model)
-    if any('position_bias_table' in name and '.up.' in name for name, _ in model.named_parameters()):
-        raise ValueError('The residuals of the position bias fit only the image size at which the model was converted. '
-                         'Call set_input_size before convert_.')
+    hosts = [(host, ode) for host in model.modules() if isinstance(ode := host._modules.get('blocks'), OdeBlocks)]
     try:
         for host, ode in hosts:
-            shared = [getattr(getattr(phase, 'base', phase), 'block', phase) for phase in ode.shared.phases]
+            shared = [getattr(phase, 'block', phase) for phase in ode.shared.phases]
             host._modules['blocks'] = nn.ModuleList([*ode.before, *shared, *ode.after])
         type(model).set_input_size(model, *args, **kwargs)
     finally:

@@ -1,7 +1,6 @@
 """Before a conversion: whether it is refused and why, which models can be converted, and which settings fit a size."""
 import math
 import re
-from bisect import bisect_right
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -11,35 +10,30 @@ import torch
 from timm.layers import Attention, Mlp
 from timm.models.vision_transformer import Block
 from timm.utils import unwrap_model
-from torch import Tensor, nn
+from torch import nn
 
-from ..hooks import check_images, on_meta
+from ..hooks import on_meta
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.methods import METHODS
-from ..ode.time_dependence import matrix_shape
-from ..settings import one_of
 from .block_kinds import FIELD_OF, Site, WholeField, cannot_convert, field_class, find_stages, kinds, takes_one_state
 from .initialisation import assignment
-from .merge import check_not_merged
 
 __all__ = ['check_all', 'check_convertible', 'choose_size', 'convertibility', 'count_in_words', 'list_convertible',
            'parse_size', 'predict_parameters']
 
 
-def check_convertible(
-        model: nn.Module, config: OdeConfig | None = None, *, images: Tensor | None = None, **settings: Any) -> None:
+def check_convertible(model: nn.Module, config: OdeConfig | None = None, **settings: Any) -> None:
     """Raise the TypeError or ValueError that `convert_` with the same arguments would raise, and change nothing.
 
     Examples:
         >>> check_convertible(vit, method='rk4', phases=2)    # raises nothing: this can be converted
     """
-    check_all(model, OdeConfig.from_keywords(config, settings, 'check_convertible'), images)
+    check_all(model, OdeConfig.from_keywords(config, settings, 'check_convertible'))
 
 
-def check_all(model: nn.Module, config: OdeConfig, images: Tensor | None) -> list[Site]:
+def check_all(model: nn.Module, config: OdeConfig) -> list[Site]:
     """Where the blocks of a model are, if it and its blocks can be converted so."""
-    check_not_merged(model)
     if unwrap_model(model) is not model:
         raise cannot_convert(model, 'convert it before you wrap it in torch.compile or DistributedDataParallel')
     if converted := find_ode_blocks(model):
@@ -66,10 +60,6 @@ def check_all(model: nn.Module, config: OdeConfig, images: Tensor | None) -> lis
         raise cannot_convert(
             model, f'each of its {count} blocks has different parameters or settings, so none can be shared')
     _check_settings(type(model).__name__, sites, config)
-    if config.init == 'svd_data':
-        if images is None:
-            raise ValueError("init='svd_data' is measured on images. Pass a batch for the model: images=...")
-        check_images(images)
     return sites
 
 
@@ -138,7 +128,7 @@ def convertibility(model: nn.Module) -> tuple[bool, str]:
     refusals = []
     for config in DEFAULT, OdeConfig(method='euler'), OdeConfig(field='lipschitz', method='euler', init='spectral'):
         try:
-            check_all(model, config, None)
+            check_all(model, config)
             refusals.append('')
         except (TypeError, ValueError) as e:
             refusals.append(str(e))
@@ -159,55 +149,40 @@ def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
         replaced += tuple(f'{site.prefix}{layer}.' for layer in blocks)
         shared = dict(zip(assignment(config, blocks), blocks.values(), strict=True))
         total += sum(map(count_parameters, shared.values()))
-        for p in (p for block in blocks.values() for p in block.parameters() if config.time != 'autonomous'):
-            total += p.numel() if p.ndim <= 1 else min(config.rank, *matrix_shape(p)) * sum(matrix_shape(p))
     everything = model.named_parameters(remove_duplicate=False)  # they may be tied, between blocks or with others
     return total + sum(p.numel() for p in {p for name, p in everything if not name.startswith(replaced)})
 
 
-def choose_size(
-        model: nn.Module,
-        target: int | float | str,
-        config: OdeConfig = DEFAULT,
-        *,
-        init: str = 'svd',
-) -> OdeConfig:
-    """Choose the phases and the rank that make the best use of a number of parameters.
-
-    That is one shared block with residuals of the largest rank that fits, or a phase per layer if all of them fit.
+def choose_size(model: nn.Module, target: int | float | str, config: OdeConfig = DEFAULT) -> OdeConfig:
+    """Choose the number of shared blocks, `phases`: as many as a size allows.
 
     Args:
         model: Model that can be converted.
-        target: Largest size: a number of parameters, such as 3_000_000 or '3M'; a share of the model's, such as 0.25 or
-            '25%'; or what they take in the model's dtype, such as '10MB'.
-        config: All settings but time, rank, phases and init.
-        init: How residuals are filled: 'svd', or 'svd_data', which keeps more but needs images to convert.
+        target: Largest size: a share of the model's blocks, such as 0.25 or '25%'; a number of parameters, such as
+            3_000_000 or '3M'; or what the parameters take in the model's dtype, such as '10MB'.
+        config: All settings but phases.
 
     Raises TypeError if the model cannot be converted, ValueError if the target is too small or the settings do not fit.
 
     Examples:
-        >>> config = choose_size(vit, '50%')
+        >>> config = choose_size(vit, '25%')
         >>> print(convert_(vit, config))
     """
-    one_of(('svd', 'svd_data'))('init', init)
     if config.field != 'native':
-        raise ValueError("choose_size works only for field='native'. Set time, rank and phases yourself.")
-    plain = replace(config, time='autonomous', rank=0, phases=1, init='mean')
-    check_convertible(model, plain)
-
-    def of_rank(rank: int) -> OdeConfig:
-        return replace(plain, time='low_rank', rank=rank, init=init if rank else 'mean')
-    total, smallest = count_parameters(model), predict_parameters(model, plain)
-    size = parse_size(target, next(model.parameters()).element_size())
-    wanted = int(size * total) if isinstance(size, float) else size
-    if wanted < smallest:
-        raise ValueError(f'{wanted:,} parameters are too few: one shared block and everything outside the blocks take '
-                         f"{smallest:,} of {total:,} ({100 * smallest / total:.1f} %). A share is written '25%'.")
-    whole = replace(plain, phases=max(len(site.converted(config)) for site in find_stages(model)))
-    if predict_parameters(model, whole) <= wanted:
-        return whole
-    ranks = bisect_right(range(2 ** 16), wanted, key=lambda rank: predict_parameters(model, of_rank(rank)))
-    return of_rank(ranks - 1) if ranks else plain
+        raise ValueError("choose_size works only for field='native'. Set phases yourself.")
+    smallest, size = replace(config, phases=1), parse_size(target, next(model.parameters()).element_size())
+    check_convertible(model, smallest)
+    layers = max(len(site.converted(config)) for site in find_stages(model))
+    if isinstance(size, float):
+        if (phases := math.floor(size * layers + 1e-9)) < 1:
+            raise ValueError(f'{100 * size:g} % of {layers} blocks is less than one. The least is '
+                             f'{100 / layers + 0.05:.1f}%.')
+    elif (least := predict_parameters(model, smallest)) > size:
+        raise ValueError(f'{size:,} parameters are too few: one shared block and everything outside the blocks take '
+                         f"{least:,} of {count_parameters(model):,}. A share of the blocks is written '25%'.")
+    else:
+        phases = max(p for p in range(1, layers + 1) if predict_parameters(model, replace(config, phases=p)) <= size)
+    return replace(config, phases=phases)
 
 
 def parse_size(size: int | float | str, bytes_each: float = 4.) -> int | float:

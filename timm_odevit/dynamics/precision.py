@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..convert.merge import check_not_merged
 from ..data.batches import read_batches
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Context
@@ -39,7 +38,7 @@ def discretisation_errors(
     """Compare solutions of a model's ODE with one by rk4 on a fine grid.
 
     Args:
-        model, images, batch_size: See `timm_odevit.dynamics`; an ODE-ViT that is not merged.
+        model, images, batch_size: See `timm_odevit.dynamics`; an ODE-ViT.
         methods: Fixed-step method or methods; None for the model's own.
         steps: Number or numbers of steps; None for half, all and twice the model's own.
         fine: Steps of the reference per unit of time, an even number.
@@ -55,7 +54,6 @@ def discretisation_errors(
     odes = find_ode_blocks(model)
     if len(odes) != 1:
         raise TypeError(f'A {type(model).__name__} has {len(odes)} ODEs. Give an ODE-ViT with one sequence of blocks.')
-    check_not_merged(model)
     ode = odes[0]
     if steps is None:
         steps = sorted({max(ode.steps // 2, len(ode.shared.borders) + 1), ode.steps, 2 * ode.steps})

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ode.blocks import find_ode_blocks
-from ..ode.time_dependence import TimeField, bare_name
 from ..settings import integer, one_of
 from .flow import Flow, Images, Jacobian, PerImage, along, noise, norms, over_images, unit
 
@@ -210,8 +209,7 @@ def log_softmax_bound(attention: Tensor, k: int) -> Tensor:
 def spectral_norms(model: nn.Module) -> dict[str, float]:
     """The largest singular value of every weight matrix in the blocks of a model, by the name of the weight.
 
-    A joint projection counts as three matrices, such as 'attn.qkv.weight (queries)'. With a residual for each layer, a
-    norm is the largest over the layers.
+    A joint projection counts as three matrices, such as 'attn.qkv.weight (queries)'.
 
     Examples:
         >>> norms = spectral_norms(student)
@@ -221,15 +219,13 @@ def spectral_norms(model: nn.Module) -> dict[str, float]:
     blocks: list[Any] = [phase for ode in odes for phase in ode.shared.phases] or list(getattr(model, 'blocks', ()))
     values: dict[str, float] = {}
     for i, block in enumerate(blocks):
-        layers = [block.at(layer) for layer in block.layers] if isinstance(block, TimeField) else []
-        for name, p in (block.base if layers else block).named_parameters():
+        for name, p in block.named_parameters():
             if p.ndim != 2 or 'bias' in name:  # tables of position bias are no maps
                 continue
-            weight = torch.stack([layer.get(name, p) for layer in layers]) if layers else p[None]  # [layers, M, N]
-            label = bare_name(name).removeprefix('block.')
+            label = name.replace('.base_layer.', '.').removeprefix('block.')  # in which peft holds what it wraps
             label = label if len(blocks) == 1 else f'blocks.{i}.{label}'
             parts = ['queries', 'keys', 'values'] if label.endswith('qkv.weight') else ['']
-            for what, part in zip(parts, weight.chunk(len(parts), dim=1), strict=True):
-                norm = float(torch.linalg.matrix_norm(part.float(), ord=2).max())
+            for what, part in zip(parts, p.chunk(len(parts)), strict=True):
+                norm = float(torch.linalg.matrix_norm(part.float(), ord=2))
                 values[f'{label} ({what})' if what else label] = norm
     return values

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..convert.merge import check_not_merged
 from ..data.batches import read_batches
 from ..data.preprocessing import check_labels
 from ..hooks import evaluating, watch_blocks
@@ -188,7 +187,6 @@ def _thresholds(scores: Tensor) -> list[float]:
 
 def _blocks(model: Any) -> Any:
     stages = find_ode_blocks(model)
-    check_not_merged(model)
     if len(stages) != 1:
         raise TypeError(f'Halting needs an ODE-ViT with one sequence of blocks; this {type(model).__name__} has '
                         f'{len(stages)}.')

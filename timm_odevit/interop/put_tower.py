@@ -5,7 +5,7 @@ from timm.layers import to_2tuple
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..convert.merge import Replacements
+from ..convert.conversion import Replacements
 from ..hooks import on_meta, watch_blocks
 from .from_libraries import HOLDERS, kind_of, type_of
 
@@ -49,7 +49,7 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
 
     Examples:
         >>> tower = from_open_clip(clip)
-        >>> done = convert_(tower, time='low_rank', rank=8)
+        >>> done = convert_(tower, phases=3)
         >>> put = put_tower_(clip, tower)
         >>> embedding = clip.encode_image(images)
         >>> put.restore()

@@ -13,11 +13,9 @@ from .fields import Context, Field
 from .halting import HALTING, Readout, run_halting
 from .methods import METHODS, Step
 from .solver import Solver, solve_adaptive
-from .time_dependence import MergedField, shallow_copy, view
+from .views import shallow_copy, view
 
-__all__ = ['MERGED', 'OdeBlocks', 'count_parameters', 'find_ode_blocks', 'with_steps']
-
-MERGED = 'This model is merged. Call `.restore()` on the object that `merge_()` returned.'
+__all__ = ['OdeBlocks', 'count_parameters', 'find_ode_blocks', 'with_steps']
 
 
 class Counts(threading.local):
@@ -86,9 +84,7 @@ class OdeBlocks(nn.Module):
 
     @config.setter
     def config(self, config: OdeConfig) -> None:
-        if self.merged:
-            raise ValueError(MERGED)
-        for name in ('field', 'time', 'rank', 'phases', 'blocks'):
+        for name in ('field', 'phases', 'blocks'):
             now, new = getattr(self.config, name), getattr(config, name)
             if now != new:
                 raise ValueError(
@@ -116,11 +112,6 @@ class OdeBlocks(nn.Module):
     def end(self) -> float:
         """Time at which the last step ends, in blocks of the base."""
         return self.t + self.config.steps_and_end[1]
-
-    @property
-    def merged(self) -> bool:
-        """Whether every step has merged weights of its own, see `merge_`."""
-        return isinstance(self.shared, MergedField)
 
     @property
     def layers(self) -> list[int]:
@@ -251,7 +242,7 @@ def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
     The view, a shallow copy of the same class, shares all weights and follows every later change of them. Hooks on the
     model's steps do not fire in it, and a view of a compiled model is not compiled.
 
-    Raises TypeError if the model is not an ODE-ViT, ValueError for a number that is not allowed or a merged model.
+    Raises TypeError if the model is not an ODE-ViT, ValueError for a number that is not allowed.
 
     Examples:
         >>> half = with_steps(student, student.blocks.steps // 2)

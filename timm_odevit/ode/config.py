@@ -14,7 +14,7 @@ FIELDS: dict[str, type[Field]] = {'lipschitz': LipschitzField, 'native': NativeF
 PREFIX = 'ode_'
 LARGEST_STEPS = 10_000  # each is a module
 GONE: dict[str, tuple[Any, ...]] = {  # settings of earlier versions, with the values that saved files may still have
-    'averaged': (False, True), 'adjoint': (False,), 'boundaries': ('uniform',)}
+    'averaged': (False, True), 'adjoint': (False,), 'boundaries': ('uniform',), 'time': ('autonomous',), 'rank': (0,)}
 
 
 def adaptive_methods() -> list[str]:
@@ -57,13 +57,9 @@ class OdeConfig(Settings):
         steps: Number K of steps on [0, T], or of the states that an adaptive method reports; None for the number of
             converted layers; one number per stage for a model with stages (Swin).
         T: End time, in blocks of the base model; None for the number of converted layers.
-        time: How the shared block depends on t: 'autonomous', not at all; 'low_rank', its vectors (norms, biases,
-            LayerScale) have a value per layer, each matrix a residual per layer, and a step uses their mean.
-        rank: Rank of the residuals of 'low_rank'; 0 for vectors only.
         phases: Number P of shared blocks, one per span of consecutive layers, all of one length; K is at least P.
-        init: Initial weights: 'mean' of the blocks that a shared block replaces; 'svd', also each layer's residual,
-            truncated to `rank`; 'svd_data', residuals fitted to the layer's inputs; 'spectral', random, each matrix
-            with spectral norm 1. None for 'svd' with a rank, else 'mean'.
+        init: Initial weights: 'mean' of the blocks that a shared block replaces; or 'spectral', random, each matrix
+            with spectral norm 1.
         blocks: First and last layer to convert, such as (3, 9); None for all.
         rtol: Relative tolerance of an adaptive method, dimensionless.
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
@@ -77,21 +73,18 @@ class OdeConfig(Settings):
 
     Examples:
         >>> paper = OdeConfig(field='lipschitz', method='euler', init='spectral')
-        >>> done = convert_(vit, OdeConfig(time='low_rank', rank=8, steps=6))
+        >>> done = convert_(vit, OdeConfig(phases=3, steps=6))
         >>> model = timm.create_model('odevit_tiny', ode_steps=24, ode_method='rk4')
 
-    Source: ODE-ViT, arXiv 2511.16501; low_rank: Relaxed Recursive Transformers, arXiv 2410.20672; phases: Raptor,
-    arXiv 2512.19941; tokens: Token Merging, arXiv 2210.09461; halting by entropy: Loop-ViT, arXiv 2602.02156.
+    Source: ODE-ViT, arXiv 2511.16501; phases: Raptor, arXiv 2512.19941; tokens: Token Merging, arXiv 2210.09461;
+    halting by entropy: Loop-ViT, arXiv 2602.02156.
     """
     field: str = setting('native', one_of(tuple(FIELDS)))
     method: str = setting('lie_trotter', _method)
     steps: int | tuple[int, ...] | None = setting(None, _steps)
     T: float | None = setting(None, number(0., open='(', none='the number of converted layers'))
-    time: str = setting('autonomous', one_of(('autonomous', 'low_rank')))
-    rank: int = setting(0, integer(0))
     phases: int = setting(1, integer(1))
-    init: str | None = setting(
-        None, one_of(('mean', 'spectral', 'svd', 'svd_data'), none="'svd' with a rank, else 'mean'"))
+    init: str = setting('mean', one_of(('mean', 'spectral')))
     blocks: tuple[int, int] | None = setting(None, _blocks)
     rtol: float = setting(1e-3, number(0., open='('))
     atol: float = setting(1e-3, number(0., open='('))
@@ -99,20 +92,11 @@ class OdeConfig(Settings):
     halting: str | None = setting(None, one_of(tuple(HALTING), none='no halting'))
     halting_threshold: float = setting(0., number(0.))
 
-    def _check(self) -> dict[str, Any]:
-        init, timed = self.init or ('svd' if self.rank else 'mean'), self.time == 'low_rank'
+    def _check(self) -> None:
         saving = 'tokens' if self.tokens < 1 else 'halting' if self.halting else ''
-        for wrong, why in (
-                (self.rank and not timed, f"rank={self.rank} applies only to time='low_rank'."),
-                (init in ('svd', 'svd_data') and not timed,
-                 f"init '{init}' fills the residuals of time='low_rank'; got time='{self.time}'."),
-                (init == 'svd_data' and not FIELDS[self.field].fits_layers,
-                 "init 'svd_data' fits the base's own layers, so it needs field='native'. Use 'svd'."),
-                (saving and self.adaptive, f"{saving} needs fixed steps, but '{self.method}' chooses its own. Use one "
-                 f"of {', '.join(METHODS)}.")):
-            if wrong:
-                raise ValueError(why)
-        return {'init': init}
+        if saving and self.adaptive:
+            raise ValueError(f"{saving} needs fixed steps, but '{self.method}' chooses its own. Use one of "
+                             f"{', '.join(METHODS)}.")
 
     @property
     def adaptive(self) -> bool:
@@ -147,8 +131,6 @@ class OdeConfig(Settings):
             if (value := values.pop(name, accepted[0])) not in accepted:
                 raise ValueError(f'{prefix}{name}={value!r} is no longer possible. Convert the original model again.')
         refuse_unknown([prefix + name for name in values], [prefix + name for name in cls.names()], caller)
-        if values.get('time') == 'vectors':  # as earlier versions called low_rank of rank 0
-            values['time'] = 'low_rank'
         return cls(**values)
 
 

@@ -3,6 +3,7 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from timm.layers import Attention, DropPath, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
 from torch import Tensor, nn
 
-__all__ = ['CenterNorm', 'Context', 'Field', 'Groups', 'LipschitzField', 'NativeField', 'copy_module']
+__all__ = ['CenterNorm', 'Context', 'Field', 'Groups', 'LipschitzField', 'NativeField', 'PiecewiseField', 'copy_module']
 
 Module = TypeVar('Module', bound=nn.Module)
 
@@ -25,7 +26,6 @@ class Context(NamedTuple):
     """What a field is called with, besides the time and the state."""
     block_kwargs: dict[str, Any]  # what the host passes to its blocks, by name: masks, RoPE tables, ...
     weights: list[Tensor] | None = None  # what `fold()` returned for this forward pass
-    interval: tuple[float, float] | None = None  # over which weights that depend on time are averaged, not taken at t
     groups: Groups | None = None  # the merged tokens of the step, if any
 
 
@@ -35,10 +35,7 @@ class Field(nn.Module):
     t is a float or a 0-dim tensor.
     """
     about: str = ''  # what its sub-layers are, for the report of a conversion
-    fits_layers: bool = False  # whether it has the base's own layers, which init 'svd_data' can fit
     names: tuple[str, ...] = ('attn_mask', 'is_causal')  # what a host's blocks take after the state, in order
-    attention_prefixes: tuple[str, ...] = ()  # of the parameters of the attention; all others belong to the MLP
-    depends_on_time: bool = False  # within a phase
     jumps: Sequence[float] = ()  # times at which it is not continuous, increasing
     borders: Sequence[float] = ()  # times that no step crosses: another phase begins
     has_attention_maps: bool = False
@@ -70,17 +67,16 @@ class Field(nn.Module):
     def phases(self) -> list[Any]:
         return [self]
 
-    def attention_map(self, t: float, x: Tensor, interval: tuple[float, float] | None = None) -> Tensor:
+    def attention_map(self, t: float, x: Tensor) -> Tensor:
         """The attention probabilities [B, heads, N, N] in float32, before dropout."""
         if not self.has_attention_maps:
             raise ValueError(f'{type(self).__name__} has no attention maps: it has windows, RoPE or a position bias.')
-        return self(t, x, Context({}, interval=interval), 'probabilities')
+        return self(t, x, Context({}), 'probabilities')
 
 
 class NativeField(Field):
     """The base model's own sub-layers; of pre-norm blocks (norm1, attn, ls1, norm2, mlp, ls2), others by subclasses."""
-    about, fits_layers = "the base's own", True
-    attention_prefixes: tuple[str, ...] = ('block.norm1', 'block.attn', 'block.ls1', 'block.gamma_1')
+    about = "the base's own"
     block: Any
 
     def __init__(self, block: nn.Module) -> None:
@@ -146,7 +142,6 @@ class LipschitzField(Field):
     not fire.
     """
     about = 'new: no biases, no qk-norm, CenterNorm instead of LayerNorm'
-    attention_prefixes = ('norm1', 'qkv', 'proj')
     has_attention_maps = True
 
     def __init__(
@@ -218,6 +213,35 @@ class LipschitzField(Field):
     def probabilities(self, t: float, x: Tensor, context: Context) -> Tensor:
         q, k, _ = _heads(self.qkv(self.norm1(x)), self.num_heads)
         return _probabilities(q, k, self.scale)
+
+
+class PiecewiseField(Field):
+    """Several fields, one at a time: fields[which[i]] from times[i] to times[i + 1], and before the first and after the
+    last time. No step crosses a border. Source: Raptor, arXiv 2512.19941.
+    """
+
+    def __init__(
+            self, fields: Sequence[Field], times: Sequence[float], which: Sequence[int], borders: Sequence[float],
+    ) -> None:
+        super().__init__()
+        self.fields, self.names = nn.ModuleList(fields), fields[0].names
+        self.times, self.which, self.borders = tuple(times), tuple(which), tuple(borders)
+        self.jumps = [float(t) for t, (a, b) in zip(self.times[1:], pairwise(self.which), strict=True) if a != b]
+
+    @property
+    def has_attention_maps(self):
+        return all(field.has_attention_maps for field in self.fields)
+
+    @property
+    def phases(self):
+        return list(self.fields)
+
+    def select(self, t):
+        t = float(t.detach()) if isinstance(t, Tensor) else t
+        return self.fields[self.which[max(sum(time <= t + 1e-6 for time in self.times) - 1, 0)]]  # bisect: no compile
+
+    def forward(self, t, x, context=None, part=''):
+        return self.select(t)(t, x, context, part)
 
 
 def _heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:

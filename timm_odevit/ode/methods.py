@@ -25,7 +25,6 @@ class Step(nn.Module):
     def __init__(self, field: Field, t: float, h: float, merging: TokenMerging | None = None) -> None:
         super().__init__()
         self.t, self.h, self.merging = t, h, merging
-        self.interval = (t, t + h)  # over which weights that depend on time are averaged
         self.set_field(field)
 
     def set_field(self, field: Field) -> None:
@@ -36,7 +35,6 @@ class Step(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ready = len(args) == 1 and isinstance(args[0], Context)  # from OdeBlocks, which makes one for all steps
         context = args[0] if ready else self.field.context(args, kwargs)
-        context = context._replace(interval=self.interval)
         if self.merging is None:
             return self.advance(x, context)
         x, context = self.merging.enter(self.t, x, context)

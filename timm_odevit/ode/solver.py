@@ -59,7 +59,7 @@ class AdaptiveStep(Step):
         self.__dict__['field'] = field  # with all its phases
 
     def advance(self, x: Tensor, context: Context) -> Tensor:
-        return solve_adaptive(self.field, x, self.interval, self.config, context)[0][-1]
+        return solve_adaptive(self.field, x, [self.t, self.t + self.h], self.config, context)[0][-1]
 
 
 def solve_adaptive(
@@ -81,7 +81,7 @@ def solve_adaptive(
     jumps = [t for t in field.jumps if times[0] + _SAME < t < times[-1] - _SAME]
     for start, end in pairwise([times[0], *jumps, times[-1]]):
         piece, inner = field.select(start), [t for t in times if start + _SAME < t < end - _SAME]
-        inside = context._replace(weights=piece.fold(), interval=(start, end))
+        inside = context._replace(weights=piece.fold())
         grid = torch.tensor([start, *inner, end], dtype=x.dtype, device=x.device)
         try:
             path = torchdiffeq.odeint(
@@ -130,7 +130,7 @@ def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, ke
     solver: Any = Solver(replace(config, tokens=1.), module)
     if config.adaptive:
         times = [step.t for step in solver] if keep else [0.]
-        path = solve_adaptive(module, x0, [*times, solver[-1].interval[1]], config, Context({}))[0]
+        path = solve_adaptive(module, x0, [*times, solver[-1].t + solver[-1].h], config, Context({}))[0]
         return path if keep else path[-1]
     states = [x0]
     for i, step in enumerate(solver, 1):

@@ -144,8 +144,8 @@ def _columns(found: Findings, known: Sequence[str]) -> dict[str, Any]:
 
 
 LINES: list[tuple[str, str, str, Any]] = [  # title, what it shows, where it is in Findings, its times and values
-    ('Distance from the teacher', "Over all tokens, relative to the teacher's norm. Where it jumps, try another phase "
-     'or a higher rank.', 'followed', lambda m: (m.times, m.distance)),
+    ('Distance from the teacher', "Over all tokens, relative to the teacher's norm. Where it jumps, try more phases.",
+     'followed', lambda m: (m.times, m.distance)),
     ('Probability of the final class', 'Read from the state at t. If it is high early, images can stop early: odevit '
      'halt.', 'decided', lambda m: (m.times, m.probability)),
     ('Speed', 'Relative to the norm of the state, per unit of time. Where it is low, fewer steps are enough.',

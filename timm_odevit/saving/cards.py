@@ -40,9 +40,6 @@ transform = timm.data.create_transform(**data, is_training=False)    # of a PIL 
 {%- if own %}
 model.blocks.steps = {{ [1, own // 2] | max }}    # fewer steps cost less; {{ own }} as saved
 {%- endif %}
-{%- if merges %}
-timm_odevit.merge_(model)    # for inference: as fast as a plain ViT; fixes the number of steps
-{%- endif %}
 ```
 {%- for heading, text in sections if text %}
 
@@ -74,8 +71,7 @@ Made with timm-odevit {{ version }}, after:
 """
 _COST = ('K evaluations of the shared block cost what K blocks cost: it has fewer parameters than a plain transformer, '
          'not less compute.')
-_SETTINGS = ('field', 'method', 'steps', 'T', 'time', 'rank', 'phases', 'blocks', 'init', 'halting',
-             'halting_threshold')
+_SETTINGS = ('field', 'method', 'steps', 'T', 'phases', 'blocks', 'init', 'halting', 'halting_threshold')
 _COLUMNS = ('model', 'K', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'kept %', 'agreement %')
 
 
@@ -136,7 +132,6 @@ def model_card(
         classes=[*map(_plain, names)] if isinstance(names := cfg.get('label_names'), (list, tuple)) else [],
         output='logits' if model.num_classes else 'embedding',
         own=None if set(trained_at) == {own} else own,  # one K in training leaves no choice
-        merges=any(b.shared.depends_on_time and not b.config.adaptive for b in blocks),
         sections=[('The model', _about(model)), ('Results', measured), ('How it was trained', training),
                   ('Limits', f"{limits} {_COST if blocks else ''}".strip())],
         cited=blocks,

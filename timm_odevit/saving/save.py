@@ -17,7 +17,6 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from ..convert.block_kinds import structure
-from ..convert.merge import check_not_merged
 from ..files import staged
 from ..hooks import on_meta
 from ..ode.blocks import find_ode_blocks
@@ -47,7 +46,7 @@ def save_pretrained(
     the next save repairs. The current settings are saved, such as `model.blocks.steps`. `base` and `base_args` are timm
     name and keywords of the base of a model that was not made by `timm.create_model`.
 
-    Raises ValueError if the model is merged or cannot be rebuilt, OSError if the files could not be written.
+    Raises ValueError if the model cannot be rebuilt, OSError if the files could not be written.
 
     Examples:
         >>> folder = save_pretrained(student, 'student')
@@ -150,7 +149,6 @@ def describe(
         model: nn.Module, base: str | None = None, base_args: dict[str, Any] | None = None,
 ) -> tuple[str, dict[str, Any], Any]:
     """The architecture and keywords with which `timm.create_model` rebuilds a model, and it on the meta device."""
-    check_not_merged(model)
     architecture = base or (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
     hint = "Pass base='<timm name>' and base_args={...}, with which timm.create_model builds the base."
     if not architecture:

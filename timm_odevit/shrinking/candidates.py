@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..benchmark import times_in_turns
 from ..convert.block_kinds import find_stages
 from ..convert.conversion import convert_
-from ..convert.merge import merge_
 from ..evaluation.accuracy import calibrate_halting
 from ..export import export_model
 from ..ode.blocks import find_ode_blocks, with_steps
@@ -37,7 +36,6 @@ class Candidate(NamedTuple):
     name: str
     model: nn.Module
     int8: bool = False
-    merged: bool = True  # with a block per step
     exits: bool = False  # image by image, which a file cannot
 
     def and_int8(self) -> list['Candidate']:
@@ -85,9 +83,7 @@ def _students(_: Material, student: nn.Module, *__: Any) -> Iterator[Candidate]:
     for counts in dict.fromkeys(
             tuple(max(len(ode.shared.borders) + 1, ode.steps // part) for ode in stages) for part in parts):
         name, view = f"student, K = {'+'.join(map(str, counts))}", with_steps(student, counts)
-        yield from Candidate('student', name, view, merged=False).and_int8()
-        if stages[0].shared.depends_on_time:
-            yield Candidate('student', f'{name}, int8, merged', view, True)
+        yield from Candidate('student', name, view).and_int8()
 
 
 def _early_exit(material: Material, student: nn.Module, *_: Any) -> Iterator[Candidate]:
@@ -131,8 +127,7 @@ def measure(
             stem = candidate.name.replace(' = ', '').replace(',', '').replace(' ', '_')
             path = folder / f"{stem}.{'onnx' if onnx else 'pt2'}"
             try:
-                export_model(candidate.model, path, format=path.suffix[1:], int8=candidate.int8,
-                             merged=candidate.merged, overwrite=True)
+                export_model(candidate.model, path, format=path.suffix[1:], int8=candidate.int8, overwrite=True)
             except ValueError as e:
                 if not files:
                     raise
@@ -165,10 +160,8 @@ def measure(
 
 @torch.no_grad()
 def operations(model: nn.Module, images: Tensor) -> float:
-    """Mean multiply-adds for an image, in 10^6, with weights that are merged in advance."""
+    """Mean multiply-adds for an image, in 10^6."""
     model = copy.deepcopy(model).eval()
-    if any(ode.shared.depends_on_time for ode in find_ode_blocks(model)):
-        merge_(model)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # whose products are counted
         for batch in images.split(BATCHES[-1]):
             model(batch.to(next(model.parameters(), batch)))

@@ -136,7 +136,7 @@ def suitable_settings(material: Material, size: Any, keep: float | None, minutes
     if keep is not None:
         return smallest_size(material, keep, minutes / 4, progress)
     size = suitable(material, minutes) if size is None else size
-    return choose_size(material.model, size, material.base, init='svd_data')
+    return choose_size(material.model, size, material.base)
 
 
 def suitable(material: Material, minutes: float) -> float:
@@ -156,12 +156,12 @@ def smallest_size(material: Material, keep: float, minutes: float, progress: boo
     calibrated, each for a fourth of the minutes.
     """
     model, choosing = material.model, material.choosing
-    best = choose_size(model, 1., material.base, init='svd_data')
+    best = choose_size(model, 1., material.base)
     low, high = predict_parameters(model, replace(best, phases=1)), count_parameters(model)
     wanted = keep * choosing.value_of(model)
     for _ in range(TRIALS):
         middle = (low + high) // 2
-        config = choose_size(model, middle, material.base, init='svd_data')
+        config = choose_size(model, middle, material.base)
         student, _ = converted(material, config)
         value = choosing.value_of(student)
         if value < wanted:
@@ -179,8 +179,7 @@ def smallest_size(material: Material, keep: float, minutes: float, progress: boo
 def converted(material: Material, config: OdeConfig) -> tuple[nn.Module, Conversion]:
     """A student, and what was done."""
     student = copy.deepcopy(material.model).requires_grad_(True)
-    few = material.learned.images[:SAMPLE].to(next(student.parameters()).device)
-    return student, convert_(student, config, images=few, keep_original=False)
+    return student, convert_(student, config, keep_original=False)
 
 
 def plain_student(model: nn.Module, built: tuple[str, dict[str, Any]], parameters: int) -> nn.Module | None:

@@ -30,7 +30,7 @@ class FitConfig(Settings):
         epochs: Number of epochs; or else give minutes.
         minutes: Train for about so long, validation included, in at least 10 epochs.
         opt: timm optimizer (compared in hub/lab/ingredients.md).
-        lr: Peak learning rate; for residuals of low rank, at most 1e-3 (hub/lab/minutes.md).
+        lr: Peak learning rate.
         weight_decay: Weight decay; not applied to norms, biases and embeddings.
         sched: timm scheduler, stepped at every update; 'step' is a constant rate.
         warmup_epochs: Epochs of linear warm-up; with minutes, tenths of them.

@@ -11,7 +11,6 @@ import torch
 from timm.task import TrainingTask
 from tqdm import tqdm
 
-from ..convert.merge import check_not_merged
 from ..distributed import alone_in, in_first_process
 from ..files import staged, to_json, write_text
 from ..hooks import AMP_DTYPES, random_states_kept
@@ -68,7 +67,6 @@ def fit(
     if isinstance(val_loader, Iterator):
         raise ValueError(f'val_loader is a {type(val_loader).__name__}, which gives its batches only once. Give a list '
                          'of batches, or a DataLoader.')
-    check_not_merged(models_of(task)['model'])
     folder, began, device = Path(out) if out is not None else None, time.perf_counter(), torch.device(task.device)
     history: list[dict[str, float]] = []
     asked = {**asdict(config), 'batch_size': getattr(train_loader, 'batch_size', None), 'updates_per_epoch': updates}

@@ -137,9 +137,7 @@ def _follow(student: Any, images: Tensor, indices: list[Collection[int]]) -> tup
 
 def _attention_after(ode: Any, index: int, state: Tensor) -> Tensor:
     """Attention at the end of a step, with the weights of a step that starts there."""
-    step = ode[index]
-    t = step.t + step.h
-    return ode.shared.attention_map(t, state, None if step.interval is None else (t, t + step.h))
+    return ode.shared.attention_map(ode[index].t + ode[index].h, state)
 
 
 def trajectory_loss(

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from ..convert.block_kinds import class_token_comes_later, find_stages
-from ..convert.merge import check_not_merged
 from ..hooks import evaluating, state_at, watch_blocks
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from .config import LossConfig
@@ -24,7 +23,6 @@ def is_one_sequence(student: Any) -> bool:
 
 def check_models(student: Any, teacher: Any, *, stepwise: bool) -> None:
     """Refuse a student that is no ODE-ViT, or that cannot follow its teacher: in its states or, stepwise, in steps."""
-    check_not_merged(student)
     if not find_ode_blocks(student):
         raise TypeError(f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
     if teacher is None and not stepwise:

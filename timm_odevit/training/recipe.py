@@ -23,9 +23,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     'all': ('',),
     'blocks': ('.blocks.',),
     'shared': ('.shared.',),
-    'base': ('.base.',),
-    'vectors': ('.vectors.',),
-    'low_rank': ('.up.', '.down.'),
     'tokens': ('cls_token', 'dist_token', 'reg_token'),
     'pos_embed': ('pos_embed',),
     'patch_embed': ('patch_embed.', 'stem.'),
@@ -103,14 +100,14 @@ class Recipe(Settings):
         fit: Settings of FitConfig for all stages.
         stages: The stages, in order, each with epochs or minutes; one with 0 epochs is left out.
         adapt: Leave out what the student cannot do: a stepwise stage if its steps do not end at the teacher's layers,
-            patch_drop, other numbers of steps; and weight_decay where blocks depend on time.
+            patch_drop, other numbers of steps.
         grad_checkpointing: Recompute activations in the backward pass, step by step.
         seed: Seed of the run.
 
     Raises ValueError if a key is unknown or a value out of range.
 
     Examples:
-        >>> recipe = Recipe.load('low_rank', ['ode.rank=8', 'stages.1.fit.epochs=20'])
+        >>> recipe = Recipe.load('three_blocks', ['ode.steps=12', 'stages.1.fit.epochs=20'])
         >>> print(recipe.to_yaml())
     """
     ode: dict[str, Any] | None = setting(None, _section([*OdeConfig.names(), *GONE]))

@@ -31,7 +31,7 @@ from .stages import Run, check_about, hash_of, read_run
 __all__ = ['calibrate_', 'train']
 
 JUDGED = 3  # batches by which a calibration compares the start and the end
-SAMPLE = 256  # images for measurements: init svd_data, checkpoints
+SAMPLE = 256  # images for measurements at checkpoints
 
 
 def train(
@@ -98,7 +98,7 @@ def train(
         if recipe.ode is not None:
             host = copy.deepcopy(host).requires_grad_(True)
             torch.manual_seed(recipe.seed)
-            convert_(host, recipe.config, images=sample, keep_original=False)
+            convert_(host, recipe.config, keep_original=False)
         if recipe.grad_checkpointing:
             host.set_grad_checkpointing()
         describe(host)  # fails now rather than after the first epoch

@@ -231,7 +231,6 @@ def adapted(recipe: Recipe, student: nn.Module, teacher: nn.Module | None) -> Re
     """A recipe without what a student cannot do; see Recipe.adapt."""
     ode = find_ode_blocks(student)[0]
     fixed = ode.config.phases == ode.steps  # every step has a block of its own, so no other number can be learned
-    depends = fixed or ode.shared.depends_on_time
     stages = []
     for stage in recipe.stages:
         if stage.task == 'stepwise' and teacher is not None and (
@@ -239,14 +238,12 @@ def adapted(recipe: Recipe, student: nn.Module, teacher: nn.Module | None) -> Re
             continue
         if stage.task == 'trajectory':
             loss = stage.loss or {}
-            if 'steps' in loss and depends:
-                rest = {key: value for key, value in loss.items() if key not in ('steps', 'consistency_weight')}
-                loss = {**rest, **({} if fixed else Recipe.load('elastic').stages[-1].loss or {})}
+            if fixed:
+                loss = {key: value for key, value in loss.items() if key not in ('steps', 'consistency_weight')}
             try:
                 check_loss(student, teacher, recipe.loss_of(replace(stage, loss=loss)))
             except ValueError:  # RoPE, say
                 loss = {key: value for key, value in loss.items() if key != 'patch_drop'}
             stage = replace(stage, loss=loss)
         stages.append(stage)
-    settings = {**(recipe.fit or {}), 'weight_decay': 0.} if depends else recipe.fit
-    return replace(recipe, stages=tuple(stages), fit=settings, adapt=False)
+    return replace(recipe, stages=tuple(stages), adapt=False)
