@@ -17,7 +17,6 @@ from ..data.read import Data, read_data
 from ..hooks import evaluating
 from ..ode.blocks import count_parameters
 from ..ode.config import DEFAULT, OdeConfig
-from ..reporting.page import encodable
 from ..saving.save import describe
 from ..training.run import calibrate_
 
@@ -80,7 +79,7 @@ class Material(NamedTuple):
         return (f'{self.data.count():,} images to learn from, {len(self.choosing.images):,} to choose the best state, '
                 f'{len(self.judging.images):,} to judge by {measure}'
                 + few * ' (few: small differences mean nothing)'
-                + (measure != 'accuracy') * f'; labels are not used, because {encodable(self.why)}')
+                + (measure != 'accuracy') * f'; labels are not used, because {self.why}')
 
 
 def prepare(source: Any, model: nn.Module, embedding: bool = False) -> Material:

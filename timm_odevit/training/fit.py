@@ -203,10 +203,12 @@ def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> floa
 
 
 def updates_in(seconds: float, update: float, validation: float, most: int) -> tuple[int, int]:
-    """How many epochs of how many updates, at most `most`, fit into some seconds, by the seconds of each."""
-    each = int((seconds / EPOCHS - validation) / update)
+    """How many epochs of how many updates, at most `most`, fit into some seconds, by the seconds of each.
+
+    Validation takes at most a fifth of them, unless one alone takes more.
+    """
+    epochs = max(1, min(EPOCHS, int(seconds / (5 * validation)))) if validation else EPOCHS
+    each = int((seconds / epochs - validation) / update)
     if each < 1:
         return max(1, min(EPOCHS, int(seconds / (update + validation)))), 1
-    if each <= most:
-        return EPOCHS, each
-    return int(seconds / (most * update + validation)), most
+    return (epochs, each) if each <= most else (int(seconds / (most * update + validation)), most)
