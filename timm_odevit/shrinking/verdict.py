@@ -12,6 +12,8 @@ from .candidates import Row
 __all__ = ['Verdict']
 
 COLORS = {'original': '#808080', 'plain': '#c2610c', 'student': '#3b82f6'}
+AROUND = 'bottom right', 'middle left', 'top right'  # where a point's number is, in turn: points may be near
+TICKS = [digit * 10. ** power for power in range(-3, 5) for digit in (1, 2, 5)]
 FAINT, CLEAR = 'rgba(128,128,128,0.3)', 'rgba(0,0,0,0)'
 
 
@@ -125,17 +127,19 @@ class Verdict:
         what = ('file, MB', [row.mb for row in self.rows]), ('ms per image, batch 32', [row.ms[1] for row in self.rows])
         figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.03)
         for column, (axis, xs) in enumerate(what, 1):
+            points = sorted((x, -row.value, i) for i, (row, x) in enumerate(zip(self.rows, xs, strict=True))
+                            if row.file)
+            front = [i for n, (_, value, i) in enumerate(points) if all(value < other for _, other, _ in points[:n])]
             for kind, color in COLORS.items():
-                own = [(i, row, x) for i, (row, x) in enumerate(zip(self.rows, xs, strict=True), 1)
-                       if row.kind == kind and row.file]
+                own = [i for *_, i in points if self.rows[i].kind == kind]
                 figure.add_scatter(
                     row=1, col=column, name=kind, showlegend=column == 1, mode='markers+text', marker_color=color,
-                    marker_size=9, x=[x for *_, x in own], y=[row.value for _, row, _ in own],
-                    error_y=dict(array=[row.interval for _, row, _ in own], thickness=0.7, width=0),
-                    opacity=0.8, text=['' if self.beaten[i - 1] else str(i) for i, *_ in own],
-                    textposition=['top right' if i % 2 else 'bottom right' for i, *_ in own],
-                    hovertext=[escape(row.name) for _, row, _ in own])
-            figure.update_xaxes(type='log', title=f'{axis} (logarithmic)', dtick='D2', row=1, col=column)
+                    marker_size=9, x=[xs[i] for i in own], y=[self.rows[i].value for i in own], opacity=0.8,
+                    error_y=dict(array=[self.rows[i].interval for i in own], thickness=0.7, width=0),
+                    text=[str(i + 1) if i in front else '' for i in own],
+                    textposition=[AROUND[front.index(i) % 3] if i in front else AROUND[0] for i in own],
+                    hovertext=[f'{i + 1}: {escape(self.rows[i].name)}' for i in own])
+            figure.update_xaxes(type='log', title=f'{axis} (logarithmic)', tickvals=TICKS, row=1, col=column)
         figure.update_yaxes(title=f'{self.measure}, %', row=1, col=1)
         figure.update_xaxes(gridcolor=FAINT).update_yaxes(gridcolor=FAINT, zeroline=False)
         figure.update_layout(height=380, margin=dict(l=50, r=10, t=10, b=50), paper_bgcolor=CLEAR, plot_bgcolor=CLEAR,
@@ -145,7 +149,8 @@ class Verdict:
         best = [i for i, by in enumerate(self.beaten) if i == 0 or not by]
         others = [row for i, row in enumerate(rows) if i not in best]
         return Template(files(__package__).joinpath('page.html').read_text(encoding='utf-8')).substitute(
-            title=escape(title), lead=escape(self.recommendation), plot=figure.to_html(full_html=False),
+            title=escape(title), lead=escape(self.recommendation),
+            plot=figure.to_html(full_html=False, config={'displayModeBar': False}),
             outlook=''.join(f'<p>{escape(said)}</p>' for said in self.outlook),
             table=_html_table([['', *head], *(rows[i] for i in best)]),
             others=f'<details><summary>{len(others)} others, each worse than one of these in size, value and times'
