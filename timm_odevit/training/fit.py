@@ -17,7 +17,7 @@ from ..hooks import AMP_DTYPES, random_states_kept
 from ..saving.save import describe, save_pretrained
 from ..settings import one_line
 from .config import BEST, HISTORY, LAST, FitConfig
-from .loop import Stream, Trainer, models_of, score_of, try_one_batch, unfused_in_bfloat16
+from .loop import Stream, Trainer, compiled_blocks, models_of, score_of, try_one_batch, unfused_in_bfloat16
 
 __all__ = ['EPOCHS', 'check_same', 'check_unused', 'count_updates', 'fit', 'updates_in']
 
@@ -103,6 +103,7 @@ def fit(
             total=plan['epochs'] * trainer.updates, initial=len(history) * trainer.updates, unit='update',
             disable=not progress or trainer.rank > 0 or not left))
         stack.enter_context(unfused_in_bfloat16(task, device, trainer.dtype))
+        stack.enter_context(compiled_blocks(task, config.compile))
         for epoch in left:
             bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {plan['epochs']}")
             record = trainer.epoch(epoch, val_loader, bar.update)

@@ -76,8 +76,6 @@ class Run:
         common: Any = {'device': next(student.parameters()).device, 'verbose': False}
         names = _names_of(student, stage.train)
         count_updates(self.data.train, config.accumulate)
-        if config.compile and stage.task == 'trajectory' and loss.patch_drop:
-            raise ValueError('patch_drop works by hooks, which a compiled model may miss. Use one of the two.')
         task: Any
         if stage.task == 'labels':
             task = ClassificationTask(student, criterion, **common)
