@@ -189,7 +189,7 @@ def test_the_outputs_of_a_model_with_a_projection_are_embeddings_if_said_so(vit)
 @pytest.mark.parametrize('recipe, classes', [('embedding', 0), ('zero_shot', 6)])
 def test_recipes(vit, recipe, classes, tmp_path):
     npz(tmp_path / 'd.npz')
-    teacher = vit(num_classes=classes)
+    teacher = vit(num_classes=classes, depth=6)
     made = Recipe.load(recipe, ['data.batch_size=12', 'stages.0.fit.epochs=1', 'stages.1.fit.epochs=1'])
     train(made, tmp_path / 'd.npz', tmp_path / 'run', teacher=teacher)
     student = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)

@@ -31,7 +31,7 @@ def images():
 def pair(vit):
     teacher, student = vit(), vit()
     student.load_state_dict(teacher.state_dict())
-    convert_(student, OdeConfig(phases=2))
+    convert_(student, OdeConfig(time='low_rank', rank=2))
     return student.eval(), teacher
 
 

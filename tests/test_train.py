@@ -412,11 +412,10 @@ def test_a_damaged_plan_is_named_with_what_to_do(vit, data, tmp_path, text):
 
 def test_the_packaged_recipe_adapts_to_the_student(vit):
     teacher = vit(depth=4)
-    own, two, half = (convert_(copy.deepcopy(teacher), **of).model for of in (dict(phases=4), dict(phases=2), dict(steps=2, T=2.)))
+    own, half = (convert_(copy.deepcopy(teacher), **of).model for of in (dict(phases=4), dict(steps=2, T=2.)))
     shrink = Recipe.load('shrink')
     found = adapted(shrink, own, teacher)
     assert found.stages[-1].loss == {'kd_weight': 0.3} and found.stages[:-1] == shrink.stages[:-1]
-    assert adapted(shrink, two, teacher).stages == shrink.stages
     found = adapted(shrink, half, teacher)
     assert found.stages == shrink.stages[1:]
     teacher.rope = torch.nn.Identity()
