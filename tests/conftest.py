@@ -49,11 +49,11 @@ def converted(vit, config=None, **kwargs):
     return model
 
 
-def pair(vit, config=None, images=None, **kwargs):
+def pair(vit, config=None, **kwargs):
     """A small ViT converted, and the ViT itself: student and teacher."""
     teacher = vit(**kwargs)
     student = copy.deepcopy(teacher)
-    convert_(student, config, images=images)
+    convert_(student, config)
     return student, teacher
 
 

@@ -27,21 +27,21 @@ def converted(model, **settings):
     return own
 
 
-def test_models_their_step_counts_and_what_is_merged_are_compared_with_the_first(tiny, tmp_path):
-    models = {'base': tiny, 'ode': converted(tiny), 'rank 2': converted(tiny, time='low_rank', rank=2)}
+def test_models_and_their_step_counts_are_compared_with_the_first(tiny, tmp_path):
+    models = {'base': tiny, 'ode': converted(tiny), 'two': converted(tiny, phases=2)}
     found = benchmark(models, steps=(4, 8), rounds=2, batch_sizes=(1, 2))
-    names = ['base', 'ode', 'ode, K = 8', 'rank 2', 'rank 2, K = 8', 'rank 2, merged']
+    names = ['base', 'ode', 'ode, K = 8', 'two', 'two, K = 8']
     assert [(t.name, t.batch_size) for t in found.timings] == [(name, size) for size in (1, 2) for name in names]
     rows = {t.name: t for t in found.timings if t.batch_size == 2}
-    assert [rows[name].evaluations for name in names] == [None, 4, 8, 4, 8, 4]
+    assert [rows[name].evaluations for name in names] == [None, 4, 8, 4, 8]
     assert rows['base'].ratio == 1 and all(row.seconds > 0 and row.iqr >= 0 and row.peak > 0 for row in rows.values())
-    assert rows['ode'].parameters == rows['ode, K = 8'].parameters < rows['rank 2'].parameters < rows['base'].parameters
-    assert [ode.steps for ode in (models['ode'].blocks, models['rank 2'].blocks)] == [4, 4]
+    assert rows['ode'].parameters == rows['ode, K = 8'].parameters < rows['two'].parameters < rows['base'].parameters
+    assert [ode.steps for ode in (models['ode'].blocks, models['two'].blocks)] == [4, 4]
     save_pretrained(models['ode'], tmp_path)
     stored = load_file(tmp_path / 'model.safetensors')
     assert rows['ode'].size == sum(t.numel() * t.element_size() for t in stored.values())
     record, text = json.loads(json.dumps(found.to_dict())), str(found)
-    assert record['machine']['torch'] == torch.__version__ and len(record['timings']) == 12
+    assert record['machine']['torch'] == torch.__version__ and len(record['timings']) == 10
     for t in found.timings:
         line = next(line for line in text.split(f'| batch {t.batch_size} ')[1].splitlines() if line.startswith(f'| {t.name} '))
         assert f'| {t.ratio:.3f} ' in line and f'| {t.batch_size / t.seconds:.1f} ' in line and f'{t.parameters:,}' in line

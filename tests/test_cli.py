@@ -65,22 +65,20 @@ def test_convert_distill_evaluate(folder, capsys):
 
 
 def test_convert_to_a_size_and_calibrate(folder, capsys):
-    assert run('convert', 'local-dir:teacher', 'new', '--size', '60%', '--images', 'images') == 0
+    assert run('convert', 'local-dir:teacher', 'new', '--size', '70%') == 0
     out = capsys.readouterr().out
-    assert 'init svd_data' in out and 'residuals of rank' in out
-    share = float(re.search(r'\(([0-9.]+) %\)', out)[1])
-    assert 55 < share <= 60
+    assert 'blocks 0-2 -> 2 shared blocks' in out
     assert run('calibrate', 'local-dir:new', 'images', 'run', '--teacher', 'local-dir:teacher', '--epochs', '2,1',
                '--batch-size', '8') == 0
     assert 'saved run' in capsys.readouterr().out
     again = timm.create_model('local-dir:run', pretrained=True)
     assert again.blocks.config == timm.create_model('local-dir:new').blocks.config
-    assert not torch.equal(again.blocks.shared.up['block-attn-qkv-weight'],
-                           timm.create_model('local-dir:new', pretrained=True).blocks.shared.up['block-attn-qkv-weight'])
+    before = timm.create_model('local-dir:new', pretrained=True)
+    assert not any(torch.equal(p, before.get_parameter(name)) for name, p in again.blocks.named_parameters('blocks'))
 
 
 @pytest.mark.parametrize('source, options, expected', [
-    ('local-dir:teacher', ['--time', 'low_rank', '--phases', '2'], dict(time='low_rank', phases=2)),
+    ('local-dir:teacher', ['--phases', '2', '--tokens', '0.5'], dict(phases=2, tokens=0.5)),
     ('local-dir:teacher', ['--blocks', '1,2'], dict(blocks=(1, 2))),
     ('vit_tiny_patch16_224', ['--random', '--img-size', '32', '--num-classes', '4', '--field', 'lipschitz', '--method', 'euler', '--init',
                               'spectral', '--T', '6'], dict(T=6., field='lipschitz', method='euler', init='spectral'))])
@@ -144,10 +142,9 @@ def test_a_teacher_of_another_size_from_a_file_teaches_a_student_of_that_size(fo
 CONVERT, DISTILL = ['convert', 'local-dir:teacher', 'new'], ['distill', 'autonomous', 'images', 'new', '--teacher', 'local-dir:teacher']
 MISTAKES = [
     *(([*CONVERT, *options], message) for options, message in (
-        (['--size', '60%', '--rank', '3'], '--size chooses time, rank, phases, init. Leave out --rank'),
-        (['--size', '100'], '100 parameters are too few'),
-        (['--images', 'nowhere'], "There is no 'nowhere'. Give a folder"),
-        (['--rank', '2', '--T', 'none'], "rank=2 applies only to time='low_rank'"))),
+        (['--size', '60%', '--phases', '3'], '--size chooses the phases. Leave out --phases or --size.'),
+        (['--size', '100'], '100 parameters are too few'), (['--size', '30%'], '30 % of 3 blocks is less than one'),
+        (['--phases', '4', '--T', 'none'], 'phases=4: there are 3 layers'))),
     (['convert', 'vit_tiny_patch16_22', 'new'], "Unknown model (vit_tiny_patch16_22). Did you mean 'vit_tiny_patch16_224'?"),
     (['convert', 'deit_tiny_patch16_128.cifar10O', 'new'], "Did you mean 'deit_tiny_patch16_128.cifar100'?"),
     (['convert', 'teacher', 'new'], 'For a saved model, type local-dir:teacher'),
@@ -161,8 +158,8 @@ MISTAKES = [
     (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:student', '--teacher', 'local-dir:other'], 'differ in num_classes: 3 and 7'),
     (['distill', 'autonomous', 'images', 'new'], 'The recipe names no model, and there is no teacher. Give --teacher'),
     (['distill', 'autonomos', 'images', 'new', '--teacher', 'local-dir:teacher'], "There is no recipe 'autonomos'. Did you mean 'autonomous'?"),
-    (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:student', '--teacher', 'local-dir:teacher', '--set', 'ode.rank=4'],
-     "'ode.rank=4' says how to make a student, but --student gives one"),
+    (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:student', '--teacher', 'local-dir:teacher', '--set', 'ode.phases=3'],
+     "'ode.phases=3' says how to make a student, but --student gives one"),
     *(([*DISTILL, '--set', change], message) for change, message in (
         ('fit.opt=adamv', "Unknown opt 'adamv'. Did you mean 'adam"),
         ('fit.optt=sgd', "fit has an unknown key 'optt'. Did you mean 'opt'?"),
@@ -335,7 +332,7 @@ def test_evaluate_holds_something_out_and_says_whose_classes_it_counts(folder, c
 def test_recipes_are_listed_shown_and_checked(folder, capsys):
     assert run('recipe', 'list') == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == builtin_recipes()
-    assert run('recipe', 'show', 'low_rank') == 0
+    assert run('recipe', 'show', 'three_blocks') == 0
     (folder / 'mine.yaml').write_text(capsys.readouterr().out)
     assert run('recipe', 'check', 'mine.yaml') == 0
     assert capsys.readouterr().out == "'mine.yaml' is a valid recipe.\n"
@@ -354,10 +351,9 @@ def test_a_run_is_continued_from_anywhere(folder, capsys, monkeypatch):
     assert "'../tuned' is not a run of odevit distill. Type: odevit finetune --resume ../tuned" in capsys.readouterr().err
 
 
-def test_arrays_without_labels_calibrate_and_convert(folder, capsys):
+def test_arrays_without_labels_calibrate(folder, capsys):
     np.savez('few.npz', x_train=np.random.default_rng(0).integers(0, 255, (12, 16, 16, 3), np.uint8))
-    assert run('convert', 'local-dir:teacher', 'new', '--time', 'low_rank', '--rank', '2', '--init', 'svd_data', '--images', 'few.npz') == 0
-    assert main(['calibrate', 'local-dir:new', 'few.npz', 'fitted', '--teacher', 'local-dir:teacher', '--epochs', '1,1', '--quiet']) == 0
+    assert main(['calibrate', 'local-dir:student', 'few.npz', 'fitted', '--teacher', 'local-dir:teacher', '--epochs', '1,1', '--quiet']) == 0
     assert 'agreement with the teacher on 1 images held out' in capsys.readouterr().out
 
 

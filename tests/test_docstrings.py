@@ -49,7 +49,7 @@ def names(vit, photos, tmp_path, monkeypatch):
     (tmp_path / 'photos').symlink_to(photos)
     model = vit(depth=6)
     teacher, student = copy.deepcopy(model), copy.deepcopy(model)
-    convert_(student, OdeConfig(time='low_rank', rank=2))
+    convert_(student, OdeConfig(phases=2))
     images = torch.randn(4, 3, 16, 16)
     return {**{name: getattr(timm_odevit, name) for name in NAMES}, 'timm': timm, 'torch': torch, 'vit': model,
             'teacher': teacher, 'student': student, 'images': images, 'loader': [(images, torch.tensor([0, 1, 2, 3]))] * 2}

@@ -104,7 +104,7 @@ def test_a_flow_that_diverges_or_stands_still_has_no_exponents_but_a_reason():
 @pytest.mark.parametrize('method', ['lie_trotter', 'euler', 'rk4'])
 def test_the_largest_exponent_is_that_of_the_deployed_map(vit, images, method):
     model, images = vit(img_size=8).double().eval(), images[..., :8, :8].double()
-    convert_(model, time='low_rank', rank=2, method=method, init='svd')
+    convert_(model, phases=2, method=method)
     model.blocks.steps = 4
     with follow(model, images[:1]) as flow:
         def whole(x):
@@ -181,15 +181,12 @@ def test_g_k_bounds_the_eigenvalues_of_the_softmax_jacobian(vit, images):
     assert found.shape == (3, 3, 2) and 0 < found.min() and found.max() <= 0.5
 
 
-@pytest.mark.parametrize('options', [{}, {'time': 'low_rank', 'rank': 3, 'init': 'svd'}, {'phases': 2}, {'field': 'lipschitz'}])
+@pytest.mark.parametrize('options', [{}, {'phases': 2}, {'field': 'lipschitz'}])
 def test_spectral_norms(vit, options):
     model = vit()
     convert_(model, **options)
     found = spectral_norms(model)
-    shared = model.blocks.shared
-    with torch.no_grad():
-        parts = [part.at(float(layer)) if part.depends_on_time else {k: p.data for k, p in part.named_parameters()}
-                 for part in shared.phases for layer in (range(3) if part.depends_on_time else (0,))]
+    parts = [{key: p.detach() for key, p in part.named_parameters()} for part in model.blocks.shared.phases]
     for name in ('attn.proj.weight', 'mlp.fc1.weight') if 'field' not in options else ('proj.weight', 'fc1.weight'):
         largest = max(float(torch.linalg.matrix_norm(w, ord=2)) for part in parts for key, w in part.items() if key.endswith(name))
         assert max(value for key, value in found.items() if name in key) == pytest.approx(largest, rel=1e-3)
@@ -215,12 +212,11 @@ def test_the_observed_order(vit, images, method, order):
     assert model.blocks.steps == 3 and model.blocks.method == 'lie_trotter'
 
 
-def test_a_field_that_depends_on_time_and_one_with_jumps(vit, images):
-    for options in ({'time': 'low_rank', 'rank': 2, 'init': 'svd'}, {'phases': 3}):
-        model = vit().eval()
-        convert_(model, **options)
-        few, many = discretisation_errors(model, images, methods=['euler'], steps=[3, 24])
-        assert (many.error < few.error / 3).all() and repr(few).startswith('DiscretisationError(method euler, steps 3, 3 images; on average error ')
+def test_a_field_with_jumps(vit, images):
+    model = vit().eval()
+    convert_(model, phases=3)
+    few, many = discretisation_errors(model, images, methods=['euler'], steps=[3, 24])
+    assert (many.error < few.error / 3).all() and repr(few).startswith('DiscretisationError(method euler, steps 3, 3 images; on average error ')
 
 
 # --- contraction ---
@@ -358,14 +354,14 @@ def test_bfloat16_and_inference_mode(vit, images):
 
 def test_spectral_norms_of_layers_that_a_library_wraps(vit):
     model = vit()
-    convert_(model, time='low_rank', rank=3, init='svd')
+    convert_(model)
     expected = spectral_norms(model)
 
     class Wrapped(nn.Module):
         def __init__(self, layer):
             super().__init__()
             self.base_layer = layer
-    block = model.blocks.shared.base.block
+    block = model.blocks.shared.block
     block.mlp.fc1, block.attn.qkv = Wrapped(block.mlp.fc1), Wrapped(block.attn.qkv)
     assert spectral_norms(model) == pytest.approx(expected)
 
@@ -462,7 +458,7 @@ def test_attention_maps_of_many_families(name):
 
 
 @pytest.mark.parametrize('config', [dict(), dict(method='rk4', steps=3), dict(field='lipschitz', method='euler'),
-                                    dict(time='low_rank', rank=2)])
+                                    dict(phases=2)])
 def test_attention_maps_are_those_of_the_field_fused_or_not(vit, config, images):
     model = vit()
     convert_(model, OdeConfig(**config))

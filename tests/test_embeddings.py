@@ -161,7 +161,7 @@ def test_labels_of_another_integer_type_inside_inference_mode(vit):
 
 @pytest.mark.parametrize('settings', [{}, dict(exits=(0.5,), exit_weight=0.5)], ids=str)
 def test_training_comes_nearer_to_the_teachers_embeddings(vit, settings, tmp_path):
-    student, teacher = pair(vit, time='low_rank', rank=2)
+    student, teacher = pair(vit, phases=2)
     task = TrajectoryDistillationTask(student, teacher, **settings)
     before = evaluate_embeddings(student, batches(), teacher=teacher).results[-1]
     history = fit(task, batches(), batches(), out=tmp_path / 'run', epochs=8, lr=3e-3)
@@ -189,8 +189,8 @@ def test_the_outputs_of_a_model_with_a_projection_are_embeddings_if_said_so(vit)
 @pytest.mark.parametrize('recipe, classes', [('embedding', 0), ('zero_shot', 6)])
 def test_recipes(vit, recipe, classes, tmp_path):
     npz(tmp_path / 'd.npz')
-    teacher = vit(num_classes=classes)
-    made = Recipe.load(recipe, ['ode.rank=2', 'data.batch_size=12', 'stages.0.fit.epochs=1', 'stages.1.fit.epochs=1'])
+    teacher = vit(num_classes=classes, depth=6)
+    made = Recipe.load(recipe, ['data.batch_size=12', 'stages.0.fit.epochs=1', 'stages.1.fit.epochs=1'])
     train(made, tmp_path / 'd.npz', tmp_path / 'run', teacher=teacher)
     student = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
     history = json.loads((tmp_path / 'run' / 'history.json').read_text())

@@ -14,13 +14,12 @@ import timm
 import torch
 from conftest import snapshot
 
-from timm_odevit import convert_, export, export_model, merge_, save_pretrained, with_steps
+from timm_odevit import convert_, export, export_model, save_pretrained, with_steps
 from timm_odevit.cli import main
 
 onnx_here = pytest.mark.skipif(not all(map(find_spec, ('onnx', 'onnxscript', 'onnxruntime'))), reason="not installed: pip install -e '.[deploy]'")
 compiler = pytest.mark.skipif(shutil.which(os.environ.get('CXX', 'g++')) is None, reason='there is no C++ compiler: apt install g++')
-LOW_RANK = dict(time='low_rank', rank=4)
-ODES = {'rank': dict(time='low_rank', rank=2, init='svd', steps=4), 'autonomous': dict(steps=4),
+ODES = {'phases': dict(phases=2, steps=4), 'one block': dict(steps=4),
         'early and fewer tokens': dict(steps=4, tokens=0.4, halting='entropy', halting_threshold=0.9)}
 
 # each program reads a file and images, and may import neither this package nor what made the file
@@ -79,12 +78,8 @@ def five():
     return torch.randn(5, 3, 16, 16)
 
 
-@pytest.mark.parametrize('format, ode, merged', [
-    case('onnx', 'rank', True), case('onnx', 'rank', False), case('onnx', 'autonomous', True),
-    case('pt2', 'rank', True), case('pt2', 'rank', False), case('pt2', 'autonomous', True),
-    case('onnx', 'early and fewer tokens', True), case('pt2', 'early and fewer tokens', True),
-    case('aoti', 'rank', True)])
-def test_a_file_gives_the_models_outputs_without_this_package(vit, five, tmp_path, format, ode, merged):
+@pytest.mark.parametrize('format, ode', [*(case(format, ode) for format in ('onnx', 'pt2') for ode in ODES), case('aoti', 'phases')])
+def test_a_file_gives_the_models_outputs_without_this_package(vit, five, tmp_path, format, ode):
     model = vit()
     model.pretrained_cfg['label_names'] = ['a', 'b', 'c', 'd', 'é']
     convert_(model, **ODES[ode])
@@ -92,7 +87,7 @@ def test_a_file_gives_the_models_outputs_without_this_package(vit, five, tmp_pat
         expected = model(five)
     model.train()
     before = snapshot(model)
-    path = export_model(model, tmp_path / f'model{export.FORMATS[format].suffix}', format=format, merged=merged)
+    path = export_model(model, tmp_path / f'model{export.FORMATS[format].suffix}', format=format)
     assert snapshot(model) == before and model.blocks.steps == 4
     (one, all_of_them), about = run_alone(format, path, five, tmp_path)
     torch.testing.assert_close(one, expected[:1], atol=1e-4, rtol=0)
@@ -102,33 +97,27 @@ def test_a_file_gives_the_models_outputs_without_this_package(vit, five, tmp_pat
     assert about['mean'] == list(cfg['mean']) and about['std'] == list(cfg['std']) and about['model'].startswith('vit_tiny_patch16_224')
 
 
-@pytest.mark.parametrize('ode, merged, computed', [
-    (dict(LOW_RANK, steps=4), True, 4 * 4 + 1), (dict(steps=4), False, 4 * 4 + 1),
-    (LOW_RANK, False, 3 * 4 * 3 + 1), (dict(LOW_RANK, steps=4), False, 4 * 4 * 3 + 1), (dict(LOW_RANK, steps=2, phases=2), False, 2 * 4 * 3 + 1),
-    (dict(LOW_RANK, field='lipschitz', method='euler'), False, 0)])  # whose norm is folded into the merged weights
-def test_int8_is_close_and_smaller_and_residuals_compute_beside_their_layers(vit, five, tmp_path, ode, merged, computed):
+@pytest.mark.parametrize('ode, computed', [
+    (dict(steps=4), 4 * 4 + 1), (dict(steps=2, phases=2), 2 * 4 + 1),
+    (dict(field='lipschitz', method='euler'), 3 * 4 + 1)])
+def test_int8_is_close_and_smaller(vit, five, tmp_path, ode, computed):
     onnx = pytest.importorskip('onnx')
     model = vit(embed_dim=128)
     convert_(model, **ode)
-    for name, p in model.blocks.shared.named_parameters():
-        if '.up.' in f'.{name}':
-            torch.nn.init.normal_(p, std=0.05)
     with torch.no_grad():
         expected = model(five)
-    path = export_model(model, tmp_path / 'model.onnx', int8=True, merged=merged)
+    path = export_model(model, tmp_path / 'model.onnx', int8=True)
     (_, found), about = run_alone('onnx', path, five, tmp_path)
     error = (found - expected).norm() / expected.norm()
     assert 1e-6 < error < 0.1 and about['int8'] is True  # 8 bits round; without rounding, it would be 1e-7
     written = onnx.load(path).graph
-    assert [node.op_type for node in written.node].count('MatMulInteger') == computed
+    assert [node.op_type for node in written.node].count('MatMulInteger') == computed  # linear layers, in each step
     stored = sum(len(t.raw_data) for t in written.initializer)
-    size = 4 * 4 * 12 * 128 ** 2 if merged else sum(p.nbytes for p in model.parameters())
-    assert stored < (0.5 if merged else 0.4) * size or not computed  # some small ones are floats
+    assert stored < 0.4 * sum(p.nbytes for p in model.parameters())  # some small ones are floats
 
 
-def test_a_weight_in_int8_has_a_scale_per_row_or_for_residuals_per_column_or_for_positions_per_token():
-    for shape, scales in (((64, 65), (64, 1)), ((64, 3, 8, 8), (64, 1, 1, 1)), ((3, 64, 23), (3, 1, 23)), ((3, 23, 64), (3, 23, 1)),
-                          ((1, 65, 192), (1, 65, 1)), ((1, 197, 64), (1, 197, 1))):
+def test_a_weight_in_int8_has_a_scale_per_row_or_for_positions_per_token():
+    for shape, scales in (((64, 65), (64, 1)), ((64, 3, 8, 8), (64, 1, 1, 1)), ((3, 23, 64), (3, 23, 1)), ((1, 65, 192), (1, 65, 1)), ((1, 197, 64), (1, 197, 1))):
         weight = torch.randn(shape)
         stored, scale = export._round(weight)
         assert stored.dtype == torch.int8 and scale.shape == scales
@@ -138,11 +127,11 @@ def test_a_weight_in_int8_has_a_scale_per_row_or_for_residuals_per_column_or_for
 
 
 @pytest.mark.parametrize('format', [case('onnx'), case('pt2')])
-@pytest.mark.parametrize('ode, merged', [({}, True), (dict(time='low_rank', rank=2), False), (dict(phases=3), True)])
-def test_each_tensor_is_stored_once(vit, tmp_path, format, ode, merged):
+@pytest.mark.parametrize('ode', [{}, dict(phases=3)], ids=str)
+def test_each_tensor_is_stored_once(vit, tmp_path, format, ode):
     model = vit(embed_dim=256, depth=6)
     convert_(model, steps=6, **ode)
-    path = export_model(model, tmp_path / f'model{export.FORMATS[format].suffix}', format=format, merged=merged)
+    path = export_model(model, tmp_path / f'model{export.FORMATS[format].suffix}', format=format)
     weights = save_pretrained(model, tmp_path / 'model') / 'model.safetensors'
     assert path.stat().st_size < 1.3 * weights.stat().st_size  # six copies would take about five times as much
     if format == 'pt2':
@@ -154,8 +143,7 @@ MODELS = {
     'stock Swin': lambda: timm.create_model('swin_tiny_patch4_window7_224', img_size=16, patch_size=2, window_size=4, embed_dim=16, depths=(2, 2),
                                             num_heads=(1, 2), num_classes=5),
     'stages': lambda: convert_(MODELS['stock Swin'](), phases=2).model,
-    'merged': lambda: merge_(convert_(MODELS['stock ViT'](), time='low_rank', rank=1, steps=3).model).model,
-    'a view': lambda: with_steps(convert_(MODELS['stock ViT'](), time='low_rank', rank=1, steps=3).model, 7),
+    'a view': lambda: with_steps(convert_(MODELS['stock ViT'](), steps=3).model, 7),
 }
 
 
@@ -168,7 +156,7 @@ def test_other_models(five, tmp_path, format, name):
     (one, found), about = run_alone(format, path, five, tmp_path)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(one, expected[:1], atol=1e-4, rtol=0)
-    assert about.get('steps') == {'stages': [2, 2], 'merged': 3, 'a view': 7}.get(name)
+    assert about.get('steps') == {'stages': [2, 2], 'a view': 7}.get(name)
 
 
 def test_a_file_is_replaced_only_on_request_and_only_by_a_whole_one(vit, tmp_path, monkeypatch):
@@ -195,7 +183,6 @@ def test_a_file_is_replaced_only_on_request_and_only_by_a_whole_one(vit, tmp_pat
     (vars, dict(path='a.onnx', format='aoti'), 'does not end in .pt2'),
     (lambda model: model.bfloat16(), dict(path='a.onnx', format='onnx'), r'Call model.float\(\) first'),
     (lambda model: convert_(model, method='dopri5'), {}, "such as model.blocks.method = 'rk4'"),
-    (lambda model: merge_(convert_(model, **ODES['rank']).model), dict(merged=False), 'merged'),
     (lambda model: setattr(model.norm, 'forward', lambda x: x if x.sum() > 0 else -x), {}, 'torch.export cannot export this Vis[^\\n]*$'),
 ])
 def test_what_cannot_be_exported_is_refused_and_nothing_is_written(vit, tmp_path, monkeypatch, change, given, message):
@@ -217,7 +204,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(vit, tmp_p
 @pytest.mark.parametrize('format', [case('onnx'), case('pt2')])
 def test_the_example_runs_a_file_and_measures_it(vit, tmp_path, capsys, format):
     model = vit(num_classes=3)
-    convert_(model, **ODES['rank'])
+    convert_(model, **ODES['phases'])
     path = export_model(model, tmp_path / f'a{export.FORMATS[format].suffix}', format=format)
     x = np.random.default_rng(0).integers(0, 256, (20, 16, 16, 3), np.uint8)
     prepared = (torch.from_numpy(x).permute(0, 3, 1, 2) / 255 - 0.5) / 0.5  # this model's mean and std
@@ -232,10 +219,10 @@ def test_the_example_runs_a_file_and_measures_it(vit, tmp_path, capsys, format):
 def test_the_command(vit, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model = vit(num_classes=3)
-    convert_(model, **ODES['rank'])
+    convert_(model, **ODES['phases'])
     model.pretrained_cfg.update(num_classes=3, label_names=['a', 'b', 'c'])
     save_pretrained(model, 'student')
-    assert main(['export', 'local-dir:student', '--format', 'pt2', '--unmerged', '--steps', '2', '--img-size', '32', '--device', 'cpu']) == 0
+    assert main(['export', 'local-dir:student', '--format', 'pt2', '--steps', '2', '--img-size', '32', '--device', 'cpu']) == 0
     assert capsys.readouterr().out == f"wrote student.pt2: {(tmp_path / 'student.pt2').stat().st_size / 1e6:.2f} MB\n"
     extra = {export.METADATA: ''}
     loaded = torch.export.load('student.pt2', extra_files=extra).module()

@@ -8,7 +8,7 @@ import timm
 import torch
 from conftest import reloaded
 
-from timm_odevit import OdeConfig, StepwiseTask, calibrate_, convert_, merge_, merged_bytes
+from timm_odevit import OdeConfig, StepwiseTask, calibrate_, convert_
 from timm_odevit.ode.blocks import find_ode_blocks
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=4, num_classes=5)
@@ -87,17 +87,6 @@ def test_a_phase_per_layer_is_the_model_itself_and_each_step_ends_where_the_teac
 
 
 @families
-def test_full_rank_is_the_model_itself(name):
-    model, x = build(name), images_for(name)
-    before = model(x)
-    convert_(model, config_for(name, time='low_rank', rank=1000))
-    if 'dwee' in name or 'dpwee' in name:  # the constant lambda_init of differential attention is averaged
-        assert (model(x) - before).norm() < 0.1 * before.norm()
-    else:
-        torch.testing.assert_close(model(x), before, rtol=1e-3, atol=1e-4)
-
-
-@families
 def test_shares_blocks_and_every_number_of_steps_runs(name):
     model, x = build(name), images_for(name)
     done = convert_(model, config_for(name))
@@ -119,7 +108,7 @@ def test_a_part_reloads_bit_for_bit(name, tmp_path):
     done = convert_(model, config_for(name, blocks=run, phases=run[1] - run[0] + 1))
     torch.testing.assert_close(model(x), before)
     done.restore()
-    convert_(model, config_for(name, blocks=run, time='low_rank', steps=3))
+    convert_(model, config_for(name, blocks=run, phases=2, steps=3))
     again = reloaded(model, tmp_path / 'model')
     assert torch.equal(again(x), model(x))
     assert len({p.data_ptr() for p in again.parameters()}) == len(list(again.parameters()))
@@ -135,28 +124,10 @@ def test_calibrates(name):
 
 
 @families
-def test_merging_changes_nothing_and_is_undone(name):
-    model, x = build(name), images_for(name)
-    convert_(model, config_for(name, time='low_rank', rank=2))
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    with torch.no_grad():
-        expected = model(x)
-        predicted = merged_bytes(model)
-        done = merge_(model)
-        torch.testing.assert_close(model(x), expected)
-        assert done.bytes_after == predicted == sum(t.numel() * t.element_size() for t in model.state_dict().values()) \
-            + sum(b.numel() * b.element_size() for n, b in model.named_buffers() if n not in model.state_dict())
-        done.restore()
-        assert torch.equal(model(x), expected)
-    after = model.state_dict()
-    assert list(after) == list(before) and all(torch.equal(after[key], value) for key, value in before.items())
-
-
-@families
 def test_reloads_bit_for_bit_with_intermediates_and_features(name, tmp_path):
     model, x = build(name), images_for(name)
     expected = [tuple(f.shape) for f in model.forward_intermediates(x)[1]]
-    convert_(model, config_for(name, time='low_rank', rank=2, phases=2))
+    convert_(model, config_for(name, phases=2))
     features, states = model.forward_intermediates(x)
     assert [tuple(state.shape) for state in states] == expected
     torch.testing.assert_close(model.forward_head(features), model(x))
@@ -170,7 +141,7 @@ def test_reloads_bit_for_bit_with_intermediates_and_features(name, tmp_path):
 @families
 def test_compiles_and_exports(name):
     model, x = build(name), images_for(name)
-    convert_(model, config_for(name, time='low_rank', rank=2, steps=1))  # all that an autonomous block does, and merging
+    convert_(model, config_for(name, phases=2, steps=2))  # one step of each shared block
     expected = model(x)
     compiled = torch.compile(model, fullgraph=True, backend='eager')  # whether it is one graph; export looks inside it
     torch.testing.assert_close(compiled(x), expected)
@@ -201,39 +172,6 @@ def test_the_image_size_may_change_after_conversion(name, settings):
     torch.testing.assert_close(converted(x), resized(x), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize('name', ['beit_base_patch16_224', 'swin_tiny_patch4_window7_224'])
-def test_a_size_for_which_residuals_do_not_fit_is_refused_before_anything_changes(name):
-    model = build(name)
-    done = convert_(model, config_for(name, time='low_rank', rank=2))
-    x = torch.randn(1, 3, *[MODELS[name]['img_size']] * 2)
-    expected = model(x)
-    with pytest.raises(ValueError, match='Call set_input_size before convert_'):
-        model.set_input_size((32, 32))
-    torch.testing.assert_close(model(x), expected)
-    done.restore()
-    model.set_input_size((32, 32))
-
-
-def test_a_merged_model_changes_its_image_size_wholly_or_not_at_all():
-    for name in ('swin_tiny_patch4_window7_224', 'deit_tiny_distilled_patch16_224'):
-        model = build(name)
-        convert_(model, config_for(name, time='low_rank'))
-        size = model.patch_embed.img_size
-        other = tuple(2 * side for side in size)
-        expected = copy.deepcopy(model)
-        merged = merge_(model)
-        if 'swin' in name:
-            with pytest.raises(ValueError, match='This model is merged. Call'):
-                model.set_input_size(other)
-            assert model.patch_embed.img_size == size
-        else:
-            expected.set_input_size(other)
-            model.set_input_size(other)
-        merged.restore()
-        x = torch.randn(1, 3, *model.patch_embed.img_size)
-        torch.testing.assert_close(model(x), expected(x))
-
-
 @families
 def test_moves_copies_and_restores(name):
     """deepcopy, dtype and back, requires_grad of each part, training, and restore() on the way out."""
@@ -243,7 +181,7 @@ def test_moves_copies_and_restores(name):
         p.requires_grad_(i % 2 == 0)
     flags = [p.requires_grad for p in model.parameters()]
     original = {k: v.clone() for k, v in (model.layers if hasattr(model, 'layers') else model).state_dict().items()}
-    done = convert_(model, config_for(name, time='low_rank', rank=2))
+    done = convert_(model, config_for(name, phases=2))
     twin = copy.deepcopy(model)
     assert torch.equal(twin(x), model(x))
     with torch.no_grad():

@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 
-from timm_odevit import OdeConfig, calibrate_halting, convert_, evaluate, merge_, save_pretrained
+from timm_odevit import OdeConfig, calibrate_halting, convert_, evaluate, save_pretrained
 from timm_odevit.cli import main
 from timm_odevit.ode.config import HALTING
 
@@ -105,18 +105,15 @@ def test_steps_with_hooks_training_and_intermediates_see_all_images(vit, images)
 
 
 def test_evaluations_are_those_of_the_last_pass(vit, images):
-    model = halting(vit, threshold=10., time='low_rank')  # every image halts after its first step
-    for of in (model, copy.deepcopy(model)):
-        if of is not model:
-            merge_(of)
-        of(images)
-        assert of.blocks.evaluations == 1
-        assert of(images[:0]).shape == (0, 5) and of.blocks.evaluations == 6
-        of(images)
-        of.train()(images)
-        assert of.blocks.evaluations == 6 and of.blocks.steps_taken is None
-        of.eval()(images)
-        assert of.blocks.evaluations == 1
+    model = halting(vit, threshold=10.)  # every image halts after its first step
+    model(images)
+    assert model.blocks.evaluations == 1
+    assert model(images[:0]).shape == (0, 5) and model.blocks.evaluations == 6
+    model(images)
+    model.train()(images)
+    assert model.blocks.evaluations == 6 and model.blocks.steps_taken is None
+    model.eval()(images)
+    assert model.blocks.evaluations == 1
 
 
 def test_a_threshold_lies_between_two_scores_or_above_all(vit):
@@ -129,21 +126,6 @@ def test_a_threshold_lies_between_two_scores_or_above_all(vit):
     assert found.threshold > scores.max() and found.nfe == 1
     two = calibrate_halting(model, list(x.split(16)), max_drop=1.)  # two batches of images are no images and labels
     assert two.images == 32 and two.threshold == pytest.approx(found.threshold)
-
-
-def test_merged_tokens_and_merged_weights(vit):
-    model = halting(vit, time='low_rank', rank=2, tokens=0.5)
-    x = torch.randn(16, 3, 16, 16)
-    with torch.no_grad():
-        expected, taken = model(x), model.blocks.steps_taken
-        merged = merge_(model)
-        torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
-        assert torch.equal(model.blocks.steps_taken, taken) and len(taken.unique()) > 1
-        found = evaluate(model, (x, torch.zeros(16, dtype=torch.long))).results[0]
-        assert sum(found.halted) == pytest.approx(100)
-        assert [len(model.blocks[:2]), len(list(model.blocks[1:]))] == [2, 5]
-        merged.restore()
-    assert torch.equal(model(x), model(x))
 
 
 def test_two_threads(vit):
@@ -243,26 +225,15 @@ def test_on_the_command_line(vit, tmp_path, capsys):
     assert 'is not empty' in capsys.readouterr().err
 
 
-def test_merged_models_halt_when_compiled_and_with_kept_blocks(vit, images):
+def test_models_with_merged_tokens_or_kept_blocks_halt_when_compiled(vit, images):
     for settings in (dict(tokens=0.4), dict(blocks=(1, 2))):
         model = vit()
-        convert_(model, time='low_rank', steps=4, halting='entropy', halting_threshold=0.9, **settings)
+        convert_(model, phases=2, steps=4, halting='entropy', halting_threshold=0.9, **settings)
         model.eval()
         with torch.no_grad():
             expected = model(images)
-            merge_(model)
-            torch.testing.assert_close(model(images), expected)
             torch.testing.assert_close(torch.compile(model, fullgraph=True, backend='eager')(images), expected)
         torch._dynamo.reset()
-
-
-def test_the_kept_blocks_alone_of_a_merged_model(vit, images):
-    model = vit()
-    convert_(model, time='low_rank', halting='acceleration', blocks=(1, 2))
-    x = torch.randn(2, 17, 32)
-    expected = model.blocks[0](x)
-    merge_(model)
-    torch.testing.assert_close(model.blocks[:1](x), expected)
 
 
 def test_halting_of_states_with_two_dimensions_of_tokens_is_the_same_when_compiled():
@@ -340,13 +311,12 @@ def test_data_and_settings_that_calibration_cannot_use(vit, images):
 def test_models_that_calibration_cannot_use(vit, images):
     stages = timm.create_model('swin_tiny_patch4_window7_224', img_size=56, depths=(2, 2), embed_dim=24, num_heads=(2, 2))
     convert_(stages)
-    featureless, merged = vit(), halting(vit, time='low_rank', rank=1)
+    featureless = vit()
     convert_(featureless)
     featureless.reset_classifier(0)
-    merge_(merged)
     one_by_one = timm.create_model('beit_base_patch16_224', img_size=16, depth=2, embed_dim=32, num_heads=2, num_classes=3).eval()
     convert_(one_by_one)
     for model, message in ((stages, 'one sequence of blocks; this SwinTransformer has 2'), (vit(), 'has 0'),
-                           (featureless, 'cannot be applied'), (merged, 'merged'), (one_by_one, 'runs its blocks one by one')):
+                           (featureless, 'cannot be applied'), (one_by_one, 'runs its blocks one by one')):
         with pytest.raises((TypeError, ValueError), match=message):
             calibrate_halting(model, [images])

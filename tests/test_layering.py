@@ -59,7 +59,7 @@ def test_the_house_keeps_to_its_budget():
     root = PACKAGE.parent  # what has been reached; CONTRIBUTING has where it is to lead
     assert lines(FILES) <= 10_500 and len(FILES) <= 70
     assert sum(path.stat().st_size for path in FILES) <= 536_500
-    assert lines((root / 'tests').glob('*.py')) <= 9_680
+    assert lines((root / 'tests').glob('*.py')) <= 9_500
     assert lines([*root.glob('hub/tools/*.py'), *root.glob('hub/runs/*.py')]) <= 1_200
 
 

@@ -33,7 +33,7 @@ def hub(monkeypatch, tmp_path):
 @pytest.fixture
 def student(vit):
     model = vit()
-    convert_(model, OdeConfig(time='low_rank', rank=2, steps=6))
+    convert_(model, OdeConfig(phases=2, steps=6))
     return model
 
 
@@ -62,7 +62,7 @@ def test_cards_have_metadata_that_the_hub_understands_and_code_that_runs(hub, st
     assert card.data.eval_results[0].metric_value == pytest.approx(rows[1]['top1'] / 100)
     names = {}
     exec(card.text.split('```python\n')[1].split('```')[0], names)
-    assert names['logits'].shape == (1, 5) and len(names['model'].blocks) == 3  # half of 6, and merged
+    assert names['logits'].shape == (1, 5) and len(names['model'].blocks) == 3  # half of 6
     assert '- Base: `vit_tiny_patch16_224`' in card.text and '@article' in card.text
 
 

@@ -38,7 +38,7 @@ def test_a_named_model_keeps_its_name_and_its_settings_of_the_moment(images, tmp
 
 @pytest.mark.parametrize('config', [
     OdeConfig(field='lipschitz', method='dopri5', steps=1, T=2.5), OdeConfig(init='spectral'),
-    OdeConfig(time='low_rank', rank=2, tokens=0.5, halting='entropy', halting_threshold=0.7)], ids=repr)
+    OdeConfig(phases=2, tokens=0.5, halting='entropy', halting_threshold=0.7)], ids=repr)
 def test_every_setting_survives(vit, images, tmp_path, config):
     model = vit(act_layer='relu', norm_layer='layernorm', qk_norm=True)
     convert_(model, config)

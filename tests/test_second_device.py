@@ -12,15 +12,13 @@ from conftest import TINY
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from timm_odevit import convert_, evaluate, merge_, with_steps
+from timm_odevit import convert_, evaluate, with_steps
 
 set_up = getattr(backend_registration, '_setup_privateuseone_for_python_backend', None)
 FACTORIES = ('empty.memory_format', 'empty_strided', 'arange', 'arange.start', 'arange.start_step', 'eye', 'eye.m')
 CASES = {
     'autonomous': {}, 'rk4': dict(method='rk4'), 'adaptive': dict(method='dopri5', rtol=0.1, atol=0.1), 'lipschitz': dict(field='lipschitz', T=1.),
-    'vectors': dict(time='low_rank', method='midpoint'), 'low rank, svd': dict(time='low_rank', rank=2),
-    'low rank, svd on data': dict(time='low_rank', rank=2, init='svd_data'), 'random': dict(init='spectral'),
-    'phases': dict(phases=2), 'tokens': dict(tokens=0.5, time='low_rank', rank=2),
+    'random': dict(init='spectral'), 'phases': dict(phases=2, method='midpoint'), 'tokens': dict(tokens=0.5, phases=2),
     'acceleration': dict(halting='acceleration', halting_threshold=0.0031, steps=6),
     'entropy': dict(halting='entropy', halting_threshold=0.9825, steps=6),
     'entropy and tokens': dict(halting='entropy', halting_threshold=0.9825, steps=6, tokens=0.5),
@@ -109,7 +107,7 @@ def journey(device, settings):
     images = data[0].to(device)
     yield 'base', model(images)
     torch.manual_seed(0)  # of all devices
-    done = convert_(model, images=images if 'init' in settings else None, **settings)
+    done = convert_(model, **settings)
     yield 'converted', model(images)
     yield 'steps of each image', model.blocks.steps_taken
     result = evaluate(model, data).results[0]
@@ -120,11 +118,6 @@ def journey(device, settings):
     yield 'intermediate states', model.forward_intermediates(images)
     model(images).square().mean().backward()
     yield 'gradients', {name: parameter.grad for name, parameter in model.named_parameters()}
-    if model.blocks.shared.depends_on_time:
-        merged = merge_(model)
-        yield 'merged', model(images)
-        merged.restore()
-        yield 'no longer merged', model(images)
     done.restore()
     yield 'restored', model(images)
     done = convert_(model.cpu())

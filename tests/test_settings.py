@@ -112,14 +112,14 @@ def test_tab_completion_shows_the_public_names():
 
 
 def test_representations_are_short(vit):
-    model = timm_odevit.convert_(vit(), time='low_rank', rank=2).model
+    model = timm_odevit.convert_(vit(), phases=2).model
     found = timm_odevit.evaluate(model, (torch.randn(4, 3, 16, 16), torch.arange(4)), steps=(3, 6), data='noise', trained_at=(3,))
     recipe = Recipe.load('autonomous')
-    short = {OdeConfig(steps=6): "OdeConfig(steps=6, init='mean')", FitConfig(epochs=2): 'FitConfig(epochs=2)',
+    short = {OdeConfig(steps=6): 'OdeConfig(steps=6)', FitConfig(epochs=2): 'FitConfig(epochs=2)',
              found: f'Evaluation(top-1 %: K = 3 {found.results[0].top1:.2f}, K = 6 {found.results[1].top1:.2f}; noise: 4 images; trained'}
     for shown, text in short.items():
         assert repr(shown).startswith(text) and len(repr(shown)) < 120
-    assert eval(repr(OdeConfig(time='low_rank', rank=2))) == OdeConfig(time='low_rank', rank=2)
+    assert eval(repr(OdeConfig(phases=2, T=3.))) == OdeConfig(phases=2, T=3.)
     assert eval(repr(recipe), {'Recipe': Recipe, 'Stage': Stage}) == recipe
 
 

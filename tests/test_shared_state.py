@@ -9,21 +9,18 @@ import pytest
 import timm
 import torch
 from conftest import converted, snapshot
-from timm.task import ClassificationTask
 from torch import nn
 
-from timm_odevit import OdeConfig, convert_, evaluate, fit, merge_, merged_bytes, save_pretrained, with_steps
+from timm_odevit import OdeConfig, convert_, save_pretrained, with_steps
 from timm_odevit.hooks import evaluating, watch_blocks
-from timm_odevit.ode.methods import METHODS
 
 KINDS = [
     OdeConfig(),
-    OdeConfig(time='low_rank', rank=2),
-    OdeConfig(time='low_rank', rank=2, phases=2, method='rk4', steps=2),
-    OdeConfig(field='lipschitz', method='euler', time='low_rank'),
-    OdeConfig(time='low_rank', method='dopri5'),
+    OdeConfig(phases=2, method='rk4', steps=2),
+    OdeConfig(field='lipschitz', method='euler', phases=2),
+    OdeConfig(phases=2, method='dopri5'),
 ]
-kinds = pytest.mark.parametrize('config', KINDS, ids=lambda c: f'{c.field}-{c.time}-{c.method}')
+kinds = pytest.mark.parametrize('config', KINDS, ids=lambda c: f'{c.field}-{c.phases}-{c.method}')
 
 
 def in_threads(work, count=8):
@@ -58,7 +55,7 @@ def test_threads_get_the_answers_of_one(vit, config):
 
 
 def test_a_view_shares_the_weights_but_not_the_steps(vit, images, tmp_path):
-    model = converted(vit, OdeConfig(time='low_rank', rank=2))
+    model = converted(vit, OdeConfig(phases=2))
     calls, handle = [], model.blocks[0].register_forward_hook(lambda *_: calls.append('model'))
     view = with_steps(model, 3)
     view.blocks[0].register_forward_hook(lambda *_: calls.append('view'))
@@ -66,7 +63,7 @@ def test_a_view_shares_the_weights_but_not_the_steps(vit, images, tmp_path):
     handle.remove()
     assert calls == ['view']  # its own hooks alone
     view, expected, before = with_steps(model, 6), model(images), snapshot(model)
-    assert view.blocks.steps == 6 and len(view.feature_info) == 6 and view.blocks[5].field is model.blocks.shared
+    assert view.blocks.steps == 6 and len(view.feature_info) == 6 and view.blocks[5].field is model.blocks.shared.fields[1]
     assert model.blocks.steps == 3 and len(model.feature_info) == 3
     assert list(view.state_dict()) == list(model.state_dict())
     view.blocks.steps = 3
@@ -103,7 +100,7 @@ def test_a_view_refuses(vit, steps):
 
 
 def test_training_beside_inference_gives_the_gradients_of_one_thread(vit, images):
-    model = converted(vit, OdeConfig(time='low_rank', rank=2))
+    model = converted(vit, OdeConfig(phases=2))
     parameters = list(model.parameters())
     expected = torch.autograd.grad(model(images).square().sum(), parameters)
 
@@ -187,7 +184,7 @@ def test_hooks_that_cannot_be_copied_stay_behind(vit, images):
         module.register_full_backward_hook(Locked())
     with pytest.raises(TypeError, match='cannot pickle'):
         copy.deepcopy(model.blocks[0])
-    for config in (OdeConfig(), OdeConfig(time='low_rank', rank=2), OdeConfig(field='lipschitz', method='euler')):
+    for config in (OdeConfig(), OdeConfig(phases=2), OdeConfig(field='lipschitz', method='euler')):
         done = convert_(model, config)
         model(images)
         assert not calls
@@ -196,50 +193,8 @@ def test_hooks_that_cannot_be_copied_stay_behind(vit, images):
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize('method', METHODS)
-@pytest.mark.parametrize('config', [dict(time='low_rank', rank=2), dict(time='low_rank', phases=2),
-                                    dict(time='low_rank', rank=2, field='lipschitz')], ids=str)
-def test_merged_is_the_same_and_ordinary(vit, images, method, config):
-    model = converted(vit, OdeConfig(method=method, steps=4, **config))
-    with torch.no_grad():
-        expected, keys = model(images), list(model.state_dict())
-        predicted = merged_bytes(model)
-        done = merge_(model)
-        torch.testing.assert_close(model(images), expected)
-        assert done.bytes_after == predicted > done.bytes_before and f'{predicted / 1e6:.1f} MB' in str(done)
-        assert len(model.blocks) == 4 and not any(p.requires_grad for p in model.blocks.parameters())
-        if method in ('lie_trotter', 'rk4'):
-            torch.testing.assert_close(torch.export.export(model, (images,)).module()(images), expected)
-        torch.testing.assert_close(model.forward_head(model.forward_intermediates(images)[0]), expected)
-        done.restore()
-        assert list(model.state_dict()) == keys and torch.equal(model(images), expected)
-    with pytest.raises(ValueError, match='no longer holds the merged blocks'):
-        done.restore()
-
-
-def test_merging_refuses_and_is_refused(vit, images, tmp_path):
-    with pytest.raises(TypeError, match='Cannot merge VisionTransformer: it is not an ODE-ViT'):
-        merge_(vit())
-    with pytest.raises(ValueError, match='There is nothing to merge: the shared block does not depend on time'):
-        merge_(converted(vit, OdeConfig()))
-    with pytest.raises(ValueError, match="'dopri5' chooses its own times"):
-        merge_(converted(vit, OdeConfig(time='low_rank', method='dopri5')))
-    model = vit()
-    conversion = convert_(model, OdeConfig(time='low_rank', blocks=(1, 1)))
-    kept, expected = model.blocks[0], model(images)
-    done = merge_(model)
-    assert model.blocks[0] is kept and torch.equal(model(images), expected) and kept.mlp.fc1.weight.requires_grad
-    for call in (lambda: merge_(model), lambda: convert_(model), lambda: save_pretrained(model, tmp_path / 'x'),
-                 conversion.restore):
-        with pytest.raises(ValueError, match='This model is merged. Call'):
-            call()
-    assert not list(tmp_path.iterdir())
-    done.restore()
-    conversion.restore()
-
-
 def test_every_kind_of_hook_on_a_step_is_called(vit, images):
-    model, calls = converted(vit, OdeConfig(time='low_rank', rank=2)), []
+    model, calls = converted(vit, OdeConfig()), []
     step = model.blocks[1]
     assert step is model.blocks.solver[1]
     handles = [step.register_forward_pre_hook(lambda *_: calls.append('before')),
@@ -253,7 +208,7 @@ def test_every_kind_of_hook_on_a_step_is_called(vit, images):
     assert calls[4:] == ['before', 'after'] * 2
     for handle in handles:
         handle.remove()
-    model.blocks.shared.base.block.attn.register_forward_hook(lambda *_: calls.append('inner'))
+    model.blocks.shared.block.attn.register_forward_hook(lambda *_: calls.append('inner'))
     model(images).sum().backward()
     assert calls[8:] == ['inner'] * 3
 
@@ -267,61 +222,16 @@ def test_copies_of_a_conversion_restore_too(vit, images):
     assert torch.equal(twin(images), expected) and twin.group_matcher()
 
 
-@pytest.mark.parametrize('where', ['inner', 'step', 'field'])
-def test_hooks_that_change_the_output_do_so_when_merged(vit, images, where):
-    model = converted(vit, OdeConfig(time='low_rank', rank=2))
-    target = {'inner': model.blocks.shared.base.block.mlp, 'step': model.blocks[1], 'field': model.blocks.shared.base}[where]
-    before = model(images)
-    target.register_forward_hook(lambda module, args, out: 0.5 * out)
-    expected = model(images)
-    assert not torch.allclose(before, expected)
-    done = merge_(model)
-    torch.testing.assert_close(model(images), expected)
-    calls = []
-    model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
-    model(images)
-    done.restore()
-    model(images)
-    assert calls == [1]  # what is put on a merged block is its own
-
-
-def test_merged_models_say_what_they_cannot_do(vit, images):
-    model = converted(vit, OdeConfig(time='low_rank', rank=2, steps=6))
-    done = merge_(model)
-    for name, value in (('steps', 2), ('method', 'euler')):
-        with pytest.raises(ValueError, match='This model is merged. Call'):
-            setattr(model.blocks, name, value)
-    with pytest.raises(ValueError, match='This model is merged'):
-        with_steps(model, 2)
-    batch = (images, torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match='This model is merged'):
-        evaluate(model, [batch], steps=(1, 2))
-    assert evaluate(model, [batch]).results[0].images == 2
-    with pytest.raises(ValueError, match='This model is merged'):
-        fit(ClassificationTask(model, nn.CrossEntropyLoss()), [batch], epochs=1)
-    names = dict(model.named_modules())
-    assert [info['module'] for info in model.feature_info] == [f'blocks.solver.{i}' for i in range(6)]
-    assert all(info['module'] in names for info in model.feature_info)
-    assert model.blocks[2:].layers == done.blocks[0].layers[2:]
-    done.restore()
-    assert model.feature_info is model.blocks.feature_info
-
-
-def test_a_forward_that_wrappers_replaced(vit, images):
+def test_a_view_of_a_model_whose_forward_a_wrapper_replaced(vit, images):
     """As Accelerate does: a partial of a function over the module, which calls the old forward."""
-    model = converted(vit, OdeConfig(time='low_rank', rank=2))
-    with torch.no_grad():
-        expected = model(images)
-        for module in model.modules():
-            def new_forward(self, *args, **kwargs):
-                return 2 * self._old_forward(*args, **kwargs) / 2
-            if isinstance(module, nn.Linear):
-                module._old_forward = module.forward
-                module.forward = functools.update_wrapper(functools.partial(new_forward, module), module._old_forward)
-        torch.testing.assert_close(model(images), expected)
-        done = merge_(model)
-        torch.testing.assert_close(model(images), expected)
-        done.restore()
-        model.blocks.shared.base.block.mlp.fc1.forward = lambda x: x
-        with pytest.raises(RuntimeError, match='forward of this Linear was replaced by a function'):
-            model(images)
+    model = converted(vit)
+    expected = with_steps(model, 6)(images)
+
+    def new_forward(self, *args, **kwargs):
+        return 2 * self._old_forward(*args, **kwargs)
+    model._old_forward = model.forward
+    model.forward = functools.update_wrapper(functools.partial(new_forward, model), model._old_forward)
+    assert torch.equal(with_steps(model, 6)(images), 2 * expected)
+    model.forward = lambda x: x
+    with pytest.raises(RuntimeError, match='forward of this VisionTransformer was replaced by a function'):
+        with_steps(model, 6)

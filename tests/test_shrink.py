@@ -210,7 +210,7 @@ def test_the_smallest_size_that_keeps_enough(model, monkeypatch, needed):
     monkeypatch.setattr(material, 'calibrate_', lambda *args, **kwargs: None)
     monkeypatch.setattr(Held, 'value_of', lambda held, student: 100. * (count_parameters(student) >= needed * total))
     config = material.smallest_size(prepare(images(), model), 0.9, 1., False)
-    parameters = count_parameters(convert_(model, config, images=images(8)).model)
+    parameters = count_parameters(convert_(model, config).model)
     assert parameters >= needed * total and (needed == 1. or parameters < total * (needed + 0.4))
 
 
@@ -266,13 +266,13 @@ def test_too_few_minutes_are_refused_and_what_is_in_the_folder_stays(model, tmp_
     assert [path.name for path in tmp_path.rglob('*')] == ['files', 'thesis.txt']
 
 
-def test_operations_are_those_of_merged_weights(model):
+def test_operations_are_those_of_an_image(model):
     image = images(1)
     whole = candidates.operations(model, image)
     N, D = 17, 32
     blocks = 4 * (12 * D * D * N + 2 * N * N * D)
     assert whole == pytest.approx((blocks + 16 * D * 48 + 3 * D) / 1e6, rel=0.01)
-    student = convert_(model, time='low_rank', rank=2).model
+    student = convert_(model, phases=2).model
     assert candidates.operations(student, image) == pytest.approx(whole)
     student.blocks.config = replace(student.blocks.config, halting='entropy', halting_threshold=9.)  # after the first step
     assert candidates.operations(student, images(33)) == pytest.approx(whole - 0.75 * blocks / 1e6, rel=0.01)

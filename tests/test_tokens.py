@@ -10,7 +10,7 @@ from conftest import converted
 from timm.models import FeatureGraphNet
 from torch.utils.checkpoint import checkpoint
 
-from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_, fit, merge_
+from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_, fit
 from timm_odevit.dynamics.flow import follow
 from timm_odevit.hooks import watch_blocks
 from timm_odevit.ode.tokens import TokenMerging, groups_of, tokens_at
@@ -25,8 +25,7 @@ def with_tokens(vit, share=0.5, **kwargs):
 
 
 @pytest.mark.parametrize('config', [
-    dict(), dict(method='strang'), dict(field='lipschitz', method='euler', init='mean'), dict(phases=3),
-    dict(time='low_rank', rank=4)], ids=str)
+    dict(), dict(method='strang'), dict(field='lipschitz', method='euler', init='mean'), dict(phases=3)], ids=str)
 def test_merging_equal_tokens_changes_nothing(vit, images, config):
     """Known answer: tokens that are equal stay equal, and a group of n counts n times in attention."""
     model = with_tokens(vit, 0.5, **config)
@@ -152,8 +151,8 @@ def test_distillation_with_merged_tokens_follows_all_tokens(vit, images):
     assert task.train()(images, None)['loss'] < before
 
 
-def test_compiled_exported_merged_and_in_two_threads(vit, images):
-    model = with_tokens(vit, 0.4, time='low_rank', rank=2)
+def test_compiled_exported_and_in_two_threads(vit, images):
+    model = with_tokens(vit, 0.4, phases=2)
     with torch.no_grad():
         expected = model(images)
         compiled = torch.compile(model, fullgraph=True, backend='eager')
@@ -161,9 +160,6 @@ def test_compiled_exported_merged_and_in_two_threads(vit, images):
         batch = torch.export.Dim('batch', max=64)
         exported = torch.export.export(model, (images,), dynamic_shapes=({0: batch},)).module()
         torch.testing.assert_close(exported(images.repeat(2, 1, 1, 1)), expected.repeat(2, 1))
-        merged = merge_(model)
-        torch.testing.assert_close(model(images), expected)
-        merged.restore()
         inputs = [torch.randn(3, 3, 16, 16) for _ in range(2)]
         alone = [model(x) for x in inputs]
     with ThreadPoolExecutor(2) as pool:
@@ -171,14 +167,11 @@ def test_compiled_exported_merged_and_in_two_threads(vit, images):
         assert all(torch.equal(y, expected) for ys, expected in zip(found, alone, strict=True) for y in ys)
 
 
-@pytest.mark.parametrize('merged', [False, True])
-def test_a_slice_merges_as_fast_as_the_whole(vit, images, merged):
-    model = with_tokens(vit, 0.3, steps=6, time='low_rank', rank=2).eval()
+def test_a_slice_merges_as_fast_as_the_whole(vit, images):
+    model = with_tokens(vit, 0.3, steps=6, phases=2).eval()
     with torch.no_grad():
         x, expected = embedded(model, images), model.forward_intermediates(
             images, output_fmt='NLC', return_prefix_tokens=True, intermediates_only=True)
-        if merged:
-            merge_(model)
         for count in range(1, 7):
             patches, prefix = expected[count - 1]
             y = model.blocks[:count](x)

@@ -12,7 +12,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 def convert(model: nn.Module) -> Conversion:
-    config: OdeConfig = OdeConfig(field='native', method='lie_trotter', steps=6, time='low_rank', rank=8)
+    config: OdeConfig = OdeConfig(field='native', method='lie_trotter', steps=6, phases=3)
     done = timm_odevit.convert_(model, config)
     before: int = done.parameters_before
     after: int = done.parameters_after
@@ -20,9 +20,9 @@ def convert(model: nn.Module) -> Conversion:
     return done
 
 
-def smaller(model: nn.Module, images: Tensor) -> nn.Module:
-    config = timm_odevit.choose_size(model, 0.25, init='svd_data')
-    timm_odevit.convert_(model, config, images=images)
+def smaller(model: nn.Module) -> nn.Module:
+    config = timm_odevit.choose_size(model, '25%', OdeConfig(steps=6))
+    timm_odevit.convert_(model, config)
     return model
 
 
@@ -35,7 +35,7 @@ def distil(student: nn.Module, teacher: nn.Module, loader: Batches) -> dict[str,
 
 
 def by_recipe(teacher: nn.Module, data: Path) -> str:
-    recipe: Recipe = Recipe.load('low_rank', ['ode.rank=8'])
+    recipe: Recipe = Recipe.load('three_blocks', ['ode.steps=12'])
     timm_odevit.train(recipe, data, 'run', teacher=teacher)
     return recipe.to_yaml()
 

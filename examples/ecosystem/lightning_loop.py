@@ -30,7 +30,7 @@ class Distillation(lightning.LightningModule):
 def main(epochs=1, images=16):
     teacher = timm.create_model('deit_tiny_patch16_128.cifar100', pretrained=True)
     student = copy.deepcopy(teacher)
-    convert_(student, OdeConfig(time='low_rank', rank=8))
+    convert_(student, OdeConfig(phases=3))
     data = TensorDataset(torch.randn(images, 3, 128, 128), torch.arange(images) % 100)    # yours
     processes = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
     trainer = lightning.Trainer(max_epochs=epochs, accelerator='cpu', devices=processes, logger=False,

@@ -1,18 +1,14 @@
-"""torchvision, a dependency of this package: features by the names of graph nodes.
-
-A block that depends on time is a leaf of the graph: its parameters are functions of t.
-"""
+"""torchvision, a dependency of this package: features by the names of graph nodes."""
 import timm
 import torch
 from torchvision.models.feature_extraction import create_feature_extractor
 
-from timm_odevit.ode.time_dependence import TimeField
+import timm_odevit  # noqa: F401  registers the models
 
 
 def main(name='odevit_tiny_native_three_patch16_128.deit_tiny_k12_cifar100'):
     model = timm.create_model(name, pretrained=True).eval()
-    extract = create_feature_extractor(
-        model, {'blocks.solver.5': 'half', 'norm': 'end'}, tracer_kwargs={'leaf_modules': [TimeField]})
+    extract = create_feature_extractor(model, {'blocks.solver.5': 'half', 'norm': 'end'})
     features = extract(torch.randn(1, 3, 128, 128))
     print({name: list(value.shape) for name, value in features.items()})
     return features
