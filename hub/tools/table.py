@@ -39,7 +39,7 @@ def paper():
 
 
 def speed(name):
-    """What `odevit benchmark --json` wrote, but for residuals: a row for each model, two columns for each batch size."""
+    """What `odevit benchmark --json` wrote, without residuals: a row per model, two columns per batch size."""
     record = json.loads((HUB / 'speed' / f'{name}.json').read_text())
     found = {}
     for r in record['timings']:
