@@ -131,14 +131,15 @@ def suitable_settings(material: Material, size: Any, keep: float | None, minutes
     if keep is not None:
         return smallest_size(material, keep, minutes / 4, progress)
     layers = max(len(stage.blocks) for stage in find_stages(material.model))
-    return half_the_steps(material, replace(material.base, phases=max(1, layers // 4)) if size is None else
+    return steps_for(material, replace(material.base, phases=max(1, layers // 4)) if size is None else
                           choose_size(material.model, size, material.base))
 
 
-def half_the_steps(material: Material, config: OdeConfig) -> OdeConfig:
-    """One step for two layers, or one for each of more shared blocks; the model's own for each of several stages."""
-    stages = find_stages(material.model)
-    return config if len(stages) > 1 else replace(config, steps=max(config.phases, len(stages[0].blocks) // 2))
+def steps_for(material: Material, config: OdeConfig) -> OdeConfig:
+    """One step for two layers, but two for each shared block if they are as many; the model's own if it has stages."""
+    stages, layers = find_stages(material.model), len(find_stages(material.model)[0].blocks)
+    most = min(layers, max(layers // 2, 2 * config.phases))
+    return config if len(stages) > 1 else replace(config, steps=most)
 
 
 def smallest_size(material: Material, keep: float, minutes: float, progress: bool) -> OdeConfig:
@@ -153,7 +154,7 @@ def smallest_size(material: Material, keep: float, minutes: float, progress: boo
     wanted = keep * choosing.value_of(model)
     for _ in range(TRIALS):
         middle = (low + high) // 2
-        config = half_the_steps(material, choose_size(model, middle, material.base))
+        config = steps_for(material, choose_size(model, middle, material.base))
         student, _ = converted(material, config)
         value = choosing.value_of(student)
         if value < wanted:
