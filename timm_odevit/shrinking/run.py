@@ -169,6 +169,8 @@ def _save_best(folder: Path) -> None:
 def _outlook(student: nn.Module, material: Material, folder: Path) -> tuple[str, ...]:
     """What more minutes or images would change, as far as the training tells."""
     records, cosine = json.loads((folder / HISTORY).read_text()), material.judging.measure == 'cosine'
+    if not records:
+        return 'The student computes what the original does, so there was nothing to learn.',
     stage = sorted({record['stage'] for record in records})[-2:][0]  # the last that has a constant learning rate
     values = [(100. if cosine else 1.) * score_of(record) for record in records if record['stage'] == stage]
     said, half = ['The student had time for a few updates only: more minutes would help.'], len(values) // 2
