@@ -43,11 +43,11 @@ from .training.config import CalibrationConfig, FitConfig, LossConfig
 from .training.fit import fit
 from .training.recipe import Recipe
 from .training.run import calibrate_, train
-from .training.tasks import StepwiseTask, TrajectoryDistillationTask
+from .training.tasks import TrajectoryDistillationTask
 
 __all__ = [
     'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'LossConfig', 'OdeConfig', 'Recipe',
-    'StepwiseTask', 'TrajectoryDistillationTask', 'Verdict', '__version__', 'attention_over_time', 'calibrate_',
+    'TrajectoryDistillationTask', 'Verdict', '__version__', 'attention_over_time', 'calibrate_',
     'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'contraction_regions', 'convert_',
     'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
     'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate', 'lipschitz_constants',

@@ -23,8 +23,6 @@ from .files import markdown_table
 from .ode.blocks import count_parameters, find_ode_blocks, with_steps
 from .settings import integer, one_of
 
-__all__ = ['Benchmark', 'Timing', 'benchmark', 'peak_of', 'processor', 'times_in_turns']
-
 Images = Callable[[nn.Module, int], Tensor]
 SAMPLE = 32  # images over which a time is averaged, if it depends on the images
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .files import locked
 
-__all__ = ['alone_in', 'in_first_process', 'over_processes', 'rank_and_world']
-
 
 def rank_and_world() -> tuple[int, int]:
     """The rank of this process and the number of processes; (0, 1) if there is only one."""

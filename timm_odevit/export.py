@@ -17,8 +17,6 @@ from .files import staged
 from .ode.blocks import find_ode_blocks
 from .settings import one_line, one_of
 
-__all__ = ['FORMATS', 'METADATA', 'Format', 'export_model']
-
 METADATA = 'metadata.json'  # in a .pt2 file of torch.export
 
 

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from .ode.blocks import find_ode_blocks
 from .settings import many, number
 
-__all__ = ['FeaturesAtTimes']
-
 _WHAT = 'strictly increasing relative times, such as (0.25, 0.5, 1.0)'
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-__all__ = ['OWN', 'locked', 'markdown_table', 'staged', 'to_json', 'write_text']
-
 OWN = '.odevit-'  # prefix of the names of locks and of unfinished files
 _WAIT = 300.  # seconds that a save waits for another save into the same folder
 

@@ -13,9 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ['AMP_DTYPES', 'BlockRecord', 'autocast', 'check_images', 'evaluating', 'hooked', 'lent', 'on_meta',
-           'random_states_kept', 'state_at', 'watch_blocks']
-
 AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
 _USERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # by module, how many need it in eval mode
 _LOCK = Lock()

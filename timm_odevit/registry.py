@@ -19,8 +19,6 @@ from .ode.config import PREFIX, OdeConfig
 from .saving.loading import CONFIG, WEIGHTS, check_args, check_size, weights_file
 from .settings import one_line, shown
 
-__all__ = ['default_cfgs']  # register_model adds the entry points
-
 _PAPER = {'ode_field': 'lipschitz', 'ode_method': 'euler', 'ode_init': 'spectral'}
 _NATIVE = {'ode_field': 'native', 'ode_method': 'lie_trotter', 'ode_init': 'mean'}
 _TINY_32: Any = ('vit_tiny_patch16_224', dict(depth=12, patch_size=4, img_size=32))

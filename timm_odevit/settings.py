@@ -11,9 +11,6 @@ from typing import Any
 
 from typing_extensions import Self
 
-__all__ = ['Check', 'Settings', 'flag', 'integer', 'many', 'number', 'one_line', 'one_of', 'printable',
-           'refuse_unknown', 'setting', 'shown', 'suggest']
-
 Check = Callable[[str, Any], Any]  # takes a name and a value; returns the value to keep, or raises ValueError
 
 

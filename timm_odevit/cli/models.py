@@ -12,8 +12,6 @@ from ..files import OWN
 from ..ode.blocks import find_ode_blocks
 from ..settings import one_line, suggest
 
-__all__ = ['TOWERS', 'check_file', 'load', 'load_with_steps', 'refuse_existing', 'save']
-
 TOWERS = ('open_clip:', 'transformers:')
 
 

@@ -18,11 +18,6 @@ from ..ode.fields import NativeField
 from ..ode.methods import Step
 from ..ode.solver import Solver
 
-__all__ = [
-    'FIELD_OF', 'PER_LAYER', 'Site', 'WholeField', 'cannot_convert', 'class_token_comes_later', 'field_class',
-    'find_stages', 'kinds', 'prefix_tokens', 'structure', 'takes_one_state',
-]
-
 
 class PostNormField(NativeField):
     """Norms follow the sub-layers."""
@@ -186,8 +181,7 @@ def structure(model: nn.Module, ignored: Sequence[str] = ()) -> list[str]:
     lines = []
     for name, module in model.named_modules():
         if 'drop' not in name.rsplit('.', 1)[-1] and not isinstance(module, (Solver, Step)):  # of OdeBlocks' settings
-            about = '' if isinstance(module, nn.ParameterDict) else module.extra_repr()  # the device does not matter
-            lines.append(f'{name}: {type(module).__name__}({about})')
+            lines.append(f'{name}: {type(module).__name__}({module.extra_repr()})')
             lines += [f'{name}.{k}'.strip('.') + f' = {v}' for k, v in sorted(vars(module).items())
                       if type(v) in (bool, int, float, str, tuple, torch.Size) and not k.startswith('_')
                       and k not in (*_RUNTIME, *ignored)]

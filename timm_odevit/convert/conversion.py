@@ -13,8 +13,6 @@ from .block_kinds import Site, class_token_comes_later, prefix_tokens
 from .initialisation import build_field
 from .planning import check_all, count_in_words
 
-__all__ = ['Conversion', 'Replacements', 'convert_']
-
 
 class Replacements:
     """Attributes of a model and of its parts, given as owner, name and new value; the first value is a module.

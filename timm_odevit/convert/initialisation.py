@@ -12,8 +12,6 @@ from ..ode.config import FIELDS, OdeConfig
 from ..ode.fields import Field, NativeField, PiecewiseField
 from .block_kinds import PER_LAYER, field_class, kinds
 
-__all__ = ['assignment', 'build_field', 'spectral_']
-
 Blocks = dict[int, Any]  # by layer
 
 

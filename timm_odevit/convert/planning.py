@@ -19,9 +19,6 @@ from ..ode.methods import METHODS
 from .block_kinds import FIELD_OF, Site, WholeField, cannot_convert, field_class, find_stages, kinds, takes_one_state
 from .initialisation import assignment
 
-__all__ = ['check_all', 'check_convertible', 'choose_size', 'convertibility', 'count_in_words', 'list_convertible',
-           'parse_size', 'predict_parameters']
-
 
 def check_convertible(model: nn.Module, config: OdeConfig | None = None, **settings: Any) -> None:
     """Raise the TypeError or ValueError that `convert_` with the same arguments would raise, and change nothing.

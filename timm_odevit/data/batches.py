@@ -20,9 +20,6 @@ from ..hooks import random_states_kept
 from ..settings import Settings, integer, number, setting
 from .preprocessing import data_config, described, dtype_of, image_mode, read_image
 
-__all__ = ['ArrayLoader', 'DataConfig', 'FileLoader', 'Mapped', 'is_pair', 'mixed', 'read_batches', 'set_epoch',
-           'shuffled', 'training_loader', 'unlabelled']
-
 _UNREADABLE = -1  # the label of an image file that cannot be read
 _logger = logging.getLogger(__name__)
 Samples = list[tuple[str, int]]  # files and their labels

@@ -15,10 +15,6 @@ from torch import Tensor
 
 from ..settings import one_line, printable
 
-__all__ = ['check_labels', 'check_names', 'class_names', 'data_config', 'described', 'dtype_of', 'image_mode',
-           'labels_for', 'model_name', 'open_image', 'preparation', 'read_image', 'renormalisation',
-           'warn_of_other_classes']
-
 _MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's, by the number of channels
 
 

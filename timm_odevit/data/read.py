@@ -19,8 +19,6 @@ from .batches import ArrayLoader, DataConfig, FileLoader, Mapped, is_pair, mixed
 from .preprocessing import class_names, dtype_of, labels_for, preparation
 from .sources import Part, checked_labels, divided, files_in, folder_parts, read_folder, read_npz, spread, taken
 
-__all__ = ['Data', 'classes_of', 'read_data']
-
 
 @dataclass(frozen=True, eq=False)
 class Data:

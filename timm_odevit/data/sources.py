@@ -14,9 +14,6 @@ from ..settings import one_line
 from .batches import shuffled
 from .preprocessing import check_labels, check_names, described
 
-__all__ = ['Part', 'checked_labels', 'divided', 'files_in', 'folder_parts', 'read_folder', 'read_npz', 'spread',
-           'taken']
-
 Part = tuple[Any, Tensor]  # images: paths of files, or a tensor [N, ...]; and their labels [N]
 # the parts of a data set, by the names of their folders
 _PARTS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'eval': 'val',

@@ -17,9 +17,6 @@ from ..hooks import evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from ..ode.methods import Step
 
-__all__ = ['Flow', 'Images', 'Jacobian', 'PerImage', 'PlainAttention', 'along', 'follow', 'joined', 'noise', 'norms',
-           'over_images', 'unit']
-
 Images = Tensor | Iterable[Any] | None
 Measured = TypeVar('Measured', bound='PerImage')
 SOFTMAX = (torch.softmax, F.softmax, torch.Tensor.softmax, F.scaled_dot_product_attention)

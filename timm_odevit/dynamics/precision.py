@@ -17,8 +17,6 @@ from ..ode.solver import Solver
 from ..settings import one_of
 from .flow import Flow, Images, PerImage, along, follow, joined, noise, norms, over_images, unit
 
-__all__ = ['DiscretisationError', 'Region', 'contraction_regions', 'discretisation_errors']
-
 
 @dataclass(frozen=True, repr=False)
 class DiscretisationError(PerImage):

@@ -14,9 +14,6 @@ from ..ode.blocks import find_ode_blocks
 from ..settings import integer, one_of
 from .flow import Flow, Images, Jacobian, PerImage, along, noise, norms, over_images, unit
 
-__all__ = ['Exponents', 'LipschitzConstants', 'lipschitz_constants', 'log_softmax_bound', 'lyapunov_exponents',
-           'spectral_norms']
-
 SETTLED = 1e-4  # change of the exponents in a sweep, per unit of time
 
 

@@ -12,9 +12,6 @@ from ..hooks import state_at
 from .flow import Flow, Images, PerImage, PlainAttention, norms, over_images
 from .stability import log_softmax_bound
 
-__all__ = ['AttentionOverTime', 'ClassOverTime', 'DistanceOverTime', 'Geometry', 'attention_maps',
-           'attention_over_time', 'class_over_time', 'distance_over_time', 'trajectory_geometry']
-
 
 @dataclass(frozen=True, repr=False)
 class Geometry(PerImage):

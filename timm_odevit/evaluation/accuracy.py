@@ -17,8 +17,6 @@ from ..ode.methods import METHODS
 from ..settings import number
 from .results import NO_CLASS, Evaluation, Result, passes
 
-__all__ = ['Halting', 'calibrate_halting', 'evaluate']
-
 TRIED = 1000  # thresholds
 
 

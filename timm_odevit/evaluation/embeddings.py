@@ -16,8 +16,6 @@ from ..data.preprocessing import check_labels, renormalisation
 from ..hooks import evaluating
 from .results import NO_CLASS, EmbeddingResult, Evaluation, passes, views
 
-__all__ = ['PatchAgreement', 'evaluate_embeddings', 'knn_accuracy', 'nearest', 'patch_agreement', 'probe_accuracy']
-
 NEIGHBOURS, TEMPERATURE = 20, 0.07
 PENALTY = 1e-3
 

@@ -16,8 +16,6 @@ from ..files import markdown_table, to_json, write_text
 from ..hooks import autocast, evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks, with_steps
 
-__all__ = ['NO_CLASS', 'EmbeddingResult', 'Evaluation', 'Pass', 'Result', 'passes', 'views']
-
 NO_CLASS = -1  # the class of an image whose outputs are not finite, which is never right
 
 

@@ -15,8 +15,6 @@ from torchvision import models as tv
 from ..hooks import evaluating, on_meta, watch_blocks
 from ..settings import one_line
 
-__all__ = ['HOLDERS', 'from_open_clip', 'from_torchvision', 'from_transformers', 'kind_of', 'type_of']
-
 _SIZES = {192: 'tiny', 384: 'small', 768: 'base', 1024: 'large', 1280: 'huge'}  # timm's names of widths
 # parts of the names of tensors, theirs and timm's; torchvision before 0.14 has linear_1 and linear_2
 _TORCHVISION = {

@@ -9,8 +9,6 @@ from ..convert.conversion import Replacements
 from ..hooks import on_meta, watch_blocks
 from .from_libraries import HOLDERS, kind_of, type_of
 
-__all__ = ['PutTower', 'put_tower_']
-
 _OPEN_CLIP = ('open_clip.transformer.VisionTransformer', 'open_clip.timm_model.TimmModel')
 
 

@@ -15,8 +15,6 @@ from .methods import METHODS, Step
 from .solver import Solver, solve_adaptive
 from .views import shallow_copy, view
 
-__all__ = ['OdeBlocks', 'count_parameters', 'find_ode_blocks', 'with_steps']
-
 
 class Counts(threading.local):
     """What the last pass of each thread took: evaluations, if adaptive; steps of each image [B], if they may halt."""

@@ -8,8 +8,6 @@ from .fields import Field, LipschitzField, NativeField
 from .halting import HALTING
 from .methods import METHODS
 
-__all__ = ['DEFAULT', 'FIELDS', 'GONE', 'HALTING', 'LARGEST_STEPS', 'PREFIX', 'OdeConfig', 'adaptive_methods']
-
 FIELDS: dict[str, type[Field]] = {'lipschitz': LipschitzField, 'native': NativeField}
 PREFIX = 'ode_'
 LARGEST_STEPS = 10_000  # each is a module

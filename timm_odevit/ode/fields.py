@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from timm.layers import Attention, DropPath, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
 from torch import Tensor, nn
 
-__all__ = ['CenterNorm', 'Context', 'Field', 'Groups', 'LipschitzField', 'NativeField', 'PiecewiseField', 'copy_module']
-
 Module = TypeVar('Module', bound=nn.Module)
 
 
@@ -86,7 +84,7 @@ class NativeField(Field):
 
     @classmethod
     def like(cls, blocks):
-        block = copy_module(blocks[0], hooks=False)  # hooks belong to the layer they were registered on
+        block = copy_module(blocks[0])  # hooks belong to the layer they were registered on
         trainable = {name for each in blocks for name, p in each.named_parameters() if p.requires_grad}
         for name, parameter in block.named_parameters():
             parameter.requires_grad_(name in trainable)
@@ -167,7 +165,7 @@ class LipschitzField(Field):
         first, attn, weight = blocks[0], blocks[0].attn, blocks[0].attn.qkv.weight
         field = cls(
             weight.shape[1], attn.num_heads, weight.shape[0] // (3 * attn.num_heads), first.mlp.fc2.in_features,
-            copy_module(first.mlp.act, hooks=False), attn.attn_drop.p, attn.proj_drop.p,
+            copy_module(first.mlp.act), attn.attn_drop.p, attn.proj_drop.p,
             sum(getattr(block.drop_path1, 'drop_prob', 0.) or 0. for block in blocks) / len(blocks),
             weight.device, weight.dtype)
         return field.requires_grad_(any(p.requires_grad for block in blocks for p in block.parameters()))
@@ -255,10 +253,9 @@ def _probabilities(q: Tensor, k: Tensor, scale: float) -> Tensor:
         return (q.float() * scale @ k.float().transpose(-2, -1)).softmax(dim=-1)
 
 
-def copy_module(module: Module, hooks: bool) -> Module:
-    """A deep copy that shares the hooks, which may hold what cannot be copied, or has none."""
-    memo: dict[int, Any] = {}
-    for inner in module.modules():
-        memo.update({id(value): value.copy() if hooks else OrderedDict() for name, value in vars(inner).items()
-                     if '_hooks' in name and isinstance(value, dict)})
+def copy_module(module: Module) -> Module:
+    """A deep copy without the hooks, which may hold what cannot be copied."""
+    memo: dict[int, Any] = {
+        id(value): OrderedDict() for inner in module.modules() for name, value in vars(inner).items()
+        if '_hooks' in name and isinstance(value, dict)}
     return copy.deepcopy(module, memo)

@@ -9,8 +9,6 @@ from torch import Tensor
 from .fields import Context, Groups
 from .tokens import carry, groups_of
 
-__all__ = ['HALTING', 'Readout', 'run_halting']
-
 Readout = Callable[[Tensor], Tensor]  # logits [B, classes] for a state [B, N, D]
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from .fields import Context, Field
 from .tokens import TokenMerging
 
-__all__ = ['METHODS', 'RungeKutta', 'Step']
-
 
 class Step(nn.Module):
     """One step of a solver: maps the state at t [B, N, D] to the state at t + h; called as a host calls its blocks."""

@@ -13,8 +13,6 @@ from .fields import Context, Field
 from .methods import METHODS, Step
 from .tokens import TokenMerging
 
-__all__ = ['Solver', 'integrate', 'solve_adaptive']
-
 _SAME = 1e-6  # times that differ by rounding
 
 

@@ -5,8 +5,6 @@ from torch import Tensor
 
 from .fields import Context, Groups
 
-__all__ = ['TokenMerging', 'carry', 'groups_of', 'tokens_at']
-
 
 class TokenMerging:
     """How the steps of a solver on [start, start + T] merge tokens, so that a `share` of them is left at T.

@@ -6,8 +6,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-__all__ = ['shallow_copy', 'view']
-
 Module = TypeVar('Module', bound=nn.Module)
 
 

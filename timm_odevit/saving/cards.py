@@ -12,8 +12,6 @@ from .._version import __version__
 from ..files import markdown_table
 from ..ode.blocks import count_parameters, find_ode_blocks
 
-__all__ = ['model_card']
-
 _TEMPLATE = """---
 {{ card_data }}
 ---

@@ -11,8 +11,6 @@ from torch import nn
 
 from ..settings import one_line, printable, shown
 
-__all__ = ['CONFIG', 'WEIGHTS', 'check_args', 'check_size', 'weights_file']
-
 CONFIG, WEIGHTS = 'config.json', 'model.safetensors'
 _LARGEST = 100_000  # of a number in config.json, unless its name is below
 _RANGES = {'depth': (0, 256), 'depths': (0, 64), 'num_blocks': (0, 256), 'layers': (0, 256),

@@ -25,8 +25,6 @@ from ..settings import one_line
 from .cards import model_card
 from .loading import CONFIG, WEIGHTS, check_args
 
-__all__ = ['CARD', 'describe', 'push_to_hub', 'save_pretrained', 'save_reference']
-
 CARD, REFERENCE = 'README.md', 'test/tensors.safetensors'
 # the files of a model's folder that are sent; never a pickle
 _SENT = [WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', 'earlier*.yaml', 'results.json']

@@ -23,8 +23,6 @@ from ..ode.blocks import find_ode_blocks
 from ..settings import one_line
 from .material import Held, Material
 
-__all__ = ['Candidate', 'Row', 'candidates', 'measure', 'operations']
-
 BATCHES = (1, 32)
 ROUNDS = 5
 TOKENS = (0.5, 0.2)

@@ -19,9 +19,6 @@ from ..ode.config import DEFAULT, OdeConfig
 from ..saving.save import describe
 from ..training.run import calibrate_
 
-__all__ = ['BATCH', 'SHARE', 'Held', 'Material', 'converted', 'plain_student', 'prepare', 'smallest_size',
-           'suitable_settings']
-
 BATCH = 64
 HELD = 2048  # images that choose and judge, at most
 HELD_OUT = 0.2  # share of the images that is held out to choose and to judge, unless others are given for that

@@ -32,8 +32,6 @@ from .candidates import Candidate, candidates, measure
 from .material import BATCH, SHARE, Material, converted, plain_student, prepare, suitable_settings
 from .verdict import Verdict
 
-__all__ = ['shrink']
-
 LEAST = 0.1  # of the minutes for each of the two students
 MEASURED = 20  # times as long as for the original, about, for all that is measured
 

@@ -9,8 +9,6 @@ from typing import Any
 from ..files import markdown_table
 from .candidates import Row
 
-__all__ = ['Verdict']
-
 COLORS = {'original': '#808080', 'plain': '#c2610c', 'student': '#3b82f6'}
 AROUND = 'bottom right', 'middle left', 'top right'  # where a point's number is, in turn: points may be near
 TICKS = [digit * 10. ** power for power in range(-3, 5) for digit in (1, 2, 5)]

@@ -6,10 +6,7 @@ from timm.optim import list_optimizers
 
 from ..hooks import AMP_DTYPES
 from ..ode.config import LARGEST_STEPS
-from ..settings import Settings, flag, integer, many, number, one_of, setting, shown
-
-__all__ = ['BEST', 'HISTORY', 'LAST', 'MINUTES', 'RECIPE', 'RUN', 'START', 'CalibrationConfig', 'FitConfig',
-           'LossConfig']
+from ..settings import Settings, flag, integer, many, number, one_of, setting
 
 LAST, BEST, START, HISTORY, RECIPE, RUN = 'last.pt', 'best', 'start', 'history.json', 'recipe.yaml', 'run.json'
 YEAR = 525_600.  # in minutes
@@ -160,30 +157,23 @@ class CalibrationConfig(Settings):
     """Settings of `calibrate_`; each is also a keyword of `calibrate_`.
 
     Attributes:
-        minutes: Minutes to spend, half of them on each part. None for 5.
-        epochs: Instead of minutes, epochs of the first part (each step on its own) and of the second (unrolled).
+        minutes: Minutes to spend. None for 5.
+        epochs: Instead of minutes.
         batch_size: Images per update.
-        lr: Peak learning rate of the first part (AdamW). None for 3e-3 * min(1, 3 * loss), with its first loss.
-        unrolled_lr: That of the second part (Muon). None for 1e-3 * min(1, 3 * loss), with the same loss.
+        lr: Peak learning rate (Muon). None for 1e-3 * min(1, 3 * loss), with the loss before training.
         amp: Mixed precision: 'bfloat16' or 'float16'; None for full precision.
         seed: Seed for the order of the images.
 
     Examples:
-        >>> history = calibrate_(student, teacher, images, config=CalibrationConfig(epochs=(8, 2)))
+        >>> history = calibrate_(student, teacher, images, config=CalibrationConfig(epochs=8))
     """
     minutes: float | None = setting(None, number(0., YEAR, open='(', none='5'))
-    epochs: tuple[int, int] | None = None
+    epochs: int | None = setting(None, integer(1, none='minutes'))
     batch_size: int = setting(16, integer(1))
     lr: float | None = setting(None, number(0., none='chosen by what there is to learn'))
-    unrolled_lr: float | None = setting(None, number(0., none='chosen by what there is to learn'))
     amp: str | None = setting(None, one_of(_DTYPES, none='full precision'))
     seed: int = setting(0, integer(None))
 
-    def _check(self) -> dict[str, Any] | None:
-        if self.epochs is None:
-            return None
-        allowed = 'two whole numbers, one of which may be 0, such as (8, 2), or None to use minutes'
-        epochs = many(integer(0), allowed)('epochs', self.epochs)
-        if self.minutes is not None or len(epochs) != 2 or max(epochs) < 1:
-            raise ValueError(f'epochs must be {allowed}; got {shown(epochs)}, with minutes={self.minutes}.')
-        return {'epochs': epochs}
+    def _check(self) -> None:
+        if self.epochs is not None and self.minutes is not None:
+            raise ValueError('calibrate_ takes epochs or minutes, not both.')

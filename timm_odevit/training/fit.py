@@ -19,8 +19,6 @@ from ..settings import one_line
 from .config import BEST, HISTORY, LAST, FitConfig
 from .loop import Stream, Trainer, compiled_blocks, models_of, score_of, try_one_batch, unfused_in_bfloat16
 
-__all__ = ['EPOCHS', 'check_same', 'check_unused', 'count_updates', 'fit', 'updates_in']
-
 EPOCHS = 10  # into which minutes are divided at least, for the progress bar and for validation
 TRIED = 2  # updates by which their time is found, at least
 LONG = 10.  # seconds of an epoch that may be more than a pass over the data

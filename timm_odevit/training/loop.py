@@ -28,9 +28,6 @@ from ..ode.blocks import find_ode_blocks
 from ..settings import one_line
 from .config import FitConfig
 
-__all__ = ['Stream', 'Trainer', 'compiled_blocks', 'create_optimizer', 'models_of', 'score_of', 'try_one_batch',
-           'unfused_in_bfloat16', 'validate', 'words_of']
-
 PASSES = 10_000  # over the data in an epoch, at most, that each have an order of their own
 _SCORES = {  # by what is measured, whether more or less of it is better, and how it is said
     'val_top1': (1, 'top-1 {:.1f} %'), 'val_cosine': (1, 'cosine {:.4g}'), 'val_error': (-1, 'squared error {:.4g}')}

@@ -1,6 +1,5 @@
-"""The losses, and the passes of a student that compute them: what DDP wraps."""
+"""The losses, and the pass of a student that computes them: what DDP wraps."""
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -9,26 +8,28 @@ import torch.nn.functional as F
 from timm.models import group_parameters
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..convert.block_kinds import prefix_tokens
 from ..distributed import over_processes, rank_and_world
 from ..dynamics.stability import log_softmax_bound
-from ..hooks import BlockRecord, state_at, watch_blocks
+from ..hooks import BlockRecord, watch_blocks
 from ..ode.blocks import find_ode_blocks
 from .config import LossConfig
 from .matching import is_one_sequence, targets
 
-__all__ = ['StepwisePass', 'TrainingPass', 'TrajectoryPass', 'embedding_loss', 'jasmin_loss', 'logit_loss',
-           'trajectory_loss']
 
+class TrajectoryPass(nn.Module):
+    """The loss of a student's trajectory, and its parts, in one `forward`, so that DistributedDataParallel can wrap it.
 
-class TrainingPass(nn.Module):
-    """A student's training pass in one `forward`, so that DistributedDataParallel can wrap it."""
+    `times` are those of the teacher's states, by stage.
+    """
 
-    def __init__(self, student: nn.Module) -> None:
+    def __init__(self, student: nn.Module, config: LossConfig, times: list[list[float]]) -> None:
         super().__init__()
         self.student: Any = student
+        self.config, self.times = config, times
+        self.prefix = prefix_tokens(student) if is_one_sequence(student) else 0
+        self.has_cls = self.prefix > 0 and getattr(student, 'cls_token', None) is not None
 
     def no_weight_decay(self) -> set[str]:
         return {f'student.{name}' for name in getattr(self.student, 'no_weight_decay', set)()}
@@ -36,33 +37,6 @@ class TrainingPass(nn.Module):
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
         groups = group_parameters(self.student, self.student.group_matcher(coarse=coarse), reverse=True)
         return lambda name: groups[name[len('student.'):]]
-
-
-class StepwisePass(TrainingPass):
-    """The loss of all steps of a student, each from the teacher's state."""
-
-    def forward(self, seen: Sequence[BlockRecord]) -> Tensor:
-        losses = []
-        again = torch.is_grad_enabled() and any(getattr(m, 'grad_checkpointing', False) for m in self.student.modules())
-        for ode, (states, handed) in zip(find_ode_blocks(self.student), seen, strict=True):
-            for step in ode.solver:
-                start, end = (state_at(states, range(len(states)), t) for t in (step.t, step.t + step.h))
-                args, kwargs = handed[int(step.t + 1e-6)]  # a base may pass different arguments to each layer
-                call = partial(checkpoint, step, use_reentrant=False) if again else step
-                error = (call(start, *args, **kwargs) - end).float().square().mean()
-                moved = over_processes((end - start).float().square().mean())
-                losses.append(error / moved.clamp_min(1e-12))
-        return torch.stack(losses).mean()
-
-
-class TrajectoryPass(TrainingPass):
-    """The loss of a whole trajectory, and its parts; `times` are those of the teacher's states, by stage."""
-
-    def __init__(self, student: nn.Module, config: LossConfig, times: list[list[float]]) -> None:
-        super().__init__(student)
-        self.config, self.times = config, times
-        self.prefix = prefix_tokens(student) if is_one_sequence(student) else 0
-        self.has_cls = self.prefix > 0 and getattr(student, 'cls_token', None) is not None
 
     def forward(
             self, views: Sequence[Any], images: Tensor, seen: Sequence[BlockRecord], wanted: Tensor | None, labels: Any,

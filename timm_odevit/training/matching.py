@@ -11,9 +11,6 @@ from ..hooks import evaluating, state_at, watch_blocks
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from .config import LossConfig
 
-__all__ = ['check_loss', 'check_models', 'distance_times', 'is_one_sequence', 'layer_times', 'match', 'softmax_times',
-           'targets']
-
 
 def is_one_sequence(student: Any) -> bool:
     """Whether an ODE-ViT's tokens are one sequence, prefix tokens first."""
@@ -21,27 +18,22 @@ def is_one_sequence(student: Any) -> bool:
     return isinstance(getattr(student, 'blocks', None), OdeBlocks) and tokens
 
 
-def check_models(student: Any, teacher: Any, *, stepwise: bool) -> None:
-    """Refuse a student that is no ODE-ViT, or that cannot follow its teacher: in its states or, stepwise, in steps."""
+def check_models(student: Any, teacher: Any) -> None:
+    """Refuse a student that is no ODE-ViT, or whose states cannot follow its teacher's."""
     if not find_ode_blocks(student):
         raise TypeError(f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
-    if teacher is None and not stepwise:
+    if teacher is None:
         return
     own = {id(p) for p in student.parameters()}
-    if teacher is None or find_ode_blocks(teacher) or any(id(p) in own for p in teacher.parameters()):
+    if find_ode_blocks(teacher) or any(id(p) in own for p in teacher.parameters()):
         raise ValueError('The teacher must be the model as it was before its conversion, and share no parameters with '
                          'the student. Make it with copy.deepcopy(model) before convert_.')
-    alike = is_one_sequence(student) and not stepwise
+    alike = is_one_sequence(student)
     ours, theirs = (_alike(model) if alike else _outside_the_blocks(model) for model in (student, teacher))
     if other := next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None):
         todo = ('Give models of equal width, tokens and classes.' if alike else
                 'Give the model that the student was converted from.')
         raise ValueError(f'Student and teacher differ in {other}: {ours.get(other)} and {theirs.get(other)}. {todo}')
-    for ode, site in zip(find_ode_blocks(student), find_stages(teacher), strict=True):
-        layers = len(ode.before) + len(ode.after) + ode.config.steps_and_end[1]
-        if stepwise and layers != len(site.blocks):
-            raise ValueError(f'The student runs over {layers:g} layers, but the teacher has {len(site.blocks)} layers, '
-                             'so the steps do not end at its states. Convert with T=None.')
 
 
 def _alike(model: Any) -> dict[str, Any]:

@@ -13,8 +13,6 @@ from ..ode.config import GONE, OdeConfig
 from ..settings import Check, Settings, flag, integer, many, one_line, one_of, setting, suggest
 from .config import FitConfig, LossConfig
 
-__all__ = ['FIT', 'FOLDER', 'PARTS', 'Recipe', 'Stage', 'builtin_recipes', 'prefixed']
-
 FOLDER = Path(__file__).parent / 'recipes'
 LONGEST = 50_000  # most characters that are read; our recipes have 2,200
 FIT = [name for name in FitConfig.names() if name != 'seed']  # the recipe has its own
@@ -73,14 +71,14 @@ class Stage(Settings):
     """One part of a training run.
 
     Attributes:
-        task: 'stepwise' (StepwiseTask); 'trajectory' (TrajectoryDistillationTask); 'labels' (cross-entropy alone).
+        task: 'trajectory' (TrajectoryDistillationTask); 'labels' (cross-entropy alone).
         train: Names, from PARTS, of the parts of the model that learn.
         loss: Settings of LossConfig; they override the recipe's.
         fit: Settings of FitConfig; they override the recipe's.
         scale_lr: Multiply lr by min(1, 3 * loss), with the loss of the first stage before training; a student that has
             nothing to learn is left as it is.
     """
-    task: str = setting('trajectory', one_of(('stepwise', 'trajectory', 'labels')))
+    task: str = setting('trajectory', one_of(('trajectory', 'labels')))
     train: tuple[str, ...] = setting(('all',), _parts)
     loss: dict[str, Any] | None = setting(None, _section(LossConfig.names()))
     fit: dict[str, Any] | None = setting(None, _section(FIT))

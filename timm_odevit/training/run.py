@@ -28,8 +28,6 @@ from .matching import check_models
 from .recipe import Recipe, prefixed
 from .stages import Run, check_about, hash_of, read_run
 
-__all__ = ['calibrate_', 'train']
-
 JUDGED = 3  # batches by which a calibration compares the start and the end
 SAMPLE = 256  # images for measurements at checkpoints
 
@@ -164,9 +162,9 @@ def calibrate_(
 ) -> list[dict[str, float]]:
     """Fit a converted model in place to the model that it was converted from, in minutes, on images without labels.
 
-    Only the shared blocks learn: in half of the time each step on its own, then the whole trajectory. Of the weights
-    before, between and after, those are kept that come nearest to the teacher's outputs on a few batches, with a
-    warning if they are the first. If it is interrupted or fails, the model stays as it was.
+    Only the shared blocks learn, to follow the teacher's hidden states. Of the weights before and after, those are kept
+    that come nearest to the teacher's outputs on a few batches, with a warning if they are the first. If it is
+    interrupted or fails, the model stays as it was.
 
     Args:
         model: Converted model.
@@ -184,15 +182,14 @@ def calibrate_(
         >>> history = calibrate_(student, teacher, images, minutes=10)
     """
     config = CalibrationConfig.from_keywords(config, settings, 'calibrate_')
-    check_models(model, teacher, stepwise=True)
+    check_models(model, teacher)
     data = read_data(images, model, DataConfig(batch_size=config.batch_size), labels=False, held_out=0.)
     count_updates(data.train)
     changes = [f'seed={config.seed % 2 ** 31}', f"fit.amp={config.amp or 'null'}"]
-    for i, lr in enumerate((config.lr, config.unrolled_lr)):
-        if lr is not None:
-            changes += [f'stages.{i}.fit.lr={lr!r}', f'stages.{i}.scale_lr=false']
-        if config.epochs is not None:
-            changes += [f'stages.{i}.fit.minutes=null', f'stages.{i}.fit.epochs={config.epochs[i]}']
+    if config.lr is not None:
+        changes += [f'stages.0.fit.lr={config.lr!r}', 'stages.0.scale_lr=false']
+    if config.epochs is not None:
+        changes += ['stages.0.fit.minutes=null', f'stages.0.fit.epochs={config.epochs}']
     recipe = Recipe.load('calibrate', changes)
     student, device = copy.deepcopy(model), next(model.parameters()).device
     with lent(teacher), random_states_kept(device):

@@ -27,9 +27,7 @@ from .fit import EPOCHS, check_same, count_updates, fit
 from .loop import score_of, try_one_batch, validate, words_of
 from .matching import check_loss
 from .recipe import PARTS, Recipe, Stage, prefixed
-from .tasks import StepwiseTask, TrajectoryDistillationTask
-
-__all__ = ['Run', 'adapted', 'check_about', 'hash_of', 'read_run']
+from .tasks import TrajectoryDistillationTask
 
 TRIED = 3  # batches by which the learning rate is scaled
 EXACT = 1e-6  # a loss that is rounding
@@ -79,8 +77,6 @@ class Run:
         if stage.task == 'labels':
             task = ClassificationTask(student, criterion, **common)
             task.embedding = False
-        elif stage.task == 'stepwise':
-            task = StepwiseTask(student, teacher, embedding=loss.embedding, **common)
         else:
             task = TrajectoryDistillationTask(
                 student, teacher, calibration=sample.split(64), criterion=criterion, config=loss, **common)

@@ -1,4 +1,4 @@
-"""The tasks in which a student learns from its teacher: each step on its own, or the whole trajectory."""
+"""The task in which a student follows the trajectory of its teacher."""
 import random
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -16,22 +16,66 @@ from ..data.preprocessing import renormalisation
 from ..hooks import BlockRecord, hooked, watch_blocks
 from ..ode.blocks import find_ode_blocks, with_steps
 from .config import LossConfig
-from .losses import StepwisePass, TrainingPass, TrajectoryPass
+from .losses import TrajectoryPass
 from .matching import check_loss, check_models, layer_times
 
-__all__ = ['StepwiseTask', 'StudentTask', 'TrajectoryDistillationTask']
 
+class TrajectoryDistillationTask(TrainingTask):
+    """Teach an ODE-ViT to follow the hidden states of a pretrained ViT; a `timm.task.TrainingTask`.
 
-class StudentTask(TrainingTask):
-    """A task that trains a student inside a TrainingPass, with a frozen teacher in eval mode."""
-    teacher: Any
+    The student is compared with the frozen teacher's layers at the ends of min(steps, layers) solver steps; in between,
+    the teacher's state is interpolated linearly in t. Where the tokens are not one sequence, prefix tokens first (Swin,
+    SAM, NaFlexViT, MLP-Mixer), all count alike, the student must have been converted from the teacher, and has no
+    JaSMin or exits.
+
+    Args:
+        student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
+        teacher: timm model of the same width and tokens; None with trajectory_weight and kd_weight 0.
+        calibration: Images [N, C, H, W], or batches of them, normalised for the student, for checkpoints 'distance'.
+        criterion: Loss on the labels; cross-entropy by default.
+        device: Device of the task; by default the student's.
+        verbose: Log timm's messages.
+        config: Settings of the loss; or give any of LossConfig's as keywords.
+
+    Raises TypeError or ValueError if the student is not an ODE-ViT, or does not fit its teacher or the loss.
+
+    Examples:
+        >>> task = TrajectoryDistillationTask(student, teacher, kd_weight=0.1)
+        >>> for images, labels in loader:    # a loop of your own; or fit(task, loader, epochs=10)
+        ...     task(images, labels)['loss'].backward()
+
+    Source: ODE-ViT, arXiv 2511.16501; token shares: Raptor, arXiv 2512.19941.
+    """
+
+    title = 'trajectory'
     trainable_module: Any
 
-    def __init__(self, student: nn.Module, teacher: Any, own: TrainingPass, device: Any, verbose: bool) -> None:
+    def __init__(
+            self, student: nn.Module, teacher: nn.Module | None, *,
+            calibration: Tensor | Iterable[Tensor] | None = None, criterion: nn.Module | None = None,
+            device: torch.device | None = None, verbose: bool = True, config: LossConfig | None = None, **settings: Any,
+    ) -> None:
+        config = LossConfig.from_keywords(config, settings, 'TrajectoryDistillationTask')
+        check_models(student, teacher)
+        check_loss(student, teacher, config)
+        config = replace(config, embedding=config.embedding or getattr(student, 'num_classes', None) == 0)
+        odes = find_ode_blocks(student)
+        times: list[list[float]] = [[] for _ in odes]
         super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
-        self.for_teacher: Any = None if teacher is None else renormalisation(student, teacher) or nn.Identity()
-        self.teacher = teacher if teacher is None else teacher.requires_grad_(False).eval()
-        self.trainable_module = own
+        self.teacher: Any = teacher
+        self.for_teacher: Any = nn.Identity()
+        if teacher is not None:
+            self.teacher, self.for_teacher = teacher.requires_grad_(False).eval(), (
+                renormalisation(student, teacher) or nn.Identity())
+            batches = calibration.split(64) if isinstance(calibration, Tensor) else calibration or ()
+            times = layer_times(student, teacher, config, (
+                self.for_teacher(images.to(self.device)) for images in batches))
+        self.trainable_module = TrajectoryPass(student, config, times)
+        self.config, self.embedding = config, config.embedding
+        self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
+        self.counts: list[Any] = [config.counts(ode.steps) for ode in odes]  # shares are those of the present numbers
+        self.drawn = [tuple(ode.steps for ode in odes)]  # the numbers of steps of the last update
+        self.update, self.seed = 0, 0
 
     @torch.no_grad()
     def watch_teacher(self, images: Tensor) -> tuple[Any, list[BlockRecord]]:
@@ -57,94 +101,7 @@ class StudentTask(TrainingTask):
         """The student itself, without its training pass."""
         found = super().get_eval_model(module=module, ema=ema)
         inner: Any = unwrap_model(found)
-        return inner.student if isinstance(inner, TrainingPass) else found
-
-
-class StepwiseTask(StudentTask):
-    """Teach each solver step on its own: from the teacher's state at its start to the teacher's state at its end.
-
-    Args:
-        student: Converted model.
-        teacher: The model that it was converted from; it is frozen.
-        embedding: The outputs are embeddings, not logits; always so for models without classes.
-        device: Device of the task; by default the student's.
-        verbose: Log timm's messages.
-
-    Raises TypeError or ValueError if the student is not an ODE-ViT or does not match its teacher.
-
-    Examples:
-        >>> history = fit(StepwiseTask(student, teacher), loader, epochs=4, opt='adamw', lr=3e-3)
-    """
-
-    title = 'stepwise'
-
-    def __init__(
-            self, student: nn.Module, teacher: nn.Module, *, embedding: bool = False,
-            device: torch.device | None = None, verbose: bool = True,
-    ) -> None:
-        check_models(student, teacher, stepwise=True)
-        super().__init__(student, teacher, StepwisePass(student), device, verbose)
-        self.embedding = embedding or getattr(student, 'num_classes', None) == 0
-
-    def forward(self, input: Tensor, target: Any = None) -> dict[str, Tensor]:
-        """Of images [B, C, H, W]: 'loss', and 'output', the teacher's logits [B, classes].
-
-        The loss is the mean over the steps of their squared error relative to the squared distance that the teacher
-        moves in that time: 1 for a step that does nothing.
-        """
-        output, seen = self.watch_teacher(input)
-        return {'loss': self.trainable_module(seen), 'output': output}
-
-
-class TrajectoryDistillationTask(StudentTask):
-    """Teach an ODE-ViT to follow the hidden states of a pretrained ViT; a `timm.task.TrainingTask`.
-
-    The student is compared with the frozen teacher's layers at the ends of min(steps, layers) solver steps; in between,
-    the teacher's state is interpolated linearly in t. Where the tokens are not one sequence, prefix tokens first (Swin,
-    SAM, NaFlexViT, MLP-Mixer), all count alike, the student must have been converted from the teacher, and has no
-    JaSMin or exits.
-
-    Args:
-        student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
-        teacher: timm model of the same width and tokens; None with trajectory_weight and kd_weight 0.
-        calibration: Images [N, C, H, W], or batches of them, normalised for the student, for checkpoints 'distance'.
-        criterion: Loss on the labels; cross-entropy by default.
-        device, verbose: As for StepwiseTask.
-        config: Settings of the loss; or give any of LossConfig's as keywords.
-
-    Raises TypeError or ValueError if the student is not an ODE-ViT, or does not fit its teacher or the loss.
-
-    Examples:
-        >>> task = TrajectoryDistillationTask(student, teacher, kd_weight=0.1)
-        >>> for images, labels in loader:    # a loop of your own; or fit(task, loader, epochs=10)
-        ...     task(images, labels)['loss'].backward()
-
-    Source: ODE-ViT, arXiv 2511.16501; token shares: Raptor, arXiv 2512.19941.
-    """
-
-    title = 'trajectory'
-
-    def __init__(
-            self, student: nn.Module, teacher: nn.Module | None, *,
-            calibration: Tensor | Iterable[Tensor] | None = None, criterion: nn.Module | None = None,
-            device: torch.device | None = None, verbose: bool = True, config: LossConfig | None = None, **settings: Any,
-    ) -> None:
-        config = LossConfig.from_keywords(config, settings, 'TrajectoryDistillationTask')
-        check_models(student, teacher, stepwise=False)
-        check_loss(student, teacher, config)
-        config = replace(config, embedding=config.embedding or getattr(student, 'num_classes', None) == 0)
-        odes = find_ode_blocks(student)
-        times: list[list[float]] = [[] for _ in odes]
-        if teacher is not None:
-            seen, on = renormalisation(student, teacher) or nn.Identity(), device or next(student.parameters()).device
-            batches = calibration.split(64) if isinstance(calibration, Tensor) else calibration or ()
-            times = layer_times(student, teacher, config, (seen(images.to(on)) for images in batches))
-        super().__init__(student, teacher, TrajectoryPass(student, config, times), device, verbose)
-        self.config, self.embedding = config, config.embedding
-        self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
-        self.counts: list[Any] = [config.counts(ode.steps) for ode in odes]  # shares are those of the present numbers
-        self.drawn = [tuple(ode.steps for ode in odes)]  # the numbers of steps of the last update
-        self.update, self.seed = 0, 0
+        return inner.student if isinstance(inner, TrajectoryPass) else found
 
     def begin_update(self, update: int, seed: int = 0) -> None:
         """Set what all processes draw the numbers of steps from: the number of the next update, and the seed."""
