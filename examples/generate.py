@@ -136,12 +136,11 @@ def registered():
             continue
         model, tags = built(name), timm.list_pretrained(f'{name}.*')
         config = model.blocks.config
-        time = '-' if config.time == 'autonomous' else f'rank {config.rank}'
         size, patch = (getattr(model.patch_embed, key)[0] for key in ('img_size', 'patch_size'))
-        lines.append([f'`{name}`', str(model.embed_dim), f'{size}, {patch}', f'`{config.field}`', time,
+        lines.append([f'`{name}`', str(model.embed_dim), f'{size}, {patch}', f'`{config.field}`',
                       f'{config.steps} on [0, {config.T:g}]', f'{count_parameters(model.blocks) / 1e6:.2f} M',
                       ', '.join(f"`{tag.partition('.')[2]}`" for tag in tags) or '-'])
-    return rows(['architecture', 'width', 'image, patch (px)', 'field', 'residuals', 'K', 'parameters of the blocks',
+    return rows(['architecture', 'width', 'image, patch (px)', 'field', 'K', 'parameters of the blocks',
                  'published weights'], lines)
 
 
@@ -152,9 +151,10 @@ def sizes():
         one, whole = predict_parameters(model, OdeConfig()), count_parameters(model)
         quarter = choose_size(model, 0.25)
         lines.append([f'`{name}`', f'{whole / 1e6:.1f} M', f'{one / 1e6:.1f} M ({100 * one / whole:.1f} %)',
-                      f'rank {quarter.rank}', f'{4 * whole / 1e6:.0f} MB',
+                      f'{quarter.phases} shared blocks', f'{4 * whole / 1e6:.0f} MB',
                       f'{4 * predict_parameters(model, quarter) / 1e6:.0f} MB'])
-    return rows(['model', 'parameters', 'one shared block', 'a quarter is', 'file', 'file of the quarter'], lines)
+    return rows(['model', 'parameters', 'one shared block', 'a quarter of the blocks', 'file', 'file of the quarter'],
+                lines)
 
 
 TABLES = {

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from timm_odevit import save_pretrained
 from timm_odevit.data.batches import DataConfig, set_epoch
 from timm_odevit.data.preprocessing import open_image, read_image, warn_of_other_classes
-from timm_odevit.data.read import classes_of, pictures, read_data
+from timm_odevit.data.read import classes_of, read_data
 from timm_odevit.data.sources import files_in
 
 
@@ -551,4 +551,3 @@ def test_links_upwards_are_not_followed(vit, images, tmp_path):
     (root / 'class2').symlink_to(tmp_path / 'far' / 'two', target_is_directory=True)
     data = read(root, vit(), held_out=0.)
     assert data.classes == tuple(f'class{i}' for i in range(5)) and data.count() == 30
-    assert len(pictures(root, vit(), 100).names) == 30

@@ -17,7 +17,7 @@ from timm_odevit.shrinking import candidates, run
 from timm_odevit.training import fit
 
 NAMES = [name for name in timm_odevit.__all__ if name != '__version__']
-NEEDS = {'export_model': ['onnx', 'onnxscript', 'onnxruntime'], 'write_report': ['plotly'], 'from_open_clip': ['open_clip'],
+NEEDS = {'export_model': ['onnx', 'onnxscript', 'onnxruntime'], 'from_open_clip': ['open_clip'],
          'put_tower_': ['open_clip'], 'from_transformers': ['transformers'], 'Evaluation': ['matplotlib']}
 VISION = dict(layers=3, width=32, head_width=16, patch_size=4, image_size=16)
 

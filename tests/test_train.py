@@ -298,15 +298,16 @@ def test_gradient_checkpointing_changes_no_loss_and_runs_the_steps_again(vit, da
     assert sum(calls) - plain > 1.5 * plain
 
 
-@pytest.mark.parametrize('changes', [['loss.steps=[2, 3]'], ['stages.0.task=stepwise']], ids=['trajectory', 'stepwise'])
-def test_compiles(vit, data, tmp_path, monkeypatch, changes):
-    teacher, wrap, compiled = vit(), torch.compile, []
-    monkeypatch.setattr(torch, 'compile', lambda module, **_: compiled.append(module) or wrap(module, backend='aot_eager'))
-    one = run(recipe(*changes), data, tmp_path / 'a', teacher)
-    assert not compiled
-    two = run(recipe(*changes, 'fit.compile=true'), data, tmp_path / 'b', teacher)
-    assert len(compiled) == 2
+@pytest.mark.parametrize('change', ['loss.steps=[[2, 3]]', 'stages.0.task=stepwise', 'loss.patch_drop=0.5'])
+def test_compiles_the_blocks_in_one_graph_for_all_layers_and_steps(vit, data, tmp_path, monkeypatch, change):
+    teacher, wrap, graphs = vit(), torch.compile, []
+    monkeypatch.setattr(torch, 'compile', lambda forward: wrap(forward, backend=lambda graph, _: graphs.append(1) or graph))
+    one = run(recipe(change), data, tmp_path / 'a', teacher)
+    assert not graphs
+    two = run(recipe(change, 'fit.compile=true'), data, tmp_path / 'b', teacher)
+    assert len(graphs) <= 7  # attention and MLP in training, in evaluation, and there for a last batch; the teacher's block
     assert [r['loss'] for r in two] == pytest.approx([r['loss'] for r in one], rel=1e-4)
+    assert not any('forward' in vars(module) for module in teacher.modules())
     torch._dynamo.reset()
 
 

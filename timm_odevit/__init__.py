@@ -15,7 +15,6 @@ registry            the registered models
 dynamics            what the states do along the way: exponents, Lipschitz constants, trajectories, attention
 evaluation          accuracy over step counts
 training            distillation, calibration, recipes
-reporting           a page that shows what a model does with a few images
 export              models in files that run without this package
 benchmark           speed and memory
 shrinking           from a model and images to a small model, with a verdict
@@ -37,7 +36,6 @@ from .interop.put_tower import put_tower_
 from .ode.blocks import with_steps
 from .ode.config import OdeConfig
 from .ode.solver import integrate
-from .reporting.report import write_report
 from .saving.save import push_to_hub, save_pretrained
 from .shrinking.run import shrink
 from .shrinking.verdict import Verdict
@@ -55,7 +53,6 @@ __all__ = [
     'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate', 'lipschitz_constants',
     'list_convertible', 'lyapunov_exponents', 'patch_agreement', 'push_to_hub',
     'put_tower_', 'save_pretrained', 'shrink', 'spectral_norms', 'train', 'trajectory_geometry', 'with_steps',
-    'write_report',
 ]
 
 

@@ -79,7 +79,7 @@ def staged(folder: str | Path, *names: str) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """Write a file that is always complete or absent."""
     with staged(path.parent, path.name) as aside:
-        (aside / path.name).write_text(text, encoding='utf-8')
+        (aside / path.name).write_text(text, encoding='utf-8', errors='replace')  # of names of files in no encoding
 
 
 def to_json(tree: Any) -> str:

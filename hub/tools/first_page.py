@@ -19,8 +19,8 @@ SHOWN = {
     'odevit_tiny_native_patch16_128.deit_tiny_k6_cifar100': (GREEN, (7, -3), (6,)),
     'odevit_tiny_native_three_patch16_128.deit_tiny_cifar100': (ORANGE, (-8, 6), (3, 12, 24)),
     'odevit_tiny_native_three_patch16_128.deit_tiny_k6_cifar100': (BROWN, (7, -3), (6,))}
-WORDS = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_two_r11': 'two blocks', 'deit_tiny': 'DeiT-tiny',
-         'odevit_tiny_native_three': 'three blocks', 'odevit_tiny': "the paper's block"}
+WORDS = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_three': 'three blocks', 'deit_tiny': 'DeiT-tiny',
+         'odevit_tiny': "the paper's block"}
 
 
 def rows(heads, lines):
@@ -91,15 +91,15 @@ def idea(path):
     left.text(1.5, 9.3, 'a ViT: 12 blocks', ha='center', fontsize=9)
     left.annotate('', (4.4, 4.7), (3, 4.7), arrowprops=dict(arrowstyle='-|>', color='black'))
     left.text(3.7, 5.1, 'convert_', ha='center', fontsize=8, family='monospace')
-    box(5.1, 3.9, 2.2, 1.6, BLUE, 'one block,\nK times')
-    left.annotate('', (5.4, 5.65), (7., 5.65), arrowprops=dict(
-        arrowstyle='-|>', color=BLUE, connectionstyle='arc3,rad=0.9'))
-    for layer in range(12):
-        box(8.3, 0.7 + 0.67 * layer, 0.5, 0.42, BLUE, '', alpha=0.45)
-    left.text(7.8, 4.7, '+', ha='center', va='center', fontsize=12)
-    left.text(7.4, 9.3, 'an ODE-ViT', ha='center', fontsize=9)
-    left.text(8.55, 0.05, 'slim residuals\n(if you want)', ha='center', va='top', fontsize=7)
-    left.text(6.2, 3.3, '1/10 of the parameters;\nthree of them, 1/4', ha='center', va='top', fontsize=7)
+    for x, y, color, text in ((4.9, 3.9, BLUE, 'one block,\nK times'),
+                              *((7.8, y, BROWN, 'K/3 times') for y in (1.2, 3.9, 6.6))):
+        box(x, y, 2, 1.6, color, text)
+        left.annotate('', (x + 0.3, y + 1.75), (x + 1.7, y + 1.75), arrowprops=dict(
+            arrowstyle='-|>', color=color, connectionstyle='arc3,rad=0.7'))
+    left.text(7.35, 4.7, 'or', ha='center', va='center', fontsize=9)
+    left.text(7.35, 9.3, 'an ODE-ViT', ha='center', fontsize=9)
+    left.text(5.9, 3.3, '1/10 of the\nparameters', ha='center', va='top', fontsize=7)
+    left.text(8.8, 0.7, '1/4 of the parameters', ha='center', va='top', fontsize=7)
 
     for name, (color, shift, steps) in SHOWN.items():
         record = json.loads((HUB / name / 'results.json').read_text())

@@ -32,13 +32,12 @@ if __name__ == '__main__':
     torch.set_num_threads(1)
     model, rows = timm.create_model(args.model, pretrained=True).eval(), []
     with tempfile.TemporaryDirectory() as folder:
-        for format, int8, merged in product(FORMATS, (False, True), (True, False)):
+        for format, int8 in product(FORMATS, (False, True)):
             if int8 and format != 'onnx':
                 continue
             path = export_model(model, Path(folder, 'model' + FORMATS[format].suffix), format=format, int8=int8,
-                                merged=merged, overwrite=True)
+                                overwrite=True)
             top1, ms = exported.main(str(path), args.data, IMAGES)
-            rows.append({'format': format, 'int8': int8, 'merged': merged, 'mb': path.stat().st_size / 1e6,
-                         'top1': top1, 'ms': ms})
+            rows.append({'format': format, 'int8': int8, 'mb': path.stat().st_size / 1e6, 'top1': top1, 'ms': ms})
     write_text(HUB / 'speed' / 'formats.json', to_json({
         'machine': f'{processor()}, one thread', 'model': args.model, 'images': IMAGES, 'rows': rows}))

@@ -21,7 +21,7 @@ RESULTS, SPEED, DYNAMICS, TRAINING = (HUB / f'{page}.md' for page in ('RESULTS',
 # models that were timed and are not published, as hub/SPEED.md names them
 TIMED = {
     'vit_tiny_patch16_224': 'vit_tiny, 12 blocks', 'local-dir:out/native': 'one block',
-    'local-dir:out/paper': "the paper's block", 'local-dir:out/rank8': 'one block and residuals of rank 8'}
+    'local-dir:out/paper': "the paper's block"}
 SEEDS = {
     '[6]': '6', '[1, 2, 3, 6, 12, 24]': 'one of 1, 2, 3, 6, 12, 24',
     '[[6, 1], [6, 2], [6, 3], [6, 4], [12, 2], [12, 3], [24, 3]]': 'two: 6 + 1, 2, 3 or 4, 12 + 2 or 3, 24 + 3'}
@@ -39,7 +39,7 @@ def paper():
 
 
 def speed(name):
-    """What `odevit benchmark --json` wrote: a row for each model, two columns for each batch size."""
+    """What `odevit benchmark --json` wrote, without residuals: a row per model, two columns per batch size."""
     record = json.loads((HUB / 'speed' / f'{name}.json').read_text())
     found = {}
     for r in record['timings']:
@@ -48,6 +48,8 @@ def speed(name):
     lines = []
     for model, timings in found.items():
         base, *state = model.split(', ')
+        if 'rank8' in base or '_r11_' in base:
+            continue
         if not state and timings[0]['evaluations']:
             state = [f"K = {timings[0]['evaluations']:g}"]
         title = ', '.join([TIMED.get(base) or in_words(base, None), *state])
@@ -83,20 +85,6 @@ def twelve():
         [row['name'], f"{row['mb']:.2f}", f"{row['value']:.1f} ± {row['interval']:.1f}",
          *(f'{each:.3g}' for each in row['ms']), f"{row['operations']:.0f}"]
         for row in record['rows'] if row['mb'] and not row['dominated_by']])
-
-
-def formats():
-    """A student in every format: size, accuracy, time for an image."""
-    record = json.loads((HUB / 'speed' / 'formats.json').read_text())
-    readers = {'onnx': 'onnxruntime.InferenceSession', 'pt2': 'torch.export.load',
-               'aoti': 'torch._inductor.aoti_load_package'}
-    lines = []
-    for row in record['rows']:
-        options = ' '.join(['--int8'] * row['int8'] + (
-            ['--merged'] * row['merged'] if row['format'] == 'onnx' else ['--unmerged'] * (not row['merged'])))
-        lines.append([f"`{row['format']}`", f'`{options}`' if options else '', f"`{readers[row['format']]}`",
-                      f"{row['mb']:.2f}", f"{row['top1']:.1f}", f"{row['ms']:.1f}"])
-    return rows(['format', 'option', 'runs with', 'file, MB', 'top-1 %', 'ms'], lines)
 
 
 def seeds():
@@ -159,7 +147,6 @@ TABLES = {
     'speed at 224 px': (SPEED, partial(speed, 'tiny_224')), 'speed at 128 px': (SPEED, partial(speed, 'published_128')),
     'trained': (TRAINING, trained), 'exponents': (DYNAMICS, exponents), 'constants': (DYNAMICS, constants),
     'regions': (DYNAMICS, regions), 'seeds': (HUB / 'lab' / 'steps.md', seeds),
-    'formats': (HUB.parent / 'examples' / 'deploy.md', formats),
     'twelve': (HUB.parent / 'examples' / 'your-images.md', twelve)}
 
 

@@ -2,7 +2,7 @@
 
 models              models by name, and what a command writes to
 train               shrink, finetune, distill, convert, calibrate
-evaluate            evaluate, halt, benchmark, predict, report, export, push
+evaluate            evaluate, halt, benchmark, predict, export, push
 
 This file runs first, without torch, so that help is quick. The docstring of a command lists its arguments:
 
@@ -29,7 +29,7 @@ from typing import Any
 __all__ = ['COMMANDS', 'main', 'parser']
 
 PACKAGE = Path(next(iter(find_spec('timm_odevit').submodule_search_locations)))  # type: ignore
-COMMANDS = ('shrink', 'finetune', 'convert', 'calibrate', 'distill', 'evaluate', 'halt', 'predict', 'report', 'export',
+COMMANDS = ('shrink', 'finetune', 'convert', 'calibrate', 'distill', 'evaluate', 'halt', 'predict', 'export',
             'push', 'recipe', 'benchmark', 'script')
 SHARED = """
 model  a timm name; 'local-dir:FOLDER' of a saved model; or an image tower: 'open_clip:NAME/TAG' or 'transformers:NAME'

@@ -1,4 +1,4 @@
-"""odevit evaluate, halt, benchmark, predict, report, export and push"""
+"""odevit evaluate, halt, benchmark, predict, export and push"""
 import json
 from functools import partial
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from timm_odevit import Recipe, calibrate_halting, evaluate_embeddings, export_model, push_to_hub, write_report
+from timm_odevit import Recipe, calibrate_halting, evaluate_embeddings, export_model, push_to_hub
 from timm_odevit import evaluate as evaluate_classes
 
 from ..benchmark import benchmark as measure_speed
 from ..data.batches import DataConfig
 from ..data.preprocessing import class_names, data_config, open_image, warn_of_other_classes
-from ..data.read import Data, pictures, read_data
+from ..data.read import Data, read_data
 from ..export import FORMATS
 from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES
@@ -171,29 +171,6 @@ def predict(args: Any) -> None:
                 print(f"  {100 * each['probability']:5.1f} %  {each['name'] or 'class ' + str(each['label'])}")
     if args.json:
         print(to_json(records), end='')
-
-
-def report(args: Any) -> None:
-    """Write a page that shows what a model does with a few images.
-
-    model
-    --images DATA!  folder of images, or an .npz with x_test
-    -o,--out FOLDER [report]  folder for index.html and report.json
-    --teacher MODEL  model to compare with
-    --count N [8]  images to show, spread evenly over all
-    --steps
-    --overwrite  replace an earlier report in the folder
-    --quiet
-    """
-    if not args.overwrite:
-        refuse_existing(args.out, '--overwrite')
-    model = load_with_steps(args)
-    teacher = load(args.teacher, args)
-    shown = pictures(args.images, model, args.count)
-    title = ', beside '.join(filter(None, (args.model, args.teacher)))
-    page = write_report(model, shown.images, args.out, teacher=teacher, names=shown.names, classes=shown.classes,
-                        title=title, progress=not args.quiet)
-    print(f'wrote {page}')
 
 
 def export(args: Any) -> None:

@@ -5,7 +5,7 @@ import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,10 @@ from torch import Tensor
 from ..hooks import check_images
 from ..settings import one_line
 from .batches import ArrayLoader, DataConfig, FileLoader, Mapped, is_pair, mixed, training_loader, unlabelled
-from .preprocessing import class_names, dtype_of, labels_for, open_image, preparation
+from .preprocessing import class_names, dtype_of, labels_for, preparation
 from .sources import Part, checked_labels, divided, files_in, folder_parts, read_folder, read_npz, spread, taken
 
-__all__ = ['Data', 'Pictures', 'classes_of', 'pictures', 'read_data']
+__all__ = ['Data', 'classes_of', 'read_data']
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,29 +200,3 @@ def classes_of(source: Any) -> tuple[list[str] | None, int]:
     if kind == 'loader':
         raise ValueError('The number of classes of a loader is not known. Give num_classes, or another source.')
     return _parts(source, kind, None, labelled=True, training=True, any_classes=True)[1:3]
-
-
-class Pictures(NamedTuple):
-    images: Tensor  # [B, C, H, W], normalised for a model
-    names: list[str]
-    classes: list[str] | None
-
-
-def pictures(path: str | Path, model: Any, count: int) -> Pictures:
-    """At most `count` images, spread evenly over a folder and the folders in it, or over x_test of an .npz.
-
-    In folders named like classes of the model, the images are taken to be of these classes.
-    """
-    known, device = class_names(model), next(model.parameters()).device
-    if _kind(path) == 'npz':
-        data = read_data(path, model, held_out=0.)
-        names, chosen = known or data.classes, spread(data.count('test'), count)
-        images, labels = data.test.images[chosen], data.test.labels[chosen]
-        return Pictures(data.test.prepare(images), [f'{Path(path).name} {i}' for i in chosen.tolist()],
-                        [names[label] for label in labels.tolist()] if names else None)
-    files, places, folders = files_in(Path(path))
-    files, places = taken((files, places), spread(len(files), count))
-    classes = [folders[place] or Path(path).name for place in places.tolist()]
-    return Pictures(torch.stack([open_image(file, model) for file in files]).to(device),
-                    [os.fsencode(os.path.relpath(file, path)).decode(errors='replace') for file in files],
-                    classes if known is not None and {*classes} <= {*known} else None)

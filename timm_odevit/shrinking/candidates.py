@@ -19,7 +19,7 @@ from ..convert.block_kinds import find_stages
 from ..convert.conversion import convert_
 from ..evaluation.accuracy import calibrate_halting
 from ..export import export_model
-from ..ode.blocks import find_ode_blocks, with_steps
+from ..ode.blocks import find_ode_blocks
 from ..settings import one_line
 from .material import Held, Material
 
@@ -76,14 +76,9 @@ def _plain(_: Material, __: nn.Module, plain: nn.Module | None) -> Iterator[Cand
         yield from Candidate('plain', f"plain, {count} block{'s' if count > 1 else ''}", plain).and_int8()
 
 
-def _students(_: Material, student: nn.Module, *__: Any) -> Iterator[Candidate]:
-    stages = find_ode_blocks(student)
-    # with a block for each step, no other number is trained
-    parts = (1, 2, 4) if all(ode.config.phases < ode.steps for ode in stages) else (1,)
-    for counts in dict.fromkeys(
-            tuple(max(len(ode.shared.borders) + 1, ode.steps // part) for ode in stages) for part in parts):
-        name, view = f"student, K = {'+'.join(map(str, counts))}", with_steps(student, counts)
-        yield from Candidate('student', name, view).and_int8()
+def _student(_: Material, student: nn.Module, *__: Any) -> Iterator[Candidate]:
+    steps = '+'.join(str(ode.steps) for ode in find_ode_blocks(student))  # no other number was trained
+    yield from Candidate('student', f'student, K = {steps}', student).and_int8()
 
 
 def _early_exit(material: Material, student: nn.Module, *_: Any) -> Iterator[Candidate]:
@@ -96,7 +91,7 @@ def _early_exit(material: Material, student: nn.Module, *_: Any) -> Iterator[Can
         yield Candidate('student', f'student, K = {find_ode_blocks(student)[0].steps}, early exit', halting, exits=True)
 
 
-FORMS = (_originals, _fewer_tokens, _plain, _students, _early_exit)  # in which a model can be used
+FORMS = (_originals, _fewer_tokens, _plain, _student, _early_exit)  # in which a model can be used
 
 
 def candidates(material: Material, student: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:

@@ -1,6 +1,5 @@
 """A model and images to shrink it by, what is measured on those held out, and the students made of the model."""
 import copy
-import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,24 +16,20 @@ from ..data.read import Data, read_data
 from ..hooks import evaluating
 from ..ode.blocks import count_parameters
 from ..ode.config import DEFAULT, OdeConfig
-from ..reporting.page import encodable
 from ..saving.save import describe
 from ..training.run import calibrate_
 
-__all__ = ['BATCH', 'SHARE', 'Held', 'Material', 'converted', 'plain_student', 'prepare', 'smallest_size', 'suitable',
+__all__ = ['BATCH', 'SHARE', 'Held', 'Material', 'converted', 'plain_student', 'prepare', 'smallest_size',
            'suitable_settings']
 
 BATCH = 64
 HELD = 2048  # images that choose and judge, at most
 HELD_OUT = 0.2  # share of the images that is held out to choose and to judge, unless others are given for that
-SAMPLE = 256  # images that are learned from, at least, to initialise by: a few would fit themselves alone
 NUMBERS = 2 ** 28  # in the images held out: 1 GB
 FEW = 100  # images to judge by, of which the 95 % interval of a share is ± 10 points
 LEAST = 0.2  # of the labels that a model must know, and more than by chance
 SHARE = 0.45  # of the minutes for each of the two students, at most
-TRIALS = 4  # each halves the range that is left: 4 find the size to 5 % of the model's parameters
-MANY, SEEN = 5_000, 100_000  # images, and images seen in training, from which a quarter of the parameters suits
-UPDATE = 4.5  # times that a forward pass of the model takes for each image of an update
+TRIALS = 4  # each halves the range of sizes that is left
 
 
 class Held(NamedTuple):
@@ -80,7 +75,7 @@ class Material(NamedTuple):
         return (f'{self.data.count():,} images to learn from, {len(self.choosing.images):,} to choose the best state, '
                 f'{len(self.judging.images):,} to judge by {measure}'
                 + few * ' (few: small differences mean nothing)'
-                + (measure != 'accuracy') * f'; labels are not used, because {encodable(self.why)}')
+                + (measure != 'accuracy') * f'; labels are not used, because {self.why}')
 
 
 def prepare(source: Any, model: nn.Module, embedding: bool = False) -> Material:
@@ -120,7 +115,7 @@ def prepare(source: Any, model: nn.Module, embedding: bool = False) -> Material:
         answers = labels if measure == 'accuracy' else outputs.flatten(1).argmax(dim=-1)
         return Held(images, answers, outputs, measure)
     return Material(model, (architecture, args), base, data, held(images[:half], labels[:half]), held(*judging),
-                    held(*data.sample('train', max(len(judging[0]), SAMPLE))), why)
+                    held(*data.sample('train', len(judging[0]))), why)
 
 
 @torch.no_grad()
@@ -132,21 +127,19 @@ def _outputs(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def suitable_settings(material: Material, size: Any, keep: float | None, minutes: float, progress: bool) -> OdeConfig:
-    """Settings of a student of a size or, without one, that keeps a share or suits images and minutes."""
+    """Settings of a student of a size or, without one, with a quarter of the blocks, or that keeps a share."""
     if keep is not None:
         return smallest_size(material, keep, minutes / 4, progress)
-    size = suitable(material, minutes) if size is None else size
-    return choose_size(material.model, size, material.base)
+    layers = max(len(stage.blocks) for stage in find_stages(material.model))
+    return steps_for(material, replace(material.base, phases=max(1, layers // 4)) if size is None else
+                          choose_size(material.model, size, material.base))
 
 
-def suitable(material: Material, minutes: float) -> float:
-    """The share of the model's parameters that suits images and minutes, from hub/lab/sizes.md."""
-    batch = material.learned.images[:BATCH]
-    _outputs(material.model, batch)
-    started = time.perf_counter()
-    _outputs(material.model, batch)
-    seen = 60. * SHARE * minutes / UPDATE * len(batch) / (time.perf_counter() - started)
-    return 0.25 if material.data.count() >= MANY and seen >= SEEN else 0.5
+def steps_for(material: Material, config: OdeConfig) -> OdeConfig:
+    """One step for two layers, but two for each shared block if they are as many; the model's own if it has stages."""
+    stages, layers = find_stages(material.model), len(find_stages(material.model)[0].blocks)
+    most = min(layers, max(layers // 2, 2 * config.phases))
+    return config if len(stages) > 1 else replace(config, steps=most)
 
 
 def smallest_size(material: Material, keep: float, minutes: float, progress: bool) -> OdeConfig:
@@ -161,7 +154,7 @@ def smallest_size(material: Material, keep: float, minutes: float, progress: boo
     wanted = keep * choosing.value_of(model)
     for _ in range(TRIALS):
         middle = (low + high) // 2
-        config = choose_size(model, middle, material.base)
+        config = steps_for(material, choose_size(model, middle, material.base))
         student, _ = converted(material, config)
         value = choosing.value_of(student)
         if value < wanted:

@@ -120,7 +120,7 @@ def shrink(
                 (folder / 'files' / row.file).unlink(missing_ok=True)
         write_text(folder / 'verdict.json', to_json(verdict.to_dict()))
         if find_spec('plotly') is not None:
-            write_text(folder / 'verdict.html', verdict.to_html(f'{model_name(student)}: is a smaller one worth it?'))
+            write_text(folder / 'verdict.html', verdict.to_html(f'{model_name(model)}: is a smaller one worth it?'))
     return verdict
 
 

@@ -1,13 +1,20 @@
 """The verdict: a table of what was compared, what it recommends, and both as a page."""
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from html import escape
+from importlib.resources import files
+from string import Template
 from typing import Any
 
 from ..files import markdown_table
-from ..reporting.page import page
 from .candidates import Row
 
 __all__ = ['Verdict']
+
+COLORS = {'original': '#808080', 'plain': '#c2610c', 'student': '#3b82f6'}
+AROUND = 'bottom right', 'middle left', 'top right'  # where a point's number is, in turn: points may be near
+TICKS = [digit * 10. ** power for power in range(-3, 5) for digit in (1, 2, 5)]
+FAINT, CLEAR = 'rgba(128,128,128,0.3)', 'rgba(0,0,0,0)'
 
 
 @dataclass(frozen=True)
@@ -112,18 +119,46 @@ class Verdict:
         return '\n\n'.join([about, self.table(), self.machine, self.recommendation, *self.outlook])
 
     def to_html(self, title: str) -> str:
-        """A page with plots, which needs no network and no server; raises ImportError without plotly."""
+        """A page with a plot, which needs no network and no server; raises ImportError without plotly."""
+        try:
+            from plotly.subplots import make_subplots
+        except ImportError as e:
+            raise ImportError('A page needs plotly. Type: pip install plotly') from e
+        what = ('file, MB', [row.mb for row in self.rows]), ('ms per image, batch 32', [row.ms[1] for row in self.rows])
+        figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.03)
+        for column, (axis, xs) in enumerate(what, 1):
+            points = sorted((x, -row.value, i) for i, (row, x) in enumerate(zip(self.rows, xs, strict=True))
+                            if row.file)
+            front = [i for n, (_, value, i) in enumerate(points) if all(value < other for _, other, _ in points[:n])]
+            for kind, color in COLORS.items():
+                own = [i for *_, i in points if self.rows[i].kind == kind]
+                figure.add_scatter(
+                    row=1, col=column, name=kind, showlegend=column == 1, mode='markers+text', marker_color=color,
+                    marker_size=9, x=[xs[i] for i in own], y=[self.rows[i].value for i in own], opacity=0.8,
+                    error_y=dict(array=[self.rows[i].interval for i in own], thickness=0.7, width=0),
+                    text=[str(i + 1) if i in front else '' for i in own],
+                    textposition=[AROUND[front.index(i) % 3] if i in front else AROUND[0] for i in own],
+                    hovertext=[f'{i + 1}: {escape(self.rows[i].name)}' for i in own])
+            figure.update_xaxes(type='log', title=f'{axis} (logarithmic)', tickvals=TICKS, row=1, col=column)
+        figure.update_yaxes(title=f'{self.measure}, %', row=1, col=1)
+        figure.update_xaxes(gridcolor=FAINT).update_yaxes(gridcolor=FAINT, zeroline=False)
+        figure.update_layout(height=380, margin=dict(l=50, r=10, t=10, b=50), paper_bgcolor=CLEAR, plot_bgcolor=CLEAR,
+                             font_color='#808080', legend=dict(orientation='h', y=1.02, yanchor='bottom'))
         head, *lines = self._cells()
-        about = ('The numbers are those of the rows of the table. Pale: another row is at least as good in size, value '
-                 'and both times, and better in one of them.')
-        plots = [dict(
-            kind='points', title=f'{self.measure} by {what}', about=about, axes=[axis, f'{self.measure}, %'],
-            points=[[row.kind, row.name, str(i), x, row.value, row.interval, bool(by)]
-                    for i, (row, x, by) in enumerate(zip(self.rows, xs, self.beaten, strict=True), 1) if row.file])
-            for what, axis, xs in (
-                ('size', 'file, MB (logarithmic)', [row.mb for row in self.rows]),
-                ('time', 'ms per image in a batch of 32 (logarithmic)', [row.ms[1] for row in self.rows]))]
-        return page(title, self.recommendation, '\n\n'.join([*self.about, f'Times: {self.machine}.']),
-                    [['', *head], *([str(i), *line] for i, line in enumerate(lines, 1))], plots, text=self.outlook,
-                    pale=self.beaten)
+        rows = [[str(i), *line] for i, line in enumerate(lines, 1)]
+        best = [i for i, by in enumerate(self.beaten) if i == 0 or not by]
+        others = [row for i, row in enumerate(rows) if i not in best]
+        return Template(files(__package__).joinpath('page.html').read_text(encoding='utf-8')).substitute(
+            title=escape(title), lead=escape(self.recommendation),
+            plot=figure.to_html(full_html=False, config={'displayModeBar': False}),
+            outlook=''.join(f'<p>{escape(said)}</p>' for said in self.outlook),
+            table=_html_table([['', *head], *(rows[i] for i in best)]),
+            others=f'<details><summary>{len(others)} others, each worse than one of these in size, value and times'
+                   f"</summary>{_html_table([['', *head], *others])}</details>" if others else '',
+            footer=escape('\n\n'.join([*self.about, f'Times: {self.machine}.'])))
 
+
+def _html_table(rows: list[list[str]]) -> str:
+    head, *body = [''.join(f'<t{kind}>{escape(cell)}</t{kind}>' for cell in row)
+                   for row, kind in zip(rows, 'h' + 'd' * len(rows), strict=False)]
+    return f"<div class=scroll><table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in body)}</table></div>"

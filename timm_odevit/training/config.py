@@ -40,7 +40,7 @@ class FitConfig(Settings):
         accumulate: Batches per update; an incomplete last group is dropped.
         ema_decay: Decay of a moving average of the weights, which is then saved as best; None for none.
         amp: 'bfloat16' or 'float16'; None for full precision; 'auto' for the faster of None and bfloat16.
-        compile: Use torch.compile.
+        compile: Compile the blocks of student and teacher by torch.compile: one graph for all layers and steps.
         seed: Seed of the run.
 
     Examples:

@@ -17,7 +17,7 @@ from ..hooks import AMP_DTYPES, random_states_kept
 from ..saving.save import describe, save_pretrained
 from ..settings import one_line
 from .config import BEST, HISTORY, LAST, FitConfig
-from .loop import Stream, Trainer, models_of, score_of, try_one_batch, unfused_in_bfloat16
+from .loop import Stream, Trainer, compiled_blocks, models_of, score_of, try_one_batch, unfused_in_bfloat16
 
 __all__ = ['EPOCHS', 'check_same', 'check_unused', 'count_updates', 'fit', 'updates_in']
 
@@ -103,6 +103,7 @@ def fit(
             total=plan['epochs'] * trainer.updates, initial=len(history) * trainer.updates, unit='update',
             disable=not progress or trainer.rank > 0 or not left))
         stack.enter_context(unfused_in_bfloat16(task, device, trainer.dtype))
+        stack.enter_context(compiled_blocks(task, config.compile))
         for epoch in left:
             bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {plan['epochs']}")
             record = trainer.epoch(epoch, val_loader, bar.update)
@@ -203,10 +204,12 @@ def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> floa
 
 
 def updates_in(seconds: float, update: float, validation: float, most: int) -> tuple[int, int]:
-    """How many epochs of how many updates, at most `most`, fit into some seconds, by the seconds of each."""
-    each = int((seconds / EPOCHS - validation) / update)
+    """How many epochs of how many updates, at most `most`, fit into some seconds, by the seconds of each.
+
+    Validation takes at most a fifth of them, unless one alone takes more.
+    """
+    epochs = max(1, min(EPOCHS, int(seconds / (5 * validation)))) if validation else EPOCHS
+    each = int((seconds / epochs - validation) / update)
     if each < 1:
         return max(1, min(EPOCHS, int(seconds / (update + validation)))), 1
-    if each <= most:
-        return EPOCHS, each
-    return int(seconds / (most * update + validation)), most
+    return (epochs, each) if each <= most else (int(seconds / (most * update + validation)), most)

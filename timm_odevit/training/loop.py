@@ -17,17 +17,19 @@ from timm.task import TrainingTask
 from timm.utils import dispatch_clip_grad, random_seed, unwrap_model
 from torch import Tensor, nn
 
+from ..convert.block_kinds import find_stages
 from ..data.batches import set_epoch
 from ..data.preprocessing import check_labels
 from ..distributed import over_processes, rank_and_world
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..hooks import AMP_DTYPES, autocast, check_images
+from ..ode.blocks import find_ode_blocks
 from ..settings import one_line
 from .config import FitConfig
 
-__all__ = ['Stream', 'Trainer', 'create_optimizer', 'models_of', 'score_of', 'try_one_batch', 'unfused_in_bfloat16',
-           'validate', 'words_of']
+__all__ = ['Stream', 'Trainer', 'compiled_blocks', 'create_optimizer', 'models_of', 'score_of', 'try_one_batch',
+           'unfused_in_bfloat16', 'validate', 'words_of']
 
 PASSES = 10_000  # over the data in an epoch, at most, that each have an order of their own
 _SCORES = {  # by what is measured, whether more or less of it is better, and how it is said
@@ -55,8 +57,6 @@ class Trainer:
         if config.ema_decay is not None:
             task.setup_ema(decay=config.ema_decay, use_warmup=True)
         trainable = task.get_trainable_module()
-        if config.compile:
-            task.compile()
         if self.world > 1:
             task.prepare_distributed(device_ids=[self.device.index] if self.device.type == 'cuda' else None)
         self.optimizer = create_optimizer(trainable, config)
@@ -246,6 +246,26 @@ def _blamed(model: nn.Module, images: Tensor) -> str:
         if not all(torch.isfinite(tensor).all() for tensor in tensors):
             return f'The {name} are not finite. '
     return ''
+
+
+@contextmanager
+def compiled_blocks(task: TrainingTask, wanted: bool) -> Iterator[None]:
+    """The blocks of student and teacher compiled by torch.compile: one graph for all layers, all steps and any K."""
+    modules: list[Any] = []
+    for model in (models_of(task)['model'], getattr(task, 'teacher', None)) if wanted else ():
+        if model is not None:
+            fields = [phase for ode in find_ode_blocks(model) for phase in ode.shared.phases]
+            try:
+                modules += fields or [block for site in find_stages(model) for block in site.blocks]
+            except TypeError:  # it has no blocks
+                modules.append(model)
+    try:
+        for module in modules:
+            module.forward = torch.compile(module.forward)  # without the hooks, by which a teacher's states are seen
+        yield
+    finally:
+        for module in modules:
+            module.__dict__.pop('forward', None)
 
 
 @contextmanager

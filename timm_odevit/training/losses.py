@@ -1,4 +1,4 @@
-"""The losses, and the passes of a student that compute them: what DDP and torch.compile wrap."""
+"""The losses, and the passes of a student that compute them: what DDP wraps."""
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import pairwise

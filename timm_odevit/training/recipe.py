@@ -99,8 +99,7 @@ class Recipe(Settings):
         loss: Settings of LossConfig for all stages.
         fit: Settings of FitConfig for all stages.
         stages: The stages, in order, each with epochs or minutes; one with 0 epochs is left out.
-        adapt: Leave out what the student cannot do: a stepwise stage if its steps do not end at the teacher's layers,
-            patch_drop, other numbers of steps.
+        adapt: Leave out patch_drop where the models cannot do without patches.
         grad_checkpointing: Recompute activations in the backward pass, step by step.
         seed: Seed of the run.
 

@@ -16,7 +16,6 @@ from timm.loss import SoftTargetCrossEntropy
 from timm.task import ClassificationTask
 from torch import Tensor, nn
 
-from ..convert.block_kinds import find_stages
 from ..data.read import Data
 from ..distributed import in_first_process, over_processes, rank_and_world
 from ..files import to_json, write_text
@@ -76,8 +75,6 @@ class Run:
         common: Any = {'device': next(student.parameters()).device, 'verbose': False}
         names = _names_of(student, stage.train)
         count_updates(self.data.train, config.accumulate)
-        if config.compile and stage.task == 'trajectory' and loss.patch_drop:
-            raise ValueError('patch_drop works by hooks, which a compiled model may miss. Use one of the two.')
         task: Any
         if stage.task == 'labels':
             task = ClassificationTask(student, criterion, **common)
@@ -228,22 +225,12 @@ def hash_of(tensors: Iterable[Tensor]) -> str:
 
 
 def adapted(recipe: Recipe, student: nn.Module, teacher: nn.Module | None) -> Recipe:
-    """A recipe without what a student cannot do; see Recipe.adapt."""
-    ode = find_ode_blocks(student)[0]
-    fixed = ode.config.phases == ode.steps  # every step has a block of its own, so no other number can be learned
+    """A recipe without patch_drop where the models cannot do without patches; see Recipe.adapt."""
     stages = []
     for stage in recipe.stages:
-        if stage.task == 'stepwise' and teacher is not None and (
-                ode.config.steps_and_end[1] != len(find_stages(teacher)[0].blocks)):
-            continue
-        if stage.task == 'trajectory':
-            loss = stage.loss or {}
-            if fixed:
-                loss = {key: value for key, value in loss.items() if key not in ('steps', 'consistency_weight')}
-            try:
-                check_loss(student, teacher, recipe.loss_of(replace(stage, loss=loss)))
-            except ValueError:  # RoPE, say
-                loss = {key: value for key, value in loss.items() if key != 'patch_drop'}
-            stage = replace(stage, loss=loss)
+        try:
+            check_loss(student, teacher, recipe.loss_of(stage))
+        except ValueError:  # RoPE, say
+            stage = replace(stage, loss={**(stage.loss or {}), 'patch_drop': 0.})
         stages.append(stage)
     return replace(recipe, stages=tuple(stages), adapt=False)

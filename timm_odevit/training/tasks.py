@@ -59,13 +59,6 @@ class StudentTask(TrainingTask):
         inner: Any = unwrap_model(found)
         return inner.student if isinstance(inner, TrainingPass) else found
 
-    def compile(self, backend: str = 'inductor', mode: str | None = None, **compile_kwargs: Any) -> Any:
-        """Compile the student's training pass and its evaluation, but not the teacher."""
-        self.eval_model, self.trainable_module = (
-            torch.compile(module, backend=backend, mode=mode, **compile_kwargs)
-            for module in (unwrap_model(self.trainable_module).student, self.trainable_module))
-        return self.eval_model
-
 
 class StepwiseTask(StudentTask):
     """Teach each solver step on its own: from the teacher's state at its start to the teacher's state at its end.
@@ -191,8 +184,3 @@ class TrajectoryDistillationTask(StudentTask):
         index = torch.cat([torch.arange(prefix), prefix + left]).to(self.device)
         return hooked(*((model.patch_drop, 'after', lambda module, args, x: x[:, index])
                         for model in (self.teacher, student)))
-
-    def compile(self, *args: Any, **kwargs: Any) -> Any:
-        if self.config.patch_drop:
-            raise ValueError('patch_drop works by hooks, which a compiled model may miss. Use one of the two.')
-        return super().compile(*args, **kwargs)
