@@ -303,11 +303,11 @@ def test_command(model, tmp_path, monkeypatch, capsys, few):
     assert main([*command, '--resume', '--quiet']) == 0
 
 
-@pytest.mark.parametrize('number, minutes, share', [(100_000, 1e6, 0.25), (100, 1e6, 0.5), (100_000, 1e-3, 0.5)])
-def test_few_images_or_minutes_get_a_larger_student(model, number, minutes, share):
-    found = prepare(images(), model)
-    found = found._replace(data=SimpleNamespace(count=lambda: number))
-    assert material.suitable(found, minutes) == share
+@pytest.mark.parametrize('size, phases, steps', [(None, 3, 6), ('10%', 1, 6), ('50%', 6, 12), ('100%', 12, 12)])
+def test_a_quarter_of_the_blocks_runs_half_as_many_steps_and_more_blocks_two_each(size, phases, steps):
+    found = prepare(images(), timm.create_model('vit_tiny_patch16_224', **{**TINY, 'depth': 12, 'num_classes': 3}).eval())
+    config = material.suitable_settings(found, size, None, 1., False)
+    assert (config.phases, config.steps) == (phases, steps)
 
 
 def test_an_embedding_is_followed_by_its_cosine(model, tmp_path, few):

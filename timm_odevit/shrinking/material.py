@@ -132,7 +132,7 @@ def suitable_settings(material: Material, size: Any, keep: float | None, minutes
         return smallest_size(material, keep, minutes / 4, progress)
     layers = max(len(stage.blocks) for stage in find_stages(material.model))
     return steps_for(material, replace(material.base, phases=max(1, layers // 4)) if size is None else
-                          choose_size(material.model, size, material.base))
+                     choose_size(material.model, size, material.base))
 
 
 def steps_for(material: Material, config: OdeConfig) -> OdeConfig:
