@@ -12,14 +12,14 @@ from PIL import Image
 from test_push import hub  # noqa: F401
 
 import timm_odevit
-from timm_odevit import OdeConfig, convert_
+from timm_odevit import convert_
 from timm_odevit.shrinking import candidates, run
 from timm_odevit.training import fit
 
 NAMES = [name for name in timm_odevit.__all__ if name != '__version__']
 NEEDS = {'export_model': ['onnx', 'onnxscript', 'onnxruntime'], 'from_open_clip': ['open_clip'],
          'put_tower_': ['open_clip'], 'from_transformers': ['transformers'], 'Evaluation': ['matplotlib']}
-VISION = dict(layers=2, width=32, head_width=16, patch_size=4, image_size=16)
+VISION = dict(layers=3, width=32, head_width=16, patch_size=4, image_size=16)
 
 
 class Shown(doctest.OutputChecker):
@@ -49,7 +49,7 @@ def names(vit, photos, tmp_path, monkeypatch):
     (tmp_path / 'photos').symlink_to(photos)
     model = vit(depth=6)
     teacher, student = copy.deepcopy(model), copy.deepcopy(model)
-    convert_(student, OdeConfig(phases=2))
+    convert_(student)
     images = torch.randn(4, 3, 16, 16)
     return {**{name: getattr(timm_odevit, name) for name in NAMES}, 'timm': timm, 'torch': torch, 'vit': model,
             'teacher': teacher, 'student': student, 'images': images, 'loader': [(images, torch.tensor([0, 1, 2, 3]))] * 2}
