@@ -8,7 +8,7 @@ import torch
 from conftest import pair
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_odevit import OdeConfig, StepwiseTask, calibrate_
+from timm_odevit import OdeConfig, TrajectoryDistillationTask, calibrate_
 from timm_odevit.data.batches import DataConfig
 from timm_odevit.data.read import read_data
 from timm_odevit.training.loop import Stream
@@ -35,8 +35,8 @@ def test_it_brings_the_student_to_the_teacher(vit):
         with torch.no_grad():
             return (student(data) - teacher(data)).square().mean().item()
     before = error()
-    history = calibrate_(student, teacher, data, epochs=(12, 6), batch_size=8, lr=1e-2, unrolled_lr=3e-3, progress=False)
-    assert len(history) == 18 and history[11]['loss'] < 0.8 * history[0]['loss']
+    history = calibrate_(student, teacher, data, epochs=18, batch_size=8, lr=3e-3, progress=False)
+    assert len(history) == 18 and history[-1]['loss'] < 0.8 * history[0]['loss']
     assert error() < 0.5 * before
     assert all(torch.equal(p, frozen[n]) for n, p in student.named_parameters() if n in frozen)
     assert student.training and not student.head.weight.requires_grad and student.patch_embed.proj.weight.requires_grad
@@ -44,39 +44,34 @@ def test_it_brings_the_student_to_the_teacher(vit):
 
 def test_an_exact_student_has_no_error_and_takes_no_time(vit):
     student, teacher = pair(vit, OdeConfig(phases=3))
-    task = StepwiseTask(student, teacher, verbose=False)
-    assert task(GOOD)['loss'].item() < 1e-9
     started = time.perf_counter()
     assert calibrate_(student, teacher, GOOD, minutes=1., batch_size=2, progress=False) == []
     assert time.perf_counter() - started < 30
-    student.blocks.steps = 6  # half a layer a step: the teacher's state in between is interpolated
-    assert 0 < task(GOOD)['loss'].item() < 1
 
 
-@pytest.mark.parametrize('when', [2, 12])  # while the learning rate is chosen, and in the first part
+@pytest.mark.parametrize('when', [2, 12])  # while the learning rate is chosen, and in training
 def test_interrupted_it_leaves_both_models_as_they_were(vit, monkeypatch, when):
     student, teacher = pair(vit)
     student.norm.register_buffer('seen', torch.zeros(1))
     student.train()
     student.head.requires_grad_(False)
-    before, calls, forward = state(student), [], StepwiseTask.forward
+    before, calls, forward = state(student), [], TrajectoryDistillationTask.forward
 
     def stop(task, *args):
         calls.append(task.get_eval_model().norm.seen.add_(1))
         if len(calls) == when:
             raise KeyboardInterrupt
         return forward(task, *args)
-    monkeypatch.setattr(StepwiseTask, 'forward', stop)
+    monkeypatch.setattr(TrajectoryDistillationTask, 'forward', stop)
     with pytest.raises(KeyboardInterrupt):
-        calibrate_(student, teacher, GOOD, epochs=(9, 1), batch_size=2, progress=False)
+        calibrate_(student, teacher, GOOD, epochs=9, batch_size=2, progress=False)
     assert len(calls) == when and same(before, student)
     assert student.training and not teacher.training and not student.head.weight.requires_grad
     assert all(p.requires_grad for p in (*student.blocks.parameters(), *teacher.parameters()))
 
 
 @pytest.mark.parametrize('images, options, message', [
-    (GOOD, dict(epochs=(0, 0)), 'epochs must be two whole numbers'),
-    (GOOD, dict(minutes=1., epochs=(1, 1)), 'or None to use minutes'),
+    (GOOD, dict(minutes=1., epochs=1), 'epochs or minutes, not both'),
     ([], dict(minutes=0.01), 'train_loader is empty'),
     (torch.randn(3, 16, 16), {}, r'got torch.float32 \[3, 16, 16\]'),
     (torch.full((4, 3, 16, 16), float('nan')), {}, 'images must be finite'),
@@ -95,35 +90,27 @@ def test_what_does_not_fit_is_refused_and_changes_neither_model(vit, images, opt
 
 def test_another_teacher_is_refused(vit):
     student, teacher = pair(vit)
-    for other, message in ((vit(embed_dim=64), 'differ in cls_token: '),
-                           (vit(depth=5), 'the teacher has 5 layers'), (copy.deepcopy(student), 'before its conversion'), (student, 'share no parameters'),
+    for other, message in ((vit(embed_dim=64), 'differ in embed_dim: '), (copy.deepcopy(student), 'before its conversion'), (student, 'share no parameters'),
                            ('vit_tiny_patch16_224', 'Expected a timm model')):
         with pytest.raises((TypeError, ValueError), match=message):
             calibrate_(student, other, GOOD, progress=False)
     with pytest.raises(TypeError, match='Call convert_ first'):
         calibrate_(teacher, teacher, GOOD)
-    shorter, teacher = pair(vit, OdeConfig(T=2.))
-    before = state(shorter)
-    with pytest.raises(ValueError, match='the steps do not end at its states. Convert with T=None'):
-        calibrate_(shorter, teacher, GOOD, minutes=1., progress=False)
-    assert same(before, shorter)
 
 
-def test_minutes_are_spent_on_both_parts(vit):
+def test_minutes_are_spent(vit):
     student, teacher = pair(vit)
     started = time.perf_counter()
     history = calibrate_(student, teacher, torch.randn(20, 3, 16, 16), minutes=0.03, batch_size=8, progress=False)
-    seconds = [sum(record['seconds'] for record in history if record['stage'] == stage) for stage in (0, 1)]
-    assert all(0.1 < each < 1.8 for each in seconds) and time.perf_counter() - started < 10
+    assert 0.2 < sum(record['seconds'] for record in history) < 3.6 and time.perf_counter() - started < 10
     assert history[0]['loss'] > history[9]['loss'] and 'kd_loss' in history[-1]
 
 
-def test_no_time_is_one_update_of_each_part(vit):
+def test_no_time_is_one_update(vit):
     student, teacher = pair(vit, num_classes=0)
     before = state(student)
     history = calibrate_(student, teacher, GOOD, minutes=1e-9, progress=False)
-    assert [sorted(record) for record in history] == [['epoch', 'loss', 'lr', 'seconds', 'stage'], sorted(history[1])]
-    assert len(history) == 2 and not same(before, student)
+    assert len(history) == 1 and not same(before, student)
 
 
 def close_pair(vit):
@@ -138,23 +125,18 @@ def close_pair(vit):
 def test_a_student_that_has_little_to_learn_learns_slowly(vit):
     data = torch.randn(8, 3, 16, 16)
 
-    def rates(made, epochs=(1, 1), **chosen):
+    def rate(made, **chosen):
         student, teacher = made(vit)
-        return [record['lr'] for record in calibrate_(student, teacher, data, epochs=epochs, batch_size=4, progress=False, **chosen)]
-    whole = rates(pair)
-    share = [lr / most for lr, most in zip(rates(close_pair), whole)]
-    assert 0 < share[0] < 0.5 and share[1] == pytest.approx(share[0], rel=0.02)  # the schedule ends at 1e-6
-    assert rates(close_pair, lr=3e-3, unrolled_lr=1e-3) == whole
-    assert rates(close_pair, epochs=(0, 1))[0] < 0.5 * whole[1]
+        return calibrate_(student, teacher, data, epochs=1, batch_size=4, progress=False, **chosen)[0]['lr']
+    assert 0 < rate(close_pair) < 0.5 * rate(pair) and rate(close_pair, lr=1e-3) == rate(pair)
 
 
-@pytest.mark.parametrize('epochs', [(2, 0), (0, 2)])
-def test_it_leaves_a_student_that_it_makes_worse_as_it_was(vit, epochs):
+def test_it_leaves_a_student_that_it_makes_worse_as_it_was(vit):
     data = torch.randn(8, 3, 16, 16)
     student, teacher = close_pair(vit)
     before = state(student)
     with pytest.warns(UserWarning, match=r'ended worse than it started: squared error .* at best, squared error .* before. The model is as it was'):
-        history = calibrate_(student, teacher, data, epochs=epochs, batch_size=4, lr=1., unrolled_lr=1., progress=False)
+        history = calibrate_(student, teacher, data, epochs=2, batch_size=4, lr=1., progress=False)
     assert len(history) == 2 and same(before, student)
 
 
@@ -182,13 +164,13 @@ def test_a_calibration_in_minutes_can_be_repeated(vit, tmp_path, monkeypatch, ki
     monkeypatch.setattr('timm_odevit.training.fit.updates_in', lambda *args: (2, 10))  # of 7 batches in each pass
     students = [copy.deepcopy(start), copy.deepcopy(start)]
     for student in students:
-        calibrate_(student, teacher, images, minutes=1., batch_size=4, progress=False, lr=1e-3, unrolled_lr=1e-3)
+        calibrate_(student, teacher, images, minutes=1., batch_size=4, progress=False, lr=1e-3)
         torch.rand(7)  # as any other program would
     assert same(state(students[0]), students[1]) and not same(state(start), students[1])
 
 
 def test_images_have_the_dtype_of_the_model_and_any_seed_is_taken(vit):
     student, teacher = (model.to(torch.bfloat16) for model in pair(vit))
-    settings = dict(epochs=(1, 0), batch_size=2, progress=False)
+    settings = dict(epochs=1, batch_size=2, progress=False)
     calibrate_(student, teacher, GOOD, amp='bfloat16', seed=-1, **settings)  # float32 images
     calibrate_(student, teacher, GOOD, amp='bfloat16', seed=2 ** 40, **settings)

@@ -267,7 +267,7 @@ def test_the_whole_chain_on_ones_own_images(folder, capsys):
     shutil.rmtree('student')
     shutil.copy('images/c1/0.png', 'photo.jpg')
     tiny = {'deit_tiny_patch16_224': 'local-dir:teacher', '25%': '90%', '6,12,24': '2,3'}
-    quick = {'finetune': [*RECIPE, '--set', 'fit.epochs=1'], 'calibrate': ['--epochs', '1,1', '--workers', '0'],
+    quick = {'finetune': [*RECIPE, '--set', 'fit.epochs=1'], 'calibrate': ['--epochs', '1', '--workers', '0'],
              'distill': [*RECIPE, *(f'--set=stages.{i}.fit.epochs=1' for i in range(2))], 'evaluate': ['--workers', '0']}
     printed = run_chain('your-images.md', 'chain', tiny, quick, capsys)
     assert list(printed) == ['finetune', 'convert', 'calibrate', 'distill', 'evaluate', 'predict', 'push']
@@ -289,7 +289,7 @@ def test_the_chain_without_labels(folder, capsys):
     for i, path in enumerate(sorted((folder / 'some').rglob('*.png'))):
         path.rename(folder / 'images' / 'all' / f'{i}.png')
     save_pretrained(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 0}), folder / 'teacher')
-    quick = {'calibrate': ['--epochs', '1,1', '--workers', '0'], 'evaluate': ['--workers', '0'],
+    quick = {'calibrate': ['--epochs', '1', '--workers', '0'], 'evaluate': ['--workers', '0'],
              'distill': [*RECIPE, *(f'--set=stages.{i}.fit.epochs=1' for i in range(2))]}
     printed = run_chain('embeddings.md', 'chain without labels', {'--minutes': '', '60': '', '600': ''}, quick, capsys)
     assert 'cosine' in printed['evaluate'] and re.search('odevit evaluate .* --embedding$', printed['distill'], re.M)
@@ -353,7 +353,7 @@ def test_a_run_is_continued_from_anywhere(folder, capsys, monkeypatch):
 
 def test_arrays_without_labels_calibrate(folder, capsys):
     np.savez('few.npz', x_train=np.random.default_rng(0).integers(0, 255, (12, 16, 16, 3), np.uint8))
-    assert main(['calibrate', 'local-dir:student', 'few.npz', 'fitted', '--teacher', 'local-dir:teacher', '--epochs', '1,1', '--quiet']) == 0
+    assert main(['calibrate', 'local-dir:student', 'few.npz', 'fitted', '--teacher', 'local-dir:teacher', '--epochs', '1', '--quiet']) == 0
     assert 'agreement with the teacher on 1 images held out' in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ import timm
 import torch
 from conftest import reloaded
 
-from timm_odevit import OdeConfig, StepwiseTask, calibrate_, convert_
+from timm_odevit import OdeConfig, calibrate_, convert_
 from timm_odevit.ode.blocks import find_ode_blocks
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, depth=4, num_classes=5)
@@ -73,15 +73,14 @@ def depth(model):
 
 
 @families
-def test_a_phase_per_layer_is_the_model_itself_and_each_step_ends_where_the_teachers_does(name):
+def test_a_phase_per_layer_is_the_model_itself(name):
     model, x = build(name), images_for(name)
-    before, keys, teacher = model(x), list(model.state_dict()), copy.deepcopy(model)
+    before, keys = model(x), list(model.state_dict())
     done = convert_(model, config_for(name, phases=depth(model)))
     if done.config.method == 'lie_trotter':
         assert torch.equal(model(x), before)
     else:
         torch.testing.assert_close(model(x), before)  # x + (block(x) - x) rounds
-    assert StepwiseTask(model, teacher, verbose=False)(x)['loss'].item() < 1e-6
     done.restore()
     assert list(model.state_dict()) == keys and torch.equal(model(x), before)
 
@@ -119,7 +118,7 @@ def test_calibrates(name):
     teacher, x = build(name), images_for(name).repeat(2, 1, 1, 1)
     student = copy.deepcopy(teacher)
     convert_(student, config_for(name))
-    history = calibrate_(student, teacher, x, epochs=(1, 1), batch_size=2, progress=False)
+    history = calibrate_(student, teacher, x, epochs=2, batch_size=2, progress=False)
     assert len(history) == 2 and all(0 < record['loss'] < 10 for record in history)
 
 

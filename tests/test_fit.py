@@ -371,7 +371,7 @@ def test_the_random_state_of_the_process_is_left_alone(vit, tmp_path):
     student, teacher = pair(vit)
     states = random_states()
     run(TrajectoryDistillationTask(student, teacher), epochs=1, seed=7)
-    calibrate_(student, teacher, X[:4], epochs=(1, 1), progress=False)
+    calibrate_(student, teacher, X[:4], epochs=1, progress=False)
     recipe = Recipe.load('autonomous', ['stages=[{fit: {epochs: 1}}]', 'data.batch_size=4', 'fit.opt=adamw'])
     assert random_states() == states
     data = tmp_path / 'data.npz'

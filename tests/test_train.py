@@ -68,7 +68,7 @@ def test_a_stage_has_epochs_or_minutes():
 
 
 def test_a_change_that_no_stage_would_use_is_an_error():
-    stages = [{'fit': {'epochs': 1}}, {'task': 'stepwise', 'fit': {'epochs': 1}}]
+    stages = [{'fit': {'epochs': 1}}, {'task': 'labels', 'fit': {'epochs': 1}}]
     with pytest.raises(ValueError, match="'fit.epochs=3' has no effect.*Change stages.0.fit.epochs, stages.1.fit.epochs"):
         recipe('fit.epochs=3', stages=stages)
     stages[0]['loss'] = {'steps': [2]}
@@ -184,7 +184,7 @@ def test_a_stage_with_no_epochs_is_left_out():
 def test_stages_train_the_parts_that_they_name(vit, data, tmp_path):
     teacher = vit()
     made = recipe(ode={'phases': 2}, stages=[
-        {'task': 'stepwise', 'train': 'shared'}, {'train': ['tokens', 'pos_embed']},
+        {'train': 'shared'}, {'train': ['tokens', 'pos_embed']},
         {'train': ['norm', 'head'], 'loss': {'task_weight': 1.}, 'fit': {'epochs': 1}}])
     history = run(made, data, tmp_path / 'run', teacher)
     assert [r['stage'] for r in history] == [0, 0, 1, 1, 2]
@@ -285,12 +285,11 @@ def test_accumulation_is_a_larger_batch(vit, data, tmp_path):
     assert [r['loss'] for r in two] == pytest.approx([r['loss'] for r in one], rel=1e-4)
 
 
-@pytest.mark.parametrize('task', ['trajectory', 'stepwise'])
-def test_gradient_checkpointing_changes_no_loss_and_runs_the_steps_again(vit, data, tmp_path, monkeypatch, task):
+def test_gradient_checkpointing_changes_no_loss_and_runs_the_steps_again(vit, data, tmp_path, monkeypatch):
     teacher, calls = vit(), []
     forward = NativeField.forward
     monkeypatch.setattr(NativeField, 'forward', lambda *args, **kwargs: calls.append(torch.is_grad_enabled()) or forward(*args, **kwargs))
-    made = recipe(ode={'method': 'euler'}, stages=[{'task': task}])
+    made = recipe(ode={'method': 'euler'}, stages=[{}])
     one = run(made, data, tmp_path / 'a', teacher)
     plain = sum(calls)
     two = run(replace(made, grad_checkpointing=True), data, tmp_path / 'b', teacher)
@@ -298,7 +297,7 @@ def test_gradient_checkpointing_changes_no_loss_and_runs_the_steps_again(vit, da
     assert sum(calls) - plain > 1.5 * plain
 
 
-@pytest.mark.parametrize('change', ['loss.steps=[[2, 3]]', 'stages.0.task=stepwise', 'loss.patch_drop=0.5'])
+@pytest.mark.parametrize('change', ['loss.steps=[[2, 3]]', 'loss.patch_drop=0.5'])
 def test_compiles_the_blocks_in_one_graph_for_all_layers_and_steps(vit, data, tmp_path, monkeypatch, change):
     teacher, wrap, graphs = vit(), torch.compile, []
     monkeypatch.setattr(torch, 'compile', lambda forward: wrap(forward, backend=lambda graph, _: graphs.append(1) or graph))
@@ -422,7 +421,7 @@ def test_the_packaged_recipe_adapts_to_models_that_need_all_patches(vit):
 
 def test_each_stage_trains_its_own_steps_also_after_an_interrupt_which_changes_nothing_else(vit, data, tmp_path, monkeypatch):
     student, teacher = pair(vit)
-    made = recipe('stages.0.fit.epochs=2', ode=None, stages=[{'task': 'stepwise', 'train': ['blocks']}, {'loss': {'steps': [2]}}])
+    made = recipe('stages.0.fit.epochs=2', ode=None, stages=[{'train': ['blocks']}, {'loss': {'steps': [2]}}])
     again, epoch, seen = copy.deepcopy(student), Trainer.epoch, []
 
     def once(trainer, *args):
@@ -531,8 +530,7 @@ def by_fork(args):
 
 @pytest.mark.parametrize(('start', 'more'), [
     (by_torchrun, []),
-    (by_fork, ['stages=[{task: trajectory, fit: {ema_decay: 0.9}}, {task: trajectory, loss: {steps: [2, 3]}}]', 'ode={phases: 2}']),
-    (by_fork, ['stages.0.task=stepwise', 'stages.0.loss=null'])], ids=['one block', 'two blocks', 'stepwise'])
+    (by_fork, ['stages=[{task: trajectory, fit: {ema_decay: 0.9}}, {task: trajectory, loss: {steps: [2, 3]}}]', 'ode={phases: 2}'])], ids=['one block', 'two blocks'])
 def test_two_processes_give_the_losses_of_one_with_the_doubled_batch(place, monkeypatch, start, more):
     monkeypatch.chdir(place)
     changes = [*more, 'fit.epochs=1', 'data.padding=0', 'data.flip=0', 'loss.jasmin_weight=0.1', 'loss.task_weight=0.5']

@@ -9,7 +9,7 @@ from conftest import TINY, pair
 from timm.optim import create_optimizer_v2
 from timm.task import TrainingTask
 
-from timm_odevit import OdeConfig, StepwiseTask, TrajectoryDistillationTask, convert_, with_steps
+from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_, with_steps
 from timm_odevit.training import tasks
 from timm_odevit.training.config import LossConfig
 from timm_odevit.training.losses import jasmin_loss, logit_loss, trajectory_loss
@@ -163,22 +163,20 @@ def test_the_teacher_stays_as_it_is(vit, batch):
 
 
 @pytest.mark.parametrize('channels', [1, 3, 4])
-@pytest.mark.parametrize('kind', [StepwiseTask, TrajectoryDistillationTask])
-def test_the_teacher_sees_images_in_its_own_normalisation(vit, kind, channels):
+def test_the_teacher_sees_images_in_its_own_normalisation(vit, channels):
     student, teacher = pair(vit, in_chans=channels)
     teacher.pretrained_cfg = {**teacher.pretrained_cfg, 'mean': (0.5,) * 3, 'std': (0.25,) * 3}
     mean, std = (0.1, 0.2, 0.3), (0.3, 0.2, 0.1)
     student.pretrained_cfg = {**teacher.pretrained_cfg, 'mean': mean, 'std': std}
     seen, images = [], torch.randn(2, channels, 16, 16)
     teacher.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    kind(student, teacher, verbose=False)(images, torch.tensor([0, 1]))['loss'].backward()
+    TrajectoryDistillationTask(student, teacher, verbose=False)(images, torch.tensor([0, 1]))['loss'].backward()
     assert len(seen) == 1 and seen[0].shape == images.shape and not torch.allclose(seen[0], images)
     if channels == 3:
         pixels = images * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
         torch.testing.assert_close(seen[0], (pixels - 0.5) / 0.25)
-    if kind is TrajectoryDistillationTask:
-        kind(student, teacher, checkpoints='distance', calibration=[images], verbose=False)
-        assert torch.equal(seen[1], seen[0])
+    TrajectoryDistillationTask(student, teacher, checkpoints='distance', calibration=[images], verbose=False)
+    assert torch.equal(seen[1], seen[0])
 
 
 @pytest.mark.parametrize('change, error, message', [
@@ -311,9 +309,9 @@ def test_views_follow_the_checkpointing_and_the_image_size_of_the_student(vit, i
     assert views[-1].grad_checkpointing and views[-1].pos_embed is student.pos_embed
 
 
-def test_layer_decay_reaches_the_stepwise_task(vit):
+def test_layer_decay_reaches_the_student(vit):
     student, teacher = pair(vit)
-    optimizer = create_optimizer_v2(StepwiseTask(student, teacher).get_trainable_module(), opt='adamw', lr=1., layer_decay=0.5)
+    optimizer = create_optimizer_v2(TrajectoryDistillationTask(student, teacher).get_trainable_module(), opt='adamw', lr=1., layer_decay=0.5)
     assert len({group['lr_scale'] for group in optimizer.param_groups}) == 3  # the stem, the shared block, the head
 
 

@@ -34,7 +34,7 @@ def main():
 def converted(program, tower, images, labels, names):
     teacher = copy.deepcopy(tower)
     convert_(tower, phases=2)
-    calibrate_(tower, teacher, images, epochs=(2, 2), progress=False)
+    calibrate_(tower, teacher, images, epochs=4, progress=False)
     put_tower_(program, tower)
     found = evaluate_embeddings(tower, (images, labels), class_embeddings=names, teacher=teacher)
     print(found)
