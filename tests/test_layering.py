@@ -56,9 +56,9 @@ def lines(paths):
 
 
 def test_the_house_keeps_to_its_budget():
-    root = PACKAGE.parent  # what has been reached; CONTRIBUTING has where it is to lead
+    root = PACKAGE.parent
     assert lines(FILES) <= 10_500 and len(FILES) <= 70
-    assert sum(path.stat().st_size for path in FILES) <= 536_500
+    assert sum(path.stat().st_size for path in FILES) <= 480_000
     assert lines((root / 'tests').glob('*.py')) <= 9_500
     assert lines([*root.glob('hub/tools/*.py'), *root.glob('hub/runs/*.py')]) <= 1_200
 

@@ -63,10 +63,9 @@ class TrajectoryDistillationTask(TrainingTask):
         times: list[list[float]] = [[] for _ in odes]
         super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
         self.teacher: Any = teacher
-        self.for_teacher: Any = nn.Identity()
+        self.for_teacher: Any = (teacher is not None and renormalisation(student, teacher)) or nn.Identity()
         if teacher is not None:
-            self.teacher, self.for_teacher = teacher.requires_grad_(False).eval(), (
-                renormalisation(student, teacher) or nn.Identity())
+            teacher.requires_grad_(False).eval()
             batches = calibration.split(64) if isinstance(calibration, Tensor) else calibration or ()
             times = layer_times(student, teacher, config, (
                 self.for_teacher(images.to(self.device)) for images in batches))
