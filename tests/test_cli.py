@@ -68,7 +68,7 @@ def test_convert_to_a_size_and_calibrate(folder, capsys):
     assert run('convert', 'local-dir:teacher', 'new', '--size', '70%') == 0
     out = capsys.readouterr().out
     assert 'blocks 0-2 -> 2 shared blocks' in out
-    assert run('calibrate', 'local-dir:new', 'images', 'run', '--teacher', 'local-dir:teacher', '--epochs', '2,1',
+    assert run('calibrate', 'local-dir:new', 'images', 'run', '--teacher', 'local-dir:teacher', '--epochs', '3',
                '--batch-size', '8') == 0
     assert 'saved run' in capsys.readouterr().out
     again = timm.create_model('local-dir:run', pretrained=True)
@@ -128,7 +128,7 @@ def test_a_teacher_of_another_size_from_a_file_teaches_a_student_of_that_size(fo
     teacher = ['vit_tiny_patch16_224', '--checkpoint', 'weights.pth', '--img-size', '32']
     torch.save(timm.create_model('vit_tiny_patch16_224', num_classes=3, depth=12).state_dict(), 'weights.pth')
     assert run('convert', teacher[0], 'new', *teacher[1:]) == 0
-    assert run('calibrate', 'local-dir:new', 'images', 'fitted', '--epochs', '0,1', '--teacher', *teacher) == 0
+    assert run('calibrate', 'local-dir:new', 'images', 'fitted', '--epochs', '1', '--teacher', *teacher) == 0
     assert run('distill', 'autonomous', 'images', 'run', '--student', 'local-dir:fitted', '--teacher', *teacher, '--set', 'data.batch_size=8',
                '--set', 'data.workers=0', '--set', 'stages.0.fit.epochs=0', '--set', 'stages.1.fit.epochs=1') == 0
     assert '--teacher' not in capsys.readouterr().out.splitlines()[-1]
@@ -290,7 +290,7 @@ def test_the_chain_without_labels(folder, capsys):
         path.rename(folder / 'images' / 'all' / f'{i}.png')
     save_pretrained(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 0}), folder / 'teacher')
     quick = {'calibrate': ['--epochs', '1', '--workers', '0'], 'evaluate': ['--workers', '0'],
-             'distill': [*RECIPE, *(f'--set=stages.{i}.fit.epochs=1' for i in range(2))]}
+             'distill': [*RECIPE, '--set=stages.0.fit.epochs=1']}
     printed = run_chain('embeddings.md', 'chain without labels', {'--minutes': '', '60': '', '600': ''}, quick, capsys)
     assert 'cosine' in printed['evaluate'] and re.search('odevit evaluate .* --embedding$', printed['distill'], re.M)
 

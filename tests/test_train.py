@@ -78,7 +78,7 @@ def test_a_change_that_no_stage_would_use_is_an_error():
     with pytest.raises(ValueError, match=r'Change stages.1.fit.lr, stages.2.fit.lr\.'):
         recipe('fit.lr=1e-4', stages=[{'fit': {'epochs': 0}}, {'fit': {'epochs': 1, 'lr': 1.}}, {'fit': {'epochs': 1, 'lr': 2.}}])
     with pytest.raises(ValueError, match='has no effect'):
-        Recipe.load('embedding', ['stages.1.fit.epochs=0', 'loss.kd_weight=1'])
+        Recipe.load('three_blocks', ['stages.1.fit.epochs=0', 'loss.kd_weight=1'])
 
 
 @pytest.mark.parametrize('section, keys', [('loss', LossConfig.names()), ('fit', FIT), ('data', DataConfig.names())])
