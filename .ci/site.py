@@ -19,7 +19,7 @@ SECTIONS = {
     'Train': ('training',),
     'Evaluate': ('evaluation',),
     'Dynamics': ('dynamics',),
-    'Save and share': ('convert.merge', 'saving', 'export', 'reporting'),
+    'Save and share': ('saving', 'export'),
     'Other libraries': ('interop',),
 }
 INTRODUCTION = """# API reference

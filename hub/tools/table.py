@@ -141,7 +141,21 @@ def regions():
                 'same class'], lines))
 
 
+DESIGNS = {'plain3': "three of the teacher's blocks, each once", 'three6': 'three blocks', 'three12': 'three blocks',
+           'two11': 'two blocks with residuals of rank 11', 'one12': 'one block'}
+
+
+def designs():
+    found = []
+    for path in (HUB / 'lab' / 'designs').glob('*.json'):
+        name, *more, minutes = path.stem.split('-')
+        own = next(row for row in json.loads(path.read_text()) if name.endswith(str(row['steps'])) or name == 'two11')
+        found.append([minutes, DESIGNS[name] + ', first step by step' * bool(more), str(own['steps']), f"{own['top1']:.1f}"])
+    return rows(['minutes', 'student', 'K', 'top-1 %'], sorted(found, key=lambda row: (int(row[0]), -float(row[3]))))
+
+
 TABLES = {
+    'designs': (HUB / 'lab' / 'minutes.md', designs),
     'which': (README, which), 'models': (RESULTS, models),
     'ablation': (HUB / 'lab' / 'ingredients.md', ablation), 'paper': (RESULTS, paper),
     'speed at 224 px': (SPEED, partial(speed, 'tiny_224')), 'speed at 128 px': (SPEED, partial(speed, 'published_128')),

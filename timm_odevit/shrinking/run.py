@@ -62,7 +62,7 @@ def shrink(
         model: Model that `convert_` accepts, with weights, on the device to train on; it is left as it is.
         images: A folder, an .npz, images [N, C, H, W], normalised for the model, or a pair of such and labels [N].
         out: Folder for the results.
-        size: Size of the student, as for `choose_size`; None for one that suits the images and minutes.
+        size: Size of the student, as for `choose_size`; None for a quarter of the blocks.
         keep: Share of the original's accuracy to keep, such as 0.95 or '95%', instead of a size: a quarter of the
             minutes goes into finding the smallest student that keeps it. None for no search, and 0.95 in the verdict.
         minutes: Minutes to spend.

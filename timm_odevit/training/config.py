@@ -25,7 +25,7 @@ class FitConfig(Settings):
 
     Attributes:
         epochs: Number of epochs; or else give minutes.
-        minutes: Train for about so long, validation included, in at least 10 epochs.
+        minutes: Train for about so long, in epochs of one pass or less, with at most a fifth for validation.
         opt: timm optimizer (compared in hub/lab/ingredients.md).
         lr: Peak learning rate.
         weight_decay: Weight decay; not applied to norms, biases and embeddings.
