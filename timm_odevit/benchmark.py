@@ -3,6 +3,7 @@ import copy
 import platform
 import re
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,7 +15,6 @@ import numpy as np
 import timm
 import torch
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
 from tqdm import tqdm
 
 from ._version import __version__
@@ -89,12 +89,30 @@ def benchmark(
                                for timing in _time(candidates, size, rounds, images, progress)])
 
 
-def times_in_turns(runs: Sequence[Callable[[], Any]], rounds: int, progress: bool = False) -> list[list[float]]:
-    """Seconds of a call of each function in each round, in which they take turns: the mean of two after a warm-up."""
-    timers = [Timer('run()', globals={'run': run}, num_threads=torch.get_num_threads()) for run in runs]
-    turns = [[timer.timeit(2).median for timer in timers]
-             for _ in tqdm(range(rounds), unit='round', leave=False, disable=not progress)]
-    return [list(seconds) for seconds in zip(*turns, strict=True)]
+def times_in_turns(
+        runs: Sequence[Callable[[], Any]], rounds: int, progress: bool = False, within: float = 0.,
+) -> np.ndarray[Any, Any]:
+    """Seconds of a call of each function in each round [functions, rounds]: the mean of two after a warm-up.
+
+    They take turns, up to `rounds` or until their ratios to the first are known to `within`. On one thread of a CPU,
+    the seconds are those of the processor, in which other programs count little.
+    """
+    from torch.utils.benchmark import Timer  # the import looks for CUDA
+    alone = torch.get_num_threads() == 1 and not torch.accelerator.is_available()
+    more: dict[str, Any] = {'timer': time.process_time} if alone else {}
+    timers = [Timer('run()', globals={'run': run}, num_threads=torch.get_num_threads(), **more) for run in runs]
+    turns: list[list[float]] = []
+    for _ in tqdm(range(rounds), unit='round', leave=False, disable=not progress):
+        turns.append([timer.timeit(2).median for timer in timers])
+        if len(turns) > 4 and half_intervals(np.array(turns).T).max() < within:
+            break
+    return np.array(turns).T
+
+
+def half_intervals(times: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Half of the 95 % interval of each function's time as a share of the first one's, relative to it [functions]."""
+    logs: np.ndarray[Any, Any] = np.log(times / times[0])
+    return 1.96 * logs.std(axis=1, ddof=1) / logs.shape[1] ** 0.5
 
 
 def _states(name: str, model: nn.Module, steps: Sequence[int], compiled: str | None) -> dict[str, nn.Module]:
@@ -117,7 +135,7 @@ def _time(
         for model in candidates.values()]
     runs = [lambda model=model, of=of: [model(batch) for batch in of]
             for model, of in zip(candidates.values(), batches, strict=True)]
-    times = np.array(times_in_turns(runs, rounds, progress))
+    times = times_in_turns(runs, rounds, progress)
     timings: list[Timing] = []
     for (name, model), of, seconds in zip(candidates.items(), batches, times, strict=True):
         low, median, high = (np.percentile(seconds, (25, 50, 75)) / len(of)).tolist()

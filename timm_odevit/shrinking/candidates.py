@@ -1,7 +1,6 @@
 """What is compared, and its measurement: a new row of the verdict is a function in FORMS that yields a Candidate."""
 import copy
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -9,12 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..benchmark import times_in_turns
+from ..benchmark import half_intervals, times_in_turns
 from ..convert.block_kinds import find_stages
 from ..convert.conversion import convert_
 from ..evaluation.accuracy import calibrate_halting
@@ -24,8 +24,9 @@ from ..settings import one_line
 from .material import Held, Material
 
 BATCHES = (1, 32)
-ROUNDS = 5
+ROUNDS, WITHIN = 20, 0.05  # rounds at most, and how well the ratios of the times are to be known
 TOKENS = (0.5, 0.2)
+NONE = (math.nan,) * len(BATCHES)
 
 
 class Candidate(NamedTuple):
@@ -50,7 +51,8 @@ class Row:
     value: float  # accuracy, agreement or cosine, in percent
     interval: float  # half of the 95 % interval of the value
     margin: float  # half of the 95 % interval of its difference from the first candidate's
-    ms: tuple[float, ...]  # median time per image, in batches of 1 and of 32
+    ms: tuple[float, ...]  # median time per image, in batches of 1 and of 32; of the processor, if one thread runs
+    ms_off: tuple[float, ...]  # half of the 95 % interval of their ratios to the first candidate's, in percent
     operations: float  # multiply-adds for an image, in 10^6
 
 
@@ -131,23 +133,24 @@ def measure(
         notes.insert(0, 'The files were written by torch.export and timed in torch, without int8. For ONNX Runtime, on '
                      'a CPU, type: pip install onnx onnxruntime onnxscript')
     progress('timing the files in turns')
-    times = []
+    times, intervals = [], []
     for size in BATCHES:
         batch = held.images[torch.arange(size) % len(held.images)].to(like.device)
-        turns = times_in_turns([partial(run, batch) for _, file, run in files if file], ROUNDS)
-        times.append([1000. * statistics.median(seconds) / size for seconds in turns])
-    timed = zip(*times, strict=True)
+        turns = times_in_turns([partial(run, batch) for _, file, run in files if file], ROUNDS, within=WITHIN)
+        times.append((1000. / size * np.median(turns, axis=1)).tolist())
+        intervals.append((100. * half_intervals(turns)).tolist())
+    timed = zip(zip(*times, strict=True), zip(*intervals, strict=True), strict=True)
     rows: list[Row] = []
     for candidate, file, run in files:
         outputs = [run(batch.to(like.device)).float().cpu() for batch in held.images.split(BATCHES[-1])]
         scores = held.scores(torch.cat(outputs))
         if not rows:
             first = scores
+        ms, off = next(timed) if file else (NONE, NONE)
         rows.append(Row(
             candidate.kind, candidate.name, file.name if file else '', file.stat().st_size / 1e6 if file else math.nan,
             100. * float(scores.mean()), held.interval(scores), held.margin(scores, first),
-            next(timed) if file else (math.nan,) * len(BATCHES),
-            operations(candidate.model, held.images if candidate.exits else held.images[:1])))
+            ms, off, operations(candidate.model, held.images if candidate.exits else held.images[:1])))
     return rows, notes
 
 

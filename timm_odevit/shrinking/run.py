@@ -113,8 +113,10 @@ def shrink(
             rows=tuple(rows), measure=material.judging.measure, keep=keep or 0.95, images=len(material.judging.images),
             about=(str(material), *about, *notes), outlook=_outlook(trained['student'], material, folder / 'student'),
             machine=f'{processor()}, {torch.get_num_threads()} threads')
+        by_name = {row.name: row for row in verdict.rows}
         for row, by in zip(verdict.rows, verdict.beaten, strict=True):
-            if by and row.file and row not in (verdict.smallest, verdict.fastest):
+            better = by_name.get(by, row)
+            if row.file and (better.mb < row.mb or better.value > row.value):  # none goes for its time
                 (folder / 'files' / row.file).unlink(missing_ok=True)
         write_text(folder / 'verdict.json', to_json(verdict.to_dict()))
         if find_spec('plotly') is not None:

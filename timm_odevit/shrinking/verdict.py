@@ -48,11 +48,17 @@ class Verdict:
 
     @cached_property
     def beaten(self) -> list[str]:
-        """For each row, the name of the first that is as good in size, value and times, as shown, and better in one."""
-        keys = [(round(row.mb, 2), -round(row.value, 1), *(float(f'{value:.2g}') for value in row.ms))
-                for row in self.rows]
-        return [next((row.name for row, other in zip(self.rows, keys, strict=True)
-                      if other != own and all(a <= b for a, b in zip(other, own, strict=True))), '') for own in keys]
+        """For each row, the name of the first that is as good in size, value and times, as shown, and better in one.
+
+        Times whose 95 % intervals overlap are equal.
+        """
+        def compare(other: Row, own: Row) -> list[float]:
+            """Below 0 where the other is better, above where it is worse."""
+            slower = [0. if abs(a - b) < (p * a + q * b) / 100 else a - b
+                      for a, b, p, q in zip(other.ms, own.ms, other.ms_off, own.ms_off, strict=True)]
+            return [round(other.mb, 2) - round(own.mb, 2), round(own.value, 1) - round(other.value, 1), *slower]
+        return [next((other.name for other in self.rows for found in [compare(other, own)]
+                      if all(each <= 0 for each in found) and any(each < 0 for each in found)), '') for own in self.rows]
 
     @property
     def good(self) -> list[Row]:
@@ -100,10 +106,11 @@ class Verdict:
 
     def _cells(self) -> list[list[str]]:
         heads = ['', 'file, MB', f'{self.measure}, %', 'ms, batch 1', 'ms per image, batch 32', '10⁶ multiply-adds', '']
-        lines = [[row.name, f'{row.mb:.2f}', f'{row.value:.1f} ± {row.interval:.1f}', *(f'{ms:.3g}' for ms in row.ms),
+        lines = [[row.name, f'{row.mb:.2f}', f'{row.value:.1f} ± {row.interval:.1f}',
+                  *(f'{ms:.3g}' + (off >= 0.5) * f' ± {off:.0f} %' for ms, off in zip(row.ms, row.ms_off, strict=True)),
                   f'{row.operations:.0f}', f'worse than {by}' if by else '']
                  for row, by in zip(self.rows, self.beaten, strict=True)]
-        return [heads, *(['-' if cell == 'nan' else cell for cell in line] for line in lines)]
+        return [heads, *(['-' if cell.startswith('nan') else cell for cell in line] for line in lines)]
 
     def table(self) -> str:
         """The table, as Markdown."""
