@@ -1,6 +1,7 @@
 """The benchmark: what is timed, what it is compared with, and how memory and size are counted."""
 import copy
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from timm_odevit import convert_, save_pretrained
-from timm_odevit.benchmark import benchmark, peak_of, times_in_turns
+from timm_odevit.benchmark import benchmark, half_intervals, peak_of, times_in_turns
 from timm_odevit.cli import main
 
 QUICK = dict(rounds=1, batch_sizes=(2,))
@@ -68,6 +69,16 @@ def test_all_take_turns_in_every_round():
     times = times_in_turns([lambda: calls.append('a'), lambda: calls.append('b')], 3)
     assert calls == 3 * (4 * ['a'] + 4 * ['b'])  # two calls that are not timed, two that are
     assert [len(seconds) for seconds in times] == [3, 3] and min(map(min, times)) > 0
+
+
+def test_turns_end_once_the_ratios_are_known():
+    runs = [lambda: sum(range(1000)), lambda: sum(range(2000))]
+    assert times_in_turns(runs, 100, within=math.inf).shape == (2, 5) and times_in_turns(runs, 7).shape == (2, 7)
+
+
+def test_the_interval_is_that_of_the_ratio_to_the_first():
+    assert half_intervals(np.array([[1., 3., 5.], [2., 6., 10.]])).tolist() == [0., 0.]  # a busy machine slows both
+    assert half_intervals(np.array([[1., 1.], [2., 2. * math.exp(0.2)]]))[1] == pytest.approx(1.96 * 0.1)
 
 
 def test_peak_of_a_call():

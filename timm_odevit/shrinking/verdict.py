@@ -57,8 +57,10 @@ class Verdict:
             slower = [0. if abs(a - b) < (p * a + q * b) / 100 else a - b
                       for a, b, p, q in zip(other.ms, own.ms, other.ms_off, own.ms_off, strict=True)]
             return [round(other.mb, 2) - round(own.mb, 2), round(own.value, 1) - round(other.value, 1), *slower]
-        return [next((other.name for other in self.rows for found in [compare(other, own)]
-                      if all(each <= 0 for each in found) and any(each < 0 for each in found)), '') for own in self.rows]
+
+        def beats(signs: list[float]) -> bool:
+            return all(sign <= 0 for sign in signs) and any(sign < 0 for sign in signs)
+        return [next((other.name for other in self.rows if beats(compare(other, own))), '') for own in self.rows]
 
     @property
     def good(self) -> list[Row]:
