@@ -130,7 +130,7 @@ def test_a_model_with_stages(tmp_path, few):
     swin = timm.create_model('swin_tiny_patch4_window7_224', img_size=32, window_size=2, depths=(4, 4), num_heads=(2, 4), embed_dim=24,
                              num_classes=3).eval()
     x = torch.randn(40, 3, 32, 32)
-    found = shrink(swin, x, tmp_path, size=0.25, minutes=M, progress=False)
+    found = shrink(swin, x, tmp_path, size=0.5, minutes=M, progress=False)
     assert [row.name for row in found.rows] == ['original', 'student, K = 4+4'] and 'no plain student' in str(found)
     student = timm.create_model(f"local-dir:{tmp_path / 'student' / 'best'}", pretrained=True)
     names = [each.name for each in candidates.candidates(prepare(x, swin), student, None)]
@@ -280,7 +280,7 @@ def test_operations_are_those_of_an_image(model):
 
 @pytest.mark.parametrize('options, message', [
     (dict(size='25%', keep='95%'), 'Give a size, or the share to keep, not both'), (dict(keep=95), 'keep must be a number between 0 and 1'),
-    (dict(minutes=0), 'minutes must be'), (dict(size=1), 'are too few'), (dict(keep='950%'), 'a share up to 100%'),
+    (dict(minutes=0), 'minutes must be'), (dict(size=1), 'is too little'), (dict(keep='950%'), 'a share up to 100%'),
     (dict(images=(torch.zeros(4, 3, 16, 16), torch.eye(4))), 'labels must be whole numbers'),
     (dict(images=(torch.zeros(4, 3, 16, 16), torch.zeros(4))), 'labels must be whole numbers'),
     (dict(images=(torch.zeros(4, 3, 16, 16), torch.tensor([0, 1, -1, 2]))), 'from -1 to 2'), (dict(images=[torch.zeros(4, 3, 16, 16)]), 'cannot do for a loader'),

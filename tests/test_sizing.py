@@ -49,15 +49,16 @@ def test_a_share_of_a_part_or_of_stages_is_one_of_their_blocks():
     part = choose_size(model, 1.0, OdeConfig(blocks=(2, 4)))
     assert part.phases == 3
     convert_(model, part).restore()
-    swin = timm.create_model('swin_tiny_patch4_window7_224', device='meta')  # 2, 2, 6 and 2 blocks
-    assert choose_size(swin, '50%', OdeConfig(method='euler')).phases == 3
+    sam = timm.create_model('samvit_base_patch16', device='meta')  # 12 blocks, of which four see all tokens
+    assert [choose_size(sam, share).phases for share in ('20%', '50%')] == [1, 3]
+    assert choose_size(model, '50%', OdeConfig(steps=4)).phases == 4  # each needs a step
 
 
 @pytest.mark.parametrize('name, target, config, error, message', [
     ('deit_tiny_patch16_224', 570_000, {}, ValueError,
-     "570,000 parameters are too few: one shared block and everything outside the blocks take 823,912 of 5,717,416. "
-     "A share of the blocks is written '25%'."),
-    ('deit_tiny_patch16_224', '8%', {}, ValueError, '8 % of 12 blocks is less than one. The least is 8.4%.'),
+     "'570000' of 5,717,416 parameters is too little: phases=1 leaves 823,912. Write a share of the blocks as '25%'."),
+    ('deit_tiny_patch16_224', '8%', {}, ValueError, "'8%' of 12 blocks is too little: phases=1 leaves 1."),
+    ('swin_tiny_patch4_window7_224', '50%', {}, ValueError, 'phases=1 leaves 7'),  # shifted windows, and others, in each stage
     ('deit_tiny_patch16_224', 0.5, dict(field='lipschitz', method='euler'), ValueError,
      "choose_size works only for field='native'. Set phases yourself."),
     ('resnet18', 0.5, {}, TypeError, 'Cannot convert ResNet'),

@@ -27,10 +27,10 @@ class Settings:
         for f in fields(self):
             if check := f.metadata.get('check'):
                 vars(self)[f.name] = check(f.name, getattr(self, f.name))  # a frozen dataclass refuses assignments
-        vars(self).update(self._check() or {})
+        self._check()
 
-    def _check(self) -> Mapping[str, Any] | None:
-        """Conditions on several settings; return the values of those that follow from others."""
+    def _check(self) -> None:
+        """Conditions on several settings."""
 
     def __repr__(self) -> str:
         changed = (f'{f.name}={value!r}' for f in fields(self) if (value := getattr(self, f.name)) != f.default)

@@ -38,7 +38,7 @@ def chosen(tag, plain):
             group += [Candidate('original', name, model), Candidate('original', f'{name}, int8', model, True)]
         else:
             counts = {3, 6} & set(trained) | {find_ode_blocks(model)[0].steps}
-            group += [Candidate('student', f'{name}, int8, K = {steps}', with_steps(model, steps), True, False)
+            group += [Candidate('student', f'{name}, int8, K = {steps}', with_steps(model, steps), True)
                       for steps in sorted(counts, reverse=True)]
     if plain is not None:
         model = timm.create_model(f'local-dir:{plain}', pretrained=True).eval()

@@ -16,8 +16,9 @@ from ..hooks import on_meta
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.config import DEFAULT, OdeConfig
 from ..ode.methods import METHODS
+from ..ode.solver import layout
 from .block_kinds import FIELD_OF, Site, WholeField, cannot_convert, field_class, find_stages, kinds, takes_one_state
-from .initialisation import assignment
+from .initialisation import assignment, borders
 
 
 def check_convertible(model: nn.Module, config: OdeConfig | None = None, **settings: Any) -> None:
@@ -72,6 +73,9 @@ def _check_settings(name: str, sites: list[Site], config: OdeConfig) -> None:
             raise ValueError(f'phases={config.phases}: there are {layers} layers. Allowed: 1 to {layers}.')
     if isinstance(config.steps, tuple) and len(config.steps) != len(sites):
         raise ValueError(f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} step counts.')
+    for stage, site in enumerate(sites):
+        chosen = site.converted(config)
+        layout(config.resolve(len(chosen), stage), borders(config, chosen), min(chosen))  # refuses too few steps
     for block in (block for site in sites for block in site.converted(config).values()):
         kind = type(block).__name__
         if config.field == 'lipschitz':
@@ -167,18 +171,24 @@ def choose_size(model: nn.Module, target: int | float | str, config: OdeConfig =
     """
     if config.field != 'native':
         raise ValueError("choose_size works only for field='native'. Set phases yourself.")
-    smallest, size = replace(config, phases=1), parse_size(target, next(model.parameters()).element_size())
-    check_convertible(model, smallest)
-    layers = max(len(site.converted(config)) for site in find_stages(model))
-    if isinstance(size, float):
-        if (phases := math.floor(size * layers + 1e-9)) < 1:
-            raise ValueError(f'{100 * size:g} % of {layers} blocks is less than one. The least is '
-                             f'{100 / layers + 0.05:.1f}%.')
-    elif (least := predict_parameters(model, smallest)) > size:
-        raise ValueError(f'{size:,} parameters are too few: one shared block and everything outside the blocks take '
-                         f"{least:,} of {count_parameters(model):,}. A share of the blocks is written '25%'.")
-    else:
-        phases = max(p for p in range(1, layers + 1) if predict_parameters(model, replace(config, phases=p)) <= size)
+    size = parse_size(target, next(model.parameters()).element_size())
+    check_convertible(model, replace(config, phases=1))
+    parts = [site.converted(config) for site in find_stages(model)]
+    layers, total = max(map(len, parts)), sum(map(len, parts))
+
+    def taken(phases: int) -> int:
+        """Parameters or, for a share, blocks that are kept."""
+        each = replace(config, phases=phases)
+        if isinstance(size, float):
+            return sum(len(set(assignment(each, blocks))) for blocks in parts)
+        return predict_parameters(model, each)
+    most = min(layers, *(config.steps if isinstance(config.steps, tuple) else (config.steps or layers,)))
+    limit = size * total + 1e-9 if isinstance(size, float) else size
+    phases = max((phases for phases in range(1, most + 1) if taken(phases) <= limit), default=0)
+    if not phases:
+        all_of = f'{total} blocks' if isinstance(size, float) else f'{count_parameters(model):,} parameters'
+        raise ValueError(f"'{target}' of {all_of} is too little: phases=1 leaves {taken(1):,}. Write a share of the "
+                         "blocks as '25%'.")
     return replace(config, phases=phases)
 
 

@@ -3,7 +3,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -203,10 +203,15 @@ class ArrayLoader:
         return self.prepare(self.images[index]).cpu(), self.labels[index].cpu()
 
     def sha256(self) -> str:
-        digest = hashlib.sha256()
-        for tensor in (self.images, self.labels):
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return hash_of((self.images, self.labels))
+
+
+def hash_of(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 of the concatenated bytes of tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 class Files(Dataset):

@@ -18,7 +18,6 @@ class Geometry(PerImage):
     speed: Tensor  # [B, K], distance per unit of time, over all tokens
     norm: Tensor  # [B, K + 1], of the state
     angle: Tensor  # [B, K - 1], between a step and the next, in degrees; NaN where one of them has no length
-    cosine: Tensor  # [B, K + 1], of the class token and the mean patch token; NaN without a class token
     anisotropy: Tensor  # [B, K + 1], mean cosine of two different patch tokens; NaN without a sequence of tokens
     times: Tensor  # [K + 1], of the states
 
@@ -37,11 +36,10 @@ def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 
         moves = [after - before for before, after in pairwise(states)]
         lengths = torch.stack([norms(move) for move in moves], dim=1)
         angles = [_angle(first, second) for first, second in pairwise(moves)]
-        cosine, anisotropy = zip(*(_likeness(x, flow) for x in states), strict=True)
         return Geometry(
             lengths / torch.tensor(flow.lengths()).to(lengths), torch.stack([norms(x) for x in states], dim=1),
             torch.stack(angles, dim=1).rad2deg() if angles else lengths[:, :0],
-            torch.stack(cosine, dim=1), torch.stack(anisotropy, dim=1), flow.clock())
+            torch.stack([_anisotropy(x, flow) for x in states], dim=1), flow.clock())
     return over_images(measure, model, images, batch_size)
 
 
@@ -52,15 +50,12 @@ def _angle(a: Tensor, b: Tensor) -> Tensor:
     return angle.masked_fill((norms(a) == 0) | (norms(b) == 0), torch.nan)
 
 
-def _likeness(x: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
-    """The cosine of the class token and the mean patch, and the mean cosine of two patches [B]."""
-    cosine = anisotropy = x.new_full((len(x),), torch.nan)
-    if x.ndim == 3 and flow.class_token:
-        cosine = F.cosine_similarity(x[:, 0], x[:, flow.prefix:].mean(dim=1), dim=-1)
+def _anisotropy(x: Tensor, flow: Flow) -> Tensor:
+    """The mean cosine of two patches [B]."""
     if x.ndim > 2 and (count := x[:, flow.prefix:].flatten(1, -2).shape[1]) > 1:
         patches = F.normalize(x[:, flow.prefix:].flatten(1, -2), dim=-1)
-        anisotropy = (patches.sum(dim=1).square().sum(dim=-1) - count) / (count * (count - 1))
-    return cosine, anisotropy
+        return (patches.sum(dim=1).square().sum(dim=-1) - count) / (count * (count - 1))
+    return x.new_full((len(x),), torch.nan)
 
 
 @dataclass(frozen=True, repr=False)

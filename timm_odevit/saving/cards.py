@@ -9,6 +9,7 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from .._version import __version__
+from ..convert.planning import count_in_words
 from ..files import markdown_table
 from ..ode.blocks import count_parameters, find_ode_blocks
 
@@ -35,8 +36,8 @@ model = timm.create_model(name, pretrained=True).eval()
 data = timm.data.resolve_model_data_config(model)
 transform = timm.data.create_transform(**data, is_training=False)    # of a PIL image
 {{ output }} = model(torch.rand(1, *data['input_size']))
-{%- if own %}
-model.blocks.steps = {{ [1, own // 2] | max }}    # fewer steps cost less; {{ own }} as saved
+{%- if fewer %}
+model.blocks.steps = {{ fewer }}    # fewer steps cost less; {{ own }} as saved
 {%- endif %}
 ```
 {%- for heading, text in sections if text %}
@@ -67,7 +68,7 @@ Made with timm-odevit {{ version }}, after:
 ```
 {%- endif %}
 """
-_COST = ('K evaluations of the shared block cost what K blocks cost: it has fewer parameters than a plain transformer, '
+_COST = ('K evaluations of shared blocks cost what K blocks cost: they have fewer parameters than a plain transformer, '
          'not less compute.')
 _SETTINGS = ('field', 'method', 'steps', 'T', 'phases', 'blocks', 'init', 'halting', 'halting_threshold')
 _COLUMNS = ('model', 'K', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'kept %', 'agreement %')
@@ -114,8 +115,8 @@ def model_card(
     )
     if not summary:
         summary = (f'An image classifier for {dataset}.' if rows else f'A timm {type(model).__name__}.' if not blocks
-                   else 'A vision transformer whose blocks are one shared block that an ODE solver evaluates K times '
-                        '(ODE-ViT, arXiv 2511.16501).')
+                   else f'A vision transformer with {count_in_words(sum(len(b.shared.phases) for b in blocks))}, which '
+                        'an ODE solver evaluates K times (ODE-ViT, arXiv 2511.16501).')
     measured = ''
     if rows:
         protocol = protocol or f"On {rows[0]['images']:,} images of {dataset}."
@@ -129,7 +130,8 @@ def model_card(
         summary=summary,
         classes=[*map(_plain, names)] if isinstance(names := cfg.get('label_names'), (list, tuple)) else [],
         output='logits' if model.num_classes else 'embedding',
-        own=None if set(trained_at) == {own} else own,  # one K in training leaves no choice
+        own=own,
+        fewer=min(trained_at) if own and {*trained_at} - {own} else None,  # one K in training leaves no choice
         sections=[('The model', _about(model)), ('Results', measured), ('How it was trained', training),
                   ('Limits', f"{limits} {_COST if blocks else ''}".strip())],
         cited=blocks,

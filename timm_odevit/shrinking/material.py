@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..convert.block_kinds import find_stages
+from ..convert.block_kinds import find_stages, kinds
 from ..convert.conversion import Conversion, convert_
 from ..convert.planning import check_convertible, choose_size, predict_parameters
 from ..data.batches import DataConfig, Mapped, unlabelled
@@ -127,16 +127,22 @@ def suitable_settings(material: Material, size: Any, keep: float | None, minutes
     """Settings of a student of a size or, without one, with a quarter of the blocks, or that keeps a share."""
     if keep is not None:
         return smallest_size(material, keep, minutes / 4, progress)
-    layers = max(len(stage.blocks) for stage in find_stages(material.model))
-    return steps_for(material, replace(material.base, phases=max(1, layers // 4)) if size is None else
-                     choose_size(material.model, size, material.base))
+    try:
+        config = choose_size(material.model, 0.25 if size is None else size, material.base)
+    except ValueError:
+        if size is not None:
+            raise
+        config = material.base  # one block of fewer than four
+    return steps_for(material, config)
 
 
 def steps_for(material: Material, config: OdeConfig) -> OdeConfig:
-    """One step for two layers, but two for each shared block if they are as many; the model's own if it has stages."""
-    stages, layers = find_stages(material.model), len(find_stages(material.model)[0].blocks)
-    most = min(layers, max(layers // 2, 2 * config.phases))
-    return config if len(stages) > 1 else replace(config, steps=most)
+    """With K steps: half of the layers, or two for each shared block; all of them if layers are of several kinds."""
+    stages = find_stages(material.model)
+    layers = len(stages[0].blocks)
+    if any(len(set(kinds(stage.blocks))) > 1 for stage in stages) or len(stages) > 1:
+        return config
+    return replace(config, steps=min(layers, max(layers // 2, 2 * config.phases)))
 
 
 def smallest_size(material: Material, keep: float, minutes: float, progress: bool) -> OdeConfig:
@@ -152,7 +158,7 @@ def smallest_size(material: Material, keep: float, minutes: float, progress: boo
     for _ in range(TRIALS):
         middle = (low + high) // 2
         config = steps_for(material, choose_size(model, middle, material.base))
-        student, _ = converted(material, config)
+        student = converted(material, config).model
         value = choosing.value_of(student)
         if value < wanted:
             calibrate_(student, model, material.data.train, minutes=minutes / TRIALS, progress=progress)
@@ -166,13 +172,14 @@ def smallest_size(material: Material, keep: float, minutes: float, progress: boo
     return best
 
 
-def converted(material: Material, config: OdeConfig) -> tuple[nn.Module, Conversion]:
-    """A student, and what was done."""
-    student = copy.deepcopy(material.model).requires_grad_(True)
-    return student, convert_(student, config, keep_original=False)
+def converted(material: Material, config: OdeConfig) -> Conversion:
+    """The conversion of a copy, its `model`."""
+    return convert_(copy.deepcopy(material.model).requires_grad_(True), config, keep_original=False)
 
 
-def plain_student(model: nn.Module, built: tuple[str, dict[str, Any]], parameters: int) -> nn.Module | None:
+def plain_student(
+        model: nn.Module, built: tuple[str, dict[str, Any]], parameters: int, base: OdeConfig = DEFAULT,
+) -> nn.Module | None:
     """A model with a few of a model's blocks, evenly spaced, and about so many parameters.
 
     An OdeBlocks holds them, so that it is trained like any student. None if timm cannot build the model so.
@@ -194,4 +201,4 @@ def plain_student(model: nn.Module, built: tuple[str, dict[str, Any]], parameter
         return None
     plain.pretrained_cfg = plain.default_cfg = dict(model.pretrained_cfg)  # type: ignore[arg-type,assignment]
     first = next(model.parameters())
-    return convert_(plain.to(first.device, first.dtype), phases=count, keep_original=False).model
+    return convert_(plain.to(first.device, first.dtype), replace(base, phases=count), keep_original=False).model

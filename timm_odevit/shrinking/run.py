@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..benchmark import processor
 from ..convert.planning import parse_size
-from ..data.batches import Mapped
+from ..data.batches import Mapped, hash_of
 from ..data.preprocessing import model_name
 from ..distributed import alone_in
 from ..files import to_json, write_text
@@ -27,7 +27,7 @@ from ..training.fit import check_unused
 from ..training.loop import score_of
 from ..training.recipe import Recipe
 from ..training.run import train
-from ..training.stages import check_about, hash_of, read_run
+from ..training.stages import check_about, read_run
 from .candidates import Candidate, candidates, measure
 from .material import BATCH, SHARE, Material, converted, plain_student, prepare, suitable_settings
 from .verdict import Verdict
@@ -96,8 +96,9 @@ def shrink(
         config = OdeConfig.from_args(plan['ode'], 'shrink') if plan else suitable_settings(
             material, size, keep, minutes, progress)
         torch.manual_seed(0)  # whatever a search has drawn
-        student, done = converted(material, config)
-        plain = plain_student(model, material.built, count_parameters(student))
+        done = converted(material, config)
+        student = done.model
+        plain = plain_student(model, material.built, count_parameters(student), material.base)
         plan = plan or {**asked, 'ode': config.to_args(), **_minutes(material, folder, minutes, began)}
         write_text(folder / RUN, to_json(plan))
         about = [f'{model_name(student)}: {done}', f"{minutes:g} minutes: {plan['train']:.3g} to train each student, "
@@ -173,7 +174,7 @@ def _outlook(student: nn.Module, material: Material, folder: Path) -> tuple[str,
         return 'The student computes what the original does, so there was nothing to learn.',
     stage = sorted({record['stage'] for record in records})[-2:][0]  # the last that has a constant learning rate
     values = [(100. if cosine else 1.) * score_of(record) for record in records if record['stage'] == stage]
-    said, half = ['The student had time for a few updates only: more minutes would help.'], len(values) // 2
+    said, half = ['There was too little time to tell whether more would help.'], len(values) // 2
     if half >= 2:
         gained = max(values[half:]) - max(values[:half])
         said = [f'In the second half of its training at a constant learning rate, the student gained {gained:.1f} '

@@ -160,7 +160,7 @@ class Verdict:
             plot=figure.to_html(full_html=False, config={'displayModeBar': False}),
             outlook=''.join(f'<p>{escape(said)}</p>' for said in self.outlook),
             table=_html_table([['', *head], *(rows[i] for i in best)]),
-            others=f'<details><summary>{len(others)} others, each worse than one of these in size, value and times'
+            others=f'<details><summary>{len(others)} more, each no better than one of these in anything'
                    f"</summary>{_html_table([['', *head], *others])}</details>" if others else '',
             footer=escape('\n\n'.join([*self.about, f'Times: {self.machine}.'])))
 

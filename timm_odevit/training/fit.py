@@ -1,5 +1,6 @@
 """fit: train any `timm.task.TrainingTask`, for epochs or for minutes."""
 import copy
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from ..settings import one_line
 from .config import BEST, HISTORY, LAST, FitConfig
 from .loop import Stream, Trainer, compiled_blocks, models_of, score_of, try_one_batch, unfused_in_bfloat16
 
-EPOCHS = 10  # into which minutes are divided at least, for the progress bar and for validation
+EPOCHS = 10  # into which minutes are divided, unless validation or a pass takes long
 TRIED = 2  # updates by which their time is found, at least
 LONG = 10.  # seconds of an epoch that may be more than a pass over the data
 
@@ -204,8 +205,9 @@ def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> floa
 def updates_in(seconds: float, update: float, validation: float, most: int) -> tuple[int, int]:
     """How many epochs of how many updates, at most `most`, fit into some seconds, by the seconds of each.
 
-    Validation takes at most a fifth of them, unless one alone takes more.
+    Validation takes at most a fifth of them, unless one takes more.
     """
+    most = max(most, math.ceil(4 * validation / update))
     epochs = max(1, min(EPOCHS, int(seconds / (5 * validation)))) if validation else EPOCHS
     each = int((seconds / epochs - validation) / update)
     if each < 1:

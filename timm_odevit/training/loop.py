@@ -251,18 +251,22 @@ def compiled_blocks(task: TrainingTask, wanted: bool) -> Iterator[None]:
     modules: list[Any] = []
     for model in (models_of(task)['model'], getattr(task, 'teacher', None)) if wanted else ():
         if model is not None:
-            fields = [phase for ode in find_ode_blocks(model) for phase in ode.shared.phases]
+            fields = [part for ode in find_ode_blocks(model) for part in (*ode.before, *ode.shared.phases, *ode.after)]
             try:
                 modules += fields or [block for site in find_stages(model) for block in site.blocks]
             except TypeError:  # it has no blocks
                 modules.append(model)
+    own = [module.__dict__.get('forward') for module in modules]
     try:
         for module in modules:
             module.forward = torch.compile(module.forward)  # without the hooks, by which a teacher's states are seen
-        yield
+        with torch._dynamo.config.patch(recompile_limit=256) if modules else nullcontext():  # for Swin's stages, say
+            yield
     finally:
-        for module in modules:
+        for module, before in zip(modules, own, strict=True):
             module.__dict__.pop('forward', None)
+            if before is not None:
+                module.forward = before
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ..convert.block_kinds import class_token_comes_later, find_stages
@@ -76,7 +77,8 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
             (several and any(isinstance(k, int) for of in config.of_updates for k in of),
              f'steps={config.steps}: {name} has {len(odes)} stages with step counts of their own. Give shares of '
              "them, such as ['50%', '100%', '200%']."),
-            (not one and any(ode.config.adaptive for ode in odes), f"'{odes[0].method}' gives no states to follow in "
+            (not isinstance(student, VisionTransformer) and any(ode.config.adaptive for ode in odes),
+             f"'{odes[0].method}' gives no states to follow in "
              f"{name}. Set a fixed-step method first, such as model.blocks.method = 'rk4'.")):
         if wrong:
             raise ValueError(why)

@@ -14,7 +14,7 @@ from ..settings import Check, Settings, flag, integer, many, one_line, one_of, s
 from .config import FitConfig, LossConfig
 
 FOLDER = Path(__file__).parent / 'recipes'
-LONGEST = 50_000  # most characters that are read; our recipes have 2,200
+LONGEST = 50_000  # most characters that are read; our recipes have 1,000
 FIT = [name for name in FitConfig.names() if name != 'seed']  # the recipe has its own
 # the parts of a model that a stage may train, and what the names of their parameters contain
 PARTS: dict[str, tuple[str, ...]] = {

@@ -14,7 +14,7 @@ from timm.utils import random_seed
 from torch import nn
 
 from ..convert.conversion import convert_
-from ..data.batches import DataConfig
+from ..data.batches import DataConfig, hash_of
 from ..data.preprocessing import warn_of_other_classes
 from ..data.read import classes_of, read_data
 from ..distributed import alone_in, rank_and_world
@@ -26,7 +26,7 @@ from .config import BEST, HISTORY, MINUTES, RECIPE, CalibrationConfig
 from .fit import check_unused, count_updates
 from .matching import check_models
 from .recipe import Recipe, prefixed
-from .stages import Run, check_about, hash_of, read_run
+from .stages import Run, check_about, read_run
 
 JUDGED = 3  # batches by which a calibration compares the start and the end
 SAMPLE = 256  # images for measurements at checkpoints
@@ -196,6 +196,6 @@ def calibrate_(
         random_seed(recipe.seed)
         few = list(islice(data.train, JUDGED))
         run = Run(recipe, student, teacher, replace(data, val=few), few[0][0][:1])
-        history, state = run.train(None if config.epochs else config.minutes or 5., progress=progress)
+        history, state = run.train(None if config.epochs else config.minutes, progress=progress)
     model.load_state_dict(state)
     return history

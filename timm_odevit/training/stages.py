@@ -1,10 +1,9 @@
 """The stages of a recipe: all prepared, then trained one after the other, and the best chosen."""
 import copy
-import hashlib
 import json
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -212,21 +211,14 @@ def check_about(folder: Path, about: dict[str, Any]) -> None:
     check_same(str(folder), read_run(folder) or about, about)
 
 
-def hash_of(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 of the concatenated bytes of tensors."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def adapted(recipe: Recipe, student: nn.Module, teacher: nn.Module | None) -> Recipe:
     """A recipe without patch_drop where the models cannot do without patches; see Recipe.adapt."""
     stages = []
     for stage in recipe.stages:
-        try:
-            check_loss(student, teacher, recipe.loss_of(stage))
-        except ValueError:  # RoPE, say
-            stage = replace(stage, loss={**(stage.loss or {}), 'patch_drop': 0.})
+        if stage.task == 'trajectory' and recipe.loss_of(stage).patch_drop:
+            try:
+                check_loss(student, teacher, recipe.loss_of(stage))
+            except ValueError:  # RoPE, say
+                stage = replace(stage, loss={**(stage.loss or {}), 'patch_drop': 0.})
         stages.append(stage)
     return replace(recipe, stages=tuple(stages), adapt=False)

@@ -73,7 +73,6 @@ class TrajectoryDistillationTask(TrainingTask):
         self.config, self.embedding = config, config.embedding
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
         self.counts: list[Any] = [config.counts(ode.steps) for ode in odes]  # shares are those of the present numbers
-        self.drawn = [tuple(ode.steps for ode in odes)]  # the numbers of steps of the last update
         self.update, self.seed = 0, 0
 
     @torch.no_grad()
