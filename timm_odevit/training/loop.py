@@ -259,8 +259,8 @@ def compiled_blocks(task: TrainingTask, wanted: bool) -> Iterator[None]:
     own = [module.__dict__.get('forward') for module in modules]
     try:
         for module in modules:
-            module.forward = torch.compile(module.forward)  # without the hooks, by which a teacher's states are seen
-        with torch._dynamo.config.patch(recompile_limit=256) if modules else nullcontext():  # for Swin's stages, say
+            module.forward = torch.compile(module.forward)  # without the hooks that see states
+        with torch._dynamo.config.patch(recompile_limit=256) if modules else nullcontext():
             yield
     finally:
         for module, before in zip(modules, own, strict=True):
