@@ -26,7 +26,7 @@ def shrink(args: Any) -> None:
     model
     images  folder of images, or an .npz of small ones; labels are ignored unless they are the model's classes
     out  folder for the student, the files that were compared, and the verdict
-    --size SIZE  of the student, such as 25%, 3M parameters or 4MB (default: a quarter of the blocks, at least one)
+    --size SIZE  of the student, such as 25%, 3M parameters or 4MB (default: a quarter of the blocks)
     --keep PART  instead of --size: find the smallest student that keeps this share of the accuracy, such as 95%
     --minutes M [60]  minutes to spend
     --checkpoint --img-size
