@@ -127,7 +127,7 @@ class OdeConfig(Settings):
         values = {name.removeprefix(prefix): value for name, value in args.items()}
         for name, accepted in GONE.items():
             if (value := values.pop(name, accepted[0])) not in accepted:
-                raise ValueError(f'{prefix}{name}={value!r} is no longer possible. Convert again, with phases.')
+                raise ValueError(f'{prefix}{name}={value!r} is no longer possible. Convert the original model again.')
         refuse_unknown([prefix + name for name in values], [prefix + name for name in cls.names()], caller)
         return cls(**values)
 
