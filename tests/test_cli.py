@@ -143,7 +143,7 @@ CONVERT, DISTILL = ['convert', 'local-dir:teacher', 'new'], ['distill', 'autonom
 MISTAKES = [
     *(([*CONVERT, *options], message) for options, message in (
         (['--size', '60%', '--phases', '3'], '--size chooses the phases. Leave out --phases or --size.'),
-        (['--size', '100'], '100 parameters are too few'), (['--size', '30%'], '30 % of 3 blocks is less than one'),
+        (['--size', '100'], 'of 40,419 parameters is too little'), (['--size', '30%'], 'of 3 blocks is too little'),
         (['--phases', '4', '--T', 'none'], 'phases=4: there are 3 layers'))),
     (['convert', 'vit_tiny_patch16_22', 'new'], "Unknown model (vit_tiny_patch16_22). Did you mean 'vit_tiny_patch16_224'?"),
     (['convert', 'deit_tiny_patch16_128.cifar10O', 'new'], "Did you mean 'deit_tiny_patch16_128.cifar100'?"),
