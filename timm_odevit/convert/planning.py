@@ -75,7 +75,7 @@ def _check_settings(name: str, sites: list[Site], config: OdeConfig) -> None:
         raise ValueError(f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} step counts.')
     for stage, site in enumerate(sites):
         chosen = site.converted(config)
-        layout(config.resolve(len(chosen), stage), borders(config, chosen), min(chosen))  # refuses few
+        layout(config.resolve(len(chosen), stage), borders(config, chosen), min(chosen))  # refuses too few
     for block in (block for site in sites for block in site.converted(config).values()):
         kind = type(block).__name__
         if config.field == 'lipschitz':
