@@ -44,9 +44,12 @@ def load(file, threads=1):
 
 
 def prepare(images, about):
-    """Turn uint8 images [B, S, S, 3] into the input [B, 3, H, W] of a file."""
-    size = about['input_size'][:0:-1]  # width, height
-    pixels = np.stack([np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC)) for image in images])
+    """Turn uint8 images [B, S, S, 3] into the input [B, 3, H, W] of a file: resized, the centre cropped, normalised."""
+    side, size = about['input_size'][-1], int(about['input_size'][-1] / about['crop_pct'])
+    border = round((size - side) / 2)
+    how = getattr(Image.Resampling, about['interpolation'].upper())
+    pixels = np.stack([np.asarray(Image.fromarray(image).resize((size, size), how)) for image in images])
+    pixels = pixels[:, border:border + side, border:border + side]
     normal = (pixels / 255 - about['mean']) / about['std']
     return np.ascontiguousarray(normal.transpose(0, 3, 1, 2), np.float32)  # aoti reads no other layout
 

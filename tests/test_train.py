@@ -23,7 +23,9 @@ from conftest import TINY, pair
 
 from timm_odevit import Recipe, convert_, save_pretrained, train
 from timm_odevit.cli import main
+from timm_odevit.data import read
 from timm_odevit.data.batches import DataConfig
+from timm_odevit.data.sources import taken
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.training.config import LossConfig
 from timm_odevit.training.loop import Trainer
@@ -214,10 +216,11 @@ def test_a_saved_student_was_trained_at_shares_of_the_steps_that_it_had_before(v
     assert saved.blocks.steps == 4 and trained.trained_at(4) == (4,) and trained.stages[0].loss == {'steps': [2, 4]}
 
 
-def test_a_student_that_training_worsens_stays_as_it_was(vit, data, tmp_path, capsys):
+def test_a_student_that_training_worsens_stays_as_it_was(vit, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(read, 'divided', lambda part, share: (taken(part, torch.arange(45)), taken(part, torch.arange(45, 50))))
     teacher = vit()
     with torch.no_grad():
-        teacher.head.weight.zero_(), teacher.head.bias.copy_(torch.eye(5)[4])  # all held out are of class 4 or below
+        teacher.head.weight.zero_(), teacher.head.bias.copy_(torch.eye(5)[4])  # as all that are held out
     with np.load(data) as arrays:
         np.savez(data, **{**arrays, 'y_train': np.where(np.arange(50) < 45, arrays['y_train'] % 4, 4)})
     student = convert_(copy.deepcopy(teacher), steps=8).model
@@ -544,3 +547,9 @@ def test_two_processes_give_the_losses_of_one_with_the_doubled_batch(place, monk
     ours, theirs = weights(place / 'two'), weights(place / 'one')
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-2, atol=1e-3)
+
+
+def test_the_model_says_what_was_held_out_of_its_training(vit, data, tmp_path):
+    run(recipe('data.held_out=0.25', stages=[{'task': 'labels'}], ode=None), data, tmp_path / 'run', student=vit())
+    best = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
+    assert read.held_out_of(best) == 0.25 and read.held_out_of(vit()) is None

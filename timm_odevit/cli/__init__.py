@@ -42,7 +42,6 @@ data  folder with one sub-folder of images per class, or train/ and val/ of that
 --minutes M  train for about so long (default: the recipe's epochs)
 --resume  continue the run in the folder; nothing else need be given
 --limit N  use only this many images of each part of the data
---seed N0  seed of the training, for --held-out (default: 0)
 --batch-size N [64]  images per batch
 --workers N0  processes that load images (default: min(2, usable CPU cores - 1))
 --quiet  show no progress bars

@@ -1,5 +1,6 @@
 """odevit evaluate, halt, benchmark, predict, export and push"""
 import json
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from timm_odevit import evaluate as evaluate_classes
 from ..benchmark import benchmark as measure_speed
 from ..data.batches import DataConfig
 from ..data.preprocessing import class_names, data_config, open_image, warn_of_other_classes
-from ..data.read import Data, read_data
+from ..data.read import Data, held_out_of, read_data, with_test
 from ..export import FORMATS
 from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES
@@ -37,7 +38,8 @@ def evaluate(args: Any) -> None:
     --json FILE  file to write the results to
     --held-out SHARE  if the data has no val/, evaluate on the share that training held out (default: val/, else test/
         or x_test, else all images)
-    --seed --batch-size --workers --quiet
+    --test DATA  evaluate on these images
+    --batch-size --workers --quiet
     """
     check_file(args.json)
     model = load(args.model, args)
@@ -49,7 +51,11 @@ def evaluate(args: Any) -> None:
                              'teacher for images of the same size.')
     embedding = args.embedding or not model.num_classes
     data = _data(args, model, args.held_out, embedding)
-    loader, words = data.evaluated()
+    data = with_test(data, args.test, model) if args.test else data
+    loader, words = (data.test, data.words['test']) if args.test else data.evaluated()
+    if data.held_out > (known := held_out_of(model) or 0.) and not args.test:
+        warnings.warn(f"'{args.model}' may have been trained on some of these images: it is known to have held out "
+                      f'{known:g} of its own. Give others with --test.', RuntimeWarning, stacklevel=2)
     for each in (model, teacher):
         if each is not None and not embedding:
             warn_of_other_classes(each, data.classes, args.data)
@@ -80,8 +86,7 @@ def _recipe(model: Any) -> Recipe | None:
 def _data(args: Any, model: nn.Module, held_out: float | None, any_classes: bool = False) -> Data:
     given: Any = {} if held_out is None else {'held_out': held_out}
     config = DataConfig(batch_size=args.batch_size, workers=args.workers, **given)
-    return read_data(args.data, model, config, held_out=None if given else 0., seed=args.seed or 0,
-                     any_classes=any_classes)
+    return read_data(args.data, model, config, held_out=None if given else 0., any_classes=any_classes)
 
 
 def halt(args: Any) -> None:
@@ -94,7 +99,7 @@ def halt(args: Any) -> None:
     --max-drop SHARE [0.005]  largest loss of accuracy, as a share of all images
     --steps
     --held-out SHARE [0.1]  share that training held out, if the data has no val/
-    --seed --batch-size --workers --quiet
+    --batch-size --workers --quiet
     """
     refuse_existing(args.out)
     model = load_with_steps(args)

@@ -29,6 +29,7 @@ def shrink(args: Any) -> None:
     --size SIZE  of the student, such as 25%, 3M parameters or 4MB (default: a quarter of the blocks)
     --keep PART  instead of --size: find the smallest student that keeps this share of the accuracy, such as 95%
     --minutes M [60]  minutes to spend
+    --test DATA  other images to judge by (default: test/, x_test, or half of the images held out)
     --checkpoint --img-size
     --embedding  the model's outputs are embeddings, not logits; always on for image towers
     --resume  continue the run in the folder
@@ -39,8 +40,8 @@ def shrink(args: Any) -> None:
     model = load(args.model, args)
     try:
         verdict = run_shrink(
-            model, args.images, args.out, size=args.size, keep=args.keep, minutes=args.minutes, resume=args.resume,
-            embedding=args.embedding or args.model.startswith(TOWERS), progress=not args.quiet)
+            model, args.images, args.out, size=args.size, keep=args.keep, minutes=args.minutes, test=args.test,
+            resume=args.resume, embedding=args.embedding or args.model.startswith(TOWERS), progress=not args.quiet)
     except KeyboardInterrupt:
         if (best := Path(args.out, 'student', BEST)).exists():
             print(f'\nThe best student so far is in {best}. To continue: the same command with --resume')
@@ -53,6 +54,7 @@ def finetune(args: Any) -> None:
 
     [model] [data] [out]
     --recipe RECIPE  a .yaml file, or the name of a recipe (default: finetune)
+    --test DATA  other images, on which to measure the accuracy at the end
     --set --minutes --resume --limit --checkpoint --img-size --quiet
     """
     asked = args.recipe
@@ -114,7 +116,7 @@ def _start(args: Any, first: str) -> Recipe | None:
         raise ValueError(f"Expected {' '.join(names).upper()}, or only --resume FOLDER; got {' '.join(words)}.")
     if not args.resume:
         refuse_existing(args.out, '--resume')
-    needed = ('model', 'recipe', 'data', 'teacher', 'student', 'img_size', 'checkpoint', 'limit')
+    needed = ('model', 'recipe', 'data', 'teacher', 'student', 'img_size', 'checkpoint', 'limit', 'test')
     args.started = {'command': args.command, **{n: _absolute(n, getattr(args, n)) for n in needed if n in args}}
     init_distributed_device(args)  # under torchrun; sets args.device, distributed and rank
     return recipe
@@ -124,7 +126,7 @@ def _absolute(name: str, value: Any) -> Any:
     """An argument in which a path is valid everywhere."""
     if isinstance(value, str) and value.startswith('local-dir:'):
         return f"local-dir:{Path(value.removeprefix('local-dir:')).absolute()}"
-    is_path = name in ('data', 'checkpoint', 'recipe') and value and Path(value).exists()
+    is_path = name in ('data', 'checkpoint', 'recipe', 'test') and value and Path(value).exists()
     return str(Path(value).absolute()) if is_path else value
 
 
@@ -145,8 +147,12 @@ def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) 
     named = None if args.img_size or args.checkpoint else getattr(args, 'teacher', None)  # evaluate builds it by name
     print('To evaluate it on the images that were held out:\n'
           f"  odevit evaluate {quote(f'local-dir:{best}')} {quote(args.data)}"
-          f"{f' --teacher {quote(named)}' if named else ''} --held-out {recipe.batches.held_out:g} "
-          f"--seed {recipe.seed}{' --embedding' * recipe.embeds}")
+          f"{f' --teacher {quote(named)}' if named else ''} --held-out {recipe.batches.held_out:g}"
+          f"{' --embedding' * recipe.embeds}")
+    if getattr(args, 'test', None):
+        model = load(f'local-dir:{best}', SimpleNamespace(device=args.device))
+        loader, words = read_data(args.test, model, held_out=0.).evaluated()
+        print(evaluate(model, loader, data=words, progress=not args.quiet))
 
 
 def convert(args: Any) -> None:

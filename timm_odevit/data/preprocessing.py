@@ -60,16 +60,22 @@ def open_image(file: str | Path, model: Any) -> Tensor:
 
 
 def preparation(model: Any) -> Callable[[Tensor], Tensor]:
-    """What makes of uint8 images [B, C, S, S] the input [B, C, H, W] that a model expects."""
+    """What makes of uint8 images [B, C, S, S] the input [B, C, H, W] that a model expects.
+
+    It is what `open_image` makes of a file of such an image, but for rounding to 8 bits.
+    """
     cfg, device, dtype = data_config(model), next(model.parameters()).device, dtype_of(model)
     mean, std = (torch.tensor(cfg[key], device=device).view(1, -1, 1, 1) for key in ('mean', 'std'))
     size, mode = tuple(cfg['input_size'][1:]), 'bilinear' if cfg['interpolation'] == 'bilinear' else 'bicubic'
+    whole = [math.floor(side / cfg['crop_pct']) for side in size]
+    whole = whole if cfg['crop_mode'] == 'squash' else [max(whole)] * 2
+    top, left = (round((side - cropped) / 2) for side, cropped in zip(whole, size, strict=True))
 
     def prepare(images: Tensor) -> Tensor:
         pixels = images.float() / 255
-        if pixels.shape[-2:] != size:
-            pixels = F.interpolate(pixels, size=size, mode=mode, antialias=True).clamp(0, 1)
-        return ((pixels - mean) / std).to(dtype)
+        if pixels.shape[-2:] != torch.Size(whole):
+            pixels = F.interpolate(pixels, size=whole, mode=mode, antialias=True).clamp(0, 1)
+        return ((pixels[..., top:top + size[0], left:left + size[1]] - mean) / std).to(dtype)
     return prepare
 
 

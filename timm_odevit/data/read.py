@@ -1,7 +1,8 @@
 """The one door to images: `read_data` makes a Data of a folder, an .npz, tensors or a loader."""
 import hashlib
 import os
-import warnings
+import re
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ class Data:
     labelled: bool  # whether the labels are the model's classes
     words: dict[str, str]  # by part, what it is, such as 'x_test of data.npz'
     why: str = ''  # why they are not the model's classes, if that was the question
+    held_out: float = 0.  # share of the images to train on that was held out of them for `val`
 
     def plain(self, part: str = 'train') -> Any:
         """A loader of the images of 'train', 'val' or 'test' in order, not augmented."""
@@ -59,6 +61,7 @@ class Data:
 def read_data(
         source: Any, model: Any, config: DataConfig | None = None, *, labels: bool | None = True,
         held_out: float | None = None, limit: int | None = None, seed: int = 0, any_classes: bool = False,
+        judging: float = 0.,
 ) -> Data:
     """Make loaders of images for a model; raises ValueError if the images or labels do not fit it.
 
@@ -72,8 +75,9 @@ def read_data(
 
     Classes that are called as some of the model's get its labels. Others must be as many, in the same order (that of
     folders is the alphabet's), unless `any_classes`. If `labels` is None, they are ignored where they do not fit; if
-    False, always. `held_out` 0 evaluates a model, or trains on all. `limit` is the number of images of each part, for a
-    rehearsal. `seed` is that of the order, and of what is held out.
+    False, always. `held_out` 0 evaluates a model, or trains on all; `judging` is the share, of those held out, that are
+    the test images if there are none (half of a val/). `limit` is the number of images of each part, for a rehearsal.
+    `seed` is that of the order.
     """
     if isinstance(source, Data):
         return source
@@ -84,7 +88,7 @@ def read_data(
         if getattr(config, name) is not None and kind != where:
             raise ValueError(f'data.{name} does not apply to this source, a {kind}, only to a {where}. Leave it out.')
     if labels is None and not any_classes:
-        again = partial(read_data, source, model, config, held_out=share, limit=limit, seed=seed)
+        again = partial(read_data, source, model, config, held_out=share, limit=limit, seed=seed, judging=judging)
         if kind == 'loader':
             return replace(again(labels=False), why='what the labels of a loader mean is not known')
         try:
@@ -100,13 +104,13 @@ def read_data(
         return Data(batches, batches, None, None, None, 0, fits, {'train': 'the images'})
     parts, names, number, words = _parts(source, kind, model, labels, share > 0, any_classes)
     order = labels_for(model, names, number, source) if fits else None
-    if share and 'val' not in parts:
-        indices = divided(parts['train'][1], kind, share, seed)
-        parts['train'], parts['val'] = (taken(parts['train'], index) for index in indices)
-        if kind == 'npz' and {*parts['val'][1].tolist()} - {*parts['train'][1].tolist()}:
-            warnings.warn(f"'{source}' has classes only among its last images, which are held out, as if it were "
-                          'sorted by class. Shuffle it.', stacklevel=2)
+    split = share > 0 and 'val' not in parts
+    if split:
+        parts['train'], parts['val'] = divided(parts['train'], share)
         words['val'] = f"the share {share:g} held out of training of {words['train']}"
+    if judging and 'test' not in parts:
+        labels_of = parts['val'][1]
+        parts['val'], parts['test'] = divided(parts['val'], judging if split else 0.5, torch.zeros_like(labels_of))
     if order is not None:
         names = class_names(model)
         parts = {part: (images, torch.tensor(order)[own]) for part, (images, own) in parts.items()}
@@ -119,7 +123,26 @@ def read_data(
     if labels and config.mixes and train is not None:
         train = mixed(train, number, config)
     return Data(train, loaders.get('train'), loaders.get('val'), loaders.get('test'), tuple(names) if names else None,
-                number, fits, words)
+                number, fits, words, held_out=share if split else 0.)
+
+
+def with_test(data: Data, source: Any, model: Any) -> Data:
+    """The same data with all images of another source, in any form that `read_data` takes, as test images."""
+    own = not data.labelled and data.num_classes > 0  # classes that are not the model's
+    other = read_data(source, model, labels=data.labelled or own, held_out=0., any_classes=own)
+    if own and other.classes != data.classes:
+        raise ValueError(f"'{source}' has not the classes of the other images. Give a folder for each of them.")
+    loader, words = other.evaluated()
+    return replace(data, test=loader, words={**data.words, 'test': words})
+
+
+NOTE = 'held out of training, by hash: '  # a model's note of the share
+
+
+def held_out_of(model: Any) -> float | None:
+    """The share of its images that the training of a model held out by their hash, if that is known."""
+    notes = map(str, (getattr(model, 'pretrained_cfg', None) or {}).get('notes') or ())
+    return next((float(note[len(NOTE):]) for note in notes if re.fullmatch(NOTE + r'0(\.\d+)?', note)), None)
 
 
 def _kind(source: Any) -> str:

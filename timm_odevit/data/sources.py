@@ -1,4 +1,5 @@
 """Where images come from: folders of files, and .npz files; and what of them is held out."""
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,6 @@ from timm.utils import natural_key
 from torch import Tensor
 
 from ..settings import one_line
-from .batches import shuffled
 from .preprocessing import check_labels, check_names, described
 
 Part = tuple[Any, Tensor]  # images: paths of files, or a tensor [N, ...]; and their labels [N]
@@ -143,23 +143,39 @@ def checked_labels(labels: Any, count: int, classes: int | None = None) -> Tenso
     return check_labels(labels, classes)
 
 
-def divided(labels: Tensor, kind: str, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """The indices of the images to train on, and of those held out: a share of each class of a folder, the last of an
-    .npz, any of tensors. One image alone is in both.
+def divided(part: Part, share: float, groups: Tensor | None = None) -> tuple[Part, Part]:
+    """A part without the images held out, and those: of each class, those whose hash is below the share.
+
+    An image's hash, a number from 0 to 1, depends on its content alone: what one command holds out, each other does
+    that holds out as much or more. Of a class with several images, one at least is in either part; a single image is in
+    both. `groups` [N] take the place of the classes.
     """
-    groups = [torch.arange(len(labels))]
-    if kind == 'folder':
-        groups = list(labels.argsort(stable=True).split(labels.bincount().tolist()))
-    kept: list[Tensor] = []
-    held: list[Tensor] = []
-    for label, of in enumerate(groups):
-        count = min(len(of) - 1, max(1, round(share * len(of))))
-        order = of.flip(0) if kind == 'npz' else of[shuffled(len(of), seed + label)]
-        for part, index in ((kept, order[count:]), (held, order[:count])):
-            part.append(index.sort().values if kind in ('folder', 'npz') else index)
-    if len(labels) > 1 and not sum(map(len, held)):
+    images, labels = part
+    groups = labels.cpu() if groups is None else groups
+    hashes = torch.tensor([_hash(image) for image in (images.cpu() if isinstance(images, Tensor) else images)])
+    held = hashes < share
+    for index in groups.argsort(stable=True).split(groups.bincount().tolist()):
+        order = index[hashes[index].argsort()]
+        held[order[:1]] = True
+        held[order[-1:]] = False
+    if len(labels) == 1:
+        return part, part
+    if not held.any():
         raise ValueError('Each class has one image, so none can be held out. Give more images, or a val/.')
-    return torch.cat(kept), torch.cat(held if len(labels) > 1 else kept)
+    return taken(part, (~held).nonzero()[:, 0]), taken(part, held.nonzero()[:, 0])
+
+
+def _hash(image: Tensor | str) -> float:
+    """SHA-256 of an image in memory, or of the size of a file and its first 64 kB, as a number from 0 to 1."""
+    if isinstance(image, Tensor):
+        content = image.contiguous().view(torch.uint8).numpy().tobytes()
+    else:
+        try:
+            with open(image, 'rb') as file:
+                content = b'%d' % os.fstat(file.fileno()).st_size + file.read(2 ** 16)
+        except OSError:  # it counts as one that cannot be read
+            content = b''
+    return int.from_bytes(hashlib.sha256(content).digest()[:6], 'big') / 2 ** 48
 
 
 def taken(part: Part, index: Tensor) -> Part:

@@ -12,7 +12,7 @@ from ..convert.block_kinds import find_stages, kinds
 from ..convert.conversion import Conversion, convert_
 from ..convert.planning import check_convertible, choose_size, predict_parameters
 from ..data.batches import DataConfig, Mapped, unlabelled
-from ..data.read import Data, read_data
+from ..data.read import Data, held_out_of, read_data, with_test
 from ..hooks import evaluating
 from ..ode.blocks import count_parameters
 from ..ode.config import DEFAULT, OdeConfig
@@ -21,7 +21,7 @@ from ..training.run import calibrate_
 
 BATCH = 64
 HELD = 2048  # images that choose and judge, at most
-HELD_OUT = 0.2  # share of the images that is held out to choose and to judge, unless others are given for that
+HELD_OUT = 0.2  # share of the images that is held out, half to choose and half to judge, unless there are others
 NUMBERS = 2 ** 28  # in the images held out: 1 GB
 FEW = 100  # images to judge by, of which the 95 % interval of a share is ± 10 points
 LEAST = 0.2  # of the labels that a model must know, and more than by chance
@@ -66,16 +66,19 @@ class Material(NamedTuple):
     judging: Held  # the result: others, those that were kept for it if there are any
     learned: Held  # some of those to learn from, not augmented
     why: str  # why accuracy is not measured
+    seen: bool  # whether the model may have been trained on the images that judge
 
     def __str__(self) -> str:
         measure, few = self.judging.measure, len(self.judging.images) < FEW
         return (f'{self.data.count():,} images to learn from, {len(self.choosing.images):,} to choose the best state, '
                 f'{len(self.judging.images):,} to judge by {measure}'
                 + few * ' (few: small differences mean nothing)'
-                + (measure != 'accuracy') * f'; labels are not used, because {self.why}')
+                + (measure != 'accuracy') * f'; labels are not used, because {self.why}'
+                + self.seen * '; the model may have been trained on some of these, and look better than it is: give '
+                              'others, with test (--test)')
 
 
-def prepare(source: Any, model: nn.Module, embedding: bool = False) -> Material:
+def prepare(source: Any, model: nn.Module, test: Any = None, embedding: bool = False) -> Material:
     """Read images, in any form that `shrink` takes; raises TypeError or ValueError for what it cannot take."""
     classes: Any = getattr(model, 'num_classes', 0)
     if classes == 1:
@@ -88,18 +91,17 @@ def prepare(source: Any, model: nn.Module, embedding: bool = False) -> Material:
         base = replace(DEFAULT, method='euler')
         check_convertible(model, base)
     architecture, args, _ = describe(model)  # refuses what cannot be saved
+    known = held_out_of(model)
     data = read_data(source, model, DataConfig(batch_size=BATCH), labels=False if embedding else None,
-                     held_out=HELD_OUT)
+                     held_out=HELD_OUT, judging=0. if test is not None else min(HELD_OUT / 2, known or HELD_OUT / 2))
+    data = data if test is None else with_test(data, test, model)
     if data.val is None:
         raise ValueError('shrink holds images out, which it cannot do for a loader. Give a folder, an .npz or tensors.')
     measure, why = 'accuracy' if data.labelled else 'agreement', data.why
     if embedding or not classes:
         measure, why = 'cosine', "the model's outputs are embeddings"
-    most = max(2, min(HELD, NUMBERS // data.sample('val', 1)[0].numel()))
-    images, labels = data.sample('val', most)
-    half = most // 2 if data.test is not None else (len(images) + 1) // 2
-    judging = data.sample('test', half) if data.test is not None else (images[half:], labels[half:])
-    judging = judging if len(judging[0]) else (images, labels)  # one image chooses and judges
+    most = max(1, min(HELD, NUMBERS // data.sample('val', 1)[0].numel()) // 2)
+    (images, labels), judging = (data.sample(part, most) for part in ('val', 'test'))
     if measure == 'accuracy':
         right = float((_outputs(model, images).argmax(dim=-1) == labels).double().mean())
         if right < max(LEAST, 1. / classes + 2. * (1. / classes * (1. - 1. / classes) / len(labels)) ** 0.5):
@@ -111,8 +113,9 @@ def prepare(source: Any, model: nn.Module, embedding: bool = False) -> Material:
         outputs = _outputs(model, images)
         answers = labels if measure == 'accuracy' else outputs.flatten(1).argmax(dim=-1)
         return Held(images, answers, outputs, measure)
-    return Material(model, (architecture, args), base, data, held(images[:half], labels[:half]), held(*judging),
-                    held(*data.sample('train', len(judging[0]))), why)
+    seen = not known and data.held_out > 0 and test is None and measure == 'accuracy'
+    return Material(model, (architecture, args), base, data, held(images, labels), held(*judging),
+                    held(*data.sample('train', len(judging[0]))), why, seen)
 
 
 @torch.no_grad()

@@ -44,6 +44,7 @@ def shrink(
         size: int | float | str | None = None,
         keep: float | str | None = None,
         minutes: float = 60.,
+        test: str | Path | Tensor | tuple[Tensor, Tensor] | None = None,
         embedding: bool = False,
         resume: bool = False,
         progress: bool = True,
@@ -66,6 +67,8 @@ def shrink(
         keep: Share of the original's accuracy to keep, such as 0.95 or '95%', instead of a size: a quarter of the
             minutes goes into finding the smallest student that keeps it. None for no search, and 0.95 in the verdict.
         minutes: Minutes to spend.
+        test: Other images to judge by, in the same forms; None for those of test/ or x_test or, without these, half of
+            the images held out.
         embedding: Treat the model's outputs as embeddings, not logits.
         resume: Continue the run in the folder.
         progress: Show progress bars, and say what is done.
@@ -87,7 +90,7 @@ def shrink(
     with alone_in(folder), random_states_kept(next(model.parameters()).device):
         began = time.perf_counter()
         torch.manual_seed(0)
-        material = prepare(images, model, embedding)
+        material = prepare(images, model, test, embedding)
         asked = {'model sha256': hash_of(model.state_dict().values()), 'data sha256': material.data.sha256(),
                  'size': size, 'keep': keep, 'minutes': minutes, 'embedding': embedding}
         check_about(folder, asked)

@@ -16,7 +16,7 @@ from torch import nn
 from ..convert.conversion import convert_
 from ..data.batches import DataConfig, hash_of
 from ..data.preprocessing import warn_of_other_classes
-from ..data.read import classes_of, read_data
+from ..data.read import NOTE, classes_of, read_data
 from ..distributed import alone_in, rank_and_world
 from ..files import staged, to_json, write_text
 from ..hooks import lent, random_states_kept
@@ -101,6 +101,8 @@ def train(
             host.set_grad_checkpointing()
         describe(host)  # fails now rather than after the first epoch
         _name_classes(host, names, keep=teacher is not None)
+        host.pretrained_cfg = host.default_cfg = {
+            **(getattr(host, 'pretrained_cfg', None) or {}), 'notes': [f'{NOTE}{images.held_out:g}']}
         run = Run(recipe, host, teacher, images, sample, folder, {**about, 'command': command or before.get('command')})
         if rank_and_world()[1] > 1:
             dist.barrier()  # all check the folder before the first process writes to it
