@@ -195,7 +195,7 @@ def test_an_interrupted_training_keeps_the_best_so_far_and_goes_on(model, tmp_pa
     original, calls = stages.fit, []
 
     def interrupted(task, *args, **kwargs):
-        calls.append(kwargs['out'].parent.name)
+        calls.append('/'.join(kwargs['out'].parts[-3:-1]))
         if len(calls) == 2:
             raise KeyboardInterrupt
         return original(task, *args, **kwargs)
@@ -209,14 +209,32 @@ def test_an_interrupted_training_keeps_the_best_so_far_and_goes_on(model, tmp_pa
         shrink(model, x, tmp_path, size=0.5, minutes=M, progress=False)
     first = x.clone()
     first[torch.randperm(40, generator=torch.Generator().manual_seed(0))[-1]] += 1  # which is learned from
-    for wrong, message in ((dict(minutes=2 * M), 'was made with minutes 0.03, but this run has 0.06'),
+    for wrong, message in ((dict(minutes=M / 2), 'was given 0.03 minutes before; got 0.015. Give more'),
                            (dict(images=first), "The data of the run in '.*' is not this one's"),
                            (dict(images=(x, torch.ones(40, dtype=torch.long))), 'The data of the run')):
         with pytest.raises(ValueError, match=message):
             shrink(model, **{'images': x, 'out': tmp_path, 'size': 0.5, 'minutes': M, 'resume': True, 'progress': False, **wrong})
     calls[:] = ['', '']  # no more interrupts
     found = shrink(model, x, tmp_path, size=0.5, minutes=M, resume=True, progress=False)
-    assert calls[2:] == ['student'] * 2 + ['plain'] * 2 and found.rows
+    assert calls[2:] == ['student/1'] * 2 + ['plain/1'] * 2 and found.rows
+
+
+def test_more_minutes_go_on_from_the_constant_rate_and_lose_nothing(model, tmp_path, few, capsys):
+    first = shrink(model, images(), tmp_path, size=0.5, minutes=M, progress=False)
+    done = (tmp_path / 'student' / '1' / 'history.json').read_bytes()
+    found = shrink(model, images(), tmp_path, size=0.5, minutes=3 * M, resume=True)
+    printed = capsys.readouterr().out
+    assert 'student: was trained for' in printed and 'student: training for' in printed and 'minutes left' in printed
+    assert (tmp_path / 'student' / '1' / 'history.json').read_bytes() == done
+    runs = [json.loads((tmp_path / 'student' / name / 'run.json').read_text()) for name in '12']
+    assert runs[0]['student sha256'] != runs[1]['student sha256']
+    before = torch.load(tmp_path / 'student' / '1' / 'stage0' / 'last.pt')['model']
+    start = timm.create_model(f"local-dir:{tmp_path / 'student' / '2' / 'start'}", pretrained=True).state_dict()
+    assert all(torch.equal(start[name], tensor) for name, tensor in before.items())
+    best = timm.create_model(f"local-dir:{tmp_path / 'student' / 'best'}", pretrained=True)
+    choosing = prepare(images(), model).choosing
+    runs = [timm.create_model(f"local-dir:{tmp_path / 'student' / name / 'best'}", pretrained=True) for name in '12']
+    assert choosing.value_of(best) == max(map(choosing.value_of, runs)) and len(found.rows) == len(first.rows)
 
 
 @pytest.mark.parametrize('needed', [0., 0.6, 1.])
@@ -315,7 +333,7 @@ def test_command(model, tmp_path, monkeypatch, capsys, few):
     printed = capsys.readouterr().out
     assert 'by agreement (few: small differences mean nothing); labels are not used' in printed and '| plain, 2 blocks ' in printed
     assert main(command) == 2 and "'out' is not empty. Give another folder, or --resume." in capsys.readouterr().err
-    assert main([*command, '--resume', '--quiet']) == 0
+    assert main([*command, '--resume', '--quiet']) == main(['shrink', '--resume', 'out', '--quiet']) == 0
 
 
 @pytest.mark.parametrize('size, phases, steps', [(None, 3, 6), ('10%', 1, 6), ('50%', 6, 12), ('100%', 12, 12)])
@@ -333,7 +351,7 @@ def test_a_student_that_is_the_model_itself_learns_nothing(model, tmp_path, few)
 def test_an_embedding_is_followed_by_its_cosine(model, tmp_path, few):
     found = shrink(model, images(), tmp_path, size=0.6, minutes=M, embedding=True, progress=False)
     assert found.measure == 'cosine' and found.rows[0].value == pytest.approx(100., abs=0.01)
-    history = json.loads((tmp_path / 'student' / 'history.json').read_text())
+    history = json.loads((tmp_path / 'student' / '1' / 'history.json').read_text())
     assert 'val_cosine' in history[0]
     assert shrink(model, images(), tmp_path, size=0.6, minutes=M, embedding=True, resume=True, progress=False).rows[-1].value == found.rows[-1].value
 
@@ -370,7 +388,7 @@ def test_an_interrupted_command_says_how_to_go_on(model, tmp_path, monkeypatch, 
     for out in ('out', 'none'):
         assert main(['shrink', 'local-dir:teacher', 'images.npz', out, '--quiet']) == 130
         printed = capsys.readouterr()
-        assert ('The best student so far is in out/student/best' in printed.out) == (out == 'out') and 'interrupted' in printed.err
+        assert f"The best so far: {'out/student/best' if out == 'out' else 'nothing yet'}. To continue, type: odevit shrink {out} --resume" in printed.out and 'interrupted' in printed.err
 
 
 @pytest.mark.parametrize('dtype, kind', [(torch.float64, 'npz'), (torch.bfloat16, 'folder')])

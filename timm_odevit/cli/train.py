@@ -23,28 +23,27 @@ from .models import TOWERS, load, refuse_existing, save
 def shrink(args: Any) -> None:
     """Make a small student of a model, and say whether it is worth it.
 
-    model
-    images  folder of images, or an .npz of small ones; labels are ignored unless they are the model's classes
-    out  folder for the student, the files that were compared, and the verdict
+    [model]
+    [data]  folder of images, or an .npz of small ones; labels are ignored unless they are the model's classes
+    [out]  folder for the student, the files that were compared, and the verdict
     --size SIZE  of the student, such as 25%, 3M parameters or 4MB (default: a quarter of the blocks)
     --keep PART  instead of --size: find the smallest student that keeps this share of the accuracy, such as 95%
-    --minutes M [60]  minutes to spend
+    --minutes M  minutes to spend, in all if a run is continued (default: 60)
     --test DATA  other images to judge by (default: test/, x_test, or half of the images held out)
     --checkpoint --img-size
     --embedding  the model's outputs are embeddings, not logits; always on for image towers
-    --resume  continue the run in the folder
-    --quiet
+    --resume --quiet
     """
-    if not args.resume:
-        refuse_existing(args.out, '--resume')
-    model = load(args.model, args)
+    _start(args, 'model')
     try:
         verdict = run_shrink(
-            model, args.images, args.out, size=args.size, keep=args.keep, minutes=args.minutes, test=args.test,
-            resume=args.resume, embedding=args.embedding or args.model.startswith(TOWERS), progress=not args.quiet)
+            load(args.model, args), args.data, args.out, size=args.size, keep=args.keep, minutes=args.minutes,
+            test=args.test, embedding=args.embedding or args.model.startswith(TOWERS), resume=args.resume,
+            command=args.started, progress=not args.quiet)
     except KeyboardInterrupt:
-        if (best := Path(args.out, 'student', BEST)).exists():
-            print(f'\nThe best student so far is in {best}. To continue: the same command with --resume')
+        found = [str(best) for name in ('student', 'plain') if (best := Path(args.out, name, BEST)).exists()]
+        print(f"\nThe best so far: {', '.join(found) or 'nothing yet'}. "
+              f'To continue, type: odevit shrink {quote(args.out)} --resume')
         raise
     print(f'\n{verdict}')
 
@@ -109,14 +108,15 @@ def _start(args: Any, first: str) -> Recipe | None:
             known = f'. Type: odevit {command} --resume {args.out}' if command else ', or does not say how it began.'
             raise ValueError(f"'{args.out}' is not a run of odevit {args.command}{known}")
         for name, value in started.items():
-            if getattr(args, name, None) is None:
+            if getattr(args, name, None) in (None, False):
                 setattr(args, name, value)
-        recipe = Recipe.load(Path(args.out, RECIPE), args.set)
+        recipe = Recipe.load(Path(args.out, RECIPE), args.set) if 'set' in args else None
     if any(getattr(args, name) is None for name in names):
         raise ValueError(f"Expected {' '.join(names).upper()}, or only --resume FOLDER; got {' '.join(words)}.")
     if not args.resume:
         refuse_existing(args.out, '--resume')
-    needed = ('model', 'recipe', 'data', 'teacher', 'student', 'img_size', 'checkpoint', 'limit', 'test')
+    needed = ('model', 'recipe', 'data', 'teacher', 'student', 'img_size', 'checkpoint', 'limit', 'test',
+              'size', 'keep', 'embedding')
     args.started = {'command': args.command, **{n: _absolute(n, getattr(args, n)) for n in needed if n in args}}
     init_distributed_device(args)  # under torchrun; sets args.device, distributed and rank
     return recipe

@@ -3,9 +3,11 @@ import json
 import math
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -22,7 +24,7 @@ from ..ode.blocks import count_parameters
 from ..ode.config import OdeConfig
 from ..saving.save import save_pretrained
 from ..settings import number
-from ..training.config import BEST, HISTORY, RUN, START
+from ..training.config import BEST, HISTORY, LAST, RECIPE, RUN, START
 from ..training.fit import check_unused
 from ..training.loop import score_of
 from ..training.recipe import Recipe
@@ -32,8 +34,10 @@ from .candidates import Candidate, candidates, measure
 from .material import BATCH, SHARE, Material, converted, plain_student, prepare, suitable_settings
 from .verdict import Verdict
 
-LEAST = 0.1  # of the minutes for each of the two students
 MEASURED = 12  # times as long as for the original, for all that is measured
+PART = 0.2  # of the minutes to measure, at most
+_MINUTES = number(0., open='(')
+LEAST, MARGIN = 1., 1.3  # times the minutes that are needed: fewer are refused, so many are asked for
 
 
 def shrink(
@@ -43,10 +47,11 @@ def shrink(
         *,
         size: int | float | str | None = None,
         keep: float | str | None = None,
-        minutes: float = 60.,
+        minutes: float | None = None,
         test: str | Path | Tensor | tuple[Tensor, Tensor] | None = None,
         embedding: bool = False,
         resume: bool = False,
+        command: dict[str, Any] | None = None,
         progress: bool = True,
 ) -> Verdict:
     """Make a small student of a model, and say whether it is worth it.
@@ -66,11 +71,13 @@ def shrink(
         size: Size of the student, as for `choose_size`; None for a quarter of the blocks.
         keep: Share of the original's accuracy to keep, such as 0.95 or '95%', instead of a size: a quarter of the
             minutes goes into finding the smallest student that keeps it. None for no search, and 0.95 in the verdict.
-        minutes: Minutes to spend.
+        minutes: Minutes to spend, in all if a run is continued; None for 60, or those that it was begun with.
         test: Other images to judge by, in the same forms; None for those of test/ or x_test or, without these, half of
             the images held out.
         embedding: Treat the model's outputs as embeddings, not logits.
-        resume: Continue the run in the folder.
+        resume: Continue the run in the folder. With more minutes, both trainings go on from where the learning rate was
+            still constant; of all their states, the best counts.
+        command: What `odevit shrink --resume` is to find in run.json.
         progress: Show progress bars, and say what is done.
 
     Raises TypeError or ValueError if the model cannot be converted, or a setting, the images or the folder are invalid;
@@ -81,7 +88,8 @@ def shrink(
         >>> print(verdict)
         >>> student = timm.create_model('local-dir:small/student/best', pretrained=True)
     """
-    minutes, folder, say = number(0., open='(')('minutes', minutes), Path(out), print if progress else lambda *_: None
+    folder, say = Path(out), print if progress else lambda *_: None
+    minutes = None if minutes is None else _MINUTES('minutes', minutes)
     if size is not None and keep is not None:
         raise ValueError('Give a size, or the share to keep, not both.')
     if keep is not None:
@@ -92,25 +100,37 @@ def shrink(
         torch.manual_seed(0)
         material = prepare(images, model, test, embedding)
         asked = {'model sha256': hash_of(model.state_dict().values()), 'data sha256': material.data.sha256(),
-                 'size': size, 'keep': keep, 'minutes': minutes, 'embedding': embedding}
+                 'size': size, 'keep': keep, 'embedding': embedding}
         check_about(folder, asked)
         say(str(material))
         plan = read_run(folder)
+        minutes = plan.get('minutes', 60.) if minutes is None else minutes
         config = OdeConfig.from_args(plan['ode'], 'shrink') if plan else suitable_settings(
             material, size, keep, minutes, progress)
         torch.manual_seed(0)  # whatever a search has drawn
         done = converted(material, config)
         student = done.model
         plain = plain_student(model, material.built, count_parameters(student), material.base)
-        plan = plan or {**asked, 'ode': config.to_args(), **_minutes(material, folder, minutes, began)}
+        plan = plan or {**asked, 'ode': config.to_args(), 'command': command, **_minutes(material, folder, minutes, began)}
+        each = min(SHARE * (minutes - plan['prepare']), (minutes - plan['prepare'] - plan['measure']) / 2)
+        more = max(1e-6, each - sum(plan['train']))  # minutes to train each student
+        if minutes != plan.get('minutes'):
+            if minutes < plan.get('minutes', 0.):
+                raise ValueError(f"'{folder}' was given {plan['minutes']:g} minutes before; got {minutes:g}. Give more.")
+            plan.update(minutes=minutes, train=[*plan['train'], more])
         write_text(folder / RUN, to_json(plan))
-        about = [f'{model_name(student)}: {done}', f"{minutes:g} minutes: {plan['train']:.3g} to train each student, "
-                 f"about {plan['measure']:.2g} to measure"]
+        about = [f'{model_name(student)}: {done}', f"{minutes:g} minutes: {plan['prepare']:.2g} to prepare, "
+                 f"{sum(plan['train']):.3g} to train each student, about {plan['measure']:.2g} to measure"]
         if plain is None:
             about.append('There is no plain student, since timm cannot build this model with fewer blocks.')
         say('\n'.join(about))
-        trained = {name: _trained(each, material, plan['train'], folder / name, progress)
-                   for name, each in (('student', student), ('plain', plain)) if each is not None}
+        students = {name: each for name, each in (('student', student), ('plain', plain)) if each is not None}
+        trained: dict[str, nn.Module] = {}
+        for name, each in students.items():
+            left = len(students) - len(trained)
+            say(f"{name}, {left} of {len(students)} left to train: at most "
+                f"{left * sum(plan['train']) + plan['measure']:.3g} minutes left")
+            trained[name] = _trained(each, material, plan['train'], folder / name, progress)
         rows, notes = measure(candidates(material, trained['student'], trained.get('plain')), material.judging,
                               folder / 'files', progress=say)
         verdict = Verdict(
@@ -128,8 +148,8 @@ def shrink(
     return verdict
 
 
-def _minutes(material: Material, folder: Path, minutes: float, began: float) -> dict[str, float]:
-    """Minutes to train each student, and to measure, by measuring the original."""
+def _minutes(material: Material, folder: Path, minutes: float, began: float) -> dict[str, Any]:
+    """Minutes to prepare and to measure, by measuring the original, and those trained so far."""
     with tempfile.TemporaryDirectory(dir=folder) as aside:  # refuses what cannot be written
         for _ in range(2):  # the first loads what it needs
             started = time.perf_counter()
@@ -137,43 +157,51 @@ def _minutes(material: Material, folder: Path, minutes: float, began: float) -> 
                     progress=lambda *_: None)
     prepared, measured = ((time.perf_counter() - since) / 60 for since in (began, started))
     measured *= MEASURED
-    each = max(1e-6, min(SHARE * (minutes - prepared), (minutes - prepared - measured) / 2))
-    if each < LEAST * minutes:
-        raise ValueError(
-            f'{minutes:g} minutes are too few: to prepare and to measure takes about {prepared + measured:.2g}. '
-            f'Give at least {math.ceil((prepared + measured) / (1 - 2 * LEAST))}.')
-    return {'train': each, 'measure': measured}
+    needed = prepared + measured / PART
+    if minutes < LEAST * needed:
+        raise ValueError(f'{minutes:g} minutes are too few: to prepare takes about {prepared:.2g}, and to measure '
+                         f'{measured:.2g}, a fifth at most. Give at least {math.ceil(MARGIN * needed)}.')
+    return {'prepare': prepared, 'measure': measured, 'train': []}
 
 
-def _trained(student: nn.Module, material: Material, minutes: float, folder: Path, progress: bool) -> nn.Module:
-    """The student in the best of its states."""
+def _trained(
+        student: nn.Module, material: Material, minutes: Sequence[float], folder: Path, progress: bool,
+) -> nn.Module:
+    """The student in the best of its states, after one training for each entry of `minutes`, in folders 1, 2, ..."""
     images, labels, _, kind = material.choosing
     chosen = Mapped(list(zip(images.split(BATCH), labels.split(BATCH), strict=True)))
     data = replace(material.data, val=chosen, labelled=kind != 'cosine')
     recipe = Recipe.load('shrink', ['loss.embedding=true'] if kind == 'cosine' else [])
-    try:
-        train(recipe, data, folder, teacher=material.model, student=student, minutes=minutes, resume=True,
-              progress=progress)
-    except BaseException:
-        _save_best(folder)
-        raise
+    for i, of in enumerate(minutes, 1):
+        if progress:
+            done = (folder / str(i) / BEST / RECIPE).exists()
+            print(f"{folder.name}: {'was trained' if done else 'training'} for {of:.3g} minutes")
+        last = folder / str(i - 1) / 'stage0' / LAST  # before the learning rate fell
+        if last.exists():
+            student.load_state_dict(torch.load(last, map_location='cpu', weights_only=True)['model'])
+        try:
+            train(recipe, data, folder / str(i), teacher=material.model, student=student, minutes=of, resume=True,
+                  progress=progress)
+        finally:
+            _save_best(folder)
     best = timm.create_model(f'local-dir:{folder / BEST}', pretrained=True)
     return best.to(next(student.parameters())).eval()
 
 
 def _save_best(folder: Path) -> None:
-    """Save the best state so far of a training that was interrupted, if there is one."""
-    states = [(score_of(read_run(folder).get('plan', {}).get('start')), folder / START)]
-    for file in folder.glob(f'stage*/{HISTORY}'):
+    """Save the best state so far of all trainings in a folder, if there is one."""
+    states = [(score_of(read_run(run).get('plan', {}).get('start')), run / START) for run in folder.glob('[0-9]*')]
+    for file in folder.glob(f'*/stage*/{HISTORY}'):
         states.append((max(map(score_of, json.loads(file.read_text()))), file.parent / BEST))
-    best = max(states)[1]
+    best = max(states, default=(0., folder / START))[1]
     if best.is_dir():
         save_pretrained(timm.create_model(f'local-dir:{best}', pretrained=True), folder / BEST)
 
 
 def _outlook(student: nn.Module, material: Material, folder: Path) -> tuple[str, ...]:
     """What more minutes or images would change, as far as the training tells."""
-    records, cosine = json.loads((folder / HISTORY).read_text()), material.judging.measure == 'cosine'
+    last = max(folder.glob(f'*/{HISTORY}'), key=lambda file: int(file.parent.name))
+    records, cosine = json.loads(last.read_text()), material.judging.measure == 'cosine'
     if not records:
         return 'The student computes what the original does, so there was nothing to learn.',
     stage = sorted({record['stage'] for record in records})[-2:][0]  # the last that has a constant learning rate
