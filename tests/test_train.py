@@ -135,9 +135,9 @@ def test_yaml_of_strangers_is_refused_at_once(name, tmp_path, monkeypatch, capsy
     text, message = YAML[name]
     (tmp_path / 'a.yaml').write_text(text)
     start = time.process_time()
-    for read, shown in ((lambda: Recipe.load('a.yaml'), "'a.yaml'"), (lambda: recipe(f'model_args={text}'), f"'model_args={text[:20]}")):
+    for refused, shown in ((lambda: Recipe.load('a.yaml'), "'a.yaml'"), (lambda: recipe(f'model_args={text}'), f"'model_args={text[:20]}")):
         with pytest.raises(ValueError) as e:
-            read()
+            refused()
         found = str(e.value)
         assert found.startswith(shown) and message in found and len(found) < 500
     assert time.process_time() - start < 10

@@ -2,7 +2,6 @@
 import hashlib
 import os
 import re
-import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path

@@ -111,12 +111,14 @@ def shrink(
         done = converted(material, config)
         student = done.model
         plain = plain_student(model, material.built, count_parameters(student), material.base)
-        plan = plan or {**asked, 'ode': config.to_args(), 'command': command, **_minutes(material, folder, minutes, began)}
+        plan = plan or {
+            **asked, 'ode': config.to_args(), 'command': command, **_minutes(material, folder, minutes, began)}
         each = min(SHARE * (minutes - plan['prepare']), (minutes - plan['prepare'] - plan['measure']) / 2)
         more = max(1e-6, each - sum(plan['train']))  # minutes to train each student
         if minutes != plan.get('minutes'):
             if minutes < plan.get('minutes', 0.):
-                raise ValueError(f"'{folder}' was given {plan['minutes']:g} minutes before; got {minutes:g}. Give more.")
+                raise ValueError(f"'{folder}' was given {plan['minutes']:g} minutes before; got {minutes:g}. Give "
+                                 'more.')
             plan.update(minutes=minutes, train=[*plan['train'], more])
         write_text(folder / RUN, to_json(plan))
         about = [f'{model_name(student)}: {done}', f"{minutes:g} minutes: {plan['prepare']:.2g} to prepare, "
