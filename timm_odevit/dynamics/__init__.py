@@ -8,6 +8,6 @@ images.
 
 flow                a model as a sequence of maps of a state; their Jacobians; measures, batch by batch
 stability           Lyapunov exponents; Lipschitz constants; JaSMin's bound; spectral norms of the weights
-precision           the distance from the solution of the ODE; how far the last state may be off
+precision           the distance from the solution of the ODE
 trajectories        speed, angles, likeness of tokens; distance from another model; the class; attention
 """
