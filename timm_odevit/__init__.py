@@ -35,7 +35,6 @@ from .interop.from_libraries import from_open_clip, from_torchvision, from_trans
 from .interop.put_tower import put_tower_
 from .ode.blocks import with_steps
 from .ode.config import OdeConfig
-from .ode.solver import integrate
 from .saving.save import push_to_hub, save_pretrained
 from .shrinking.run import shrink
 from .shrinking.verdict import Verdict
@@ -50,7 +49,7 @@ __all__ = [
     'TrajectoryDistillationTask', 'Verdict', '__version__', 'attention_over_time', 'calibrate_',
     'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'convert_',
     'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
-    'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate', 'lipschitz_constants',
+    'from_open_clip', 'from_torchvision', 'from_transformers', 'lipschitz_constants',
     'list_convertible', 'lyapunov_exponents', 'patch_agreement', 'push_to_hub',
     'put_tower_', 'save_pretrained', 'shrink', 'spectral_norms', 'train', 'trajectory_geometry', 'with_steps',
 ]

@@ -8,6 +8,6 @@ methods             the integration methods: a class of steps for each, METHODS 
 halting             fewer steps: images whose answer is settled leave the batch; HALTING by name
 views               shallow copies of modules in which others are replaced
 config              OdeConfig: every setting of an ODE-ViT; FIELDS by name
-solver              where the K steps lie, along the spans of several blocks (layout); adaptive methods; any field
+solver              where the K steps lie, along the spans of several blocks (layout); adaptive methods
 blocks              OdeBlocks, the sequence of steps that replaces a model's blocks; views with other steps
 """
