@@ -28,7 +28,7 @@ from .dynamics.precision import discretisation_errors
 from .dynamics.stability import lipschitz_constants, lyapunov_exponents, spectral_norms
 from .dynamics.trajectories import attention_over_time, class_over_time, distance_over_time, trajectory_geometry
 from .evaluation.accuracy import calibrate_halting, evaluate
-from .evaluation.embeddings import evaluate_embeddings, patch_agreement
+from .evaluation.embeddings import evaluate_embeddings
 from .evaluation.results import Evaluation
 from .export import export_model
 from .interop.from_libraries import from_open_clip, from_torchvision, from_transformers
@@ -50,7 +50,7 @@ __all__ = [
     'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'convert_',
     'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
     'from_open_clip', 'from_torchvision', 'from_transformers', 'lipschitz_constants',
-    'list_convertible', 'lyapunov_exponents', 'patch_agreement', 'push_to_hub',
+    'list_convertible', 'lyapunov_exponents', 'push_to_hub',
     'put_tower_', 'save_pretrained', 'shrink', 'spectral_norms', 'train', 'trajectory_geometry', 'with_steps',
 ]
 
