@@ -18,7 +18,6 @@ from timm_odevit.dynamics.trajectories import (
     attention_maps,
     attention_over_time,
     class_over_time,
-    distance_over_time,
     trajectory_geometry,
 )
 
@@ -365,19 +364,6 @@ def test_the_class_settles_when_it_no_longer_changes():
     found = class_over_time(line_of(states, head=lambda x: x))
     assert found.classes.tolist() == [[0, 1, 0, 0], [1, 1, 1, 1]] and found.settled.tolist() == [2., 0.]
     assert torch.allclose(found.probability[0], states[:, 0].softmax(-1)[:, 0])
-
-
-def test_the_distance_is_taken_at_the_times_of_the_student():
-    way = torch.tensor([[[1., 0.]], [[2., 0.]], [[3., 0.]]])
-    teacher = line_of(way)
-    assert distance_over_time(teacher, teacher=teacher).distance.abs().max() == 0
-    student = Flow(torch.tensor([[1., 0.]]), (lambda x: x + torch.tensor([0.5, 0.]),) * 4, (0., .5, 1., 1.5, 2.))
-    assert distance_over_time(student, teacher=teacher).distance.abs().max() < 1e-6  # between layers, linear in t
-    off = Flow(torch.tensor([[1., 1.]]), (lambda x: x + torch.tensor([2., 0.]),), (0., 2.))
-    found = distance_over_time(off, teacher=teacher)
-    assert torch.allclose(found.distance, torch.tensor([[1., 1 / 3]])) and found.patches.shape == (1, 1)
-    with pytest.raises(ValueError, match=r'until t = 1 and \[1, 2\] until t = 2'):
-        distance_over_time(Flow(torch.ones(1, 2), (lambda x: x,), (0., 1.)), teacher=teacher)
 
 
 # --- attention over time ---

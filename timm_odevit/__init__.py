@@ -26,7 +26,7 @@ from .convert.conversion import Conversion, convert_
 from .convert.planning import check_convertible, choose_size, list_convertible
 from .dynamics.precision import discretisation_errors
 from .dynamics.stability import lipschitz_constants, lyapunov_exponents, spectral_norms
-from .dynamics.trajectories import attention_over_time, class_over_time, distance_over_time, trajectory_geometry
+from .dynamics.trajectories import attention_over_time, class_over_time, trajectory_geometry
 from .evaluation.accuracy import calibrate_halting, evaluate
 from .evaluation.embeddings import evaluate_embeddings
 from .evaluation.results import Evaluation
@@ -48,7 +48,7 @@ __all__ = [
     'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'LossConfig', 'OdeConfig', 'Recipe',
     'TrajectoryDistillationTask', 'Verdict', '__version__', 'attention_over_time', 'calibrate_',
     'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'convert_',
-    'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
+    'discretisation_errors', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
     'from_open_clip', 'from_torchvision', 'from_transformers', 'lipschitz_constants',
     'list_convertible', 'lyapunov_exponents', 'push_to_hub',
     'put_tower_', 'save_pretrained', 'shrink', 'spectral_norms', 'train', 'trajectory_geometry', 'with_steps',

@@ -1,4 +1,4 @@
-"""The states of each image along the way: how they move, how near another model's, to which class; attention."""
+"""The states of each image along the way: how they move, to which class; attention."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..hooks import state_at
 from .flow import Flow, Images, PerImage, PlainAttention, norms, over_images
 from .stability import log_softmax_bound
 
@@ -81,35 +80,6 @@ def class_over_time(model: Any, images: Images = None, *, batch_size: int = 64) 
         settled = times[-stays.cpu()].masked_fill(~probabilities.isfinite().all(dim=(1, 2)).cpu(), torch.nan)
         return ClassOverTime(classes, probabilities.gather(2, final)[..., 0], settled, times)
     return over_images(measure, model, images, batch_size)
-
-
-@dataclass(frozen=True, repr=False)
-class DistanceOverTime(PerImage):
-    distance: Tensor  # [B, K + 1], over all tokens, relative to the norm of the other model's state
-    patches: Tensor  # [B, patches], cosine of each patch token with the other model's, at the end
-    times: Tensor  # [K + 1], of the states
-
-
-def distance_over_time(model: Any, images: Images = None, *, teacher: Any, batch_size: int = 64) -> DistanceOverTime:
-    """How closely a student follows its teacher, whose state is linear in t between two layers.
-
-    The teacher has the same width, tokens and end of time, else ValueError; see `timm_odevit.dynamics`.
-
-    Examples:
-        >>> found = distance_over_time(student, images, teacher=teacher)
-        >>> print(found.distance.mean(dim=0))    # [K + 1]
-    """
-    def measure(flow: Flow, other: Flow) -> DistanceOverTime:
-        if flow.start.shape != other.start.shape or abs(flow.times[-1] - other.times[-1]) > 1e-3:
-            both = ' and '.join(f'{list(each.start.shape)} until t = {each.times[-1]:g}' for each in (flow, other))
-            raise ValueError(f'States {both} cannot be compared. Give the teacher that the student follows.')
-        states, theirs = flow.states(), other.states()
-        at_times = [state_at(theirs, other.times, t) for t in flow.times]
-        distances = [norms(x - y) / norms(y) for x, y in zip(states, at_times, strict=True)]
-        ours, wanted = (x[:, flow.prefix:].flatten(1, -2) if x.ndim > 2 else x[:, None]
-                        for x in (states[-1], theirs[-1]))
-        return DistanceOverTime(torch.stack(distances, dim=1), F.cosine_similarity(ours, wanted, dim=-1), flow.clock())
-    return over_images(measure, model, images, batch_size, teacher)
 
 
 def attention_maps(flow: Flow) -> Iterator[Tensor]:
