@@ -350,14 +350,6 @@ def test_the_geometry_of_a_circle_and_of_a_straight_line():
     assert found.angle.abs().max() < 1e-3 and found.speed.tolist() == [pytest.approx([2 ** .5, 8 ** .5])]
 
 
-def test_likeness_of_tokens_is_that_of_all_pairs():
-    x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
-    found = trajectory_geometry(line_of(torch.stack([x, x + 1]), prefix=1, class_token=True))
-    patches = torch.nn.functional.normalize(x[:, 1:], dim=-1)
-    pairs = torch.stack([(patches[:, i] * patches[:, j]).sum(-1) for i in range(4) for j in range(4) if i != j])
-    assert torch.allclose(found.anisotropy[:, 0], pairs.mean(0), atol=1e-6)
-
-
 def test_the_class_settles_when_it_no_longer_changes():
     # logits of two images at t = 0 ... 3: the first changes back and forth, the second never
     states = torch.tensor([[[2., 0.], [0., 1.]], [[0., 2.], [0., 2.]], [[2., 0.], [0., 3.]], [[3., 0.], [0., 4.]]])

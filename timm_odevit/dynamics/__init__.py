@@ -8,5 +8,5 @@ adaptive method, or without images.
 flow                a model as a sequence of maps of a state; their Jacobians; measures, batch by batch
 stability           Lyapunov exponents; Lipschitz constants; JaSMin's bound; spectral norms of the weights
 precision           the distance from the solution of the ODE
-trajectories        speed, angles, likeness of tokens; the class; attention
+trajectories        speed, angles; the class; attention
 """

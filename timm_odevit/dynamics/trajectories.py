@@ -17,18 +17,15 @@ class Geometry(PerImage):
     speed: Tensor  # [B, K], distance per unit of time, over all tokens
     norm: Tensor  # [B, K + 1], of the state
     angle: Tensor  # [B, K - 1], between a step and the next, in degrees; NaN where one of them has no length
-    anisotropy: Tensor  # [B, K + 1], mean cosine of two different patch tokens; NaN without a sequence of tokens
     times: Tensor  # [K + 1], of the states
 
 
 def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 64) -> Geometry:
-    """How the states of each image move: speed, turns, and how alike the tokens become; see `timm_odevit.dynamics`.
+    """How the states of each image move: their speed and turns; see `timm_odevit.dynamics`.
 
     Examples:
         >>> found = trajectory_geometry(student, images)
         >>> print(found.speed.mean(dim=0))    # [K]
-
-    Source: anisotropy, arXiv 1909.00512.
     """
     def measure(flow: Flow) -> Geometry:
         states = flow.states()
@@ -37,8 +34,7 @@ def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 
         angles = [_angle(first, second) for first, second in pairwise(moves)]
         return Geometry(
             lengths / torch.tensor(flow.lengths()).to(lengths), torch.stack([norms(x) for x in states], dim=1),
-            torch.stack(angles, dim=1).rad2deg() if angles else lengths[:, :0],
-            torch.stack([_anisotropy(x, flow) for x in states], dim=1), flow.clock())
+            torch.stack(angles, dim=1).rad2deg() if angles else lengths[:, :0], flow.clock())
     return over_images(measure, model, images, batch_size)
 
 
@@ -47,14 +43,6 @@ def _angle(a: Tensor, b: Tensor) -> Tensor:
     first, second = (F.normalize(x.flatten(1), dim=1) for x in (a, b))
     angle = 2 * torch.atan2(norms(first - second), norms(first + second))
     return angle.masked_fill((norms(a) == 0) | (norms(b) == 0), torch.nan)
-
-
-def _anisotropy(x: Tensor, flow: Flow) -> Tensor:
-    """The mean cosine of two patches [B]."""
-    if x.ndim > 2 and (count := x[:, flow.prefix:].flatten(1, -2).shape[1]) > 1:
-        patches = F.normalize(x[:, flow.prefix:].flatten(1, -2), dim=-1)
-        return (patches.sum(dim=1).square().sum(dim=-1) - count) / (count * (count - 1))
-    return x.new_full((len(x),), torch.nan)
 
 
 @dataclass(frozen=True, repr=False)
