@@ -4,9 +4,4 @@ Every measure takes `model`: a timm model with one sequence of blocks, or a Flow
 [B, C, H, W], normalised for the model, on its device, or a loader of such batches. `batch_size` is how many are
 measured at a time. A measure raises TypeError for a model without a single sequence of blocks, and ValueError for an
 adaptive method, or without images.
-
-flow                a model as a sequence of maps of a state; their Jacobians; measures, batch by batch
-stability           Lyapunov exponents; Lipschitz constants; JaSMin's bound; spectral norms of the weights
-precision           the distance from the solution of the ODE
-trajectories        speed, angles; the class; attention
 """
