@@ -5,7 +5,7 @@ import json
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlparse
+from urllib.parse import unquote, urlparse
 
 import yaml
 
@@ -83,7 +83,6 @@ class Handler(BaseHTTPRequestHandler):
         url = urlparse(self.path)
         self.hub.log.append((self.command, self.path))
         self.body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
-        self.query = parse_qs(url.query)
         try:
             for method, pattern, name in ROUTES:
                 found = re.fullmatch(pattern, unquote(url.path))
@@ -135,13 +134,6 @@ class Handler(BaseHTTPRequestHandler):
         repo = self.repo(name)
         return {'id': name, 'modelId': name, 'private': repo.private, 'tags': [], 'downloads': 0}
 
-    def branch(self, name, branch):
-        refs = self.repo(name, write=True).refs
-        if branch in refs:
-            raise RefusedError(409, '', 'Reference already exists')
-        refs[branch] = refs['main']
-        return {}
-
     def preupload(self, name, revision):
         self.repo(name, write=True).at(revision)
         return {'files': [{'path': asked['path'], 'uploadMode': 'regular', 'shouldIgnore': False, 'oid': None}
@@ -153,16 +145,12 @@ class Handler(BaseHTTPRequestHandler):
         for line in map(json.loads, self.body.splitlines()):
             if line['key'] == 'file':
                 files[line['value']['path']] = base64.b64decode(line['value']['content'])
-        pull = sum(ref.startswith('refs/pr/') for ref in repo.refs) + 1 if 'create_pr' in self.query else None
-        oid = repo.commit(f'refs/pr/{pull}' if pull else revision, files)
-        done = {'success': True, 'commitOid': oid, 'commitUrl': f'{self.hub.url}/{name}/commit/{oid}'}
-        return {**done, 'pullRequestUrl': f'{self.hub.url}/{name}/discussions/{pull}'} if pull else done
+        oid = repo.commit(revision, files)
+        return {'success': True, 'commitOid': oid, 'commitUrl': f'{self.hub.url}/{name}/commit/{oid}'}
 
     def resolve(self, name, rest):
         repo = self.repo(name)
-        # a ref may hold slashes
-        revision = next((r for r in sorted(repo.refs, key=len, reverse=True) if rest.startswith(f'{r}/')), rest.split('/')[0])
-        path = rest[len(revision) + 1:]
+        revision, _, path = rest.partition('/')
         oid, files = repo.at(revision)
         if path not in files:
             raise RefusedError(404, 'EntryNotFound', 'Entry not found')
@@ -174,7 +162,6 @@ ROUTES = [
     ('POST', '/api/repos/create', 'create'),
     ('POST', '/api/validate-yaml', 'validate'),
     ('GET', f'/api/models/{NAME}', 'info'),
-    ('POST', f'/api/models/{NAME}/branch/{REV}', 'branch'),
     ('POST', f'/api/models/{NAME}/preupload/{REV}', 'preupload'),
     ('POST', f'/api/models/{NAME}/commit/{REV}', 'commit'),
     ('GET', f'/{NAME}/resolve/(.+)', 'resolve'),

@@ -1,12 +1,11 @@
-"""Dense features: maps at given times, and the agreement of patches."""
+"""Dense features: maps at given times."""
 import copy
 
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 
-from timm_odevit import convert_, patch_agreement, save_pretrained, with_steps
+from timm_odevit import convert_, save_pretrained
 from timm_odevit.features import FeaturesAtTimes
 
 SMALL = dict(img_size=16, patch_size=4, embed_dim=32, num_heads=2, ode_steps=6)
@@ -86,37 +85,3 @@ def test_a_student_has_as_many_maps_as_its_base(tmp_path, name, kwargs):
 def test_times_are_of_an_ode_without_stages(model):
     with pytest.raises(ValueError, match='out_times needs an ODE-ViT without stages; got a '):
         FeaturesAtTimes(model(), (0.5, 1.))
-
-
-@pytest.mark.parametrize('make, steps', [(build, '6 steps'), (lambda: convert_(swin()).model, '')])
-def test_a_model_agrees_with_itself(images, make, steps):
-    model = make()
-    found, = patch_agreement(model, copy.deepcopy(model), (images, torch.zeros(3)))
-    assert found.cosine == pytest.approx(1, abs=1e-5) and found.match == 100 and found.images == 3
-    assert found.map.shape == (4, 4) and f'{steps}: cosine 1.0000' in str(found)
-
-
-def test_agreement_is_the_mean_cosine_and_the_same_nearest_patch(images):
-    model, teacher = build(), timm.create_model(
-        'vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=32, num_heads=2).eval()
-    found = patch_agreement(model, teacher, [images[:2], (images[2:], None)], steps=[2, 6])
-    for steps, result in zip((2, 6), found, strict=True):
-        with torch.no_grad():
-            ours, theirs = (m.forward_features(images)[:, 1:] for m in (with_steps(model, steps), teacher))
-        cosine = F.cosine_similarity(ours, theirs, dim=-1)
-        assert result.cosine == pytest.approx(cosine.mean().item(), abs=1e-5)
-        torch.testing.assert_close(result.map.flatten(), cosine.mean(dim=0))
-        same = 0
-        for a, b in zip(ours, theirs, strict=True):
-            for i in range(16):
-                near = [F.cosine_similarity(x[i], x, dim=-1) for x in (a, b)]
-                same += len({int(torch.cat([n[:i], torch.tensor([-2.]), n[i + 1:]]).argmax()) for n in near}) == 1
-        assert result.match == pytest.approx(100 * same / 48)
-
-
-def test_other_grids_are_refused(images):
-    other = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=32, num_heads=2)
-    with pytest.raises(ValueError, match=r'features \[3, 32, 4, 4\], the teacher \[3, 32, 2, 2\]'):
-        patch_agreement(build(), other, (images, torch.zeros(3)))
-    with pytest.raises(ValueError, match='no images'):
-        patch_agreement(build(), build(), [])

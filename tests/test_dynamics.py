@@ -12,13 +12,12 @@ from torch import nn
 
 from timm_odevit import OdeConfig, convert_
 from timm_odevit.dynamics.flow import Flow, follow
-from timm_odevit.dynamics.precision import contraction_regions, discretisation_errors
+from timm_odevit.dynamics.precision import discretisation_errors
 from timm_odevit.dynamics.stability import lipschitz_constants, log_softmax_bound, lyapunov_exponents, spectral_norms
 from timm_odevit.dynamics.trajectories import (
     attention_maps,
     attention_over_time,
     class_over_time,
-    distance_over_time,
     trajectory_geometry,
 )
 
@@ -219,65 +218,6 @@ def test_a_field_with_jumps(vit, images):
     assert (many.error < few.error / 3).all() and repr(few).startswith('DiscretisationError(method euler, steps 3, 3 images; on average error ')
 
 
-# --- contraction ---
-
-def half_plane(start):
-    """The class is 1 where the first coordinate is above 0, else 0; nothing moves."""
-    return Flow(torch.tensor(start), (lambda x: x,), (0., 1.), lambda x: torch.stack([-x[:, 0], x[:, 0]], 1))
-
-
-def test_the_radius_to_a_plane():
-    found = contraction_regions(half_plane([[3., 4.], [-0.5, 0.]]), None, directions=64)
-    assert torch.allclose(found.worst, torch.tensor([3., 0.5]), rtol=1e-2)
-    assert torch.allclose(found.norm, torch.tensor([3., 4.]).norm() * torch.tensor([1., 0.1]))
-    generator = torch.Generator().manual_seed(0)
-    for i in range(64):
-        d = torch.randn(2, generator=generator)
-        cosine = -d[0] / d.norm()
-        expected = 3. / cosine if cosine > 3. / 50 else math.inf
-        assert float(found.random[0, i]) == pytest.approx(float(expected), rel=2e-2)
-
-
-def test_a_student_inside_the_region_has_the_class_of_its_teacher(teacher_and_twin, images):
-    teacher, student = teacher_and_twin
-    found = contraction_regions(teacher, images, student=student, directions=4)
-    assert found.inside.all() and found.same.all() and found.distance.max() == 0 and found.random.shape == (3, 4)
-    assert (found.worst <= found.random.amin(dim=1) * 1.01).all()
-    convert_(student, phases=1)
-    far = contraction_regions(teacher, images, student=student, directions=2)
-    assert (far.distance > 0).all() and not (far.inside & ~far.same).any()
-    with follow(teacher, images) as flow:
-        x = flow.states()[-1]
-        assert torch.allclose(found.norm, x[:, 0].norm(dim=1))  # the head reads the class token alone
-
-
-@pytest.mark.parametrize('bad', [0, 1])
-def test_an_image_whose_state_is_not_finite_has_no_region(vit, images, bad):
-    model = vit()
-    expected = contraction_regions(model, images, directions=2).worst
-    images[bad, 0, 0, 0] = math.nan
-    found = contraction_regions(model, images, directions=2)
-    assert found.worst[bad].isnan() and found.random[bad].isnan().all()
-    others = torch.arange(3) != bad
-    assert torch.equal(found.worst[others], expected[others])
-
-
-def test_a_student_whose_state_is_not_finite_changes_no_region(vit, images):
-    teacher, student = vit(), vit()
-    expected = contraction_regions(teacher, images, student=student, directions=2)
-    with torch.no_grad():
-        student.blocks[-1].mlp.fc2.bias[0] = math.nan
-    found = contraction_regions(teacher, images, student=student, directions=2)
-    assert found.towards.isnan().all() and (found.worst >= expected.worst).all() and not found.inside.any()
-
-
-def test_the_worst_radius_is_not_larger_than_that_of_a_random_direction():
-    def head(x):  # its gradient at the state says nothing of the nearest other class
-        return torch.stack([torch.ones(len(x)), 3 * (x[:, 0] > 1).float() + 1e-3 * x[:, 1] ** 3], dim=1)
-    found = contraction_regions(Flow(torch.zeros(1, 2) + 1e-3, (lambda x: x,), (0., 1.), head), directions=32, limit=1e4)
-    assert found.worst == found.random.amin() < 2
-
-
 # --- numbers that go with right answers ---
 
 def test_signals_of_a_model_and_their_relation_to_right_answers(teacher_and_twin, images, monkeypatch):
@@ -345,10 +285,9 @@ def test_attention_of_torch_itself_is_measured(images):
 
 def test_bfloat16_and_inference_mode(vit, images):
     model = vit()
-    for measure, name in ((lyapunov_exponents, 'values'), (contraction_regions, 'worst')):
-        expected = getattr(measure(model, images), name)
-        with torch.inference_mode():
-            assert torch.equal(getattr(measure(model, images.clone()), name), expected)
+    expected = lyapunov_exponents(model, images).values
+    with torch.inference_mode():
+        assert torch.equal(lyapunov_exponents(model, images.clone()).values, expected)
     assert lyapunov_exponents(model.to(torch.bfloat16), images.to(torch.bfloat16)).values.isfinite().all()
 
 
@@ -411,33 +350,12 @@ def test_the_geometry_of_a_circle_and_of_a_straight_line():
     assert found.angle.abs().max() < 1e-3 and found.speed.tolist() == [pytest.approx([2 ** .5, 8 ** .5])]
 
 
-def test_likeness_of_tokens_is_that_of_all_pairs():
-    x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
-    found = trajectory_geometry(line_of(torch.stack([x, x + 1]), prefix=1, class_token=True))
-    patches = torch.nn.functional.normalize(x[:, 1:], dim=-1)
-    pairs = torch.stack([(patches[:, i] * patches[:, j]).sum(-1) for i in range(4) for j in range(4) if i != j])
-    assert torch.allclose(found.anisotropy[:, 0], pairs.mean(0), atol=1e-6)
-
-
 def test_the_class_settles_when_it_no_longer_changes():
     # logits of two images at t = 0 ... 3: the first changes back and forth, the second never
     states = torch.tensor([[[2., 0.], [0., 1.]], [[0., 2.], [0., 2.]], [[2., 0.], [0., 3.]], [[3., 0.], [0., 4.]]])
     found = class_over_time(line_of(states, head=lambda x: x))
     assert found.classes.tolist() == [[0, 1, 0, 0], [1, 1, 1, 1]] and found.settled.tolist() == [2., 0.]
     assert torch.allclose(found.probability[0], states[:, 0].softmax(-1)[:, 0])
-
-
-def test_the_distance_is_taken_at_the_times_of_the_student():
-    way = torch.tensor([[[1., 0.]], [[2., 0.]], [[3., 0.]]])
-    teacher = line_of(way)
-    assert distance_over_time(teacher, teacher=teacher).distance.abs().max() == 0
-    student = Flow(torch.tensor([[1., 0.]]), (lambda x: x + torch.tensor([0.5, 0.]),) * 4, (0., .5, 1., 1.5, 2.))
-    assert distance_over_time(student, teacher=teacher).distance.abs().max() < 1e-6  # between layers, linear in t
-    off = Flow(torch.tensor([[1., 1.]]), (lambda x: x + torch.tensor([2., 0.]),), (0., 2.))
-    found = distance_over_time(off, teacher=teacher)
-    assert torch.allclose(found.distance, torch.tensor([[1., 1 / 3]])) and found.patches.shape == (1, 1)
-    with pytest.raises(ValueError, match=r'until t = 1 and \[1, 2\] until t = 2'):
-        distance_over_time(Flow(torch.ones(1, 2), (lambda x: x,), (0., 1.)), teacher=teacher)
 
 
 # --- attention over time ---

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from conftest import converted
 from torch.distributed.fsdp import fully_shard
 
-from timm_odevit import OdeConfig, Recipe, convert_, integrate, save_pretrained
+from timm_odevit import OdeConfig, Recipe, convert_, save_pretrained
 from timm_odevit.ode.fields import PiecewiseField
 from timm_odevit.ode.methods import METHODS
+from timm_odevit.ode.solver import Solver
 
 
 def test_phases_own_their_layers(vit, images):
@@ -131,7 +132,7 @@ def test_partial_conversion_keeps_the_other_blocks(vit, images):
 def test_the_field_of_a_model_can_be_integrated_on_its_own(vit):
     model = converted(vit, OdeConfig(phases=2))
     x = torch.randn(1, 17, 32)
-    found = integrate(model.blocks.shared, x, OdeConfig(steps=3, T=3.))
+    found = torch.nn.Sequential(*Solver(OdeConfig(steps=3, T=3.), model.blocks.shared))(x)
     torch.testing.assert_close(found, model.blocks(x))
 
 

@@ -116,14 +116,13 @@ def test_there_and_back_gives_the_same_logits(hub, student, vit, images, tmp_pat
     assert torch.equal(load('org/teacher')(images), plain(images))
 
 
-def test_private_and_another_branch_and_a_pull_request(hub, student, tmp_path, monkeypatch):
+def test_private_and_another_branch(hub, student, tmp_path, monkeypatch):
     push_to_hub(student, 'org/student', private=True)
     assert hub.repos['org/student'].private
-    for steps, options, name in ((3, dict(revision='fast'), 'fast'), (2, dict(create_pr=True), 'refs/pr/1')):
-        student.blocks.steps = steps
-        url = push_to_hub(student, 'org/student', **options)
-        assert load('org/student').blocks.steps == 6 and load(f'org/student@{name}').blocks.steps == steps
-    assert url == f'{hub.url}/org/student/discussions/1'
+    student.blocks.steps = 3
+    push_to_hub(student, 'org/fast')
+    hub.repos['org/student'].commit('fast', hub.repos['org/fast'].at('main')[1])
+    assert load('org/student').blocks.steps == 6 and load('org/student@fast').blocks.steps == 3
     monkeypatch.setenv('HF_TOKEN', 'hf_other')
     with pytest.raises(huggingface_hub.errors.RepositoryNotFoundError):
         load('org/student', cache_dir=tmp_path / 'another')  # what one has, one keeps
@@ -132,17 +131,16 @@ def test_private_and_another_branch_and_a_pull_request(hub, student, tmp_path, m
     assert '\n' not in str(e.value)
 
 
-@pytest.mark.parametrize('revision', ['main', 'fast'])
-def test_a_card_that_is_there_is_kept(hub, student, images, revision):
+def test_a_card_that_is_there_is_kept(hub, student, images):
     push_to_hub(student, 'org/student')
     repo = hub.repos['org/student']
     repo.commit('main', {**repo.at('main')[1], 'README.md': b'---\nlicense: mit\n---\nmine\n'})
     student.blocks.steps = 3
-    push_to_hub(student, 'org/student', revision=revision)
-    assert repo.at(revision)[1]['README.md'].endswith(b'mine\n') and load(f'org/student@{revision}').blocks.steps == 3
+    push_to_hub(student, 'org/student')
+    assert repo.at('main')[1]['README.md'].endswith(b'mine\n') and load('org/student').blocks.steps == 3
     rows = json.loads(evaluate(student, [(images, torch.tensor([0, 1]))], steps=(3, 6)).to_json())
-    push_to_hub(student, 'org/student', results=rows, dataset='CIFAR-10', revision=revision)
-    assert b'of CIFAR-10' in repo.at(revision)[1]['README.md']
+    push_to_hub(student, 'org/student', results=rows, dataset='CIFAR-10')
+    assert b'of CIFAR-10' in repo.at('main')[1]['README.md']
 
 
 def test_a_folder_is_sent_as_it_is_without_what_is_not_the_models(hub, student, images, tmp_path):

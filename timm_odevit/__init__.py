@@ -24,18 +24,17 @@ from . import registry as _registers  # noqa: F401
 from ._version import __version__
 from .convert.conversion import Conversion, convert_
 from .convert.planning import check_convertible, choose_size, list_convertible
-from .dynamics.precision import contraction_regions, discretisation_errors
+from .dynamics.precision import discretisation_errors
 from .dynamics.stability import lipschitz_constants, lyapunov_exponents, spectral_norms
-from .dynamics.trajectories import attention_over_time, class_over_time, distance_over_time, trajectory_geometry
+from .dynamics.trajectories import attention_over_time, class_over_time, trajectory_geometry
 from .evaluation.accuracy import calibrate_halting, evaluate
-from .evaluation.embeddings import evaluate_embeddings, patch_agreement
+from .evaluation.embeddings import evaluate_embeddings
 from .evaluation.results import Evaluation
 from .export import export_model
 from .interop.from_libraries import from_open_clip, from_torchvision, from_transformers
 from .interop.put_tower import put_tower_
 from .ode.blocks import with_steps
 from .ode.config import OdeConfig
-from .ode.solver import integrate
 from .saving.save import push_to_hub, save_pretrained
 from .shrinking.run import shrink
 from .shrinking.verdict import Verdict
@@ -48,10 +47,10 @@ from .training.tasks import TrajectoryDistillationTask
 __all__ = [
     'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'LossConfig', 'OdeConfig', 'Recipe',
     'TrajectoryDistillationTask', 'Verdict', '__version__', 'attention_over_time', 'calibrate_',
-    'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'contraction_regions', 'convert_',
-    'discretisation_errors', 'distance_over_time', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
-    'from_open_clip', 'from_torchvision', 'from_transformers', 'integrate', 'lipschitz_constants',
-    'list_convertible', 'lyapunov_exponents', 'patch_agreement', 'push_to_hub',
+    'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'convert_',
+    'discretisation_errors', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
+    'from_open_clip', 'from_torchvision', 'from_transformers', 'lipschitz_constants',
+    'list_convertible', 'lyapunov_exponents', 'push_to_hub',
     'put_tower_', 'save_pretrained', 'shrink', 'spectral_norms', 'train', 'trajectory_geometry', 'with_steps',
 ]
 

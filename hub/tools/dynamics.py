@@ -52,14 +52,6 @@ def softmax(model, images):
     return {'along': found.mean((0, 2)).tolist(), **spread(found.mean((1, 2)))}
 
 
-def region(model, teacher, images):
-    found = odevit.contraction_regions(teacher, images, student=None if model is teacher else model)
-    radii = {'worst': found.worst, 'distance': found.distance, 'towards': found.towards,
-             'random': found.random.median(dim=1).values}
-    return {**{name: float((radius / found.norm).median()) for name, radius in radii.items()},
-            'inside': 100 * float(found.inside.double().mean()), 'same': 100 * float(found.same.double().mean())}
-
-
 def observed_order(errors):
     """The order of convergence that the errors of one method show: the slope of log error against log h."""
     return -float(np.polyfit(*np.log([(e.steps, float(e.error.mean())) for e in errors]).T, 1)[0])
@@ -77,9 +69,8 @@ def signals(model, loader, teacher=None):
     """By name, a number per image [B] that might tell whether the class is right; and whether it is [B].
 
     confidence, the largest probability; entropy of the probabilities, in nats; margin between the two largest logits;
-    radius of the region of the class in its worst direction, relative to the norm of the state; acceleration, how much
-    the last step differs from the one before it, relative to it; and with a teacher distance of the last states,
-    relative to the teacher's.
+    acceleration, how much the last step differs from the one before it, relative to it; and with a teacher distance of
+    the last states, relative to the teacher's.
     """
     rows, correct = [], []
     for images, labels in loader:
@@ -88,11 +79,9 @@ def signals(model, loader, teacher=None):
             logits = flow.logits(states[-1])
             probabilities, top = logits.softmax(dim=1), logits.topk(2, dim=1)
             last, before = states[-1] - states[-2], states[-2] - states[-3]
-            region = odevit.contraction_regions(flow, directions=1)
             row = {'confidence': probabilities.amax(dim=1),
                    'entropy': torch.special.entr(probabilities).sum(dim=1),
                    'margin': top.values[:, 0] - top.values[:, 1],
-                   'radius': region.worst / region.norm,
                    'acceleration': norms(last - before) / norms(before)}
             if teacher is not None:
                 with follow(teacher, images) as other:
@@ -132,8 +121,8 @@ def measure(model, teacher, loader, path, images):
     chosen = {
         'spectral_norms': lambda: odevit.spectral_norms(model), 'exponents': lambda: exponents(model, images),
         'class_token': lambda: exponents(model, images, 'class'), 'softmax': lambda: softmax(model, images),
-        'region': lambda: region(model, teacher, images), 'relations': relate,
-        'lipschitz': lambda: lipschitz(model, images), 'discretisation': lambda: discretisation(model, images[:FEW])}
+        'relations': relate, 'lipschitz': lambda: lipschitz(model, images),
+        'discretisation': lambda: discretisation(model, images[:FEW])}
     for name, run in chosen.items():
         file = path / f'{name}.json'
         count = min(FEW, len(images)) if name == 'discretisation' else len(images)

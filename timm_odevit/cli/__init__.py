@@ -1,9 +1,5 @@
 """odevit: the command line. A command is a function; its docstring says what it does and lists its arguments.
 
-models              models by name, and what a command writes to
-train               shrink, finetune, distill, convert, calibrate
-evaluate            evaluate, halt, benchmark, predict, export, push
-
 This file runs first, without torch, so that help is quick. The docstring of a command lists its arguments:
 
 name  help                    also [name] if it may be left out, name... for one or more, name* for all that follow

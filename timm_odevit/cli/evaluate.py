@@ -204,8 +204,6 @@ def push(args: Any) -> None:
     --license ID  the Hub's identifier of a licence, for the card (default: that of the base's weights)
     --card FILE  write the card to a file, and send nothing; a README.md in the folder of the model is sent as it is
     --private  make a new repository private
-    --revision BRANCH [main]  branch
-    --create-pr  open a pull request
     """
     rows = json.loads(Path(args.results).read_text()) if args.results else []
     about: Any = dict(results=rows, dataset=args.dataset or '', license=args.license)
@@ -216,6 +214,5 @@ def push(args: Any) -> None:
         write_text(Path(args.card), model_card(f'hf-hub:{args.repo}', model, **about))
         print(f'wrote {args.card}; nothing was sent')
         return
-    url = push_to_hub(model, args.repo, private=args.private or None, revision=args.revision, create_pr=args.create_pr,
-                      **about)
+    url = push_to_hub(model, args.repo, private=args.private or None, **about)
     print(f'sent: {url}')

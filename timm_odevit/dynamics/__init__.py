@@ -2,12 +2,6 @@
 
 Every measure takes `model`: a timm model with one sequence of blocks, or a Flow, without images. And `images`
 [B, C, H, W], normalised for the model, on its device, or a loader of such batches. `batch_size` is how many are
-measured at a time. Another model, such as a teacher, takes the same images; beside a Flow, it is one, too. A measure
-raises TypeError for a model without a single sequence of blocks, and ValueError for an adaptive method, or without
-images.
-
-flow                a model as a sequence of maps of a state; their Jacobians; measures, batch by batch
-stability           Lyapunov exponents; Lipschitz constants; JaSMin's bound; spectral norms of the weights
-precision           the distance from the solution of the ODE; how far the last state may be off
-trajectories        speed, angles, likeness of tokens; distance from another model; the class; attention
+measured at a time. A measure raises TypeError for a model without a single sequence of blocks, and ValueError for an
+adaptive method, or without images.
 """

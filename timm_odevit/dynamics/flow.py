@@ -1,6 +1,6 @@
 """Flow: what a model does to the tokens of some images, as a sequence of maps; their Jacobians; batch by batch."""
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -107,16 +107,14 @@ def joined(parts: Sequence[Measured]) -> Measured:
                                 for name, rows in columns.items()})
 
 
-def over_images(
-        measure: Callable[..., Measured], model: Any, images: Images, batch_size: int, other: Any = None,
-) -> Measured:
-    """Measure a flow, or a model on images, batch by batch; `measure` gets its flow, then that of another, if any."""
+def over_images(measure: Callable[[Flow], Measured], model: Any, images: Images, batch_size: int) -> Measured:
+    """Measure a flow, or a model on images, batch by batch."""
     parts: list[Measured] = []
     batches = [(None, None)] if isinstance(model, Flow) else read_batches(images, labels=False, size=batch_size)
     for batch, _ in batches:
-        with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:  # derivatives need it off
-            flows = [stack.enter_context(follow(each, batch)) for each in (model, other) if each is not None]
-            parts.append(measure(*flows))
+        # derivatives need inference mode off
+        with torch.inference_mode(False), torch.no_grad(), follow(model, batch) as flow:
+            parts.append(measure(flow))
     return joined(parts)
 
 

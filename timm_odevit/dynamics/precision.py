@@ -1,8 +1,7 @@
-"""How far the last state is from the solution of the ODE, and how far it may be moved before the class changes."""
+"""How far the last state is from the solution of the ODE."""
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..ode.fields import Context
 from ..ode.methods import METHODS
 from ..ode.solver import Solver
 from ..settings import one_of
-from .flow import Flow, Images, PerImage, along, follow, joined, noise, norms, over_images, unit
+from .flow import Flow, Images, PerImage, follow, joined, norms
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,108 +97,3 @@ def _errors(ode: OdeBlocks, flow: Flow, fine: int, each: Sequence[tuple[str, Any
             norms(states[-1][0] - exact) / path, torch.stack(local, 1), half, method, steps,
             torch.tensor([t for _, t in states[1:]], dtype=torch.float64)))
     return found
-
-
-@dataclass(frozen=True, repr=False)
-class Region(PerImage):
-    """The region around a model's last state in which the head gives the same class, over the tokens that it reads."""
-    random: Tensor  # [B, directions], radius; infinite where the class never changes, NaN where nothing is finite
-    worst: Tensor  # [B], radius along the worst direction found, an upper bound on the distance to the boundary
-    norm: Tensor  # [B], of the last state
-    distance: Tensor  # [B], of the student's last state; NaN without a student
-    towards: Tensor  # [B], radius in the student's direction; NaN without a student
-    same: Tensor  # [B], whether the student gives the model's class; False without a student
-
-    @property
-    def inside(self) -> Tensor:
-        """Whether the student's last state is nearer than the boundary in the worst direction [B]."""
-        return self.distance < self.worst
-
-
-def contraction_regions(
-        model: Any, images: Images = None, *, student: Any = None, directions: int = 16, limit: float = 10.,
-        batch_size: int = 64, seed: int = 0,
-) -> Region:
-    """How far the last state of each image may be moved before norm and head give another class.
-
-    A student that ends nearer to its teacher's last state than that gives the teacher's class with the teacher's head.
-    Distances are found by search, not guaranteed.
-
-    Args:
-        model, images, batch_size: See `timm_odevit.dynamics`; the model, such as the teacher, has a head.
-        student: A model of the same width and tokens, to compare with the region.
-        directions, seed: Number of random directions, and their seed.
-        limit: Largest radius that is tried, in units of the norm of the state.
-
-    Examples:
-        >>> found = contraction_regions(teacher, images, student=student)
-        >>> print(found.inside)    # [B]
-
-    Source: the contraction region of ODE-ViT, arXiv 2511.16501; DeepFool, arXiv 1511.04599.
-    """
-    def measure(flow: Flow, other: Flow | None = None) -> Region:
-        x = flow.states()[-1]
-        label, mask = flow.logits(x).argmax(dim=1), _read_by_the_head(flow, x)
-        norm = norms(x * mask)
-        radius = partial(_radius, flow, x, label, limit * norm)
-        generator = torch.Generator().manual_seed(seed)
-        radii = torch.stack([radius(noise(x, generator) * mask) for _ in range(directions)], dim=1)
-        worst = torch.fmin(radius(_worst(flow, x, label, mask)), radii.amin(dim=1))
-        if other is None:
-            none = torch.full_like(norm, math.nan)
-            return Region(radii, worst, norm, none, none, torch.zeros_like(label, dtype=torch.bool))
-        y = other.states()[-1]
-        way = (y - x) * mask
-        towards = radius(way)
-        same = other.logits(y).argmax(dim=1) == label
-        return Region(radii, torch.fmin(worst, towards), norm, norms(way), towards, same)
-    return over_images(measure, model, images, batch_size, student)
-
-
-def _read_by_the_head(flow: Flow, x: Tensor) -> Tensor:
-    """1 for the tokens that norm and head read, such as the class token, 0 for others [1, ..., 1]."""
-    with torch.enable_grad():  # at a random state: those of the images may not be finite
-        state = noise(x[:1], torch.Generator().manual_seed(0)).requires_grad_()
-        gradient, = torch.autograd.grad(flow.logits(state).square().sum(), state)
-    return (gradient != 0).any(dim=-1, keepdim=True).to(x)
-
-
-def _radius(flow: Flow, x: Tensor, label: Tensor, limit: Tensor, way: Tensor) -> Tensor:
-    """The smallest radius found at which the class is another: on a grid of 24 radii, then by bisection [B]."""
-    direction = unit(way)
-
-    def changed(r: Tensor) -> Tensor:
-        return flow.logits(x + along(r, x) * direction).argmax(dim=1) != label
-    low, high = torch.zeros_like(limit), torch.full_like(limit, math.inf)
-    for exponent in torch.linspace(-9, 0, 24).tolist():
-        r = limit * 2. ** exponent
-        high = torch.where(high.isinf() & changed(r), r, high)
-        low = torch.where(high.isinf(), r, low)
-    for _ in range(12):  # where the class never changes, high stays infinite
-        middle = torch.where(high.isfinite(), (low + high) / 2, low)
-        beyond = changed(middle) & high.isfinite()
-        low, high = torch.where(beyond, low, middle), torch.where(beyond, middle, high)
-    finite = flow.logits(x).isfinite().all(dim=1) & direction.flatten(1).isfinite().all(dim=1) & limit.isfinite()
-    return high.where(finite, torch.nan)
-
-
-def _worst(flow: Flow, x: Tensor, label: Tensor, mask: Tensor) -> Tensor:
-    """A direction in which the class ends soon, by repeated steps to the nearest linearised boundary."""
-    shift = torch.zeros_like(x)
-    for _ in range(6):
-        with torch.enable_grad():
-            state = (x + shift).detach().requires_grad_()
-            logits = flow.logits(state)
-            rivals = logits.detach().scatter(1, label[:, None], -math.inf).topk(min(10, logits.shape[1] - 1)).indices
-            own = logits.gather(1, label[:, None])[:, 0]
-            best, step = torch.full_like(own, math.inf).detach(), torch.zeros_like(x)
-            for rival in rivals.unbind(1):
-                gap = own - logits.gather(1, rival[:, None])[:, 0]
-                gradient = torch.autograd.grad(gap.sum(), state, retain_graph=True)[0] * mask
-                size = norms(gradient).clamp_min(1e-12)
-                away = gap.detach().clamp_min(0.) / size
-                move = -along((away + 1e-4 / size) / size, x) * gradient
-                step, best = torch.where(along(away < best, x), move, step), torch.minimum(best, away)
-        moved = along(flow.logits(x + shift).argmax(dim=1) != label, x)
-        shift = torch.where(moved, shift, shift + step)
-    return shift

@@ -1,4 +1,4 @@
-"""The states of each image along the way: how they move, how near another model's, to which class; attention."""
+"""The states of each image along the way: how they move, to which class; attention."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..hooks import state_at
 from .flow import Flow, Images, PerImage, PlainAttention, norms, over_images
 from .stability import log_softmax_bound
 
@@ -18,18 +17,15 @@ class Geometry(PerImage):
     speed: Tensor  # [B, K], distance per unit of time, over all tokens
     norm: Tensor  # [B, K + 1], of the state
     angle: Tensor  # [B, K - 1], between a step and the next, in degrees; NaN where one of them has no length
-    anisotropy: Tensor  # [B, K + 1], mean cosine of two different patch tokens; NaN without a sequence of tokens
     times: Tensor  # [K + 1], of the states
 
 
 def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 64) -> Geometry:
-    """How the states of each image move: speed, turns, and how alike the tokens become; see `timm_odevit.dynamics`.
+    """How the states of each image move: their speed and turns; see `timm_odevit.dynamics`.
 
     Examples:
         >>> found = trajectory_geometry(student, images)
         >>> print(found.speed.mean(dim=0))    # [K]
-
-    Source: anisotropy, arXiv 1909.00512.
     """
     def measure(flow: Flow) -> Geometry:
         states = flow.states()
@@ -38,8 +34,7 @@ def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 
         angles = [_angle(first, second) for first, second in pairwise(moves)]
         return Geometry(
             lengths / torch.tensor(flow.lengths()).to(lengths), torch.stack([norms(x) for x in states], dim=1),
-            torch.stack(angles, dim=1).rad2deg() if angles else lengths[:, :0],
-            torch.stack([_anisotropy(x, flow) for x in states], dim=1), flow.clock())
+            torch.stack(angles, dim=1).rad2deg() if angles else lengths[:, :0], flow.clock())
     return over_images(measure, model, images, batch_size)
 
 
@@ -48,14 +43,6 @@ def _angle(a: Tensor, b: Tensor) -> Tensor:
     first, second = (F.normalize(x.flatten(1), dim=1) for x in (a, b))
     angle = 2 * torch.atan2(norms(first - second), norms(first + second))
     return angle.masked_fill((norms(a) == 0) | (norms(b) == 0), torch.nan)
-
-
-def _anisotropy(x: Tensor, flow: Flow) -> Tensor:
-    """The mean cosine of two patches [B]."""
-    if x.ndim > 2 and (count := x[:, flow.prefix:].flatten(1, -2).shape[1]) > 1:
-        patches = F.normalize(x[:, flow.prefix:].flatten(1, -2), dim=-1)
-        return (patches.sum(dim=1).square().sum(dim=-1) - count) / (count * (count - 1))
-    return x.new_full((len(x),), torch.nan)
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,35 +68,6 @@ def class_over_time(model: Any, images: Images = None, *, batch_size: int = 64) 
         settled = times[-stays.cpu()].masked_fill(~probabilities.isfinite().all(dim=(1, 2)).cpu(), torch.nan)
         return ClassOverTime(classes, probabilities.gather(2, final)[..., 0], settled, times)
     return over_images(measure, model, images, batch_size)
-
-
-@dataclass(frozen=True, repr=False)
-class DistanceOverTime(PerImage):
-    distance: Tensor  # [B, K + 1], over all tokens, relative to the norm of the other model's state
-    patches: Tensor  # [B, patches], cosine of each patch token with the other model's, at the end
-    times: Tensor  # [K + 1], of the states
-
-
-def distance_over_time(model: Any, images: Images = None, *, teacher: Any, batch_size: int = 64) -> DistanceOverTime:
-    """How closely a student follows its teacher, whose state is linear in t between two layers.
-
-    The teacher has the same width, tokens and end of time, else ValueError; see `timm_odevit.dynamics`.
-
-    Examples:
-        >>> found = distance_over_time(student, images, teacher=teacher)
-        >>> print(found.distance.mean(dim=0))    # [K + 1]
-    """
-    def measure(flow: Flow, other: Flow) -> DistanceOverTime:
-        if flow.start.shape != other.start.shape or abs(flow.times[-1] - other.times[-1]) > 1e-3:
-            both = ' and '.join(f'{list(each.start.shape)} until t = {each.times[-1]:g}' for each in (flow, other))
-            raise ValueError(f'States {both} cannot be compared. Give the teacher that the student follows.')
-        states, theirs = flow.states(), other.states()
-        at_times = [state_at(theirs, other.times, t) for t in flow.times]
-        distances = [norms(x - y) / norms(y) for x, y in zip(states, at_times, strict=True)]
-        ours, wanted = (x[:, flow.prefix:].flatten(1, -2) if x.ndim > 2 else x[:, None]
-                        for x in (states[-1], theirs[-1]))
-        return DistanceOverTime(torch.stack(distances, dim=1), F.cosine_similarity(ours, wanted, dim=-1), flow.clock())
-    return over_images(measure, model, images, batch_size, teacher)
 
 
 def attention_maps(flow: Flow) -> Iterator[Tensor]:

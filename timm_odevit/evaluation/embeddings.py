@@ -1,8 +1,6 @@
-"""Embeddings and features of a model over several step counts: how near the teacher's, and how useful."""
+"""Embeddings of a model over several step counts: how near the teacher's, and how useful."""
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,10 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.batches import read_batches
-from ..data.preprocessing import check_labels, renormalisation
-from ..hooks import evaluating
-from .results import NO_CLASS, EmbeddingResult, Evaluation, passes, views
+from ..data.preprocessing import check_labels
+from .results import NO_CLASS, EmbeddingResult, Evaluation, passes
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07
 PENALTY = 1e-3
@@ -141,66 +137,3 @@ def _zero_shot(embeddings: Tensor, labels: Tensor, classes: Tensor) -> float:
                          f'{needed} classes or more, [classes, {embeddings.shape[1]}], of finite numbers.')
     cosines = embeddings @ F.normalize(classes.detach().to(embeddings), dim=-1).T
     return 100 * (cosines.argmax(dim=-1) == labels).double().mean().item()
-
-
-@dataclass(frozen=True, eq=False)
-class PatchAgreement:
-    """The agreement of the patches' features at one step count."""
-    name: str  # the step count in words
-    images: int
-    cosine: float  # mean over all patches
-    match: float  # share of the patches whose most similar other patch in the image is the teacher's, in percent
-    map: Tensor  # the mean cosine at each place [H, W]
-
-    def __str__(self) -> str:
-        return (f'{self.name}: cosine {self.cosine:.4f}, the same nearest patch for {self.match:.1f} % of the patches '
-                f'of {self.images:,} images')
-
-
-def patch_agreement(
-        model: nn.Module, teacher: nn.Module, loader: Iterable[Any], *, steps: int | Sequence[int] | None = None,
-) -> tuple[PatchAgreement, ...]:
-    """Compare the last features of all patches, after the final norm, with the teacher's; one result per step count.
-
-    Args:
-        model, loader, steps: As in `evaluate`; labels are not needed.
-        teacher: timm model of the same width, with the same grid of patches.
-
-    Examples:
-        >>> for found in patch_agreement(student, teacher, loader, steps=(6, 12)):
-        ...     print(found)
-    """
-    named, normalisation = views(model, steps), renormalisation(model, teacher)
-    sums: list[Any] = [0.] * len(named)  # over the images, [2, H, W]
-    count = 0
-    with ExitStack() as stack, torch.inference_mode():
-        for each in (teacher, *(view for _, view in named)):
-            stack.enter_context(evaluating(each))
-        for images, _ in read_batches(loader, labels=False):
-            images = images.to(next(model.parameters()))
-            same = images if normalisation is None else normalisation(images)
-            theirs = _features(teacher, same.to(next(teacher.parameters()).dtype))
-            for i, (_, view) in enumerate(named):
-                sums[i] += _agreement(_features(view, images), theirs)
-            count += len(images)
-    means = [(name, *(total / count)) for (name, _), total in zip(named, sums, strict=True)]
-    return tuple(PatchAgreement(name, count, cosine.mean().item(), 100 * same.mean().item(), cosine.float())
-                 for name, cosine, same in means)
-
-
-def _features(model: Any, images: Tensor) -> Tensor:
-    """The last features of the patches [B, D, H, W]."""
-    features: Tensor = model.forward_intermediates(
-        images, indices=1, norm=True, output_fmt='NCHW', intermediates_only=True)[-1]
-    return features.float()
-
-
-def _agreement(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Cosines, and whether the most similar other patch is the same, summed over the images [2, H, W]."""
-    if ours.shape != theirs.shape:
-        raise ValueError(f'The model gives features {list(ours.shape)}, the teacher {list(theirs.shape)}. Give a '
-                         'teacher with the same width and the same grid of patches.')
-    (a, b), grid = (x.flatten(2).mT for x in (ours, theirs)), ours.shape[2:]
-    same = torch.stack([nearest(x) == nearest(y) for x, y in zip(a, b, strict=True)]).unflatten(1, grid)
-    cosine = F.cosine_similarity(ours, theirs, dim=1)
-    return torch.stack([cosine.cpu().double().sum(dim=0), same.cpu().double().sum(dim=0)])

@@ -1,9 +1,7 @@
-"""The steps that a configuration asks for, adaptive methods by way of torchdiffeq, and the solver for any field."""
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+"""The steps that a configuration asks for, and adaptive methods by way of torchdiffeq."""
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,61 +91,3 @@ def solve_adaptive(
         if any(abs(end - t) < _SAME for t in times):
             states.append(x)
     return torch.stack(states), evaluations
-
-
-def integrate(field: Callable[..., Tensor], x0: Tensor, config: OdeConfig, *, keep: bool = False) -> Tensor:
-    """Solve dx/dt = field(t, x) from t = 0 to config.T; one unit of time is one transformer block of the base model.
-
-    Args:
-        field: Vector field, called as field(t, x) with t a float (a 0-dim tensor from an adaptive method). Splitting
-            methods call its `attention(t, x)` and `mlp(t, x)`.
-        x0: State at t = 0 [B, N, D], or of any other shape; integrated in its own dtype.
-        config: Method, steps and T, which must be set; tokens and halting do not apply.
-        keep: Also keep the states in between.
-
-    Returns:
-        x(T) [B, N, D], or all states [K + 1, B, N, D] with keep.
-
-    Raises:
-        ValueError: steps or T is not set, or the method does not suit the field or the dtype.
-        FloatingPointError: The state stopped being finite; the message names the step and t.
-
-    Examples:
-        >>> config = OdeConfig(method='rk4', steps=10, T=1.)
-        >>> x = integrate(lambda t, x: -x, torch.ones(1, 1, 1), config)    # exp(-1)
-        >>> print(f'{x.item():.4f}')
-        0.3679
-
-    Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.1; ODE-ViT, arXiv 2511.16501.
-    """
-    module: Any = field if isinstance(field, Field) else _CallableField(field)
-    splits = not config.adaptive and METHODS[config.method].splits
-    if splits and not (module is field or hasattr(field, 'attention')):
-        raise ValueError(f"'{config.method}' splits the field into attention(t, x) and mlp(t, x), which this one does "
-                         "not have. Use an unsplit method, such as 'rk4'.")
-    solver: Any = Solver(replace(config, tokens=1.), module)
-    if config.adaptive:
-        times = [step.t for step in solver] if keep else [0.]
-        path = solve_adaptive(module, x0, [*times, solver[-1].t + solver[-1].h], config, Context({}))[0]
-        return path if keep else path[-1]
-    states = [x0]
-    for i, step in enumerate(solver, 1):
-        x = step(states[-1])
-        if not torch.isfinite(x).all():
-            raise FloatingPointError(f'The state is not finite after step {i} of {len(solver)} (t = '
-                                     f"{step.t + step.h:g}, '{config.method}'). Use more steps or a smaller T.")
-        if not keep:
-            states.clear()
-        states.append(x)
-    return torch.stack(states) if keep else x
-
-
-class _CallableField(Field):
-    """Any callable field(t, x) as a Field."""
-
-    def __init__(self, field: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.field = field
-
-    def forward(self, t, x, context=None, part=''):
-        return (getattr(self.field, part) if part else self.field)(t, x)

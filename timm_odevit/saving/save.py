@@ -84,8 +84,6 @@ def push_to_hub(
         dataset: str = '',
         license: str | None = None,
         private: bool | None = None,
-        revision: str = 'main',
-        create_pr: bool = False,
         token: str | bool | None = None,
 ) -> str:
     """Send a model to the Hugging Face Hub, for `timm.create_model('hf-hub:org/name', pretrained=True)` to load.
@@ -96,12 +94,12 @@ def push_to_hub(
 
     Args:
         model: Model, or the folder of a saved one, which is sent as it is.
-        repo_id: 'org/name'; created, as is the branch `revision`, if it does not exist.
+        repo_id: 'org/name'; created if it does not exist.
         results, dataset: Rows for the card, from `json.loads(evaluate(...).to_json())`, and the name of their dataset.
         license: The Hub's identifier of the licence; None for that of the weights from which the model was made.
-        private, create_pr, token: As in huggingface_hub.
+        private, token: As in huggingface_hub.
 
-    Returns the address of the commit or pull request. Raises ValueError if the model cannot be saved or its licence is
+    Returns the address of the commit. Raises ValueError if the model cannot be saved or its licence is
     not known, OSError if the Hub refused or could not be reached.
 
     Examples:
@@ -123,15 +121,13 @@ def push_to_hub(
             api.create_repo(repo_id, private=private, exist_ok=True)
             if private and not api.repo_info(repo_id).private:
                 raise ValueError('it exists and is public. Make it private there.')
-            if revision != 'main':
-                api.create_branch(repo_id, branch=revision, exist_ok=True)
-            keep_card = made and not results and not license and api.file_exists(repo_id, CARD, revision=revision)
+            keep_card = made and not results and not license and api.file_exists(repo_id, CARD)
             done = api.upload_folder(
                 repo_id=repo_id, folder_path=folder, allow_patterns=_SENT, ignore_patterns=[CARD] * keep_card,
-                revision=revision, create_pr=create_pr, commit_message='Model by timm-odevit')
+                commit_message='Model by timm-odevit')
         except Exception as e:  # which errors there are depends on the client's version
             raise OSError(f'Could not send the model to {repo_id} on the Hub: {one_line(e)}') from e
-    return done.pr_url or done.commit_url
+    return done.commit_url
 
 
 def save_reference(model: nn.Module, folder: Path) -> None:
