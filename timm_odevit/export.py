@@ -2,11 +2,14 @@
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from timm.models import get_model_args
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -15,9 +18,11 @@ from ._version import __version__
 from .data.preprocessing import class_names, data_config, dtype_of, model_name
 from .files import staged
 from .ode.blocks import find_ode_blocks
+from .ode.config import DEFAULT
 from .settings import one_line, one_of
 
 METADATA = 'metadata.json'  # in a .pt2 file of torch.export
+PREPARED = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')  # the metadata about images
 
 
 class Format(NamedTuple):
@@ -118,13 +123,55 @@ def export_model(
         raise ValueError(f'torch.export cannot export this {type(model).__name__}: {one_line(e)}') from e
     for node in exported.graph.nodes:
         node.meta.pop('stack_trace', None)  # names files of this machine
-    steps = [ode.steps for ode in odes]
-    about = {'model': model_name(model), 'steps': steps[0] if len(steps) == 1 else steps,
-             'classes': class_names(model), **data_config(model), 'int8': int8, 'timm_odevit': __version__}
+    about: Any = {**metadata(model), 'int8': int8, 'timm_odevit': __version__}
     about = {key: json.dumps(value) for key, value in about.items() if value not in (None, [])}
     with staged(path.parent, path.name) as aside:
         write(exported, aside / path.name, about, int8)
     return path
+
+
+def metadata(model: Any) -> dict[str, Any]:
+    """What a file says of a model: its name, steps and classes, and how its images are prepared."""
+    odes, name = find_ode_blocks(model), model_name(model)
+    steps: Any = [ode.steps for ode in odes]
+    if len(odes) == 1:
+        config, (steps,) = odes[0].config, steps
+        exact = 'lie_trotter' if hasattr(odes[0].shared.phases[0], 'attention') else 'euler'
+        if config == replace(DEFAULT, method=exact, phases=steps, steps=steps, T=steps):  # each block is used once
+            name = get_model_args(model).get('base') or name.partition('.')[0]
+            name, steps = f"{name} with {steps} block{'s' * (steps > 1)}", None
+    return {'model': name, 'steps': steps, 'classes': class_names(model),
+            'num_classes': getattr(model, 'num_classes', None), **data_config(model)}
+
+
+def load_exported(path: str | Path) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+    """A function from images [B, C, H, W] to outputs, of a file in the format 'onnx' or 'pt2', and its metadata.
+
+    ValueError for other files. torch.export.load runs what a stranger puts into a .pt2.
+    """
+    try:
+        if Path(path).suffix == '.onnx':
+            import onnxruntime
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads = torch.get_num_threads()
+            session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
+            about: Any = session.get_modelmeta().custom_metadata_map
+            dtype = getattr(torch, session.get_inputs()[0].type[7:-1])  # of 'tensor(float16)', say
+
+            def run(images: Tensor) -> Tensor:
+                return torch.from_numpy(session.run(None, {'images': images.to(dtype).numpy()})[0])
+        else:
+            program = torch.export.load(path, extra_files=(extra := {METADATA: ''}))
+            module, like, about = program.module(), next(program.parameters()), json.loads(extra[METADATA])
+
+            def run(images: Tensor) -> Tensor:
+                return module(images.to(like))  # type: ignore[no-any-return]
+        about = {key: json.loads(value) for key, value in about.items()}
+        itemgetter(*PREPARED)(about)  # or KeyError
+    except Exception as e:  # a foreign file can raise anything
+        raise ValueError(f"Cannot run '{path}': {one_line(e).rstrip('.')}. Give a file that odevit export wrote, as "
+                         'onnx (pip install onnxruntime) or pt2.') from e
+    return run, about
 
 
 def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -222,7 +222,7 @@ class Files(Dataset):
 
     def __init__(self, samples: Samples, model: Any, training: bool = False) -> None:
         self.samples, self.training = samples, training
-        self.mode, self.dtype = image_mode(model), dtype_of(model)
+        self.mode, self.dtype = image_mode(model.in_chans), dtype_of(model)
         self.transform: Any = create_transform(**data_config(model), is_training=False)
 
     def __len__(self) -> int:

@@ -31,12 +31,11 @@ def dtype_of(model: Any) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def image_mode(model: Any) -> str:
-    """Pillow's mode of the image files that a model takes."""
-    if model.in_chans not in _MODES:
-        raise ValueError(f'Image files have 1, 3 or 4 channels; this {type(model).__name__} takes {model.in_chans}. '
-                         'Give tensors or an .npz.')
-    return _MODES[model.in_chans]
+def image_mode(channels: int) -> str:
+    """Pillow's mode of image files for a model that takes so many channels."""
+    if channels not in _MODES:
+        raise ValueError(f'Image files have 1, 3 or 4 channels; the model takes {channels}. Give tensors or an .npz.')
+    return _MODES[channels]
 
 
 def read_image(file: str | Path, mode: str) -> Image.Image:
@@ -53,10 +52,10 @@ def read_image(file: str | Path, mode: str) -> Image.Image:
         raise ValueError(f"'{file}' cannot be read as an image: {one_line(e)}") from None
 
 
-def open_image(file: str | Path, model: Any) -> Tensor:
-    """An image file as a model expects it [C, H, W]; ValueError if it cannot be read."""
-    transform: Any = create_transform(**data_config(model), is_training=False)
-    return transform(read_image(file, image_mode(model))).to(dtype_of(model))
+def image_opener(cfg: dict[str, Any]) -> Callable[[str | Path], Tensor]:
+    """What makes of an image file the input [C, H, W] that a data_config describes; ValueError if it is none."""
+    mode, transform = image_mode(cfg['input_size'][0]), create_transform(**cfg, is_training=False)
+    return lambda file: transform(read_image(file, mode))  # type: ignore[operator]
 
 
 def preparation(model: Any) -> Callable[[Tensor], Tensor]:

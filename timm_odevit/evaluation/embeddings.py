@@ -1,4 +1,5 @@
 """Embeddings and features of a model over several step counts: how near the teacher's, and how useful."""
+import copy
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ..data.batches import read_batches
 from ..data.preprocessing import check_labels, renormalisation
 from ..hooks import evaluating
+from ..settings import one_line
 from .results import NO_CLASS, EmbeddingResult, Evaluation, passes, views
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07
@@ -83,6 +85,26 @@ def evaluate_embeddings(
             found.update(knn=knn_accuracy(*task), probe=probe_accuracy(*task))
         results.append(EmbeddingResult(model=run.kind, **found, **run.about))
     return Evaluation(tuple(results), data, tuple(trained_at))
+
+
+def without_classifiers(*models: Any) -> Any:
+    """Models whose outputs are embeddings: copies without heads, if that of the last model with one is a classifier.
+
+    A head without a bias, or with one of zeros, is a projection, such as CLIP's. Raises ValueError if a head must stay.
+    """
+    headed = [model for model in models if getattr(model, 'num_classes', 0)]
+    bias = getattr(headed[-1].get_classifier(), 'bias', True) if headed else None  # two heads are a tuple
+    if bias is None or not torch.as_tensor(bias).any():
+        return models
+    models = copy.deepcopy(models)
+    for model in models:
+        try:
+            if getattr(model, 'num_classes', 0):
+                model.reset_classifier(0)
+        except Exception as e:  # whatever a model's own code leads to
+            raise ValueError(f'The head of this {type(model).__name__} cannot be left out ({one_line(e)}). Build the '
+                             'model with num_classes=0.') from e
+    return models
 
 
 def _row(outputs: Tensor, labels: Any) -> tuple[Tensor, Tensor, Tensor]:
