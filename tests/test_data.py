@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from timm_odevit import save_pretrained
 from timm_odevit.data.batches import DataConfig, set_epoch
-from timm_odevit.data.preprocessing import data_config, image_opener, read_image, warn_of_other_classes
+from timm_odevit.data.preprocessing import open_image, read_image, warn_of_other_classes
 from timm_odevit.data.read import classes_of, read_data
 from timm_odevit.data.sources import files_in
 
@@ -409,7 +409,7 @@ def test_files_that_are_no_images_are_said_and_left_out(vit, images, caplog):
     for file in (root / 'class4').iterdir():
         file.write_bytes(b'no image')
     with pytest.raises(ValueError, match=r"0.png' cannot be read as an image: Failed to decode"):
-        image_opener(data_config(vit()))(root / 'class1' / '0.png')
+        open_image(root / 'class1' / '0.png', vit())
     for workers in (0, 1):
         loader = read(root, vit(), batch_size=4, workers=workers, held_out=0.).plain()
         labels = torch.cat([labels for _, labels in loader])

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from .ode.config import DEFAULT
 from .settings import one_line, one_of
 
 METADATA = 'metadata.json'  # in a .pt2 file of torch.export
-PREPARED = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')  # the metadata about images
+PREPARED = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')
 
 
 class Format(NamedTuple):
@@ -131,23 +130,23 @@ def export_model(
 
 
 def metadata(model: Any) -> dict[str, Any]:
-    """What a file says of a model: its name, steps and classes, and how its images are prepared."""
+    """What a file says of a model."""
     odes, name = find_ode_blocks(model), model_name(model)
     steps: Any = [ode.steps for ode in odes]
     if len(odes) == 1:
-        config, (steps,) = odes[0].config, steps
-        exact = 'lie_trotter' if hasattr(odes[0].shared.phases[0], 'attention') else 'euler'
-        if config == replace(DEFAULT, method=exact, phases=steps, steps=steps, T=steps):  # each block is used once
+        (ode,), (steps,) = odes, steps
+        exact = 'lie_trotter' if hasattr(ode.shared.phases[0], 'attention') else 'euler'
+        if ode.config == replace(DEFAULT, method=exact, phases=steps, steps=steps, T=steps):  # each block is used once
             name = get_model_args(model).get('base') or name.partition('.')[0]
             name, steps = f"{name} with {steps} block{'s' * (steps > 1)}", None
-    return {'model': name, 'steps': steps, 'classes': class_names(model),
-            'num_classes': getattr(model, 'num_classes', None), **data_config(model)}
+    return {'model': name, 'steps': steps, 'classes': class_names(model), 'num_classes': model.num_classes,
+            **data_config(model)}
 
 
 def load_exported(path: str | Path) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
-    """A function from images [B, C, H, W] to outputs, of a file in the format 'onnx' or 'pt2', and its metadata.
+    """The model of an 'onnx' or 'pt2' file, from images [B, C, H, W] to outputs, and its metadata; or ValueError.
 
-    ValueError for other files. torch.export.load runs what a stranger puts into a .pt2.
+    torch.export.load runs what a stranger puts into a .pt2.
     """
     try:
         if Path(path).suffix == '.onnx':
@@ -167,11 +166,10 @@ def load_exported(path: str | Path) -> tuple[Callable[[Tensor], Tensor], dict[st
             def run(images: Tensor) -> Tensor:
                 return module(images.to(like))  # type: ignore[no-any-return]
         about = {key: json.loads(value) for key, value in about.items()}
-        itemgetter(*PREPARED)(about)  # or KeyError
+        return run, {**about, 'images': {key: about[key] for key in PREPARED}}
     except Exception as e:  # a foreign file can raise anything
         raise ValueError(f"Cannot run '{path}': {one_line(e).rstrip('.')}. Give a file that odevit export wrote, as "
                          'onnx (pip install onnxruntime) or pt2.') from e
-    return run, about
 
 
 def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:

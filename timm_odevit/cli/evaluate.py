@@ -14,11 +14,11 @@ from timm_odevit import evaluate as evaluate_classes
 
 from ..benchmark import benchmark as measure_speed
 from ..data.batches import DataConfig
-from ..data.preprocessing import data_config, dtype_of, image_opener, warn_of_other_classes
+from ..data.preprocessing import data_config, open_image, warn_of_other_classes
 from ..data.read import Data, read_data
 from ..data.sources import files_in
 from ..evaluation.embeddings import without_classifiers
-from ..export import FORMATS, PREPARED, load_exported, metadata
+from ..export import FORMATS, load_exported, metadata
 from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES
 from ..ode.blocks import find_ode_blocks
@@ -160,24 +160,24 @@ def predict(args: Any) -> None:
     --json  print JSON
     """
     run: Any
-    blocks, like = list[Any](), torch.empty(0)
     if args.model.endswith(('.onnx', '.pt2')) and ':' not in args.model:
         if args.steps is not None:
             raise ValueError(f"'{args.model}' has fixed steps. Leave out --steps, or write a file with others: "
                              f'odevit export MODEL --steps {args.steps}')
         run, about = load_exported(args.model)
+        blocks, cfg, like = [], about['images'], torch.empty(0)
     else:
         run = load_with_steps(args).eval()
-        blocks, about, like = find_ode_blocks(run), metadata(run), like.to(args.device, dtype_of(run))
+        blocks, about, cfg, like = find_ode_blocks(run), metadata(run), data_config(run), next(run.parameters())
     if about.get('num_classes') == 0:
         raise ValueError(f"'{args.model}' has no classes, so it cannot classify image files.")
-    opened, names, records = image_opener({key: about[key] for key in PREPARED}), about.get('classes'), []
+    names, records = about.get('classes'), list[Any]()
     for file in chain(*(files_in(path)[0] if path.is_dir() else [str(path)] for path in map(Path, args.image))):
         record: dict[str, Any] = {'image': file}
         records.append(record)
         try:
             with torch.inference_mode():
-                probabilities = run(opened(file)[None].to(like))[0].softmax(-1)
+                probabilities = run(open_image(file, cfg)[None].to(like))[0].softmax(-1)
             if not probabilities.isfinite().all():
                 raise ValueError(f"The model's outputs for '{file}' are not finite, so they name no class.")
         except ValueError as e:

@@ -1,5 +1,4 @@
 """Models by name, and the folders and files that a command writes to."""
-import re
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,7 @@ def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) ->
         elif 'nknown model' in str(e) or 'pretrained tag' in str(e):
             hint = suggest(name, [*timm.list_models(), *timm.list_pretrained()])
         source = f"checkpoint '{checkpoint}'" if checkpoint else f"'{name}'"
-        why = re.sub('(("[^"]+", ){2})("[^"]+", )*"[^"]+"', r'\1...', str(e))  # of many keys, the first two
-        raise ValueError(f"Cannot build {source}: {one_line(type(e)(why)).rstrip('.')}. {hint}") from e
+        raise ValueError(f"Cannot build {source}: {one_line(e).rstrip('.')}. {hint}") from e
     return model.to(args.device)
 
 

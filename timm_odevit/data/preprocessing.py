@@ -52,10 +52,11 @@ def read_image(file: str | Path, mode: str) -> Image.Image:
         raise ValueError(f"'{file}' cannot be read as an image: {one_line(e)}") from None
 
 
-def image_opener(cfg: dict[str, Any]) -> Callable[[str | Path], Tensor]:
-    """What makes of an image file the input [C, H, W] that a data_config describes; ValueError if it is none."""
-    mode, transform = image_mode(cfg['input_size'][0]), create_transform(**cfg, is_training=False)
-    return lambda file: transform(read_image(file, mode))  # type: ignore[operator]
+def open_image(file: str | Path, model: Any) -> Tensor:
+    """An image file as a model, or one with such a data_config, expects it [C, H, W], in float32; or ValueError."""
+    cfg = model if isinstance(model, dict) else data_config(model)
+    transform: Any = create_transform(**cfg, is_training=False)
+    return transform(read_image(file, image_mode(cfg['input_size'][0])))  # type: ignore[no-any-return]
 
 
 def preparation(model: Any) -> Callable[[Tensor], Tensor]:

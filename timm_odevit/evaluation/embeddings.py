@@ -88,9 +88,9 @@ def evaluate_embeddings(
 
 
 def without_classifiers(*models: Any) -> Any:
-    """Models whose outputs are embeddings: copies without heads, if that of the last model with one is a classifier.
+    """Models whose outputs are embeddings: copies without heads, if that of the last with one is a classifier.
 
-    A head without a bias, or with one of zeros, is a projection, such as CLIP's. Raises ValueError if a head must stay.
+    A head without a bias, or with one of zeros, is a projection, such as CLIP's. ValueError if a head must stay.
     """
     headed = [model for model in models if getattr(model, 'num_classes', 0)]
     bias = getattr(headed[-1].get_classifier(), 'bias', True) if headed else None  # two heads are a tuple
@@ -98,12 +98,12 @@ def without_classifiers(*models: Any) -> Any:
         return models
     models = copy.deepcopy(models)
     for model in models:
-        try:
-            if getattr(model, 'num_classes', 0):
+        if getattr(model, 'num_classes', 0):
+            try:
                 model.reset_classifier(0)
-        except Exception as e:  # whatever a model's own code leads to
-            raise ValueError(f'The head of this {type(model).__name__} cannot be left out ({one_line(e)}). Build the '
-                             'model with num_classes=0.') from e
+            except Exception as e:  # whatever a model's own code leads to
+                raise ValueError(f'The head of this {type(model).__name__} cannot be left out ({one_line(e)}). Give a '
+                                 'model with num_classes=0.') from e
     return models
 
 
