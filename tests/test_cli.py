@@ -363,7 +363,7 @@ T = ['--teacher', 'local-dir:teacher']
     (['evaluate', 'local-dir:student', 'flat', '--embedding', '--held-out', '0.5'], ': 5 images'),
     (['benchmark', 'local-dir:student', '--data', 'flat', '--rounds', '1'], '| batch 8'),
     (['distill', 'embedding', 'flat', 'out', *T, *RECIPE, '--set', 'stages.0.fit.epochs=1', '--set', 'ode.phases=1'], 'saved out'),
-    (['predict', 'local-dir:student', 'flat'], 'flat/9.png'), (['halt', 'local-dir:student', 'flat', 'out'], 'their labels are needed'),
+    (['predict', 'local-dir:student', 'flat'], 'flat/9.png'), (['halt', 'local-dir:student', 'flat', 'out'], 'labels are needed'),
     (['evaluate', 'local-dir:student', 'flat'], 'Make a sub-folder for each class')])
 def test_what_needs_no_labels_takes_a_folder_without_classes(folder, capsys, args, said):
     (folder / 'images' / 'c0').rename(folder / 'flat')
@@ -390,7 +390,7 @@ def test_a_quiet_finetuning_prints_no_accuracy_even_if_it_was_in_vain(folder, ca
     monkeypatch.setattr('timm_odevit.cli.train.train', in_vain)
     assert main(['finetune', 'local-dir:teacher', 'images', 'out', '--quiet']) == 0
     out, err = capsys.readouterr()
-    assert out.startswith('saved out/best') and 'It is as it was before training' in out and 'top-1' not in out + err
+    assert out.startswith('saved out/best') and 'It is as before training' in out and 'top-1' not in out + err
 
 
 def lightning(prefix, key='state_dict'):

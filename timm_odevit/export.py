@@ -134,9 +134,9 @@ def metadata(model: Any) -> dict[str, Any]:
     odes, name = find_ode_blocks(model), model_name(model)
     steps: Any = [ode.steps for ode in odes]
     if len(odes) == 1:
-        (ode,), (steps,) = odes, steps
-        exact = 'lie_trotter' if hasattr(ode.shared.phases[0], 'attention') else 'euler'
-        if ode.config == replace(DEFAULT, method=exact, phases=steps, steps=steps, T=steps):  # each block is used once
+        steps, whole = steps[0], not hasattr(odes[0].shared.phases[0], 'attention')
+        if odes[0].config == replace(DEFAULT, method='euler' if whole else 'lie_trotter', phases=steps, steps=steps,
+                                     T=steps):  # each block is used once
             name = get_model_args(model).get('base') or name.partition('.')[0]
             name, steps = f"{name} with {steps} block{'s' * (steps > 1)}", None
     return {'model': name, 'steps': steps, 'classes': class_names(model), 'num_classes': model.num_classes,
@@ -144,10 +144,7 @@ def metadata(model: Any) -> dict[str, Any]:
 
 
 def load_exported(path: str | Path) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
-    """The model of an 'onnx' or 'pt2' file, from images [B, C, H, W] to outputs, and its metadata; or ValueError.
-
-    torch.export.load runs what a stranger puts into a .pt2.
-    """
+    """The model of an 'onnx' or 'pt2' file, for images [B, C, H, W], and its metadata; or ValueError."""
     try:
         if Path(path).suffix == '.onnx':
             import onnxruntime
@@ -155,7 +152,7 @@ def load_exported(path: str | Path) -> tuple[Callable[[Tensor], Tensor], dict[st
             options.intra_op_num_threads = torch.get_num_threads()
             session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
             about: Any = session.get_modelmeta().custom_metadata_map
-            dtype = getattr(torch, session.get_inputs()[0].type[7:-1])  # of 'tensor(float16)', say
+            dtype = getattr(torch, session.get_inputs()[0].type[7:-1])  # of 'tensor(...)'
 
             def run(images: Tensor) -> Tensor:
                 return torch.from_numpy(session.run(None, {'images': images.to(dtype).numpy()})[0])
@@ -168,8 +165,8 @@ def load_exported(path: str | Path) -> tuple[Callable[[Tensor], Tensor], dict[st
         about = {key: json.loads(value) for key, value in about.items()}
         return run, {**about, 'images': {key: about[key] for key in PREPARED}}
     except Exception as e:  # a foreign file can raise anything
-        raise ValueError(f"Cannot run '{path}': {one_line(e).rstrip('.')}. Give a file that odevit export wrote, as "
-                         'onnx (pip install onnxruntime) or pt2.') from e
+        raise ValueError(f"Cannot run '{path}': {one_line(e)}. Give a file of odevit export, in the format onnx (pip "
+                         'install onnxruntime) or pt2.') from e
 
 
 def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:

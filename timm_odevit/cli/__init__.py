@@ -10,7 +10,7 @@ name  help                    also [name] if it may be left out, name... for one
 --name  help                  a flag
 --name TYPE [default]  help   an option; TYPE! must be given, TYPE? is 'default' without a value, TYPE* may be repeated
 +module.Class  title          an option for each setting of a class
---name --other                as SHARED says
+--name --other                as shared.txt says
 """
 import argparse
 import ast
@@ -29,26 +29,6 @@ from typing import Any
 PACKAGE = Path(next(iter(find_spec('timm_odevit').submodule_search_locations)))  # type: ignore
 COMMANDS = ('shrink', 'finetune', 'convert', 'calibrate', 'distill', 'evaluate', 'halt', 'predict', 'export',
             'push', 'recipe', 'benchmark', 'script')
-SHARED = """
-model  a timm name; 'local-dir:FOLDER' of a saved model; or an image tower: 'open_clip:NAME/TAG' or 'transformers:NAME'
-images  folder of images, or an .npz of small ones; labels are ignored
-data  folder with one sub-folder of images per class, or train/ and val/ of that kind; or an .npz of small images
-[out]  folder for recipe.yaml, checkpoints, best/ and history.json
---teacher MODEL  a timm name, or 'local-dir:FOLDER' of a saved model
---checkpoint FILE  file with the weights of the teacher or, without one, of the model
---img-size N  image size in pixels of the teacher or, without one, of the model (default: its own)
---steps N  number of solver steps (default: as saved)
---set KEY=VALUE*  change the recipe, such as --set ode.steps=6 --set stages.0.fit.epochs=5
---minutes M  train for about so long (default: the recipe's epochs)
---resume  continue the run in the folder; nothing else need be given
---limit N  use only this many images of each part of the data
---seed N0  seed of the training, for --held-out (default: 0)
---batch-size N [64]  images per batch
---workers N0  processes that load images (default: min(2, usable CPU cores - 1))
---quiet  show no progress bars
---device DEVICE  torch device (default: cuda if there is one, else cpu)
---threads N  CPU threads (default: torch's own choice)
-"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -130,7 +110,8 @@ def _arguments(text: str) -> Iterator[tuple[Any, ...]]:
         if entry := re.fullmatch(r'(\S+)(?: (\S+))?(?: \[(\S+)\])?  (.*)', line):
             yield entry.groups()
         else:
-            shared = {name.strip('[]'): rest for name, *rest in _arguments(SHARED)}
+            every = _arguments((PACKAGE / 'cli' / 'shared.txt').read_text())
+            shared = {name.strip('[]'): rest for name, *rest in every}
             yield from ((name, *shared[name.strip('[]')]) for name in line.split())
 
 

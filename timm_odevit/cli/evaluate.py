@@ -153,7 +153,7 @@ def _some_images(path: str, model: nn.Module, count: int) -> Tensor:
 def predict(args: Any) -> None:
     """Classify images.
 
-    model  a model as elsewhere, or a file of odevit export: an .onnx, or a .pt2 of the format pt2, if you trust it
+    model  a model as elsewhere; or an .onnx or .pt2 file of odevit export, which may run code
     image...  image files, or folders of them
     --top N [5]  number of classes to print
     --steps
@@ -162,15 +162,14 @@ def predict(args: Any) -> None:
     run: Any
     if args.model.endswith(('.onnx', '.pt2')) and ':' not in args.model:
         if args.steps is not None:
-            raise ValueError(f"'{args.model}' has fixed steps. Leave out --steps, or write a file with others: "
-                             f'odevit export MODEL --steps {args.steps}')
+            raise ValueError(f"'{args.model}' has fixed steps. Leave out --steps, or give it to odevit export.")
         run, about = load_exported(args.model)
         blocks, cfg, like = [], about['images'], torch.empty(0)
     else:
         run = load_with_steps(args).eval()
         blocks, about, cfg, like = find_ode_blocks(run), metadata(run), data_config(run), next(run.parameters())
     if about.get('num_classes') == 0:
-        raise ValueError(f"'{args.model}' has no classes, so it cannot classify image files.")
+        raise ValueError(f"'{args.model}' has no classes, so it cannot classify images.")
     names, records = about.get('classes'), list[Any]()
     for file in chain(*(files_in(path)[0] if path.is_dir() else [str(path)] for path in map(Path, args.image))):
         record: dict[str, Any] = {'image': file}
@@ -179,7 +178,7 @@ def predict(args: Any) -> None:
             with torch.inference_mode():
                 probabilities = run(open_image(file, cfg)[None].to(like))[0].softmax(-1)
             if not probabilities.isfinite().all():
-                raise ValueError(f"The model's outputs for '{file}' are not finite, so they name no class.")
+                raise ValueError(f"The outputs for '{file}' are not finite, so they name no class.")
         except ValueError as e:
             record['error'] = one_line(e)
             print(f"odevit: {record['error']}", file=sys.stderr)

@@ -34,7 +34,7 @@ def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) ->
             if checkpoint:
                 kwargs['pretrained_cfg_overlay'] = overlay = _overlay(name, checkpoint)
                 asked = kwargs.pop('num_classes', overlay['num_classes'])
-                kwargs['num_classes'] = overlay['num_classes']  # for others, timm leaves out all that does not fit
+                kwargs['num_classes'] = overlay['num_classes']  # for others, timm leaves out what does not fit
             model = timm.create_model(name, pretrained=pretrained, **kwargs)
             if checkpoint and model.num_classes != asked:
                 model.reset_classifier(asked)
@@ -69,7 +69,7 @@ def _tower(name: str, num_classes: int | None = None) -> Any:
 
 
 def _overlay(name: str, checkpoint: str) -> dict[str, Any]:
-    """What tells timm to load a file's weights, also Lightning's, with the classes that they have."""
+    """What tells timm to load a file's weights, maybe Lightning's, with their classes."""
     try:
         state = load_state_dict(checkpoint)
     except RuntimeError as e:

@@ -133,7 +133,7 @@ def _absolute(name: str, value: Any) -> Any:
 
 def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) -> None:
     """Train, and say where the result is and how to evaluate it."""
-    if args.quiet:  # the last lines say it without accuracies
+    if args.quiet:  # it gives accuracies
         warnings.filterwarnings('ignore', 'Training ended worse')
     try:
         train(recipe, args.data, args.out, teacher=teacher, student=student, minutes=args.minutes, resume=args.resume,
@@ -148,7 +148,7 @@ def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) 
     best = Path(args.out, BEST)
     print(f"saved {best}: timm.create_model('local-dir:{best}', pretrained=True)")
     if cmp(best / WEIGHTS, Path(args.out, START, WEIGHTS), shallow=False):
-        print('It is as it was before training, which made it no better.')
+        print('It is as before training, which made it no better.')
     named = None if args.img_size or args.checkpoint else getattr(args, 'teacher', None)  # evaluate builds it by name
     print('To evaluate it on the images that were held out:\n'
           f"  odevit evaluate {quote(f'local-dir:{best}')} {quote(args.data)}"

@@ -40,8 +40,8 @@ def read_folder(root: Path, training: bool, others: bool = False) -> tuple[dict[
             continue
         if own[0] == '' and not (others and len(own) == 1):
             file = os.path.basename(files[labels.tolist().index(0)])
-            raise ValueError(f"'{folder}' holds images that are in no class folder, such as {file}, but their labels "
-                             'are needed. Make a sub-folder for each class.')
+            raise ValueError(f"'{folder}' holds images that are in no class folder, such as {file}, but labels are "
+                             'needed. Make a sub-folder for each class.')
         check_names(own, folder)
         names = names or own
         if own != names:

@@ -88,9 +88,9 @@ def evaluate_embeddings(
 
 
 def without_classifiers(*models: Any) -> Any:
-    """Models whose outputs are embeddings: copies without heads, if that of the last with one is a classifier.
+    """Models that give embeddings: copies without heads, or ValueError, if that of the last with one is a classifier.
 
-    A head without a bias, or with one of zeros, is a projection, such as CLIP's. ValueError if a head must stay.
+    A head without a bias, or with one of zeros, is a projection, such as CLIP's.
     """
     headed = [model for model in models if getattr(model, 'num_classes', 0)]
     bias = getattr(headed[-1].get_classifier(), 'bias', True) if headed else None  # two heads are a tuple
@@ -101,9 +101,9 @@ def without_classifiers(*models: Any) -> Any:
         if getattr(model, 'num_classes', 0):
             try:
                 model.reset_classifier(0)
-            except Exception as e:  # whatever a model's own code leads to
-                raise ValueError(f'The head of this {type(model).__name__} cannot be left out ({one_line(e)}). Give a '
-                                 'model with num_classes=0.') from e
+            except Exception as e:
+                raise ValueError(f'The head of this {type(model).__name__} cannot be left out: {one_line(e)}. Give one '
+                                 'with num_classes=0.') from e
     return models
 
 

@@ -2,6 +2,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -13,61 +14,6 @@ from ..convert.planning import count_in_words
 from ..files import markdown_table
 from ..ode.blocks import count_parameters, find_ode_blocks
 
-_TEMPLATE = """---
-{{ card_data }}
----
-
-# {{ title }}
-
-{{ summary }}
-{%- if classes %}
-
-Its {{ classes | length }} classes: {{ classes[:20] | join(', ') }}
-{%- if classes[20:] %}, and {{ classes[20:] | length }} more{% endif %}.
-{%- endif %}
-
-## Use
-
-```python
-import timm, timm_odevit, torch
-
-name = '{{ name }}'
-model = timm.create_model(name, pretrained=True).eval()
-data = timm.data.resolve_model_data_config(model)
-transform = timm.data.create_transform(**data, is_training=False)    # of a PIL image
-{{ output }} = model(torch.rand(1, *data['input_size']))
-{%- if fewer %}
-model.blocks.steps = {{ fewer }}    # fewer steps cost less; {{ own }} as saved
-{%- endif %}
-```
-{%- for heading, text in sections if text %}
-
-## {{ heading }}
-
-{{ text }}
-{%- endfor %}
-
-## Licence and provenance
-
-Licence: {{ licence }}.{{ provenance }}
-{%- if cited %}
-
-## Citation
-
-Made with timm-odevit {{ version }}, after:
-
-```bibtex
-@article{boned2025odevit,
-  title = {ODE-ViT: Plug \\& Play Attention Layer from the Generalization of the ViT
-           as an Ordinary Differential Equation},
-  author = {Boned Riera, Carlos and Romero S{\\'a}nchez, David and Ramos Terrades, Oriol},
-  journal = {arXiv preprint arXiv:2511.16501},
-  year = {2025},
-  url = {https://arxiv.org/abs/2511.16501},
-}
-```
-{%- endif %}
-"""
 _COST = ('K evaluations of shared blocks cost what K blocks cost: they have fewer parameters than a plain transformer, '
          'not less compute.')
 _SETTINGS = ('field', 'method', 'steps', 'T', 'phases', 'blocks', 'init', 'halting', 'halting_threshold')
@@ -124,7 +70,7 @@ def model_card(
                     f'{_table(results, own, trained_at)}')
     return str(ModelCard.from_template(
         metadata,
-        template_str=_TEMPLATE,
+        template_path=str(Path(__file__).with_name('card.jinja')),
         title=name.removeprefix('hf-hub:'),
         name=name,
         summary=summary,

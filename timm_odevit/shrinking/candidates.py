@@ -54,7 +54,7 @@ class Row:
     ms: tuple[float, ...]  # median time per image, in batches of 1 and of 32; of the processor, if one thread runs
     ms_off: tuple[float, ...]  # half of the 95 % interval of their ratios to the first candidate's, in percent
     operations: float  # multiply-adds for an image, in 10^6
-    neighbours: float = math.nan  # share of images with the same nearest image as the original's, in percent
+    neighbours: float = math.nan  # with the same nearest image as the original's, in percent; or NaN
 
 
 def _originals(material: Material, *_: Any) -> Iterator[Candidate]:

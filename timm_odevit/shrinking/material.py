@@ -52,7 +52,7 @@ class Held(NamedTuple):
         return self._half(scores - first, (0.5 ** 0.5, -0.5 ** 0.5))
 
     def neighbours(self, outputs: Tensor) -> float:
-        """The share of images that keep their nearest image, in percent; NaN unless a cosine is measured."""
+        """Images with the same nearest image as the model's, in percent; NaN without a cosine."""
         if self.measure != 'cosine' or len(outputs) < 2:
             return math.nan
         return 100. * float((nearest(outputs.flatten(1)) == nearest(self.outputs.flatten(1))).double().mean())
