@@ -324,8 +324,7 @@ def test_an_embedding_is_followed_by_its_cosine(model, tmp_path, few):
 
 
 def test_the_classifier_of_an_embedding_is_left_out_of_a_copy_and_neighbours_are_counted(vit, tmp_path, few):
-    model = vit(num_classes=7, depth=4)
-    before = snapshot(model)
+    before = snapshot(model := vit(num_classes=7, depth=4))
     found = shrink(model, images(), tmp_path, size=0.6, minutes=M, embedding=True, progress=False)
     assert snapshot(model) == before and "the model's outputs, without its head, are embeddings" in found.about[0]
     saved = timm.create_model(f"local-dir:{tmp_path / 'student' / 'best'}", pretrained=True)

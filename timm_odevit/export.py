@@ -75,8 +75,8 @@ def export_model(
 ) -> Path:
     """Write a model to a file that runs without this package and without timm, on batches of any size.
 
-    The file has the model's image size, its current steps, and metadata, each value as JSON: the model's name, its
-    steps, the names of its classes if it knows them, and how images are prepared (input_size, mean, std, ...).
+    The file has the model's image size, its current steps, and metadata, as JSON: its name, steps and classes, and how
+    images are prepared (input_size, mean, std, ...).
 
     Args:
         model: timm model, converted or not. An 'aoti' or 'pt2' file runs on its device.
@@ -86,7 +86,7 @@ def export_model(
             and dtype only with AOTI_RUNTIME_CHECK_INPUTS=1 in the environment.
         int8: Store weights as int8, with a scale for each row, and compute linear layers in it (only 'onnx').
 
-    Raises ImportError if a package is missing, and ValueError if the file exists or the model cannot be exported.
+    Raises ImportError if a package is missing, ValueError if the file exists or the model cannot be exported.
 
     Examples:
         >>> import onnxruntime
@@ -164,16 +164,13 @@ def load_exported(path: str | Path) -> tuple[Callable[[Tensor], Tensor], dict[st
                 return module(images.to(like))  # type: ignore[no-any-return]
         about = {key: json.loads(value) for key, value in about.items()}
         return run, {**about, 'images': {key: about[key] for key in PREPARED}}
-    except Exception as e:  # a foreign file can raise anything
-        raise ValueError(f"Cannot run '{path}': {one_line(e)}. Give a file of odevit export, in the format onnx (pip "
-                         'install onnxruntime) or pt2.') from e
+    except Exception as e:
+        raise ValueError(f"Cannot run '{path}': {one_line(e)}. Give a file of odevit export, as onnx (pip install "
+                         'onnxruntime) or pt2.') from e
 
 
 def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A weight as int8 and its scales, which broadcast to it; None if it is not worth them.
-
-    There is one for each row, and for each of the N tokens of a position embedding [1, N, D].
-    """
+    """A weight as int8, and a scale for each row, or token of a position embedding [1, N, D]; None for a small one."""
     if weight.ndim < 2 or weight.numel() < 4096 or not weight.is_floating_point():
         return None
     rows = [2] if weight.ndim == 3 else list(range(1, weight.ndim))

@@ -4,13 +4,7 @@ models              models by name, and what a command writes to
 train               shrink, finetune, distill, convert, calibrate
 evaluate            evaluate, halt, benchmark, predict, export, push
 
-This file runs first, without torch, so that help is quick. The docstring of a command lists its arguments:
-
-name  help                    also [name] if it may be left out, name... for one or more, name* for all that follow
---name  help                  a flag
---name TYPE [default]  help   an option; TYPE! must be given, TYPE? is 'default' without a value, TYPE* may be repeated
-+module.Class  title          an option for each setting of a class
---name --other                as shared.txt says
+This file runs first, without torch, so that help is quick. shared.txt says how a docstring lists arguments.
 """
 import argparse
 import ast
@@ -110,8 +104,8 @@ def _arguments(text: str) -> Iterator[tuple[Any, ...]]:
         if entry := re.fullmatch(r'(\S+)(?: (\S+))?(?: \[(\S+)\])?  (.*)', line):
             yield entry.groups()
         else:
-            every = _arguments((PACKAGE / 'cli' / 'shared.txt').read_text())
-            shared = {name.strip('[]'): rest for name, *rest in every}
+            _, every = (PACKAGE / 'cli' / 'shared.txt').read_text().split('\n\n')
+            shared = {name.strip('[]'): rest for name, *rest in _arguments(every)}
             yield from ((name, *shared[name.strip('[]')]) for name in line.split())
 
 

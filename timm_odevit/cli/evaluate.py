@@ -2,7 +2,6 @@
 import json
 import sys
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +170,8 @@ def predict(args: Any) -> None:
     if about.get('num_classes') == 0:
         raise ValueError(f"'{args.model}' has no classes, so it cannot classify images.")
     names, records = about.get('classes'), list[Any]()
-    for file in chain(*(files_in(path)[0] if path.is_dir() else [str(path)] for path in map(Path, args.image))):
+    paths = map(Path, args.image)
+    for file in [file for path in paths for file in (files_in(path)[0] if path.is_dir() else [str(path)])]:
         record: dict[str, Any] = {'image': file}
         records.append(record)
         try:

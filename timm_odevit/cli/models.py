@@ -17,7 +17,7 @@ TOWERS = ('open_clip:', 'transformers:')
 
 
 def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) -> Any:
-    """Build a model by name, if any, with --checkpoint and --img-size if the command has them, on the device."""
+    """Build a model by name, if any, with --checkpoint and --img-size, if any, on the device."""
     if name is None:
         return None
     model: Any
@@ -34,7 +34,7 @@ def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) ->
             if checkpoint:
                 kwargs['pretrained_cfg_overlay'] = overlay = _overlay(name, checkpoint)
                 asked = kwargs.pop('num_classes', overlay['num_classes'])
-                kwargs['num_classes'] = overlay['num_classes']  # for others, timm leaves out what does not fit
+                kwargs['num_classes'] = overlay['num_classes']  # else timm leaves out what does not fit
             model = timm.create_model(name, pretrained=pretrained, **kwargs)
             if checkpoint and model.num_classes != asked:
                 model.reset_classifier(asked)

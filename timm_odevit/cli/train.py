@@ -147,8 +147,8 @@ def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) 
         return
     best = Path(args.out, BEST)
     print(f"saved {best}: timm.create_model('local-dir:{best}', pretrained=True)")
-    if cmp(best / WEIGHTS, Path(args.out, START, WEIGHTS), shallow=False):
-        print('It is as before training, which made it no better.')
+    if cmp(best / WEIGHTS, Path(args.out, START, WEIGHTS)):
+        print('It is as it was before training.')
     named = None if args.img_size or args.checkpoint else getattr(args, 'teacher', None)  # evaluate builds it by name
     print('To evaluate it on the images that were held out:\n'
           f"  odevit evaluate {quote(f'local-dir:{best}')} {quote(args.data)}"

@@ -1,4 +1,4 @@
-"""Settings of the data; loaders of images in memory, of image files, and of any other loader; what is read of each."""
+"""Settings of the data; loaders of images in memory, of image files, and of other loaders."""
 import hashlib
 import json
 import logging

@@ -32,7 +32,7 @@ def dtype_of(model: Any) -> torch.dtype:
 
 
 def image_mode(channels: int) -> str:
-    """Pillow's mode of image files for a model that takes so many channels."""
+    """Pillow's mode of images with so many channels."""
     if channels not in _MODES:
         raise ValueError(f'Image files have 1, 3 or 4 channels; the model takes {channels}. Give tensors or an .npz.')
     return _MODES[channels]
@@ -53,7 +53,7 @@ def read_image(file: str | Path, mode: str) -> Image.Image:
 
 
 def open_image(file: str | Path, model: Any) -> Tensor:
-    """An image file as a model, or one with such a data_config, expects it [C, H, W], in float32; or ValueError."""
+    """An image file as a model, or a data_config, expects it [C, H, W], in float32; or ValueError."""
     cfg = model if isinstance(model, dict) else data_config(model)
     transform: Any = create_transform(**cfg, is_training=False)
     return transform(read_image(file, image_mode(cfg['input_size'][0])))  # type: ignore[no-any-return]

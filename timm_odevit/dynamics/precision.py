@@ -102,13 +102,16 @@ def _errors(ode: OdeBlocks, flow: Flow, fine: int, each: Sequence[tuple[str, Any
 
 @dataclass(frozen=True, repr=False)
 class Region(PerImage):
-    """The region around a model's last state in which the head gives the same class, over the tokens that it reads."""
+    """The region around a model's last state in which the head gives the same class, over the tokens that it reads.
+
+    Without a student, what is said of it is NaN or False.
+    """
     random: Tensor  # [B, directions], radius; infinite where the class never changes, NaN where nothing is finite
     worst: Tensor  # [B], radius along the worst direction found, an upper bound on the distance to the boundary
     norm: Tensor  # [B], of the last state
-    distance: Tensor  # [B], of the student's last state; NaN without a student
-    towards: Tensor  # [B], radius in the student's direction; NaN without a student
-    same: Tensor  # [B], whether the student gives the model's class; False without a student
+    distance: Tensor  # [B], of the student's last state
+    towards: Tensor  # [B], radius in the student's direction
+    same: Tensor  # [B], whether the student gives the model's class
 
     @property
     def inside(self) -> Tensor:

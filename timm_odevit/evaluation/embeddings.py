@@ -31,8 +31,8 @@ def evaluate_embeddings(
     """Measure the outputs of a model, with or without classes, as embeddings, at several step counts.
 
     They are compared with the teacher's: cosine, squared error, and whether an image has the same nearest image.
-    Images are also classified: with `labelled` images to learn from, by the 20 nearest of them and by a linear
-    classifier; with embeddings of the classes, such as CLIP's of their names, by the largest cosine (zero-shot).
+    Images are also classified: with `labelled` ones, by the 20 nearest of them and by a linear classifier; with
+    embeddings of the classes, such as CLIP's of their names, by the largest cosine (zero-shot).
 
     Args:
         model: [B, C, H, W] to embeddings [B, E]; it does not change.
@@ -102,8 +102,8 @@ def without_classifiers(*models: Any) -> Any:
             try:
                 model.reset_classifier(0)
             except Exception as e:
-                raise ValueError(f'The head of this {type(model).__name__} cannot be left out: {one_line(e)}. Give one '
-                                 'with num_classes=0.') from e
+                raise ValueError(f'The head of this {type(model).__name__} cannot be left out: {one_line(e)}. Give '
+                                 'one without.') from e
     return models
 
 
@@ -127,7 +127,7 @@ def _compared(ours: Tensor, finite: Tensor, theirs: Tensor) -> dict[str, float]:
 
 
 def nearest(embeddings: Tensor) -> Tensor:
-    """The index [N] of the image whose embedding has the largest cosine with that of each other image [N, E]."""
+    """The index [N] of the other image whose embedding has the largest cosine with each image's [N, E]."""
     unit, indices = F.normalize(embeddings, dim=-1), []
     for rows in torch.arange(len(unit), device=unit.device).split(1024):
         cosines = unit[rows] @ unit.T
@@ -171,7 +171,7 @@ class PatchAgreement:
     name: str  # the step count in words
     images: int
     cosine: float  # mean over all patches
-    match: float  # share of the patches whose most similar other patch in the image is the teacher's, in percent
+    match: float  # patches whose most similar other patch is the teacher's, in percent
     map: Tensor  # the mean cosine at each place [H, W]
 
     def __str__(self) -> str:

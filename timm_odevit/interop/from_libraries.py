@@ -1,10 +1,12 @@
 """timm's VisionTransformer from those of other libraries: torchvision, open_clip and transformers."""
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import timm
 import torch
+import yaml
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from timm.layers import to_2tuple
 from timm.models.vision_transformer import VisionTransformer
@@ -16,23 +18,9 @@ from ..hooks import evaluating, on_meta, watch_blocks
 from ..settings import one_line
 
 _SIZES = {192: 'tiny', 384: 'small', 768: 'base', 1024: 'large', 1280: 'huge'}  # timm's names of widths
-# parts of the names of tensors, theirs and timm's; torchvision before 0.14 has linear_1 and linear_2
-_TORCHVISION = {
-    'class_token': 'cls_token', 'encoder.pos_embedding': 'pos_embed', 'encoder.ln': 'norm',
-    'conv_proj': 'patch_embed.proj', 'ln_1': 'norm1', 'ln_2': 'norm2', 'self_attention.in_proj_': 'attn.qkv.',
-    'self_attention.out_proj': 'attn.proj', 'mlp.0': 'mlp.fc1', 'mlp.3': 'mlp.fc2', 'mlp.linear_': 'mlp.fc'}
-_OPEN_CLIP = {
-    'class_embedding': 'cls_token', 'positional_embedding': 'pos_embed', 'conv1': 'patch_embed.proj',
-    'transformer.resblocks.': 'blocks.', 'ln_pre': 'norm_pre', 'ln_1': 'norm1', 'ln_2': 'norm2', 'in_proj_': 'qkv.',
-    'out_proj': 'proj', 'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2', '.ls_': '.ls'}
-_TRANSFORMERS = {
-    'embeddings.class_embedding': 'cls_token', 'embeddings.patch_embedding': 'patch_embed.proj',
-    'embeddings.position_embedding.weight': 'pos_embed', 'pre_layrnorm': 'norm_pre', 'post_layernorm': 'norm',
-    'encoder.layers.': 'blocks.', 'layer_norm': 'norm', 'self_attn.out_proj': 'attn.proj', 'self_attn.': 'attn.',
-    'head.probe': 'attn_pool.latent', 'head.attention.out_proj': 'attn_pool.proj', 'head.attention.': 'attn_pool.',
-    'head.layernorm': 'attn_pool.norm', 'head.mlp.': 'attn_pool.mlp.'}
+_TORCHVISION, _OPEN_CLIP, _TRANSFORMERS = yaml.safe_load(Path(__file__).with_name('names.yaml').read_text()).values()
 _OPEN_CLIP_ACTS = {"GELU(approximate='tanh')": 'gelu_tanh', 'QuickGELU()': 'quick_gelu'}
-# classes of transformers, by name, because transformers is optional: those that hold a tower, and the towers
+# classes of transformers, which is optional: those that hold a tower, and the towers
 HOLDERS = ('CLIPModel', 'CLIPVisionModelWithProjection', 'SiglipModel')
 _TOWERS = {'CLIPVisionModel': 'vit_base_patch16_clip_224', 'SiglipVisionModel': 'vit_base_patch16_siglip_224'}
 

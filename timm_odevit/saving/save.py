@@ -129,7 +129,7 @@ def push_to_hub(
             done = api.upload_folder(
                 repo_id=repo_id, folder_path=folder, allow_patterns=_SENT, ignore_patterns=[CARD] * keep_card,
                 revision=revision, create_pr=create_pr, commit_message='Model by timm-odevit')
-        except Exception as e:  # which errors there are depends on the client's version
+        except Exception as e:  # of any kind
             raise OSError(f'Could not send the model to {repo_id} on the Hub: {one_line(e)}') from e
     return done.pr_url or done.commit_url
 

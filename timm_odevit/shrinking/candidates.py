@@ -44,17 +44,17 @@ class Candidate(NamedTuple):
 @dataclass(frozen=True)
 class Row:
     """What was measured of a candidate."""
-    kind: str  # 'original', 'plain' or 'student'
+    kind: str
     name: str
     file: str  # its name; '' if it has none
     mb: float  # size of the file, 10^6 bytes; NaN without a file, as are the times
     value: float  # accuracy, agreement or cosine, in percent
     interval: float  # half of the 95 % interval of the value
-    margin: float  # half of the 95 % interval of its difference from the first candidate's
+    margin: float  # that of its difference from the first candidate's
     ms: tuple[float, ...]  # median time per image, in batches of 1 and of 32; of the processor, if one thread runs
-    ms_off: tuple[float, ...]  # half of the 95 % interval of their ratios to the first candidate's, in percent
+    ms_off: tuple[float, ...]  # that of their ratios to the first candidate's, in percent
     operations: float  # multiply-adds for an image, in 10^6
-    neighbours: float = math.nan  # with the same nearest image as the original's, in percent; or NaN
+    neighbours: float = math.nan  # nearest images that are the original's, in percent
 
 
 def _originals(material: Material, *_: Any) -> Iterator[Candidate]:
@@ -107,7 +107,7 @@ def measure(
 ) -> tuple[list[Row], list[str]]:
     """Write each candidate to a file, and measure the files on images held out, their times in turns.
 
-    Returns a row for each, with its difference from the first, and notes on what could not be measured.
+    Returns a row for each, and notes on what could not be measured.
     """
     folder.mkdir(exist_ok=True)
     files: list[tuple[Candidate, Path | None, Callable[[Tensor], Tensor]]] = []
