@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from timm_odevit.cli import COMMANDS, main
 from timm_odevit.training.recipe import builtin_recipes
 
 ROOT = Path(__file__).parent.parent
-RECIPE = ['--set', 'data.batch_size=8', '--set', 'data.workers=0']
+RECIPE, T = ['--set', 'data.batch_size=8', '--set', 'data.workers=0'], ['--teacher', 'local-dir:teacher']
 
 
 @pytest.fixture
@@ -179,7 +180,6 @@ MISTAKES = [
     (['shrink', 'open_clip:ViT-B-16/none', 'images', 'out', '--img-size', '96'], 'Leave out --random, --checkpoint, --img-size'),
     (['distill', 'scratch', 'images', 'new', '--set', 'model_args.num_heads=5'], "Cannot build 'odevit_tiny_patch4_32'"),
     (['predict', 'local-dir:teacher', 'images/c0/0.png', '--steps', '6'], 'it is not an ODE-ViT'),
-    (['predict', 'local-dir:teacher', 'bomb.png'], "'bomb.png' cannot be read as an image"),
 ]
 
 
@@ -196,7 +196,6 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, ca
     (folder / 'cut.pth').write_bytes((folder / 'cut.pth').read_bytes()[:1500])
     save_pretrained(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 7}), folder / 'other')
     save_pretrained(timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 3, 'img_size': 32}), folder / 'large')
-    Image.new('1', (20_000, 20_000)).save(folder / 'bomb.png')  # of absurd size
     before = sorted(folder.rglob('*'))
     assert run(*args) == 2
     err = capsys.readouterr().err
@@ -307,8 +306,101 @@ def test_predict_gives_json_and_no_answer_that_is_not_a_number(folder, capsys):
     model.head.bias.data[1] = torch.nan
     save_pretrained(model, 'broken')
     assert run('predict', 'local-dir:broken', 'images/c0/0.png', '--json') == 2
+    assert "outputs for 'images/c0/0.png' are not finite" in json.loads(capsys.readouterr().out)[0]['error']
+
+
+def test_predict_takes_folders_and_goes_on_after_a_file_that_it_cannot_read(folder, capsys):
+    Image.new('1', (20_000, 20_000)).save('images/c0/bomb.png')  # of absurd size
+    assert run('predict', 'local-dir:student', 'images', 'nowhere.jpg', 'images/c1/0.png', '--top', '1') == 2
     out, err = capsys.readouterr()
-    assert "outputs for 'images/c0/0.png' are not finite" in err and not out
+    assert [line.split(' (')[0] for line in out.splitlines()[::2]] == [f'images/c{c}/{i}.png' for c in range(3) for i in range(10)] + ['images/c1/0.png']
+    assert [line[:28] for line in err.splitlines()] == ["odevit: 'images/c0/bomb.png'", "odevit: 'nowhere.jpg' cannot", 'odevit: error: 2 of 33 image']
+
+
+def test_predict_prints_json_alone_with_a_record_for_each_file(folder, capsys):
+    assert run('predict', 'local-dir:student', 'nowhere.jpg', 'images/c1', '--json') == 2
+    first, *others = json.loads(capsys.readouterr().out)
+    assert first['image'] == 'nowhere.jpg' and 'cannot be read' in first['error'] and len(others) == 10 and 'error' not in others[0]
+
+
+@pytest.mark.parametrize('file', ['student.pt2', 'student.onnx'])
+def test_an_exported_file_predicts_what_its_model_does(folder, capsys, file):
+    if file.endswith('onnx'):
+        [pytest.importorskip(name) for name in ('onnx', 'onnxscript', 'onnxruntime')]
+    model = timm.create_model('local-dir:student', pretrained=True)
+    model.pretrained_cfg.update(label_names=['a', 'b', 'c'], mean=(0.1, 0.2, 0.3), crop_pct=0.7)
+    save_pretrained(model, 'student')
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)).save('photo.png')
+    assert run('export', 'local-dir:student', '--out', file, '--format', file[8:]) == 0
+    found = []
+    for name in ('local-dir:student', file):
+        capsys.readouterr()
+        assert run('predict', name, 'photo.png', '--json') == 0
+        found.append({each['name']: each['probability'] for each in json.loads(capsys.readouterr().out)[0]['classes']})
+    assert found[0] == pytest.approx(found[1], abs=2e-4)
+    assert run('predict', file, 'photo.png', '--steps', '2') == 2
+    assert f"'{file}' has fixed steps. Leave out --steps" in capsys.readouterr().err
+
+
+def test_a_file_that_was_not_exported_is_refused(folder, capsys):
+    assert run('predict', 'none.pt2', 'images') == 2 and "Cannot run 'none.pt2': " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('args, said', [
+    (['calibrate', 'local-dir:student', 'flat', 'out', *T, '--epochs', '1'], 'saved out'),
+    (['evaluate', 'local-dir:student', 'flat', '--embedding', *T], 'flat: 10 images'),
+    (['evaluate', 'local-dir:student', 'flat', '--embedding', '--held-out', '0.5'], ': 5 images'),
+    (['benchmark', 'local-dir:student', '--data', 'flat', '--rounds', '1'], '| batch 8'),
+    (['distill', 'embedding', 'flat', 'out', *T, *RECIPE, '--set', 'stages.0.fit.epochs=1', '--set', 'ode.phases=1'], 'saved out'),
+    (['predict', 'local-dir:student', 'flat'], 'flat/9.png'), (['halt', 'local-dir:student', 'flat', 'out'], 'labels are needed'),
+    (['evaluate', 'local-dir:student', 'flat'], 'Make a sub-folder for each class')])
+def test_what_needs_no_labels_takes_a_folder_without_classes(folder, capsys, args, said):
+    (folder / 'images' / 'c0').rename(folder / 'flat')
+    assert run(*args) == 2 * ('label' in said or 'sub-folder' in said)
+    assert said in ''.join(capsys.readouterr())
+
+
+def test_evaluating_embeddings_leaves_the_classifiers_of_both_models_out(folder, capsys):
+    teacher = timm.create_model('local-dir:teacher', pretrained=True)
+    teacher.head.bias.data.fill_(9.)
+    save_pretrained(teacher, 'teacher')
+    assert run('evaluate', 'local-dir:student', 'images', '--embedding', *T, '--json', 'found.json') == 0
+    assert capsys.readouterr().out.startswith('images, outputs without the head: 30 images')
+    assert json.loads(Path('found.json').read_text())[0]['parameters'] == 40_419 - 99
+
+
+@pytest.mark.filterwarnings('error')
+def test_a_quiet_finetuning_prints_no_accuracy_even_if_it_was_in_vain(folder, capsys, monkeypatch):
+    def in_vain(*args, **options):
+        [shutil.copytree('teacher', f'out/{name}') for name in ('best', 'start')]
+        warnings.warn('Training ended worse than it started: top-1 3.0 % at best, top-1 4.0 % before.', stacklevel=1)
+    monkeypatch.setattr('timm_odevit.cli.train.train', in_vain)
+    assert main(['finetune', 'local-dir:teacher', 'images', 'out', '--quiet']) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith('saved out/best') and 'It is as it was before training' in out and 'top-1' not in out + err
+
+
+def lightning(prefix, key='state_dict'):
+    return lambda state: {key: {prefix + name: value for name, value in state.items()}, 'epoch': 3, 'hyper_parameters': {'lr': 0.1}}
+
+
+@pytest.mark.parametrize('wrapped', [lightning('model.'), lightning('net._orig_mod.'), lightning('module._orig_mod.'), lightning('module.', 'state_dict_ema')])
+@pytest.mark.parametrize('options', [[], ['--num-classes', '4']])
+def test_a_checkpoint_of_lightning_or_of_timms_script(folder, wrapped, options):
+    state = timm.create_model('local-dir:teacher', pretrained=True).state_dict()
+    torch.save(wrapped({name: value + 1 for name, value in state.items()}), 'weights.ckpt')
+    assert run('convert', 'local-dir:teacher', 'new', '--checkpoint', 'weights.ckpt', *options) == 0
+    assert torch.equal(timm.create_model('local-dir:new', pretrained=True).cls_token, state['cls_token'] + 1)
+
+
+@pytest.mark.parametrize('wrapped, message', [
+    (lightning('encoder.'), 'Missing key(s) in state_dict: "cls_token", "pos_embed", .... Unexpected key(s) in state_dict: "encoder.cls_token", '),
+    (lambda state: {'state_dict': state, 'hyper_parameters': Path}, 'holds Python objects, which may run code. If you trust it, save its state_dict')])
+@pytest.mark.parametrize('options', [[], ['--num-classes', '4']])
+def test_a_checkpoint_that_does_not_fit_is_refused_in_words(folder, capsys, wrapped, message, options):
+    torch.save(wrapped(timm.create_model('local-dir:teacher').state_dict()), 'weights.ckpt')
+    assert run('convert', 'local-dir:teacher', 'new', '--checkpoint', 'weights.ckpt', *options) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings('ignore:The classes of .parts')

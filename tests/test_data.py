@@ -410,7 +410,7 @@ def test_refuses(vit, images, tmp_path):
             (tmp_path / 'empty', vit(), {}, r"There are no images in '.*empty' \(.png, .jpg, .jpeg\)"),
             (root / 'class0' / '0.png', vit(), dict(workers=None), "0.png' is a file"),
             (images('three', classes=3), vit(), {}, 'has 3 classes, but the model has 5'),
-            (root, vit(in_chans=2), {}, 'Image files have 1, 3 or 4 channels; this VisionTransformer takes 2')):
+            (root, vit(in_chans=2), {}, 'Image files have 1, 3 or 4 channels; the model takes 2')):
         with pytest.raises(ValueError, match=message):
             read(source, model, **options)
     assert classes_of(root) == ([f'class{i}' for i in range(5)], 5)

@@ -24,7 +24,7 @@ from timm_odevit import (
     train,
 )
 from timm_odevit.cli import main
-from timm_odevit.evaluation.embeddings import knn_accuracy, nearest, probe_accuracy
+from timm_odevit.evaluation.embeddings import knn_accuracy, nearest, probe_accuracy, without_classifiers
 from timm_odevit.training.losses import embedding_loss
 
 
@@ -183,6 +183,16 @@ def test_the_outputs_of_a_model_with_a_projection_are_embeddings_if_said_so(vit)
     assert 'task_loss' not in parts
     task = TrajectoryDistillationTask(student, teacher, embedding=True)
     assert 'val_neighbours' in fit(task, [(images, labels)], [(images, labels)], epochs=1)[0]
+
+
+def test_a_projection_is_no_classifier_and_a_head_that_must_stay_is_refused(vit):
+    projecting, headless, student = vit(), vit(num_classes=0), vit()
+    projecting.head.bias.data.zero_()
+    assert without_classifiers(student, projecting) == (student, projecting)
+    assert [each.num_classes for each in without_classifiers(student, headless)] == [0, 0] and student.num_classes == 5
+    student.reset_classifier = None
+    with pytest.raises(ValueError, match='The head of this VisionTransformer cannot be left out'):
+        without_classifiers(student)
 
 
 @pytest.mark.parametrize('recipe, classes', [('embedding', 0), ('zero_shot', 6)])

@@ -3,18 +3,18 @@ import copy
 import json
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import timm
 import torch
-from conftest import TINY, snapshot
+from conftest import TINY, reloaded, snapshot
 from PIL import Image
 
-from timm_odevit import convert_, save_pretrained, shrink
+from timm_odevit import convert_, export_model, save_pretrained, shrink
 from timm_odevit.cli import main
 from timm_odevit.data.read import NOTE, read_data
+from timm_odevit.export import load_exported, metadata
 from timm_odevit.ode.blocks import count_parameters, find_ode_blocks
 from timm_odevit.saving.save import describe
 from timm_odevit.shrinking import candidates, material, run
@@ -50,7 +50,7 @@ def few(monkeypatch):
         path.write_bytes(b'a model')
         written[path] = copy.deepcopy(model).eval()
     monkeypatch.setattr(candidates, 'export_model', write)
-    monkeypatch.setattr(torch.export, 'load', lambda path: SimpleNamespace(module=lambda: written[path]))
+    monkeypatch.setattr(candidates, 'load_exported', lambda path: (written[path], {}))
     monkeypatch.setattr(run, 'candidates', lambda *models: [each for each in candidates.candidates(*models) if each.name in names])
 
 
@@ -354,6 +354,25 @@ def test_an_embedding_is_followed_by_its_cosine(model, tmp_path, few):
     history = json.loads((tmp_path / 'student' / '1' / 'history.json').read_text())
     assert 'val_cosine' in history[0]
     assert shrink(model, images(), tmp_path, size=0.6, minutes=M, embedding=True, resume=True, progress=False).rows[-1].value == found.rows[-1].value
+
+
+def test_the_classifier_of_an_embedding_is_left_out_of_a_copy_and_neighbours_are_counted(vit, tmp_path, few):
+    before = snapshot(model := vit(num_classes=7, depth=4))
+    found = shrink(model, images(), tmp_path, size=0.6, minutes=M, embedding=True, progress=False)
+    assert snapshot(model) == before and "the model's outputs, without its head, are embeddings" in found.about[0]
+    saved = timm.create_model(f"local-dir:{tmp_path / 'student' / 'best'}", pretrained=True)
+    assert saved.num_classes == 0 and saved(images(1)).shape == (1, 32)
+    judging = prepare(images(), model, embedding=True).judging
+    assert found.rows[0].neighbours == 100. and found.rows[-1].neighbours == judging.neighbours(saved(judging.images))
+    assert 'same nearest image, %' in found.table() and 'nearest' not in verdict(row('a')).table() and math.isnan(row('a').neighbours)
+
+
+def test_an_exported_plain_student_calls_itself_a_plain_model(model, tmp_path):
+    plain = plain_student(model, describe(model)[:2], count_parameters(model) // 2)
+    for each in (plain, reloaded(plain, tmp_path / 'plain')):
+        about = load_exported(export_model(each, tmp_path / 'a.pt2', format='pt2', overwrite=True))[1]
+        assert about['model'] == 'vit_tiny_patch16_224 with 2 blocks' and 'steps' not in about
+    assert metadata(convert_(model, phases=2).model)['steps'] == 4
 
 
 @pytest.mark.parametrize('names', [['{}.png'], ['a/{}.png', 'b/{}.png', 'c/{}.png'], ['train/a/{}.png', 'train/b/{}.png', 'train/c/{}.png', 'val/a/{}.png', 'val/b/{}.png', 'val/c/{}.png']])

@@ -2,11 +2,13 @@
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from timm.models import get_model_args
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -15,9 +17,11 @@ from ._version import __version__
 from .data.preprocessing import class_names, data_config, dtype_of, model_name
 from .files import staged
 from .ode.blocks import find_ode_blocks
+from .ode.config import DEFAULT
 from .settings import one_line, one_of
 
 METADATA = 'metadata.json'  # in a .pt2 file of torch.export
+PREPARED = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')
 
 
 class Format(NamedTuple):
@@ -71,8 +75,8 @@ def export_model(
 ) -> Path:
     """Write a model to a file that runs without this package and without timm, on batches of any size.
 
-    The file has the model's image size, its current steps, and metadata, each value as JSON: the model's name, its
-    steps, the names of its classes if it knows them, and how images are prepared (input_size, mean, std, ...).
+    The file has the model's image size, its current steps, and metadata, as JSON: its name, steps and classes, and how
+    images are prepared (input_size, mean, std, ...).
 
     Args:
         model: timm model, converted or not. An 'aoti' or 'pt2' file runs on its device.
@@ -82,7 +86,7 @@ def export_model(
             and dtype only with AOTI_RUNTIME_CHECK_INPUTS=1 in the environment.
         int8: Store weights as int8, with a scale for each row, and compute linear layers in it (only 'onnx').
 
-    Raises ImportError if a package is missing, and ValueError if the file exists or the model cannot be exported.
+    Raises ImportError if a package is missing, ValueError if the file exists or the model cannot be exported.
 
     Examples:
         >>> import onnxruntime
@@ -118,20 +122,55 @@ def export_model(
         raise ValueError(f'torch.export cannot export this {type(model).__name__}: {one_line(e)}') from e
     for node in exported.graph.nodes:
         node.meta.pop('stack_trace', None)  # names files of this machine
-    steps = [ode.steps for ode in odes]
-    about = {'model': model_name(model), 'steps': steps[0] if len(steps) == 1 else steps,
-             'classes': class_names(model), **data_config(model), 'int8': int8, 'timm_odevit': __version__}
+    about: Any = {**metadata(model), 'int8': int8, 'timm_odevit': __version__}
     about = {key: json.dumps(value) for key, value in about.items() if value not in (None, [])}
     with staged(path.parent, path.name) as aside:
         write(exported, aside / path.name, about, int8)
     return path
 
 
-def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A weight as int8 and its scales, which broadcast to it; None if it is not worth them.
+def metadata(model: Any) -> dict[str, Any]:
+    """What a file says of a model."""
+    odes, name = find_ode_blocks(model), model_name(model)
+    steps: Any = [ode.steps for ode in odes]
+    if len(odes) == 1:
+        steps, whole = steps[0], not hasattr(odes[0].shared.phases[0], 'attention')
+        if odes[0].config == replace(DEFAULT, method='euler' if whole else 'lie_trotter', phases=steps, steps=steps,
+                                     T=steps):  # each block is used once
+            name = get_model_args(model).get('base') or name.partition('.')[0]
+            name, steps = f"{name} with {steps} block{'s' * (steps > 1)}", None
+    return {'model': name, 'steps': steps, 'classes': class_names(model), 'num_classes': model.num_classes,
+            **data_config(model)}
 
-    There is one for each row, and for each of the N tokens of a position embedding [1, N, D].
-    """
+
+def load_exported(path: str | Path) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+    """The model of an 'onnx' or 'pt2' file, for images [B, C, H, W], and its metadata; or ValueError."""
+    try:
+        if Path(path).suffix == '.onnx':
+            import onnxruntime
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads = torch.get_num_threads()
+            session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
+            about: Any = session.get_modelmeta().custom_metadata_map
+            dtype = getattr(torch, session.get_inputs()[0].type[7:-1])  # of 'tensor(...)'
+
+            def run(images: Tensor) -> Tensor:
+                return torch.from_numpy(session.run(None, {'images': images.to(dtype).numpy()})[0])
+        else:
+            program = torch.export.load(path, extra_files=(extra := {METADATA: ''}))
+            module, like, about = program.module(), next(program.parameters()), json.loads(extra[METADATA])
+
+            def run(images: Tensor) -> Tensor:
+                return module(images.to(like))  # type: ignore[no-any-return]
+        about = {key: json.loads(value) for key, value in about.items()}
+        return run, {**about, 'images': {key: about[key] for key in PREPARED}}
+    except Exception as e:
+        raise ValueError(f"Cannot run '{path}': {one_line(e)}. Give a file of odevit export, as onnx (pip install "
+                         'onnxruntime) or pt2.') from e
+
+
+def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """A weight as int8, and a scale for each row, or token of a position embedding [1, N, D]; None for a small one."""
     if weight.ndim < 2 or weight.numel() < 4096 or not weight.is_floating_point():
         return None
     rows = [2] if weight.ndim == 3 else list(range(1, weight.ndim))

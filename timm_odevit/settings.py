@@ -133,6 +133,7 @@ def many(each: Check, what: str) -> Check:
 def one_line(error: BaseException) -> str:
     """An error's message on one line, cut after 400 characters."""
     text = ' '.join(str(error).split()).encode(errors='replace').decode() or type(error).__name__  # of names of files
+    text = re.sub('(("[^"]+", ){2})("[^"]+", )*"[^"]+"', r'\1...', text)  # of many keys, the first two
     return text if len(text) <= 400 else f'{text[:400]} ...'
 
 

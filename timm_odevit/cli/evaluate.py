@@ -1,5 +1,6 @@
 """odevit evaluate, halt, benchmark, predict, export and push"""
 import json
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -13,14 +14,17 @@ from timm_odevit import evaluate as evaluate_classes
 
 from ..benchmark import benchmark as measure_speed
 from ..data.batches import DataConfig
-from ..data.preprocessing import class_names, data_config, open_image, warn_of_other_classes
+from ..data.preprocessing import data_config, open_image, warn_of_other_classes
 from ..data.read import Data, held_out_of, read_data, with_test
-from ..export import FORMATS
+from ..data.sources import files_in
+from ..evaluation.embeddings import without_classifiers
+from ..export import FORMATS, load_exported, metadata
 from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES
 from ..ode.blocks import find_ode_blocks
 from ..saving.cards import model_card
 from ..saving.save import CARD
+from ..settings import one_line
 from ..training.config import RECIPE
 from .models import check_file, load, load_with_steps, refuse_existing, save
 
@@ -56,6 +60,9 @@ def evaluate(args: Any) -> None:
     if data.held_out > (known := held_out_of(model) or 0.) and not args.test:
         warnings.warn(f"'{args.model}' may have been trained on some of these images: it is known to have held out "
                       f'{known:g} of its own. Give others with --test.', RuntimeWarning, stacklevel=2)
+    if embedding:
+        host, (model, teacher) = model, without_classifiers(model, teacher)
+        words += ', outputs without the head' * (model is not host)
     for each in (model, teacher):
         if each is not None and not embedding:
             warn_of_other_classes(each, data.classes, args.data)
@@ -150,32 +157,50 @@ def _some_images(path: str, model: nn.Module, count: int) -> Tensor:
 def predict(args: Any) -> None:
     """Classify images.
 
-    model
-    image...  image files
+    model  a model as elsewhere; or an .onnx or .pt2 file of odevit export, which may run code
+    image...  image files, or folders of them
     --top N [5]  number of classes to print
     --steps
     --json  print JSON
     """
-    model = load_with_steps(args).eval()
-    if not model.num_classes:
-        raise ValueError(f"'{args.model}' has no classes, so it cannot classify image files.")
-    names, blocks, records = class_names(model), find_ode_blocks(model), []
-    for file in args.image:
-        with torch.inference_mode():
-            probabilities = model(open_image(file, model)[None].to(args.device))[0].softmax(-1)
-        if not probabilities.isfinite().all():
-            raise FloatingPointError(f"The model's outputs for '{file}' are not finite, so they name no class.")
-        classes: list[dict[str, Any]] = [
+    run: Any
+    if args.model.endswith(('.onnx', '.pt2')) and ':' not in args.model:
+        if args.steps is not None:
+            raise ValueError(f"'{args.model}' has fixed steps. Leave out --steps, or give it to odevit export.")
+        run, about = load_exported(args.model)
+        blocks, cfg, like = [], about['images'], torch.empty(0)
+    else:
+        run = load_with_steps(args).eval()
+        blocks, about, cfg, like = find_ode_blocks(run), metadata(run), data_config(run), next(run.parameters())
+    if about.get('num_classes') == 0:
+        raise ValueError(f"'{args.model}' has no classes, so it cannot classify images.")
+    names, records = about.get('classes'), list[Any]()
+    paths = map(Path, args.image)
+    for file in [file for path in paths for file in (files_in(path)[0] if path.is_dir() else [str(path)])]:
+        record: dict[str, Any] = {'image': file}
+        records.append(record)
+        try:
+            with torch.inference_mode():
+                probabilities = run(open_image(file, cfg)[None].to(like))[0].softmax(-1)
+            if not probabilities.isfinite().all():
+                raise ValueError(f"The outputs for '{file}' are not finite, so they name no class.")
+        except ValueError as e:
+            record['error'] = one_line(e)
+            print(f"odevit: {record['error']}", file=sys.stderr)
+            continue
+        classes: list[Any] = [
             {'label': int(i), 'name': names[i] if names else None, 'probability': round(float(p), 4)}
-            for p, i in zip(*probabilities.topk(min(args.top, model.num_classes)), strict=True)]
+            for p, i in zip(*probabilities.topk(min(args.top, len(probabilities))), strict=True)]
         evaluations = sum(int(ode.evaluations) for ode in blocks)
-        records.append({'image': file, 'evaluations': evaluations or None, 'classes': classes})
+        record.update(evaluations=evaluations or None, classes=classes)
         if not args.json:
             print(f'{file} ({evaluations} evaluations)' if evaluations else file)
             for each in classes:
                 print(f"  {100 * each['probability']:5.1f} %  {each['name'] or 'class ' + str(each['label'])}")
     if args.json:
         print(to_json(records), end='')
+    if failed := sum('error' in record for record in records):
+        raise ValueError(f'{failed} of {len(records)} images could not be read or classified.')
 
 
 def export(args: Any) -> None:

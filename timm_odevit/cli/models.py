@@ -3,12 +3,13 @@ from pathlib import Path
 from typing import Any
 
 import timm
-from timm.models import load_state_dict
+from timm.models import clean_state_dict, load_state_dict
 from torch import nn
 
 from timm_odevit import from_open_clip, from_transformers, save_pretrained, with_steps
 
 from ..files import OWN
+from ..hooks import on_meta
 from ..ode.blocks import find_ode_blocks
 from ..settings import one_line, suggest
 
@@ -16,9 +17,10 @@ TOWERS = ('open_clip:', 'transformers:')
 
 
 def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) -> Any:
-    """Build a model by name, if any, with --checkpoint and --img-size if the command has them, on the device."""
+    """Build a model by name, if any, with --checkpoint and --img-size, if any, on the device."""
     if name is None:
         return None
+    model: Any
     checkpoint, size = (getattr(args, option, None) for option in ('checkpoint', 'img_size'))
     if size is not None:
         kwargs['img_size'] = size
@@ -29,8 +31,13 @@ def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) ->
         if name.startswith(TOWERS):
             model = _tower(name, **kwargs)
         else:
-            kwargs.update({'pretrained_cfg_overlay': _overlay(name, checkpoint)} if checkpoint else {})
+            if checkpoint:
+                kwargs['pretrained_cfg_overlay'] = overlay = _overlay(name, checkpoint)
+                asked = kwargs.pop('num_classes', overlay['num_classes'])
+                kwargs['num_classes'] = overlay['num_classes']  # else timm leaves out what does not fit
             model = timm.create_model(name, pretrained=pretrained, **kwargs)
+            if checkpoint and model.num_classes != asked:
+                model.reset_classifier(asked)
     except Exception as e:  # a foreign file can raise anything
         hint = ''
         if Path(name).is_dir():
@@ -62,12 +69,22 @@ def _tower(name: str, num_classes: int | None = None) -> Any:
 
 
 def _overlay(name: str, checkpoint: str) -> dict[str, Any]:
-    """What tells timm to load a file's weights, with its head if the number of classes fits."""
-    state, cfg = load_state_dict(checkpoint), timm.get_pretrained_cfg(name)
-    layers: Any = cfg.classifier if cfg is not None else None
-    first = layers if isinstance(layers, str) else next(iter(layers or ()), '')
-    head = state.get(f'{first}.weight')
-    return {'state_dict': state, 'source': '', **({} if head is None else {'num_classes': len(head)})}
+    """What tells timm to load a file's weights, maybe Lightning's, with their classes."""
+    try:
+        state = load_state_dict(checkpoint)
+    except RuntimeError as e:
+        if 'weights_only' not in str(e):
+            raise
+        raise ValueError('it holds Python objects, which may run code. If you trust it, save its state_dict alone: '
+                         f"torch.save(torch.load('{checkpoint}', weights_only=False)['state_dict'], 'w.pth')") from e
+    for prefix in ('model.', 'net.'):  # of what a LightningModule trains
+        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        state = clean_state_dict(own) or state
+    with on_meta():
+        cfg: Any = timm.create_model(name).pretrained_cfg
+    layers = cfg.get('classifier') or ()
+    head = state.get(f"{layers if isinstance(layers, str) else next(iter(layers), '')}.weight", ())
+    return {'state_dict': state, 'source': '', 'num_classes': len(head)}
 
 
 def load_with_steps(args: Any) -> Any:

@@ -1,5 +1,7 @@
 """odevit shrink, finetune, distill, convert and calibrate"""
+import warnings
 from dataclasses import replace
+from filecmp import cmp
 from pathlib import Path
 from shlex import quote
 from types import SimpleNamespace
@@ -15,7 +17,8 @@ from ..data.batches import DataConfig
 from ..data.read import classes_of, read_data
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
-from ..training.config import BEST, RECIPE
+from ..saving.loading import WEIGHTS
+from ..training.config import BEST, RECIPE, START
 from ..training.stages import read_run
 from .models import TOWERS, load, refuse_existing, save
 
@@ -132,6 +135,8 @@ def _absolute(name: str, value: Any) -> Any:
 
 def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) -> None:
     """Train, and say where the result is and how to evaluate it."""
+    if args.quiet:  # it gives accuracies
+        warnings.filterwarnings('ignore', 'Training ended worse')
     try:
         train(recipe, args.data, args.out, teacher=teacher, student=student, minutes=args.minutes, resume=args.resume,
               limit=args.limit, command=args.started, device=args.device, progress=not args.quiet)
@@ -144,6 +149,8 @@ def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) 
         return
     best = Path(args.out, BEST)
     print(f"saved {best}: timm.create_model('local-dir:{best}', pretrained=True)")
+    if cmp(best / WEIGHTS, Path(args.out, START, WEIGHTS)):
+        print('It is as it was before training.')
     named = None if args.img_size or args.checkpoint else getattr(args, 'teacher', None)  # evaluate builds it by name
     print('To evaluate it on the images that were held out:\n'
           f"  odevit evaluate {quote(f'local-dir:{best}')} {quote(args.data)}"

@@ -1,4 +1,4 @@
-"""Settings of the data; loaders of images in memory, of image files, and of any other loader; what is read of each."""
+"""Settings of the data; loaders of images in memory, of image files, and of other loaders."""
 import hashlib
 import json
 import logging
@@ -222,7 +222,7 @@ class Files(Dataset):
 
     def __init__(self, samples: Samples, model: Any, training: bool = False) -> None:
         self.samples, self.training = samples, training
-        self.mode, self.dtype = image_mode(model), dtype_of(model)
+        self.mode, self.dtype = image_mode(model.in_chans), dtype_of(model)
         self.transform: Any = create_transform(**data_config(model), is_training=False)
 
     def __len__(self) -> int:

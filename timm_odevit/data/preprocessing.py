@@ -31,12 +31,11 @@ def dtype_of(model: Any) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def image_mode(model: Any) -> str:
-    """Pillow's mode of the image files that a model takes."""
-    if model.in_chans not in _MODES:
-        raise ValueError(f'Image files have 1, 3 or 4 channels; this {type(model).__name__} takes {model.in_chans}. '
-                         'Give tensors or an .npz.')
-    return _MODES[model.in_chans]
+def image_mode(channels: int) -> str:
+    """Pillow's mode of images with so many channels."""
+    if channels not in _MODES:
+        raise ValueError(f'Image files have 1, 3 or 4 channels; the model takes {channels}. Give tensors or an .npz.')
+    return _MODES[channels]
 
 
 def read_image(file: str | Path, mode: str) -> Image.Image:
@@ -54,9 +53,10 @@ def read_image(file: str | Path, mode: str) -> Image.Image:
 
 
 def open_image(file: str | Path, model: Any) -> Tensor:
-    """An image file as a model expects it [C, H, W]; ValueError if it cannot be read."""
-    transform: Any = create_transform(**data_config(model), is_training=False)
-    return transform(read_image(file, image_mode(model))).to(dtype_of(model))
+    """An image file as a model, or a data_config, expects it [C, H, W], in float32; or ValueError."""
+    cfg = model if isinstance(model, dict) else data_config(model)
+    transform: Any = create_transform(**cfg, is_training=False)
+    return transform(read_image(file, image_mode(cfg['input_size'][0])))  # type: ignore[no-any-return]
 
 
 def preparation(model: Any) -> Callable[[Tensor], Tensor]:

@@ -1,4 +1,5 @@
 """Embeddings of a model over several step counts: how near the teacher's, and how useful."""
+import copy
 import warnings
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.preprocessing import check_labels
+from ..settings import one_line
 from .results import NO_CLASS, EmbeddingResult, Evaluation, passes
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07
@@ -25,8 +27,8 @@ def evaluate_embeddings(
     """Measure the outputs of a model, with or without classes, as embeddings, at several step counts.
 
     They are compared with the teacher's: cosine, squared error, and whether an image has the same nearest image.
-    Images are also classified: with `labelled` images to learn from, by the 20 nearest of them and by a linear
-    classifier; with embeddings of the classes, such as CLIP's of their names, by the largest cosine (zero-shot).
+    Images are also classified: with `labelled` ones, by the 20 nearest of them and by a linear classifier; with
+    embeddings of the classes, such as CLIP's of their names, by the largest cosine (zero-shot).
 
     Args:
         model: [B, C, H, W] to embeddings [B, E]; it does not change.
@@ -81,6 +83,26 @@ def evaluate_embeddings(
     return Evaluation(tuple(results), data, tuple(trained_at))
 
 
+def without_classifiers(*models: Any) -> Any:
+    """Models that give embeddings: copies without heads, or ValueError, if that of the last with one is a classifier.
+
+    A head without a bias, or with one of zeros, is a projection, such as CLIP's.
+    """
+    headed = [model for model in models if getattr(model, 'num_classes', 0)]
+    bias = getattr(headed[-1].get_classifier(), 'bias', True) if headed else None  # two heads are a tuple
+    if bias is None or not torch.as_tensor(bias).any():
+        return models
+    models = copy.deepcopy(models)
+    for model in models:
+        if getattr(model, 'num_classes', 0):
+            try:
+                model.reset_classifier(0)
+            except Exception as e:
+                raise ValueError(f'The head of this {type(model).__name__} cannot be left out: {one_line(e)}. Give '
+                                 'one without.') from e
+    return models
+
+
 def _row(outputs: Tensor, labels: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Embeddings [B, E], 0 where they are not finite; whether they are [B]; and labels [B]."""
     outputs = outputs.flatten(1)
@@ -101,7 +123,7 @@ def _compared(ours: Tensor, finite: Tensor, theirs: Tensor) -> dict[str, float]:
 
 
 def nearest(embeddings: Tensor) -> Tensor:
-    """The index [N] of the image whose embedding has the largest cosine with that of each other image [N, E]."""
+    """The index [N] of the other image whose embedding has the largest cosine with each image's [N, E]."""
     unit, indices = F.normalize(embeddings, dim=-1), []
     for rows in torch.arange(len(unit), device=unit.device).split(1024):
         cosines = unit[rows] @ unit.T

@@ -18,7 +18,7 @@ from ..benchmark import half_intervals, times_in_turns
 from ..convert.block_kinds import find_stages
 from ..convert.conversion import convert_
 from ..evaluation.accuracy import calibrate_halting
-from ..export import export_model
+from ..export import export_model, load_exported
 from ..ode.blocks import find_ode_blocks
 from ..settings import one_line
 from .material import Held, Material
@@ -44,16 +44,17 @@ class Candidate(NamedTuple):
 @dataclass(frozen=True)
 class Row:
     """What was measured of a candidate."""
-    kind: str  # 'original', 'plain' or 'student'
+    kind: str
     name: str
     file: str  # its name; '' if it has none
     mb: float  # size of the file, 10^6 bytes; NaN without a file, as are the times
     value: float  # accuracy, agreement or cosine, in percent
     interval: float  # half of the 95 % interval of the value
-    margin: float  # half of the 95 % interval of its difference from the first candidate's
+    margin: float  # that of its difference from the first candidate's
     ms: tuple[float, ...]  # median time per image, in batches of 1 and of 32; of the processor, if one thread runs
-    ms_off: tuple[float, ...]  # half of the 95 % interval of their ratios to the first candidate's, in percent
+    ms_off: tuple[float, ...]  # that of their ratios to the first candidate's, in percent
     operations: float  # multiply-adds for an image, in 10^6
+    neighbours: float = math.nan  # nearest images that are the original's, in percent
 
 
 def _originals(material: Material, *_: Any) -> Iterator[Candidate]:
@@ -106,7 +107,7 @@ def measure(
 ) -> tuple[list[Row], list[str]]:
     """Write each candidate to a file, and measure the files on images held out, their times in turns.
 
-    Returns a row for each, with its difference from the first, and notes on what could not be measured.
+    Returns a row for each, and notes on what could not be measured.
     """
     folder.mkdir(exist_ok=True)
     files: list[tuple[Candidate, Path | None, Callable[[Tensor], Tensor]]] = []
@@ -128,7 +129,7 @@ def measure(
                     raise
                 notes.append(f'{candidate.name}: {one_line(e)}')
             else:
-                files.append((candidate, path, _session(path) if onnx else torch.export.load(path).module()))
+                files.append((candidate, path, load_exported(path)[0]))
     if not onnx:
         notes.insert(0, 'The files were written by torch.export and timed in torch, without int8. For ONNX Runtime, on '
                      'a CPU, type: pip install onnx onnxruntime onnxscript')
@@ -142,15 +143,16 @@ def measure(
     timed = zip(zip(*times, strict=True), zip(*intervals, strict=True), strict=True)
     rows: list[Row] = []
     for candidate, file, run in files:
-        outputs = [run(batch.to(like.device)).float().cpu() for batch in held.images.split(BATCHES[-1])]
-        scores = held.scores(torch.cat(outputs))
+        outputs = torch.cat([run(batch.to(like.device)).float().cpu() for batch in held.images.split(BATCHES[-1])])
+        scores = held.scores(outputs)
         if not rows:
             first = scores
         ms, off = next(timed) if file else (NONE, NONE)
         rows.append(Row(
             candidate.kind, candidate.name, file.name if file else '', file.stat().st_size / 1e6 if file else math.nan,
             100. * float(scores.mean()), held.interval(scores), held.margin(scores, first),
-            ms, off, operations(candidate.model, held.images if candidate.exits else held.images[:1])))
+            ms, off, operations(candidate.model, held.images if candidate.exits else held.images[:1]),
+            held.neighbours(outputs)))
     return rows, notes
 
 
@@ -162,11 +164,3 @@ def operations(model: nn.Module, images: Tensor) -> float:
         for batch in images.split(BATCHES[-1]):
             model(batch.to(next(model.parameters(), batch)))
     return counter.get_total_flops() / 2e6 / len(images)
-
-
-def _session(path: Path) -> Callable[[Tensor], Tensor]:
-    import onnxruntime
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
-    return lambda images: torch.from_numpy(session.run(None, {'images': images.numpy()})[0])

@@ -1,5 +1,6 @@
 """A model and images to shrink it by, what is measured on those held out, and the students made of the model."""
 import copy
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from ..convert.conversion import Conversion, convert_
 from ..convert.planning import check_convertible, choose_size, predict_parameters
 from ..data.batches import DataConfig, Mapped, unlabelled
 from ..data.read import Data, held_out_of, read_data, with_test
+from ..evaluation.embeddings import nearest, without_classifiers
 from ..hooks import evaluating
 from ..ode.blocks import count_parameters
 from ..ode.config import DEFAULT, OdeConfig
@@ -49,6 +51,12 @@ class Held(NamedTuple):
         """Half of that of the mean difference between two models; for shares, that of Agresti & Min 2005."""
         return self._half(scores - first, (0.5 ** 0.5, -0.5 ** 0.5))
 
+    def neighbours(self, outputs: Tensor) -> float:
+        """Images with the same nearest image as the model's, in percent; NaN without a cosine."""
+        if self.measure != 'cosine' or len(outputs) < 2:
+            return math.nan
+        return 100. * float((nearest(outputs.flatten(1)) == nearest(self.outputs.flatten(1))).double().mean())
+
     def _half(self, values: Tensor, more: tuple[float, ...]) -> float:
         values = values if self.measure == 'cosine' else torch.cat([values, values.new_tensor(more)])
         return 196. * float(values.std(correction=0)) / len(values) ** 0.5
@@ -80,6 +88,7 @@ class Material(NamedTuple):
 
 def prepare(source: Any, model: nn.Module, test: Any = None, embedding: bool = False) -> Material:
     """Read images, in any form that `shrink` takes; raises TypeError or ValueError for what it cannot take."""
+    host, (model,) = model, without_classifiers(model) if embedding else (model,)
     classes: Any = getattr(model, 'num_classes', 0)
     if classes == 1:
         raise ValueError('The model has one output (num_classes=1), with which every student would agree. Give a model '
@@ -99,7 +108,8 @@ def prepare(source: Any, model: nn.Module, test: Any = None, embedding: bool = F
         raise ValueError('shrink holds images out, which it cannot do for a loader. Give a folder, an .npz or tensors.')
     measure, why = 'accuracy' if data.labelled else 'agreement', data.why
     if embedding or not classes:
-        measure, why = 'cosine', "the model's outputs are embeddings"
+        measure = 'cosine'
+        why = f"the model's outputs{', without its head,' * (model is not host)} are embeddings"
     most = max(1, min(HELD, NUMBERS // data.sample('val', 1)[0].numel()) // 2)
     (images, labels), judging = (data.sample(part, most) for part in ('val', 'test'))
     if measure == 'accuracy':
