@@ -10,6 +10,7 @@ name  help                    also [name] if it may be left out, name... for one
 """
 import argparse
 import ast
+import logging
 import os
 import re
 import runpy
@@ -77,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _set_device(args: argparse.Namespace) -> None:
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # torch's profiler reads it when it first starts, and is noisy
+    logging.getLogger('torch.utils.cpp_extension').setLevel(logging.ERROR)  # it warns of CUDA that is not there
     import torch
     if args.threads:
         torch.set_num_threads(args.threads)
