@@ -349,7 +349,7 @@ def test_a_file_that_was_not_exported_is_refused(folder, capsys):
 @pytest.mark.parametrize('args, said', [
     (['calibrate', 'local-dir:student', 'flat', 'out', *T, '--epochs', '1'], 'saved out'),
     (['evaluate', 'local-dir:student', 'flat', '--embedding', *T], 'flat: 10 images'),
-    (['evaluate', 'local-dir:student', 'flat', '--embedding', '--held-out', '0.5'], ': 5 images'),
+    (['evaluate', 'local-dir:student', 'flat', '--embedding', '--held-out', '0.5'], 'the share 0.5 held out'),
     (['benchmark', 'local-dir:student', '--data', 'flat', '--rounds', '1'], '| batch 8'),
     (['distill', 'embedding', 'flat', 'out', *T, *RECIPE, '--set', 'stages.0.fit.epochs=1', '--set', 'ode.phases=1'], 'saved out'),
     (['predict', 'local-dir:student', 'flat'], 'flat/9.png'), (['halt', 'local-dir:student', 'flat', 'out'], 'labels are needed'),
