@@ -34,19 +34,29 @@ def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], in
     program: Any = torch.onnx.export(
         exported, input_names=['images'], output_names=['output'], dynamic_shapes=({0: 'batch'},), verbose=False)
     program.save(path, external_data=False)
-    if int8:
-        from onnxruntime.quantization import quantize_dynamic
-        from onnxruntime.quantization.shape_inference import quant_pre_process
-        quant_pre_process(path, path, skip_onnx_shape=True, skip_symbolic_shape=True)  # folds transposed weights
-        # 7 bits: on a processor without VNNI, sums of two products of 8 bits each overflow
-        quantize_dynamic(path, path, op_types_to_quantize=['MatMul', 'Gemm'], reduce_range=True, per_channel=True)
     model = onnx.load(path)
-    if int8:
-        _round_initializers(model.graph)
     del model.graph.value_info[:]  # with what each node was in Python, they take as much as a small model's weights
     for node in model.graph.node:
         node.ClearField('metadata_props')
     onnx.helper.set_model_props(model, about)
+    onnx.save(model, path)
+    if int8:
+        write_int8(path, path)
+
+
+def write_int8(source: Path, path: Path) -> None:
+    """Write an .onnx file of export_model with weights in int8, for linear layers that compute in it."""
+    import onnx
+    from onnxruntime.quantization import quantize_dynamic
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+    about = {entry.key: entry.value for entry in onnx.load(source).metadata_props}
+    quant_pre_process(source, path, skip_onnx_shape=True, skip_symbolic_shape=True)  # folds transposed weights
+    # 7 bits: on a processor without VNNI, sums of two products of 8 bits each overflow
+    quantize_dynamic(path, path, op_types_to_quantize=['MatMul', 'Gemm'], reduce_range=True, per_channel=True)
+    model = onnx.load(path)
+    _round_initializers(model.graph)
+    del model.graph.value_info[:]
+    onnx.helper.set_model_props(model, {**about, 'int8': 'true'})
     onnx.save(model, path)
 
 

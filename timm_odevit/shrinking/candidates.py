@@ -18,7 +18,7 @@ from ..benchmark import half_intervals, times_in_turns
 from ..convert.block_kinds import find_stages
 from ..convert.conversion import convert_
 from ..evaluation.accuracy import calibrate_halting
-from ..export import export_model, load_exported
+from ..export import export_model, load_exported, write_int8
 from ..ode.blocks import find_ode_blocks
 from ..settings import one_line
 from .material import Held, Material
@@ -123,7 +123,12 @@ def measure(
             stem = candidate.name.replace(' = ', '').replace(',', '').replace(' ', '_')
             path = folder / f"{stem}.{'onnx' if onnx else 'pt2'}"
             try:
-                export_model(candidate.model, path, format=path.suffix[1:], int8=candidate.int8, overwrite=True)
+                if not candidate.int8:
+                    export_model(candidate.model, path, format=path.suffix[1:], overwrite=True)
+                elif (exported := path.with_name(path.name.replace('_int8.', '.'))).exists():
+                    write_int8(exported, path)
+                else:
+                    continue
             except ValueError as e:
                 if not files:
                     raise
