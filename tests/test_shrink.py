@@ -361,7 +361,7 @@ def test_the_classifier_of_an_embedding_is_left_out_of_a_copy_and_neighbours_are
     found = shrink(model, images(), tmp_path, size=0.6, minutes=M, embedding=True, progress=False)
     assert snapshot(model) == before and "the model's outputs, without its head, are embeddings" in found.about[0]
     saved = timm.create_model(f"local-dir:{tmp_path / 'student' / 'best'}", pretrained=True)
-    assert saved.num_classes == 0 and saved(images(1)).shape == (1, 32)
+    assert saved.num_classes == 0 and saved(images(1)).shape == (1, 32) and found.rows[-2].kind == 'plain'
     judging = prepare(images(), model, embedding=True).judging
     assert found.rows[0].neighbours == 100. and found.rows[-1].neighbours == judging.neighbours(saved(judging.images))
     assert 'same nearest image, %' in found.table() and 'nearest' not in verdict(row('a')).table() and math.isnan(row('a').neighbours)

@@ -111,7 +111,7 @@ def shrink(
         torch.manual_seed(0)  # whatever a search has drawn
         done = converted(material, config)
         student = done.model
-        plain = plain_student(model, material.built, count_parameters(student), material.base)
+        plain = plain_student(material.model, material.built, count_parameters(student), material.base)
         plan = plan or {
             **asked, 'ode': config.to_args(), 'command': command, **_minutes(material, folder, minutes, began)}
         each = min(SHARE * (minutes - plan['prepare']), (minutes - plan['prepare'] - plan['measure']) / 2)
