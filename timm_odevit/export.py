@@ -50,14 +50,16 @@ def write_int8(source: Path, path: Path) -> None:
     from onnxruntime.quantization import quantize_dynamic
     from onnxruntime.quantization.shape_inference import quant_pre_process
     about = {entry.key: entry.value for entry in onnx.load(source).metadata_props}
-    quant_pre_process(source, path, skip_onnx_shape=True, skip_symbolic_shape=True)  # folds transposed weights
-    # 7 bits: on a processor without VNNI, sums of two products of 8 bits each overflow
-    quantize_dynamic(path, path, op_types_to_quantize=['MatMul', 'Gemm'], reduce_range=True, per_channel=True)
-    model = onnx.load(path)
-    _round_initializers(model.graph)
-    del model.graph.value_info[:]
-    onnx.helper.set_model_props(model, {**about, 'int8': 'true'})
-    onnx.save(model, path)
+    with staged(path.parent, path.name) as aside:
+        file = aside / path.name
+        quant_pre_process(source, file, skip_onnx_shape=True, skip_symbolic_shape=True)  # folds transposed weights
+        # 7 bits: on a processor without VNNI, sums of two products of 8 bits each overflow
+        quantize_dynamic(file, file, op_types_to_quantize=['MatMul', 'Gemm'], reduce_range=True, per_channel=True)
+        model = onnx.load(file)
+        _round_initializers(model.graph)
+        del model.graph.value_info[:]
+        onnx.helper.set_model_props(model, {**about, 'int8': 'true'})
+        onnx.save(model, file)
 
 
 def _write_pt2(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:

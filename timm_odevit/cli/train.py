@@ -135,11 +135,13 @@ def _absolute(name: str, value: Any) -> Any:
 
 def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) -> None:
     """Train, and say where the result is and how to evaluate it."""
-    if args.quiet:  # it gives accuracies
-        warnings.filterwarnings('ignore', 'Training ended worse')
     try:
-        train(recipe, args.data, args.out, teacher=teacher, student=student, minutes=args.minutes, resume=args.resume,
-              limit=args.limit, command=args.started, device=args.device, progress=not args.quiet)
+        with warnings.catch_warnings():
+            if args.quiet:  # it gives accuracies
+                warnings.filterwarnings('ignore', 'Training ended worse')
+            train(recipe, args.data, args.out, teacher=teacher, student=student, minutes=args.minutes,
+                  resume=args.resume, limit=args.limit, command=args.started, device=args.device,
+                  progress=not args.quiet)
         if args.distributed:
             torch.distributed.barrier()  # some versions of gloo wait forever if a process leaves first
     finally:

@@ -130,7 +130,7 @@ def with_test(data: Data, source: Any, model: Any) -> Data:
     own = not data.labelled and data.num_classes > 0  # classes that are not the model's
     other = read_data(source, model, labels=data.labelled or own, held_out=0., any_classes=own)
     if own and other.classes != data.classes:
-        raise ValueError(f"'{source}' has not the classes of the other images. Give a folder for each of them.")
+        raise ValueError(f"'{source}' does not have the classes of the other images. Give a folder for each of them.")
     loader, words = other.evaluated()
     return replace(data, test=loader, words={**data.words, 'test': words})
 

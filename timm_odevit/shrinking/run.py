@@ -125,8 +125,8 @@ def shrink(
         about = [f'{model_name(student)}: {done}', f"{minutes:g} minutes: {plan['prepare']:.2g} to prepare, "
                  f"{sum(plan['train']):.3g} to train each student, about {plan['measure']:.2g} to measure"]
         if plain is not None and sum(plan['train']) < LEVEL and next(model.parameters()).device.type == 'cpu':
-            about.insert(0, 'For so little time, expect the plain student to be better than the ODE-ViT: trained on '
-                         f'CIFAR-100, they are level after {LEVEL} minutes of a CPU core each.')
+            about.insert(0, 'For so little time, expect a plain student that is as good as the ODE-ViT, or better: on '
+                         f'CIFAR-100, they were level after {LEVEL} minutes of a CPU core each.')
         if plain is None:
             about.append('There is no plain student, since timm cannot build this model with fewer blocks.')
         say('\n'.join(about))
