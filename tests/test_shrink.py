@@ -14,7 +14,7 @@ from PIL import Image
 from timm_odevit import convert_, export_model, save_pretrained, shrink
 from timm_odevit.cli import main
 from timm_odevit.data.read import NOTE, read_data
-from timm_odevit.export import load_exported, metadata
+from timm_odevit.export.files import load_exported, metadata
 from timm_odevit.ode.blocks import count_parameters, find_ode_blocks
 from timm_odevit.saving.save import describe
 from timm_odevit.shrinking import candidates, material, run

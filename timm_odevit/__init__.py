@@ -4,6 +4,7 @@ The rooms of the package, from the ground up; each imports only from those above
 
 settings            settings as dataclasses that check themselves; words that messages share
 files, distributed  files that are complete or absent; several processes of one run
+quantization        weights in a few bits
 hooks               hooks and modes that are restored; the hidden states of a model while it runs
 ode                 the mathematics
 data                images and labels in batches
@@ -30,7 +31,7 @@ from .dynamics.trajectories import attention_over_time, class_over_time, traject
 from .evaluation.accuracy import calibrate_halting, evaluate
 from .evaluation.embeddings import evaluate_embeddings
 from .evaluation.results import Evaluation
-from .export import export_model
+from .export.files import export_model
 from .interop.from_libraries import from_open_clip, from_torchvision, from_transformers
 from .interop.put_tower import put_tower_
 from .ode.blocks import with_steps

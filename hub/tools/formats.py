@@ -15,7 +15,7 @@ import torch
 
 from timm_odevit import export_model
 from timm_odevit.benchmark import processor
-from timm_odevit.export import FORMATS
+from timm_odevit.export.files import FORMATS
 from timm_odevit.files import to_json, write_text
 
 HUB = Path(__file__).parent.parent

@@ -18,7 +18,7 @@ from ..data.preprocessing import data_config, open_image, warn_of_other_classes
 from ..data.read import Data, held_out_of, read_data, with_test
 from ..data.sources import files_in
 from ..evaluation.embeddings import without_classifiers
-from ..export import FORMATS, load_exported, metadata
+from ..export.files import FORMATS, load_exported, metadata
 from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES
 from ..ode.blocks import find_ode_blocks

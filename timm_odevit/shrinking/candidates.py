@@ -18,7 +18,7 @@ from ..benchmark import half_intervals, times_in_turns
 from ..convert.block_kinds import find_stages
 from ..convert.conversion import convert_
 from ..evaluation.accuracy import calibrate_halting
-from ..export import export_model, load_exported, write_int8
+from ..export.files import export_model, load_exported, write_int8
 from ..ode.blocks import find_ode_blocks
 from ..settings import one_line
 from .material import Held, Material

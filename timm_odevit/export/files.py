@@ -13,12 +13,12 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from ._version import __version__
-from .data.preprocessing import class_names, data_config, dtype_of, model_name
-from .files import staged
-from .ode.blocks import find_ode_blocks
-from .ode.config import DEFAULT
-from .settings import one_line, one_of
+from .._version import __version__
+from ..data.preprocessing import class_names, data_config, dtype_of, model_name
+from ..files import staged
+from ..ode.blocks import find_ode_blocks
+from ..ode.config import DEFAULT
+from ..settings import one_line, one_of
 
 METADATA = 'metadata.json'  # in a .pt2 file of torch.export
 PREPARED = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')

@@ -1,0 +1,1 @@
+"""Models in files that run without this package."""
