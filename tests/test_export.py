@@ -14,8 +14,9 @@ import timm
 import torch
 from conftest import snapshot
 
-from timm_odevit import convert_, export, export_model, save_pretrained, with_steps
+from timm_odevit import convert_, export_model, save_pretrained, with_steps
 from timm_odevit.cli import main
+from timm_odevit.export import files as export
 
 onnx_here = pytest.mark.skipif(not all(map(find_spec, ('onnx', 'onnxscript', 'onnxruntime'))), reason="not installed: pip install -e '.[deploy]'")
 compiler = pytest.mark.skipif(shutil.which(os.environ.get('CXX', 'g++')) is None, reason='there is no C++ compiler: apt install g++')
