@@ -11,7 +11,6 @@ import torch
 from timm.models import get_model_args
 from timm.utils import unwrap_model
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 
 from .._version import __version__
 from ..data.preprocessing import class_names, data_config, dtype_of, model_name
@@ -19,62 +18,18 @@ from ..files import staged
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import DEFAULT
 from ..settings import one_line, one_of
+from .onnx import write_onnx
+from .program import METADATA, write_aoti, write_pt2
 
-METADATA = 'metadata.json'  # in a .pt2 file of torch.export
 PREPARED = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')
 
 
 class Format(NamedTuple):
     suffix: str
-    write: Callable[[ExportedProgram, Path, dict[str, str], bool], Any]
+    write: Callable[..., None]  # of a copy of the model, images [2, C, H, W], the path and metadata
 
 
-def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
-    import onnx
-    program: Any = torch.onnx.export(
-        exported, input_names=['images'], output_names=['output'], dynamic_shapes=({0: 'batch'},), verbose=False)
-    program.save(path, external_data=False)
-    model = onnx.load(path)
-    del model.graph.value_info[:]  # with what each node was in Python, they take as much as a small model's weights
-    for node in model.graph.node:
-        node.ClearField('metadata_props')
-    onnx.helper.set_model_props(model, about)
-    onnx.save(model, path)
-    if int8:
-        write_int8(path, path)
-
-
-def write_int8(source: Path, path: Path) -> None:
-    """Write an .onnx file of export_model with weights in int8, for linear layers that compute in it."""
-    import onnx
-    from onnxruntime.quantization import quantize_dynamic
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-    about = {entry.key: entry.value for entry in onnx.load(source).metadata_props}
-    with staged(path.parent, path.name) as aside:
-        file = aside / path.name
-        quant_pre_process(source, file, skip_onnx_shape=True, skip_symbolic_shape=True)  # folds transposed weights
-        # 7 bits: on a processor without VNNI, sums of two products of 8 bits each overflow
-        quantize_dynamic(file, file, op_types_to_quantize=['MatMul', 'Gemm'], reduce_range=True, per_channel=True)
-        model = onnx.load(file)
-        _round_initializers(model.graph)
-        del model.graph.value_info[:]
-        onnx.helper.set_model_props(model, {**about, 'int8': 'true'})
-        onnx.save(model, file)
-
-
-def _write_pt2(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
-    torch.export.save(exported, path, extra_files={METADATA: json.dumps(about)})
-
-
-def _write_aoti(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
-    from torch._inductor import aoti_compile_and_package, config
-    configs: dict[str, Any] = {'aot_inductor.metadata': about}
-    if hasattr(config.aot_inductor, 'check_lowerbound'):  # with AOTI_RUNTIME_CHECK_INPUTS=1, it would refuse one image
-        configs['aot_inductor.check_lowerbound'] = False
-    aoti_compile_and_package(exported, package_path=str(path), inductor_configs=configs)
-
-
-FORMATS = {'onnx': Format('.onnx', _write_onnx), 'pt2': Format('.pt2', _write_pt2), 'aoti': Format('.pt2', _write_aoti)}
+FORMATS = {'onnx': Format('.onnx', write_onnx), 'pt2': Format('.pt2', write_pt2), 'aoti': Format('.pt2', write_aoti)}
 
 
 def export_model(
@@ -83,6 +38,8 @@ def export_model(
         *,
         format: str = 'onnx',
         int8: bool = False,
+        bits: int | None = None,
+        any_steps: bool = False,
         overwrite: bool = False,
 ) -> Path:
     """Write a model to a file that runs without this package and without timm, on batches of any size.
@@ -96,7 +53,11 @@ def export_model(
         format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled for this kind of
             processor, for torch._inductor.aoti_load_package. It takes contiguous images, and checks their layout, size
             and dtype only with AOTI_RUNTIME_CHECK_INPUTS=1 in the environment.
-        int8: Store weights as int8, with a scale for each row, and compute linear layers in it (only 'onnx').
+        int8: Compute linear layers in int8, with a scale for each row, and store weights so (only 'onnx').
+        bits: 4 stores matrices in 4 bits, in groups of 32 with a scale and a zero point, and all else in 16, whatever
+            is computed in; None does not (only 'onnx', of a float32 model).
+        any_steps: Make the number of steps a second input, `steps`, int64 [], which may be left out for the model's
+            own; at least one for each shared block (only 'onnx').
 
     Raises ImportError if a package is missing, ValueError if the file exists or the model cannot be exported.
 
@@ -112,7 +73,12 @@ def export_model(
     for wrong, why in (
             (path.suffix != suffix or path.is_dir() or (path.exists() and not overwrite),
              f"'{path}' exists, or does not end in {suffix}. Give another file, or overwrite=True (--overwrite)."),
-            (int8 and format != 'onnx', f'The format {format} stores no int8. Choose the format onnx.'),
+            ((int8 or bits or any_steps) and format != 'onnx',
+             f'The format {format} has no int8, no other bits and fixed steps. Choose the format onnx.'),
+            (bits not in (None, 4), f'bits={bits} is not offered. Give 4, or None.'),
+            (bits and dtype != torch.float32, f'4 bits are made of float32; got {dtype}. Call model.float() first.'),
+            (any_steps and (len(odes) != 1 or odes[0].config.halting),
+             'any_steps=True (--any-steps) needs an ODE-ViT with one sequence of blocks, and no halting.'),
             (format == 'onnx' and dtype not in (torch.float32, torch.float16),
              f'ONNX Runtime does not run {dtype}. Call model.float() first, or choose the format pt2.'),
             (any(ode.config.adaptive for ode in odes),
@@ -125,19 +91,12 @@ def export_model(
     copied = copy.deepcopy(model).eval().requires_grad_(False)
     if format == 'onnx':
         copied.cpu()
-    # two images: torch.export takes a size of 1 as fixed
     images = torch.zeros(2, *data_config(model)['input_size'], dtype=dtype, device=next(copied.parameters()).device)
-    try:
-        batch = torch.export.Dim('batch', max=2 ** 20)  # without a bound, merged tokens could overflow an index
-        exported = torch.export.export(copied, (images,), dynamic_shapes=({0: batch},))
-    except Exception as e:  # whatever a model's own code leads to
-        raise ValueError(f'torch.export cannot export this {type(model).__name__}: {one_line(e)}') from e
-    for node in exported.graph.nodes:
-        node.meta.pop('stack_trace', None)  # names files of this machine
-    about: Any = {**metadata(model), 'int8': int8, 'timm_odevit': __version__}
+    about: Any = {**metadata(model), 'int8': int8, 'bits': bits, 'timm_odevit': __version__}
     about = {key: json.dumps(value) for key, value in about.items() if value not in (None, [])}
+    forms = dict(int8=int8, bits=bits, any_steps=any_steps) if format == 'onnx' else {}
     with staged(path.parent, path.name) as aside:
-        write(exported, aside / path.name, about, int8)
+        write(copied, images, aside / path.name, about, **forms)
     return path
 
 
@@ -179,25 +138,3 @@ def load_exported(path: str | Path) -> tuple[Callable[[Tensor], Tensor], dict[st
     except Exception as e:
         raise ValueError(f"Cannot run '{path}': {one_line(e)}. Give a file of odevit export, as onnx (pip install "
                          'onnxruntime) or pt2.') from e
-
-
-def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A weight as int8, and a scale for each row, or token of a position embedding [1, N, D]; None for a small one."""
-    if weight.ndim < 2 or weight.numel() < 4096 or not weight.is_floating_point():
-        return None
-    rows = [2] if weight.ndim == 3 else list(range(1, weight.ndim))
-    scale = weight.abs().amax(dim=rows, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny) / 127
-    return (weight / scale).round().clamp(-127, 127).to(torch.int8), scale
-
-
-def _round_initializers(graph: Any) -> None:
-    """Store the large weights of an ONNX graph that are still floats as int8."""
-    from onnx import helper, numpy_helper
-    for tensor in list(graph.initializer):
-        rounded = _round(torch.from_numpy(numpy_helper.to_array(tensor).copy()))
-        if rounded is not None:
-            name = tensor.name
-            graph.node.insert(0, helper.make_node('Mul', [f'{name}_scale', f'{name}_float'], [name]))
-            graph.node.insert(0, helper.make_node('Cast', [f'{name}_int8'], [f'{name}_float'], to=tensor.data_type))
-            graph.initializer.append(numpy_helper.from_array(rounded[1].numpy(), f'{name}_scale'))
-            tensor.CopyFrom(numpy_helper.from_array(rounded[0].numpy(), f'{name}_int8'))

@@ -18,7 +18,8 @@ from ..benchmark import half_intervals, times_in_turns
 from ..convert.block_kinds import find_stages
 from ..convert.conversion import convert_
 from ..evaluation.accuracy import calibrate_halting
-from ..export.files import export_model, load_exported, write_int8
+from ..export.files import export_model, load_exported
+from ..export.onnx import rewrite
 from ..ode.blocks import find_ode_blocks
 from ..settings import one_line
 from .material import Held, Material
@@ -34,11 +35,14 @@ class Candidate(NamedTuple):
     kind: str  # 'original', 'plain' or 'student'
     name: str
     model: nn.Module
-    int8: bool = False
+    int8: bool = False  # computes in it
+    bits: int | None = None  # of what is stored
     exits: bool = False  # image by image, which a file cannot
 
-    def and_int8(self) -> list['Candidate']:
-        return [self, self._replace(name=f'{self.name}, int8', int8=True)]
+    def and_smaller(self) -> list['Candidate']:
+        """Itself, and the smaller files that are made of its file."""
+        return [self, self._replace(name=f'{self.name}, int8', int8=True),
+                self._replace(name=f'{self.name}, 4 bits', int8=True, bits=4)]
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Row:
 
 
 def _originals(material: Material, *_: Any) -> Iterator[Candidate]:
-    yield from Candidate('original', 'original', material.model).and_int8()
+    yield from Candidate('original', 'original', material.model).and_smaller()
 
 
 def _fewer_tokens(material: Material, *_: Any) -> Iterator[Candidate]:
@@ -74,12 +78,12 @@ def _fewer_tokens(material: Material, *_: Any) -> Iterator[Candidate]:
 def _plain(_: Material, __: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
     if plain is not None:
         count = len(find_ode_blocks(plain)[0])
-        yield from Candidate('plain', f"plain, {count} block{'s' if count > 1 else ''}", plain).and_int8()
+        yield from Candidate('plain', f"plain, {count} block{'s' if count > 1 else ''}", plain).and_smaller()
 
 
 def _student(_: Material, student: nn.Module, *__: Any) -> Iterator[Candidate]:
     steps = '+'.join(str(ode.steps) for ode in find_ode_blocks(student))  # no other number was trained
-    yield from Candidate('student', f'student, K = {steps}', student).and_int8()
+    yield from Candidate('student', f'student, K = {steps}', student).and_smaller()
 
 
 def _early_exit(material: Material, student: nn.Module, *_: Any) -> Iterator[Candidate]:
@@ -111,7 +115,7 @@ def measure(
     """
     folder.mkdir(exist_ok=True)
     files: list[tuple[Candidate, Path | None, Callable[[Tensor], Tensor]]] = []
-    notes: list[str] = []
+    notes, whole = list[str](), Path()
     for candidate in chosen:
         like = next(candidate.model.parameters())
         onnx = like.device.type == 'cpu' and like.dtype in (torch.float32, torch.float16) and all(
@@ -125,9 +129,10 @@ def measure(
             try:
                 if not candidate.int8:
                     export_model(candidate.model, path, format=path.suffix[1:], overwrite=True)
-                elif (exported := path.with_name(path.name.replace('_int8.', '.'))).exists():
-                    write_int8(exported, path)
-                else:
+                    whole = path
+                elif whole.stem in path.stem:
+                    rewrite(whole, path, candidate.model, int8=candidate.int8, bits=candidate.bits)
+                else:  # it could not be exported
                     continue
             except ValueError as e:
                 if not files:
