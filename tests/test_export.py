@@ -17,6 +17,8 @@ from conftest import snapshot
 from timm_odevit import convert_, export_model, save_pretrained, with_steps
 from timm_odevit.cli import main
 from timm_odevit.export import files as export
+from timm_odevit.export.onnx import _round
+from timm_odevit.quantization import packed, unpacked
 
 onnx_here = pytest.mark.skipif(not all(map(find_spec, ('onnx', 'onnxscript', 'onnxruntime'))), reason="not installed: pip install -e '.[deploy]'")
 compiler = pytest.mark.skipif(shutil.which(os.environ.get('CXX', 'g++')) is None, reason='there is no C++ compiler: apt install g++')
@@ -120,11 +122,84 @@ def test_int8_is_close_and_smaller(vit, five, tmp_path, ode, computed):
 def test_a_weight_in_int8_has_a_scale_per_row_or_for_positions_per_token():
     for shape, scales in (((64, 65), (64, 1)), ((64, 3, 8, 8), (64, 1, 1, 1)), ((3, 23, 64), (3, 23, 1)), ((1, 65, 192), (1, 65, 1)), ((1, 197, 64), (1, 197, 1))):
         weight = torch.randn(shape)
-        stored, scale = export._round(weight)
+        stored, scale = _round(weight)
         assert stored.dtype == torch.int8 and scale.shape == scales
         assert ((stored * scale - weight).abs() <= scale / 2 + 1e-7).all()
-    assert export._round(torch.randn(5000)) is None and export._round(torch.randn(8, 8)) is None
-    assert not export._round(torch.zeros(64, 64))[0].any()
+    assert _round(torch.randn(5000)) is None and _round(torch.randn(8, 8)) is None
+    assert not _round(torch.zeros(64, 64))[0].any()
+
+
+@onnx_here
+@pytest.mark.parametrize('ode, int8, any_steps, allowed', [
+    (dict(phases=2, steps=4), False, True, 1e-4), (dict(phases=2, steps=4), True, False, 0.1), (dict(phases=2, steps=4), True, True, 0.1),
+    (dict(field='lipschitz', method='euler'), False, False, 1e-3),
+    (dict(field='lipschitz', method='euler'), True, False, 0.4)], ids=str)  # its norms are folded into the weights first
+def test_four_bits_are_those_of_a_folder_and_small(vit, five, tmp_path, ode, int8, any_steps, allowed):
+    model = vit(embed_dim=128, num_heads=4, depth=4)
+    convert_(model, **ode)
+    path = export_model(model, tmp_path / 'model.onnx', bits=4, int8=int8, any_steps=any_steps)
+    (_, found), about = run_alone('onnx', path, five, tmp_path)
+    model.load_state_dict(unpacked(packed(model.state_dict())))
+    with torch.no_grad():
+        expected = model(five)
+    assert (found - expected).norm() < allowed * expected.norm() and about['bits'] == 4 and about['int8'] is int8
+    stored = sum(len(t.raw_data) for part in parts_of(path) for t in part.initializer)
+    assert stored < 5.2 / 8 * sum(p.numel() for p in model.parameters())  # with scales, zero points and vectors in 16 bits
+
+
+def parts_of(path):
+    """The graph of a file, and those of its loops."""
+    import onnx
+    whole = onnx.load(path).graph
+    return [whole, *(node.attribute[0].g for node in whole.node if node.op_type == 'Loop')]
+
+
+@onnx_here
+@pytest.mark.parametrize('ode, counts', [
+    (dict(phases=2), (2, 3, 5, 12, 100)), (dict(method='rk4', steps=2), (1, 3)), (dict(field='lipschitz', method='euler'), (1, 5)),
+    (dict(phases=2, blocks=(1, 2)), (2, 3))], ids=str)
+def test_one_file_has_any_number_of_steps(vit, five, tmp_path, ode, counts):
+    onnxruntime = pytest.importorskip('onnxruntime')
+    model = vit(depth=4)
+    convert_(model, **ode)
+    before, own = snapshot(model), model.blocks.steps
+    path = export_model(model, tmp_path / 'model.onnx', any_steps=True)
+    assert snapshot(model) == before
+    session = onnxruntime.InferenceSession(path, providers=['CPUExecutionProvider'])
+    images = {'images': five.numpy()}
+
+    def run(**more):
+        return torch.from_numpy(session.run(None, {**images, **more})[0])
+    for steps in counts:
+        with torch.no_grad():
+            torch.testing.assert_close(run(steps=np.array(steps)), with_steps(model, steps)(five), atol=1e-4, rtol=0)
+    torch.testing.assert_close(run(), run(steps=np.array(own)), atol=0, rtol=0)  # it may be left out
+    torch.testing.assert_close(run(steps=np.array(-3)), run(steps=np.array(counts[0])), atol=0, rtol=0)  # too few are as many as there must be
+
+
+@onnx_here
+def test_steps_of_a_file_are_checked_and_used(vit, five, tmp_path):
+    model = vit(depth=4)
+    convert_(model, phases=2)
+    for any_steps in (False, True):
+        export_model(model, tmp_path / f'{any_steps}.onnx', any_steps=any_steps)
+    run, about = export.load_exported(tmp_path / 'True.onnx', 6)
+    torch.testing.assert_close(run(five), with_steps(model, 6)(five), atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match='fixed steps; leave them out, or export it with any_steps'):
+        export.load_exported(tmp_path / 'False.onnx', 6)
+
+
+@onnx_here
+@pytest.mark.parametrize('ode, why', [
+    (None, 'needs an ODE-ViT'), (dict(halting='entropy'), 'no halting'), (dict(tokens=0.5), 'tokens=0.5 merges others at each step'),
+    (dict(phases=3), 'its spans are not of equal length')])
+def test_a_model_whose_steps_cannot_be_an_input_is_refused(vit, tmp_path, ode, why):
+    model = vit(depth=4)
+    if ode is not None:
+        convert_(model, **ode)
+    with pytest.raises(ValueError, match=why):
+        export_model(model, tmp_path / 'a.onnx', any_steps=True)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize('format', [case('onnx'), case('pt2')])
@@ -180,7 +255,10 @@ def test_a_file_is_replaced_only_on_request_and_only_by_a_whole_one(vit, tmp_pat
 
 @pytest.mark.parametrize('change, given, message', [
     (vars, dict(format='onx'), "Unknown format 'onx'. Did you mean 'onnx'?"),
-    (vars, dict(int8=True), 'The format pt2 stores no int8'),
+    (vars, dict(int8=True), 'The format pt2 has no int8'),
+    (vars, dict(bits=4), 'Choose the format onnx'),
+    (vars, dict(path='a.onnx', format='onnx', bits=3), 'Give 4, or None'),
+    (lambda model: model.half(), dict(path='a.onnx', format='onnx', bits=4), r'4 bits are made of float32; got torch.float16'),
     (vars, dict(path='a.onnx', format='aoti'), 'does not end in .pt2'),
     (lambda model: model.bfloat16(), dict(path='a.onnx', format='onnx'), r'Call model.float\(\) first'),
     (lambda model: convert_(model, method='dopri5'), {}, "such as model.blocks.method = 'rk4'"),

@@ -47,10 +47,11 @@ def few(monkeypatch):
     names, written = ('original', 'plain, 2 blocks', 'student, K = 4', 'student, K = 4+4'), {}
 
     def write(model, path, **options):
-        path.write_bytes(b'a model')
-        written[path] = copy.deepcopy(model).eval()
+        path.write_bytes(b'model %d' % len(written))
+        written[path.read_bytes()] = copy.deepcopy(model).eval()
+        return path
     monkeypatch.setattr(candidates, 'export_model', write)
-    monkeypatch.setattr(candidates, 'load_exported', lambda path: (written[path], {}))
+    monkeypatch.setattr(candidates, 'load_exported', lambda path: (written[path.read_bytes()], {}))
     monkeypatch.setattr(run, 'candidates', lambda *models: [each for each in candidates.candidates(*models) if each.name in names])
 
 

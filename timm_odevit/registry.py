@@ -16,6 +16,7 @@ from .convert.conversion import convert_
 from .features import FeaturesAtTimes
 from .hooks import on_meta
 from .ode.config import PREFIX, OdeConfig
+from .quantization import unpacked
 from .saving.loading import CONFIG, WEIGHTS, check_args, check_size, weights_file
 from .settings import one_line, shown
 
@@ -157,7 +158,8 @@ def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str 
 
 
 def _filter(base: str, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The base's checkpoint filter, which resizes position embeddings."""
+    """Weights as they were before 4 bits, through the base's filter, which resizes position embeddings."""
+    state = unpacked(state)
     base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
     return base_filter(state, model) if base_filter else state
 

@@ -86,12 +86,13 @@ def _kept(allowed: str, keep: Callable[[Any], Any], none: str = '') -> Check:
     return check
 
 
-def integer(least: int | None = 0, none: str = '') -> Check:
+def integer(least: int | None = 0, none: str = '', most: float = math.inf) -> Check:
     """A whole number, of at least `least` unless that is None; or None, if `none` says what None stands for."""
     def keep(value: Any) -> int | None:
         whole = isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's too
-        return int(value) if whole and (least is None or value >= least) else None
-    return _kept(f"a whole number{'' if least is None else f' of at least {least}'}", keep, none)
+        return int(value) if whole and (least is None or value >= least) and value <= most else None
+    inside = '' if least is None else f' of at least {least}' if most == math.inf else f' from {least} to {most}'
+    return _kept(f'a whole number{inside}', keep, none)
 
 
 def number(least: float = 0., most: float = math.inf, *, open: str = '', none: str = '') -> Check:

@@ -165,9 +165,7 @@ def predict(args: Any) -> None:
     """
     run: Any
     if args.model.endswith(('.onnx', '.pt2')) and ':' not in args.model:
-        if args.steps is not None:
-            raise ValueError(f"'{args.model}' has fixed steps. Leave out --steps, or give it to odevit export.")
-        run, about = load_exported(args.model)
+        run, about = load_exported(args.model, args.steps)
         blocks, cfg, like = [], about['images'], torch.empty(0)
     else:
         run = load_with_steps(args).eval()
@@ -209,13 +207,16 @@ def export(args: Any) -> None:
     model
     --format {onnx,pt2,aoti} [onnx]  for ONNX Runtime, for torch.export.load, or compiled for this kind of processor
     -o,--out FILE  file to write: .onnx, or .pt2 for the others (default: the model's name)
-    --int8  store the weights of linear layers as int8 (only onnx)
+    --int8  compute linear layers in int8, and store weights so (only onnx)
+    --bits N  4 stores matrices in 4 bits (only onnx)
+    --any-steps  make the number of steps an input, 'steps' (only onnx)
     --steps --img-size
     --overwrite  replace an existing file
     """
     model = load_with_steps(args)
     out = args.out or Path(args.model.split(':')[-1]).resolve().name + FORMATS[args.format].suffix
-    path = export_model(model, out, format=args.format, int8=args.int8, overwrite=args.overwrite)
+    path = export_model(model, out, format=args.format, int8=args.int8, bits=args.bits, any_steps=args.any_steps,
+                        overwrite=args.overwrite)
     print(f'wrote {path}: {path.stat().st_size / 1e6:.2f} MB')
 
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from timm.models import get_model_args
 from timm.utils import unwrap_model
@@ -114,19 +115,22 @@ def metadata(model: Any) -> dict[str, Any]:
             **data_config(model)}
 
 
-def load_exported(path: str | Path) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+def load_exported(path: str | Path, steps: int | None = None) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
     """The model of an 'onnx' or 'pt2' file, for images [B, C, H, W], and its metadata; or ValueError."""
+    own: dict[str, Any] = {}
     try:
         if Path(path).suffix == '.onnx':
             import onnxruntime
             options = onnxruntime.SessionOptions()
-            options.intra_op_num_threads = torch.get_num_threads()
+            options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
             session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
             about: Any = session.get_modelmeta().custom_metadata_map
             dtype = getattr(torch, session.get_inputs()[0].type[7:-1])  # of 'tensor(...)'
+            if steps is not None and session.get_overridable_initializers():
+                own['steps'] = np.array(steps)
 
             def run(images: Tensor) -> Tensor:
-                return torch.from_numpy(session.run(None, {'images': images.to(dtype).numpy()})[0])
+                return torch.from_numpy(session.run(None, {'images': images.to(dtype).numpy(), **own})[0])
         else:
             program = torch.export.load(path, extra_files=(extra := {METADATA: ''}))
             module, like, about = program.module(), next(program.parameters()), json.loads(extra[METADATA])
@@ -134,6 +138,8 @@ def load_exported(path: str | Path) -> tuple[Callable[[Tensor], Tensor], dict[st
             def run(images: Tensor) -> Tensor:
                 return module(images.to(like))  # type: ignore[no-any-return]
         about = {key: json.loads(value) for key, value in about.items()}
+        if steps is not None and not own:
+            raise ValueError('it has fixed steps; leave them out, or export it with any_steps (--any-steps)')
         return run, {**about, 'images': {key: about[key] for key in PREPARED}}
     except Exception as e:
         raise ValueError(f"Cannot run '{path}': {one_line(e)}. Give a file of odevit export, as onnx (pip install "

@@ -94,24 +94,28 @@ def _groups_of(model: nn.Module) -> dict[bytes, tuple[Groups, Tensor]]:
     found: dict[bytes, tuple[Groups, Tensor]] = {}
     for tensor in model.state_dict().values():
         if is_rounded(tensor):
-            groups = in_groups(tensor)
-            values = groups.values(tensor.shape)
-            found[tensor.numpy().tobytes()] = groups, values
+            groups, values = found[tensor.numpy().tobytes()] = _pair(tensor)
             if tensor.ndim == 2:
                 found[tensor.T.contiguous().numpy().tobytes()] = groups, values.T
     return found
+
+
+def _pair(tensor: Tensor) -> tuple[Groups, Tensor]:
+    groups = in_groups(tensor)
+    return groups, groups.values(tensor.shape)
 
 
 def _stored(model: Any, int8: bool, groups: dict[bytes, tuple[Groups, Tensor]]) -> Any:
     """A model with linear layers that compute in int8, and with its matrices in groups, if there are any."""
     import onnx
     from onnx import helper, numpy_helper
-    known, arrays = {}, {}
+    known: dict[str, tuple[Groups, Tensor]] = {}
     if int8:
         model = _folded(model)
-    for tensor in model.graph.initializer:
-        if found := groups.get(numpy_helper.to_array(tensor).tobytes()):
-            known[tensor.name] = found
+    for tensor in model.graph.initializer if groups else ():
+        weight = torch.from_numpy(numpy_helper.to_array(tensor).copy())
+        if is_rounded(weight):  # what was folded is in none of the groups
+            known[tensor.name] = found = groups.get(weight.numpy().tobytes()) or _pair(weight)
             tensor.CopyFrom(numpy_helper.from_array(found[1].contiguous().numpy(), tensor.name))
     if int8:
         model = _in_int8(model, rest=not groups)

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import HfApi
 from safetensors.torch import save_file
 from timm.data import resolve_model_data_config
-from timm.models import get_model_args, save_for_hf
+from timm.models import get_model_args, is_model_in_modules, save_for_hf
 from timm.utils import unwrap_model
 from torch import nn
 
@@ -21,6 +21,7 @@ from ..files import staged
 from ..hooks import on_meta
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import PREFIX
+from ..quantization import BITS, packed
 from ..settings import one_line
 from .cards import model_card
 from .loading import CONFIG, WEIGHTS, check_args
@@ -37,12 +38,14 @@ def save_pretrained(
         *,
         base: str | None = None,
         base_args: dict[str, Any] | None = None,
+        bits: int | None = None,
 ) -> Path:
     """Save an ODE-ViT, or any timm model, in timm's own format: config.json and model.safetensors.
 
     The folder holds the old model or the new one; a process that is killed between them may leave no config.json, which
     the next save repairs. The current settings are saved, such as `model.blocks.steps`. `base` and `base_args` are timm
-    name and keywords of the base of a model that was not made by `timm.create_model`.
+    name and keywords of the base of a model that was not made by `timm.create_model`. With `bits=4`, matrices are stored
+    in 4 bits, in groups of 32 with a scale and a zero point, and all else in 16; they are unpacked when loaded.
 
     Raises ValueError if the model cannot be rebuilt, OSError if the files could not be written.
 
@@ -51,7 +54,12 @@ def save_pretrained(
         >>> again = timm.create_model('local-dir:student', pretrained=True)
     """
     model, folder = unwrap_model(model), Path(folder)
+    if bits not in (None, BITS):
+        raise ValueError(f'bits={bits} is not offered. Give {BITS}, or None.')
     architecture, args, rebuilt = describe(model, base, base_args)
+    if bits and not is_model_in_modules(architecture, {'registry'}):
+        raise ValueError(f'timm itself loads {architecture}, and does not unpack 4 bits. convert_(model, phases=depth) '
+                         'keeps all blocks and what they compute, and can be saved so.')
     # the licence is that of weights, which an architecture does not have
     cfg = dict(getattr(model, 'pretrained_cfg', None) or {**rebuilt.pretrained_cfg, 'license': None})
     names = cfg.pop('label_names', None)
@@ -59,7 +67,8 @@ def save_pretrained(
     with staged(folder, WEIGHTS, CONFIG) as aside:
         only_config: Any = None  # neither True nor False: timm writes no weights
         save_for_hf(rebuilt, str(aside), safe_serialization=only_config)
-        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        state = model.state_dict()
+        weights = packed(state) if bits else {name: tensor.contiguous() for name, tensor in state.items()}
         save_file(weights, aside / WEIGHTS, metadata={'format': 'pt'})
         path = aside / CONFIG
         config = json.loads(path.read_text())

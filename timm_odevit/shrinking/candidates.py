@@ -1,6 +1,8 @@
 """What is compared, and its measurement: a new row of the verdict is a function in FORMS that yields a Candidate."""
 import copy
 import math
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +37,8 @@ class Candidate(NamedTuple):
     kind: str  # 'original', 'plain' or 'student'
     name: str
     model: nn.Module
-    int8: bool = False  # computes in it
-    bits: int | None = None  # of what is stored
+    int8: bool = False  # whether linear layers compute in it
+    bits: int | None = None  # of the matrices in its file
     exits: bool = False  # image by image, which a file cannot
 
     def and_smaller(self) -> list['Candidate']:
@@ -105,6 +107,45 @@ def candidates(material: Material, student: nn.Module, plain: nn.Module | None) 
         yield from form(material, student, plain)
 
 
+def _files(
+        chosen: Iterable[Candidate], folder: Path, progress: Callable[[str], Any],
+) -> tuple[list[tuple[Candidate, Path | None, Callable[[Tensor], Tensor]]], list[str]]:
+    """Write each candidate to a file, those of the same model from one export; and notes on what could not be."""
+    folder.mkdir(exist_ok=True)
+    files: list[tuple[Candidate, Path | None, Callable[[Tensor], Tensor]]] = []
+    notes, exported = list[str](), dict[int, Path | None]()
+    with tempfile.TemporaryDirectory(dir=folder) as aside:
+        for candidate in chosen:
+            like = next(candidate.model.parameters())
+            onnx = like.device.type == 'cpu' and like.dtype in (torch.float32, torch.float16) and all(
+                map(find_spec, ('onnx', 'onnxscript', 'onnxruntime')))
+            if candidate.exits:
+                files.append((candidate, None, candidate.model))
+            elif (onnx or not candidate.int8) and (like.dtype == torch.float32 or not candidate.bits):
+                progress(f'measuring {candidate.name}')
+                key, suffix = id(candidate.model), '.onnx' if onnx else '.pt2'
+                if key not in exported:
+                    try:
+                        exported[key] = export_model(
+                            candidate.model, Path(aside, f'{key}{suffix}'), format=suffix[1:])
+                    except ValueError as e:
+                        if not files:
+                            raise
+                        exported[key] = None
+                        notes.append(f'{candidate.name}: {one_line(e)}')
+                if (whole := exported[key]) is not None:
+                    path = folder / (candidate.name.replace(' = ', '').replace(',', '').replace(' ', '_') + suffix)
+                    if candidate.int8:
+                        rewrite(whole, path, candidate.model, int8=True, bits=candidate.bits)
+                    else:
+                        shutil.copyfile(whole, path)
+                    files.append((candidate, path, load_exported(path)[0]))
+    if not onnx:
+        notes.insert(0, 'The files were written by torch.export and timed in torch, without int8. For ONNX Runtime, on '
+                     'a CPU, type: pip install onnx onnxruntime onnxscript')
+    return files, notes
+
+
 @torch.no_grad()
 def measure(
         chosen: Iterable[Candidate], held: Held, folder: Path, *, progress: Callable[[str], Any],
@@ -113,47 +154,19 @@ def measure(
 
     Returns a row for each, and notes on what could not be measured.
     """
-    folder.mkdir(exist_ok=True)
-    files: list[tuple[Candidate, Path | None, Callable[[Tensor], Tensor]]] = []
-    notes, whole = list[str](), Path()
-    for candidate in chosen:
-        like = next(candidate.model.parameters())
-        onnx = like.device.type == 'cpu' and like.dtype in (torch.float32, torch.float16) and all(
-            map(find_spec, ('onnx', 'onnxscript', 'onnxruntime')))
-        if candidate.exits:
-            files.append((candidate, None, candidate.model))
-        elif onnx or not candidate.int8:
-            progress(f'measuring {candidate.name}')
-            stem = candidate.name.replace(' = ', '').replace(',', '').replace(' ', '_')
-            path = folder / f"{stem}.{'onnx' if onnx else 'pt2'}"
-            try:
-                if not candidate.int8:
-                    export_model(candidate.model, path, format=path.suffix[1:], overwrite=True)
-                    whole = path
-                elif whole.stem in path.stem:
-                    rewrite(whole, path, candidate.model, int8=candidate.int8, bits=candidate.bits)
-                else:  # it could not be exported
-                    continue
-            except ValueError as e:
-                if not files:
-                    raise
-                notes.append(f'{candidate.name}: {one_line(e)}')
-            else:
-                files.append((candidate, path, load_exported(path)[0]))
-    if not onnx:
-        notes.insert(0, 'The files were written by torch.export and timed in torch, without int8. For ONNX Runtime, on '
-                     'a CPU, type: pip install onnx onnxruntime onnxscript')
+    files, notes = _files(chosen, folder, progress)
+    device = next(files[0][0].model.parameters()).device
     progress('timing the files in turns')
     times, intervals = [], []
     for size in BATCHES:
-        batch = held.images[torch.arange(size) % len(held.images)].to(like.device)
+        batch = held.images[torch.arange(size) % len(held.images)].to(device)
         turns = times_in_turns([partial(run, batch) for _, file, run in files if file], ROUNDS, within=WITHIN)
         times.append((1000. / size * np.median(turns, axis=1)).tolist())
         intervals.append((100. * half_intervals(turns)).tolist())
     timed = zip(zip(*times, strict=True), zip(*intervals, strict=True), strict=True)
     rows: list[Row] = []
     for candidate, file, run in files:
-        outputs = torch.cat([run(batch.to(like.device)).float().cpu() for batch in held.images.split(BATCHES[-1])])
+        outputs = torch.cat([run(batch.to(device)).float().cpu() for batch in held.images.split(BATCHES[-1])])
         scores = held.scores(outputs)
         if not rows:
             first = scores

@@ -25,6 +25,7 @@ from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..hooks import AMP_DTYPES, autocast, check_images
 from ..ode.blocks import find_ode_blocks
+from ..quantization import rounded
 from ..settings import one_line
 from .config import FitConfig
 
@@ -78,7 +79,8 @@ class Trainer:
             raise FloatingPointError(
                 f'The weights are not finite after epoch {epoch + 1}. Lower lr, or use no float16.')
         if val_loader is not None and self.rank == 0:
-            record.update(validate(self.task, self.chosen, val_loader, self.dtype))
+            with rounded(self.chosen, self.config.bits):
+                record.update(validate(self.task, self.chosen, val_loader, self.dtype))
         if self.world > 1:
             records = [record]
             dist.broadcast_object_list(records)  # the others also wait here while the first validates
@@ -97,7 +99,7 @@ class Trainer:
             self.scheduler.step_update(update)
             if hasattr(task, 'begin_update'):
                 task.begin_update(update, self.config.seed)
-            with nullcontext() if last else task.no_sync():
+            with nullcontext() if last else task.no_sync(), rounded(self.models['model'], self.config.bits):
                 with _must_fit('train_loader', batch, task) if i == 0 else nullcontext():
                     images, labels = (x.to(self.device, non_blocking=True) for x in batch)
                     if i == 0:

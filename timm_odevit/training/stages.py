@@ -20,6 +20,7 @@ from ..distributed import in_first_process, over_processes, rank_and_world
 from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES, autocast, evaluating
 from ..ode.blocks import find_ode_blocks
+from ..quantization import rounded
 from ..saving.save import save_pretrained
 from .config import BEST, RUN, START, FitConfig
 from .fit import EPOCHS, check_same, count_updates, fit
@@ -39,6 +40,11 @@ class PreparedStage(NamedTuple):
     counts: list[list[int]]  # the numbers of steps that it trains, of each OdeBlocks
     share: float  # of the time, in any unit
     scaled: bool  # whether its learning rate is
+
+    @property
+    def measured(self) -> Any:
+        """What the scores of two stages must share to be compared."""
+        return self.counts, self.task.embedding, self.config.bits
 
 
 class Run:
@@ -119,7 +125,7 @@ class Run:
                 records = fit(stage.task, self.data.train, self.data.val if out else None, out=out, resume=resume,
                               progress=progress, config=config)
                 history += [{'stage': i, **record} for record in records]
-                if (stage.counts, stage.task.embedding) == (last.counts, last.task.embedding):
+                if stage.measured == last.measured:
                     states.append((max(records, key=score_of), out / BEST) if out else self._state(stage))
         finally:
             _let_learn(student, trainable)
@@ -162,7 +168,8 @@ class Run:
     def _state(self, stage: PreparedStage) -> tuple[dict[str, float], Any]:
         """What is measured of the student, and its weights."""
         amp, val = AMP_DTYPES.get(stage.config.amp), self.data.val
-        record = {} if val is None else validate(stage.task, self.student, val, amp)
+        with rounded(self.student, stage.config.bits):
+            record = {} if val is None else validate(stage.task, self.student, val, amp)
         return record, copy.deepcopy(self.student.state_dict())
 
     def _start(self, stage: PreparedStage, progress: bool) -> tuple[Any, Any]:

@@ -1,0 +1,78 @@
+"""Weights in 4 bits: rounded, saved and loaded, and learnt with."""
+import pytest
+import timm
+import torch
+from conftest import snapshot
+
+from timm_odevit import FitConfig, TrajectoryDistillationTask, convert_, fit, save_pretrained
+from timm_odevit.quantization import in_groups, packed, rounded, unpacked
+
+
+@pytest.mark.parametrize('shape', [(64, 32), (3, 5, 70), (192, 3, 4, 4), (1100, 2)])
+@pytest.mark.parametrize('shift', [-1., 0., 30.])
+def test_a_rounded_number_is_within_half_a_scale_and_zero_stays_zero(shape, shift):
+    weight = torch.randn(shape) + shift
+    weight[0] = 0.
+    groups = in_groups(weight)
+    values = groups.values(shape)
+    flat = (values - weight).abs().flatten()
+    allowed = groups.scale.float().expand(-1, 32).flatten()[:len(flat)]
+    assert (flat <= 0.51 * allowed + 0.002 * weight.abs().flatten()).all() and not values[0].any()
+    torch.testing.assert_close(unpacked(packed({'a.weight': weight})), {'a.weight': values}, rtol=0, atol=0)
+
+
+def test_a_state_dict_takes_four_bits_for_each_number_of_a_matrix():
+    state = {'a.weight': torch.randn(256, 96), 'a.bias': torch.randn(256), 'count': torch.tensor(3), 'b': torch.zeros(8, 8)}
+    small = packed(state)
+    assert sum(t.nbytes for t in small.values()) < 256 * 96 * 4.7 / 8 + 2 * 256 + 2 * 64 + 8
+    again = unpacked(small)
+    assert again.keys() == state.keys() and again['count'] == 3
+    assert unpacked(state) == state  # another one is left as it is
+
+
+@pytest.mark.parametrize('ode', [dict(steps=4, phases=2), dict(field='lipschitz', method='euler')])
+def test_a_folder_of_four_bits_loads_as_the_rounded_model(vit, tmp_path, ode):
+    model = vit(embed_dim=64)
+    convert_(model, **ode)
+    whole, small = (save_pretrained(model, tmp_path / name, bits=bits) for name, bits in (('whole', None), ('small', 4)))
+    sizes = [(folder / 'model.safetensors').stat().st_size for folder in (whole, small)]
+    assert sizes[1] < sizes[0] / 5
+    images = torch.randn(2, 3, 16, 16)
+    again = timm.create_model(f'local-dir:{small}', pretrained=True).eval()
+    with torch.no_grad(), rounded(model, 4):
+        torch.testing.assert_close(again(images), model(images), atol=2e-3, rtol=0)  # vectors have 16 bits
+    larger = timm.create_model(f'local-dir:{small}', pretrained=True, img_size=32).eval()
+    assert larger(torch.randn(1, 3, 32, 32)).isfinite().all()
+
+
+def test_a_model_that_timm_itself_would_load_is_refused(vit, tmp_path):
+    with pytest.raises(ValueError, match=r'does not unpack 4 bits. convert_\(model, phases=depth\)'):
+        save_pretrained(vit(), tmp_path / 'a', bits=4)
+    with pytest.raises(ValueError, match='bits=5 is not offered'):
+        save_pretrained(vit(), tmp_path / 'a', bits=5)
+    assert not (tmp_path / 'a').exists()
+
+
+def test_rounding_ends_also_after_an_error(vit):
+    model = vit(embed_dim=64)
+    before = snapshot(model)
+    with pytest.raises(KeyboardInterrupt), rounded(model, 4):
+        assert snapshot(model) != before
+        raise KeyboardInterrupt
+    assert snapshot(model) == before
+
+
+def test_training_with_rounding_is_better_when_rounded(vit):
+    """Two bits ruin a student that learnt without; one that learnt with them keeps near to its teacher."""
+    batch, errors = (torch.randn(16, 3, 16, 16), torch.randint(5, (16,))), {}
+    for bits in (None, 2):
+        torch.manual_seed(0)
+        teacher, student = vit(embed_dim=64), vit(embed_dim=64)
+        student.load_state_dict(teacher.state_dict())
+        convert_(student, phases=2, steps=2)
+        task = TrajectoryDistillationTask(student, teacher)
+        history = fit(task, [batch] * 8, [batch], config=FitConfig(epochs=6, opt='adamw', lr=1e-3, bits=bits), progress=False)
+        with torch.no_grad(), rounded(student, 2):
+            errors[bits] = float((student(batch[0]) - teacher(batch[0])).square().mean())
+        assert all(len(p.unique()) > 64 for p in student.parameters() if p.numel() > 1024)  # numbers are kept whole
+    assert errors[2] < 0.7 * errors[None] and history
