@@ -270,7 +270,7 @@ def test_a_tower_that_does_not_fit_is_not_put_in(images):
             put_tower_(program, other)
 
 
-@pytest.mark.parametrize('how', [dict(steps=6, halting='acceleration', halting_threshold=1e4), dict(method='dopri5'), dict(tokens=0.5)], ids=str)
+@pytest.mark.parametrize('how', [dict(method='dopri5'), dict(tokens=0.5)], ids=str)
 @three
 def test_a_tower_computes_in_its_program_what_it_computes_alone(build, map_, how, images):
     program = build()
@@ -280,8 +280,6 @@ def test_a_tower_computes_in_its_program_what_it_computes_alone(build, map_, how
         alone = tower.eval()(images)
         put_tower_(program, tower)
         torch.testing.assert_close(embedding_of(program, images), alone, **CLOSE)
-    if 'halting' in how:
-        assert (tower.blocks.steps_taken < tower.blocks.steps).any()
 
 
 @pytest.mark.parametrize('name', ['swin_tiny_patch4_window7_224', 'resnet18', 'vit_tiny_patch16_224'])

@@ -19,7 +19,6 @@ FACTORIES = ('empty.memory_format', 'empty_strided', 'arange', 'arange.start', '
 CASES = {
     'autonomous': {}, 'rk4': dict(method='rk4'), 'adaptive': dict(method='dopri5', rtol=0.1, atol=0.1), 'lipschitz': dict(field='lipschitz', T=1.),
     'random': dict(init='spectral'), 'phases': dict(phases=2, method='midpoint'), 'tokens': dict(tokens=0.5, phases=2),
-    'acceleration': dict(halting='acceleration', halting_threshold=0.0031, steps=6),
     'entropy': dict(halting='entropy', halting_threshold=0.9825, steps=6),
     'entropy and tokens': dict(halting='entropy', halting_threshold=0.9825, steps=6, tokens=0.5),
 }

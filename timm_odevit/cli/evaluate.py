@@ -102,7 +102,6 @@ def halt(args: Any) -> None:
     model
     data
     out  new folder to save to
-    --rule RULE [entropy]  score by which an image stops
     --max-drop SHARE [0.005]  largest loss of accuracy, as a share of all images
     --steps
     --held-out SHARE [0.1]  share that training held out, if the data has no val/
@@ -112,12 +111,11 @@ def halt(args: Any) -> None:
     model = load_with_steps(args)
     data = _data(args, model, args.held_out)  # not the test images
     warn_of_other_classes(model, data.classes, args.data)
-    setting = calibrate_halting(
-        model, data.evaluated()[0], rule=args.rule, max_drop=args.max_drop, progress=not args.quiet)
+    setting = calibrate_halting(model, data.evaluated()[0], max_drop=args.max_drop, progress=not args.quiet)
     print(setting)
     if setting.nfe == setting.full_nfe:
         raise ValueError(f'With --max-drop {args.max_drop:g}, no image can stop early, so nothing was saved. Raise it, '
-                         'take another --rule, or train for exits: odevit distill early_exit')
+                         'or train for exits: odevit distill early_exit')
     setting.apply_(model)
     save(model, args.out)
 

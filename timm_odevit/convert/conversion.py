@@ -180,7 +180,7 @@ def _replacements(model: Any, sites: Sequence[Site], built: Sequence[OdeBlocks])
 def _logits(model: Any, state: Tensor) -> Tensor:
     """The logits [B, classes] that a model gives for a last state [B, N, D]."""
     if model.num_classes < 2:
-        raise ValueError("Halting by 'entropy' needs two classes or more. Use 'acceleration'.")
+        raise ValueError('Halting needs two classes or more. Set halting=None.')
     return model.forward_head(model.norm(state))
 
 

@@ -12,7 +12,7 @@ from ..data.batches import read_batches
 from ..data.preprocessing import check_labels
 from ..hooks import evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks
-from ..ode.config import HALTING
+from ..ode.halting import entropy
 from ..ode.methods import METHODS
 from ..settings import number
 from .results import NO_CLASS, Evaluation, Result, passes
@@ -81,9 +81,8 @@ def _score(logits: Tensor, labels: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Halting:
-    """A rule and a threshold for halting, and what they do to the images on which they were chosen."""
-    rule: str  # for `halting` of an OdeConfig
-    threshold: float  # for its `halting_threshold`
+    """A threshold for halting, and what it does to the images on which it was chosen."""
+    threshold: float  # for `halting_threshold` of an OdeConfig
     images: int
     nfe: float  # mean field evaluations per image
     full_nfe: int  # those without halting
@@ -94,16 +93,15 @@ class Halting:
     def apply_(self, model: nn.Module) -> None:
         """Turn halting on in a model, in place: its settings are saved with it."""
         blocks = _blocks(model)
-        blocks.config = replace(blocks.config, halting=self.rule, halting_threshold=self.threshold)
+        blocks.config = replace(blocks.config, halting='entropy', halting_threshold=self.threshold)
 
     def __str__(self) -> str:
-        return (f'{self.rule}: halts at {self.threshold:.4g} or less; {self.nfe:.2f} evaluations on average instead of '
-                f'{self.full_nfe}, top-1 {self.top1:.2f} % instead of {self.full_top1:.2f} % on {self.images:,} images')
+        return (f'halts at an entropy of {self.threshold:.4g} or less; {self.nfe:.2f} evaluations on average instead '
+                f'of {self.full_nfe}, top-1 {self.top1:.2f} % instead of {self.full_top1:.2f} % on {self.images:,} images')
 
 
 def calibrate_halting(
-        model: nn.Module, loader: Iterable[Any], *, rule: str = 'entropy', max_drop: float = 0.005,
-        progress: bool = False,
+        model: nn.Module, loader: Iterable[Any], *, max_drop: float = 0.005, progress: bool = False,
 ) -> Halting:
     """Find the threshold with the fewest evaluations that costs at most `max_drop` of the accuracy.
 
@@ -113,7 +111,6 @@ def calibrate_halting(
         model: ODE-ViT with one sequence of blocks, a fixed-step method and a head with two classes or more.
         loader: Batches (images [B, C, H, W], labels [B]), or one pair of tensors; of images alone, the answers of the
             full run count as right.
-        rule: 'entropy' or 'acceleration'; see `OdeConfig.halting`.
         max_drop: Largest loss of accuracy, as a share of all images: 0.005 for half a percentage point.
         progress: Show a progress bar.
 
@@ -128,12 +125,12 @@ def calibrate_halting(
     """
     max_drop = number(0., 1.)('max_drop', max_drop)
     blocks = _blocks(model)
-    replace(blocks.config, halting=rule)  # refuses an unknown rule and an adaptive method
+    replace(blocks.config, halting='entropy')  # refuses an adaptive method
     if blocks.readout is None or blocks.after or getattr(model, 'num_classes', 0) < 2:
         raise ValueError(f'The head of this {type(model).__name__} cannot be applied to the states along the way, or '
                          'gives no classes, so no image can halt.')
     with evaluating(model), torch.inference_mode():
-        rows = [_scores(model, blocks, *batch, rule)
+        rows = [_scores(model, blocks, *batch)
                 for batch in read_batches(loader, labels=None, bar='halting' if progress else '')]
     scores, right = (torch.cat(batches) for batches in zip(*rows, strict=True))
     full = right[:, -1].double().mean().item()
@@ -146,17 +143,16 @@ def calibrate_halting(
         if top1 >= full - max_drop - 1e-9 and (best is None or taken.sum() < best[1].sum()):
             best = threshold, taken, top1
     if best is None:
-        raise ValueError(f"Even the smallest threshold costs more than max_drop={max_drop:g}. Use another rule than "
-                         f"'{rule}', or raise max_drop.")
+        raise ValueError(f'Even the smallest threshold costs more than max_drop={max_drop:g}. Raise max_drop.')
     threshold, taken, top1 = best
     return Halting(
-        rule=rule, threshold=threshold, images=len(right),
+        threshold=threshold, images=len(right),
         nfe=METHODS[blocks.method].evaluations * taken.double().mean().item(),
         full_nfe=blocks.nfe, top1=100 * top1, full_top1=100 * full,
         halted=tuple((100 * taken.bincount(minlength=blocks.steps + 1)[1:] / len(taken)).tolist()))
 
 
-def _scores(model: Any, blocks: Any, images: Tensor, labels: Tensor | None, rule: str) -> tuple[Tensor, Tensor]:
+def _scores(model: Any, blocks: Any, images: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
     """The scores [B, K] after each step, and whether the answer there is right [B, K]."""
     with watch_blocks([[blocks]]) as [(states, handed)]:  # a hook on a step would keep other threads from halting
         model(images.to(next(model.parameters())))
@@ -167,13 +163,10 @@ def _scores(model: Any, blocks: Any, images: Tensor, labels: Tensor | None, rule
     for block in blocks.before:
         x = block(x, *args, **kwargs)
     path = blocks.trajectory(x, *args, **kwargs)
-    score = HALTING[rule](blocks.readout)
-    scores = [score(before, after, step.h) for before, after, step in zip(
-        path[:-1], path[1:], blocks.solver, strict=True)]
     logits = torch.stack([blocks.readout(state) for state in path[1:]], dim=1)
     answers = logits.argmax(dim=-1)
     truth = answers[:, -1] if labels is None else check_labels(labels.to(answers.device), logits.shape[-1])
-    return torch.stack(scores, dim=1).cpu(), (answers == truth[:, None]).cpu()
+    return entropy(logits).cpu(), (answers == truth[:, None]).cpu()
 
 
 def _thresholds(scores: Tensor) -> list[float]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..settings import shown
 from .config import OdeConfig
 from .fields import Context, Field
-from .halting import HALTING, Readout, run_halting
+from .halting import Readout, run_halting
 from .methods import METHODS, Step
 from .solver import Solver, solve_adaptive
 from .views import shallow_copy, view
@@ -59,9 +59,9 @@ class OdeBlocks(nn.Module):
         if config.halting and self.after:
             raise ValueError('Images may leave after any step, but this model has blocks after the ODE that they would '
                              'skip. Set halting=None.')
-        if config.halting and HALTING[config.halting].needs_head and self.readout is None:
-            raise ValueError(f"halting='{config.halting}' needs a model with one sequence of blocks, whose logits are "
-                             "forward_head(norm(state)). Use 'acceleration'.")
+        if config.halting and self.readout is None:
+            raise ValueError('Halting needs a model with one sequence of blocks, whose logits are '
+                             'forward_head(norm(state)). Set halting=None.')
         self._use(config, Solver(config, self.shared, self.t, self.num_prefix_tokens).train(self.training))
 
     def _use(self, config: OdeConfig, solver: nn.ModuleList) -> None:
@@ -147,9 +147,8 @@ class OdeBlocks(nn.Module):
             x = block(x, *args, **kwargs)
         if self.config.adaptive:
             x = self._solve(x, [self.t, self.end], args, kwargs)[-1]
-        elif self._halts(x):
-            rule = HALTING[str(self.config.halting)](self.readout)
-            x, taken = run_halting([*self._steps(args, kwargs)], x, rule, self.config.halting_threshold)
+        elif self.readout is not None and self._halts(x):
+            x, taken = run_halting([*self._steps(args, kwargs)], x, self.readout, self.config.halting_threshold)
         else:
             for step, context in self._steps(args, kwargs):
                 x = step(x, context)

@@ -5,7 +5,6 @@ from typing import Any
 
 from ..settings import Settings, integer, many, number, one_of, refuse_unknown, setting
 from .fields import Field, LipschitzField, NativeField
-from .halting import HALTING
 from .methods import METHODS
 
 FIELDS: dict[str, type[Field]] = {'lipschitz': LipschitzField, 'native': NativeField}
@@ -63,9 +62,10 @@ class OdeConfig(Settings):
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
         tokens: Share of the patch tokens left at T: between steps, similar ones are merged, so their number falls
             linearly in t. Needs plain attention (no windows, RoPE or position bias).
-        halting: Rule by which an image leaves the batch before the last step, in eval mode, if no step has a hook:
-            'entropy' of the class probabilities, or 'acceleration' of the state; None for no halting.
-        halting_threshold: An image halts once its score is at most this; dimensionless; see `calibrate_halting`.
+        halting: 'entropy' lets an image leave the batch before the last step, in eval mode, if no step has a hook;
+            None for no halting.
+        halting_threshold: An image halts once the entropy of its classes, divided by log(classes), is at most this;
+            see `calibrate_halting`.
 
     Raises ValueError for a setting that is out of range.
 
@@ -87,7 +87,7 @@ class OdeConfig(Settings):
     rtol: float = setting(1e-3, number(0., open='('))
     atol: float = setting(1e-3, number(0., open='('))
     tokens: float = setting(1., number(0., 1., open='('))
-    halting: str | None = setting(None, one_of(tuple(HALTING), none='no halting'))
+    halting: str | None = setting(None, one_of(('entropy',), none='no halting'))
     halting_threshold: float = setting(0., number(0.))
 
     def _check(self) -> None:
