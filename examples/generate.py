@@ -11,7 +11,7 @@ from pathlib import Path
 
 import timm
 
-from timm_odevit import CalibrationConfig, FitConfig, LossConfig, OdeConfig, Recipe, choose_size
+from timm_odevit import FitConfig, LossConfig, OdeConfig, Recipe, choose_size
 from timm_odevit.convert.planning import convertibility, predict_parameters
 from timm_odevit.data.batches import DataConfig
 from timm_odevit.hooks import on_meta
@@ -159,7 +159,7 @@ def sizes():
 
 TABLES = {
     **{f'settings of {kind.__name__}': (SETTINGS, partial(settings, kind)) for kind in (
-        OdeConfig, LossConfig, FitConfig, DataConfig, CalibrationConfig, Recipe, Stage)},
+        OdeConfig, LossConfig, FitConfig, DataConfig, Recipe, Stage)},
     'recipes': (SETTINGS, recipes), 'parts': (SETTINGS, parts), 'methods': (SETTINGS, methods),
     'families': (MODELS, families), 'refused': (MODELS, refused), 'registered': (MODELS, registered),
     'sizes': (EMBEDDINGS, sizes),

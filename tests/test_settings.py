@@ -6,21 +6,12 @@ import pytest
 import torch
 
 import timm_odevit
-from timm_odevit import (
-    CalibrationConfig,
-    FitConfig,
-    LossConfig,
-    OdeConfig,
-    Recipe,
-    TrajectoryDistillationTask,
-    calibrate_,
-    fit,
-)
+from timm_odevit import FitConfig, LossConfig, OdeConfig, Recipe, TrajectoryDistillationTask, fit
 from timm_odevit.data.batches import DataConfig
 from timm_odevit.settings import Settings, flag, integer, many, number, one_of, setting
 from timm_odevit.training.recipe import Stage
 
-KINDS = [OdeConfig, FitConfig, LossConfig, DataConfig, CalibrationConfig]
+KINDS = [OdeConfig, FitConfig, LossConfig, DataConfig]
 
 
 @dataclass(frozen=True)
@@ -101,7 +92,7 @@ def test_numpy_numbers_become_plain_ones():
 
 @pytest.mark.parametrize('function, given, closest', [
     (timm_odevit.convert_, (None,), 'steps'), (timm_odevit.check_convertible, (None,), 'steps'), (fit, (1, 2), 'epochs'),
-    (calibrate_, (1, 2, 3), 'minutes'), (TrajectoryDistillationTask, (1, 2), 'kd_weight')])
+    (TrajectoryDistillationTask, (1, 2), 'kd_weight')])
 def test_a_wrong_setting_names_the_closest_one(function, given, closest):
     with pytest.raises(TypeError, match=f"{function.__name__} got an unknown argument '{closest}z'. Did you mean '{closest}'"):
         function(*given, **{f'{closest}z': 1})

@@ -39,14 +39,14 @@ from .ode.config import OdeConfig
 from .saving.save import push_to_hub, save_pretrained
 from .shrinking.run import shrink
 from .shrinking.verdict import Verdict
-from .training.config import CalibrationConfig, FitConfig, LossConfig
+from .training.config import FitConfig, LossConfig
 from .training.fit import fit
 from .training.recipe import Recipe
 from .training.run import calibrate_, train
 from .training.tasks import TrajectoryDistillationTask
 
 __all__ = [
-    'CalibrationConfig', 'Conversion', 'Evaluation', 'FitConfig', 'LossConfig', 'OdeConfig', 'Recipe',
+    'Conversion', 'Evaluation', 'FitConfig', 'LossConfig', 'OdeConfig', 'Recipe',
     'TrajectoryDistillationTask', 'Verdict', '__version__', 'attention_over_time', 'calibrate_',
     'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'convert_',
     'discretisation_errors', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from timm.utils import init_distributed_device
 
-from timm_odevit import CalibrationConfig, OdeConfig, Recipe, calibrate_, choose_size, convert_, train
+from timm_odevit import OdeConfig, Recipe, calibrate_, choose_size, convert_, train
 from timm_odevit import shrink as run_shrink
 
 from ..data.batches import DataConfig
 from ..data.read import classes_of, read_data
 from ..evaluation.accuracy import evaluate
-from ..evaluation.embeddings import evaluate_embeddings
 from ..saving.loading import WEIGHTS
 from ..training.config import BEST, RECIPE, START
 from ..training.stages import read_run
@@ -202,22 +201,18 @@ def calibrate(args: Any) -> None:
     images
     out  new folder to save to
     --teacher MODEL!  a timm name, or 'local-dir:FOLDER' of a saved model
+    --minutes M  minutes to spend (default: 5)
+    --epochs N  instead of minutes
+    --batch-size N [16]  images per update
+    --lr LR  peak learning rate (default: by what there is to learn, at most 1e-3)
+    --amp {bfloat16,float16}  mixed precision
+    --seed N0 [0]  seed for the order of the images
     --checkpoint --img-size --workers --quiet
-    +training.config.CalibrationConfig  the calibration
     """
-    config = CalibrationConfig(**{k: v for k, v in vars(args).items() if k in CalibrationConfig.names()})
     refuse_existing(args.out)
     student, teacher = load(args.student, SimpleNamespace(device=args.device)), load(args.teacher, args)
-    data = read_data(args.images, student, DataConfig(batch_size=config.batch_size, workers=args.workers), labels=False,
-                     seed=config.seed)
-    held_out = data.sample('val', 512)
-
-    def agreement() -> float:
-        if student.num_classes:
-            return float(evaluate(student, held_out, teacher=teacher).results[-1].agreement or 0.)
-        return float(evaluate_embeddings(student, held_out, teacher=teacher).results[-1].neighbours or 0.)
-    before = agreement()
-    calibrate_(student, teacher, data, progress=not args.quiet, config=config)
-    what = 'agreement with' if student.num_classes else 'same nearest image as'
-    print(f'{what} the teacher on {len(held_out[0])} images held out: {before:.1f} % before, {agreement():.1f} % after')
+    data = read_data(args.images, student, DataConfig(batch_size=args.batch_size, workers=args.workers), labels=False,
+                     seed=args.seed)
+    calibrate_(student, teacher, data, minutes=args.minutes, epochs=args.epochs, lr=args.lr, amp=args.amp,
+               seed=args.seed, progress=not args.quiet)
     save(student, args.out)

@@ -1,4 +1,4 @@
-"""Settings of training, of its loss and of a calibration, and the names of a run's files."""
+"""Settings of training and of its loss, and the names of a run's files."""
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from ..settings import Settings, flag, integer, many, number, one_of, setting
 LAST, BEST, START, HISTORY, RECIPE, RUN = 'last.pt', 'best', 'start', 'history.json', 'recipe.yaml', 'run.json'
 YEAR = 525_600.  # in minutes
 MINUTES = number(0., YEAR, open='(')
-_DTYPES = [name for name in AMP_DTYPES if name]
 _weight = number(0.)
 
 
@@ -57,7 +56,7 @@ class FitConfig(Settings):
     layer_decay: float | None = setting(None, number(0., 1., open='(', none='one rate'))
     accumulate: int = setting(1, integer(1))
     ema_decay: float | None = setting(None, number(0., 1., open=')', none='no moving average'))
-    amp: str | None = setting(None, one_of([*_DTYPES, 'auto'], none='full precision'))
+    amp: str | None = setting(None, one_of([*filter(None, AMP_DTYPES), 'auto'], none='full precision'))
     bits: int | None = setting(None, integer(2, none='no rounding', most=8))
     compile: bool = setting(False, flag)
     seed: int = setting(0, integer(None))
@@ -153,30 +152,3 @@ class LossConfig(Settings):
         def count(k: int | str) -> int:
             return int(_number_of_steps('steps', k if isinstance(k, int) else max(1, round(float(k[:-1]) / 100 * own))))
         return None if self.steps is None else tuple(tuple(map(count, of)) for of in self.of_updates)
-
-
-@dataclass(frozen=True, repr=False)
-class CalibrationConfig(Settings):
-    """Settings of `calibrate_`; each is also a keyword of `calibrate_`.
-
-    Attributes:
-        minutes: Minutes to spend. None for 5.
-        epochs: Instead of minutes.
-        batch_size: Images per update.
-        lr: Peak learning rate (Muon). None for 1e-3 * min(1, 3 * loss), with the loss before training.
-        amp: Mixed precision: 'bfloat16' or 'float16'; None for full precision.
-        seed: Seed for the order of the images.
-
-    Examples:
-        >>> history = calibrate_(student, teacher, images, config=CalibrationConfig(epochs=8))
-    """
-    minutes: float | None = setting(None, number(0., YEAR, open='(', none='5'))
-    epochs: int | None = setting(None, integer(1, none='minutes'))
-    batch_size: int = setting(16, integer(1))
-    lr: float | None = setting(None, number(0., none='chosen by what there is to learn'))
-    amp: str | None = setting(None, one_of(_DTYPES, none='full precision'))
-    seed: int = setting(0, integer(None))
-
-    def _check(self) -> None:
-        if self.epochs is not None and self.minutes is not None:
-            raise ValueError('calibrate_ takes epochs or minutes, not both.')

@@ -22,7 +22,7 @@ from ..files import staged, to_json, write_text
 from ..hooks import lent, random_states_kept
 from ..saving.loading import CONFIG, WEIGHTS
 from ..saving.save import describe
-from .config import BEST, HISTORY, MINUTES, RECIPE, CalibrationConfig
+from .config import BEST, HISTORY, MINUTES, RECIPE, FitConfig
 from .fit import check_unused, count_updates
 from .matching import check_models
 from .recipe import Recipe, prefixed
@@ -159,8 +159,8 @@ def _name_classes(model: Any, names: list[str] | None, keep: bool) -> None:
 
 
 def calibrate_(
-        model: nn.Module, teacher: nn.Module, images: Any, *, progress: bool = True,
-        config: CalibrationConfig | None = None, **settings: Any,
+        model: nn.Module, teacher: nn.Module, images: Any, *, minutes: float | None = None, epochs: int | None = None,
+        batch_size: int = 16, lr: float | None = None, amp: str | None = None, seed: int = 0, progress: bool = True,
 ) -> list[dict[str, float]]:
     """Fit a converted model in place to the model that it was converted from, in minutes, on images without labels.
 
@@ -172,8 +172,13 @@ def calibrate_(
         model: Converted model.
         teacher: The model that it was converted from: a `copy.deepcopy` made before `convert_`.
         images: Images [N, C, H, W], normalised for the model; or a loader, a folder or an .npz. Labels are ignored.
+        minutes: Minutes to spend. None for 5.
+        epochs: Instead of minutes.
+        batch_size: Images per update.
+        lr: Peak learning rate (Muon). None for 1e-3 * min(1, 3 * loss), with the loss before training.
+        amp: Mixed precision, as in FitConfig.
+        seed: Seed for the order of the images.
         progress: Show a progress bar.
-        config: Settings; or give any of CalibrationConfig's as keywords, such as minutes=10.
 
     Returns:
         The records of all epochs, as returned by `fit`, each with its stage.
@@ -183,21 +188,21 @@ def calibrate_(
     Examples:
         >>> history = calibrate_(student, teacher, images, minutes=10)
     """
-    config = CalibrationConfig.from_keywords(config, settings, 'calibrate_')
+    checked = FitConfig(epochs=epochs, minutes=5. if epochs is None and minutes is None else minutes, amp=amp, seed=seed,
+                        lr=1e-3 if lr is None else lr)
     check_models(model, teacher)
-    data = read_data(images, model, DataConfig(batch_size=config.batch_size), labels=False, held_out=0.)
+    data = read_data(images, model, DataConfig(batch_size=batch_size), labels=False, held_out=0.)
     count_updates(data.train)
-    changes = [f'seed={config.seed % 2 ** 31}', f"fit.amp={config.amp or 'null'}"]
-    if config.lr is not None:
-        changes += [f'stages.0.fit.lr={config.lr!r}', 'stages.0.scale_lr=false']
-    if config.epochs is not None:
-        changes += ['stages.0.fit.minutes=null', f'stages.0.fit.epochs={config.epochs}']
+    changes = [f'seed={checked.seed % 2 ** 31}', f"fit.amp={amp or 'null'}", f'stages.0.fit.lr={checked.lr!r}',
+               f'stages.0.scale_lr={lr is None}']
+    if epochs is not None:
+        changes += ['stages.0.fit.minutes=null', f'stages.0.fit.epochs={epochs}']
     recipe = Recipe.load('calibrate', changes)
     student, device = copy.deepcopy(model), next(model.parameters()).device
     with lent(teacher), random_states_kept(device):
         random_seed(recipe.seed)
         few = list(islice(data.train, JUDGED))
         run = Run(recipe, student, teacher, replace(data, val=few), few[0][0][:1])
-        history, state = run.train(None if config.epochs else config.minutes, progress=progress)
+        history, state = run.train(minutes, progress=progress)
     model.load_state_dict(state)
     return history
