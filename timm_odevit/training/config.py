@@ -32,7 +32,6 @@ class FitConfig(Settings):
         warmup_epochs: Epochs of linear warm-up; with minutes, tenths of them.
         min_lr: Final learning rate.
         clip_grad: Maximum norm of the gradient; None for no clipping.
-        layer_decay: Factor on the learning rate for each layer further from the head; None for one rate.
         accumulate: Batches per update; an incomplete last group is dropped.
         ema_decay: Decay of a moving average of the weights, which is then saved as best; None for none.
         amp: 'bfloat16' or 'float16'; None for full precision; 'auto' for the faster of None and bfloat16.
@@ -53,7 +52,6 @@ class FitConfig(Settings):
     warmup_epochs: float = setting(0, number(0.))
     min_lr: float = setting(1e-6, number(0.))
     clip_grad: float | None = setting(1., number(0., open='(', none='no clipping'))
-    layer_decay: float | None = setting(None, number(0., 1., open='(', none='one rate'))
     accumulate: int = setting(1, integer(1))
     ema_decay: float | None = setting(None, number(0., 1., open=')', none='no moving average'))
     amp: str | None = setting(None, one_of([*filter(None, AMP_DTYPES), 'auto'], none='full precision'))

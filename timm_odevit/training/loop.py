@@ -136,8 +136,7 @@ class Trainer:
 
 def create_optimizer(model: nn.Module, config: FitConfig) -> Any:
     """timm's optimizer; Muon multiplies in float32 on a CPU, since most CPUs emulate bfloat16, 30 times slower."""
-    optimizer = create_optimizer_v2(
-        model, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay, layer_decay=config.layer_decay)
+    optimizer = create_optimizer_v2(model, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay)
     if type(optimizer) is not Muon or next(model.parameters()).device.type != 'cpu':
         return optimizer
     return _muon_in_float32()(optimizer.param_groups, **optimizer.defaults)
