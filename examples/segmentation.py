@@ -55,8 +55,9 @@ def scenes(count, train, seed):
 @torch.no_grad()
 def features(name, images):
     """The states at TIMES, with the final norm, as maps [N, 3 D, S / 16, S / 16]."""
-    at = {'out_indices': [round(12 * t) - 1 for t in TIMES]} if name == TEACHER else {'out_times': TIMES}
-    model = timm.create_model(name, pretrained=True, img_size=SIZE, features_only=True, **at).eval()
+    layers = len(timm.create_model(name).blocks)  # or steps
+    model = timm.create_model(name, pretrained=True, img_size=SIZE, features_only=True,
+                              out_indices=[round(layers * t) - 1 for t in TIMES]).eval()
     mean, std = (torch.tensor(model.pretrained_cfg[key]).view(3, 1, 1) for key in ('mean', 'std'))
     maps = [torch.cat(model((batch - mean) / std), dim=1) for batch in images.split(BATCH)]
     return torch.cat(maps)

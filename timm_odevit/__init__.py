@@ -10,7 +10,6 @@ ode                 the mathematics
 data                images and labels in batches
 convert             from a pretrained transformer to an ODE-ViT, and back
 interop             vision transformers of other libraries: turned into timm models, and put back
-features            features at given times
 saving              models in files and on the Hub: found and checked, saved, sent
 registry            the registered models
 dynamics            what the states do along the way: exponents, Lipschitz constants, trajectories, attention

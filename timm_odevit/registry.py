@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from .convert.block_kinds import find_stages, kinds
 from .convert.conversion import convert_
-from .features import FeaturesAtTimes
 from .hooks import on_meta
 from .ode.config import PREFIX, OdeConfig
 from .quantization import unpacked
@@ -128,13 +127,9 @@ def _create(variant: str, base: str, pretrained: bool, /, **kwargs: Any) -> nn.M
             levels = len(config.steps)
         elif config.steps:
             levels = min(levels, config.steps + (config.blocks or (0,))[0])
-    features: dict[str, Any] = dict(out_indices=levels, feature_cls='getter')
-    if 'out_times' in kwargs:
-        if 'out_indices' in kwargs or not kwargs.get('features_only'):
-            raise ValueError('out_times chooses features. Give features_only=True with it, and no out_indices.')
-        features = dict(out_times=kwargs.pop('out_times'), out_indices=(), feature_cls=FeaturesAtTimes)
     return build_model_with_cfg(
-        build, variant, pretrained, feature_cfg=features, pretrained_filter_fn=partial(_filter, base), **kwargs)
+        build, variant, pretrained, feature_cfg=dict(out_indices=levels, feature_cls='getter'),
+        pretrained_filter_fn=partial(_filter, base), **kwargs)
 
 
 def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str | None:

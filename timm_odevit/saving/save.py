@@ -32,22 +32,14 @@ _SENT = [WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', 'earlier*.yaml', 'resu
 _TOP = ('img_size', 'num_classes', 'in_chans', 'global_pool')  # arguments that a caller may override when loading
 
 
-def save_pretrained(
-        model: nn.Module,
-        folder: str | Path,
-        *,
-        base: str | None = None,
-        base_args: dict[str, Any] | None = None,
-        bits: int | None = None,
-) -> Path:
+def save_pretrained(model: nn.Module, folder: str | Path, *, bits: int | None = None) -> Path:
     """Save an ODE-ViT, or any timm model, in timm's own format: config.json and model.safetensors.
 
     The folder holds the old model or the new one; a process that is killed between them may leave no config.json, which
-    the next save repairs. The current settings are saved, such as `model.blocks.steps`. `base` and `base_args` are timm
-    name and keywords of the base of a model that was not made by `timm.create_model`. With `bits=4`, matrices are stored
-    in 4 bits, in groups of 32 with a scale and a zero point, and all else in 16; they are unpacked when loaded.
+    the next save repairs. The current settings are saved, such as `model.blocks.steps`. With `bits=4`, matrices of an
+    ODE-ViT are stored in 4 bits, in groups of 32 with a scale and a zero point, and all else in 16.
 
-    Raises ValueError if the model cannot be rebuilt, OSError if the files could not be written.
+    Raises ValueError if `timm.create_model` cannot rebuild the model, OSError if the files could not be written.
 
     Examples:
         >>> folder = save_pretrained(student, 'student')
@@ -56,12 +48,11 @@ def save_pretrained(
     model, folder = unwrap_model(model), Path(folder)
     if bits not in (None, BITS):
         raise ValueError(f'bits={bits} is not offered. Give {BITS}, or None.')
-    architecture, args, rebuilt = describe(model, base, base_args)
+    architecture, args, rebuilt = describe(model)
     if bits and not is_model_in_modules(architecture, {'registry'}):
         raise ValueError(f'timm itself loads {architecture}, and does not unpack 4 bits. convert_(model, phases=depth) '
                          'keeps all blocks and what they compute, and can be saved so.')
-    # the licence is that of weights, which an architecture does not have
-    cfg = dict(getattr(model, 'pretrained_cfg', None) or {**rebuilt.pretrained_cfg, 'license': None})
+    cfg = dict(getattr(model, 'pretrained_cfg', {}))
     names = cfg.pop('label_names', None)
     rebuilt.pretrained_cfg = cfg
     with staged(folder, WEIGHTS, CONFIG) as aside:
@@ -148,15 +139,13 @@ def save_reference(model: nn.Module, folder: Path) -> None:
         save_file({'input': images, 'output': model.cpu().float()(images).contiguous()}, aside / path.name)
 
 
-def describe(
-        model: nn.Module, base: str | None = None, base_args: dict[str, Any] | None = None,
-) -> tuple[str, dict[str, Any], Any]:
+def describe(model: nn.Module) -> tuple[str, dict[str, Any], Any]:
     """The architecture and keywords with which `timm.create_model` rebuilds a model, and it on the meta device."""
-    architecture = base or (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
-    hint = "Pass base='<timm name>' and base_args={...}, with which timm.create_model builds the base."
+    architecture = (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
+    hint = 'Build it with timm.create_model and all its keywords, and load its weights into that.'
     if not architecture:
         raise ValueError(f'This {type(model).__name__} was not made by timm.create_model, so it has no name. {hint}')
-    args = get_model_args(model, base_args)
+    args = get_model_args(model)
     if blocks := find_ode_blocks(model):
         args = {k: v for k, v in args.items() if not k.startswith(PREFIX)}  # the current settings count
         if architecture == 'odevit_converted' or not architecture.startswith('odevit_'):
