@@ -168,8 +168,6 @@ class PlainAttention(TorchFunctionMode):  # of one thread
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             out, probabilities = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)
-        elif func is F.multi_head_attention_forward and not kwargs.get('need_weights', True):
-            out = func(*args, **{**kwargs, 'need_weights': True})[0], None  # with weights, it uses no fused kernel
         else:
             out = probabilities = func(*args, **kwargs)
         if self.found is None and func in SOFTMAX and probabilities.ndim == 4 and (

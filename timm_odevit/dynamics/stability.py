@@ -158,13 +158,14 @@ class LipschitzConstants(PerImage):
 
 
 def lipschitz_constants(
-        model: Any, images: Images = None, *, of: str = 'field', iterations: int = 30, batch_size: int = 16,
+        model: Any, images: Images = None, *, iterations: int = 30, batch_size: int = 16,
 ) -> LipschitzConstants:
     """The largest singular value of the Jacobian of a model's field, at the states that the model passes through.
 
+    The field is the increment of the state over a step, per unit of time.
+
     Args:
         model, images, batch_size: See `timm_odevit.dynamics`.
-        of: 'field', the increment of the state over a step, per unit of time; or 'step', the state after the step.
         iterations: Iterations of the power method; the values converge from below.
 
     Examples:
@@ -173,9 +174,7 @@ def lipschitz_constants(
 
     Source: the power method, Golub & Van Loan, Matrix Computations, 8.2.
     """
-    per_time = one_of(('field', 'step'))('of', of) == 'field'
     iterations = integer(1)('iterations', iterations)
-    shift = 1. if per_time else 0.
 
     def measure(flow: Flow) -> LipschitzConstants:
         vector = noise(flow.start, torch.Generator().manual_seed(0))
@@ -184,10 +183,10 @@ def lipschitz_constants(
             J, moved = Jacobian(step, x), vector
             for _ in range(iterations):
                 vector = unit(vector)
-                moved = J.push(vector) - shift * vector
-                vector = J.pull(moved) - shift * moved
+                moved = J.push(vector) - vector
+                vector = J.pull(moved) - moved
             vector = torch.nan_to_num(vector)
-            values.append(norms(moved) / (h if per_time else 1.))
+            values.append(norms(moved) / h)
         return LipschitzConstants(torch.stack(values, 1), flow.clock(last=-1))
     return over_images(measure, model, images, batch_size)
 

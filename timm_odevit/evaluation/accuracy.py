@@ -97,7 +97,8 @@ class Halting:
 
     def __str__(self) -> str:
         return (f'halts at an entropy of {self.threshold:.4g} or less; {self.nfe:.2f} evaluations on average instead '
-                f'of {self.full_nfe}, top-1 {self.top1:.2f} % instead of {self.full_top1:.2f} % on {self.images:,} images')
+                f'of {self.full_nfe}, top-1 {self.top1:.2f} % instead of {self.full_top1:.2f} % on {self.images:,} '
+                'images')
 
 
 def calibrate_halting(

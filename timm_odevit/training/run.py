@@ -188,8 +188,8 @@ def calibrate_(
     Examples:
         >>> history = calibrate_(student, teacher, images, minutes=10)
     """
-    checked = FitConfig(epochs=epochs, minutes=5. if epochs is None and minutes is None else minutes, amp=amp, seed=seed,
-                        lr=1e-3 if lr is None else lr)
+    checked = FitConfig(epochs=epochs, minutes=5. if epochs is None and minutes is None else minutes,
+                        lr=1e-3 if lr is None else lr, amp=amp, seed=seed)
     check_models(model, teacher)
     data = read_data(images, model, DataConfig(batch_size=batch_size), labels=False, held_out=0.)
     count_updates(data.train)
