@@ -18,7 +18,7 @@ from timm_odevit.training import fit
 
 NAMES = [name for name in timm_odevit.__all__ if name != '__version__']
 NEEDS = {'export_model': ['onnx', 'onnxscript', 'onnxruntime'], 'from_open_clip': ['open_clip'],
-         'put_tower_': ['open_clip'], 'from_transformers': ['transformers'], 'Evaluation': ['matplotlib']}
+         'put_tower_': ['open_clip'], 'from_transformers': ['transformers']}
 VISION = dict(layers=3, width=32, head_width=16, patch_size=4, image_size=16)
 
 

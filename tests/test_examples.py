@@ -32,7 +32,7 @@ def test_quickstart(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(quickstart, 'EPOCHS', (1, 1))
     quickstart.main(tmp_path)
     out = capsys.readouterr().out
-    assert (tmp_path / 'accuracy.png').exists() and out.count('| student |') == len(quickstart.STEPS)
+    assert out.count('| student |') == len(quickstart.STEPS)
     assert timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).blocks.steps == 8
 
 
@@ -185,6 +185,6 @@ def test_notebooks_are_stored_with_what_they_show(path):
     outputs = [output for cell in cells for output in cell.outputs]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))  # from top to bottom, once
     assert not any('execution' in cell.metadata for cell in cells)  # when a cell ran
-    assert sum('image/png' in output.get('data', {}) for output in outputs) >= 2
+    assert sum('image/png' in output.get('data', {}) for output in outputs) >= 1
     assert not [output for output in outputs if output.output_type == 'error' or output.get('name') == 'stderr']
     assert len(text) < 400_000 and not re.search(r'/(home|root|work|tmp|Users)/', text)

@@ -88,7 +88,6 @@ class Halting:
     full_nfe: int  # those without halting
     top1: float  # accuracy in percent; without labels, agreement with the full run
     full_top1: float  # that without halting
-    halted: tuple[float, ...]  # share of the images that took 1, 2, ... steps, in percent
 
     def apply_(self, model: nn.Module) -> None:
         """Turn halting on in a model, in place: its settings are saved with it."""
@@ -149,8 +148,7 @@ def calibrate_halting(
     return Halting(
         threshold=threshold, images=len(right),
         nfe=METHODS[blocks.method].evaluations * taken.double().mean().item(),
-        full_nfe=blocks.nfe, top1=100 * top1, full_top1=100 * full,
-        halted=tuple((100 * taken.bincount(minlength=blocks.steps + 1)[1:] / len(taken)).tolist()))
+        full_nfe=blocks.nfe, top1=100 * top1, full_top1=100 * full)
 
 
 def _scores(model: Any, blocks: Any, images: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:

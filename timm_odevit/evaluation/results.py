@@ -1,4 +1,4 @@
-"""Timed passes of data sets through models, and their results: as a table, JSON, a plot, and in a notebook."""
+"""Timed passes of data sets through models, and their results: as a table, as JSON, and in a notebook."""
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -69,7 +69,6 @@ def _run(
     """What a result says of the pass, the mean of each image [N], which shuffling would change, and the columns."""
     stages, parameter = find_ode_blocks(model), next(model.parameters())
     device = parameter.device
-    halts = len(stages) == 1 and stages[0].config.halting is not None
     timed: list[tuple[int, float, float]] = []  # images of each batch, seconds, and evaluations of them all
     rows: list[Any] = []
     with evaluating(model), torch.inference_mode(), autocast(device, amp_dtype):
@@ -84,11 +83,10 @@ def _run(
             start = time.perf_counter()
             outputs = model(images)
             _wait_for(device)
-            seconds, taken = time.perf_counter() - start, stages[0].steps_taken if halts else None
-            timed.append((len(images), seconds, len(images) * sum(ode.evaluations for ode in stages)))
-            rows.append((marks, torch.full_like(marks, stages[0].steps if halts else 0) if taken is None else taken,
-                         *each(outputs.float(), None if truth is None else truth.to(device))))
-    marks, taken, *columns = (torch.cat(column).cpu() for column in zip(*rows, strict=True))
+            seconds, evaluations = time.perf_counter() - start, sum(ode.evaluations for ode in stages)
+            timed.append((len(images), seconds, len(images) * evaluations))
+            rows.append((marks, *each(outputs.float(), None if truth is None else truth.to(device))))
+    marks, *columns = (torch.cat(column).cpu() for column in zip(*rows, strict=True))
     count = len(marks)
     later, seconds, _ = map(sum, zip(*(timed[1:] or timed), strict=True))  # the first batch is slower than the others
     about: dict[str, Any] = dict(steps=None, nfe=None, images=count, parameters=count_parameters(model),
@@ -96,9 +94,6 @@ def _run(
     if stages:
         nfe = sum(evaluations for *_, evaluations in timed) / count
         about.update(steps=sum(ode.steps for ode in stages), nfe=int(nfe) if nfe == int(nfe) else nfe)
-    if halts:
-        shares = 100 * taken.long().bincount(minlength=stages[0].steps + 1)[1:] / count
-        about['halted'] = tuple(shares.tolist())
     return [about, marks, *columns]
 
 
@@ -115,7 +110,6 @@ class _Measured:
     parameters: int
     images: int
     images_per_second: float  # of the forward pass, roughly; `odevit benchmark` compares speeds
-    halted: tuple[float, ...] | None = None  # with halting, share of the images that took 1, 2, ... steps, in percent
 
     COLUMNS: ClassVar[tuple[tuple[str, str, int], ...]] = ()  # field, heading and digits; the first tells them apart
 
@@ -132,7 +126,6 @@ class Result(_Measured):
     agreement: float | None  # share of images whose top-1 class is the teacher's, in percent
     kept: float | None  # share of the teacher's top-1 accuracy, in percent
 
-    SCORE: ClassVar[str] = 'top-1 accuracy, %'
     COLUMNS = (('top1', 'top-1 %', 2), ('top5', 'top-5 %', 2), ('loss', 'loss', 4), ('agreement', 'agreement %', 1),
                ('kept', 'kept %', 1))
 
@@ -147,7 +140,6 @@ class EmbeddingResult(_Measured):
     probe: float | None = None  # of a linear classifier
     zero_shot: float | None = None  # of the class embedding with the largest cosine
 
-    SCORE: ClassVar[str] = "cosine with the teacher's embedding"
     COLUMNS = (('cosine', 'cosine', 4), ('error', 'error', 4), ('neighbours', 'neighbours %', 1), ('knn', 'k-NN %', 2),
                ('probe', 'probe %', 2), ('zero_shot', 'zero-shot %', 2))
 
@@ -164,7 +156,6 @@ class Evaluation(Generic[AnyResult]):
     Examples:
         >>> found = evaluate(student, loader, steps=(6, 12, 24))
         >>> accuracy = {result.steps: result.top1 for result in found.results}
-        >>> figure = found.plot('accuracy.png')
     """
     results: tuple[AnyResult, ...]
     data: str = ''
@@ -192,46 +183,12 @@ class Evaluation(Generic[AnyResult]):
             write_text(Path(path), text)
         return text
 
-    def plot(self, path: str | Path | None = None) -> Any:
-        """A matplotlib Figure of accuracy or cosine against solver steps, beside the teacher's, and of the speed.
-
-        It is also written to `path` if given.
-        """
-        from matplotlib.figure import Figure
-        score, name = self.results[0].COLUMNS[0][0], self.results[0].SCORE
-        points: Any = sorted((r.steps, getattr(r, score), r.images_per_second) for r in self.results
-                             if r.steps is not None and r.model != 'teacher' and getattr(r, score) is not None)
-        if not points:
-            raise ValueError(f'There is no {name} of an ODE-ViT to plot. Evaluate one with steps=(1, 2, 4, ...), and '
-                             'embeddings with teacher=.')
-        counts, scores, speeds = zip(*points, strict=True)
-        figure = Figure(figsize=(6, 4), layout='constrained')
-        axes = figure.subplots()
-        line, = axes.plot(counts, scores, marker='o', markerfacecolor='white', label='ODE-ViT')
-        if trained := [point[:2] for point in points if point[0] in self.trained_at]:
-            axes.plot(*zip(*trained, strict=True), 'o', color=line.get_color(), label='K used in training')
-        if self.results[0].model == 'teacher':
-            axes.axhline(getattr(self.results[0], score), color='gray', linestyle='--', label='teacher')
-        axes.set(xlabel='solver steps K', ylabel=name, xscale='log', ylim=(0, None), title=self.data)
-        axes.set_xticks(counts, [str(k) for k in counts])
-        axes.minorticks_off()
-        axes.legend(loc='lower right')
-        speed = axes.twinx()
-        speed.plot(counts, speeds, ':', color='gray')
-        speed.set(ylabel='images/s (dotted)', ylim=(0, None))
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return figure
-
     def __repr__(self) -> str:
         scores = [f"{r.model if r.steps is None else f'K = {r.steps}'} {r.cells()[0]}" for r in self.results]
         return f"Evaluation({self.results[0].COLUMNS[0][1]}: {', '.join(scores)}; {self.caption})"
 
     def __str__(self) -> str:
-        stops = [f'steps taken with at most {r.steps or len(r.halted)}: ' + ', '.join(
-            f'{step} by {share:.1f} %' for step, share in enumerate(r.halted, start=1) if share)
-            for r in self.results if r.halted is not None]
-        return '\n'.join([self.caption, '', self.table(), *stops])
+        return f'{self.caption}\n\n{self.table()}'
 
     _repr_markdown_ = __str__  # in a notebook
 
