@@ -201,7 +201,7 @@ def test_order_and_mixing_depend_on_seed_and_epoch_alone(vit, settings):
             read(tensors, vit(), batch_size=7, **settings)
 
 
-@pytest.mark.parametrize('setting', [dict(padding=2), dict(flip=0.), dict(auto_augment='x'), dict(workers=0)])
+@pytest.mark.parametrize('setting', [dict(padding=2), dict(flip=0.), dict(workers=0)])
 def test_settings_of_other_data(vit, images, arrays, setting):
     source = images() if 'padding' in setting or 'flip' in setting else arrays
     for of in (source, (torch.rand(8, 3, 16, 16), torch.arange(8) % 5)):

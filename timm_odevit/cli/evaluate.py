@@ -48,11 +48,6 @@ def evaluate(args: Any) -> None:
     check_file(args.json)
     model = load(args.model, args)
     teacher = load(args.teacher, args)
-    if getattr(getattr(teacher, 'patch_embed', None), 'strict_img_size', False):
-        ours, theirs = (data_config(each)['input_size'] for each in (model, teacher))
-        if ours != theirs:
-            raise ValueError(f"'{args.model}' takes images {ours} [C, H, W], but '{args.teacher}' {theirs}. Give a "
-                             'teacher for images of the same size.')
     embedding = args.embedding or not model.num_classes
     data = _data(args, model, args.held_out, embedding)
     data = with_test(data, args.test, model) if args.test else data

@@ -35,7 +35,6 @@ class DataConfig(Settings):
         padding: Pixels by which a crop may be shifted (arrays); None for 4.
         flip: Probability of mirroring an image (arrays); None for 0.5.
         reprob: Probability of erasing a part of an image.
-        auto_augment: timm augmentation policy (folders); None for none.
         workers: Processes that load images (folders); None for min(2, usable CPU cores - 1).
         mixup: alpha of mixup; 0 for none.
         cutmix: alpha of CutMix; 0 for none.
@@ -47,7 +46,6 @@ class DataConfig(Settings):
     padding: int | None = setting(None, integer(0, none='4'))
     flip: float | None = setting(None, number(0., 1., none='0.5'))
     reprob: float = setting(0., number(0., 1.))
-    auto_augment: str | None = None
     workers: int | None = setting(None, integer(0, none='min(2, usable CPU cores - 1)'))
     mixup: float = setting(0., number(0.))
     cutmix: float = setting(0., number(0.))
@@ -272,7 +270,6 @@ def training_loader(samples: Samples, model: Any, config: DataConfig, seed: int)
         batch_size=config.batch_of(len(samples)),
         is_training=True,
         scale=(0.35, 1.),
-        auto_augment=config.auto_augment,
         re_prob=config.reprob,
         num_workers=_workers(config),
         distributed=rank_and_world()[1] > 1,

@@ -83,7 +83,7 @@ def read_data(
     config, kind = config or DataConfig(), _kind(source)
     share = config.held_out if held_out is None else held_out
     any_classes = any_classes or not getattr(model, 'num_classes', 0)
-    for name, where in {'padding': 'npz', 'flip': 'npz', 'auto_augment': 'folder', 'workers': 'folder'}.items():
+    for name, where in {'padding': 'npz', 'flip': 'npz', 'workers': 'folder'}.items():
         if getattr(config, name) is not None and kind != where:
             raise ValueError(f'data.{name} does not apply to this source, a {kind}, only to a {where}. Leave it out.')
     if labels is None and not any_classes:

@@ -28,9 +28,6 @@ class PutTower(Replacements):
             if next(former.parameters(), now).dtype != now.dtype:  # some programs keep their norms in another one
                 former.to(now.dtype)
 
-    def __repr__(self) -> str:
-        return f'PutTower({type(self.tower).__name__})'
-
 
 def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
     """Make a timm model the image tower of an open_clip or transformers model, in place; the text tower is left alone.
