@@ -175,7 +175,8 @@ def _folded(model: Any) -> Any:
     from onnxruntime.quantization.shape_inference import quant_pre_process
     with tempfile.TemporaryDirectory() as folder:
         onnx.save(model, f'{folder}/floats.onnx')
-        quant_pre_process(f'{folder}/floats.onnx', f'{folder}/model.onnx', skip_onnx_shape=True, skip_symbolic_shape=True)
+        quant_pre_process(
+            f'{folder}/floats.onnx', f'{folder}/model.onnx', skip_onnx_shape=True, skip_symbolic_shape=True)
         return onnx.load(f'{folder}/model.onnx')
 
 
@@ -233,7 +234,7 @@ def _take_steps_out(model: nn.Module, images: Tensor) -> tuple[list[Step], Tenso
             (given := [name for name, value in context.block_kwargs.items() if value is not None],
              f"its blocks take {' and '.join(given)} besides the state")):
         if wrong:
-            raise ValueError(f'A file for any number of steps cannot be made of this model: {why}. Leave any_steps out.')
+            raise ValueError(f"This model's number of steps cannot be an input: {why}. Leave out any_steps (--any-steps).")
     ode.solver = nn.ModuleList([_Solve(ode.shared)])
     return steps, state
 
