@@ -20,7 +20,7 @@ from .program import exported
 
 DOMAIN = 'timm_odevit'
 _VECTOR = 128  # numbers that have 16 bits where those of matrices have 4
-# a function of the file, folded when it is loaded: of 33 rows of 4 bits each, the last are the zero points of the groups
+# a function in the file, folded when it is loaded: of 33 rows, the last has the zero points of the groups
 _UNPACK = f"""
 <opset_import: ["" : 20], domain: "{DOMAIN}">
 Unpack (pairs, scale, shape) => (values)
@@ -234,7 +234,7 @@ def _take_steps_out(model: nn.Module, images: Tensor) -> tuple[list[Step], Tenso
             (given := [name for name, value in context.block_kwargs.items() if value is not None],
              f"its blocks take {' and '.join(given)} besides the state")):
         if wrong:
-            raise ValueError(f"This model's number of steps cannot be an input: {why}. Leave out any_steps (--any-steps).")
+            raise ValueError(f'The steps of this model cannot be an input: {why}. Leave out any_steps (--any-steps).')
     ode.solver = nn.ModuleList([_Solve(ode.shared)])
     return steps, state
 
