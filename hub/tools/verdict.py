@@ -34,15 +34,14 @@ def chosen(tag, plain):
         if 'deit_tiny' not in name:
             continue  # trained from scratch, without a teacher
         group = groups.setdefault(model.patch_embed.img_size[0], [])
-        if not trained:
-            group += [Candidate('original', name, model), Candidate('original', f'{name}, int8', model, True)]
-        else:
-            counts = {3, 6} & set(trained) | {find_ode_blocks(model)[0].steps}
-            group += [Candidate('student', f'{name}, int8, K = {steps}', with_steps(model, steps), True)
-                      for steps in sorted(counts, reverse=True)]
+        counts = {3, 6} & set(trained) | {find_ode_blocks(model)[0].steps} if trained else {None}
+        for steps in sorted(counts, reverse=True):
+            student = Candidate('student' if trained else 'original', name, with_steps(model, steps) if steps else model)
+            ending = f', K = {steps}' if steps else ''
+            group += [each._replace(name=each.name + ending) for each in student.and_smaller()][bool(trained):]
     if plain is not None:
         model = timm.create_model(f'local-dir:{plain}', pretrained=True).eval()
-        groups[model.patch_embed.img_size[0]].append(Candidate('plain', 'plain, int8', model, True))
+        groups[model.patch_embed.img_size[0]] += Candidate('plain', 'plain', model).and_smaller()[1:]
     return {size: group for size, group in groups.items() if group[0].name.startswith('deit_tiny')}
 
 
