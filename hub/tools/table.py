@@ -142,7 +142,8 @@ def regions():
 
 
 DESIGNS = {'plain3': "three of the teacher's blocks, each once", 'three6': 'three blocks', 'three12': 'three blocks',
-           'two11': 'two blocks with residuals of rank 11', 'one12': 'one block', 'tri12': 'three blocks'}
+           'two11': 'two blocks with residuals of rank 11', 'one12': 'one block', 'tri12': 'three blocks',
+           'stepwise': ', stepwise first', 's1': ', another seed'}
 
 
 def designs():
@@ -150,7 +151,7 @@ def designs():
     for path in (HUB / 'lab' / 'designs').glob('*.json'):
         name, *more, minutes = path.stem.split('-')
         own = next(row for row in json.loads(path.read_text()) if name.endswith(str(row['steps'])) or name == 'two11')
-        found.append([minutes, DESIGNS[name] + ', stepwise first' * len(more), f"{own['steps']}", f"{own['top1']:.1f}"])
+        found.append([minutes, ''.join(DESIGNS[each] for each in (name, *more)), f"{own['steps']}", f"{own['top1']:.1f}"])
     return rows(['minutes', 'student', 'K', 'top-1 %'], sorted(found, key=lambda row: (int(row[0]), -float(row[3]))))
 
 
