@@ -128,6 +128,28 @@ def idea(path):
     drawing.savefig(path, dpi=130)
 
 
+def frontier(path):
+    """Draw accuracy against the size of the file."""
+    from matplotlib.figure import Figure
+    axes = (drawing := Figure(figsize=(7.5, 4), layout='constrained')).subplots()
+    group, = json.loads((HUB / 'verdict.json').read_text())['groups']
+    marks, points = {'float32': 's', 'int8': 'o', '4 bits': '^'}, []
+    for row in group['rows']:
+        name, file, *steps = *row['name'].split(', '), *['float32'] * (', ' not in row['name'])
+        base = name.partition('_patch')[0]
+        words = ', '.join([WORDS.get(base, 'three plain blocks').replace("the paper's", 'its'), *steps])
+        color = {'original': GREY, 'plain': GREEN}.get(row['kind'], BLUE if 'three' in base else ORANGE)
+        if '_k' in name or row['kind'] != 'student':
+            axes.plot(row['mb'], row['value'], marks[file], color=color, markersize=6, zorder=3)
+            points.append((f'{words}, {file}', color, row['mb'], row['value']))
+    axes.set(xlabel='file, MB', ylabel='top-1 accuracy on CIFAR-100, %', xscale='log', xlim=(0.3, 40), ylim=(66, 84))
+    axes.set_xticks(ticks := (0.4, 0.7, 1, 2, 4, 8, 20), [f'{tick:g}' for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    place_labels(axes, points, '')
+    drawing.savefig(path, dpi=130)
+
+
 def compare(path):
     """Draw accuracy against parameters and against multiply-adds on CIFAR-100, with small models by others."""
     from matplotlib.figure import Figure
@@ -160,7 +182,7 @@ def compare(path):
     drawing.savefig(path, dpi=130)
 
 
-def place_labels(axes, points):
+def place_labels(axes, points, mark='o'):
     """Plot points with labels beside them, as near as they cover no other point or label."""
     high = 0.9  # of a label, in percent
     taken = [(other, other, y) for _, _, other, y in points]
@@ -168,7 +190,7 @@ def place_labels(axes, points):
     def free(low, top, y):
         return not any(first <= top and last >= low and abs(y - at) < high for first, last, at in taken)
     for name, color, x, y in sorted(points, key=lambda point: -point[3]):
-        axes.plot(x, y, 'o', color=color, markersize=5)
+        axes.plot(x, y, mark, color=color, markersize=5)
         wide = 0.1 + 0.055 * len(name)  # of a label, on the logarithmic axis
         sides = {'left': (1.02 * x, x * math.exp(wide)), 'right': (x / math.exp(wide), x / 1.02)}  # by its alignment
         shift, side = next((shift, side) for distance in range(100) for shift in (distance / 10, -distance / 10)

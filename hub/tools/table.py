@@ -12,7 +12,7 @@ from pathlib import Path
 
 import cards
 from ablate import table
-from first_page import compare, idea, in_words, models, published, rows, which
+from first_page import compare, frontier, idea, in_words, models, published, rows, which
 from pictures import MODELS, draw
 
 HUB = Path(__file__).parent.parent
@@ -126,21 +126,6 @@ def constants():
     return per_model(heads, cells)
 
 
-def regions():
-    def cells(m):
-        region = m['region']
-        return [f"{region['distance']:.2f}", f"{region['towards']:.2f}", f"{region['inside']:.1f} %",
-                f"{region['same']:.1f} %"]
-    name, teacher = next(iter(records().items()))
-    found = teacher['region']['found']
-    lines = [[MODELS[key][0], *cells({measure: m['found'] for measure, m in measures.items()})]
-             for key, measures in records().items() if key != name]
-    return (f"The teacher's own radius is {found['worst']:.3f} of the norm of the state in the worst direction, "
-            f"{found['random']:.2f} in a random one (medians).\n\n" + rows([
-                'student', 'distance from the teacher', 'radius in this direction', 'nearer than the worst radius',
-                'same class'], lines))
-
-
 DESIGNS = {'plain3': "three of the teacher's blocks, each once", 'three6': 'three blocks', 'three12': 'three blocks',
            'two11': 'two blocks with residuals of rank 11', 'one12': 'one block', 'tri12': 'three blocks',
            'stepwise': ', stepwise first', 's1': ', another seed'}
@@ -161,7 +146,7 @@ TABLES = {
     'ablation': (HUB / 'lab' / 'ingredients.md', ablation), 'paper': (RESULTS, paper),
     'speed at 224 px': (SPEED, partial(speed, 'tiny_224')), 'speed at 128 px': (SPEED, partial(speed, 'published_128')),
     'trained': (TRAINING, trained), 'exponents': (DYNAMICS, exponents), 'constants': (DYNAMICS, constants),
-    'regions': (DYNAMICS, regions), 'seeds': (HUB / 'lab' / 'steps.md', seeds),
+    'seeds': (HUB / 'lab' / 'steps.md', seeds),
     'twelve': (HUB.parent / 'examples' / 'your-images.md', twelve)}
 
 
@@ -176,6 +161,7 @@ def main():
             raise SystemExit(f'{path.name} has no place for the table {name}: {marks.pattern}')
         path.write_text(text)
     idea(HUB / 'pictures' / 'idea.png')
+    frontier(HUB / 'pictures' / 'frontier.png')
     compare(HUB / 'pictures' / 'compare.png')
     draw()
     cards.main()

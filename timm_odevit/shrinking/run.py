@@ -57,9 +57,9 @@ def shrink(
 ) -> Verdict:
     """Make a small student of a model, and say whether it is worth it.
 
-    The student is converted, trained for up to 45 % of the minutes, and compared with the original, also in int8 and
-    with fewer tokens, and with a plain student of equal size that is trained for as long. All are written to files that
-    run without this package, and measured on images that no training used: their accuracy or, without labels, the
+    The student is converted, trained for up to 45 % of the minutes, and compared with the original, also with fewer
+    tokens, and with a plain student of equal size that is trained for as long. All are written to files that run without
+    this package, also in int8 and in 4 bits, and measured on images that no training used: their accuracy or, without labels, the
     agreement with the model, or the cosine of the embeddings.
 
     `out` will hold student/best/ and plain/best/, in timm's format, each the best so far if the call is interrupted;
