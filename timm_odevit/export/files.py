@@ -19,6 +19,7 @@ from ..files import staged
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import DEFAULT
 from ..settings import one_line, one_of
+from .html import write_html
 
 METADATA = 'metadata.json'  # in a .pt2 file of torch.export
 PREPARED = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')
@@ -26,10 +27,10 @@ PREPARED = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode
 
 class Format(NamedTuple):
     suffix: str
-    write: Callable[[ExportedProgram, Path, dict[str, str], bool], Any]
+    write: Callable[[Any, Path, dict[str, str]], Any]  # a program of torch.export, or for a page the model
 
 
-def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
+def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str]) -> None:
     import onnx
     program: Any = torch.onnx.export(
         exported, input_names=['images'], output_names=['output'], dynamic_shapes=({0: 'batch'},), verbose=False)
@@ -40,8 +41,6 @@ def _write_onnx(exported: ExportedProgram, path: Path, about: dict[str, str], in
         node.ClearField('metadata_props')
     onnx.helper.set_model_props(model, about)
     onnx.save(model, path)
-    if int8:
-        write_int8(path, path)
 
 
 def write_int8(source: Path, path: Path) -> None:
@@ -62,11 +61,11 @@ def write_int8(source: Path, path: Path) -> None:
         onnx.save(model, file)
 
 
-def _write_pt2(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
+def _write_pt2(exported: ExportedProgram, path: Path, about: dict[str, str]) -> None:
     torch.export.save(exported, path, extra_files={METADATA: json.dumps(about)})
 
 
-def _write_aoti(exported: ExportedProgram, path: Path, about: dict[str, str], int8: bool) -> None:
+def _write_aoti(exported: ExportedProgram, path: Path, about: dict[str, str]) -> None:
     from torch._inductor import aoti_compile_and_package, config
     configs: dict[str, Any] = {'aot_inductor.metadata': about}
     if hasattr(config.aot_inductor, 'check_lowerbound'):  # with AOTI_RUNTIME_CHECK_INPUTS=1, it would refuse one image
@@ -74,28 +73,30 @@ def _write_aoti(exported: ExportedProgram, path: Path, about: dict[str, str], in
     aoti_compile_and_package(exported, package_path=str(path), inductor_configs=configs)
 
 
-FORMATS = {'onnx': Format('.onnx', _write_onnx), 'pt2': Format('.pt2', _write_pt2), 'aoti': Format('.pt2', _write_aoti)}
+FORMATS = {'onnx': Format('.onnx', _write_onnx), 'html': Format('.html', write_html), 'pt2': Format('.pt2', _write_pt2),
+           'aoti': Format('.pt2', _write_aoti)}
 
 
 def export_model(
         model: nn.Module,
         path: str | Path,
         *,
-        format: str = 'onnx',
+        format: str | None = None,
         int8: bool = False,
         overwrite: bool = False,
 ) -> Path:
-    """Write a model to a file that runs without this package and without timm, on batches of any size.
+    """Write a model to a file that runs without this package and without timm, on batches of any size, or as a page.
 
     The file has the model's image size, its current steps, and metadata, as JSON: its name, steps and classes, and how
     images are prepared (input_size, mean, std, ...).
 
     Args:
         model: timm model, converted or not. An 'aoti' or 'pt2' file runs on its device.
-        path: New file. It ends in .onnx, or in .pt2 for the other formats.
-        format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled for this kind of
+        path: New file, which ends in .onnx or .html, or in .pt2 for the other formats.
+        format: 'onnx', for ONNX Runtime and others; 'html', a page that classifies pictures in a browser, by weights
+            in 4 bits, for ViTs of ordinary blocks; 'pt2', for torch.export.load; 'aoti', compiled for this kind of
             processor, for torch._inductor.aoti_load_package. It takes contiguous images, and checks their layout, size
-            and dtype only with AOTI_RUNTIME_CHECK_INPUTS=1 in the environment.
+            and dtype only with AOTI_RUNTIME_CHECK_INPUTS=1 in the environment. None: by the ending of the file.
         int8: Store weights as int8, with a scale for each row, and compute linear layers in it (only 'onnx').
 
     Raises ImportError if a package is missing, ValueError if the file exists or the model cannot be exported.
@@ -106,8 +107,10 @@ def export_model(
         >>> session = onnxruntime.InferenceSession(path)
         >>> logits, = session.run(None, {'images': images.numpy()})
     """
-    one_of(tuple(FORMATS))('format', format)
-    path, model, (suffix, write) = Path(path), unwrap_model(model), FORMATS[format]
+    path, model = Path(path), unwrap_model(model)
+    if format is None:
+        format = next((name for name, row in FORMATS.items() if row.suffix == path.suffix), 'onnx')
+    suffix, write = FORMATS[one_of(tuple(FORMATS))('format', format)]
     odes, dtype = find_ode_blocks(model), dtype_of(model)
     for wrong, why in (
             (path.suffix != suffix or path.is_dir() or (path.exists() and not overwrite),
@@ -123,22 +126,29 @@ def export_model(
     if missing := [name for name in packages if find_spec(name) is None]:
         raise ImportError(f"{format} needs {' and '.join(missing)}. Type: pip install {' '.join(missing)}")
     copied = copy.deepcopy(model).eval().requires_grad_(False)
-    if format == 'onnx':
+    if format in ('onnx', 'html'):
         copied.cpu()
+    program: Any = copied.float() if format == 'html' else _exported(copied, dtype)
+    about: Any = {**metadata(model), 'int8': int8, 'timm_odevit': __version__}
+    about = {key: json.dumps(value) for key, value in about.items() if value not in (None, [])}
+    with staged(path.parent, path.name) as aside:
+        write(program, aside / path.name, about)
+        if int8:
+            write_int8(aside / path.name, aside / path.name)
+    return path
+
+
+def _exported(model: Any, dtype: torch.dtype) -> ExportedProgram:
     # two images: torch.export takes a size of 1 as fixed
-    images = torch.zeros(2, *data_config(model)['input_size'], dtype=dtype, device=next(copied.parameters()).device)
+    images = torch.zeros(2, *data_config(model)['input_size'], dtype=dtype, device=next(model.parameters()).device)
     try:
         batch = torch.export.Dim('batch', max=2 ** 20)  # without a bound, merged tokens could overflow an index
-        exported = torch.export.export(copied, (images,), dynamic_shapes=({0: batch},))
+        exported = torch.export.export(model, (images,), dynamic_shapes=({0: batch},))
     except Exception as e:  # whatever a model's own code leads to
         raise ValueError(f'torch.export cannot export this {type(model).__name__}: {one_line(e)}') from e
     for node in exported.graph.nodes:
         node.meta.pop('stack_trace', None)  # names files of this machine
-    about: Any = {**metadata(model), 'int8': int8, 'timm_odevit': __version__}
-    about = {key: json.dumps(value) for key, value in about.items() if value not in (None, [])}
-    with staged(path.parent, path.name) as aside:
-        write(exported, aside / path.name, about, int8)
-    return path
+    return exported
 
 
 def metadata(model: Any) -> dict[str, Any]:
