@@ -50,7 +50,8 @@ def opened(browser, tmp_path):
 
 
 def logits(page, images, steps):
-    return torch.tensor(page.evaluate('([xs, K]) => xs.map(x => [...logits(Float32Array.from(x), K)])', [images.flatten(1).tolist(), steps]))
+    given = [json.dumps(images.flatten(1).tolist()), steps]  # playwright is slow with long lists
+    return torch.tensor(page.evaluate('([text, K]) => JSON.parse(text).map(x => [...logits(Float32Array.from(x), K)])', given))
 
 
 @pytest.mark.parametrize('kwargs, ode', [
