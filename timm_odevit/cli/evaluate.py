@@ -198,8 +198,10 @@ def export(args: Any) -> None:
     """Write a model to a file that runs without this package.
 
     model
-    --format {onnx,pt2,aoti} [onnx]  for ONNX Runtime, for torch.export.load, or compiled for this kind of processor
-    -o,--out FILE  file to write: .onnx, or .pt2 for the others (default: the model's name)
+    [path]  file to write: .onnx, .html, or .pt2 for the others (default: the model's name)
+    --format {onnx,html,pt2,aoti}  for ONNX Runtime, a page that classifies pictures, for torch.export.load, or compiled
+        for this kind of processor (default: by the file's ending, or onnx)
+    -o,--out FILE  the same as path
     --int8  compute linear layers in int8, and store weights so (only onnx)
     --bits N  4 stores matrices in 4 bits (only onnx)
     --any-steps  make the number of steps an input, 'steps' (only onnx)
@@ -207,7 +209,8 @@ def export(args: Any) -> None:
     --overwrite  replace an existing file
     """
     model = load_with_steps(args)
-    out = args.out or Path(args.model.split(':')[-1]).resolve().name + FORMATS[args.format].suffix
+    out = args.path or args.out or (
+        Path(args.model.split(':')[-1]).resolve().name + FORMATS[args.format or 'onnx'].suffix)
     path = export_model(model, out, format=args.format, int8=args.int8, bits=args.bits, any_steps=args.any_steps,
                         overwrite=args.overwrite)
     print(f'wrote {path}: {path.stat().st_size / 1e6:.2f} MB')

@@ -19,6 +19,7 @@ from ..files import staged
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import DEFAULT
 from ..settings import one_line, one_of
+from .html import write_html
 from .onnx import write_onnx
 from .program import METADATA, write_aoti, write_pt2
 
@@ -30,30 +31,32 @@ class Format(NamedTuple):
     write: Callable[..., None]  # of a copy of the model, images [2, C, H, W], the path and metadata
 
 
-FORMATS = {'onnx': Format('.onnx', write_onnx), 'pt2': Format('.pt2', write_pt2), 'aoti': Format('.pt2', write_aoti)}
+FORMATS = {'onnx': Format('.onnx', write_onnx), 'html': Format('.html', write_html), 'pt2': Format('.pt2', write_pt2),
+           'aoti': Format('.pt2', write_aoti)}
 
 
 def export_model(
         model: nn.Module,
         path: str | Path,
         *,
-        format: str = 'onnx',
+        format: str | None = None,
         int8: bool = False,
         bits: int | None = None,
         any_steps: bool = False,
         overwrite: bool = False,
 ) -> Path:
-    """Write a model to a file that runs without this package and without timm, on batches of any size.
+    """Write a model to a file that runs without this package and without timm, on batches of any size, or as a page.
 
     The file has the model's image size, its current steps, and metadata, as JSON: its name, steps and classes, and how
     images are prepared (input_size, mean, std, ...).
 
     Args:
         model: timm model, converted or not. An 'aoti' or 'pt2' file runs on its device.
-        path: New file. It ends in .onnx, or in .pt2 for the other formats.
-        format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled for this kind of
+        path: New file, which ends in .onnx or .html, or in .pt2 for the other formats.
+        format: 'onnx', for ONNX Runtime and others; 'html', a page that classifies pictures in a browser, by weights
+            in 4 bits, for ViTs of ordinary blocks; 'pt2', for torch.export.load; 'aoti', compiled for this kind of
             processor, for torch._inductor.aoti_load_package. It takes contiguous images, and checks their layout, size
-            and dtype only with AOTI_RUNTIME_CHECK_INPUTS=1 in the environment.
+            and dtype only with AOTI_RUNTIME_CHECK_INPUTS=1 in the environment. None: by the ending of the file.
         int8: Compute linear layers in int8, with a scale for each row, and store weights so (only 'onnx').
         bits: 4 stores matrices in 4 bits, in groups of 32 with a scale and a zero point, and all else in 16, whatever
             is computed in; None does not (only 'onnx', of a float32 model).
@@ -68,8 +71,10 @@ def export_model(
         >>> session = onnxruntime.InferenceSession(path)
         >>> logits, = session.run(None, {'images': images.numpy()})
     """
-    one_of(tuple(FORMATS))('format', format)
-    path, model, (suffix, write) = Path(path), unwrap_model(model), FORMATS[format]
+    path, model = Path(path), unwrap_model(model)
+    if format is None:
+        format = next((name for name, row in FORMATS.items() if row.suffix == path.suffix), 'onnx')
+    suffix, write = FORMATS[one_of(tuple(FORMATS))('format', format)]
     odes, dtype = find_ode_blocks(model), dtype_of(model)
     for wrong, why in (
             (path.suffix != suffix or path.is_dir() or (path.exists() and not overwrite),
@@ -90,7 +95,7 @@ def export_model(
     if missing := [name for name in packages if find_spec(name) is None]:
         raise ImportError(f"{format} needs {' and '.join(missing)}. Type: pip install {' '.join(missing)}")
     copied = copy.deepcopy(model).eval().requires_grad_(False)
-    if format == 'onnx':
+    if format in ('onnx', 'html'):
         copied.cpu()
     images = torch.zeros(2, *data_config(model)['input_size'], dtype=dtype, device=next(copied.parameters()).device)
     about: Any = {**metadata(model), 'int8': int8, 'bits': bits, 'timm_odevit': __version__}
