@@ -136,7 +136,8 @@ def designs():
     for path in (HUB / 'lab' / 'designs').glob('*.json'):
         name, *more, minutes = path.stem.split('-')
         own = next(row for row in json.loads(path.read_text()) if name.endswith(str(row['steps'])) or name == 'two11')
-        found.append([minutes, ''.join(DESIGNS[each] for each in (name, *more)), f"{own['steps']}", f"{own['top1']:.1f}"])
+        words = ''.join(DESIGNS[each] for each in (name, *more))
+        found.append([minutes, words, f"{own['steps']}", f"{own['top1']:.1f}"])
     return rows(['minutes', 'student', 'K', 'top-1 %'], sorted(found, key=lambda row: (int(row[0]), -float(row[3]))))
 
 

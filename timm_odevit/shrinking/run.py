@@ -34,7 +34,7 @@ from .candidates import Candidate, candidates, measure
 from .material import BATCH, SHARE, Material, converted, plain_student, prepare, suitable_settings
 from .verdict import Verdict
 
-MEASURED = 7  # times as long as for the original, for all that is measured: five exports of twelve files
+MEASURED = 10  # times as long as for the original, for all that is measured: five exports of twelve files
 LEVEL = 30  # minutes, of hub/lab/minutes.md
 PART = 0.2  # of the minutes to measure, at most
 _MINUTES = number(0., open='(')
@@ -58,9 +58,9 @@ def shrink(
     """Make a small student of a model, and say whether it is worth it.
 
     The student is converted, trained for up to 45 % of the minutes, and compared with the original, also with fewer
-    tokens, and with a plain student of equal size that is trained for as long. All are written to files that run without
-    this package, also in int8 and in 4 bits, and measured on images that no training used: their accuracy or, without labels, the
-    agreement with the model, or the cosine of the embeddings.
+    tokens, and with a plain student of equal size that is trained for as long. All are written to files that run
+    without this package, also in int8 and in 4 bits, and measured on images that no training used: their accuracy or,
+    without labels, the agreement with the model, or the cosine of the embeddings.
 
     `out` will hold student/best/ and plain/best/, in timm's format, each the best so far if the call is interrupted;
     files/, the candidates that no other beats in everything; verdict.json; and verdict.html, if plotly is installed.
