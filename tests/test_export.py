@@ -185,6 +185,14 @@ def test_steps_of_a_file_are_checked_and_used(vit, five, tmp_path):
         export_model(model, tmp_path / f'{any_steps}.onnx', any_steps=any_steps)
     run, about = export.load_exported(tmp_path / 'True.onnx', 6)
     torch.testing.assert_close(run(five), with_steps(model, 6)(five), atol=1e-4, rtol=0)
+    onnx, onnxruntime = pytest.importorskip('onnx'), pytest.importorskip('onnxruntime')
+    whole = onnx.load(tmp_path / 'True.onnx')  # without its default, as onnxruntime-web needs it
+    default, = [tensor for tensor in whole.graph.initializer if tensor.name == 'steps']
+    whole.graph.initializer.remove(default)
+    session = onnxruntime.InferenceSession(whole.SerializeToString(), providers=['CPUExecutionProvider'])
+    assert [each.name for each in session.get_inputs()] == ['images', 'steps']
+    found, = session.run(None, {'images': five.numpy(), 'steps': np.array(6)})
+    torch.testing.assert_close(torch.from_numpy(found), run(five), atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match='fixed steps; leave them out, or export it with any_steps'):
         export.load_exported(tmp_path / 'False.onnx', 6)
 
