@@ -35,7 +35,7 @@ if __name__ == '__main__':
         for format, int8 in product(FORMATS, (False, True)):
             if int8 and format != 'onnx':
                 continue
-            path = export_model(model, Path(folder, 'model' + FORMATS[format].suffix), format=format, int8=int8,
+            path = export_model(model, Path(folder, f'model.{format}'), format=format, int8=int8,
                                 overwrite=True)
             top1, ms = exported.main(str(path), args.data, IMAGES)
             rows.append({'format': format, 'int8': int8, 'mb': path.stat().st_size / 1e6, 'top1': top1, 'ms': ms})

@@ -18,7 +18,7 @@ from ..data.preprocessing import data_config, open_image, warn_of_other_classes
 from ..data.read import Data, held_out_of, read_data, with_test
 from ..data.sources import files_in
 from ..evaluation.embeddings import without_classifiers
-from ..export.files import FORMATS, load_exported, metadata
+from ..export.files import load_exported, metadata
 from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES
 from ..ode.blocks import find_ode_blocks
@@ -198,8 +198,8 @@ def export(args: Any) -> None:
     """Write a model to a file that runs without this package.
 
     model
-    --format {onnx,pt2,aoti} [onnx]  for ONNX Runtime, for torch.export.load, or compiled for this kind of processor
-    -o,--out FILE  file to write: .onnx, or .pt2 for the others (default: the model's name)
+    --format {onnx,pt2} [onnx]  for ONNX Runtime, or for torch.export.load
+    -o,--out FILE  file to write, .onnx or .pt2 (default: the model's name)
     --int8  compute linear layers in int8, and store weights so (only onnx)
     --bits N  4 stores matrices in 4 bits (only onnx)
     --any-steps  make the number of steps an input, 'steps' (only onnx)
@@ -207,7 +207,7 @@ def export(args: Any) -> None:
     --overwrite  replace an existing file
     """
     model = load_with_steps(args)
-    out = args.out or Path(args.model.split(':')[-1]).resolve().name + FORMATS[args.format].suffix
+    out = args.out or f"{Path(args.model.split(':')[-1]).resolve().name}.{args.format}"
     path = export_model(model, out, format=args.format, int8=args.int8, bits=args.bits, any_steps=args.any_steps,
                         overwrite=args.overwrite)
     print(f'wrote {path}: {path.stat().st_size / 1e6:.2f} MB')

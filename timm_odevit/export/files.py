@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,17 +20,11 @@ from ..ode.blocks import find_ode_blocks
 from ..ode.config import DEFAULT
 from ..settings import one_line, one_of
 from .onnx import write_onnx
-from .program import METADATA, write_aoti, write_pt2
+from .program import METADATA, write_pt2
 
 PREPARED = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')
-
-
-class Format(NamedTuple):
-    suffix: str
-    write: Callable[..., None]  # of a copy of the model, images [2, C, H, W], the path and metadata
-
-
-FORMATS = {'onnx': Format('.onnx', write_onnx), 'pt2': Format('.pt2', write_pt2), 'aoti': Format('.pt2', write_aoti)}
+# by the suffix of the file: what writes a copy of a model, with images [2, C, H, W], the path and metadata
+FORMATS: dict[str, Callable[..., None]] = {'onnx': write_onnx, 'pt2': write_pt2}
 
 
 def export_model(
@@ -49,11 +43,9 @@ def export_model(
     images are prepared (input_size, mean, std, ...).
 
     Args:
-        model: timm model, converted or not. An 'aoti' or 'pt2' file runs on its device.
-        path: New file. It ends in .onnx, or in .pt2 for the other formats.
-        format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load; 'aoti', compiled for this kind of
-            processor, for torch._inductor.aoti_load_package. It takes contiguous images, and checks their layout, size
-            and dtype only with AOTI_RUNTIME_CHECK_INPUTS=1 in the environment.
+        model: timm model, converted or not.
+        path: New file, which ends in .onnx or .pt2.
+        format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load, on the model's device.
         int8: Compute linear layers in int8, with a scale for each row, and store weights so (only 'onnx').
         bits: 4 stores matrices in 4 bits, in groups of 32 with a scale and a zero point, and all else in 16, whatever
             is computed in; None does not (only 'onnx', of a float32 model).
@@ -69,11 +61,11 @@ def export_model(
         >>> logits, = session.run(None, {'images': images.numpy()})
     """
     one_of(tuple(FORMATS))('format', format)
-    path, model, (suffix, write) = Path(path), unwrap_model(model), FORMATS[format]
+    path, model = Path(path), unwrap_model(model)
     odes, dtype = find_ode_blocks(model), dtype_of(model)
     for wrong, why in (
-            (path.suffix != suffix or path.is_dir() or (path.exists() and not overwrite),
-             f"'{path}' exists, or does not end in {suffix}. Give another file, or overwrite=True (--overwrite)."),
+            (path.suffix != f'.{format}' or path.is_dir() or (path.exists() and not overwrite),
+             f"'{path}' exists, or does not end in .{format}. Give another file, or overwrite=True (--overwrite)."),
             ((int8 or bits or any_steps) and format != 'onnx',
              f'The format {format} has no int8, no other bits and fixed steps. Choose the format onnx.'),
             (bits not in (None, 4), f'bits={bits} is not offered. Give 4, or None.'),
@@ -97,7 +89,7 @@ def export_model(
     about = {key: json.dumps(value) for key, value in about.items() if value not in (None, [])}
     forms = dict(int8=int8, bits=bits, any_steps=any_steps) if format == 'onnx' else {}
     with staged(path.parent, path.name) as aside:
-        write(copied, images, aside / path.name, about, **forms)
+        FORMATS[format](copied, images, aside / path.name, about, **forms)
     return path
 
 
