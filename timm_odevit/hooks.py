@@ -87,11 +87,16 @@ def random_states_kept(device: str | torch.device) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
+def described(value: Any) -> str:
+    """The dtype and shape of a tensor, or else the type of a value."""
+    return f'{value.dtype} {list(value.shape)}' if isinstance(value, Tensor) else type(value).__name__
+
+
 def check_images(images: Any) -> None:
     """Raise ValueError for anything but a batch of finite images [B, C, H, W]."""
     if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point() or not len(images):
-        what = f'{images.dtype} {list(images.shape)}' if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f'images must be a floating-point tensor [N, C, H, W], normalised for the model; got {what}.')
+        raise ValueError('images must be a floating-point tensor [N, C, H, W], normalised for the model; got '
+                         f'{described(images)}.')
     if not images.is_meta and not torch.isfinite(images).all():
         raise ValueError('images must be finite; some values are not.')
 

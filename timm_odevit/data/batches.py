@@ -16,9 +16,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from tqdm import tqdm
 
 from ..distributed import rank_and_world
-from ..hooks import random_states_kept
+from ..hooks import described, random_states_kept
 from ..settings import Settings, integer, number, setting
-from .preprocessing import data_config, described, dtype_of, image_mode, read_image
+from .preprocessing import data_config, dtype_of, image_mode, read_image
 
 _UNREADABLE = -1  # the label of an image file that cannot be read
 _logger = logging.getLogger(__name__)

@@ -106,11 +106,6 @@ def model_name(model: Any) -> str:
     return f"{name}.{cfg['tag']}" if cfg.get('tag') else name
 
 
-def described(value: Any) -> str:
-    """The dtype and shape of a tensor, or else the type of a value."""
-    return f'{value.dtype} {list(value.shape)}' if isinstance(value, Tensor) else type(value).__name__
-
-
 def check_labels(labels: Tensor, classes: int | None = None) -> Tensor:
     """Labels [B] in int64; ValueError unless they are whole numbers from 0, and those of a model's classes."""
     if classes == 1:

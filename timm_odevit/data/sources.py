@@ -11,8 +11,9 @@ from timm.data import get_img_extensions, is_img_extension
 from timm.utils import natural_key
 from torch import Tensor
 
+from ..hooks import described
 from ..settings import one_line
-from .preprocessing import check_labels, check_names, described
+from .preprocessing import check_labels, check_names
 
 Part = tuple[Any, Tensor]  # images: paths of files, or a tensor [N, ...]; and their labels [N]
 # the parts of a data set, by the names of their folders

@@ -23,7 +23,7 @@ from ..data.preprocessing import check_labels
 from ..distributed import over_processes, rank_and_world
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
-from ..hooks import AMP_DTYPES, autocast, check_images
+from ..hooks import AMP_DTYPES, autocast, check_images, described
 from ..ode.blocks import find_ode_blocks
 from ..quantization import rounded
 from ..settings import one_line
@@ -232,8 +232,7 @@ def _must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
             buffer.data.copy_(before)
         for module, mode in modes:
             module.training = mode
-        what = ', '.join(f'{x.dtype} {list(x.shape)}' if isinstance(x, Tensor) else type(x).__name__
-                         for x in (batch if isinstance(batch, (tuple, list)) else [batch]))
+        what = ', '.join(map(described, batch if isinstance(batch, (tuple, list)) else [batch]))
         raise ValueError(f'The first batch of {name}, {what}, is not (images, labels) that fit the model: '
                          f'{type(e).__name__}: {one_line(e)}') from e
 
