@@ -54,20 +54,20 @@ def evaluate(
                          'classes.')
     results: list[Result] = []
     taught = torch.empty(0)
-    for run in passes(model, loader, _score, steps=steps, teacher=teacher, amp_dtype=amp_dtype, progress=progress):
-        predicted, right, losses = run.columns
+    for about, name, (predicted, right, losses), _ in passes(
+            model, loader, _score, steps=steps, teacher=teacher, amp_dtype=amp_dtype, progress=progress):
         if without := int((predicted == NO_CLASS).sum()):
-            warnings.warn(f'{run.name}: the logits of {without} of {len(right)} images are NaN. They count as wrong.',
+            warnings.warn(f'{name}: the logits of {without} of {len(right)} images are NaN. They count as wrong.',
                           RuntimeWarning, stacklevel=2)
         top1, top5 = (100 * hits.sum().item() / len(right) for hits in (right[:, 0], right))
         agreement = kept = None
-        if run.kind == 'teacher':
+        if about['model'] == 'teacher':
             taught, kept = predicted, 100.
         elif teacher is not None:
             agreement = 100 * ((predicted == taught) & (predicted != NO_CLASS)).double().mean().item()
             kept = 100 * top1 / results[0].top1 if results[0].top1 else None
-        results.append(Result(model=run.kind, top1=top1, top5=top5, loss=losses.double().mean().item(),
-                              agreement=agreement, kept=kept, **run.about))
+        results.append(Result(top1=top1, top5=top5, loss=losses.double().mean().item(), agreement=agreement, kept=kept,
+                              **about))
     return Evaluation(tuple(results), data, tuple(trained_at))
 
 

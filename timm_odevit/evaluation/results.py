@@ -3,7 +3,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple
+from typing import Any, ClassVar, Generic
 
 import numpy as np
 import torch
@@ -19,23 +19,15 @@ from ..ode.blocks import count_parameters, find_ode_blocks, with_steps
 NO_CLASS = -1  # the class of an image whose outputs are not finite, which is never right
 
 
-class Pass(NamedTuple):
-    """What was computed of each image by a 'teacher', 'student' or 'model'."""
-    kind: str
-    name: str
-    about: dict[str, Any]  # what every result says
-    columns: list[Tensor]  # [N, ...] on the CPU
-    others: list[Tensor] | None  # the same of the other data set
-
-
 def passes(
         model: nn.Module, loader: Any, each: Callable[[Tensor, Any], tuple[Tensor, ...]], *,
         steps: int | Sequence[int] | None, teacher: nn.Module | None, others: Any = None, labels: bool = True,
         amp_dtype: torch.dtype | None = None, progress: bool = False,
-) -> Iterator[Pass]:
+) -> Iterator[tuple[dict[str, Any], str, list[Tensor], list[Tensor]]]:
     """Run one or two data sets through the teacher, if any, and through a model with each number of steps.
 
-    `each` computes tensors [B, ...] of the outputs in float32 and, if there are any, the labels of a batch.
+    `each` computes tensors [B, ...] of the outputs in float32 and, if there are any, the labels of a batch. Yields what
+    every result says, a name, and these tensors [N, ...] of all images of the first and of the other data set.
     """
     runs: list[Any] = [('model' if teacher is None else 'student', *view, None) for view in views(model, steps)]
     if teacher is not None:
@@ -47,11 +39,12 @@ def passes(
     for kind, name, view, normalisation in runs:
         options = each, labels, amp_dtype, name if progress else '', normalisation
         about, marks, *columns = _run(view, loader, *options)
+        about['model'] = kind
         first = marks if first is None else first
         if marks.shape != first.shape or not torch.allclose(marks, first, rtol=1e-4, atol=1e-6, equal_nan=True):
             raise ValueError('The loader does not give the same images in the same order each time. Make it with '
                              'shuffle=False and without augmentation.')
-        yield Pass(kind, name, about, columns, None if others is None else _run(view, others, *options)[2:])
+        yield about, name, columns, [] if others is None else _run(view, others, *options)[2:]
 
 
 def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str, nn.Module]]:
