@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.data import is_img_extension
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
@@ -43,8 +42,7 @@ class Data:
 
     def sample(self, part: str, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """At most `count` random images of a part [N, C, H, W] that can be read, and their labels [N], on the CPU."""
-        images, labels = self.plain(part).sample(count, seed)
-        return images, labels
+        return self.plain(part).sample(count, seed)  # type: ignore[no-any-return]
 
     def evaluated(self) -> tuple[Any, str]:
         """A loader of the images to evaluate on, and what they are in words: val, else test, else all of them."""
@@ -148,8 +146,6 @@ def _kind(source: Any) -> str:
     if isinstance(source, (str, os.PathLike)):
         if not os.path.exists(source):
             raise ValueError(f"There is no '{source}'. Give a folder of images, or an .npz of small ones.")
-        if os.path.isfile(source) and is_img_extension(Path(source).suffix.lower()):
-            raise ValueError(f"'{source}' is a file. Give the folder that it is in.")
         return 'folder' if os.path.isdir(source) else 'npz'
     if hasattr(source, '__array__') and not isinstance(source, Tensor):
         raise ValueError('Give a folder, an .npz, a tensor of images [N, C, H, W], a pair of such and labels, or a '
@@ -218,5 +214,5 @@ def classes_of(source: Any) -> tuple[list[str] | None, int]:
     """The names of the classes of some data, if known, and their number, for a model that does not exist yet."""
     kind = _kind(source)
     if kind == 'loader':
-        raise ValueError('The number of classes of a loader is not known. Give num_classes, or another source.')
+        raise ValueError('The number of classes of a loader is not known. Give num_classes.')
     return _parts(source, kind, None, labelled=True, training=True, any_classes=True)[1:3]

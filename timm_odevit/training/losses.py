@@ -68,7 +68,8 @@ class TrajectoryPass(nn.Module):
         starts = sorted({first, max(last - 1, first)}) if config.jasmin_weight > 0 else []
         theirs = [targets(ode, times, states) for ode, times, (states, _) in zip(odes, self.times, seen, strict=True)]
         features, ours = _follow(student, images, [{*theirs[0], *starts, *exits}, *theirs[1:]])
-        jasmin = [jasmin_loss(_attention_after(odes[0], i, ours[0][i])) for i in starts]
+        # as a step that starts where step i ends would attend
+        jasmin = [jasmin_loss(odes[0].shared.attention_map(odes[0][i].t + odes[0][i].h, ours[0][i])) for i in starts]
         early = [student.forward_head(student.norm(ours[0][i])) for i in exits]
         output = student.forward_head(features)
         shares = config.cls_weight, config.register_weight, config.patch_weight
@@ -107,11 +108,6 @@ def _follow(student: Any, images: Tensor, indices: list[Collection[int]]) -> tup
     with watch_blocks([list(ode) for ode in find_ode_blocks(student)]) as seen:
         features = student.forward_features(images)
     return features, [{i: path[i + 1] for i in of} for (path, _), of in zip(seen, indices, strict=True)]
-
-
-def _attention_after(ode: Any, index: int, state: Tensor) -> Tensor:
-    """Attention at the end of a step, with the weights of a step that starts there."""
-    return ode.shared.attention_map(ode[index].t + ode[index].h, state)
 
 
 def trajectory_loss(
