@@ -187,7 +187,7 @@ def count(text: str) -> int:
 
 
 TYPES: dict[str, Any] = {  # by the placeholder; others are text
-    'N': count, 'N0': int, 'K-K,K,...': _counts, 'N,N,...': _counts, 'M': float, 'LR': float, 'SHARE': float}
+    'N': count, 'N0': int, 'K-K,K,...': _counts, 'N,N,...': _counts, 'M': float, 'SHARE': float}
 
 
 def recipe(args: argparse.Namespace) -> None:
